@@ -86,6 +86,7 @@ class Rollout:
     status: RolloutStatus
     reason: str  # why this reward, or why none
     reward: float | None
+    is_flagged: bool = False  # the environment asked to keep it out of the loss (instance_config.mask_sample)
     output_text: str = ""  # decoded last answer, for logs and the report
     metrics: Mapping[str, float] = field(default_factory=dict)  # numeric extras of the verifier
     seconds: float = 0.0  # wall time from first request to verdict
@@ -131,6 +132,17 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TurnSpan:
+    """Where one sampled turn lies in a batch: tokens [start, end) of `row`."""
+
+    row: int
+    start: int
+    end: int
+    is_invalid_tool_call: bool = False
+    has_malformed_thinking: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
     """One optimizer step's samples, right-padded. Entry [b, t] of every [B, S] tensor belongs to token t; entry 0 is unused."""
 
@@ -140,8 +152,10 @@ class TrainBatch:
     sample_mask_B: Tensor  # float32, 0 removes a sample from the loss
     generation_logprobs_BS: Tensor  # float32, 0 where token_mask is 0
     advantages_BS: Tensor  # float32
+    rewards_B: Tensor  # float64, NaN where there was no verdict
+    group_B: Tensor  # int64, number of the row's group
+    turn_spans: tuple[TurnSpan, ...] = ()  # every sampled turn
     prev_logprobs_BS: Tensor | None = None  # policy log-probabilities before the step
-    rewards_B: Tensor | None = None  # float64, NaN where invalid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

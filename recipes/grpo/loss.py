@@ -1,0 +1,224 @@
+"""The clipped policy-gradient loss of GRPO with importance correction. Pure functions of tensors.
+
+Formulas: NeMo RL's clipped policy-gradient loss; the golden vectors recorded from it pin every option.
+Every [B, T] array is aligned to *predicted* tokens: T = padded length - 1, entry t belongs to token t + 1.
+Sums are divided by counts over the whole global batch, so losses, metrics and gradients of microbatches and of
+data-parallel ranks simply add up.
+
+Letters: c current, p before the step ("prev"), g generation engine, r reference log-probability of the token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from recipes.grpo.config_tree import LossConfig
+
+_EPS = 1e-8  # keeps 0/0 at 0 when everything is masked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """What the loss needs beside the current log-probabilities; constants with respect to the gradient."""
+
+    token_mask_BT: Tensor  # 1 on sampled tokens
+    sample_mask_B: Tensor  # 0 removes a sample
+    advantages_BT: Tensor
+    prev_logprobs_BT: Tensor
+    generation_logprobs_BT: Tensor
+    reference_logprobs_BT: Tensor | None = None  # needed when the KL penalty is on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalCounts:
+    """Denominators over the whole global batch and all data-parallel ranks, after all masking."""
+
+    tokens: float
+    sequences: float
+
+
+def grpo_loss(
+    logprobs_BT: Tensor, inputs: LossInputs, cfg: LossConfig, counts: GlobalCounts
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return this microbatch's share of the loss and of its metrics.
+
+    Metrics add up over microbatches, except names that end in `_min` / `_max`, which combine by min / max
+    (+-inf when the microbatch has no valid token).
+    """
+    mask_BT = inputs.token_mask_BT * inputs.sample_mask_B[:, None]
+    prev_BT = logprobs_BT.detach() if cfg.force_on_policy_ratio else inputs.prev_logprobs_BT
+
+    ratio_BT = policy_ratio(logprobs_BT, prev_BT, inputs.token_mask_BT, cfg)
+    clamped_BT = ratio_BT
+    if not cfg.force_on_policy_ratio:  # the forced ratio is 1: clipping it would only cost the gradient
+        clamped_BT = ratio_BT.clamp(1.0 - cfg.ratio_clip_min, 1.0 + cfg.ratio_clip_max)
+    surrogate_BT = clipped_surrogate(logprobs_BT, ratio_BT, clamped_BT, inputs.advantages_BT, cfg)
+
+    weight_BT, out_of_bounds = importance_weights(prev_BT, inputs, counts, cfg)
+    applied_BT = weight_BT if cfg.use_importance_sampling_correction else torch.ones_like(surrogate_BT)
+    actor = _reduce(applied_BT * surrogate_BT, inputs, counts, cfg)
+
+    penalty = actor.new_zeros(())
+    if cfg.reference_policy_kl_penalty > 0 and not cfg.use_kl_in_reward:
+        penalty = _reduce(reference_kl(logprobs_BT, inputs, cfg), inputs, counts, cfg)
+    loss = actor + cfg.reference_policy_kl_penalty * penalty
+
+    with torch.no_grad():
+        metrics = _mismatch_metrics(logprobs_BT, prev_BT, inputs, counts, cfg)
+        metrics |= _ratio_metrics(ratio_BT.detach(), clamped_BT.detach(), mask_BT, counts)
+        metrics |= {
+            "loss": loss.detach(),
+            "kl_penalty": penalty.detach(),
+            "sampling_importance_ratio": _mean_tokens(weight_BT.expand_as(mask_BT), mask_BT, counts),
+            "is_oob_ratio": out_of_bounds,
+            "num_valid_samples": inputs.sample_mask_B.sum(),
+        }
+    return loss, metrics
+
+
+def policy_ratio(logprobs_BT: Tensor, prev_BT: Tensor, token_mask_BT: Tensor, cfg: LossConfig) -> Tensor:
+    """exp(c - p) per token, or per sequence (GSPO: exp of the mean over its tokens), broadcast to [B, T]."""
+    difference_BT = logprobs_BT - prev_BT
+    if cfg.sequence_level_importance_ratios:
+        tokens_B1 = token_mask_BT.sum(dim=1, keepdim=True)
+        difference_BT = ((difference_BT * token_mask_BT).sum(dim=1, keepdim=True) / (tokens_B1 + _EPS)).expand_as(
+            token_mask_BT
+        )
+    return difference_BT.exp()
+
+
+def clipped_surrogate(
+    logprobs_BT: Tensor, ratio_BT: Tensor, clamped_BT: Tensor, advantages_BT: Tensor, cfg: LossConfig
+) -> Tensor:
+    """PPO's pessimistic surrogate with the optional dual clip, or CISPO's clipped-weight REINFORCE."""
+    if cfg.use_cispo:
+        return -advantages_BT * clamped_BT.detach() * logprobs_BT
+    surrogate_BT = torch.maximum(-advantages_BT * ratio_BT, -advantages_BT * clamped_BT)
+    if cfg.ratio_clip_c is not None:
+        capped_BT = torch.minimum(surrogate_BT, -advantages_BT * cfg.ratio_clip_c)
+        surrogate_BT = torch.where(advantages_BT < 0, capped_BT, surrogate_BT)
+    return surrogate_BT
+
+
+def importance_weights(
+    prev_BT: Tensor, inputs: LossInputs, counts: GlobalCounts, cfg: LossConfig
+) -> tuple[Tensor, Tensor]:
+    """Return exp(p - g), truncated as configured, and the share of tokens or sequences out of bounds.
+
+    The weight is [B, T], or [B, 1] for sequence-level ratios. `tis` clamps it, `icepop` zeroes it outside
+    [min, max], `seq-mask-tis` zeroes whole sequences by their geometric mean.
+    """
+    mask_BT = inputs.token_mask_BT * inputs.sample_mask_B[:, None]
+    difference_BT = prev_BT - inputs.generation_logprobs_BT
+    if cfg.sequence_level_importance_ratios:
+        difference_BT = (difference_BT * mask_BT).sum(dim=1, keepdim=True)
+    weight_BT = torch.nan_to_num(difference_BT.exp(), nan=0.0, posinf=0.0, neginf=0.0)
+
+    high = cfg.truncated_importance_sampling_ratio
+    low = cfg.truncated_importance_sampling_ratio_min
+    kind = cfg.truncated_importance_sampling_type
+    if high is None:
+        return weight_BT, weight_BT.new_zeros(())
+    if kind == "seq-mask-tis":
+        tokens_B = inputs.token_mask_BT.sum(dim=1)
+        mean_B = ((prev_BT - inputs.generation_logprobs_BT) * inputs.token_mask_BT).sum(dim=1) / (tokens_B + _EPS)
+        inside_B = ((mean_B.exp() >= (low or 0.0)) & (mean_B.exp() <= high)).float()
+        out = ((1.0 - inside_B) * inputs.sample_mask_B).sum() / (counts.sequences + _EPS)
+        return weight_BT * inside_B[:, None], out
+    inside_BT = (weight_BT >= (low or 0.0)) & (weight_BT <= high)
+    out = _mean_tokens((~inside_BT).float().expand_as(mask_BT), mask_BT, counts)
+    if kind == "icepop":
+        return weight_BT * inside_BT, out
+    return weight_BT.clamp(low or 0.0, high), out
+
+
+def kl_estimate(
+    logprobs: Tensor, reference: Tensor, kind: str, *, input_clamp: float | None = None, weights: Tensor | None = None
+) -> Tensor:
+    """Estimate KL(current || reference) per token from d = r - c: k1 = -d, k2 = d^2 / 2, k3 = e^d - 1 - d.
+
+    Estimators: J. Schulman, "Approximating KL divergence" (2020). Where the input clamp bites, `weights` carries
+    no gradient either.
+    """
+    d = reference - logprobs
+    if input_clamp is not None:
+        clamped = d.clamp(-input_clamp, input_clamp)
+        if weights is not None:
+            weights = torch.where(clamped == d, weights, weights.detach())
+        d = clamped
+    estimate = {"k1": lambda: -d, "k2": lambda: d.square() / 2, "k3": lambda: d.exp() - 1 - d}[kind]()
+    return estimate if weights is None else estimate * weights
+
+
+def reference_kl(logprobs_BT: Tensor, inputs: LossInputs, cfg: LossConfig) -> Tensor:
+    """Per-token KL to the reference policy, weighted for off-policy tokens; the weight carries gradient."""
+    if inputs.reference_logprobs_BT is None:
+        raise ValueError("loss_fn.reference_policy_kl_penalty > 0 needs reference log-probabilities")
+    base_BT = inputs.generation_logprobs_BT if cfg.use_on_policy_kl_approximation else logprobs_BT.detach()
+    kl_BT = kl_estimate(
+        logprobs_BT,
+        inputs.reference_logprobs_BT,
+        cfg.reference_policy_kl_type,
+        input_clamp=cfg.kl_input_clamp_value,
+        weights=(logprobs_BT - base_BT).exp(),
+    )
+    if cfg.kl_output_clamp_value is not None:
+        kl_BT = kl_BT.clamp(-cfg.kl_output_clamp_value, cfg.kl_output_clamp_value)
+    return kl_BT
+
+
+def _mean_tokens(values_BT: Tensor, mask_BT: Tensor, counts: GlobalCounts) -> Tensor:
+    return (values_BT * mask_BT).sum() / (counts.tokens + _EPS)
+
+
+def _mean_sequences(values_BT: Tensor, inputs: LossInputs, counts: GlobalCounts) -> Tensor:
+    tokens_B = inputs.token_mask_BT.sum(dim=1)
+    mean_B = (values_BT * inputs.token_mask_BT).sum(dim=1) / (tokens_B + _EPS)
+    return (mean_B * inputs.sample_mask_B).sum() / (counts.sequences + _EPS)
+
+
+def _reduce(values_BT: Tensor, inputs: LossInputs, counts: GlobalCounts, cfg: LossConfig) -> Tensor:
+    if cfg.token_level_loss:
+        return _mean_tokens(values_BT, inputs.token_mask_BT * inputs.sample_mask_B[:, None], counts)
+    return _mean_sequences(values_BT, inputs, counts)
+
+
+def _ratio_metrics(
+    ratio_BT: Tensor, clamped_BT: Tensor, mask_BT: Tensor, counts: GlobalCounts
+) -> dict[str, Tensor]:
+    metrics = {}
+    for name, values_BT in (("probs_ratio", ratio_BT), ("probs_ratio_clamped", clamped_BT)):
+        values = values_BT.expand_as(mask_BT)[mask_BT > 0]
+        infinite = values_BT.new_tensor(torch.inf)
+        metrics[name] = _mean_tokens(values_BT.expand_as(mask_BT), mask_BT, counts)
+        metrics[f"{name}_min"] = values.min() if values.numel() else infinite
+        metrics[f"{name}_max"] = values.max() if values.numel() else -infinite
+    return metrics
+
+
+def _mismatch_metrics(
+    logprobs_BT: Tensor, prev_BT: Tensor, inputs: LossInputs, counts: GlobalCounts, cfg: LossConfig
+) -> dict[str, Tensor]:
+    """How far the engine's probabilities are from the trainer's: multiplicative error, KL both ways, JS, largest gap."""
+    mask_BT = inputs.token_mask_BT * inputs.sample_mask_B[:, None]
+    g_BT = inputs.generation_logprobs_BT
+    gap_BT = (g_BT - prev_BT) * mask_BT
+    middle_BT = torch.logaddexp(prev_BT, g_BT) - torch.log(prev_BT.new_tensor(2.0))
+    js_BT = _k3(prev_BT - middle_BT) + _k3(g_BT - middle_BT)
+    return {
+        "token_mult_prob_error": _mean_tokens(gap_BT.abs().exp(), mask_BT, counts),
+        "gen_kl_error": _mean_tokens(kl_estimate(g_BT, prev_BT, cfg.reference_policy_kl_type), mask_BT, counts),
+        "policy_kl_error": _mean_tokens(kl_estimate(prev_BT, g_BT, cfg.reference_policy_kl_type), mask_BT, counts),
+        "js_divergence_error": _mean_tokens(js_BT / 2, mask_BT, counts),
+        "approx_entropy": -_mean_tokens((logprobs_BT - g_BT).exp() * logprobs_BT, mask_BT, counts),
+        "logprob_error_max": gap_BT.abs().max() if gap_BT.numel() else gap_BT.new_tensor(-torch.inf),
+    }
+
+
+def _k3(d: Tensor) -> Tensor:
+    return d.exp() - 1 - d
