@@ -1,0 +1,361 @@
+"""Where the numbers of a run go: metrics.jsonl always, TensorBoard and W&B when asked, and one line per step.
+
+The train loop only queues; one thread writes, so that a slow disk or network is not on the critical path. The queue is
+bounded and nothing is dropped: a full queue makes the loop wait, with a deadline. Every line is whole and flushed, and
+a resumed run first removes the lines beyond its checkpoint, so a step appears once.
+
+    loop                consumes         waits for               unblocked by
+    train loop          -                room in the queue       writer thread
+    writer thread       queued records   the next record         log, log_rollouts, close
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from recipes.grpo.errors import ConfigError, Problem, RunError, StalledError
+from recipes.grpo.metrics import PHASES, TIMING_PREFIX, StepMetrics
+from recipes.grpo.types import Group, Rollout
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+ROLLOUT_KINDS = ("train", "val")
+QUEUE_SIZE = 256  # records; a record is one step or one set of sampled rollouts
+ENQUEUE_SECONDS = 60.0  # a disk that takes no line for this long ends the run
+
+
+class WandbConfig(Protocol):
+    """`logger.wandb`."""
+
+    @property
+    def project(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+
+
+class LoggerConfig(Protocol):
+    """The part of `logger` that is read here."""
+
+    @property
+    def tensorboard_enabled(self) -> bool: ...
+    @property
+    def wandb_enabled(self) -> bool: ...
+    @property
+    def wandb(self) -> WandbConfig: ...
+
+
+class ScalarSink(Protocol):
+    """A place that takes the finite scalars of a step, called from the writer thread only."""
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class RunLogger:
+    """Writes metrics and sampled rollouts of one run directory in the background."""
+
+    def __init__(self, run_dir: Path, logger_cfg: LoggerConfig, *, num_steps: int) -> None:
+        """Check what the configuration asks for; nothing is written until `resume` or the first record."""
+        self.run_dir = run_dir
+        self._cfg = logger_cfg
+        self._num_steps = num_steps
+        self._console = Console(stderr=True)
+        if logger_cfg.wandb_enabled:
+            _import_wandb()
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=QUEUE_SIZE)
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._files: dict[Path, TextIO] = {}
+        self._sinks: list[ScalarSink] = []
+
+    def resume(self, step: int) -> None:
+        """Remove what was logged beyond `step`, and start writing. Step 0 starts over: nothing is kept."""
+        if self._thread is not None:
+            raise RuntimeError("resume comes before the first record")
+        for path in [self.run_dir / METRICS_FILE, *(self._rollout_path(kind) for kind in ROLLOUT_KINDS)]:
+            if path.exists():
+                _drop_lines_after(path, step)
+        self._start(first_step=step + 1 if step else 0)
+
+    def log(self, metrics: StepMetrics) -> None:
+        """Queue one line of metrics.jsonl and the same scalars for the other sinks."""
+        values, now = metrics.as_dict(), time.time()
+        self._put(lambda: self._write_metrics(metrics.step, now, values))
+
+    def log_rollouts(self, kind: str, step: int, groups: Sequence[Group], limit: int) -> None:
+        """Queue at most `limit` rollouts of `groups` for rollouts/<kind>.jsonl, kind "train" or "val"."""
+        path = self._rollout_path(kind)
+        picked = pick_rollouts(groups, limit)
+        self._put(lambda: self._write_lines(path, (_rollout_record(step, group, rollout) for group, rollout in picked)))
+
+    def show(self, metrics: StepMetrics) -> None:
+        """Show the progress line, and per agent what a validation gave: in colour on a terminal, else by logging."""
+        for segments in filter(None, [_segments(metrics, self._num_steps), _validation_segments(metrics)]):
+            if self._console.is_terminal:
+                self._console.print(Text.assemble(*segments), soft_wrap=True)
+            else:
+                logger.info("%s", "".join(text for text, _ in segments))
+
+    def close(self, deadline_seconds: float = 30.0) -> None:
+        """Write what is queued and close the files; raises when that fails or takes longer than the deadline."""
+        if self._thread is None:
+            return
+        thread, self._thread = self._thread, None
+        end = time.monotonic() + deadline_seconds
+        try:
+            self._queue.put(None, timeout=deadline_seconds)
+            thread.join(timeout=max(0.0, end - time.monotonic()))
+        except queue.Full:
+            pass  # reported as not drained below
+        if thread.is_alive():
+            raise StalledError(f"{self.run_dir}: {self._queue.qsize()} log records not written in {deadline_seconds} s")
+        self._raise_error()
+
+    def _start(self, first_step: int) -> None:
+        (self.run_dir / "rollouts").mkdir(parents=True, exist_ok=True)
+        if self._cfg.tensorboard_enabled:
+            self._sinks.append(_TensorBoardSink(self.run_dir / "tensorboard", first_step))
+        if self._cfg.wandb_enabled:
+            self._sinks.append(_WandbSink(self.run_dir, self._cfg.wandb))
+        self._thread = threading.Thread(target=self._write_until_closed, name="run-logger", daemon=True)
+        self._thread.start()
+
+    def _put(self, job: Callable[[], None]) -> None:
+        self._raise_error()
+        if self._thread is None:
+            self._start(first_step=0)
+        try:
+            self._queue.put(job, timeout=ENQUEUE_SECONDS)
+        except queue.Full:
+            message = f"{self.run_dir}: {QUEUE_SIZE} log records wait and none was written in {ENQUEUE_SECONDS:.0f} s"
+            raise StalledError(message) from None
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise RunError(f"{self.run_dir}: writing the log failed: {self._error}") from self._error
+
+    def _write_until_closed(self) -> None:
+        """Run queued jobs; after a failure keep emptying the queue so that the loop meets the error, not a stall."""
+        while (job := self._queue.get()) is not None:
+            if self._error is None:
+                self._guard(job)
+        for close in [*(file.close for file in self._files.values()), *(sink.close for sink in self._sinks)]:
+            self._guard(close)
+
+    def _guard(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception as error:  # any sink may fail in its own way; the train loop raises it at its next record
+            self._error = self._error or error
+
+    def _write_metrics(self, step: int, now: float, values: Mapping[str, float]) -> None:
+        self._write_lines(self.run_dir / METRICS_FILE, [metrics_record(step, now, values)])
+        finite = {key: value for key, value in values.items() if math.isfinite(value)}
+        for sink in self._sinks:
+            sink.write(step, finite)
+
+    def _write_lines(self, path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+        text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
+        if path not in self._files:
+            self._files[path] = path.open("a", encoding="utf-8")
+        self._files[path].write(text)
+        self._files[path].flush()
+
+    def _rollout_path(self, kind: str) -> Path:
+        if kind not in ROLLOUT_KINDS:
+            raise ValueError(f"rollout kind {kind!r}, expected one of {ROLLOUT_KINDS}")
+        return self.run_dir / "rollouts" / f"{kind}.jsonl"
+
+
+def metrics_record(step: int, now: float, values: Mapping[str, float]) -> dict[str, Any]:
+    """Return one line of metrics.jsonl; a value that is not finite is null there and named in `non_finite`."""
+    record: dict[str, Any] = {"step": step, "time": now}
+    record.update({key: value if math.isfinite(value) else None for key, value in values.items()})
+    non_finite = {key: str(value) for key, value in values.items() if not math.isfinite(value)}
+    if non_finite:
+        record["non_finite"] = non_finite
+    return record
+
+
+def pick_rollouts(groups: Sequence[Group], limit: int) -> list[tuple[Group, Rollout]]:
+    """Choose the same rollouts for the same groups: a few without a verdict first, then agents and prompts in turn."""
+    failed = [(group, rollout) for group in groups for rollout in group.rollouts if rollout.reward is None]
+    picked = failed[: limit // 4]
+    for pair in _in_turn(groups):
+        if len(picked) >= limit:
+            break
+        if not any(pair[1] is rollout for _, rollout in picked):
+            picked.append(pair)
+    return picked[:limit]
+
+
+def _in_turn(groups: Sequence[Group]) -> Iterator[tuple[Group, Rollout]]:
+    """Yield one rollout of each prompt, agents alternating, then the second of each, and so on."""
+    by_agent: dict[str, list[Group]] = {}
+    for group in sorted(groups, key=lambda group: (group.prompt.row_index, group.prompt.epoch)):
+        by_agent.setdefault(group.agent, []).append(group)
+    queues = [by_agent[agent] for agent in sorted(by_agent)]
+    rows = max((len(mine) for mine in queues), default=0)
+    order = [mine[row] for row in range(rows) for mine in queues if row < len(mine)]
+    for member in range(max((len(group.rollouts) for group in groups), default=0)):
+        yield from ((group, group.rollouts[member]) for group in order if member < len(group.rollouts))
+
+
+def _rollout_record(step: int, group: Group, rollout: Rollout) -> dict[str, Any]:
+    versions = sorted({span.version for turn in rollout.turns for span in turn.versions})
+    return {
+        "step": step,
+        "prompt": group.prompt.key,
+        "prompt_id": group.prompt.prompt_id,
+        "agent": group.agent,
+        "prompt_text": group.prompt_text,
+        "output_text": rollout.output_text,
+        "reward": rollout.reward,
+        "reason": rollout.reason,
+        "status": rollout.status.value,
+        "group_version": group.version,
+        "versions": versions,
+        "num_turns": len(rollout.turns),
+        "num_generated_tokens": rollout.num_generated_tokens,
+        "finish_reason": rollout.turns[-1].finish_reason if rollout.turns else None,
+        "seconds": rollout.seconds,
+    }
+
+
+def _drop_lines_after(path: Path, step: int) -> None:
+    """Rewrite a file without the records beyond `step` and without a line that a kill tore."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            logger.warning("%s: removed an unreadable line of %d characters", path, len(line))
+            continue
+        if step > 0 and record["step"] <= step and line.endswith("\n"):
+            kept.append(line)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.replace(path)
+
+
+class _TensorBoardSink:
+    """Event files under `directory`; TensorBoard hides what an earlier attempt wrote from `first_step` on."""
+
+    def __init__(self, directory: Path, first_step: int) -> None:
+        # Imported here because it is slow, and not needed when TensorBoard is off.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(log_dir=str(directory), purge_step=first_step)  # type: ignore[no-untyped-call]
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        for key, value in scalars.items():
+            self._writer.add_scalar(key, value, global_step=step)  # type: ignore[no-untyped-call]
+        self._writer.flush()  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+class _WandbSink:
+    """One W&B run per run directory, continued by a resume."""
+
+    def __init__(self, run_dir: Path, cfg: WandbConfig) -> None:
+        self._run = _import_wandb().init(
+            project=cfg.project, name=cfg.name, id=run_dir.name, dir=str(run_dir), resume="allow"
+        )
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._run.log(dict(scalars), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _import_wandb() -> Any:
+    try:
+        return importlib.import_module("wandb")
+    except ImportError as error:
+        problem = Problem(
+            where="logger.wandb_enabled",
+            got=f"true, but wandb cannot be imported ({error})",
+            expected="the wandb package when it is true",
+            fix="pip install wandb in this environment, or set logger.wandb_enabled=false",
+        )
+        raise ConfigError(problem) from error
+
+
+def progress_line(metrics: StepMetrics, num_steps: int) -> str:
+    """Return one aligned line: step, reward, validation, speed, age, mismatch, seconds per phase."""
+    return "".join(text for text, _ in _segments(metrics, num_steps))
+
+
+def validation_line(metrics: StepMetrics) -> str:
+    """Return what the validation of this step gave per agent, sampled and greedy; empty when there was none."""
+    return "".join(text for text, _ in _validation_segments(metrics))
+
+
+def _validation_segments(metrics: StepMetrics) -> list[tuple[str, str]]:
+    values = metrics.as_dict()
+    suffix = "/accuracy"
+    agents = [
+        key[len("validation/") : -len(suffix)]
+        for key in values
+        if key.startswith("validation/") and key.endswith(suffix) and key != "validation/accuracy"
+    ]
+    segments: list[tuple[str, str]] = []
+    for agent in sorted(agents):
+        segments.append((f" | {agent} " if segments else f"validation at step {metrics.step}: {agent} ", "dim"))
+        segments.append((f"{values[f'validation/{agent}/accuracy']:.3f}", "bold green"))
+        greedy = values.get(f"validation/{agent}/greedy_accuracy")
+        segments.append(("" if greedy is None else f" greedy {greedy:.3f}", "green"))
+    return segments
+
+
+def _segments(metrics: StepMetrics, num_steps: int) -> list[tuple[str, str]]:
+    """Return the progress line as (text, rich style) pieces; what a step did not measure is left out."""
+    values = metrics.as_dict()
+    width = len(str(num_steps))
+    segments = [(f"step {metrics.step:>{width}}/{num_steps}", "bold")]
+
+    def column(label: str, text: str | None, style: str = "") -> None:
+        if text is not None:
+            segments.extend([(f" | {label} ", "dim"), (text, style)])
+
+    def number(key: str, spec: str) -> str | None:
+        return format(values[key], spec) if key in values else None
+
+    column("reward", number("train/reward", "6.3f"), "cyan")
+    column("val", number("validation/accuracy", "5.3f"), "bold green")
+    column("greedy", number("validation/greedy_accuracy", "5.3f"), "green")
+    column("tok/s", number("performance/generation_tokens_per_sec", "6.0f"))
+    age, oldest = number("train/avg_trajectory_age", ".1f"), number("train/max_trajectory_age", ".0f")
+    column("age", None if age is None else f"{age} max {oldest or '?'}")
+    worst, mean = number("train/max_logprob_error", "7.1e"), None
+    if "train/token_mult_prob_error" in values:
+        mean = format(values["train/token_mult_prob_error"] - 1.0, "7.1e")
+    column("mismatch", None if worst is None and mean is None else f"max {worst or '?'} mean {mean or '?'}", "magenta")
+    segments.extend(_phase_segments(values))
+    return segments
+
+
+def _phase_segments(values: Mapping[str, float]) -> list[tuple[str, str]]:
+    seconds = {short: values[TIMING_PREFIX + name] for name, short in PHASES.items() if TIMING_PREFIX + name in values}
+    total = values.get(TIMING_PREFIX + "total_step_time", math.fsum(seconds.values()))
+    if not seconds and not total:
+        return []
+    shown = {short: spent for short, spent in seconds.items() if spent >= 0.005}
+    phases = " ".join(f"{short} {spent:.2f}" for short, spent in shown.items())
+    return [(" | ", "dim"), (f"{total:6.2f} s", "yellow"), (f" = {phases}" if phases else "", "dim")]

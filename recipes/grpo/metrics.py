@@ -1,0 +1,204 @@
+"""What is measured in one training step, and how many rollouts become a few numbers.
+
+Invariant: a statistic of rewards is taken in float64 over valid rollouts only; a rollout without a verdict is counted,
+never averaged. Groups weigh equally, however many valid members they have.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from recipes.grpo.types import Group, Rollout, RolloutStatus
+
+TIMING_PREFIX = "timing/train/"
+
+PHASES: Mapping[str, str] = {
+    "exposed_generation": "wait",
+    "reward_calculation": "reward",
+    "advantage_calculation": "adv",
+    "data_processing": "data",
+    "policy_and_reference_logprobs": "logp",
+    "policy_training": "train",
+    "weight_sync": "sync",
+    "validation": "val",
+    "checkpointing": "save",
+}
+"""Phases of a step in the order they run, with the short name that the progress line prints."""
+
+DURATION_KEYS = frozenset({"trajectory_duration_s", "env_duration_s"})
+"""Keys whose per-rollout values are pooled over the batch, because a percentile of group means says nothing."""
+
+
+class StepMetrics:
+    """Collects the metrics of one step. A key is set once; a phase that is entered again adds to its seconds."""
+
+    def __init__(self, step: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start an empty record of `step` (steps done when it is logged; 0 is before training)."""
+        self.step = step
+        self._clock = clock
+        self._values: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the seconds spent inside, also when it raises, to `timing/train/<name>`."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+
+    def add(self, values: Mapping[str, float], *, prefix: str = "train/") -> None:
+        """Add every entry of `values` under `prefix`; two writers of one key are a bug of the caller."""
+        for name, value in values.items():
+            key = prefix + name
+            if key in self._values:
+                raise ValueError(f"metric {key!r} of step {self.step} was already set to {self._values[key]}")
+            self._values[key] = float(value)
+
+    def as_dict(self) -> dict[str, float]:
+        """Return all values and timings by their full key."""
+        return {**self._values, **{TIMING_PREFIX + name: seconds for name, seconds in self._seconds.items()}}
+
+
+def aggregate_rollouts(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """Summarise the rollouts of a batch that is trained at weight `version`."""
+    columns: dict[str, list[Any]] = {}
+    for group in groups:
+        for key, value in _group_metrics(group).items():
+            columns.setdefault(key, []).append(value)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    columns["trajectory_duration_s"] = [rollout.seconds for rollout in rollouts]
+    columns["env_duration_s"] = [rollout.env_seconds for rollout in rollouts]
+    metrics = merge_groups(columns)
+    for key in DURATION_KEYS:
+        if columns[key]:
+            metrics[f"{key}/p50"] = percentile(columns[key], 0.50)
+            metrics[f"{key}/p99"] = percentile(columns[key], 0.99)
+    return {**metrics, **_counts(groups, rollouts), **_ages(groups, version)}
+
+
+def merge_groups(columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Reduce per-group values by name: extrema stay extrema, `total_turns` is summed, the rest is averaged.
+
+    A `*_rate` is averaged whatever its name starts with. Columns that are not numbers are returned as they are.
+    """
+    merged: dict[str, Any] = {}
+    for key, values in columns.items():
+        if not values:
+            continue
+        if not all(isinstance(value, int | float) for value in values):
+            merged[key] = list(values)
+        elif key in DURATION_KEYS:
+            merged[key] = math.fsum(values) / len(values)
+            merged[f"{key}/max"] = max(values)
+            merged[f"{key}/p95"] = percentile(values, 0.95)
+        else:
+            merged[key] = _reduce(key, values)
+    return merged
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the element that `share` of the values are below: no interpolation, so it is one that was measured."""
+    ordered = sorted(values)
+    return float(ordered[min(len(ordered) - 1, int(len(ordered) * share))])
+
+
+def _reduce(key: str, values: Sequence[float]) -> float:
+    is_rate = key.endswith("_rate")
+    if not is_rate and (key.endswith("/min") or key.startswith("min_")):
+        return min(values)
+    if not is_rate and (key.endswith("/max") or key.startswith("max_")):
+        return max(values)
+    if key == "total_turns":
+        return sum(values)
+    return math.fsum(values) / len(values)
+
+
+def _group_metrics(group: Group) -> dict[str, float]:
+    """Return the numbers of one group; a group without valid members has only its valid rate."""
+    valid = [rollout for rollout in group.rollouts if rollout.is_valid]
+    agent = group.agent
+    metrics: dict[str, float] = {f"{agent}/valid_rate": len(valid) / len(group.rollouts)}
+    if not valid:
+        return metrics
+    rewards = [float(rollout.reward) for rollout in valid if rollout.reward is not None]
+    tokens = [float(rollout.num_generated_tokens) for rollout in valid]
+    metrics[f"{agent}/reward"] = math.fsum(rewards) / len(rewards)
+    metrics.update(_spread("total_reward", rewards))
+    metrics.update(_spread("gen_tokens_per_sample", tokens))
+    metrics.update(_spread("total_tokens_per_sample", [float(_num_tokens(rollout)) for rollout in valid]))
+    metrics.update(_spread("turns_per_sample", [float(len(rollout.turns)) for rollout in valid]))
+    metrics["mean_gen_tokens_per_sample"] = math.fsum(tokens) / len(tokens)
+    metrics["max_gen_tokens_per_turn/max"] = float(max(len(turn.token_ids) for r in valid for turn in r.turns))
+    metrics["total_turns"] = float(sum(len(rollout.turns) for rollout in valid))
+    metrics["natural_termination_rate"] = sum(r.turns[-1].finish_reason == "stop" for r in valid) / len(valid)
+    metrics["truncation_rate"] = sum(r.status is RolloutStatus.TRUNCATED for r in valid) / len(valid)
+    for name in sorted({name for rollout in valid for name in rollout.metrics}):
+        extras = [float(rollout.metrics[name]) for rollout in valid if name in rollout.metrics]
+        metrics.update(_spread(f"{agent}/{name}", extras))
+    return metrics
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Return mean, extrema, median and, where it is defined, the sample standard deviation."""
+    spread = {
+        f"{name}/mean": math.fsum(values) / len(values),
+        f"{name}/min": min(values),
+        f"{name}/max": max(values),
+        f"{name}/median": statistics.median(values),
+    }
+    if len(values) > 1:
+        spread[f"{name}/stddev"] = statistics.stdev(values)
+    return spread
+
+
+def _num_tokens(rollout: Rollout) -> int:
+    return sum(len(turn.prompt_token_ids) + len(turn.token_ids) for turn in rollout.turns)
+
+
+def _counts(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Count what ended how, and the groups that carry no signal."""
+    statuses = Counter(rollout.status for rollout in rollouts)
+    counts = {f"rollout_status/{status.value}": float(statuses[status]) for status in RolloutStatus}
+    rewards = [{rollout.reward for rollout in group.rollouts if rollout.is_valid} for group in groups]
+    trainable = [group.num_valid >= 2 for group in groups]
+    return {
+        **counts,
+        "num_rollouts": float(len(rollouts)),
+        "num_groups": float(len(groups)),
+        "num_groups_too_few_valid": float(trainable.count(False)),
+        "num_groups_zero_variance": float(
+            sum(ok and len(distinct) == 1 for ok, distinct in zip(trainable, rewards, strict=True))
+        ),
+    }
+
+
+def _ages(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """Return how many weight versions old the groups (when started) and the tokens (when sampled) are."""
+    if not groups:
+        return {}
+    group_ages = [version - group.version for group in groups]
+    ages = {
+        "avg_trajectory_age": sum(group_ages) / len(group_ages),
+        "max_trajectory_age": float(max(group_ages)),
+    }
+    spans = [
+        (version - span.version, span.end - span.start)
+        for group in groups
+        for rollout in group.rollouts
+        if rollout.is_valid
+        for turn in rollout.turns
+        for span in turn.versions
+        if span.end > span.start
+    ]
+    if spans:
+        ages["token_age/mean"] = sum(age * count for age, count in spans) / sum(count for _, count in spans)
+        ages["token_age/max"] = float(max(age for age, _ in spans))
+    return ages

@@ -1,0 +1,212 @@
+"""The run logger: whole lines, nothing dropped, a resume that removes what it repeats, errors that surface."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from recipes.grpo import log
+from recipes.grpo.errors import ConfigError, RunError, StalledError
+from recipes.grpo.log import RunLogger, pick_rollouts, progress_line, validation_line
+from recipes.grpo.metrics import StepMetrics
+from recipes.grpo.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
+
+
+@dataclass(frozen=True)
+class Wandb:
+    project: str = "p"
+    name: str = "n"
+
+
+@dataclass(frozen=True)
+class LoggerCfg:
+    tensorboard_enabled: bool = False
+    wandb_enabled: bool = False
+    wandb: Wandb = field(default_factory=Wandb)
+
+
+def step_metrics(step: int, reward: float) -> StepMetrics:
+    metrics = StepMetrics(step)
+    metrics.add({"reward": reward})
+    return metrics
+
+
+def lines_of(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def make_group(row: int, rewards: list[float | None], agent: str = "math") -> Group:
+    turn = Turn(
+        prompt_token_ids=(1,),
+        token_ids=(2, 3),
+        logprobs=(-0.1, -0.2),
+        versions=(VersionSpan(version=6, start=0, end=1), VersionSpan(version=7, start=1, end=2)),
+        finish_reason="stop",
+    )
+    rollouts = tuple(
+        Rollout(
+            turns=(turn,),
+            status=RolloutStatus.COMPLETED if reward is not None else RolloutStatus.JUDGE_FAILED,
+            reason=f"row {row} member {member}",
+            reward=reward,
+            output_text="<think>\u2028</think> 4 \ud800",  # a line separator and a lone surrogate must survive
+        )
+        for member, reward in enumerate(rewards)
+    )
+    prompt = PromptRef(epoch=0, row_index=row, prompt_id=f"{row:016x}")
+    return Group(prompt=prompt, agent=agent, prompt_text="2+2?", target_step=7, version=6, rollouts=rollouts)
+
+
+def test_every_step_is_one_line_in_order(tmp_path: Path) -> None:
+    run = RunLogger(tmp_path, LoggerCfg(), num_steps=600)
+    for step in range(1, 601):  # more than the queue holds
+        run.log(step_metrics(step, step / 8))
+    run.close()
+    records = lines_of(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, 601))
+    assert records[4]["train/reward"] == 0.625
+    assert records[0]["time"] <= records[-1]["time"]  # type: ignore[operator]
+
+
+def test_a_value_that_is_not_finite_is_named_and_the_line_stays_json(tmp_path: Path) -> None:
+    run = RunLogger(tmp_path, LoggerCfg(), num_steps=1)
+    metrics = StepMetrics(1)
+    metrics.add({"loss": float("nan"), "grad_norm": float("inf"), "reward": 0.5})
+    run.log(metrics)
+    run.close()
+    (record,) = lines_of(tmp_path / "metrics.jsonl")
+    assert record["train/loss"] is None
+    assert record["train/reward"] == 0.5
+    assert record["non_finite"] == {"train/loss": "nan", "train/grad_norm": "inf"}
+
+
+def test_resume_removes_later_steps_and_a_torn_line(tmp_path: Path) -> None:
+    first = RunLogger(tmp_path, LoggerCfg(), num_steps=9)
+    for step in range(5):
+        first.log(step_metrics(step, 0.0))
+        first.log_rollouts("train", step, [make_group(step, [1.0])], limit=1)
+    first.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "tim')  # kill -9 in the middle of a write
+    second = RunLogger(tmp_path, LoggerCfg(), num_steps=9)
+    second.resume(2)
+    second.log(step_metrics(3, 1.0))
+    second.close()
+    records = lines_of(tmp_path / "metrics.jsonl")
+    assert [(record["step"], record["train/reward"]) for record in records] == [(0, 0), (1, 0), (2, 0), (3, 1)]
+    assert [record["step"] for record in lines_of(tmp_path / "rollouts" / "train.jsonl")] == [0, 1, 2]
+    third = RunLogger(tmp_path, LoggerCfg(), num_steps=9)
+    third.resume(0)  # starts over: the validation before training is repeated too
+    third.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_rollout_lines_say_what_came_out_and_why(tmp_path: Path) -> None:
+    run = RunLogger(tmp_path, LoggerCfg(), num_steps=1)
+    run.log_rollouts("val", 7, [make_group(3, [0.5])], limit=4)
+    run.close()
+    (record,) = lines_of(tmp_path / "rollouts" / "val.jsonl")
+    assert record["step"] == 7
+    assert record["prompt_text"] == "2+2?"
+    assert record["output_text"] == "<think>\u2028</think> 4 \ud800"
+    assert (record["reward"], record["reason"], record["status"]) == (0.5, "row 3 member 0", "completed")
+    assert (record["group_version"], record["versions"]) == (6, [6, 7])
+    with pytest.raises(ValueError, match="test"):
+        run.log_rollouts("test", 7, [], limit=1)
+
+
+def test_picked_rollouts_alternate_agents_and_prompts_and_keep_some_failures() -> None:
+    groups = [
+        make_group(2, [1.0, 0.0]),
+        make_group(0, [0.0, 1.0]),
+        make_group(5, [1.0, None, None, None], agent="aime"),
+    ]
+    reasons = [rollout.reason for _, rollout in pick_rollouts(groups, 3)]
+    assert reasons == ["row 5 member 0", "row 0 member 0", "row 2 member 0"]
+    reasons = [rollout.reason for _, rollout in pick_rollouts(groups, 7)]
+    assert reasons[0] == "row 5 member 1"  # a quarter, rounded down, is kept for those without a verdict
+    assert len(set(reasons)) == 7
+    assert len(pick_rollouts(groups, 100)) == 8
+
+
+def test_a_failing_write_reaches_the_loop(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    run = RunLogger(tmp_path, LoggerCfg(), num_steps=1)
+    run.log(step_metrics(1, 0.0))
+    with pytest.raises(RunError, match=r"metrics\.jsonl"):
+        run.close()
+
+
+def test_close_names_what_a_stuck_disk_did_not_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    run = RunLogger(tmp_path, LoggerCfg(), num_steps=1)
+    monkeypatch.setattr(run, "_write_metrics", lambda *args: release.wait(20))
+    for step in range(3):
+        run.log(step_metrics(step, 0.0))
+    with pytest.raises(StalledError, match="log records not written"):
+        run.close(deadline_seconds=0.2)
+    release.set()
+
+
+def test_a_full_queue_makes_the_loop_wait_then_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "QUEUE_SIZE", 2)
+    monkeypatch.setattr(log, "ENQUEUE_SECONDS", 0.1)
+    release = threading.Event()
+    run = RunLogger(tmp_path, LoggerCfg(), num_steps=1)
+    monkeypatch.setattr(run, "_write_metrics", lambda *args: release.wait(20))
+    with pytest.raises(StalledError, match="2 log records wait"):
+        for step in range(4):
+            run.log(step_metrics(step, 0.0))
+    release.set()
+    run.close()
+
+
+def test_tensorboard_files_hold_the_scalars(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = RunLogger(tmp_path, LoggerCfg(tensorboard_enabled=True), num_steps=4)
+    for step in (1, 2, 3):
+        run.log(step_metrics(step, step / 4))
+    run.close()
+    again = RunLogger(tmp_path, LoggerCfg(tensorboard_enabled=True), num_steps=4)
+    again.resume(2)
+    again.log(step_metrics(3, 9.0))
+    again.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/reward")] == [(1, 0.25), (2, 0.5), (3, 9.0)]
+
+
+def test_wandb_that_is_not_installed_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"logger\.wandb_enabled: got true.*pip install wandb"):
+        RunLogger(tmp_path, LoggerCfg(wandb_enabled=True), num_steps=1)
+
+
+def test_progress_line_reads_left_to_right_and_aligns() -> None:
+    metrics = StepMetrics(7)
+    metrics.add({"reward": 0.4125, "avg_trajectory_age": 1.0, "max_trajectory_age": 1.0})
+    metrics.add({"max_logprob_error": 1.2e-6, "token_mult_prob_error": 1.0000025})
+    metrics.add({"generation_tokens_per_sec": 1234.4}, prefix="performance/")
+    seconds = {"total_step_time": 5.31, "policy_training": 2.4, "exposed_generation": 2.5, "data_processing": 0.001}
+    metrics.add(seconds, prefix="timing/train/")
+    line = progress_line(metrics, 120)
+    assert line == (
+        "step   7/120 | reward  0.412 | tok/s   1234 | age 1.0 max 1 | mismatch max 1.2e-06 mean 2.5e-06"
+        " |   5.31 s = wait 2.50 train 2.40"
+    )
+    assert validation_line(metrics) == ""
+
+
+def test_validation_has_its_own_line_per_agent() -> None:
+    metrics = StepMetrics(0)
+    values = {"accuracy": 0.3125, "greedy_accuracy": 0.25, "mcqa/accuracy": 0.5, "math/accuracy": 0.125}
+    metrics.add({**values, "math/greedy_accuracy": 0.0, "avg_length": 12.0}, prefix="validation/")
+    metrics.add({"validation": 2.0}, prefix="timing/train/")
+    assert progress_line(metrics, 40) == "step  0/40 | val 0.312 | greedy 0.250 |   2.00 s = val 2.00"
+    assert validation_line(metrics) == "validation at step 0: math 0.125 greedy 0.000 | mcqa 0.500"

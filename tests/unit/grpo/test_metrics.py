@@ -1,0 +1,166 @@
+"""Step metrics and the reduction of rollouts; expected numbers are worked out by hand in the comments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipes.grpo.metrics import StepMetrics, aggregate_rollouts, merge_groups, percentile
+from recipes.grpo.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
+
+
+def make_turn(versions: dict[int, int], *, prompt: int = 3, finish_reason: str = "stop") -> Turn:
+    """Build a turn whose tokens come from {weight version: number of tokens}, in that order."""
+    spans, start = [], 0
+    for version, count in versions.items():
+        spans.append(VersionSpan(version=version, start=start, end=start + count))
+        start += count
+    return Turn(
+        prompt_token_ids=tuple(range(prompt)),
+        token_ids=tuple(range(start)),
+        logprobs=(-0.5,) * start,
+        versions=tuple(spans),
+        finish_reason=finish_reason,
+    )
+
+
+def make_rollout(reward: float | None, *turns: Turn, status: RolloutStatus | None = None, **extra: object) -> Rollout:
+    if status is None:
+        status = RolloutStatus.ENV_FAILED if reward is None else RolloutStatus.COMPLETED
+    return Rollout(turns=turns, status=status, reason="because", reward=reward, **extra)  # type: ignore[arg-type]
+
+
+def make_group(row: int, rollouts: list[Rollout], *, agent: str = "math", version: int = 4) -> Group:
+    prompt = PromptRef(epoch=0, row_index=row, prompt_id=f"{row:016x}")
+    return Group(
+        prompt=prompt,
+        agent=agent,
+        prompt_text=f"question {row}",
+        target_step=5,
+        version=version,
+        rollouts=tuple(rollouts),
+    )
+
+
+@pytest.fixture
+def groups() -> list[Group]:
+    """Two agents; the first group has one rollout without a verdict and one that was cut off."""
+    first = [
+        make_rollout(1.0, make_turn({4: 10}), seconds=1.0, env_seconds=0.25, metrics={"exact": 1.0}),
+        make_rollout(
+            0.0,
+            make_turn({4: 2, 5: 4}, finish_reason="length"),
+            status=RolloutStatus.TRUNCATED,
+            seconds=2.0,
+            metrics={"exact": 0.0},
+        ),
+        make_rollout(None, make_turn({4: 100}), seconds=9.0),
+        make_rollout(0.5, make_turn({5: 1}), make_turn({5: 3}, prompt=1), seconds=4.0),
+    ]
+    second = [make_rollout(1.0, make_turn({5: 6}), seconds=3.0), make_rollout(1.0, make_turn({5: 8}), seconds=5.0)]
+    return [make_group(0, first), make_group(1, second, agent="mcqa", version=5)]
+
+
+def test_rewards_are_taken_over_valid_members_and_groups_weigh_equally(groups: list[Group]) -> None:
+    metrics = aggregate_rollouts(groups, version=5)
+    assert metrics["math/reward"] == 0.5  # (1 + 0 + 0.5) / 3
+    assert metrics["mcqa/reward"] == 1.0
+    assert metrics["total_reward/mean"] == 0.75  # (0.5 + 1) / 2, not 3.5 / 5
+    assert metrics["total_reward/min"] == 0.0
+    assert metrics["total_reward/max"] == 1.0
+    assert metrics["total_reward/median"] == 0.75
+    assert metrics["total_reward/stddev"] == 0.25  # (sqrt((.25 + .25 + 0) / 2) = 0.5; 0) averaged
+    assert metrics["math/valid_rate"] == 0.75
+    assert metrics["mcqa/valid_rate"] == 1.0
+
+
+def test_lengths_ends_and_verifier_extras(groups: list[Group]) -> None:
+    metrics = aggregate_rollouts(groups, version=5)
+    assert metrics["gen_tokens_per_sample/mean"] == pytest.approx((20 / 3 + 7) / 2)  # 10, 6, 4; then 6, 8
+    assert metrics["gen_tokens_per_sample/max"] == 10.0
+    assert metrics["total_tokens_per_sample/max"] == 13.0  # 10 sampled and 3 of the prompt
+    assert metrics["total_tokens_per_sample/min"] == 8.0  # 3 + 1 + 1 + 3
+    assert metrics["max_gen_tokens_per_turn/max"] == 10.0
+    assert metrics["total_turns"] == 6.0  # 1 + 1 + 2 and 1 + 1
+    assert metrics["truncation_rate"] == pytest.approx((1 / 3 + 0) / 2)
+    assert metrics["natural_termination_rate"] == pytest.approx((2 / 3 + 1) / 2)
+    assert metrics["math/exact/mean"] == 0.5
+    assert "mcqa/exact/mean" not in metrics
+
+
+def test_ages_are_per_group_and_per_token(groups: list[Group]) -> None:
+    metrics = aggregate_rollouts(groups, version=6)
+    assert metrics["avg_trajectory_age"] == 1.5  # started at 4 and 5
+    assert metrics["max_trajectory_age"] == 2.0
+    # Version 4: 10 + 2 tokens, age 2; version 5: 4 + 1 + 3 + 6 + 8 = 22 tokens, age 1; the failed one is left out.
+    assert metrics["token_age/mean"] == pytest.approx((12 * 2 + 22 * 1) / 34)
+    assert metrics["token_age/max"] == 2.0
+
+
+def test_counts_name_every_way_to_end_and_groups_without_signal(groups: list[Group]) -> None:
+    dead = make_group(2, [make_rollout(1.0, make_turn({5: 1})), make_rollout(None)])
+    metrics = aggregate_rollouts([*groups, dead], version=5)
+    counts = {key: value for key, value in metrics.items() if key.startswith("rollout_status/")}
+    assert counts == {
+        "rollout_status/completed": 5.0,
+        "rollout_status/truncated": 1.0,
+        "rollout_status/env_failed": 2.0,
+        "rollout_status/judge_failed": 0.0,
+        "rollout_status/timed_out": 0.0,
+        "rollout_status/aborted": 0.0,
+    }
+    assert metrics["num_rollouts"] == 8.0
+    assert metrics["num_groups_zero_variance"] == 1.0  # mcqa: both 1.0
+    assert metrics["num_groups_too_few_valid"] == 1.0  # one verdict of two
+    assert metrics["math/valid_rate"] == 0.625  # (0.75 + 0.5) / 2
+
+
+def test_durations_are_pooled_over_all_rollouts(groups: list[Group]) -> None:
+    metrics = aggregate_rollouts(groups, version=5)
+    assert metrics["trajectory_duration_s"] == 4.0  # (1 + 2 + 9 + 4 + 3 + 5) / 6
+    assert metrics["trajectory_duration_s/max"] == 9.0
+    assert metrics["trajectory_duration_s/p50"] == 4.0  # sorted 1 2 3 4 5 9, element 3
+    assert metrics["trajectory_duration_s/p99"] == 9.0
+    assert metrics["env_duration_s/max"] == 0.25
+
+
+def test_a_batch_without_any_verdict_has_counts_but_no_reward() -> None:
+    metrics = aggregate_rollouts([make_group(0, [make_rollout(None), make_rollout(None)])], version=0)
+    assert metrics["rollout_status/env_failed"] == 2.0
+    assert metrics["math/valid_rate"] == 0.0
+    assert not [key for key in metrics if "reward" in key]
+    assert aggregate_rollouts([], version=0)["num_groups"] == 0.0
+
+
+def test_merge_matches_the_recorded_reference(golden_dir: Path) -> None:
+    cases = json.loads((golden_dir / "grpo" / "aggregate_rollout_metrics.json").read_text())["cases"]
+    assert cases
+    for case in cases:
+        assert merge_groups(case["inputs"]) == case["expected"], case["name"]
+
+
+def test_percentile_is_an_element() -> None:
+    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert percentile(list(range(1, 41)), 0.95) == 39.0
+    assert percentile([7.0], 0.99) == 7.0
+
+
+def test_timed_adds_up_also_when_it_raises() -> None:
+    ticks = iter([10.0, 12.5, 20.0, 20.25])
+    metrics = StepMetrics(3, clock=lambda: next(ticks))
+    with metrics.timed("weight_sync"):
+        pass
+    with pytest.raises(KeyError), metrics.timed("weight_sync"):
+        raise KeyError
+    assert metrics.as_dict() == {"timing/train/weight_sync": 2.75}
+
+
+def test_a_key_has_one_writer() -> None:
+    metrics = StepMetrics(3)
+    metrics.add({"reward": 0.5})
+    metrics.add({"reward": 0.25}, prefix="validation/")
+    with pytest.raises(ValueError, match=r"train/reward.*step 3.*0\.5"):
+        metrics.add({"reward": 0.75})
+    assert metrics.as_dict() == {"train/reward": 0.5, "validation/reward": 0.25}
