@@ -1,0 +1,100 @@
+"""From the `policy.generation` section to vLLM's engine arguments. Pure; imports no vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recipes.grpo.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from recipes.grpo.config_tree import GenerationConfig
+
+OURS = frozenset({"logprobs_mode", "scheduler_cls", "weight_transfer_config", "worker_extension_cls"})
+"""Arguments that the refit and the log-probabilities depend on; `vllm_kwargs` may not set them."""
+
+CPU_ENV: Mapping[str, str] = {
+    "OMP_NUM_THREADS": "1",  # unset, OpenMP threads spin against each other: stalls of 4-17 s per batch
+    "TORCHDYNAMO_DISABLE": "1",  # a helper is compiled at the first request even with enforce_eager: 2.4 s
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else vLLM turns the executor "uni" into "mp", one more process
+}
+ENV: Mapping[str, str] = {
+    "HF_HUB_OFFLINE": "1",  # the model is a directory
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def engine_args(cfg: GenerationConfig, *, model_path: str, seed: int, is_cpu: bool) -> dict[str, Any]:
+    """Return the keyword arguments of vLLM's `AsyncEngineArgs`.
+
+    `logprobs_mode` is "processed": the log-probability of a token under the distribution it was sampled from, that is
+    after temperature, top-p and top-k. At temperature T with neither filter this is the policy's log-softmax of
+    logits / T, which is what the trainer computes.
+    """
+    vllm_cfg = cfg.vllm_cfg
+    taken = OURS & set(cfg.vllm_kwargs)
+    if taken:
+        raise ConfigError(
+            [
+                Problem(
+                    where=f"policy.generation.vllm_kwargs.{name}",
+                    got=repr(cfg.vllm_kwargs[name]),
+                    expected="no such key",
+                    fix="remove it: weight pushes and log-probabilities depend on the value the recipe sets",
+                )
+                for name in sorted(taken)
+            ]
+        )
+    args: dict[str, Any] = {
+        "model": model_path,
+        "seed": seed,
+        "dtype": vllm_cfg.precision,
+        "tensor_parallel_size": vllm_cfg.tensor_parallel_size,
+        "pipeline_parallel_size": vllm_cfg.pipeline_parallel_size,
+        "gpu_memory_utilization": vllm_cfg.gpu_memory_utilization,
+        "max_model_len": vllm_cfg.max_model_len,
+        "enforce_eager": vllm_cfg.enforce_eager,
+        "enable_prefix_caching": vllm_cfg.enable_prefix_caching,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": "recipes.generation.weight_transfer.WorkerExtension",
+        "weight_transfer_config": {"backend": "shm" if is_cpu else "nccl"},
+        "scheduler_cls": f"recipes.generation.core.PushKeyed{'' if is_cpu else 'Async'}Scheduler",
+        "skip_tokenizer_init": not vllm_cfg.expose_http_server,  # token ids in, token ids out
+        "disable_log_stats": True,
+        # What an HTTP request that does not say gets; else the model's generation_config.json would decide.
+        "override_generation_config": {"temperature": cfg.temperature, "top_p": cfg.top_p, "top_k": top_k(cfg)},
+    }
+    if is_cpu and vllm_cfg.tensor_parallel_size * vllm_cfg.pipeline_parallel_size == 1:
+        args["distributed_executor_backend"] = "uni"  # the worker lives in the EngineCore process
+    return args | dict(cfg.vllm_kwargs)
+
+
+def top_k(cfg: GenerationConfig) -> int:
+    """Return `top_k` as vLLM writes it: 0 is off."""
+    return max(cfg.top_k or 0, 0)
+
+
+def stop_token_ids(model_path: Path) -> tuple[int, ...]:
+    """Return the ids that end an answer: every end-of-sequence id that the model directory names.
+
+    vLLM without a tokenizer would know only those of `generation_config.json`.
+    """
+    ids: set[int] = set()
+    for file in ("generation_config.json", "config.json"):
+        eos = _read(model_path / file).get("eos_token_id")
+        ids.update([eos] if isinstance(eos, int) else eos or [])
+    eos_token = _read(model_path / "tokenizer_config.json").get("eos_token")
+    content = eos_token.get("content") if isinstance(eos_token, dict) else eos_token
+    added = _read(model_path / "tokenizer.json").get("added_tokens", [])
+    ids.update(token["id"] for token in added if token["content"] == content)
+    return tuple(sorted(ids))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content

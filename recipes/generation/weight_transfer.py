@@ -1,0 +1,104 @@
+"""How weights travel from the policy to the engines, through vLLM's own weight-transfer API.
+
+On CUDA vLLM's NCCL engine is used as it is. On CPU none of its engines works, so this module registers one more,
+`shm`: the policy writes every full, HF-named tensor into a shared-memory file (`WeightLayout`), each engine maps that
+file and loads from it. vLLM imports the module in its worker processes through `worker_extension_cls`.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+SHM_BACKEND = "shm"
+
+
+@dataclass
+class SharedMemoryInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """The fields of `WeightLayout`, as lists: they cross a msgpack boundary."""
+
+    path: str
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    offsets: list[int]
+    num_bytes: int
+
+
+@dataclass
+class SharedMemoryUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Nothing to say per push: the file holds the new weights."""
+
+
+class SharedMemoryWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
+    """Load the model from a mapped file whose layout was given once."""
+
+    init_info_cls = SharedMemoryInit
+    update_info_cls = SharedMemoryUpdate
+
+    def init_transfer_engine(self, init_info: SharedMemoryInit) -> None:
+        """Map the file and remember where each tensor lies."""
+        size = Path(init_info.path).stat().st_size
+        if size < init_info.num_bytes:
+            raise ValueError(f"{init_info.path} has {size} bytes, its layout says {init_info.num_bytes}")
+        with Path(init_info.path).open("r+b") as file:
+            self._bytes = torch.frombuffer(mmap.mmap(file.fileno(), init_info.num_bytes), dtype=torch.uint8)
+        self._layout = init_info
+
+    def start_weight_update(self) -> None:
+        """Put the layers back into the state in which they can be loaded: vLLM packs CPU weights after loading."""
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load all tensors. The base class would synchronize an accelerator, which raises on CPU (vLLM 0.32)."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    @torch.no_grad()
+    def receive_weights(self, update_info: SharedMemoryUpdate) -> None:
+        """Load all tensors from the mapped file."""
+        self.model.load_weights(self._tensors())
+
+    def finish_weight_update(self) -> None:
+        """Pack the layers again."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        pack_tied_head(self.model)
+
+    def shutdown(self) -> None:
+        """Nothing to release: the mapping goes with the process."""
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        layout = self._layout
+        for name, dtype_name, shape, offset in zip(
+            layout.names, layout.dtypes, layout.shapes, layout.offsets, strict=True
+        ):
+            dtype = getattr(torch, dtype_name)
+            num_bytes = torch.Size(shape).numel() * dtype.itemsize
+            yield name, self._bytes[offset : offset + num_bytes].view(dtype).view(shape)
+
+
+def pack_tied_head(model: torch.nn.Module) -> None:
+    """Pack an output head that shares the embedding's weight.
+
+    The reload packs only layers that received a tensor, and a tied head receives none: without this its packed copy
+    stays that of the old weights, silently (vLLM 0.32, CPU).
+    """
+    head = getattr(model, "lm_head", None)
+    if head is not None and hasattr(head, "cpu_linear") and head.weight.numel():
+        dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+
+
+if SHM_BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(SHM_BACKEND, SharedMemoryWeightTransfer)
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker; naming it in the engine's arguments is what imports this module there."""

@@ -1,0 +1,123 @@
+"""What the generation tests share: a tiny random Qwen3 model, its configuration, and the weight file the policy writes."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from recipes.grpo.types import WeightLayout
+
+VOCAB_SIZE = 128
+EOS = 7
+BLOCK = 32  # tokens per KV block
+
+
+def build_model(path: Path, *, seed: int, is_tied: bool) -> None:
+    """Write a random two-layer Qwen3 model; large weights, so that its distributions are far from uniform."""
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,
+            max_position_embeddings=1024,
+            tie_word_embeddings=is_tied,
+            eos_token_id=EOS,
+            bos_token_id=None,
+        )
+    )
+    perturb(model, seed=seed + 1, scale=0.05)
+    model.generation_config.eos_token_id = EOS
+    model.save_pretrained(path)
+
+
+@torch.no_grad()
+def perturb(model: PreTrainedModel, *, seed: int, scale: float) -> None:
+    """Add noise to every parameter, as a training step would change them all."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+def load(path: Path) -> PreTrainedModel:
+    """Load a model as the reference implementation sees it."""
+    return Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+class WeightFile:
+    """The shared-memory file, as a policy would write it."""
+
+    def __init__(self, path: Path, model: PreTrainedModel) -> None:
+        named = list(model.named_parameters())
+        offsets, end = [], 0
+        for _, tensor in named:
+            offsets.append(end)
+            end += (tensor.numel() * tensor.element_size() + 63) // 64 * 64
+        self.layout = WeightLayout(
+            path=str(path),
+            names=tuple(name for name, _ in named),
+            dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in named),
+            shapes=tuple(tuple(tensor.shape) for _, tensor in named),
+            offsets=tuple(offsets),
+            num_bytes=end,
+        )
+        path.write_bytes(bytes(end))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), end)
+
+    @torch.no_grad()
+    def write(self, model: PreTrainedModel) -> None:
+        """Put all tensors of `model` into the file."""
+        for (_, tensor), offset in zip(model.named_parameters(), self.layout.offsets, strict=True):
+            data = tensor.numpy().tobytes()
+            self._map[offset : offset + len(data)] = data
+
+
+def generation_config(**changes: Any) -> Any:
+    """Return the part of `policy.generation` that the engine reads."""
+    vllm_cfg = {
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "gpu_memory_utilization": 0.5,
+        "max_model_len": 512,
+        "enforce_eager": True,
+        "precision": "float32",
+        "enable_prefix_caching": True,
+        "expose_http_server": False,
+        "http_server_serving_chat_kwargs": {},
+    }
+    vllm_kwargs = {"block_size": BLOCK, "kv_cache_memory_bytes": 32 << 20, "max_num_seqs": 64}
+    cfg = {
+        "max_new_tokens": 256,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": None,
+        "port_range_low": 3000,
+        "port_range_high": 5000,
+    }
+    for key, value in changes.items():
+        part = next(part for part in (vllm_cfg, vllm_kwargs, cfg) if key in part)
+        part[key] = value
+    return SimpleNamespace(**cfg, vllm_cfg=SimpleNamespace(**vllm_cfg), vllm_kwargs=vllm_kwargs)
+
+
+def deadlines(**changes: float) -> Any:
+    """Return the deadlines the engine reads, in seconds."""
+    return SimpleNamespace(**({"engine_start": 180.0, "generation": 60.0, "refit": 60.0, "shutdown": 10.0} | changes))
+
+
+@torch.no_grad()
+def logprobs(model: PreTrainedModel, prompt: tuple[int, ...], tokens: tuple[int, ...], temperature: float = 1.0) -> Any:
+    """Return the reference log-probabilities of `tokens` after `prompt`, shape [T]."""
+    ids = torch.tensor([prompt + tokens])
+    logits = model(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens)[:, None]).squeeze(-1)
