@@ -1,0 +1,28 @@
+"""Connect the driver to the Ray cluster that the launcher started."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import ray
+
+from recipes.grpo.errors import LaunchError, Problem, RunError
+
+
+def connect() -> None:
+    """Join the cluster named by RAY_ADDRESS; never starts one by itself."""
+    address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        raise LaunchError(
+            Problem(
+                where="RAY_ADDRESS",
+                got="nothing",
+                expected="the address of a running Ray cluster",
+                fix="start runs with super_launch.sh (make stage1.1), which starts Ray and sets it",
+            )
+        )
+    try:
+        ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
+    except ConnectionError as error:
+        raise RunError(f"no Ray cluster answers at {address}: {error}") from error

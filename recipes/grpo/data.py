@@ -1,0 +1,149 @@
+"""Training rows from JSONL, the order they are drawn in, and the check of a whole file before anything starts.
+
+Invariant: a position in the prompt stream identifies (epoch, row) for ever, given file, seed and `data.shuffle`;
+so a checkpoint stores positions, and a resumed run draws exactly the prompts that were not drawn before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from recipes.grpo.errors import DataError, Problem
+from recipes.grpo.types import PromptRef, Row
+
+_MAX_PROBLEMS = 20
+
+
+def row_id(row: Row) -> str:
+    """Return the first 16 hex digits of the sha256 of the row's canonical JSON."""
+    return hashlib.sha256(orjson.dumps(row, option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
+
+
+def last_user_text(row: Row) -> str:
+    """Return the text of the last user message, for logs."""
+    items = row["responses_create_params"]["input"]
+    if isinstance(items, str):
+        return items
+    for item in reversed(items):
+        if item.get("role") == "user":
+            content = item["content"]
+            return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
+    return ""
+
+
+class PromptDataset:
+    """Rows of one JSONL file, read on demand; only line offsets are kept in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offsets: list[int] = []
+        offset = 0
+        with path.open("rb") as lines:
+            for line in lines:
+                if line.strip():
+                    self._offsets.append(offset)
+                offset += len(line)
+        self._file = path.open("rb")
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: int) -> Row:
+        self._file.seek(self._offsets[index])
+        row: dict[str, Any] = orjson.loads(self._file.readline())
+        return row
+
+
+class PromptStream:
+    """`num_epochs` passes over a dataset as one numbered stream of prompts."""
+
+    def __init__(self, dataset: PromptDataset, *, num_epochs: int, shuffle: bool, seed: int) -> None:
+        self.dataset = dataset
+        self._shuffle = shuffle
+        self._seed = seed
+        self._order: list[int] = []
+        self._order_epoch = -1
+        self.num_prompts = len(dataset) * num_epochs
+
+    def draw(self, position: int) -> tuple[PromptRef, Row] | None:
+        """Return the prompt at `position`, or None past the end of the last epoch."""
+        if position >= self.num_prompts:
+            return None
+        epoch, offset = divmod(position, len(self.dataset))
+        index = self._permutation(epoch)[offset]
+        row = self.dataset[index]
+        return PromptRef(epoch=epoch, row_index=index, prompt_id=row_id(row)), row
+
+    def _permutation(self, epoch: int) -> list[int]:
+        if epoch != self._order_epoch:
+            self._order = list(range(len(self.dataset)))
+            if self._shuffle:
+                random.Random(f"{self._seed}:{epoch}").shuffle(self._order)
+            self._order_epoch = epoch
+        return self._order
+
+
+def check_file(path: Path, check_row: Callable[[Row], list[str]]) -> list[Problem]:
+    """Return the problems of a data file, each with its line number; at most 20, with a count of the rest.
+
+    `check_row` returns what is wrong with one row beyond its general shape (unknown agent, verifier fields).
+    """
+    if not path.is_file():
+        fix = "run `make data`, or set TRAIN_PATH / VAL_PATH"
+        return [Problem(where=str(path), got="no such file", expected="a JSONL file of rows", fix=fix)]
+    problems: list[Problem] = []
+    num_rows = num_bad = 0
+    for number, line in _lines(path):
+        num_rows += 1
+        found = _check_line(line, check_row)
+        num_bad += bool(found)
+        if len(problems) < _MAX_PROBLEMS:
+            problems += [
+                Problem(where=f"{path}:{number}", got=what, expected="a valid row", fix="correct or remove the row")
+                for what in found
+            ]
+    if num_bad > _MAX_PROBLEMS:
+        more = f"{num_bad} bad rows of {num_rows}, only the first are listed"
+        problems.append(Problem(where=str(path), got=more, expected="none", fix="see `make data-validate`"))
+    if num_rows == 0:
+        problems.append(Problem(where=str(path), got="an empty file", expected="rows", fix="run `make data` again"))
+    return problems
+
+
+def require_rows(path: Path, check_row: Callable[[Row], list[str]]) -> PromptDataset:
+    """Open a data file after checking every row; raises `DataError` with all problems."""
+    if problems := check_file(path, check_row):
+        raise DataError(problems)
+    return PromptDataset(path)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield number, line
+
+
+def _check_line(line: bytes, check_row: Callable[[Row], list[str]]) -> list[str]:
+    try:
+        row = orjson.loads(line)
+    except json.JSONDecodeError as error:
+        return [f"invalid JSON ({error})"]
+    if not isinstance(row, dict):
+        return [f"a JSON {type(row).__name__} instead of an object"]
+    if "_hf_placeholder" in row:
+        return ["an unfilled `_hf_placeholder`; run the fill step"]
+    params = row.get("responses_create_params")
+    if not isinstance(params, dict) or not isinstance(params.get("input"), str | list) or not params["input"]:
+        return ["no `responses_create_params.input` (a string or a non-empty list of items)"]
+    agent = row.get("agent_ref")
+    if not isinstance(agent, dict) or not isinstance(agent.get("name"), str):
+        return ["no `agent_ref.name`: nothing routes this row to an agent"]
+    return check_row(row)

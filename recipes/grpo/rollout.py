@@ -1,0 +1,282 @@
+"""The collector: keeps prompts in flight, drives the agents, hands whole groups to the replay buffer.
+
+Three loops run at once. What each consumes, waits for, and what unblocks it:
+
+    loop        consumes            waits for                               unblocked by
+    ----------  ------------------  --------------------------------------  ----------------------------------
+    collector   the prompt stream   its window: targets <= version + age    `set_version` after each refit
+    rollouts    one prompt each     the engine, then the environment        their completion, or a deadline
+    train loop  groups of a step    P groups of its step in the buffer      `buffer.add`; `fail`, `close` on the way out
+
+The collector is an asyncio loop in a thread of the driver. Everything below runs in that thread, except the methods
+that say so. A prompt is drawn once, for one target step; it ends in the ledger as trained or as failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+from recipes.grpo.buffer import ReplayBuffer
+from recipes.grpo.data import PromptStream, last_user_text
+from recipes.grpo.errors import RunError, StalledError
+from recipes.grpo.types import Completion, Group, ModelClient, PromptRef, Rollout, RolloutStatus, Row, Sampling
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Sampler(Protocol):
+    """The part of `Generation` that rollouts use."""
+
+    async def generate(self, prompt_token_ids: tuple[int, ...], sampling: Sampling, *, affinity: int) -> Completion: ...
+
+
+class Runner(Protocol):
+    """The part of `Environments` that rollouts use."""
+
+    async def run(self, row: Row, model: ModelClient, *, max_tokens: int) -> Rollout: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSettings:
+    """What the collector needs from the configuration."""
+
+    num_prompts_per_step: int
+    num_generations_per_prompt: int
+    max_trajectory_age_steps: int
+    max_generation_failures: int
+    sampling: Sampling
+    max_model_len: int  # tokens, prompt and answer together
+    rollout_seconds: float  # deadline of one rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectorState:
+    """What a checkpoint keeps: everything drawn and not yet trained on, at one moment."""
+
+    position: int  # next prompt of the stream to draw
+    in_flight: tuple[tuple[int, int], ...]  # (position, target step) of prompts without a finished group
+    finished: tuple[Group, ...]  # groups that wait in the buffer
+    failed: tuple[tuple[PromptRef, str], ...]  # prompts that never trained, with the reason
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyClient:
+    """Samples for one rollout: the given profile, clamped to the room that is left in the context."""
+
+    sampler: Sampler
+    sampling: Sampling
+    max_model_len: int
+    affinity: int
+
+    async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
+        room = self.max_model_len - len(prompt_token_ids)
+        if room <= 0:
+            return Completion(token_ids=(), logprobs=(), versions=(), finish_reason="length")
+        sampling = replace(self.sampling, max_tokens=min(max_tokens, self.sampling.max_tokens, room))
+        return await self.sampler.generate(prompt_token_ids, sampling, affinity=self.affinity)
+
+
+class RolloutCollector:
+    """Owns the thread. Construct, `restore` if resuming, `start`, then `set_version` after every refit."""
+
+    def __init__(
+        self, stream: PromptStream, sampler: Sampler, runner: Runner, buffer: ReplayBuffer, settings: RolloutSettings
+    ) -> None:
+        self._stream, self._sampler, self._runner, self._buffer = stream, sampler, runner, buffer
+        self.settings = settings
+        self._version = 0
+        self._last_step = 0  # targets from here on are never drawn
+        self._position = 0
+        self._assigned: Counter[int] = Counter()  # groups drawn per target, in flight or finished
+        self._in_flight: dict[int, tuple[int, PromptRef, float]] = {}  # position -> target, prompt, start time
+        self._retry: list[tuple[int, int]] = []  # (position, target) restored from a checkpoint, drawn first
+        self._failed: list[tuple[PromptRef, str]] = []
+        self._consecutive_failures = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="collector", daemon=True)
+        self._thread.start()
+
+    # -- called by the driver's main thread ---------------------------------------------------------------------
+
+    def start(self, *, version: int, last_step: int) -> None:
+        """Begin to draw prompts for the targets `version` .. `version + max_trajectory_age_steps`."""
+
+        def begin() -> None:
+            self._version, self._last_step = version, last_step
+            self._fill()
+
+        self._loop.call_soon_threadsafe(begin)
+
+    def set_version(self, version: int) -> None:
+        """Say that the engines now hold weights `version`: opens the window by one step."""
+
+        def advance() -> None:
+            self._version = version
+            for target in [target for target in self._assigned if target < version]:
+                del self._assigned[target]
+            self._fill()
+
+        self._loop.call_soon_threadsafe(advance)
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine (validation) on the collector's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def state(self) -> CollectorState:
+        """Return a consistent snapshot; call it between steps."""
+
+        async def snapshot() -> CollectorState:
+            waiting = [(position, target) for position, (target, _, _) in self._in_flight.items()]
+            return CollectorState(
+                position=self._position,
+                in_flight=tuple(sorted(waiting + self._retry)),
+                finished=tuple(self._buffer.groups()),
+                failed=tuple(self._failed),
+            )
+
+        return self.submit(snapshot()).result(timeout=60)
+
+    def restore(self, state: CollectorState, *, step: int) -> None:
+        """Continue from a checkpoint taken after `step` steps: keep fresh groups, sample the others again."""
+        self._position = state.position
+        self._failed = list(state.failed)
+        self._retry = list(state.in_flight)
+        for group in state.finished:
+            self._assigned[group.target_step] += 1
+            self._buffer.add(group)
+        for _, target in self._retry:
+            self._assigned[target] += 1
+
+    def waiting_for(self) -> str:
+        """Name the oldest work in flight, for a stall's message."""
+        oldest = sorted(self._in_flight.values(), key=lambda item: item[2])[:3]
+        if not oldest:
+            return "nothing is in flight: no prompt could be started"
+        now = time.monotonic()
+        return "oldest in flight: " + ", ".join(
+            f"prompt {ref.key} for step {target + 1} since {now - since:.0f} s" for target, ref, since in oldest
+        )
+
+    def close(self) -> None:
+        """Cancel what is in flight and end the thread."""
+
+        async def cancel() -> None:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+        try:
+            self.submit(cancel()).result(timeout=10)
+        except TimeoutError:
+            logger.warning("collector did not stop within 10 s; its thread ends with the process")
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=10)
+
+    # -- in the collector's thread ------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        """Draw prompts until every target of the window has its P groups."""
+        for position, target in self._retry:
+            self._launch(position, target)
+        self._retry = []
+        newest = min(self._version + self.settings.max_trajectory_age_steps, self._last_step - 1)
+        for target in range(self._version, newest + 1):
+            while self._assigned[target] < self.settings.num_prompts_per_step:
+                if not self._launch(self._position, target):
+                    self._end_of_data(target)
+                    return
+                self._position += 1
+                self._assigned[target] += 1
+
+    def _launch(self, position: int, target: int) -> bool:
+        drawn = self._stream.draw(position)
+        if drawn is None:
+            return False
+        ref, row = drawn
+        self._in_flight[position] = (target, ref, time.monotonic())
+        task = self._loop.create_task(self._group(position, target, ref, row))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return True
+
+    def _end_of_data(self, target: int) -> None:
+        """No prompts are left for `target`: let the train loop end once the complete targets are used."""
+        if target == self._version:
+            logger.info("end of data: %d prompts drawn, none left for step %d", self._position, target + 1)
+            self._buffer.close()
+
+    async def _group(self, position: int, target: int, ref: PromptRef, row: Row) -> None:
+        """Sample one prompt G times; hand the group over, or replace the prompt when it gave no signal."""
+        version = self._version
+        try:
+            rollouts = await self.run_rollouts(row, self.settings.sampling, affinity=ref.row_index)
+            group = Group(
+                prompt=ref,
+                agent=row["agent_ref"]["name"],
+                prompt_text=last_user_text(row),
+                target_step=target,
+                version=version,
+                rollouts=rollouts,
+            )
+            self._finish(position, group)
+        except asyncio.CancelledError:
+            raise
+        except Exception as failure:  # the loop must not die silently: whatever it is ends the run, with its cause
+            self._buffer.fail(failure)
+
+    def _finish(self, position: int, group: Group) -> None:
+        del self._in_flight[position]
+        if group.num_valid >= min(2, len(group.rollouts)):
+            self._consecutive_failures = 0
+            self._buffer.add(group)
+            return
+        counts = Counter(f"{rollout.status}: {rollout.reason}" for rollout in group.rollouts if not rollout.is_valid)
+        reason, count = counts.most_common(1)[0]
+        self._failed.append((group.prompt, reason))
+        self._consecutive_failures += 1
+        logger.warning("prompt %s failed (%d of %d rollouts: %s)", group.prompt.key, count, len(group.rollouts), reason)
+        if self._consecutive_failures > self.settings.max_generation_failures:
+            self._buffer.fail(
+                RunError(
+                    f"{self._consecutive_failures} groups in a row failed (grpo.async_grpo.max_generation_failures is "
+                    f"{self.settings.max_generation_failures}); the last one, {group.prompt.key}: {reason}"
+                )
+            )
+            return
+        self._assigned[group.target_step] -= 1
+        self._fill()
+
+    async def run_rollouts(self, row: Row, sampling: Sampling, *, affinity: int, num: int = 0) -> tuple[Rollout, ...]:
+        """Sample `num` (default G) rollouts of one row side by side, each with the rollout deadline."""
+        client = PolicyClient(self._sampler, sampling, self.settings.max_model_len, affinity)
+        count = num or self.settings.num_generations_per_prompt
+        return tuple(await asyncio.gather(*(self._one(row, client) for _ in range(count))))
+
+    async def _one(self, row: Row, client: PolicyClient) -> Rollout:
+        seconds = self.settings.rollout_seconds
+        try:
+            run = self._runner.run(row, client, max_tokens=client.sampling.max_tokens)
+            return await asyncio.wait_for(run, timeout=seconds)
+        except TimeoutError:
+            reason = f"no verdict within {seconds:g} s (deadlines.rollout)"
+            return Rollout(turns=(), status=RolloutStatus.TIMED_OUT, reason=reason, reward=None, seconds=seconds)
+
+
+def gather_results(futures: Sequence[Future[T]], *, deadline_seconds: float, what: str) -> list[T]:
+    """Wait, from the main thread, for all `futures`; raises `StalledError` naming `what` at the deadline."""
+    end = time.monotonic() + deadline_seconds
+    try:
+        return [future.result(timeout=max(end - time.monotonic(), 0.0)) for future in futures]
+    except TimeoutError as late:
+        done = sum(future.done() for future in futures)
+        raise StalledError(f"{what}: {done} of {len(futures)} done after {deadline_seconds:g} s") from late

@@ -1,0 +1,183 @@
+"""One run: its parts, and the state that a checkpoint keeps. Built by `setup`, driven by `train`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from recipes.grpo.buffer import ReplayBuffer
+from recipes.grpo.checkpoint import LedgerEntry, RunState, prune, save_checkpoint
+from recipes.grpo.config_tree import Config
+from recipes.grpo.log import RunLogger
+from recipes.grpo.metrics import StepMetrics, aggregate_rollouts
+from recipes.grpo.refit import WeightSink, WeightSource
+from recipes.grpo.rollout import RolloutCollector, Sampler
+from recipes.grpo.stop import StopRequest
+from recipes.grpo.types import Group, TrainBatch
+from recipes.grpo.validate import Validation
+
+logger = logging.getLogger(__name__)
+
+_ROLLOUTS_LOGGED = 8  # per step; enough to see what the policy writes without the log outgrowing the checkpoints
+
+
+class PolicyHandle(WeightSource, Protocol):
+    """What the run asks of the policy; `policy.Policy` has it."""
+
+    def logprobs(self, batch: TrainBatch) -> torch.Tensor: ...
+
+    def train(self, batch: TrainBatch) -> dict[str, float]: ...
+
+    def save(self, path: Path) -> None: ...
+
+    def load(self, path: Path) -> None: ...
+
+    def export_hf(self, path: Path) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+class GenerationHandle(WeightSink, Sampler, Protocol):
+    """What the run asks of the engines; `generation.Generation` has it."""
+
+    def stats(self) -> list[dict[str, float]]: ...
+
+    def shutdown(self) -> None: ...
+
+
+class EnvironmentsHandle(Protocol):
+    """What the run asks of the environments once they run."""
+
+    def close(self) -> Any: ...
+
+
+@dataclass(slots=True)
+class TrainState:
+    """What training changes besides the weights."""
+
+    step: int = 0  # optimizer steps done; also the version of the weights
+    saved_step: int = 0
+    ledger: list[LedgerEntry] = field(default_factory=list)  # prompts trained on
+    step_seconds: float = 0.0  # moving average of the wall time of a step
+
+    def advance(self, groups: Sequence[Group]) -> None:
+        """Count a step done and enter its prompts in the ledger."""
+        self.step += 1
+        self.ledger += [LedgerEntry(key=group.prompt.key, step=self.step) for group in groups]
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """The parts of a run and the few verbs of the loop that are more than one call on one of them."""
+
+    config: Config
+    policy: PolicyHandle
+    generation: GenerationHandle
+    environments: EnvironmentsHandle
+    collector: RolloutCollector
+    buffer: ReplayBuffer
+    validation: Validation | None
+    logger: RunLogger
+    stop: StopRequest
+    state: TrainState
+    checkpoints: Path
+    num_steps: int  # the step at which the run ends
+    pad_token_id: int
+    _logged_at: float = field(default_factory=time.monotonic)
+    _last_stats: dict[str, float] = field(default_factory=dict)
+
+    def is_due(self, period: int) -> bool:
+        """Whether the step just done is a multiple of `period`; never for 0 or less."""
+        return period > 0 and self.state.step % period == 0 and self.state.step >= self.config.grpo.val_start_at
+
+    def validates_at_start(self) -> bool:
+        return self.config.grpo.val_at_start and self.state.step == 0
+
+    def validates_at_end(self) -> bool:
+        return self.config.grpo.val_at_end and self.state.step == self.num_steps
+
+    def validate(self, metrics: StepMetrics) -> None:
+        """Measure the held-out reward of the weights the engines hold."""
+        if self.validation is None:
+            return
+        values, groups = self.validation.run(self.collector, step=self.state.step)
+        metrics.add(values, prefix="validation/")
+        self.logger.log_rollouts("val", self.state.step, groups, limit=_ROLLOUTS_LOGGED)
+
+    def save(self, metrics: StepMetrics) -> None:
+        """Write a checkpoint of everything up to the step just done."""
+        if not self.config.checkpointing.enabled:
+            return
+        cfg = self.config.checkpointing
+        collector = self.collector.state()
+        failed = [LedgerEntry(key=ref.key, step=0, reason=reason) for ref, reason in collector.failed]
+        state = RunState(
+            step=self.state.step,
+            collector=collector,
+            ledger=(*self.state.ledger, *failed),
+            metrics=metrics.as_dict(),
+        )
+        path = save_checkpoint(self.checkpoints, state, self.policy)
+        self.state.saved_step = self.state.step
+        logger.info("saved %s", path)
+        prune(
+            self.checkpoints,
+            keep_top_k=cfg.keep_top_k,
+            metric=_metric_key(cfg.metric_name),
+            higher_is_better=cfg.higher_is_better,
+            save_period=cfg.save_period,
+        )
+
+    def log(self, metrics: StepMetrics, groups: Sequence[Group] = ()) -> None:
+        """Record a step: its own metrics, its rollouts', and how busy both sides were since the last record."""
+        now = time.monotonic()
+        seconds, self._logged_at = now - self._logged_at, now
+        if groups:
+            self.state.step_seconds = 0.8 * (self.state.step_seconds or seconds) + 0.2 * seconds
+            metrics.add(aggregate_rollouts(groups, self.state.step - 1))
+            metrics.add({"buffer_size": float(len(self.buffer))})
+            metrics.add(self._shares(metrics, seconds), prefix="")
+            self.logger.log_rollouts("train", self.state.step, groups, limit=_ROLLOUTS_LOGGED)
+        metrics.add({"total_step_time": seconds}, prefix="timing/train/")
+        self.logger.log(metrics)
+        self.logger.show(metrics)
+
+    def close(self) -> None:
+        """Stop everything that was started, in the reverse order."""
+        self.collector.close()
+        self.environments.close()
+        self.generation.shutdown()
+        self.policy.shutdown()
+        self.logger.close()
+
+    def _shares(self, metrics: StepMetrics, seconds: float) -> dict[str, float]:
+        """Tokens per second and the share of the step in which each side had nothing to do."""
+        totals: dict[str, float] = {}
+        stats = self.generation.stats()
+        for engine in stats:
+            for name, value in engine.items():
+                totals[name] = totals.get(name, 0.0) + value
+        gained = {name: value - self._last_stats.get(name, 0.0) for name, value in totals.items()}
+        self._last_stats = totals
+        timing = metrics.as_dict()
+        trained = timing["timing/train/policy_training"] + timing["timing/train/policy_and_reference_logprobs"]
+        return {
+            "performance/generation_tokens_per_sec": gained["generated_tokens"] / seconds,
+            "performance/train_tokens_per_sec": timing["train/global_valid_toks"] / seconds,
+            "idle/generation": max(0.0, 1.0 - gained["busy_seconds"] / (seconds * len(stats))),
+            "idle/policy": max(0.0, 1.0 - trained / seconds),
+        }
+
+
+def _metric_key(name: str | None) -> str | None:
+    """Translate `val:NAME` / `train:NAME` of the configuration to the key of metrics.jsonl."""
+    if name is None:
+        return None
+    kind, _, rest = name.partition(":")
+    return f"{'validation' if kind == 'val' else kind}/{rest}"

@@ -1,0 +1,88 @@
+"""The GRPO train loop, top to bottom.
+
+    prompts -> collector -> replay buffer -> reward -> batch -> logprobs -> advantage -> policy.train
+                  ^                                                                          |
+                  +------------------------------- refit <-----------------------------------+
+
+The collector generates ahead, at most `max_trajectory_age_steps` steps; this loop is the only clock. With 0 the
+collector waits for each refit and training is synchronous: same loop, same code.
+
+Steps are counted from 0 inside (`state.step` = optimizer steps done = version of the weights); what a user reads,
+metrics and checkpoint names, counts steps done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from recipes.grpo.advantage import add_advantages
+from recipes.grpo.batch import build_batch, mask_mismatched
+from recipes.grpo.metrics import StepMetrics
+from recipes.grpo.refit import refit
+from recipes.grpo.reward import collect_rewards
+from recipes.grpo.run import Run
+
+
+def train(run: Run) -> None:
+    """Step the policy until the configured number of steps, the end of the data, or a request to stop."""
+    cfg, state = run.config, run.state
+
+    refit(run.policy, run.generation, version=state.step)
+    if run.validates_at_start():
+        metrics = StepMetrics(state.step)
+        run.validate(metrics)
+        run.log(metrics)
+    run.collector.start(version=state.step, last_step=run.num_steps)
+
+    while state.step < run.num_steps and not run.stop.requested(state.step_seconds):
+        metrics = StepMetrics(state.step + 1)
+
+        with metrics.timed("exposed_generation"):
+            groups = run.buffer.take(
+                state.step, deadline_seconds=cfg.deadlines.progress, waiting_for=run.collector.waiting_for
+            )
+        if not groups:
+            break  # the data ended, or a signal came
+
+        with metrics.timed("reward_calculation"):
+            rewards_B = collect_rewards(groups)
+
+        with metrics.timed("data_processing"):
+            batch = build_batch(
+                groups,
+                rewards_B,
+                pad_token_id=run.pad_token_id,
+                divisible_by=cfg.policy.make_sequence_length_divisible_by,
+                overlong_filtering=cfg.grpo.overlong_filtering,
+            )
+
+        with metrics.timed("policy_and_reference_logprobs"):
+            batch = replace(batch, prev_logprobs_BS=run.policy.logprobs(batch))
+        batch, mismatch = mask_mismatched(batch, cfg.grpo.seq_logprob_error_threshold)
+        metrics.add(mismatch)
+
+        with metrics.timed("advantage_calculation"):
+            batch, advantages = add_advantages(batch, cfg.grpo)
+        metrics.add(advantages)
+
+        with metrics.timed("policy_training"):
+            metrics.add(run.policy.train(batch))
+        state.advance(groups)
+
+        # The policy does not change again before the engines hold these weights: a token's version is exact.
+        with metrics.timed("weight_sync"):
+            refit(run.policy, run.generation, version=state.step)
+        run.collector.set_version(state.step)
+
+        if run.is_due(cfg.grpo.val_period) or run.validates_at_end():
+            with metrics.timed("validation"):
+                run.validate(metrics)
+
+        if run.is_due(cfg.checkpointing.save_period) or state.step == run.num_steps:
+            with metrics.timed("checkpointing"):
+                run.save(metrics)
+
+        run.log(metrics, groups)
+
+    if state.step > state.saved_step:
+        run.save(StepMetrics(state.step))

@@ -1,0 +1,77 @@
+"""Train one stage: check every input, then connect to Ray, set up, train.
+
+Exit status: 0 done, 1 the run failed, 2 an input is wrong (all problems are printed), 75 stopped early and saved:
+start again to resume.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+from recipes.grpo.config import load_config, refusals, require_valid
+from recipes.grpo.errors import ConfigError, RecipeError
+from recipes.grpo.stop import EXIT_RESUME
+
+logger = logging.getLogger("recipes.run_grpo")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True, help="stage or overlay YAML file")
+    parser.add_argument("--run-dir", type=Path, required=True, help="directory of this run, results/EXP_NAME")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="configuration overrides, the last wins")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run and return the exit status."""
+    args = parse(argv)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", datefmt="%H:%M:%S"
+    )
+    try:
+        return run_stage(args.config, args.run_dir.resolve(), args.overrides)
+    except RecipeError as error:
+        for line in str(error).splitlines():
+            print(f"run_grpo: {line}", file=sys.stderr)
+        return error.exit_code
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+def run_stage(config_path: Path, run_dir: Path, overrides: list[str]) -> int:
+    """Check the configuration, then set up and train."""
+    loaded = load_config(config_path, overrides)
+    config = require_valid(loaded)
+    if problems := refusals(config):
+        raise ConfigError(problems)
+
+    # Heavy imports after the checks: a typo is answered in under a second, without torch.
+    from recipes.grpo.derive import derive  # noqa: PLC0415
+    from recipes.grpo.setup import setup  # noqa: PLC0415
+    from recipes.grpo.train import train  # noqa: PLC0415
+
+    run = setup(config, derive(config), run_dir)
+    try:
+        train(run)
+    except BaseException:
+        with suppress(Exception):  # the first failure is the one to report
+            run.close()
+        raise
+    run.close()
+    if run.stop.reason:
+        logger.warning("stopped at step %d (%s); start again to resume", run.state.step, run.stop.reason)
+        return EXIT_RESUME
+    logger.info("done: step %d, checkpoints in %s", run.state.step, run.checkpoints)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
