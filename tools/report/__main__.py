@@ -1,0 +1,36 @@
+"""`python -m tools.report --run-dir results/NAME`: write report.html beside the run's metrics."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from recipes.grpo.errors import RecipeError
+from tools.report.load import load_run
+from tools.report.page import render
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the page and print where it is; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tools.report", description="One HTML page about a run.")
+    parser.add_argument("--run-dir", type=Path, required=True, help="directory of the run: results/<EXP_NAME>")
+    parser.add_argument("--out", type=Path, help="file to write (default: report.html in the run directory)")
+    parser.add_argument("--min-gain", type=float, help="held-out gain that the verdict asks for, e.g. 0.25")
+    arguments = parser.parse_args(argv)
+    try:
+        page = render(load_run(arguments.run_dir), min_gain=arguments.min_gain)
+    except RecipeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    out = arguments.out or arguments.run_dir / "report.html"
+    temporary = out.with_name(out.name + ".tmp")
+    # A lone surrogate in model output has no UTF-8 form; the page shows such characters by their code already.
+    temporary.write_text(page, encoding="utf-8", errors="replace")
+    temporary.replace(out)
+    print(out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

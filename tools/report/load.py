@@ -1,0 +1,149 @@
+"""Reads a run directory, whatever its state: running, killed in the middle of a line, or one step old."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recipes.grpo.errors import InputError, Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One line of metrics.jsonl."""
+
+    step: int  # steps done; 0 is before training
+    time: float  # unix seconds
+    values: Mapping[str, float]
+    non_finite: Mapping[str, str] = field(default_factory=dict)  # metric -> "nan" | "inf" | "-inf"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """The steps that have one metric, and its values there."""
+
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+    @property
+    def last(self) -> float | None:
+        return self.values[-1] if self.values else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """All that the page shows of one run."""
+
+    name: str
+    records: tuple[StepRecord, ...]  # by step, each once
+    rollouts: Mapping[str, Sequence[Mapping[str, Any]]]  # "train" | "val" -> sampled rollouts
+    resolved: Mapping[str, Any]  # resolved.json; empty when it is not there
+    lock: Mapping[str, Any]  # run.lock.json; empty when it is not there
+    warnings: tuple[str, ...]
+
+    def column(self, key: str) -> Column:
+        """Return the course of one metric; empty when no step has it."""
+        found = [(record.step, record.values[key]) for record in self.records if key in record.values]
+        return Column(steps=tuple(step for step, _ in found), values=tuple(value for _, value in found))
+
+    def agents(self, prefix: str, suffix: str) -> list[str]:
+        """Return the sorted names N for which a metric `prefix + N + suffix` exists."""
+        keys = {key for record in self.records for key in record.values}
+        names = {key[len(prefix) : -len(suffix)] for key in keys if key.startswith(prefix) and key.endswith(suffix)}
+        return sorted(name for name in names if name)
+
+    def setting(self, key: str) -> Any:
+        """Return one value of the resolved configuration by its dotted key, or None."""
+        node: Any = self.resolved.get("config", self.resolved)
+        for part in key.split("."):
+            if not isinstance(node, Mapping) or part not in node:
+                return None
+            node = node[part]
+        return node
+
+
+def load_run(run_dir: Path) -> RunData:
+    """Read everything under `run_dir`; raises `InputError` when there is no run or no finished step."""
+    if not run_dir.is_dir():
+        raise _no_run(run_dir, "no such directory", "the directory of a run, results/<EXP_NAME>")
+    metrics_path = run_dir / "metrics.jsonl"
+    if not metrics_path.exists():
+        raise _no_run(run_dir, "no metrics.jsonl in it", "a run that has logged its first step")
+    warnings: list[str] = []
+    records = _merge_steps(_read_lines(metrics_path, warnings))
+    if not records:
+        raise _no_run(metrics_path, "no complete line", "a run that has logged its first step")
+    return RunData(
+        name=run_dir.resolve().name,
+        records=records,
+        rollouts={
+            kind: _read_lines(run_dir / "rollouts" / f"{kind}.jsonl", warnings, missing_is_fine=True)
+            for kind in ("train", "val")
+        },
+        resolved=_read_object(run_dir / "resolved.json", warnings),
+        lock=_read_object(run_dir / "run.lock.json", warnings),
+        warnings=tuple(warnings),
+    )
+
+
+def _no_run(where: Path, got: str, expected: str) -> InputError:
+    return InputError(
+        Problem(
+            where=str(where),
+            got=got,
+            expected=expected,
+            fix="check --run-dir; a run that has just started logs its first line after its first step (see logs/)",
+        )
+    )
+
+
+def _read_lines(path: Path, warnings: list[str], *, missing_is_fine: bool = False) -> list[dict[str, Any]]:
+    """Return the JSON objects of a file; a last line still being written is skipped, a damaged one is reported."""
+    if missing_is_fine and not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    objects = []
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is not a whole line
+        try:
+            record = json.loads(line)
+            record["step"] = int(record["step"])
+        except (ValueError, TypeError, KeyError):
+            warnings.append(f"{path.name}:{number}: skipped a line that is not a JSON object with a step")
+            continue
+        objects.append(record)
+    return objects
+
+
+def _merge_steps(lines: Sequence[Mapping[str, Any]]) -> tuple[StepRecord, ...]:
+    """Return one record per step; a key written twice keeps its last value."""
+    merged: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        merged.setdefault(line["step"], {}).update(line)
+    return tuple(
+        StepRecord(
+            step=step,
+            time=float(line.get("time", 0.0)),
+            values={
+                key: float(value)
+                for key, value in line.items()
+                if key not in ("step", "time") and isinstance(value, int | float)
+            },
+            non_finite=line.get("non_finite", {}),
+        )
+        for step, line in sorted(merged.items())
+    )
+
+
+def _read_object(path: Path, warnings: list[str]) -> dict[str, Any]:
+    if not path.exists():
+        warnings.append(f"{path.name} is not there: the page cannot say what produced this run")
+        return {}
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        warnings.append(f"{path.name} is not JSON: {error}")
+        return {}
+    return loaded if isinstance(loaded, dict) else {}

@@ -1,0 +1,174 @@
+"""Puts the page together: summary, curves, tables, samples, provenance, in the order a reader asks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from recipes.grpo.metrics import PHASES
+from tools.report import summary
+from tools.report.chart import Series, line_chart, stacked_chart
+from tools.report.load import Column, RunData
+from tools.report.samples import samples
+
+STYLE_FILE = Path(__file__).with_name("report.css")
+MAX_NON_FINITE = 8  # steps named per metric
+
+
+def render(run: RunData, *, min_gain: float | None = None) -> str:
+    """Return the whole page; `min_gain` is the held-out gain that the verdict asks for."""
+    body = [
+        summary.header(run, min_gain=min_gain),
+        _warnings(run),
+        summary.tiles(run),
+        f'<section class="charts">{"".join(_charts(run))}</section>',
+        summary.validation_table(run),
+        summary.shares(run),
+        summary.status_table(run),
+        samples(run),
+        _provenance(run),
+    ]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(run.name)}: run report</title><style>{STYLE_FILE.read_text(encoding='utf-8')}</style></head>"
+        f"<body><main>{''.join(body)}</main></body></html>\n"
+    )
+
+
+def _charts(run: RunData) -> Iterator[str]:
+    yield _reward_chart(run)
+    yield _agent_chart(run)
+    yield line_chart(
+        "Engine and policy log-probabilities",
+        [
+            Series(label="largest gap", column=run.column("train/max_logprob_error"), color=3),
+            Series(label="mean exp|gap| - 1", column=_minus_one(run.column("train/token_mult_prob_error")), color=0),
+        ],
+        unit="nats, log scale",
+        is_log=True,
+        note="At the current weights, so one push of weight lag is part of it.",
+    )
+    yield line_chart(
+        "Trajectory age",
+        [
+            Series(label="oldest group", column=run.column("train/max_trajectory_age"), color=3, is_dashed=True),
+            Series(label="mean of groups", column=run.column("train/avg_trajectory_age"), color=0),
+            Series(label="mean of tokens", column=run.column("train/token_age/mean"), color=2),
+        ],
+        unit="weight versions",
+        include=(0.0, 1.0),
+        note="Tokens are younger than their group when weights were pushed while it was generating.",
+    )
+    yield _phase_chart(run)
+    yield line_chart(
+        "Speed",
+        [
+            Series(label="generation", column=run.column("performance/generation_tokens_per_sec"), color=0),
+            Series(label="training", column=run.column("performance/train_tokens_per_sec"), color=1),
+        ],
+        unit="tokens/s",
+        include=(0.0,),
+    )
+    yield line_chart(
+        "Answer length",
+        [
+            Series(label="mean", column=run.column("train/gen_tokens_per_sample/mean"), color=0),
+            Series(label="longest", column=run.column("train/gen_tokens_per_sample/max"), color=3, is_dashed=True),
+        ],
+        unit="tokens",
+        include=(0.0,),
+    )
+    yield line_chart(
+        "Optimizer",
+        [
+            Series(label="gradient norm", column=run.column("train/grad_norm"), color=0),
+            Series(label="|loss|", column=_absolute(run.column("train/loss")), color=1),
+        ],
+        unit="log scale",
+        is_log=True,
+    )
+
+
+def _reward_chart(run: RunData) -> str:
+    series = [
+        Series(label="training", column=run.column("train/reward"), color=0, is_smoothed=True),
+        Series(label="held-out, sampled", column=run.column("validation/accuracy"), color=1, has_points=True),
+        Series(
+            label="held-out, greedy",
+            column=run.column("validation/greedy_accuracy"),
+            color=2,
+            has_points=True,
+            is_dashed=True,
+        ),
+    ]
+    return line_chart("Reward", series, unit="mean of valid rollouts", include=(0.0,))
+
+
+def _agent_chart(run: RunData) -> str:
+    agents = run.agents("validation/", "/accuracy")
+    if agents:
+        title, prefix, suffix = "Held-out reward per environment", "validation/", "/accuracy"
+    else:
+        title, prefix, suffix = "Training reward per environment", "train/", "/reward"
+        agents = run.agents(prefix, suffix)
+    series = [
+        Series(label=agent, column=run.column(f"{prefix}{agent}{suffix}"), color=color % 10, has_points=bool(prefix))
+        for color, agent in enumerate(agents)
+    ]
+    return line_chart(title, series, unit="mean", include=(0.0,))
+
+
+def _phase_chart(run: RunData) -> str:
+    steps = summary.trained(run)
+    per_step = [summary.phase_seconds(record) for record in steps]
+    names = [*PHASES.values(), "other"]
+    parts = {name: [seconds.get(name, 0.0) for seconds in per_step] for name in names}
+    return stacked_chart("Seconds per step", [record.step for record in steps], parts, unit="s")
+
+
+def _minus_one(column: Column) -> Column:
+    return Column(steps=column.steps, values=tuple(value - 1.0 for value in column.values))
+
+
+def _absolute(column: Column) -> Column:
+    return Column(steps=column.steps, values=tuple(abs(value) for value in column.values))
+
+
+def _warnings(run: RunData) -> str:
+    messages = list(run.warnings)
+    bad: dict[str, list[int]] = {}
+    for record in run.records:
+        for key in record.non_finite:
+            bad.setdefault(key, []).append(record.step)
+    for key, steps in sorted(bad.items()):
+        shown = ", ".join(map(str, steps[:MAX_NON_FINITE])) + (" ..." if len(steps) > MAX_NON_FINITE else "")
+        messages.append(f"{key} was not a finite number at step {shown}")
+    if not messages:
+        return ""
+    return f'<ul class="warnings">{"".join(f"<li>{escape(message)}</li>" for message in messages)}</ul>'
+
+
+def _provenance(run: RunData) -> str:
+    """Return the lock as a table, its nested parts and the resolved configuration folded."""
+    flat = {key: value for key, value in run.lock.items() if not isinstance(value, dict | list)}
+    nested = {key: value for key, value in run.lock.items() if isinstance(value, dict | list) and value}
+    rows = "".join(
+        f"<tr><td>{escape(key)}</td><td><code>{escape(str(value))}</code></td></tr>" for key, value in flat.items()
+    )
+    table = f"<div class='scroll'><table class='lock'>{rows}</table></div>" if rows else ""
+    folded = [_folded(key.replace("_", " "), value) for key, value in nested.items()]
+    if run.resolved:
+        folded.append(_folded("resolved configuration", run.resolved))
+    if not table and not folded:
+        return ""
+    return f"<section><h2>Provenance</h2>{table}{''.join(folded)}</section>"
+
+
+def _folded(title: str, value: Mapping[str, Any] | Sequence[Any]) -> str:
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    head = f"{escape(title)} <small>{len(value)} entries</small>"
+    return f"<details><summary>{head}</summary><pre class='json'>{escape(text)}</pre></details>"

@@ -1,0 +1,285 @@
+"""The top of the page: what the run is, whether it learned, and the numbers a reader asks for first."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from html import escape
+from typing import Any
+
+from recipes.grpo.metrics import PHASES, TIMING_PREFIX
+from tools.report.axis import format_number, format_seconds
+from tools.report.chart import share_bar
+from tools.report.load import RunData, StepRecord
+
+SAMPLED, GREEDY = "accuracy", "greedy_accuracy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """One validation metric at its first and last measurement."""
+
+    first_step: int
+    last_step: int
+    before: float
+    after: float
+
+    @property
+    def delta(self) -> float:
+        return self.after - self.before
+
+
+def gain_of(run: RunData, metric: str, agent: str = "") -> Gain | None:
+    """Return before and after of `validation/[<agent>/]<metric>`, or None when it was never measured."""
+    column = run.column("/".join(part for part in ("validation", agent, metric) if part))
+    if not column.values:
+        return None
+    return Gain(
+        first_step=column.steps[0], last_step=column.steps[-1], before=column.values[0], after=column.values[-1]
+    )
+
+
+def phase_seconds(record: StepRecord) -> dict[str, float]:
+    """Return the seconds of one step per short phase name; what no phase covers is `other`."""
+    values = record.values
+    seconds = {short: values[TIMING_PREFIX + name] for name, short in PHASES.items() if TIMING_PREFIX + name in values}
+    total = values.get(TIMING_PREFIX + "total_step_time")
+    if total is not None:
+        seconds["other"] = max(0.0, total - sum(seconds.values()))
+    return seconds
+
+
+def trained(run: RunData) -> list[StepRecord]:
+    """Return the records of optimizer steps: not the validation before training."""
+    return [record for record in run.records if record.step > 0 and TIMING_PREFIX + "policy_training" in record.values]
+
+
+def header(run: RunData, *, min_gain: float | None) -> str:
+    """Return the title, the state of the run and the verdict on its gain."""
+    facts = [fact for fact in (_stage(run), _model(run), _state(run), _logged_at(run)) if fact]
+    style, verdict = _verdict(gain_of(run, SAMPLED), min_gain)
+    return (
+        f'<header><p class="kicker">Super RL recipe</p><h1>{escape(run.name)}</h1>'
+        f'<p class="facts">{"".join(f"<span>{escape(fact)}</span>" for fact in facts)}</p>'
+        f'<p class="verdict {style}">{escape(verdict)}</p></header>'
+    )
+
+
+def tiles(run: RunData) -> str:
+    """Return the row of headline numbers."""
+    steps = trained(run)
+    found: list[tuple[str, str, str]] = []
+    for label, metric in (("held-out reward", SAMPLED), ("held-out, greedy", GREEDY)):
+        gain = gain_of(run, metric)
+        if gain is not None:
+            change = (
+                f"{gain.before:.3f} at step {gain.first_step}" if gain.first_step != gain.last_step else "one value"
+            )
+            found.append((label, f"{gain.after:.3f}", change))
+    rewards = run.column("train/reward").values
+    if rewards:
+        tail = rewards[-5:]
+        found.append(("training reward", f"{statistics.fmean(tail):.3f}", f"mean of the last {len(tail)}"))
+    totals = [_total(record) for record in steps]
+    if totals:
+        found.append(("step time", format_seconds(statistics.median(totals)), f"median of {len(totals)}"))
+        found.append(("training time", format_seconds(sum(totals)), "sum of the steps"))
+    speeds = run.column("performance/generation_tokens_per_sec").values
+    if speeds:
+        found.append(("generation", f"{format_number(statistics.median(speeds))} tok/s", "median"))
+    mismatch = run.column("train/max_logprob_error").values
+    if mismatch:
+        found.append(("log-prob gap", format_number(max(mismatch)), "largest, engine vs policy"))
+    lost, total = _lost(run)
+    if total:
+        found.append(("no verdict", f"{lost:.0f}", f"of {format_number(total)} rollouts"))
+    cells = (
+        f'<div class="tile"><span>{escape(label)}</span><b>{escape(value)}</b><small>{escape(note)}</small></div>'
+        for label, value, note in found
+    )
+    return f'<section class="tiles">{"".join(cells)}</section>'
+
+
+def shares(run: RunData) -> str:
+    """Return where the time of the training steps went, for the policy and for the engines."""
+    steps = trained(run)
+    spent: dict[str, float] = {}
+    for record in steps:
+        for phase, seconds in phase_seconds(record).items():
+            spent[phase] = spent.get(phase, 0.0) + seconds
+    total = sum(spent.values())
+    if not total:
+        return ""
+    # The class names pick the same colours as in the chart of seconds per step.
+    names = [
+        ("train", "train", "c5"),
+        ("log-probs", "logp", "c4"),
+        ("refit", "sync", "c6"),
+        ("validation", "val", "c7"),
+        ("checkpoint", "save", "c8"),
+        ("idle: waits for rollouts", "wait", "idle"),
+    ]
+    policy = [(label, spent.get(phase, 0.0) / total, style) for label, phase, style in names]
+    policy.insert(-1, ("other", 1.0 - sum(share for _, share, _ in policy), "c9"))
+    bars = [("Policy", policy)]
+    idle = _weighted(steps, "idle/generation")
+    if idle is not None:
+        bars.append(("Generation", [("generate", 1.0 - idle, "c0"), ("idle", idle, "idle")]))
+    rows = "".join(f'<div class="sharerow"><span>{label}</span>{share_bar(parts)}</div>' for label, parts in bars)
+    line = _share_line(spent, total, idle)
+    return f'<section><h2>Where the time went</h2>{rows}<p class="note">{escape(line)}</p></section>'
+
+
+def validation_table(run: RunData) -> str:
+    """Return held-out reward per agent, first and last measurement, sampled and greedy."""
+    overall = gain_of(run, SAMPLED)
+    if overall is None:
+        return ""
+    rows = [_validation_row(run, "all", "")]
+    rows += [_validation_row(run, agent, agent) for agent in run.agents("validation/", f"/{SAMPLED}")]
+    return (
+        "<section><h2>Held-out reward per environment</h2><div class='scroll'><table class='numbers'>"
+        "<thead><tr><th></th><th colspan='4'>sampled</th><th colspan='3'>greedy</th></tr><tr><th>environment</th>"
+        f"<th>step {overall.first_step}</th><th>step {overall.last_step}</th><th>gain</th><th></th>"
+        f"<th>step {overall.first_step}</th><th>step {overall.last_step}</th><th>gain</th></tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table></div></section>"
+    )
+
+
+def status_table(run: RunData) -> str:
+    """Return how the rollouts of all steps ended, and reasons of sampled ones that got no verdict."""
+    prefix = "train/rollout_status/"
+    names = sorted({key[len(prefix) :] for record in run.records for key in record.values if key.startswith(prefix)})
+    counts = {name: sum(run.column(prefix + name).values) for name in names}
+    total = sum(counts.values())
+    if not total:
+        return ""
+    rows = "".join(
+        f"<tr><td><span class='status {_status_style(name)}'>{escape(name)}</span></td><td>{count:.0f}</td>"
+        f"<td>{100 * count / total:.1f} %</td><td class='reason'>{escape(_example_reason(run, name))}</td></tr>"
+        for name, count in sorted(counts.items(), key=lambda item: -item[1])
+        if count or name in ("completed", "truncated")
+    )
+    return (
+        "<section><h2>How rollouts ended</h2><div class='scroll'><table class='numbers'><thead><tr><th>status</th>"
+        "<th>rollouts</th><th>share</th><th class='reason'>reason of one that was sampled</th></tr></thead>"
+        f"<tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def _verdict(gain: Gain | None, min_gain: float | None) -> tuple[str, str]:
+    if gain is None:
+        return "neutral", "no validation was run, so there is no held-out gain to report"
+    if gain.first_step == gain.last_step:
+        return "neutral", f"held-out reward {gain.after:.3f} at step {gain.last_step}; a gain needs a second validation"
+    text = (
+        f"held-out reward {gain.before:.3f} at step {gain.first_step}, {gain.after:.3f} at step {gain.last_step}: "
+        f"gain {gain.delta:+.3f}"
+    )
+    if min_gain is None:
+        return ("good" if gain.delta > 0 else "bad"), text
+    reached = gain.delta >= min_gain
+    return (
+        "good" if reached else "bad"
+    ), f"{text}, required {min_gain:+.2f}: {'reached' if reached else 'NOT reached'}"
+
+
+def _stage(run: RunData) -> str:
+    stage = run.lock.get("stage")
+    return f"stage {stage}" if isinstance(stage, str) else ""
+
+
+def _model(run: RunData) -> str:
+    model = run.setting("policy.model_name")
+    return f"from {str(model).rstrip('/').rsplit('/', 1)[-1]}" if model else ""
+
+
+def _state(run: RunData) -> str:
+    done, planned = run.records[-1].step, run.setting("grpo.max_num_steps")
+    if not isinstance(planned, int):
+        return f"{done} steps"
+    return f"all {done} steps done" if done >= planned else f"step {done} of {planned}, not finished"
+
+
+def _logged_at(run: RunData) -> str:
+    last = run.records[-1].time
+    return f"last line {datetime.fromtimestamp(last, UTC):%Y-%m-%d %H:%M} UTC" if last else ""
+
+
+def _total(record: StepRecord) -> float:
+    return sum(phase_seconds(record).values())
+
+
+def _lost(run: RunData) -> tuple[float, float]:
+    prefix = "train/rollout_status/"
+    counts: dict[str, float] = {}
+    for record in run.records:
+        for key, value in record.values.items():
+            if key.startswith(prefix):
+                counts[key[len(prefix) :]] = counts.get(key[len(prefix) :], 0.0) + value
+    total = sum(counts.values())
+    return total - counts.get("completed", 0.0) - counts.get("truncated", 0.0), total
+
+
+def _weighted(steps: Sequence[StepRecord], key: str) -> float | None:
+    """Return the mean of a share over the steps that have it, weighted with their seconds."""
+    found = [(record.values[key], _total(record)) for record in steps if key in record.values]
+    seconds = sum(weight for _, weight in found)
+    return sum(value * weight for value, weight in found) / seconds if seconds else None
+
+
+def _share_line(spent: dict[str, float], total: float, idle: float | None) -> str:
+    train = (spent.get("train", 0.0) + spent.get("logp", 0.0)) / total
+    refit, wait = spent.get("sync", 0.0) / total, spent.get("wait", 0.0) / total
+    generate = "" if idle is None else f"generate {1 - idle:.0%}, "
+    engines = "" if idle is None else f"; engines idle {idle:.0%}"
+    return (
+        f"{generate}train {train:.0%} (log-probs included), refit {refit:.0%}, policy idle {wait:.0%}{engines}. "
+        f"{format_seconds(total)} of training steps; with asynchronous training both sides work at the same time."
+    )
+
+
+def _validation_row(run: RunData, label: str, agent: str) -> str:
+    sampled, greedy = gain_of(run, SAMPLED, agent), gain_of(run, GREEDY, agent)
+    style = ' class="total"' if not agent else ""
+    return f"<tr{style}><td>{escape(label)}</td>{_gain_cells(sampled, has_bar=True)}{_gain_cells(greedy)}</tr>"
+
+
+def _gain_cells(gain: Gain | None, *, has_bar: bool = False) -> str:
+    if gain is None:
+        return "<td></td>" * (4 if has_bar else 3)
+    delta = gain.delta
+    style = "up" if delta > 0.0005 else "down" if delta < -0.0005 else ""
+    cells = f"<td>{gain.before:.3f}</td><td>{gain.after:.3f}</td><td class='{style}'>{delta:+.3f}</td>"
+    return cells + (f"<td class='barcell'>{_gain_bar(gain)}</td>" if has_bar else "")
+
+
+def _gain_bar(gain: Gain) -> str:
+    """Draw before and after on a 0..1 track; rewards outside are drawn at its ends."""
+    before, after = (100 * min(max(value, 0.0), 1.0) for value in (gain.before, gain.after))
+    low, high = min(before, after), max(before, after)
+    style = "up" if after >= before else "down"
+    return (
+        f'<span class="track"><i class="span {style}" style="left:{low:.1f}%;width:{high - low:.1f}%"></i>'
+        f'<i class="dot before" style="left:{before:.1f}%"></i>'
+        f'<i class="dot {style}" style="left:{after:.1f}%"></i></span>'
+    )
+
+
+def _status_style(status: str) -> str:
+    return {"completed": "good", "truncated": "warn"}.get(status, "bad")
+
+
+def _example_reason(run: RunData, status: str) -> str:
+    for rollouts in run.rollouts.values():
+        for rollout in reversed(rollouts):
+            if rollout.get("status") == status:
+                return _short(rollout.get("reason"))
+    return ""
+
+
+def _short(text: Any, limit: int = 160) -> str:
+    text = str(text or "")
+    return text if len(text) <= limit else f"{text[:limit]} ..."
