@@ -54,9 +54,9 @@ def run_stage(config_path: Path, run_dir: Path, overrides: list[str]) -> int:
         raise ConfigError(problems)
 
     # Heavy imports after the checks: a typo is answered in under a second, without torch.
-    from recipes.grpo.derive import derive  # noqa: PLC0415
-    from recipes.grpo.setup import setup  # noqa: PLC0415
-    from recipes.grpo.train import train  # noqa: PLC0415
+    from recipes.grpo.derive import derive
+    from recipes.grpo.setup import setup
+    from recipes.grpo.train import train
 
     run = setup(config, derive(config), run_dir)
     try:

@@ -39,7 +39,8 @@ def place(layout: Layout, *, deadline_seconds: float) -> tuple[list[ActorOptions
         [layout.train_workers_per_node] * layout.num_train_nodes, "policy workers", deadline_seconds=deadline_seconds
     )
     engines = _reserve([layout.units_per_engine] * layout.num_engines, "engines", deadline_seconds=deadline_seconds)
-    policy = [_options(train, node, 1) for node in range(layout.num_train_nodes) for _ in range(layout.train_workers_per_node)]
+    num_workers = layout.num_train_nodes * layout.train_workers_per_node
+    policy = [_options(train, rank // layout.train_workers_per_node, 1) for rank in range(num_workers)]
     return policy, [_options(engines, engine, layout.units_per_engine) for engine in range(layout.num_engines)]
 
 

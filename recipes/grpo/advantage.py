@@ -53,7 +53,7 @@ def estimate_advantages(
     group's reward range: then A = r - baseline.
     """
     advantages_B = torch.zeros_like(rewards_B, dtype=torch.float64)
-    for group in group_B.unique():
+    for group in sorted(set(group_B.tolist())):
         members = group_B == group
         rewards_G, valid_G = rewards_B[members].double(), valid_B[members]
         if not valid_G.any():
@@ -116,7 +116,7 @@ def add_advantages(batch: TrainBatch, cfg: GrpoConfig) -> tuple[TrainBatch, dict
         "invalid_tool_call_rate": sum(span.is_invalid_tool_call for span in batch.turn_spans) / num_turns,
         "malformed_thinking_rate": sum(span.has_malformed_thinking for span in batch.turn_spans) / num_turns,
         "num_zero_advantage_groups": float(
-            sum(not advantages_B[batch.group_B == group].any() for group in batch.group_B.unique())
+            sum(not advantages_B[batch.group_B == group].any() for group in set(batch.group_B.tolist()))
         ),
     }
     return replace(batch, advantages_BS=clipped_BS, sample_mask_B=batch.sample_mask_B * valid_B), metrics

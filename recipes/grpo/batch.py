@@ -86,7 +86,7 @@ def mask_mismatched(batch: TrainBatch, threshold: float | None) -> tuple[TrainBa
     """
     mask_BS = batch.token_mask_BS * batch.sample_mask_B[:, None]
     tokens_B = mask_BS.sum(dim=1)
-    gap_BS = (batch.generation_logprobs_BS - batch.prev_logprobs_BS).abs()
+    gap_BS = ((batch.generation_logprobs_BS - batch.prev_logprobs_BS) * mask_BS).abs()
     error_B = (gap_BS.exp() * mask_BS).sum(dim=1) / tokens_B.clamp(min=1)
     kept_B = torch.ones_like(error_B, dtype=torch.bool) if threshold is None else error_B <= threshold
     masked = (batch.sample_mask_B > 0) & ~kept_B
@@ -96,7 +96,7 @@ def mask_mismatched(batch: TrainBatch, threshold: float | None) -> tuple[TrainBa
         **_spread(error_B[(tokens_B > 0) & kept_B], "_after_mask"),
         "num_masked_seqs_by_logprob_error": float(masked.sum()),
         "masked_correct_pct": correct.mean().item() if masked.any() else 0.0,
-        "logprob_error_max": (gap_BS * mask_BS).max().item(),
+        "logprob_error_max": gap_BS.max().item(),
     }
     return replace(batch, sample_mask_B=batch.sample_mask_B * kept_B), metrics
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -192,8 +191,9 @@ def _read_lines(path: Path) -> list[Any]:
 def _group(raw: dict[str, Any]) -> Group:
     def turn(value: dict[str, Any]) -> Turn:
         spans = tuple(VersionSpan(**span) for span in value.pop("versions"))
-        ids = {name: tuple(value.pop(name)) for name in ("prompt_token_ids", "token_ids", "logprobs")}
-        return Turn(versions=spans, **ids, **value)
+        for name in ("prompt_token_ids", "token_ids", "logprobs"):
+            value[name] = tuple(value[name])
+        return Turn(versions=spans, **value)
 
     def rollout(value: dict[str, Any]) -> Rollout:
         turns = tuple(turn(item) for item in value.pop("turns"))
@@ -236,5 +236,5 @@ def _verify(path: Path) -> None:
 def _swap_latest(root: Path, name: str) -> None:
     temporary = root / "latest.tmp"
     temporary.unlink(missing_ok=True)
-    os.symlink(name, temporary)
+    temporary.symlink_to(name)
     temporary.replace(root / "latest")

@@ -188,9 +188,7 @@ def _reduce(values_BT: Tensor, inputs: LossInputs, counts: GlobalCounts, cfg: Lo
     return _mean_sequences(values_BT, inputs, counts)
 
 
-def _ratio_metrics(
-    ratio_BT: Tensor, clamped_BT: Tensor, mask_BT: Tensor, counts: GlobalCounts
-) -> dict[str, Tensor]:
+def _ratio_metrics(ratio_BT: Tensor, clamped_BT: Tensor, mask_BT: Tensor, counts: GlobalCounts) -> dict[str, Tensor]:
     metrics = {}
     for name, values_BT in (("probs_ratio", ratio_BT), ("probs_ratio_clamped", clamped_BT)):
         values = values_BT.expand_as(mask_BT)[mask_BT > 0]
@@ -204,10 +202,12 @@ def _ratio_metrics(
 def _mismatch_metrics(
     logprobs_BT: Tensor, prev_BT: Tensor, inputs: LossInputs, counts: GlobalCounts, cfg: LossConfig
 ) -> dict[str, Tensor]:
-    """How far the engine's probabilities are from the trainer's: multiplicative error, KL both ways, JS, largest gap."""
+    """How far the engine's probabilities are from the trainer's: multiplicative error, KL both ways, JS."""
     mask_BT = inputs.token_mask_BT * inputs.sample_mask_B[:, None]
-    g_BT = inputs.generation_logprobs_BT
-    gap_BT = (g_BT - prev_BT) * mask_BT
+    # Unsampled tokens have g = 0 and any p: exp of their gap may overflow, and inf * 0 is NaN.
+    prev_BT = prev_BT * mask_BT
+    g_BT = inputs.generation_logprobs_BT * mask_BT
+    gap_BT = g_BT - prev_BT
     middle_BT = torch.logaddexp(prev_BT, g_BT) - torch.log(prev_BT.new_tensor(2.0))
     js_BT = _k3(prev_BT - middle_BT) + _k3(g_BT - middle_BT)
     return {
@@ -216,7 +216,6 @@ def _mismatch_metrics(
         "policy_kl_error": _mean_tokens(kl_estimate(prev_BT, g_BT, cfg.reference_policy_kl_type), mask_BT, counts),
         "js_divergence_error": _mean_tokens(js_BT / 2, mask_BT, counts),
         "approx_entropy": -_mean_tokens((logprobs_BT - g_BT).exp() * logprobs_BT, mask_BT, counts),
-        "logprob_error_max": gap_BT.abs().max() if gap_BT.numel() else gap_BT.new_tensor(-torch.inf),
     }
 
 

@@ -168,7 +168,9 @@ class RolloutCollector:
         )
 
     def close(self) -> None:
-        """Cancel what is in flight and end the thread."""
+        """Cancel what is in flight and end the thread; closing again does nothing."""
+        if not self._thread.is_alive():
+            return
 
         async def cancel() -> None:
             for task in self._tasks:

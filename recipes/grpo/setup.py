@@ -36,6 +36,7 @@ def setup(config: Config, derived: Derived, run_dir: Path) -> Run:
     stream, validation_rows = _open_data(config, environments)
     checkpoints = run_dir / config.checkpointing.checkpoint_dir
     checkpoints.mkdir(parents=True, exist_ok=True)
+    resume_from = latest_checkpoint(checkpoints)  # verified before anything is started
 
     connect()
     policy, generation = _start_models(config, derived)
@@ -58,7 +59,7 @@ def setup(config: Config, derived: Derived, run_dir: Path) -> Run:
             must_save_by=config.checkpointing.checkpoint_must_save_by,
             job_start=float(os.environ.get("SLURM_JOB_START_TIME", time.time())),
         ),
-        state=_restore(checkpoints, policy, collector),
+        state=_restore(resume_from, policy, collector),
         checkpoints=checkpoints,
         num_steps=num_steps,
         pad_token_id=environments.codec.pad_token_id,
@@ -140,9 +141,8 @@ def _validation(config: Config, rows: PromptDataset | None) -> Validation | None
     )
 
 
-def _restore(checkpoints: Path, policy: PolicyHandle, collector: RolloutCollector) -> TrainState:
-    """Load the newest complete checkpoint into policy and collector; a fresh state when there is none."""
-    path = latest_checkpoint(checkpoints)
+def _restore(path: Path | None, policy: PolicyHandle, collector: RolloutCollector) -> TrainState:
+    """Load a checkpoint into policy and collector; a fresh state when there is none."""
     if path is None:
         return TrainState()
     saved = load_state(path)

@@ -144,7 +144,7 @@ class TurnSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """One optimizer step's samples, right-padded. Entry [b, t] of every [B, S] tensor belongs to token t; entry 0 is unused."""
+    """One optimizer step's samples, right-padded; entry [b, t] belongs to token t, entry 0 is unused."""
 
     input_ids_BS: Tensor  # int64
     input_lengths_B: Tensor  # int64, unpadded

@@ -1,0 +1,108 @@
+"""Advantages where the reference is numerically wrong or silent: hand-computed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from recipes.grpo.advantage import add_advantages, estimate_advantages, group_baseline
+from recipes.grpo.types import TrainBatch, TurnSpan
+
+
+def advantages(rewards: list[float], *, valid: list[bool] | None = None, **options: Any) -> list[float]:
+    valid_B = torch.tensor(valid or [True] * len(rewards))
+    group_B = torch.zeros(len(rewards), dtype=torch.int64)
+    options = {"normalize": True, "leave_one_out": True, **options}
+    return estimate_advantages(torch.tensor(rewards, dtype=torch.float64), group_B, valid_B, **options).tolist()
+
+
+def test_lone_winner_by_hand() -> None:
+    # Winner: the others are all 0, deviation 0, plain difference 1. Loser: others are fourteen 0 and one 1,
+    # mean 1/15, unbiased deviation sqrt(1/15), so -(1/15) / sqrt(1/15) = -sqrt(1/15).
+    got = advantages([1.0] + [0.0] * 15)
+    assert got[0] == pytest.approx(1.0)
+    assert got[1:] == pytest.approx([-((1 / 15) ** 0.5)] * 15, rel=1e-5)
+
+
+@pytest.mark.parametrize("base", [0.1, 0.27, 0.3, 0.7])
+def test_equal_rewards_that_float32_cannot_hold_do_not_explode(base: float) -> None:
+    got = advantages([base + 0.01] + [base] * 15)
+    assert got[0] == pytest.approx(0.01)
+    assert max(abs(value) for value in got) < 1.0
+
+
+def test_noise_below_the_floor_is_not_divided_by() -> None:
+    got = advantages([1.0, 1e-5, 0.0, 0.0])
+    assert got[0] == pytest.approx(1.0 - 1e-5 / 3)
+
+
+def test_all_equal_is_exactly_zero() -> None:
+    assert advantages([0.3] * 7) == [0.0] * 7
+
+
+def test_invalid_members_do_not_vote() -> None:
+    # With a mean baseline and the second 1 masked: mean of (1, 0, 0) is 1/3.
+    got = advantages([1.0, 1.0, 0.0, 0.0], valid=[True, False, True, True], normalize=False, leave_one_out=False)
+    assert got == pytest.approx([2 / 3, 0.0, -1 / 3, -1 / 3])
+
+
+def test_nan_of_a_missing_verdict_does_not_spread() -> None:
+    got = advantages([1.0, float("nan"), 0.0], valid=[True, False, True])
+    assert got == pytest.approx([1.0, 0.0, -1.0])
+
+
+def test_alone_in_the_group_there_is_no_signal() -> None:
+    baseline, std = group_baseline(torch.tensor([3.0]), torch.tensor([True]), leave_one_out=True)
+    assert (baseline.item(), std.item()) == (3.0, 0.0)
+
+
+def test_groups_are_told_apart_by_number() -> None:
+    rewards = torch.tensor([1.0, 0.0, 5.0, 5.0], dtype=torch.float64)
+    got = estimate_advantages(
+        rewards, torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool), normalize=False, leave_one_out=True
+    )
+    assert got.tolist() == [1.0, -1.0, 0.0, 0.0]
+
+
+def batch(rewards: list[float], groups: list[int], sample_mask: list[float], spans: tuple[TurnSpan, ...]) -> TrainBatch:
+    size = len(rewards)
+    return TrainBatch(
+        input_ids_BS=torch.zeros(size, 4, dtype=torch.int64),
+        input_lengths_B=torch.full((size,), 4),
+        token_mask_BS=torch.tensor([[0.0, 1.0, 1.0, 1.0]] * size),
+        sample_mask_B=torch.tensor(sample_mask),
+        generation_logprobs_BS=torch.zeros(size, 4),
+        advantages_BS=torch.zeros(size, 4),
+        rewards_B=torch.tensor(rewards, dtype=torch.float64),
+        group_B=torch.tensor(groups),
+        turn_spans=spans,
+    )
+
+
+def config(**options: Any) -> Any:
+    defaults = {
+        "advantage_clip_low": -50.0,
+        "advantage_clip_high": 50.0,
+        "invalid_tool_call_advantage": -5.0,
+        "malformed_thinking_advantage": None,
+        "adv_estimator": SimpleNamespace(normalize_rewards=False, use_leave_one_out_baseline=True),
+    }
+    return SimpleNamespace(**{**defaults, **options})
+
+
+def test_a_group_left_with_one_member_does_not_train() -> None:
+    given = batch([1.0, 0.0, 1.0, 0.0], [0, 0, 1, 1], [1.0, 1.0, 1.0, 0.0], ())
+    got, _ = add_advantages(given, config())
+    assert got.sample_mask_B.tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert got.advantages_BS[:, 1].tolist() == [1.0, -1.0, 0.0, 0.0]
+
+
+def test_flagged_turn_then_clip() -> None:
+    spans = (TurnSpan(row=0, start=1, end=3, is_invalid_tool_call=True), TurnSpan(row=1, start=1, end=4))
+    got, metrics = add_advantages(batch([1.0, 0.0], [0, 0], [1.0, 1.0], spans), config(advantage_clip_low=-0.5))
+    assert got.advantages_BS.tolist() == [[1.0, -0.5, -0.5, 1.0], [-0.5, -0.5, -0.5, -0.5]]
+    assert metrics["invalid_tool_call_rate"] == 0.5
+    assert metrics["advantages/clip_fraction"] == pytest.approx(5 / 6)
