@@ -1,0 +1,56 @@
+"""Typed reading of row fields. A wrong field is a `ValueError` that names it, what was got and what is expected."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+MAX_SHOWN = 60  # characters of a wrong value quoted in a message
+
+
+def shown(value: object) -> str:
+    """Return a short form of a value with its JSON type, for messages."""
+    names = {str: "string", bool: "boolean", int: "number", float: "number", list: "list", dict: "object"}
+    if value is None:
+        return "nothing"
+    text = repr(value)
+    text = text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+    return f"{names.get(type(value), type(value).__name__)} {text}"
+
+
+def wrong(field: str, value: object, expected: str) -> ValueError:
+    """Return the error for a field that has a value it must not have."""
+    return ValueError(f"field '{field}': got {shown(value)}, expected {expected}")
+
+
+def require_str(row: Mapping[str, Any], field: str) -> str:
+    """Return a string field that must be there."""
+    value = row.get(field)
+    if not isinstance(value, str):
+        raise wrong(field, value, "a string")
+    return value
+
+
+def optional_str(row: Mapping[str, Any], field: str) -> str | None:
+    """Return a string field that may be absent or null."""
+    value = row.get(field)
+    if value is not None and not isinstance(value, str):
+        raise wrong(field, value, "a string or nothing")
+    return value
+
+
+def optional_object(row: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    """Return an object field, empty when absent or null."""
+    value = row.get(field)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise wrong(field, value, "an object or nothing")
+    return value
+
+
+def one_of(field: str, value: object, allowed: Collection[str]) -> str:
+    """Return a value that must be one of a few strings."""
+    if not isinstance(value, str) or value not in allowed:
+        raise wrong(field, value, "one of " + ", ".join(sorted(allowed)))
+    return value
