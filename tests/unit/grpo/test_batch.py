@@ -1,0 +1,81 @@
+"""From rollouts to padded tensors: every sampled token once, at its place, and nothing else in the loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from recipes.grpo.batch import build_batch, mask_mismatched
+from recipes.grpo.reward import collect_rewards
+from recipes.grpo.types import Group, PromptRef, Rollout, RolloutStatus, TrainBatch, Turn
+
+
+def turn(prompt: tuple[int, ...], sampled: tuple[int, ...], logprob: float = -0.5) -> Turn:
+    return Turn(
+        prompt_token_ids=prompt,
+        token_ids=sampled,
+        logprobs=(logprob,) * len(sampled),
+        versions=(),
+        finish_reason="stop",
+    )
+
+
+def rollout(*turns: Turn, reward: float | None = 1.0, **options: object) -> Rollout:
+    status = RolloutStatus.COMPLETED if reward is not None else RolloutStatus.ENV_FAILED
+    return Rollout(**{"turns": turns, "status": status, "reason": "r", "reward": reward, **options})  # type: ignore[arg-type]
+
+
+def group(*rollouts: Rollout) -> Group:
+    prompt = PromptRef(epoch=0, row_index=0, prompt_id="x")
+    return Group(prompt=prompt, agent="a", prompt_text="", target_step=0, version=0, rollouts=rollouts)
+
+
+def build(*groups: Group, overlong_filtering: bool = False) -> TrainBatch:
+    return build_batch(
+        groups, collect_rewards(groups), pad_token_id=9, divisible_by=4, overlong_filtering=overlong_filtering
+    )
+
+
+def test_two_turns_become_one_row() -> None:
+    got = build(group(rollout(turn((1, 2), (3, 4)), turn((5,), (6,)), reward=0.25)))
+    assert got.input_ids_BS.tolist() == [[1, 2, 3, 4, 5, 6, 9, 9]]
+    assert got.token_mask_BS.tolist() == [[0, 0, 1, 1, 0, 1, 0, 0]]
+    assert got.generation_logprobs_BS.tolist() == [[0, 0, -0.5, -0.5, 0, -0.5, 0, 0]]
+    assert [(span.start, span.end) for span in got.turn_spans] == [(2, 4), (5, 6)]
+    assert got.rewards_B.tolist() == [0.25]
+
+
+def test_a_failure_keeps_its_row_and_never_becomes_a_number() -> None:
+    failed = rollout(reward=None)
+    got = build(group(rollout(turn((1,), (2,))), failed), group(rollout(turn((1,), (2,)), reward=None)))
+    assert got.sample_mask_B.tolist() == [1.0, 0.0, 0.0]
+    assert got.rewards_B.isnan().tolist() == [False, True, True]
+    assert got.group_B.tolist() == [0, 0, 1]
+    assert got.input_ids_BS[1].tolist() == [9, 9, 9, 9]
+
+
+def test_an_answer_without_tokens_is_not_a_reward() -> None:
+    assert collect_rewards([group(rollout(turn((1,), ()), reward=1.0))]).isnan().all()
+
+
+@pytest.mark.parametrize(("filtering", "mask"), [(False, [1.0, 1.0, 0.0]), (True, [1.0, 0.0, 0.0])])
+def test_overlong_filter_and_flags(filtering: bool, mask: list[float]) -> None:
+    cut = rollout(turn((1,), (2,)), status=RolloutStatus.TRUNCATED)
+    flagged = rollout(turn((1,), (2,)), is_flagged=True)
+    assert (
+        build(group(rollout(turn((1,), (2,))), cut, flagged), overlong_filtering=filtering).sample_mask_B.tolist()
+        == mask
+    )
+
+
+def test_mismatch_is_measured_on_sampled_tokens_only() -> None:
+    batch = build(group(rollout(turn((1, 1), (2,))), rollout(turn((1, 1), (2,)))))
+    prev = torch.full((2, 4), -200.0)  # prompt and padding: far from the engine's 0, and irrelevant
+    prev[:, 2] = torch.tensor([-0.5, -0.5 - torch.log(torch.tensor(3.0))])
+    masked, metrics = mask_mismatched(replace(batch, prev_logprobs_BS=prev), threshold=2.0)
+    assert masked.sample_mask_B.tolist() == [1.0, 0.0]
+    assert metrics["max_seq_mult_prob_error"] == pytest.approx(3.0)
+    assert metrics["masked_correct_pct"] == 1.0
+    assert metrics["logprob_error_max"] == pytest.approx(1.0986123)

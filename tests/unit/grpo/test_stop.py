@@ -1,0 +1,47 @@
+"""Stopping early: by signal, and by the time the checkpoint must be saved."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from recipes.grpo.stop import StopRequest, parse_duration
+
+
+@pytest.fixture
+def restored_signals() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_duration() -> None:
+    assert parse_duration("01:02:03:04") == 86400 + 2 * 3600 + 3 * 60 + 4
+
+
+def test_limit_counts_from_the_job_and_leaves_room_for_a_step() -> None:
+    now = 1000.0
+    stop = StopRequest(must_save_by="00:00:10:00", job_start=500.0, clock=lambda: now)
+    assert not stop.requested(step_seconds=99.0)
+    assert stop.requested(step_seconds=100.0)
+    assert stop.reason == "checkpointing.checkpoint_must_save_by"
+
+
+def test_no_limit_never_stops() -> None:
+    assert not StopRequest(must_save_by=None, job_start=0.0).requested(step_seconds=1e9)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.usefixtures("restored_signals")
+def test_a_signal_is_remembered_and_wakes_the_wait(number: signal.Signals) -> None:
+    woken: list[bool] = []
+    stop = StopRequest(must_save_by=None, job_start=0.0)
+    stop.install(lambda: woken.append(True))
+    os.kill(os.getpid(), number)
+    assert woken == [True]
+    assert stop.requested(step_seconds=0.0)
+    assert stop.reason == f"signal {number.name}"
