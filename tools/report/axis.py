@@ -87,12 +87,15 @@ def format_number(value: float, *, digits: int = 3) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration: 0.42 s, 5.3 s, 3 min 20 s, 2 h 05 min."""
+    """Write a duration: 0.42 s, 5.3 s, 3 min 20 s, 40 min, 2 h 05 min."""
     if seconds < 1:
         return f"{seconds:.2f} s"
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
+    if minutes < 10:
         return f"{minutes} min {rest:02d} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
     return f"{minutes // 60} h {minutes % 60:02d} min"

@@ -65,7 +65,12 @@ def line_chart(
 def stacked_chart(
     title: str, steps: Sequence[int], parts: Mapping[str, Sequence[float]], *, unit: str = "", note: str = ""
 ) -> str:
-    """Return a figure with one bar per step (neighbouring steps averaged when there are many), parts on top."""
+    """Return a figure with one bar per step (neighbouring steps averaged when there are many), parts on top.
+
+    The colour of a part is its place in `parts`; one that is always zero is left out. The legend shows means.
+    """
+    colors = {label: color for color, label in enumerate(parts)}
+    parts = {label: values for label, values in parts.items() if any(values)}
     if not steps or not parts:
         return _figure(title, unit, note, "", '<p class="nothing">not measured in this run</p>')
     size = -(-len(steps) // MAX_BANDS)
@@ -80,18 +85,18 @@ def stacked_chart(
     bar = min(pixel - gap, 48.0)
     for i in range(len(bins)):
         base, left = 0.0, x.pixel(i + 0.5) - bar / 2
-        for color, values in enumerate(binned.values()):
+        for label, values in binned.items():
             top = y.pixel(base + values[i])
-            body.append(_rect(left, top, bar, y.pixel(base) - top, color))
+            body.append(_rect(left, top, bar, y.pixel(base) - top, colors[label]))
             base += values[i]
     labels = [str(steps[one[0]]) if len(one) == 1 else f"{steps[one[0]]}-{steps[one[-1]]}" for one in bins]
     body.append(_bar_labels(labels, x))
     for i, label in enumerate(labels):
         shown = [f"{name} {format_number(values[i])}" for name, values in binned.items() if values[i] > 0]
-        tip = " · ".join([f"step {label}", f"{format_number(totals[i])} {unit}", *shown])
+        tip = " · ".join([f"step {label}", f"all {format_number(totals[i])}", *shown])
         body.append(_band(x.pixel(i), x.pixel(i + 1), tip, None))
     means = {label: sum(values) / len(values) for label, values in parts.items()}
-    legend = "".join(_legend_entry(label, color, means[label], False) for color, label in enumerate(parts))
+    legend = "".join(_legend_entry(label, colors[label], means[label], False) for label in parts)
     return _figure(title, unit, note, legend, _svg(title, body))
 
 

@@ -45,8 +45,13 @@ def _charts(run: RunData) -> Iterator[str]:
     yield line_chart(
         "Engine and policy log-probabilities",
         [
-            Series(label="largest gap", column=run.column("train/max_logprob_error"), color=3),
-            Series(label="mean exp|gap| - 1", column=_minus_one(run.column("train/token_mult_prob_error")), color=0),
+            Series(label="largest gap", column=run.column("train/max_logprob_error"), color=3, is_smoothed=True),
+            Series(
+                label="mean exp|gap| - 1",
+                column=_minus_one(run.column("train/token_mult_prob_error")),
+                color=0,
+                is_smoothed=True,
+            ),
         ],
         unit="nats, log scale",
         is_log=True,
@@ -67,8 +72,13 @@ def _charts(run: RunData) -> Iterator[str]:
     yield line_chart(
         "Speed",
         [
-            Series(label="generation", column=run.column("performance/generation_tokens_per_sec"), color=0),
-            Series(label="training", column=run.column("performance/train_tokens_per_sec"), color=1),
+            Series(
+                label="generation",
+                column=run.column("performance/generation_tokens_per_sec"),
+                color=0,
+                is_smoothed=True,
+            ),
+            Series(label="training", column=run.column("performance/train_tokens_per_sec"), color=1, is_smoothed=True),
         ],
         unit="tokens/s",
         include=(0.0,),
@@ -76,8 +86,14 @@ def _charts(run: RunData) -> Iterator[str]:
     yield line_chart(
         "Answer length",
         [
-            Series(label="mean", column=run.column("train/gen_tokens_per_sample/mean"), color=0),
-            Series(label="longest", column=run.column("train/gen_tokens_per_sample/max"), color=3, is_dashed=True),
+            Series(label="mean", column=run.column("train/gen_tokens_per_sample/mean"), color=0, is_smoothed=True),
+            Series(
+                label="longest",
+                column=run.column("train/gen_tokens_per_sample/max"),
+                color=3,
+                is_dashed=True,
+                is_smoothed=True,
+            ),
         ],
         unit="tokens",
         include=(0.0,),
@@ -85,8 +101,8 @@ def _charts(run: RunData) -> Iterator[str]:
     yield line_chart(
         "Optimizer",
         [
-            Series(label="gradient norm", column=run.column("train/grad_norm"), color=0),
-            Series(label="|loss|", column=_absolute(run.column("train/loss")), color=1),
+            Series(label="gradient norm", column=run.column("train/grad_norm"), color=0, is_smoothed=True),
+            Series(label="|loss|", column=_absolute(run.column("train/loss")), color=1, is_smoothed=True),
         ],
         unit="log scale",
         is_log=True,
@@ -110,13 +126,14 @@ def _reward_chart(run: RunData) -> str:
 
 def _agent_chart(run: RunData) -> str:
     agents = run.agents("validation/", "/accuracy")
-    if agents:
+    is_validation = bool(agents)
+    if is_validation:
         title, prefix, suffix = "Held-out reward per environment", "validation/", "/accuracy"
     else:
         title, prefix, suffix = "Training reward per environment", "train/", "/reward"
         agents = run.agents(prefix, suffix)
     series = [
-        Series(label=agent, column=run.column(f"{prefix}{agent}{suffix}"), color=color % 10, has_points=bool(prefix))
+        Series(label=agent, column=run.column(f"{prefix}{agent}{suffix}"), color=color % 8, has_points=is_validation)
         for color, agent in enumerate(agents)
     ]
     return line_chart(title, series, unit="mean", include=(0.0,))
@@ -125,9 +142,15 @@ def _agent_chart(run: RunData) -> str:
 def _phase_chart(run: RunData) -> str:
     steps = summary.trained(run)
     per_step = [summary.phase_seconds(record) for record in steps]
-    names = [*PHASES.values(), "other"]
+    names = [*(name for name in PHASES.values() if name != "wait"), "other", "wait"]  # waiting on top, in grey
     parts = {name: [seconds.get(name, 0.0) for seconds in per_step] for name in names}
-    return stacked_chart("Seconds per step", [record.step for record in steps], parts, unit="s")
+    return stacked_chart(
+        "Seconds per step",
+        [record.step for record in steps],
+        parts,
+        unit="s, legend: mean",
+        note="wait: the policy waits for rollouts.",
+    )
 
 
 def _minus_one(column: Column) -> Column:

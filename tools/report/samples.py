@@ -16,7 +16,7 @@ from tools.report.load import RunData
 MAX_PAIRS = 4
 MAX_TRAIN = 3  # of the first and of the last step each
 MAX_CHARACTERS = 3000  # of one text; the end of an answer is kept, the verdict is usually there
-SPECIAL_TOKEN = re.compile(r"&lt;/?(?:\|[\w .:-]{1,40}\||[A-Za-z_][\w-]{0,30})&gt;")
+SPECIAL_TOKEN = re.compile(r"&lt;/?(?:\|[\w .:-]{1,40}\||think|tools?|tool_call|tool_response|s|pad|unk|bos|eos)&gt;")
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 Sample = Mapping[str, Any]

@@ -81,7 +81,7 @@ def tiles(run: RunData) -> str:
     rewards = run.column("train/reward").values
     if rewards:
         tail = rewards[-5:]
-        found.append(("training reward", f"{statistics.fmean(tail):.3f}", f"mean of the last {len(tail)}"))
+        found.append(("training reward", f"{statistics.fmean(tail):.3f}", f"last {len(tail)} steps"))
     totals = [_total(record) for record in steps]
     if totals:
         found.append(("step time", format_seconds(statistics.median(totals)), f"median of {len(totals)}"))
@@ -91,7 +91,7 @@ def tiles(run: RunData) -> str:
         found.append(("generation", f"{format_number(statistics.median(speeds))} tok/s", "median"))
     mismatch = run.column("train/max_logprob_error").values
     if mismatch:
-        found.append(("log-prob gap", format_number(max(mismatch)), "largest, engine vs policy"))
+        found.append(("log-prob gap", format_number(max(mismatch)), "largest"))
     lost, total = _lost(run)
     if total:
         found.append(("no verdict", f"{lost:.0f}", f"of {format_number(total)} rollouts"))
@@ -114,19 +114,19 @@ def shares(run: RunData) -> str:
         return ""
     # The class names pick the same colours as in the chart of seconds per step.
     names = [
-        ("train", "train", "c5"),
-        ("log-probs", "logp", "c4"),
-        ("refit", "sync", "c6"),
-        ("validation", "val", "c7"),
-        ("checkpoint", "save", "c8"),
-        ("idle: waits for rollouts", "wait", "idle"),
+        ("train", "train", "c4"),
+        ("log-probs", "logp", "c3"),
+        ("refit", "sync", "c5"),
+        ("validation", "val", "c6"),
+        ("checkpoint", "save", "c7"),
+        ("idle", "wait", "c9"),
     ]
     policy = [(label, spent.get(phase, 0.0) / total, style) for label, phase, style in names]
-    policy.insert(-1, ("other", 1.0 - sum(share for _, share, _ in policy), "c9"))
+    policy.insert(-1, ("other", 1.0 - sum(share for _, share, _ in policy), "c8"))
     bars = [("Policy", policy)]
     idle = _weighted(steps, "idle/generation")
     if idle is not None:
-        bars.append(("Generation", [("generate", 1.0 - idle, "c0"), ("idle", idle, "idle")]))
+        bars.append(("Generation", [("generate", 1.0 - idle, "c4"), ("idle", idle, "c9")]))
     rows = "".join(f'<div class="sharerow"><span>{label}</span>{share_bar(parts)}</div>' for label, parts in bars)
     line = _share_line(spent, total, idle)
     return f'<section><h2>Where the time went</h2>{rows}<p class="note">{escape(line)}</p></section>'
@@ -139,11 +139,12 @@ def validation_table(run: RunData) -> str:
         return ""
     rows = [_validation_row(run, "all", "")]
     rows += [_validation_row(run, agent, agent) for agent in run.agents("validation/", f"/{SAMPLED}")]
+    last = "" if overall.first_step == overall.last_step else f"step {overall.last_step}"
+    steps = f"<th>step {overall.first_step}</th><th>{last}</th><th>{'gain' if last else ''}</th>"
     return (
         "<section><h2>Held-out reward per environment</h2><div class='scroll'><table class='numbers'>"
         "<thead><tr><th></th><th colspan='4'>sampled</th><th colspan='3'>greedy</th></tr><tr><th>environment</th>"
-        f"<th>step {overall.first_step}</th><th>step {overall.last_step}</th><th>gain</th><th></th>"
-        f"<th>step {overall.first_step}</th><th>step {overall.last_step}</th><th>gain</th></tr></thead>"
+        f"{steps}<th></th>{steps}</tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table></div></section>"
     )
 
@@ -236,8 +237,9 @@ def _share_line(spent: dict[str, float], total: float, idle: float | None) -> st
     generate = "" if idle is None else f"generate {1 - idle:.0%}, "
     engines = "" if idle is None else f"; engines idle {idle:.0%}"
     return (
-        f"{generate}train {train:.0%} (log-probs included), refit {refit:.0%}, policy idle {wait:.0%}{engines}. "
-        f"{format_seconds(total)} of training steps; with asynchronous training both sides work at the same time."
+        f"{generate}train {train:.0%} (log-probs included), refit {refit:.0%}, "
+        f"policy idle {wait:.0%} (waits for rollouts){engines}. "
+        f"Shares of {format_seconds(total)} of training steps; both sides work at the same time."
     )
 
 
@@ -250,6 +252,8 @@ def _validation_row(run: RunData, label: str, agent: str) -> str:
 def _gain_cells(gain: Gain | None, *, has_bar: bool = False) -> str:
     if gain is None:
         return "<td></td>" * (4 if has_bar else 3)
+    if gain.first_step == gain.last_step:
+        return f"<td>{gain.before:.3f}</td><td></td><td></td>" + ("<td></td>" if has_bar else "")
     delta = gain.delta
     style = "up" if delta > 0.0005 else "down" if delta < -0.0005 else ""
     cells = f"<td>{gain.before:.3f}</td><td>{gain.after:.3f}</td><td class='{style}'>{delta:+.3f}</td>"
@@ -275,7 +279,7 @@ def _status_style(status: str) -> str:
 def _example_reason(run: RunData, status: str) -> str:
     for rollouts in run.rollouts.values():
         for rollout in reversed(rollouts):
-            if rollout.get("status") == status:
+            if rollout.get("status") == status != "completed":
                 return _short(rollout.get("reason"))
     return ""
 

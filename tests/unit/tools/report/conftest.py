@@ -42,7 +42,7 @@ def sample_group(rng: random.Random, row: int, step: int, num_steps: int, size: 
         split = rng.randrange(length)
         spans = (
             VersionSpan(version=version, start=0, end=split),
-            VersionSpan(version=version + 1, start=split, end=length),
+            VersionSpan(version=max(0, step - 1), start=split, end=length),
         )
         fate, right = rng.random(), rng.random() < skill(agent, step, num_steps)
         status = RolloutStatus.TRUNCATED if fate < 0.04 else RolloutStatus.COMPLETED
@@ -100,6 +100,8 @@ def write_run(run_dir: Path, *, num_steps: int, planned: int = 40, val_period: i
         if step % val_period == 0:
             validation(metrics, step, planned)
             run.log_rollouts("val", step, [sample_group(rng, row, step, planned, size=1) for row in range(6)], limit=6)
+        phases = [value for key, value in metrics.as_dict().items() if key.startswith("timing/train/")]
+        metrics.add({"total_step_time": sum(phases) + 0.1}, prefix="timing/train/")
         run.log(metrics)
     run.close()
     resolved = {"grpo": {"max_num_steps": planned, "seed": 42}, "policy": {"model_name": "models/tiny-sft"}}
@@ -131,7 +133,7 @@ def add_training(metrics: StepMetrics, groups: list[Group], rng: random.Random) 
         "policy_training": rng.uniform(1.8, 2.2),
         "weight_sync": rng.uniform(0.1, 0.15),
     }
-    metrics.add({**seconds, "total_step_time": sum(seconds.values()) + 0.1}, prefix="timing/train/")
+    metrics.add(seconds, prefix="timing/train/")
     speed = {"generation_tokens_per_sec": rng.gauss(620, 30), "train_tokens_per_sec": rng.gauss(1500, 50)}
     metrics.add(speed, prefix="performance/")
     metrics.add({"generation": 0.18, "policy": 0.17}, prefix="idle/")
