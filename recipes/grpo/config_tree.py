@@ -187,7 +187,7 @@ class WandbConfig:
     """Weights & Biases run."""
 
     project: str
-    name: str
+    name: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

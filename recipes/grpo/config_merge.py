@@ -1,0 +1,241 @@
+"""Layers of configuration files: the `defaults:` chain, overrides, which layer set each key, and interpolation."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from recipes.grpo.config_schema import UNSET, lookup, show
+from recipes.grpo.config_yaml import Document, leaves, parse_value, read_yaml
+from recipes.grpo.errors import Problem
+
+COMMAND_LINE = "command line"
+BASE_NAME = "grpo_base.yaml"
+OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w-]*(?:\.[\w-]+)*)(?:=(?P<value>.*))?", re.DOTALL)
+REFERENCE = re.compile(r"\$\{([^${}:]+)\}")  # the innermost ${key}; ${oc.env:...} and ${mul:...} have a colon
+_UNSET_TOKEN = "<given at launch>"  # OmegaConf refuses to interpolate its own `???`
+
+
+@dataclass(slots=True)
+class Layers:
+    """Files and overrides laid over each other; the last one wins."""
+
+    tree: dict[str, Any] = field(default_factory=dict)  # raw: interpolations not yet resolved
+    sources: dict[str, str] = field(default_factory=dict)  # dotted key of a leaf -> file or "command line"
+    problems: list[Problem] = field(default_factory=list)
+
+    def add(self, data: Mapping[str, Any], source: str) -> None:
+        """Lay `data` over what is there: blocks merge, other values replace, `~key` deletes."""
+        self._merge(self.tree, data, source, "")
+
+    def add_under(self, data: Mapping[str, Any], source: str, prefix: str = "") -> None:
+        """Lay `data` under what is there: only keys that no layer has set are taken."""
+        for key, value in leaves(data, prefix).items():
+            if not isinstance(value, Mapping) and not under(key, set(self.sources)) and self.source_of(key) is None:
+                put(self.tree, key, copy.deepcopy(value))
+                self.sources[key] = source
+
+    def _merge(self, tree: dict[str, Any], data: Mapping[str, Any], source: str, prefix: str) -> None:
+        for name, value in data.items():
+            if name.startswith("~"):
+                self._delete(tree, name[1:], source, prefix)
+                continue
+            key = f"{prefix}{name}"
+            if isinstance(value, Mapping) and value:
+                if not isinstance(tree.get(name), dict):
+                    self._forget(key)
+                    tree[name] = {}
+                self._merge(tree[name], value, source, f"{key}.")
+            elif not (isinstance(value, Mapping) and isinstance(tree.get(name), dict)):
+                self._forget(key)
+                tree[name] = copy.deepcopy(value)
+                self.sources[key] = source
+
+    def _delete(self, tree: dict[str, Any], name: str, source: str, prefix: str) -> None:
+        if name in tree:
+            del tree[name]
+            self._forget(f"{prefix}{name}")
+        else:
+            fix = f"there are: {', '.join(tree)}" if tree else "delete this line"
+            self.problems.append(
+                Problem(where=f"{source}: ~{prefix}{name}", got="no such key", expected="a key to delete", fix=fix)
+            )
+
+    def _forget(self, key: str) -> None:
+        for known in [k for k in self.sources if k == key or k.startswith(f"{key}.")]:
+            del self.sources[known]
+
+    def source_of(self, key: str) -> str | None:
+        """Return the layer that set the key or, for a block, the layer that set its last value."""
+        if key in self.sources:
+            return self.sources[key]
+        below = [source for known, source in self.sources.items() if known.startswith(f"{key}.")]
+        return below[-1] if below else None
+
+
+def display_name(path: Path) -> str:
+    """Return the path as messages show it: relative to the working directory where it lies below."""
+    path = path.resolve()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def read_chain(path: Path) -> tuple[list[tuple[Path, Document]], list[Problem]]:
+    """Read a file and its `defaults:` parents, base first."""
+    chain: list[tuple[Path, Document]] = []
+    problems: list[Problem] = []
+    current: Path | None = path
+    while current is not None:
+        document = read_yaml(current, name=display_name(current))
+        problems.extend(document.problems)
+        chain.insert(0, (current, document))
+        parent = document.data.pop("defaults", None)
+        if parent is None:
+            break
+        current, problem = _parent(current, parent, document, [seen for seen, _ in chain])
+        problems.extend([problem] if problem else [])
+    root = chain[0][0]
+    if not problems and root.name != BASE_NAME:
+        fix = f"add `defaults:` with the path to configs/{BASE_NAME} or to a stage file, relative to this file"
+        name = display_name(root)
+        problems.append(Problem(where=f"{name}: defaults", got="no parent file", expected="one parent file", fix=fix))
+    return chain, problems
+
+
+def _parent(path: Path, parent: Any, document: Document, seen: Sequence[Path]) -> tuple[Path | None, Problem | None]:
+    where = document.where("defaults")
+    if not isinstance(parent, str):
+        return None, Problem(where=where, got=show(parent), expected="one path", fix="name exactly one parent file")
+    target = path.parent / parent
+    if not target.is_file():
+        fix = "give the path relative to this file"
+        return None, Problem(where=where, got=f"{parent}, which does not exist", expected="a file", fix=fix)
+    if target.resolve() in [known.resolve() for known in seen]:
+        return None, Problem(where=where, got=f"{parent}, a circle", expected="a parent", fix="break the circle")
+    return target, None
+
+
+def apply_override(layers: Layers, text: str) -> None:
+    """Apply one `key=value`, `++key=value` or `~key` of the command line."""
+    match = OVERRIDE.fullmatch(text)
+    deletes = match is not None and match["sign"] == "~"
+    if match is None or deletes != (match["value"] is None):
+        layers.problems.append(
+            Problem(
+                where=f"{COMMAND_LINE}: {text}",
+                got="no override",
+                expected="key=value, ++key=value or ~key",
+                fix="e.g. grpo.num_prompts_per_step=64",
+            )
+        )
+        return
+    *blocks, name = match["key"].split(".")
+    value: Any = None
+    if not deletes:
+        value, problems = parse_value(match["value"], where=f"{COMMAND_LINE}: {match['key']}")
+        if problems:
+            layers.problems.extend(problems)
+            return
+    data: dict[str, Any] = {f"~{name}" if deletes else name: value}
+    for block in reversed(blocks):
+        data = {block: data}
+    layers.add(data, COMMAND_LINE)
+
+
+def product(*factors: int | float) -> int | float:
+    """Return the product; the `${mul:a,b}` of configuration files."""
+    result: int | float = 1
+    for factor in factors:
+        if isinstance(factor, bool) or not isinstance(factor, int | float):
+            raise ValueError(f"{factor!r} is no number")
+        result *= factor
+    return result
+
+
+def resolve(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the tree with every `${...}` replaced; where that fails, None and the reason by key."""
+    OmegaConf.register_resolver("mul", product, replace=True)
+    config = OmegaConf.create(_swap(tree, UNSET, _UNSET_TOKEN))
+    failures: dict[str, str] = {}
+    try:
+        plain = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException:
+        failures = _failures(config, tree)
+        for key in failures:
+            OmegaConf.update(config, key, None)
+        plain = OmegaConf.to_container(config, resolve=True)
+    resolved: dict[str, Any] = _swap(plain, _UNSET_TOKEN, UNSET)
+    return resolved, failures
+
+
+def _failures(config: DictConfig, tree: Mapping[str, Any]) -> dict[str, str]:
+    failures = {}
+    for key, value in leaves(tree).items():
+        if "${" in str(value):
+            try:
+                OmegaConf.to_container(OmegaConf.create({"value": OmegaConf.select(config, key)}), resolve=True)
+            except OmegaConfBaseException as error:
+                failures[key] = str(error).splitlines()[0]
+    return failures
+
+
+def _swap(value: Any, old: str, new: str) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _swap(item, old, new) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_swap(item, old, new) for item in value]
+    return new if value == old else value
+
+
+def references(key: str, value: Any) -> Iterator[str]:
+    """Yield the dotted keys that the raw value at `key` interpolates; leading dots count blocks upwards."""
+    for name in REFERENCE.findall(value) if isinstance(value, str) else []:
+        dots = len(name) - len(name.lstrip("."))
+        if dots == 0:
+            yield name
+        else:
+            yield ".".join([*key.split(".")[:-dots], name.lstrip(".")])
+
+
+def tainted_keys(tree: Mapping[str, Any], bad: set[str]) -> set[str]:
+    """Return the keys of `bad` and all that are made from them by interpolation."""
+    raw = leaves(tree)
+    tainted = set(bad)
+    grown = True
+    while grown:
+        grown = False
+        for key, value in raw.items():
+            if key not in tainted and any(under(reference, tainted) for reference in references(key, value)):
+                tainted.add(key)
+                grown = True
+    return tainted
+
+
+def under(key: str, keys: set[str]) -> bool:
+    """Return whether the key or a block around it is among `keys`."""
+    parts = key.split(".")
+    return any(".".join(parts[: index + 1]) in keys for index in range(len(parts)))
+
+
+def put(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set the value at a dotted key, making blocks on the way."""
+    *blocks, name = key.split(".")
+    for block in blocks:
+        if not isinstance(tree.get(block), dict):
+            tree[block] = {}
+        tree = tree[block]
+    tree[name] = value
+
+
+def drop(tree: Mapping[str, Any], key: str) -> None:
+    """Remove a dotted key where it exists."""
+    block, _, name = key.rpartition(".")
+    parent = lookup(tree, block) if block else tree
+    if isinstance(parent, dict):
+        parent.pop(name, None)
