@@ -1,0 +1,82 @@
+"""Megatron's DDP, optimizer and schedule, from our configuration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from recipes.policy.cpu import use_exact_adam
+from recipes.policy.model import DTYPES
+
+if TYPE_CHECKING:
+    from recipes.grpo.config_tree_policy import MegatronConfig, PolicyConfig, SchedulerConfig
+
+
+def wrap_ddp(model: torch.nn.Module, config: TransformerConfig, cfg: MegatronConfig) -> DistributedDataParallel:
+    """Give the model gradient buffers that are summed over data-parallel ranks."""
+    ddp = cfg.distributed_data_parallel_config
+    return DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            use_distributed_optimizer=cfg.optimizer.use_distributed_optimizer,
+            grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
+            overlap_grad_reduce=ddp.overlap_grad_reduce,
+            overlap_param_gather=ddp.overlap_param_gather and cfg.optimizer.use_distributed_optimizer,
+            average_in_collective=False,  # the loss is divided by counts of the whole batch: ranks add up
+            check_for_nan_in_grad=True,
+        ),
+        model,
+    )
+
+
+def build_optimizer(model: DistributedDataParallel, cfg: PolicyConfig) -> tuple[Any, OptimizerParamScheduler]:
+    """Build the optimizer and its schedule; one scheduler step is one optimizer step."""
+    use_exact_adam()
+    own = cfg.megatron_cfg.optimizer
+    dtype = DTYPES[cfg.precision]
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer=own.optimizer,
+            lr=own.lr,
+            min_lr=own.min_lr,
+            weight_decay=own.weight_decay,
+            adam_beta1=own.adam_beta1,
+            adam_beta2=own.adam_beta2,
+            adam_eps=own.adam_eps,
+            sgd_momentum=own.sgd_momentum,
+            clip_grad=cfg.max_grad_norm,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=own.use_distributed_optimizer,
+            use_precision_aware_optimizer=own.use_precision_aware_optimizer,
+            overlap_param_gather=model.ddp_config.overlap_param_gather,
+            optimizer_cpu_offload=own.optimizer_cpu_offload,
+            optimizer_offload_fraction=own.optimizer_offload_fraction,
+            overlap_cpu_optimizer_d2h_h2d=own.overlap_cpu_optimizer_d2h_h2d,
+        ),
+        [model],
+    )
+    return optimizer, _build_scheduler(optimizer, own.lr, own.min_lr, cfg.megatron_cfg.scheduler)
+
+
+def _build_scheduler(optimizer: Any, lr: float, min_lr: float, cfg: SchedulerConfig) -> OptimizerParamScheduler:
+    """Warm up linearly from `lr_warmup_init` (used by the first step) to `lr`, then follow `lr_decay_style`."""
+    decay_steps = cfg.lr_decay_iters or cfg.lr_warmup_iters + 1  # only a decay style reads it
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=cfg.lr_warmup_init,
+        max_lr=lr,
+        min_lr=min_lr,
+        lr_warmup_steps=cfg.lr_warmup_iters,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=cfg.lr_decay_style,
+        start_wd=cfg.start_weight_decay,
+        end_wd=cfg.end_weight_decay,
+        wd_incr_steps=decay_steps,
+        wd_incr_style=cfg.weight_decay_incr_style,
+    )

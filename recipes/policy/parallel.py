@@ -1,0 +1,72 @@
+"""Process groups: rendezvous over a store whose port is bound and held, gloo on the CPU and NCCL on CUDA."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from recipes.cluster.ports import PORT_TABLE, hold_in_range
+from recipes.policy.layout import Coordinates
+
+if TYPE_CHECKING:
+    from recipes.grpo.config_tree_policy import MegatronConfig
+
+(_PORTS,) = [ports for ports in PORT_TABLE if ports.name.startswith("torch rendezvous")]
+
+
+def device() -> torch.device:
+    """Return the device this process computes on."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def open_store(host: str, *, timeout_s: float) -> TCPStore:
+    """Open a store on a port of the run's own range, bound and kept: nobody can take it before it is used."""
+    held = hold_in_range(_PORTS.low, _PORTS.high)
+    port = held.getsockname()[1]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        master_listen_fd=held.detach(),
+    )
+
+
+def connect_store(host: str, port: int, *, timeout_s: float) -> TCPStore:
+    """Connect to the store that rank 0 holds."""
+    return TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout_s))
+
+
+def join_groups(
+    store: Store, *, rank: int, world_size: int, cfg: MegatronConfig, seed: int, timeout_s: float
+) -> Coordinates:
+    """Join the world and the model-parallel groups, and seed the generators."""
+    use_cuda = torch.cuda.is_available()
+    if use_cuda:
+        torch.cuda.set_device(0)  # Ray shows each worker only its own device
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    dist.init_process_group(
+        "nccl" if use_cuda else "gloo",
+        store=PrefixStore("policy", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=cfg.tensor_model_parallel_size,
+        pipeline_model_parallel_size=cfg.pipeline_model_parallel_size,
+        context_parallel_size=cfg.context_parallel_size,
+        expert_model_parallel_size=cfg.expert_model_parallel_size,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return Coordinates(
+        data=parallel_state.get_data_parallel_rank(),
+        is_output=parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0,
+    )

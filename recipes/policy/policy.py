@@ -1,0 +1,191 @@
+"""The driver's handle on all policy ranks: batches in, metrics and log-probabilities out. Blocking; no Megatron here.
+
+Every call has a deadline. When a rank dies, raises or is late, the call ends with a `PolicyError` that names it, at
+once for the first two: the other ranks may be waiting for it in a collective and are not waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+from ray.exceptions import RayActorError, RayTaskError
+
+from recipes.grpo.errors import PolicyError, RecipeError
+from recipes.grpo.types import TrainBatch, WeightLayout
+from recipes.policy import shards
+from recipes.policy.layout import Coordinates, check_layout
+from recipes.policy.worker import PolicyWorker, WorkerIdentity, WorkerSpec
+
+if TYPE_CHECKING:
+    from recipes.grpo.config_tree import DeadlinesConfig, LossConfig
+    from recipes.grpo.config_tree_policy import PolicyConfig
+
+logger = logging.getLogger(__name__)
+
+
+class Policy:
+    """All ranks as one."""
+
+    def __init__(self, workers: Sequence[Any], cfg: PolicyConfig, deadlines: DeadlinesConfig) -> None:
+        self._workers = workers
+        self._cfg = cfg
+        self._deadlines = deadlines
+        self._identities: Sequence[WorkerIdentity | None] = [None] * len(workers)
+        self._coordinates: Sequence[Coordinates] = ()
+        self._layout: WeightLayout | None = None
+
+    @classmethod
+    def start(
+        cls,
+        policy_cfg: PolicyConfig,
+        loss_cfg: LossConfig,
+        *,
+        placement: Sequence[dict[str, Any]],
+        deadlines: DeadlinesConfig,
+        seed: int,
+    ) -> Policy:
+        """Start one worker per entry of `placement` (options of a Ray actor) and wait until all hold the model."""
+        check_layout(policy_cfg, world_size=len(placement))
+        remote = ray.remote(PolicyWorker)
+        workers = [remote.options(**options).remote(rank) for rank, options in enumerate(placement)]
+        policy = cls(workers, policy_cfg, deadlines)
+        spec = WorkerSpec(
+            policy_cfg=policy_cfg,
+            loss_cfg=loss_cfg,
+            world_size=len(workers),
+            seed=seed,
+            collective_timeout_s=max(deadlines.engine_start, deadlines.train, deadlines.refit, deadlines.checkpoint),
+            driver_pid=os.getpid(),
+        )
+        try:
+            policy._identities = policy._call("identity", deadline=deadlines.placement)
+            policy._join(spec)
+        except BaseException:
+            policy._kill()
+            raise
+        return policy
+
+    def train(self, batch: TrainBatch) -> dict[str, float]:
+        """Take one optimizer step over the whole batch; returns the loss metrics, `grad_norm` and `lr`."""
+        plan = shards.plan(batch, self._cfg, num_shards=self._num_shards, training=True)
+        metrics = self._call("train", per_rank=self._per_rank(batch, plan), deadline=self._deadlines.train)
+        return shards.merge_step_metrics(self._outputs(metrics))
+
+    def logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        """Return [B, S] log-probabilities under the current weights; entry t belongs to token t, entry 0 is 0."""
+        plan = shards.plan(batch, self._cfg, num_shards=self._num_shards, training=False)
+        parts = self._call("logprobs", per_rank=self._per_rank(batch, plan), deadline=self._deadlines.train)
+        shape = (batch.input_ids_BS.shape[0], batch.input_ids_BS.shape[1])
+        return shards.scatter_rows(self._outputs(parts), plan, shape=shape)
+
+    def weight_layout(self) -> WeightLayout:
+        """Return where `send_weights` puts each tensor."""
+        if self._layout is None:
+            self._layout = self._call("weight_layout", deadline=self._deadlines.refit)[0]
+            assert self._layout is not None
+        return self._layout
+
+    def send_weights(self) -> None:
+        """Write all full tensors to where `weight_layout` says."""
+        self.weight_layout()
+        self._call("send_weights", deadline=self._deadlines.refit)
+
+    def save(self, path: Path) -> None:
+        """Write model, optimizer, schedule and random generators into `path`, which is made."""
+        path.mkdir(parents=True, exist_ok=True)
+        self._call("save", path, deadline=self._deadlines.checkpoint)
+
+    def load(self, path: Path) -> None:
+        """Restore what `save` wrote, under this or another parallel layout."""
+        self._call("load", path, deadline=self._deadlines.checkpoint)
+
+    def export_hf(self, path: Path) -> None:
+        """Write a Hugging Face directory with configuration, tokenizer and weights."""
+        self._call("export_hf", path, deadline=self._deadlines.checkpoint)
+
+    def pids(self) -> list[int]:
+        """Return the process id of every rank."""
+        return [identity.pid for identity in self._identities if identity is not None]
+
+    def shutdown(self) -> None:
+        """Stop all workers and remove the shared-memory file, also when some are dead already."""
+        calls = [worker.close.remote() for worker in self._workers]
+        ray.wait(calls, num_returns=len(calls), timeout=self._deadlines.shutdown)
+        self._kill()
+        if self._layout is not None and self._layout.path:
+            Path(self._layout.path).unlink(missing_ok=True)  # left when rank 0 could not
+
+    @property
+    def _num_shards(self) -> int:
+        return 1 + max(coordinates.data for coordinates in self._coordinates)
+
+    def _join(self, spec: WorkerSpec) -> None:
+        """Bring the ranks together and build the model on each."""
+        host = self._identities[0].node_ip if self._identities[0] is not None else ""
+        started = time.monotonic()
+        store = self._workers[0].open_store.remote(host, spec.collective_timeout_s)
+        port = self._gather([store], deadline=self._deadlines.engine_start)[0]
+        self._coordinates = self._call("start", spec, host, port, deadline=self._deadlines.engine_start)
+        logger.info("policy: %d ranks ready after %.1f s", len(self._workers), time.monotonic() - started)
+
+    def _per_rank(self, batch: TrainBatch, plan: Sequence[Any]) -> list[Any]:
+        """Put each data-parallel shard into the object store once, and give every rank its own."""
+        stored = [ray.put(shard) for shard in shards.split(batch, plan)]
+        return [stored[coordinates.data] for coordinates in self._coordinates]
+
+    def _outputs(self, results: Sequence[Any]) -> list[Any]:
+        """Pick one result per data-parallel rank, in the order of these ranks."""
+        pairs = zip(self._coordinates, results, strict=True)
+        owners = {coordinates.data: result for coordinates, result in pairs if coordinates.is_output}
+        return [owners[data] for data in range(self._num_shards)]
+
+    def _call(self, method: str, *args: Any, per_rank: Sequence[Any] | None = None, deadline: float) -> list[Any]:
+        """Call a method on all ranks, with the same arguments or with one of `per_rank` each."""
+        calls = []
+        for rank, worker in enumerate(self._workers):
+            own = args if per_rank is None else (per_rank[rank],)
+            calls.append(getattr(worker, method).remote(*own))
+        return self._gather(calls, deadline=deadline, what=method)
+
+    def _gather(self, calls: Sequence[Any], *, deadline: float, what: str = "open_store") -> list[Any]:
+        """Wait for all ranks; the first that fails, or lateness, ends the wait."""
+        rank_of = {call: rank for rank, call in enumerate(calls)}
+        results: list[Any] = [None] * len(calls)
+        pending = list(calls)
+        end = time.monotonic() + deadline
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, end - time.monotonic()))
+            if not done:
+                late = ", ".join(self._name(rank_of[call]) for call in pending)
+                raise PolicyError(f"policy {what}: no answer within {deadline:g} s from {late}")
+            rank = rank_of[done[0]]
+            try:
+                results[rank] = ray.get(done[0])
+            except RayTaskError as error:
+                if isinstance(error.cause, RecipeError):
+                    raise error.cause from error  # a wrong input keeps its own message and exit status
+                raise PolicyError(f"policy {what}: {self._name(rank)} failed: {error.cause!r}") from error
+            except RayActorError as error:
+                raise PolicyError(f"policy {what}: {self._name(rank)} died: {_first_line(error)}") from error
+        return results
+
+    def _name(self, rank: int) -> str:
+        identity = self._identities[rank]
+        if identity is None:
+            return f"rank {rank} (not placed yet)"
+        return f"rank {rank} (pid {identity.pid} on node {identity.node_id}, {identity.node_ip})"
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            ray.kill(worker)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

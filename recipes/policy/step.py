@@ -1,0 +1,183 @@
+"""The trainer of one rank: log-probabilities of a batch, and one optimizer step over it.
+
+Losses are sums divided by counts of the whole batch, so microbatches and data-parallel ranks add up: Megatron is told
+not to divide by tokens, microbatches or ranks.
+
+Shape legend: B rows of the shard, S their padded length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from recipes.grpo.config_tree import LossConfig
+from recipes.grpo.config_tree_policy import PolicyConfig
+from recipes.grpo.loss import LossInputs, grpo_loss
+from recipes.policy import convert, hf
+from recipes.policy.microbatch import Microbatch, pack_microbatch
+from recipes.policy.model import OutputConfig, build_model, forward, transformer_config
+from recipes.policy.optimizer import build_optimizer, wrap_ddp
+from recipes.policy.parallel import device
+from recipes.policy.shards import BatchShard, merge_metrics
+
+LossFunction = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainer:
+    """The model, optimizer and schedule of this rank."""
+
+    cfg: PolicyConfig
+    loss_cfg: LossConfig
+    model: DistributedDataParallel
+    optimizer: Any
+    scheduler: OptimizerParamScheduler
+
+
+def build_trainer(cfg: PolicyConfig, loss_cfg: LossConfig) -> Trainer:
+    """Build the model of `policy.model_name`, load its weights, and make the optimizer."""
+    directory = hf.model_directory(cfg.model_name)
+    hf_config = hf.read_config(directory, dict(cfg.hf_config_overrides))
+    config = transformer_config(hf_config, cfg)
+    output = OutputConfig(temperature=cfg.generation.temperature, chunk_size=cfg.logprob_chunk_size)
+    model = build_model(hf_config, config, output)
+    reader = hf.WeightReader(directory)
+    convert.load(model, reader)
+    reader.check_all_read(tied=hf_config.tie_word_embeddings)
+
+    wrapped = wrap_ddp(model, config, cfg.megatron_cfg)
+    optimizer, scheduler = build_optimizer(wrapped, cfg)
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = _finalize_without_scaling
+    if wrapped.ddp_config.overlap_grad_reduce:
+        config.no_sync_func = wrapped.no_sync
+    return Trainer(cfg=cfg, loss_cfg=loss_cfg, model=wrapped, optimizer=optimizer, scheduler=scheduler)
+
+
+def train_step(trainer: Trainer, shard: BatchShard) -> dict[str, float]:
+    """Take one optimizer step over the whole batch; return this rank's share of the loss metrics, and the step's."""
+    accumulate_gradients_metrics = accumulate_gradients(trainer, shard)
+    lr = get_canonical_lr_for_logging(trainer.optimizer.param_groups)
+    updated, grad_norm, _ = trainer.optimizer.step()
+    if not updated:
+        raise RuntimeError("the optimizer skipped the step: its gradients were not finite")
+    trainer.scheduler.step(increment=1)
+    gather_params(trainer)
+    return accumulate_gradients_metrics | {"grad_norm": float(grad_norm), "lr": float(lr)}
+
+
+def accumulate_gradients(trainer: Trainer, shard: BatchShard) -> dict[str, float]:
+    """Run forward and backward over all microbatches and reduce the gradients; return the summed loss metrics."""
+    trainer.model.train()
+    trainer.model.zero_grad_buffer()
+    trainer.optimizer.zero_grad()
+
+    def loss_function(packed: Microbatch) -> LossFunction:
+        def loss(logprobs_1T: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            inputs, current_BT = loss_inputs(shard, packed, logprobs_1T)
+            value, metrics = grpo_loss(current_BT, inputs, trainer.loss_cfg, shard.counts)
+            unused_token_count = torch.zeros((), dtype=torch.int, device=value.device)
+            return value, unused_token_count, metrics
+
+        return loss
+
+    outputs = _run(trainer, shard, loss_function, forward_only=False)
+    if not outputs:
+        return {}
+    names = list(outputs[0])
+    values = torch.stack([torch.stack([output[name].double() for name in names]) for output in outputs])
+    return merge_metrics([dict(zip(names, row, strict=True)) for row in values.tolist()])
+
+
+def logprobs(trainer: Trainer, shard: BatchShard) -> Tensor:
+    """Return [B, S] log-probabilities under the current weights; entry t belongs to token t, entry 0 and pads are 0."""
+    trainer.model.eval()
+    result_BS = torch.zeros(shard.batch.input_ids_BS.shape, dtype=torch.float32)
+
+    def collect_function(packed: Microbatch) -> LossFunction:
+        def collect(logprobs_1T: Tensor, non_loss_data: bool) -> tuple[Tensor, Tensor]:
+            del non_loss_data
+            return packed.rows, packed.unpack(logprobs_1T)
+
+        return collect
+
+    with torch.no_grad():
+        for rows_B, part_BS in _run(trainer, shard, collect_function, forward_only=True):
+            result_BS[rows_B.cpu(), 1 : part_BS.shape[1] + 1] = part_BS.cpu()
+    return result_BS
+
+
+def gather_params(trainer: Trainer) -> None:
+    """Complete the parameters that an overlapped gather would complete at the next forward pass."""
+    if trainer.model.ddp_config.overlap_param_gather:
+        trainer.model.start_param_sync(force_sync=True)
+
+
+def loss_inputs(shard: BatchShard, packed: Microbatch, logprobs_1T: Tensor) -> tuple[LossInputs, Tensor]:
+    """Bring one microbatch into the padded form of the loss."""
+    batch = shard.batch
+    rows_B = packed.rows.cpu()
+    width = packed.real_BS.shape[1] + 1
+
+    def take(rows_BS: Tensor) -> Tensor:
+        return rows_BS.index_select(0, rows_B)[:, 1:width].to(logprobs_1T.device, non_blocking=True)
+
+    current_BT = packed.unpack(logprobs_1T)
+    inputs = LossInputs(
+        token_mask_BT=take(batch.token_mask_BS),
+        sample_mask_B=batch.sample_mask_B.index_select(0, rows_B).to(logprobs_1T.device),
+        advantages_BT=take(batch.advantages_BS),
+        prev_logprobs_BT=current_BT.detach() if batch.prev_logprobs_BS is None else take(batch.prev_logprobs_BS),
+        generation_logprobs_BT=take(batch.generation_logprobs_BS),
+    )
+    return inputs, current_BT
+
+
+def _run(
+    trainer: Trainer, shard: BatchShard, function_of: Callable[[Microbatch], LossFunction], *, forward_only: bool
+) -> list[Any]:
+    """Drive Megatron's schedule over the shard's microbatches; returns what the last stage's functions returned."""
+
+    def forward_step(microbatches: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor, LossFunction]:
+        packed = next(microbatches)
+        return forward(model, packed.tokens_1T, packed.labels_1T, packed.sequences), function_of(packed)
+
+    outputs: list[Any] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=_microbatches(trainer, shard),
+        model=trainer.model,
+        num_microbatches=len(shard.microbatches),
+        seq_length=trainer.cfg.max_total_sequence_length,  # read by pipeline stages with fixed shapes only
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+    return outputs
+
+
+def _microbatches(trainer: Trainer, shard: BatchShard) -> Iterator[Microbatch]:
+    megatron = trainer.cfg.megatron_cfg
+    ids_BS = shard.batch.input_ids_BS.to(device())
+    lengths = shard.batch.input_lengths_B.tolist()
+    for rows in shard.microbatches:
+        yield pack_microbatch(
+            ids_BS,
+            lengths,
+            rows,
+            multiple=trainer.cfg.make_sequence_length_divisible_by,
+            row_multiple=megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1,
+        )
+
+
+def _finalize_without_scaling(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    """Reduce gradients over ranks; `num_tokens` would divide them, which the loss has done."""
+    del num_tokens
+    finalize_model_grads(model, None, **kwargs)

@@ -1,0 +1,164 @@
+"""The Ray actor of one policy rank: unpacks a call, runs the trainer, packs the answer.
+
+torch and Megatron are imported in `start`: the driver imports this module without them, and an actor that dies while
+importing them can already be named, because it has told its node and pid.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray
+
+from recipes.grpo.types import WeightLayout
+
+if TYPE_CHECKING:
+    import torch
+    from torch._C._distributed_c10d import TCPStore
+
+    from recipes.grpo.config_tree import LossConfig
+    from recipes.grpo.config_tree_policy import PolicyConfig
+    from recipes.policy.layout import Coordinates
+    from recipes.policy.shards import BatchShard
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerIdentity:
+    """What names a worker in an error."""
+
+    node_id: str
+    node_ip: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """What every rank is started with."""
+
+    policy_cfg: PolicyConfig
+    loss_cfg: LossConfig
+    world_size: int
+    seed: int
+    collective_timeout_s: float  # how long one rank waits for the others
+    driver_pid: int
+
+
+class PolicyWorker:
+    """One rank of the policy."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._store: TCPStore | None = None
+
+    def identity(self) -> WorkerIdentity:
+        """Tell where this process runs."""
+        context = ray.get_runtime_context()
+        return WorkerIdentity(node_id=context.get_node_id(), node_ip=ray.util.get_node_ip_address(), pid=os.getpid())
+
+    def open_store(self, host: str, timeout_s: float) -> int:
+        """Open the store that all ranks meet at (rank 0 only); returns its port."""
+        from recipes.policy import parallel
+
+        self._store = parallel.open_store(host, timeout_s=timeout_s)
+        return int(self._store.port)
+
+    def start(self, spec: WorkerSpec, host: str, port: int) -> Coordinates:
+        """Join the other ranks, build the model and load its weights."""
+        warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.")  # what they lack without a GPU
+        from recipes.policy import parallel, step
+
+        if self._store is None:
+            self._store = parallel.connect_store(host, port, timeout_s=spec.collective_timeout_s)
+        coordinates = parallel.join_groups(
+            self._store,
+            rank=self._rank,
+            world_size=spec.world_size,
+            cfg=spec.policy_cfg.megatron_cfg,
+            seed=spec.seed,
+            timeout_s=spec.collective_timeout_s,
+        )
+        self._spec = spec
+        self._coordinates = coordinates
+        self._trainer = step.build_trainer(spec.policy_cfg, spec.loss_cfg)
+        return coordinates
+
+    def train(self, shard: BatchShard) -> dict[str, float]:
+        """Take one optimizer step; returns this rank's share of the metrics."""
+        from recipes.policy.step import train_step
+
+        return train_step(self._trainer, shard)
+
+    def logprobs(self, shard: BatchShard) -> torch.Tensor | None:
+        """Return [B, S] for the shard's rows; None on ranks that another one answers for."""
+        from recipes.policy import step
+
+        result = step.logprobs(self._trainer, shard)
+        return result if self._coordinates.is_output else None
+
+    def weight_layout(self) -> WeightLayout | None:
+        """Lay out the full weights; rank 0 makes the shared-memory file, with CUDA there is none."""
+        import torch
+
+        from recipes.policy import convert, weights
+
+        if self._rank != 0:
+            return None
+        shapes = convert.full_shapes(self._trainer.model)
+        if torch.cuda.is_available():
+            return weights.make_layout(shapes, path="")
+        self._writer = weights.SharedMemoryWriter(shapes, driver_pid=self._spec.driver_pid)
+        return self._writer.layout
+
+    def send_weights(self) -> None:
+        """Gather each full tensor; rank 0 writes it to the shared-memory file."""
+        from recipes.policy import convert
+
+        if self._coordinates.data != 0:
+            return  # another replica has the same weights
+        exported = convert.export(self._trainer.model)
+        if self._rank == 0:
+            self._writer.write(exported)
+        else:
+            for _ in exported:
+                pass
+
+    def save(self, path: Path) -> None:
+        """Write a distributed checkpoint."""
+        from recipes.policy import checkpoint
+
+        checkpoint.save(self._trainer, path)
+
+    def load(self, path: Path) -> None:
+        """Restore a distributed checkpoint."""
+        from recipes.policy import checkpoint
+
+        checkpoint.load(self._trainer, path)
+
+    def export_hf(self, path: Path) -> None:
+        """Write a Hugging Face directory; rank 0 writes, its replica gathers."""
+        from recipes.policy import convert, hf
+        from recipes.policy.model import DTYPES
+
+        if self._coordinates.data != 0:
+            return
+        exported = convert.export(self._trainer.model)
+        if self._rank != 0:
+            for _ in exported:
+                pass
+            return
+        cfg = self._spec.policy_cfg
+        source, tokenizer = hf.model_directory(cfg.model_name), hf.model_directory(cfg.tokenizer.name)
+        hf.write_weights(exported, path)
+        hf.copy_side_files(source, tokenizer, path, dtype=DTYPES[cfg.precision])
+
+    def close(self) -> None:
+        """Release what outlives the process."""
+        if self._rank == 0 and hasattr(self, "_writer"):
+            self._writer.close()
