@@ -1,0 +1,186 @@
+"""The supervisor of a one-node cluster with a real Ray: status, signals, and nothing left behind, whoever is killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.functional
+
+# Joins the cluster and leaves behind what a run can leave: an actor whose child left the session, and files in
+# shared memory. Then it waits for a signal or ends with the status it was given.
+DRIVER = """
+import os, signal, subprocess, sys, time
+from multiprocessing import shared_memory
+import ray
+ray.init(address=os.environ["RAY_ADDRESS"], logging_level="ERROR")
+signal.signal(signal.SIGTERM, lambda *_: (print("got TERM", flush=True), os._exit(75)))  # after Ray set its own
+
+@ray.remote(num_cpus=0, resources={"worker_units": 1})
+class Engine:
+    def start(self):
+        self.memory = shared_memory.SharedMemory(create=True, size=64)
+        self.child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        return os.getpid(), self.child.pid, self.memory.name
+
+engine = Engine.remote()
+print("ready", *ray.get(engine.start.remote()), flush=True)
+time.sleep(float(sys.argv[1]))
+sys.exit(int(sys.argv[2]))
+"""
+
+
+class Launch:
+    """One supervisor and what it started, found by a mark in the environment."""
+
+    def __init__(self, run_dir: Path, *, seconds: float, status: int) -> None:
+        self.run_dir = run_dir
+        self.mark = uuid.uuid4().hex
+        driver = run_dir.with_name("driver.py")
+        driver.write_text(DRIVER)
+        env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "tools.launch.local", f"--run-dir={run_dir}", "--num-units=2"),
+                *("--", sys.executable, str(driver), str(seconds), str(status)),
+            ],
+            env=env | {"LAUNCH_MARK": self.mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def wait_until_ready(self) -> list[str]:
+        """Return the words that the driver printed: actor pid, pid of its child, shared-memory name."""
+        log = self.run_dir / "logs" / "latest" / "driver.log"
+        end = time.monotonic() + 90
+        while time.monotonic() < end and self.process.poll() is None:
+            words = log.read_text().split() if log.exists() else []
+            if "ready" in words and len(words) >= 4:
+                return words[1:4]
+            time.sleep(0.1)
+        raise AssertionError(self.process.communicate()[0])
+
+    def alive(self) -> list[int]:
+        """List the processes that carry the mark, zombies excepted: those have no environment."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if self.mark.encode() in path.read_bytes():
+                    found.append(int(path.parent.name))
+            except OSError:
+                continue
+        return found
+
+    def driver_pid(self) -> int:
+        command = f"{self.run_dir.with_name('driver.py')}"
+        (pid,) = [
+            pid
+            for pid in self.alive()
+            if pid != self.process.pid and command in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        ]
+        return pid
+
+
+@pytest.fixture
+def launched() -> Iterator[list[Launch]]:
+    launches: list[Launch] = []
+    yield launches
+    for launch in launches:
+        for pid in launch.alive():
+            os.kill(pid, signal.SIGKILL)
+        launch.process.communicate()
+        if (temp := launch.run_dir / ".temp").is_symlink():
+            shutil.rmtree(temp.readlink())
+
+
+def assert_gone(launch: Launch, shared: str, *, within: float) -> None:
+    end = time.monotonic() + within
+    while launch.alive() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert launch.alive() == []
+    assert not Path("/dev/shm", shared).exists()
+
+
+def test_exit_status_is_the_drivers_and_nothing_is_left(launched, tmp_path):
+    launch = Launch(tmp_path / "run", seconds=0.5, status=7)
+    launched.append(launch)
+    _, _, shared = launch.wait_until_ready()
+    output, _ = launch.process.communicate(timeout=60)
+    assert launch.process.returncode == 7
+    assert "ready" in output  # the driver's output is copied to the terminal
+    assert_gone(launch, shared, within=0)
+    logs = launch.run_dir / "logs"
+    assert (logs / "latest").readlink() == Path("attempt_1")
+    assert list((logs / "latest" / "ray").glob("worker-*.out"))  # Ray's logs are kept
+    temp = output.split("tail -F ")[2].split("/session_latest")[0]
+    assert not Path(temp).exists()
+
+
+def test_signal_reaches_the_driver_and_two_runs_live_side_by_side(launched, tmp_path):
+    first = Launch(tmp_path / "first", seconds=600, status=0)
+    launched.append(first)
+    first.wait_until_ready()
+    second = Launch(tmp_path / "second", seconds=0, status=0)
+    launched.append(second)
+    again = Launch(first.run_dir, seconds=0, status=0)
+    launched.append(again)
+    refusal, _ = again.process.communicate(timeout=30)
+    assert again.process.returncode == 2
+    assert f"started by pid {first.process.pid} on" in refusal
+    second.process.communicate(timeout=120)
+    assert second.process.returncode == 0
+    assert first.process.poll() is None
+
+    first.process.send_signal(signal.SIGTERM)
+    output, _ = first.process.communicate(timeout=60)
+    assert first.process.returncode == 75
+    assert "got TERM" in output
+    assert first.alive() == []
+
+
+def test_nothing_is_left_when_the_driver_is_killed(launched, tmp_path):
+    launch = Launch(tmp_path / "run", seconds=600, status=0)
+    launched.append(launch)
+    _, _, shared = launch.wait_until_ready()
+    time.sleep(2)  # the supervisor notes once a second which files the run has in shared memory
+    os.kill(launch.driver_pid(), signal.SIGKILL)
+    launch.process.communicate(timeout=60)
+    assert launch.process.returncode == 128 + signal.SIGKILL
+    assert_gone(launch, shared, within=0)
+
+
+def test_everything_ends_when_the_supervisor_is_killed(launched, tmp_path):
+    launch = Launch(tmp_path / "run", seconds=600, status=0)
+    launched.append(launch)
+    _, orphan, _ = launch.wait_until_ready()
+    launch.process.kill()
+    launch.process.wait()
+    # What left the session on purpose and watches nobody is out of reach without a supervisor.
+    end = time.monotonic() + 45
+    while set(launch.alive()) - {int(orphan)} and time.monotonic() < end:
+        time.sleep(0.1)
+    assert set(launch.alive()) <= {int(orphan)}
+
+
+def test_a_dead_head_ends_the_run_with_a_message(launched, tmp_path):
+    launch = Launch(tmp_path / "run", seconds=600, status=0)
+    launched.append(launch)
+    launch.wait_until_ready()
+    (gcs,) = [
+        pid for pid in launch.alive() if b"gcs_server" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
+    ]
+    os.kill(gcs, signal.SIGKILL)
+    output, _ = launch.process.communicate(timeout=60)
+    assert launch.process.returncode == 1
+    assert "the Ray head exited" in output
+    assert launch.alive() == []
