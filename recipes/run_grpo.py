@@ -13,8 +13,8 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-from recipes.grpo.config import load_config, refusals, require_valid
-from recipes.grpo.errors import ConfigError, RecipeError
+from recipes.grpo.config import load_config, require_runnable
+from recipes.grpo.errors import RecipeError
 from recipes.grpo.stop import EXIT_RESUME
 
 logger = logging.getLogger("recipes.run_grpo")
@@ -48,10 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run_stage(config_path: Path, run_dir: Path, overrides: list[str]) -> int:
     """Check the configuration, then set up and train."""
-    loaded = load_config(config_path, overrides)
-    config = require_valid(loaded)
-    if problems := refusals(config):
-        raise ConfigError(problems)
+    config = require_runnable(load_config(config_path, overrides))
 
     # Heavy imports after the checks: a typo is answered in under a second, without torch.
     from recipes.grpo.derive import derive

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from recipes.grpo.config_derive import derive
 from recipes.grpo.config_schema import Finding
 from recipes.grpo.config_tree import Config
+from recipes.grpo.derive import derive
 
 MEGATRON = "policy.megatron_cfg"
 VLLM = "policy.generation.vllm_cfg"
@@ -99,7 +99,7 @@ def parallel_sizes_divide_the_gpus(config: Config) -> Iterator[Finding]:
     formula = f"TP {tp} * CP {cp} * PP {pp} = {sizes.model_parallel_size}"
     if sizes.train_gpus % sizes.model_parallel_size:
         expected = f"{formula} to divide the {sizes.train_gpus} training GPUs"
-        fix = f"{sizes.train_nodes} nodes train; change the sizes or the nodes"
+        fix = f"{sizes.num_train_nodes} nodes train; change the sizes or the nodes"
         yield Finding(key=TP, got=str(tp), expected=expected, fix=fix, also=SIZES)
     elif sizes.samples_per_step % sizes.data_parallel_size:
         expected = f"P * G = {sizes.samples_per_step} to be a multiple of the data-parallel size"
@@ -121,6 +121,10 @@ def parallel_sizes_divide_the_gpus(config: Config) -> Iterator[Finding]:
         got = str(vllm.tensor_parallel_size)
         fix = "each engine takes TP * PP GPUs; change its size or the generation nodes"
         yield Finding(key=f"{VLLM}.tensor_parallel_size", got=got, expected=expected, fix=fix, also=also)
+    elif config.cluster.gpus_per_node % sizes.gpus_per_engine and sizes.gpus_per_engine % config.cluster.gpus_per_node:
+        expected = f"TP * PP = {sizes.gpus_per_engine} to divide {GPUS} = {config.cluster.gpus_per_node}, or a multiple"
+        got, fix = str(vllm.tensor_parallel_size), "an engine must not lie across a part of a node"
+        yield Finding(key=f"{VLLM}.tensor_parallel_size", got=got, expected=expected, fix=fix, also=SIZES)
     if vllm.expert_parallel_size > 1 and vllm.expert_parallel_size % vllm.tensor_parallel_size:
         key, got = f"{VLLM}.expert_parallel_size", str(vllm.expert_parallel_size)
         expected = f"1 or a multiple of {VLLM}.tensor_parallel_size = {vllm.tensor_parallel_size}"
@@ -173,6 +177,10 @@ def optimizer_is_consistent(config: Config) -> Iterator[Finding]:
             expected, fix = f"at most {prefix}.lr = {optimizer.lr}", "lower it"
             yield Finding(key=key, got=str(value), expected=expected, fix=fix, also=(f"{prefix}.lr",))
     decay, warmup = scheduler.lr_decay_iters, scheduler.lr_warmup_iters
+    if decay is None and scheduler.lr_decay_style != "constant":
+        key, also = f"{MEGATRON}.scheduler.lr_decay_iters", (f"{MEGATRON}.scheduler.lr_decay_style",)
+        fix = f"lr_decay_style is {scheduler.lr_decay_style}: say over how many steps"
+        yield Finding(key=key, got="null", expected="a number of steps", fix=fix, also=also)
     if decay is not None and decay <= warmup:
         key, also = f"{MEGATRON}.scheduler.lr_decay_iters", (f"{MEGATRON}.scheduler.lr_warmup_iters",)
         expected = f"more than {MEGATRON}.scheduler.lr_warmup_iters = {warmup}"

@@ -100,13 +100,11 @@ def describe(node: Mapping[str, Any]) -> str:
         "integer": "an integer",
         "number": "a number",
         "boolean": "true or false",
-        "string": "a text",
-        "array": "a list",
+        "string": "a non-empty text" if "minLength" in node else "a text",
         "object": "a block of keys",
     }
+    words["array"] = f"a {'non-empty ' if node.get('minItems') else ''}list of texts"
     text = " or ".join(words[name] for name in types if name != "null") + _range(node)
-    if node.get("type") == "array" and "items" in node:
-        text = f"a {'non-empty ' if node.get('minItems') else ''}list of texts"
     return f"{text} or null" if "null" in types else text
 
 
@@ -114,9 +112,7 @@ def _range(node: Mapping[str, Any]) -> str:
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     bounds = [f"{sign} {node[name]}" for name, sign in signs.items() if name in node]
     pattern = f" like {node['pattern']}" if "pattern" in node else ""
-    return (
-        (f" {' and '.join(bounds)}" if bounds else "") + (" that is not empty" if "minLength" in node else "") + pattern
-    )
+    return (f" {' and '.join(bounds)}" if bounds else "") + pattern
 
 
 def _findings_of(error: ValidationError) -> Iterator[Finding]:

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.grpo.config_tree_policy import PolicyConfig
+from recipes.grpo.config_tree_policy import GenerationConfig as GenerationConfig
+from recipes.grpo.config_tree_policy import MegatronConfig as MegatronConfig
+from recipes.grpo.config_tree_policy import PolicyConfig as PolicyConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +189,7 @@ class WandbConfig:
     """Weights & Biases run."""
 
     project: str
-    name: str | None
+    name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

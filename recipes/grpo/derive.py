@@ -11,10 +11,11 @@ from recipes.grpo.config_tree import Config
 class Derived:
     """One stage's sizes. In a one-node cluster training and generation share the node, not its GPUs."""
 
-    train_nodes: int
-    generation_nodes: int
-    judge_nodes: int
-    total_nodes: int
+    num_train_nodes: int
+    num_generation_nodes: int
+    num_judge_nodes: int
+    num_nodes: int  # what the launcher asks for: cluster.num_nodes + judges
+    train_workers_per_node: int  # = GPUs per node that train
     train_gpus: int  # = policy workers
     generation_gpus: int
     judge_gpus: int
@@ -22,7 +23,7 @@ class Derived:
     model_parallel_size: int  # TP * PP * CP: GPUs that hold one copy of the policy
     data_parallel_size: int  # train_gpus / model_parallel_size
     num_engines: int
-    gpus_per_engine: int
+    gpus_per_engine: int  # TP * PP of vLLM
     samples_per_step: int  # P * G
     samples_per_rank: int  # of one data-parallel rank in one step
     max_tokens_per_step: int  # samples_per_step * max_total_sequence_length
@@ -35,13 +36,12 @@ def derive(config: Config) -> Derived:
     policy, cluster = config.policy, config.cluster
     megatron, vllm = policy.megatron_cfg, policy.generation.vllm_cfg
     resources = policy.generation.colocated.resources
-    judge_nodes = config.env.nemo_gym.num_gpu_nodes
+    num_judge_nodes = config.env.nemo_gym.num_gpu_nodes
 
     is_one_node = cluster.num_nodes == 1
-    train_nodes = 1 if is_one_node else cluster.num_nodes - resources.num_nodes
-    train_gpus = train_nodes * (
-        cluster.gpus_per_node - resources.gpus_per_node if is_one_node else cluster.gpus_per_node
-    )
+    num_train_nodes = 1 if is_one_node else cluster.num_nodes - resources.num_nodes
+    train_workers_per_node = cluster.gpus_per_node - (resources.gpus_per_node if is_one_node else 0)
+    train_gpus = num_train_nodes * train_workers_per_node
     generation_gpus = resources.num_nodes * resources.gpus_per_node
 
     model_parallel_size = (
@@ -53,14 +53,15 @@ def derive(config: Config) -> Derived:
     samples_per_rank = samples // max(data_parallel_size, 1)
     tokens_per_rank = samples_per_rank * policy.max_total_sequence_length
     return Derived(
-        train_nodes=train_nodes,
-        generation_nodes=resources.num_nodes,
-        judge_nodes=judge_nodes,
-        total_nodes=cluster.num_nodes + judge_nodes,
+        num_train_nodes=num_train_nodes,
+        num_generation_nodes=resources.num_nodes,
+        num_judge_nodes=num_judge_nodes,
+        num_nodes=cluster.num_nodes + num_judge_nodes,
+        train_workers_per_node=train_workers_per_node,
         train_gpus=train_gpus,
         generation_gpus=generation_gpus,
-        judge_gpus=judge_nodes * cluster.gpus_per_node,
-        total_gpus=(cluster.num_nodes + judge_nodes) * cluster.gpus_per_node,
+        judge_gpus=num_judge_nodes * cluster.gpus_per_node,
+        total_gpus=(cluster.num_nodes + num_judge_nodes) * cluster.gpus_per_node,
         model_parallel_size=model_parallel_size,
         data_parallel_size=data_parallel_size,
         num_engines=generation_gpus // gpus_per_engine,
