@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from rich.console import Console
 from rich.text import Text
@@ -29,32 +29,15 @@ from recipes.grpo.errors import ConfigError, Problem, RunError, StalledError
 from recipes.grpo.metrics import PHASES, TIMING_PREFIX, StepMetrics
 from recipes.grpo.types import Group, Rollout
 
+if TYPE_CHECKING:
+    from recipes.grpo.config_tree import LoggerConfig, WandbConfig
+
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUT_KINDS = ("train", "val")
 QUEUE_SIZE = 256  # records; a record is one step or one set of sampled rollouts
 ENQUEUE_SECONDS = 60.0  # a disk that takes no line for this long ends the run
-
-
-class WandbConfig(Protocol):
-    """`logger.wandb`."""
-
-    @property
-    def project(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-
-
-class LoggerConfig(Protocol):
-    """The part of `logger` that is read here."""
-
-    @property
-    def tensorboard_enabled(self) -> bool: ...
-    @property
-    def wandb_enabled(self) -> bool: ...
-    @property
-    def wandb(self) -> WandbConfig: ...
 
 
 class ScalarSink(Protocol):

@@ -63,11 +63,18 @@ def line_chart(
 
 
 def stacked_chart(
-    title: str, steps: Sequence[int], parts: Mapping[str, Sequence[float]], *, unit: str = "", note: str = ""
+    title: str,
+    steps: Sequence[int],
+    parts: Mapping[str, Sequence[float]],
+    *,
+    unit: str = "",
+    note: str = "",
+    highest: float = 0.0,
 ) -> str:
     """Return a figure with one bar per step (neighbouring steps averaged when there are many), parts on top.
 
-    The colour of a part is its place in `parts`; one that is always zero is left out. The legend shows means.
+    The colour of a part is its place in `parts`; one that is always zero is left out. The legend shows means. Charts
+    that are compared share an axis by the same `highest` value.
     """
     colors = {label: color for color, label in enumerate(parts)}
     parts = {label: values for label, values in parts.items() if any(values)}
@@ -78,7 +85,7 @@ def stacked_chart(
     binned = {label: [sum(values[i] for i in one) / len(one) for one in bins] for label, values in parts.items()}
     totals = [sum(values[i] for values in binned.values()) for i in range(len(bins))]
     x = Axis(low=0, high=len(bins), ticks=(), start=LEFT, end=WIDTH - RIGHT)
-    y = linear_axis(totals, start=HEIGHT - BOTTOM, end=TOP, include=(0.0,))
+    y = linear_axis(totals, start=HEIGHT - BOTTOM, end=TOP, include=(0.0, highest))
     body = [_grid(x, y)]
     pixel = (x.end - x.start) / len(bins)
     gap = min(3.0, 0.15 * pixel)

@@ -1,0 +1,90 @@
+"""The bench's arithmetic, on made-up measurements with ratios worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from recipes.grpo.types import Rollout, RolloutStatus
+from tools.bench.training import SlowEnvironments
+from tools.bench.verdict import Rung, TrainingTimes, breakdown, rollout_check, table, training_checks, write
+
+
+def times(max_age: int, latency: float, seconds: list[float]) -> TrainingTimes:
+    return TrainingTimes(
+        max_age=max_age,
+        latency=latency,
+        step_seconds=tuple(seconds),
+        phase_seconds={"train": tuple(second / 2 for second in seconds)},
+        generated_tokens=(10.0,) * len(seconds),
+    )
+
+
+@pytest.fixture
+def runs() -> list[TrainingTimes]:
+    """Medians after two warm-up steps: 3 and 2 without latency (1.5x), 4 and 2.5 with it (1.6x)."""
+    return [
+        times(0, 0.0, [9, 9, 3, 3, 30]),
+        times(1, 0.0, [9, 9, 2, 1, 2]),
+        times(0, 0.5, [1, 1, 4, 4, 4]),
+        times(1, 0.5, [1, 1, 2.5, 2.5, 9]),
+    ]
+
+
+@pytest.fixture
+def rungs() -> list[Rung]:
+    """Median 1000, 800 and 500 tokens/s: 1.0, 1.25 and 2.0 ms per token."""
+    return [
+        Rung(name="plain", adds="nothing", tokens_per_second=(900.0, 1000.0, 5000.0)),
+        Rung(name="logprobs", adds="log-probs", tokens_per_second=(800.0,)),
+        Rung(name="ours", adds="ray", tokens_per_second=(500.0,)),
+    ]
+
+
+def test_step_times_are_medians_after_the_warm_up(runs: list[TrainingTimes]) -> None:
+    without, slow = training_checks(runs)
+    assert (without.ratio, without.limit, without.is_kept) == (1.5, 1.1, True)
+    assert (slow.ratio, slow.limit, slow.is_kept) == (1.6, 1.8, False)
+
+
+def test_the_costs_of_the_rungs_add_up_to_the_whole_difference(rungs: list[Rung]) -> None:
+    rows = breakdown(rungs)
+    assert [share for _, share, _ in rows] == [1.0, 0.8, 0.5]
+    assert [cost for _, _, cost in rows] == pytest.approx([0.0, 25.0, 75.0])
+    check = rollout_check(rungs, "ours")
+    assert (check.ratio, check.limit, check.is_kept) == (0.5, 0.85, False)
+
+
+def test_table_and_files_state_the_verdicts(runs: list[TrainingTimes], rungs: list[Rung], tmp_path: Path) -> None:
+    checks = [*training_checks(runs), rollout_check(rungs, "ours")]
+    text = table(checks, rungs)
+    assert "async over sync, 0.5 s environment   1.60   1.80  BELOW" in text
+    assert "async over sync, 0 s environment     1.50   1.10  ok" in text
+    out = tmp_path / "results" / "bench.json"
+    write(out, runs, rungs, checks)
+    result = json.loads(out.read_text())
+    assert [check["is_kept"] for check in result["checks"]] == [True, False, False]
+    assert [run["median_step_seconds"] for run in result["training"]] == [3, 2, 4, 2.5]
+    page = out.with_suffix(".html").read_text()
+    assert page.count("<svg") == 4
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+async def test_slow_environments_wait_between_the_stated_bounds() -> None:
+    class Instant:
+        async def run(self, row: object, model: object, *, max_tokens: int) -> Rollout:
+            return Rollout(turns=(), status=RolloutStatus.ENV_FAILED, reason=f"{row} {max_tokens}", reward=None)
+
+    slow = SlowEnvironments(Instant(), mean_seconds=0.02, seed=3)
+    waits = []
+    for _ in range(30):
+        start = time.perf_counter()
+        rollout = await slow.run("row", None, max_tokens=5)  # type: ignore[arg-type]
+        waits.append(time.perf_counter() - start)
+    assert rollout.reason == "row 5"
+    assert min(waits) >= 0.2 * 0.02
+    assert 0.014 < sum(waits) / len(waits) < 0.04  # the mean is 20 ms; the machine adds a little
+    assert max(waits) - min(waits) > 0.01  # they differ, by up to 32 ms

@@ -1,0 +1,61 @@
+"""The bench itself, on a Ray cluster that is already there (RAY_ADDRESS): measure, print, write, judge."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shutil
+import sys
+from pathlib import Path
+
+from recipes.grpo.config import load_config, require_runnable
+from recipes.grpo.errors import RecipeError
+from tools.bench.rollouts import OURS, measure_rollouts
+from tools.bench.training import measure_training
+from tools.bench.verdict import Check, rollout_check, table, training_checks, write
+
+# The bench decides these; everything else is the stage's.
+SETTINGS = ("grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false", "checkpointing.enabled=false")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the bench and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("--config", "--run-dir", "--out"):
+        parser.add_argument(name, type=Path, required=True)
+    for name in ("--steps", "--rounds"):
+        parser.add_argument(name, type=int, required=True)
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S")
+    try:
+        checks = _bench(args)
+    except RecipeError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0 if all(check.is_kept for check in checks) else 1
+
+
+def _bench(args: argparse.Namespace) -> list[Check]:
+    config = require_runnable(load_config(args.config, [*args.overrides, *SETTINGS]))
+
+    # Heavy imports after the checks, as in run_grpo.
+    from recipes.grpo.derive import derive
+    from recipes.grpo.setup import setup
+
+    shutil.rmtree(args.run_dir / config.checkpointing.checkpoint_dir, ignore_errors=True)
+    run = setup(config, derive(config), args.run_dir)
+    try:
+        runs = measure_training(run, args.run_dir, num_steps=args.steps)
+        rungs = measure_rollouts(run, args.run_dir, num_rounds=args.rounds)
+    finally:
+        run.close()
+    checks = [*training_checks(runs), rollout_check(rungs, OURS)]
+    print(table(checks, rungs))
+    write(args.out, runs, rungs, checks)
+    print(f"bench: {args.out}, {args.out.with_suffix('.html')}")
+    return checks
+
+
+if __name__ == "__main__":
+    sys.exit(main())

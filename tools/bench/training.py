@@ -1,0 +1,113 @@
+"""Trains the same prompts from the same weights four times: synchronous and asynchronous, without and with latency.
+
+One policy and one engine serve all four: between two runs only the weights and the collector are new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recipes.grpo.types import ModelClient, Rollout, Row
+from tools.bench.verdict import LIMITS, TrainingTimes
+from tools.report.load import load_run
+from tools.report.summary import phase_seconds, trained
+
+if TYPE_CHECKING:
+    from recipes.grpo.run import Run
+
+SPREAD = (0.2, 1.8)  # a latency is uniform between these multiples of its mean
+
+
+class SlowEnvironments:
+    """Environments that take longer: each rollout waits for a random time before its verdict arrives."""
+
+    def __init__(self, environments: Any, *, mean_seconds: float, seed: int) -> None:
+        self._environments = environments
+        self._mean_seconds = mean_seconds
+        self._random = random.Random(seed)
+
+    async def run(self, row: Row, model: ModelClient, *, max_tokens: int) -> Rollout:
+        """Run the rollout, then wait."""
+        rollout: Rollout = await self._environments.run(row, model, max_tokens=max_tokens)
+        await asyncio.sleep(self._mean_seconds * self._random.uniform(*SPREAD))
+        return rollout
+
+
+def measure_training(run: Run, run_dir: Path, *, num_steps: int) -> list[TrainingTimes]:
+    """Return the step times of synchronous and asynchronous training at each latency of the limits."""
+    start = run_dir / "start_weights"
+    run.policy.save(start)
+    measured = []
+    for latency in LIMITS:
+        for max_age in (0, 1):
+            run.policy.load(start)
+            measured.append(_measure(run, run_dir, max_age=max_age, latency=latency, num_steps=num_steps))
+    return measured
+
+
+def _measure(run: Run, run_dir: Path, *, max_age: int, latency: float, num_steps: int) -> TrainingTimes:
+    from recipes.grpo.train import train
+
+    name = f"{'async' if max_age else 'sync'}_{latency:g}s"
+    mine = _variant(run, run_dir / name, max_age=max_age, latency=latency, num_steps=num_steps)
+    try:
+        train(mine)
+    finally:
+        mine.collector.close()
+        mine.logger.close()
+    records = trained(load_run(run_dir / name))
+    phases = [phase_seconds(record) for record in records]
+    return TrainingTimes(
+        max_age=max_age,
+        latency=latency,
+        step_seconds=tuple(record.values["timing/train/total_step_time"] for record in records),
+        phase_seconds={phase: tuple(one.get(phase, 0.0) for one in phases) for phase in phases[0]},
+        generated_tokens=tuple(record.values["train/gen_tokens_per_sample/mean"] for record in records),
+    )
+
+
+def _variant(run: Run, run_dir: Path, *, max_age: int, latency: float, num_steps: int) -> Run:
+    """Return a run of `num_steps` steps on the same policy and engine, with a collector and a log of its own."""
+    from recipes.grpo.buffer import ReplayBuffer
+    from recipes.grpo.data import PromptDataset, PromptStream
+    from recipes.grpo.log import RunLogger
+    from recipes.grpo.rollout import RolloutCollector
+    from recipes.grpo.run import Run, TrainState
+
+    base = run.config
+    grpo = replace(
+        base.grpo,
+        async_grpo=replace(base.grpo.async_grpo, max_trajectory_age_steps=max_age),
+        val_period=0,
+        val_at_start=False,
+        val_at_end=False,
+    )
+    config = replace(base, grpo=grpo, checkpointing=replace(base.checkpointing, enabled=False))
+    rows = PromptDataset(Path(base.data.train.data_path))
+    stream = PromptStream(rows, num_epochs=base.grpo.max_num_epochs, shuffle=base.data.shuffle, seed=base.grpo.seed)
+    buffer = ReplayBuffer(num_prompts_per_step=base.grpo.num_prompts_per_step, max_trajectory_age_steps=max_age)
+    environments: Any = run.environments
+    if latency:
+        environments = SlowEnvironments(environments, mean_seconds=latency, seed=base.grpo.seed)
+    settings = replace(run.collector.settings, max_trajectory_age_steps=max_age)
+    logger = RunLogger(run_dir, base.logger, num_steps=num_steps)
+    logger.resume(0)
+    return Run(
+        config=config,
+        policy=run.policy,
+        generation=run.generation,
+        environments=run.environments,
+        collector=RolloutCollector(stream, run.generation, environments, buffer, settings),
+        buffer=buffer,
+        validation=None,
+        logger=logger,
+        stop=run.stop,
+        state=TrainState(),
+        checkpoints=run_dir / "checkpoints",
+        num_steps=num_steps,
+        pad_token_id=run.pad_token_id,
+    )
