@@ -67,8 +67,8 @@ def boxed_gold(expected: str) -> str:
     gold = expected.strip()
     for opening, closing in (("\\(", "\\)"), ("$", "$")):
         if gold.startswith(opening) and gold.endswith(closing) and len(gold) >= len(opening) + len(closing):
-            gold = gold[len(opening) : len(gold) - len(closing)]
-    return f"\\boxed{{{gold.strip()}}}"
+            gold = gold[len(opening) : len(gold) - len(closing)].strip()
+    return f"\\boxed{{{gold}}}"
 
 
 def _compare(text: str, expected: str) -> tuple[bool, str | None]:

@@ -55,10 +55,10 @@ def score(response: Response, task: Task) -> Verdict:
 
 
 def extract_answer(text: str) -> str:
-    """Return the last <answer> block, else the first box without nested braces, else the whole text."""
+    """Return the last <answer> block, else the first box up to its first brace, else the whole text."""
     if tagged := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL):
         return str(tagged[-1]).strip()
-    if boxed := re.search(r"\\boxed\{([^{}]*)\}", text):
+    if boxed := re.search(r"\\boxed\{([^}]+)\}", text):
         return boxed.group(1).strip()
     return text.strip()
 

@@ -1,0 +1,248 @@
+"""Between Responses items and token ids, with the model's own tokenizer and chat template. No torch, no transformers.
+
+Token in, token out: what was sampled is never rendered again. The prompt of a later turn is the ids seen so far
+plus only what the template adds behind them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recipes.environments.chat import assistant_items, chat_messages, chat_tools, flat_text, is_assistants
+from recipes.environments.responses import Item
+from recipes.environments.rows import wrong
+from recipes.environments.template import compile_template
+from recipes.environments.tool_calls import parse_tool_calls
+from recipes.grpo.errors import InputError, Problem
+
+if TYPE_CHECKING:
+    from recipes.grpo.config_tree_policy import PolicyConfig
+
+KEPT_SPECIAL_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # the parsers look for them
+_CACHED_PROMPTS = 64  # the G rollouts of a prompt tokenize it once
+_DIFF_TOKENS = 24  # shown on each side of the first difference
+
+
+class PrefixError(ValueError):
+    """A prompt does not start with the ids that were seen before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoded:
+    """One model call as output items, and as the text they were read from."""
+
+    items: tuple[Item, ...]
+    text: str
+
+
+class ChatCodec:
+    """Encodes requests and decodes completions of one model."""
+
+    def __init__(
+        self,
+        tokenizer_path: str | Path,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        from tokenizers import Tokenizer
+
+        directory = Path(tokenizer_path)
+        config = _read_json(directory / "tokenizer_config.json")
+        self._tokenizer = Tokenizer.from_str(_read_text(directory / "tokenizer.json"))
+        self._ids = lru_cache(maxsize=_CACHED_PROMPTS)(self._tokenize)
+        self._template = compile_template(chat_template or _template_of(directory, config))
+        self._template_kwargs = dict(chat_template_kwargs or {})
+        self._special_tokens = {
+            name: token["content"] if isinstance(token, Mapping) else token
+            for name, token in config.items()
+            if name in ("bos_token", "eos_token", "pad_token", "unk_token") and token is not None
+        }
+        self.eos_token_id = self._id_of("eos_token", directory)
+        self.pad_token_id = self._id_of("pad_token", directory) if "pad_token" in config else self.eos_token_id
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._hidden_ids = {
+            token_id for token_id, token in added.items() if token.special and token.content not in KEPT_SPECIAL_TOKENS
+        }
+
+    @classmethod
+    def from_config(cls, policy: PolicyConfig) -> ChatCodec:
+        """Return the codec of a policy's tokenizer."""
+        tokenizer = policy.tokenizer
+        template = _read_text(Path(tokenizer.chat_template)) if tokenizer.chat_template else None
+        return cls(tokenizer.name, chat_template=template, chat_template_kwargs=tokenizer.chat_template_kwargs)
+
+    def encode(self, params: Mapping[str, Any], items: Sequence[Item] = ()) -> tuple[int, ...]:
+        """Return the prompt of the next model call: the request, then `items`, then the generation prompt."""
+        return self._ids(self._render(params, items, add_generation_prompt=True))
+
+    def extend(self, seen_ids: tuple[int, ...], params: Mapping[str, Any], items: Sequence[Item]) -> tuple[int, ...]:
+        """Return only the ids that follow `seen_ids` in the prompt of the next turn.
+
+        `items` are all items since the request. What lies behind the last assistant message is found by counting
+        end tokens, which also works when the template drops or re-renders earlier reasoning.
+        """
+        prompt = self.encode(params, items)
+        last = max(index for index, item in enumerate(items) if is_assistants(item))
+        until_assistant = self._ids(self._render(params, items[: last + 1], add_generation_prompt=False))
+        full = replace_prefix(seen_ids, until_assistant, prompt, eos=self.eos_token_id)
+        return self.new_ids(seen_ids, full)
+
+    def new_ids(self, seen_ids: tuple[int, ...], prompt_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Return `prompt_ids` behind `seen_ids`; raises `PrefixError` with a decoded diff otherwise."""
+        if prompt_ids[: len(seen_ids)] == seen_ids:
+            return prompt_ids[len(seen_ids) :]
+        pairs = zip(seen_ids, prompt_ids, strict=False)
+        at = next((n for n, (seen, new) in enumerate(pairs) if seen != new), min(len(seen_ids), len(prompt_ids)))
+        seen_text, new_text = (self.text(ids[at : at + _DIFF_TOKENS]) for ids in (seen_ids, prompt_ids))
+        raise PrefixError(f"token {at} of the prompt differs from what was seen: seen {seen_text!r}, now {new_text!r}")
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        prompt_ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] = (),
+        num_calls: int = 0,
+    ) -> Decoded:
+        """Return one completion as Responses items: reasoning, message, function calls.
+
+        `prompt_ids` tells whether the generation prompt has opened a thinking block; `num_calls` function calls
+        came before in this rollout, and number these.
+        """
+        visible = [token_id for token_id in token_ids if token_id not in self._hidden_ids]
+        text = self.text(visible)
+        is_open = self.text(prompt_ids[-8:]).rstrip().endswith("<think>")
+        reasoning, answer = split_reasoning(text, is_open=is_open)
+        content, calls = parse_tool_calls(answer, chat_tools({"tools": list(tools)}))
+        message = {
+            "content": (f"<think>{reasoning}</think>" if reasoning else "") + content,
+            "tool_calls": [
+                {"id": f"call_{num_calls + n}", "function": {"name": call.name, "arguments": call.arguments}}
+                for n, call in enumerate(calls)
+            ],
+        }
+        return Decoded(items=tuple(assistant_items(message)), text=text)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens included."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def _tokenize(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _id_of(self, name: str, directory: Path) -> int:
+        token = self._special_tokens.get(name)
+        token_id = None if token is None else self._tokenizer.token_to_id(token)
+        if token_id is None:
+            where, expected = str(directory / "tokenizer_config.json"), f"a {name} of the vocabulary"
+            raise InputError(Problem(where=where, got=repr(token), expected=expected, fix="use the model's tokenizer"))
+        return int(token_id)
+
+    def _render(self, params: Mapping[str, Any], items: Sequence[Item], *, add_generation_prompt: bool) -> str:
+        request = params
+        if items:
+            before = params["input"]
+            before = [{"role": "user", "content": before}] if isinstance(before, str) else before
+            request = {**params, "input": [*before, *items]}
+        text: str = self._template.render(
+            messages=[_template_message(message) for message in chat_messages(request)],
+            tools=chat_tools(params) or None,
+            add_generation_prompt=add_generation_prompt,
+            **self._special_tokens,
+            **(self._template_kwargs | row_template_kwargs(params)),
+        )
+        return text
+
+
+def row_template_kwargs(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the template arguments that a row sets in `metadata.chat_template_kwargs` (JSON text)."""
+    text = (params.get("metadata") or {}).get("chat_template_kwargs")
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except (TypeError, ValueError):
+        value = None
+    if not isinstance(value, dict):
+        raise wrong("metadata.chat_template_kwargs", text, "JSON text of an object")
+    return value
+
+
+def split_reasoning(text: str, *, is_open: bool) -> tuple[str, str]:
+    """Return (reasoning, answer). A thinking block that never closes is all reasoning: it was cut off."""
+    reasoning, closing, answer = text.partition("</think>")
+    if closing:
+        return reasoning.removeprefix("<think>"), answer
+    if is_open or text.lstrip().startswith("<think>"):
+        return text.lstrip().removeprefix("<think>") if not is_open else text, ""
+    return "", text
+
+
+def replace_prefix(
+    seen: tuple[int, ...], template_prefix: tuple[int, ...], template: tuple[int, ...], *, eos: int
+) -> tuple[int, ...]:
+    """Return `template` with the part up to its last assistant message replaced by the ids that were seen.
+
+    `template_prefix` is the rendering up to and including that message; its k end tokens tell at which end token
+    of `template` the part ends.
+    """
+    if not seen:
+        return template
+    count = template_prefix.count(eos)
+    ends = [index for index, token_id in enumerate(template) if token_id == eos]
+    if count < 1 or len(ends) < count:
+        raise PrefixError(f"the prompt has {len(ends)} end tokens, the conversation before it {count}")
+    kept = seen[:-1] if seen[-1] == eos else seen
+    return kept + template[ends[count - 1] :]
+
+
+def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a chat message as templates expect it: flat text, reasoning apart, arguments as objects."""
+    flat = {**message, "content": flat_text(message.get("content"))}
+    if message["role"] == "assistant" and "<think>" in flat["content"]:
+        thinking = assistant_items({"content": flat["content"]})
+        reasoning = [part["text"] for item in thinking if item["type"] == "reasoning" for part in item["summary"]]
+        answers = [item["content"][0]["text"] for item in thinking if item["type"] == "message"]
+        flat |= {"content": "".join(answers), "reasoning": "".join(reasoning), "reasoning_content": "".join(reasoning)}
+    if calls := message.get("tool_calls"):
+        flat["tool_calls"] = [{**call, "function": _with_object_arguments(call["function"])} for call in calls]
+    return flat
+
+
+def _with_object_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return {**function, "arguments": json.loads(function["arguments"])}
+    except ValueError:  # a past call with broken arguments: shown as it was written
+        return dict(function)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        fix = "set policy.tokenizer.name to a model directory in Hugging Face format"
+        raise InputError(Problem(where=str(path), got=error.strerror or "", expected="a file", fix=fix)) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(_read_text(path))
+    return value
+
+
+def _template_of(directory: Path, config: Mapping[str, Any]) -> str:
+    """Return the chat template that a model directory carries, in its own file or in the tokenizer's settings."""
+    if (directory / "chat_template.jinja").is_file():
+        return _read_text(directory / "chat_template.jinja")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+    if not isinstance(template, str):
+        fix = "use a chat model's tokenizer, or set policy.tokenizer.chat_template"
+        raise InputError(Problem(where=str(directory), got="no chat template", expected="one", fix=fix))
+    return template

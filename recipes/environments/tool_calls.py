@@ -1,0 +1,110 @@
+"""Tool calls as models write them in text, and the flags of a turn whose text is not what it should be.
+
+Two notations are read, both between `<tool_call>` tags: a JSON object with `name` and `arguments`, and XML-like
+`<function=NAME><parameter=KEY>value</parameter></function>`, whose values get the types of the tool's schema.
+A turn in which any call cannot be read has no calls: its text stays as it is, where the flags find it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)>(.*?)</parameter>", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One call; `arguments` is JSON text of an object."""
+
+    name: str
+    arguments: str
+
+
+def parse_tool_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[ToolCall, ...]]:
+    """Return the text before the first call, and the calls; the whole text and none when any is malformed.
+
+    `tools` are the request's, in the nested form of the chat API; without tools nothing is a call.
+    """
+    start = text.find("<tool_call>")
+    if start < 0 or not tools:
+        return text, ()
+    bodies = _CALL.findall(text)
+    if len(bodies) != text.count("<tool_call>"):
+        return text, ()
+    try:
+        calls = tuple(_parse_call(body, tools) for body in bodies)
+    except (ValueError, RecursionError):  # model text that is no call
+        return text, ()
+    return text[:start], calls
+
+
+def _parse_call(body: str, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
+    if match := _FUNCTION.fullmatch(body):
+        name, inner = match.groups()
+        schemas = _parameter_schemas(name, tools)
+        arguments = {key: _typed(value, schemas.get(key)) for key, value in _PARAMETER.findall(inner)}
+        return ToolCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
+    call = json.loads(body)
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise ValueError("a call needs a name")
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        raise ValueError("arguments must be an object")
+    return ToolCall(name=call["name"], arguments=json.dumps(arguments, ensure_ascii=False))
+
+
+def _parameter_schemas(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    functions = [tool.get("function", tool) for tool in tools]
+    parameters = next((function.get("parameters") for function in functions if function.get("name") == name), None)
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def _typed(value: str, schema: Any) -> Any:
+    """Return a parameter's text as JSON of the schema's type; text stays text where no other type is named."""
+    value = value.removeprefix("\n").removesuffix("\n")
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    kinds = kind if isinstance(kind, list) else [kind]
+    if kinds == [None] or "string" in kinds:
+        return None if value == "null" and "null" in kinds else value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return {"true": True, "false": False}.get(value.lower(), value)  # Python's spelling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlagPatterns:
+    """Texts that must not be left in a turn: `env.nemo_gym.invalid_tool_call_patterns` and `thinking_tags`."""
+
+    invalid_tool_call: tuple[str, ...]
+    thinking_tags: tuple[str, ...]
+
+
+def turn_flags(item: Mapping[str, Any], patterns: FlagPatterns) -> tuple[bool, bool]:
+    """Return (is_invalid_tool_call, has_malformed_thinking) of the last output item of one model call.
+
+    Visible text may hold no pattern and no thinking tag; reasoning without an answer may hold each tag once.
+    Function calls are never flagged. Only the first part of an item is looked at.
+    """
+    if (text := _first_text(item.get("content"))) is not None:
+        limit = 0
+    elif item.get("type") == "reasoning" and (text := _first_text(item.get("summary"))) is not None:
+        limit = 1
+    else:
+        return False, False
+    is_invalid = any(pattern in text for pattern in patterns.invalid_tool_call)
+    return is_invalid, any(text.count(tag) > limit for tag in patterns.thinking_tags)
+
+
+def _first_text(parts: object) -> str | None:
+    if isinstance(parts, list) and parts and isinstance(parts[0], Mapping):
+        text = parts[0].get("text")
+        return text if isinstance(text, str) else None
+    return None
