@@ -326,7 +326,7 @@ def _segments(metrics: StepMetrics, num_steps: int) -> list[tuple[str, str]]:
     column("tok/s", number("performance/generation_tokens_per_sec", "6.0f"))
     age, oldest = number("train/avg_trajectory_age", ".1f"), number("train/max_trajectory_age", ".0f")
     column("age", None if age is None else f"{age} max {oldest or '?'}")
-    worst, mean = number("train/max_logprob_error", "7.1e"), None
+    worst, mean = number("train/logprob_error_max", "7.1e"), None
     if "train/token_mult_prob_error" in values:
         mean = format(values["train/token_mult_prob_error"] - 1.0, "7.1e")
     column("mismatch", None if worst is None and mean is None else f"max {worst or '?'} mean {mean or '?'}", "magenta")

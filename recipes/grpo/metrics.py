@@ -77,6 +77,9 @@ def aggregate_rollouts(groups: Sequence[Group], version: int) -> dict[str, float
     columns["trajectory_duration_s"] = [rollout.seconds for rollout in rollouts]
     columns["env_duration_s"] = [rollout.env_seconds for rollout in rollouts]
     metrics = merge_groups(columns)
+    rewards = [float(rollout.reward) for rollout in rollouts if rollout.is_valid and rollout.reward is not None]
+    if rewards:
+        metrics["reward"] = math.fsum(rewards) / len(rewards)  # over rollouts; total_reward/mean is over groups
     for key in DURATION_KEYS:
         if columns[key]:
             metrics[f"{key}/p50"] = percentile(columns[key], 0.50)

@@ -45,7 +45,7 @@ def _charts(run: RunData) -> Iterator[str]:
     yield line_chart(
         "Engine and policy log-probabilities",
         [
-            Series(label="largest gap", column=run.column("train/max_logprob_error"), color=3, is_smoothed=True),
+            Series(label="largest gap", column=run.column("train/logprob_error_max"), color=3, is_smoothed=True),
             Series(
                 label="mean exp|gap| - 1",
                 column=_minus_one(run.column("train/token_mult_prob_error")),

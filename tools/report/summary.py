@@ -89,7 +89,7 @@ def tiles(run: RunData) -> str:
     speeds = run.column("performance/generation_tokens_per_sec").values
     if speeds:
         found.append(("generation", f"{format_number(statistics.median(speeds))} tok/s", "median"))
-    mismatch = run.column("train/max_logprob_error").values
+    mismatch = run.column("train/logprob_error_max").values
     if mismatch:
         found.append(("log-prob gap", format_number(max(mismatch)), "largest"))
     lost, total = _lost(run)

@@ -191,7 +191,7 @@ def test_wandb_that_is_not_installed_is_one_clear_error(tmp_path: Path, monkeypa
 def test_progress_line_reads_left_to_right_and_aligns() -> None:
     metrics = StepMetrics(7)
     metrics.add({"reward": 0.4125, "avg_trajectory_age": 1.0, "max_trajectory_age": 1.0})
-    metrics.add({"max_logprob_error": 1.2e-6, "token_mult_prob_error": 1.0000025})
+    metrics.add({"logprob_error_max": 1.2e-6, "token_mult_prob_error": 1.0000025})
     metrics.add({"generation_tokens_per_sec": 1234.4}, prefix="performance/")
     seconds = {"total_step_time": 5.31, "policy_training": 2.4, "exposed_generation": 2.5, "data_processing": 0.001}
     metrics.add(seconds, prefix="timing/train/")

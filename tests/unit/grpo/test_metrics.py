@@ -68,6 +68,7 @@ def test_rewards_are_taken_over_valid_members_and_groups_weigh_equally(groups: l
     assert metrics["math/reward"] == 0.5  # (1 + 0 + 0.5) / 3
     assert metrics["mcqa/reward"] == 1.0
     assert metrics["total_reward/mean"] == 0.75  # (0.5 + 1) / 2, not 3.5 / 5
+    assert metrics["reward"] == 0.7  # over rollouts: (1 + 0 + 0.5 + 1 + 1) / 5
     assert metrics["total_reward/min"] == 0.0
     assert metrics["total_reward/max"] == 1.0
     assert metrics["total_reward/median"] == 0.75

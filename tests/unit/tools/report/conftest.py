@@ -117,10 +117,9 @@ def add_training(metrics: StepMetrics, groups: list[Group], rng: random.Random) 
     gap = 10 ** rng.gauss(-1.6, 0.15)
     metrics.add(
         {
-            "reward": rollouts["total_reward/mean"],
             "loss": rng.gauss(0, 0.02),
             "grad_norm": rng.uniform(0.4, 1.4),
-            "max_logprob_error": gap,
+            "logprob_error_max": gap,
             "token_mult_prob_error": 1 + gap / 20,
         }
     )
