@@ -24,7 +24,8 @@ from recipes.grpo.errors import EngineError
 from recipes.grpo.types import Sampling
 
 if TYPE_CHECKING:
-    from recipes.grpo.config_tree import GenerationConfig
+    from recipes.generation.server import HttpServer
+    from recipes.grpo.config_tree_policy import GenerationConfig
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ class EngineActor:
         self._num_requests = 0
         self._num_pushes = 0
         self._usage = Usage()
+        self._server: HttpServer | None = None
         # Before torch and vLLM are imported, here and in the EngineCore process, which inherits them.
         for name, value in (ENV if ray.get_gpu_ids() else {**ENV, **CPU_ENV}).items():
             os.environ.setdefault(name, value)
@@ -114,13 +116,18 @@ class EngineActor:
         self._stop_token_ids = list(stop_token_ids(Path(self._model_path)))
         await self._llm.update_weight_version("0")
         loaded = time.monotonic()
+        if self._cfg.vllm_cfg.expose_http_server:
+            from recipes.generation.server import HttpServer
+
+            host = ray.util.get_node_ip_address()
+            self._server = await HttpServer.start(self._llm, self._cfg, host=host, count=self._usage.request)
         processes = self._llm.engine_core.resources.engine_manager.processes
         self._info = EngineInfo(
             index=self._index,
             node=socket.gethostname(),
             pid=os.getpid(),
             core_pids=tuple(process.pid for process in processes),
-            base_url=None,
+            base_url=self._server.base_url if self._server else None,
             import_seconds=imported - began,
             engine_seconds=loaded - imported,
             server_seconds=time.monotonic() - loaded,
@@ -198,7 +205,9 @@ class EngineActor:
             raise EngineError(f"{self._info} is dead: its EngineCore process ended")
 
     async def shutdown(self) -> None:
-        """End the EngineCore process."""
+        """Close the server and end the EngineCore process."""
+        if self._server is not None:
+            await self._server.stop()
         self._llm.shutdown()
 
     def _params(self, sampling: Sampling, n: int) -> Any:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from recipes.grpo.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from recipes.grpo.config_tree import GenerationConfig
+    from recipes.grpo.config_tree_policy import GenerationConfig
 
+SERVED_MODEL_NAME = "policy"  # what an HTTP request puts in `model`
 OURS = frozenset({"logprobs_mode", "scheduler_cls", "weight_transfer_config", "worker_extension_cls"})
 """Arguments that the refit and the log-probabilities depend on; `vllm_kwargs` may not set them."""
 
@@ -19,6 +20,7 @@ CPU_ENV: Mapping[str, str] = {
     "OMP_NUM_THREADS": "1",  # unset, OpenMP threads spin against each other: stalls of 4-17 s per batch
     "TORCHDYNAMO_DISABLE": "1",  # a helper is compiled at the first request even with enforce_eager: 2.4 s
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else vLLM turns the executor "uni" into "mp", one more process
+    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about Triton and a reload of layers without weights, at each push
 }
 ENV: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",  # the model is a directory
@@ -51,9 +53,12 @@ def engine_args(cfg: GenerationConfig, *, model_path: str, seed: int, is_cpu: bo
     args: dict[str, Any] = {
         "model": model_path,
         "seed": seed,
+        "served_model_name": [SERVED_MODEL_NAME],
         "dtype": vllm_cfg.precision,
+        "kv_cache_dtype": vllm_cfg.kv_cache_dtype,
         "tensor_parallel_size": vllm_cfg.tensor_parallel_size,
         "pipeline_parallel_size": vllm_cfg.pipeline_parallel_size,
+        "enable_expert_parallel": vllm_cfg.expert_parallel_size > 1,
         "gpu_memory_utilization": vllm_cfg.gpu_memory_utilization,
         "max_model_len": vllm_cfg.max_model_len,
         "enforce_eager": vllm_cfg.enforce_eager,
@@ -67,6 +72,9 @@ def engine_args(cfg: GenerationConfig, *, model_path: str, seed: int, is_cpu: bo
         # What an HTTP request that does not say gets; else the model's generation_config.json would decide.
         "override_generation_config": {"temperature": cfg.temperature, "top_p": cfg.top_p, "top_k": top_k(cfg)},
     }
+    reasoning_parser = vllm_cfg.http_server_serving_chat_kwargs.reasoning_parser
+    if vllm_cfg.expose_http_server and reasoning_parser is not None:
+        args["reasoning_parser"] = reasoning_parser
     if is_cpu and vllm_cfg.tensor_parallel_size * vllm_cfg.pipeline_parallel_size == 1:
         args["distributed_executor_backend"] = "uni"  # the worker lives in the EngineCore process
     return args | dict(cfg.vllm_kwargs)

@@ -20,7 +20,8 @@ from recipes.grpo.errors import EngineError
 from recipes.grpo.types import Completion, Sampling, VersionSpan, WeightLayout
 
 if TYPE_CHECKING:
-    from recipes.grpo.config_tree import DeadlinesConfig, GenerationConfig
+    from recipes.grpo.config_tree import DeadlinesConfig
+    from recipes.grpo.config_tree_policy import GenerationConfig
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +34,11 @@ BatchKey = tuple[asyncio.AbstractEventLoop, int, tuple[int, ...], Sampling]
 class Generation:
     """Engines as one. Methods block unless they are coroutines; all may be called from any thread."""
 
-    def __init__(self, actors: Sequence[Any], infos: Sequence[EngineInfo], *, max_model_len: int, deadlines: Any):
+    def __init__(
+        self, actors: Sequence[Any], infos: Sequence[EngineInfo], *, max_model_len: int, deadlines: DeadlinesConfig
+    ) -> None:
         self._actors = actors
-        self._infos = infos
+        self.infos = infos
         self._max_model_len = max_model_len
         self._deadlines = deadlines
         self._update_lock = threading.Lock()
@@ -109,7 +112,7 @@ class Generation:
 
     def base_urls(self) -> list[str]:
         """Return the address of each engine's OpenAI-compatible server."""
-        return [info.base_url for info in self._infos if info.base_url]
+        return [info.base_url for info in self.infos if info.base_url]
 
     def check_health(self) -> None:
         """Raise `EngineError` naming an engine that is dead or does not answer."""
@@ -169,7 +172,7 @@ class Generation:
         cause = getattr(error, "cause", None)
         if isinstance(cause, EngineError):  # the actor has named itself
             return EngineError(str(cause))
-        return EngineError(f"{self._infos[index]}: {_reason(error, deadline)}")
+        return EngineError(f"{self.infos[index]}: {_reason(error, deadline)}")
 
 
 async def _result(reply: Any) -> list[Sample]:

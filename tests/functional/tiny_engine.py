@@ -1,4 +1,4 @@
-"""What the generation tests share: a tiny random Qwen3 model, its configuration, and the weight file the policy writes."""
+"""What the generation tests share: a tiny random Qwen3 model, its configuration, the policy's weight file."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from recipes.grpo.types import WeightLayout
 
 VOCAB_SIZE = 128
-EOS = 7
+EOS = 0
 BLOCK = 32  # tokens per KV block
 
 
-def build_model(path: Path, *, seed: int, is_tied: bool) -> None:
-    """Write a random two-layer Qwen3 model; large weights, so that its distributions are far from uniform."""
+def build_model(path: Path, *, seed: int, is_tied: bool, eos: int | None) -> None:
+    """Write a random two-layer Qwen3 model with a tokenizer; `eos` None: no token ends an answer."""
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(
         Qwen3Config(
@@ -31,13 +34,19 @@ def build_model(path: Path, *, seed: int, is_tied: bool) -> None:
             head_dim=32,
             max_position_embeddings=1024,
             tie_word_embeddings=is_tied,
-            eos_token_id=EOS,
+            eos_token_id=eos,
             bos_token_id=None,
         )
     )
     perturb(model, seed=seed + 1, scale=0.05)
-    model.generation_config.eos_token_id = EOS
+    model.generation_config.eos_token_id = eos
     model.save_pretrained(path)
+    vocabulary = {"<eos>": EOS} | {f"w{index}": index for index in range(1, VOCAB_SIZE)}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="w1"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>" if eos is not None else None)
+    tokenizer.chat_template = "{% for message in messages %}{{ 'w2 ' + message['content'] + ' w3 ' }}{% endfor %}"
+    tokenizer.save_pretrained(path)
 
 
 @torch.no_grad()
@@ -93,7 +102,11 @@ def generation_config(**changes: Any) -> Any:
         "precision": "float32",
         "enable_prefix_caching": True,
         "expose_http_server": False,
-        "http_server_serving_chat_kwargs": {},
+        "kv_cache_dtype": "auto",
+        "expert_parallel_size": 1,
+        "http_server_serving_chat_kwargs": SimpleNamespace(
+            enable_auto_tools=False, tool_parser=None, reasoning_parser=None, default_chat_template_kwargs=None
+        ),
     }
     vllm_kwargs = {"block_size": BLOCK, "kv_cache_memory_bytes": 32 << 20, "max_num_seqs": 64}
     cfg = {

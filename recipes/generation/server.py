@@ -1,0 +1,87 @@
+"""The OpenAI-compatible HTTP server of an engine, for agents that speak HTTP: vLLM's own app on the same `AsyncLLM`.
+
+What it samples comes from the same weights, and is pushed to, paused and resumed with everything else in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from recipes.cluster.ports import hold_in_range
+from recipes.generation.engine_args import SERVED_MODEL_NAME
+
+if TYPE_CHECKING:
+    from recipes.grpo.config_tree_policy import GenerationConfig, ServingChatConfig
+
+Asgi = Callable[[Any, Any, Any], Awaitable[None]]
+Count = Callable[[int], AbstractContextManager[None]]
+
+
+class HttpServer:
+    """A running server; lives on the event loop it was started on."""
+
+    def __init__(self, server: uvicorn.Server, task: asyncio.Task[None], base_url: str) -> None:
+        self._server = server
+        self._task = task
+        self.base_url = base_url
+
+    @classmethod
+    async def start(cls, llm: Any, cfg: GenerationConfig, *, host: str, count: Count) -> HttpServer:
+        """Serve `llm` on the first free port of the range, bound first and then held; `count` sees each request."""
+        socket = hold_in_range(cfg.port_range_low, cfg.port_range_high, host=host)
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(
+            command_line(llm.model_config.model, cfg.vllm_cfg.http_server_serving_chat_kwargs)
+        )
+        args.structured_outputs_config = llm.vllm_config.structured_outputs_config  # names the reasoning parser
+        tasks = await llm.get_supported_tasks()
+        app = build_app(args, tasks, llm.model_config)
+        await init_app_state(llm, app.state, args, tasks)
+        config = uvicorn.Config(counted(app, count), log_level="warning", access_log=False, timeout_keep_alive=60)
+        server = uvicorn.Server(config)
+        task = asyncio.create_task(server.serve(sockets=[socket]))
+        while not server.started:
+            if task.done():
+                task.result()
+                raise RuntimeError("the HTTP server ended while it was starting")
+            await asyncio.sleep(0.01)
+        return cls(server, task, f"http://{host}:{socket.getsockname()[1]}/v1")
+
+    async def stop(self) -> None:
+        """Close the server without waiting for open requests."""
+        self._server.should_exit = self._server.force_exit = True
+        await self._task
+
+
+def command_line(model_path: str, chat: ServingChatConfig) -> list[str]:
+    """Return the arguments of `vllm serve` that say what the configuration says."""
+    args = ["--model", model_path, "--served-model-name", SERVED_MODEL_NAME, "--return-tokens-as-token-ids"]
+    if chat.enable_auto_tools:
+        args.append("--enable-auto-tool-choice")
+    if chat.tool_parser is not None:
+        args += ["--tool-call-parser", chat.tool_parser]
+    if chat.default_chat_template_kwargs:
+        args += ["--default-chat-template-kwargs", json.dumps(dict(chat.default_chat_template_kwargs))]
+    return args
+
+
+def counted(app: Asgi, count: Count) -> Asgi:
+    """Wrap `app` so that each request to the API counts as one sequence in flight."""
+
+    async def wrapped(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("/v1/"):
+            with count(1):
+                await app(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return wrapped

@@ -1,0 +1,291 @@
+"""A real engine in a real Ray actor: log-probabilities, weight pushes, the prefix cache, the HTTP server.
+
+The reference is transformers on the same weights; TOLERANCE is in natural-log units, float32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import ray
+import tiny_engine
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from recipes.generation.generation import Generation
+from recipes.grpo.types import Completion, Sampling
+
+pytestmark = pytest.mark.functional
+
+TOLERANCE = 1e-4
+BATCH_LIMIT = 4  # sequences an engine runs at once; more wait
+PROMPT = tuple(10 + (7 * index) % 100 for index in range(3 * tiny_engine.BLOCK + 5))  # three full KV blocks and a rest
+
+
+@dataclass
+class Setup:
+    """One engine, and the weights the policy would have; `model` is what was pushed last."""
+
+    generation: Generation
+    model: PreTrainedModel
+    weights: tiny_engine.WeightFile
+    version: int = 0
+
+    def push(self) -> PreTrainedModel:
+        """Change all weights, push them, and return a copy of the old model."""
+        old = self.copy()
+        self.version += 1
+        tiny_engine.perturb(self.model, seed=1000 + self.version, scale=0.05)
+        self.weights.write(self.model)
+        self.generation.update_weights(self.version)
+        return old
+
+    def copy(self) -> PreTrainedModel:
+        """Return the weights pushed last, as a model of their own."""
+        model = type(self.model)(self.model.config).eval()
+        model.load_state_dict(self.model.state_dict())
+        return model
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    with tempfile.TemporaryDirectory(prefix="ray_") as directory:
+        ray.init(num_cpus=2, include_dashboard=False, _temp_dir=directory, logging_level="ERROR", log_to_driver=False)
+        yield
+        ray.shutdown()
+
+
+def start(path: Path, *, is_tied: bool, eos: int | None, expose_http_server: bool) -> Setup:
+    tiny_engine.build_model(path, seed=0, is_tied=is_tied, eos=eos)
+    generation = Generation.start(
+        tiny_engine.generation_config(max_num_seqs=BATCH_LIMIT, expose_http_server=expose_http_server),
+        model_path=str(path),
+        seed=1,
+        placement=[{"num_cpus": 0}],
+        deadlines=tiny_engine.deadlines(),
+    )
+    model = tiny_engine.load(path)
+    weights = tiny_engine.WeightFile(path / "weights", model)
+    generation.connect_weights(weights.layout)
+    return Setup(generation, model, weights)
+
+
+@pytest.fixture(scope="module")
+def untied(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    """An engine whose model never ends an answer by itself."""
+    setup = start(tmp_path_factory.mktemp("untied"), is_tied=False, eos=None, expose_http_server=False)
+    yield setup
+    setup.generation.shutdown()
+
+
+@pytest.fixture(scope="module")
+def tied(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    """An engine with tied embeddings, an end-of-sequence token and the HTTP server."""
+    setup = start(tmp_path_factory.mktemp("tied"), is_tied=True, eos=tiny_engine.EOS, expose_http_server=True)
+    yield setup
+    setup.generation.shutdown()
+
+
+async def sample(
+    setup: Setup, *, n: int, max_tokens: int, prompt: tuple[int, ...] = PROMPT, temperature: float = 1.0
+) -> list[Completion]:
+    sampling = Sampling(temperature=temperature, top_p=1.0, max_tokens=max_tokens)
+    return await asyncio.gather(*[setup.generation.generate(prompt, sampling, affinity=0) for _ in range(n)])
+
+
+def gap(
+    completion: Completion, model: PreTrainedModel, temperature: float = 1.0, prompt: tuple[int, ...] = PROMPT
+) -> float:
+    """Return the largest difference to the reference over the tokens of the first weight version."""
+    end = completion.versions[0].end
+    reference = tiny_engine.logprobs(model, prompt, completion.token_ids[:end], temperature)
+    return float((torch.tensor(completion.logprobs[:end]) - reference).abs().max())
+
+
+def assert_well_formed(completion: Completion) -> None:
+    assert len(completion.token_ids) == len(completion.logprobs) > 0
+    bounds = [(span.start, span.end) for span in completion.versions]
+    assert bounds[0][0] == 0 and bounds[-1][1] == len(completion.token_ids)
+    assert all(left[1] == right[0] for left, right in itertools.pairwise(bounds))
+
+
+@pytest.mark.parametrize("name", ["untied", "tied"])
+def test_logprobs_match_the_policy_before_and_after_pushes(name: str, request: pytest.FixtureRequest) -> None:
+    setup = request.getfixturevalue(name)
+    for push in range(4):
+        if push:
+            setup.push()
+        cached = setup.generation.stats()[0]["cached_prompt_tokens"]
+        for _ in range(2):  # the second time the prompt comes from the prefix cache
+            completions = asyncio.run(sample(setup, n=4, max_tokens=48))
+            for completion in completions:
+                assert_well_formed(completion)
+                assert [span.version for span in completion.versions] == [setup.version]
+                assert gap(completion, setup.model) < TOLERANCE
+        assert setup.generation.stats()[0]["cached_prompt_tokens"] > cached
+
+
+def test_logprobs_are_those_of_the_sampling_temperature(untied: Setup) -> None:
+    [completion] = asyncio.run(sample(untied, n=1, max_tokens=32, temperature=0.7))
+    assert gap(completion, untied.model, 0.7) < TOLERANCE < gap(completion, untied.model, 1.0)
+
+
+def test_greedy_takes_the_most_likely_token(untied: Setup) -> None:
+    [completion] = asyncio.run(sample(untied, n=1, max_tokens=16, temperature=0.0))
+    ids = PROMPT
+    for token in completion.token_ids:
+        assert token == int(untied.model(torch.tensor([ids])).logits[0, -1].argmax())
+        ids += (token,)
+
+
+def test_samples_of_one_prompt_differ(untied: Setup) -> None:
+    completions = asyncio.run(sample(untied, n=8, max_tokens=32))
+    assert len({completion.token_ids for completion in completions}) == 8
+    assert all(completion.finish_reason == "length" for completion in completions)
+
+
+def test_the_token_that_ends_an_answer_is_returned_with_its_logprob(tied: Setup) -> None:
+    ended = [c for c in asyncio.run(sample(tied, n=32, max_tokens=128)) if c.finish_reason == "stop"]
+    assert ended
+    for completion in ended:
+        assert completion.token_ids[-1] == tiny_engine.EOS and tiny_engine.EOS not in completion.token_ids[:-1]
+        assert gap(completion, tied.model) < TOLERANCE
+
+
+async def interrupted(setup: Setup) -> tuple[Completion, PreTrainedModel]:
+    """Push while one request is in flight; return its completion and the old model."""
+    for _ in range(5):
+        task = asyncio.create_task(sample(setup, n=1, max_tokens=380))
+        await asyncio.sleep(0.2)
+        old = await asyncio.to_thread(setup.push)
+        [completion] = await task
+        if len(completion.versions) == 2:
+            return completion, old
+    pytest.fail("no request was in flight at any of 5 pushes")
+
+
+@torch.no_grad()
+def test_a_request_in_flight_keeps_its_cache_and_takes_the_new_weights(untied: Setup) -> None:
+    completion, old = asyncio.run(interrupted(untied))
+    assert_well_formed(completion)
+    assert [span.version for span in completion.versions] == [untied.version - 1, untied.version]
+    cut = completion.versions[1].start
+    assert gap(completion, old) < TOLERANCE
+
+    ids = torch.tensor([PROMPT + completion.token_ids])
+    num_old = len(PROMPT) + cut - 1  # the last old token was sampled, but enters the cache with the new weights
+    cache = DynamicCache(config=old.config)
+    old(ids[:, :num_old], past_key_values=cache)
+    logits = untied.model(ids[:, num_old:], past_key_values=cache).logits[0, :-1]
+    new_ids = torch.tensor(completion.token_ids[cut:])
+    mixed = torch.log_softmax(logits, -1).gather(-1, new_ids[:, None]).squeeze(-1)
+    after = torch.tensor(completion.logprobs[cut:])
+    assert float((after - mixed).abs().max()) < TOLERANCE
+    recomputed = tiny_engine.logprobs(untied.model, PROMPT, completion.token_ids)[cut:]
+    assert float((after - recomputed).abs().max()) > 100 * TOLERANCE
+
+
+async def around_a_push(setup: Setup) -> tuple[list[Completion], list[Completion], list[Completion]]:
+    """Push with the batch full and as many waiting, all with one prompt; return running, waiting and later ones."""
+    running = [asyncio.create_task(sample(setup, n=1, max_tokens=300)) for _ in range(BATCH_LIMIT)]
+    await asyncio.sleep(0.2)
+    waiting = [asyncio.create_task(sample(setup, n=1, max_tokens=40)) for _ in range(BATCH_LIMIT)]
+    await asyncio.sleep(0.1)
+    await asyncio.to_thread(setup.push)
+    later = asyncio.create_task(sample(setup, n=BATCH_LIMIT, max_tokens=40))
+    return (
+        [completion for task in running for completion in await task],
+        [completion for task in waiting for completion in await task],
+        await later,
+    )
+
+
+def test_no_request_sees_cached_prompts_of_older_weights(untied: Setup) -> None:
+    asyncio.run(sample(untied, n=1, max_tokens=4))  # the prompt is in the cache, and the running ones hold it
+    running, waiting, later = asyncio.run(around_a_push(untied))
+    assert {len(completion.versions) for completion in running} == {2}, "none was in flight at the push"
+    for completion in waiting + later:
+        assert [span.version for span in completion.versions] == [untied.version]
+        assert gap(completion, untied.model) < TOLERANCE
+
+
+async def hammer(setup: Setup, *, num_pushes: int) -> tuple[list[Completion], dict[int, PreTrainedModel]]:
+    """Keep requests coming while weights are pushed, so that some arrive while the engine is paused."""
+    models = {setup.version: setup.copy()}
+    tasks = []
+
+    async def keep_coming() -> None:
+        while True:
+            tasks.append(asyncio.create_task(sample(setup, n=1, max_tokens=8)))
+            await asyncio.sleep(0.004)
+
+    source = asyncio.create_task(keep_coming())
+    for _ in range(num_pushes):
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(setup.push)
+        models[setup.version] = setup.copy()
+    await asyncio.sleep(0.1)
+    source.cancel()
+    return [completion for task in tasks for completion in await task], models
+
+
+def test_requests_that_arrive_during_pushes_start_from_one_version(untied: Setup) -> None:
+    completions, models = asyncio.run(hammer(untied, num_pushes=4))
+    assert {completion.versions[0].version for completion in completions} == set(models)
+    for completion in completions:
+        assert_well_formed(completion)
+        assert gap(completion, models[completion.versions[0].version]) < TOLERANCE
+
+
+def test_memory_is_stable_over_20_pushes(untied: Setup) -> None:
+    [info] = untied.generation.infos
+    processes = [psutil.Process(pid) for pid in (info.pid, *info.core_pids)]
+    for _ in range(10):
+        untied.push()
+    before = sum(process.memory_info().rss for process in processes)
+    for _ in range(20):
+        untied.push()
+    growth = sum(process.memory_info().rss for process in processes) - before
+    assert growth < 10 * untied.weights.layout.num_bytes, "a leak of one copy per push would be 20"
+
+
+def test_the_openai_server_answers_from_the_same_weights(tied: Setup) -> None:
+    [base_url] = tied.generation.base_urls()
+    body = {
+        "model": "policy",
+        "messages": [{"role": "user", "content": " ".join(f"w{token}" for token in PROMPT)}],
+        "max_tokens": 24,
+        "logprobs": True,
+        "return_token_ids": True,
+    }
+    for push in range(2):
+        if push:
+            tied.push()
+        answer = httpx.post(f"{base_url}/chat/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        reply = answer.json()
+        [choice] = reply["choices"]
+        prompt = tuple(reply["prompt_token_ids"])
+        assert prompt == (2, *PROMPT, 3)
+        reference = tiny_engine.logprobs(tied.model, prompt, tuple(choice["token_ids"]))
+        logprobs = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]])
+        assert float((logprobs - reference).abs().max()) < TOLERANCE
+
+
+def test_a_busy_engine_is_counted_as_such(untied: Setup) -> None:
+    before, began = untied.generation.stats()[0], time.monotonic()
+    asyncio.run(sample(untied, n=8, max_tokens=50))
+    wall, after = time.monotonic() - began, untied.generation.stats()[0]
+    assert after["generated_tokens"] - before["generated_tokens"] == 8 * 50
+    assert after["prompt_tokens"] - before["prompt_tokens"] == 8 * len(PROMPT)
+    assert 0 < after["busy_seconds"] - before["busy_seconds"] <= wall
+    assert after["running"] == after["waiting"] == 0
