@@ -101,7 +101,7 @@ def unset(loaded: LoadedConfig) -> list[Problem]:
     problems = []
     for key, value in leaves(loaded.raw).items():
         if value == UNSET and key in declared():
-            fix = f"give {key}=... on the command line; it is: {declared()[key]['description']}"
+            fix = f"give {key}=...; meaning: {declared()[key]['description']}"
             where = f"{loaded.sources[key]}: {key}"
             problems.append(Problem(where=where, got=UNSET, expected=describe(declared()[key]), fix=fix))
     return problems

@@ -29,6 +29,7 @@ class Layers:
 
     tree: dict[str, Any] = field(default_factory=dict)  # raw: interpolations not yet resolved
     sources: dict[str, str] = field(default_factory=dict)  # dotted key of a leaf -> file or "command line"
+    deleted: dict[str, str] = field(default_factory=dict)  # dotted key -> layer that deleted it
     problems: list[Problem] = field(default_factory=list)
 
     def add(self, data: Mapping[str, Any], source: str) -> None:
@@ -62,6 +63,7 @@ class Layers:
         if name in tree:
             del tree[name]
             self._forget(f"{prefix}{name}")
+            self.deleted[f"{prefix}{name}"] = source
         else:
             fix = f"there are: {', '.join(tree)}" if tree else "delete this line"
             self.problems.append(
@@ -77,7 +79,7 @@ class Layers:
         if key in self.sources:
             return self.sources[key]
         below = [source for known, source in self.sources.items() if known.startswith(f"{key}.")]
-        return below[-1] if below else None
+        return below[-1] if below else self.deleted.get(key)
 
 
 def display_name(path: Path) -> str:
@@ -148,7 +150,7 @@ def apply_override(layers: Layers, text: str) -> None:
     layers.add(data, COMMAND_LINE)
 
 
-def product(*factors: int | float) -> int | float:
+def product(*factors: Any) -> int | float:
     """Return the product; the `${mul:a,b}` of configuration files."""
     result: int | float = 1
     for factor in factors:

@@ -140,7 +140,7 @@ def _wrong_value(key: str, value: Any) -> Finding:
     node = declared()[key]
     choices = [str(choice) for choice in node.get("enum", [])]
     close = get_close_matches(str(value), choices, n=1)
-    fix = f"did you mean {close[0]}?" if close else f"it is: {node['description']}"
+    fix = f"did you mean {close[0]}?" if close else f"meaning: {node['description']}"
     return Finding(key=key, got=show(value), expected=describe(node), fix=fix)
 
 

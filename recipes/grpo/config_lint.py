@@ -1,0 +1,43 @@
+"""Keep overlays minimal: a line that states what holds without it is a problem, as is a key that nothing declares."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from recipes.grpo import config_merge as merge
+from recipes.grpo.config import load_config
+from recipes.grpo.config_schema import lookup, show
+from recipes.grpo.config_yaml import leaves
+from recipes.grpo.errors import Problem
+
+
+def lint_overlay(path: Path) -> list[Problem]:
+    """Return what is wrong with an overlay: its load problems, else every line that changes nothing."""
+    loaded = load_config(path)
+    if loaded.problems:
+        return list(loaded.problems)
+    chain, _ = merge.read_chain(path)
+    *parents, (_, own) = chain
+    problems = []
+    for key, value in leaves(own.data).items():
+        if "~" in key:  # a deletion: one of nothing is a load problem
+            continue
+        rest = copy.deepcopy(own.data)
+        merge.drop(rest, key)
+        without = merge.Layers()
+        for layer in [*(document.data for _, document in parents), rest]:
+            without.add(layer, own.name)
+        if lookup(merge.resolve(without.tree)[0], key) == _plain(lookup(loaded.tree, key), value):
+            where = f"{own.name}:{own.lines[key]}: {key}"
+            problems.append(
+                Problem(where=where, got=show(value), expected="a line that changes something", fix="delete it")
+            )
+    return problems
+
+
+def _plain(resolved: Any, own: Any) -> Any:
+    """Return the resolved value; for an empty block the block itself, which adds nothing to its parent."""
+    return own if isinstance(own, Mapping) else resolved

@@ -1,0 +1,93 @@
+"""Print a resolved configuration: every key, the file that set it, and the numbers that follow from them.
+
+    python -m tools.config_cli --stage stage1.1 --scale tiny [key=value ...]
+    python -m tools.config_cli --file configs/tiny/stage1_rlvr.yaml grpo.seed=43
+
+Exit status: 0 valid, 2 when something is wrong (every problem is printed). What the native engine does not honour
+yet is printed as a comment: it stops a launch, not this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from recipes.grpo.config import LoadedConfig, load_config, refusals, require_valid, unset
+from recipes.grpo.config_merge import references
+from recipes.grpo.config_schema import lookup
+from recipes.grpo.derive import derive
+from recipes.grpo.errors import RecipeError
+from recipes.grpo.stages import PLATFORMS, SCALES, config_path, find_stage
+
+COMMENT_COLUMN = 72
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print and return the exit status."""
+    args = parse(argv)
+    try:
+        path = args.file or config_path(find_stage(args.stage), args.scale, args.platform)
+        loaded = load_config(path, args.overrides)
+        require_valid(loaded)
+    except RecipeError as error:
+        for line in str(error).splitlines():
+            print(f"config: {line}", file=sys.stderr)
+        return error.exit_code
+    print("\n".join(render(loaded)))
+    return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--stage", help="id or name of a stage, e.g. stage1.1 or rlvr1")
+    which.add_argument("--file", type=Path, help="a configuration file")
+    parser.add_argument("--scale", choices=SCALES, default="prod", help="size of the run (default: prod)")
+    parser.add_argument("--platform", choices=PLATFORMS, default="h100", help="GPU type (default: h100)")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides: key=value, ++key=value, ~key")
+    return parser.parse_intermixed_args(argv)
+
+
+def render(loaded: LoadedConfig) -> Iterator[str]:
+    """Yield the configuration as YAML with the source of each key, then derived numbers and refusals as comments."""
+    yield f"# {' <- '.join(loaded.files)}"
+    yield from _block(loaded, loaded.tree, "", 0)
+    yield ""
+    yield "# Derived:"
+    for name, value in asdict(derive(require_valid(loaded))).items():
+        yield f"#   {name}: {value:,}"
+    notes = [(problem.where, problem.got, problem.fix) for problem in [*unset(loaded), *refusals(loaded)]]
+    if notes:
+        yield "# Before a launch with the native engine:"
+        yield from (f"#   {where} is {got}: {fix}" for where, got, fix in notes)
+
+
+def _block(loaded: LoadedConfig, block: Mapping[str, Any], prefix: str, depth: int) -> Iterator[str]:
+    for name, value in block.items():
+        key, indent = f"{prefix}{name}", "  " * depth
+        if isinstance(value, Mapping) and value:
+            if depth == 0:
+                yield ""
+            yield f"{indent}{name}:"
+            yield from _block(loaded, value, f"{key}.", depth + 1)
+        else:
+            line = f"{indent}{name}: {_scalar(value)}"
+            made_from = ", ".join(references(key, lookup(loaded.raw, key)))
+            source = loaded.sources.get(key, "") + (f", from {made_from}" if made_from else "")
+            yield f"{line:<{COMMENT_COLUMN}}  # {source}"
+
+
+def _scalar(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6)
+    return str(text).strip().removesuffix("\n...")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
