@@ -1,0 +1,174 @@
+"""Environments: routes a row by its agent's name, runs the agent, returns a rollout. The driver's only way in.
+
+A verifier is scored in process unless its server instance has a `url`:
+
+    env.nemo_gym.<instance>.resources_servers.<verifier>:
+      url: http://host:port     # ask this resources server instead
+      timeout_seconds: 120      # no verdict after that long: the rollout failed
+      ...                       # settings of the verifier itself (registry.VERIFIERS[...].settings)
+
+Failure is a value here: only an engine's failure and cancellation leave `run` as exceptions.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from recipes.environments.agents import AGENT_KINDS, Episode, unscored
+from recipes.environments.chat import chat_request
+from recipes.environments.codec import ChatCodec, row_template_kwargs
+from recipes.environments.instances import ServerInstance, agents_of, servers_of
+from recipes.environments.registry import VERIFIERS, Agent, find_agent, suggestion
+from recipes.environments.scoring import ScoringPool
+from recipes.environments.tool_calls import FlagPatterns
+from recipes.environments.verifier_clients import HttpVerifier, InProcessVerifier, VerifierClient
+from recipes.grpo.errors import RecipeError
+from recipes.grpo.types import ModelClient, Rollout, RolloutStatus, Row
+
+if TYPE_CHECKING:
+    from recipes.grpo.config_tree import EnvConfig
+
+logger = logging.getLogger(__name__)
+
+REQUEST_KEYS = frozenset(
+    {
+        "background",
+        "include",
+        "input",
+        "instructions",
+        "max_output_tokens",
+        "max_tool_calls",
+        "metadata",
+        "model",
+        "parallel_tool_calls",
+        "previous_response_id",
+        "prompt",
+        "reasoning",
+        "service_tier",
+        "store",
+        "stream",
+        "temperature",
+        "text",
+        "tool_choice",
+        "tools",
+        "top_logprobs",
+        "top_p",
+        "truncation",
+        "user",
+    }
+)  # of a Responses create request
+
+
+class Environments:
+    """All agents and verifiers of a run."""
+
+    def __init__(
+        self,
+        codec: ChatCodec,
+        *,
+        servers: Mapping[str, ServerInstance],
+        agents: Mapping[str, Agent],
+        patterns: FlagPatterns,
+    ) -> None:
+        self.codec = codec
+        self._servers, self._agents, self._patterns = servers, agents, patterns
+        self._pool = ScoringPool()
+        self._clients = {name: _client(server, self._pool) for name, server in servers.items()}
+
+    @classmethod
+    def from_config(cls, env: EnvConfig, codec: ChatCodec) -> Environments:
+        """Return the environments of a configuration; raises `ConfigError` for settings that cannot be honoured."""
+        servers = servers_of(env.nemo_gym.instances)
+        return cls(
+            codec,
+            servers=servers,
+            agents=agents_of(env.nemo_gym.instances, servers),
+            patterns=FlagPatterns(
+                invalid_tool_call=env.nemo_gym.invalid_tool_call_patterns, thinking_tags=env.nemo_gym.thinking_tags
+            ),
+        )
+
+    def check_row(self, row: Row) -> list[str]:
+        """Return what is wrong with one data row, empty when it can be run."""
+        problems = []
+        try:
+            _check_request(row)
+        except ValueError as error:
+            problems.append(f"responses_create_params: {error}")
+        try:
+            agent = find_agent(_agent_name(row), self._agents)
+            server = self._servers[agent.server]
+            VERIFIERS[server.verifier].parse_task(row, server.settings)
+        except ValueError as error:
+            problems.append(str(error))
+        return problems
+
+    async def run(self, row: Row, model: ModelClient, *, max_tokens: int) -> Rollout:
+        """Run one rollout of a row; `max_tokens` bounds one model call, a smaller limit of the row wins."""
+        start = time.monotonic()
+        try:
+            agent = find_agent(_agent_name(row), self._agents)
+            limit = row["responses_create_params"].get("max_output_tokens")
+            episode = Episode(
+                row=row,
+                codec=self.codec,
+                model=model,
+                verifier=self._clients[agent.server],
+                patterns=self._patterns,
+                max_tokens=min(limit, max_tokens) if limit else max_tokens,
+            )
+            return await AGENT_KINDS[agent.kind](episode)
+        except RecipeError:
+            raise
+        except Exception as error:  # a failed environment costs its rollout, not the run; the collector counts it
+            logger.warning("rollout failed in its environment", exc_info=True)
+            reason = f"{type(error).__name__}: {error}"
+            return unscored((), RolloutStatus.ENV_FAILED, reason, seconds=time.monotonic() - start)
+
+    def wrap_verifiers(self, wrap: Callable[[VerifierClient], VerifierClient]) -> None:
+        """Replace every verifier client by `wrap` of it, e.g. to measure it or to simulate a slow one."""
+        self._clients = {name: wrap(client) for name, client in self._clients.items()}
+
+    def close(self) -> None:
+        """End the scoring workers."""
+        self._pool.close()
+
+
+def _client(server: ServerInstance, pool: ScoringPool) -> VerifierClient:
+    if server.url:
+        return HttpVerifier(name=server.name, url=server.url, timeout_seconds=server.timeout_seconds)
+    return InProcessVerifier(
+        name=server.verifier,
+        verifier=VERIFIERS[server.verifier],
+        settings=server.settings,
+        pool=pool,
+        timeout_seconds=server.timeout_seconds,
+    )
+
+
+def _agent_name(row: Row) -> str:
+    reference = row.get("agent_ref")
+    name = reference.get("name") if isinstance(reference, Mapping) else None
+    if not isinstance(name, str):
+        raise ValueError("no agent_ref.name: nothing routes this row to an agent")
+    return name
+
+
+def _check_request(row: Row) -> None:
+    """Refuse a request that no model call can be made of."""
+    params = row.get("responses_create_params")
+    if not isinstance(params, Mapping):
+        raise ValueError("missing, expected an object")
+    for key in params:
+        if key not in REQUEST_KEYS:
+            raise ValueError(f"unknown key '{key}'; {suggestion(key, REQUEST_KEYS)}")
+    limit = params.get("max_output_tokens")
+    if limit is not None and (not isinstance(limit, int) or limit < 1):
+        raise ValueError(f"max_output_tokens: got {limit!r}, expected a positive integer or nothing")
+    request = chat_request(params)
+    if not request["messages"]:
+        raise ValueError("field 'input': got no message, expected at least one")
+    row_template_kwargs(params)

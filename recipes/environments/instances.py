@@ -1,0 +1,78 @@
+"""Server instances of the configuration (`env.nemo_gym.<name>`), as NeMo Gym writes them.
+
+An instance holds one server of one kind. Resources servers of verifiers that exist here, and agents that use one,
+are read; a setting that would not be honoured is refused. Servers of other types wait for their rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from recipes.environments.registry import VERIFIERS, Agent, suggestion
+from recipes.grpo.errors import ConfigError, Problem
+
+DESCRIPTIVE = frozenset({"description", "domain", "entrypoint", "host", "name", "num_workers", "value", "verified"})
+CONNECTION = frozenset({"url", "timeout_seconds"})
+JUDGE = frozenset({"judge_model_server", "judge_responses_create_params"})  # read only when the judge is on
+DEFAULT_TIMEOUT_SECONDS = 120.0  # of one verification, queueing for a scoring worker included
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerInstance:
+    """One resources server: which verifier, where, with which settings."""
+
+    name: str
+    verifier: str
+    url: str | None
+    timeout_seconds: float
+    settings: Mapping[str, Any]
+
+
+def servers_of(instances: Mapping[str, Any]) -> dict[str, ServerInstance]:
+    """Return all resources servers by instance name; a verifier nobody configured has one of its own name."""
+    problems: list[Problem] = []
+    servers = {name: _server(name, name, {}, problems) for name in VERIFIERS}
+    for name, kind, settings in _of_kind(instances, "resources_servers"):
+        if kind in VERIFIERS:
+            servers[name] = _server(name, kind, settings, problems)
+    if problems:
+        raise ConfigError(problems)
+    return servers
+
+
+def agents_of(instances: Mapping[str, Any], servers: Mapping[str, ServerInstance]) -> dict[str, Agent]:
+    """Return the configured agents whose resources server exists, by instance name."""
+    agents = {}
+    for name, kind, settings in _of_kind(instances, "responses_api_agents"):
+        reference = settings.get("resources_server") or {}
+        if kind == "simple_agent" and reference.get("name") in servers:
+            agents[name] = Agent(kind="single_turn", server=reference["name"])
+    return agents
+
+
+def _of_kind(instances: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    for name, block in instances.items():
+        for server, settings in (block.get(kind) or {}).items():
+            yield name, server, settings or {}
+
+
+def _server(name: str, verifier: str, settings: Mapping[str, Any], problems: list[Problem]) -> ServerInstance:
+    where = f"env.nemo_gym.{name}.resources_servers.{verifier}"
+    own = VERIFIERS[verifier].settings
+    unused = JUDGE if not settings.get("should_use_judge") and "should_use_judge" in own else frozenset()
+    for key, value in settings.items():
+        if key == "should_use_judge" and value and not settings.get("url"):
+            expected, fix = "false", "the judge comes with a later release; until then serve it and set `url`"
+            problems.append(Problem(where=f"{where}.{key}", got="true", expected=expected, fix=fix))
+        elif key not in own | CONNECTION | DESCRIPTIVE | unused:
+            fix = suggestion(key, own | CONNECTION)
+            problems.append(Problem(where=f"{where}.{key}", got="a setting nothing reads", expected="none", fix=fix))
+    return ServerInstance(
+        name=name,
+        verifier=verifier,
+        url=settings.get("url"),
+        timeout_seconds=float(settings.get("timeout_seconds") or DEFAULT_TIMEOUT_SECONDS),
+        settings={key: value for key, value in settings.items() if key in own and not settings.get("url")},
+    )

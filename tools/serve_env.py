@@ -1,0 +1,77 @@
+"""Serve one verifier over HTTP: `python -m tools.serve_env --name mcqa --port 5000` (or `make serve-env NAME=mcqa`).
+
+A run uses it when its configuration has `env.nemo_gym.mcqa.resources_servers.mcqa.url: http://HOST:PORT`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+from collections.abc import Sequence
+
+import yaml
+
+from recipes.environments.instances import servers_of
+from recipes.environments.registry import VERIFIERS, suggestion
+from recipes.grpo.errors import ConfigError, InputError, LaunchError, Problem
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until interrupted; returns 2 for a wrong argument."""
+    parser = argparse.ArgumentParser(prog="serve_env", description=__doc__)
+    parser.add_argument("--name", required=True, help=f"verifier: {', '.join(VERIFIERS)}")
+    parser.add_argument(
+        "--instance", help="name of the server instance, in its session cookie; default: the verifier's"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=5000, help="TCP port; 0 takes any free one")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the verifier")
+    options = parser.parse_args(arguments)
+    try:
+        listener = _listen(options.host, options.port)
+        with listener:
+            _serve(options, listener)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _serve(options: argparse.Namespace, listener: socket.socket) -> None:
+    if options.name not in VERIFIERS:
+        fix = suggestion(options.name, VERIFIERS)
+        raise LaunchError(Problem(where="--name", got=options.name, expected="a verifier", fix=fix))
+    name = options.instance or options.name
+    settings = dict(_setting(text) for text in options.set)
+    instance = servers_of({name: {"resources_servers": {options.name: settings}}})[name]
+
+    import uvicorn
+
+    from recipes.environments.server import create_app
+
+    host, port = listener.getsockname()[:2]
+    print(f"{options.name} listens on http://{host}:{port}", flush=True)
+    config = uvicorn.Config(create_app(instance), log_level="warning", access_log=False)
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=1024)
+    except OSError as error:
+        problem = Problem(
+            where=f"{host}:{port}", got=error.strerror or str(error), expected="a free port", fix="set --port"
+        )
+        raise LaunchError(problem) from error
+
+
+def _setting(text: str) -> tuple[str, object]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(Problem(where="--set", got=text, expected="KEY=VALUE", fix="write it so"))
+    return key, yaml.safe_load(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
