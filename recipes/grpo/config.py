@@ -66,9 +66,12 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> LoadedConfig
     config = None
     if chain[0][0].name == merge.BASE_NAME:  # without the base every key would be missing
         findings, config = _check(layers.tree, tree, failures)
+        known = {problem.where for problem in problems}
         for finding in findings:
             where = f"{layers.source_of(finding.key) or files[-1]}: {finding.key}"
-            problems.append(Problem(where=where, got=finding.got, expected=finding.expected, fix=finding.fix))
+            if where not in known:  # a YAML trap already says it better
+                problems.append(Problem(where=where, got=finding.got, expected=finding.expected, fix=finding.fix))
+
     return LoadedConfig(
         path=path,
         files=files,

@@ -128,12 +128,15 @@ def _findings_of(error: ValidationError) -> Iterator[Finding]:
     elif error.validator == "required":
         for name in sorted(set(rule) - set(present)):
             yield _missing_key(f"{key}.{name}" if key else name)
-    elif key.startswith(f"{INSTANCES}.") and key not in declared():
-        yield _instance_finding(key, error)
     else:
-        while key not in declared():  # an item of a list: name the list
-            key = key.rpartition(".")[0]
-        yield _wrong_value(key, error.instance)
+        own = next((name for name in _upwards(key) if name in declared()), "")  # of an item of a list, the list
+        yield _instance_finding(key, error) if own == INSTANCES != key else _wrong_value(own, error.instance)
+
+
+def _upwards(key: str) -> Iterator[str]:
+    while key:
+        yield key
+        key = key.rpartition(".")[0]
 
 
 def _wrong_value(key: str, value: Any) -> Finding:

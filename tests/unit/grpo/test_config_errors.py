@@ -1,0 +1,276 @@
+"""Every wrong file gives exactly the expected line, and all lines at once."""
+
+from pathlib import Path
+
+import pytest
+
+from recipes.grpo.config import load_config
+from recipes.grpo.config_schema import CONFIG_DIR
+
+TINY = CONFIG_DIR / "tiny" / "stage1_rlvr.yaml"
+KEY_OF_BASE = "got a key that nothing reads, expected a key of configs/grpo_base.yaml"
+
+
+def problems(tmp_path: Path, text: str, overrides: list[str]) -> list[str]:
+    (tmp_path / "x.yaml").write_text(f"defaults: {TINY}\n{text}")
+    return [str(problem) for problem in load_config("x.yaml", overrides).problems]
+
+
+# What the file says under `defaults:`, and the one line that must come out.
+FILES = {
+    "unknown key": (
+        "grpo: {num_prompt_per_step: 8}",
+        f"x.yaml: grpo.num_prompt_per_step: {KEY_OF_BASE}; did you mean grpo.num_prompts_per_step?",
+    ),
+    "unknown block": ("polcy: {precision: float32}", f"x.yaml: polcy: {KEY_OF_BASE}; did you mean policy?"),
+    "key in the wrong block": (
+        "grpo: {lr: 0.1}",
+        f"x.yaml: grpo.lr: {KEY_OF_BASE}; did you mean policy.megatron_cfg.optimizer.lr?",
+    ),
+    "key like no other": (
+        "grpo: {frobnicate: 1}",
+        f"x.yaml: grpo.frobnicate: {KEY_OF_BASE}; delete it, or declare it in configs/grpo_base.yaml and schema.json",
+    ),
+    "key that NeMo RL never reads": (
+        "grpo: {penalize_invalid_tool_call: true}",
+        f"x.yaml: grpo.penalize_invalid_tool_call: {KEY_OF_BASE}; set grpo.invalid_tool_call_advantage; null = off",
+    ),
+    "key that NeMo RL ignores": (
+        "policy: {generation: {vllm_cfg: {max_num_seqs: 16}}}",
+        f"x.yaml: policy.generation.vllm_cfg.max_num_seqs: {KEY_OF_BASE}; "
+        "NeMo RL ignores it; set policy.generation.vllm_kwargs.max_num_seqs",
+    ),
+    "misspelled key among server instances": (
+        "env: {nemo_gym: {num_gpu_node: 7}}",
+        f"x.yaml: env.nemo_gym.num_gpu_node: {KEY_OF_BASE}; did you mean env.nemo_gym.num_gpu_nodes?",
+    ),
+    "server instance of no kind": (
+        "env: {nemo_gym: {mcqa: {resource_servers: {mcqa: {}}}}}",
+        f"x.yaml: env.nemo_gym.mcqa.resource_servers: {KEY_OF_BASE}; "
+        "delete it, or declare it in configs/grpo_base.yaml and schema.json",
+    ),
+    "text for a number": (
+        "grpo: {num_prompts_per_step: many}",
+        'x.yaml: grpo.num_prompts_per_step: got "many", expected an integer >= 1; '
+        "meaning: prompts (groups) in one optimizer step: P",
+    ),
+    "fraction for an integer": (
+        "grpo: {num_generations_per_prompt: 8.5}",
+        "x.yaml: grpo.num_generations_per_prompt: got 8.5, expected an integer >= 1; "
+        "meaning: rollouts of one prompt, the group size: G",
+    ),
+    "truth value for a number": (
+        "grpo: {seed: true}",
+        "x.yaml: grpo.seed: got true, expected an integer >= 0; "
+        "meaning: seed of data order, sampling and initialisation",
+    ),
+    "number for a truth value": (
+        "data: {shuffle: 1}",
+        "x.yaml: data.shuffle: got 1, expected true or false; "
+        "meaning: shuffle rows once per epoch with grpo.seed; false = file order, which the curriculum needs",
+    ),
+    "value for a block": (
+        "cluster: 4",
+        "x.yaml: cluster: got 4, expected a block of keys; "
+        "meaning: Nodes that train and generate; judges come on top.",
+    ),
+    "null where there must be a value": (
+        "policy: {precision: null}",
+        "x.yaml: policy.precision: got null, expected one of bfloat16, float16, float32; "
+        "meaning: dtype of weights and activations",
+    ),
+    "number for a list item": (
+        "env: {nemo_gym: {thinking_tags: [1]}}",
+        "x.yaml: env.nemo_gym.thinking_tags: got 1, expected a non-empty list of texts; "
+        "meaning: text that marks a turn as malformed thinking",
+    ),
+    "empty list": (
+        "env: {nemo_gym: {thinking_tags: []}}",
+        "x.yaml: env.nemo_gym.thinking_tags: got [], expected a non-empty list of texts; "
+        "meaning: text that marks a turn as malformed thinking",
+    ),
+    "below the range": (
+        "policy: {megatron_cfg: {optimizer: {lr: -1.0e-6}}}",
+        "x.yaml: policy.megatron_cfg.optimizer.lr: got -1e-06, expected a number > 0 and <= 1; "
+        "meaning: learning rate after warm-up",
+    ),
+    "above the range": (
+        "policy: {generation: {vllm_cfg: {gpu_memory_utilization: 80}}}",
+        "x.yaml: policy.generation.vllm_cfg.gpu_memory_utilization: got 80, expected a number > 0 and < 1; "
+        "meaning: share of GPU memory an engine takes",
+    ),
+    "no choice": (
+        "loss_fn: {truncated_importance_sampling_type: ice-pop}",
+        'x.yaml: loss_fn.truncated_importance_sampling_type: got "ice-pop", expected one of tis, icepop, '
+        "seq-mask-tis, null; did you mean icepop?",
+    ),
+    "only one choice": (
+        "policy: {generation: {colocated: {enabled: true}}}",
+        "x.yaml: policy.generation.colocated.enabled: got true, expected false; "
+        "meaning: engines share GPUs with training; asynchronous training needs them apart",
+    ),
+    "text of the wrong form": (
+        'checkpointing: {checkpoint_must_save_by: "3:45"}',
+        'x.yaml: checkpointing.checkpoint_must_save_by: got "3:45", expected a text like '
+        "^[0-9]{2}:[0-9]{2}:[0-9]{2}:[0-9]{2}$ or null; "
+        "meaning: save and stop after this long, DD:HH:MM:SS since the job started; null = no limit",
+    ),
+    "duplicate key": (
+        "grpo:\n  seed: 1\n  val_period: 5\n  seed: 2\n",
+        "x.yaml:5: grpo.seed: got the key a second time, expected each key once (first on line 3); "
+        "delete one of them",
+    ),
+    "number without a dot": (
+        "policy: {megatron_cfg: {optimizer: {lr: 3e-6}}}",
+        "x.yaml: policy.megatron_cfg.optimizer.lr: got 3e-6, which YAML reads as text, expected a number with a dot; "
+        "write 3.0e-6",
+    ),
+    "time without quotes": (
+        "checkpointing: {checkpoint_must_save_by: 4:00:00}",
+        "x.yaml: checkpointing.checkpoint_must_save_by: got 4:00:00, which YAML reads as 14400, "
+        'expected a decimal number; write 14400, or quote it: "4:00:00"',
+    ),
+    "octal": (
+        "grpo: {seed: 0755}",
+        "x.yaml: grpo.seed: got 0755, which YAML reads as 493, expected a decimal number; "
+        'write 493, or quote it: "0755"',
+    ),
+    "yes for true": (
+        "data: {shuffle: yes}",
+        "x.yaml: data.shuffle: got yes, which YAML reads as true, expected true or false; "
+        'write true, or quote it: "yes"',
+    ),
+    "no in a text": (
+        "logger: {wandb: {project: no}}",
+        "x.yaml: logger.wandb.project: got no, which YAML reads as false, expected true or false; "
+        'write false, or quote it: "no"',
+    ),
+    "infinity": (
+        "grpo: {advantage_clip_high: .inf}",
+        "x.yaml: grpo.advantage_clip_high: got .inf, expected a finite number; use null where no bound is meant",
+    ),
+    "date": (
+        "logger: {wandb: {name: 2026-01-02}}",
+        "x.yaml: logger.wandb.name: got 2026-01-02, which YAML reads as a timestamp, expected a plain value; "
+        'quote it: "2026-01-02"',
+    ),
+    "syntax": (
+        "grpo: [",
+        "x.yaml:3: got did not find expected node content, expected YAML; correct the syntax on or above this line",
+    ),
+    "reference to nothing": (
+        "grpo: {seed: '${grpo.sed}'}",
+        "x.yaml: grpo.seed: got \"${grpo.sed}\", expected a value it can be made from; "
+        "Interpolation key 'grpo.sed' not found",
+    ),
+    "deleting what is not there": (
+        "policy: {generation: {vllm_kwargs: {~max_num_seq: null}}}",
+        "x.yaml: ~policy.generation.vllm_kwargs.max_num_seq: got no such key, expected a key to delete; "
+        "there are: kv_cache_memory_bytes, max_num_seqs",
+    ),
+    "deleting what must be there": (
+        "grpo: {~seed: null}",
+        "x.yaml: grpo.seed: got no value, expected an integer >= 0; give it one; null where that is allowed",
+    ),
+    "instance file that is not there": (
+        "env: {nemo_gym: {config_paths: [/no/such.yaml]}}",
+        "/no/such.yaml: got No such file or directory, expected a readable YAML file; check the path",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_wrong_file_gives_its_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text, line = FILES[name]
+    assert problems(tmp_path, text, []) == [line]
+
+
+OVERRIDES = {
+    "grpo.sed=3": f"command line: grpo.sed: {KEY_OF_BASE}; did you mean grpo.seed?",
+    "grpo.seed": "command line: grpo.seed: got no override, expected key=value, ++key=value or ~key; "
+    "e.g. grpo.num_prompts_per_step=64",
+    "~grpo.seed=3": "command line: ~grpo.seed=3: got no override, expected key=value, ++key=value or ~key; "
+    "e.g. grpo.num_prompts_per_step=64",
+    "grpo.seed=": "command line: grpo.seed: got nothing after '=', expected a value; "
+    "write null for no value, '' for an empty text",
+    "grpo.seed=0755": "command line: grpo.seed: got 0755, which YAML reads as 493, expected a decimal number; "
+    'write 493, or quote it: "0755"',
+    "grpo.seed=[1": "command line: grpo.seed: got '[1' (did not find expected ',' or ']'), expected a YAML value; "
+    "quote it",
+    "~grpo.sed": "command line: ~grpo.sed: got no such key, expected a key to delete; there are: ",
+    "~grpo.seed": "command line: grpo.seed: got no value, expected an integer >= 0; "
+    "give it one; null where that is allowed",
+    "grpo.seed=abc": 'command line: grpo.seed: got "abc", expected an integer >= 0; '
+    "meaning: seed of data order, sampling and initialisation",
+}
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_wrong_override_gives_its_line(override: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (line,) = problems(tmp_path, "", [override])
+    assert line.startswith(OVERRIDES[override])
+
+
+@pytest.mark.parametrize(
+    ("defaults", "line"),
+    [
+        ("none.yaml", "y.yaml: defaults: got none.yaml, which does not exist, expected a file; "
+         "give the path relative to this file"),
+        ("[a.yaml, b.yaml]", 'y.yaml: defaults: got ["a.yaml", "b.yaml"], expected one path; '
+         "name exactly one parent file"),
+        ("y.yaml", "y.yaml: defaults: got y.yaml, a circle, expected a parent; break the circle"),
+        (None, "y.yaml: defaults: got no parent file, expected one parent file; add `defaults:` with the path to "
+         "configs/grpo_base.yaml or to a stage file, relative to this file"),
+    ],
+)  # fmt: skip
+def test_wrong_parent_gives_its_line(
+    defaults: str | None, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "y.yaml").write_text(f"defaults: {defaults}\n" if defaults else "grpo: {seed: 1}\n")
+    assert [str(problem) for problem in load_config("y.yaml").problems] == [line]
+
+
+def test_missing_file_is_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [str(problem) for problem in load_config("z.yaml").problems] == [
+        "z.yaml: got No such file or directory, expected a readable YAML file; check the path"
+    ]
+
+
+def test_all_problems_of_a_file_come_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = """
+grpo:
+  num_prompt_per_step: 8
+  num_generations_per_prompt: 1
+  seed: -1
+  seed: 2
+loss_fn:
+  use_importance_sampling_correction: false
+  truncated_importance_sampling_type: tiss
+policy:
+  max_total_sequence_length: long
+  megatron_cfg:
+    sequence_parallel: true
+    optimizer: {lr: 1e-4}
+  generation: {vllm_kwargs: {dtype: bfloat16}}
+deadlines: {rollout: 10}
+"""
+    found = problems(tmp_path, text, ["cluster.num_node=2"])
+    assert [line.split(": got")[0] for line in found] == [
+        "x.yaml:7: grpo.seed",
+        "x.yaml: policy.megatron_cfg.optimizer.lr",
+        "x.yaml: grpo.num_prompt_per_step",
+        "x.yaml: grpo.seed",
+        "x.yaml: loss_fn.truncated_importance_sampling_type",
+        "x.yaml: policy.max_total_sequence_length",
+        "command line: cluster.num_node",
+        "x.yaml: grpo.num_generations_per_prompt",
+        "x.yaml: loss_fn.use_importance_sampling_correction",
+        "x.yaml: policy.megatron_cfg.sequence_parallel",
+        "x.yaml: deadlines.rollout",
+        "x.yaml: policy.generation.vllm_kwargs.dtype",
+    ]

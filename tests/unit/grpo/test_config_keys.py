@@ -1,0 +1,101 @@
+"""Base YAML, schema and dataclass tree declare the same keys, and each key says what it means."""
+
+import re
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import yaml
+
+from recipes.grpo.config import BASE, build, load_config, walk
+from recipes.grpo.config_schema import CONFIG_DIR, declared, schema
+from recipes.grpo.config_tree import Config
+from recipes.grpo.config_upstream import HINTS
+from recipes.grpo.config_yaml import leaves
+
+FREE_FORM = {
+    "policy.tokenizer.chat_template_kwargs",
+    "policy.hf_config_overrides",
+    "policy.megatron_cfg.env_vars",
+    "policy.generation.vllm_kwargs",
+    "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.default_chat_template_kwargs",
+}
+LEAVES = {key: node for key, node in declared().items() if "properties" not in node}
+
+
+def fields_of(cls: Any, prefix: str = "") -> dict[str, Any]:
+    found = {}
+    for name, hint in get_type_hints(cls).items():
+        if hasattr(hint, "__dataclass_fields__"):
+            found.update(fields_of(hint, f"{prefix}{name}."))
+        else:
+            found[f"{prefix}{name}"] = hint
+    return found
+
+
+def test_base_schema_and_tree_declare_the_same_keys() -> None:
+    base = leaves(yaml.safe_load(BASE.read_text()))
+    written = {next((free for free in FREE_FORM if key.startswith(free)), key) for key in base}
+    tree = set(fields_of(Config)) - {"env.nemo_gym.instances"}
+    assert written == set(LEAVES)
+    assert tree == set(LEAVES)
+
+
+def test_tree_and_schema_agree_on_types() -> None:
+    names = {int: "integer", float: "number", bool: "boolean", str: "string", tuple: "array", type(None): "null"}
+    for key, hint in fields_of(Config).items():
+        if key in LEAVES:
+            hints = get_args(hint) if type(None) in get_args(hint) else (hint,)
+            types = {names.get(getattr(h, "__origin__", h), "object") for h in hints}
+            allowed = LEAVES[key]["type"]
+            assert types == set(allowed if isinstance(allowed, list) else [allowed]), key
+
+
+def test_no_default_in_code() -> None:
+    with pytest.raises(TypeError, match="missing"):
+        build(Config, {})
+
+
+def test_every_key_of_the_base_carries_its_meaning() -> None:
+    comments: dict[str, str] = {}
+    path: list[tuple[int, str]] = []
+    above = ""
+    for line in BASE.read_text().splitlines():
+        match = re.fullmatch(r"( *)([\w]+):(?: [^#]*?)?(?:  # (.*))?", line)
+        if match:
+            indent = len(match[1])
+            path = [(i, name) for i, name in path if i < indent] + [(indent, match[2])]
+            comments[".".join(name for _, name in path)] = match[3] or above
+        above = line.strip().removeprefix("# ") if line.strip().startswith("#") else ""
+    for key, node in declared().items():
+        assert comments[key] == node["description"], key
+
+
+def test_every_block_refuses_unknown_keys() -> None:
+    blocks = {key: node for key, node in declared().items() if "properties" in node}
+    assert schema()["additionalProperties"] is False
+    assert {key for key, node in blocks.items() if node["additionalProperties"] is not False} == {"env.nemo_gym"}
+    assert {key for key, node in LEAVES.items() if node.get("additionalProperties") is True} == FREE_FORM
+    for key, node in blocks.items():
+        assert set(node["required"]) == set(node["properties"]), key
+
+
+def test_every_refusal_gives_a_reason() -> None:
+    natives = {key: node["x-native"] for key, node in declared().items() if "x-native" in node}
+    assert len(natives) > 30
+    for key, native in natives.items():
+        assert set(native) == {"honours", "reason"} and len(native["reason"]) > 10, key
+
+
+def test_left_out_keys_of_nemo_rl_are_not_declared() -> None:
+    assert not set(HINTS) & set(declared())
+
+
+def test_no_line_of_a_config_file_is_too_long() -> None:
+    for path in CONFIG_DIR.rglob("*.yaml"):
+        for line in path.read_text().splitlines():
+            assert len(line) <= 120 or "${" in line, f"{path}: {line}"
+
+
+def test_walk_finds_every_leaf() -> None:
+    config = load_config(BASE).config
+    assert {key for key, _ in walk(config)} == set(fields_of(Config))
