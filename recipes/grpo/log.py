@@ -82,7 +82,16 @@ class RunLogger:
         """Queue at most `limit` rollouts of `groups` for rollouts/<kind>.jsonl, kind "train" or "val"."""
         path = self._rollout_path(kind)
         picked = pick_rollouts(groups, limit)
+        if kind == "val":
+            self._print_validation(step, groups)
         self._put(lambda: self._write_lines(path, (_rollout_record(step, group, rollout) for group, rollout in picked)))
+
+    def _print_validation(self, step: int, groups: Sequence[Group]) -> None:
+        for group, rollout in pick_rollouts(groups, self._cfg.num_val_samples_to_print):
+            template = "validation at step %d, %s, reward %s: %s\n%s\n%s"
+            logger.info(
+                template, step, group.agent, rollout.reward, rollout.reason, group.prompt_text, rollout.output_text
+            )
 
     def show(self, metrics: StepMetrics) -> None:
         """Show the progress line, and per agent what a validation gave: in colour on a terminal, else by logging."""

@@ -27,6 +27,7 @@ class LoggerCfg:
     tensorboard_enabled: bool = False
     wandb_enabled: bool = False
     wandb: Wandb = field(default_factory=Wandb)
+    num_val_samples_to_print: int = 0
 
 
 def step_metrics(step: int, reward: float) -> StepMetrics:
@@ -118,6 +119,18 @@ def test_rollout_lines_say_what_came_out_and_why(tmp_path: Path) -> None:
     assert (record["group_version"], record["versions"]) == (6, [6, 7])
     with pytest.raises(ValueError, match="test"):
         run.log_rollouts("test", 7, [], limit=1)
+
+
+def test_validation_samples_are_printed_when_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = RunLogger(tmp_path, LoggerCfg(num_val_samples_to_print=2), num_steps=1)
+    groups = [make_group(row, [0.5]) for row in range(3)]
+    with caplog.at_level("INFO"):
+        run.log_rollouts("train", 7, groups, limit=3)
+        assert not caplog.messages
+        run.log_rollouts("val", 7, groups, limit=3)
+    run.close()
+    assert len(caplog.messages) == 2
+    assert caplog.messages[1].startswith("validation at step 7, math, reward 0.5: row 1 member 0\n2+2?\n<think>")
 
 
 def test_picked_rollouts_alternate_agents_and_prompts_and_keep_some_failures() -> None:

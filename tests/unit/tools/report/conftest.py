@@ -25,6 +25,7 @@ class LoggerCfg:
     tensorboard_enabled: bool = False
     wandb_enabled: bool = False
     wandb: None = None
+    num_val_samples_to_print: int = 0
 
 
 def skill(agent: str, step: int, num_steps: int) -> float:
