@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -176,22 +176,27 @@ def _warnings(run: RunData) -> str:
 
 
 def _provenance(run: RunData) -> str:
-    """Return the lock as a table, its nested parts and the resolved configuration folded."""
-    flat = {key: value for key, value in run.lock.items() if not isinstance(value, dict | list)}
-    nested = {key: value for key, value in run.lock.items() if isinstance(value, dict | list) and value}
+    """Return the lock as a table and the resolved configuration folded."""
     rows = "".join(
-        f"<tr><td>{escape(key)}</td><td><code>{escape(str(value))}</code></td></tr>" for key, value in flat.items()
+        f"<tr><td>{escape(key)}</td><td><code>{escape(value)}</code></td></tr>" for key, value in _lock_rows(run.lock)
     )
     table = f"<div class='scroll'><table class='lock'>{rows}</table></div>" if rows else ""
-    folded = [_folded(key.replace("_", " "), value) for key, value in nested.items()]
-    if run.resolved:
-        folded.append(_folded("resolved configuration", run.resolved))
-    if not table and not folded:
-        return ""
-    return f"<section><h2>Provenance</h2>{table}{''.join(folded)}</section>"
+    folded = _folded("resolved configuration", run.resolved) if run.resolved else ""
+    return f"<section><h2>Provenance</h2>{table}{folded}</section>" if table or folded else ""
 
 
-def _folded(title: str, value: Mapping[str, Any] | Sequence[Any]) -> str:
+def _lock_rows(lock: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the leaves under dotted keys; the packages are one row."""
+    for key, value in lock.items():
+        if key == "packages" and isinstance(value, Mapping):
+            yield key, ", ".join(f"{name} {version}" for name, version in value.items())
+        elif isinstance(value, Mapping):
+            yield from ((f"{key}.{name}", text) for name, text in _lock_rows(value))
+        elif value not in ("", None):
+            yield key, str(value)
+
+
+def _folded(title: str, value: Mapping[str, Any]) -> str:
     text = json.dumps(value, indent=2, ensure_ascii=False)
     head = f"{escape(title)} <small>{len(value)} entries</small>"
     return f"<details><summary>{head}</summary><pre class='json'>{escape(text)}</pre></details>"

@@ -189,7 +189,7 @@ def _verdict(gain: Gain | None, min_gain: float | None) -> tuple[str, str]:
 
 def _stage(run: RunData) -> str:
     stage = run.lock.get("stage")
-    return f"stage {stage}" if isinstance(stage, str) else ""
+    return f"stage {stage}" if isinstance(stage, str) and stage else ""
 
 
 def _model(run: RunData) -> str:

@@ -107,7 +107,13 @@ def write_run(run_dir: Path, *, num_steps: int, planned: int = 40, val_period: i
     run.close()
     resolved = {"grpo": {"max_num_steps": planned, "seed": 42}, "policy": {"model_name": "models/tiny-sft"}}
     (run_dir / "resolved.json").write_text(json.dumps(resolved))
-    lock = {"git_commit": "0123456789abcdef", "config_hash": "sha256:77aa", "seed": 42, "packages": {"torch": "2.13.0"}}
+    lock = {
+        "stage": "stage1.1",
+        "seed": 42,
+        "git": {"commit": "0123456789abcdef", "diff_sha256": ""},
+        "data": {"train-split.jsonl": {"sha256": "77aa"}},
+        "packages": {"torch": "2.13.0", "ray": "2.60.0"},
+    }
     (run_dir / "run.lock.json").write_text(json.dumps(lock))
     return run_dir
 

@@ -68,6 +68,15 @@ def test_the_page_states_the_gain_and_the_shares(make_run: MakeRun) -> None:
     assert "generate 82%" in text
 
 
+def test_provenance_shows_every_leaf_of_the_lock(make_run: MakeRun) -> None:
+    text = text_of(render(load_run(make_run(num_steps=1))))
+    assert "stage stage1.1" in text
+    assert "git.commit0123456789abcdef" in text
+    assert "data.train-split.jsonl.sha25677aa" in text
+    assert "packagestorch 2.13.0, ray 2.60.0" in text
+    assert '"max_num_steps": 40' in text
+
+
 def test_model_text_cannot_break_out_of_the_page(make_run: MakeRun) -> None:
     page = render(load_run(make_run(num_steps=10)))
     assert "<script" not in page
