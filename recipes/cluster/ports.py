@@ -4,7 +4,7 @@ All ports lie below 9000, under the lowest ephemeral floor in use, so that no ou
 take one. `PORT_TABLE` holds what one node uses; Ray's own ports come in slots, so that several one-node clusters fit
 on one machine: slot s of the first range is 20 ports, the last of which its supervisor holds as the slot's lock.
 
-`python -m recipes.cluster.ports --head|--worker` checks this node and prints `ray start` flags, one per line.
+`python -m recipes.cluster.ports --head | --worker HEAD` checks this node and prints `ray start` flags, one per line.
 """
 
 from __future__ import annotations
@@ -225,13 +225,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Check this node's ports and print the `ray start` flags.")
     role = parser.add_mutually_exclusive_group(required=True)
     role.add_argument("--head", action="store_true")
-    role.add_argument("--worker", action="store_true")
+    role.add_argument("--worker", metavar="HEAD", help="host name of the head")
     args = parser.parse_args(argv)
     ports = ray_ports()
     if problems := node_problems(ports, head=args.head):
         sys.stderr.writelines(f"ports: {problem}\n" for problem in problems)
         return LaunchError.exit_code
-    sys.stdout.writelines(f"{flag}\n" for flag in ports.flags(head=args.head))
+    address = [] if args.head else [f"--address={args.worker}:{ports.gcs}"]
+    sys.stdout.writelines(f"{flag}\n" for flag in address + ports.flags(head=args.head))
     return 0
 
 

@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+#
+# Start one stage of the recipe: on a Slurm cluster, or with LAUNCHER=local on this machine.
+#
+# Usage: ./super_launch.sh [--dry-run] [STAGE] [KEY=VALUE ...]
+#
+#   STAGE        a stage of configs/stages.yaml (stage1.1 or rlvr1): fills the variables below that are not set
+#   KEY=VALUE    configuration overrides, e.g. grpo.max_num_steps=10
+#   --dry-run    print the command that would be executed, and stop (also DRY_RUN=true)
+#   --help       print this text
+#
+# Required environment: EXP_NAME CONFIG_PATH MODEL_PATH TRAIN_PATH VAL_PATH; on Slurm also CONTAINER
+# SANDBOX_CONTAINER PERSISTENT_CACHE SLURM_PARTITION SLURM_ACCOUNT. All variables: tools/launch/contract.py.
+# With a STAGE also: SCALE=prod|small|tiny, PLATFORM=h100|b200.
+#
+# Exit status: the driver's with LAUNCHER=local (75: stopped early and saved, start again to resume), else sbatch's;
+# 2 when an input is wrong, before anything is started.
+
+set -euo pipefail
+shopt -s inherit_errexit
+
+ROOT="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
+readonly ROOT
+
+# The header above is the help text: one copy to keep true.
+usage() { sed -n '3,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+
+die() {
+  printf 'super_launch.sh: %s\n' "$1" >&2
+  exit 2
+}
+
+main() {
+  local stage='' python="${PYTHON:-${ROOT}/.venv/bin/python}"
+  local -a overrides=() options=() plan=()
+
+  while (($#)); do
+    case "$1" in
+      -h | --help)
+        usage
+        return
+        ;;
+      -n | --dry-run) options+=(--dry-run) ;;
+      -*) die "unknown option '$1' (see --help)" ;;
+      *=*) overrides+=("$1") ;;
+      *)
+        [[ -z ${stage} ]] || die "two stages given: '${stage}' and '$1'; overrides are KEY=VALUE"
+        stage=$1
+        ;;
+    esac
+    shift
+  done
+  [[ -x ${python} ]] || die "${python}: no such interpreter; run 'make setup', or set PYTHON"
+
+  # Words cross from Python as NUL-separated argv: never split, never quoted again. The first says what to do.
+  # `wait` collects the status that a process substitution would lose.
+  mapfile -d '' -t plan < <("${python}" -m tools.launch.plan "${options[@]}" --stage "${stage}" -- "${overrides[@]}")
+  wait "$!" || exit
+
+  if [[ ${plan[0]} == print ]]; then
+    printf '%q ' "${plan[@]:1}"
+    printf '\n'
+  else
+    exec "${plan[@]:1}"
+  fi
+}
+
+main "$@"

@@ -1,0 +1,141 @@
+"""The environment contract of `super_launch.sh`: every variable, what it means, who needs it, its default.
+
+The names are the published recipe's; LAUNCHER, CONTAINER_RUNTIME, ENGINE, SEED and RESULTS_DIR are ours.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from recipes.grpo.errors import Problem
+
+REQUIRED = {
+    "EXP_NAME": "name of the run; checkpoints and logs go to results/EXP_NAME",
+    "CONFIG_PATH": "stage or overlay YAML file",
+    "MODEL_PATH": "Hugging Face directory of the start weights",
+    "TRAIN_PATH": "JSONL file of training rows",
+    "VAL_PATH": "JSONL file of validation rows",
+}
+REQUIRED_ON_SLURM = {
+    "PERSISTENT_CACHE": "directory for caches that outlive a job, on a shared file system",
+    "SLURM_PARTITION": "partition to submit to",
+    "SLURM_ACCOUNT": "account to charge",
+}
+REQUIRED_WITH_CONTAINERS = {
+    "CONTAINER": "training image: a .sqsh file or a registry URI",
+    "SANDBOX_CONTAINER": "image of the sandbox that runs model-written code",
+}
+OPTIONAL = {
+    "LAUNCHER": "slurm",  # or local: a one-node Ray cluster on this machine
+    "ENGINE": "native",
+    "CONTAINER_RUNTIME": "pyxis",  # or none: what is installed on the nodes
+    "SEED": "",  # grpo.seed; empty = the configuration's
+    "RESULTS_DIR": "results",
+    "DRY_RUN": "false",  # print what would be started
+    "EXTRA_HYDRA_ARGS": "",  # further KEY=VALUE overrides, the last to apply
+    "WANDB_PROJ": "nemotron-3-super-posttraining",
+    "SLURM_TIME_LIMIT": "4:00:00",
+    "SBATCH_NUM_NODES": "",  # more nodes than the configuration needs; empty = as many
+    "EXTRA_MOUNTS": "",  # SRC:DST[,SRC:DST]
+    "SKIP_CODE_SNAPSHOT": "false",  # run from this checkout
+    "REFRESH_CODE_SNAPSHOT": "true",  # false: take the run's newest snapshot again
+}
+NOT_BUILT = {
+    "ENABLE_MTP_INFERENCE": "speculative decoding with the model's own heads",
+    "SIF_DIR": "SWE environments",
+    "CONTAINER_FORMATTER": "SWE environments",
+}
+CHOICES = {
+    "LAUNCHER": ("slurm", "local"),
+    "ENGINE": ("native",),
+    "CONTAINER_RUNTIME": ("pyxis", "none"),
+}
+TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no", "")
+_SWITCHES = ("DRY_RUN", "SKIP_CODE_SNAPSHOT", "REFRESH_CODE_SNAPSHOT")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """A complete set of the variables: those not given have their default."""
+
+    values: Mapping[str, str]
+
+    def __getitem__(self, name: str) -> str:
+        return self.values[name]
+
+    def is_set(self, name: str) -> bool:
+        """Whether a switch is on."""
+        return self.values[name].lower() in TRUE
+
+    @property
+    def is_local(self) -> bool:
+        return self.values["LAUNCHER"] == "local"
+
+    @property
+    def extra_overrides(self) -> list[str]:
+        return shlex.split(self.values["EXTRA_HYDRA_ARGS"])
+
+
+def required(launcher: str, runtime: str) -> dict[str, str]:
+    """Return the variables that a launch of this kind needs, each with its meaning."""
+    names = dict(REQUIRED)
+    if launcher != "local":
+        names |= REQUIRED_ON_SLURM
+        if runtime != "none":
+            names |= REQUIRED_WITH_CONTAINERS
+    return names
+
+
+def read_contract(environ: Mapping[str, str]) -> tuple[Contract, list[Problem]]:
+    """Read the variables; return them with every missing or wrong one."""
+    values = {name: environ.get(name) or default for name, default in OPTIONAL.items()}
+    needed = required(values["LAUNCHER"], values["CONTAINER_RUNTIME"])
+    everything = {**REQUIRED, **REQUIRED_ON_SLURM, **REQUIRED_WITH_CONTAINERS}
+    values |= {name: environ.get(name, "") for name in everything}
+    values["MODEL_PATH"] = values["MODEL_PATH"].rstrip("/")
+    problems = [
+        Problem(where=name, got="nothing", expected=meaning, fix=f"export {name}=... or pass it to make")
+        for name, meaning in needed.items()
+        if not values[name]
+    ]
+    return Contract(values), problems + _wrong_values(values) + _not_built(environ)
+
+
+def _wrong_values(values: Mapping[str, str]) -> list[Problem]:
+    problems = [
+        Problem(where=name, got=values[name], expected=" or ".join(choices), fix="correct the value")
+        for name, choices in CHOICES.items()
+        if values[name] not in choices
+    ]
+    problems += [
+        Problem(where=name, got=values[name], expected="true or false", fix="correct the value")
+        for name in _SWITCHES
+        if values[name].lower() not in TRUE + FALSE
+    ]
+    problems += [
+        Problem(where=name, got=values[name], expected="a whole number", fix="correct the value or leave it out")
+        for name in ("SEED", "SBATCH_NUM_NODES")
+        if values[name] and not values[name].isdecimal()
+    ]
+    if values["EXP_NAME"] and not _NAME.fullmatch(values["EXP_NAME"]):
+        expected = "letters, digits and . _ -, for it names a directory and a job"
+        problems.append(Problem(where="EXP_NAME", got=values["EXP_NAME"], expected=expected, fix="rename the run"))
+    try:
+        shlex.split(values["EXTRA_HYDRA_ARGS"])
+    except ValueError as error:
+        expected = "KEY=VALUE words quoted as for a shell"
+        got = f"{values['EXTRA_HYDRA_ARGS']} ({error})"
+        problems.append(Problem(where="EXTRA_HYDRA_ARGS", got=got, expected=expected, fix="correct the quotes"))
+    return problems
+
+
+def _not_built(environ: Mapping[str, str]) -> list[Problem]:
+    return [
+        Problem(where=name, got=environ[name], expected="nothing", fix=f"{purpose}: not built yet; unset it")
+        for name, purpose in NOT_BUILT.items()
+        if environ.get(name, "").lower() not in FALSE
+    ]

@@ -1,0 +1,35 @@
+"""Write what a planned launch needs before it starts: run directory, run.lock.json, code snapshot."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tools.launch.provenance import LaunchRecord, write_run_lock
+from tools.launch.snapshot import write_snapshot
+
+if TYPE_CHECKING:
+    from tools.launch.plan import Plan
+
+
+def prepare(plan: Plan) -> list[str]:
+    """Prepare the launch; return what the user should know, one line each."""
+    (plan.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    record = LaunchRecord(
+        root=plan.root,
+        stage=plan.stage,
+        config_path=plan.loaded.path,
+        config=plan.loaded.tree,
+        data_paths=plan.data_paths,
+        model_path=plan.model_path,
+    )
+    changed = write_run_lock(plan.run_dir, record)
+    if plan.code_dir != plan.root:
+        write_snapshot(plan.root, plan.code_dir, plan.code)
+    sizes = plan.sizes
+    return [
+        f"run directory {plan.run_dir}",
+        f"{sizes.num_train_nodes} train + {sizes.num_generation_nodes} generation + {sizes.num_judge_nodes} judge nodes"
+        if not plan.contract.is_local
+        else f"{sizes.train_gpus} policy workers + {sizes.generation_gpus} engine workers on this machine",
+        *(f"differs from the last start: {change}" for change in changed),
+    ]

@@ -1,0 +1,53 @@
+"""Fill the environment contract from the stage table: `make stage1.1 SCALE=tiny` needs no variable set by hand.
+
+A variable that is already set wins. The start weights are the parent stage's last complete export, for the first
+stage the SFT checkpoint of the scale, which only scale tiny can make by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from recipes.grpo.errors import LaunchError, Problem
+from recipes.grpo.stages import PLATFORMS, SCALES, Stage, config_path, find_stage
+
+TINY_MODEL = "models/tiny-sft"
+TINY_DATA = "data/tiny"
+
+
+def stage_environment(name: str, environ: Mapping[str, str], root: Path) -> dict[str, str]:
+    """Return `environ` with what the stage table knows added to it."""
+    scale, platform = environ.get("SCALE") or "prod", environ.get("PLATFORM") or "h100"
+    problems = [
+        Problem(where=variable, got=value, expected=" or ".join(choices), fix="correct the value")
+        for variable, value, choices in (("SCALE", scale, SCALES), ("PLATFORM", platform, PLATFORMS))
+        if value not in choices
+    ]
+    if problems:
+        raise LaunchError(problems)
+    stage = find_stage(name)
+    data = root / (TINY_DATA if scale == "tiny" else f"data/{stage.blend}")
+    filled = {
+        "EXP_NAME": experiment(stage, scale),
+        "TRAIN_PATH": str(data / "train-split.jsonl"),
+        "VAL_PATH": str(data / "val-split.jsonl"),
+    }
+    if not environ.get("CONFIG_PATH"):
+        filled["CONFIG_PATH"] = str(config_path(stage, scale, platform))
+    if model := start_weights(stage, scale, root / (environ.get("RESULTS_DIR") or "results")):
+        filled["MODEL_PATH"] = str(root / model)
+    given = {variable: value for variable, value in environ.items() if value}
+    return filled | given | {"STAGE": stage.id}
+
+
+def experiment(stage: Stage, scale: str) -> str:
+    """Return the default name of a stage's run."""
+    return stage.experiment if scale == "prod" else f"{stage.experiment}-{scale}"
+
+
+def start_weights(stage: Stage, scale: str, results: Path) -> Path | None:
+    """Return where the stage's start weights are by default; None when only the user knows."""
+    if stage.after is not None:
+        return results / experiment(find_stage(stage.after), scale) / "checkpoints" / "latest" / "hf"
+    return Path(TINY_MODEL) if scale == "tiny" else None
