@@ -38,6 +38,10 @@ class InputError(RecipeError, ValueError):
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
+    def __reduce__(self) -> tuple[type[InputError], tuple[list[Problem]]]:
+        """Cross a process boundary with the problems, not with their text."""
+        return type(self), (self.problems,)
+
 
 class ConfigError(InputError):
     """A configuration file, an override or a combination of keys is wrong."""

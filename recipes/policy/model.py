@@ -131,7 +131,10 @@ def transformer_config(hf: Any, cfg: PolicyConfig) -> TransformerConfig:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        perform_initialization=False,  # the checkpoint overwrites every weight
+        perform_initialization=True,  # also marks sharded weights, without which the gradient norm misses shards
+        init_method=_keep,
+        output_layer_init_method=_keep,
+        embedding_init_method=_keep,
         tensor_model_parallel_size=megatron.tensor_model_parallel_size,
         pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
         context_parallel_size=megatron.context_parallel_size,
@@ -165,6 +168,11 @@ def forward(model: torch.nn.Module, tokens_1T: Tensor, labels_1T: Tensor, sequen
         packed_seq_params=sequences,
     )
     return result
+
+
+def _keep(weight: Tensor) -> Tensor:
+    """Initialize nothing: the checkpoint overwrites every weight."""
+    return weight
 
 
 def _layer_spec(config: TransformerConfig) -> ModuleSpec:

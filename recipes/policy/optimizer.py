@@ -26,7 +26,7 @@ def wrap_ddp(model: torch.nn.Module, config: TransformerConfig, cfg: MegatronCon
             use_distributed_optimizer=cfg.optimizer.use_distributed_optimizer,
             grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
             overlap_grad_reduce=ddp.overlap_grad_reduce,
-            overlap_param_gather=ddp.overlap_param_gather and cfg.optimizer.use_distributed_optimizer,
+            overlap_param_gather=ddp.overlap_param_gather,
             average_in_collective=False,  # the loss is divided by counts of the whole batch: ranks add up
             check_for_nan_in_grad=True,
         ),

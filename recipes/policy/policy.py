@@ -37,7 +37,7 @@ class Policy:
         self._workers = workers
         self._cfg = cfg
         self._deadlines = deadlines
-        self._identities: Sequence[WorkerIdentity | None] = [None] * len(workers)
+        self._identities: Sequence[WorkerIdentity] = ()
         self._coordinates: Sequence[Coordinates] = ()
         self._layout: WeightLayout | None = None
 
@@ -54,7 +54,9 @@ class Policy:
         """Start one worker per entry of `placement` (options of a Ray actor) and wait until all hold the model."""
         check_layout(policy_cfg, world_size=len(placement))
         remote = ray.remote(PolicyWorker)
-        workers = [remote.options(**options).remote(rank) for rank, options in enumerate(placement)]
+        env = {key: str(value) for key, value in (policy_cfg.megatron_cfg.env_vars or {}).items()}
+        extra = {"runtime_env": {"env_vars": env}} if env else {}
+        workers = [remote.options(**options, **extra).remote(rank) for rank, options in enumerate(placement)]
         policy = cls(workers, policy_cfg, deadlines)
         spec = WorkerSpec(
             policy_cfg=policy_cfg,
@@ -92,8 +94,13 @@ class Policy:
             assert self._layout is not None
         return self._layout
 
+    def connect_engines(self, port: int, *, num_engine_ranks: int) -> None:
+        """Form the NCCL group of `send_weights` on CUDA; blocks until the engines have joined at rank 0's node."""
+        host = self._identities[0].node_ip
+        self._call("connect_engines", host, port, 1 + num_engine_ranks, deadline=self._deadlines.refit)
+
     def send_weights(self) -> None:
-        """Write all full tensors to where `weight_layout` says."""
+        """Write all full tensors to where `weight_layout` says, or broadcast them to the connected engines."""
         self.weight_layout()
         self._call("send_weights", deadline=self._deadlines.refit)
 
@@ -112,7 +119,7 @@ class Policy:
 
     def pids(self) -> list[int]:
         """Return the process id of every rank."""
-        return [identity.pid for identity in self._identities if identity is not None]
+        return [identity.pid for identity in self._identities]
 
     def shutdown(self) -> None:
         """Stop all workers and remove the shared-memory file, also when some are dead already."""
@@ -128,7 +135,7 @@ class Policy:
 
     def _join(self, spec: WorkerSpec) -> None:
         """Bring the ranks together and build the model on each."""
-        host = self._identities[0].node_ip if self._identities[0] is not None else ""
+        host = self._identities[0].node_ip
         started = time.monotonic()
         store = self._workers[0].open_store.remote(host, spec.collective_timeout_s)
         port = self._gather([store], deadline=self._deadlines.engine_start)[0]
@@ -177,9 +184,9 @@ class Policy:
         return results
 
     def _name(self, rank: int) -> str:
-        identity = self._identities[rank]
-        if identity is None:
+        if not self._identities:
             return f"rank {rank} (not placed yet)"
+        identity = self._identities[rank]
         return f"rank {rank} (pid {identity.pid} on node {identity.node_id}, {identity.node_ip})"
 
     def _kill(self) -> None:

@@ -100,7 +100,7 @@ class NcclSender:
             NCCLTrainerInitInfo(master_address=master_address, master_port=master_port, world_size=world_size)
         )
 
-    def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Broadcast in the packed form that the engines' update request announced."""
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from recipes.grpo.config_tree_policy import PolicyConfig
     from recipes.policy.layout import Coordinates
     from recipes.policy.shards import BatchShard
+    from recipes.policy.weights import NcclSender, SharedMemoryWriter
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class PolicyWorker:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._store: TCPStore | None = None
+        self._sink: SharedMemoryWriter | NcclSender | None = None
 
     def identity(self) -> WorkerIdentity:
         """Tell where this process runs."""
@@ -113,18 +115,27 @@ class PolicyWorker:
         shapes = convert.full_shapes(self._trainer.model)
         if torch.cuda.is_available():
             return weights.make_layout(shapes, path="")
-        self._writer = weights.SharedMemoryWriter(shapes, driver_pid=self._spec.driver_pid)
-        return self._writer.layout
+        writer = weights.SharedMemoryWriter(shapes, driver_pid=self._spec.driver_pid)
+        self._sink = writer
+        return writer.layout
+
+    def connect_engines(self, host: str, port: int, world_size: int) -> None:
+        """Join the engines' NCCL group as its rank 0 (rank 0 only); returns when all engine ranks have joined."""
+        from recipes.policy import weights
+
+        if self._rank == 0:
+            self._sink = weights.NcclSender(master_address=host, master_port=port, world_size=world_size)
 
     def send_weights(self) -> None:
-        """Gather each full tensor; rank 0 writes it to the shared-memory file."""
+        """Gather each full tensor; rank 0 writes it to the shared-memory file, or broadcasts it."""
         from recipes.policy import convert
 
         if self._coordinates.data != 0:
             return  # another replica has the same weights
         exported = convert.export(self._trainer.model)
         if self._rank == 0:
-            self._writer.write(exported)
+            assert self._sink is not None, "weight_layout or connect_engines comes first"
+            self._sink.write(exported)
         else:
             for _ in exported:
                 pass
@@ -160,5 +171,5 @@ class PolicyWorker:
 
     def close(self) -> None:
         """Release what outlives the process."""
-        if self._rank == 0 and hasattr(self, "_writer"):
-            self._writer.close()
+        if self._sink is not None:
+            self._sink.close()

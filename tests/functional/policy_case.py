@@ -1,0 +1,121 @@
+"""A tiny Qwen3 checkpoint, its configuration and random batches, for the tests of the policy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import ray
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from recipes.grpo.config import load_config, require_valid
+from recipes.grpo.config_tree import Config
+from recipes.grpo.types import TrainBatch
+from recipes.policy.policy import Policy
+
+BASE = Path(__file__).resolve().parents[2] / "configs" / "grpo_base.yaml"
+
+_CPU = {
+    "policy.precision": "float32",
+    "policy.max_total_sequence_length": 64,
+    "policy.train_micro_batch_size": 2,
+    "policy.logprob_batch_size": 4,
+    "policy.megatron_cfg.sequence_parallel": "false",
+    "policy.megatron_cfg.tensor_model_parallel_size": 1,
+    "policy.megatron_cfg.activation_checkpointing": "false",
+    "policy.megatron_cfg.apply_rope_fusion": "false",
+    "policy.megatron_cfg.optimizer.lr": 1.0e-3,
+    "policy.megatron_cfg.optimizer.use_precision_aware_optimizer": "false",
+    "policy.megatron_cfg.optimizer.bf16": "false",
+    "policy.megatron_cfg.scheduler.lr_warmup_init": 1.0e-4,
+    "policy.megatron_cfg.scheduler.lr_warmup_iters": 2,
+}
+
+
+def save_model(directory: Path, *, tied: bool = False) -> Path:
+    """Write a random Qwen3 model with grouped queries, in float32."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=96,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        rope_theta=1e6,
+        tie_word_embeddings=tied,
+        rms_norm_eps=1e-6,
+        initializer_range=0.2,  # large enough that every weight matters
+    )
+    Qwen3ForCausalLM(config).float().save_pretrained(directory)
+    return directory
+
+
+def load_case(model: Path, **overrides: Any) -> Config:
+    """Return the base configuration for CPU workers; a dot of an overridden `policy` key is written as `__`."""
+    values = _CPU | {f"policy.{key.replace('__', '.')}": value for key, value in overrides.items()}
+    texts = [f"{key}={value}" for key, value in values.items()]
+    return require_valid(load_config(BASE, [f"policy.model_name={model}", *texts]))
+
+
+@contextmanager
+def local_ray(num_cpus: int) -> Iterator[None]:
+    """Run a Ray instance of our own, in a directory of its own."""
+    os.environ.pop("RAY_ADDRESS", None)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with TemporaryDirectory(prefix="ray-policy-", dir="/tmp", ignore_cleanup_errors=True) as directory:
+        ray.init(num_cpus=num_cpus, include_dashboard=False, _temp_dir=directory, object_store_memory=100 * 2**20)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def running(config: Config, *, num_ranks: int = 1, **deadlines: float) -> Iterator[Policy]:
+    """Start a policy with one CPU per rank and stop it at the end."""
+    limits = replace(config.deadlines, **({"placement": 60.0, "engine_start": 60.0, "shutdown": 5.0} | deadlines))
+    policy = Policy.start(
+        config.policy, config.loss_fn, placement=[{"num_cpus": 1}] * num_ranks, deadlines=limits, seed=1
+    )
+    try:
+        yield policy
+    finally:
+        policy.shutdown()
+
+
+def exported(policy: Policy, directory: Path) -> dict[str, torch.Tensor]:
+    """Export the policy and read the tensors back."""
+    policy.export_hf(directory)
+    return load_file(directory / "model.safetensors")
+
+
+def random_batch(num_rows: int, *, seed: int = 1, width: int = 40, vocab: int = 96) -> TrainBatch:
+    """Return rows of different lengths with random masks, advantages and plausible log-probabilities."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths_B = torch.randint(5, width + 1, (num_rows,), generator=generator)
+    inside_BS = torch.arange(width) < lengths_B[:, None]
+    ids_BS = torch.randint(0, vocab, (num_rows, width), generator=generator) * inside_BS
+    mask_BS = ((torch.rand(num_rows, width, generator=generator) < 0.7) & inside_BS).float()
+    mask_BS[:, :2] = 0.0
+    sample_mask_B = torch.ones(num_rows)
+    sample_mask_B[num_rows // 2] = 0.0
+    return TrainBatch(
+        input_ids_BS=ids_BS,
+        input_lengths_B=lengths_B,
+        token_mask_BS=mask_BS,
+        sample_mask_B=sample_mask_B,
+        generation_logprobs_BS=-torch.rand(num_rows, width, generator=generator) * 6 * mask_BS,
+        advantages_BS=torch.randn(num_rows, 1, generator=generator).expand(-1, width).contiguous(),
+        rewards_B=torch.zeros(num_rows, dtype=torch.float64),
+        group_B=torch.arange(num_rows) // 2,
+    )

@@ -1,0 +1,106 @@
+"""One policy rank through its real Ray actor, against transformers and against itself after a save and a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from policy_case import exported, load_case, local_ray, random_batch, running, save_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from recipes.grpo.errors import CheckpointError, ConfigError
+from recipes.grpo.types import TrainBatch
+from recipes.policy.policy import Policy
+
+pytestmark = pytest.mark.functional
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_instance() -> Iterator[None]:
+    with local_ray(num_cpus=2):
+        yield
+
+
+def _reference_logprobs(model: Path, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
+    """Compute [B, S] with transformers, one unpadded row at a time."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    result_BS = torch.zeros(batch.input_ids_BS.shape)
+    for row, length in enumerate(batch.input_lengths_B.tolist()):
+        ids_1T = batch.input_ids_BS[row : row + 1, :length]
+        with torch.no_grad():
+            scores = (reference(ids_1T).logits[0, :-1] / temperature).log_softmax(-1)
+        result_BS[row, 1:length] = scores.gather(-1, ids_1T[0, 1:, None])[:, 0]
+    return result_BS
+
+
+def test_logprobs_and_export_agree_with_transformers(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    batch = random_batch(9)
+    config = load_case(model, generation__temperature=0.7, logprob_chunk_size=16)
+    with running(config) as policy:
+        before_BS = policy.logprobs(batch)
+        policy.train(batch)
+        after_BS = policy.logprobs(batch)
+        exported(policy, tmp_path / "hf")
+    assert torch.allclose(before_BS, _reference_logprobs(model, batch, temperature=0.7), atol=2e-5, rtol=0)
+    assert torch.allclose(after_BS, _reference_logprobs(tmp_path / "hf", batch, temperature=0.7), atol=2e-5, rtol=0)
+    assert (after_BS - before_BS).abs().max() > 1e-3  # the step moved the model, so the second check is not the first
+
+
+def test_rows_without_packing_give_the_same_logprobs(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    batch = random_batch(8)
+    config = load_case(model, sequence_packing__enabled="false", logprob_batch_size=3)
+    with running(config) as policy:
+        got_BS = policy.logprobs(batch)
+    assert torch.allclose(got_BS, _reference_logprobs(model, batch), atol=2e-5, rtol=0)
+
+
+def test_tied_export_is_bit_equal_after_a_round_trip(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", tied=True)
+    with running(load_case(model)) as policy:
+        policy.train(random_batch(8))
+        first = exported(policy, tmp_path / "first")
+        layout = policy.weight_layout()
+        policy.send_weights()
+        raw = Path(layout.path).read_bytes()
+    with running(load_case(tmp_path / "first")) as policy:
+        second = exported(policy, tmp_path / "second")
+    assert "lm_head.weight" not in first
+    assert first.keys() == second.keys() == set(layout.names)
+    for name, dtype, shape, offset in zip(layout.names, layout.dtypes, layout.shapes, layout.offsets, strict=True):
+        assert torch.equal(first[name], second[name]), name
+        assert (dtype, shape) == ("float32", tuple(first[name].shape))
+        assert raw[offset : offset + 4 * first[name].numel()] == first[name].numpy().tobytes(), name
+    assert not Path(layout.path).exists()
+
+
+def test_resume_is_bit_equal(tmp_path: Path) -> None:
+    config = load_case(save_model(tmp_path / "model"))  # the learning rate goes from 1e-4 to 1e-3 in two steps
+    batches = [random_batch(8, seed=seed) for seed in range(4)]
+    with running(config) as policy:
+        rates = [policy.train(batch)["lr"] for batch in batches[:2]]
+        policy.save(tmp_path / "checkpoint")
+        straight_metrics = [policy.train(batch) for batch in batches[2:]]
+        straight = exported(policy, tmp_path / "straight")
+    with running(config) as policy:
+        policy.load(tmp_path / "checkpoint")
+        resumed_metrics = [policy.train(batch) for batch in batches[2:]]
+        resumed = exported(policy, tmp_path / "resumed")
+    assert rates + [metrics["lr"] for metrics in resumed_metrics] == pytest.approx([1e-4, 5.5e-4, 1e-3, 1e-3])
+    assert resumed_metrics == straight_metrics
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in straight.items())
+
+
+def test_wrong_inputs_keep_their_own_error(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    config = load_case(model, megatron_cfg__pipeline_model_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"pipeline_model_parallel_size: got 2, expected 1"):
+        Policy.start(config.policy, config.loss_fn, placement=[{}, {}], deadlines=config.deadlines, seed=1)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with running(load_case(model)) as policy, pytest.raises(CheckpointError, match=r"empty: got no metadata\.json"):
+        policy.load(empty)

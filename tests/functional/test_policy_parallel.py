@@ -1,0 +1,176 @@
+"""Several policy ranks over real gloo groups: every layout computes what one rank computes; a lost rank is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from policy_case import exported, load_case, local_ray, random_batch, running, save_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from recipes.grpo.config_tree import Config
+from recipes.grpo.errors import PolicyError
+from recipes.grpo.loss import LossInputs, grpo_loss
+from recipes.policy.shards import global_counts
+
+pytestmark = pytest.mark.functional
+
+_SCALE = 1e3
+_TENSOR = {"megatron_cfg__tensor_model_parallel_size": 2}
+_SEQUENCE = _TENSOR | {"megatron_cfg__sequence_parallel": "true"}
+_GATHER_AFTER = {"megatron_cfg__distributed_data_parallel_config__overlap_param_gather": "false"}
+_PLAIN = _GATHER_AFTER | {"megatron_cfg__optimizer__use_distributed_optimizer": "false"}
+_OVERLAP = {
+    "megatron_cfg__distributed_data_parallel_config__overlap_grad_reduce": "true",
+    "megatron_cfg__distributed_data_parallel_config__overlap_param_gather": "true",
+}
+_RECOMPUTE = {"megatron_cfg__activation_checkpointing": "true", "logprob_chunk_size": 24}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one training step did."""
+
+    metrics: dict[str, float]
+    gradients: dict[str, Tensor]
+    logprobs_BS: Tensor
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_instance() -> Iterator[None]:
+    with local_ray(num_cpus=2):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("policy") / "model")
+
+
+@pytest.fixture(scope="module")
+def one_rank(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return _step(model, tmp_path_factory.mktemp("one"), num_ranks=1)
+
+
+def _showing_gradients(config: Config) -> Config:
+    """Give Adam a huge epsilon, so that one step moves every weight by -_SCALE times its gradient.
+
+    The weights then show the gradients that the optimizer was given, after the same reductions as in training.
+    """
+    megatron = config.policy.megatron_cfg
+    megatron = replace(
+        megatron,
+        optimizer=replace(megatron.optimizer, lr=1e9, min_lr=1e9, adam_eps=1e9 / _SCALE),
+        scheduler=replace(megatron.scheduler, lr_warmup_iters=0, lr_warmup_init=0.0),
+    )
+    return replace(config, policy=replace(config.policy, megatron_cfg=megatron, max_grad_norm=1e9))
+
+
+def _step(model: Path, directory: Path, *, num_ranks: int, **overrides: Any) -> Outcome:
+    batch = random_batch(10)
+    with running(_showing_gradients(load_case(model, **overrides)), num_ranks=num_ranks) as policy:
+        logprobs_BS = policy.logprobs(batch)
+        before = exported(policy, directory / "before")
+        metrics = policy.train(batch)
+        after = exported(policy, directory / "after")
+    gradients = {name: (before[name] - after[name]) / _SCALE for name in before}
+    return Outcome(metrics=metrics, gradients=gradients, logprobs_BS=logprobs_BS)
+
+
+def _relative_errors(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    assert gradients.keys() == expected.keys()
+    return {
+        name: ((gradients[name] - tensor).abs().max() / tensor.abs().max()).item() for name, tensor in expected.items()
+    }
+
+
+def test_one_rank_equals_transformers(model: Path, one_rank: Outcome) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    batch = random_batch(10)
+    ids_BS = batch.input_ids_BS
+    scores = (
+        reference(ids_BS).logits[:, :-1].log_softmax(-1)
+    )  # causal: the pads on the right change nothing before them
+    current_BT = scores.gather(-1, ids_BS[:, 1:, None])[..., 0]
+    inputs = LossInputs(
+        token_mask_BT=batch.token_mask_BS[:, 1:],
+        sample_mask_B=batch.sample_mask_B,
+        advantages_BT=batch.advantages_BS[:, 1:],
+        prev_logprobs_BT=torch.zeros_like(current_BT),
+        generation_logprobs_BT=batch.generation_logprobs_BS[:, 1:],
+    )
+    loss, _ = grpo_loss(current_BT, inputs, load_case(model).loss_fn, global_counts(batch))
+    loss.backward()
+    expected = {name: param.grad for name, param in reference.named_parameters()}
+    norm = torch.stack([gradient.square().sum() for gradient in expected.values()]).sum().sqrt()
+    assert one_rank.metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert one_rank.metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    errors = _relative_errors(one_rank.gradients, expected)
+    assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(_TENSOR, id="tensor"),
+        pytest.param(_SEQUENCE | _RECOMPUTE, id="sequence-recompute-chunks"),
+        pytest.param(_GATHER_AFTER, id="data-distributed-optimizer"),
+        pytest.param(_OVERLAP, id="data-overlap"),
+        pytest.param(_PLAIN, id="data-plain-optimizer"),
+    ],
+)
+def test_two_ranks_equal_one(model: Path, one_rank: Outcome, tmp_path: Path, overrides: dict[str, Any]) -> None:
+    two = _step(model, tmp_path, num_ranks=2, **overrides)
+    assert torch.allclose(two.logprobs_BS, one_rank.logprobs_BS, atol=2e-5, rtol=0)
+    assert two.metrics == pytest.approx(one_rank.metrics, rel=1e-5, abs=1e-6)
+    assert two.metrics["grad_norm"] == pytest.approx(one_rank.metrics["grad_norm"], rel=1e-5)
+    errors = _relative_errors(two.gradients, one_rank.gradients)
+    assert max(errors.values()) < 1e-5, errors
+
+
+def test_a_tensor_parallel_checkpoint_continues_on_one_rank(model: Path, tmp_path: Path) -> None:
+    first, second = random_batch(8, seed=1), random_batch(8, seed=2)
+    with running(load_case(model, **_SEQUENCE), num_ranks=2) as policy:
+        policy.train(first)
+        policy.save(tmp_path / "checkpoint")
+        saved = exported(policy, tmp_path / "saved")
+        metrics = policy.train(second)
+    with running(load_case(model)) as policy:
+        policy.load(tmp_path / "checkpoint")
+        loaded = exported(policy, tmp_path / "loaded")
+        assert policy.train(second) == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
+
+
+def test_a_dead_rank_is_named_at_once(model: Path) -> None:
+    with running(load_case(model), num_ranks=2, train=60.0) as policy:
+        batch = random_batch(8)
+        policy.train(batch)
+        path = Path(policy.weight_layout().path)
+        victim = policy.pids()[1]
+        os.kill(victim, signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(PolicyError, match=rf"rank 1 \(pid {victim} on node [0-9a-f]+"):
+            policy.train(batch)
+        assert time.monotonic() - began < 30.0
+    assert not path.exists()
+
+
+def test_a_late_rank_is_named_within_the_deadline(model: Path) -> None:
+    with running(load_case(model), num_ranks=2, train=4.0) as policy:
+        batch = random_batch(8)
+        policy.train(batch)
+        stopped = policy.pids()[1]
+        os.kill(stopped, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(PolicyError, match=rf"no answer within 4 s from .*rank 1 \(pid {stopped}"):
+            policy.train(batch)
+        assert time.monotonic() - began < 8.0
