@@ -87,8 +87,8 @@ def nodes_are_shared_out(config: Config) -> Iterator[Finding]:
 
 
 def parallel_sizes_divide_the_gpus(config: Config) -> Iterator[Finding]:
-    """Require whole copies of the policy, of its experts and of each engine, and whole shares of the batch."""
-    sizes, megatron, vllm = derive(config), config.policy.megatron_cfg, config.policy.generation.vllm_cfg
+    """Require whole copies of the policy and of its experts, and whole shares of the batch."""
+    sizes, megatron = derive(config), config.policy.megatron_cfg
     if sizes.train_gpus <= 0:
         return  # nodes_are_shared_out names it
     tp, cp, pp = (
@@ -101,7 +101,8 @@ def parallel_sizes_divide_the_gpus(config: Config) -> Iterator[Finding]:
         expected = f"{formula} to divide the {sizes.train_gpus} training GPUs"
         fix = f"{sizes.num_train_nodes} nodes train; change the sizes or the nodes"
         yield Finding(key=TP, got=str(tp), expected=expected, fix=fix, also=SIZES)
-    elif sizes.samples_per_step % sizes.data_parallel_size:
+        return
+    if sizes.samples_per_step % sizes.data_parallel_size:
         expected = f"P * G = {sizes.samples_per_step} to be a multiple of the data-parallel size"
         fix = f"{sizes.data_parallel_size} = {sizes.train_gpus} training GPUs / ({formula}); change P"
         also = ("grpo.num_generations_per_prompt", *SIZES)
@@ -114,22 +115,24 @@ def parallel_sizes_divide_the_gpus(config: Config) -> Iterator[Finding]:
         also = (f"{MEGATRON}.expert_tensor_parallel_size", *SIZES)
         fix = "experts are spread over TP, CP and DP ranks; lower EP"
         yield Finding(key=f"{MEGATRON}.expert_model_parallel_size", got=str(ep), expected=expected, fix=fix, also=also)
+
+
+def engines_divide_the_gpus(config: Config) -> Iterator[Finding]:
+    """Require whole engines that lie on one node or on whole nodes."""
+    sizes, vllm, per_node = derive(config), config.policy.generation.vllm_cfg, config.cluster.gpus_per_node
+    tp, ep = vllm.tensor_parallel_size, vllm.expert_parallel_size
+    key, also = f"{VLLM}.tensor_parallel_size", (f"{VLLM}.pipeline_parallel_size", *SIZES)
     if sizes.generation_gpus % sizes.gpus_per_engine:
-        expected = f"TP {vllm.tensor_parallel_size} * PP {vllm.pipeline_parallel_size} to divide the "
-        expected += f"{sizes.generation_gpus} generation GPUs"
-        also = (f"{VLLM}.pipeline_parallel_size", *SIZES)
-        got = str(vllm.tensor_parallel_size)
+        expected = f"TP {tp} * PP {vllm.pipeline_parallel_size} to divide the {sizes.generation_gpus} generation GPUs"
         fix = "each engine takes TP * PP GPUs; change its size or the generation nodes"
-        yield Finding(key=f"{VLLM}.tensor_parallel_size", got=got, expected=expected, fix=fix, also=also)
-    elif config.cluster.gpus_per_node % sizes.gpus_per_engine and sizes.gpus_per_engine % config.cluster.gpus_per_node:
-        expected = f"TP * PP = {sizes.gpus_per_engine} to divide {GPUS} = {config.cluster.gpus_per_node}, or a multiple"
-        got, fix = str(vllm.tensor_parallel_size), "an engine must not lie across a part of a node"
-        yield Finding(key=f"{VLLM}.tensor_parallel_size", got=got, expected=expected, fix=fix, also=SIZES)
-    if vllm.expert_parallel_size > 1 and vllm.expert_parallel_size % vllm.tensor_parallel_size:
-        key, got = f"{VLLM}.expert_parallel_size", str(vllm.expert_parallel_size)
-        expected = f"1 or a multiple of {VLLM}.tensor_parallel_size = {vllm.tensor_parallel_size}"
-        fix = "vLLM's EP is DP * TP"
-        yield Finding(key=key, got=got, expected=expected, fix=fix, also=(f"{VLLM}.tensor_parallel_size",))
+        yield Finding(key=key, got=str(tp), expected=expected, fix=fix, also=also)
+    elif per_node % sizes.gpus_per_engine and sizes.gpus_per_engine % per_node:
+        expected = f"TP * PP = {sizes.gpus_per_engine} to divide {GPUS} = {per_node}, or a multiple"
+        fix = "an engine must not lie across a part of a node"
+        yield Finding(key=key, got=str(tp), expected=expected, fix=fix, also=also)
+    if ep > 1 and ep % tp:
+        expected, fix = f"1 or a multiple of {key} = {tp}", "vLLM's EP is DP * TP"
+        yield Finding(key=f"{VLLM}.expert_parallel_size", got=str(ep), expected=expected, fix=fix, also=(key,))
 
 
 def sequence_parallel_has_ranks(config: Config) -> Iterator[Finding]:
@@ -280,6 +283,7 @@ CLUSTER_RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     packing_fits_one_rollout,
     nodes_are_shared_out,
     parallel_sizes_divide_the_gpus,
+    engines_divide_the_gpus,
     sequence_parallel_has_ranks,
     dtypes_agree,
     optimizer_is_consistent,

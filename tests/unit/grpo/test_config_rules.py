@@ -1,0 +1,224 @@
+"""Each cross-field rule: the contradiction, and the exact line that names it with the formula and its values."""
+
+from pathlib import Path
+
+import pytest
+
+from recipes.grpo.config import load_config, refusals
+from recipes.grpo.config_rules import REFUSALS, RULES
+from recipes.grpo.config_schema import CONFIG_DIR
+
+STAGE1 = CONFIG_DIR / "stage1_rlvr.yaml"
+SMALL = CONFIG_DIR / "small_scale" / "stage1_rlvr_27node_h100.yaml"
+TINY = CONFIG_DIR / "tiny" / "stage1_rlvr.yaml"
+ON_POLICY = "loss_fn.force_on_policy_ratio"
+TIS = "loss_fn.truncated_importance_sampling"
+MEGATRON = "policy.megatron_cfg"
+VLLM = "policy.generation.vllm_cfg"
+RESOURCES = "policy.generation.colocated.resources"
+
+# rule, file, overrides, the one line they must give (after "command line: ")
+CASES = [
+    ("batch_is_prompts_times_generations", STAGE1, ["policy.train_global_batch_size=2048"],
+     "policy.train_global_batch_size: got 2048, expected grpo.num_prompts_per_step * grpo.num_generations_per_prompt = "
+     "256 * 16 = 4096; force_on_policy_ratio needs exactly one optimizer step per batch; delete this key"),
+    ("batch_is_prompts_times_generations", STAGE1, ["policy.train_global_batch_size=3000", f"{ON_POLICY}=false"],
+     "policy.train_global_batch_size: got 3000, expected a divisor of grpo.num_prompts_per_step * "
+     "grpo.num_generations_per_prompt = 256 * 16 = 4096; delete this key"),
+    ("group_has_a_baseline", TINY, ["grpo.num_generations_per_prompt=1"],
+     "grpo.num_generations_per_prompt: got 1, expected 2 or more; the leave-one-out baseline of a group of 1 leaves "
+     "no advantage; set it to 2 or more"),
+    ("lag_needs_importance_correction", TINY,
+     ["loss_fn.use_importance_sampling_correction=false", f"{TIS}_type=null", f"{TIS}_ratio=null"],
+     "loss_fn.use_importance_sampling_correction: got false, expected true; "
+     "grpo.async_grpo.max_trajectory_age_steps is 1, so weights lag behind; set this to true, or "
+     "grpo.async_grpo.max_trajectory_age_steps to 0"),
+    ("truncation_is_complete", TINY, [f"{TIS}_type=null"],
+     f"{TIS}_type: got null, expected a type; {TIS}_ratio is 5.0; name a type, or set {TIS}_ratio to null"),
+    ("truncation_is_complete", TINY,
+     ["loss_fn.use_importance_sampling_correction=false", "grpo.async_grpo.max_trajectory_age_steps=0"],
+     f"{TIS}_type: got tis, expected null; there is no weight to truncate without "
+     "loss_fn.use_importance_sampling_correction; set this to null"),
+    ("truncation_is_complete", TINY, [f"{TIS}_ratio=null"],
+     f"{TIS}_ratio: got null, expected a number > 0; {TIS}_type is tis; give a bound (5 in the recipe), or set the "
+     "type to null"),
+    ("truncation_is_complete", TINY, [f"{TIS}_type=icepop"],
+     f"{TIS}_ratio_min: got null, expected a number; icepop drops what lies below it; give a bound (0.5 is common)"),
+    ("truncation_is_complete", TINY, [f"{TIS}_ratio_min=6"],
+     f"{TIS}_ratio_min: got 6.0, expected at most {TIS}_ratio = 5.0; no weight could pass; lower it"),
+    ("truncation_is_complete", TINY,
+     [f"{TIS}_type=seq-mask-tis", f"{TIS}_ratio_min=0.5", "loss_fn.sequence_level_importance_ratios=true",
+      "loss_fn.token_level_loss=false"],
+     f"{TIS}_type: got seq-mask-tis, expected tis or icepop; a per-rollout ratio cannot be masked per rollout again; "
+     "use tis or icepop"),
+    ("ratio_is_one_kind", TINY, ["loss_fn.use_cispo=true"],
+     "loss_fn.use_cispo: got true with loss_fn.force_on_policy_ratio, expected one of them; use_cispo replaces it; "
+     "set loss_fn.force_on_policy_ratio to false"),
+    ("ratio_is_one_kind", TINY, ["loss_fn.disable_ppo_ratio=true"],
+     "loss_fn.disable_ppo_ratio: got true with loss_fn.force_on_policy_ratio, expected one of them; "
+     "force_on_policy_ratio would win; set one to false"),
+    ("ratio_is_one_kind", TINY, ["loss_fn.sequence_level_importance_ratios=true"],
+     "loss_fn.token_level_loss: got true, expected false; one weight per rollout needs the mean per rollout; "
+     "set this to false"),
+    ("kl_in_reward_has_an_estimator", TINY,
+     ["loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0.1"],
+     "loss_fn.use_kl_in_reward: got true, expected false; the group baseline has no per-token reward; "
+     "set it to false"),
+    ("kl_in_reward_has_an_estimator", TINY,
+     ["loss_fn.use_kl_in_reward=true", "grpo.adv_estimator.name=reinforce_plus_plus"],
+     "loss_fn.use_kl_in_reward: got true, expected false; loss_fn.reference_policy_kl_penalty is 0, so nothing would "
+     "be subtracted; set one of them"),
+    ("penalties_survive_the_clip", TINY, ["grpo.invalid_tool_call_advantage=-60"],
+     "grpo.invalid_tool_call_advantage: got -60.0, expected a number in [-50.0, 50.0] = "
+     "grpo.advantage_clip_low..high; the clip comes last and would change it; move one of them"),
+    ("scaling_has_a_range", TINY, ["grpo.reward_scaling.enabled=true", "grpo.reward_scaling.source_min=1"],
+     "grpo.reward_scaling.source_min: got 1.0, expected less than grpo.reward_scaling.source_max = 1.0; "
+     "the map divides by their difference"),
+    ("effort_shaping_is_on_or_off", TINY, ["env.nemo_gym.effort_levels.low_weight=0.5"],
+     'env.nemo_gym.effort_levels.low_string: got "", expected a value, since '
+     "env.nemo_gym.effort_levels.low_weight is set; shaping needs both and is off without one; set both or neither"),
+    ("sampling_is_whole_distribution", TINY, ["policy.generation.top_k=50"],
+     "policy.generation.top_k: got 50, expected null; NeMo Gym requests carry temperature and top_p only; "
+     "delete this key"),
+    ("validation_can_run", TINY, ["data.validation.data_path=null", "grpo.val_at_end=false"],
+     "grpo.val_at_start: got true, expected off; data.validation.data_path is null; give the rows or switch "
+     "validation off"),
+    ("validation_can_run", STAGE1, ["checkpointing.metric_name=val:total_reward/mean"],
+     "checkpointing.metric_name: got val:total_reward/mean, expected null or train:NAME; no validation would ever "
+     "run; set grpo.val_period or grpo.val_at_end, or use null or a train: metric"),
+    ("validation_can_run", TINY, ["grpo.stop_at_validation_metric=accuracy"],
+     "grpo.stop_at_validation_threshold: got null, expected a value, since grpo.stop_at_validation_metric is set; "
+     "set both or neither"),
+    ("engine_and_trainer_agree_on_length", TINY, [f"{VLLM}.max_model_len=512"],
+     f"{VLLM}.max_model_len: got 512, expected policy.max_total_sequence_length = 256; rollouts must fit both the "
+     "engine and the trainer; delete this key"),
+    ("engine_and_trainer_agree_on_length", TINY, ["policy.generation.max_new_tokens=512"],
+     f"policy.generation.max_new_tokens: got 512, expected at most {VLLM}.max_model_len = 256; no request could be "
+     "that long; lower it"),
+    ("lengths_are_divisible", STAGE1, ["policy.make_sequence_length_divisible_by=32"],
+     "policy.make_sequence_length_divisible_by: got 32, expected a multiple of 64 (2 * CP 8 if CP > 1, times TP 4 if "
+     "sequence_parallel); delete this key: it is 2*CP*TP"),
+    ("lengths_are_divisible", STAGE1, ["policy.max_total_sequence_length=50000"],
+     "policy.max_total_sequence_length: got 50000, expected a multiple of "
+     "policy.make_sequence_length_divisible_by = 64; the longest rollout would be padded past it; 49984 is the next "
+     "lower"),
+    ("packing_fits_one_rollout", TINY, ["policy.sequence_packing.train_mb_tokens=128"],
+     "policy.sequence_packing.train_mb_tokens: got 128, expected policy.max_total_sequence_length = 256 or more; "
+     "the longest rollout must fit one micro-batch; delete this key"),
+    ("nodes_are_shared_out", SMALL, [f"{RESOURCES}.num_nodes=20"],
+     f"{RESOURCES}.num_nodes: got 20, expected less than cluster.num_nodes = 20; train nodes = cluster.num_nodes - "
+     "generation nodes; judges are not part of either"),
+    ("nodes_are_shared_out", SMALL, [f"{RESOURCES}.gpus_per_node=4"],
+     f"{RESOURCES}.gpus_per_node: got 4, expected cluster.gpus_per_node = 8; only a one-node cluster divides a node"),
+    ("nodes_are_shared_out", TINY, [f"{RESOURCES}.num_nodes=2"],
+     f"{RESOURCES}.num_nodes: got 2, expected 1; a one-node cluster is divided by GPUs"),
+    ("nodes_are_shared_out", TINY, [f"{RESOURCES}.gpus_per_node=2"],
+     f"{RESOURCES}.gpus_per_node: got 2, expected less than cluster.gpus_per_node = 2; the rest of the node's GPUs "
+     "train; lower it"),
+    ("parallel_sizes_divide_the_gpus", SMALL, [f"{RESOURCES}.num_nodes=13"],
+     f"{MEGATRON}.tensor_model_parallel_size: got 4, expected TP 4 * CP 8 * PP 1 = 32 to divide the 56 training "
+     "GPUs; 7 nodes train; change the sizes or the nodes"),
+    ("parallel_sizes_divide_the_gpus", SMALL, ["grpo.num_prompts_per_step=7", "grpo.num_generations_per_prompt=7"],
+     "grpo.num_prompts_per_step: got 7, expected P * G = 49 to be a multiple of the data-parallel size; "
+     "2 = 64 training GPUs / (TP 4 * CP 8 * PP 1 = 32); change P"),
+    ("parallel_sizes_divide_the_gpus", SMALL, [f"{MEGATRON}.expert_model_parallel_size=24"],
+     f"{MEGATRON}.expert_model_parallel_size: got 24, expected EP 24 * ETP 1 = 24 to divide the 64 training GPUs of "
+     "a pipeline stage; experts are spread over TP, CP and DP ranks; lower EP"),
+    ("engines_divide_the_gpus", SMALL, [f"{VLLM}.tensor_parallel_size=5"],
+     f"{VLLM}.tensor_parallel_size: got 5, expected TP 5 * PP 1 to divide the 96 generation GPUs; each engine takes "
+     "TP * PP GPUs; change its size or the generation nodes"),
+    ("engines_divide_the_gpus", SMALL, [f"{VLLM}.tensor_parallel_size=6"],
+     f"{VLLM}.tensor_parallel_size: got 6, expected TP * PP = 6 to divide cluster.gpus_per_node = 8, or a multiple; "
+     "an engine must not lie across a part of a node"),
+    ("engines_divide_the_gpus", SMALL, [f"{VLLM}.expert_parallel_size=4"],
+     f"{VLLM}.expert_parallel_size: got 4, expected 1 or a multiple of {VLLM}.tensor_parallel_size = 8; "
+     "vLLM's EP is DP * TP"),
+    ("sequence_parallel_has_ranks", TINY, [f"{MEGATRON}.sequence_parallel=true"],
+     f"{MEGATRON}.sequence_parallel: got true, expected false; {MEGATRON}.tensor_model_parallel_size is 1, so there "
+     "are no ranks to split between; set it to false"),
+    ("dtypes_agree", TINY, [f"{MEGATRON}.optimizer.bf16=true"],
+     f"{MEGATRON}.optimizer.bf16: got true, expected false; policy.precision is float32"),
+    ("dtypes_agree", STAGE1, [f"{MEGATRON}.pipeline_dtype=float32"],
+     f"{MEGATRON}.pipeline_dtype: got float32, expected bfloat16; delete this key"),
+    ("optimizer_is_consistent", TINY, [f"{MEGATRON}.optimizer.clip_grad=0.5"],
+     f"{MEGATRON}.optimizer.clip_grad: got 0.5, expected policy.max_grad_norm = 1.0; delete this key"),
+    ("optimizer_is_consistent", TINY, [f"{MEGATRON}.optimizer.min_lr=0.1"],
+     f"{MEGATRON}.optimizer.min_lr: got 0.1, expected at most {MEGATRON}.optimizer.lr = 0.0005; lower it"),
+    ("optimizer_is_consistent", TINY, [f"{MEGATRON}.scheduler.lr_decay_style=cosine"],
+     f"{MEGATRON}.scheduler.lr_decay_iters: got null, expected a number of steps; lr_decay_style is cosine: say over "
+     "how many steps"),
+    ("optimizer_is_consistent", TINY, [f"{MEGATRON}.scheduler.lr_decay_iters=2"],
+     f"{MEGATRON}.scheduler.lr_decay_iters: got 2, expected more than {MEGATRON}.scheduler.lr_warmup_iters = 2; "
+     "raise it, or null for no limit"),
+    ("chunked_logprobs_defer_logits", TINY, [f"{MEGATRON}.defer_fp32_logits=false"],
+     f"{MEGATRON}.defer_fp32_logits: got false, expected true; policy.logprob_chunk_size is 2048: float32 logits are "
+     "made per chunk; set one of them"),
+    ("ports_do_not_collide", TINY, ["env.nemo_gym.port_range_high=5000"],
+     "env.nemo_gym.port_range_high: got 5000, expected more than env.nemo_gym.port_range_low = 5000; the range is "
+     "half-open and would be empty"),
+    ("ports_do_not_collide", TINY, ["policy.generation.port_range_high=5500"],
+     "policy.generation.port_range_low: got [3000, 5500) and [5000, 5999), expected ranges apart; engines and "
+     "environment servers must not share ports"),
+    ("waits_are_nested", TINY, ["deadlines.rollout=30"],
+     "deadlines.rollout: got 30 s, expected at least deadlines.generation = 60 s; it contains that wait; raise it or "
+     "lower the other"),
+    ("engine_arguments_have_one_place", TINY, ["policy.generation.vllm_kwargs.max_model_len=99"],
+     "policy.generation.vllm_kwargs.max_model_len: got 99, expected an argument without a key of its own; "
+     f"set {VLLM}.max_model_len"),
+    ("cohort_is_the_group", TINY,
+     ["env.nemo_gym.genrm.resources_servers.genrm_compare.num_rollouts_per_prompt=16"],
+     "env.nemo_gym.genrm.resources_servers.genrm_compare.num_rollouts_per_prompt: got 16, expected "
+     "grpo.num_generations_per_prompt = 8; a cohort is one group"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "path", "overrides", "line"), CASES, ids=[case[3].split(":")[0] for case in CASES])
+def test_contradiction_gives_its_line(rule: str, path: Path, overrides: list[str], line: str) -> None:
+    found = [str(problem) for problem in load_config(path, overrides).problems]
+    assert [text.split(": ", 1)[1] for text in found] == [line]
+
+
+def test_every_rule_is_tested() -> None:
+    assert {case[0] for case in CASES} == {rule.__name__ for rule in RULES}
+
+
+NATIVE_CASES = {
+    "several_optimizer_steps": (
+        ["policy.train_global_batch_size=64", f"{ON_POLICY}=false"],
+        "policy.train_global_batch_size: got 64, expected grpo.num_prompts_per_step * "
+        "grpo.num_generations_per_prompt = 128 (native engine); several optimizer steps on one batch are not built yet",
+    ),
+    "effort_shaping": (
+        ["env.nemo_gym.effort_levels.low_weight=0.5", "env.nemo_gym.effort_levels.low_string=brief"],
+        "env.nemo_gym.effort_levels.low_weight: got 0.5, expected 0 (native engine); effort shaping is not built yet",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NATIVE_CASES)
+def test_combination_is_refused_natively(name: str) -> None:
+    overrides, line = NATIVE_CASES[name]
+    loaded = load_config(TINY, overrides)
+    assert loaded.problems == ()
+    assert [str(problem) for problem in refusals(loaded)] == [f"command line: {line}"]
+
+
+def test_every_native_rule_is_tested() -> None:
+    assert set(NATIVE_CASES) == {rule.__name__ for rule in REFUSALS}
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        (f"{MEGATRON}.pipeline_model_parallel_size=1", None),
+        (f"{MEGATRON}.mtp_num_layers=5", "multi-token prediction is not built yet"),
+        (f"{MEGATRON}.fp8_cfg.enabled=true", "fp8 training is not built yet"),
+        ("loss_fn.reference_policy_kl_penalty=1e-4", "the reference model is not built yet"),
+        ("grpo.use_dynamic_sampling=true", "dynamic sampling is not built yet"),
+        ("env.nemo_gym.num_gpu_nodes=4", "judge models on extra nodes are not started yet"),
+    ],
+)
+def test_value_that_would_be_ignored_is_refused(override: str, reason: str | None) -> None:
+    loaded = load_config(TINY, [override])
+    assert loaded.problems == ()
+    assert [problem.fix for problem in refusals(loaded)] == ([reason] if reason else [])
