@@ -8,31 +8,18 @@ already running keep theirs, under the old salt, where no newer request looks.
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from recipes.generation.lifetime import die_with_parent
 
 
 def push_salt(num_pushes: int) -> str:
     """Return the prefix-cache salt in force after `num_pushes` weight pushes."""
     return f"push-{num_pushes}"
-
-
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when the thread that started it ends, so that no orphan keeps memory or a port."""
-    parent = os.getppid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if parent == 1 or os.getppid() != parent:  # it died before the call
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class _PushKeyedCache:

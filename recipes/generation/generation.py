@@ -141,7 +141,8 @@ class Generation:
     async def _call(self, key: BatchKey, waiters: Sequence[asyncio.Future[Completion]]) -> None:
         _, index, prompt, sampling = key
         deadline = self._deadlines.generation
-        reply = self._actors[index].generate.remote(prompt, sampling, len(waiters), deadline)
+        num_samples = len(waiters) if sampling.temperature > 0 else 1  # greedy samples are equal: one serves all
+        reply = self._actors[index].generate.remote(prompt, sampling, num_samples, deadline)
         try:
             samples = await asyncio.wait_for(_result(reply), deadline + GRACE_SECONDS)
         except asyncio.CancelledError:
@@ -153,9 +154,9 @@ class Generation:
                 if not waiter.done():
                     waiter.set_exception(failure)
             return
-        for waiter, sample in zip(waiters, samples, strict=True):
+        for number, waiter in enumerate(waiters):
             if not waiter.done():
-                waiter.set_result(_completion(sample))
+                waiter.set_result(_completion(samples[number % num_samples]))
 
     def _on_all(self, method: str, *args: Any, deadline: float) -> list[Any]:
         calls = [getattr(actor, method).remote(*args) for actor in self._actors]
