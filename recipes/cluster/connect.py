@@ -23,6 +23,7 @@ def connect() -> None:
             )
         )
     try:
-        ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
+        # Workers log to their own files, whose place the launcher prints; what fails is raised in the driver.
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except ConnectionError as error:
         raise RunError(f"no Ray cluster answers at {address}: {error}") from error

@@ -84,7 +84,10 @@ def overwrite_flagged_turns(
 
 
 def add_advantages(batch: TrainBatch, cfg: GrpoConfig) -> tuple[TrainBatch, dict[str, float]]:
-    """Fill in `advantages_BS`: estimate, overwrite flagged turns, clip; mask groups left with one valid member."""
+    """Fill in `advantages_BS`: estimate, overwrite flagged turns, clip; mask groups left with one valid member.
+
+    The sample mask is final after this, so the counts of what is trained on are reported here.
+    """
     valid_B = (batch.sample_mask_B > 0) & ~batch.rewards_B.isnan()
     partners_B = (batch.group_B[:, None] == batch.group_B[None, :]).double() @ valid_B.double()
     valid_B &= partners_B >= 2
@@ -107,6 +110,8 @@ def add_advantages(batch: TrainBatch, cfg: GrpoConfig) -> tuple[TrainBatch, dict
     values = clipped_BS[trained]
     num_turns = max(len(batch.turn_spans), 1)
     metrics = {
+        "global_valid_seqs": float(valid_B.sum()),
+        "global_valid_toks": float(trained[:, 1:].sum()),
         "advantages/mean": values.mean().item() if values.numel() else 0.0,
         "advantages/max": values.max().item() if values.numel() else 0.0,
         "advantages/min": values.min().item() if values.numel() else 0.0,

@@ -173,9 +173,10 @@ class RolloutCollector:
             return
 
         async def cancel() -> None:
-            for task in self._tasks:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
         try:
             self.submit(cancel()).result(timeout=10)
