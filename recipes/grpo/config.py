@@ -122,7 +122,7 @@ def refusals(loaded: LoadedConfig) -> list[Problem]:
         findings.extend(finding for refuse in REFUSALS for finding in refuse(loaded.config))
     return [
         Problem(
-            where=f"{loaded.sources.get(finding.key, loaded.files[-1])}: {finding.key}",
+            where=f"{merge.source_of(loaded.sources, finding.key) or loaded.files[-1]}: {finding.key}",
             got=finding.got,
             expected=finding.expected,
             fix=finding.fix,

@@ -30,7 +30,7 @@ def lint_overlay(path: Path) -> list[Problem]:
         without = merge.Layers()
         for layer in [*(document.data for _, document in parents), rest]:
             without.add(layer, own.name)
-        if lookup(merge.resolve(without.tree)[0], key) == _plain(lookup(loaded.tree, key), value):
+        if _value(without.tree, key) == (value if isinstance(value, Mapping) else lookup(loaded.tree, key)):
             where = f"{own.name}:{own.lines[key]}: {key}"
             problems.append(
                 Problem(where=where, got=show(value), expected="a line that changes something", fix="delete it")
@@ -38,6 +38,7 @@ def lint_overlay(path: Path) -> list[Problem]:
     return problems
 
 
-def _plain(resolved: Any, own: Any) -> Any:
-    """Return the resolved value; for an empty block the block itself, which adds nothing to its parent."""
-    return own if isinstance(own, Mapping) else resolved
+def _value(tree: Mapping[str, Any], key: str) -> Any:
+    """Return the resolved value; resolving the whole tree is slow and only needed for an interpolation."""
+    value = lookup(tree, key)
+    return lookup(merge.resolve(tree)[0], key) if "${" in str(value) else value

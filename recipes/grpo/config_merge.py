@@ -75,11 +75,14 @@ class Layers:
             del self.sources[known]
 
     def source_of(self, key: str) -> str | None:
-        """Return the layer that set the key or, for a block, the layer that set its last value."""
-        if key in self.sources:
-            return self.sources[key]
-        below = [source for known, source in self.sources.items() if known.startswith(f"{key}.")]
-        return below[-1] if below else self.deleted.get(key)
+        """Return the layer that set or deleted the key."""
+        return source_of(self.sources, key) or self.deleted.get(key)
+
+
+def source_of(sources: Mapping[str, str], key: str) -> str | None:
+    """Return the layer that set the key or, for a block, the layer that set its last value."""
+    below = [source for known, source in sources.items() if known == key or known.startswith(f"{key}.")]
+    return below[-1] if below else None
 
 
 def display_name(path: Path) -> str:

@@ -227,6 +227,16 @@ def effort_shaping(config: Config) -> Iterator[Finding]:
         yield Finding(key=key, got=str(effort.low_weight), expected="0 (native engine)", fix=fix)
 
 
+def model_servers(config: Config) -> Iterator[Finding]:
+    """Refuse model servers of NeMo Gym: judges, and settings of the policy's own server."""
+    for name, instance in config.env.nemo_gym.instances.items():
+        for key in ("responses_api_models", "_copy"):
+            if key in instance:
+                where = f"env.nemo_gym.{name}.{key}"
+                fix = "model servers are not started yet; the policy's chat template has policy.tokenizer"
+                yield Finding(key=where, got="a model server", expected="none (native engine)", fix=fix)
+
+
 RULES: tuple[Rule, ...] = (
     batch_is_prompts_times_generations,
     group_has_a_baseline,
@@ -242,4 +252,4 @@ RULES: tuple[Rule, ...] = (
     *CLUSTER_RULES,
 )
 
-REFUSALS: tuple[Rule, ...] = (several_optimizer_steps, effort_shaping)
+REFUSALS: tuple[Rule, ...] = (several_optimizer_steps, effort_shaping, model_servers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from recipes.cluster.ports import PORT_TABLE
 from recipes.grpo.config_schema import Finding
 from recipes.grpo.config_tree import Config
 from recipes.grpo.derive import derive
@@ -15,6 +16,7 @@ RESOURCES = "policy.generation.colocated.resources"
 MAX_LEN = "policy.max_total_sequence_length"
 TP, CP, PP = (f"{MEGATRON}.{name}_parallel_size" for name in ("tensor_model", "context", "pipeline_model"))
 NODES, GPUS = "cluster.num_nodes", "cluster.gpus_per_node"
+ENGINE_PORTS = "generation HTTP servers"  # their row of the port table
 SIZES = (TP, CP, PP, NODES, GPUS, f"{RESOURCES}.num_nodes", f"{RESOURCES}.gpus_per_node")
 
 
@@ -210,23 +212,17 @@ def chunked_logprobs_defer_logits(config: Config) -> Iterator[Finding]:
 
 
 def ports_do_not_collide(config: Config) -> Iterator[Finding]:
-    """Require two non-empty port ranges that do not overlap."""
-    engines, servers = config.policy.generation, config.env.nemo_gym
-    ranges = {
-        "policy.generation": (engines.port_range_low, engines.port_range_high),
-        "env.nemo_gym": (servers.port_range_low, servers.port_range_high),
-    }
-    for prefix, (low, high) in ranges.items():
-        if low >= high:
-            key, also = f"{prefix}.port_range_high", (f"{prefix}.port_range_low",)
-            expected, fix = f"more than {prefix}.port_range_low = {low}", "the range is half-open and would be empty"
-            yield Finding(key=key, got=str(high), expected=expected, fix=fix, also=also)
-    first, second = sorted(ranges.values())
-    if first[1] > second[0]:
-        keys = [f"{prefix}.port_range_{end}" for prefix in ranges for end in ("low", "high")]
-        got = f"[{first[0]}, {first[1]}) and [{second[0]}, {second[1]})"
-        fix = "engines and environment servers must not share ports"
-        yield Finding(key=keys[0], got=got, expected="ranges apart", fix=fix, also=tuple(keys[1:]))
+    """Require a non-empty range of engine ports that nothing else of the port table uses."""
+    low, high = config.policy.generation.port_range_low, config.policy.generation.port_range_high
+    key, also = "policy.generation.port_range_high", ("policy.generation.port_range_low",)
+    if low >= high:
+        expected, fix = f"more than {also[0]} = {low}", "the range is half-open and would be empty"
+        yield Finding(key=key, got=str(high), expected=expected, fix=fix, also=also)
+    for other in PORT_TABLE:
+        if other.name != ENGINE_PORTS and low < other.high and other.low < high:
+            fix = f"those belong to: {other.name}; see recipes/cluster/ports.py"
+            expected = f"a range outside [{other.low}, {other.high})"
+            yield Finding(key=key, got=f"[{low}, {high})", expected=expected, fix=fix, also=also)
 
 
 def waits_are_nested(config: Config) -> Iterator[Finding]:

@@ -68,7 +68,7 @@ def refused_keys(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any, Mapping[st
     """Yield key, value and `x-native` of every value that the native engine does not honour."""
     for key, node in declared().items():
         native = node.get("x-native")
-        if native is not None:
+        if native is not None and "honours" in native:
             value = lookup(tree, key)
             if not Draft202012Validator(native["honours"]).is_valid(value):
                 yield key, value, native

@@ -54,8 +54,6 @@ class NemoGymConfig:
 
     config_paths: tuple[str, ...]
     num_gpu_nodes: int
-    port_range_low: int
-    port_range_high: int
     invalid_tool_call_patterns: tuple[str, ...]
     thinking_tags: tuple[str, ...]
     effort_levels: EffortLevelsConfig
@@ -196,7 +194,6 @@ class WandbConfig:
 class LoggerConfig:
     """What a run writes besides checkpoints."""
 
-    log_dir: str
     num_val_samples_to_print: int
     tensorboard_enabled: bool
     wandb_enabled: bool

@@ -119,7 +119,8 @@ policy:
       compilation_config: {cudagraph_mode: PIECEWISE, cudagraph_capture_sizes: [1, 2, 4, 8, 16, 32, 64]}
     colocated: {enabled: false, resources: {gpus_per_node: 8, num_nodes: 144}}
 env:
-  nemo_gym: {num_gpu_nodes: 7, port_range_low: 5000, port_range_high: 5999}
+  should_mask_flagged_samples: true
+  nemo_gym: {num_gpu_nodes: 7}
 checkpointing: {save_period: 10, higher_is_better: true, checkpoint_must_save_by: null, save_optimizer: true}
 cluster: {gpus_per_node: 8, num_nodes: 176}
 """

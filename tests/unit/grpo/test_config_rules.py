@@ -153,12 +153,12 @@ CASES = [
     ("chunked_logprobs_defer_logits", TINY, [f"{MEGATRON}.defer_fp32_logits=false"],
      f"{MEGATRON}.defer_fp32_logits: got false, expected true; policy.logprob_chunk_size is 2048: float32 logits are "
      "made per chunk; set one of them"),
-    ("ports_do_not_collide", TINY, ["env.nemo_gym.port_range_high=5000"],
-     "env.nemo_gym.port_range_high: got 5000, expected more than env.nemo_gym.port_range_low = 5000; the range is "
-     "half-open and would be empty"),
+    ("ports_do_not_collide", TINY, ["policy.generation.port_range_low=4999"],
+     "policy.generation.port_range_high: got 4999, expected more than policy.generation.port_range_low = 4999; the "
+     "range is half-open and would be empty"),
     ("ports_do_not_collide", TINY, ["policy.generation.port_range_high=5500"],
-     "policy.generation.port_range_low: got [3000, 5500) and [5000, 5999), expected ranges apart; engines and "
-     "environment servers must not share ports"),
+     "policy.generation.port_range_high: got [3000, 5500), expected a range outside [5000, 6000); those belong to: "
+     "environment servers; see recipes/cluster/ports.py"),
     ("waits_are_nested", TINY, ["deadlines.rollout=30"],
      "deadlines.rollout: got 30 s, expected at least deadlines.generation = 60 s; it contains that wait; raise it or "
      "lower the other"),
@@ -191,6 +191,11 @@ NATIVE_CASES = {
     "effort_shaping": (
         ["env.nemo_gym.effort_levels.low_weight=0.5", "env.nemo_gym.effort_levels.low_string=brief"],
         "env.nemo_gym.effort_levels.low_weight: got 0.5, expected 0 (native engine); effort shaping is not built yet",
+    ),
+    "model_servers": (
+        ["env.nemo_gym.judge={responses_api_models: {local_vllm_model: {model: m}}}"],
+        "env.nemo_gym.judge.responses_api_models: got a model server, expected none (native engine); "
+        "model servers are not started yet; the policy's chat template has policy.tokenizer",
     ),
 }
 
