@@ -1,0 +1,184 @@
+"""Requests to token ids and back, checked on text: ids of the test tokenizer are bytes and markup."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.environments.codec import ChatCodec, PrefixError, split_reasoning
+from recipes.environments.responses import Item
+from recipes.grpo.errors import InputError
+
+ASK = {"input": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]}
+TOOL = {
+    "type": "function",
+    "name": "add",
+    "strict": True,
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "note": {"type": "string"}}},
+}
+PROMPT = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+
+
+def ids(codec: ChatCodec, text: str) -> tuple[int, ...]:
+    return codec._tokenize(text)
+
+
+def kinds(items: tuple[Item, ...]) -> list[tuple[str, str]]:
+    """Return (kind, text or arguments) of each item."""
+    read = {
+        "message": lambda item: item["content"][0]["text"],
+        "reasoning": lambda item: "|".join(part["text"] for part in item["summary"]),
+        "function_call": lambda item: f"{item['name']} {item['arguments']}",
+    }
+    return [(item["type"], read[item["type"]](item)) for item in items]
+
+
+def test_prompt(codec: ChatCodec) -> None:
+    assert codec.text(codec.encode(ASK)) == PROMPT
+    assert codec.encode(ASK).count(codec.eos_token_id) == 2
+
+
+def test_string_input_and_instructions(codec: ChatCodec) -> None:
+    text = codec.text(codec.encode({"input": "2+2?", "instructions": "Be brief."}))
+    assert text == PROMPT
+
+
+def test_row_switches_thinking_off(codec: ChatCodec) -> None:
+    row = ASK | {"metadata": {"chat_template_kwargs": '{"enable_thinking": false}'}}
+    assert codec.text(codec.encode(row)).endswith("assistant\n<think></think>")
+
+
+def test_model_wide_template_arguments_yield_to_the_rows(tokenizer_dir: Path) -> None:
+    off = ChatCodec(tokenizer_dir, chat_template_kwargs={"enable_thinking": False})
+    assert off.text(off.encode(ASK)).endswith("<think></think>")
+    on = ASK | {"metadata": {"chat_template_kwargs": '{"enable_thinking": true}'}}
+    assert off.text(off.encode(on)) == PROMPT
+
+
+def test_tools_are_shown_without_strict(codec: ChatCodec) -> None:
+    text = codec.text(codec.encode({"input": "hi", "tools": [TOOL]}))
+    shown = json.loads(text.split("# Tools\n")[1].split("<|im_end|>")[0])
+    assert shown == {"name": "add", "parameters": TOOL["parameters"]}
+
+
+@pytest.mark.parametrize(
+    ("sampled", "expected"),
+    [
+        ("easy</think>4<|im_end|>", [("reasoning", "easy"), ("message", "4")]),
+        ("</think>4<|im_end|>", [("message", "4")]),
+        ("cut off", [("reasoning", "cut off")]),
+        ("a</think>b</think>c", [("reasoning", "a"), ("message", "b</think>c")]),
+        ("a</think>b<think>c</think>d", [("reasoning", "a|c"), ("message", "bd")]),
+        ("<|im_end|>", [("message", "")]),
+        ("a<|im_start|>b</think>c", [("reasoning", "ab"), ("message", "c")]),
+    ],
+)
+def test_decode_after_an_open_thinking_block(codec: ChatCodec, sampled: str, expected: list[tuple[str, str]]) -> None:
+    decoded = codec.decode(ids(codec, sampled), prompt_ids=codec.encode(ASK))
+    assert kinds(decoded.items) == expected
+
+
+@pytest.mark.parametrize(
+    ("sampled", "expected"),
+    [
+        ("4<|im_end|>", [("message", "4")]),
+        ("<think>easy</think>4", [("reasoning", "easy"), ("message", "4")]),
+        ("<think>cut off", [("reasoning", "cut off")]),
+    ],
+)
+def test_decode_when_the_prompt_opens_no_block(codec: ChatCodec, sampled: str, expected: list[tuple[str, str]]) -> None:
+    prompt = codec.encode(ASK | {"metadata": {"chat_template_kwargs": '{"enable_thinking": false}'}})
+    assert kinds(codec.decode(ids(codec, sampled), prompt_ids=prompt).items) == expected
+
+
+def test_split_keeps_whitespace() -> None:
+    assert split_reasoning(" sp </think>\n\nans", is_open=True) == (" sp ", "\n\nans")
+
+
+CALL = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=note>\n2\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (CALL, [("function_call", 'add {"a": 2, "note": "2"}')]),
+        ("so" + CALL + CALL, [("message", "so"), *[("function_call", 'add {"a": 2, "note": "2"}')] * 2]),
+        ('<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>', [("function_call", 'add {"a": 2}')]),
+        ('<tool_call>{"name": "add"', [("message", '<tool_call>{"name": "add"')]),
+        ("<tool_call>add</tool_call>", [("message", "<tool_call>add</tool_call>")]),
+        (CALL + "<tool_call>", [("message", CALL + "<tool_call>")]),
+    ],
+)
+def test_decode_tool_calls(codec: ChatCodec, answer: str, expected: list[tuple[str, str]]) -> None:
+    decoded = codec.decode(ids(codec, "x</think>" + answer), prompt_ids=codec.encode(ASK), tools=[TOOL])
+    assert kinds(decoded.items) == [("reasoning", "x"), *expected]
+
+
+def test_without_tools_nothing_is_a_call(codec: ChatCodec) -> None:
+    assert kinds(codec.decode(ids(codec, CALL), prompt_ids=()).items) == [("message", CALL)]
+
+
+def test_calls_are_numbered_through_the_rollout(codec: ChatCodec) -> None:
+    decoded = codec.decode(ids(codec, CALL + CALL), prompt_ids=(), tools=[TOOL], num_calls=3)
+    assert [item["call_id"] for item in decoded.items] == ["call_3", "call_4"]
+
+
+def two_turns(codec: ChatCodec, sampled: str) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, Any], list[Item]]:
+    """Return (seen ids, new ids) of a second turn after `sampled` and a tool's answer, with request and items."""
+    request = ASK | {"tools": [TOOL]}
+    prompt = codec.encode(request)
+    completion = ids(codec, sampled)
+    items = list(codec.decode(completion, prompt_ids=prompt, tools=[TOOL]).items)
+    items.append({"type": "function_call_output", "call_id": "call_0", "output": "4"})
+    seen = prompt + completion
+    return seen, codec.extend(seen, request, items), request, items
+
+
+def test_next_turn_adds_only_what_is_new(codec: ChatCodec) -> None:
+    seen, new, request, items = two_turns(codec, "add</think>" + CALL + "<|im_end|>")
+    assert codec.text(new) == "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    assert seen + new == codec.encode(request, items)  # rendering again would have given the same
+
+
+def test_next_turn_keeps_what_was_sampled_when_the_template_would_write_it_otherwise(codec: ChatCodec) -> None:
+    odd = CALL.replace("\n2\n</parameter>\n<parameter=note>", "\n 2 \n</parameter>\n<parameter=note>")
+    seen, new, request, items = two_turns(codec, "add</think>" + odd + "<|im_end|>")
+    assert codec.text(new) == "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    rendered = codec.encode(request, items)
+    assert rendered != seen + new
+    with pytest.raises(PrefixError, match=r"token \d+ of the prompt differs .* seen ' 2 .*, now '2"):
+        codec.new_ids(seen, rendered)
+
+
+def test_next_turn_after_a_missing_end_token_adds_it(codec: ChatCodec) -> None:
+    _, new, _, _ = two_turns(codec, "add</think>" + CALL)
+    assert codec.text(new).startswith("<|im_end|>\n<|im_start|>tool\n")
+
+
+def test_special_ids(codec: ChatCodec) -> None:
+    assert codec.text((codec.eos_token_id,)) == "<|im_end|>"
+    assert codec.text((codec.pad_token_id,)) == "<|endoftext|>"
+
+
+def test_missing_files_say_what_to_set(tmp_path: Path, tokenizer_dir: Path) -> None:
+    with pytest.raises(InputError, match=r"tokenizer_config.json.*policy.tokenizer.name"):
+        ChatCodec(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((tokenizer_dir / name).read_bytes())
+    with pytest.raises(InputError, match=r"got no chat template.*policy.tokenizer.chat_template"):
+        ChatCodec(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {
+        "chat_template": "{{ messages[0].content }}"
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    codec = ChatCodec(tmp_path)
+    assert codec.text(codec.encode({"input": "hi"})) == "hi"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<eos>"}))
+    with pytest.raises(InputError, match="got '<eos>', expected a eos_token of the vocabulary"):
+        ChatCodec(tmp_path)

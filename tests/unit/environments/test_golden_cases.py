@@ -1,0 +1,100 @@
+"""Every recorded case of the reference verifiers, conversion and flags, case by case.
+
+A deliberate difference is listed with its reason; a listed case that agrees after all fails, so the list stays true.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.environments.chat import assistant_items, chat_request
+from recipes.environments.codec import PrefixError, replace_prefix
+from recipes.environments.registry import VERIFIERS
+from recipes.environments.tool_calls import FlagPatterns, turn_flags
+
+ROOT = Path(__file__).resolve().parents[3]
+GOLDEN = Path(os.environ.get("GOLDEN_DIR", ROOT.parent / "shared" / "golden")) / "env"
+
+# file -> (verifier, settings of the server)
+REWARD_FILES: dict[str, tuple[str, dict[str, Any]]] = {
+    "math_with_judge_library": ("math_with_judge", {"should_use_judge": False}),
+    "mcqa": ("mcqa", {"grading_mode": None}),
+    "mcqa_md": ("mcqa", {"grading_mode": "lenient_answer_colon_md"}),
+    "reasoning_gym": ("reasoning_gym", {}),
+    "structured_outputs": ("structured_outputs", {}),
+}
+
+# (file, case) -> what we do instead, and why. "refused": the row has no task, so no reward either.
+DIFFERENCES = {
+    ("reasoning_gym", "kk_no_source"): "refused",  # the reference raised; a row without its task name is bad data
+}
+
+
+def cases(name: str, key: str = "cases") -> list[Any]:
+    path = GOLDEN / f"{name}.json"
+    if not path.is_file():
+        return [pytest.param(None, id=f"{name}: missing at {path}")]
+    entries = json.loads(path.read_text(encoding="utf-8"))[key]
+    return [pytest.param(entry, id=f"{name}-{entry.get('name', n)}") for n, entry in enumerate(entries)]
+
+
+REWARDS = [pytest.param(name, *parameter.values, id=parameter.id) for name in REWARD_FILES for parameter in cases(name)]
+
+
+@pytest.mark.parametrize(("name", "case"), REWARDS)
+def test_reward(name: str, case: dict[str, Any]) -> None:
+    verifier, settings = VERIFIERS[REWARD_FILES[name][0]], REWARD_FILES[name][1]
+    if DIFFERENCES.get((name, case["name"])) == "refused":
+        assert case["reward"] is None
+        with pytest.raises(ValueError, match="source_dataset"):
+            verifier.parse_task(case["row"], settings)
+        return
+    verdict = verifier.score(case["response"], verifier.parse_task(case["row"], settings))
+    assert verdict.reward == case["reward"], verdict.reason
+    assert verdict.reason
+    for extra in ("extracted_answer", "error_type", "task_name"):
+        if extra in case["extras"]:
+            assert verdict.details[extra] == case["extras"][extra]
+
+
+@pytest.mark.parametrize("case", cases("turn_flags"))
+def test_turn_flags(case: dict[str, Any]) -> None:
+    patterns = FlagPatterns(
+        invalid_tool_call=("<tool_call>", "</tool_call>", "<function_call>", "</function_call>"),
+        thinking_tags=("<think>", "</think>"),
+    )
+    assert list(turn_flags(case["item"], patterns)) == case["result"]
+
+
+@pytest.mark.parametrize("case", cases("responses_chat_conversion"))
+def test_request_as_chat(case: dict[str, Any]) -> None:
+    if "error" in case:
+        with pytest.raises(ValueError) as raised:
+            chat_request(case["responses_params"])
+        assert f"ValueError: {raised.value}" == case["error"]
+    else:
+        assert chat_request(case["responses_params"]) == case["chat_params"]
+
+
+@pytest.mark.parametrize("case", cases("responses_chat_conversion", "assistant_message_to_items"))
+def test_sampled_message_as_items(case: dict[str, Any]) -> None:
+    items = assistant_items(case["message"])
+    for item in items:  # ids of messages and reasoning are free
+        item["id"] = re.sub(r"^(msg|rs)_.*", r"\1_*", item["id"])
+    assert items == case["items"]
+
+
+@pytest.mark.parametrize("case", cases("retokenization"))
+def test_prefix_replacement(case: dict[str, Any]) -> None:
+    seen, prefix, template = (tuple(case[key]) for key in ("model_prefix", "template_prefix", "template"))
+    if case["error"]:
+        with pytest.raises(PrefixError):
+            replace_prefix(seen, prefix, template, eos=case["eos"])
+    else:
+        assert list(replace_prefix(seen, prefix, template, eos=case["eos"])) == case["result"]

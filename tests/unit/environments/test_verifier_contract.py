@@ -1,0 +1,106 @@
+"""What every verifier promises, for every name of the registry."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from recipes.environments.registry import AGENTS, LATER_AGENTS, VERIFIERS, find_agent
+from recipes.environments.responses import function_call_item, message_item, reasoning_item
+from recipes.environments.verdict import Verdict
+
+ROWS: dict[str, dict[str, Any]] = {
+    "math_with_judge": {"question": "q", "expected_answer": "\\frac{1}{2}"},
+    "mcqa": {"options": [{"A": "x"}, {"B": "y"}], "expected_answer": "A", "grading_mode": "lenient_boxed"},
+    "reasoning_gym": {"question": "q", "answer": "12", "metadata": {"source_dataset": "chain_sum"}},
+    "structured_outputs": {"schema_str": '{"type": "object", "properties": {"a": {"type": "integer"}}}'},
+}
+JUNK_SECONDS = 5.0
+
+
+def junk_texts() -> list[str]:
+    rng = random.Random(0)
+    pieces = ["\\boxed{", "}", "{", "$", "<answer>", "</answer>", "\\frac", "1", "A", '"', ":", "\n", "[", "\\(", "^"]
+    texts = ["".join(rng.choice(pieces) for _ in range(rng.randint(1, 40))) for _ in range(30)]
+    texts += [bytes(rng.randrange(256) for _ in range(200)).decode("utf-8", errors="replace") for _ in range(10)]
+    return [*texts, "\x00", "\ud800", "\u202e", "9" * 5000, "(" * 500, "\\boxed{" * 200, "a" * 100_000, "\n" * 10_000]
+
+
+def junk_responses() -> list[Any]:
+    shapes: list[Any] = [
+        {},
+        {"output": None},
+        {"output": "text"},
+        {"output": [None, 3, "x", {}]},
+        {"output": [{"type": "message"}]},
+        {"output": [{"type": "message", "content": None}]},
+        {"output": [{"type": "message", "content": [{"text": None}, 5]}]},
+        {"output": [reasoning_item(["\\boxed{A}"])]},
+        {"output": [function_call_item("f", "{", call_id="c")]},
+        {"output": [{"type": "function_call"}]},
+    ]
+    return shapes + [{"output": [message_item(text)]} for text in junk_texts()]
+
+
+def test_every_verifier_is_in_the_table() -> None:
+    assert ROWS.keys() == VERIFIERS.keys()
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_junk_gives_a_finite_reward_in_range_twice_the_same_in_bounded_time(name: str) -> None:
+    verifier = VERIFIERS[name]
+    task = verifier.parse_task(ROWS[name], {})
+    low, high = verifier.rewards
+    for response in junk_responses():
+        start = time.monotonic()
+        verdict = verifier.score(response, task)
+        assert time.monotonic() - start < JUNK_SECONDS, response
+        assert isinstance(verdict, Verdict)
+        assert math.isfinite(verdict.reward)
+        assert low <= verdict.reward <= high
+        assert verdict.reason
+        assert verdict == verifier.score(response, task)
+        assert all(isinstance(value, float) for value in verdict.metrics.values())
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_tasks_are_values(name: str) -> None:
+    """Equal rows give equal, hashable tasks: verdicts are cached by task."""
+    one, other = (VERIFIERS[name].parse_task(json.loads(json.dumps(ROWS[name])), {}) for _ in range(2))
+    assert one == other
+    assert hash(one) == hash(other)
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_a_row_of_another_kind_is_refused_with_the_field(name: str) -> None:
+    with pytest.raises(ValueError, match=r"^field '"):
+        VERIFIERS[name].parse_task({"responses_create_params": {"input": "hi"}}, {})
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_every_agent_has_its_verifier(name: str) -> None:
+    assert find_agent(name, {}).server in VERIFIERS
+
+
+def test_no_agent_is_both_built_and_to_come() -> None:
+    assert not AGENTS.keys() & LATER_AGENTS
+
+
+def test_agents_that_are_missing_say_why() -> None:
+    with pytest.raises(ValueError, match="'code_gen_simple_agent' comes with a later release"):
+        find_agent("code_gen_simple_agent", {})
+    with pytest.raises(ValueError, match="unknown agent 'mcqa_simple_agnt'; did you mean 'mcqa_simple_agent'"):
+        find_agent("mcqa_simple_agnt", {})
+
+
+def test_example_rows_name_agents_that_are_known(gym_row: Callable[..., dict[str, Any]]) -> None:
+    for name in ("structured_outputs", "structured_outputs__structured_outputs_v3_example"):
+        assert gym_row(name)["agent_ref"]["name"] in AGENTS
+    for name in ("genrm_compare", "ns_tools", "swe_pivot", "swerl_gen", "multichallenge", "jailbreak_detection"):
+        assert gym_row(name)["agent_ref"]["name"] in LATER_AGENTS
