@@ -68,12 +68,17 @@ class _Finder(importlib.abc.MetaPathFinder):
         if not fullname.startswith(_PACKAGE) or torch.cuda.is_available():
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
+        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader and _concerns(spec.loader):
             if _STAND_IN not in sys.modules:
                 _check_version()
                 sys.modules[_STAND_IN] = _cuda_stand_in()
             spec.loader = _Loader(fullname, spec.loader.path)
         return spec
+
+
+def _concerns(loader: importlib.machinery.SourceFileLoader) -> bool:
+    """Tell whether a module has something to rewrite; the others keep their byte code, which loads much faster."""
+    return loader.name == f"{_PACKAGE}jit" or b"cuda" in loader.get_data(loader.path)
 
 
 class _Loader(importlib.machinery.SourceFileLoader):

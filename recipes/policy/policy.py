@@ -58,16 +58,19 @@ class Policy:
         extra = {"runtime_env": {"env_vars": env}} if env else {}
         workers = [remote.options(**options, **extra).remote(rank) for rank, options in enumerate(placement)]
         policy = cls(workers, policy_cfg, deadlines)
-        spec = WorkerSpec(
-            policy_cfg=policy_cfg,
-            loss_cfg=loss_cfg,
-            world_size=len(workers),
-            seed=seed,
-            collective_timeout_s=max(deadlines.engine_start, deadlines.train, deadlines.refit, deadlines.checkpoint),
-            driver_pid=os.getpid(),
-        )
         try:
             policy._identities = policy._call("identity", deadline=deadlines.placement)
+            spec = WorkerSpec(
+                policy_cfg=policy_cfg,
+                loss_cfg=loss_cfg,
+                world_size=len(workers),
+                seed=seed,
+                collective_timeout_s=max(
+                    deadlines.engine_start, deadlines.train, deadlines.refit, deadlines.checkpoint
+                ),
+                driver_pid=os.getpid(),
+                is_one_node=len({identity.node_id for identity in policy._identities}) == 1,
+            )
             policy._join(spec)
         except BaseException:
             policy._kill()

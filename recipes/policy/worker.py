@@ -49,6 +49,7 @@ class WorkerSpec:
     seed: int
     collective_timeout_s: float  # how long one rank waits for the others
     driver_pid: int
+    is_one_node: bool
 
 
 class PolicyWorker:
@@ -56,6 +57,8 @@ class PolicyWorker:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.")  # what they lack without a GPU
+        logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # not used
         self._store: TCPStore | None = None
         self._sink: SharedMemoryWriter | NcclSender | None = None
 
@@ -73,9 +76,10 @@ class PolicyWorker:
 
     def start(self, spec: WorkerSpec, host: str, port: int) -> Coordinates:
         """Join the other ranks, build the model and load its weights."""
-        warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.")  # what they lack without a GPU
         from recipes.policy import parallel, step
 
+        if spec.is_one_node:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo depends on how the host name resolves
         if self._store is None:
             self._store = parallel.connect_store(host, port, timeout_s=spec.collective_timeout_s)
         coordinates = parallel.join_groups(

@@ -1,0 +1,69 @@
+"""Hugging Face directories: several weight files, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from recipes.grpo.errors import CheckpointError, ConfigError
+from recipes.policy import hf
+
+
+def test_weights_are_cut_into_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf, "_SHARD_BYTES", 40)
+    tensors = {name: torch.full((4,), float(i)) for i, name in enumerate("abcde")}  # 16 bytes each
+    hf.write_weights(iter(tensors.items()), tmp_path)
+
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert files == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 80
+    assert index["weight_map"]["c"] == files[1]
+    reader = hf.WeightReader(tmp_path)
+    assert all(torch.equal(reader(name), tensor) for name, tensor in tensors.items())
+
+
+def test_missing_and_unknown_tensors_are_named(tmp_path: Path) -> None:
+    save_file({"lm_head.weight": torch.zeros(1), "model.extra": torch.zeros(1)}, tmp_path / "model.safetensors")
+    reader = hf.WeightReader(tmp_path)
+    with pytest.raises(CheckpointError, match=r"got no tensor model\.norm\.weight"):
+        reader("model.norm.weight")
+    with pytest.raises(CheckpointError, match=r"1 tensors the model has no place for, e\.g\. model\.extra"):
+        reader.check_all_read(tied=True)
+
+
+def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"got no \*\.safetensors file"):
+        hf.WeightReader(tmp_path)
+
+
+def test_what_the_policy_cannot_build_is_refused_with_all_reasons(tmp_path: Path) -> None:
+    config = {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": True,
+        "hidden_act": "relu",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError) as refused:
+        hf.read_config(tmp_path, {})
+    assert [problem.where.split(": ")[1] for problem in refused.value.problems] == ["attention_bias", "hidden_act"]
+    with pytest.raises(ConfigError, match="architectures: got OtherModel, expected one of Qwen3ForCausalLM"):
+        hf.read_config(tmp_path, {"architectures": ["OtherModel"]})
+
+
+def test_the_tokenizer_replaces_files_of_the_model_but_not_its_configuration(tmp_path: Path) -> None:
+    model, tokenizer, target = (tmp_path / name for name in ("model", "tokenizer", "target"))
+    for directory, text in ((model, "model"), (tokenizer, "tokenizer")):
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps({"from": text, "dtype": "bfloat16"}))
+        (directory / "tokenizer.json").write_text(text)
+    (model / "model.safetensors.index.json").write_text("{}")
+    hf.copy_side_files(model, tokenizer, target, dtype=torch.float32)
+    assert json.loads((target / "config.json").read_text()) == {"from": "model", "dtype": "float32"}
+    assert (target / "tokenizer.json").read_text() == "tokenizer"
+    assert not (target / "model.safetensors.index.json").exists()

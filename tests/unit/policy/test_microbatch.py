@@ -1,0 +1,45 @@
+"""Rows laid end to end and back, and attention that keeps sequences of a row apart."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn import functional
+
+from recipes.policy.attention import CoreAttention, packed_sequences
+from recipes.policy.microbatch import pack_microbatch
+
+
+def test_rows_are_padded_labelled_and_found_again() -> None:
+    ids_BS = torch.tensor([[1, 2, 3, 0], [9, 9, 9, 9], [4, 5, 6, 7]])
+    packed = pack_microbatch(ids_BS, [3, 4, 2], [0, 2], multiple=2, row_multiple=4)
+
+    assert packed.tokens_1T.tolist() == [[1, 2, 3, 0, 4, 5, 0, 0]]
+    assert packed.labels_1T.tolist() == [[2, 3, 0, 0, 5, 0, 0, 0]]
+    assert packed.sequences.cu_seqlens_q.tolist() == [0, 4, 6, 8]
+    per_token_1T = torch.arange(8.0)[None] + 10
+    assert packed.unpack(per_token_1T).tolist() == [[10.0, 11.0], [14.0, 0.0]]
+    assert packed.real_BS.tolist() == [[True, True], [True, False]]
+
+
+def test_attention_equals_one_call_per_sequence() -> None:
+    lengths = [7, 1, 30, 12, 11, 29, 3]
+    config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=4, num_query_groups=2)
+    attention = CoreAttention(config, 1, None, "self", softmax_scale=0.3)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(sum(lengths), heads, 4, generator=generator) for heads in (4, 2, 2))
+
+    got = attention(query, key, value, None, packed_sequences(lengths, torch.device("cpu")))
+
+    expected = []
+    for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
+        k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * 0.3
+        scores = scores.masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), -torch.inf)
+        expected.append(torch.einsum("hqk,khd->qhd", functional.softmax(scores, dim=-1), v).flatten(1))
+    assert torch.allclose(got, torch.cat(expected), atol=1e-6)
+
+
+def test_similar_lengths_share_a_bucket() -> None:
+    sequences = packed_sequences([40, 10, 39, 9, 31, 8], torch.device("cpu"))
+    assert [tuple(bucket.index_NL.shape) for bucket in sequences.buckets] == [(3, 40), (3, 10)]

@@ -1,0 +1,54 @@
+"""Batches split over data-parallel ranks and results brought together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from recipes.grpo.types import TrainBatch
+from recipes.policy.packing import Shard
+from recipes.policy.shards import global_counts, merge_step_metrics, scatter_rows, split
+
+
+def _batch() -> TrainBatch:
+    ids_BS = torch.arange(12).view(4, 3)
+    return TrainBatch(
+        input_ids_BS=ids_BS,
+        input_lengths_B=torch.tensor([3, 2, 3, 1]),
+        token_mask_BS=torch.tensor([[1.0, 1.0, 1.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]),
+        sample_mask_B=torch.tensor([1.0, 1.0, 0.0, 1.0]),
+        generation_logprobs_BS=torch.zeros(4, 3),
+        advantages_BS=torch.zeros(4, 3),
+        rewards_B=torch.zeros(4, dtype=torch.float64),
+        group_B=torch.tensor([0, 0, 1, 1]),
+    )
+
+
+def test_counts_leave_out_first_tokens_and_masked_samples() -> None:
+    counts = global_counts(_batch())
+    assert (counts.tokens, counts.sequences) == (3.0, 3.0)
+
+
+def test_every_shard_knows_the_counts_of_the_whole_batch() -> None:
+    plan = [Shard(microbatches=((2, 0), (3,))), Shard(microbatches=((1,),))]
+    first, second = split(_batch(), plan)
+    assert first.microbatches == ((0, 1), (2,))
+    assert first.batch.input_ids_BS[:, 0].tolist() == [6, 0, 9]
+    assert first.batch.prev_logprobs_BS is None
+    assert second.batch.input_lengths_B.tolist() == [2]
+    assert first.counts == second.counts == global_counts(_batch())
+
+
+def test_results_return_to_the_order_of_the_batch() -> None:
+    plan = [Shard(microbatches=((2, 0), (3,))), Shard(microbatches=((1,),))]
+    parts = [torch.tensor([[2.0], [0.0], [3.0]]), torch.tensor([[1.0]])]
+    assert scatter_rows(parts, plan, shape=(4, 1)).tolist() == [[0.0], [1.0], [2.0], [3.0]]
+
+
+def test_metrics_add_up_and_extremes_stay_extremes() -> None:
+    first = {"loss": 0.25, "probs_ratio_min": 0.5, "probs_ratio_max": 1.5, "grad_norm": 2.0, "lr": 1e-6}
+    second = first | {"loss": 0.5, "probs_ratio_min": float("inf"), "probs_ratio_max": float("-inf")}
+    assert merge_step_metrics([first, second]) == pytest.approx(
+        {"loss": 0.75, "probs_ratio_min": 0.5, "probs_ratio_max": 1.5, "grad_norm": 2.0, "lr": 1e-6}
+    )
+    assert merge_step_metrics([second])["probs_ratio_min"] == -1.0

@@ -1,0 +1,57 @@
+"""The shared-memory file of a weight push: layout, content, and files of runs that were killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes.policy.weights import SharedMemoryWriter, make_layout, remove_stale_files
+
+SHAPES = [("a", torch.float32, (3, 5)), ("b", torch.bfloat16, (2,)), ("c", torch.float32, (16,))]
+
+
+def test_tensors_start_on_aligned_offsets() -> None:
+    layout = make_layout(SHAPES, path="")
+    assert layout.offsets == (0, 64, 128)  # 60 and 4 bytes, rounded up
+    assert layout.num_bytes == 192
+    assert layout.dtypes == ("float32", "bfloat16", "float32")
+
+
+def test_a_push_overwrites_every_tensor_and_the_file_goes_at_the_end() -> None:
+    writer = SharedMemoryWriter(SHAPES, driver_pid=1)
+    path = Path(writer.layout.path)
+    for value in (1.0, 2.0):
+        tensors = [(name, torch.full(shape, value, dtype=dtype)) for name, dtype, shape in SHAPES]
+        writer.write(tensors)
+        raw = path.read_bytes()
+        for (_, tensor), offset in zip(tensors, writer.layout.offsets, strict=True):
+            expected = tensor.view(torch.uint8).numpy().tobytes()
+            assert raw[offset : offset + len(expected)] == expected
+    remove_stale_files()
+    assert path.exists(), "a file in use was taken for a stale one"
+    writer.close()
+    assert not path.exists()
+
+
+def test_a_push_that_does_not_fit_the_layout_is_refused() -> None:
+    writer = SharedMemoryWriter(SHAPES[:1], driver_pid=2)
+    with pytest.raises(AssertionError, match="b does not fit the layout's a"):
+        writer.write([("b", torch.zeros(3, 5))])
+    writer.close()
+
+
+def test_the_file_of_a_killed_run_is_removed() -> None:
+    program = (
+        "import os, torch; from recipes.policy.weights import SharedMemoryWriter as W;"
+        "w = W([('a', torch.float32, (4,))], driver_pid=os.getpid()); print(w.layout.path, flush=True); os._exit(9)"
+    )
+    killed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    path = Path(killed.stdout.strip())
+    assert killed.returncode == 9
+    assert path.exists()
+    remove_stale_files()
+    assert not path.exists()
