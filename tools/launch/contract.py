@@ -40,6 +40,7 @@ OPTIONAL = {
     "SLURM_TIME_LIMIT": "4:00:00",
     "SBATCH_NUM_NODES": "",  # more nodes than the configuration needs; empty = as many
     "EXTRA_MOUNTS": "",  # SRC:DST[,SRC:DST]
+    "CODE_SNAPSHOT_DIRNAME": "code_snapshots",
     "SKIP_CODE_SNAPSHOT": "false",  # run from this checkout
     "REFRESH_CODE_SNAPSHOT": "true",  # false: take the run's newest snapshot again
 }

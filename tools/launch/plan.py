@@ -69,7 +69,8 @@ def make_plan(stage: str, overrides: Sequence[str], environ: Mapping[str, str], 
     code = read_code(root)
     reuse_newest = not contract.is_set("REFRESH_CODE_SNAPSHOT")
     is_copied = not contract.is_local and not contract.is_set("SKIP_CODE_SNAPSHOT")
-    code_dir = snapshot_path(root, contract["EXP_NAME"], code, reuse_newest=reuse_newest) if is_copied else root
+    home = root / contract["CODE_SNAPSHOT_DIRNAME"] / contract["EXP_NAME"]
+    code_dir = snapshot_path(home, code, reuse_newest=reuse_newest) if is_copied else root
     # A configuration of this repository is read from the copy of the code that runs.
     seen_config = code_dir / config_path.relative_to(root) if config_path.is_relative_to(root) else config_path
     driver = ("--config", str(seen_config), "--run-dir", str(run_dir), *everything)

@@ -43,9 +43,8 @@ def read_code(root: Path) -> Code:
     return Code(commit=git(root, "rev-parse", "HEAD").strip(), diff=git(root, "diff", "--binary", "HEAD"))
 
 
-def snapshot_path(root: Path, exp_name: str, code: Code, *, reuse_newest: bool) -> Path:
-    """Return where the snapshot of this code is, or the run's newest one when that is to be taken again."""
-    home = root / "code_snapshots" / exp_name
+def snapshot_path(home: Path, code: Code, *, reuse_newest: bool) -> Path:
+    """Return where the snapshot of this code is, or the newest in `home` when that is to be taken again."""
     if reuse_newest and home.is_dir():
         existing = [path for path in home.iterdir() if not path.name.startswith(".")]
         if existing:

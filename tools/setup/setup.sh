@@ -116,7 +116,7 @@ main() {
   esac
   require_cpu_lock
   local digest
-  digest="$(sha256sum -- "${LOCK}" "${ROOT}/pyproject.toml" | awk '{ print $1 }' | tr '\n' ' ')"
+  digest="$(sha256sum -- "${LOCK}" | awk '{ print $1 }')"
   if [[ -f ${VENV}/.synced && $(<"${VENV}/.synced") == "${digest}" ]]; then
     touch -- "${VENV}/.synced"
     return

@@ -1,0 +1,113 @@
+# Reproduce the recipe: one target per stage. `make` alone prints every target.
+MAKEFLAGS += --no-builtin-rules --warn-undefined-variables
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+# What and where, as in `make stage1.1 SCALE=tiny LAUNCHER=local`. The launcher reads these and the variables of
+# tools/launch/contract.py from the environment; what is empty here counts as not given.
+SCALE ?= prod
+PLATFORM ?= h100
+LAUNCHER ?= slurm
+SEED ?=
+EXP_NAME ?=
+DRY_RUN ?=
+ARGS ?=
+STAGE ?= stage1.1
+NAME ?= mcqa
+export SCALE PLATFORM LAUNCHER SEED EXP_NAME DRY_RUN
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+READY := $(VENV)/.synced
+STAGES := stage1.1 stage1.2 stage1.3 stage2.1 stage2.2 stage3
+SMOKE_SEED := $(or $(SEED),42)
+SMOKE_RUN := $(or $(EXP_NAME),smoke-seed$(SMOKE_SEED)-$(shell date +%Y%m%d-%H%M%S))
+RUN_DIR = $(or $(addprefix results/,$(EXP_NAME)),$(firstword $(shell ls -td results/*/ 2>/dev/null)))
+
+##@ Start here
+.PHONY: help
+help: ## print this list
+	@awk 'BEGIN { FS = ":.*## " } \
+	  /^##@ / { printf "\n%s\n", substr($$0, 5) } \
+	  /^[a-zA-Z0-9._-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@printf '\nVariables: SCALE=prod|small|tiny PLATFORM=h100|b200 LAUNCHER=slurm|local SEED=N EXP_NAME=... DRY_RUN=1 ARGS="key=value ..."\n'
+
+.PHONY: setup
+setup: $(READY) ## build .venv from the CPU lock, once (python3.11 and pip needed)
+
+$(READY): containers/requirements-cpu.lock
+	@VENV='$(CURDIR)/$(VENV)' tools/setup/setup.sh
+
+.PHONY: smoke
+smoke: tiny ## set up, train stage 1.1 with a tiny model on this machine, and check that it learned [SEED=42]
+	SCALE=tiny LAUNCHER=local SEED=$(SMOKE_SEED) EXP_NAME=$(SMOKE_RUN) ./super_launch.sh stage1.1 $(ARGS)
+	$(PYTHON) -m tools.report --run-dir results/$(SMOKE_RUN) --min-gain 0.25
+	$(PYTHON) -m tools.tiny.check_gain --run-dir results/$(SMOKE_RUN)
+
+##@ Stages (on Slurm unless LAUNCHER=local; DRY_RUN=1 prints the command)
+.PHONY: $(STAGES)
+stage1.1: ## RLVR, blend 1 (rlvr1)
+stage1.2: ## RLVR, blend 2 (rlvr2)
+stage1.3: ## RLVR, blend 3 (rlvr3)
+stage2.1: ## software engineering, single-step edits (swe1)
+stage2.2: ## software engineering, whole tasks in containers (swe2)
+stage3: ## RLHF with a generative reward model (rlhf)
+$(STAGES): $(READY)
+	@./super_launch.sh $@ $(ARGS)
+
+.PHONY: stages
+stages: $(READY) ## print the stage table
+	@$(PYTHON) -m tools.launch.stage_table
+
+.PHONY: config
+config: $(READY) ## print a stage's resolved configuration and where each value comes from [STAGE SCALE PLATFORM]
+	@$(PYTHON) -m tools.config_cli --stage $(STAGE) --scale $(SCALE) --platform $(PLATFORM) $(ARGS)
+
+##@ Inputs
+.PHONY: data
+data: $(READY) ## make the rows of SCALE=tiny: data/tiny/{train,val}-split.jsonl and manifest.json
+	$(PYTHON) -m tools.tiny.prepare --data data
+
+.PHONY: tiny
+tiny: $(READY) ## make what SCALE=tiny needs: data/tiny and the SFT checkpoint models/tiny-sft
+	$(PYTHON) -m tools.tiny.prepare --models models --data data
+
+##@ Looking at a run
+.PHONY: report
+report: $(READY) ## write report.html of a run, by default the newest [EXP_NAME]
+	$(PYTHON) -m tools.report --run-dir $(or $(RUN_DIR),$(error no run in results/; give EXP_NAME=...))
+
+.PHONY: bench
+bench: tiny ## measure asynchronous against synchronous training, and our rollout path against plain vLLM
+	$(PYTHON) -m tools.bench $(ARGS)
+
+.PHONY: serve-env
+serve-env: $(READY) ## serve one verifier over HTTP [NAME=mcqa]
+	$(PYTHON) -m tools.serve_env --name $(NAME) $(ARGS)
+
+##@ Development
+.PHONY: lint
+lint: $(READY) ## ruff, mypy, shellcheck, shfmt, yamllint
+	@tools/setup/lint.sh
+
+.PHONY: fix
+fix: $(READY) ## let ruff and shfmt correct what they can
+	@tools/setup/lint.sh --fix
+
+.PHONY: test
+test: lint test-unit test-functional ## what CI runs: lint, unit tests, functional tests
+
+.PHONY: test-unit
+test-unit: $(READY) ## pure tests, under 90 seconds
+	$(PYTHON) -m pytest -m 'not functional and not gpu' $(ARGS)
+
+.PHONY: test-functional
+test-functional: $(READY) ## tests that start something real: Ray, vLLM, Megatron, HTTP servers
+	$(PYTHON) -m pytest -m 'functional and not gpu' $(ARGS)
+
+.PHONY: clean
+clean: ## remove caches and build outputs; never data, models or results
+	rm -rf build .mypy_cache .pytest_cache .ruff_cache super_rl_recipe.egg-info
+	find recipes tools tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,95 @@
+"""A complete launch in a temporary directory: model, data, a recording `sbatch`, and the launcher itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models
+
+ROOT = Path(__file__).resolve().parents[2]
+ROW = {
+    "responses_create_params": {"input": [{"role": "user", "content": "Which is the first letter? A or B"}]},
+    "agent_ref": {"type": "responses_api_agents", "name": "mcqa_simple_agent"},
+    "options": [{"A": "this"}, {"B": "that"}],
+    "expected_answer": "A",
+    "grading_mode": "strict_single_letter_boxed",
+}
+
+
+def write_model(path: Path) -> None:
+    """Write a Hugging Face directory with one tensor of two float32 zeros."""
+    path.mkdir(parents=True)
+    (path / "config.json").write_text('{"model_type": "qwen3"}')
+    tokenizer = Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1}, unk_token="<unk>"))
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {"eos_token": "<eos>", "chat_template": "{{ messages[0].content }}"}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+
+
+@dataclass
+class Launcher:
+    """Runs super_launch.sh with a clean environment."""
+
+    directory: Path
+    env: dict[str, str] = field(default_factory=dict)
+
+    def __call__(self, *args: str, expect: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run it and check the exit status; `variables` are set on top of the environment, empty ones removed."""
+        env = {name: value for name, value in {**self.env, **variables}.items() if value}
+        result = subprocess.run(
+            [str(ROOT / "super_launch.sh"), *args],
+            env=env,
+            cwd=self.directory,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert result.returncode == expect, result.stderr + result.stdout
+        return result
+
+    def submitted(self) -> list[str]:
+        """Return what sbatch was called with."""
+        return (self.directory / "argv").read_text().split("\0")[:-1]
+
+
+def base_environment(directory: Path) -> Mapping[str, str]:
+    """Return the published contract, filled for a small run on a made-up cluster."""
+    return {
+        "PATH": f"{directory / 'bin'}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "HOME": str(directory),
+        "EXP_NAME": "exp",
+        "CONFIG_PATH": "configs/tiny/stage1_rlvr.yaml",
+        "MODEL_PATH": f"{directory}/a model/",
+        "TRAIN_PATH": f"{directory}/train.jsonl",
+        "VAL_PATH": f"{directory}/val.jsonl",
+        "CONTAINER": "registry.example/training:1",
+        "SANDBOX_CONTAINER": "registry.example/sandbox:1",
+        "PERSISTENT_CACHE": f"{directory}/cache",
+        "SLURM_PARTITION": "batch",
+        "SLURM_ACCOUNT": "lab",
+        "RESULTS_DIR": f"{directory}/results",
+        "CODE_SNAPSHOT_DIRNAME": f"{directory}/snapshots",
+    }
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launcher:
+    write_model(tmp_path / "a model")
+    for name in ("train.jsonl", "val.jsonl"):
+        (tmp_path / name).write_text(json.dumps(ROW) + "\n")
+    shim = tmp_path / "bin" / "sbatch"
+    shim.parent.mkdir()
+    shim.write_text(f"#!/usr/bin/env bash\nprintf '%s\\0' \"$@\" >'{tmp_path}/argv'\n")
+    shim.chmod(0o755)
+    return Launcher(tmp_path, dict(base_environment(tmp_path)))

@@ -1,0 +1,176 @@
+"""super_launch.sh as a user calls it: the dry run is the submission, and every wrong input says how to fix it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+from pathlib import Path
+
+import pytest
+
+from recipes.cluster.ports import ray_ports
+from tools.launch.contract import REQUIRED, REQUIRED_ON_SLURM, REQUIRED_WITH_CONTAINERS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_dry_run_prints_exactly_what_is_submitted(launch):
+    args = ("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4")
+    printed = shlex.split(launch("--dry-run", *args).stdout)
+    assert not (launch.directory / "argv").exists()
+    assert not (launch.directory / "results").exists()
+    launch(*args)
+    assert printed == ["sbatch", *launch.submitted()]
+
+
+def test_submission_has_computed_resources_and_unbroken_words(launch):
+    launch("-n")
+    launch(EXTRA_HYDRA_ARGS="grpo.max_num_steps=7 'logger.wandb.project=two words'", SEED="43")
+    argv = launch.submitted()
+    options = dict(word.split("=", 1) for word in argv if word.startswith("--") and "=" in word)
+    assert options["--nodes"] == "1"
+    assert options["--gres"] == "gpu:2"
+    assert options["--account"] == "lab"
+    assert options["--time"] == "4:00:00"
+    assert options["--signal"] == "B:TERM@600"
+    assert f"policy.model_name={launch.directory}/a model" in argv  # one word, trailing slash gone
+    assert argv[-3:] == ["grpo.seed=43", "grpo.max_num_steps=7", "logger.wandb.project=two words"]
+    assert f"{launch.directory}/a model:{launch.directory}/a model" in options["--mounts"].split(",")
+    job = next(word for word in argv if word.endswith("ray.sbatch"))
+    assert Path(job).is_file()  # in the snapshot
+    assert Path(options["--chdir"]).parent == launch.directory / "snapshots" / "exp"
+    assert (Path(options["--chdir"]) / "recipes" / "run_grpo.py").is_file()
+    assert not (Path(options["--chdir"]) / ".venv").exists()
+
+
+def test_production_dry_run_asks_for_the_published_nodes(launch):
+    result = launch(
+        "stage1.1", DRY_RUN="1", CONFIG_PATH="", EXP_NAME="", TRAIN_PATH="", VAL_PATH="", SLURM_TIME_LIMIT="8:00:00"
+    )
+    words = shlex.split(result.stdout)
+    assert "--nodes=183" in words  # 32 train + 144 generation + 7 judges
+    assert "--gres=gpu:8" in words
+    assert "--time=8:00:00" in words
+    assert "--job-name=stage1.1-rlvr1" in words
+    assert "would be refused" in result.stderr
+
+
+def test_more_nodes_may_be_asked_for_but_not_fewer(launch):
+    assert "--nodes=3" in shlex.split(launch("-n", SBATCH_NUM_NODES="3").stdout)
+    refused = launch("stage1.1", "-n", CONFIG_PATH="", SBATCH_NUM_NODES="176", expect=2)
+    assert "SBATCH_NUM_NODES: got 176, expected at least 183 (32 train + 144 generation + 7 judges)" in refused.stderr
+
+
+def test_local_launch_needs_nothing_that_only_slurm_needs(launch):
+    only_slurm = dict.fromkeys([*REQUIRED_ON_SLURM, *REQUIRED_WITH_CONTAINERS], "")
+    words = shlex.split(launch("-n", LAUNCHER="local", **only_slurm).stdout)
+    assert words[1:3] == ["-m", "tools.launch.local"]
+    assert "--num-units=2" in words
+    assert words[words.index("--") + 2] == str(ROOT / "recipes" / "run_grpo.py")
+
+
+def test_all_missing_variables_are_listed_at_once_with_their_meaning(launch):
+    names = {**REQUIRED, **REQUIRED_ON_SLURM, **REQUIRED_WITH_CONTAINERS}
+    result = launch(expect=2, **dict.fromkeys(names, ""))
+    lines = result.stderr.splitlines()
+    assert len(lines) == len(names)
+    for name, meaning in names.items():
+        assert any(f"{name}: got nothing, expected {meaning}" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("stage9",), "STAGE: got stage9, expected one of stage1.1 (rlvr1), stage1.2 (rlvr2)"),
+        (("stage1.1", "stage1.2"), "two stages given: 'stage1.1' and 'stage1.2'"),
+        (("--frobnicate",), "unknown option '--frobnicate'"),
+        (("grpo.num_prompt_per_step=8",), "did you mean grpo.num_prompts_per_step?"),
+        (("grpo.max_num_steps=many",), "grpo.max_num_steps: got"),
+        (("grpo.num_generations_per_prompt=1",), "grpo.num_generations_per_prompt"),
+    ],
+)
+def test_wrong_words_are_refused_with_the_fix(launch, args, message):
+    assert message in launch(*args, expect=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("LAUNCHER", "kubernetes", "LAUNCHER: got kubernetes, expected slurm or local"),
+        ("ENGINE", "nemo_rl", "ENGINE: got nemo_rl"),
+        ("CONTAINER_RUNTIME", "podman", "CONTAINER_RUNTIME: got podman"),
+        ("EXP_NAME", "a/b", "EXP_NAME: got a/b"),
+        ("SEED", "4.5", "SEED: got 4.5"),
+        ("DRY_RUN", "perhaps", "DRY_RUN: got perhaps, expected true or false"),
+        ("EXTRA_HYDRA_ARGS", "a='b", "EXTRA_HYDRA_ARGS: got a='b"),
+        ("ENABLE_MTP_INFERENCE", "1", "ENABLE_MTP_INFERENCE: got 1, expected nothing"),
+        ("CONFIG_PATH", "configs/none.yaml", "none.yaml"),
+    ],
+)
+def test_wrong_variables_are_refused(launch, name, value, message):
+    assert message in launch(expect=2, **{name: value}).stderr
+
+
+def test_everything_wrong_on_disk_is_listed_at_once(launch):
+    (launch.directory / "train.jsonl").write_text("\n".join(['{"agent_ref": 1}', "not json", ""]))
+    (launch.directory / "val.jsonl").unlink()
+    weights = launch.directory / "a model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-3])
+    (launch.directory / "a model" / "tokenizer.json").unlink()
+    text = launch(expect=2, CONTAINER="/no/such.sqsh").stderr
+    assert "train.jsonl:1: got" in text
+    assert "train.jsonl:2: got" in text
+    assert "val.jsonl: got no such file" in text
+    assert "tokenizer.json" in text
+    assert "model.safetensors: got" in text
+    assert "CONTAINER: got /no/such.sqsh" in text
+    assert not (launch.directory / "argv").exists()
+
+
+def test_unknown_agent_is_named_with_its_line(launch):
+    row = json.loads((launch.directory / "train.jsonl").read_text())
+    bad = {**row, "agent_ref": {"name": "mcqa_simple_agnet"}}
+    (launch.directory / "train.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(bad)}\n")
+    text = launch(expect=2).stderr
+    assert "train.jsonl:2: got unknown agent 'mcqa_simple_agnet'; did you mean 'mcqa_simple_agent'?" in text
+
+
+def test_missing_model_is_refused(launch):
+    assert "got no such directory" in launch(expect=2, MODEL_PATH="/no/model").stderr
+
+
+def test_busy_port_is_refused_before_ray_starts_and_names_the_owner(launch, monkeypatch):
+    # The first free slot of the port table is the one that the launch would take.
+    for slot in range(10):
+        ports = ray_ports(slot)
+        with socket.socket() as lock:
+            if lock.connect_ex(("127.0.0.1", ports.lock)) != 0:
+                break
+    with socket.socket() as squatter:
+        squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        squatter.bind(("", ports.gcs))
+        squatter.listen()
+        text = launch(expect=2, LAUNCHER="local").stderr
+    assert f"port {ports.gcs} (Ray control" in text
+    assert "got in use by pid" in text
+    assert not (launch.directory / "results" / "exp" / "logs").exists()
+
+
+def test_second_submission_reuses_the_snapshot_and_names_what_changed(launch):
+    assert "differs" not in launch().stderr
+    first = launch.submitted()
+    again = launch("grpo.max_num_steps=5")
+    assert [word for word in launch.submitted() if word.startswith("--chdir")] == [
+        word for word in first if word.startswith("--chdir")
+    ]
+    assert "differs from the last start: config.sha256" in again.stderr
+    lock = json.loads((launch.directory / "results" / "exp" / "run.lock.json").read_text())
+    assert lock["seed"] == 42
+    assert len(lock["model"]["weights_sha256"]) == 64
+
+
+def test_help_is_the_header(launch):
+    text = launch("--help").stdout
+    assert text.startswith("Start one stage")
+    assert "Usage: ./super_launch.sh [--dry-run] [STAGE] [KEY=VALUE ...]" in text

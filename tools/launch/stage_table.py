@@ -1,0 +1,72 @@
+"""The stage table of the README and `make stages`: what runs where, from stages.yaml and the configurations."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from recipes.grpo.config import load_config, require_valid
+from recipes.grpo.derive import derive
+from recipes.grpo.errors import RecipeError
+from recipes.grpo.stages import Stage, config_path, load_stages
+
+BEGIN, END = "<!-- stage table: begin (make stages) -->", "<!-- stage table: end -->"
+HEADER = ("stage", "name", "data", "nodes (train + generation + judges)", "context", "rollouts per step", "starts from")
+
+
+def rows(stages: Sequence[Stage]) -> list[tuple[str, ...]]:
+    """Return one row per stage with its production sizes."""
+    table = []
+    for stage in stages:
+        parent = stage.after or "the SFT checkpoint"
+        table.append((stage.id, stage.name, f"data/{stage.blend}", *_sizes(stage), parent))
+    return table
+
+
+def _sizes(stage: Stage) -> tuple[str, str, str]:
+    if not stage.configs:
+        return "not built yet", "", ""
+    config = require_valid(load_config(config_path(stage, "prod", "h100")))
+    sizes = derive(config)
+    parts = (sizes.num_train_nodes, sizes.num_generation_nodes, sizes.num_judge_nodes)
+    nodes = f"{sizes.num_nodes} ({' + '.join(str(part) for part in parts)})"
+    return nodes, f"{config.policy.max_total_sequence_length:,}", f"{sizes.samples_per_step:,}"
+
+
+def markdown(table: Sequence[Sequence[str]]) -> str:
+    """Return the table with aligned columns."""
+    widths = [max(len(row[column]) for row in [HEADER, *table]) for column in range(len(HEADER))]
+    lines = [HEADER, ["-" * width for width in widths], *table]
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+    )
+
+
+def replaced(readme: str, table: str) -> str:
+    """Return the README with the table between its markers."""
+    before, _, rest = readme.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table, or write it into a file."""
+    parser = argparse.ArgumentParser(description="Print the stage table.")
+    parser.add_argument("--write", type=Path, metavar="README", help="put it between the markers of this file")
+    args = parser.parse_args(argv)
+    try:
+        table = markdown(rows(load_stages()))
+    except RecipeError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    if args.write:
+        args.write.write_text(replaced(args.write.read_text(), table))
+    else:
+        print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+#
+# Run every linter over every file of its kind, and report all failures, not the first.
+#
+# Usage: tools/setup/lint.sh [--fix]
+#
+#   --fix   let ruff and shfmt correct what they can, then lint
+
+set -euo pipefail
+shopt -s inherit_errexit
+
+ROOT="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)"
+readonly ROOT
+readonly BIN="${ROOT}/.venv/bin"
+readonly -a SHFMT=("${BIN}/shfmt" -i 2 -ci)
+
+# Everything that bash runs, found by name or by its first line, so that a new script cannot escape.
+shell_files() {
+  git ls-files -z --cached --others --exclude-standard | while IFS= read -r -d '' file; do
+    [[ -f ${file} ]] || continue
+    if [[ ${file} == *.sh || ${file} == *.sbatch ]] || [[ $(head -c 64 -- "${file}" | tr -d '\0' | head -n 1) =~ ^'#!'.*(bash|/sh) ]]; then
+      printf '%s\0' "${file}"
+    fi
+  done
+}
+
+failed=()
+check() {
+  local name=$1
+  shift
+  if "$@"; then
+    printf 'lint: %s: ok\n' "${name}"
+  else
+    failed+=("${name}")
+  fi
+}
+
+main() {
+  cd -- "${ROOT}"
+  local -a scripts=()
+  mapfile -d '' -t scripts < <(shell_files)
+  wait "$!"
+  ((${#scripts[@]})) || {
+    printf 'lint: no shell script found; is this a git checkout?\n' >&2
+    exit 1
+  }
+  if [[ ${1:-} == --fix ]]; then
+    "${BIN}/ruff" check --fix-only --quiet .
+    "${BIN}/ruff" format --quiet .
+    "${SHFMT[@]}" -w "${scripts[@]}"
+  fi
+  check 'ruff check' "${BIN}/ruff" check --quiet .
+  check 'ruff format' "${BIN}/ruff" format --check --quiet .
+  check 'mypy' "${BIN}/mypy" --no-error-summary
+  check "shellcheck (${#scripts[@]} files)" "${BIN}/shellcheck" --external-sources "${scripts[@]}"
+  check 'shfmt' "${SHFMT[@]}" -d "${scripts[@]}"
+  check 'yamllint' "${BIN}/yamllint" --strict .
+  ((${#failed[@]} == 0)) || {
+    printf 'lint: failed: %s\n' "${failed[*]}" >&2
+    exit 1
+  }
+}
+
+main "$@"
