@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +17,13 @@ import numpy as np
 import ray
 
 from recipes.generation.engine import EngineActor, EngineInfo, Sample
+from recipes.generation.handshake import nccl_init, nccl_update, shared_memory_init
 from recipes.grpo.errors import EngineError
 from recipes.grpo.types import Completion, Sampling, VersionSpan, WeightLayout
 
 if TYPE_CHECKING:
     from recipes.grpo.config_tree import DeadlinesConfig
-    from recipes.grpo.config_tree_policy import GenerationConfig
+    from recipes.grpo.config_tree_policy import GenerationConfig, VllmConfig
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +37,14 @@ class Generation:
     """Engines as one. Methods block unless they are coroutines; all may be called from any thread."""
 
     def __init__(
-        self, actors: Sequence[Any], infos: Sequence[EngineInfo], *, max_model_len: int, deadlines: DeadlinesConfig
+        self, actors: Sequence[Any], infos: Sequence[EngineInfo], *, vllm_cfg: VllmConfig, deadlines: DeadlinesConfig
     ) -> None:
-        self._actors = actors
         self.infos = infos
-        self._max_model_len = max_model_len
+        self._actors = actors
+        self._max_model_len = vllm_cfg.max_model_len
+        self._ranks_per_engine = vllm_cfg.tensor_parallel_size * vllm_cfg.pipeline_parallel_size
         self._deadlines = deadlines
+        self._update_info: dict[str, Any] = {}
         self._update_lock = threading.Lock()
         self._batches: dict[BatchKey, list[asyncio.Future[Completion]]] = {}
         self._calls: set[asyncio.Task[None]] = set()
@@ -61,32 +65,47 @@ class Generation:
             remote.options(**options).remote(cfg, index=index, model_path=model_path, seed=seed)
             for index, options in enumerate(placement)
         ]
+        names = [f"generation engine {index}" for index in range(len(actors))]
         try:
-            infos = ray.get([actor.start.remote() for actor in actors], timeout=deadlines.engine_start)
-        except Exception as error:
+            infos: list[EngineInfo] = _collect(
+                [actor.start.remote() for actor in actors], names, deadlines.engine_start
+            )
+        except EngineError:
             for actor in actors:
                 ray.kill(actor)
-            raise EngineError(f"generation engines did not start: {_reason(error, deadlines.engine_start)}") from error
+            raise
         for info in infos:
             logger.info("%s: import %.1f s, engine %.1f s", info, info.import_seconds, info.engine_seconds)
-        return cls(actors, infos, max_model_len=cfg.vllm_cfg.max_model_len, deadlines=deadlines)
+        return cls(actors, infos, vllm_cfg=cfg.vllm_cfg, deadlines=deadlines)
 
-    def connect_weights(self, layout: WeightLayout) -> None:
-        """Tell every engine where the policy puts its weights."""
-        init_info = {
-            "path": layout.path,
-            "names": list(layout.names),
-            "dtypes": list(layout.dtypes),
-            "shapes": [list(shape) for shape in layout.shapes],
-            "offsets": list(layout.offsets),
-            "num_bytes": layout.num_bytes,
-        }
-        self._on_all("connect_weights", init_info, deadline=self._deadlines.refit)
+    def connect_weights(self, layout: WeightLayout, *, rendezvous: tuple[str, int] | None = None) -> None:
+        """Tell every engine how the policy sends its weights: by the layout's file, or by NCCL where one is given.
+
+        With `rendezvous`, the policy's host and port, this blocks until the policy has joined as rank 0.
+        """
+        num_engines = len(self._actors)
+        if rendezvous is None:
+            self._update_info = {}
+            infos = [shared_memory_init(layout)] * num_engines
+        else:
+            self._update_info = nccl_update(layout)
+            infos = [
+                nccl_init(rendezvous, engine=index, num_engines=num_engines, ranks_per_engine=self._ranks_per_engine)
+                for index in range(num_engines)
+            ]
+        calls = [actor.connect_weights.remote(info) for actor, info in zip(self._actors, infos, strict=True)]
+        self._collect(calls, self._deadlines.refit)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks all engines together add to the policy's NCCL group."""
+        return len(self._actors) * self._ranks_per_engine
 
     def update_weights(self, version: int) -> None:
         """Load the weights the policy has sent as `version`, on all engines at once; returns when all use them."""
         with self._update_lock:
-            self._on_all("update_weights", version, {}, deadline=self._deadlines.refit)
+            calls = [actor.update_weights.remote(version, self._update_info) for actor in self._actors]
+            self._collect(calls, self._deadlines.refit)
 
     async def generate(self, prompt_token_ids: tuple[int, ...], sampling: Sampling, *, affinity: int) -> Completion:
         """Sample one completion on the engine that `affinity` picks; raises `EngineError` when it is dead or late."""
@@ -107,8 +126,7 @@ class Generation:
 
     def stats(self) -> list[dict[str, float]]:
         """Return each engine's running totals."""
-        stats: list[dict[str, float]] = self._on_all("stats", deadline=HEALTH_SECONDS)
-        return stats
+        return self._collect([actor.stats.remote() for actor in self._actors], HEALTH_SECONDS)
 
     def base_urls(self) -> list[str]:
         """Return the address of each engine's OpenAI-compatible server."""
@@ -116,7 +134,7 @@ class Generation:
 
     def check_health(self) -> None:
         """Raise `EngineError` naming an engine that is dead or does not answer."""
-        self._on_all("check_health", deadline=HEALTH_SECONDS)
+        self._collect([actor.check_health.remote() for actor in self._actors], HEALTH_SECONDS)
 
     def shutdown(self) -> None:
         """Stop all engines, by force when they do not stop within the deadline."""
@@ -158,22 +176,39 @@ class Generation:
             if not waiter.done():
                 waiter.set_result(_completion(samples[number % num_samples]))
 
-    def _on_all(self, method: str, *args: Any, deadline: float) -> list[Any]:
-        calls = [getattr(actor, method).remote(*args) for actor in self._actors]
-        ray.wait(calls, num_returns=len(calls), timeout=deadline)
-        results = []
-        for index, call in enumerate(calls):
-            try:
-                results.append(ray.get(call, timeout=0))
-            except Exception as error:
-                raise self._failure(index, error, deadline) from error
-        return results
+    def _collect(self, calls: Sequence[Any], deadline: float) -> list[Any]:
+        return _collect(calls, [str(info) for info in self.infos], deadline)
 
     def _failure(self, index: int, error: Exception, deadline: float) -> EngineError:
-        cause = getattr(error, "cause", None)
-        if isinstance(cause, EngineError):  # the actor has named itself
-            return EngineError(str(cause))
-        return EngineError(f"{self.infos[index]}: {_reason(error, deadline)}")
+        return _failure(str(self.infos[index]), error, deadline)
+
+
+def _collect(calls: Sequence[Any], names: Sequence[str], deadline: float) -> list[Any]:
+    """Return the results of one call per engine; raises `EngineError` naming the first that fails or is late."""
+    end = time.monotonic() + deadline
+    waiting = list(calls)
+    results = {}
+    while waiting:
+        done, waiting = ray.wait(waiting, timeout=max(end - time.monotonic(), 0.0))
+        for call in done or waiting[:1]:  # none done: the first one is late
+            try:
+                results[call] = ray.get(call, timeout=0)
+            except Exception as error:
+                raise _failure(names[calls.index(call)], error, deadline) from error
+    return [results[call] for call in calls]
+
+
+def _failure(name: str, error: Exception, deadline: float) -> EngineError:
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, EngineError):  # the actor has named itself
+        return EngineError(str(cause))
+    if isinstance(error, TimeoutError | ray.exceptions.GetTimeoutError):
+        reason = f"no answer within {deadline:g} s"
+    elif isinstance(error, ray.exceptions.RayActorError):
+        reason = "its actor process died"
+    else:
+        reason = f"{type(cause or error).__name__}: {cause or error}"
+    return EngineError(f"{name}: {reason}")
 
 
 async def _result(reply: Any) -> list[Sample]:
@@ -188,13 +223,3 @@ def _completion(sample: Sample) -> Completion:
         versions=tuple(VersionSpan(version=v, start=start, end=end) for v, start, end in sample.versions),
         finish_reason=sample.finish_reason,
     )
-
-
-def _reason(error: Exception, deadline: float) -> str:
-    """Say in one line why a call on an actor failed."""
-    if isinstance(error, TimeoutError | ray.exceptions.GetTimeoutError):
-        return f"no answer within {deadline:g} s"
-    if isinstance(error, ray.exceptions.RayActorError):
-        return "its actor process died"
-    cause = getattr(error, "cause", None) or error
-    return f"{type(cause).__name__}: {cause}"

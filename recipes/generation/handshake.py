@@ -1,0 +1,40 @@
+"""What engines are told about a weight transfer, in the dicts of vLLM's weight-transfer API. Imports no vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recipes.grpo.types import WeightLayout
+
+
+def shared_memory_init(layout: WeightLayout) -> dict[str, Any]:
+    """Return the init info of our shared-memory engine (`weight_transfer.SharedMemoryInit`)."""
+    return {
+        "path": layout.path,
+        "names": list(layout.names),
+        "dtypes": list(layout.dtypes),
+        "shapes": [list(shape) for shape in layout.shapes],
+        "offsets": list(layout.offsets),
+        "num_bytes": layout.num_bytes,
+    }
+
+
+def nccl_init(rendezvous: tuple[str, int], *, engine: int, num_engines: int, ranks_per_engine: int) -> dict[str, Any]:
+    """Return the init info of vLLM's NCCL engine: rank 0 is the policy, then the engines' ranks in order."""
+    host, port = rendezvous
+    return {
+        "master_address": host,
+        "master_port": port,
+        "rank_offset": 1 + engine * ranks_per_engine,
+        "world_size": 1 + num_engines * ranks_per_engine,
+        "packed": True,
+    }
+
+
+def nccl_update(layout: WeightLayout) -> dict[str, Any]:
+    """Return the update info of vLLM's NCCL engine: what will be broadcast, in order."""
+    return {
+        "names": list(layout.names),
+        "dtype_names": list(layout.dtypes),
+        "shapes": [list(shape) for shape in layout.shapes],
+    }
