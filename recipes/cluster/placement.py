@@ -70,4 +70,4 @@ def _options(group: PlacementGroup, bundle: int, units: int) -> ActorOptions:
 
 
 def _has_gpus() -> bool:
-    return ray.cluster_resources().get("GPU", 0) > 0
+    return bool(ray.cluster_resources().get("GPU", 0) > 0)

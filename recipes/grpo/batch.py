@@ -84,6 +84,8 @@ def mask_mismatched(batch: TrainBatch, threshold: float | None) -> tuple[TrainBa
 
     `grpo.seq_logprob_error_threshold` of the recipe: a two-sided test of the engine (g) against the policy (p).
     """
+    if batch.prev_logprobs_BS is None:
+        raise ValueError("the mismatch needs the policy's log-probabilities (prev_logprobs_BS)")
     mask_BS = batch.token_mask_BS * batch.sample_mask_B[:, None]
     tokens_B = mask_BS.sum(dim=1)
     gap_BS = ((batch.generation_logprobs_BS - batch.prev_logprobs_BS) * mask_BS).abs()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from recipes.environments.tool_calls import FlagPatterns, turn_flags
 from recipes.grpo.advantage import estimate_advantages, group_baseline, overwrite_flagged_turns
 from recipes.grpo.batch import mask_mismatched, pad_turns, sample_masks
 from recipes.grpo.checkpoint import steps_to_keep
@@ -46,6 +47,7 @@ GOLDEN: dict[str, list[Any]] = {
         "seq_logprob_error",
         "sample_masks",
         "flatten_messages",
+        "message_flags",
         "checkpoint_retention",
     )
 }
@@ -67,7 +69,6 @@ def number(value: Any) -> float:
 TESTED_ELSEWHERE = {
     "sequence_packing": "policy/test_packing.py",
     "sequence_packing_shards": "policy/test_packing.py",
-    "message_flags": "environments/test_flags.py",
     "aggregate_rollout_metrics": "grpo/test_metrics.py",
     "target_weights": "grpo/test_rollout.py",
 }
@@ -263,6 +264,15 @@ def test_sample_masks(case: dict[str, Any]) -> None:
         base, given["truncated"], flagged or [False] * len(base), overlong_filtering=cfg["overlong_filtering"]
     )
     assert mask.tolist() == expected["loss_multiplier"]
+
+
+@pytest.mark.parametrize("case", cases("message_flags"))
+def test_message_flags(case: dict[str, Any]) -> None:
+    given, expected = case["inputs"], case["expected"]
+    patterns = FlagPatterns(
+        invalid_tool_call=tuple(given["invalid_tool_call_patterns"]), thinking_tags=tuple(given["thinking_tags"])
+    )
+    assert turn_flags(given["item"], patterns) == (expected["is_invalid_tool_call"], expected["has_malformed_thinking"])
 
 
 @pytest.mark.parametrize("case", cases("flatten_messages"))
