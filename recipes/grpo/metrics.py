@@ -25,7 +25,7 @@ PHASES: Mapping[str, str] = {
     "data_processing": "data",
     "policy_and_reference_logprobs": "logp",
     "policy_training": "train",
-    "weight_sync": "sync",
+    "weight_sync": "refit",
     "validation": "val",
     "checkpointing": "save",
 }

@@ -12,7 +12,7 @@ from recipes.grpo.config import load_config, require_runnable
 from recipes.grpo.errors import RecipeError
 from tools.bench.rollouts import OURS, measure_rollouts
 from tools.bench.training import measure_training
-from tools.bench.verdict import Check, rollout_check, table, training_checks, write
+from tools.bench.verdict import Check, load_warning, machine, rollout_check, table, training_checks, write
 
 # The bench decides these; everything else is the stage's.
 SETTINGS = ("grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false", "checkpointing.enabled=false")
@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _bench(args: argparse.Namespace) -> list[Check]:
+    found = machine()
     config = require_runnable(load_config(args.config, [*args.overrides, *SETTINGS]))
 
     # Heavy imports after the checks, as in run_grpo.
@@ -52,7 +53,9 @@ def _bench(args: argparse.Namespace) -> list[Check]:
         run.close()
     checks = [*training_checks(runs), rollout_check(rungs, OURS)]
     print(table(checks, rungs))
-    write(args.out, runs, rungs, checks)
+    write(args.out, runs, rungs, checks, found)
+    if warning := load_warning(found):
+        print(f"bench: {warning}")
     print(f"bench: {args.out}, {args.out.with_suffix('.html')}")
     return checks
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.grpo.types import ModelClient, Rollout, Row
-from tools.bench.verdict import LIMITS, TrainingTimes
+from tools.bench.verdict import LIMITS, WARMUP_STEPS, TrainingTimes
 from tools.report.load import load_run
 from tools.report.summary import phase_seconds, trained
 
@@ -39,7 +40,9 @@ class SlowEnvironments:
 
 def measure_training(run: Run, run_dir: Path, *, num_steps: int) -> list[TrainingTimes]:
     """Return the step times of synchronous and asynchronous training at each latency of the limits."""
+    _measure(run, run_dir, max_age=1, latency=0.0, num_steps=WARMUP_STEPS + 1)  # first calls of everything
     start = run_dir / "start_weights"
+    shutil.rmtree(start, ignore_errors=True)
     run.policy.save(start)
     measured = []
     for latency in LIMITS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -126,9 +127,31 @@ def table(checks: Sequence[Check], rungs: Sequence[Rung]) -> str:
     return "\n".join(lines)
 
 
-def write(out: Path, runs: Sequence[TrainingTimes], rungs: Sequence[Rung], checks: Sequence[Check]) -> None:
-    """Write the result as JSON to `out` and as a page beside it."""
+def machine() -> dict[str, float]:
+    """Return the cores and how many processes have wanted one over the last minute, before the bench adds its own."""
+    return {"cores": float(os.cpu_count() or 1), "load": os.getloadavg()[0]}
+
+
+def load_warning(found: Mapping[str, float]) -> str:
+    """Say that the machine is busy with something else; empty when it is not."""
+    if found["load"] <= 0.5 * found["cores"]:
+        return ""
+    return (
+        f"other work runs on this machine (load {found['load']:.1f} on {found['cores']:.0f} cores): "
+        "asynchronous training and extra processes look slower than they are"
+    )
+
+
+def write(
+    out: Path,
+    runs: Sequence[TrainingTimes],
+    rungs: Sequence[Rung],
+    checks: Sequence[Check],
+    found: Mapping[str, float],
+) -> None:
+    """Write the result as JSON to `out` and as a page beside it; `found` is the machine before the bench."""
     result = {
+        "machine": dict(found),
         "checks": [{**asdict(check), "is_kept": check.is_kept} for check in checks],
         "training": [{**asdict(run), "median_step_seconds": run.median} for run in runs],
         "rollouts": [{**asdict(rung), "median_tokens_per_second": rung.median} for rung in rungs],
@@ -136,14 +159,14 @@ def write(out: Path, runs: Sequence[TrainingTimes], rungs: Sequence[Rung], check
     out.parent.mkdir(parents=True, exist_ok=True)
     for path, text in (
         (out, json.dumps(result, indent=1) + "\n"),
-        (out.with_suffix(".html"), _page(runs, rungs, checks)),
+        (out.with_suffix(".html"), _page(runs, rungs, checks, load_warning(found))),
     ):
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
 
 
-def _page(runs: Sequence[TrainingTimes], rungs: Sequence[Rung], checks: Sequence[Check]) -> str:
+def _page(runs: Sequence[TrainingTimes], rungs: Sequence[Rung], checks: Sequence[Check], warning: str) -> str:
     names = [*(name for name in PHASES.values() if name != "wait"), "other", "wait"]
     charts = []
     highest = max((max(run.step_seconds[WARMUP_STEPS:]) for run in runs), default=0.0)
@@ -166,6 +189,7 @@ def _page(runs: Sequence[TrainingTimes], rungs: Sequence[Rung], checks: Sequence
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>bench</title>'
         f"<style>{STYLE_FILE.read_text(encoding='utf-8')}</style></head><body><main><h1>Bench</h1>"
+        f"{f'<ul class=warnings><li>{escape(warning)}</li></ul>' if warning else ''}"
         "<section><div class='scroll'><table class='numbers'><thead><tr><th>what</th><th>ratio</th><th>limit</th>"
         f"<th>verdict</th><th class='reason'>measured</th></tr></thead><tbody>{rows}</tbody></table></div></section>"
         f"<section class='charts'>{''.join(charts)}</section>"

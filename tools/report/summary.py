@@ -116,7 +116,7 @@ def shares(run: RunData) -> str:
     names = [
         ("train", "train", "c4"),
         ("log-probs", "logp", "c3"),
-        ("refit", "sync", "c5"),
+        ("refit", "refit", "c5"),
         ("validation", "val", "c6"),
         ("checkpoint", "save", "c7"),
         ("idle", "wait", "c9"),
@@ -233,7 +233,7 @@ def _weighted(steps: Sequence[StepRecord], key: str) -> float | None:
 
 def _share_line(spent: dict[str, float], total: float, idle: float | None) -> str:
     train = (spent.get("train", 0.0) + spent.get("logp", 0.0)) / total
-    refit, wait = spent.get("sync", 0.0) / total, spent.get("wait", 0.0) / total
+    refit, wait = spent.get("refit", 0.0) / total, spent.get("wait", 0.0) / total
     generate = "" if idle is None else f"generate {1 - idle:.0%}, "
     engines = "" if idle is None else f"; engines idle {idle:.0%}"
     return (

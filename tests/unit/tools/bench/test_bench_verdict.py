@@ -10,7 +10,16 @@ import pytest
 
 from recipes.grpo.types import Rollout, RolloutStatus
 from tools.bench.training import SlowEnvironments
-from tools.bench.verdict import Rung, TrainingTimes, breakdown, rollout_check, table, training_checks, write
+from tools.bench.verdict import (
+    Rung,
+    TrainingTimes,
+    breakdown,
+    load_warning,
+    rollout_check,
+    table,
+    training_checks,
+    write,
+)
 
 
 def times(max_age: int, latency: float, seconds: list[float]) -> TrainingTimes:
@@ -64,12 +73,14 @@ def test_table_and_files_state_the_verdicts(runs: list[TrainingTimes], rungs: li
     assert "async over sync, 0.5 s environment   1.60   1.80  BELOW" in text
     assert "async over sync, 0 s environment     1.50   1.10  ok" in text
     out = tmp_path / "results" / "bench.json"
-    write(out, runs, rungs, checks)
+    write(out, runs, rungs, checks, {"cores": 2.0, "load": 1.5})
     result = json.loads(out.read_text())
     assert [check["is_kept"] for check in result["checks"]] == [True, False, False]
     assert [run["median_step_seconds"] for run in result["training"]] == [3, 2, 4, 2.5]
     page = out.with_suffix(".html").read_text()
     assert page.count("<svg") == 4
+    assert "load 1.5 on 2 cores" in page
+    assert load_warning({"cores": 2.0, "load": 0.9}) == ""
     assert not list(tmp_path.rglob("*.tmp"))
 
 
