@@ -8,7 +8,14 @@ from pathlib import Path
 
 from recipes.grpo.errors import RecipeError
 from tools.launch.local import Job, supervise
+from tools.launch.stage_env import TINY_DATA, TINY_MODEL
 
+ROOT = Path(__file__).resolve().parents[2]
+INPUTS = (  # what `make tiny` makes; overrides on the command line come after them and win
+    f"policy.model_name={ROOT / TINY_MODEL}",
+    f"data.train.data_path={ROOT / TINY_DATA}/train-split.jsonl",
+    f"data.validation.data_path={ROOT / TINY_DATA}/val-split.jsonl",
+)
 NUM_UNITS = 2  # one policy worker, one engine: the tiny stage
 
 
@@ -16,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the bench: 0 when every limit is kept, 1 when one is not or the bench failed, 2 for a wrong input."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
     parser.add_argument("--config", type=Path, default=Path("configs/tiny/stage1_rlvr.yaml"), help="stage to measure")
-    parser.add_argument("--run-dir", type=Path, default=Path("results/bench"), help="logs and metrics of the bench")
+    parser.add_argument("--run-dir", type=Path, default=Path("build/bench"), help="logs and metrics of the bench")
     parser.add_argument("--out", type=Path, default=Path("results/bench.json"), help="result; the plot goes beside it")
     parser.add_argument("--steps", type=int, default=18, help="steps of each of the four training runs")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each way to generate")
@@ -25,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     options = ("--config", "--run-dir", "--out", "--steps", "--rounds")
     values = (args.config, args.run_dir.resolve(), args.out.resolve(), args.steps, args.rounds)
     pairs = [str(word) for pair in zip(options, values, strict=True) for word in pair]
-    command = (sys.executable, "-u", "-m", "tools.bench.driver", *pairs, *args.overrides)
+    command = (sys.executable, "-u", "-m", "tools.bench.driver", *pairs, *INPUTS, *args.overrides)
     try:
         return supervise(Job(run_dir=args.run_dir.resolve(), command=command, num_units=NUM_UNITS))
     except RecipeError as error:
