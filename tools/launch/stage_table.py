@@ -18,7 +18,7 @@ HEADER = ("stage", "name", "data", "nodes (train + generation + judges)", "conte
 
 def rows(stages: Sequence[Stage]) -> list[tuple[str, ...]]:
     """Return one row per stage with its production sizes."""
-    table = []
+    table: list[tuple[str, ...]] = []
     for stage in stages:
         parent = stage.after or "the SFT checkpoint"
         table.append((stage.id, stage.name, f"data/{stage.blend}", *_sizes(stage), parent))

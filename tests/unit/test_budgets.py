@@ -1,0 +1,71 @@
+"""Size limits, so that growth is a decision: of files, functions, parameters, and of the train loop."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted(path for package in ("recipes", "tools") for path in (ROOT / package).rglob("*.py"))
+SHELL = sorted([*ROOT.glob("*.sh"), *(ROOT / "tools").rglob("*.sh"), *(ROOT / "tools").rglob("*.sbatch")])
+TRAIN_LOOP = ROOT / "recipes" / "grpo" / "train.py"  # one function, with limits of its own
+MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS, MAX_SHELL = 400, 60, 6, 150
+MAX_LOOP_LINES, MAX_LOOP_BRANCHES = 150, 10
+VAGUE_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    return len([argument for argument in arguments if argument.arg not in ("self", "cls")])
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_fits_in_one_sitting(path):
+    source = path.read_text()
+    assert source.count("\n") <= MAX_FILE, "split by responsibility, not by line count"
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and path != TRAIN_LOOP:
+            where = f"{name(path)}:{node.lineno} {node.name}"
+            assert node.end_lineno is not None
+            assert node.end_lineno - node.lineno < MAX_FUNCTION, where
+            assert num_parameters(node) <= MAX_PARAMETERS, where
+
+
+@pytest.mark.parametrize("path", SHELL, ids=name)
+def test_shell_stays_short(path):
+    assert path.read_text().count("\n") <= MAX_SHELL, "move the logic to Python"
+
+
+def test_names_say_what_is_inside():
+    assert not [name(path) for path in SOURCES if path.stem in VAGUE_NAMES]
+    classes = [
+        f"{name(path)}:{node.lineno} {node.name}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and node.name.endswith(("Manager", "Helper", "Utils"))
+    ]
+    assert not classes
+
+
+def test_train_loop_stays_readable():
+    source = TRAIN_LOOP.read_text()
+    assert source.count("\n") <= MAX_LOOP_LINES
+    branches = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.If | ast.IfExp | ast.Try)]
+    assert len(branches) <= MAX_LOOP_BRANCHES, "push the new case down into the function it belongs to"
+
+
+def test_no_prints_in_the_package():
+    prints = [
+        f"{name(path)}:{node.lineno}"
+        for path in SOURCES
+        if path.is_relative_to(ROOT / "recipes") and path.name != "run_grpo.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert not prints, "use a logger"

@@ -1,0 +1,78 @@
+"""Every target has a help line that `make` prints, the stage targets are the stage table, and recipes stay short."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from recipes.grpo.stages import load_stages
+from tools.launch.stage_table import markdown, replaced, rows
+
+ROOT = Path(__file__).resolve().parents[2]
+MAKEFILE = (ROOT / "Makefile").read_text()
+MAX_RECIPE_LINES = 3
+
+
+@pytest.fixture(scope="module")
+def help_text() -> str:
+    return subprocess.run(["make", "-C", str(ROOT)], check=True, capture_output=True, text=True, timeout=30).stdout
+
+
+def phony_targets() -> list[str]:
+    stages = re.search(r"^STAGES := (.*)$", MAKEFILE, re.MULTILINE)
+    assert stages is not None
+    return [
+        target
+        for line in re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)
+        for target in line.replace("$(STAGES)", stages[1]).split()
+    ]
+
+
+@pytest.mark.parametrize("target", phony_targets())
+def test_every_target_has_help(help_text, target):
+    assert re.search(rf"^  {re.escape(target)} +\S.{{9,}}$", help_text, re.MULTILINE), f"no help for {target}"
+
+
+def test_every_target_is_phony():
+    documented = re.findall(r"^([a-zA-Z0-9._-]+):.*## ", MAKEFILE, re.MULTILINE)
+    assert sorted(documented) == sorted(phony_targets())
+
+
+def test_stage_targets_are_the_stage_table():
+    stages = re.search(r"^STAGES := (.*)$", MAKEFILE, re.MULTILINE)
+    assert stages is not None
+    assert stages[1].split() == [stage.id for stage in load_stages()]
+    for stage in load_stages():
+        assert re.search(rf"^{re.escape(stage.id)}: ## .*\({stage.name}\)$", MAKEFILE, re.MULTILINE)
+
+
+def test_recipes_are_short():
+    for rule in re.split(r"\n(?=\S)", MAKEFILE):
+        recipe = re.sub(r"\\\n", "", rule).splitlines()[1:]
+        assert len([line for line in recipe if line.startswith("\t")]) <= MAX_RECIPE_LINES, rule
+
+
+def test_no_warning_and_no_unknown_target():
+    result = subprocess.run(["make", "-n", "help"], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert result.stderr == ""
+    unknown = subprocess.run(["make", "frobnicate"], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert unknown.returncode == 2
+
+
+def test_readme_has_the_current_stage_table():
+    readme = (ROOT / "README.md").read_text()
+    assert replaced(readme, markdown(rows(load_stages()))) == readme, (
+        "run: python -m tools.launch.stage_table --write README.md"
+    )
+
+
+def test_readme_names_only_targets_that_exist():
+    readme = (ROOT / "README.md").read_text()
+    named = set(re.findall(r"`make ([a-z][a-z0-9.-]*)", readme)) | set(
+        re.findall(r"^    make ([a-z][a-z0-9.-]*)", readme, re.MULTILINE)
+    )
+    assert {"smoke", "test"} <= named
+    assert named <= set(phony_targets())
