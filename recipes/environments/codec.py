@@ -13,6 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import orjson
+
 from recipes.environments.chat import assistant_items, chat_messages, chat_tools, flat_text, is_assistants
 from recipes.environments.responses import Item
 from recipes.environments.rows import wrong
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from recipes.grpo.config_tree_policy import PolicyConfig
 
 KEPT_SPECIAL_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # the parsers look for them
-_CACHED_PROMPTS = 64  # the G rollouts of a prompt tokenize it once
+_CACHED_PROMPTS = 64  # the G rollouts of a prompt render and tokenize it once
 _DIFF_TOKENS = 24  # shown on each side of the first difference
 
 
@@ -55,7 +57,7 @@ class ChatCodec:
         directory = Path(tokenizer_path)
         config = _read_json(directory / "tokenizer_config.json")
         self._tokenizer = Tokenizer.from_str(_read_text(directory / "tokenizer.json"))
-        self._ids = lru_cache(maxsize=_CACHED_PROMPTS)(self._tokenize)
+        self._encode_request = lru_cache(maxsize=_CACHED_PROMPTS)(self._encode_json)
         self._template = compile_template(chat_template or _template_of(directory, config))
         self._template_kwargs = dict(chat_template_kwargs or {})
         self._special_tokens = {
@@ -79,7 +81,7 @@ class ChatCodec:
 
     def encode(self, params: Mapping[str, Any], items: Sequence[Item] = ()) -> tuple[int, ...]:
         """Return the prompt of the next model call: the request, then `items`, then the generation prompt."""
-        return self._ids(self._render(params, items, add_generation_prompt=True))
+        return self._encode_request(orjson.dumps([params, items]))
 
     def extend(self, seen_ids: tuple[int, ...], params: Mapping[str, Any], items: Sequence[Item]) -> tuple[int, ...]:
         """Return only the ids that follow `seen_ids` in the prompt of the next turn.
@@ -89,7 +91,7 @@ class ChatCodec:
         """
         prompt = self.encode(params, items)
         last = max(index for index, item in enumerate(items) if is_assistants(item))
-        until_assistant = self._ids(self._render(params, items[: last + 1], add_generation_prompt=False))
+        until_assistant = self._tokenize(self._render(params, items[: last + 1], add_generation_prompt=False))
         full = replace_prefix(seen_ids, until_assistant, prompt, eos=self.eos_token_id)
         return self.new_ids(seen_ids, full)
 
@@ -132,6 +134,10 @@ class ChatCodec:
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens included."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def _encode_json(self, request: bytes) -> tuple[int, ...]:
+        params, items = orjson.loads(request)
+        return self._tokenize(self._render(params, items, add_generation_prompt=True))
 
     def _tokenize(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)

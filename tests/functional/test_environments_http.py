@@ -12,20 +12,26 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from recipes.environments.codec import ChatCodec
+from recipes.environments.environments import Environments
+from recipes.environments.instances import servers_of
 from recipes.environments.registry import VERIFIERS
 from recipes.environments.responses import message_item, reasoning_item, response_object
 from recipes.environments.scoring import ScoringPool
 from recipes.environments.verdict import NoVerdict, Verdict
 from recipes.environments.verifier_clients import HttpVerifier, InProcessVerifier
-from recipes.grpo.types import RolloutStatus
+from recipes.grpo.config import load_config, require_valid
+from recipes.grpo.types import Completion, RolloutStatus, VersionSpan
 
 pytestmark = pytest.mark.functional
 
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 REQUEST = {"responses_create_params": {"input": "q"}, "agent_ref": {"name": "a"}}
 ROWS: dict[str, dict[str, Any]] = {
     "math_with_judge": {**REQUEST, "question": "q", "expected_answer": "1/2"},
@@ -125,6 +131,49 @@ async def test_killed_server_is_no_verdict_within_the_deadline() -> None:
     assert verdict.status is RolloutStatus.ENV_FAILED
     assert url in verdict.reason
     assert "3 attempts" in verdict.reason
+
+
+class Answers:
+    """A policy that always boxes the right letter."""
+
+    def __init__(self, codec: ChatCodec) -> None:
+        self._ids = codec.encode({"input": "x</think>\\boxed{B}"})
+
+    async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
+        span = VersionSpan(version=0, start=0, end=len(self._ids))
+        logprobs = (-1.0,) * len(self._ids)
+        return Completion(token_ids=self._ids, logprobs=logprobs, versions=(span,), finish_reason="stop")
+
+
+async def test_a_url_in_the_configuration_is_all_it_takes(tmp_path: Path) -> None:
+    from tools.tiny.tokenizer import build_tokenizer
+
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.save_pretrained(tmp_path)
+    codec = ChatCodec(tmp_path)
+    row = {**ROWS["mcqa"], "agent_ref": {"name": "mcqa_simple_agent"}}
+    with served("mcqa") as (url, process):
+        key = "env.nemo_gym.mcqa.resources_servers.mcqa"
+        loaded = load_config(CONFIGS / "tiny" / "stage1_rlvr.yaml", [f"{key}.url={url}", f"{key}.timeout_seconds=3"])
+        environments = Environments.from_config(require_valid(loaded).env, codec)
+        good = await environments.run(row, Answers(codec), max_tokens=9)
+        process.kill()
+        process.wait(timeout=20)
+        lost = await environments.run(row, Answers(codec), max_tokens=9)
+        environments.close()
+    assert (good.reward, good.reason) == (1.0, "answered B, expected B")
+    assert (lost.status, lost.reward) == (RolloutStatus.ENV_FAILED, None)
+    assert url in lost.reason
+
+
+def test_the_shipped_instances_are_readable() -> None:
+    loaded = load_config(
+        CONFIGS / "tiny" / "stage1_rlvr.yaml", ["env.nemo_gym.config_paths=[environments/served.yaml]"]
+    )
+    servers = servers_of(require_valid(loaded).env.nemo_gym.instances)
+    assert servers.keys() == VERIFIERS.keys()
+    assert len({server.url for server in servers.values()} - {None}) == len(VERIFIERS)
 
 
 class Misbehaving(BaseHTTPRequestHandler):
