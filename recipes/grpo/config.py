@@ -150,10 +150,11 @@ def _check(
         for key, reason in failures.items()
     )
     wrong = {finding.key for finding in findings}
-    made = {key for key in wrong if any(merge.references(key, lookup(raw, key)))}
-    tainted = merge.tainted_keys(raw, wrong - made)
-    findings = [finding for finding in findings if finding.key not in made & tainted]
+    tainted: set[str] = set()
     if wrong:
+        own = merge.origins(raw, wrong)
+        tainted = merge.tainted_keys(raw, own)
+        findings = [finding for finding in findings if finding.key in own]
         tree = _repaired(tree, wrong | tainted)
     config = build(Config, tree)
     for rule in RULES:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recipes.grpo.config_schema import UNSET, lookup, show
@@ -166,27 +166,40 @@ def product(*factors: Any) -> int | float:
 def resolve(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the tree with every `${...}` replaced; where that fails, None and the reason by key."""
     OmegaConf.register_resolver("mul", product, replace=True)
-    config = OmegaConf.create(_swap(tree, UNSET, _UNSET_TOKEN))
+    raw = _swap(tree, UNSET, _UNSET_TOKEN)
     failures: dict[str, str] = {}
-    try:
-        plain = OmegaConf.to_container(config, resolve=True)
-    except OmegaConfBaseException:
-        failures = _failures(config, tree)
-        for key in failures:
-            OmegaConf.update(config, key, None)
-        plain = OmegaConf.to_container(config, resolve=True)
-    resolved: dict[str, Any] = _swap(plain, _UNSET_TOKEN, UNSET)
-    return resolved, failures
+    while True:
+        try:
+            config = OmegaConf.create(raw)
+            plain = OmegaConf.to_container(config, resolve=True)
+        except OmegaConfBaseException as error:
+            found = _failures(raw)
+            if not found:
+                raise AssertionError(f"no key explains: {error}") from error
+            failures.update(found)
+            for key in found:
+                put(raw, key, None)
+        else:
+            return _swap(plain, _UNSET_TOKEN, UNSET), failures
 
 
-def _failures(config: DictConfig, tree: Mapping[str, Any]) -> dict[str, str]:
+def _failures(raw: dict[str, Any]) -> dict[str, str]:
+    """Return the reason for each key whose `${...}` is malformed or, when none is, cannot be resolved."""
+    made = {key: value for key, value in leaves(raw).items() if "${" in str(value)}
     failures = {}
-    for key, value in leaves(tree).items():
-        if "${" in str(value):
-            try:
-                OmegaConf.to_container(OmegaConf.create({"value": OmegaConf.select(config, key)}), resolve=True)
-            except OmegaConfBaseException as error:
-                failures[key] = str(error).splitlines()[0]
+    for key, value in made.items():
+        try:
+            OmegaConf.create({"value": value})
+        except OmegaConfBaseException as error:
+            failures[key] = str(error).splitlines()[0]
+    if failures:
+        return failures
+    config = OmegaConf.create(raw)
+    for key in made:
+        try:
+            OmegaConf.to_container(OmegaConf.create({"value": OmegaConf.select(config, key)}), resolve=True)
+        except OmegaConfBaseException as error:
+            failures[key] = str(error).splitlines()[0]
     return failures
 
 
@@ -220,6 +233,11 @@ def tainted_keys(tree: Mapping[str, Any], bad: set[str]) -> set[str]:
                 tainted.add(key)
                 grown = True
     return tainted
+
+
+def origins(tree: Mapping[str, Any], wrong: set[str]) -> set[str]:
+    """Return the keys of `wrong` that are wrong by themselves: not made by interpolation from another wrong one."""
+    return {key for key in wrong if key not in tainted_keys(tree, wrong - {key})} or wrong
 
 
 def under(key: str, keys: set[str]) -> bool:

@@ -226,15 +226,17 @@ def ports_do_not_collide(config: Config) -> Iterator[Finding]:
 
 
 def waits_are_nested(config: Config) -> Iterator[Finding]:
-    """Require a wait that contains another to be the longer one."""
-    waits = config.deadlines
-    pairs = [("rollout", "generation"), *(("progress", name) for name in ("rollout", "refit", "train", "checkpoint"))]
-    for outer, inner in pairs:
-        if getattr(waits, outer) < getattr(waits, inner):
-            expected = f"at least deadlines.{inner} = {getattr(waits, inner):g} s"
+    """Require a wait that contains others to be at least as long as the longest of them."""
+    contains = {"rollout": ("generation",), "progress": ("rollout", "refit", "train", "checkpoint")}
+    for outer, inners in contains.items():
+        limit = getattr(config.deadlines, outer)
+        inner = max(inners, key=lambda name: float(getattr(config.deadlines, name)))
+        longest = getattr(config.deadlines, inner)
+        if limit < longest:
+            expected = f"at least deadlines.{inner} = {longest:g} s"
             fix = "it contains that wait; raise it or lower the other"
-            key, got = f"deadlines.{outer}", f"{getattr(waits, outer):g} s"
-            yield Finding(key=key, got=got, expected=expected, fix=fix, also=(f"deadlines.{inner}",))
+            also = tuple(f"deadlines.{name}" for name in inners)
+            yield Finding(key=f"deadlines.{outer}", got=f"{limit:g} s", expected=expected, fix=fix, also=also)
 
 
 def engine_arguments_have_one_place(config: Config) -> Iterator[Finding]:

@@ -163,6 +163,16 @@ FILES = {
         "x.yaml: grpo.seed: got \"${grpo.sed}\", expected a value it can be made from; "
         "Interpolation key 'grpo.sed' not found",
     ),
+    "malformed reference": (
+        "grpo: {seed: '${grpo.val_period'}",
+        'x.yaml: grpo.seed: got "${grpo.val_period", expected a value it can be made from; '
+        "no viable alternative at input '${grpo.val_period'",
+    ),
+    "wrong value by reference, reported where it was made": (
+        "policy: {precision: '${grpo.seed}'}",
+        "x.yaml: policy.precision: got 42, expected one of bfloat16, float16, float32; "
+        "meaning: dtype of weights and activations",
+    ),
     "deleting what is not there": (
         "policy: {generation: {vllm_kwargs: {~max_num_seq: null}}}",
         "x.yaml: ~policy.generation.vllm_kwargs.max_num_seq: got no such key, expected a key to delete; "
