@@ -13,7 +13,8 @@ import argparse
 import errno
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -190,13 +191,17 @@ def find_owner(port: int) -> str:
     """Name the process that has a TCP port, as "pid N (command)"; says so where the kernel hides it."""
     inodes = {f"socket:[{inode}]" for inode in _inodes(port)}
     for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if any(str(fd.readlink()) in inodes for fd in (process / "fd").iterdir()):
+        with suppress(OSError):  # it ended while we looked, or belongs to another user
+            if inodes & set(_descriptors(process)):
                 command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
                 return f"pid {process.name} ({command[:120]})"
-        except OSError:  # it ended while we looked, or belongs to another user
-            continue
     return "a process of another user" if inodes else "a connection that is closing"
+
+
+def _descriptors(process: Path) -> Iterator[str]:
+    for descriptor in (process / "fd").iterdir():
+        with suppress(OSError):  # closed while we looked
+            yield str(descriptor.readlink())
 
 
 def _inodes(port: int) -> set[str]:

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_dry_run_prints_exactly_what_is_submitted(launch):
     args = ("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4")
+    launch.env["SKIP_CODE_SNAPSHOT"] = "true"  # its name follows the checkout, which may be edited meanwhile
     printed = shlex.split(launch("--dry-run", *args).stdout)
     assert not (launch.directory / "argv").exists()
     assert not (launch.directory / "results").exists()
@@ -160,7 +161,7 @@ def test_busy_port_is_refused_before_ray_starts_and_names_the_owner(launch, monk
 def test_second_submission_reuses_the_snapshot_and_names_what_changed(launch):
     assert "differs" not in launch().stderr
     first = launch.submitted()
-    again = launch("grpo.max_num_steps=5")
+    again = launch("grpo.max_num_steps=5", REFRESH_CODE_SNAPSHOT="false")
     assert [word for word in launch.submitted() if word.startswith("--chdir")] == [
         word for word in first if word.startswith("--chdir")
     ]

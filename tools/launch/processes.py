@@ -89,12 +89,13 @@ def shared_memory_files(pids: list[int]) -> set[Path]:
     """List the files under /dev/shm that any of `pids` has mapped or open."""
     found: set[Path] = set()
     for pid in pids:
-        try:
+        names: list[str] = []
+        with suppress(OSError):  # it ended while we looked
             maps = Path(f"/proc/{pid}/maps").read_text()
-            targets = [str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()]
-        except OSError:  # it ended while we looked
-            continue
-        names = [line.partition(_SHM)[2] for line in maps.splitlines() if _SHM in line]
-        names += [target.removeprefix(_SHM) for target in targets if target.startswith(_SHM)]
+            names += [line.partition(_SHM)[2] for line in maps.splitlines() if _SHM in line]
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(OSError):  # closed while we looked
+                    target = str(descriptor.readlink())
+                    names += [target.removeprefix(_SHM)] if target.startswith(_SHM) else []
         found |= {Path(_SHM + name) for name in names if not name.endswith(" (deleted)")}
     return found

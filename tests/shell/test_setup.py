@@ -1,0 +1,81 @@
+"""What setup.sh says when the machine cannot build the environment: one line, status 2, nothing half-done."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SETUP = ROOT / "tools" / "setup" / "setup.sh"
+
+
+@pytest.fixture
+def setup(tmp_path: Path):
+    (tmp_path / "lock").write_text("surely-not-a-package==1.0\n")
+
+    def run(*args: str, expect: int, **variables: str) -> str:
+        env = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(tmp_path),
+            "VENV": f"{tmp_path}/venv",
+            "LOCK": f"{tmp_path}/lock",
+        }
+        result = subprocess.run(
+            [str(SETUP), *args], env=env | variables, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert result.returncode == expect, result.stdout + result.stderr
+        return result.stderr + result.stdout
+
+    return run
+
+
+def fake_python(tmp_path: Path, version: str) -> str:
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\necho {version}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_wrong_python(setup, tmp_path):
+    text = setup(expect=2, PYTHON=fake_python(tmp_path, "3.9"))
+    assert text.count("\n") == 1
+    assert "got Python 3.9, expected 3.11; install python3.11 or set PYTHON" in text
+
+
+def test_no_python(setup, tmp_path):
+    assert "got Python none, expected 3.11" in setup(expect=2, PYTHON="/no/python3.11")
+    assert not (tmp_path / "venv").exists()
+
+
+def test_full_disk(setup, tmp_path):
+    text = setup(expect=2, MIN_FREE_GB="1000000")
+    assert text.count("\n") == 1
+    assert "GB free, expected 1000000; free some disk" in text
+    assert not (tmp_path / "venv").exists()
+
+
+def test_cuda_lock_is_refused(setup, tmp_path):
+    (tmp_path / "lock").write_text("six==1.17.0\nnvidia-cublas==13.1\ntriton==3.7.1\n")
+    text = setup(expect=2)
+    assert "got CUDA packages (2:nvidia-cublas==13.1 3:triton==3.7.1), expected none" in text
+
+
+def test_no_network(setup):
+    # Nothing listens on the discard port: the index cannot be reached.
+    index = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "1"}
+    text = setup(expect=2, **index)
+    assert "no network: the package index could not be reached" in text
+
+
+def test_finished_environment_is_left_alone(setup, tmp_path):
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / ".synced").write_text(hashlib.sha256((tmp_path / "lock").read_bytes()).hexdigest())
+    assert setup(expect=0, PYTHON="/no/python3.11") == ""
+
+
+def test_unknown_argument(setup):
+    assert "unknown argument '--all'" in setup("--all", expect=2)

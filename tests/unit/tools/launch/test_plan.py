@@ -1,0 +1,105 @@
+"""The parts of a plan: the stage table fills what is not set, texts stay texts, weights are checked by their header."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import yaml
+
+from recipes.grpo.errors import ConfigError, LaunchError
+from tools.launch.contract import read_contract
+from tools.launch.plan import as_text, launch_overrides
+from tools.launch.preflight import disk_problems, model_problems, weight_file_problems
+from tools.launch.stage_env import stage_environment
+
+ROOT = Path("/checkout")
+
+
+def test_first_stage_at_scale_tiny_needs_nothing():
+    env = stage_environment("stage1.1", {"SCALE": "tiny"}, ROOT)
+    assert env["EXP_NAME"] == "stage1.1-rlvr1-tiny"
+    assert env["MODEL_PATH"] == "/checkout/models/tiny-sft"
+    assert env["TRAIN_PATH"] == "/checkout/data/tiny/train-split.jsonl"
+    assert env["VAL_PATH"] == "/checkout/data/tiny/val-split.jsonl"
+    assert env["CONFIG_PATH"].endswith("configs/tiny/stage1_rlvr.yaml")
+    assert env["STAGE"] == "stage1.1"
+
+
+def test_first_production_stage_asks_for_the_sft_checkpoint():
+    env = stage_environment("rlvr1", {}, ROOT)
+    assert env["EXP_NAME"] == "stage1.1-rlvr1"
+    assert env["TRAIN_PATH"] == "/checkout/data/rlvr1/train-split.jsonl"
+    assert "MODEL_PATH" not in env
+
+
+def test_later_stage_starts_from_its_parents_last_complete_export():
+    env = stage_environment("stage1.2", {"RESULTS_DIR": "/runs"}, ROOT)
+    assert env["MODEL_PATH"] == "/runs/stage1.1-rlvr1/checkpoints/latest/hf"
+    tiny = stage_environment("stage1.2", {"SCALE": "tiny"}, ROOT)
+    assert tiny["MODEL_PATH"] == "/checkout/results/stage1.1-rlvr1-tiny/checkpoints/latest/hf"
+
+
+def test_what_is_set_wins_and_empty_counts_as_not_set():
+    env = stage_environment("stage1.1", {"EXP_NAME": "mine", "VAL_PATH": "", "CONFIG_PATH": "c.yaml"}, ROOT)
+    assert env["EXP_NAME"] == "mine"
+    assert env["CONFIG_PATH"] == "c.yaml"
+    assert env["VAL_PATH"] == "/checkout/data/rlvr1/val-split.jsonl"
+
+
+@pytest.mark.parametrize("variables", [{"SCALE": "huge"}, {"PLATFORM": "a100"}])
+def test_wrong_scale_or_platform_is_refused(variables):
+    with pytest.raises(LaunchError, match=next(iter(variables))):
+        stage_environment("stage1.1", variables, ROOT)
+
+
+def test_stage_without_a_configuration_says_so():
+    with pytest.raises(ConfigError, match="has no configuration yet"):
+        stage_environment("stage3", {}, ROOT)
+
+
+@pytest.mark.parametrize("text", ["plain", "/a/path with spaces", "42", "1e-6", "no", "null", "a: b", "{x", "'", ""])
+def test_texts_stay_texts_in_yaml(text):
+    assert yaml.safe_load(as_text(text)) == text
+    assert as_text("/plain/path") == "/plain/path"  # quoted only where needed
+
+
+def test_seed_is_an_override_only_when_given():
+    without, _ = read_contract({})
+    assert not [word for word in launch_overrides(without) if word.startswith("grpo.seed")]
+    with_seed, _ = read_contract({"SEED": "44"})
+    assert launch_overrides(with_seed)[-1] == "grpo.seed=44"
+
+
+def safetensors(header: dict[str, object], num_bytes: int) -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(num_bytes)
+
+
+def test_cut_weights_are_found_by_their_header(tmp_path):
+    file = tmp_path / "w.safetensors"
+    entry = {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}
+    content = safetensors({"__metadata__": {"format": "pt"}, "w": entry}, 12)
+    file.write_bytes(content)
+    assert weight_file_problems(file) == []
+    for broken in (content[:-1], content + b"x", b"", content[:5], b"\xff" * 40):
+        file.write_bytes(broken)
+        assert len(weight_file_problems(file)) == 1, broken
+
+
+def test_missing_part_of_an_indexed_model_is_named(tmp_path):
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "part1.safetensors").write_bytes(safetensors({}, 0))
+    index = {"weight_map": {"a": "part1.safetensors", "b": "part2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (problem,) = model_problems(tmp_path)
+    assert problem.got == "no part2.safetensors"
+
+
+def test_too_small_a_disk_is_refused(tmp_path):
+    assert disk_problems(tmp_path / "results" / "run", 0) == []
+    (problem,) = disk_problems(tmp_path / "results" / "run", 2**60)
+    assert "the size of a checkpoint" in problem.expected

@@ -1,0 +1,60 @@
+"""The supervisor finds what it started, and only that, also when it left the session and its parent is gone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tools.launch.processes import descendants, shared_memory_files
+
+# Starts a shell that starts a sleeper in a session of its own and ends; then ends everything below itself.
+ORPHAN_MAKER = """
+import os, subprocess, time
+from tools.launch.processes import adopt_orphans, descendants, kill_descendants
+adopt_orphans()
+shell = subprocess.run(["bash", "-c", "setsid sleep 300 >/dev/null 2>&1 & echo $!"], capture_output=True, text=True)
+orphan = int(shell.stdout)
+time.sleep(0.2)
+found = descendants(os.getpid())
+left = kill_descendants(deadline_seconds=5)
+print(orphan in found, left, os.path.exists(f"/proc/{orphan}"))
+"""
+
+
+def test_orphans_that_left_the_session_are_found_and_ended():
+    result = subprocess.run(
+        [sys.executable, "-c", ORPHAN_MAKER], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout.split() == ["True", "[]", "False"]
+
+
+def test_descendants_are_a_processs_own(tmp_path):
+    script = f"sleep 60 & echo $! >{tmp_path}/child; wait"
+    mine = subprocess.Popen(["bash", "-c", script])
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        end = time.monotonic() + 10
+        while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        child = int((tmp_path / "child").read_text())
+        assert descendants(mine.pid) == [child]
+        assert {mine.pid, child, other.pid} <= set(descendants(os.getpid()))
+    finally:
+        os.kill(child, 9)
+        for process in (mine, other):
+            process.kill()
+            process.wait()
+
+
+def test_shared_memory_files_of_a_process_are_found():
+    path = Path("/dev/shm", f"launch-test-{os.getpid()}")
+    try:
+        with path.open("w"):
+            assert path in shared_memory_files([os.getpid()])
+        assert path not in shared_memory_files([os.getpid()])
+    finally:
+        path.unlink()
