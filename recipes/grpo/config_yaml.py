@@ -56,7 +56,13 @@ def read_yaml(path: Path, *, name: str) -> Document:
         )
     else:
         if isinstance(node, yaml.MappingNode):
-            document.data = _mapping(node, "", document)
+            try:
+                document.data = _mapping(node, "", document)
+            except RecursionError:
+                fix = "delete the alias"
+                document.problems.append(
+                    Problem(where=name, got="an alias inside its own anchor", expected="a finite value", fix=fix)
+                )
         elif node is not None:
             document.problems.append(
                 Problem(where=name, got="no mapping", expected="`key: value` lines", fix="see configs/grpo_base.yaml")

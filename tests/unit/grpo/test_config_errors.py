@@ -158,6 +158,11 @@ FILES = {
         "grpo: [",
         "x.yaml:3: got did not find expected node content, expected YAML; correct the syntax on or above this line",
     ),
+    "text that looks like a number": (
+        "policy: {model_name: 3.10}",
+        "x.yaml: policy.model_name: got 3.1, expected a non-empty text; "
+        "meaning: Hugging Face directory of the start weights; the launcher sets it from MODEL_PATH",
+    ),
     "reference to nothing": (
         "grpo: {seed: '${grpo.sed}'}",
         "x.yaml: grpo.seed: got \"${grpo.sed}\", expected a value it can be made from; "
@@ -241,6 +246,14 @@ def test_wrong_parent_gives_its_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "y.yaml").write_text(f"defaults: {defaults}\n" if defaults else "grpo: {seed: 1}\n")
     assert [str(problem) for problem in load_config("y.yaml").problems] == [line]
+
+
+def test_endless_alias_is_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "y.yaml").write_text("a: &a [*a]\n")
+    assert str(load_config("y.yaml").problems[0]) == (
+        "y.yaml: got an alias inside its own anchor, expected a finite value; delete the alias"
+    )
 
 
 def test_missing_file_is_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
