@@ -69,10 +69,18 @@ def _server(name: str, verifier: str, settings: Mapping[str, Any], problems: lis
         elif key not in own | CONNECTION | DESCRIPTIVE | unused:
             fix = suggestion(key, own | CONNECTION)
             problems.append(Problem(where=f"{where}.{key}", got="a setting nothing reads", expected="none", fix=fix))
+    url, seconds = settings.get("url"), settings.get("timeout_seconds", DEFAULT_TIMEOUT_SECONDS)
+    if url is not None and not str(url).startswith(("http://", "https://")):
+        expected, fix = "http://host:port", "give the address of the server"
+        problems.append(Problem(where=f"{where}.url", got=str(url), expected=expected, fix=fix))
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds <= 0:
+        expected, fix = "a positive number of seconds", "correct it"
+        problems.append(Problem(where=f"{where}.timeout_seconds", got=repr(seconds), expected=expected, fix=fix))
+        seconds = DEFAULT_TIMEOUT_SECONDS
     return ServerInstance(
         name=name,
         verifier=verifier,
-        url=settings.get("url"),
-        timeout_seconds=float(settings.get("timeout_seconds") or DEFAULT_TIMEOUT_SECONDS),
+        url=url,
+        timeout_seconds=float(seconds),
         settings={key: value for key, value in settings.items() if key in own and not settings.get("url")},
     )

@@ -41,9 +41,9 @@ def _answer(kind: str, name: str, task: Any, response: Any, limit_seconds: float
             for module in VERIFIERS[name].imports:
                 importlib.import_module(module)
             return "ready", None
-        signal.setitimer(signal.ITIMER_VIRTUAL, limit_seconds + 1.0)  # its signal ends the process
+        signal.setitimer(signal.ITIMER_PROF, limit_seconds + 1.0)  # its signal ends the process
         verdict = VERIFIERS[name].score(response, task)
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
         return "verdict", verdict
     except Exception as error:  # whatever a verifier raises is reported, and gives no verdict
         return "error", f"{type(error).__name__}: {error}"

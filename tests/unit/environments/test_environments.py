@@ -240,6 +240,8 @@ async def test_a_configured_agent_uses_its_own_server(codec: ChatCodec) -> None:
             {"math_with_judge": server("math_with_judge", should_use_judge=True)},
             r"math_with_judge.should_use_judge: got true, expected false; the judge comes with a later release",
         ),
+        ({"mcqa": server("mcqa", url="localhost:5000")}, r"mcqa.url: got localhost:5000, expected http://host:port"),
+        ({"mcqa": server("mcqa", timeout_seconds="2m")}, r"mcqa.timeout_seconds: got '2m', expected a positive number"),
         ({"mcqa": server("mcqa", grading_mod="x")}, r"mcqa.grading_mod: got a setting nothing reads.*'grading_mode'"),
     ],
 )
