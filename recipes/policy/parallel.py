@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,9 +26,14 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def hold_port() -> socket.socket:
+    """Hold a free port of the range that policy ranks meet in."""
+    return hold_in_range(_PORTS.low, _PORTS.high)
+
+
 def open_store(host: str, *, timeout_s: float) -> TCPStore:
     """Open a store on a port of the run's own range, bound and kept: nobody can take it before it is used."""
-    held = hold_in_range(_PORTS.low, _PORTS.high)
+    held = hold_port()
     port = held.getsockname()[1]
     return TCPStore(
         host,

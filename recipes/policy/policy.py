@@ -91,16 +91,20 @@ class Policy:
         return shards.scatter_rows(self._outputs(parts), plan, shape=shape)
 
     def weight_layout(self) -> WeightLayout:
-        """Return where `send_weights` puts each tensor."""
+        """Return where `send_weights` puts each tensor; the path is empty on CUDA, where they are broadcast."""
         if self._layout is None:
             self._layout = self._call("weight_layout", deadline=self._deadlines.refit)[0]
             assert self._layout is not None
         return self._layout
 
-    def connect_engines(self, port: int, *, num_engine_ranks: int) -> None:
-        """Form the NCCL group of `send_weights` on CUDA; blocks until the engines have joined at rank 0's node."""
-        host = self._identities[0].node_ip
-        self._call("connect_engines", host, port, 1 + num_engine_ranks, deadline=self._deadlines.refit)
+    def open_rendezvous(self) -> tuple[str, int]:
+        """Return host and port, held by rank 0, where engines join the NCCL group of `connect_engines`."""
+        address: tuple[str, int] = self._call("open_rendezvous", deadline=self._deadlines.refit)[0]
+        return address
+
+    def connect_engines(self, *, num_engine_ranks: int) -> None:
+        """Form the NCCL group that `send_weights` broadcasts in on CUDA; blocks until all engine ranks have joined."""
+        self._call("connect_engines", num_engine_ranks, deadline=self._deadlines.refit)
 
     def send_weights(self) -> None:
         """Write all full tensors to where `weight_layout` says, or broadcast them to the connected engines."""

@@ -123,12 +123,25 @@ class PolicyWorker:
         self._sink = writer
         return writer.layout
 
-    def connect_engines(self, host: str, port: int, world_size: int) -> None:
+    def open_rendezvous(self) -> tuple[str, int] | None:
+        """Hold a port where the engines will meet rank 0; returns its address (rank 0 only)."""
+        from recipes.policy import parallel
+
+        if self._rank != 0:
+            return None
+        self._rendezvous = parallel.hold_port()
+        return ray.util.get_node_ip_address(), self._rendezvous.getsockname()[1]
+
+    def connect_engines(self, num_engine_ranks: int) -> None:
         """Join the engines' NCCL group as its rank 0 (rank 0 only); returns when all engine ranks have joined."""
         from recipes.policy import weights
 
-        if self._rank == 0:
-            self._sink = weights.NcclSender(master_address=host, master_port=port, world_size=world_size)
+        if self._rank != 0:
+            return
+        port = self._rendezvous.getsockname()[1]
+        self._rendezvous.close()  # vLLM binds it itself, at once
+        host = ray.util.get_node_ip_address()
+        self._sink = weights.NcclSender(master_address=host, master_port=port, world_size=1 + num_engine_ranks)
 
     def send_weights(self) -> None:
         """Gather each full tensor; rank 0 writes it to the shared-memory file, or broadcasts it."""
