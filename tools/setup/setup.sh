@@ -133,7 +133,8 @@ main() {
   fi
   : >"${LOG}"
   install_packages
-  pip_install 'this package' --no-build-isolation --editable "${ROOT}"
+  [[ $("${VENV}/bin/python" -I -c 'import recipes; print(recipes.__file__)' 2>/dev/null) == "${ROOT}/recipes/__init__.py" ]] ||
+    pip_install 'this package' --no-build-isolation --editable "${ROOT}"
   "${VENV}/bin/python" -I "${CHECK}" --final "${LOCK}" || die "${VENV}: the environment is wrong (see above); delete it and run again"
   printf '%s' "${digest}" >"${VENV}/.synced.new"
   mv -- "${VENV}/.synced.new" "${VENV}/.synced"
