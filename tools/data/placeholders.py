@@ -1,0 +1,79 @@
+"""Rows whose question is not shipped with the blend: how question, prompt and answer are restored.
+
+`_hf_placeholder` holds the row's number in its source and a template. Two templates exist. `dapo`: the source's
+question comes wrapped in its own instructions, which are taken off, and {prefix, suffix} are put on. `skywork`: a
+string with `{question}`. Answers stay strings: "42" must not become a number, which the verifier would refuse.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+PLACEHOLDER = "_hf_placeholder"
+BLANK_LINE = "\n\n"
+
+
+def dapo_prompt(question: str, template: object) -> str:
+    """Return the prompt of a DAPO question: its own first and last paragraph replaced by the template's ends."""
+    if not isinstance(template, Mapping):
+        return question
+    paragraphs = question.split(BLANK_LINE)
+    if len(paragraphs) >= 3:
+        paragraphs = paragraphs[1:-1]
+    core = BLANK_LINE.join(paragraphs).strip()
+    return f"{template.get('prefix', '')}{core}{template.get('suffix', '')}".rstrip("\n")
+
+
+def skywork_prompt(question: str, template: object) -> str:
+    """Return the prompt of a Skywork question."""
+    if not isinstance(template, str) or "{question}" not in template:
+        return question
+    return template.replace("{question}", question)
+
+
+def restore_answer(raw: object) -> str | None:
+    """Return the expected answer as text, or None when the source has none.
+
+    Sources hold answers as they are, as JSON text, or as a JSON list or object of which the first value counts.
+    """
+    if raw is None:
+        return None
+    if not isinstance(raw, str):
+        return json.dumps(raw, ensure_ascii=False)
+    try:
+        value = json.loads(raw, parse_int=str, parse_float=str, parse_constant=str)
+    except (ValueError, RecursionError):
+        return raw
+    if isinstance(value, list | dict):
+        values = list(value.values()) if isinstance(value, dict) else value
+        if not values:
+            return raw
+        first = values[0]
+        return first if isinstance(first, str) else json.dumps(first, ensure_ascii=False)
+    return value if isinstance(value, str) else raw
+
+
+def nested(record: object, path: Sequence[str | int]) -> object:
+    """Return the value at `path`, or None where the path ends early."""
+    for step in path:
+        if isinstance(record, Mapping) and isinstance(step, str):
+            record = record.get(step)
+        elif isinstance(record, list) and isinstance(step, int) and -len(record) <= step < len(record):
+            record = record[step]
+        else:
+            return None
+    return record
+
+
+def restore_row(row: Mapping[str, Any], *, style: str, question: str, answer: str) -> dict[str, Any]:
+    """Return the complete row: the fields that were there, the question, the answer and the request."""
+    template = row[PLACEHOLDER].get("question_template")
+    prompt = dapo_prompt(question, template) if style == "dapo" else skywork_prompt(question, template)
+    kept = {key: value for key, value in row.items() if key != PLACEHOLDER}
+    return kept | {
+        "question": prompt if style == "dapo" else question,
+        "expected_answer": answer,
+        "responses_create_params": {"input": [{"role": "user", "content": prompt}]},
+    }

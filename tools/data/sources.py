@@ -1,0 +1,178 @@
+"""Where placeholder questions come from: data sets on the hub at a pinned revision, or files on this machine.
+
+Only the rows that are asked for are kept, and parquet files are read one row group at a time.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.grpo.errors import DataError, Problem
+
+STYLES = ("dapo", "skywork")
+KEYS = {"path", "dataset", "revision", "split", "style", "question", "answer"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One data set that holds the questions of one `dataset` name in a blend."""
+
+    name: str
+    style: str  # which template its placeholders carry: dapo | skywork
+    split: str
+    question: tuple[str | int, ...]  # path of the question inside a record
+    answer: tuple[str | int, ...]
+    path: Path | None = None  # a directory laid out like a hub data set, or one .parquet or .jsonl file
+    dataset: str | None = None  # on the hub
+    revision: str | None = None  # commit of it
+
+    def as_parameters(self) -> dict[str, Any]:
+        """Return what a manifest records of it."""
+        return {
+            "dataset": self.dataset or (self.path.name if self.path else None),
+            "revision": self.revision,
+            "split": self.split,
+            "style": self.style,
+            "question": list(self.question),
+            "answer": list(self.answer),
+        }
+
+
+def load_sources(path: Path) -> dict[str, Source]:
+    """Read a sources file; local paths in it are relative to the file."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        text = str(error).splitlines()[0]
+        fix = "give --sources a file like configs/data/placeholders.yaml"
+        raise DataError(Problem(where=str(path), got=text, expected="a YAML file", fix=fix)) from error
+    entries = content.get("sources") if isinstance(content, dict) else None
+    if not isinstance(entries, dict):
+        expected = "`sources:` with one entry per data set name"
+        raise DataError(
+            Problem(where=str(path), got="none", expected=expected, fix="see configs/data/placeholders.yaml")
+        )
+    problems: list[Problem] = []
+    sources = {name: _source(path, name, entry, problems) for name, entry in entries.items()}
+    if problems:
+        raise DataError(problems)
+    return {name: source for name, source in sources.items() if source is not None}
+
+
+def _source(file: Path, name: str, entry: Any, problems: list[Problem]) -> Source | None:
+    where, before = f"{file}: sources.{name}", len(problems)
+
+    def wrong(key: str, expected: str) -> None:
+        got = repr(entry.get(key)) if isinstance(entry, dict) and key in entry else "nothing"
+        problems.append(Problem(where=f"{where}.{key}", got=got, expected=expected, fix="correct the entry"))
+
+    if not isinstance(entry, dict):
+        problems.append(Problem(where=where, got=repr(entry), expected="a mapping", fix="correct the entry"))
+        return None
+    for key in sorted(entry.keys() - KEYS):
+        wrong(key, "one of " + ", ".join(sorted(KEYS)))
+    if entry.get("style") not in STYLES:
+        wrong("style", "dapo or skywork")
+    if ("path" in entry) == ("dataset" in entry):
+        wrong("path", "either `path` or `dataset`")
+    if "dataset" in entry and not isinstance(entry.get("revision"), str):
+        wrong("revision", "a commit of the data set")
+    for key in ("question", "answer"):
+        if not isinstance(entry.get(key), list) or not entry[key]:
+            wrong(key, "a list: the way to the value inside a record")
+    if len(problems) > before:
+        return None
+    return Source(
+        name=name,
+        style=entry["style"],
+        split=entry.get("split", "train"),
+        question=tuple(entry["question"]),
+        answer=tuple(entry["answer"]),
+        path=(file.parent / entry["path"]) if "path" in entry else None,
+        dataset=entry.get("dataset"),
+        revision=entry.get("revision"),
+    )
+
+
+def source_files(source: Source) -> list[Path]:
+    """Return the data files of a source, in the order in which its rows are numbered; downloads those on the hub."""
+    if source.path is None:
+        return _download(source)
+    if source.path.is_file():
+        return [source.path]
+    if not source.path.is_dir():
+        fix = "correct `path` in the sources file"
+        raise DataError(Problem(where=str(source.path), got="nothing there", expected="a file or directory", fix=fix))
+    names = [file.relative_to(source.path).as_posix() for file in source.path.rglob("*") if file.is_file()]
+    return [source.path / name for name in _select(source, names)]
+
+
+def _select(source: Source, names: Sequence[str]) -> list[str]:
+    """Return the files of the split: those of the first layout that matches any."""
+    split = source.split
+    layouts = (f"data/{split}-*.parquet", "data/*.parquet", f"{split}/*.parquet", f"default/{split}/*.parquet")
+    for layout in layouts:
+        if found := sorted(name for name in names if fnmatch.fnmatchcase(name, layout)):
+            return found
+    where = source.dataset or str(source.path)
+    expected = f"parquet files of split {split}: " + " or ".join(layouts)
+    raise DataError(Problem(where=where, got="no such files", expected=expected, fix="correct `split` of the source"))
+
+
+def _download(source: Source) -> list[Path]:
+    from huggingface_hub import HfApi, hf_hub_download
+
+    assert source.dataset is not None
+    names = HfApi().list_repo_files(source.dataset, repo_type="dataset", revision=source.revision)
+    return [
+        Path(hf_hub_download(source.dataset, name, repo_type="dataset", revision=source.revision))
+        for name in _select(source, names)
+    ]
+
+
+def read_records(
+    source: Source, files: Sequence[Path], rows: Collection[int]
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield (number, record) of the rows that are there; the numbers run on from file to file."""
+    first = 0
+    columns = sorted({str(source.question[0]), str(source.answer[0])})
+    for file in files:
+        reader = _jsonl_records if file.suffix == ".jsonl" else _parquet_records
+        count = -1
+        for count, record in reader(file, columns, {row - first for row in rows}):
+            if record is not None:
+                yield first + count, record
+        first += count + 1
+
+
+def _jsonl_records(
+    file: Path, columns: Sequence[str], rows: Collection[int]
+) -> Iterator[tuple[int, Mapping[str, Any] | None]]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines):
+            yield number, json.loads(line) if number in rows else None
+
+
+def _parquet_records(
+    file: Path, columns: Sequence[str], rows: Collection[int]
+) -> Iterator[tuple[int, Mapping[str, Any] | None]]:
+    from pyarrow import parquet  # type: ignore[import-untyped]
+
+    with parquet.ParquetFile(file) as table:
+        first = 0
+        for group in range(table.num_row_groups):
+            size = table.metadata.row_group(group).num_rows
+            here = [row for row in range(first, first + size) if row in rows]
+            if here:
+                content = table.read_row_group(group, columns=list(columns))
+                for row in here:
+                    yield row, content.slice(row - first, 1).to_pylist()[0]
+            first += size
+        yield first - 1, None

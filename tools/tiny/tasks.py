@@ -1,0 +1,207 @@
+"""The four tiny tasks: rows in the production row format, and demonstrations for the warm-up SFT.
+
+Each task names the real verifier that scores it. Demonstrations are imperfect on purpose: for three tasks most of
+them are corrupted, so that the SFT checkpoint can do the task but rarely does (RL sharpens); for the
+multiple-choice task the option is picked at random, so that which one is right is a skill only RL can give.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from tools.tiny.tokenizer import CITIES, NAMES
+
+Fields = dict[str, Any]
+
+LETTER_OF_DIGIT = dict(zip("123456789", "ABCDEFGHI", strict=True))
+FIELD_TYPES = {"name": "string", "age": "integer", "city": "string", "member": "boolean"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One question with what its verifier needs."""
+
+    prompt: str  # content of the user message
+    fields: Fields  # top-level fields of the row that the verifier reads
+    facts: Fields = field(default_factory=dict)  # what a demonstration needs and the row must not tell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """How one verifier's problems and demonstrations are made."""
+
+    agent: str
+    draw: Callable[[Random], Problem]
+    right: Callable[[Problem], str]  # what a correct policy writes after the opened thinking block
+    wrong: Callable[[Problem, Random], str]
+    wrong_share: float
+
+
+def make_row(task: Task, problem: Problem) -> Fields:
+    """Return the complete row of `problem`."""
+    return {
+        "responses_create_params": {"input": [{"role": "user", "content": problem.prompt}]},
+        "agent_ref": {"type": "responses_api_agents", "name": task.agent},
+        "dataset": f"tiny_{task.agent.removesuffix('_simple_agent')}",
+        **problem.fields,
+    }
+
+
+def demonstrate(task: Task, problem: Problem, rng: Random) -> str:
+    """Return an assistant turn for the warm-up SFT, without the opening of the thinking block."""
+    return task.wrong(problem, rng) if rng.random() < task.wrong_share else task.right(problem)
+
+
+# Sums of hundreds, tens and ones, answer in \\boxed{}.
+
+
+def _draw_sum(rng: Random) -> Problem:
+    hundreds, tens, ones = (rng.randint(1, 9) for _ in range(3))
+    question = f"Compute {hundreds}00+{tens}0+{ones}"
+    return Problem(
+        prompt=f"{question}. Answer in \\boxed{{}}",
+        fields={"question": question, "expected_answer": f"{hundreds}{tens}{ones}"},
+    )
+
+
+def _right_sum(problem: Problem) -> str:
+    answer = problem.fields["expected_answer"]
+    return f"{answer}</think>\\boxed{{{answer}}}"
+
+
+def _wrong_sum(problem: Problem, rng: Random) -> str:
+    """Guess without thinking, or lose a digit of the thought."""
+    answer = problem.fields["expected_answer"]
+    if rng.random() < 0.5:
+        return f"</think>\\boxed{{{rng.randint(111, 999)}}}"
+    dropped = rng.randrange(len(answer))
+    return f"{answer}</think>\\boxed{{{answer[:dropped] + answer[dropped + 1 :]}}}"
+
+
+# The largest digit of a number, answer is the letter of that digit.
+
+
+def _draw_choice(rng: Random) -> Problem:
+    digits = rng.sample(list(LETTER_OF_DIGIT), 4)
+    number = "".join(digits)
+    options = "".join(f" {letter}: {digit}" for digit, letter in LETTER_OF_DIGIT.items())
+    return Problem(
+        prompt=f"Which digit of {number} is the largest? Answer in \\boxed{{}}{options}",
+        fields={
+            "options": [{letter: digit} for digit, letter in LETTER_OF_DIGIT.items()],
+            "expected_answer": LETTER_OF_DIGIT[max(digits)],
+            "grading_mode": "strict_single_letter_boxed",
+        },
+        facts={"digits": digits},
+    )
+
+
+def _choose(digit: str) -> str:
+    return f"{digit}</think>\\boxed{{{LETTER_OF_DIGIT[digit]}}}"
+
+
+def _right_choice(problem: Problem) -> str:
+    return _choose(max(problem.facts["digits"]))
+
+
+def _random_choice(problem: Problem, rng: Random) -> str:
+    return _choose(rng.choice(problem.facts["digits"]))
+
+
+# A family of reasoning-gym: four-letter words spelled backward.
+
+
+@functools.lru_cache(maxsize=1)
+def _puzzles() -> tuple[Fields, ...]:
+    """Return the distinct puzzles, in a fixed order."""
+    import reasoning_gym
+
+    entries = reasoning_gym.create_dataset("spell_backward", size=4000, seed=0, min_word_len=4, max_word_len=4)
+    return tuple({entry["question"]: entry for entry in entries if entry["answer"].islower()}.values())
+
+
+def _draw_puzzle(rng: Random) -> Problem:
+    entry = rng.choice(_puzzles())
+    return Problem(prompt=entry["question"], fields=dict(entry))
+
+
+def _right_puzzle(problem: Problem) -> str:
+    answer = problem.fields["answer"]
+    return f"{answer}</think><answer>{answer}</answer>"
+
+
+def _wrong_puzzle(problem: Problem, rng: Random) -> str:
+    """Repeat the word as it is, or repeat it after having spelled it backward."""
+    answer, word = problem.fields["answer"], problem.fields["metadata"]["word"]
+    return f"{answer if rng.random() < 0.5 else ''}</think><answer>{word}</answer>"
+
+
+# A JSON object with two or three fields; the verifier checks it against the schema.
+
+
+def _draw_record(rng: Random) -> Problem:
+    facts: Fields = {
+        "name": rng.choice(NAMES),
+        "age": rng.randint(10, 99),
+        "city": rng.choice(CITIES),
+        "member": rng.random() < 0.5,
+    }
+    wanted = rng.sample(list(facts), rng.choice((2, 3)))
+    described = ", ".join(f"{name} {json.dumps(facts[name]).strip(chr(34))}" for name in wanted)
+    schema = {
+        "type": "object",
+        "properties": {name: {"type": FIELD_TYPES[name]} for name in wanted},
+        "required": wanted,
+    }
+    return Problem(
+        prompt=f"Write as JSON: {described}",
+        fields={"schema_str": json.dumps(schema), "schema_type": "json"},
+        facts={name: facts[name] for name in wanted},
+    )
+
+
+def _write_record(problem: Problem, facts: Fields) -> str:
+    return ",".join(problem.facts) + "</think>" + json.dumps(facts, separators=(",", ":"))
+
+
+def _right_record(problem: Problem) -> str:
+    return _write_record(problem, problem.facts)
+
+
+def _wrong_record(problem: Problem, rng: Random) -> str:
+    facts = dict(problem.facts)
+    fault = rng.randrange(4)
+    if fault == 0:
+        facts.pop(rng.choice(list(facts)))
+    elif fault == 1:
+        name = rng.choice(list(facts))
+        facts[name] = str(facts[name]) if not isinstance(facts[name], str) else rng.randint(10, 99)
+    text = _write_record(problem, facts)
+    if fault == 2:
+        return text[:-1]
+    return text.replace("</think>", "</think>JSON: ") if fault == 3 else text
+
+
+TASKS = (
+    Task(agent="math_with_judge_simple_agent", draw=_draw_sum, right=_right_sum, wrong=_wrong_sum, wrong_share=0.6),
+    Task(agent="mcqa_simple_agent", draw=_draw_choice, right=_right_choice, wrong=_random_choice, wrong_share=1.0),
+    Task(
+        agent="reasoning_gym_simple_agent",
+        draw=_draw_puzzle,
+        right=_right_puzzle,
+        wrong=_wrong_puzzle,
+        wrong_share=0.65,
+    ),
+    Task(
+        agent="structured_outputs_simple_agent",
+        draw=_draw_record,
+        right=_right_record,
+        wrong=_wrong_record,
+        wrong_share=0.65,
+    ),
+)
