@@ -165,12 +165,12 @@ def test_a_dead_rank_is_named_at_once(model: Path) -> None:
 
 
 def test_a_late_rank_is_named_within_the_deadline(model: Path) -> None:
-    with running(load_case(model), num_ranks=2, train=4.0) as policy:
+    with running(load_case(model), num_ranks=2, train=10.0) as policy:
         batch = random_batch(8)
         policy.train(batch)
         stopped = policy.pids()[1]
         os.kill(stopped, signal.SIGSTOP)
         began = time.monotonic()
-        with pytest.raises(PolicyError, match=rf"no answer within 4 s from .*rank 1 \(pid {stopped}"):
+        with pytest.raises(PolicyError, match=rf"no answer within 10 s from .*rank 1 \(pid {stopped}"):
             policy.train(batch)
-        assert time.monotonic() - began < 8.0
+        assert time.monotonic() - began < 15.0
