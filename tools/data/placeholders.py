@@ -43,16 +43,16 @@ def restore_answer(raw: object) -> str | None:
     if not isinstance(raw, str):
         return json.dumps(raw, ensure_ascii=False)
     try:
-        value = json.loads(raw, parse_int=str, parse_float=str, parse_constant=str)
+        value = json.loads(raw)
+        as_written = json.loads(raw, parse_int=str, parse_float=str, parse_constant=str)
     except (ValueError, RecursionError):
         return raw
-    if isinstance(value, list | dict):
-        values = list(value.values()) if isinstance(value, dict) else value
-        if not values:
-            return raw
-        first = values[0]
-        return first if isinstance(first, str) else json.dumps(first, ensure_ascii=False)
-    return value if isinstance(value, str) else raw
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list | dict) or not value:
+        return raw
+    first, text = (next(iter(v.values() if isinstance(v, dict) else v)) for v in (value, as_written))
+    return text if isinstance(text, str) else json.dumps(first, ensure_ascii=False)
 
 
 def nested(record: object, path: Sequence[str | int]) -> object:

@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
         return error.exit_code
     print(table([overall, *others]))
     print(places(options.run_dir))
-    if overall.gain < options.min_gain:
+    if round(overall.gain, 6) < options.min_gain:
         message = f"the gain {overall.gain:+.3f} is below {options.min_gain:+.2f}: the run has not learned"
         print(message, file=sys.stderr)
         return 1

@@ -22,6 +22,7 @@ from tools.tiny.tasks import TASKS, demonstrate
 from tools.tiny.tokenizer import build_tokenizer
 
 METADATA = "tiny_sft.json"
+CODE = ("tokenizer.py", "chat_template.jinja", "model.py", "sft.py")
 IGNORED = -100  # label of a token that is not trained on
 MIN_LR_SHARE = 0.05
 README = """# Tiny SFT checkpoint
@@ -75,9 +76,22 @@ def data_hash(settings: SftSettings, held_out: Collection[str]) -> str:
     return digest.hexdigest()
 
 
+def _code_hash() -> str:
+    """Return the sha256 of the files that decide the tokenizer, the model and the training."""
+    digest = hashlib.sha256()
+    for name in CODE:
+        digest.update(Path(__file__).with_name(name).read_bytes())
+    return digest.hexdigest()
+
+
 def make_sft_checkpoint(directory: Path, settings: SftSettings, held_out: Collection[str]) -> None:
     """Train and write the checkpoint in Hugging Face format, unless the same one is there."""
-    recipe = {**asdict(settings), "batch": list(settings.batch), "data_sha256": data_hash(settings, held_out)}
+    recipe = {
+        **asdict(settings),
+        "batch": list(settings.batch),
+        "data_sha256": data_hash(settings, held_out),
+        "code_sha256": _code_hash(),
+    }
     if (differences := _differences(directory, recipe)) == []:
         print(f"sft: {directory} is up to date")
         return

@@ -1,0 +1,63 @@
+"""Rows of the tiny tasks against the real verifiers: what a right demonstration earns, and what a wrong one does."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from recipes.environments.registry import AGENTS, VERIFIERS
+from recipes.environments.responses import message_item, response_object
+from tools.tiny.tasks import TASKS, Task, demonstrate, make_row
+
+
+def reward(task: Task, row: dict[str, Any], reply: str) -> float:
+    verifier = VERIFIERS[AGENTS[task.agent].server]
+    answer = reply.split("</think>", 1)[1]
+    return verifier.score(response_object([message_item(answer)]), verifier.parse_task(row, {})).reward
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.agent)
+def test_right_demonstrations_earn_everything_and_wrong_ones_little(task: Task) -> None:
+    rng = Random(3)
+    wrong = []
+    for _ in range(25):
+        problem = task.draw(rng)
+        row = make_row(task, problem)
+        assert reward(task, row, task.right(problem)) == 1.0
+        wrong.append(reward(task, row, task.wrong(problem, rng)))
+    assert sum(wrong) / len(wrong) < 0.5
+    assert min(wrong) == 0.0
+
+
+def test_rows_have_the_production_format() -> None:
+    rng = Random(4)
+    for task in TASKS:
+        row = make_row(task, task.draw(rng))
+        [message] = row["responses_create_params"]["input"]
+        assert message["role"] == "user"
+        assert row["agent_ref"] == {"type": "responses_api_agents", "name": task.agent}
+    assert {task.agent for task in TASKS} <= AGENTS.keys()
+
+
+def test_demonstrations_have_the_declared_share_of_flaws() -> None:
+    rng = Random(5)
+    for task in TASKS:
+        flawed = 0
+        for _ in range(400):
+            problem = task.draw(rng)
+            flawed += demonstrate(task, problem, rng) != task.right(problem)
+        by_chance = 0.25 if task.wrong_share == 1.0 else 0.0  # a random option is sometimes the right one
+        assert abs(flawed / 400 - task.wrong_share + by_chance) < 0.1
+
+
+def test_the_rule_of_the_choice_is_not_in_the_demonstrations() -> None:
+    """Each of the four digits is picked equally often, so imitation cannot tell which one is right."""
+    rng = Random(6)
+    task = next(task for task in TASKS if task.agent == "mcqa_simple_agent")
+    ranks = [0, 0, 0, 0]
+    for _ in range(2000):
+        problem = task.draw(rng)
+        ranks[sorted(problem.facts["digits"]).index(demonstrate(task, problem, rng)[0])] += 1
+    assert all(abs(count / 2000 - 0.25) < 0.04 for count in ranks)
