@@ -96,6 +96,7 @@ def scored(turns: Sequence[Turn], verdict: Verdict, *, is_cut: bool, seconds: fl
         status=RolloutStatus.TRUNCATED if is_cut else RolloutStatus.COMPLETED,
         reason=verdict.reason,
         reward=verdict.reward,
+        is_flagged=verdict.is_flagged,
         metrics=verdict.metrics,
         seconds=seconds,
     )

@@ -26,6 +26,7 @@ class Verdict:
     reason: str
     metrics: Mapping[str, float] = field(default_factory=dict)  # numeric extras, averaged per agent in the logs
     details: Mapping[str, str | None] = field(default_factory=dict)  # what was read from the answer, for logs
+    is_flagged: bool = False  # the environment asks to keep the rollout out of the loss
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.reward):

@@ -152,9 +152,11 @@ class HttpVerifier:
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
             raise _Refused(f"/verify answered reward {reward!r}, expected a finite number")
         extras = {key: value for key, value in reply.items() if key not in sent and key not in ("reward", "reason")}
+        instance = reply.get("instance_config")
         return Verdict(
             reward=float(reward),
             reason=str(reply.get("reason") or f"rewarded {reward:g} by {self.url}"),
             metrics={key: float(value) for key, value in extras.items() if isinstance(value, int | float)},
             details={key: value for key, value in extras.items() if value is None or isinstance(value, str)},
+            is_flagged=isinstance(instance, Mapping) and bool(instance.get("mask_sample")),
         )

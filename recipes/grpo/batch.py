@@ -50,7 +50,13 @@ def sample_masks(
 
 
 def build_batch(
-    groups: Sequence[Group], rewards_B: Tensor, *, pad_token_id: int, divisible_by: int, overlong_filtering: bool
+    groups: Sequence[Group],
+    rewards_B: Tensor,
+    *,
+    pad_token_id: int,
+    divisible_by: int,
+    overlong_filtering: bool,
+    mask_flagged: bool,
 ) -> TrainBatch:
     """Pad a step's groups into one batch of P * G rows; rows without a verdict stay, masked out."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -63,7 +69,7 @@ def build_batch(
     sample_mask_B = sample_masks(
         (~rewards_B.isnan()).float(),
         [rollout.status is RolloutStatus.TRUNCATED for rollout in rollouts],
-        [rollout.is_flagged for rollout in rollouts],
+        [mask_flagged and rollout.is_flagged for rollout in rollouts],
         overlong_filtering=overlong_filtering,
     )
     return TrainBatch(

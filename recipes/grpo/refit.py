@@ -1,12 +1,14 @@
 """Refit: the policy's new weights into every generation engine, while the engines keep generating.
 
-On CPU the policy writes full HF-named tensors to a shared-memory file and the engines then load it; with NCCL both
-sides take part in one broadcast, so receiving is begun first. In-flight requests keep their KV cache; the prefix
-cache never serves KV of older weights (see generation/engine.py).
+On CPU the policy writes full HF-named tensors to a shared-memory file and the engines then load it. On CUDA both
+sides take part in one NCCL broadcast, so they are called together. In-flight requests keep their KV cache; the
+prefix cache never serves KV of older weights (see generation/core.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from recipes.grpo.types import WeightLayout
@@ -19,21 +21,46 @@ class WeightSource(Protocol):
 
     def send_weights(self) -> None: ...
 
+    def open_rendezvous(self) -> tuple[str, int]: ...
+
+    def connect_engines(self, *, num_engine_ranks: int) -> None: ...
+
 
 class WeightSink(Protocol):
     """The part of `Generation` that a refit uses."""
 
-    def connect_weights(self, layout: WeightLayout) -> None: ...
+    @property
+    def num_ranks(self) -> int: ...
+
+    def connect_weights(self, layout: WeightLayout, *, rendezvous: tuple[str, int] | None = None) -> None: ...
 
     def update_weights(self, version: int) -> None: ...
 
 
 def connect(policy: WeightSource, generation: WeightSink) -> None:
     """Agree once on where each tensor lies; both raise within their deadlines."""
-    generation.connect_weights(policy.weight_layout())
+    layout = policy.weight_layout()
+    if layout.path:
+        generation.connect_weights(layout)
+        return
+    address = policy.open_rendezvous()
+    _together(
+        lambda: policy.connect_engines(num_engine_ranks=generation.num_ranks),
+        lambda: generation.connect_weights(layout, rendezvous=address),
+    )
 
 
 def refit(policy: WeightSource, generation: WeightSink, *, version: int) -> None:
     """Push the policy's weights; afterwards every new token is sampled with `version`."""
-    policy.send_weights()
-    generation.update_weights(version)
+    if policy.weight_layout().path:
+        policy.send_weights()
+        generation.update_weights(version)
+    else:
+        _together(policy.send_weights, lambda: generation.update_weights(version))
+
+
+def _together(*calls: Callable[[], None]) -> None:
+    """Run blocking calls side by side; each has its own deadline, the first failure is raised."""
+    with ThreadPoolExecutor(max_workers=len(calls)) as pool:
+        for future in [pool.submit(call) for call in calls]:
+            future.result()

@@ -54,6 +54,7 @@ def train(run: Run) -> None:
                 pad_token_id=run.pad_token_id,
                 divisible_by=cfg.policy.make_sequence_length_divisible_by,
                 overlong_filtering=cfg.grpo.overlong_filtering,
+                mask_flagged=cfg.env.should_mask_flagged_samples,
             )
 
         with metrics.timed("policy_and_reference_logprobs"):

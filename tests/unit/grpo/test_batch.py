@@ -32,9 +32,14 @@ def group(*rollouts: Rollout) -> Group:
     return Group(prompt=prompt, agent="a", prompt_text="", target_step=0, version=0, rollouts=rollouts)
 
 
-def build(*groups: Group, overlong_filtering: bool = False) -> TrainBatch:
+def build(*groups: Group, overlong_filtering: bool = False, mask_flagged: bool = True) -> TrainBatch:
     return build_batch(
-        groups, collect_rewards(groups), pad_token_id=9, divisible_by=4, overlong_filtering=overlong_filtering
+        groups,
+        collect_rewards(groups),
+        pad_token_id=9,
+        divisible_by=4,
+        overlong_filtering=overlong_filtering,
+        mask_flagged=mask_flagged,
     )
 
 
@@ -68,6 +73,11 @@ def test_overlong_filter_and_flags(filtering: bool, mask: list[float]) -> None:
         build(group(rollout(turn((1,), (2,))), cut, flagged), overlong_filtering=filtering).sample_mask_B.tolist()
         == mask
     )
+
+
+def test_flags_are_ignored_when_asked_to() -> None:
+    flagged = rollout(turn((1,), (2,)), is_flagged=True)
+    assert build(group(flagged), mask_flagged=False).sample_mask_B.tolist() == [1.0]
 
 
 def test_mismatch_is_measured_on_sampled_tokens_only() -> None:

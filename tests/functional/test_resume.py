@@ -1,0 +1,166 @@
+"""A run that is killed, again and again, trains every prompt exactly once.
+
+One run, nine kills: each of driver, generation actor and policy worker, before the first save of the attempt, while a
+checkpoint is being written, and right after one. Every start is the same `make stage1.1`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import psutil
+import pytest
+
+from recipes.grpo.checkpoint import complete_checkpoints, load_state
+from tools.tiny.model import build_model
+from tools.tiny.tasks import TASKS, make_row
+from tools.tiny.tokenizer import build_tokenizer
+
+pytestmark = [pytest.mark.functional, pytest.mark.timeout(1500)]
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS, GENERATIONS, SAVE_PERIOD, STEPS = 4, 2, 3, 40
+START_SECONDS, EXIT_SECONDS = 150.0, 60.0
+
+VICTIMS = {"driver": "run_grpo.py", "generation": "ray::EngineActor", "policy": "ray::PolicyWorker"}
+ERRORS = {
+    "driver": "",
+    "generation": "generation engine 0",
+    "policy": "rank 0 (pid",
+}
+
+
+class Attempt:
+    """One `make stage1.1` and the processes below it."""
+
+    def __init__(self, run_dir: Path, env: dict[str, str]) -> None:
+        self.run_dir = run_dir
+        self.log = run_dir.parent / f"{run_dir.name}.log"
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                ["make", "stage1.1"], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+            )
+
+    def find(self, victim: str) -> psutil.Process | None:
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                # A Ray actor shows as "ray::Class" or "ray::Class.method": its title replaces the command line.
+                words = process.cmdline()
+                if any(word.startswith(victim) or word.endswith(victim) for word in words[:2]):
+                    return process
+            except psutil.NoSuchProcess:
+                continue
+        return None
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + START_SECONDS
+        while not condition():
+            assert self.process.poll() is None, f"ended while waiting for {what}:\n{self.tail()}"
+            assert time.monotonic() < end, f"no {what} within {START_SECONDS} s:\n{self.tail()}"
+            time.sleep(0.02)
+
+    def wait(self, seconds: float) -> int:
+        try:
+            return self.process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGTERM)
+            pytest.fail(f"still running {seconds} s later:\n{self.tail()}")
+
+    def tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-60:])
+
+
+def last_step(run_dir: Path) -> int:
+    metrics = run_dir / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return max((int(json.loads(line)["step"]) for line in lines), default=0)
+
+
+def saved(run_dir: Path) -> int:
+    return max(complete_checkpoints(run_dir / "checkpoints"), default=0)
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    """The launch's environment: random weights are enough, and every prompt must be seen once."""
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, seed=0)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    tokenizer.save_pretrained(tmp_path / "model")
+    model.save_pretrained(tmp_path / "model")
+    rng = Random(0)
+    rows = [make_row(TASKS[index % len(TASKS)], TASKS[index % len(TASKS)].draw(rng)) for index in range(200)]
+    lines = [json.dumps({**row, "uuid": index}) + "\n" for index, row in enumerate(rows)]
+    (tmp_path / "train.jsonl").write_text("".join(lines[4:]))
+    (tmp_path / "val.jsonl").write_text("".join(lines[:4]))
+    overrides = {
+        "grpo.num_prompts_per_step": PROMPTS,
+        "grpo.num_generations_per_prompt": GENERATIONS,
+        "grpo.max_num_steps": STEPS,
+        "grpo.val_at_start": "false",
+        "grpo.val_at_end": "false",
+        "checkpointing.save_period": SAVE_PERIOD,
+        "checkpointing.keep_top_k": 2,
+        "policy.generation.max_new_tokens": 8,
+    }
+    return {
+        **os.environ,
+        "SCALE": "tiny",
+        "LAUNCHER": "local",
+        "EXP_NAME": "resume",
+        "RESULTS_DIR": str(tmp_path),
+        "MODEL_PATH": str(tmp_path / "model"),
+        "TRAIN_PATH": str(tmp_path / "train.jsonl"),
+        "VAL_PATH": str(tmp_path / "val.jsonl"),
+        "EXTRA_HYDRA_ARGS": " ".join(f"{key}={value}" for key, value in overrides.items()),
+    }
+
+
+def kill_at(attempt: Attempt, victim: str, moment: str) -> None:
+    checkpoints, before = attempt.run_dir / "checkpoints", saved(attempt.run_dir)
+    if moment == "before a save":
+        attempt.wait_until(lambda: f"/{STEPS} | reward" in attempt.log.read_text(errors="replace"), "a step")
+    elif moment == "while saving":
+        attempt.wait_until(lambda: any(checkpoints.glob("tmp_step_*/policy/*")), "a checkpoint begun")
+    else:
+        attempt.wait_until(lambda: saved(attempt.run_dir) > before, "a checkpoint")
+    process = attempt.find(VICTIMS[victim])
+    assert process is not None, f"no {victim} process:\n{attempt.tail()}"
+    process.kill()
+
+
+def test_nine_kills_and_every_prompt_once(tmp_path: Path, env: dict[str, str]) -> None:
+    run_dir = tmp_path / "resume"
+    for moment in ("before a save", "while saving", "after a save"):
+        for victim in VICTIMS:
+            resumed_from = saved(run_dir)
+            for left in (run_dir / "checkpoints").glob("tmp_*"):
+                shutil.rmtree(left)  # so that this attempt's own half-written checkpoint is the one waited for
+            attempt = Attempt(run_dir, env)
+            kill_at(attempt, victim, moment)
+            assert attempt.wait(EXIT_SECONDS) != 0, f"a run without its {victim} claims success:\n{attempt.tail()}"
+            log = attempt.log.read_text(errors="replace")
+            assert ERRORS[victim] in log, f"the {victim}'s death is not named:\n{attempt.tail()}"
+            assert f"step {resumed_from}, " in log or resumed_from == 0, "did not resume from the last checkpoint"
+            assert saved(run_dir) >= resumed_from
+
+    attempt = Attempt(run_dir, env)
+    assert attempt.wait(START_SECONDS + 120) == 0, attempt.tail()
+    assert last_step(run_dir) == saved(run_dir) == STEPS
+
+    ledger = load_state(complete_checkpoints(run_dir / "checkpoints")[STEPS]).ledger
+    per_step = Counter(entry.step for entry in ledger)
+    assert per_step == dict.fromkeys(range(1, STEPS + 1), PROMPTS), "a step trained another number of prompts"
+    rows = [int(entry.key.split(":")[1]) for entry in ledger]
+    assert sorted(rows) == list(range(STEPS * PROMPTS)), "a prompt was trained twice or skipped"
+    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, STEPS + 1)), "metrics.jsonl shows a step twice or not at all"
