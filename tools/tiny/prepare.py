@@ -8,11 +8,14 @@ Makes only what is missing or out of date. The rows go through the tools that pr
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from recipes.grpo.errors import InputError
+from recipes.grpo.errors import InputError, LaunchError, Problem
 from tools.data.fill import fill
 from tools.data.split import VALIDATION, split
 from tools.tiny.make_blend import SOURCES, make_blend
@@ -39,6 +42,20 @@ def prompts_of(rows_file: Path) -> frozenset[str]:
     return frozenset(row["responses_create_params"]["input"][-1]["content"] for row in rows)
 
 
+@contextmanager
+def only_one(lock_file: Path) -> Iterator[None]:
+    """Hold a lock that ends with this process; raises `LaunchError` when another process holds it."""
+    lock_file.parent.mkdir(parents=True, exist_ok=True)
+    with lock_file.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            fix = "wait until it has finished"
+            problem = Problem(where=str(lock_file), got="another preparation at work", expected="none", fix=fix)
+            raise LaunchError(problem) from error
+        yield
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.tiny.prepare", description=__doc__.split("\n", 1)[0])
@@ -49,10 +66,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=42, help="of the rows, the conversations and the weights")
     options = parser.parse_args(arguments)
     try:
-        directory = prepare_data(options.data, seed=options.seed)
-        if options.models:
-            held_out = prompts_of(directory / VALIDATION)
-            make_sft_checkpoint(options.models / CHECKPOINT, SftSettings(seed=options.seed), held_out)
+        with only_one(options.data / ".prepare.lock"):
+            directory = prepare_data(options.data, seed=options.seed)
+            if options.models:
+                held_out = prompts_of(directory / VALIDATION)
+                make_sft_checkpoint(options.models / CHECKPOINT, SftSettings(seed=options.seed), held_out)
     except InputError as error:
         print(error, file=sys.stderr)
         return error.exit_code

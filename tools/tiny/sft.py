@@ -97,7 +97,9 @@ def make_sft_checkpoint(directory: Path, settings: SftSettings, held_out: Collec
         return
     print(f"sft: {directory} ({', '.join(differences)}): {settings.steps} steps on one thread")
     import torch
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     started, num_threads = time.monotonic(), torch.get_num_threads()
     torch.set_num_threads(1)
     try:

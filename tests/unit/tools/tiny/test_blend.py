@@ -11,7 +11,7 @@ import pytest
 
 from tools.data.files import sha256_of
 from tools.tiny.make_blend import make_blend
-from tools.tiny.prepare import TRAIN_ROWS, VAL_ROWS, main, prepare_data, prompts_of
+from tools.tiny.prepare import TRAIN_ROWS, VAL_ROWS, main, only_one, prepare_data, prompts_of
 from tools.tiny.sft import SftSettings, conversations, data_hash
 
 AGENTS = {f"{name}_simple_agent" for name in ("math_with_judge", "mcqa", "reasoning_gym", "structured_outputs")}
@@ -77,3 +77,10 @@ def test_a_rerun_changes_nothing(data: Path, capsys: pytest.CaptureFixture[str])
     assert main(["--data", str(data.parent)]) == 0
     assert capsys.readouterr().out.count("up to date") == 3
     assert {path: path.stat().st_mtime_ns for path in data.rglob("*") if path.is_file()} == before
+
+
+def test_a_second_preparation_at_the_same_time_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with only_one(tmp_path / ".prepare.lock"):
+        assert main(["--data", str(tmp_path)]) == 2
+    assert "another preparation at work" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [".prepare.lock"]
