@@ -66,7 +66,7 @@ def engine_args(cfg: GenerationConfig, *, model_path: str, seed: int, is_cpu: bo
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "recipes.generation.weight_transfer.WorkerExtension",
         "weight_transfer_config": {"backend": "shm" if is_cpu else "nccl"},
-        "scheduler_cls": f"recipes.generation.core.PushKeyed{'' if is_cpu else 'Async'}Scheduler",
+        "scheduler_cls": f"recipes.generation.core.Rollout{'' if is_cpu else 'Async'}Scheduler",
         "skip_tokenizer_init": not vllm_cfg.expose_http_server,  # token ids in, token ids out
         "disable_log_stats": True,
         # What an HTTP request that does not say gets; else the model's generation_config.json would decide.
