@@ -162,13 +162,14 @@ def test_nothing_is_left_when_the_driver_is_killed(launched, tmp_path):
 def test_everything_ends_when_the_supervisor_is_killed(launched, tmp_path):
     launch = Launch(tmp_path / "run", seconds=600, status=0)
     launched.append(launch)
-    _, orphan, _ = launch.wait_until_ready()
+    _, orphan, shared = launch.wait_until_ready()
     launch.process.kill()
     launch.process.wait()
     # What left the session on purpose and watches nobody is out of reach without a supervisor.
     end = time.monotonic() + 45
     while set(launch.alive()) - {int(orphan)} and time.monotonic() < end:
         time.sleep(0.1)
+    Path("/dev/shm", shared).unlink(missing_ok=True)
     assert set(launch.alive()) <= {int(orphan)}
 
 

@@ -36,7 +36,8 @@ from tools.launch.processes import (
     descendants,
     dies_with_parent,
     kill_descendants,
-    shared_memory_files,
+    remove_shared_memory,
+    shared_memory_inodes,
 )
 from tools.launch.run_dir import lock_run, new_attempt
 
@@ -197,7 +198,7 @@ def start_driver(job: Job, env: dict[str, str], log: Path, lock: int) -> subproc
         )
 
 
-def watch(driver: subprocess.Popen[bytes], head: subprocess.Popen[bytes], signals: Signals, shm: set[Path]) -> int:
+def watch(driver: subprocess.Popen[bytes], head: subprocess.Popen[bytes], signals: Signals, shm: set[int]) -> int:
     """Wait for the driver and return its status, 128 + N when signal N ended it; 1 when the head died first."""
     next_scan = 0.0
     while driver.poll() is None:
@@ -211,7 +212,7 @@ def watch(driver: subprocess.Popen[bytes], head: subprocess.Popen[bytes], signal
             print(f"local: the driver did not stop within {STOP_SECONDS:g} s; killing it", file=sys.stderr)
             driver.kill()
         if now >= next_scan:
-            shm |= shared_memory_files(descendants(os.getpid()))
+            shm |= shared_memory_inodes(descendants(os.getpid()))
             next_scan = now + _SHM_SCAN_SECONDS
         time.sleep(_POLL_SECONDS)
     return driver.returncode if driver.returncode >= 0 else 128 - driver.returncode
@@ -242,21 +243,19 @@ def echo(log: Path) -> Iterator[None]:
         thread.join(timeout=10)
 
 
-def tear_down(temp: Path, attempt: Path, shm: set[Path]) -> None:
+def tear_down(temp: Path, attempt: Path, shm: set[int]) -> None:
     """End every process of the run, keep Ray's logs, remove its temporary and shared-memory files.
 
     The driver has already closed its actors in order, if it could; what is left is killed at once.
     """
-    shm |= shared_memory_files(descendants(os.getpid()))
+    shm |= shared_memory_inodes(descendants(os.getpid()))
     if left := kill_descendants(deadline_seconds=20):
         print(f"local: processes {left} could not be killed", file=sys.stderr)
     for session in temp.glob("session_2*"):
         shutil.move(session / "logs", attempt / "ray")
     shutil.rmtree(temp, ignore_errors=True)
     attempt.parent.with_name(".temp").unlink(missing_ok=True)
-    in_use = shared_memory_files([int(path.name) for path in Path("/proc").glob("[0-9]*")])
-    for path in shm - in_use:
-        path.unlink(missing_ok=True)
+    remove_shared_memory(shm)
 
 
 def supervise(job: Job) -> int:
@@ -270,7 +269,7 @@ def supervise(job: Job) -> int:
     temp = make_temp(job.run_dir)
     env = run_environment(temp, ports)
     log = attempt / "driver.log"
-    shm: set[Path] = set()
+    shm: set[int] = set()
     print(f"local: {job.run_dir.name}, {attempt.name}, {job.num_units} worker units")
     print(f"  tail -F {log}\n  tail -F {temp}/session_latest/logs/worker-*", flush=True)
     try:

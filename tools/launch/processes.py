@@ -85,17 +85,28 @@ def _reap() -> None:
             return
 
 
-def shared_memory_files(pids: list[int]) -> set[Path]:
-    """List the files under /dev/shm that any of `pids` has mapped or open."""
-    found: set[Path] = set()
+def shared_memory_inodes(pids: list[int]) -> set[int]:
+    """List the inodes on /dev/shm that any of `pids` has mapped or open.
+
+    Inodes, not names: a named semaphore is mapped under a temporary name that is gone once it has its own.
+    """
+    found: set[int] = set()
     for pid in pids:
-        names: list[str] = []
         with suppress(OSError):  # it ended while we looked
             maps = Path(f"/proc/{pid}/maps").read_text()
-            names += [line.partition(_SHM)[2] for line in maps.splitlines() if _SHM in line]
+            # address, permissions, offset, device, inode, path
+            found |= {int(line.split(maxsplit=5)[4]) for line in maps.splitlines() if _SHM in line}
             for descriptor in Path(f"/proc/{pid}/fd").iterdir():
                 with suppress(OSError):  # closed while we looked
-                    target = str(descriptor.readlink())
-                    names += [target.removeprefix(_SHM)] if target.startswith(_SHM) else []
-        found |= {Path(_SHM + name) for name in names if not name.endswith(" (deleted)")}
+                    if str(descriptor.readlink()).startswith(_SHM):
+                        found.add(descriptor.stat().st_ino)
     return found
+
+
+def remove_shared_memory(inodes: set[int]) -> None:
+    """Remove the files of `inodes` from /dev/shm, except those that any process still uses."""
+    in_use = shared_memory_inodes([int(path.name) for path in Path("/proc").glob("[0-9]*")])
+    for path in Path(_SHM).iterdir():
+        with suppress(OSError):  # somebody else has removed it
+            if path.stat().st_ino in inodes - in_use and path.is_file():
+                path.unlink()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from tools.launch.processes import descendants, shared_memory_files
+from tools.launch.processes import descendants, remove_shared_memory, shared_memory_inodes
 
 # Starts a shell that starts a sleeper in a session of its own and ends; then ends everything below itself.
 ORPHAN_MAKER = """
@@ -50,11 +51,25 @@ def test_descendants_are_a_processs_own(tmp_path):
             process.wait()
 
 
-def test_shared_memory_files_of_a_process_are_found():
-    path = Path("/dev/shm", f"launch-test-{os.getpid()}")
+def test_shared_memory_files_are_removed_once_nobody_uses_them():
+    path, other = (Path("/dev/shm", f"launch-test-{os.getpid()}-{number}") for number in (1, 2))
+    other.touch()
     try:
-        with path.open("w"):
-            assert path in shared_memory_files([os.getpid()])
-        assert path not in shared_memory_files([os.getpid()])
+        with path.open("w") as file:
+            inodes = shared_memory_inodes([os.getpid()])
+            assert path.stat().st_ino in inodes
+            remove_shared_memory(inodes)
+            assert path.exists()  # still open
+            assert file.writable()
+        remove_shared_memory(inodes)
+        assert not path.exists()
+        assert other.exists()
     finally:
-        path.unlink()
+        path.unlink(missing_ok=True)
+        other.unlink()
+
+
+def test_named_semaphores_are_found_though_they_are_mapped_under_another_name():
+    lock = multiprocessing.get_context("spawn").Lock()  # a file /dev/shm/sem.mp-* until the lock is dropped
+    name = Path("/dev/shm", f"sem.{lock._semlock.name.lstrip('/')}")  # type: ignore[attr-defined]
+    assert name.stat().st_ino in shared_memory_inodes([os.getpid()])
