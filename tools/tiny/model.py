@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tools.tiny.tokenizer import MAX_TOKENS
+
 VOCABULARY_MULTIPLE = 64  # so that the vocabulary splits over tensor-parallel ranks
 INITIAL_STD = 0.05
 
@@ -21,7 +23,7 @@ def build_model(tokenizer: Any, *, seed: int) -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,  # vLLM's CPU attention takes multiples of 32 only
-        max_position_embeddings=512,
+        max_position_embeddings=MAX_TOKENS,
         rope_theta=10000.0,
         tie_word_embeddings=False,
         initializer_range=INITIAL_STD,

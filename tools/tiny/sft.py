@@ -192,6 +192,8 @@ def _save(directory: Path, model: Any, tokenizer: Any, metadata: dict[str, Any])
     )
     text = json.dumps({**metadata, "parameters": parameters}, indent=2) + "\n"
     (partial / METADATA).write_text(text, encoding="utf-8")
+    for file in partial.iterdir():
+        file.chmod(0o644)  # weights are written for their owner only
     if directory.exists():
         directory.rename(old)
     partial.rename(directory)

@@ -12,6 +12,7 @@ from typing import Any
 
 END_OF_TURN = "<|im_end|>"  # eos
 PADDING = "<|endoftext|>"
+MAX_TOKENS = 512  # of a conversation: the positions that the model has
 SPECIAL_TOKENS = (PADDING, "<|im_start|>", END_OF_TURN)
 # Tokens of their own that stay in the decoded text, where the parsers look for them.
 MARKUP_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -46,7 +47,11 @@ def build_tokenizer() -> Any:
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKUP_TOKENS])
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END_OF_TURN, pad_token=PADDING, clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TURN,
+        pad_token=PADDING,
+        model_max_length=MAX_TOKENS,
+        clean_up_tokenization_spaces=False,
     )
     fast.chat_template = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
     return fast
