@@ -1,11 +1,13 @@
 """Trains the same prompts from the same weights four times: synchronous and asynchronous, without and with latency.
 
-One policy and one engine serve all four: between two runs only the weights and the collector are new.
+One policy and one engine serve all four: between two runs only the weights and the collector are new. All four are
+run twice, in turn, so that a slow minute of the machine does not hit one of them alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import shutil
 from dataclasses import replace
@@ -13,13 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.grpo.types import ModelClient, Rollout, Row
-from tools.bench.verdict import LIMITS, WARMUP_STEPS, TrainingTimes
+from tools.bench.verdict import LIMITS, TrainingTimes
 from tools.report.load import load_run
 from tools.report.summary import phase_seconds, trained
 
 if TYPE_CHECKING:
     from recipes.grpo.run import Run
 
+WARMUP_STEPS = 2  # the first has no overlap yet, the second still fills the pipeline
+NUM_PASSES = 2
 SPREAD = (0.2, 1.8)  # a latency is uniform between these multiples of its mean
 
 
@@ -39,17 +43,32 @@ class SlowEnvironments:
 
 
 def measure_training(run: Run, run_dir: Path, *, num_steps: int) -> list[TrainingTimes]:
-    """Return the step times of synchronous and asynchronous training at each latency of the limits."""
+    """Return the step times of synchronous and asynchronous training at each latency of the limits.
+
+    Every pass takes `num_steps` steps of each after the warm-up.
+    """
     _measure(run, run_dir, max_age=1, latency=0.0, num_steps=WARMUP_STEPS + 1)  # first calls of everything
     start = run_dir / "start_weights"
     shutil.rmtree(start, ignore_errors=True)
     run.policy.save(start)
-    measured = []
-    for latency in LIMITS:
-        for max_age in (0, 1):
+    measured: dict[tuple[float, int], TrainingTimes] = {}
+    for _ in range(NUM_PASSES):
+        for latency, max_age in itertools.product(LIMITS, (0, 1)):
             run.policy.load(start)
-            measured.append(_measure(run, run_dir, max_age=max_age, latency=latency, num_steps=num_steps))
-    return measured
+            new = _measure(run, run_dir, max_age=max_age, latency=latency, num_steps=WARMUP_STEPS + num_steps)
+            old = measured.get((latency, max_age))
+            measured[latency, max_age] = new if old is None else _joined(old, new)
+    return list(measured.values())
+
+
+def _joined(first: TrainingTimes, second: TrainingTimes) -> TrainingTimes:
+    phases = first.phase_seconds.keys() & second.phase_seconds.keys()
+    return replace(
+        first,
+        step_seconds=first.step_seconds + second.step_seconds,
+        phase_seconds={phase: first.phase_seconds[phase] + second.phase_seconds[phase] for phase in phases},
+        generated_tokens=first.generated_tokens + second.generated_tokens,
+    )
 
 
 def _measure(run: Run, run_dir: Path, *, max_age: int, latency: float, num_steps: int) -> TrainingTimes:
@@ -62,7 +81,7 @@ def _measure(run: Run, run_dir: Path, *, max_age: int, latency: float, num_steps
     finally:
         mine.collector.close()
         mine.logger.close()
-    records = trained(load_run(run_dir / name))
+    records = trained(load_run(run_dir / name))[WARMUP_STEPS:]
     phases = [phase_seconds(record) for record in records]
     return TrainingTimes(
         max_age=max_age,

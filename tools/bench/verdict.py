@@ -15,7 +15,6 @@ from tools.report.axis import format_number
 from tools.report.chart import stacked_chart
 from tools.report.page import STYLE_FILE
 
-WARMUP_STEPS = 2  # the first has no overlap yet, the second still fills the pipeline
 LIMITS: Mapping[float, float] = {0.0: 1.1, 0.5: 1.8}
 """Mean environment latency in seconds -> how many times faster an asynchronous step must be."""
 ROLLOUT_LIMIT = 0.85  # of plain vLLM's tokens per second
@@ -23,7 +22,7 @@ ROLLOUT_LIMIT = 0.85  # of plain vLLM's tokens per second
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingTimes:
-    """Steps of one training run."""
+    """Measured steps of one way to train, without those that warm up."""
 
     max_age: int  # grpo.async_grpo.max_trajectory_age_steps; 0 is synchronous
     latency: float  # mean seconds an environment takes per rollout, added to what it takes anyway
@@ -37,8 +36,7 @@ class TrainingTimes:
 
     @property
     def median(self) -> float:
-        """Median step time after the warm-up."""
-        return statistics.median(self.step_seconds[WARMUP_STEPS:])
+        return statistics.median(self.step_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,11 +167,11 @@ def write(
 def _page(runs: Sequence[TrainingTimes], rungs: Sequence[Rung], checks: Sequence[Check], warning: str) -> str:
     names = [*(name for name in PHASES.values() if name != "wait"), "other", "wait"]
     charts = []
-    highest = max((max(run.step_seconds[WARMUP_STEPS:]) for run in runs), default=0.0)
+    highest = max((max(run.step_seconds) for run in runs), default=0.0)
     for run in runs:
         parts = {name: run.phase_seconds.get(name, ()) or (0.0,) * len(run.step_seconds) for name in names}
         steps = list(range(1, len(run.step_seconds) + 1))
-        note = f"median {run.median:.3f} s after {WARMUP_STEPS} steps"
+        note = f"median {run.median:.3f} s"
         charts.append(stacked_chart(run.name, steps, parts, unit="seconds per step", note=note, highest=highest))
     rows = "".join(
         f"<tr><td>{escape(check.name)}</td><td>{check.ratio:.2f}</td><td>{check.limit:.2f}</td><td><span class='status "
