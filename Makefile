@@ -89,7 +89,7 @@ serve-env: $(READY) ## serve one verifier over HTTP [NAME=mcqa]
 
 ##@ Development
 .PHONY: lint
-lint: $(READY) ## ruff, mypy, shellcheck, shfmt, yamllint
+lint: $(READY) ## ruff, mypy, shellcheck, shfmt, yamllint, configuration overlays
 	@tools/setup/lint.sh
 
 .PHONY: fix

@@ -55,6 +55,7 @@ main() {
   check "shellcheck (${#scripts[@]} files)" "${BIN}/shellcheck" --external-sources "${scripts[@]}"
   check 'shfmt' "${SHFMT[@]}" -d "${scripts[@]}"
   check 'yamllint' "${BIN}/yamllint" --strict .
+  check 'configs' "${BIN}/python" tools/setup/lint_configs.py
   ((${#failed[@]} == 0)) || {
     printf 'lint: failed: %s\n' "${failed[*]}" >&2
     exit 1
