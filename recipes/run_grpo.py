@@ -7,13 +7,14 @@ start again to resume.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
 
-from recipes.grpo.config import load_config, require_runnable
+from recipes.grpo.config import LoadedConfig, load_config, require_runnable
 from recipes.grpo.errors import RecipeError
 from recipes.grpo.stop import EXIT_RESUME
 
@@ -47,8 +48,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_stage(config_path: Path, run_dir: Path, overrides: list[str]) -> int:
-    """Check the configuration, then set up and train."""
-    config = require_runnable(load_config(config_path, overrides))
+    """Check the configuration, write it down resolved, then set up and train."""
+    loaded = load_config(config_path, overrides)
+    config = require_runnable(loaded)
+    write_resolved(loaded, run_dir)
 
     # Heavy imports after the checks: a typo is answered in under a second, without torch.
     from recipes.grpo.derive import derive
@@ -68,6 +71,15 @@ def run_stage(config_path: Path, run_dir: Path, overrides: list[str]) -> int:
         return EXIT_RESUME
     logger.info("done: step %d, checkpoints in %s", run.state.step, run.checkpoints)
     return 0
+
+
+def write_resolved(loaded: LoadedConfig, run_dir: Path) -> None:
+    """Write resolved.json: every value this start runs with, and the file that set it."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    partial = run_dir / ".resolved.json.tmp"
+    content = {"config": loaded.tree, "sources": loaded.sources, "files": loaded.files}
+    partial.write_text(json.dumps(content, indent=2, default=dict) + "\n")
+    partial.replace(run_dir / "resolved.json")
 
 
 if __name__ == "__main__":
