@@ -1,0 +1,151 @@
+"""Policy and engine hold the same model: at the start, after every push, and after the hand-over by export.
+
+A real Megatron policy and a real vLLM engine, prefix cache on. The difference is the largest absolute one between
+the log-probabilities the engine sampled with and the policy's, float32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from policy_case import local_ray
+from transformers import AutoModelForCausalLM
+
+from recipes.generation.generation import Generation
+from recipes.grpo.config import load_config, require_valid
+from recipes.grpo.config_tree import Config
+from recipes.grpo.refit import connect, refit
+from recipes.grpo.types import Completion, Sampling, TrainBatch
+from recipes.policy.policy import Policy
+from tools.tiny.model import build_model
+from tools.tiny.tokenizer import build_tokenizer
+
+pytestmark = [pytest.mark.functional, pytest.mark.timeout(400)]
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 1e-4
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=24)
+PROMPTS = [
+    tuple(10 + (7 * row + 3 * place) % 200 for place in range(70)) for row in range(6)
+]  # two full KV blocks each
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, seed=3)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    tokenizer.save_pretrained(path)
+    model.save_pretrained(path)
+    overrides = {
+        "policy.model_name": path,
+        "policy.generation.vllm_cfg.expose_http_server": "false",
+        "policy.megatron_cfg.optimizer.lr": 2.0e-3,
+        "policy.megatron_cfg.scheduler.lr_warmup_iters": 0,
+    }
+    return require_valid(
+        load_config(ROOT / "configs/tiny/stage1_rlvr.yaml", [f"{k}={v}" for k, v in overrides.items()])
+    )
+
+
+@pytest.fixture(scope="module")
+def policy(config: Config) -> Iterator[Policy]:
+    with local_ray(num_cpus=3):
+        policy = Policy.start(
+            config.policy, config.loss_fn, placement=[{"num_cpus": 1}], deadlines=config.deadlines, seed=1
+        )
+        yield policy
+        policy.shutdown()
+
+
+def start_engine(config: Config, model_path: Path | str) -> Generation:
+    return Generation.start(
+        config.policy.generation,
+        model_path=str(model_path),
+        seed=1,
+        placement=[{"num_cpus": 1}],
+        deadlines=config.deadlines,
+    )
+
+
+def sample(generation: Generation) -> list[Completion]:
+    async def all_prompts() -> list[Completion]:
+        return list(
+            await asyncio.gather(*(generation.generate(p, SAMPLING, affinity=i) for i, p in enumerate(PROMPTS)))
+        )
+
+    return asyncio.run(all_prompts())
+
+
+def as_batch(completions: list[Completion]) -> TrainBatch:
+    width = max(len(p) + len(c.token_ids) for p, c in zip(PROMPTS, completions, strict=True))
+    shape = (len(PROMPTS), width)
+    ids, mask, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape), torch.zeros(shape)
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, completions, strict=True)):
+        start, end = len(prompt), len(prompt) + len(completion.token_ids)
+        ids[row, :end] = torch.tensor(prompt + completion.token_ids)
+        mask[row, start:end] = 1.0
+        logprobs[row, start:end] = torch.tensor(completion.logprobs)
+    advantages = torch.linspace(-1.0, 1.0, len(PROMPTS))[:, None].expand(shape).contiguous()
+    return TrainBatch(
+        input_ids_BS=ids,
+        input_lengths_B=torch.tensor([len(p) + len(c.token_ids) for p, c in zip(PROMPTS, completions, strict=True)]),
+        token_mask_BS=mask,
+        sample_mask_B=torch.ones(len(PROMPTS)),
+        generation_logprobs_BS=logprobs,
+        advantages_BS=advantages,
+        rewards_B=torch.zeros(len(PROMPTS), dtype=torch.float64),
+        group_B=torch.zeros(len(PROMPTS), dtype=torch.int64),
+    )
+
+
+def difference(policy: Policy, completions: list[Completion]) -> tuple[float, TrainBatch]:
+    batch = as_batch(completions)
+    batch = replace(batch, prev_logprobs_BS=policy.logprobs(batch))
+    gap = (batch.prev_logprobs_BS - batch.generation_logprobs_BS) * batch.token_mask_BS
+    return float(gap.abs().max()), batch
+
+
+def test_engine_and_policy_agree_before_and_after_pushes_and_after_export(
+    policy: Policy, config: Config, tmp_path: Path
+) -> None:
+    generation = start_engine(config, config.policy.model_name)
+    try:
+        connect(policy, generation)
+        refit(policy, generation, version=0)
+        for version in range(1, 4):
+            sample(generation)  # fills the prefix cache under the weights that are about to be replaced
+            gap, batch = difference(policy, sample(generation))
+            assert gap < LIMIT, f"version {version - 1}"
+            policy.train(batch)
+            stale, _ = difference(policy, sample(generation))
+            assert stale > 100 * LIMIT, "the step must change the model visibly, or the next comparison proves nothing"
+            refit(policy, generation, version=version)
+        completions = sample(generation)
+        assert {span.version for completion in completions for span in completion.versions} == {3}
+        gap, batch = difference(policy, completions)
+        assert gap < LIMIT
+        assert generation.stats()[0]["cached_prompt_tokens"] > 0, "the prefix cache was never used"
+    finally:
+        generation.shutdown()
+
+    policy.export_hf(tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(batch.input_ids_BS).logits[:, :-1], dim=-1)
+    theirs = logprobs.gather(-1, batch.input_ids_BS[:, 1:, None])[..., 0]
+    ours = policy.logprobs(batch)[:, 1:]
+    assert ((theirs - ours) * batch.token_mask_BS[:, 1:]).abs().max() < LIMIT, "transformers reads the export otherwise"
+
+    other = start_engine(config, tmp_path / "hf")
+    try:
+        gap, _ = difference(policy, sample(other))
+        assert gap < LIMIT, "vLLM reads the export otherwise"
+    finally:
+        other.shutdown()
