@@ -42,32 +42,7 @@ def render(run: RunData, *, min_gain: float | None = None) -> str:
 def _charts(run: RunData) -> Iterator[str]:
     yield _reward_chart(run)
     yield _agent_chart(run)
-    yield line_chart(
-        "Engine and policy log-probabilities",
-        [
-            Series(label="largest gap", column=run.column("train/logprob_error_max"), color=3, is_smoothed=True),
-            Series(
-                label="mean exp|gap| - 1",
-                column=_minus_one(run.column("train/token_mult_prob_error")),
-                color=0,
-                is_smoothed=True,
-            ),
-        ],
-        unit="nats, log scale",
-        is_log=True,
-        note="At the current weights, so one push of weight lag is part of it.",
-    )
-    yield line_chart(
-        "Trajectory age",
-        [
-            Series(label="oldest group", column=run.column("train/max_trajectory_age"), color=3, is_dashed=True),
-            Series(label="mean of groups", column=run.column("train/avg_trajectory_age"), color=0),
-            Series(label="mean of tokens", column=run.column("train/token_age/mean"), color=2),
-        ],
-        unit="weight versions",
-        include=(0.0, 1.0),
-        note="Tokens are younger than their group when weights were pushed while it was generating.",
-    )
+    yield from _off_policy_charts(run)
     yield _phase_chart(run)
     yield line_chart(
         "Speed",
@@ -106,6 +81,35 @@ def _charts(run: RunData) -> Iterator[str]:
         ],
         unit="log scale",
         is_log=True,
+    )
+
+
+def _off_policy_charts(run: RunData) -> Iterator[str]:
+    yield line_chart(
+        "Engine and policy log-probabilities",
+        [
+            Series(label="largest gap", column=run.column("train/logprob_error_max"), color=3, is_smoothed=True),
+            Series(
+                label="mean exp|gap| - 1",
+                column=_minus_one(run.column("train/token_mult_prob_error")),
+                color=0,
+                is_smoothed=True,
+            ),
+        ],
+        unit="nats, log scale",
+        is_log=True,
+        note="At the current weights, so one push of weight lag is part of it.",
+    )
+    yield line_chart(
+        "Trajectory age",
+        [
+            Series(label="oldest group", column=run.column("train/max_trajectory_age"), color=3, is_dashed=True),
+            Series(label="mean of groups", column=run.column("train/avg_trajectory_age"), color=0),
+            Series(label="mean of tokens", column=run.column("train/token_age/mean"), color=2),
+        ],
+        unit="weight versions",
+        include=(0.0, 1.0),
+        note="Tokens are younger than their group when weights were pushed while it was generating.",
     )
 
 
