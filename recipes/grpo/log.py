@@ -101,6 +101,15 @@ class RunLogger:
             else:
                 logger.info("%s", "".join(text for text, _ in segments))
 
+    def flush(self, deadline_seconds: float = 30.0) -> None:
+        """Wait until everything queued so far is in the files; raises when that fails or takes too long."""
+        written = threading.Event()
+        self._put(written.set)
+        is_written = written.wait(deadline_seconds)
+        self._raise_error()
+        if not is_written:
+            raise StalledError(f"{self.run_dir}: log records not written within {deadline_seconds:g} s")
+
     def close(self, deadline_seconds: float = 30.0) -> None:
         """Write what is queued and close the files; raises when that fails or takes longer than the deadline."""
         if self._thread is None:

@@ -65,6 +65,7 @@ class TrainState:
     saved_step: int = 0
     ledger: list[LedgerEntry] = field(default_factory=list)  # prompts trained on
     step_seconds: float = 0.0  # moving average of the wall time of a step
+    metrics: dict[str, float] = field(default_factory=dict)  # of the step logged last
 
     def advance(self, groups: Sequence[Group]) -> None:
         """Count a step done and enter its prompts in the ledger."""
@@ -90,17 +91,19 @@ class Run:
     num_steps: int  # the step at which the run ends
     pad_token_id: int
     _logged_at: float = field(default_factory=time.monotonic)
+    _save_seconds: float = 0.0  # of the checkpoint written since the last record
     _last_stats: dict[str, float] = field(default_factory=dict)
 
     def is_due(self, period: int) -> bool:
         """Whether the step just done is a multiple of `period`; never for 0 or less."""
-        return period > 0 and self.state.step % period == 0 and self.state.step >= self.config.grpo.val_start_at
+        return period > 0 and self.state.step % period == 0
 
-    def validates_at_start(self) -> bool:
-        return self.config.grpo.val_at_start and self.state.step == 0
-
-    def validates_at_end(self) -> bool:
-        return self.config.grpo.val_at_end and self.state.step == self.num_steps
+    def validates_now(self) -> bool:
+        """Whether to validate the weights as they are: before the first step, periodically, after the last."""
+        cfg, step = self.config.grpo, self.state.step
+        if step == 0:
+            return cfg.val_at_start
+        return (self.is_due(cfg.val_period) and step >= cfg.val_start_at) or (cfg.val_at_end and step == self.num_steps)
 
     def validate(self, metrics: StepMetrics) -> None:
         """Measure the held-out reward of the weights the engines hold."""
@@ -109,30 +112,6 @@ class Run:
         values, groups = self.validation.run(self.collector, step=self.state.step)
         metrics.add(values, prefix="validation/")
         self.logger.log_rollouts("val", self.state.step, groups, limit=_ROLLOUTS_LOGGED)
-
-    def save(self, metrics: StepMetrics) -> None:
-        """Write a checkpoint of everything up to the step just done."""
-        if not self.config.checkpointing.enabled:
-            return
-        cfg = self.config.checkpointing
-        collector = self.collector.state()
-        failed = [LedgerEntry(key=ref.key, step=0, reason=reason) for ref, reason in collector.failed]
-        state = RunState(
-            step=self.state.step,
-            collector=collector,
-            ledger=(*self.state.ledger, *failed),
-            metrics=metrics.as_dict(),
-        )
-        path = save_checkpoint(self.checkpoints, state, self.policy)
-        self.state.saved_step = self.state.step
-        logger.info("saved %s", path)
-        prune(
-            self.checkpoints,
-            keep_top_k=cfg.keep_top_k,
-            metric=_metric_key(cfg.metric_name),
-            higher_is_better=cfg.higher_is_better,
-            save_period=cfg.save_period,
-        )
 
     def log(self, metrics: StepMetrics, groups: Sequence[Group] = ()) -> None:
         """Record a step: its own metrics, its rollouts', and how busy both sides were since the last record."""
@@ -144,9 +123,40 @@ class Run:
             metrics.add({"buffer_size": float(len(self.buffer))})
             metrics.add(self._shares(metrics, seconds), prefix="")
             self.logger.log_rollouts("train", self.state.step, groups, limit=_ROLLOUTS_LOGGED)
-        metrics.add({"total_step_time": seconds}, prefix="timing/train/")
+        # A checkpoint holds the metrics of its step, so it is written after them and its time falls into the next.
+        times = {"total_step_time": seconds, "checkpointing": self._save_seconds}
+        metrics.add(times, prefix="timing/train/")
+        self._save_seconds = 0.0
+        self.state.metrics = metrics.as_dict()
         self.logger.log(metrics)
         self.logger.show(metrics)
+
+    def save(self) -> None:
+        """Write a checkpoint of everything up to the step just logged."""
+        if not self.config.checkpointing.enabled:
+            return
+        start = time.monotonic()
+        cfg = self.config.checkpointing
+        self.logger.flush()  # no step of a complete checkpoint is missing from metrics.jsonl
+        collector = self.collector.state()
+        failed = [LedgerEntry(key=ref.key, step=0, reason=reason) for ref, reason in collector.failed]
+        state = RunState(
+            step=self.state.step,
+            collector=collector,
+            ledger=(*self.state.ledger, *failed),
+            metrics=self.state.metrics,
+        )
+        path = save_checkpoint(self.checkpoints, state, self.policy)
+        self.state.saved_step = self.state.step
+        logger.info("saved %s", path)
+        prune(
+            self.checkpoints,
+            keep_top_k=cfg.keep_top_k,
+            metric=_metric_key(cfg.metric_name),
+            higher_is_better=cfg.higher_is_better,
+            save_period=cfg.save_period,
+        )
+        self._save_seconds = time.monotonic() - start
 
     def close(self) -> None:
         """Stop everything that was started, in the reverse order."""

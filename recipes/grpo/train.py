@@ -28,7 +28,7 @@ def train(run: Run) -> None:
     cfg, state = run.config, run.state
 
     refit(run.policy, run.generation, version=state.step)
-    if run.validates_at_start():
+    if state.step == 0 and run.validates_now():
         metrics = StepMetrics(state.step)
         run.validate(metrics)
         run.log(metrics)
@@ -75,15 +75,13 @@ def train(run: Run) -> None:
             refit(run.policy, run.generation, version=state.step)
         run.collector.set_version(state.step)
 
-        if run.is_due(cfg.grpo.val_period) or run.validates_at_end():
+        if run.validates_now():
             with metrics.timed("validation"):
                 run.validate(metrics)
 
-        if run.is_due(cfg.checkpointing.save_period) or state.step == run.num_steps:
-            with metrics.timed("checkpointing"):
-                run.save(metrics)
-
         run.log(metrics, groups)
+        if run.is_due(cfg.checkpointing.save_period):
+            run.save()
 
     if state.step > state.saved_step:
-        run.save(StepMetrics(state.step))
+        run.save()

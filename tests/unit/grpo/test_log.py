@@ -223,3 +223,12 @@ def test_validation_has_its_own_line_per_agent() -> None:
     metrics.add({"validation": 2.0}, prefix="timing/train/")
     assert progress_line(metrics, 40) == "step  0/40 | val 0.312 | greedy 0.250 |   2.00 s = val 2.00"
     assert validation_line(metrics) == "validation at step 0: math 0.125 greedy 0.000 | mcqa 0.500"
+
+
+def test_flush_returns_when_everything_is_in_the_file(tmp_path: Path) -> None:
+    run = RunLogger(tmp_path, LoggerCfg(), num_steps=100)
+    for step in range(1, 101):
+        run.log(step_metrics(step, 0.0))
+    run.flush()
+    assert len(lines_of(tmp_path / "metrics.jsonl")) == 100
+    run.close()
