@@ -14,9 +14,10 @@ SEED ?=
 EXP_NAME ?=
 DRY_RUN ?=
 ARGS ?=
+RESULTS_DIR ?= results
 STAGE ?= stage1.1
 NAME ?= mcqa
-export SCALE PLATFORM LAUNCHER SEED EXP_NAME DRY_RUN
+export SCALE PLATFORM LAUNCHER SEED EXP_NAME DRY_RUN RESULTS_DIR
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -24,7 +25,7 @@ READY := $(VENV)/.synced
 STAGES := stage1.1 stage1.2 stage1.3 stage2.1 stage2.2 stage3
 SMOKE_SEED := $(or $(SEED),42)
 SMOKE_RUN := $(or $(EXP_NAME),smoke-seed$(SMOKE_SEED)-$(shell date +%Y%m%d-%H%M%S))
-RUN_DIR = $(or $(addprefix results/,$(EXP_NAME)),$(firstword $(shell ls -td results/*/ 2>/dev/null)))
+RUN_DIR = $(or $(addprefix $(RESULTS_DIR)/,$(EXP_NAME)),$(firstword $(shell ls -td $(RESULTS_DIR)/*/ 2>/dev/null)))
 
 ##@ Start here
 .PHONY: help
@@ -43,8 +44,8 @@ $(READY): containers/requirements-cpu.lock
 .PHONY: smoke
 smoke: tiny ## set up, train stage 1.1 with a tiny model on this machine, and check that it learned [SEED=42]
 	SCALE=tiny LAUNCHER=local SEED=$(SMOKE_SEED) EXP_NAME=$(SMOKE_RUN) ./super_launch.sh stage1.1 $(ARGS)
-	$(PYTHON) -m tools.report --run-dir results/$(SMOKE_RUN) --min-gain 0.25
-	$(PYTHON) -m tools.tiny.check_gain --run-dir results/$(SMOKE_RUN)
+	$(PYTHON) -m tools.report --run-dir $(RESULTS_DIR)/$(SMOKE_RUN) --min-gain 0.25
+	$(PYTHON) -m tools.tiny.check_gain --run-dir $(RESULTS_DIR)/$(SMOKE_RUN)
 
 ##@ Stages (on Slurm unless LAUNCHER=local; DRY_RUN=1 prints the command)
 .PHONY: $(STAGES)
@@ -77,7 +78,7 @@ tiny: $(READY) ## make what SCALE=tiny needs: data/tiny and the SFT checkpoint m
 ##@ Looking at a run
 .PHONY: report
 report: $(READY) ## write report.html of a run, by default the newest [EXP_NAME]
-	$(PYTHON) -m tools.report --run-dir $(or $(RUN_DIR),$(error no run in results/; give EXP_NAME=...))
+	$(PYTHON) -m tools.report --run-dir $(or $(RUN_DIR),$(error no run in $(RESULTS_DIR)/; give EXP_NAME=...))
 
 .PHONY: bench
 bench: tiny ## measure asynchronous against synchronous training, and our rollout path against plain vLLM
