@@ -36,12 +36,20 @@ PLAIN, LOGPROBS, ASYNC, OURS, ENVIRONMENT = (
 ADDS: Mapping[str, str] = {
     PLAIN: "plain vLLM: a list of prompts in, token ids out",
     LOGPROBS: "the log-probability of each sampled token",
-    ASYNC: "an engine process that takes requests at any time; our scheduler and engine arguments",
+    ASYNC: "an engine that takes requests at any time; our scheduler and engine arguments",
     OURS: "the Ray actor, weight versions, prompts grouped by call",
     ENVIRONMENT: "chat template, decoding, the verifiers' scores",
 }
+STEPS_PER_ROUND = 4  # a round generates the rollouts of so many training steps, all submitted at once
 START_SECONDS, ROUND_SECONDS = 180.0, 120.0
-DROPPED_ARGUMENTS = ("scheduler_cls", "worker_extension_cls", "weight_transfer_config", "logprobs_mode")
+DROPPED_ARGUMENTS = (
+    "scheduler_cls",
+    "worker_extension_cls",
+    "weight_transfer_config",
+    "logprobs_mode",
+    "distributed_executor_backend",
+)
+OUR_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # what our engine sets; plain vLLM keeps its default
 
 Round = Callable[[], tuple[int, float]]
 """Generates everything once; returns sampled tokens and seconds."""
@@ -59,12 +67,14 @@ def measure_rollouts(run: Run, run_dir: Path, *, num_rounds: int) -> list[Rung]:
     engine = _engine_arguments(run.config)
     job = {"prompts": prompts, "sampling": {"n": group_size, **_sampling_arguments(run.config, sampling)}}
     with (
-        PlainVllm({**job, "kind": "llm", "engine": _plain(engine)}, run_dir / "vllm_llm.log") as offline,
-        PlainVllm({**job, "kind": "async", "engine": engine}, run_dir / "vllm_async.log") as online,
+        PlainVllm({**job, "kind": "llm", "engine": _plain(engine)}, run_dir / "vllm.log", _environment()) as plain,
+        PlainVllm(
+            {**job, "kind": "async", "engine": engine}, run_dir / "vllm_async.log", _environment() | OUR_ENVIRONMENT
+        ) as online,
     ):
         rounds: dict[str, Round] = {
-            PLAIN: lambda: offline.round(logprobs=None),
-            LOGPROBS: lambda: offline.round(logprobs=0),
+            PLAIN: lambda: plain.round(logprobs=None),
+            LOGPROBS: lambda: plain.round(logprobs=0),
             ASYNC: lambda: online.round(logprobs=0),
             OURS: lambda: _on_loop(run, lambda: _generate_all(run, prompts, sampling, group_size)),
             ENVIRONMENT: lambda: _on_loop(run, lambda: _roll_out_all(run, rows, sampling, group_size)),
@@ -82,7 +92,7 @@ def measure_rollouts(run: Run, run_dir: Path, *, num_rounds: int) -> list[Rung]:
 class PlainVllm:
     """A `tools.bench.plain_vllm` process."""
 
-    def __init__(self, job: Mapping[str, Any], log: Path) -> None:
+    def __init__(self, job: Mapping[str, Any], log: Path, env: Mapping[str, str]) -> None:
         self._log = log
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
@@ -90,7 +100,7 @@ class PlainVllm:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env={**os.environ, **_cpu_environment()},
+                env={**os.environ, **env},
             )
         self._job = job
 
@@ -152,13 +162,12 @@ async def _roll_out_all(run: Run, rows: Sequence[Any], sampling: Sampling, group
 
 
 def _rows(run: Run) -> list[Any]:
-    """Return the rows of as many steps as an asynchronous run has in flight at once."""
+    """Return the rows of a round: enough that the engine's batch is full most of the time."""
     from recipes.grpo.data import PromptDataset
 
     rows = PromptDataset(Path(run.config.data.train.data_path))
-    settings = run.collector.settings
-    count = settings.num_prompts_per_step * (1 + max(1, settings.max_trajectory_age_steps))
-    return [rows[index] for index in range(min(count, len(rows)))]
+    count = STEPS_PER_ROUND * run.collector.settings.num_prompts_per_step
+    return [rows[index % len(rows)] for index in range(count)]
 
 
 def _engine_arguments(config: Config) -> dict[str, Any]:
@@ -186,7 +195,8 @@ def _sampling_arguments(config: Config, sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def _cpu_environment() -> dict[str, str]:
+def _environment() -> dict[str, str]:
+    """Return the settings without which vLLM on a CPU is not itself: they only make it faster."""
     from recipes.generation.engine_args import CPU_ENV, ENV
 
-    return {**ENV, **CPU_ENV}
+    return {name: value for name, value in {**ENV, **CPU_ENV}.items() if name not in OUR_ENVIRONMENT}
