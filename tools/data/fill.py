@@ -19,9 +19,9 @@ from typing import Any
 
 from recipes.grpo.errors import DataError, InputError, Problem
 from tools.data.files import atomic_writer, read_lines, require_file
-from tools.data.manifest import TOOL_VERSION, changes, describe, write_manifest
+from tools.data.manifest import TOOL_VERSION, changes, describe, manifest_of, read_manifest, write_manifest
 from tools.data.placeholders import PLACEHOLDER, nested, restore_answer, restore_row
-from tools.data.sources import Source, load_sources, read_records, source_files
+from tools.data.sources import Source, load_sources, pinned, read_records, source_files
 
 DEFAULT_SOURCES = Path(__file__).resolve().parents[2] / "configs" / "data" / "placeholders.yaml"
 MAX_SHOWN = 20  # problems printed one by one
@@ -57,17 +57,25 @@ class Faults:
         raise DataError([*self.problems, summary])
 
 
-def fill(blend: Path, output: Path, sources_file: Path) -> dict[str, Any]:
-    """Write `output` and its manifest unless they are up to date; return the manifest."""
+def fill(blend: Path, output: Path, sources_file: Path, *, allow_moving: bool = False) -> dict[str, Any]:
+    """Write `output` and its manifest unless they are up to date; return the manifest.
+
+    Sources on the hub are brought to `sources/` beside `output`, and must be pinned unless `allow_moving`.
+    """
     require_file(blend, fix="give --in the blend to fill")
     sources = load_sources(sources_file)
     needed = _needed_rows(blend, sources)
-    files = {name: source_files(sources[name]) for name in needed}
-    manifest_file = output.with_name(output.name + ".manifest.json")
+    sources = {name: pinned(sources[name], sources_file, allow_moving=allow_moving) for name in sorted(needed)}
+    files = {name: source_files(source, output.parent / "sources") for name, source in sources.items()}
+    origin = read_manifest(manifest_of(blend))
+    manifest_file = manifest_of(output)
     known: dict[str, Any] = {
         "tool": "fill",
         "tool_version": TOOL_VERSION,
-        "inputs": [describe(blend), *(describe(file, source=name) for name in sorted(files) for file in files[name])],
+        "inputs": [
+            describe(blend, **({"made_by": origin} if origin else {})),
+            *(describe(file, source=name) for name in sorted(files) for file in files[name]),
+        ],
         "parameters": {"sources": {name: sources[name].as_parameters() for name in sorted(needed)}},
     }
     reasons = changes(manifest_file, known)
@@ -155,9 +163,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--in", dest="blend", type=Path, required=True, help="blend with placeholder rows")
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     parser.add_argument("--sources", type=Path, default=DEFAULT_SOURCES, help="where the questions come from")
+    parser.add_argument(
+        "--allow-moving-revision", action="store_true", help="follow a branch of a source, and record its commit"
+    )
     options = parser.parse_args(arguments)
     try:
-        fill(options.blend, options.out, options.sources)
+        fill(options.blend, options.out, options.sources, allow_moving=options.allow_moving_revision)
     except InputError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -8,11 +8,13 @@ from __future__ import annotations
 import fnmatch
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from recipes.grpo.errors import DataError, Problem
+from tools.data.blends import is_commit, moving_revision
+from tools.data.hub import Patience, commit_of, download_file, list_files, list_names
 
 STYLES = ("dapo", "skywork")
 KEYS = {"path", "dataset", "revision", "split", "style", "question", "answer"}
@@ -30,10 +32,12 @@ class Source:
     path: Path | None = None  # a directory laid out like a hub data set, or one .parquet or .jsonl file
     dataset: str | None = None  # on the hub
     revision: str | None = None  # commit of it
+    moving_revision: str | None = None  # branch that was found to be at `revision`
 
     def as_parameters(self) -> dict[str, Any]:
         """Return what a manifest records of it."""
-        return {
+        moving = {"moving_revision": self.moving_revision} if self.moving_revision else {}
+        return moving | {
             "dataset": self.dataset or (self.path.name if self.path else None),
             "revision": self.revision,
             "split": self.split,
@@ -101,10 +105,24 @@ def _source(file: Path, name: str, entry: Any, problems: list[Problem]) -> Sourc
     )
 
 
-def source_files(source: Source) -> list[Path]:
-    """Return the data files of a source, in the order in which its rows are numbered; downloads those on the hub."""
+def pinned(source: Source, sources_file: Path, *, allow_moving: bool) -> Source:
+    """Return the source at a commit; a branch is refused, or with `allow_moving` followed to where it is now."""
+    if source.dataset is None or is_commit(source.revision):
+        return source
+    if not allow_moving:
+        url = f"https://huggingface.co/datasets/{source.dataset}/commits/{source.revision}"
+        fix = f"take the commit from {url}, or add --allow-moving-revision, which records the commit that it found"
+        raise DataError(moving_revision(f"{sources_file}: sources.{source.name}.revision", source.revision, fix=fix))
+    assert source.revision is not None
+    commit = commit_of(source.dataset, source.revision, Patience())
+    print(f"sources: {source.dataset} {source.revision} is at {commit}; another day it may be elsewhere")
+    return replace(source, revision=commit, moving_revision=source.revision)
+
+
+def source_files(source: Source, cache: Path) -> list[Path]:
+    """Return the data files of a source, in row order; those on the hub are brought to `cache`."""
     if source.path is None:
-        return _download(source)
+        return _download(source, cache)
     if source.path.is_file():
         return [source.path]
     if not source.path.is_dir():
@@ -126,15 +144,16 @@ def _select(source: Source, names: Sequence[str]) -> list[str]:
     raise DataError(Problem(where=where, got="no such files", expected=expected, fix="correct `split` of the source"))
 
 
-def _download(source: Source) -> list[Path]:
-    from huggingface_hub import HfApi, hf_hub_download
-
+def _download(source: Source, cache: Path) -> list[Path]:
     assert source.dataset is not None
-    names = HfApi().list_repo_files(source.dataset, repo_type="dataset", revision=source.revision)
-    return [
-        Path(hf_hub_download(source.dataset, name, repo_type="dataset", revision=source.revision))
-        for name in _select(source, names)
-    ]
+    assert source.revision is not None
+    patience = Patience()
+    names = _select(source, list_names(source.dataset, source.revision, patience))
+    listed = list_files(source.dataset, source.revision, names, patience)
+    directory = cache / source.dataset / source.revision
+    for name in names:
+        download_file(listed[name], directory / name, patience)
+    return [directory / name for name in names]
 
 
 def read_records(

@@ -1,0 +1,186 @@
+"""A hub on loopback: the endpoints a data set download uses, with faults that a test plans.
+
+A fault is a function that is given the request's handler and returns True when it has answered itself. Faults of a
+path are used up in order; after them the hub is well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import socket
+import struct
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote
+
+Fault = Callable[["Handler"], bool]
+
+LISTING = re.compile(r"/api/datasets/([^/]+/[^/]+)/paths-info/([^/]+)")
+TREE = re.compile(r"/api/datasets/([^/]+/[^/]+)/tree/([0-9a-f]{40})\?.*")
+BRANCH = re.compile(r"/api/datasets/([^/]+/[^/]+)/revision/main")
+CONTENT = re.compile(r"/datasets/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
+STORE = re.compile(r"/store/([0-9a-f]+)")
+
+
+@dataclass
+class Hub:
+    """What the hub holds, what it will do wrong, and what it was asked."""
+
+    dataset: str
+    commit: str
+    files: dict[str, bytes] = field(default_factory=dict)
+    small: set[str] = field(default_factory=set)  # files kept in git itself, without a sha256
+    token: str | None = None
+    faults: dict[str, list[Fault]] = field(default_factory=lambda: defaultdict(list))  # "list" or "get"
+    requests: list[str] = field(default_factory=list)  # "list", "get", "get 100-" per request
+    url: str = ""
+
+    def entry(self, name: str) -> dict[str, Any]:
+        content = self.files[name]
+        blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        entry = {"type": "file", "path": name, "size": len(content), "oid": blob}
+        if name in self.small:
+            return entry
+        sha256 = hashlib.sha256(content).hexdigest()
+        return {**entry, "lfs": {"oid": sha256, "size": len(content), "pointerSize": 130}}
+
+    def etag(self, name: str) -> str:
+        entry = self.entry(name)
+        return entry["lfs"]["oid"] if "lfs" in entry else entry["oid"]
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: Hub
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def answer(self, status: int, body: bytes = b"", **headers: str) -> bool:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        return True
+
+    def answer_json(self, value: object) -> None:
+        self.answer(200, json.dumps(value).encode(), Content_Type="application/json")
+
+    def refused(self, kind: str) -> bool:
+        faults = self.hub.faults[kind]
+        if faults and faults.pop(0)(self):
+            return True
+        if self.hub.token and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
+            return self.answer(401, b"Invalid username or password.")
+        return False
+
+    def do_POST(self) -> None:
+        self.hub.requests.append("list")
+        form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        found = LISTING.fullmatch(self.path)
+        assert found
+        if self.refused("list"):
+            return
+        if found[1] != self.hub.dataset:
+            self.answer(404, b"{}", X_Error_Code="RepoNotFound")
+        elif unquote(found[2]) != self.hub.commit:
+            self.answer(404, b"{}", X_Error_Code="RevisionNotFound")
+        else:
+            self.answer_json([self.hub.entry(name) for name in form["paths"] if name in self.hub.files])
+
+    def do_GET(self) -> None:
+        if TREE.fullmatch(self.path):
+            self.answer_json([self.hub.entry(name) for name in self.hub.files])
+            return
+        if BRANCH.fullmatch(self.path):
+            self.answer_json({"id": self.hub.dataset, "sha": self.hub.commit})
+            return
+        if found := CONTENT.fullmatch(self.path):
+            name = unquote(found[3])
+            headers = {"X_Repo_Commit": self.hub.commit, "X_Linked_Etag": f'"{self.hub.etag(name)}"'}
+            if name in self.hub.small:
+                self.send_content(name, **headers)
+            else:  # large files lie elsewhere
+                self.answer(302, Location=f"{self.hub.url}/store/{self.hub.etag(name)}", **headers)
+            return
+        stored = STORE.fullmatch(self.path)
+        assert stored
+        self.send_content(next(name for name in self.hub.files if self.hub.etag(name) == stored[1]))
+
+    def send_content(self, name: str, **headers: str) -> None:
+        start = self.start()
+        self.hub.requests.append(f"get {start}-" if start else "get")
+        if self.refused("get"):
+            return
+        content = self.hub.files[name]
+        if start >= len(content) > 0:
+            self.answer(416)
+        elif start:
+            size = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            self.answer(206, content[start:], Content_Range=size, **headers)
+        else:
+            self.answer(200, content, **headers)
+
+    def start(self) -> int:
+        found = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        return int(found[1]) if found else 0
+
+    def cut(self, body: bytes, declared: int, *, reset: bool) -> bool:
+        """Send only `body` of `declared` bytes, then close or reset the connection."""
+        start = self.start()
+        self.send_response(206 if start else 200)
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{start + declared - 1}/{start + declared}")
+        self.send_header("Content-Length", str(declared))
+        self.end_headers()
+        self.wfile.write(body)
+        self.wfile.flush()
+        if reset:
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close_connection = True
+        self.connection.shutdown(socket.SHUT_WR) if not reset else self.connection.close()
+        return True
+
+
+def status(code: int, **headers: str) -> Fault:
+    return lambda handler: handler.answer(code, b"no", **headers)
+
+
+def truncated(content: bytes, num_bytes: int, *, reset: bool = False) -> Fault:
+    """Send `num_bytes` of the rest of `content` while declaring all of it."""
+
+    def fault(handler: Handler) -> bool:
+        rest = content[handler.start() :]
+        return handler.cut(rest[:num_bytes], len(rest), reset=reset)
+
+    return fault
+
+
+@contextmanager
+def running_hub(hub: Hub) -> Iterator[Hub]:
+    """Serve `hub` on loopback."""
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *_: object) -> None:
+            """Say nothing of connections that a fault closed."""
+
+    with Server(("127.0.0.1", 0), type("HubHandler", (Handler,), {"hub": hub})) as server:
+        hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield hub
+        finally:
+            server.shutdown()
+            thread.join()

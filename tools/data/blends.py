@@ -1,0 +1,107 @@
+"""The table of published blends (configs/data/blends.yaml): data set, commit, files, rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.grpo.errors import DataError, Problem
+
+BLENDS_FILE = Path(__file__).resolve().parents[2] / "configs" / "data" / "blends.yaml"
+COMMIT = re.compile(r"[0-9a-f]{40}")
+BLEND_KEYS, FILE_KEYS = {"files"}, {"rows"}
+DATASET_KEYS = {"also_called", "revision", "blends"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blend:
+    """One blend on the hub."""
+
+    name: str
+    dataset: str
+    also_called: tuple[str, ...]
+    revision: str | None
+    files: Mapping[str, int | None]  # file of the data set -> published number of rows
+
+    def dataset_called(self, name: str | None) -> str:
+        """Return the data set to ask for when the user gave `name`; raises `DataError` for an unrelated one."""
+        if name is None or name == self.dataset:
+            return self.dataset
+        if name not in self.also_called:
+            expected = " or ".join([self.dataset, *self.also_called])
+            fix = "leave --dataset out, or add the data set to --blends"
+            raise DataError(Problem(where="--dataset", got=name, expected=expected, fix=fix))
+        print(f"download: {name} is what some of NVIDIA's documents call {self.dataset}; asking for the latter")
+        return self.dataset
+
+
+def is_commit(revision: object) -> bool:
+    """Return whether a revision names one commit for ever: 40 hex digits."""
+    return isinstance(revision, str) and COMMIT.fullmatch(revision) is not None
+
+
+def moving_revision(where: str, revision: object, *, fix: str) -> Problem:
+    """Return the problem of a revision that is no commit."""
+    expected = "a commit (40 hex digits): a branch or tag can change, and then other rows come under the same name"
+    return Problem(where=where, got=repr(revision) if revision else "nothing", expected=expected, fix=fix)
+
+
+def load_blends(path: Path) -> dict[str, Blend]:
+    """Read the table; raises `DataError` with every wrong entry."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        text = str(error).splitlines()[0]
+        fix = "give --blends a file like configs/data/blends.yaml"
+        raise DataError(Problem(where=str(path), got=text, expected="a YAML file", fix=fix)) from error
+    problems: list[Problem] = []
+    blends: dict[str, Blend] = {}
+    datasets = _mapping(path, content, "datasets", {"datasets"}, problems).get("datasets")
+    for dataset, entry in _mapping(path, datasets, "datasets", None, problems).items():
+        where = f"datasets.{dataset}"
+        entry = _mapping(path, entry, where, DATASET_KEYS, problems)
+        for name, blend in _mapping(path, entry.get("blends"), f"{where}.blends", None, problems).items():
+            here = f"{where}.blends.{name}"
+            files = _mapping(path, blend, here, BLEND_KEYS, problems).get("files")
+            blends[name] = Blend(
+                name=name,
+                dataset=dataset,
+                also_called=tuple(entry.get("also_called") or ()),
+                revision=entry.get("revision"),
+                files={
+                    file: _rows(path, facts, f"{here}.files.{file}", problems)
+                    for file, facts in _mapping(path, files, f"{here}.files", None, problems).items()
+                },
+            )
+    if problems:
+        raise DataError(problems)
+    return blends
+
+
+def _mapping(
+    path: Path, value: object, where: str, keys: set[str] | None, problems: list[Problem]
+) -> Mapping[str, Any]:
+    """Return `value` when it is a mapping with no other than `keys`; otherwise note the problem."""
+    if not isinstance(value, dict) or not (value or keys):
+        problems.append(Problem(where=f"{path}: {where}", got=repr(value), expected="a mapping", fix="correct it"))
+        return {}
+    for key in value.keys() - (keys if keys is not None else value.keys()):
+        expected = "one of " + ", ".join(sorted(keys or ()))
+        problems.append(
+            Problem(where=f"{path}: {where}.{key}", got="an unknown key", expected=expected, fix="remove it")
+        )
+    return value
+
+
+def _rows(path: Path, facts: object, where: str, problems: list[Problem]) -> int | None:
+    rows = _mapping(path, facts, where, FILE_KEYS, problems).get("rows")
+    if rows is not None and (type(rows) is not int or rows < 1):
+        problems.append(
+            Problem(where=f"{path}: {where}.rows", got=repr(rows), expected="a positive number", fix="correct it")
+        )
+    return rows

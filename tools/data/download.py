@@ -1,0 +1,94 @@
+"""Bring a published blend to this machine: named files of one data set at one commit, each checked.
+
+    python -m tools.data.download --blend rlvr1 --out data/rlvr1/raw [--revision COMMIT] [--dataset NAME]
+
+Run it again after a failure or a kill: it goes on where it stopped, and does nothing for files that are complete.
+`HF_TOKEN` and `HF_ENDPOINT` are honoured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from recipes.grpo.errors import DataError, InputError, Problem
+from tools.data.blends import BLENDS_FILE, Blend, is_commit, load_blends, moving_revision
+from tools.data.hub import HubFile, Patience, download_file, list_files
+from tools.data.manifest import TOOL_VERSION, changes, manifest_of, write_manifest
+
+
+def find_blend(name: str, blends_file: Path, revision: str | None) -> Blend:
+    """Return the blend at a pinned commit."""
+    blends = load_blends(blends_file)
+    if name not in blends:
+        known = ", ".join(blends)
+        raise DataError(Problem(where="--blend", got=name, expected=f"one of {known}", fix="correct the name"))
+    blend = replace(blends[name], revision=revision or blends[name].revision)
+    if not is_commit(blend.revision):
+        where = "--revision" if revision else f"{blends_file}: datasets.{blend.dataset}.revision"
+        fix = f"take the commit from https://huggingface.co/datasets/{blend.dataset}/commits/main"
+        raise DataError(moving_revision(where, blend.revision, fix=fix))
+    return blend
+
+
+def download(blend: Blend, dataset: str, out: Path, patience: Patience) -> list[Path]:
+    """Bring every file of the blend to `out`, each with a manifest, unless it is there; return the files."""
+    assert blend.revision is not None
+    pending: dict[str, list[str]] = {}
+    for name in blend.files:
+        if reasons := changes(manifest_of(out / name), _known(dataset, blend.revision, name)):
+            pending[name] = reasons
+        else:
+            print(f"download: {out / name} is up to date")
+    listed = list_files(dataset, blend.revision, sorted(pending), patience) if pending else {}
+    for name, reasons in pending.items():
+        _download_one(listed[name], out, blend.files[name], patience)
+        print(f"download: {out / name} ({', '.join(reasons)}): done")
+    return [out / name for name in blend.files]
+
+
+def _known(dataset: str, revision: str, name: str) -> dict[str, Any]:
+    parameters = {"dataset": dataset, "revision": revision, "file": name}
+    return {"tool": "download", "tool_version": TOOL_VERSION, "parameters": parameters}
+
+
+def _download_one(file: HubFile, out: Path, rows: int | None, patience: Patience) -> None:
+    target = out / file.name
+    received = download_file(file, target, patience)
+    if rows is not None and received.rows != rows:
+        got, expected = f"{received.rows} rows", f"{rows}, as published"
+        fix = "the commit holds other rows than the blends file says; correct one of the two"
+        raise DataError(Problem(where=str(target), got=got, expected=expected, fix=fix))
+    output = {"file": target.name, "sha256": received.sha256, "bytes": received.size, "rows": received.rows}
+    known = _known(file.dataset, file.revision, file.name)
+    write_manifest(manifest_of(target), {**known, "hub_hash": file.identity, "outputs": [output]})
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    patience = Patience()
+    parser = argparse.ArgumentParser(prog="python -m tools.data.download", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--blend", required=True, help="name in the blends file, e.g. rlvr1")
+    parser.add_argument("--out", type=Path, required=True, help="directory of the files")
+    parser.add_argument("--dataset", help="name of the data set on the hub; both published names are accepted")
+    parser.add_argument("--revision", help="commit of the data set, instead of the one in the blends file")
+    parser.add_argument("--blends", type=Path, default=BLENDS_FILE, help="table of blends")
+    parser.add_argument("--retries", type=int, default=patience.retries, help="in a row, without one more byte")
+    parser.add_argument("--back-off", type=float, default=patience.first_seconds, help="first wait in seconds; doubles")
+    options = parser.parse_args(arguments)
+    try:
+        blend = find_blend(options.blend, options.blends, options.revision)
+        dataset = blend.dataset_called(options.dataset)
+        patience = Patience(retries=options.retries, first_seconds=options.back_off)
+        download(blend, dataset, options.out, patience)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
