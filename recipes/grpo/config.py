@@ -17,6 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from recipes.grpo import config_merge as merge
 from recipes.grpo.config_rules import REFUSALS, RULES
+from recipes.grpo.config_rules_stage import undecided_keys
 from recipes.grpo.config_schema import (
     CONFIG_DIR,
     INSTANCES,
@@ -66,6 +67,8 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> LoadedConfig
     config = None
     if chain[0][0].name == merge.BASE_NAME:  # without the base every key would be missing
         findings, config = _check(layers.tree, tree, failures)
+        base = chain[0][1].name
+        findings.extend(finding for finding in undecided_keys(config) if layers.source_of(finding.key) == base)
         known = {problem.where for problem in problems}
         for finding in findings:
             where = f"{layers.source_of(finding.key) or files[-1]}: {finding.key}"

@@ -92,7 +92,7 @@ def display_name(path: Path) -> str:
 
 
 def read_chain(path: Path) -> tuple[list[tuple[Path, Document]], list[Problem]]:
-    """Read a file and its `defaults:` parents, base first."""
+    """Read a file and what its `defaults:` names, base first; a list is one parent and what is laid over it."""
     chain: list[tuple[Path, Document]] = []
     problems: list[Problem] = []
     current: Path | None = path
@@ -100,11 +100,15 @@ def read_chain(path: Path) -> tuple[list[tuple[Path, Document]], list[Problem]]:
         document = read_yaml(current, name=display_name(current))
         problems.extend(document.problems)
         chain.insert(0, (current, document))
-        parent = document.data.pop("defaults", None)
-        if parent is None:
+        names = document.data.pop("defaults", None)
+        if names is None:
             break
-        current, problem = _parent(current, parent, document, [seen for seen, _ in chain])
-        problems.extend([problem] if problem else [])
+        targets, found = _targets(current, names, document, [seen for seen, _ in chain])
+        problems.extend(found)
+        current = targets[0] if targets and not found else None
+        over = [(target, read_yaml(target, name=display_name(target))) for target in targets[1:]]
+        problems.extend(problem for _, laid in over for problem in (*laid.problems, *_has_parent(laid)))
+        chain[:0] = over
     root = chain[0][0]
     if not problems and root.name != BASE_NAME:
         fix = f"add `defaults:` with the path to configs/{BASE_NAME} or to a stage file, relative to this file"
@@ -113,17 +117,34 @@ def read_chain(path: Path) -> tuple[list[tuple[Path, Document]], list[Problem]]:
     return chain, problems
 
 
-def _parent(path: Path, parent: Any, document: Document, seen: Sequence[Path]) -> tuple[Path | None, Problem | None]:
+def _targets(path: Path, names: Any, document: Document, seen: Sequence[Path]) -> tuple[list[Path], list[Problem]]:
+    """Return the existing files that a `defaults:` names."""
     where = document.where("defaults")
-    if not isinstance(parent, str):
-        return None, Problem(where=where, got=show(parent), expected="one path", fix="name exactly one parent file")
-    target = path.parent / parent
-    if not target.is_file():
-        fix = "give the path relative to this file"
-        return None, Problem(where=where, got=f"{parent}, which does not exist", expected="a file", fix=fix)
-    if target.resolve() in [known.resolve() for known in seen]:
-        return None, Problem(where=where, got=f"{parent}, a circle", expected="a parent", fix="break the circle")
-    return target, None
+    listed = names if isinstance(names, list) else [names]
+    if not listed or not all(isinstance(name, str) for name in listed):
+        fix = "name one parent file, or a list of one and of files to lay over it"
+        return [], [Problem(where=where, got=show(names), expected="a path or a list of paths", fix=fix)]
+    targets: list[Path] = []
+    problems: list[Problem] = []
+    for name in listed:
+        target = path.parent / name
+        if not target.is_file():
+            fix = "give the path relative to this file"
+            problems.append(Problem(where=where, got=f"{name}, which does not exist", expected="a file", fix=fix))
+        elif target.resolve() in [known.resolve() for known in (*seen, *targets)]:
+            problems.append(Problem(where=where, got=f"{name}, a circle", expected="a parent", fix="break the circle"))
+        else:
+            targets.append(target)
+    return targets, problems
+
+
+def _has_parent(laid: Document) -> list[Problem]:
+    """Return a problem for a file that is laid over a parent and names one of its own."""
+    if "defaults" not in laid.data:
+        return []
+    fix = "it is laid over another file; name its parent where it is listed"
+    where = laid.where("defaults")
+    return [Problem(where=where, got=show(laid.data.pop("defaults")), expected="no parent", fix=fix)]
 
 
 def apply_override(layers: Layers, text: str) -> None:

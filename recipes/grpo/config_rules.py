@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from recipes.grpo.config_rules_cluster import CLUSTER_RULES
+from recipes.grpo.config_rules_stage import STAGE_RULES, environments_to_come
 from recipes.grpo.config_schema import Finding
 from recipes.grpo.config_tree import Config
 
@@ -250,6 +251,7 @@ RULES: tuple[Rule, ...] = (
     sampling_is_whole_distribution,
     validation_can_run,
     *CLUSTER_RULES,
+    *STAGE_RULES,
 )
 
-REFUSALS: tuple[Rule, ...] = (several_optimizer_steps, effort_shaping, model_servers)
+REFUSALS: tuple[Rule, ...] = (several_optimizer_steps, effort_shaping, model_servers, environments_to_come)

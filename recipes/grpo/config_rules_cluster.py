@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from recipes.cluster.ports import PORT_TABLE
 from recipes.grpo.config_schema import Finding
@@ -261,20 +260,6 @@ def engine_arguments_have_one_place(config: Config) -> Iterator[Finding]:
             yield Finding(key=key, got=str(value), expected="an argument without a key of its own", fix=fix)
 
 
-def cohort_is_the_group(config: Config) -> Iterator[Finding]:
-    """Require GenRM cohorts of exactly one group: a smaller one gives no signal, a larger one waits for ever."""
-    generations = config.grpo.num_generations_per_prompt
-    for name, instance in config.env.nemo_gym.instances.items():
-        servers = instance.get("resources_servers", {}) if isinstance(instance, Mapping) else {}
-        settings: Mapping[str, Any] = servers.get("genrm_compare", {})
-        cohort = settings.get("num_rollouts_per_prompt", generations)
-        if cohort != generations:
-            key = f"env.nemo_gym.{name}.resources_servers.genrm_compare.num_rollouts_per_prompt"
-            expected = f"grpo.num_generations_per_prompt = {generations}"
-            also = ("grpo.num_generations_per_prompt",)
-            yield Finding(key=key, got=str(cohort), expected=expected, fix="a cohort is one group", also=also)
-
-
 CLUSTER_RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     engine_and_trainer_agree_on_length,
     lengths_are_divisible,
@@ -289,5 +274,4 @@ CLUSTER_RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     ports_do_not_collide,
     waits_are_nested,
     engine_arguments_have_one_place,
-    cohort_is_the_group,
 )

@@ -13,26 +13,39 @@ from recipes.grpo.errors import RecipeError
 from recipes.grpo.stages import Stage, config_path, load_stages
 
 BEGIN, END = "<!-- stage table: begin (make stages) -->", "<!-- stage table: end -->"
-HEADER = ("stage", "name", "data", "nodes (train + generation + judges)", "context", "rollouts per step", "starts from")
+HEADER = (
+    *("stage", "name", "data", "H100 nodes (train + generation + judges)", "B200 nodes", "small-scale nodes"),
+    *("context", "rollouts per step", "starts from"),
+)
 
 
 def rows(stages: Sequence[Stage]) -> list[tuple[str, ...]]:
-    """Return one row per stage with its production sizes."""
+    """Return one row per stage with its sizes; stages that share their files share the work."""
     table: list[tuple[str, ...]] = []
+    seen: dict[str, tuple[str, ...]] = {}
     for stage in stages:
         parent = stage.after or "the SFT checkpoint"
-        table.append((stage.id, stage.name, f"data/{stage.blend}", *_sizes(stage), parent))
+        key = str(stage.configs)
+        seen[key] = seen.get(key) or _sizes(stage)
+        table.append((stage.id, stage.name, f"data/{stage.blend}", *seen[key], parent))
     return table
 
 
-def _sizes(stage: Stage) -> tuple[str, str, str]:
-    if not stage.configs:
-        return "not built yet", "", ""
-    config = require_valid(load_config(config_path(stage, "prod", "h100")))
-    sizes = derive(config)
-    parts = (sizes.num_train_nodes, sizes.num_generation_nodes, sizes.num_judge_nodes)
-    nodes = f"{sizes.num_nodes} ({' + '.join(str(part) for part in parts)})"
-    return nodes, f"{config.policy.max_total_sequence_length:,}", f"{sizes.samples_per_step:,}"
+def _sizes(stage: Stage) -> tuple[str, ...]:
+    """Return nodes on H100, on B200, at small scale, then context and rollouts; empty where there is no file."""
+    nodes = []
+    policy = sizes = None
+    for scale, platform in (("small", "h100"), ("prod", "b200"), ("prod", "h100")):
+        if platform not in stage.configs.get(scale, {}):
+            nodes.append("")
+            continue
+        config = require_valid(load_config(config_path(stage, scale, platform)))
+        sizes, policy = derive(config), config.policy
+        parts = (sizes.num_train_nodes, sizes.num_generation_nodes, sizes.num_judge_nodes)
+        nodes.append(f"{sizes.num_nodes} ({' + '.join(str(part) for part in parts)})")
+    if policy is None or sizes is None:
+        return ("not built yet", "", "", "", "")
+    return (*reversed(nodes), f"{policy.max_total_sequence_length:,}", f"{sizes.samples_per_step:,}")
 
 
 def markdown(table: Sequence[Sequence[str]]) -> str:

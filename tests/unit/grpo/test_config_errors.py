@@ -181,7 +181,7 @@ FILES = {
     "deleting what is not there": (
         "policy: {generation: {vllm_kwargs: {~max_num_seq: null}}}",
         "x.yaml: ~policy.generation.vllm_kwargs.max_num_seq: got no such key, expected a key to delete; "
-        "there are: kv_cache_memory_bytes, max_num_seqs",
+        "there are: block_size, kv_cache_memory_bytes, max_num_seqs",
     ),
     "deleting what must be there": (
         "grpo: {~seed: null}",
@@ -233,8 +233,13 @@ def test_wrong_override_gives_its_line(override: str, tmp_path: Path, monkeypatc
     [
         ("none.yaml", "y.yaml: defaults: got none.yaml, which does not exist, expected a file; "
          "give the path relative to this file"),
-        ("[a.yaml, b.yaml]", 'y.yaml: defaults: got ["a.yaml", "b.yaml"], expected one path; '
-         "name exactly one parent file"),
+        ("{a: b}", 'y.yaml: defaults: got {"a": "b"}, expected a path or a list of paths; '
+         "name one parent file, or a list of one and of files to lay over it"),
+        ("[]", "y.yaml: defaults: got [], expected a path or a list of paths; "
+         "name one parent file, or a list of one and of files to lay over it"),
+        (f"[{TINY}, none.yaml]", "y.yaml: defaults: got none.yaml, which does not exist, expected a file; "
+         "give the path relative to this file"),
+        (f"[{TINY}, {TINY}]", f"y.yaml: defaults: got {TINY}, a circle, expected a parent; break the circle"),
         ("y.yaml", "y.yaml: defaults: got y.yaml, a circle, expected a parent; break the circle"),
         (None, "y.yaml: defaults: got no parent file, expected one parent file; add `defaults:` with the path to "
          "configs/grpo_base.yaml or to a stage file, relative to this file"),

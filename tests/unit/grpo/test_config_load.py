@@ -67,7 +67,7 @@ def test_the_last_layer_wins_and_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(CONFIG_DIR.parent)
     loaded = load_config(TINY, ["grpo.seed=7"])
     assert (lookup(loaded.tree, "grpo.seed"), loaded.sources["grpo.seed"]) == (7, "command line")
-    assert loaded.sources["grpo.num_prompts_per_step"] == "configs/tiny/stage1_rlvr.yaml"
+    assert loaded.sources["grpo.num_prompts_per_step"] == "configs/tiny/machine.yaml"
     assert loaded.sources["grpo.val_num_generations_per_prompt"] == "configs/stage1_rlvr.yaml"
     small = "configs/small_scale/stage1_rlvr_27node_h100.yaml"
     assert loaded.sources["policy.generation.vllm_cfg.gpu_memory_utilization"] == small
@@ -76,6 +76,7 @@ def test_the_last_layer_wins_and_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         "configs/grpo_base.yaml",
         "configs/stage1_rlvr.yaml",
         small,
+        "configs/tiny/machine.yaml",
         "configs/tiny/stage1_rlvr.yaml",
     )
 
@@ -85,7 +86,7 @@ def test_what_follows_from_other_keys_follows_overrides() -> None:
     assert config.policy.train_global_batch_size == 4 * 8
     assert config.policy.generation.max_new_tokens == config.policy.generation.vllm_cfg.max_model_len == 512
     assert config.policy.sequence_packing.train_mb_tokens == 512 * 16
-    assert config.policy.megatron_cfg.optimizer.min_lr == config.policy.megatron_cfg.optimizer.lr == 5.0e-4
+    assert config.policy.megatron_cfg.optimizer.min_lr == config.policy.megatron_cfg.optimizer.lr == 2.0e-4
 
 
 @pytest.mark.parametrize(

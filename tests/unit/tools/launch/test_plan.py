@@ -56,8 +56,8 @@ def test_wrong_scale_or_platform_is_refused(variables):
 
 
 def test_stage_without_a_configuration_says_so():
-    with pytest.raises(ConfigError, match="has no configuration yet"):
-        stage_environment("stage3", {}, ROOT)
+    with pytest.raises(ConfigError, match=r"stage3.configs.small.b200: got no file"):
+        stage_environment("stage3", {"SCALE": "small", "PLATFORM": "b200"}, ROOT)
 
 
 @pytest.mark.parametrize("text", ["plain", "/a/path with spaces", "42", "1e-6", "no", "null", "a: b", "{x", "'", ""])

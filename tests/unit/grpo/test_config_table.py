@@ -1,0 +1,154 @@
+"""Every stage at every scale on every platform: the published nodes, batch arithmetic and differing values."""
+
+import time
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from recipes.grpo.config import load_config, require_valid
+from recipes.grpo.config_schema import lookup
+from recipes.grpo.derive import derive
+from recipes.grpo.errors import ConfigError
+from recipes.grpo.stages import PLATFORMS, SCALES, config_path, find_stage, load_stages
+
+MEGATRON = "policy.megatron_cfg"
+VLLM = "policy.generation.vllm_cfg"
+SERVING = f"{VLLM}.http_server_serving_chat_kwargs"
+GENRM = "env.nemo_gym.genrm_compare.resources_servers.genrm_compare"
+
+# What differs between stages (H100 files), whatever the scale or platform: key -> stage 1, 2.1, 2.2, 3.
+STAGES = ("stage1.1", "stage2.1", "stage2.2", "stage3")
+BY_STAGE = {
+    "grpo.num_prompts_per_step": (256, 64, 16, 128),
+    "grpo.num_generations_per_prompt": (16, 16, 32, 16),
+    "policy.train_global_batch_size": (4096, 1024, 512, 2048),
+    "grpo.val_num_generations_per_prompt": (2, 1, 1, 2),
+    "grpo.val_period": (-1, 10, 100, 10000),
+    "grpo.max_num_epochs": (1, 100, 100, 1),
+    "grpo.advantage_clip_low": (-50, -100, -100, -50),
+    "grpo.advantage_clip_high": (50, 100, 100, 50),
+    "grpo.overlong_filtering": (False, True, True, False),
+    "loss_fn.reference_policy_kl_penalty": (0, 0, 0, 0.0001),
+    "loss_fn.reference_policy_kl_type": ("k3", "k3", "k3", "k3"),
+    "policy.max_total_sequence_length": (65536, 131072, 196608, 49152),
+    f"{VLLM}.max_model_len": (65536, 131072, 196608, 49152),
+    "policy.generation.max_new_tokens": (65536, 131072, 196608, 49152),
+    f"{MEGATRON}.optimizer.lr": (0.000003, 0.000001, 0.000001, 0.000001),
+    f"{MEGATRON}.optimizer.min_lr": (0.000003, 0.000001, 0.000001, 0.000001),
+    f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather": (True, False, False, True),
+    f"{VLLM}.enable_prefix_caching": (True, True, True, True),
+    f"{SERVING}.default_chat_template_kwargs": (None, {"enable_thinking": True}, {"enable_thinking": True}, None),
+    "checkpointing.save_period": (10, 5, 2, 4),
+    "checkpointing.keep_top_k": (None, 100, 100, None),  # 1000000 keeps all, as null does
+    "checkpointing.checkpoint_must_save_by": (None, None, None, None),
+    f"{GENRM}.num_rollouts_per_prompt": (16, None, None, 16),
+    f"{GENRM}.group_reasoning_length_penalty_coeff": (0.1, None, None, 0.3),
+    f"{GENRM}.group_answer_length_penalty_coeff": (0.1, None, None, 0.35),
+    f"{GENRM}.group_style_penalty_coeff": (0.1, None, None, 0.05),
+    f"{MEGATRON}.mtp_num_layers": (5, 5, 5, 5),
+    f"{MEGATRON}.scheduler.lr_warmup_iters": (10, 10, 10, 10),
+    f"{MEGATRON}.scheduler.lr_warmup_init": (3e-7, 3e-7, 3e-7, 3e-7),
+    "grpo.seq_logprob_error_threshold": (2, 2, 2, 2),
+    "grpo.async_grpo.max_trajectory_age_steps": (1, 1, 1, 1),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Published:
+    """Sizes of one stage file, as published."""
+
+    nodes: tuple[int, int, int, int]  # in total, that train, that generate, that hold judges
+    parallel: tuple[int, int, int]  # TP, CP, EP of the policy
+    divisor: int  # of padded lengths: 2 * CP * TP
+    ranks: int  # data-parallel
+    engines: int
+    engine_tp: int
+    memory: float  # gpu_memory_utilization
+    batched_tokens: int | None = None
+
+
+SIZES = {
+    ("stage1.1", "prod", "h100"): Published((183, 32, 144, 7), (4, 8, 16), 64, 8, 144, 8, 0.8),
+    ("stage2.1", "prod", "h100"): Published((64, 32, 32, 0), (8, 16, 8), 256, 2, 32, 8, 0.8),
+    ("stage2.2", "prod", "h100"): Published((64, 32, 32, 0), (8, 16, 16), 256, 2, 32, 8, 0.75, 8480),
+    ("stage3", "prod", "h100"): Published((100, 32, 64, 4), (4, 4, 32), 32, 16, 64, 8, 0.8),
+    ("stage1.1", "small", "h100"): Published((27, 8, 12, 7), (4, 8, 16), 64, 2, 12, 8, 0.7),
+    ("stage2.1", "small", "h100"): Published((20, 16, 4, 0), (8, 8, 16), 128, 2, 4, 8, 0.75),
+    ("stage2.2", "small", "h100"): Published((20, 16, 4, 0), (8, 16, 16), 256, 1, 4, 8, 0.75, 8480),
+    ("stage3", "small", "h100"): Published((28, 16, 8, 4), (4, 4, 32), 32, 8, 8, 8, 0.75),
+    ("stage1.1", "prod", "b200"): Published((109, 32, 72, 5), (4, 8, 8), 64, 8, 144, 4, 0.8),
+    ("stage2.1", "prod", "b200"): Published((64, 32, 32, 0), (8, 8, 8), 128, 4, 32, 8, 0.8),
+    ("stage2.2", "prod", "b200"): Published((64, 32, 32, 0), (8, 8, 8), 128, 4, 32, 8, 0.8),
+    ("stage3", "prod", "b200"): Published((72, 32, 32, 8), (4, 4, 8), 32, 16, 64, 4, 0.8),
+}  # fmt: skip
+SHARES = {"stage1.2": "stage1.1", "stage1.3": "stage1.1"}  # three stages, one configuration
+
+
+def path_of(stage: str, scale: str, platform: str) -> Path:
+    return config_path(find_stage(stage), scale, platform)
+
+
+@pytest.mark.parametrize("where", SIZES, ids=" ".join)
+def test_stage_has_the_published_values(where: tuple[str, str, str]) -> None:
+    tree = load_config(path_of(*where)).tree
+    column = STAGES.index(where[0])
+    expected = {key: values[column] for key, values in BY_STAGE.items()}
+    assert {key: lookup(tree, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("where", SIZES, ids=" ".join)
+def test_stage_has_the_published_sizes(where: tuple[str, str, str]) -> None:
+    config, published = require_valid(load_config(path_of(*where))), SIZES[where]
+    sizes, policy = derive(config), config.policy
+    megatron = policy.megatron_cfg
+    assert published.nodes == (
+        sizes.num_nodes, sizes.num_train_nodes, sizes.num_generation_nodes, sizes.num_judge_nodes,
+    )  # fmt: skip
+    assert published.parallel == (
+        megatron.tensor_model_parallel_size, megatron.context_parallel_size, megatron.expert_model_parallel_size,
+    )  # fmt: skip
+    assert policy.make_sequence_length_divisible_by == published.divisor
+    assert sizes.data_parallel_size == published.ranks
+    assert sizes.num_engines == published.engines
+    assert policy.generation.vllm_cfg.tensor_parallel_size == published.engine_tp
+    assert policy.generation.vllm_cfg.gpu_memory_utilization == published.memory
+    assert policy.generation.vllm_kwargs.get("max_num_batched_tokens") == published.batched_tokens
+    assert sizes.samples_per_step == policy.train_global_batch_size
+    assert sizes.samples_per_rank * published.ranks == sizes.samples_per_step
+    assert sizes.total_gpus == 8 * published.nodes[0]
+    assert policy.max_total_sequence_length % published.divisor == 0
+
+
+def test_every_configuration_of_the_table_is_published_or_tiny() -> None:
+    for stage, scale, platform in product(load_stages(), SCALES, PLATFORMS):
+        where = (SHARES.get(stage.id, stage.id), scale, platform)
+        if where in SIZES or scale == "tiny":
+            assert path_of(stage.id, scale, platform) == path_of(*where)
+        else:
+            with pytest.raises(ConfigError, match="got no file"):
+                path_of(stage.id, scale, platform)
+
+
+@pytest.mark.parametrize("stage", [stage.id for stage in load_stages()])
+def test_tiny_stage_is_small_scale_in_what_decides_the_algorithm(stage: str) -> None:
+    tiny, small = (load_config(path_of(stage, scale, "h100")) for scale in ("tiny", "small"))
+    for key in (
+        "loss_fn", "grpo.async_grpo", "grpo.adv_estimator", "grpo.advantage_clip_high", "grpo.overlong_filtering",
+        "grpo.seq_logprob_error_threshold", "grpo.invalid_tool_call_advantage", "grpo.val_period",
+        "grpo.val_num_generations_per_prompt", "policy.generation.temperature", "policy.max_grad_norm", SERVING,
+        "checkpointing.save_period", "checkpointing.metric_name",
+    ):  # fmt: skip
+        assert lookup(tiny.tree, key) == lookup(small.tree, key), key
+    assert set(small.files) < set(tiny.files)
+    sizes = derive(require_valid(tiny))
+    assert (sizes.num_nodes, sizes.train_gpus, sizes.generation_gpus, sizes.judge_gpus) == (1, 1, 1, 0)
+
+
+def test_each_resolves_in_under_a_second() -> None:
+    """By CPU time, which a busy machine does not change."""
+    for where in SIZES:
+        start = time.process_time()
+        load_config(path_of(*where))
+        assert time.process_time() - start < 1.0, where
