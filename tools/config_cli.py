@@ -1,7 +1,10 @@
 """Print a resolved configuration: every key, the file that set it, and the numbers that follow from them.
 
     python -m tools.config_cli --stage stage1.1 --scale tiny [key=value ...]
+    python -m tools.config_cli --stage stage2.1 --diff stage1.1            only what differs from another stage
+    python -m tools.config_cli --stage stage1.1 --diff stage1.1/small      or from another scale, or platform
     python -m tools.config_cli --file configs/tiny/stage1_rlvr.yaml grpo.seed=43
+    python -m tools.config_cli --update-golden
 
 Exit status: 0 valid, 2 when something is wrong (every problem is printed). What the native engine does not honour
 yet is printed as a comment: it stops a launch, not this.
@@ -16,14 +19,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from recipes.grpo.config import LoadedConfig, load_config, refusals, require_valid, unset
 from recipes.grpo.config_merge import references
 from recipes.grpo.config_schema import lookup
 from recipes.grpo.derive import derive
-from recipes.grpo.errors import RecipeError
+from recipes.grpo.errors import ConfigError, Problem, RecipeError
 from recipes.grpo.stages import PLATFORMS, SCALES, config_path, find_stage
+from tools.config_diff import render_difference, scalar, update_golden
 
 COMMENT_COLUMN = 72
 
@@ -32,14 +34,12 @@ def main(argv: list[str] | None = None) -> int:
     """Print and return the exit status."""
     args = parse(argv)
     try:
-        path = args.file or config_path(find_stage(args.stage), args.scale, args.platform)
-        loaded = load_config(path, args.overrides)
-        require_valid(loaded)
+        lines = list(answer(args))
     except RecipeError as error:
         for line in str(error).splitlines():
             print(f"config: {line}", file=sys.stderr)
         return error.exit_code
-    print("\n".join(render(loaded)))
+    print("\n".join(lines))
     return 0
 
 
@@ -49,10 +49,42 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--stage", help="id or name of a stage, e.g. stage1.1 or rlvr1")
     which.add_argument("--file", type=Path, help="a configuration file")
+    which.add_argument("--update-golden", action="store_true", help="write tests/golden/config/")
     parser.add_argument("--scale", choices=SCALES, default="prod", help="size of the run (default: prod)")
     parser.add_argument("--platform", choices=PLATFORMS, default="h100", help="GPU type (default: h100)")
+    parser.add_argument(
+        "--diff",
+        metavar="STAGE[/SCALE[/PLATFORM]]",
+        help="print only what differs from it, by default at the same scale",
+    )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides: key=value, ++key=value, ~key")
     return parser.parse_intermixed_args(argv)
+
+
+def answer(args: argparse.Namespace) -> Iterator[str]:
+    """Yield the lines that were asked for."""
+    if args.update_golden:
+        changed = update_golden()
+        yield f"{len(changed)} golden files changed"
+        return
+    path = args.file or config_path(find_stage(args.stage), args.scale, args.platform)
+    loaded = load_config(path, args.overrides)
+    require_valid(loaded)
+    if args.diff is None:
+        yield from render(loaded)
+    else:
+        yield from render_difference(loaded, other_configuration(args), args.diff)
+
+
+def other_configuration(args: argparse.Namespace) -> LoadedConfig:
+    """Return the configuration that --diff names; overrides are those of the first alone."""
+    stage, _, where = args.diff.partition("/")
+    scale, _, platform = where.partition("/")
+    for value, choices in ((scale or args.scale, SCALES), (platform or args.platform, PLATFORMS)):
+        if value not in choices:
+            expected = f"one of {', '.join(choices)}"
+            raise ConfigError(Problem(where="--diff", got=value, expected=expected, fix="STAGE[/SCALE[/PLATFORM]]"))
+    return load_config(config_path(find_stage(stage), scale or args.scale, platform or args.platform))
 
 
 def render(loaded: LoadedConfig) -> Iterator[str]:
@@ -78,15 +110,10 @@ def _block(loaded: LoadedConfig, block: Mapping[str, Any], prefix: str, depth: i
             yield f"{indent}{name}:"
             yield from _block(loaded, value, f"{key}.", depth + 1)
         else:
-            line = f"{indent}{name}: {_scalar(value)}"
+            line = f"{indent}{name}: {scalar(value)}"
             made_from = ", ".join(references(key, lookup(loaded.raw, key)))
             source = loaded.sources.get(key, "") + (f", from {made_from}" if made_from else "")
             yield f"{line:<{COMMENT_COLUMN}}  # {source}"
-
-
-def _scalar(value: Any) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6)
-    return str(text).strip().removesuffix("\n...")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,75 @@
+"""What differs between two configurations, and the golden files: what each stage's differs from the base by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from recipes.grpo.config import BASE, LoadedConfig, load_config, require_valid
+from recipes.grpo.config_schema import CONFIG_DIR
+from recipes.grpo.config_yaml import leaves
+from recipes.grpo.derive import derive
+from recipes.grpo.stages import load_stages
+
+GOLDEN = CONFIG_DIR.parent / "tests" / "golden" / "config"
+ABSENT = "(absent)"
+
+
+def scalar(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6)
+    return str(text).strip().removesuffix("\n...")
+
+
+def render_difference(loaded: LoadedConfig, other: LoadedConfig, name: str) -> Iterator[str]:
+    """Yield one line per key that differs: its value here, its value in `other` and the file that set each."""
+    yield f"# {loaded.files[-1]}, and after '{name}' what {other.files[-1]} has"
+    own, theirs = leaves(loaded.tree), leaves(other.tree)
+    for key in dict.fromkeys([*own, *theirs]):
+        if own.get(key, ABSENT) != theirs.get(key, ABSENT):
+            here = scalar(own[key]) if key in own else ABSENT
+            there = scalar(theirs[key]) if key in theirs else ABSENT
+            source = loaded.sources.get(key) or other.sources.get(key, "")
+            yield f"{key}: {here}  # {name}: {there}  ({source})"
+    yield "# Derived:"
+    sizes, others = asdict(derive(require_valid(loaded))), asdict(derive(require_valid(other)))
+    yield from (f"#   {key}: {sizes[key]:,}  # {name}: {others[key]:,}" for key in sizes if sizes[key] != others[key])
+
+
+def golden_files() -> dict[Path, str]:
+    """Return the content of every golden file: one per configuration file of the stage table."""
+    names = dict.fromkeys(
+        name for stage in load_stages() for platforms in stage.configs.values() for name in platforms.values()
+    )
+    base = leaves(load_config(BASE).tree)
+    return {GOLDEN / name: _golden(load_config(CONFIG_DIR / name), base) for name in names}
+
+
+def _golden(loaded: LoadedConfig, base: dict[str, Any]) -> str:
+    own = leaves(loaded.tree)
+    lines = [
+        "# What this file resolves to where grpo_base.yaml does not: python -m tools.config_cli --update-golden",
+        *(f"{key}: {scalar(own[key])}" for key in sorted(own) if own[key] != base.get(key, ABSENT)),
+        *(f"{key}: {ABSENT}" for key in sorted(set(base) - set(own))),
+        "",
+        "derived:",
+        *(f"  {key}: {value}" for key, value in asdict(derive(require_valid(loaded))).items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def update_golden() -> list[Path]:
+    """Write every golden file and delete those of no stage; return the ones that changed."""
+    files = golden_files()
+    stale = [path for path in sorted(GOLDEN.rglob("*.yaml")) if path not in files]
+    changed = [path for path, text in files.items() if not path.is_file() or path.read_text() != text]
+    for path in changed:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(files[path])
+    for path in stale:
+        path.unlink()
+    return changed + stale
