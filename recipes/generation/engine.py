@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +58,25 @@ class Sample:
     finish_reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Some completions of one prompt."""
+
+    id: int  # unique per engine; the driver counts
+    prompt_token_ids: tuple[int, ...]
+    sampling: Sampling
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What became of a request: its samples, or why there are none."""
+
+    id: int
+    samples: list[Sample]
+    failure: str | None
+
+
 class Usage:
     """Running totals of one engine. `busy_seconds` counts the time with at least one request in flight."""
 
@@ -94,8 +113,8 @@ class EngineActor:
         self._index = index
         self._model_path = model_path
         self._seed = seed + index  # engines of one run must not repeat each other's samples
-        self._num_requests = 0
         self._num_pushes = 0
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by request id
         self._usage = Usage()
         self._server: HttpServer | None = None
         # Before torch and vLLM are imported, here and in the EngineCore process, which inherits them.
@@ -160,33 +179,61 @@ class EngineActor:
         await llm.resume_generation()
         self._usage.update_seconds += time.monotonic() - began
 
-    async def generate(
-        self, prompt_token_ids: tuple[int, ...], sampling: Sampling, n: int, deadline_seconds: float
-    ) -> list[Sample]:
-        """Return `n` completions of one prompt; past the deadline, abort them in the engine and raise."""
+    async def generate(self, requests: Sequence[Request], deadline_seconds: float) -> AsyncIterator[list[Answer]]:
+        """Yield the answers to all requests as they come, those that are ready together in one list."""
+        answers: asyncio.Queue[Answer] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._answer(request, deadline_seconds, answers)) for request in requests]
+        left = len(tasks)
+        while left:
+            ready = [await answers.get()]
+            while not answers.empty():
+                ready.append(answers.get_nowait())
+            left -= len(ready)
+            yield ready
+
+    async def abort(self, request_id: int) -> None:
+        """End a request that nobody waits for any more; its answer says so."""
+        if task := self._tasks.get(request_id):
+            task.cancel()
+
+    async def _answer(self, request: Request, deadline_seconds: float, answers: asyncio.Queue[Answer]) -> None:
+        """Put the outcome of one request into the queue: always one, whatever happens."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks[request.id] = task  # from here on: a task cancelled before its start would answer nothing
+        samples: list[Sample] = []
+        failure = None
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                samples = await self._complete(request)
+        except TimeoutError:
+            failure = f"did not answer within {deadline_seconds:g} s; aborted"
+        except asyncio.CancelledError:
+            failure = "was told to abort the request"
+        except Exception as error:  # crosses to the driver as a value: the other requests of the call go on
+            failure = (
+                "is dead: its EngineCore process ended" if self._llm.errored else f"{type(error).__name__}: {error}"
+            )
+        del self._tasks[request.id]
+        answers.put_nowait(Answer(id=request.id, samples=samples, failure=failure))
+
+    async def _complete(self, request: Request) -> list[Sample]:
+        """Return the completions of one prompt; cancelling aborts them in the engine."""
         from vllm.inputs.engine import tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError
 
         from recipes.generation.core import push_salt
 
-        self._num_requests += 1
-        prompt = tokens_input(list(prompt_token_ids), cache_salt=push_salt(self._num_pushes))
-        with self._usage.request(n):
-            try:
-                async with asyncio.timeout(deadline_seconds):
-                    async for output in self._llm.generate(prompt, self._params(sampling, n), f"{self._num_requests}"):
-                        final = output
-            except TimeoutError:
-                raise EngineError(f"{self._info} did not answer within {deadline_seconds:g} s; aborted") from None
-            except EngineDeadError:
-                raise EngineError(f"{self._info} is dead: its EngineCore process ended") from None
-        samples = [_sample(completion) for completion in final.outputs]
+        prompt = tokens_input(list(request.prompt_token_ids), cache_salt=push_salt(self._num_pushes))
+        params = self._params(request.sampling, request.num_samples)
+        with self._usage.request(request.num_samples):
+            async for output in self._llm.generate(prompt, params, str(request.id)):
+                final = output
         totals = self._usage.totals
-        totals["requests"] += n
-        totals["prompt_tokens"] += len(prompt_token_ids) * n
-        totals["cached_prompt_tokens"] += (final.num_cached_tokens or 0) * n
+        totals["requests"] += request.num_samples
+        totals["prompt_tokens"] += len(request.prompt_token_ids) * request.num_samples
+        totals["cached_prompt_tokens"] += (final.num_cached_tokens or 0) * request.num_samples
         totals["generated_tokens"] += sum(len(completion.token_ids) for completion in final.outputs)
-        return samples
+        return [_sample(completion) for completion in final.outputs]
 
     async def stats(self) -> dict[str, float]:
         """Return running totals and the sequences in flight, split by the engine's batch limit."""

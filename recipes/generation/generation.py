@@ -1,22 +1,25 @@
 """The driver's handle on all engines: requests in, completions out, weights pushed to all at once.
 
-Requests for the same prompt and sampling that are made in one tick of an event loop travel as one call with n samples:
-a group's G rollouts start together, and the engine computes their common prompt once.
+Requests that are made in one tick of an event loop travel to their engine as one call, whose answers stream back as
+they come; those for the same prompt and sampling become one request with n samples: a group's G rollouts start
+together, and the engine computes their common prompt once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
 
-from recipes.generation.engine import EngineActor, EngineInfo, Sample
+from recipes.generation.engine import Answer, EngineActor, EngineInfo, Request, Sample
 from recipes.generation.handshake import nccl_init, nccl_update, shared_memory_init
 from recipes.grpo.errors import EngineError
 from recipes.grpo.types import Completion, Sampling, VersionSpan, WeightLayout
@@ -30,7 +33,8 @@ logger = logging.getLogger(__name__)
 GRACE_SECONDS = 5.0  # beyond a deadline that the actor itself keeps, before the driver gives the actor up
 HEALTH_SECONDS = 10.0
 
-BatchKey = tuple[asyncio.AbstractEventLoop, int, tuple[int, ...], Sampling]
+Waiters = list[asyncio.Future[Completion]]
+"""Who waits for the samples of one request."""
 
 
 class Generation:
@@ -46,7 +50,11 @@ class Generation:
         self._deadlines = deadlines
         self._update_info: dict[str, Any] = {}
         self._update_lock = threading.Lock()
-        self._batches: dict[BatchKey, list[asyncio.Future[Completion]]] = {}
+        self._request_ids = itertools.count()
+        # Per event loop and engine: what this tick asks for.
+        self._gathered: dict[
+            tuple[asyncio.AbstractEventLoop, int], dict[tuple[tuple[int, ...], Sampling], Waiters]
+        ] = {}
         self._calls: set[asyncio.Task[None]] = set()
 
     @classmethod
@@ -115,13 +123,13 @@ class Generation:
                 f" {self._max_model_len} it must be shorter than that"
             )
         loop = asyncio.get_running_loop()
-        key = (loop, affinity % len(self._actors), prompt_token_ids, sampling)
-        waiters = self._batches.get(key)
-        if waiters is None:
-            waiters = self._batches[key] = []
-            loop.call_soon(self._submit, key)
+        index = affinity % len(self._actors)
+        gathered = self._gathered.get((loop, index))
+        if gathered is None:
+            gathered = self._gathered[loop, index] = {}
+            loop.call_soon(self._submit, loop, index)
         future: asyncio.Future[Completion] = loop.create_future()
-        waiters.append(future)
+        gathered.setdefault((prompt_token_ids, sampling), []).append(future)
         return await future
 
     def stats(self) -> list[dict[str, float]]:
@@ -143,38 +151,53 @@ class Generation:
         for actor in self._actors:
             ray.kill(actor)
 
-    def _submit(self, key: BatchKey) -> None:
-        waiters = self._batches.pop(key)
-        call = key[0].create_task(self._call(key, waiters))
+    def _submit(self, loop: asyncio.AbstractEventLoop, index: int) -> None:
+        """Send everything that this tick has gathered for one engine as one call."""
+        gathered = self._gathered.pop((loop, index))
+        waiters: dict[int, Waiters] = {}
+        requests = []
+        for (prompt, sampling), futures in gathered.items():
+            # Greedy samples are equal: one serves all.
+            num_samples = len(futures) if sampling.temperature > 0 else 1
+            request = Request(
+                id=next(self._request_ids), prompt_token_ids=prompt, sampling=sampling, num_samples=num_samples
+            )
+            requests.append(request)
+            waiters[request.id] = futures
+            for future in futures:
+                future.add_done_callback(partial(self._abort_unwanted, index, request.id, waiters))
+        call = loop.create_task(self._receive(index, requests, waiters))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
-        def cancel_when_unwanted(_: asyncio.Future[Completion]) -> None:
-            if all(waiter.cancelled() for waiter in waiters):
-                call.cancel()
+    def _abort_unwanted(self, index: int, request_id: int, waiters: dict[int, Waiters], _: object) -> None:
+        """Abort a request in the engine once all who waited for it were cancelled."""
+        if request_id in waiters and all(future.cancelled() for future in waiters[request_id]):
+            self._actors[index].abort.remote(request_id)
 
-        for waiter in waiters:
-            waiter.add_done_callback(cancel_when_unwanted)
-
-    async def _call(self, key: BatchKey, waiters: Sequence[asyncio.Future[Completion]]) -> None:
-        _, index, prompt, sampling = key
+    async def _receive(self, index: int, requests: Sequence[Request], waiters: dict[int, Waiters]) -> None:
+        """Hand the answers of one call to those who wait for them; what is left when it fails, fails."""
         deadline = self._deadlines.generation
-        num_samples = len(waiters) if sampling.temperature > 0 else 1  # greedy samples are equal: one serves all
-        reply = self._actors[index].generate.remote(prompt, sampling, num_samples, deadline)
+        generate = self._actors[index].generate.options(num_returns="streaming")
         try:
-            samples = await asyncio.wait_for(_result(reply), deadline + GRACE_SECONDS)
-        except asyncio.CancelledError:
-            ray.cancel(reply)
-            raise
+            stream = aiter(generate.remote(requests, deadline))
+            while waiters:
+                for answer in await asyncio.wait_for(_next(stream), deadline + GRACE_SECONDS):
+                    self._resolve(index, answer, waiters.pop(answer.id))
         except Exception as error:
             failure = self._failure(index, error, deadline)
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_exception(failure)
-            return
-        for number, waiter in enumerate(waiters):
-            if not waiter.done():
-                waiter.set_result(_completion(samples[number % num_samples]))
+            for future in (future for futures in waiters.values() for future in futures):
+                if not future.done():
+                    future.set_exception(failure)
+
+    def _resolve(self, index: int, answer: Answer, futures: Waiters) -> None:
+        for number, future in enumerate(futures):
+            if future.done():
+                continue
+            if answer.failure is not None:
+                future.set_exception(EngineError(f"{self.infos[index]} {answer.failure}"))
+            else:
+                future.set_result(_completion(answer.samples[number % len(answer.samples)]))
 
     def _collect(self, calls: Sequence[Any], deadline: float) -> list[Any]:
         return _collect(calls, [str(info) for info in self.infos], deadline)
@@ -211,9 +234,10 @@ def _failure(name: str, error: Exception, deadline: float) -> EngineError:
     return EngineError(f"{name}: {reason}")
 
 
-async def _result(reply: Any) -> list[Sample]:
-    samples: list[Sample] = await reply
-    return samples
+async def _next(stream: AsyncIterator[Any]) -> list[Answer]:
+    """Return the next list of answers of a call."""
+    answers: list[Answer] = await (await anext(stream))
+    return answers
 
 
 def _completion(sample: Sample) -> Completion:
