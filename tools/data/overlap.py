@@ -1,0 +1,103 @@
+"""Rows that are there twice, and validation rows that training rows give away.
+
+Within a split, two rows are the same when agent and request are equal. Across splits a validation row also counts as
+known when its text differs only in case, spacing or Unicode form, or when most of what is its own - the runs of words
+that few validation rows share, which leaves out instructions and templates - occurs in one training row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import orjson
+
+from recipes.environments.chat import flat_text
+from recipes.grpo.types import Row
+
+SHINGLE = 8  # words and signs in a run
+MAX_SHARING = 2  # validation rows that may share a run before it counts as a template
+MIN_OWN = 8  # runs of its own that a row needs to be compared by them
+NEAR = 0.8  # share of its own runs that makes a row known
+
+WORD = re.compile(r"\w+|[^\w\s]")
+
+
+def request_key(row: Row) -> bytes:
+    """Return a digest of agent and request."""
+    content = orjson.dumps([row["agent_ref"]["name"], row["responses_create_params"]], option=orjson.OPT_SORT_KEYS)
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def text_of(row: Row) -> str:
+    """Return all text that the row's user and system messages hold, in lower case, with single spaces."""
+    items = row["responses_create_params"]["input"]
+    if not isinstance(items, str):
+        items = "\n".join(flat_text(item["content"]) for item in items if isinstance(item.get("content"), str | list))
+    return " ".join(unicodedata.normalize("NFKC", items).casefold().split())
+
+
+def shingles(text: str) -> set[int]:
+    """Return the hashes of every run of `SHINGLE` words and signs."""
+    words = WORD.findall(text)
+    return {hash(tuple(words[at : at + SHINGLE])) for at in range(len(words) - SHINGLE + 1)}
+
+
+@dataclass(slots=True)
+class Seen:
+    """The requests of one split, to find those that come again."""
+
+    lines: dict[bytes, int] = field(default_factory=dict)
+
+    def first_line(self, row: Row, number: int) -> int | None:
+        """Return the line at which the same request came first, or None and remember this one."""
+        first = self.lines.setdefault(request_key(row), number)
+        return None if first == number else first
+
+
+@dataclass(slots=True)
+class HeldOut:
+    """The validation rows, to be compared with each training row. Memory grows with them only."""
+
+    texts: dict[bytes, list[int]] = field(default_factory=lambda: defaultdict(list))
+    own: dict[int, set[int]] = field(default_factory=dict)  # line -> runs of its own
+    _holders: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # run -> lines
+    _known: set[int] = field(default_factory=set)  # lines reported already
+
+    def add(self, text: str, number: int) -> None:
+        """Remember the text of one validation row."""
+        self.texts[_digest(text)].append(number)
+        self.own[number] = shingles(text)
+
+    def seal(self) -> None:
+        """Leave out what validation rows share; after this, training rows can be compared."""
+        sharing = Counter(run for runs in self.own.values() for run in runs)
+        for number, runs in self.own.items():
+            own = {run for run in runs if sharing[run] <= MAX_SHARING}
+            self.own[number] = own
+            if len(own) >= MIN_OWN:
+                for run in own:
+                    self._holders[run].append(number)
+
+    def known_by(self, text: str) -> Iterator[tuple[int, str]]:
+        """Yield (validation line, how) for validation rows that a training row's text gives away, each once."""
+        for number in self.texts.get(_digest(text), ()):
+            if number not in self._known:
+                self._known.add(number)
+                yield number, "the text"
+        if not self._holders:
+            return
+        shared = Counter(number for run in shingles(text) for number in self._holders.get(run, ()))
+        for number, count in shared.items():
+            share = count / len(self.own[number])
+            if share >= NEAR and number not in self._known:
+                self._known.add(number)
+                yield number, f"{100 * share:.0f} % of what is its own"
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
