@@ -66,7 +66,8 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> LoadedConfig
     files = tuple(document.name for _, document in chain)
     config = None
     if chain[0][0].name == merge.BASE_NAME:  # without the base every key would be missing
-        findings, config = _check(layers.tree, tree, failures)
+        trapped = {problem.where.rpartition(": ")[2] for problem in problems}
+        findings, config = _check(layers.tree, tree, failures, trapped)
         base = chain[0][1].name
         findings.extend(finding for finding in undecided_keys(config) if layers.source_of(finding.key) == base)
         known = {problem.where for problem in problems}
@@ -144,19 +145,22 @@ def _add_instances(layers: merge.Layers, directory: Path) -> None:
 
 
 def _check(
-    raw: Mapping[str, Any], tree: Mapping[str, Any], failures: Mapping[str, str]
+    raw: Mapping[str, Any], tree: Mapping[str, Any], failures: Mapping[str, str], trapped: set[str]
 ) -> tuple[list[Finding], Config]:
-    """Check schema and rules; a wrong value is not reported again for what is made from it or compared with it."""
+    """Check schema and rules; a wrong value is not reported again for what is made from it or compared with it.
+
+    `trapped` are keys whose values YAML has read as something else, which is reported already.
+    """
     findings = [finding for finding in schema_findings(tree) if finding.key not in failures]
     findings.extend(
         Finding(key=key, got=show(lookup(raw, key)), expected="a value it can be made from", fix=reason)
         for key, reason in failures.items()
     )
     wrong = {finding.key for finding in findings}
-    tainted: set[str] = set()
+    tainted = merge.tainted_keys(raw, trapped)
     if wrong:
         own = merge.origins(raw, wrong)
-        tainted = merge.tainted_keys(raw, own)
+        tainted |= merge.tainted_keys(raw, own)
         findings = [finding for finding in findings if finding.key in own]
         tree = _repaired(tree, wrong | tainted)
     config = build(Config, tree)

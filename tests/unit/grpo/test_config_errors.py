@@ -1,8 +1,10 @@
 """Every wrong file gives exactly the expected line, and all lines at once."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from recipes.grpo.config import load_config
 from recipes.grpo.config_schema import CONFIG_DIR
@@ -187,6 +189,101 @@ FILES = {
         "grpo: {~seed: null}",
         "x.yaml: grpo.seed: got no value, expected an integer >= 0; give it one; null where that is allowed",
     ),
+    "list for one value": (
+        "policy: {precision: [bfloat16, float32]}",
+        'x.yaml: policy.precision: got ["bfloat16", "float32"], expected one of bfloat16, float16, float32; '
+        "meaning: dtype of weights and activations",
+    ),
+    "text for a list": (
+        "env: {nemo_gym: {config_paths: served.yaml}}",
+        'x.yaml: env.nemo_gym.config_paths: got "served.yaml", expected a list of texts; '
+        "meaning: YAML files of server instances, relative to configs/, merged in order under this block",
+    ),
+    "quoted number": (
+        'grpo: {val_period: "10"}',
+        'x.yaml: grpo.val_period: got "10", expected an integer >= -1; '
+        "meaning: steps between validations; 0 or -1 = none",
+    ),
+    "quoted truth value": (
+        'checkpointing: {enabled: "true"}',
+        'x.yaml: checkpointing.enabled: got "true", expected true or false; meaning: save checkpoints',
+    ),
+    "empty text": (
+        'policy: {model_name: ""}',
+        'x.yaml: policy.model_name: got "", expected a non-empty text; '
+        "meaning: Hugging Face directory of the start weights; the launcher sets it from MODEL_PATH",
+    ),
+    "port out of range": (
+        "policy: {generation: {port_range_high: 70000}}",
+        "x.yaml: policy.generation.port_range_high: got 70000, expected an integer >= 1024 and <= 8999; "
+        "meaning: end of that range, exclusive",
+    ),
+    "probability out of range": (
+        "policy: {generation: {top_p: 1.5}}",
+        "x.yaml: policy.generation.top_p: got 1.5, expected a number > 0 and <= 1; "
+        "meaning: nucleus sampling of training rollouts; 1 = off",
+    ),
+    "deadline of zero": (
+        "deadlines: {refit: 0}",
+        "x.yaml: deadlines.refit: got 0, expected a number > 0; meaning: seconds for one weight push",
+    ),
+    "key that NeMo RL has renamed": (
+        "grpo: {num_val_generations_per_prompt: 2}",
+        f"x.yaml: grpo.num_val_generations_per_prompt: {KEY_OF_BASE}; it is now grpo.val_num_generations_per_prompt",
+    ),
+    "block of another backend": (
+        "policy: {dtensor_cfg: {enabled: false}}",
+        f"x.yaml: policy.dtensor_cfg: {KEY_OF_BASE}; this recipe trains with Megatron-core only; delete it",
+    ),
+    "block of another logger": (
+        "logger: {mlflow_enabled: true}",
+        f"x.yaml: logger.mlflow_enabled: {KEY_OF_BASE}; MLflow is not supported; delete it",
+    ),
+    "sexagesimal number": (
+        "grpo: {max_num_steps: 1:30}",
+        "x.yaml: grpo.max_num_steps: got 1:30, which YAML reads as 90, expected a decimal number; "
+        'write 90, or quote it: "1:30"',
+    ),
+    "hexadecimal number": (
+        "grpo: {seed: 0x2A}",
+        "x.yaml: grpo.seed: got 0x2A, which YAML reads as 42, expected a decimal number; "
+        'write 42, or quote it: "0x2A"',
+    ),
+    "off for false": (
+        "checkpointing: {enabled: off}",
+        "x.yaml: checkpointing.enabled: got off, which YAML reads as false, expected true or false; "
+        'write false, or quote it: "off"',
+    ),
+    "not a number": (
+        "policy: {max_grad_norm: .nan}",
+        "x.yaml: policy.max_grad_norm: got .nan, expected a finite number; use null where no bound is meant",
+    ),
+    "sum that does not match": (
+        "policy: {train_global_batch_size: 256}",
+        "x.yaml: policy.train_global_batch_size: got 256, expected grpo.num_prompts_per_step * "
+        "grpo.num_generations_per_prompt = 16 * 8 = 128; force_on_policy_ratio needs exactly one optimizer step per "
+        "batch; delete this key",
+    ),
+    "metric of a validation that never runs": (
+        "grpo: {val_at_start: false, val_at_end: false}\ncheckpointing: {metric_name: val:accuracy}",
+        "x.yaml: checkpointing.metric_name: got val:accuracy, expected null or train:NAME; no validation would ever "
+        "run; set grpo.val_period or grpo.val_at_end, or use null or a train: metric",
+    ),
+    "effort shaping half on": (
+        "env: {nemo_gym: {effort_levels: {low_weight: 0.2}}}",
+        'grpo_base.yaml: env.nemo_gym.effort_levels.low_string: got "", expected a value, since '
+        "env.nemo_gym.effort_levels.low_weight is set; shaping needs both and is off without one; set both or neither",
+    ),
+    "cohort of another size": (
+        "env: {nemo_gym: {g: {resources_servers: {genrm_compare: {num_rollouts_per_prompt: 16}}}}}",
+        "x.yaml: env.nemo_gym.g.resources_servers.genrm_compare.num_rollouts_per_prompt: got 16, expected "
+        "grpo.num_generations_per_prompt = 8; a cohort is one group",
+    ),
+    "repository agents without a decision": (
+        "env: {nemo_gym: {swe: {responses_api_agents: {swe_agents: {}}}}}",
+        "grpo_base.yaml: grpo.overlong_filtering: got only the base's false, expected a value of the stage's own; "
+        "tasks that hit the context limit are common there: say whether they train (published: true)",
+    ),
     "instance file that is not there": (
         "env: {nemo_gym: {config_paths: [/no/such.yaml]}}",
         "/no/such.yaml: got No such file or directory, expected a readable YAML file; check the path",
@@ -198,7 +295,38 @@ FILES = {
 def test_wrong_file_gives_its_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text, line = FILES[name]
-    assert problems(tmp_path, text, []) == [line]
+    (found,) = problems(tmp_path, text, [])
+    assert found.removeprefix(f"{CONFIG_DIR}/") == line
+
+
+def test_the_table_holds_fifty() -> None:
+    assert len(FILES) >= 50
+    assert len({line for _, line in FILES.values()}) == len(FILES)
+
+
+TOGETHER = (
+    "unknown key", "key that NeMo RL ignores", "text for a number", "number for a truth value", "no choice",
+    "number without a dot", "no in a text", "empty list", "octal", "deadline of zero", "off for false",
+)  # fmt: skip
+
+
+def test_ten_wrong_things_in_one_file_give_ten_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of the table laid into one; their nodes are merged, so that 3e-6 stays what it is."""
+    monkeypatch.chdir(tmp_path)
+    whole: Any = yaml.compose(FILES[TOGETHER[0]][0])
+    for name in TOGETHER[1:]:
+        merge_nodes(whole, yaml.compose(FILES[name][0]))
+    assert len(TOGETHER) >= 10
+    assert sorted(problems(tmp_path, yaml.serialize(whole), [])) == sorted(FILES[name][1] for name in TOGETHER)
+
+
+def merge_nodes(target: Any, source: Any) -> None:
+    there = {key.value: value for key, value in target.value}
+    for key, value in source.value:
+        if key.value in there:
+            merge_nodes(there[key.value], value)
+        else:
+            target.value.append((key, value))
 
 
 OVERRIDES = {
