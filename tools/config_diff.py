@@ -11,9 +11,8 @@ import yaml
 
 from recipes.grpo.config import BASE, LoadedConfig, load_config, require_valid
 from recipes.grpo.config_schema import CONFIG_DIR
-from recipes.grpo.config_yaml import leaves
+from recipes.grpo.config_yaml import leaves, read_yaml
 from recipes.grpo.derive import derive
-from recipes.grpo.stages import load_stages
 
 GOLDEN = CONFIG_DIR.parent / "tests" / "golden" / "config"
 ABSENT = "(absent)"
@@ -41,12 +40,12 @@ def render_difference(loaded: LoadedConfig, other: LoadedConfig, name: str) -> I
 
 
 def golden_files() -> dict[Path, str]:
-    """Return the content of every golden file: one per configuration file of the stage table."""
-    names = dict.fromkeys(
-        name for stage in load_stages() for platforms in stage.configs.values() for name in platforms.values()
-    )
+    """Return the content of every golden file: one per configuration that has a parent."""
+    overlays = [
+        path for path in sorted(CONFIG_DIR.rglob("*.yaml")) if "defaults" in read_yaml(path, name=path.name).data
+    ]
     base = leaves(load_config(BASE).tree)
-    return {GOLDEN / name: _golden(load_config(CONFIG_DIR / name), base) for name in names}
+    return {GOLDEN / path.relative_to(CONFIG_DIR): _golden(load_config(path), base) for path in overlays}
 
 
 def _golden(loaded: LoadedConfig, base: dict[str, Any]) -> str:

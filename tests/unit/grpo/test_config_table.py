@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipes.grpo.config import load_config, require_valid
-from recipes.grpo.config_schema import lookup
+from recipes.grpo.config_schema import CONFIG_DIR, lookup
 from recipes.grpo.derive import derive
 from recipes.grpo.errors import ConfigError
 from recipes.grpo.stages import PLATFORMS, SCALES, config_path, find_stage, load_stages
@@ -152,3 +152,21 @@ def test_each_resolves_in_under_a_second() -> None:
         start = time.process_time()
         load_config(path_of(*where))
         assert time.process_time() - start < 1.0, where
+
+
+def test_nano_stage_is_synchronous_grpo() -> None:
+    config = require_valid(load_config(CONFIG_DIR / "nano_grpo.yaml"))
+    sizes, megatron = derive(config), config.policy.megatron_cfg
+    assert (config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt) == (128, 16)
+    assert config.policy.train_global_batch_size == 2048
+    assert config.grpo.async_grpo.max_trajectory_age_steps == 0
+    assert config.policy.max_total_sequence_length == 49152
+    assert config.grpo.overlong_filtering
+    assert (megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size) == (2, 2)
+    assert (megatron.context_parallel_size, megatron.expert_model_parallel_size) == (4, 8)
+    assert megatron.optimizer.lr == megatron.optimizer.min_lr == 0.000003
+    assert (sizes.num_nodes, sizes.num_train_nodes, sizes.num_generation_nodes) == (32, 16, 16)
+    assert (sizes.data_parallel_size, sizes.num_engines) == (8, 32)
+    assert config.policy.make_sequence_length_divisible_by == 16
+    assert (config.grpo.val_period, config.grpo.val_num_generations_per_prompt) == (5, 4)
+    assert config.loss_fn.truncated_importance_sampling_ratio is None
