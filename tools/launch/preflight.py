@@ -19,6 +19,7 @@ from recipes.grpo.errors import InputError, LaunchError, Problem
 from recipes.grpo.types import Row
 from tools.launch.local import count_gpus, take_slot
 from tools.launch.run_dir import lock_problems
+from tools.launch.walltime import walltime_problems
 
 if TYPE_CHECKING:
     from tools.launch.plan import Plan
@@ -43,6 +44,8 @@ def preflight(plan: Plan) -> list[Problem]:
         problems += lock_problems(plan.run_dir) + machine_problems(plan.sizes.train_gpus + plan.sizes.generation_gpus)
     else:
         problems += image_problems(plan)
+        must_save_by = require_valid(plan.loaded).checkpointing.checkpoint_must_save_by
+        problems += walltime_problems(must_save_by, plan.contract["SLURM_TIME_LIMIT"])
     return problems
 
 
