@@ -1,26 +1,37 @@
 """Split a blend: the last rows are validation, the order is kept.
 
-    python -m tools.data.split --in filled.jsonl --out-dir data/rlvr1 [--val-rows 100]
+    python -m tools.data.split --in filled.jsonl --out-dir data/rlvr1 [--val-rows 100] [--stratify agent]
 
-Writes what `head -n -100` and `tail -n 100` would, as train-split.jsonl and val-split.jsonl, and manifest.json.
+Writes what `head -n -100` and `tail -n 100` would, as train-split.jsonl and val-split.jsonl, and manifest.json. Blends
+are sorted by difficulty, so their tail is no fair sample: the report says how it differs, and with `--stratify agent`
+each agent gives its last rows, in proportion. The file is read once, while it is copied and hashed.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+
+import orjson
 
 from recipes.grpo.errors import DataError, InputError, Problem
-from tools.data.files import CHUNK, atomic_writer, empty_line, require_file
-from tools.data.manifest import TOOL_VERSION, changes, describe, read_manifest, write_manifest
+from tools.data.files import atomic_writer, read_lines, require_file
+from tools.data.manifest import TOOL_VERSION, changes, describe, manifest_of, read_manifest, write_manifest
+from tools.data.row_blocks import Content, changed, read_blocks, start_of_last_lines
 
 TRAIN, VALIDATION = "train-split.jsonl", "val-split.jsonl"
 DEFAULT_VAL_ROWS = 100
+WORTH_A_THREAD = 1 << 16  # bytes: hashing that many beside counting and writing them saves time
 
 
-def split(rows_file: Path, out_dir: Path, *, val_rows: int = DEFAULT_VAL_ROWS) -> dict[str, Any]:
+def split(
+    rows_file: Path, out_dir: Path, *, val_rows: int = DEFAULT_VAL_ROWS, stratify: bool = False
+) -> dict[str, Any]:
     """Write both splits and the manifest unless they are up to date; return the manifest."""
     require_file(rows_file, fix="give --in the filled blend")
     if val_rows < 1:
@@ -28,57 +39,134 @@ def split(rows_file: Path, out_dir: Path, *, val_rows: int = DEFAULT_VAL_ROWS) -
             Problem(where="--val-rows", got=str(val_rows), expected="1 or more", fix="choose how many rows")
         )
     manifest_file = out_dir / "manifest.json"
-    source = describe(rows_file)
-    if made_by := read_manifest(rows_file.with_name(rows_file.name + ".manifest.json")):
-        source["made_by"] = made_by
+    origin = read_manifest(manifest_of(rows_file))
+    facts = {"made_by": origin} if origin else {}
+    rule = "last rows of each agent" if stratify else "last rows"
     known = {
         "tool": "split",
         "tool_version": TOOL_VERSION,
-        "inputs": [source],
-        "parameters": {"val_rows": val_rows, "validation": "last rows"},
+        "parameters": {"val_rows": val_rows, "validation": rule},
     }
-    reasons = changes(manifest_file, known)
+    reasons = _reasons(manifest_file, known, rows_file, facts)
     if not reasons:
         print(f"split: {out_dir} is up to date")
         return read_manifest(manifest_file) or known
-    total, cut = _find_cut(rows_file, val_rows)
-    if total <= val_rows:
+    cut = start_of_last_lines(rows_file, val_rows)
+    if cut is None:
+        total = sum(1 for _ in read_lines(rows_file))
         got, expected = f"{total} rows", f"more than the {val_rows} that are held out for validation"
         raise DataError(Problem(where=str(rows_file), got=got, expected=expected, fix="lower --val-rows"))
-    manifest_file.unlink(missing_ok=True)  # without it, what is there does not count as complete
-    with rows_file.open("rb") as rows:
-        _copy(rows, out_dir / TRAIN, cut)
-        _copy(rows, out_dir / VALIDATION, rows_file.stat().st_size - cut)
-    outputs = [describe(out_dir / TRAIN, rows=total - val_rows), describe(out_dir / VALIDATION, rows=val_rows)]
-    manifest = {**known, "outputs": outputs}
+    parts = _by_agent(rows_file, val_rows) if stratify else read_blocks(rows_file, end_of_first=cut)
+    whole, train, validation = _write(parts, out_dir, manifest_file, is_prefix=not stratify)
+    if whole.size != rows_file.stat().st_size:
+        raise changed(rows_file)
+    source = {key: value for key, value in whole.as_output(rows_file).items() if key != "rows"} | facts
+    outputs = [train.as_output(out_dir / TRAIN), validation.as_output(out_dir / VALIDATION)]
+    agents = {"train": train.rows_by_agent(), "validation": validation.rows_by_agent()}
+    manifest = {**known, "inputs": [source], "outputs": outputs, "agents": agents}
     write_manifest(manifest_file, manifest)
-    print(f"split: {out_dir} ({', '.join(reasons)}): {total - val_rows} rows to train on, {val_rows} to validate")
+    print(f"split: {out_dir} ({', '.join(reasons)}): {train.rows} rows to train on, {validation.rows} to validate")
+    print(compare(agents["train"], agents["validation"]))
     return manifest
 
 
-def _find_cut(path: Path, val_rows: int) -> tuple[int, int]:
-    """Return the number of rows and the byte at which the last `val_rows` begin; raises at an empty line."""
-    total, offset = 0, 0
-    starts = [0] * val_rows  # ring buffer: where each of the last rows begins
-    with path.open("rb") as file:
-        for line in file:
-            if not line.strip():
-                raise DataError(empty_line(path, total + 1))
-            starts[total % val_rows] = offset
-            total, offset = total + 1, offset + len(line)
-    return total, starts[total % val_rows]
+def _reasons(manifest_file: Path, known: Mapping[str, Any], rows_file: Path, facts: Mapping[str, Any]) -> list[str]:
+    """Return why the split has to be made again; hashes the input only when nothing cheaper tells."""
+    if reasons := changes(manifest_file, known):
+        return reasons
+    inputs = (read_manifest(manifest_file) or {}).get("inputs")
+    size = inputs[0].get("bytes") if isinstance(inputs, list) and len(inputs) == 1 else None
+    is_same = size == rows_file.stat().st_size and inputs == [describe(rows_file, **facts)]
+    return [] if is_same else ["inputs changed"]
 
 
-def _copy(source: BinaryIO, path: Path, size: int) -> None:
-    with atomic_writer(path) as file:
-        while size:
-            chunk = source.read(min(size, CHUNK))
-            if not chunk:
-                raise DataError(
-                    Problem(where=path.name, got="an input that became shorter", expected="no change", fix="rerun")
-                )
-            file.write(chunk)
-            size -= len(chunk)
+def _write(
+    parts: Iterator[tuple[bytes, bool]], out_dir: Path, manifest_file: Path, *, is_prefix: bool
+) -> tuple[Content, Content, Content]:
+    """Copy each part to its split; return the contents of the input, of training and of validation.
+
+    `is_prefix` says that training comes first, so that its hash is the input's at the cut and need not be computed.
+    """
+    whole, train, validation = Content(), Content(), Content()
+    is_new = not out_dir.exists()
+    train_file, validation_file = atomic_writer(out_dir / TRAIN), atomic_writer(out_dir / VALIDATION)
+    try:
+        with train_file as train_rows, validation_file as validation_rows, ThreadPoolExecutor(1) as hasher:
+            for block, is_training in parts:
+                if is_prefix and not is_training and not validation.size:
+                    train = whole.copy()
+                hashed = hasher.submit(whole.sha256.update, block) if len(block) >= WORTH_A_THREAD else None
+                if hashed is None:
+                    whole.sha256.update(block)
+                whole.count(block)
+                if is_training:
+                    train_rows.write(block)
+                    if not is_prefix:
+                        train.add(block)
+                else:
+                    validation_rows.write(block)
+                    validation.add(block)
+                if hashed is not None:
+                    hashed.result()
+            manifest_file.unlink(missing_ok=True)  # without it, what is there does not count as complete
+    except DataError:
+        if is_new:
+            out_dir.rmdir()
+        raise
+    return whole, train, validation
+
+
+def _by_agent(path: Path, val_rows: int) -> Iterator[tuple[bytes, bool]]:
+    """Yield (line, whether it is for training): of each agent the last rows, in proportion, are not."""
+    rows: dict[str, list[int]] = defaultdict(list)
+    for number, line in read_lines(path):
+        rows[_agent_of(path, number, line)].append(number)
+    quotas = share_out(val_rows, {agent: len(numbers) for agent, numbers in rows.items()})
+    held_out = {number for agent, numbers in rows.items() for number in numbers[len(numbers) - quotas[agent] :]}
+    for number, line in read_lines(path):
+        yield line, number not in held_out
+
+
+def _agent_of(path: Path, number: int, line: bytes) -> str:
+    try:
+        return str(orjson.loads(line)["agent_ref"]["name"])
+    except (ValueError, TypeError, KeyError) as error:
+        expected, fix = "a row with agent_ref.name", "run `python -m tools.data.validate`"
+        problem = Problem(where=f"{path}:{number}", got=type(error).__name__, expected=expected, fix=fix)
+        raise DataError(problem) from error
+
+
+def share_out(total: int, counts: Mapping[str, int]) -> dict[str, int]:
+    """Return how many of `total` each agent gives, in proportion to its rows, by largest remainder.
+
+    An agent keeps at least one row to train on as long as others can give instead.
+    """
+    rows = sum(counts.values())
+    quotas = {agent: total * count // rows for agent, count in counts.items()}
+    order = sorted(counts, key=lambda agent: (-(total * counts[agent] % rows), agent))
+    for kept in (1, 0):
+        while missing := total - sum(quotas.values()):
+            able = [agent for agent in order if quotas[agent] + kept < counts[agent]][:missing]
+            if not able:
+                break
+            for agent in able:
+                quotas[agent] += 1
+    return quotas
+
+
+def compare(train: Mapping[str, int], validation: Mapping[str, int]) -> str:
+    """Return a table of how the agents' shares of validation differ from those of training."""
+    totals = (max(1, sum(train.values())), max(1, sum(validation.values())))
+    lines = [f"  {'agent':<44} {'train':>8} {'':>6} {'val':>6} {'':>6}  val - train"]
+    for agent in sorted({*train, *validation}):
+        counts = Counter(train)[agent], Counter(validation)[agent]
+        shares = [100 * count / whole for count, whole in zip(counts, totals, strict=True)]
+        note = "  not in validation" if not counts[1] else "  not in training" if not counts[0] else ""
+        lines.append(
+            f"  {agent:<44} {counts[0]:>8} {shares[0]:>5.1f}% {counts[1]:>6} {shares[1]:>5.1f}%"
+            f"  {shares[1] - shares[0]:+.1f}{note}"
+        )
+    return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -87,9 +175,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--in", dest="rows", type=Path, required=True, help="JSONL file without placeholders")
     parser.add_argument("--out-dir", type=Path, required=True, help="directory of the two splits")
     parser.add_argument("--val-rows", type=int, default=DEFAULT_VAL_ROWS, help="rows held out, from the end")
+    parser.add_argument("--stratify", choices=["agent"], help="hold out the last rows of each agent, in proportion")
     options = parser.parse_args(arguments)
     try:
-        split(options.rows, options.out_dir, val_rows=options.val_rows)
+        split(options.rows, options.out_dir, val_rows=options.val_rows, stratify=options.stratify is not None)
     except InputError as error:
         print(error, file=sys.stderr)
         return error.exit_code

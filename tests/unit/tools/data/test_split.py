@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from recipes.grpo.errors import DataError
+from tools.data import row_blocks
 from tools.data.files import atomic_writer
-from tools.data.split import main, split
+from tools.data.row_blocks import NO_AGENT, Content, read_blocks, start_of_last_lines
+from tools.data.split import compare, main, share_out, split
 
 
 def rows(count: int, *, ending: bytes = b"\n") -> bytes:
@@ -56,6 +58,7 @@ def test_the_manifest_counts_and_hashes(tmp_path: Path) -> None:
             {"file": "train-split.jsonl", "bytes": len(train), "sha256": sha256(train).hexdigest(), "rows": 3},
             {"file": "val-split.jsonl", "bytes": len(val), "sha256": sha256(val).hexdigest(), "rows": 2},
         ],
+        "agents": {"train": {"(no agent)": 3}, "validation": {"(no agent)": 2}},
     }
     assert str(tmp_path) not in text
 
@@ -88,6 +91,9 @@ def test_a_rerun_does_nothing_until_something_changes(tmp_path: Path, capsys: py
         (b"", 1, "got 0 rows"),
         (rows(3), 0, "--val-rows: got 0, expected 1 or more"),
         (b"{}\n\n{}\n", 1, "rows.jsonl:2: got an empty line"),
+        (b"\n{}\n{}\n", 1, "rows.jsonl:1: got an empty line"),
+        (b"{}\n{}\n \t\n", 1, "rows.jsonl:3: got an empty line"),
+        (b"{}\n{}\n ", 1, "rows.jsonl:3: got an empty line"),
         (None, 1, "rows.jsonl: got no such file"),
     ],
 )
@@ -139,3 +145,96 @@ def test_a_kill_leaves_the_old_file_and_the_next_run_completes(tmp_path: Path) -
         "train-split.jsonl",
         "val-split.jsonl",
     ]
+
+
+@pytest.mark.parametrize("block", [2, 7, 64, 1000])
+@pytest.mark.parametrize("ending", [b"\n", b""])
+def test_blocks_of_any_size_are_whole_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, ending: bytes
+) -> None:
+    monkeypatch.setattr(row_blocks, "BLOCK", block)
+    content = rows(40, ending=ending)
+    (tmp_path / "rows").write_bytes(content)
+    lines = content.splitlines(keepends=True)
+    for count in (1, 5, 39):
+        cut = start_of_last_lines(tmp_path / "rows", count)
+        assert cut == len(b"".join(lines[:-count]))
+        parts = list(read_blocks(tmp_path / "rows", end_of_first=cut))
+        assert b"".join(part for part, is_first in parts if is_first) == content[:cut]
+        assert b"".join(part for part, _ in parts) == content
+        assert all(part.endswith(b"\n") for part, _ in parts[:-1])
+    assert start_of_last_lines(tmp_path / "rows", 40) is None
+    split(tmp_path / "rows", tmp_path / "out", val_rows=5)
+    assert (tmp_path / "out" / "train-split.jsonl").read_bytes() == b"".join(lines[:-5])
+
+
+def agent_rows(names: str) -> bytes:
+    return b"".join(
+        json.dumps({"text": '"agent_ref": {"name": "no"}', "n": n, "agent_ref": {"type": "t", "name": name}}).encode()
+        + b"\n"
+        for n, name in enumerate(names)
+    )
+
+
+def test_agents_are_counted_without_parsing() -> None:
+    content = Content()
+    content.add(agent_rows("aabac") + b'{"n": 1}\n{}')
+    assert content.rows_by_agent() == {"a": 3, "b": 1, "c": 1, NO_AGENT: 2}
+    assert content.rows == 7
+
+
+def test_a_stratified_split_takes_the_last_rows_of_each_agent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = "b" * 5 + "a" * 15  # sorted, as the blends are: the last rows are all of one agent
+    content = agent_rows(names)
+    lines = content.splitlines(keepends=True)
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    arguments = ["--in", str(tmp_path / "rows.jsonl"), "--out-dir", str(tmp_path / "out"), "--val-rows", "4"]
+    assert main(arguments) == 0
+    assert " b 5 31.2% 0 0.0% -31.2 not in validation" in " ".join(capsys.readouterr().out.split())
+    assert main([*arguments, "--stratify", "agent"]) == 0
+    assert "parameters changed" in capsys.readouterr().out
+    held_out = [4, 17, 18, 19]
+    assert (tmp_path / "out/val-split.jsonl").read_bytes() == b"".join(lines[n] for n in held_out)
+    train = b"".join(line for n, line in enumerate(lines) if n not in held_out)
+    assert (tmp_path / "out/train-split.jsonl").read_bytes() == train
+    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+    assert manifest["agents"] == {"train": {"a": 12, "b": 4}, "validation": {"a": 3, "b": 1}}
+    assert [output["sha256"] for output in manifest["outputs"]] == [
+        sha256(train).hexdigest(),
+        sha256(b"".join(lines[n] for n in held_out)).hexdigest(),
+    ]
+    assert manifest["inputs"][0]["sha256"] == sha256(content).hexdigest()
+    assert main([*arguments, "--stratify", "agent"]) == 0
+    assert "up to date" in capsys.readouterr().out
+
+
+def test_a_row_without_agent_cannot_be_stratified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(agent_rows("ab") + b"{}\n")
+    arguments = ["--in", str(tmp_path / "rows.jsonl"), "--out-dir", str(tmp_path / "out"), "--val-rows", "1"]
+    assert main([*arguments, "--stratify", "agent"]) == 2
+    assert "rows.jsonl:3: got KeyError, expected a row with agent_ref.name" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("total", "counts", "expected"),
+    [
+        (4, {"a": 15, "b": 5}, {"a": 3, "b": 1}),
+        (10, {"a": 500, "b": 300, "c": 200}, {"a": 5, "b": 3, "c": 2}),
+        (3, {"a": 10, "b": 10}, {"a": 2, "b": 1}),  # 1.5 each: the name decides
+        (2, {"a": 3, "b": 1}, {"a": 2, "b": 0}),  # 1.5 and 0.5, but b keeps its only row
+        (3, {"a": 2, "b": 2}, {"a": 2, "b": 1}),  # nobody can keep a row for ever
+    ],
+)
+def test_shares_are_proportional(total: int, counts: dict[str, int], expected: dict[str, int]) -> None:
+    assert share_out(total, counts) == expected
+
+
+def test_the_comparison_names_what_is_missing() -> None:
+    table = compare({"a": 3, "b": 1}, {"a": 1, "c": 1}).splitlines()
+    assert [line.split()[0] for line in table[1:]] == ["a", "b", "c"]
+    assert table[1].endswith("-25.0")
+    assert table[2].endswith("-25.0  not in validation")
+    assert table[3].endswith("+50.0  not in training")

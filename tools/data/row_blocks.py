@@ -1,0 +1,127 @@
+"""Rows in blocks of whole lines: what a file holds, read once at the speed of the disk and never parsed.
+
+Memory is one block, or the longest line if that is longer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from recipes.grpo.errors import DataError, Problem
+from tools.data.files import read_lines
+
+BLOCK = 1 << 20  # bytes read at once; more leaves the processor's cache
+NO_AGENT = "(no agent)"
+
+BLANK = rb"[ \t\r\v\f]*"
+EMPTY_LINE = re.compile(rb"\A" + BLANK + rb"(?:\n|\Z)|\n" + BLANK + rb"\n|\n[ \t\r\v\f]+\Z")
+AGENT_KEY = b'"agent_ref"'  # inside a text its quotes would be escaped
+AGENT = re.compile(AGENT_KEY + rb'\s*:\s*\{[^{}]*?"name"\s*:\s*"([^"]*)"')
+
+
+@dataclass(slots=True)
+class Content:
+    """Hash, size, rows and agents of what passed by. Agents are found without parsing, which a row could deceive."""
+
+    sha256: Any = field(default_factory=hashlib.sha256)
+    size: int = 0
+    rows: int = 0
+    agents: Counter[bytes] = field(default_factory=Counter)
+
+    def add(self, block: bytes) -> None:
+        """Take in a block of whole lines."""
+        self.sha256.update(block)
+        self.count(block)
+
+    def count(self, block: bytes) -> None:
+        """Take in a block whose hash is taken elsewhere."""
+        self.size += len(block)
+        self.rows += block.count(b"\n") + (not block.endswith(b"\n"))
+        self.agents.update(agents_of(block))
+
+    def copy(self) -> Content:
+        """Return the content so far."""
+        return Content(sha256=self.sha256.copy(), size=self.size, rows=self.rows, agents=self.agents.copy())
+
+    def as_output(self, path: Path) -> dict[str, Any]:
+        """Return the manifest's entry of a file with this content."""
+        return {"file": path.name, "sha256": self.sha256.hexdigest(), "bytes": self.size, "rows": self.rows}
+
+    def rows_by_agent(self) -> dict[str, int]:
+        """Return the number of rows per agent, by name."""
+        counts = {name.decode(errors="replace"): count for name, count in sorted(self.agents.items())}
+        without = self.rows - sum(counts.values())
+        return counts | ({NO_AGENT: without} if without > 0 else {})
+
+
+def agents_of(block: bytes) -> Iterator[bytes]:
+    """Yield the agent names in a block. A search for the key is many times faster than one for the pattern."""
+    at = block.find(AGENT_KEY)
+    while at >= 0:
+        if found := AGENT.match(block, at):
+            yield found[1]
+        at = block.find(AGENT_KEY, at + len(AGENT_KEY))
+
+
+def has_empty_line(block: bytes) -> bool:
+    """Return whether a line of a block is blank; quick where every line begins with a brace."""
+    if block.startswith(b"{") and block.count(b"\n{") == block.count(b"\n", 0, -1):
+        return False
+    return EMPTY_LINE.search(block) is not None
+
+
+def read_blocks(path: Path, *, end_of_first: int) -> Iterator[tuple[bytes, bool]]:
+    """Yield (block, whether it lies before byte `end_of_first`, which must begin a line); refuses empty lines."""
+    position, size = 0, path.stat().st_size
+    with path.open("rb", buffering=BLOCK) as file:
+        while position < size:
+            limit = end_of_first if position < end_of_first else size
+            block = _whole_lines(file, limit - position)
+            if not block:
+                raise changed(path)
+            if has_empty_line(block):
+                for _ in read_lines(path):  # raises with the number of the line
+                    pass
+                raise changed(path)
+            yield block, position < end_of_first
+            position += len(block)
+
+
+def _whole_lines(file: BinaryIO, at_most: int) -> bytes:
+    block = file.read(min(BLOCK, at_most))
+    return block + file.readline() if len(block) < at_most and not block.endswith(b"\n") else block
+
+
+def changed(path: Path) -> DataError:
+    """Return the error of an input that is not what it was a moment ago."""
+    return DataError(
+        Problem(where=str(path), got="an input that changes while it is read", expected="no change", fix="rerun")
+    )
+
+
+def start_of_last_lines(path: Path, count: int) -> int | None:
+    """Return the byte at which the last `count` lines begin, read from the end; None if there are not more lines."""
+    with path.open("rb") as file:
+        position = file.seek(0, 2)
+        if position == 0:
+            return None
+        position -= 1  # a newline that ends the file begins no line
+        missing = count
+        while position > 0:
+            start = max(0, position - BLOCK)
+            file.seek(start)
+            block = file.read(position - start)
+            found = block.count(b"\n")
+            if found >= missing:
+                at = len(block)
+                for _ in range(missing):
+                    at = block.rindex(b"\n", 0, at)
+                return start + at + 1
+            missing, position = missing - found, start
+    return None
