@@ -16,6 +16,7 @@ DRY_RUN ?=
 ARGS ?=
 RESULTS_DIR ?= results
 STAGE ?= stage1.1
+DIFF ?=
 NAME ?= mcqa
 export SCALE PLATFORM LAUNCHER SEED EXP_NAME DRY_RUN RESULTS_DIR
 
@@ -63,8 +64,16 @@ stages: $(READY) ## print the stage table
 	@$(PYTHON) -m tools.launch.stage_table
 
 .PHONY: config
-config: $(READY) ## print a stage's resolved configuration and where each value comes from [STAGE SCALE PLATFORM]
-	@$(PYTHON) -m tools.config_cli --stage $(STAGE) --scale $(SCALE) --platform $(PLATFORM) $(ARGS)
+config: $(READY) ## print a stage's resolved configuration and where each value comes from [STAGE SCALE PLATFORM DIFF=stage]
+	@$(PYTHON) -m tools.config_cli --stage $(STAGE) --scale $(SCALE) --platform $(PLATFORM) $(if $(DIFF),--diff $(DIFF)) $(ARGS)
+
+.PHONY: config-docs
+config-docs: $(READY) ## write the reference of all configuration keys to build/configuration.md
+	$(PYTHON) -m tools.config_docs --write build/configuration.md
+
+.PHONY: config-golden
+config-golden: $(READY) ## update the recorded resolved configurations in tests/golden/config
+	$(PYTHON) -m tools.config_cli --update-golden
 
 ##@ Inputs
 .PHONY: data
