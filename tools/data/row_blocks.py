@@ -79,7 +79,7 @@ def has_empty_line(block: bytes) -> bool:
 def read_blocks(path: Path, *, end_of_first: int) -> Iterator[tuple[bytes, bool]]:
     """Yield (block, whether it lies before byte `end_of_first`, which must begin a line); refuses empty lines."""
     position, size = 0, path.stat().st_size
-    with path.open("rb", buffering=BLOCK) as file:
+    with path.open("rb") as file:
         while position < size:
             limit = end_of_first if position < end_of_first else size
             block = _whole_lines(file, limit - position)
