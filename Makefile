@@ -17,6 +17,8 @@ ARGS ?=
 RESULTS_DIR ?= results
 STAGE ?= stage1.1
 DIFF ?=
+BLEND ?=
+VAL_ROWS ?= 100
 NAME ?= mcqa
 export SCALE PLATFORM LAUNCHER SEED EXP_NAME DRY_RUN RESULTS_DIR
 
@@ -77,8 +79,18 @@ config-golden: $(READY) ## update the recorded resolved configurations in tests/
 
 ##@ Inputs
 .PHONY: data
-data: $(READY) ## make the rows of SCALE=tiny: data/tiny/{train,val}-split.jsonl and manifest.json
+data: $(READY) ## make data/BLEND/{train,val}-split.jsonl with manifests; without BLEND the tiny rows [BLEND=rlvr1 VAL_ROWS=100]
+ifeq ($(BLEND),)
 	$(PYTHON) -m tools.tiny.prepare --data data
+else
+	$(PYTHON) -m tools.data.download --blend $(BLEND) --out data/$(BLEND)/raw
+	$(PYTHON) -m tools.data.fill --in data/$(BLEND)/raw/$(BLEND).jsonl --out data/$(BLEND)/raw/filled.jsonl $(ARGS)
+	$(PYTHON) -m tools.data.split --in data/$(BLEND)/raw/filled.jsonl --out-dir data/$(BLEND) --val-rows $(VAL_ROWS)
+endif
+
+.PHONY: data-validate
+data-validate: $(READY) ## check every row of a blend's splits: shape, agents, duplicates, contamination [BLEND=tiny]
+	$(PYTHON) -m tools.data.validate --train data/$(or $(BLEND),tiny)/train-split.jsonl --val data/$(or $(BLEND),tiny)/val-split.jsonl $(ARGS)
 
 .PHONY: tiny
 tiny: $(READY) ## make what SCALE=tiny needs: data/tiny and the SFT checkpoint models/tiny-sft

@@ -102,7 +102,7 @@ def check_file(path: Path, check_row: Callable[[Row], list[str]]) -> list[Proble
     num_rows = num_bad = 0
     for number, line in _lines(path):
         num_rows += 1
-        found = _check_line(line, check_row)
+        found = check_line(line, check_row)
         num_bad += bool(found)
         if len(problems) < _MAX_PROBLEMS:
             problems += [
@@ -131,7 +131,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def _check_line(line: bytes, check_row: Callable[[Row], list[str]]) -> list[str]:
+def check_line(line: bytes, check_row: Callable[[Row], list[str]]) -> list[str]:
+    """Return what is wrong with one line of a data file."""
     try:
         row = orjson.loads(line)
     except json.JSONDecodeError as error:

@@ -15,7 +15,7 @@ from recipes.environments.environments import Environments
 from recipes.environments.instances import agents_of, servers_of
 from recipes.environments.registry import VERIFIERS, find_agent
 from recipes.environments.tool_calls import FlagPatterns
-from recipes.grpo.data import _check_line as check_shape
+from recipes.grpo.data import check_line as check_shape
 from recipes.grpo.types import Row
 
 FAILURES = (ValueError, TypeError, KeyError, AttributeError)  # of code that expects a well-formed row

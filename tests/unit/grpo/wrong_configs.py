@@ -1,0 +1,276 @@
+"""Wrong configuration files, each with the exact line it is answered with: name -> (text, expected line)."""
+
+from __future__ import annotations
+
+KEY_OF_BASE = "got a key that nothing reads, expected a key of configs/grpo_base.yaml"
+
+FILES = {
+    "unknown key": (
+        "grpo: {num_prompt_per_step: 8}",
+        f"x.yaml: grpo.num_prompt_per_step: {KEY_OF_BASE}; did you mean grpo.num_prompts_per_step?",
+    ),
+    "unknown block": ("polcy: {precision: float32}", f"x.yaml: polcy: {KEY_OF_BASE}; did you mean policy?"),
+    "key in the wrong block": (
+        "grpo: {lr: 0.1}",
+        f"x.yaml: grpo.lr: {KEY_OF_BASE}; did you mean policy.megatron_cfg.optimizer.lr?",
+    ),
+    "key like no other": (
+        "grpo: {frobnicate: 1}",
+        f"x.yaml: grpo.frobnicate: {KEY_OF_BASE}; delete it, or declare it in configs/grpo_base.yaml and schema.json",
+    ),
+    "key that NeMo RL never reads": (
+        "grpo: {penalize_invalid_tool_call: true}",
+        f"x.yaml: grpo.penalize_invalid_tool_call: {KEY_OF_BASE}; set grpo.invalid_tool_call_advantage; null = off",
+    ),
+    "key that NeMo RL ignores": (
+        "policy: {generation: {vllm_cfg: {max_num_seqs: 16}}}",
+        f"x.yaml: policy.generation.vllm_cfg.max_num_seqs: {KEY_OF_BASE}; "
+        "NeMo RL ignores it; set policy.generation.vllm_kwargs.max_num_seqs",
+    ),
+    "misspelled key among server instances": (
+        "env: {nemo_gym: {num_gpu_node: 7}}",
+        f"x.yaml: env.nemo_gym.num_gpu_node: {KEY_OF_BASE}; did you mean env.nemo_gym.num_gpu_nodes?",
+    ),
+    "server instance of no kind": (
+        "env: {nemo_gym: {mcqa: {resource_servers: {mcqa: {}}}}}",
+        f"x.yaml: env.nemo_gym.mcqa.resource_servers: {KEY_OF_BASE}; "
+        "delete it, or declare it in configs/grpo_base.yaml and schema.json",
+    ),
+    "text for a number": (
+        "grpo: {num_prompts_per_step: many}",
+        'x.yaml: grpo.num_prompts_per_step: got "many", expected an integer >= 1; '
+        "meaning: prompts (groups) in one optimizer step: P",
+    ),
+    "fraction for an integer": (
+        "grpo: {num_generations_per_prompt: 8.5}",
+        "x.yaml: grpo.num_generations_per_prompt: got 8.5, expected an integer >= 1; "
+        "meaning: rollouts of one prompt, the group size: G",
+    ),
+    "truth value for a number": (
+        "grpo: {seed: true}",
+        "x.yaml: grpo.seed: got true, expected an integer >= 0; "
+        "meaning: seed of data order, sampling and initialisation",
+    ),
+    "number for a truth value": (
+        "data: {shuffle: 1}",
+        "x.yaml: data.shuffle: got 1, expected true or false; "
+        "meaning: shuffle rows once per epoch with grpo.seed; false = file order, which the curriculum needs",
+    ),
+    "value for a block": (
+        "cluster: 4",
+        "x.yaml: cluster: got 4, expected a block of keys; "
+        "meaning: Nodes that train and generate; judges come on top.",
+    ),
+    "null where there must be a value": (
+        "policy: {precision: null}",
+        "x.yaml: policy.precision: got null, expected one of bfloat16, float16, float32; "
+        "meaning: dtype of weights and activations",
+    ),
+    "number for a list item": (
+        "env: {nemo_gym: {thinking_tags: [1]}}",
+        "x.yaml: env.nemo_gym.thinking_tags: got 1, expected a non-empty list of texts; "
+        "meaning: text that marks a turn as malformed thinking",
+    ),
+    "empty list": (
+        "env: {nemo_gym: {thinking_tags: []}}",
+        "x.yaml: env.nemo_gym.thinking_tags: got [], expected a non-empty list of texts; "
+        "meaning: text that marks a turn as malformed thinking",
+    ),
+    "below the range": (
+        "policy: {megatron_cfg: {optimizer: {lr: -1.0e-6}}}",
+        "x.yaml: policy.megatron_cfg.optimizer.lr: got -1e-06, expected a number > 0 and <= 1; "
+        "meaning: learning rate after warm-up",
+    ),
+    "above the range": (
+        "policy: {generation: {vllm_cfg: {gpu_memory_utilization: 80}}}",
+        "x.yaml: policy.generation.vllm_cfg.gpu_memory_utilization: got 80, expected a number > 0 and < 1; "
+        "meaning: share of GPU memory an engine takes",
+    ),
+    "no choice": (
+        "loss_fn: {truncated_importance_sampling_type: ice-pop}",
+        'x.yaml: loss_fn.truncated_importance_sampling_type: got "ice-pop", expected one of tis, icepop, '
+        "seq-mask-tis, null; did you mean icepop?",
+    ),
+    "only one choice": (
+        "policy: {generation: {colocated: {enabled: true}}}",
+        "x.yaml: policy.generation.colocated.enabled: got true, expected false; "
+        "meaning: engines share GPUs with training; asynchronous training needs them apart",
+    ),
+    "text of the wrong form": (
+        'checkpointing: {checkpoint_must_save_by: "3:45"}',
+        'x.yaml: checkpointing.checkpoint_must_save_by: got "3:45", expected a text like '
+        "^[0-9]{2}:[0-9]{2}:[0-9]{2}:[0-9]{2}$ or null; "
+        "meaning: save and stop after this long, DD:HH:MM:SS since the job started; null = no limit",
+    ),
+    "duplicate key": (
+        "grpo:\n  seed: 1\n  val_period: 5\n  seed: 2\n",
+        "x.yaml:5: grpo.seed: got the key a second time, expected each key once (first on line 3); "
+        "delete one of them",
+    ),
+    "number without a dot": (
+        "policy: {megatron_cfg: {optimizer: {lr: 3e-6}}}",
+        "x.yaml: policy.megatron_cfg.optimizer.lr: got 3e-6, which YAML reads as text, expected a number with a dot; "
+        "write 3.0e-6",
+    ),
+    "time without quotes": (
+        "checkpointing: {checkpoint_must_save_by: 4:00:00}",
+        "x.yaml: checkpointing.checkpoint_must_save_by: got 4:00:00, which YAML reads as 14400, "
+        'expected a decimal number; write 14400, or quote it: "4:00:00"',
+    ),
+    "octal": (
+        "grpo: {seed: 0755}",
+        "x.yaml: grpo.seed: got 0755, which YAML reads as 493, expected a decimal number; "
+        'write 493, or quote it: "0755"',
+    ),
+    "yes for true": (
+        "data: {shuffle: yes}",
+        "x.yaml: data.shuffle: got yes, which YAML reads as true, expected true or false; "
+        'write true, or quote it: "yes"',
+    ),
+    "no in a text": (
+        "logger: {wandb: {project: no}}",
+        "x.yaml: logger.wandb.project: got no, which YAML reads as false, expected true or false; "
+        'write false, or quote it: "no"',
+    ),
+    "infinity": (
+        "grpo: {advantage_clip_high: .inf}",
+        "x.yaml: grpo.advantage_clip_high: got .inf, expected a finite number; use null where no bound is meant",
+    ),
+    "date": (
+        "logger: {wandb: {name: 2026-01-02}}",
+        "x.yaml: logger.wandb.name: got 2026-01-02, which YAML reads as a timestamp, expected a plain value; "
+        'quote it: "2026-01-02"',
+    ),
+    "syntax": (
+        "grpo: [",
+        "x.yaml:3: got did not find expected node content, expected YAML; correct the syntax on or above this line",
+    ),
+    "text that looks like a number": (
+        "policy: {model_name: 3.10}",
+        "x.yaml: policy.model_name: got 3.1, expected a non-empty text; "
+        "meaning: Hugging Face directory of the start weights; the launcher sets it from MODEL_PATH",
+    ),
+    "reference to nothing": (
+        "grpo: {seed: '${grpo.sed}'}",
+        "x.yaml: grpo.seed: got \"${grpo.sed}\", expected a value it can be made from; "
+        "Interpolation key 'grpo.sed' not found",
+    ),
+    "malformed reference": (
+        "grpo: {seed: '${grpo.val_period'}",
+        'x.yaml: grpo.seed: got "${grpo.val_period", expected a value it can be made from; '
+        "no viable alternative at input '${grpo.val_period'",
+    ),
+    "wrong value by reference, reported where it was made": (
+        "policy: {precision: '${grpo.seed}'}",
+        "x.yaml: policy.precision: got 42, expected one of bfloat16, float16, float32; "
+        "meaning: dtype of weights and activations",
+    ),
+    "deleting what is not there": (
+        "policy: {generation: {vllm_kwargs: {~max_num_seq: null}}}",
+        "x.yaml: ~policy.generation.vllm_kwargs.max_num_seq: got no such key, expected a key to delete; "
+        "there are: block_size, kv_cache_memory_bytes, max_num_seqs",
+    ),
+    "deleting what must be there": (
+        "grpo: {~seed: null}",
+        "x.yaml: grpo.seed: got no value, expected an integer >= 0; give it one; null where that is allowed",
+    ),
+    "list for one value": (
+        "policy: {precision: [bfloat16, float32]}",
+        'x.yaml: policy.precision: got ["bfloat16", "float32"], expected one of bfloat16, float16, float32; '
+        "meaning: dtype of weights and activations",
+    ),
+    "text for a list": (
+        "env: {nemo_gym: {config_paths: served.yaml}}",
+        'x.yaml: env.nemo_gym.config_paths: got "served.yaml", expected a list of texts; '
+        "meaning: YAML files of server instances, relative to configs/, merged in order under this block",
+    ),
+    "quoted number": (
+        'grpo: {val_period: "10"}',
+        'x.yaml: grpo.val_period: got "10", expected an integer >= -1; '
+        "meaning: steps between validations; 0 or -1 = none",
+    ),
+    "quoted truth value": (
+        'checkpointing: {enabled: "true"}',
+        'x.yaml: checkpointing.enabled: got "true", expected true or false; meaning: save checkpoints',
+    ),
+    "empty text": (
+        'policy: {model_name: ""}',
+        'x.yaml: policy.model_name: got "", expected a non-empty text; '
+        "meaning: Hugging Face directory of the start weights; the launcher sets it from MODEL_PATH",
+    ),
+    "port out of range": (
+        "policy: {generation: {port_range_high: 70000}}",
+        "x.yaml: policy.generation.port_range_high: got 70000, expected an integer >= 1024 and <= 8999; "
+        "meaning: end of that range, exclusive",
+    ),
+    "probability out of range": (
+        "policy: {generation: {top_p: 1.5}}",
+        "x.yaml: policy.generation.top_p: got 1.5, expected a number > 0 and <= 1; "
+        "meaning: nucleus sampling of training rollouts; 1 = off",
+    ),
+    "deadline of zero": (
+        "deadlines: {refit: 0}",
+        "x.yaml: deadlines.refit: got 0, expected a number > 0; meaning: seconds for one weight push",
+    ),
+    "key that NeMo RL has renamed": (
+        "grpo: {num_val_generations_per_prompt: 2}",
+        f"x.yaml: grpo.num_val_generations_per_prompt: {KEY_OF_BASE}; it is now grpo.val_num_generations_per_prompt",
+    ),
+    "block of another backend": (
+        "policy: {dtensor_cfg: {enabled: false}}",
+        f"x.yaml: policy.dtensor_cfg: {KEY_OF_BASE}; this recipe trains with Megatron-core only; delete it",
+    ),
+    "block of another logger": (
+        "logger: {mlflow_enabled: true}",
+        f"x.yaml: logger.mlflow_enabled: {KEY_OF_BASE}; MLflow is not supported; delete it",
+    ),
+    "sexagesimal number": (
+        "grpo: {max_num_steps: 1:30}",
+        "x.yaml: grpo.max_num_steps: got 1:30, which YAML reads as 90, expected a decimal number; "
+        'write 90, or quote it: "1:30"',
+    ),
+    "hexadecimal number": (
+        "grpo: {seed: 0x2A}",
+        "x.yaml: grpo.seed: got 0x2A, which YAML reads as 42, expected a decimal number; "
+        'write 42, or quote it: "0x2A"',
+    ),
+    "off for false": (
+        "checkpointing: {enabled: off}",
+        "x.yaml: checkpointing.enabled: got off, which YAML reads as false, expected true or false; "
+        'write false, or quote it: "off"',
+    ),
+    "not a number": (
+        "policy: {max_grad_norm: .nan}",
+        "x.yaml: policy.max_grad_norm: got .nan, expected a finite number; use null where no bound is meant",
+    ),
+    "sum that does not match": (
+        "policy: {train_global_batch_size: 256}",
+        "x.yaml: policy.train_global_batch_size: got 256, expected grpo.num_prompts_per_step * "
+        "grpo.num_generations_per_prompt = 16 * 8 = 128; force_on_policy_ratio needs exactly one optimizer step per "
+        "batch; delete this key",
+    ),
+    "metric of a validation that never runs": (
+        "grpo: {val_at_start: false, val_at_end: false}\ncheckpointing: {metric_name: val:accuracy}",
+        "x.yaml: checkpointing.metric_name: got val:accuracy, expected null or train:NAME; no validation would ever "
+        "run; set grpo.val_period or grpo.val_at_end, or use null or a train: metric",
+    ),
+    "effort shaping half on": (
+        "env: {nemo_gym: {effort_levels: {low_weight: 0.2}}}",
+        'grpo_base.yaml: env.nemo_gym.effort_levels.low_string: got "", expected a value, since '
+        "env.nemo_gym.effort_levels.low_weight is set; shaping needs both and is off without one; set both or neither",
+    ),
+    "cohort of another size": (
+        "env: {nemo_gym: {g: {resources_servers: {genrm_compare: {num_rollouts_per_prompt: 16}}}}}",
+        "x.yaml: env.nemo_gym.g.resources_servers.genrm_compare.num_rollouts_per_prompt: got 16, expected "
+        "grpo.num_generations_per_prompt = 8; a cohort is one group",
+    ),
+    "repository agents without a decision": (
+        "env: {nemo_gym: {swe: {responses_api_agents: {swe_agents: {}}}}}",
+        "grpo_base.yaml: grpo.overlong_filtering: got only the base's false, expected a value of the stage's own; "
+        "tasks that hit the context limit are common there: say whether they train (published: true)",
+    ),
+    "instance file that is not there": (
+        "env: {nemo_gym: {config_paths: [/no/such.yaml]}}",
+        "/no/such.yaml: got No such file or directory, expected a readable YAML file; check the path",
+    ),
+}  # fmt: skip
