@@ -15,7 +15,13 @@ from tools.bench.training import measure_training
 from tools.bench.verdict import Check, load_warning, machine, rollout_check, table, training_checks, write
 
 # The bench decides these; everything else is the stage's.
-SETTINGS = ("grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false", "checkpointing.enabled=false")
+SETTINGS = (
+    "grpo.val_period=0",
+    "grpo.val_at_start=false",
+    "grpo.val_at_end=false",
+    "checkpointing.enabled=false",
+    "logger.tensorboard_enabled=false",
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,8 +53,9 @@ def _bench(args: argparse.Namespace) -> list[Check]:
     shutil.rmtree(args.run_dir / config.checkpointing.checkpoint_dir, ignore_errors=True)
     run = setup(config, derive(config), args.run_dir)
     try:
-        runs = measure_training(run, args.run_dir, num_steps=args.steps)
+        # Before training: our engine then holds the weights that plain vLLM loads.
         rungs = measure_rollouts(run, args.run_dir, num_rounds=args.rounds)
+        runs = measure_training(run, args.run_dir, num_steps=args.steps)
     finally:
         run.close()
     checks = [*training_checks(runs), rollout_check(rungs, OURS)]
