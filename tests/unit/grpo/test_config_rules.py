@@ -151,7 +151,7 @@ CASES = [
     ("optimizer_is_consistent", TINY, [f"{MEGATRON}.scheduler.lr_decay_iters=2"],
      f"{MEGATRON}.scheduler.lr_decay_iters: got 2, expected more than {MEGATRON}.scheduler.lr_warmup_iters = 2; "
      "raise it, or null for no limit"),
-    ("chunked_logprobs_defer_logits", TINY, [f"{MEGATRON}.defer_fp32_logits=false"],
+    ("chunked_logprobs_defer_logits", TINY, ["policy.logprob_chunk_size=2048", f"{MEGATRON}.defer_fp32_logits=false"],
      f"{MEGATRON}.defer_fp32_logits: got false, expected true; policy.logprob_chunk_size is 2048: float32 logits are "
      "made per chunk; set one of them"),
     ("ports_do_not_collide", TINY, ["policy.generation.port_range_low=4999"],
