@@ -7,7 +7,6 @@ checkpoint is being written, and right after one. Every start is the same `make 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -15,15 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 
 import psutil
 import pytest
+from tiny_run import launch_environment
 
 from recipes.grpo.checkpoint import complete_checkpoints, load_state
-from tools.tiny.model import build_model
-from tools.tiny.tasks import TASKS, make_row
-from tools.tiny.tokenizer import build_tokenizer
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(1500)]
 
@@ -92,16 +88,6 @@ def saved(run_dir: Path) -> int:
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
     """The launch's environment: random weights are enough, and every prompt must be seen once."""
-    tokenizer = build_tokenizer()
-    model = build_model(tokenizer, seed=0)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    tokenizer.save_pretrained(tmp_path / "model")
-    model.save_pretrained(tmp_path / "model")
-    rng = Random(0)
-    rows = [make_row(TASKS[index % len(TASKS)], TASKS[index % len(TASKS)].draw(rng)) for index in range(200)]
-    lines = [json.dumps({**row, "uuid": index}) + "\n" for index, row in enumerate(rows)]
-    (tmp_path / "train.jsonl").write_text("".join(lines[4:]))
-    (tmp_path / "val.jsonl").write_text("".join(lines[:4]))
     overrides = {
         "grpo.num_prompts_per_step": PROMPTS,
         "grpo.num_generations_per_prompt": GENERATIONS,
@@ -112,17 +98,8 @@ def env(tmp_path: Path) -> dict[str, str]:
         "checkpointing.keep_top_k": 2,
         "policy.generation.max_new_tokens": 8,
     }
-    return {
-        **os.environ,
-        "SCALE": "tiny",
-        "LAUNCHER": "local",
-        "EXP_NAME": "resume",
-        "RESULTS_DIR": str(tmp_path),
-        "MODEL_PATH": str(tmp_path / "model"),
-        "TRAIN_PATH": str(tmp_path / "train.jsonl"),
-        "VAL_PATH": str(tmp_path / "val.jsonl"),
-        "EXTRA_HYDRA_ARGS": " ".join(f"{key}={value}" for key, value in overrides.items()),
-    }
+    environment = launch_environment(tmp_path, num_rows=200, overrides=overrides)
+    return {**environment, "EXP_NAME": "resume", "MODEL_PATH": str(tmp_path / "model")}
 
 
 def kill_at(attempt: Attempt, victim: str, moment: str) -> None:

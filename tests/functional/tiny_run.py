@@ -1,0 +1,39 @@
+"""Inputs of a very small real run: random weights, rows of the tiny tasks, and the launch's environment."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tools.tiny.model import build_model
+from tools.tiny.tasks import TASKS, make_row
+from tools.tiny.tokenizer import build_tokenizer
+
+NUM_VALIDATION_ROWS = 4
+
+
+def launch_environment(directory: Path, *, num_rows: int, overrides: Mapping[str, Any]) -> dict[str, str]:
+    """Write model and rows into `directory`; return what `make stage...` needs to run on them there."""
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, seed=0)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    tokenizer.save_pretrained(directory / "model")
+    model.save_pretrained(directory / "model")
+    rng = Random(0)
+    tasks = [TASKS[index % len(TASKS)] for index in range(num_rows)]
+    lines = [json.dumps({**make_row(task, task.draw(rng)), "uuid": index}) + "\n" for index, task in enumerate(tasks)]
+    (directory / "train.jsonl").write_text("".join(lines[NUM_VALIDATION_ROWS:]))
+    (directory / "val.jsonl").write_text("".join(lines[:NUM_VALIDATION_ROWS]))
+    return {
+        **os.environ,
+        "SCALE": "tiny",
+        "LAUNCHER": "local",
+        "RESULTS_DIR": str(directory),
+        "TRAIN_PATH": str(directory / "train.jsonl"),
+        "VAL_PATH": str(directory / "val.jsonl"),
+        "EXTRA_HYDRA_ARGS": " ".join(f"{key}={value}" for key, value in overrides.items()),
+    }
