@@ -146,8 +146,8 @@ class RolloutCollector:
 
         return self.submit(snapshot()).result(timeout=60)
 
-    def restore(self, state: CollectorState, *, step: int) -> None:
-        """Continue from a checkpoint taken after `step` steps: keep fresh groups, sample the others again."""
+    def restore(self, state: CollectorState) -> None:
+        """Continue from a checkpoint: keep its finished groups, sample what was in flight again."""
         self._position = state.position
         self._failed = list(state.failed)
         self._retry = list(state.in_flight)

@@ -147,7 +147,7 @@ def _restore(path: Path | None, policy: PolicyHandle, collector: RolloutCollecto
         return TrainState()
     saved = load_state(path)
     policy.load(path / "policy")
-    collector.restore(saved.collector, step=saved.step)
+    collector.restore(saved.collector)
     trained: list[LedgerEntry] = [entry for entry in saved.ledger if entry.step > 0]
     logger.info("resumed from %s: step %d, %d prompts trained", path, saved.step, len(trained))
     return TrainState(step=saved.step, saved_step=saved.step, ledger=trained)

@@ -239,7 +239,7 @@ def test_a_resumed_run_trains_every_prompt_once(make: Callable[..., Setup]) -> N
     setup.sampler.open.set()
     setup.buffer = ReplayBuffer(num_prompts_per_step=P, max_trajectory_age_steps=1)
     setup.collector = setup.new_collector()
-    setup.collector.restore(state, step=1)
+    setup.collector.restore(state)
     setup.collector.start(version=1, last_step=10)
     for step in range(1, 10):
         trained += setup.take(step)
