@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from tiny_run import launch_environment
+from tiny_run import TWO_STEPS, launch_environment
 
 from tools.launch.provenance import model_digest
 
@@ -16,15 +16,6 @@ pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = {"stage1.1": "rlvr1", "stage1.2": "rlvr2", "stage1.3": "rlvr3"}
-OVERRIDES = {
-    "grpo.num_prompts_per_step": 4,
-    "grpo.num_generations_per_prompt": 2,
-    "grpo.max_num_steps": 2,
-    "grpo.val_at_start": "false",
-    "grpo.val_at_end": "false",
-    "policy.generation.max_new_tokens": 8,
-    "policy.megatron_cfg.optimizer.weight_decay": 10,  # moves the weights: the rewards of random ones are all equal
-}
 
 
 def make_pipeline(env: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -35,7 +26,7 @@ def make_pipeline(env: dict[str, str]) -> subprocess.CompletedProcess[str]:
 
 
 def test_each_stage_starts_from_its_parents_export(tmp_path: Path) -> None:
-    env = launch_environment(tmp_path, num_rows=40, overrides=OVERRIDES)
+    env = launch_environment(tmp_path, num_rows=40, overrides=TWO_STEPS)
     env["MODEL_PATH"] = str(tmp_path / "model")  # of the first stage; the others find their parent themselves
     make_pipeline(env)
     parent = tmp_path / "model"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from slurm.cluster import Cluster
-from tiny_run import launch_environment
+from tiny_run import TWO_STEPS, launch_environment
 
 from recipes.grpo.checkpoint import complete_checkpoints
 from tools.launch.provenance import model_digest
@@ -21,15 +21,6 @@ ROOT = Path(__file__).resolve().parents[2]
 RUNS = {"stage1.1": "stage1.1-rlvr1-tiny", "stage1.2": "stage1.2-rlvr2-tiny", "stage1.3": "stage1.3-rlvr3-tiny"}
 STAGES = f"STAGES={' '.join(RUNS)}"
 STAGE_SECONDS = 240.0  # from submission to the end of one stage, on a machine that does other things, too
-OVERRIDES = {
-    "grpo.num_prompts_per_step": 4,
-    "grpo.num_generations_per_prompt": 2,
-    "grpo.max_num_steps": 2,
-    "grpo.val_at_start": "false",
-    "grpo.val_at_end": "false",
-    "policy.generation.max_new_tokens": 8,
-    "policy.megatron_cfg.optimizer.weight_decay": 10,  # moves the weights: the rewards of random ones are all equal
-}
 
 
 class Site:
@@ -38,7 +29,7 @@ class Site:
     def __init__(self, cluster: Cluster, directory: Path) -> None:
         self.cluster, self.directory = cluster, directory
         self.env = {
-            **launch_environment(directory, num_rows=40, overrides=OVERRIDES),
+            **launch_environment(directory, num_rows=40, overrides=TWO_STEPS),
             "LAUNCHER": "slurm",
             "MODEL_PATH": str(directory / "model"),
             "CONTAINER_RUNTIME": "none",
@@ -128,6 +119,8 @@ def refuse_second_start(site: Site, jobs: Mapping[str, str]) -> None:
     assert fields["ExitCode"] == "2:0"
     assert f"a run in progress in {lock.parent} (started by job {jobs['stage1.1']}, pid " in site.log(fields)
     assert json.loads(lock.read_text())["job_id"] == jobs["stage1.1"]
+    assert (lock.parent / "logs" / "latest").readlink() == Path("attempt_1")  # the other has attempt_2 for its own
+    assert (lock.parent / "logs" / "attempt_2" / "driver.log").exists()
 
 
 def check_hand_over(site: Site) -> None:

@@ -146,6 +146,18 @@ def test_sandboxes_are_waited_for_and_a_dead_one_ends_the_job(cluster, tmp_path,
     assert "on n2: srun: error: n2: task" in job.log
 
 
+def test_a_start_that_is_interrupted_before_its_driver_is_followed_by_another(cluster, tmp_path, driver):
+    words = [driver, "2", "end", f"{tmp_path}/checkpoints"]
+    job = submit(cluster, tmp_path, driver=words, time="60")  # far from its end: somebody wants the nodes
+    job.wait_until(lambda: "the barrier waits" in job.driver_log(1), "barrier", seconds=60)
+    assert "the driver starts" not in job.driver_log(1)
+    cluster.run(["scancel", "--signal=USR1", job.id])
+    job.wait_until(lambda: job.restarts == 1, "requeue", seconds=120)
+    assert "requeued: interrupted before its first save, restart 1 of at most 3" in job.log
+    assert job.wait(seconds=150) == "COMPLETED", job.everything()
+    assert (tmp_path / "logs" / "latest").readlink() == Path("attempt_2")
+
+
 def test_usr1_to_the_whole_job_reaches_the_driver_alone_and_a_dependent_job_waits_on(cluster, tmp_path, driver):
     job = start(cluster, tmp_path, driver, what="save")
     words = ("sbatch", "--parsable", f"--dependency=afterok:{job.id}", "--kill-on-invalid-dep=yes", "--wrap=true")

@@ -14,6 +14,15 @@ from tools.tiny.tasks import TASKS, make_row
 from tools.tiny.tokenizer import build_tokenizer
 
 NUM_VALIDATION_ROWS = 4
+TWO_STEPS = {  # of a stage whose export differs from its start weights
+    "grpo.num_prompts_per_step": 4,
+    "grpo.num_generations_per_prompt": 2,
+    "grpo.max_num_steps": 2,
+    "grpo.val_at_start": "false",
+    "grpo.val_at_end": "false",
+    "policy.generation.max_new_tokens": 8,
+    "policy.megatron_cfg.optimizer.weight_decay": 10,  # moves the weights: the rewards of random ones are all equal
+}
 
 
 def launch_environment(directory: Path, *, num_rows: int, overrides: Mapping[str, Any]) -> dict[str, str]:

@@ -7,6 +7,7 @@ for the functional tier.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -41,6 +42,7 @@ if [[ -e ${SHIM_DIR}/${name} ]]; then
     mkdir -p "${SHIM_DIR}/run/checkpoints"
     ln -sfn "step_${SLURM_RESTART_COUNT:-0}5" "${SHIM_DIR}/run/checkpoints/latest"
   fi
+  [[ ! $* =~ --output=([^ ]+/driver\\.log) ]] || printf 'begin: what was wrong\\n' >"${BASH_REMATCH[1]}"
   [[ ${name} != worker ]] || printf 'srun: error: 127.0.0.2: task 0: Exited\\n' >&2
   exit "$(<"${SHIM_DIR}/${name}")"
 fi
@@ -51,8 +53,9 @@ printf '%s\\n' "$*" >>"${SHIM_DIR}/control"
 case "$1 $2" in
   'show hostnames') printf '127.0.0.1\\n127.0.0.2\\n127.0.0.3\\n' ;;
   'show config') printf 'SlurmdPort = %s\\nSlurmdTimeout = 0 sec\\n' "$(<"${SHIM_DIR}/port")" ;;
-  'show job') printf 'JobId=7 JobState=%s StartTime=2026-01-02T03:04:05 EndTime=2026-01-02T04:04:05 Deadline=N/A\\n' \\
-    "$(cat "${SHIM_DIR}/state" 2>/dev/null || echo RUNNING)" ;;
+  'show job') printf 'JobId=7 JobState=%s StartTime=2026-01-02T03:04:05 EndTime=%s Deadline=N/A\\n' \\
+    "$(cat "${SHIM_DIR}/state" 2>/dev/null || echo RUNNING)" \\
+    "$(cat "${SHIM_DIR}/end" 2>/dev/null || echo 2026-01-02T04:04:05)" ;;
 esac
 """
 
@@ -208,6 +211,21 @@ def test_a_start_that_saved_nothing_is_not_followed_by_another(job):
     assert "saved no new checkpoint (newest: step_000010)" in output
 
 
+@pytest.mark.parametrize(("end", "is_requeued"), [("Unknown", True), ("2126-01-02T04:04:05", True), (None, False)])
+def test_a_start_that_was_interrupted_before_its_first_save_is_followed_by_another(job, end, is_requeued):
+    """Unless its time was up: the end that the shim gives by default is long past."""
+    if end is not None:
+        (job.directory / "end").write_text(end)
+    process = job.start()
+    wait_for(job.directory / "driver.pid")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 75, output
+    assert job.was_requeued() == is_requeued
+    assert ("requeued: interrupted before its first save, restart 1 of at most 3" in output) == is_requeued
+    assert ("saved no new checkpoint" in output) != is_requeued
+
+
 def test_a_cancelled_job_stays_cancelled(job):
     (job.directory / "saves").touch()
     (job.directory / "state").write_text("CANCELLED")
@@ -221,6 +239,7 @@ def test_a_failed_driver_is_not_restarted_when_all_nodes_answer(job):
     (job.directory / "saves").touch()
     code, output = job.run(driver=1)
     assert code == 1
+    assert re.search(r"the driver ended with status 1; .*/driver.log:\n\S+   begin: what was wrong\n", output), output
     assert "is lost" not in output
     assert not job.was_requeued()
 
@@ -256,9 +275,11 @@ def test_every_start_logs_to_a_directory_of_its_own(job):
     job.run(driver=0)
     job.run(driver=0)
     logs = job.directory / "run" / "logs"
-    assert sorted(path.name for path in logs.iterdir()) == ["attempt_1", "attempt_2", "latest"]
-    assert (logs / "latest").readlink() == Path("attempt_2")
-    assert (logs / "latest" / "nodes").read_text().split() == ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+    # `latest` is not moved before begin.py has locked the run: this start may be refused.
+    assert sorted(path.name for path in logs.iterdir()) == ["attempt_1", "attempt_2"]
+    assert (logs / "attempt_2" / "nodes").read_text().split() == ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+    (driver,) = [call for call in job.calls() if "tools.launch.begin" in call][1:]
+    assert f"tools.launch.begin --log-dir={logs}/attempt_2 -- " in driver
 
 
 def test_missing_arguments_are_refused():

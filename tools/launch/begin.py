@@ -25,18 +25,23 @@ from recipes.grpo.errors import LaunchError, RecipeError
 from recipes.grpo.stop import EXIT_RESUME, SIGNALS
 from tools.launch.live_jobs import in_progress, live_jobs
 from tools.launch.provenance import record_start_weights
-from tools.launch.run_dir import lock_run, read_holder, this_process
+from tools.launch.run_dir import lock_run, point_latest, read_holder, this_process
 
 MODEL_KEY = "policy.model_name="
 
 
-def begin(run_dir: Path, command: Sequence[str]) -> tuple[str, ...]:
-    """Lock the run for this process and those it becomes; return the command with its start weights found."""
+def begin(log_dir: Path, command: Sequence[str]) -> tuple[str, ...]:
+    """Lock the run for this process and those it becomes; return the command with its start weights found.
+
+    `log_dir` is logs/attempt_N of the run.
+    """
+    run_dir = log_dir.parent.parent
     before = read_holder(run_dir)
     os.set_inheritable(lock_run(run_dir), True)
     # A file system whose locks do not reach other nodes lets two in: Slurm knows whether the other one lives.
     if before is not None and before.job_id not in ("", this_process().job_id):
         refuse_beside(run_dir.name, before.job_id)
+    point_latest(log_dir)
     return with_start_weights(run_dir, command)
 
 
@@ -82,13 +87,13 @@ def stop_at_once(_number: int, _frame: FrameType | None) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Begin, then execute the command in place of this process."""
     parser = argparse.ArgumentParser(description="Lock a run, find its start weights, become the next program.")
-    parser.add_argument("--run-dir", type=Path, required=True, help="directory of the run, results/EXP_NAME")
+    parser.add_argument("--log-dir", type=Path, required=True, help="of this start: results/EXP_NAME/logs/attempt_N")
     parser.add_argument("command", nargs="+", help="what to become, after --")
     args = parser.parse_args(argv)
     for number in SIGNALS:
         signal.signal(number, stop_at_once)
     try:
-        command = begin(args.run_dir, args.command)
+        command = begin(args.log_dir, args.command)
     except RecipeError as error:
         for line in str(error).splitlines():
             print(f"begin: {line}", file=sys.stderr)

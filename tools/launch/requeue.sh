@@ -3,12 +3,26 @@
 # How a job ends: with the driver's status, or back in the queue under the same id, so that what depends on it
 # (afterok) still does. To be sourced by the job file, which has `say`.
 #
+#   ask_driver SIGNAL         ask the driver to save and stop
 #   newest_checkpoint DIR     print what DIR/latest names, nothing when there is none
 #   down_nodes LIST           print what Slurm says of the nodes of LIST that it cannot use
 #   resume_or_end STATUS SAVED_BEFORE SAVED_NOW MAX_RESTARTS NODE...
-#                             requeue after a save (75) or the loss of a node; returns the status to end with
+#                             requeue after a save (75), an interruption before the first one, or the loss of a node;
+#                             returns the status to end with
 
 readonly EXIT_RESUME=75 PROBE_SECONDS=5 DOWN_MARGIN_SECONDS=60
+readonly LIMIT_SECONDS=720 # before the end of a job Slurm signals it, up to a minute early: see walltime.py
+
+asked_at=0 # when the driver was asked to save and stop, in Unix seconds
+
+# srun takes TERM as an order to kill its step, but forwards USR1.
+ask_driver() {
+  say "got $1: the driver is asked to save and stop"
+  asked_at=${EPOCHSECONDS}
+  # shellcheck disable=SC2154 # driver_pid is the job file's
+  kill -USR1 "${driver_pid}" 2>/dev/null || true
+  down_nodes "${SLURM_JOB_NODELIST}"
+}
 
 newest_checkpoint() {
   readlink -- "$1/latest" || true
@@ -43,19 +57,25 @@ silent_nodes() {
   done
 }
 
+# Whether the job was asked to stop for another reason than its time limit: by a user, or to be preempted.
+was_interrupted() {
+  ((asked_at && asked_at + LIMIT_SECONDS < ${SLURM_JOB_END_TIME:-asked_at + 2 * LIMIT_SECONDS}))
+}
+
 resume_or_end() {
-  local status=$1 before=$2 now=$3 most=$4 restarts=${SLURM_RESTART_COUNT:-0} node seconds
+  local status=$1 before=$2 now=$3 most=$4 restarts=${SLURM_RESTART_COUNT:-0} saved="saved $3" node seconds
   local -a silent=()
   shift 4
   case "${status}" in
     0 | 2) return "${status}" ;; # done; or an input is wrong, and the same start would end the same way
     "${EXIT_RESUME}")
-      if [[ -z ${now} || ${now} == "${before}" ]]; then
+      if [[ -z ${now} || ${now} == "${before}" ]]; then saved=''; fi
+      if [[ -z ${saved} ]] && ! was_interrupted; then
         say "not restarted: this start saved no new checkpoint (newest: ${now:-none}), and the next one would not either"
       elif ((restarts >= most)); then
         say "not restarted: this was restart ${restarts} of at most ${most} (MAX_RESTARTS); submit again to go on"
       else
-        requeue "saved ${now}, restart $((restarts + 1)) of at most ${most}"
+        requeue "${saved:-interrupted before its first save}, restart $((restarts + 1)) of at most ${most}"
       fi
       return "${status}"
       ;;

@@ -1,7 +1,7 @@
 """The directory of one run: who may use it, and where each attempt logs.
 
 results/<EXP_NAME>/.lock            held by the supervisor and the driver of the run in progress, with who they are
-results/<EXP_NAME>/logs/attempt_N/  one per start, never overwritten; `latest` points at the newest
+results/<EXP_NAME>/logs/attempt_N/  one per start, never overwritten; `latest` is the newest that had the run to itself
 """
 
 from __future__ import annotations
@@ -111,13 +111,19 @@ def _try_lock(run_dir: Path) -> int:
 
 
 def new_attempt(run_dir: Path) -> Path:
-    """Create the next logs/attempt_N and point logs/latest at it."""
+    """Create the next logs/attempt_N of a locked run and point logs/latest at it."""
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     numbers = [int(path.name.removeprefix("attempt_")) for path in logs.glob("attempt_*")]
     attempt = logs / f"attempt_{max(numbers, default=0) + 1}"
     attempt.mkdir()
-    pointer = logs / f".latest.{os.getpid()}"
-    pointer.symlink_to(attempt.name)
-    pointer.replace(logs / "latest")
+    point_latest(attempt)
     return attempt
+
+
+def point_latest(attempt: Path) -> None:
+    """Point logs/latest at an attempt of the run that is locked; a start that is refused leaves it alone."""
+    pointer = attempt.with_name(".latest.tmp")
+    pointer.unlink(missing_ok=True)
+    pointer.symlink_to(attempt.name)
+    pointer.replace(attempt.with_name("latest"))

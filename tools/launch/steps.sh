@@ -3,13 +3,14 @@
 # The steps of a job: what they are started with, which one ended, and why. To be sourced by the job file, which has
 # `say`, `die`, container.sh, and the variables named here.
 #
-#   make_log_dir                                make logs/attempt_N of `given[run_dir]` and set `log_dir`
+#   make_log_dir                                make logs/attempt_N of `given[run_dir]` and set `log_dir`; begin.py
+#                                               points logs/latest at it once this job has the run to itself
 #   export_environment                          export all names that the job's programs read
 #   step LABEL ROLE SRUN_OPTIONS -- COMMAND     start a step in the background; sets steps[PID] and roles[PID]
-#   ask_driver SIGNAL                           ask the driver to save and stop
 #   say_end PID STATUS                          say which step ended, on which node, and the last lines of its log
+#   say_last_lines FILE                         say these of one log
 
-# shellcheck disable=SC2154 # given, log_dir and driver_pid are the job file's
+# shellcheck disable=SC2154 # given and log_dir are the job file's
 readonly CAUSE_LINES=5
 
 # One directory per start, also per requeue: nothing is overwritten.
@@ -20,7 +21,6 @@ make_log_dir() {
     number=$((number + 1))
   done
   log_dir="${logs}/attempt_${number}"
-  ln -sfn -- "attempt_${number}" "${logs}/latest"
 }
 
 export_environment() {
@@ -59,19 +59,17 @@ step() {
   roles[$!]=${role}
 }
 
-# srun takes TERM as an order to kill its step, but forwards USR1.
-ask_driver() {
-  say "got $1: the driver is asked to save and stop"
-  kill -USR1 "${driver_pid}" 2>/dev/null || true
-  down_nodes "${SLURM_JOB_NODELIST}"
+say_last_lines() {
+  local line
+  while read -r line; do say "  ${line}"; done < <(tail -n "${CAUSE_LINES}" "$1" 2>/dev/null)
 }
 
 say_end() {
-  local role=${roles[$1]} node line
+  local role=${roles[$1]} node
   say "${steps[$1]} ended with status $2 before the driver"
   # srun's messages begin with "srun: error: NODE: "; one line per node is enough.
   while read -r node; do
     say "on ${node}: $(grep -m 1 "^srun: error: ${node}: " "${log_dir}/srun_${role}.log")"
-    while read -r line; do say "  ${line}"; done < <(tail -n "${CAUSE_LINES}" "${log_dir}/${role}_${node}.log" 2>/dev/null)
+    say_last_lines "${log_dir}/${role}_${node}.log"
   done < <(sed -n 's/^srun: error: \([^: ]*\): .*/\1/p' "${log_dir}/srun_${role}.log" | sort -u)
 }

@@ -75,27 +75,41 @@ def test_other_start_weights_and_commands_stay_as_they_are(tmp_path):
     assert not (tmp_path / "run.lock.json").exists()
 
 
-def test_lock_is_inherited_by_the_program_that_follows(tmp_path):
-    command = (sys.executable, "-m", "tools.launch.begin", f"--run-dir={tmp_path}", "--", "sleep", "60")
+@pytest.fixture
+def attempt(tmp_path):
+    path = tmp_path / "run" / "logs" / "attempt_1"
+    path.mkdir(parents=True)
+    return path
+
+
+def test_lock_is_inherited_by_the_program_that_follows_and_a_refused_start_leaves_latest_alone(attempt):
+    run_dir, refused_attempt = attempt.parent.parent, attempt.with_name("attempt_2")
+    refused_attempt.mkdir()
+    command = (sys.executable, "-m", "tools.launch.begin", f"--log-dir={attempt}", "--", "sleep", "60")
     env = {**os.environ, "SLURM_JOB_ID": "42"}
     with subprocess.Popen(command, env=env) as first:
         try:
             while Path(f"/proc/{first.pid}/comm").read_text().strip() != "sleep":
                 assert first.poll() is None
+            again = (*command[:3], f"--log-dir={refused_attempt}", *command[4:])
             refused = subprocess.run(
-                command, env={**env, "SLURM_JOB_ID": "43"}, capture_output=True, text=True, timeout=60, check=False
+                again, env={**env, "SLURM_JOB_ID": "43"}, capture_output=True, text=True, timeout=60, check=False
             )
             assert refused.returncode == 2
-            assert f"a run in progress in {tmp_path} (started by job 42, pid {first.pid} on " in refused.stderr
+            assert f"a run in progress in {run_dir} (started by job 42, pid {first.pid} on " in refused.stderr
+            assert attempt.with_name("latest").readlink() == Path("attempt_1")
         finally:
             first.kill()
-    assert lock_problems(tmp_path) == []
+    assert lock_problems(run_dir) == []
+    subprocess.run([*again[:-2], "true"], env=env, timeout=60, check=True)
+    assert attempt.with_name("latest").readlink() == Path("attempt_2")
 
 
-def test_request_to_stop_ends_it_as_a_driver_that_has_nothing_to_save(tmp_path):
-    lock = lock_run(tmp_path)  # of the same job, so it waits for it
-    (tmp_path / ".lock").write_text(json.dumps({"pid": 1, "host": "n1", "job_id": "42", "started": 0.0}))
-    command = (sys.executable, "-m", "tools.launch.begin", f"--run-dir={tmp_path}", "--", "true")
+def test_request_to_stop_ends_it_as_a_driver_that_has_nothing_to_save(attempt):
+    run_dir = attempt.parent.parent
+    lock = lock_run(run_dir)  # of the same job, so it waits for it
+    (run_dir / ".lock").write_text(json.dumps({"pid": 1, "host": "n1", "job_id": "42", "started": 0.0}))
+    command = (sys.executable, "-m", "tools.launch.begin", f"--log-dir={attempt}", "--", "true")
     with subprocess.Popen(command, env={**os.environ, "SLURM_JOB_ID": "42"}) as waiting:
         handled = 1 << (signal.SIGUSR1 - 1)
         end = time.monotonic() + 30
@@ -108,9 +122,9 @@ def test_request_to_stop_ends_it_as_a_driver_that_has_nothing_to_save(tmp_path):
     os.close(lock)
 
 
-def test_signals_are_held_until_the_next_program_takes_them(tmp_path):
+def test_signals_are_held_until_the_next_program_takes_them(attempt):
     program = "import signal; print(sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())))"
-    command = (sys.executable, "-m", "tools.launch.begin", f"--run-dir={tmp_path}", "--", sys.executable, "-c", program)
+    command = (sys.executable, "-m", "tools.launch.begin", f"--log-dir={attempt}", "--", sys.executable, "-c", program)
     held = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
     for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
         assert name in held
