@@ -78,7 +78,8 @@ def map_in_order(
         yield from map(work, waiting)
         return
     context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of this process hold
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_install, initargs=(work, os.getpid())) as pool:
+    arguments = (work, dies_with_parent(signal.SIGKILL))
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_install, initargs=arguments) as pool:
         running: deque[Future[Result]] = deque()
         try:
             while waiting or running:
@@ -91,11 +92,9 @@ def map_in_order(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _install(work: Callable[[Any], Any], parent: int) -> None:
+def _install(work: Callable[[Any], Any], die_with_parent: Callable[[], None]) -> None:
     global _work
-    dies_with_parent(signal.SIGKILL)()  # a killed parent leaves no worker behind
-    if os.getppid() != parent:  # it was killed before that
-        os._exit(1)
+    die_with_parent()  # a killed parent leaves no worker behind
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
     _work = work
 

@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -26,12 +27,17 @@ def adopt_orphans() -> None:
 
 
 def dies_with_parent(number: signal.Signals) -> Callable[[], None]:
-    """Return a `preexec_fn` after which the child gets signal `number` when its parent dies."""
+    """Return a `preexec_fn` after which a child of this process gets signal `number` when this process dies.
 
-    def arrange() -> None:
-        _prctl(_PR_SET_PDEATHSIG, number)
+    It may also be pickled and called in a spawned child. A child that this process has left already ends at once.
+    """
+    return partial(_die_with, os.getpid(), number)
 
-    return arrange
+
+def _die_with(parent: int, number: signal.Signals) -> None:
+    _prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # it died before that
+        os._exit(1)
 
 
 def _prctl(option: int, value: int) -> None:

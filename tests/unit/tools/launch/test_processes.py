@@ -24,6 +24,24 @@ left = kill_descendants(deadline_seconds=5)
 print(orphan in found, left, os.path.exists(f"/proc/{orphan}"))
 """
 
+# Ends before its child has arranged to die with it.
+DEAD_PARENT = """
+import os, signal, time
+from tools.launch.processes import dies_with_parent
+parent, arrange = os.getpid(), dies_with_parent(signal.SIGKILL)
+if os.fork():
+    os._exit(0)
+while os.getppid() == parent:
+    time.sleep(0.01)
+arrange()
+print("outlived its parent")
+"""
+
+
+def test_child_of_a_dead_parent_ends_at_once():
+    result = subprocess.run([sys.executable, "-c", DEAD_PARENT], capture_output=True, text=True, timeout=60, check=True)
+    assert (result.stdout, result.stderr) == ("", "")
+
 
 def test_orphans_that_left_the_session_are_found_and_ended():
     result = subprocess.run(
