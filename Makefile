@@ -187,7 +187,9 @@ report: $(READY) ## write report.html of a run, by default the newest [EXP_NAME]
 	$(PYTHON) -m tools.report --run-dir $(or $(RUN_DIR),$(error no run in $(RESULTS_DIR)/; give EXP_NAME=...))
 
 .PHONY: bench
-bench: bench-train bench-data bench-launch ## measure training, rollouts, data tools and the start of a job, each beside its peer or limit
+bench: ## measure training, rollouts, data tools and the start of a job, each beside its peer or limit
+	@$(if $(ARGS),$(error ARGS: got $(ARGS), expected nothing; each part has its own options: give them to bench-train, bench-data or bench-launch))
+	@$(MAKE) --no-print-directory bench-train bench-data bench-launch
 
 .PHONY: bench-train
 bench-train: tiny ## measure asynchronous against synchronous training, and our rollouts against plain vLLM

@@ -62,6 +62,18 @@ def test_no_warning_and_no_unknown_target():
     assert unknown.returncode == 2
 
 
+def test_bench_refuses_options_that_only_one_of_its_parts_has():
+    def dry_run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, timeout=30)
+
+    parts = [f"-m {module}" for module in ("tools.bench", "tools.bench.data", "slurm.bench")]
+    assert all(re.search(rf"{part} *$", dry_run("bench").stdout, re.MULTILINE) for part in parts)
+    assert "-m tools.bench.data --rounds 5" in dry_run("bench-data", "ARGS=--rounds 5").stdout
+    refused = dry_run("bench", "ARGS=--rounds 5")
+    assert refused.returncode == 2
+    assert "ARGS: got --rounds 5, expected nothing; " in refused.stderr
+
+
 def test_readme_has_the_current_stage_table():
     readme = (ROOT / "README.md").read_text()
     assert replaced(readme, markdown(rows(load_stages()))) == readme, "run: make stages"
