@@ -88,10 +88,10 @@ class RunLogger:
 
     def _print_validation(self, step: int, groups: Sequence[Group]) -> None:
         for group, rollout in pick_rollouts(groups, self._cfg.num_val_samples_to_print):
-            template = "validation at step %d, %s, reward %s: %s\n%s\n%s"
-            logger.info(
-                template, step, group.agent, rollout.reward, rollout.reason, group.prompt_text, rollout.output_text
-            )
+            head = f"validation at step {step}, {group.agent}, reward {rollout.reward}: {rollout.reason}"
+            text = f"{head}\n{group.prompt_text}\n{rollout.output_text}"
+            # Of sampled bytes may be left half a surrogate pair, which no log in UTF-8 takes.
+            logger.info("%s", text.encode("utf-8", "backslashreplace").decode("utf-8"))
 
     def show(self, metrics: StepMetrics) -> None:
         """Show the progress line, and per agent what a validation gave: in colour on a terminal, else by logging."""

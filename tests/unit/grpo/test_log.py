@@ -130,7 +130,9 @@ def test_validation_samples_are_printed_when_asked_for(tmp_path: Path, caplog: p
         run.log_rollouts("val", 7, groups, limit=3)
     run.close()
     assert len(caplog.messages) == 2
-    assert caplog.messages[1].startswith("validation at step 7, math, reward 0.5: row 1 member 0\n2+2?\n<think>")
+    assert caplog.messages[1] == (
+        "validation at step 7, math, reward 0.5: row 1 member 0\n2+2?\n<think>\u2028</think> 4 \\ud800"
+    )
 
 
 def test_picked_rollouts_alternate_agents_and_prompts_and_keep_some_failures() -> None:
