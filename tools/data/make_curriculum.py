@@ -22,7 +22,8 @@ from typing import Any
 import orjson
 
 from recipes.grpo.data import row_id
-from recipes.grpo.errors import DataError, InputError, Problem, RecipeError
+from recipes.grpo.errors import DataError, InputError, Problem
+from tools.command_line import exit_status
 from tools.data.curriculum import Entry, Gaussian, choose, gaussian_order, without_solved
 from tools.data.files import HashedWriter, require_file
 from tools.data.manifest import TOOL_VERSION, changes, describe, lineage_of, write_manifest
@@ -265,6 +266,7 @@ def _told(counts: Mapping[str, Any]) -> str:
     return ", ".join(f"{value} {key}" for key, value in counts.items() if isinstance(value, int) and key != "rows")
 
 
+@exit_status
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.data.make_curriculum", description=__doc__.split("\n", 1)[0])
@@ -275,12 +277,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="settings of the curriculum")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings, the last wins")
     options = parser.parse_intermixed_args(arguments)
-    try:
-        settings = load_settings(options.config, options.overrides)
-        make_curriculum(options.rows, options.out, settings, pass_rates=options.pass_rates, tokenizer=options.tokenizer)
-    except RecipeError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    settings = load_settings(options.config, options.overrides)
+    make_curriculum(options.rows, options.out, settings, pass_rates=options.pass_rates, tokenizer=options.tokenizer)
     return 0
 
 

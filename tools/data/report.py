@@ -19,7 +19,7 @@ import orjson
 
 from recipes.environments.codec import ChatCodec
 from recipes.grpo.data import row_id
-from recipes.grpo.errors import RecipeError
+from tools.command_line import exit_status
 from tools.data.bars import bars
 from tools.data.files import require_file, write_atomically
 from tools.data.make_curriculum import read_pass_rates
@@ -185,6 +185,7 @@ def _means_along(stats: FileStats) -> Iterator[float]:
     return (total / count if count else 0.0 for total, count in zip(sums, counts, strict=True))
 
 
+@exit_status
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.data.report", description=__doc__.split("\n", 1)[0])
@@ -194,14 +195,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="page to write")
     options = parser.parse_args(arguments)
     unit = "tokens" if options.tokenizer else "bytes"
-    try:
-        if options.tokenizer:
-            ChatCodec(options.tokenizer)  # names what is wrong with it before anything is counted
-        rates = read_pass_rates(options.pass_rates) if options.pass_rates else {}
-        blends = [read_blend(directory, options.tokenizer, rates) for directory in options.data]
-    except RecipeError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    if options.tokenizer:
+        ChatCodec(options.tokenizer)  # names what is wrong with it before anything is counted
+    rates = read_pass_rates(options.pass_rates) if options.pass_rates else {}
+    blends = [read_blend(directory, options.tokenizer, rates) for directory in options.data]
     print(as_text(blends, unit=unit))
     if options.out:
         write_atomically(options.out, as_page(blends, unit=unit).encode(errors="replace"))

@@ -20,8 +20,10 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from recipes.grpo.errors import DataError, InputError, Problem
+from recipes.grpo.errors import DataError, Problem
+from tools.command_line import exit_status, positive
 from tools.data.files import atomic_writer, read_lines, require_file
+from tools.data.locks import only_one
 from tools.data.manifest import (
     TOOL_VERSION,
     changes,
@@ -45,10 +47,6 @@ def split(
 ) -> dict[str, Any]:
     """Write both splits and the manifest unless they are up to date; return the manifest."""
     require_file(rows_file, fix="give --in the filled blend")
-    if val_rows < 1:
-        raise DataError(
-            Problem(where="--val-rows", got=str(val_rows), expected="1 or more", fix="choose how many rows")
-        )
     manifest_file = out_dir / "manifest.json"
     origin = lineage_of(manifest_of(rows_file))
     facts = {"made_by": origin} if origin else {}
@@ -62,24 +60,16 @@ def split(
     if not reasons:
         print(f"split: {out_dir} is up to date")
         return read_manifest(manifest_file) or known
-    cut = start_of_last_lines(rows_file, val_rows)
-    if cut is None:
-        total = sum(1 for _ in read_lines(rows_file))
-        got, expected = f"{total} rows", f"more than the {val_rows} that are held out for validation"
-        raise DataError(Problem(where=str(rows_file), got=got, expected=expected, fix="lower --val-rows"))
-    parts = (
-        _by_agent(rows_file, val_rows)
-        if stratify
-        else read_blocks(rows_file, end_of_first=cut, num_buffers=MAX_BLOCKS + 1)
-    )
-    whole, train, validation = _write(parts, out_dir, manifest_file, is_prefix=not stratify)
-    if whole.size != rows_file.stat().st_size:
-        raise changed(rows_file)
-    source = {key: value for key, value in whole.as_output(rows_file).items() if key != "rows"} | facts
-    outputs = [train.as_output(out_dir / TRAIN), validation.as_output(out_dir / VALIDATION)]
-    agents = {"train": train.rows_by_agent(), "validation": validation.rows_by_agent()}
-    manifest = {**known, "inputs": [source], "outputs": outputs, "agents": agents}
-    write_manifest(manifest_file, manifest)
+    parts = _parts(rows_file, val_rows, stratify=stratify)
+    with only_one(out_dir / ".split.lock"):
+        whole, train, validation = _write(parts, out_dir, manifest_file, is_prefix=not stratify)
+        if whole.size != rows_file.stat().st_size:
+            raise changed(rows_file)
+        source = {key: value for key, value in whole.as_output(rows_file).items() if key != "rows"} | facts
+        outputs = [train.as_output(out_dir / TRAIN), validation.as_output(out_dir / VALIDATION)]
+        agents = {"train": train.rows_by_agent(), "validation": validation.rows_by_agent()}
+        manifest = {**known, "inputs": [source], "outputs": outputs, "agents": agents}
+        write_manifest(manifest_file, manifest)
     print(f"split: {out_dir} ({', '.join(reasons)}): {train.rows} rows to train on, {validation.rows} to validate")
     print(compare(agents["train"], agents["validation"]))
     return manifest
@@ -97,6 +87,18 @@ def _reasons(manifest_file: Path, known: Mapping[str, Any], rows_file: Path, fac
     return [f"inputs changed: {'; '.join(found)}"] if found else []
 
 
+def _parts(rows_file: Path, val_rows: int, *, stratify: bool) -> Iterator[tuple[Lines, int, bool]]:
+    """Return (lines, how many, whether they are for training); raises `DataError` when too few are left for that."""
+    cut = start_of_last_lines(rows_file, val_rows)
+    if cut is None:
+        total = sum(1 for _ in read_lines(rows_file))
+        got, expected = f"{total} rows", f"more than the {val_rows} that are held out for validation"
+        raise DataError(Problem(where=str(rows_file), got=got, expected=expected, fix="lower --val-rows"))
+    if stratify:
+        return _by_agent(rows_file, val_rows)
+    return read_blocks(rows_file, end_of_first=cut, num_buffers=MAX_BLOCKS + 1)
+
+
 def _write(
     parts: Iterator[tuple[Lines, int, bool]], out_dir: Path, manifest_file: Path, *, is_prefix: bool
 ) -> tuple[Content, Content, Content]:
@@ -105,25 +107,19 @@ def _write(
     `is_prefix` says that training comes first, so that its hash is the input's at the cut and need not be computed.
     """
     whole, train, validation = Content(), Content(), Content()
-    is_new = not out_dir.exists()
     files = [atomic_writer(out_dir / name, is_durable=False) for name in (TRAIN, VALIDATION)]
-    try:
-        with files[0] as train_rows, files[1] as validation_rows, Beside() as beside:
-            for block, num_lines, is_training in parts:
-                if is_prefix and not is_training and not validation.size:
-                    beside.wait()
-                    train = whole.copy()
-                part, rows = (train, train_rows) if is_training else (validation, validation_rows)
-                counted = [whole] if is_prefix and is_training else [whole, part]
-                beside.hash_and_write(block, counted, rows)
-                for content in counted:
-                    content.count(block, num_lines)
-            beside.wait()
-            manifest_file.unlink(missing_ok=True)  # without it, what is there does not count as complete
-    except DataError:
-        if is_new:
-            out_dir.rmdir()
-        raise
+    with files[0] as train_rows, files[1] as validation_rows, Beside() as beside:
+        for block, num_lines, is_training in parts:
+            if is_prefix and not is_training and not validation.size:
+                beside.wait()
+                train = whole.copy()
+            part, rows = (train, train_rows) if is_training else (validation, validation_rows)
+            counted = [whole] if is_prefix and is_training else [whole, part]
+            beside.hash_and_write(block, counted, rows)
+            for content in counted:
+                content.count(block, num_lines)
+        beside.wait()
+        manifest_file.unlink(missing_ok=True)  # without it, what is there does not count as complete
     return whole, train, validation
 
 
@@ -218,19 +214,16 @@ def compare(train: Mapping[str, int], validation: Mapping[str, int]) -> str:
     return "\n".join(lines)
 
 
+@exit_status
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.data.split", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--in", dest="rows", type=Path, required=True, help="JSONL file without placeholders")
     parser.add_argument("--out-dir", type=Path, required=True, help="directory of the two splits")
-    parser.add_argument("--val-rows", type=int, default=DEFAULT_VAL_ROWS, help="rows held out, from the end")
+    parser.add_argument("--val-rows", type=positive, default=DEFAULT_VAL_ROWS, help="rows held out, from the end")
     parser.add_argument("--stratify", choices=["agent"], help="hold out the last rows of each agent, in proportion")
     options = parser.parse_args(arguments)
-    try:
-        split(options.rows, options.out_dir, val_rows=options.val_rows, stratify=options.stratify is not None)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    split(options.rows, options.out_dir, val_rows=options.val_rows, stratify=options.stratify is not None)
     return 0
 
 

@@ -24,8 +24,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from recipes.grpo.errors import LaunchError, Problem, RecipeError
+from recipes.grpo.errors import LaunchError, Problem
+from tools.command_line import amount, exit_status, positive
 from tools.data.files import atomic_writer, write_atomically
+from tools.data.locks import only_one
 from tools.data.progress import duration
 from tools.images.sif_ledger import Ledger
 from tools.images.sif_list import Task, tasks_of_rows
@@ -192,6 +194,17 @@ def report(directory: Path, found: Sequence[Checked]) -> int:
     return 1 if bad else 0
 
 
+def box_of(options: argparse.Namespace) -> Box:
+    """Return how commands are run in images; raises `LaunchError` with every program that is missing."""
+    apptainer = (options.runner or ("apptainer" if shutil.which("apptainer") else "")) == "apptainer"
+    box = Box(apptainer=apptainer, network=options.network, seconds=options.timeout)
+    fix = "install it (Debian: siftool util-linux mount bubblewrap), or apptainer"
+    if missing := box.missing_tools:
+        raise LaunchError([Problem(where=tool, got="not on PATH", expected="it", fix=fix) for tool in missing])
+    return box
+
+
+@exit_status
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.images.sif_check", description=__doc__.split("\n", 1)[0])
@@ -202,27 +215,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="directory for row files with only the good instances")
     parser.add_argument("--runner", choices=("", "apptainer", "bwrap"), default="", help="default: what is there")
     parser.add_argument("--network", action="store_true", help="let tests use the network (without Apptainer)")
-    parser.add_argument("--workers", type=int, default=2, help="images at once")
-    parser.add_argument("--timeout", type=float, default=Box(apptainer=False).seconds, help="seconds of one command")
+    parser.add_argument("--workers", type=positive, default=2, help="images at once")
+    parser.add_argument("--timeout", type=amount, default=Box(apptainer=False).seconds, help="seconds of one command")
     options = parser.parse_args(arguments)
-    apptainer = (options.runner or ("apptainer" if shutil.which("apptainer") else "")) == "apptainer"
-    box = Box(apptainer=apptainer, network=options.network, seconds=options.timeout)
-    try:
-        if box.missing_tools:
-            fix = "install it (Debian: siftool util-linux mount bubblewrap), or apptainer"
-            missing = [Problem(where=tool, got="not on PATH", expected="it", fix=fix) for tool in box.missing_tools]
-            raise LaunchError(missing)
-        if not options.sif_dir.is_dir():
-            fix = "make the images first: `make sif SIF_DIR=...`"
-            raise LaunchError(Problem(where="SIF_DIR", got=str(options.sif_dir), expected="a directory", fix=fix))
-        tasks = tasks_of_rows(options.rows)
+    box = box_of(options)
+    if not options.sif_dir.is_dir():
+        fix = "make the images first: `make sif SIF_DIR=...`"
+        raise LaunchError(Problem(where="SIF_DIR", got=str(options.sif_dir), expected="a directory", fix=fix))
+    tasks = tasks_of_rows(options.rows)
+    with only_one(options.sif_dir / ".check.lock"):
         found = check_all(options, tasks, box)
         status = report(options.sif_dir, found)
-        if options.out:
-            write_good_rows(options.rows, {entry.instance for entry in found if not entry.cause}, options.out)
-    except RecipeError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    if options.out:
+        write_good_rows(options.rows, {entry.instance for entry in found if not entry.cause}, options.out)
     return status
 
 

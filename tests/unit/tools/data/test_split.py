@@ -15,6 +15,7 @@ import pytest
 from recipes.grpo.errors import DataError
 from tools.data import row_blocks
 from tools.data.files import atomic_writer
+from tools.data.locks import only_one
 from tools.data.row_blocks import NO_AGENT, Content, read_blocks, start_of_last_lines
 from tools.data.split import compare, main, share_out, split
 
@@ -89,7 +90,6 @@ def test_a_rerun_does_nothing_until_something_changes(tmp_path: Path, capsys: py
         (rows(3), 3, "got 3 rows, expected more than the 3"),
         (rows(1), 100, "got 1 rows, expected more than the 100"),
         (b"", 1, "got 0 rows"),
-        (rows(3), 0, "--val-rows: got 0, expected 1 or more"),
         (b"{}\n\n{}\n", 1, "rows.jsonl:2: got an empty line"),
         (b"\n{}\n{}\n", 1, "rows.jsonl:1: got an empty line"),
         (b"{}\n{}\n \t\n", 1, "rows.jsonl:3: got an empty line"),
@@ -106,6 +106,51 @@ def test_wrong_inputs_are_named_and_nothing_is_written(
     assert main(["--in", str(source), "--out-dir", str(tmp_path / "out"), "--val-rows", str(val_rows)]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "abc", "1.5", ""])
+def test_a_hold_out_of_no_rows_is_refused_before_anything_is_read(
+    value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([f"--val-rows={value}"])
+    assert f"--val-rows: got {value!r}, expected a whole number, 1 or more" in capsys.readouterr().err
+
+
+def test_a_second_split_at_the_same_time_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(rows(9))
+    arguments = ["--in", str(tmp_path / "rows.jsonl"), "--out-dir", str(tmp_path / "out"), "--val-rows", "2"]
+    with only_one(tmp_path / "out" / ".split.lock"):
+        assert main(arguments) == 2
+        assert ".split.lock: got another process at work here" in capsys.readouterr().err
+        assert [path.name for path in (tmp_path / "out").iterdir()] == [".split.lock"]
+    assert not (tmp_path / "out").exists()  # nothing was made in it
+    assert main(arguments) == 0
+
+
+LIMITED = """
+import resource, sys
+from tools.data.split import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_disk_that_takes_no_more_leaves_the_old_splits(tmp_path: Path) -> None:
+    source, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    source.write_bytes(rows(9))
+    split(source, out, val_rows=2)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    source.write_bytes(rows(2000))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[4])}
+    command = [sys.executable, "-c", LIMITED, "--in", str(source), "--out-dir", str(out), "--val-rows", "2"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == [
+        "split: got File too large, expected a disk and rights that allow it; "
+        "make room, or correct the path or its rights, and run it again; nothing was replaced"
+    ]
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
 def test_an_error_leaves_the_old_file(tmp_path: Path) -> None:

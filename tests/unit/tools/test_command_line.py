@@ -1,0 +1,67 @@
+"""How a command ends: one line for what was wrong, and the status that belongs to it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from recipes.grpo.errors import DataError, Problem, RunError
+from tools.command_line import amount, exit_status, positive
+
+
+def raising(error: BaseException) -> Callable[[], int]:
+    def main() -> int:
+        raise error
+
+    return exit_status(main)
+
+
+WRONG = Problem(where="a", got="b", expected="c", fix="d")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (DataError(WRONG), 2, "a: got b, expected c; d\n"),
+        (RunError("it ended"), 1, "it ended\n"),
+        (OSError(28, "No space left on device"), 2, "test_command_line: got No space left on device, expected"),
+        (KeyboardInterrupt(), 130, "interrupted; the same command starts again\n"),
+    ],
+)
+def test_each_error_has_its_line_and_its_status(
+    error: BaseException, status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert raising(error)() == status
+    printed = capsys.readouterr()
+    assert printed.err.startswith(said)
+    assert (printed.err.count("\n"), printed.out) == (1, "")
+
+
+def test_what_the_machine_refuses_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    @exit_status
+    def main() -> int:
+        return len(tmp_path.read_bytes())
+
+    assert main() == 2
+    assert capsys.readouterr().err.startswith(
+        f"{tmp_path}: got Is a directory, expected a disk and rights that allow it; "
+    )
+
+
+def test_a_mistake_of_the_program_keeps_its_trace() -> None:
+    with pytest.raises(ZeroDivisionError):
+        raising(ZeroDivisionError())()
+
+
+def test_numbers_of_things_and_amounts() -> None:
+    assert (positive("12"), amount("0.5"), amount("3")) == (12, 0.5, 3.0)
+    for read, wrong in (
+        (positive, ["0", "-1", "1.5", "x", "", "\u00b2"]),
+        (amount, ["0", "-1", "x", "", "nan", "inf"]),
+    ):
+        for text in wrong:
+            with pytest.raises(argparse.ArgumentTypeError, match="got"):
+                read(text)

@@ -1,0 +1,64 @@
+"""What command lines share: numbers that make sense, and an end with one message that says what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import ParamSpec
+
+from recipes.grpo.errors import InputError, Problem, RecipeError
+
+INTERRUPTED = 130  # what a shell makes of SIGINT
+
+Arguments = ParamSpec("Arguments")
+
+
+def positive(text: str) -> int:
+    """Read a number of things from the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number, 1 or more")
+    return int(text)
+
+
+def amount(text: str) -> float:
+    """Read what may be a fraction from the command line."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
+    return number
+
+
+def exit_status(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
+    """Make a command print what it raises: its own errors, what the machine refuses, an interrupt."""
+
+    @functools.wraps(main)
+    def ended(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
+        try:
+            return main(*args, **kwargs)
+        except RecipeError as error:
+            print(error, file=sys.stderr)
+            return error.exit_code
+        except OSError as error:
+            print(refused(error, Path(inspect.getfile(main)).stem), file=sys.stderr)
+            return InputError.exit_code
+        except KeyboardInterrupt:
+            print("interrupted; the same command starts again", file=sys.stderr)
+            return INTERRUPTED
+
+    return ended
+
+
+def refused(error: OSError, program: str) -> Problem:
+    """Return what the machine refused (a full disk, a file that may not be read) as one line a user can act on."""
+    where = str(error.filename) if error.filename else program
+    got = error.strerror or f"{type(error).__name__} {error}"
+    fix = "make room, or correct the path or its rights, and run it again; nothing was replaced"
+    return Problem(where=where, got=got, expected="a disk and rights that allow it", fix=fix)
