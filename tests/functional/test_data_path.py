@@ -112,10 +112,8 @@ def prepare(place: Path, data: Path, hub: Hub) -> subprocess.CompletedProcess[st
 
 
 def outputs(data: Path) -> dict[str, bytes]:
-    """Return every file below `data` but the lock."""
-    files = {str(path.relative_to(data)): path.read_bytes() for path in sorted(data.rglob("*")) if path.is_file()}
-    files.pop("rlvr1/.prepare.lock")
-    return files
+    """Return every file below `data`."""
+    return {str(path.relative_to(data)): path.read_bytes() for path in sorted(data.rglob("*")) if path.is_file()}
 
 
 def faults() -> list[object]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from recipes.grpo.errors import DataError, Problem
@@ -89,7 +89,7 @@ def _pools(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
         if entry.pass_rate is None:
             unrated[entry.domain] = unrated.get(entry.domain, 0) + 1
     if unrated:
-        fix = "run `make profile` to the end and give its file with --pass-rates"
+        fix = "run `make profile` to the end and give its file with --pass-rates, or remove those rows"
         raise DataError(
             [
                 Problem(where=domain, got=f"{count} rows without a pass rate", expected="one for every row", fix=fix)
@@ -134,13 +134,10 @@ def _nearest(ordered: Sequence[float], value: float) -> int:
     return at
 
 
-def choose(
-    entries: Sequence[Entry], count: int, *, seed: int, what: str, among: Callable[[Entry], bool]
-) -> frozenset[int]:
-    """Return the indices of `count` of the rows that `among` admits, or of all of them if there are fewer."""
+def choose(entries: Sequence[Entry], count: int, *, seed: int, what: str) -> frozenset[int]:
+    """Return the indices of `count` of the rows, which the seed and their ids decide."""
 
     def rank(entry: Entry) -> tuple[bytes, int]:
         return hashlib.blake2b(f"{seed}:{what}:{entry.row_id}".encode(), digest_size=8).digest(), entry.index
 
-    able = sorted(filter(among, entries), key=rank)
-    return frozenset(entry.index for entry in able[:count])
+    return frozenset(entry.index for entry in sorted(entries, key=rank)[:count])

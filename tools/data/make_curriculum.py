@@ -25,15 +25,17 @@ from recipes.grpo.data import row_id
 from recipes.grpo.errors import DataError, InputError, Problem
 from tools.command_line import exit_status
 from tools.data.curriculum import Entry, Gaussian, choose, gaussian_order, without_solved
+from tools.data.curriculum_settings import DEFAULT_SETTINGS, load_settings
 from tools.data.files import HashedWriter, require_file
+from tools.data.locks import only_one
 from tools.data.manifest import TOOL_VERSION, changes, describe, lineage_of, write_manifest
 from tools.data.parallel import Block, blocks_of, map_in_order
+from tools.data.row_blocks import line_at
 from tools.data.row_edits import cut_by, has_reasoning, is_marked, with_budget, with_marker, without_reasoning
 from tools.data.row_stats import pass_rate_of
 from tools.data.split import VALIDATION
 
 ROWS_AT_ONCE = 256  # in memory while the output is written
-DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "data" / "curriculum.yaml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,53 +65,28 @@ class IndexRows:
                 facts = (row_id(row), row["agent_ref"]["name"], pass_rate_of(row), has_reasoning(row))
                 rows.append(IndexedRow(Block(start, start + len(line)), *facts, is_marked(row, self.marker)))
             except (ValueError, TypeError, KeyError, AttributeError) as error:
-                where, got = (
-                    f"{self.path}: byte {start}",
-                    f"a row that cannot be read ({type(error).__name__}: {error})",
-                )
-                fix = "run `make data-validate`"
+                where = f"{self.path}:{line_at(self.path, start)}"
+                got, fix = f"a row that cannot be read ({type(error).__name__}: {error})", "run `make data-validate`"
                 raise DataError(Problem(where=where, got=got, expected="a valid row", fix=fix)) from error
             start += len(line)
         return rows
-
-
-def load_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the curriculum's settings; raises `DataError` for a key or a type that the file does not have."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    base: Any = OmegaConf.load(path)
-    try:
-        OmegaConf.set_struct(base, True)
-        for key in ("domains", "shares"):
-            OmegaConf.set_struct(base[key], False)
-        merged = OmegaConf.merge(base, OmegaConf.from_dotlist(list(overrides)))
-        settings: dict[str, Any] = OmegaConf.to_container(merged, resolve=True)  # type: ignore[assignment]
-    except OmegaConfBaseException as error:
-        got, fix = str(error).splitlines()[0], f"use the keys of {path}"
-        raise DataError(Problem(where="overrides", got=got, expected="KEY=VALUE of the file", fix=fix)) from error
-    for name in ("low_effort.share", "reasoning.strip", "reasoning.truncate"):
-        section, key = name.split(".")
-        if not 0 <= settings[section][key] <= 1:
-            raise DataError(
-                Problem(where=name, got=str(settings[section][key]), expected="a share from 0 to 1", fix="correct it")
-            )
-    return settings
 
 
 def make_curriculum(
     rows_file: Path, output: Path, settings: Mapping[str, Any], *, pass_rates: Path | None, tokenizer: Path | None
 ) -> dict[str, Any]:
     """Write `output` and its manifest unless they are up to date; return the manifest."""
-    for path in (rows_file, *([pass_rates] if pass_rates else [])):
-        require_file(path, fix="correct the path")
+    if output.resolve().parent == rows_file.resolve().parent:
+        fix = "give --out another directory"
+        raise InputError(Problem(where=str(output), got="the input's own directory", expected="another", fix=fix))
+    validation = rows_file.with_name(VALIDATION)
+    files = [rows_file, validation, pass_rates, tokenizer and tokenizer / "tokenizer.json"]
+    used = [file for file in files if file and (file != validation or file.is_file())]
+    for file in used:
+        require_file(file, fix="correct the path")
     manifest_file = output.with_name("manifest.json")
     origin = lineage_of(rows_file.with_name("manifest.json"))
-    inputs = [describe(rows_file, **({"made_by": origin} if origin else {}))]
-    if pass_rates:
-        inputs.append(describe(pass_rates))
-    if tokenizer:
-        inputs.append(describe(tokenizer / "tokenizer.json"))
+    inputs = [describe(file, **({"made_by": origin} if origin and file == rows_file else {})) for file in used]
     known = {"tool": "curriculum", "tool_version": TOOL_VERSION, "inputs": inputs, "parameters": dict(settings)}
     if not (reasons := changes(manifest_file, known)):
         print(f"curriculum: {output} is up to date")
@@ -131,17 +108,23 @@ def make_curriculum(
     ]
     kept = without_solved(entries, max_pass_rate=settings["filter"]["max_pass_rate"])
     order = gaussian_order(kept, Gaussian(**settings["gaussian"]), shares=settings["shares"], seed=settings["seed"])
+    if not order:
+        got = f"none of {len(rows)} rows below a pass rate of {settings['filter']['max_pass_rate']:g}"
+        raise DataError(Problem(where=str(rows_file), got=got, expected="rows to learn from", fix="profile other rows"))
     edits = Edits.chosen(order, rows, settings, tokenizer)
-    outputs = [_write(rows_file, output, order, rows, edits), *_copy_validation(rows_file, output)]
-    counts = {
-        "rows": len(rows),
-        "always_solved": len(entries) - len(kept),
-        "left_over": len(kept) - len(order),
-        **edits.counts(),
-        "domains": dict(sorted(Counter(entry.domain for entry in order).items())),
-    }
-    manifest = {**known, "counts": counts, "mean_pass_rates": means(order), "outputs": outputs}
-    write_manifest(manifest_file, manifest)
+    with only_one(output.with_name(".curriculum.lock")):
+        outputs = [_write(rows_file, output, order, rows, edits)]
+        if validation in used:
+            outputs.append(_copy(validation, output.with_name(VALIDATION)))
+        counts = {
+            "rows": len(rows),
+            "always_solved": len(entries) - len(kept),
+            "left_over": len(kept) - len(order),
+            **edits.counts(),
+            "domains": dict(sorted(Counter(entry.domain for entry in order).items())),
+        }
+        manifest = {**known, "counts": counts, "mean_pass_rates": means(order), "outputs": outputs}
+        write_manifest(manifest_file, manifest)
     print(f"curriculum: {output} ({', '.join(reasons)}): {len(order)} of {len(rows)} rows, {_told(counts)}")
     return manifest
 
@@ -162,25 +145,16 @@ class Edits:
     ) -> Edits:
         """Draw the rows; marks that are there already count."""
         seed, low, reasoning = settings["seed"], settings["low_effort"], settings["reasoning"]
-        missing = round(low["share"] * len(order)) - sum(rows[entry.index].is_marked for entry in order)
-        marked = choose(
-            order,
-            max(0, missing),
-            seed=seed,
-            what="low effort",
-            among=lambda entry: entry.domain in low["domains"] and not rows[entry.index].is_marked,
-        )
+        missing = max(0, round(low["share"] * len(order)) - sum(rows[entry.index].is_marked for entry in order))
+        able = [entry for entry in order if entry.domain in low["domains"] and not rows[entry.index].is_marked]
+        if missing > len(able):
+            got, fix = f"{missing} rows to mark, {len(able)} of these domains", "lower it, or name more domains"
+            raise DataError(Problem(where="low_effort.share", got=got, expected="enough rows", fix=fix))
+        marked = choose(able, missing, seed=seed, what="low effort")
         able = [entry for entry in order if entry.has_reasoning]
-        stripped = choose(
-            able, round(reasoning["strip"] * len(able)), seed=seed, what="strip", among=lambda entry: True
-        )
-        truncated = choose(
-            able,
-            round(reasoning["truncate"] * len(able)),
-            seed=seed,
-            what="truncate",
-            among=lambda entry: entry.index not in stripped,
-        )
+        stripped = choose(able, round(reasoning["strip"] * len(able)), seed=seed, what="strip")
+        left = [entry for entry in able if entry.index not in stripped]
+        truncated = choose(left, round(reasoning["truncate"] * len(able)), seed=seed, what="truncate")
         if truncated and tokenizer is None:
             fix = "give the model's directory, or set reasoning.truncate=0"
             raise DataError(Problem(where="--tokenizer", got="nothing", expected="what counts the budgets", fix=fix))
@@ -214,12 +188,15 @@ def read_pass_rates(path: Path) -> dict[str, float]:
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             entry = orjson.loads(line)
-            if entry["pass_rate"] is not None:
-                rates[str(entry["row_id"])] = float(entry["pass_rate"])
+            row, rate = str(entry["row_id"]), entry["pass_rate"]
+            if rate is not None and not 0 <= rate <= 1:
+                raise ValueError(f"pass_rate {rate}")
         except (ValueError, TypeError, KeyError) as error:
-            expected, fix = "row_id and pass_rate", "give the file that `make profile` wrote"
-            problem = Problem(where=f"{path}:{number}", got=str(error), expected=expected, fix=fix)
-            raise DataError(problem) from error
+            got, expected = f"{type(error).__name__} ({error})", "row_id, and pass_rate from 0 to 1"
+            fix = "give the file that `make profile` wrote"
+            raise DataError(Problem(where=f"{path}:{number}", got=got, expected=expected, fix=fix)) from error
+        if rate is not None:
+            rates[row] = float(rate)
     return rates
 
 
@@ -248,18 +225,11 @@ def _write(
     return writer.as_output(output, rows=len(order))
 
 
-def _copy_validation(rows_file: Path, output: Path) -> list[dict[str, Any]]:
-    """Copy the validation rows that lie beside the training rows, if there are any."""
-    source, target = rows_file.with_name(VALIDATION), output.with_name(VALIDATION)
-    if not source.is_file():
-        return []
-    if source.resolve() == target.resolve():
-        fix = "give --out another directory"
-        raise InputError(Problem(where=str(output), got="the input's own directory", expected="another", fix=fix))
+def _copy(source: Path, target: Path) -> dict[str, Any]:
+    content = source.read_bytes()
     with HashedWriter.open(target) as writer:
-        content = source.read_bytes()
         writer.write(content)
-    return [writer.as_output(target, rows=content.count(b"\n"))]
+    return writer.as_output(target, rows=len(content.splitlines()))
 
 
 def _told(counts: Mapping[str, Any]) -> str:
@@ -274,7 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="file to write, in a directory of its own")
     parser.add_argument("--pass-rates", type=Path, help="file of `make profile`; left out: those in the rows")
     parser.add_argument("--tokenizer", type=Path, help="Hugging Face directory that counts reasoning budgets")
-    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="settings of the curriculum")
+    parser.add_argument("--config", type=Path, default=DEFAULT_SETTINGS, help="settings of the curriculum")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings, the last wins")
     options = parser.parse_intermixed_args(arguments)
     settings = load_settings(options.config, options.overrides)

@@ -16,8 +16,8 @@ from pathlib import Path
 from recipes.grpo.config import load_config, require_runnable
 from recipes.grpo.data import PromptDataset
 from recipes.grpo.derive import derive
-from recipes.grpo.errors import RecipeError
 from recipes.grpo.stages import config_path, find_stage
+from tools.command_line import exit_status, positive
 from tools.data.files import require_file
 from tools.data.profile_ledger import Ledger, what_is_measured
 from tools.launch.local import Job, supervise
@@ -30,6 +30,7 @@ SETTINGS = (  # a profile validates nothing
 )
 
 
+@exit_status
 def main(arguments: list[str] | None = None) -> int:
     """Run the profile: 0 when every row has a pass rate, 1 when one has no verdict, 2 for a wrong input."""
     parser = argparse.ArgumentParser(prog="python -m tools.data.profile_rows", description=__doc__.split("\n", 1)[0])
@@ -39,43 +40,39 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, required=True, help="checkpoint in Hugging Face format")
     parser.add_argument("--data", type=Path, required=True, help="rows to profile")
     parser.add_argument("--run-dir", type=Path, required=True, help="directory of the result and the logs")
-    parser.add_argument("--samples", type=int, default=8, help="answers per row")
+    parser.add_argument("--samples", type=positive, default=8, help="answers per row")
     parser.add_argument("--pass-reward", type=float, default=1.0, help="smallest reward that counts as solved")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="configuration overrides, the last wins")
     args = parser.parse_intermixed_args(arguments)
     run_dir = args.run_dir.resolve()
-    try:
-        require_file(args.data, fix="make the data, or correct --data")
-        overrides = [
-            f"policy.model_name={args.model.resolve()}",
-            f"data.train.data_path={args.data.resolve()}",
-            *SETTINGS,
-            *args.overrides,
-        ]
-        config = args.config or config_path(
-            find_stage(args.stage), os.environ.get("SCALE", "prod"), os.environ.get("PLATFORM", "h100")
-        )
-        checked = require_runnable(load_config(config, overrides))
-        measured = what_is_measured(checked, args.data, samples=args.samples, pass_reward=args.pass_reward)
-        ledger = Ledger.open(run_dir, measured)
-        if ledger.result.is_file() and len(ledger.entries) == len(PromptDataset(args.data)):
-            print(f"profile: {ledger.result} is up to date")
-            return 0
-        derived = derive(checked)
-        options = {
-            "--config": config,
-            "--run-dir": run_dir,
-            "--data": args.data.resolve(),
-            "--samples": args.samples,
-            "--pass-reward": args.pass_reward,
-        }
-        pairs = [str(word) for pair in options.items() for word in pair]
-        command = (sys.executable, "-u", "-m", "tools.data.profile_driver", *pairs, *overrides)
-        num_units = derived.num_engines * derived.gpus_per_engine
-        return supervise(Job(run_dir=run_dir, command=command, num_units=num_units))
-    except RecipeError as error:
-        print(f"profile: {error}", file=sys.stderr)
-        return error.exit_code
+    require_file(args.data, fix="make the data, or correct --data")
+    overrides = [
+        f"policy.model_name={args.model.resolve()}",
+        f"data.train.data_path={args.data.resolve()}",
+        *SETTINGS,
+        *args.overrides,
+    ]
+    config = args.config or config_path(
+        find_stage(args.stage), os.environ.get("SCALE", "prod"), os.environ.get("PLATFORM", "h100")
+    )
+    checked = require_runnable(load_config(config, overrides))
+    measured = what_is_measured(checked, args.data, samples=args.samples, pass_reward=args.pass_reward)
+    ledger = Ledger.open(run_dir, measured)
+    if ledger.result.is_file() and len(ledger.entries) == len(PromptDataset(args.data)):
+        print(f"profile: {ledger.result} is up to date")
+        return 0
+    derived = derive(checked)
+    options = {
+        "--config": config,
+        "--run-dir": run_dir,
+        "--data": args.data.resolve(),
+        "--samples": args.samples,
+        "--pass-reward": args.pass_reward,
+    }
+    pairs = [str(word) for pair in options.items() for word in pair]
+    command = (sys.executable, "-u", "-m", "tools.data.profile_driver", *pairs, *overrides)
+    num_units = derived.num_engines * derived.gpus_per_engine
+    return supervise(Job(run_dir=run_dir, command=command, num_units=num_units))
 
 
 if __name__ == "__main__":

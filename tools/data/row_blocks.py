@@ -110,6 +110,16 @@ def _whole_lines(path: Path, file: FileIO, buffer: memoryview, *, is_last: bool)
         return again.read(len(block)) + again.readline()
 
 
+def line_at(path: Path, position: int) -> int:
+    """Return the number, from 1, of the line that begins at byte `position`."""
+    number = 1
+    with path.open("rb") as file:
+        while position > 0 and (block := file.read(min(position, BLOCK))):
+            position -= len(block)
+            number += block.count(b"\n")
+    return number
+
+
 def changed(path: Path) -> DataError:
     """Return the error of an input that is not what it was a moment ago."""
     return DataError(

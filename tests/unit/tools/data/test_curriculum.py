@@ -13,7 +13,8 @@ import pytest
 from recipes.grpo.data import row_id
 from recipes.grpo.errors import DataError
 from tools.data.curriculum import Entry, Gaussian, choose, gaussian_order, without_solved
-from tools.data.make_curriculum import DEFAULT_CONFIG, load_settings, main
+from tools.data.curriculum_settings import DEFAULT_SETTINGS, load_settings
+from tools.data.make_curriculum import main
 from tools.data.row_edits import has_reasoning, is_marked, with_budget, with_marker, without_reasoning
 
 MARKER = "\n\n{reasoning effort: low}"
@@ -111,12 +112,11 @@ def test_rows_without_a_pass_rate_are_counted_by_domain() -> None:
 
 def test_choices_are_exact_and_follow_the_row_not_its_place() -> None:
     rows = entries(100)
-    chosen = choose(rows, 30, seed=1, what="strip", among=lambda entry: entry.index % 2 == 0)
+    chosen = choose(rows, 30, seed=1, what="strip")
     assert len(chosen) == 30
-    assert all(index % 2 == 0 for index in chosen)
-    assert choose(rows[::-1], 30, seed=1, what="strip", among=lambda entry: entry.index % 2 == 0) == chosen
-    assert choose(rows, 30, seed=2, what="strip", among=lambda entry: entry.index % 2 == 0) != chosen
-    assert len(choose(rows, 80, seed=1, what="strip", among=lambda entry: entry.index < 20)) == 20
+    assert choose(rows[::-1], 30, seed=1, what="strip") == chosen
+    assert choose(rows, 30, seed=2, what="strip") != chosen
+    assert choose(rows, 30, seed=1, what="truncate") != chosen
 
 
 def conversation(*items: dict[str, Any], **params: Any) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def test_the_command_writes_the_order_and_says_what_it_did(tmp_path: Path, capsy
         "domains": {"math": 27, "stem_qa": 9},
     }
     assert manifest["parameters"]["seed"] == 42
-    assert [entry["file"] for entry in manifest["inputs"]] == ["train-split.jsonl", "rates.jsonl"]
+    assert [entry["file"] for entry in manifest["inputs"]] == ["train-split.jsonl", "val-split.jsonl", "rates.jsonl"]
     assert (tmp_path / "out/val-split.jsonl").read_bytes() == b'{"v": 1}\n'
     before = (tmp_path / "out/train-split.jsonl").read_bytes()
     capsys.readouterr()
@@ -240,9 +240,29 @@ def test_budgets_need_a_tokenizer_and_use_it(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("gaussian.sdt=0.1", "overrides: got Key 'sdt' is not in struct"),
-        ("reasoning.strip=1.5", "reasoning.strip: got 1.5, expected a share from 0 to 1"),
+        (
+            "gaussian.sdt=0.1",
+            "gaussian: got Additional properties are not allowed ('sdt' was unexpected), expected the",
+        ),
+        ("gaussian.prompts_per_step=0", "gaussian.prompts_per_step: got 0, expected an integer >= 1"),
+        ("gaussian.prompts_per_step=1.5", "gaussian.prompts_per_step: got 1.5, expected an integer >= 1"),
+        ("gaussian.std=wide", 'gaussian.std: got "wide", expected a number > 0'),
+        ("gaussian=3", "gaussian: got 3, expected a block of keys"),
+        ("gaussian=", "gaussian: got nothing after '='"),
+        ("seed=abc", 'seed: got "abc", expected an integer'),
+        ("filter.max_pass_rate=0", "filter.max_pass_rate: got 0, expected a number > 0 and <= 1"),
+        ("reasoning.strip=1.5", "reasoning.strip: got 1.5, expected a number >= 0 and <= 1"),
+        ("reasoning={strip: 0.6, truncate: 0.6, budgets: [1]}", "reasoning: got 1.2, expected strip and truncate that"),
+        ("reasoning={strip: 0, truncate: 0.1, budgets: []}", "reasoning.budgets: got []"),
         ("shares={math: 0.5}", "a sum of 0.5"),
+        ("shares={math: half}", 'shares.math: got "half", expected a number > 0 and <= 1'),
+        ("domains={math: mcqa_simple_agent}", 'domains.math: got "mcqa_simple_agent", expected a list of texts'),
+        ("domains={math: [a, b], code: [b]}", "domains: got b twice, expected each agent once"),
+        (
+            "low_effort={share: 0.5, domains: [stem_qa], marker: m}",
+            "low_effort.share: got 18 rows to mark, 9 of these domains",
+        ),
+        ("low", "overrides: got low, expected KEY=VALUE"),
     ],
 )
 def test_wrong_settings_are_named(
@@ -254,7 +274,81 @@ def test_wrong_settings_are_named(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "x.yaml: got No such file or directory, expected a readable YAML file"),
+        ("a: [", "x.yaml:2: got "),
+        ("seed: 1\nseed: 2\n", "x.yaml:2: seed: got the key a second time"),
+        ("seed: 1\n", "x.yaml: got 'filter' is a required property, expected the keys seed, filter, gaussian"),
+    ],
+)
+def test_a_wrong_file_of_settings_is_named(
+    tmp_path: Path, content: str | None, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path)
+    if content is not None:
+        (tmp_path / "x.yaml").write_text(content)
+    assert main([*command(tmp_path)[:-1], "--config", str(tmp_path / "x.yaml")]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            '{"row_id": "a", "pass_rate": 50}',
+            "rates.jsonl:41: got ValueError (pass_rate 50), expected row_id, and pass_",
+        ),
+        ('{"row_id": "a"}', "rates.jsonl:41: got KeyError ('pass_rate')"),
+        ("[]", "rates.jsonl:41: got TypeError"),
+        ("{", "rates.jsonl:41: got JSONDecodeError"),
+    ],
+)
+def test_a_wrong_profile_is_named(tmp_path: Path, line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(tmp_path)
+    with (tmp_path / "rates.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    assert main(command(tmp_path)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_profile_in_which_all_is_solved_leaves_nothing_to_learn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = write_rows(tmp_path)
+    solved = [json.dumps({"row_id": row_id(row), "pass_rate": 1.0}) + "\n" for row in rows]
+    (tmp_path / "rates.jsonl").write_text("".join(solved))
+    assert main(command(tmp_path)) == 2
+    assert "in/train-split.jsonl: got none of 40 rows below a pass rate of 1" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_and_places_that_do_not_fit_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(tmp_path)
+    with (tmp_path / "in/train-split.jsonl").open("a") as file:
+        file.write('{"agent_ref": {}}\n')
+    assert main(command(tmp_path)) == 2
+    assert "in/train-split.jsonl:41: got a row that cannot be read (KeyError: 'name')" in capsys.readouterr().err
+    (tmp_path / "in/val-split.jsonl").unlink()  # also without it, an output beside the input would take its manifest
+    arguments = command(tmp_path)
+    arguments[3] = str(tmp_path / "in/ordered.jsonl")
+    assert main(arguments) == 2
+    assert "ordered.jsonl: got the input's own directory" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "in").iterdir()] == ["train-split.jsonl"]
+
+
+def test_changed_validation_rows_are_copied_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(tmp_path)
+    assert main(command(tmp_path)) == 0
+    (tmp_path / "in/val-split.jsonl").write_bytes(b'{"v": 2}')
+    assert main(command(tmp_path)) == 0
+    assert "inputs changed: val-split.jsonl.bytes was 9, is 8" in capsys.readouterr().out
+    assert (tmp_path / "out/val-split.jsonl").read_bytes() == b'{"v": 2}'
+    assert json.loads((tmp_path / "out/manifest.json").read_text())["outputs"][1]["rows"] == 1
+
+
 def test_the_committed_settings_load() -> None:
-    settings = load_settings(DEFAULT_CONFIG, [])
+    settings = load_settings(DEFAULT_SETTINGS, [])
     assert settings["low_effort"]["marker"] == MARKER
     Gaussian(**settings["gaussian"])
