@@ -1,4 +1,4 @@
-"""A hub on loopback: the endpoints a data set download uses, with faults that a test plans.
+"""A hub on loopback, and GitHub's raw address: the endpoints that downloads use, with faults that a test plans.
 
 A fault is a function that is given the request's handler and returns True when it has answered itself. Faults of a
 path are used up in order; after them the hub is well.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import socket
 import struct
@@ -17,14 +18,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
 Fault = Callable[["Handler"], bool]
 
 LISTING = re.compile(r"/api/datasets/([^/]+/[^/]+)/paths-info/([^/]+)")
-TREE = re.compile(r"/api/datasets/([^/]+/[^/]+)/tree/([0-9a-f]{40})\?.*")
-BRANCH = re.compile(r"/api/datasets/([^/]+/[^/]+)/revision/main")
+INFO = re.compile(r"/api/datasets/([^/]+/[^/]+)/revision/([^/?]+)\?blobs=true")
 CONTENT = re.compile(r"/datasets/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 STORE = re.compile(r"/store/([0-9a-f]+)")
 
@@ -39,9 +40,11 @@ class Hub:
     small: set[str] = field(default_factory=set)  # files kept in git itself, without a sha256
     raw: dict[str, bytes] = field(default_factory=dict)  # path -> content, as GitHub's raw address serves it
     token: str | None = None
-    faults: dict[str, list[Fault]] = field(default_factory=lambda: defaultdict(list))  # "list" or "get"
-    requests: list[str] = field(default_factory=list)  # "list", "get", "get 100-" per request
+    faults: dict[str, list[Fault]] = field(default_factory=lambda: defaultdict(list))  # "list", "info", "get", "raw"
+    requests: list[str] = field(default_factory=list)  # one of those per request, as "get 100-" where a part is asked
+    with_token: set[str] = field(default_factory=set)  # those of them that came with one
     url: str = ""
+    store: str = ""  # address of the hub that gives out large files; empty: this one
 
     def entry(self, name: str) -> dict[str, Any]:
         content = self.files[name]
@@ -77,58 +80,65 @@ class Handler(BaseHTTPRequestHandler):
     def answer_json(self, value: object) -> None:
         self.answer(200, json.dumps(value).encode(), Content_Type="application/json")
 
-    def refused(self, kind: str) -> bool:
+    def refused(self, kind: str, content: bytes = b"") -> bool:
+        """Note a request; return whether a fault or the lack of a token has answered it."""
+        start = self.start()
+        self.content = content
+        self.hub.requests.append(f"{kind} {start}-" if start else kind)
+        if "Authorization" in self.headers:
+            self.hub.with_token.add(kind)
         faults = self.hub.faults[kind]
         if faults and faults.pop(0)(self):
             return True
-        if self.hub.token and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
+        if self.hub.token and kind != "raw" and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
             return self.answer(401, b"Invalid username or password.")
         return False
 
+    def unknown(self, dataset: str, revision: str) -> bool:
+        if dataset != self.hub.dataset:
+            return self.answer(404, b"{}", X_Error_Code="RepoNotFound")
+        if unquote(revision) not in (self.hub.commit, "main"):
+            return self.answer(404, b"{}", X_Error_Code="RevisionNotFound")
+        return False
+
     def do_POST(self) -> None:
-        self.hub.requests.append("list")
         form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
         found = LISTING.fullmatch(self.path)
         assert found
-        if self.refused("list"):
-            return
-        if found[1] != self.hub.dataset:
-            self.answer(404, b"{}", X_Error_Code="RepoNotFound")
-        elif unquote(found[2]) != self.hub.commit:
-            self.answer(404, b"{}", X_Error_Code="RevisionNotFound")
-        else:
+        if not self.refused("list") and not self.unknown(found[1], found[2]):
             self.answer_json([self.hub.entry(name) for name in form["paths"] if name in self.hub.files])
 
     def do_GET(self) -> None:
-        if (name := unquote(self.path).lstrip("/")) in self.hub.raw:
-            assert "Authorization" not in self.headers  # the hub's token is nobody else's business
-            self.send_part(self.hub.raw[name])
-            return
-        if TREE.fullmatch(self.path):
-            self.answer_json([self.hub.entry(name) for name in self.hub.files])
-            return
-        if BRANCH.fullmatch(self.path):
-            self.answer_json({"id": self.hub.dataset, "sha": self.hub.commit})
-            return
-        if found := CONTENT.fullmatch(self.path):
+        if found := INFO.fullmatch(self.path):
+            if not self.refused("info") and not self.unknown(found[1], found[2]):
+                self.answer_json({"id": found[1], "sha": self.hub.commit, "siblings": self.siblings()})
+        elif found := CONTENT.fullmatch(self.path):
             name = unquote(found[3])
             headers = {"X_Repo_Commit": self.hub.commit, "X_Linked_Etag": f'"{self.hub.etag(name)}"'}
             if name in self.hub.small:
-                self.send_content(name, **headers)
+                self.send_content("get", self.hub.files[name], **headers)
             else:  # large files lie elsewhere
-                self.answer(302, Location=f"{self.hub.url}/store/{self.hub.etag(name)}", **headers)
-            return
-        stored = STORE.fullmatch(self.path)
-        assert stored
-        self.send_content(next(name for name in self.hub.files if self.hub.etag(name) == stored[1]))
+                self.answer(302, Location=f"{self.hub.store or self.hub.url}/store/{self.hub.etag(name)}", **headers)
+        elif found := STORE.fullmatch(self.path):
+            self.send_content(
+                "get", next(content for name, content in self.hub.files.items() if self.hub.etag(name) == found[1])
+            )
+        elif (name := unquote(self.path).lstrip("/")) in self.hub.raw:
+            self.send_content("raw", self.hub.raw[name])
+        elif not self.path.startswith("/api/") and not self.refused("raw"):
+            self.answer(404, b"404: Not Found")
 
-    def send_content(self, name: str, **headers: str) -> None:
-        start = self.start()
-        self.hub.requests.append(f"get {start}-" if start else "get")
-        self.content = self.hub.files[name]
-        if self.refused("get"):
-            return
-        self.send_part(self.hub.files[name], **headers)
+    def siblings(self) -> list[dict[str, Any]]:
+        """Return the entries of all files under the other names that this answer of the hub has for them."""
+        found = []
+        for entry in (self.hub.entry(name) for name in self.hub.files):
+            lfs = {"lfs": {**entry["lfs"], "sha256": entry["lfs"]["oid"]}} if "lfs" in entry else {}
+            found.append({"rfilename": entry["path"], "size": entry["size"], "blobId": entry["oid"], **lfs})
+        return found
+
+    def send_content(self, kind: str, content: bytes, **headers: str) -> None:
+        if not self.refused(kind, content):
+            self.send_part(content, **headers)
 
     def send_part(self, content: bytes, **headers: str) -> None:
         start = self.start()
@@ -180,6 +190,13 @@ def broken_off(share: float, *, reset: bool = False) -> Fault:
     return lambda handler: truncated(
         handler.content, int(share * (len(handler.content) - handler.start())), reset=reset
     )(handler)
+
+
+def environment(place: Path, hub: Hub, **more: str) -> dict[str, str]:
+    """Return the environment of a program that knows no other host than `hub`."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING", "http", "HTTP"))}
+    here = {"HF_ENDPOINT": hub.url, "GITHUB_RAW_ENDPOINT": hub.url, "HF_HOME": str(place / "home")}
+    return {**kept, **here, "no_proxy": "127.0.0.1", **more}
 
 
 @contextmanager

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import random
 import subprocess
 import sys
@@ -14,11 +12,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 import pytest
 import yaml
-from loopback_hub import Handler, Hub, running_hub, status, truncated
-from pyarrow import parquet
+from loopback_hub import Handler, Hub, environment, running_hub, status, truncated
 
 pytestmark = pytest.mark.functional
 
@@ -50,11 +46,6 @@ def write_blends(place: Path, *, revision: str | None = COMMIT, rows: int = 3000
 def command(place: Path, *arguments: str) -> list[str]:
     fixed = ["--blend", "rlvr1", "--out", str(place / "raw"), "--blends", str(place / "blends.yaml")]
     return [sys.executable, "-m", "tools.data.download", *fixed, "--back-off", "0.01", *arguments]
-
-
-def environment(place: Path, hub: Hub, **more: str) -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING", "http", "HTTP"))}
-    return {**kept, "HF_ENDPOINT": hub.url, "HF_HOME": str(place / "home"), "no_proxy": "127.0.0.1", **more}
 
 
 def download(place: Path, hub: Hub, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -265,45 +256,3 @@ def test_another_number_of_rows_than_published_is_an_error(place: Path, hub: Hub
     result = download(place, hub)
     assert result.returncode == 2
     assert "rlvr1.jsonl: got 3000 rows, expected 2999, as published" in result.stderr
-
-
-def fill(place: Path, hub: Hub, *arguments: str) -> subprocess.CompletedProcess[str]:
-    files = ["--in", str(place / "b.jsonl"), "--out", str(place / "f.jsonl"), "--sources", str(place / "s.yaml")]
-    return subprocess.run(
-        [sys.executable, "-m", "tools.data.fill", *files, *arguments],
-        cwd=ROOT,
-        env=environment(place, hub),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def test_questions_come_from_a_pinned_source_and_a_branch_only_on_request(place: Path, hub: Hub) -> None:
-    content = io.BytesIO()
-    records = [{"prompt": [{"content": f"q{n}"}], "reward_model": {"ground_truth": str(n)}} for n in range(3)]
-    parquet.write_table(pyarrow.Table.from_pylist(records), content)
-    hub.files["data/math-00000-of-00001.parquet"] = content.getvalue()
-    source = {"dataset": DATASET, "split": "math", "style": "skywork", "revision": "main"}
-    source |= {"question": ["prompt", 0, "content"], "answer": ["reward_model", "ground_truth"]}
-    reference = {"row": 2, "question_template": "Solve: {question}"}
-    (place / "b.jsonl").write_text(json.dumps({"dataset": "m", "_hf_placeholder": reference}) + "\n")
-    (place / "s.yaml").write_text(yaml.safe_dump({"sources": {"m": source}}))
-
-    refused = fill(place, hub)
-    assert refused.returncode == 2
-    assert "sources.m.revision: got 'main', expected a commit" in refused.stderr
-    assert hub.requests == []
-
-    moving = fill(place, hub, "--allow-moving-revision")
-    assert moving.returncode == 0, moving
-    assert json.loads((place / "f.jsonl").read_text())["question"] == "q2"
-    recorded = json.loads((place / "f.jsonl.manifest.json").read_text())["parameters"]["sources"]["m"]
-    assert (recorded["revision"], recorded["moving_revision"]) == (COMMIT, "main")
-
-    (place / "s.yaml").write_text(yaml.safe_dump({"sources": {"m": source | {"revision": COMMIT}}}))
-    pinned = fill(place, hub)
-    assert "parameters changed" in pinned.stdout
-    assert hub.requests.count("get") == 1  # the file was there already
-    assert "up to date" in fill(place, hub).stdout

@@ -22,7 +22,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from loopback_hub import Hub, running_hub
+from loopback_hub import Hub, environment, running_hub
 from loopback_registry import Faults, Pusher, busybox_root, layer, login, start_proxy, start_registry
 
 pytestmark = pytest.mark.functional
@@ -260,28 +260,32 @@ def test_a_registry_that_wants_a_password_is_named(site, tmp_path):
     assert f"{EXAMPLES[0].instance}: access: " in result.stdout and "`docker login`" in result.stdout
 
 
-LIST_ALL = """
-import sys
-from pathlib import Path
-from tools.data.hub import Patience
-from tools.images import sif_datasets
-sif_datasets.SPLITS = {"R2E-Gym/R2E-Gym-Subset": "train"}
-for task in sif_datasets.tasks_of_datasets(Path(sys.argv[1]), Patience(first_seconds=0.01)):
-    print(task.instance, task.reference, task.file)
-"""
+def list_all(place: Path, hub: Hub, revision: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Ask for the images of all instances of one data set, at a registry where nothing listens."""
+    entry = {"revision": revision, "split": "train", "instances": 2}
+    (place / "table.yaml").write_text(json.dumps({"datasets": {"R2E-Gym/R2E-Gym-Subset": entry}}))
+    command = [sys.executable, "-m", "tools.images.sif", "--sif-dir", str(place / "sif"), "--all", "--check-only"]
+    command += ["--datasets", str(place / "table.yaml"), "--mirror", "127.0.0.1:1", "--attempts", "1", *words]
+    environ = environment(place, hub)
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_all_instances_of_a_data_set_are_found(tmp_path):
     table = pa.table({"docker_image": ["namanjain12/numpy_final:0a", "namanjain12/pandas_final:1b"], "x": [1, 2]})
     pq.write_table(table, tmp_path / "table")
     files = {"data/train-00000-of-00001.parquet": (tmp_path / "table").read_bytes(), "README.md": b"x"}
-    commit = "d" * 40
+    commit, nowhere = "d" * 40, Hub("", "", url="http://127.0.0.1:1")
+    unreached = list_all(tmp_path, nowhere, commit)
+    assert unreached.returncode == 2
+    assert "no connection to 127.0.0.1" in unreached.stderr and "HF_ENDPOINT" in unreached.stderr
     with running_hub(Hub("R2E-Gym/R2E-Gym-Subset", commit, files)) as hub:
-        environ = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "no_proxy": "127.0.0.1"}
-        command = [sys.executable, "-c", LIST_ALL, str(tmp_path / "tables")]
-        result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
-    assert result.stdout.splitlines()[-3:] == [
-        f"sif: R2E-Gym/R2E-Gym-Subset@{commit}: 2 instances so far",
-        "numpy_final_0a docker.io/namanjain12/numpy_final:0a r2egym_numpy_final_0a.sif",
-        "pandas_final_1b docker.io/namanjain12/pandas_final:1b r2egym_pandas_final_1b.sif",
-    ], result.stdout + result.stderr
+        refused = list_all(tmp_path, hub, "main")
+        assert refused.returncode == 2 and hub.requests == []
+        assert "datasets.R2E-Gym/R2E-Gym-Subset.revision: got 'main', expected a commit" in refused.stderr
+        followed = list_all(tmp_path, hub, "main", "--allow-moving-revision")
+    assert f"R2E-Gym/R2E-Gym-Subset main is at {commit}" in followed.stdout
+    pinned = list_all(tmp_path, nowhere, commit)  # the table is there
+    for result in (followed, pinned):
+        assert f"sif: R2E-Gym/R2E-Gym-Subset@{commit}: 2 instances so far" in result.stdout, result
+        assert "sif: 2 images needed, 0 there, 2 to make" in result.stdout
+        assert "numpy_final_0a: " in result.stdout and "pandas_final_1b: " in result.stdout

@@ -16,8 +16,10 @@ from typing import Any
 
 from recipes.grpo.errors import DataError, InputError, Problem
 from tools.data.blends import BLENDS_FILE, Blend, is_commit, load_blends, moving_revision
-from tools.data.hub import HubFile, Patience, download_file, list_files
+from tools.data.host import Patience
+from tools.data.hub import list_files
 from tools.data.manifest import TOOL_VERSION, changes, manifest_of, write_manifest
+from tools.data.transfer import RemoteFile, download_file
 
 
 def find_blend(name: str, blends_file: Path, revision: str | None) -> Blend:
@@ -55,7 +57,7 @@ def _known(dataset: str, revision: str, name: str) -> dict[str, Any]:
     return {"tool": "download", "tool_version": TOOL_VERSION, "parameters": parameters}
 
 
-def _download_one(file: HubFile, out: Path, rows: int | None, patience: Patience) -> None:
+def _download_one(file: RemoteFile, out: Path, rows: int | None, patience: Patience) -> None:
     target = out / file.name
     received = download_file(file, target, patience)
     if rows is not None and received.rows != rows:
@@ -63,7 +65,7 @@ def _download_one(file: HubFile, out: Path, rows: int | None, patience: Patience
         fix = "the commit holds other rows than the blends file says; correct one of the two"
         raise DataError(Problem(where=str(target), got=got, expected=expected, fix=fix))
     output = {"file": target.name, "sha256": received.sha256, "bytes": received.size, "rows": received.rows}
-    known = _known(file.dataset, file.revision, file.name)
+    known = _known(file.repository, file.revision, file.name)
     write_manifest(manifest_of(target), {**known, "hub_hash": file.identity, "outputs": [output]})
 
 

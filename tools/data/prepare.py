@@ -15,7 +15,7 @@ from recipes.grpo.errors import RecipeError
 from tools.data.blends import BLENDS_FILE
 from tools.data.download import download, find_blend
 from tools.data.fill import DEFAULT_SOURCES, fill
-from tools.data.hub import Patience
+from tools.data.host import Patience
 from tools.data.locks import only_one
 from tools.data.side_files import SIDE_FILES, fetch, load_side_files
 from tools.data.split import DEFAULT_VAL_ROWS, split

@@ -18,8 +18,9 @@ from typing import Any
 
 from recipes.grpo.errors import DataError, InputError, Problem
 from tools.data.blends import is_commit, moving_revision
-from tools.data.hub import HubFile, Patience, download_file
+from tools.data.host import GITHUB, Patience
 from tools.data.manifest import TOOL_VERSION, changes, write_manifest
+from tools.data.transfer import RemoteFile, download_file
 
 SIDE_FILES = Path(__file__).resolve().parents[2] / "configs" / "data" / "side_files.yaml"
 ENDPOINT = "https://raw.githubusercontent.com"
@@ -34,7 +35,7 @@ class SideFiles:
     blends: tuple[str, ...]  # that need them
     repository: str
     revision: str
-    files: tuple[HubFile, ...]
+    files: tuple[RemoteFile, ...]
 
 
 def load_side_files(path: Path) -> dict[str, SideFiles]:
@@ -71,12 +72,12 @@ def _problems(path: Path, name: str, entry: dict[str, Any]) -> list[Problem]:
 
 
 def _side_files(name: str, entry: dict[str, Any]) -> SideFiles:
-    endpoint = os.environ.get("GITHUB_RAW_ENDPOINT", ENDPOINT)
+    endpoint = (os.environ.get(GITHUB.variable) or ENDPOINT).rstrip("/")
     repository, revision = entry["repository"], entry["revision"]
     base = f"{endpoint}/{repository}/{revision}/{entry['path']}"
     files = [
-        HubFile(
-            dataset=repository,
+        RemoteFile(
+            repository=repository,
             revision=revision,
             name=file,
             size=facts["bytes"],
@@ -116,6 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="directory in which each verifier gets one")
     parser.add_argument("--name", help="verifier; left out: all")
     parser.add_argument("--table", type=Path, default=SIDE_FILES, help="table of side files")
+    parser.add_argument("--back-off", type=float, default=Patience().first_seconds, help="first wait of a retry")
     options = parser.parse_args(arguments)
     try:
         table = load_side_files(options.table)
@@ -124,7 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise DataError(Problem(where="--name", got=options.name, expected=expected, fix="correct the name"))
         for side in table.values():
             if options.name in (None, side.name):
-                fetch(side, options.out, Patience())
+                fetch(side, options.out, Patience(first_seconds=options.back_off))
     except InputError as error:
         print(error, file=sys.stderr)
         return error.exit_code

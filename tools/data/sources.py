@@ -14,7 +14,10 @@ from typing import Any
 
 from recipes.grpo.errors import DataError, Problem
 from tools.data.blends import is_commit, moving_revision
-from tools.data.hub import Patience, commit_of, download_file, list_files, list_names
+from tools.data.host import Patience
+from tools.data.hub import commit_of, list_all_files
+from tools.data.manifest import TOOL_VERSION, changes, read_manifest, write_manifest
+from tools.data.transfer import download_file
 
 STYLES = ("dapo", "skywork")
 BATCH_ROWS = 4096  # of a parquet file in memory
@@ -110,51 +113,67 @@ def pinned(source: Source, sources_file: Path, *, allow_moving: bool) -> Source:
     """Return the source at a commit; a branch is refused, or with `allow_moving` followed to where it is now."""
     if source.dataset is None or is_commit(source.revision):
         return source
-    if not allow_moving:
-        url = f"https://huggingface.co/datasets/{source.dataset}/commits/{source.revision}"
-        fix = f"take the commit from {url}, or add --allow-moving-revision, which records the commit that it found"
-        raise DataError(moving_revision(f"{sources_file}: sources.{source.name}.revision", source.revision, fix=fix))
     assert source.revision is not None
-    commit = commit_of(source.dataset, source.revision, Patience())
-    print(f"sources: {source.dataset} {source.revision} is at {commit}; another day it may be elsewhere")
+    where = f"{sources_file}: sources.{source.name}.revision"
+    commit = pinned_commit(source.dataset, source.revision, where, allow_moving=allow_moving)
     return replace(source, revision=commit, moving_revision=source.revision)
+
+
+def pinned_commit(dataset: str, revision: str, where: str, *, allow_moving: bool) -> str:
+    """Return the commit of a revision; a branch is refused, or with `allow_moving` followed to where it is now."""
+    if is_commit(revision):
+        return revision
+    if not allow_moving:
+        url = f"https://huggingface.co/datasets/{dataset}/commits/{revision}"
+        fix = f"take the commit from {url}, or add --allow-moving-revision, which says what commit it found"
+        raise DataError(moving_revision(where, revision, fix=fix))
+    commit = commit_of(dataset, revision, Patience())
+    print(f"sources: {dataset} {revision} is at {commit}; another day it may be elsewhere")
+    return commit
 
 
 def source_files(source: Source, cache: Path) -> list[Path]:
     """Return the data files of a source, in row order; those on the hub are brought to `cache`."""
     if source.path is None:
-        return _download(source, cache)
+        assert source.dataset is not None
+        assert source.revision is not None
+        return download_split(source.dataset, source.revision, source.split, cache)
     if source.path.is_file():
         return [source.path]
     if not source.path.is_dir():
         fix = "correct `path` in the sources file"
         raise DataError(Problem(where=str(source.path), got="nothing there", expected="a file or directory", fix=fix))
     names = [file.relative_to(source.path).as_posix() for file in source.path.rglob("*") if file.is_file()]
-    return [source.path / name for name in _select(source, names)]
+    return [source.path / name for name in _files_of(source.split, names, str(source.path))]
 
 
-def _select(source: Source, names: Sequence[str]) -> list[str]:
-    """Return the files of the split: those of the first layout that matches any."""
-    split = source.split
+def download_split(dataset: str, revision: str, split: str, cache: Path) -> list[Path]:
+    """Bring the parquet files of a split to `cache`, unless they are there; return them in row order."""
+    patience = Patience()
+    directory = cache / dataset / revision
+    manifest_file = directory / f"{split}.manifest.json"
+    parameters = {"dataset": dataset, "revision": revision, "split": split}
+    known = {"tool": "sources", "tool_version": TOOL_VERSION, "parameters": parameters}
+    if changes(manifest_file, known):
+        listed = list_all_files(dataset, revision, patience)
+        outputs = []
+        for name in _files_of(split, list(listed), f"{dataset}@{revision[:12]}"):
+            received = download_file(listed[name], directory / name, patience)
+            outputs.append({"file": name, "sha256": received.sha256, "bytes": received.size})
+        write_manifest(manifest_file, {**known, "outputs": outputs})
+    manifest = read_manifest(manifest_file)
+    assert manifest is not None
+    return [directory / output["file"] for output in manifest["outputs"]]
+
+
+def _files_of(split: str, names: Sequence[str], where: str) -> list[str]:
+    """Return the files of a split: those of the first layout that matches any."""
     layouts = (f"data/{split}-*.parquet", "data/*.parquet", f"{split}/*.parquet", f"default/{split}/*.parquet")
     for layout in layouts:
         if found := sorted(name for name in names if fnmatch.fnmatchcase(name, layout)):
             return found
-    where = source.dataset or str(source.path)
     expected = f"parquet files of split {split}: " + " or ".join(layouts)
     raise DataError(Problem(where=where, got="no such files", expected=expected, fix="correct `split` of the source"))
-
-
-def _download(source: Source, cache: Path) -> list[Path]:
-    assert source.dataset is not None
-    assert source.revision is not None
-    patience = Patience()
-    names = _select(source, list_names(source.dataset, source.revision, patience))
-    listed = list_files(source.dataset, source.revision, names, patience)
-    directory = cache / source.dataset / source.revision
-    for name in names:
-        download_file(listed[name], directory / name, patience)
-    return [directory / name for name in names]
 
 
 def read_records(

@@ -20,13 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.grpo.errors import LaunchError, Problem, RecipeError
-from tools.data.hub import Patience
 from tools.data.locks import only_one
 from tools.data.progress import Progress
 from tools.images.sif_blobs import Blobs
 from tools.images.sif_convert import Conversion, remove_tree
 from tools.images.sif_credentials import Credentials
-from tools.images.sif_datasets import tasks_of_datasets
+from tools.images.sif_datasets import DATASETS_FILE, tasks_of_datasets
 from tools.images.sif_ledger import Failure, Ledger, read_failures, write_failures
 from tools.images.sif_list import Reference, Task, tasks_of_rows
 from tools.images.sif_manifests import Available, examine, require_space
@@ -50,7 +49,7 @@ def make(options: argparse.Namespace) -> int:
         end_on_signal(work)
         try:
             ledger = Ledger(directory)
-            tasks = wanted(options, directory, work)
+            tasks = wanted(options, directory)
             listing = Listing()
             found = {task.instance: task.existing(directory, listing) for task in tasks}
             todo = [task for task in tasks if not is_there(found[task.instance], ledger, conversion)]
@@ -95,14 +94,18 @@ def clean(directory: Path, tmp: Path | None) -> Path:
     return work.resolve()
 
 
-def wanted(options: argparse.Namespace, directory: Path, work: Path) -> list[Task]:
+def wanted(options: argparse.Namespace, directory: Path) -> list[Task]:
     """Return the tasks that this run is about."""
-    tasks = tasks_of_datasets(work / "tables", Patience()) if options.all else tasks_of_rows(options.rows)
+    if options.all:
+        tasks = tasks_of_datasets(options.datasets, directory / "tables", allow_moving=options.allow_moving_revision)
+    else:
+        tasks = tasks_of_rows(options.rows)
     if options.retry_failed:
         failed = {failure.instance for failure in read_failures(directory)}
         tasks = [task for task in tasks if task.instance in failed]
     if not tasks:
-        names = "the list of failures" if options.retry_failed else " and ".join(str(path) for path in options.rows)
+        rows = options.rows or [options.datasets]
+        names = "the list of failures" if options.retry_failed else " and ".join(str(path) for path in rows)
         print(f"sif: nothing in {names} is worked on in an image")
     return tasks
 
@@ -213,7 +216,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sif-dir", type=Path, required=True, help="where the files go")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--rows", type=Path, nargs="+", help="files of rows")
-    source.add_argument("--all", action="store_true", help="every instance of the three published data sets")
+    source.add_argument("--all", action="store_true", help="every instance of the published data sets")
+    parser.add_argument("--datasets", type=Path, default=DATASETS_FILE, help="table of data sets for --all")
+    parser.add_argument("--allow-moving-revision", action="store_true", help="follow a branch of a data set of --all")
     parser.add_argument("--workers", type=int, default=DEFAULT_WORKERS, help="images at once")
     parser.add_argument("--mirror", default="", help="HOST[:PORT][/PREFIX] that is asked instead of Docker Hub")
     parser.add_argument("--tmp", type=Path, help="where to work; by default in the directory itself")

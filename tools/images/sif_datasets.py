@@ -1,4 +1,4 @@
-"""All instances of the three published data sets of SWE tasks, for `--all`: far more than the rows of a blend need."""
+"""All instances of the published data sets of SWE tasks, for `--all`: far more than the rows of a blend need."""
 
 from __future__ import annotations
 
@@ -7,35 +7,55 @@ from pathlib import Path
 from typing import Any
 
 from recipes.grpo.errors import DataError, Problem
-from tools.data.hub import Patience, commit_of, download_file, list_files, list_names
+from tools.data.sources import download_split, pinned_commit
 from tools.images.sif_list import Task, task_of
 
-SPLITS = {"R2E-Gym/R2E-Gym-Subset": "train", "SWE-Gym/SWE-Gym": "train", "princeton-nlp/SWE-bench_Verified": "test"}
+DATASETS_FILE = Path(__file__).resolve().parents[2] / "configs" / "data" / "swe_datasets.yaml"
+KEYS = {"revision", "split", "instances"}
 COLUMNS = ("instance_id", "docker_image", "base_commit")  # each where the data set has it
 
 
-def tasks_of_datasets(directory: Path, patience: Patience) -> list[Task]:
-    """Return the tasks of all three data sets at their newest commits, which are printed; tables go to `directory`."""
+def tasks_of_datasets(table: Path, directory: Path, *, allow_moving: bool) -> list[Task]:
+    """Return the tasks of all data sets of the table, at their commits; their parquet files go to `directory`."""
     tasks: dict[str, Task] = {}
-    for dataset, split in SPLITS.items():
-        commit = commit_of(dataset, "main", patience)
-        names = [name for name in list_names(dataset, commit, patience) if is_table(name, split)]
-        if not names:
-            fix = "look at the data set on the hub; it has been rearranged"
-            expected = f"data/{split}-*.parquet"
-            raise DataError(Problem(where=f"{dataset}@{commit[:12]}", got="no table", expected=expected, fix=fix))
-        for name, file in list_files(dataset, commit, names, patience).items():
-            path = directory / dataset.replace("/", "--") / Path(name).name
-            download_file(file, path, patience)
-            tasks |= {task.instance: task for task in tasks_of_table(read_table(path), dataset)}
+    for dataset, entry in load_datasets(table).items():
+        where = f"{table}: datasets.{dataset}"
+        commit = pinned_commit(dataset, entry["revision"], f"{where}.revision", allow_moving=allow_moving)
+        files = download_split(dataset, commit, entry["split"], directory)
+        found = [task for path in files for task in tasks_of_table(read_table(path), dataset)]
+        expected = entry.get("instances", len(found))
+        if len(found) != expected:
+            fix = "the commit holds other rows than the table says; correct one of the two"
+            got = f"{len(found)} at {commit[:12]}"
+            raise DataError(Problem(where=f"{where}.instances", got=got, expected=str(expected), fix=fix))
+        tasks |= {task.instance: task for task in found}
         print(f"sif: {dataset}@{commit}: {len(tasks)} instances so far")
     return list(tasks.values())
 
 
-def is_table(name: str, split: str) -> bool:
-    """Return whether a file of a data set is part of a split."""
-    path = Path(name)
-    return path.suffix == ".parquet" and (path.name.startswith(f"{split}-") or path.parent.name == split)
+def load_datasets(path: Path) -> dict[str, dict[str, Any]]:
+    """Read the table; raises `DataError` with every wrong entry."""
+    import yaml
+
+    try:
+        entries: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))["datasets"]
+        wrong = {name: entry for name, entry in entries.items() if not _is_entry(entry)}
+    except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
+        expected, fix = "`datasets:` with one entry per data set", "see configs/data/swe_datasets.yaml"
+        raise DataError(Problem(where=str(path), got=str(error) or "none", expected=expected, fix=fix)) from error
+    if wrong:
+        expected, fix = "`revision`, `split` and perhaps `instances`, a number", "correct the entry"
+        problems = [
+            Problem(where=f"{path}: datasets.{name}", got=repr(entry), expected=expected, fix=fix)
+            for name, entry in wrong.items()
+        ]
+        raise DataError(problems)
+    return entries
+
+
+def _is_entry(entry: Any) -> bool:
+    texts = isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("revision", "split"))
+    return texts and not entry.keys() - KEYS and type(entry.get("instances", 0)) is int
 
 
 def read_table(path: Path) -> Iterable[Mapping[str, Any]]:

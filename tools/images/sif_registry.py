@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import httpx2
 
 from recipes.grpo.errors import RecipeError
-from tools.data.hub import RETRIED, retry_after
+from tools.data.host import RETRIED, retry_after
 from tools.images.sif_credentials import Credentials
 from tools.images.sif_list import Reference
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from recipes.grpo.errors import DataError
+from tools.data.blends import is_commit
 from tools.images.sif import hidden
-from tools.images.sif_datasets import is_table, tasks_of_table
+from tools.images.sif_datasets import DATASETS_FILE, load_datasets, tasks_of_table
 from tools.images.sif_list import Reference, family_of, task_of, tasks_of_rows
 from tools.launch.doctor.task_images import Listing
 
@@ -111,12 +111,6 @@ def test_tables_of_the_data_sets_give_tasks():
     (task,) = tasks_of_table([{"docker_image": "namanjain12/numpy_final:0a1b"}], R2E)
     assert (task.instance, task.file) == ("numpy_final_0a1b", "r2egym_numpy_final_0a1b.sif")
     assert str(task.reference) == "docker.io/namanjain12/numpy_final:0a1b"
-    assert [is_table(name, "train") for name in ("data/train-0-of-1.parquet", "data/test-0.parquet", "train.md")] == [
-        True,
-        False,
-        False,
-    ]
-    assert is_table(str(Path("default", "train", "0000.parquet")), "train")
 
 
 def test_a_file_that_would_be_found_first_is_in_the_way(tmp_path):
@@ -129,3 +123,26 @@ def test_a_file_that_would_be_found_first_is_in_the_way(tmp_path):
     assert task.existing(tmp_path, Listing()) == other
     failure = hidden(task, other)
     assert failure is not None and failure.cause == "hidden" and str(other) in failure.detail
+
+
+def test_the_published_data_sets_are_at_commits():
+    entries = load_datasets(DATASETS_FILE)
+    assert {name: family_of(name) for name in entries} == {R2E: "r2egym", GYM: "swegym", VERIFIED: "swebench"}
+    assert all(is_commit(entry["revision"]) for entry in entries.values())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("datasets: {a/b: {revision: main}}", "datasets.a/b: got {'revision': 'main'}, expected `revision`, `split`"),
+        ("datasets: {a/b: {revision: main, split: x, rows: 3}}", "datasets.a/b: got"),
+        ("datasets: {a/b: {revision: main, split: x, instances: many}}", "datasets.a/b: got"),
+        ("sets: 3", "expected `datasets:` with one entry per data set"),
+        ("datasets: 3", "expected `datasets:` with one entry per data set"),
+    ],
+)
+def test_a_wrong_table_of_data_sets_is_named(tmp_path, content, message):
+    (tmp_path / "table.yaml").write_text(content)
+    with pytest.raises(DataError) as caught:
+        load_datasets(tmp_path / "table.yaml")
+    assert message in str(caught.value)

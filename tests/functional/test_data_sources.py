@@ -1,0 +1,254 @@
+"""What comes beside a blend, question sources from the hub and side files from GitHub, from hosts that misbehave."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+import yaml
+from loopback_hub import Handler, Hub, broken_off, environment, running_hub, status
+from pyarrow import parquet
+
+pytestmark = pytest.mark.functional
+
+ROOT = Path(__file__).resolve().parents[2]
+DATASET, COMMIT = "org/math", "0123456789abcdef0123456789abcdef01234567"
+TABLES = {"a.csv": b"id,name\n" * 40_000, "b.csv": b"id,mail\n" * 100}
+TOKEN = "for-the-hub-alone"
+NOWHERE = Hub(DATASET, COMMIT, url="http://127.0.0.1:1")
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def parquet_of(num_rows: int) -> bytes:
+    records = [{"prompt": [{"content": f"q{n}"}], "reward_model": {"ground_truth": str(n)}} for n in range(num_rows)]
+    content = io.BytesIO()
+    parquet.write_table(pyarrow.Table.from_pylist(records), content)
+    return content.getvalue()
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    files = {"data/math-00000-of-00001.parquet": parquet_of(20_000), "README.md": b"x"}
+    raw = {f"org/gym/{COMMIT}/tables/{name}": content for name, content in TABLES.items()}
+    with running_hub(Hub(DATASET, COMMIT, files, small={"README.md"}, raw=raw)) as hub:
+        yield hub
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    files = {name: {"bytes": len(text), "sha256": sha256(text).hexdigest()} for name, text in TABLES.items()}
+    side = {"blends": ["rlvr1"], "repository": "org/gym", "revision": COMMIT, "path": "tables", "files": files}
+    (tmp_path / "side.yaml").write_text(yaml.safe_dump({"side_files": {"office": side}}))
+    reference = {"row": 2, "question_template": "Solve: {question}"}
+    (tmp_path / "b.jsonl").write_text(json.dumps({"dataset": "m", "_hf_placeholder": reference}) + "\n")
+    write_sources(tmp_path, COMMIT)
+    return tmp_path
+
+
+def write_sources(place: Path, revision: str) -> None:
+    source = {"dataset": DATASET, "split": "math", "style": "skywork", "revision": revision}
+    source |= {"question": ["prompt", 0, "content"], "answer": ["reward_model", "ground_truth"]}
+    (place / "s.yaml").write_text(yaml.safe_dump({"sources": {"m": source}}))
+
+
+def side_files(place: Path, out: Path) -> list[str]:
+    """Return the command that brings the side files to `out`."""
+    options = ["--out", str(out), "--table", str(place / "side.yaml"), "--back-off", "0.01"]
+    return [sys.executable, "-m", "tools.data.side_files", *options]
+
+
+def fill(place: Path, out: Path) -> list[str]:
+    """Return the command that brings a source to `out` and fills one row from it."""
+    files = ["--in", str(place / "b.jsonl"), "--out", str(out / "f.jsonl"), "--sources", str(place / "s.yaml")]
+    return [sys.executable, "-m", "tools.data.fill", *files]
+
+
+COMMANDS = pytest.mark.parametrize(("command", "kind"), [(side_files, "raw"), (fill, "get")])
+
+
+def run(command: list[str], place: Path, hub: Hub, **more: str) -> subprocess.CompletedProcess[str]:
+    environ = environment(place, hub, HF_TOKEN=TOKEN, **more)
+    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=False)
+
+
+def files_in(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def faults() -> list[Any]:
+    return [
+        status(429, Retry_After="1"),
+        broken_off(0.3),
+        broken_off(0.5, reset=True),
+        broken_off(0.0, reset=True),
+        status(500),
+    ]
+
+
+@COMMANDS
+def test_passing_faults_and_kills_leave_no_trace(command: Any, kind: str, place: Path, hub: Hub) -> None:
+    def slow(handler: Handler) -> bool:
+        time.sleep(0.05)
+        return broken_off(0.1)(handler)
+
+    assert run(command(place, place / "reference"), place, hub).returncode == 0
+    rng = random.Random(5)
+    for _ in range(3):
+        asked, hub.faults[kind] = len(hub.requests), [slow] * 100
+        with subprocess.Popen(
+            command(place, place / "out"),
+            cwd=ROOT,
+            env=environment(place, hub),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as process:
+            deadline = time.monotonic() + 60
+            while hub.requests[asked:].count(kind) == 0 and process.poll() is None and time.monotonic() < deadline:
+                if any(request.startswith(f"{kind} ") for request in hub.requests[asked:]):
+                    break
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0.0, 0.2))
+            assert process.poll() is None
+            process.kill()
+    assert any(path.name.endswith(".partial") for path in (place / "out").rglob("*"))
+    asked, hub.faults = len(hub.requests), hub.faults | {"info": [status(503)], kind: faults()}
+    start = time.monotonic()
+    result = run(command(place, place / "out"), place, hub)
+    assert result.returncode == 0, result
+    assert time.monotonic() - start > 1.0  # as Retry-After asks
+    assert "HTTP 429; trying again in 1.0 s" in result.stdout
+    assert hub.requests[asked:][-1] != kind or kind == "raw"
+    assert hub.requests[asked + (kind == "get") * 2].startswith(f"{kind} ")  # goes on where the last one was killed
+    assert files_in(place / "out") == files_in(place / "reference")
+    before = len(hub.requests)
+    assert "up to date" in run(command(place, place / "out"), place, hub).stdout
+    assert len(hub.requests) == before
+    assert hub.with_token == {"info", "get"} & hub.with_token
+
+
+@pytest.mark.parametrize("change", [lambda text: text[:-5] + b"?????", lambda text: text[:-9], lambda text: text * 2])
+@COMMANDS
+def test_another_content_under_the_pinned_commit_is_refused_at_once(
+    command: Any, kind: str, place: Path, hub: Hub, change: Callable[[bytes], bytes]
+) -> None:
+    hub.faults[kind] = [lambda handler: handler.answer(200, change(handler.content))]
+    result = run(command(place, place / "out"), place, hub)
+    assert result.returncode == 2, result
+    host, variable = ("GitHub", "GITHUB_RAW_ENDPOINT") if kind == "raw" else ("the hub", "HF_ENDPOINT")
+    assert f"{host} or a mirror changed under the pinned commit; check {variable}" in result.stderr
+    assert hub.requests.count(kind) == len([request for request in hub.requests if request.startswith(kind)]) == 1
+    assert not [path for path in files_in(place / "out") if not path.endswith(".partial")]
+
+
+@pytest.mark.parametrize(
+    ("fault", "messages"),
+    [
+        (status(401), ["HTTP 401", "asked without a token", "GITHUB_RAW_ENDPOINT"]),
+        (status(403), ["HTTP 403", "asked without a token"]),
+        (status(404), ["HTTP 404", "correct repository, revision, path or name"]),
+        (status(429, Retry_After="86400"), ["HTTP 429", "wait 86400 s", "name a mirror in GITHUB_RAW_ENDPOINT"]),
+    ],
+)
+def test_a_refusal_of_side_files_is_named(place: Path, hub: Hub, fault: Any, messages: list[str]) -> None:
+    hub.faults["raw"] = [fault]
+    result = run(side_files(place, place / "out"), place, hub)
+    assert result.returncode == 2, result
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"org/gym@{COMMIT[:12]}: a.csv: got HTTP")
+    for message in messages:
+        assert message in line
+    assert "HF_" not in line
+    assert hub.requests == ["raw"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "messages"),
+    [
+        (status(401), ["HTTP 401 (the token is not valid)"]),
+        (status(403, X_Error_Code="GatedRepo"), ["gated", f"https://huggingface.co/datasets/{DATASET}"]),
+        (status(404, X_Error_Code="RepoNotFound"), ["HTTP 404 (no such data set"]),
+        (status(404, X_Error_Code="RevisionNotFound"), ["no such commit"]),
+        (lambda handler: handler.answer(200, b"<html>"), ["no JSON", "HF_ENDPOINT"]),
+    ],
+)
+def test_a_refusal_of_a_source_is_named(place: Path, hub: Hub, fault: Any, messages: list[str]) -> None:
+    hub.faults["info"] = [fault]
+    result = run(fill(place, place / "out"), place, hub)
+    assert result.returncode == 2, result
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"{DATASET}@{COMMIT[:12]}: got ")
+    for message in messages:
+        assert message in line
+    assert hub.requests == ["info"]
+
+
+def test_no_other_host_sees_the_token(place: Path, hub: Hub) -> None:
+    with running_hub(Hub(DATASET, COMMIT, hub.files, raw=hub.raw)) as other:
+        hub.token, hub.store = TOKEN, other.url
+        assert run(fill(place, place / "out"), place, hub).returncode == 0
+        assert run(side_files(place, place / "out"), place, hub, GITHUB_RAW_ENDPOINT=other.url).returncode == 0
+    assert hub.with_token == {"info"}
+    assert (other.requests, other.with_token) == (["get", "raw", "raw"], set())
+
+
+@COMMANDS
+def test_a_network_that_is_not_there_is_one_error_and_a_copy_needs_none(
+    command: Any, kind: str, place: Path, hub: Hub
+) -> None:
+    start = time.monotonic()
+    result = run(command(place, place / "out"), place, NOWHERE)
+    assert result.returncode == 2, result
+    assert time.monotonic() - start < 60
+    (line,) = result.stderr.splitlines()[-1:]
+    assert "got no connection to 127.0.0.1 ([Errno 111] Connection refused), 4 times in a row" in line
+    assert "proxy" in line
+    assert ("GITHUB_RAW_ENDPOINT" if kind == "raw" else "HF_ENDPOINT") in line
+    assert not any(files_in(place / "out").values()) if (place / "out").exists() else True
+
+    assert run(command(place, place / "there"), place, hub).returncode == 0
+    shutil.copytree(place / "there", place / "here")
+    copied = run(command(place, place / "here"), place, NOWHERE)
+    assert copied.returncode == 0, copied
+    assert "up to date" in copied.stdout
+
+
+@COMMANDS
+def test_a_wrong_address_is_named(command: Any, kind: str, place: Path, hub: Hub) -> None:
+    variable = "GITHUB_RAW_ENDPOINT" if kind == "raw" else "HF_ENDPOINT"
+    result = run(command(place, place / "out"), place, hub, **{variable: "mirror.example/hub"})
+    assert result.returncode == 2, result
+    message = f"{variable}: got 'mirror.example/hub', expected an address: https://HOST; correct it, or unset it"
+    assert result.stderr.splitlines() == [message]
+
+
+def test_a_branch_of_a_source_is_followed_only_on_request(place: Path, hub: Hub) -> None:
+    write_sources(place, "main")
+    refused = run(fill(place, place), place, hub)
+    assert refused.returncode == 2
+    assert "sources.m.revision: got 'main', expected a commit" in refused.stderr
+    assert hub.requests == []
+
+    moving = run([*fill(place, place), "--allow-moving-revision"], place, hub)
+    assert moving.returncode == 0, moving
+    assert json.loads((place / "f.jsonl").read_text())["question"] == "q2"
+    recorded = json.loads((place / "f.jsonl.manifest.json").read_text())["parameters"]["sources"]["m"]
+    assert (recorded["revision"], recorded["moving_revision"]) == (COMMIT, "main")
+
+    write_sources(place, COMMIT)
+    asked = len(hub.requests)
+    pinned = run(fill(place, place), place, hub)
+    assert "parameters changed" in pinned.stdout
+    assert len(hub.requests) == asked  # the file was there already
+    assert "up to date" in run(fill(place, place), place, hub).stdout
