@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from recipes.grpo.errors import RecipeError
+from tools.command_line import exit_status, positive
 from tools.data.blends import BLENDS_FILE
 from tools.data.download import download, find_blend
 from tools.data.fill import DEFAULT_SOURCES, fill
@@ -44,12 +44,13 @@ def prepare(options: argparse.Namespace) -> Path:
     return directory
 
 
+@exit_status
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.data.prepare", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--blend", required=True, help="name in the blends file, e.g. rlvr1")
     parser.add_argument("--data", type=Path, required=True, help="directory in which BLEND/ is made")
-    parser.add_argument("--val-rows", type=int, default=DEFAULT_VAL_ROWS, help="rows held out, from the end")
+    parser.add_argument("--val-rows", type=positive, default=DEFAULT_VAL_ROWS, help="rows held out, from the end")
     parser.add_argument("--stratify", choices=["agent"], help="hold out the last rows of each agent, in proportion")
     parser.add_argument("--dataset", help="name of the data set on the hub; both published names are accepted")
     parser.add_argument("--revision", help="commit of the data set, instead of the one in the blends file")
@@ -58,11 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--back-off", type=float, default=Patience().first_seconds, help="first wait of a retry")
     for name, default in (("blends", BLENDS_FILE), ("sources", DEFAULT_SOURCES), ("side-files", SIDE_FILES)):
         parser.add_argument(f"--{name}", type=Path, default=default, help=f"instead of configs/data/{default.name}")
-    try:
-        directory = prepare(parser.parse_args(arguments))
-    except RecipeError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    directory = prepare(parser.parse_args(arguments))
     print(f"prepare: {directory} is ready; `make data-validate` checks every row")
     return 0
 

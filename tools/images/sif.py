@@ -19,7 +19,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.grpo.errors import LaunchError, Problem, RecipeError
+from recipes.grpo.errors import LaunchError, Problem
+from tools.command_line import amount, exit_status, positive
 from tools.data.locks import only_one
 from tools.data.progress import Progress
 from tools.images.sif_blobs import Blobs
@@ -219,7 +220,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     source.add_argument("--all", action="store_true", help="every instance of the published data sets")
     parser.add_argument("--datasets", type=Path, default=DATASETS_FILE, help="table of data sets for --all")
     parser.add_argument("--allow-moving-revision", action="store_true", help="follow a branch of a data set of --all")
-    parser.add_argument("--workers", type=int, default=DEFAULT_WORKERS, help="images at once")
+    parser.add_argument("--workers", type=positive, default=DEFAULT_WORKERS, help="images at once")
     parser.add_argument("--mirror", default="", help="HOST[:PORT][/PREFIX] that is asked instead of Docker Hub")
     parser.add_argument("--tmp", type=Path, help="where to work; by default in the directory itself")
     parser.add_argument("--converter", choices=("", "apptainer", "umoci"), default="", help="default: what is there")
@@ -227,23 +228,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--strip-history", action="store_true", help="remove git history beyond the base commit")
     parser.add_argument("--check-only", action="store_true", help="say what is missing upstream, and pull nothing")
     parser.add_argument("--retry-failed", action="store_true", help="only the images of the list of failures")
-    parser.add_argument("--sample", type=int, default=50, help="manifests to read for the estimate of room")
-    parser.add_argument("--layer-cache-gb", type=float, default=20.0, help="layers kept for other images of this run")
-    parser.add_argument("--per-second", type=float, default=Manners().per_second, help="requests to one registry")
-    parser.add_argument("--attempts", type=int, default=Manners().attempts, help="in a row without progress")
-    parser.add_argument("--back-off", type=float, default=Manners().first_seconds, help="first wait, in seconds")
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one program of a conversion")
+    parser.add_argument("--sample", type=positive, default=50, help="manifests to read for the estimate of room")
+    parser.add_argument("--layer-cache-gb", type=amount, default=20.0, help="layers kept for other images of this run")
+    parser.add_argument("--per-second", type=amount, default=Manners().per_second, help="requests to one registry")
+    parser.add_argument("--attempts", type=positive, default=Manners().attempts, help="in a row without progress")
+    parser.add_argument("--back-off", type=amount, default=Manners().first_seconds, help="first wait, in seconds")
+    parser.add_argument("--timeout", type=amount, default=3600.0, help="seconds for one program of a conversion")
     return parser.parse_args(arguments)
 
 
+@exit_status
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    options = parse(arguments)
-    try:
-        return make(options)
-    except RecipeError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    return make(parse(arguments))
 
 
 if __name__ == "__main__":

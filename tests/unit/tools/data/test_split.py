@@ -16,6 +16,7 @@ from recipes.grpo.errors import DataError
 from tools.data import row_blocks
 from tools.data.files import atomic_writer
 from tools.data.locks import only_one
+from tools.data.prepare import main as prepare
 from tools.data.row_blocks import NO_AGENT, Content, read_blocks, start_of_last_lines
 from tools.data.split import compare, main, share_out, split
 
@@ -112,9 +113,10 @@ def test_wrong_inputs_are_named_and_nothing_is_written(
 def test_a_hold_out_of_no_rows_is_refused_before_anything_is_read(
     value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main([f"--val-rows={value}"])
-    assert f"--val-rows: got {value!r}, expected a whole number, 1 or more" in capsys.readouterr().err
+    for command in (main, prepare):
+        with pytest.raises(SystemExit, match="2"):
+            command([f"--val-rows={value}"])
+        assert f"--val-rows: got {value!r}, expected a whole number, 1 or more" in capsys.readouterr().err
 
 
 def test_a_second_split_at_the_same_time_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
