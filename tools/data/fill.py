@@ -13,24 +13,26 @@ import argparse
 import json
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from recipes.grpo.errors import DataError, Problem, RecipeError
+from recipes.grpo.errors import DataError, Problem
+from tools.command_line import exit_status
 from tools.data.files import HashedWriter, atomic_writer, empty_line, require_file, sha256_of
-from tools.data.fill_rows import FillPlaceholders, FindPlaceholders, Found, Unfilled
+from tools.data.fill_rows import Found, PlaceholderRows, Unfilled
+from tools.data.locks import only_one
 from tools.data.manifest import TOOL_VERSION, changes, describe, lineage_of, manifest_of, write_manifest
-from tools.data.parallel import Block, blocks_of, map_in_order
+from tools.data.parallel import Block, Workers, blocks_of, num_workers
 from tools.data.questions import Questions, restore
-from tools.data.row_blocks import changed
 from tools.data.sources import load_sources, pinned, source_files
 
 DEFAULT_SOURCES = Path(__file__).resolve().parents[2] / "configs" / "data" / "placeholders.yaml"
 MAX_SHOWN = 20  # problems printed one by one
-WORTH_SCANNING, WORTH_FILLING = 128, 32  # blocks that a process of its own is worth
+WORTH_A_WORKER = 32  # blocks that take longer than a process takes to start
 
 
 @dataclass(slots=True)
@@ -100,40 +102,39 @@ def fill(
     """
     require_file(blend, fix="give --in the blend to fill")
     all_sources = load_sources(sources_file)
-    with ThreadPoolExecutor(1) as beside:
-        digest = beside.submit(sha256_of, blend)
-        scan = _scan(blend, frozenset(all_sources), is_strict=not allow_unfilled)
-        origin = lineage_of(manifest_of(blend))
-        made_by = {"made_by": origin} if origin else {}
-        blend_entry = {"file": blend.name, "sha256": digest.result(), "bytes": blend.stat().st_size, **made_by}
-    needed = dict(sorted(scan.needed.items()))
-    sources = {name: pinned(all_sources[name], sources_file, allow_moving=allow_moving) for name in needed}
-    files = {name: source_files(source, output.parent / "sources") for name, source in sources.items()}
-    known: dict[str, Any] = {
-        "tool": "fill",
-        "tool_version": TOOL_VERSION,
-        "inputs": [
-            blend_entry,
-            *(describe(file, source=name) for name in files for file in files[name]),
-        ],
-        "parameters": {
-            "sources": {name: source.as_parameters() for name, source in sources.items()},
-            "unfilled": "left out" if allow_unfilled else "refused",
-        },
-    }
-    manifest_file = manifest_of(output)
-    if not (reasons := changes(manifest_file, known)):
-        print(f"fill: {output} is up to date")
-        return known
+    blocks = list(blocks_of(blend))
     questions = Questions(output.with_name(f".{output.name}.questions"))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    rows = PlaceholderRows(blend, {name: source.style for name, source in all_sources.items()}, questions)
+    count = num_workers(len(blocks), WORTH_A_WORKER)
+    with only_one(output.with_name(f".{output.name}.lock")), questions, Workers(rows, count) as workers:
+        with ThreadPoolExecutor(1) as beside:
+            digest = beside.submit(sha256_of, blend)
+            scan = _scan(workers, blocks, is_strict=not allow_unfilled)
+            origin = lineage_of(manifest_of(blend))
+            made_by = {"made_by": origin} if origin else {}
+            blend_entry = {"file": blend.name, "sha256": digest.result(), "bytes": blend.stat().st_size, **made_by}
+        needed = dict(sorted(scan.needed.items()))
+        sources = {name: pinned(all_sources[name], sources_file, allow_moving=allow_moving) for name in needed}
+        files = {name: source_files(source, output.parent / "sources") for name, source in sources.items()}
+        known: dict[str, Any] = {
+            "tool": "fill",
+            "tool_version": TOOL_VERSION,
+            "inputs": [
+                blend_entry,
+                *(describe(file, source=name) for name in files for file in files[name]),
+            ],
+            "parameters": {
+                "sources": {name: source.as_parameters() for name, source in sources.items()},
+                "unfilled": "left out" if allow_unfilled else "refused",
+            },
+        }
+        manifest_file = manifest_of(output)
+        if not (reasons := changes(manifest_file, known)):
+            print(f"fill: {output} is up to date")
+            return known
+        output.parent.mkdir(parents=True, exist_ok=True)
         hashes = restore(questions.path, sources, files, needed)
-        styles = {name: source.style for name, source in all_sources.items()}
-        result = _write(scan, FillPlaceholders(blend, styles, questions), output, allow_unfilled=allow_unfilled)
-    finally:
-        questions.close()
-        questions.path.unlink(missing_ok=True)
+        result = _write(workers, scan, output, allow_unfilled=allow_unfilled)
     manifest = {**known, **result, "questions": hashes}
     write_manifest(manifest_file, manifest)
     counts = result["counts"]
@@ -141,12 +142,11 @@ def fill(
     return manifest
 
 
-def _scan(blend: Path, sources: frozenset[str], *, is_strict: bool) -> Scan:
+def _scan(workers: Workers[PlaceholderRows], blocks: Sequence[Block], *, is_strict: bool) -> Scan:
     """Return where the placeholders are and what they refer to; raises `DataError` for references without sense."""
+    blend = workers.work.path
     scan, faults = Scan(), Faults(blend)
-    blocks = list(blocks_of(blend))
-    found_in = map_in_order(blocks, FindPlaceholders(blend, sources), worth_a_worker=WORTH_SCANNING)
-    for block, found in zip(blocks, found_in, strict=True):
+    for block, found in zip(blocks, workers.map(PlaceholderRows.find, blocks), strict=True):
         if found.empty_line is not None:
             raise DataError(empty_line(blend, scan.num_rows + found.empty_line))
         for row in found.unfilled if is_strict else ():
@@ -156,28 +156,25 @@ def _scan(blend: Path, sources: frozenset[str], *, is_strict: bool) -> Scan:
     return scan
 
 
-def _write(scan: Scan, work: FillPlaceholders, output: Path, *, allow_unfilled: bool) -> dict[str, Any]:
+def _write(workers: Workers[PlaceholderRows], scan: Scan, output: Path, *, allow_unfilled: bool) -> dict[str, Any]:
     """Write the filled blend, and the rejected rows if there are any; return the manifest's counts and outputs."""
-    num_filled = 0
+    rows, num_filled = workers.work, 0
     rejected_path = rejected_file(output)
     with ExitStack() as stack:
         rejected = stack.enter_context(atomic_writer(rejected_path)) if allow_unfilled else None
-        faults = Faults(work.path, rejected)
+        faults = Faults(rows.path, rejected)
         writer = stack.enter_context(HashedWriter.open(output))
         with_marks = [block for block, has_mark in zip(scan.blocks, scan.has_mark, strict=True) if has_mark]
-        filled_blocks = stack.enter_context(closing(map_in_order(with_marks, work, worth_a_worker=WORTH_FILLING)))
+        filled_blocks = workers.map(PlaceholderRows.fill, with_marks)
         for block, first_line, has_mark in zip(scan.blocks, scan.first_lines, scan.has_mark, strict=True):
-            if not has_mark:
-                data = block.read(work.path)
-                if len(data) != block.end - block.start:
-                    raise changed(work.path)
-                writer.write(data)
-                continue
-            filled = next(filled_blocks)
-            writer.write(filled.content)
-            num_filled += filled.num_filled
-            for row in filled.unfilled:
-                faults.add(row, first_line)
+            data = rows.read(block)
+            if has_mark:
+                filled = next(filled_blocks)
+                data = filled.applied(data)
+                num_filled += filled.num_filled
+                for row in filled.unfilled:
+                    faults.add(row, first_line)
+            writer.write(data)
         faults.check()
     counts = {"rows": scan.num_rows, "filled": num_filled, "rejected": dict(sorted(faults.causes.items()))}
     outputs = [writer.as_output(output, rows=scan.num_rows - faults.causes.total())]
@@ -189,6 +186,7 @@ def _write(scan: Scan, work: FillPlaceholders, output: Path, *, allow_unfilled: 
     return {"counts": counts, "outputs": outputs}
 
 
+@exit_status
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.data.fill", description=__doc__.split("\n", 1)[0])
@@ -202,17 +200,13 @@ def main(arguments: list[str] | None = None) -> int:
         "--allow-unfilled", action="store_true", help="leave rows out that cannot be filled, into OUT.rejected.jsonl"
     )
     options = parser.parse_args(arguments)
-    try:
-        fill(
-            options.blend,
-            options.out,
-            options.sources,
-            allow_moving=options.allow_moving_revision,
-            allow_unfilled=options.allow_unfilled,
-        )
-    except RecipeError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    fill(
+        options.blend,
+        options.out,
+        options.sources,
+        allow_moving=options.allow_moving_revision,
+        allow_unfilled=options.allow_unfilled,
+    )
     return 0
 
 

@@ -1,9 +1,9 @@
-"""What a worker does with one block of a blend: find its placeholders, then fill them."""
+"""What a worker does with one block of a blend: find its placeholders, then fill them; no other row is looked at."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,28 +41,41 @@ class Found:
 
 @dataclass(slots=True, kw_only=True)
 class Filled:
-    """What the second pass makes of a block with placeholders."""
+    """What the second pass makes of a block with placeholders: its other rows need not cross between processes."""
 
-    content: bytes
-    num_filled: int
-    unfilled: list[Unfilled]
+    edits: list[tuple[int, int, bytes]] = field(default_factory=list)  # start and end in the block, what goes there
+    num_filled: int = 0
+    unfilled: list[Unfilled] = field(default_factory=list)  # left out by an edit
+
+    def applied(self, data: bytes) -> bytes:
+        """Return the block with its placeholders filled."""
+        parts: list[bytes | memoryview] = []
+        position, view = 0, memoryview(data)
+        for start, end, line in self.edits:
+            parts += [view[position:start], line]
+            position = end
+        return b"".join([*parts, view[position:]])
 
 
 @dataclass(frozen=True, slots=True)
-class FindPlaceholders:
-    """First pass over a block."""
+class PlaceholderRows:
+    """The rows of a blend that are to be filled; every other row passes byte for byte."""
 
     path: Path
-    sources: frozenset[str]
+    styles: Mapping[str, str]  # source name -> style of its templates
+    questions: Questions
 
-    def __call__(self, block: Block) -> Found:
-        data = _read(self.path, block)
+    def find(self, block: Block) -> Found:
+        """First pass over a block: return what is needed for it."""
+        data = self.read(block)
         num_lines, has_empty_line = count_lines(data)
-        found = Found(num_lines=num_lines, has_mark=MARK in data)
+        found = Found(num_lines=num_lines)
         if has_empty_line:
             lines = data.removesuffix(b"\n").split(b"\n")
             found.empty_line = next(number for number, line in enumerate(lines, start=1) if not line.strip())
-        for _, reference in _placeholders(data, self.sources) if found.has_mark else ():
+        for number, start, end in marked_lines(data):
+            found.has_mark = True
+            reference = _reference(data[start:end], number, self.styles)
             if isinstance(reference, Unfilled):
                 found.unfilled.append(reference)
             elif reference is not None:
@@ -70,31 +83,29 @@ class FindPlaceholders:
                 found.needed.setdefault(name, set()).add(source_row)
         return found
 
-
-@dataclass(frozen=True, slots=True)
-class FillPlaceholders:
-    """Second pass over a block: rows that are no placeholder pass byte for byte."""
-
-    path: Path
-    styles: Mapping[str, str]  # source name -> style of its templates
-    questions: Questions
-
-    def __call__(self, block: Block) -> Filled:
-        data = _read(self.path, block)
-        lines: list[bytes] = []
-        unfilled: list[Unfilled] = []
-        num_filled = 0
-        for number, (line, reference) in enumerate(_placeholders(data, frozenset(self.styles)), start=1):
+    def fill(self, block: Block) -> Filled:
+        """Second pass over a block, once the questions are there."""
+        data, filled = self.read(block), Filled()
+        for number, start, end in marked_lines(data):
+            line = data[start:end]
+            reference = _reference(line, number, self.styles)
             if reference is None:
-                lines.append(line)
                 continue
             result = reference if isinstance(reference, Unfilled) else self._fill(number, line, reference)
             if isinstance(result, Unfilled):
-                unfilled.append(result)
+                filled.unfilled.append(result)
+                filled.edits.append((start, end, b""))
             else:
-                lines.append(result)
-                num_filled += 1
-        return Filled(content=b"".join(lines), num_filled=num_filled, unfilled=unfilled)
+                filled.num_filled += 1
+                filled.edits.append((start, end, result))
+        return filled
+
+    def read(self, block: Block) -> bytes:
+        """Return the rows of a block; raises `DataError` when the file was cut meanwhile."""
+        data = block.read(self.path)
+        if len(data) != block.end - block.start:
+            raise changed(self.path)
+        return data
 
     def _fill(self, number: int, line: bytes, reference: Reference) -> bytes | Unfilled:
         row, name, source_row = reference
@@ -119,24 +130,18 @@ Reference = tuple[Mapping[str, Any], str, int]
 """A placeholder row, and the source and the row of it that it stands for."""
 
 
-def _read(path: Path, block: Block) -> bytes:
-    data = block.read(path)
-    if len(data) != block.end - block.start:
-        raise changed(path)
-    return data
+def marked_lines(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield (number from 1, start, end) of each line that may be a placeholder, without looking at the others."""
+    number, position = 1, 0
+    while (mark := data.find(MARK, position)) >= 0:
+        start = max(position, data.rfind(b"\n", position, mark) + 1)
+        number += data.count(b"\n", position, start)
+        end = data.find(b"\n", mark) + 1 or len(data)
+        yield number, start, end
+        number, position = number + 1, end
 
 
-def _placeholders(data: bytes, sources: frozenset[str]) -> Iterator[tuple[bytes, Reference | Unfilled | None]]:
-    """Yield (line, what it refers to), None for a line that is no placeholder."""
-    start, number = 0, 0
-    while start < len(data):
-        end = data.find(b"\n", start) + 1 or len(data)
-        line, number = data[start:end], number + 1
-        yield line, _reference(line, number, sources) if MARK in line else None
-        start = end
-
-
-def _reference(line: bytes, number: int, sources: frozenset[str]) -> Reference | Unfilled | None:
+def _reference(line: bytes, number: int, sources: Collection[str]) -> Reference | Unfilled | None:
     def unfilled(cause: str, got: str, expected: str, fix: str) -> Unfilled:
         return Unfilled(line=number, cause=cause, got=got, expected=expected, fix=fix, content=line)
 

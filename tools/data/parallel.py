@@ -7,6 +7,7 @@ Where there is one core, or a file of one block, the work runs in this process.
 from __future__ import annotations
 
 import multiprocessing
+import operator
 import os
 import signal
 from collections import deque
@@ -15,17 +16,19 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
-from recipes.grpo.errors import RunError
+from recipes.grpo.errors import InputError, Problem, RunError
 from tools.launch.processes import dies_with_parent
 
 BLOCK = 4 << 20  # bytes of a job: enough that handing it out costs nothing
 JOBS_PER_WORKER = 3  # handed out ahead, so that no worker waits for the slowest block
 
+Work = TypeVar("Work")
+Job = TypeVar("Job")
 Result = TypeVar("Result")
 
-_work: Callable[[Any], Any] | None = None  # of this worker process
+_work: Any = None  # of this worker process
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,12 @@ def num_cores() -> int:
 def num_workers(num_jobs: int, worth_a_worker: int) -> int:
     """Return how many processes to use: DATA_WORKERS where it is set, else as many as have enough to do."""
     wanted = os.environ.get("DATA_WORKERS")
-    return min(num_jobs, int(wanted)) if wanted else min(num_cores(), num_jobs // worth_a_worker)
+    if not wanted:
+        return min(num_cores(), num_jobs // worth_a_worker)
+    if not wanted.isdecimal() or int(wanted) < 1:
+        expected, fix = "a whole number, 1 or more", "correct it, or unset it to use all cores"
+        raise InputError(Problem(where="DATA_WORKERS", got=repr(wanted), expected=expected, fix=fix))
+    return min(num_jobs, int(wanted))
 
 
 def blocks_of(path: Path, size: int | None = None) -> Iterator[Block]:
@@ -65,40 +73,59 @@ def blocks_of(path: Path, size: int | None = None) -> Iterator[Block]:
             start = file.tell()
 
 
-def map_in_order(
-    jobs: Iterable[Any], work: Callable[[Any], Result], *, worth_a_worker: int = 2
-) -> Generator[Result, None, None]:
-    """Yield `work(job)` for each job, in their order; `work` is sent to each worker once and must be picklable.
+class Workers(Generic[Work]):
+    """`count` processes that are each sent `work` once, which must be picklable; below two, this process does it."""
 
-    `worth_a_worker` is how many jobs take longer than the half second in which a process starts.
-    """
-    waiting = deque(jobs)
-    workers = num_workers(len(waiting), worth_a_worker)
-    if workers < 2:
-        yield from map(work, waiting)
-        return
-    context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of this process hold
-    arguments = (work, dies_with_parent(signal.SIGKILL))
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_install, initargs=arguments) as pool:
+    def __init__(self, work: Work, count: int) -> None:
+        self.work, self.count = work, count
+        self._pool: ProcessPoolExecutor | None = None
+        if count > 1:
+            context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of this process hold
+            arguments = (work, dies_with_parent(signal.SIGKILL))
+            self._pool = ProcessPoolExecutor(count, mp_context=context, initializer=_install, initargs=arguments)
+
+    def __enter__(self) -> Workers[Work]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def map(self, method: Callable[[Work, Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
+        """Yield `method(work, job)` for each job, in their order; `method` is named by its module."""
+        if self._pool is None:
+            yield from (method(self.work, job) for job in jobs)
+            return
         running: deque[Future[Result]] = deque()
         try:
-            while waiting or running:
-                while waiting and len(running) < workers * JOBS_PER_WORKER:
-                    running.append(pool.submit(_run, waiting.popleft()))
+            for job in jobs:
+                running.append(self._pool.submit(_run, method, job))
+                if len(running) == self.count * JOBS_PER_WORKER:
+                    yield running.popleft().result()
+            while running:
                 yield running.popleft().result()
         except BrokenProcessPool as error:
             raise RunError("a worker process died; if memory ran out, set DATA_WORKERS=1 and run it again") from error
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _install(work: Callable[[Any], Any], die_with_parent: Callable[[], None]) -> None:
+def map_in_order(
+    jobs: Iterable[Job], work: Callable[[Job], Result], *, worth_a_worker: int = 2
+) -> Generator[Result, None, None]:
+    """Yield `work(job)` for each job, in their order, from workers that end with the last one.
+
+    `worth_a_worker` is how many jobs take longer than the half second in which a process starts.
+    """
+    waiting = list(jobs)
+    with Workers(work, num_workers(len(waiting), worth_a_worker)) as workers:
+        yield from workers.map(operator.call, waiting)
+
+
+def _install(work: Any, die_with_parent: Callable[[], None]) -> None:
     global _work
     die_with_parent()  # a killed parent leaves no worker behind
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
     _work = work
 
 
-def _run(job: Any) -> Any:
-    assert _work is not None
-    return _work(job)
+def _run(method: Callable[[Any, Job], Result], job: Job) -> Result:
+    return method(_work, job)

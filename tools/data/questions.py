@@ -17,7 +17,10 @@ _TABLE = "CREATE TABLE questions (source TEXT, row INTEGER, question TEXT, answe
 
 @dataclass(slots=True)
 class Questions:
-    """A file of (question, answer) by source name and row; a connection is opened where it is first needed."""
+    """A file of (question, answer) by source name and row, gone when the block ends.
+
+    A connection is opened where it is first needed.
+    """
 
     path: Path
     _connection: sqlite3.Connection | None = None
@@ -29,6 +32,14 @@ class Questions:
     def __setstate__(self, path: Path) -> None:
         self.path, self._connection = path, None
 
+    def __enter__(self) -> Questions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self.path.unlink(missing_ok=True)
+
     def find(self, source: str, row: int) -> tuple[str, str] | None:
         """Return question and answer, or None when the source has not both."""
         if self._connection is None:
@@ -37,12 +48,6 @@ class Questions:
             "SELECT question, answer FROM questions WHERE source = ? AND row = ?", (source, row)
         ).fetchone()
         return found
-
-    def close(self) -> None:
-        """Close the connection of this process."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
 
 
 def restore(

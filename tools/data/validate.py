@@ -18,7 +18,8 @@ from pathlib import Path
 
 import orjson
 
-from recipes.grpo.errors import DataError, Problem, RecipeError
+from recipes.grpo.errors import DataError, Problem
+from tools.command_line import exit_status
 from tools.data.files import atomic_writer, require_file
 from tools.data.parallel import blocks_of, map_in_order
 from tools.data.row_stats import FileStats, agent_table
@@ -140,6 +141,7 @@ def write_findings(path: Path, findings: Sequence[Finding]) -> None:
         file.writelines(orjson.dumps(asdict(finding)) + b"\n" for finding in findings)
 
 
+@exit_status
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.data.validate", description=__doc__.split("\n", 1)[0])
@@ -156,11 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
     train, val = (
         (options.train, options.val) if options.data is None else (options.data / TRAIN, options.data / VALIDATION)
     )
-    try:
-        result = validate(train, val, options.tokenizer, [directory / TRAIN for directory in options.others])
-    except RecipeError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    result = validate(train, val, options.tokenizer, [directory / TRAIN for directory in options.others])
     print(result.report())
     if options.problems:
         write_findings(options.problems, result.findings)

@@ -17,6 +17,7 @@ from recipes.grpo.errors import DataError
 from tools.data import fill as fill_module
 from tools.data import parallel
 from tools.data.fill import fill, main
+from tools.data.locks import only_one
 from tools.data.sources import load_sources
 
 PLAIN = b'{"b":1,  "a": "\\u00e9", "note": "no _hf_placeholder here"}\n'
@@ -177,10 +178,10 @@ def test_unfilled_rows_are_left_out_on_request_with_their_cause(
     assert not (place / "out.rejected.jsonl").exists()
 
 
-@pytest.mark.parametrize("block", [1, 60, 300])
+@pytest.mark.parametrize(("block", "workers"), [(1, "1"), (60, "1"), (300, "1"), (300, "2")])
 @pytest.mark.parametrize("ending", [b"", b"\n"])
 def test_blocks_of_any_size_give_the_same_result(
-    place: Path, monkeypatch: pytest.MonkeyPatch, block: int, ending: bytes
+    place: Path, monkeypatch: pytest.MonkeyPatch, block: int, workers: str, ending: bytes
 ) -> None:
     content = b"".join(PLAIN + placeholder(n % 4) + placeholder(7) for n in range(20)) + PLAIN.rstrip() + ending
     (place / "blend.jsonl").write_bytes(content)
@@ -193,8 +194,17 @@ def test_blocks_of_any_size_give_the_same_result(
 
     whole = result("whole")
     monkeypatch.setattr(parallel, "BLOCK", block)
-    monkeypatch.setenv("DATA_WORKERS", "1")
+    monkeypatch.setenv("DATA_WORKERS", workers)
     assert result("blocks") == whole
+
+
+def test_a_second_fill_at_the_same_time_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "blend.jsonl").write_bytes(placeholder(1))
+    arguments = ["--in", str(place / "blend.jsonl"), "--out", str(place / "out.jsonl")]
+    with only_one(place / ".out.jsonl.lock"):
+        assert main([*arguments, "--sources", str(place / "sources.yaml")]) == 2
+    assert ".out.jsonl.lock: got another process at work here" in capsys.readouterr().err
+    assert not (place / "out.jsonl").exists()
 
 
 WRONG_SOURCES: list[tuple[Callable[[dict[str, Any]], object], str]] = [

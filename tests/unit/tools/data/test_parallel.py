@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.data.parallel import blocks_of, map_in_order
+from recipes.grpo.errors import InputError, RunError
+from tools.data.parallel import Workers, blocks_of, map_in_order
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 17, 1000])
@@ -36,3 +37,25 @@ def test_results_come_in_order(monkeypatch: pytest.MonkeyPatch, workers: str) ->
     assert (os.getpid() in {process for process, _ in results}) == (workers == "1")
     with pytest.raises(ValueError, match="-1"):
         list(map_in_order([1, -1, 2, 3], process_and_square))
+
+
+def process_and_sum(work: int, job: int) -> tuple[int, int]:
+    if job < 0:
+        os._exit(1)
+    return os.getpid(), work + job
+
+
+def test_the_same_workers_serve_several_passes() -> None:
+    with Workers(100, 2) as workers:
+        passes = [list(workers.map(process_and_sum, range(first, first + 40))) for first in (0, 1000)]
+        assert [[result for _, result in results] for results in passes] == [[*range(100, 140)], [*range(1100, 1140)]]
+        assert len({process for results in passes for process, _ in results}) <= 2
+        with pytest.raises(RunError, match="a worker process died"):
+            list(workers.map(process_and_sum, [1, -1, 2]))
+
+
+@pytest.mark.parametrize("value", ["0", "-2", "all", "1.5"])
+def test_an_impossible_number_of_workers_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("DATA_WORKERS", value)
+    with pytest.raises(InputError, match=f"DATA_WORKERS: got '{value}', expected a whole number, 1 or more"):
+        list(map_in_order([1, 2], process_and_square))
