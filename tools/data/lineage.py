@@ -6,17 +6,18 @@
     python -m tools.data.lineage                              list what there is
 
 A run is tied to its data by the hash of their manifest, and to its start weights by their hash, both as run.lock.json
-holds them. With WANDB_PROJECT set, what is recorded is logged there as well, as a reference without files.
+holds them. With WANDB_PROJECT set, what is recorded is logged there as well, each version with the alias `store-vN`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from recipes.grpo.stages import load_stages
 from tools.data.files import sha256_of
 from tools.data.manifest import read_manifest
 from tools.data.split import TRAIN, VALIDATION
-from tools.data.store import Artifact, Store, draft
+from tools.data.store import MANIFEST, Artifact, Store, draft
 from tools.launch.provenance import model_digest
 
 DEFAULT_ROOT = "artifacts"
@@ -34,18 +35,21 @@ DATA_TYPE, MODEL_TYPE = "SplitJsonlDataArtifact", "model"
 
 
 def record_data(store: Store, directory: Path) -> Artifact:
-    """Record the two splits of a blend; returns the version that says so."""
+    """Record the splits of a blend, the second of which may be missing; returns the version that says so."""
     manifest = _manifest(directory / "manifest.json", fix="run `make data` first")
-    rows = {output["file"]: output["rows"] for output in manifest["outputs"]}
+    rows = {output["file"]: output["rows"] for output in manifest.get("outputs", []) if "rows" in output}
+    if TRAIN not in rows:
+        got, fix = ", ".join(rows) or "no rows", "name a directory that `make data` or `make curriculum` wrote"
+        raise DataError(Problem(where=f"{directory}/manifest.json", got=got, expected=TRAIN, fix=fix))
     metadata = {
         "path": str((directory / "manifest.json").resolve()),
         "manifest_sha256": sha256_of(directory / "manifest.json"),
         "total_sequences": sum(rows.values()),
         "train": str((directory / TRAIN).resolve()),
-        "val": str((directory / VALIDATION).resolve()),
+        "val": str((directory / VALIDATION).resolve()) if VALIDATION in rows else "",
         "test": "",
         "train_rows": rows[TRAIN],
-        "val_rows": rows[VALIDATION],
+        "val_rows": rows.get(VALIDATION, 0),
         "parameters": manifest["parameters"],
     }
     inputs = list({entry["uri"]: entry for entry in source_datasets(manifest)}.values())
@@ -130,8 +134,11 @@ def tree(store: Store, artifact: Artifact, depth: int = 0) -> Iterator[str]:
         yield f"{pad}  {entry['uri']}"
 
 
-def log_to_wandb(artifact: Artifact) -> None:
-    """Log an artifact to W&B by reference, where WANDB_PROJECT asks for it."""
+def log_to_wandb(store: Store, artifact: Artifact) -> None:
+    """Log an artifact to W&B, tied to the versions that it was made from, where WANDB_PROJECT asks for it.
+
+    Each version of the store is one there too, with the alias `store-vN`. Raises `DataError` when W&B cannot be used.
+    """
     if not os.environ.get("WANDB_PROJECT"):
         return
     try:
@@ -141,12 +148,38 @@ def log_to_wandb(artifact: Artifact) -> None:
             where="WANDB_PROJECT", got="no wandb", expected="the package", fix="install wandb, or unset it"
         )
         raise DataError(problem) from error
-    with wandb.init(job_type="lineage", name=artifact.reference) as run:
-        logged = wandb.Artifact(artifact.name, type=artifact.type, metadata=dict(artifact.metadata))
-        logged.add_reference(Path(artifact.path).as_uri(), name="output", checksum=False)
-        for reference in artifact.used_artifacts:
-            run.use_artifact(f"{reference.partition(':')[0]}:latest")
-        run.log_artifact(logged, aliases=list(artifact.metadata.get("aliases", ["latest"])))
+    try:
+        with wandb.init(job_type="lineage", name=artifact.reference) as run:
+            if not run.offline:
+                for used in map(store.find, artifact.used_artifacts):
+                    run.use_artifact(_as_wandb(wandb, used), aliases=[_alias(used)])
+            elif artifact.used_artifacts:
+                print(
+                    f"lineage: W&B is offline, where nothing can be tied to another: {artifact.reference} is logged "
+                    f"without its ties to {', '.join(artifact.used_artifacts)}; repeat the command once W&B is online"
+                )
+            aliases = [*artifact.metadata.get("aliases", ["latest"]), _alias(artifact)]
+            run.log_artifact(_as_wandb(wandb, artifact), aliases=aliases)
+    except wandb.Error as error:
+        got = str(error).splitlines()[0]
+        fix = "run `wandb login`, set WANDB_MODE=offline, or unset WANDB_PROJECT; the store itself is complete"
+        raise DataError(Problem(where="WANDB_PROJECT", got=got, expected="W&B to answer", fix=fix)) from error
+
+
+def _as_wandb(wandb: Any, artifact: Artifact) -> Any:
+    """Return an artifact as W&B holds it: a reference without files, and the store's manifest.
+
+    W&B tells versions by their files, and the reference is the same for all versions of a directory.
+    """
+    logged = wandb.Artifact(artifact.name, type=artifact.type, metadata=dict(artifact.metadata))
+    logged.add_reference(Path(artifact.path).as_uri(), name="output", checksum=False)
+    with logged.new_file(MANIFEST) as file:
+        json.dump(asdict(artifact), file, indent=2)
+    return logged
+
+
+def _alias(artifact: Artifact) -> str:
+    return f"store-v{artifact.version}"
 
 
 def _manifest(path: Path, *, fix: str) -> dict[str, Any]:
@@ -167,15 +200,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         store = Store(options.root)
-        shown = [record_data(store, directory) for directory in options.data]
+        recorded = [record_data(store, directory) for directory in options.data]
         if options.run_dir:
-            shown.append(record_run(store, options.run_dir))
-        for artifact in shown:
-            log_to_wandb(artifact)
-        if options.reference:
-            shown.append(store.find(options.reference))
-        for artifact in shown or store.all():
+            recorded.append(record_run(store, options.run_dir))
+        asked = [store.find(options.reference)] if options.reference else []
+        for artifact in [*recorded, *asked] or store.all():
             print("\n".join(tree(store, artifact)))
+        for artifact in recorded:
+            log_to_wandb(store, artifact)
     except RecipeError as error:
         print(error, file=sys.stderr)
         return error.exit_code

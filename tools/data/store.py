@@ -64,9 +64,10 @@ class Store:
         name, _, version = reference.partition(":")
         name = registered_name(name)
         versions = self._versions(name)
-        wanted = max(versions, default=0) if version in ("", LATEST) else int(version.removeprefix("v") or 0)
-        if wanted not in versions:
-            there = ", ".join(f"v{number}" for number in versions) or ", ".join(self.names()) or "nothing"
+        numbers = {f"v{number}": number for number in versions}
+        wanted = max(versions, default=0) if version in ("", LATEST) else numbers.get(version, 0)
+        if not wanted:
+            there = ", ".join(numbers) or ", ".join(self.names()) or "nothing"
             fix = "correct the name, or record it first"
             raise DataError(Problem(where=reference, got="no such artifact", expected=f"one of: {there}", fix=fix))
         return self._read(name, wanted)

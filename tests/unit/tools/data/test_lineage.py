@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from recipes.grpo.errors import DataError
+from tools.data import make_curriculum
 from tools.data.files import sha256_of
 from tools.data.lineage import main, model_name, source_datasets
 from tools.data.manifest import write_manifest
@@ -31,7 +34,8 @@ def test_versions_count_up_and_repeats_add_none(tmp_path: Path, kind: str) -> No
     assert (second.version, second.producer, second.inputs) == (2, "local", [{"uri": "u"}])
     assert store.find("super3/rl/rlvr1/data") == store.find("super3-rl-rlvr1-data:latest") == second
     assert store.find("super3-rl-rlvr1-data:v1").metadata == {"rows": 1}
-    for wrong, there in (("super3-rl-rlvr1-data:v3", "v1, v2"), ("other", "super3-rl-rlvr1-data")):
+    data = "super3-rl-rlvr1-data"
+    for wrong, there in ((f"{data}:v3", "v1, v2"), (f"{data}:step_1", "v1, v2"), ("other", data)):
         with pytest.raises(DataError, match=f"one of: {there}"):
             store.find(wrong)
     if kind == "directory":
@@ -134,6 +138,23 @@ def test_unrecorded_data_are_named_by_their_hash(tmp_path: Path, capsys: pytest.
     ]
 
 
+def test_rows_may_have_no_validation_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = make_data(tmp_path / "data")
+    row = {"agent_ref": {"name": "a"}, "responses_create_params": {"input": "q"}, "pass_rate": 0.5}
+    (data / "train-split.jsonl").write_text(4 * f"{json.dumps(row)}\n")
+    (data / "val-split.jsonl").unlink()
+    ordered = ["--in", str(data / "train-split.jsonl"), "--out", str(tmp_path / "rlvr1-ordered/train-split.jsonl")]
+    assert make_curriculum.main(ordered) == 0
+    capsys.readouterr()
+    assert main(["--data", str(tmp_path / "rlvr1-ordered"), "--root", str(tmp_path / "s")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("super3-rl-rlvr1-ordered-data:v1  4 + 0 rows")
+    assert lines[1].strip() == f"hf://datasets/org/blends@{COMMIT}/rlvr1.jsonl"
+    write_manifest(tmp_path / "other/manifest.json", {"tool": "other"})
+    assert main(["--data", str(tmp_path / "other"), "--root", str(tmp_path / "s")]) == 2
+    assert "other/manifest.json: got no rows, expected train-split.jsonl" in capsys.readouterr().err
+
+
 def _weights(path: Path) -> Path:
     path.mkdir()
     (path / "config.json").write_text("{}")
@@ -151,6 +172,49 @@ def test_wandb_is_asked_for_by_its_project_alone(
     assert "WANDB_PROJECT: got no wandb" in capsys.readouterr().err
     monkeypatch.delenv("WANDB_PROJECT")
     assert main(["--data", str(data), "--root", str(tmp_path / "s")]) == 0
+
+
+def test_what_is_logged_to_wandb_says_which_version_it_is(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed: nothing tests what is logged there")
+    data = make_data(tmp_path / "data")
+    make_run(tmp_path / "one", stage="stage1.1", data=data, parent=_weights(tmp_path / "w"))
+    assert main(["--data", str(data), "--root", str(tmp_path / "s")]) == 0  # before W&B was asked for
+    here = {f"WANDB_{name}_DIR": str(tmp_path) for name in ("DATA", "CACHE", "CONFIG")}
+    command = [sys.executable, "-m", "tools.data.lineage", "--run-dir", str(tmp_path / "one")]
+    result = subprocess.run(
+        [*command, "--root", str(tmp_path / "s")],
+        cwd=Path(__file__).resolve().parents[4],
+        env={**os.environ, **here, "WANDB_DIR": str(tmp_path), "WANDB_PROJECT": "p", "WANDB_MODE": "offline"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result
+    assert "super3-rl-rlvr-model:v1 is logged without its ties to super3-rl-rlvr1-data:v1;" in result.stdout
+    (run,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    export = tmp_path / "one/checkpoints/step_000010/hf"
+    for text in ("super3-rl-rlvr-model", "store-v1", "step_000010", export.as_uri(), "manifest.json"):
+        assert text.encode() in run.read_bytes()
+
+
+def test_without_a_login_wandb_is_named_and_the_store_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed: nothing tests what is logged there")
+    data = make_data(tmp_path / "data")
+    environ = {**os.environ, "WANDB_PROJECT": "p", "WANDB_API_KEY": "wrong", "WANDB_DIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-m", "tools.data.lineage", "--data", str(data), "--root", str(tmp_path / "s")],
+        cwd=Path(__file__).resolve().parents[4],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert "WANDB_PROJECT: got " in result.stderr
+    assert "wandb login" in result.stderr
+    assert Store(str(tmp_path / "s")).find("super3-rl-rlvr1-data").version == 1
 
 
 def test_names_and_local_sources() -> None:
