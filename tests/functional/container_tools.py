@@ -1,4 +1,7 @@
-"""podman and buildah with a store of their own, for machines without systemd and without all of root's rights."""
+"""podman and buildah with a store of their own, for machines without systemd and without all of root's rights.
+
+And a proxy for plain HTTP, as at the edge of a company's network.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,13 @@ import os
 import resource
 import shutil
 import subprocess
+import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 # runc: crun refuses hybrid cgroups. Limits: podman's own defaults may lie above what this process is allowed.
@@ -20,7 +27,7 @@ cgroup_manager = "cgroupfs"
 events_logger = "file"
 """
 STORAGE_CONF = """[storage]
-driver = "vfs"
+driver = "{driver}"
 graphroot = "{home}/graph"
 runroot = "{home}/run"
 """
@@ -62,7 +69,9 @@ def start_engine(home: Path) -> Iterator[Engine]:
     nofile = min(MAX_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     nproc = min(MAX_NPROC, resource.getrlimit(resource.RLIMIT_NPROC)[1] % 2**63)
     (home / "containers.conf").write_text(CONTAINERS_CONF.format(nofile=nofile, nproc=nproc))
-    (home / "storage.conf").write_text(STORAGE_CONF.format(home=home))
+    kind = subprocess.run(["stat", "--file-system", "--format=%T", home], capture_output=True, text=True, check=True)
+    driver = "vfs" if kind.stdout.strip() == "overlayfs" else "overlay"  # an overlay cannot lie on another one
+    (home / "storage.conf").write_text(STORAGE_CONF.format(home=home, driver=driver))
     engine = Engine(
         {
             "CONTAINERS_CONF": str(home / "containers.conf"),
@@ -75,3 +84,43 @@ def start_engine(home: Path) -> Iterator[Engine]:
     finally:
         engine.podman("rm", "--all", "--force", "--time=5")
         shutil.rmtree(home)  # each layer is a whole root
+
+
+class Proxy(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    seen: list[str]
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.seen.append(self.path)
+        kept = {
+            name: self.headers[name] for name in ("Range", "If-Modified-Since", "User-Agent") if name in self.headers
+        }
+        try:
+            answer = urllib.request.urlopen(urllib.request.Request(self.path, headers=kept), timeout=60)
+        except urllib.error.HTTPError as error:
+            answer = error
+        with answer:
+            body = answer.read()
+        self.send_response(answer.status)
+        for name in ("Content-Type", "Content-Range", "Last-Modified"):
+            if name in answer.headers:
+                self.send_header(name, answer.headers[name])
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@contextmanager
+def start_proxy() -> Iterator[tuple[str, list[str]]]:
+    """Run the proxy; return its URL and what it was asked for."""
+    seen: list[str] = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("ProxyOfThisTest", (Proxy,), {"seen": seen}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", seen
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.grpo.errors import LaunchError, Problem
@@ -15,19 +15,26 @@ _PROBES = {"docker": ("docker", "buildx", "inspect"), "podman": ("podman", "info
 _DAEMON = {"docker": "dockerd", "podman": "podman"}  # what enroot calls the store of a builder
 
 
-def find_builder(wanted: str) -> str:
-    """Return the builder that is asked for, or the first that works here; raises `LaunchError` when none does."""
+def find_builder(wanted: str, *, is_dry: bool = False) -> str:
+    """Return the builder that is asked for, or the first that works here; raises `LaunchError` when none does.
+
+    A dry run takes one that does not work, too: the commands can be printed on any machine.
+    """
     if wanted and wanted not in NAMES:
         raise LaunchError(Problem(where="BUILDER", got=wanted, expected=" or ".join(NAMES), fix="correct the value"))
-    for name in (wanted,) if wanted else NAMES:
+    candidates = (wanted,) if wanted else NAMES
+    for name in candidates:
         if shutil.which(name) and _works(_PROBES[name]):
             return name
+    if is_dry:
+        return candidates[0]
     raise LaunchError(
         Problem(
             where="BUILDER" if wanted else "this machine",
             got=f"{wanted} that does not work" if wanted else "no builder that works",
             expected="docker with buildx and its daemon, podman, or buildah",
-            fix="install one (apt-get install podman), or correct its set-up: `podman info` says what is wrong",
+            fix="install one (apt-get install podman), or ask it what is wrong: "
+            + " or ".join(f"`{' '.join(_PROBES[name])}`" for name in candidates),
         )
     )
 
@@ -39,14 +46,12 @@ def _works(command: Sequence[str]) -> bool:
         return False
 
 
-def build_words(builder: str, tag: str, dockerfile: Path, context: Path, arguments: Mapping[str, str]) -> list[str]:
+def build_words(builder: str, tag: str, dockerfile: Path, context: Path, options: Sequence[str]) -> list[str]:
     """Return the command that builds an image into the builder's own store."""
     words = ["docker", "buildx", "build", "--load"] if builder == "docker" else [builder, "build"]
     if builder != "docker":
         words += ["--format=docker"]  # OCI knows no SHELL
-    words += [f"--file={dockerfile}", f"--tag={tag}"]
-    words += [f"--build-arg={name}={value}" for name, value in arguments.items()]
-    return [*words, str(context)]
+    return [*words, f"--file={dockerfile}", f"--tag={tag}", *options, str(context)]
 
 
 def check_words(builder: str, tag: str, command: Sequence[str]) -> list[list[str]]:
@@ -61,13 +66,16 @@ def check_words(builder: str, tag: str, command: Sequence[str]) -> list[list[str
     return [[builder, "run", "--rm", "--network=none", "--entrypoint=", tag, *command]]
 
 
-def push_words(builder: str, tag: str) -> list[str]:
-    """Return the command that pushes an image to the registry of its name."""
-    return [builder, "push", tag]
+def push_words(builder: str, tag: str, digest_file: Path) -> list[str]:
+    """Return the command that pushes an image to the registry of its name.
+
+    podman and buildah compress on the way, so the registry has another digest than their store: they write it down.
+    """
+    return ["docker", "push", tag] if builder == "docker" else [builder, "push", f"--digestfile={digest_file}", tag]
 
 
 def digest_words(builder: str, tag: str) -> list[str]:
-    """Return the command that prints the digest of a built image, after a push that of the registry."""
+    """Return the command that prints the digest of an image in the builder's store, for docker that of a push."""
     if builder == "docker":
         pushed = "{{with .RepoDigests}}{{index . 0}}{{else}}{{.Id}}{{end}}"
         return ["docker", "image", "inspect", f"--format={pushed}", tag]

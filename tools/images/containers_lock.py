@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from recipes.grpo.errors import Problem
+from recipes.grpo.errors import LaunchError, Problem
 
 LOCK = Path("containers/images.lock")
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -26,9 +26,14 @@ class Entry:
 
 
 def read_lock(path: Path) -> dict[str, Entry]:
-    """Return the entries by image name."""
-    images = json.loads(path.read_text())["images"] if path.is_file() else {}
-    return {name: Entry(**entry) for name, entry in images.items()}
+    """Return the entries by image name; raises `LaunchError` for a damaged lock."""
+    if not path.is_file():
+        return {}
+    try:
+        return {name: Entry(**entry) for name, entry in json.loads(path.read_text())["images"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        got, fix = f"a damaged file ({error!r})", "restore it from git, or delete it and build again"
+        raise LaunchError(Problem(where=str(path), got=got, expected="the lock of images", fix=fix)) from error
 
 
 def write_lock(path: Path, entries: Mapping[str, Entry]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 SKILLS_URL = "https://github.com/NVIDIA-NeMo/Skills.git"
@@ -21,7 +21,9 @@ class Image:
     check: tuple[str, ...]  # a command that ends with 0 inside a good image
     context: Path = Path()
     source: tuple[str, str] | None = None  # repository and commit that the context is a checkout of
-    inputs: tuple[Path, ...] = field(default=())  # files of ours that the image is made of
+    short_bases: tuple[str, ...] = ()  # bases that its Dockerfile names without Docker Hub, where stock podman stops
+    on_training_image: bool = False  # its base is the training image of ENGINE unless BASE is given
+    inputs: tuple[Path, ...] = ()  # files of ours that the image is made of
 
 
 def _imports(python: str, *modules: str) -> tuple[str, ...]:
@@ -52,6 +54,7 @@ IMAGES: Mapping[str, Image] = {
             dockerfile=Path("containers/swe/Dockerfile"),
             arguments=("BASE", "APPTAINER_VERSION", "APPTAINER_SHA256", "DEB_ARCH"),
             check=("sh", "-c", "apptainer --version && python -c 'import torch, ray'"),
+            on_training_image=True,
             inputs=(Path("containers/swe"),),
         ),
         Image(
@@ -68,13 +71,14 @@ IMAGES: Mapping[str, Image] = {
             check=("sh", "-c", "python -c 'import flask, IPython, sympy' && lake --version"),
             context=SKILLS_DIR,
             source=(SKILLS_URL, SKILLS_COMMIT),
+            short_bases=("tiangolo/uwsgi-nginx-flask:python3.10",),
         ),
         Image(
             name="cpu_test",
             dockerfile=Path("containers/cpu_test/Dockerfile"),
             arguments=("BASE",),
             check=_imports("python", "torch", "ray", "vllm", "megatron.core"),
-            inputs=(Path("containers/cpu_test"), _CPU_LOCK),
+            inputs=(Path("containers/cpu_test"), Path("tools/setup"), Path("pyproject.toml"), _CPU_LOCK),
         ),
     )
 }
