@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
+import shutil
 import subprocess
+import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -49,6 +53,36 @@ def test_wrong_python(setup, tmp_path):
 def test_no_python(setup, tmp_path):
     assert "got Python none, expected 3.11" in setup(expect=2, PYTHON="/no/python3.11")
     assert not (tmp_path / "venv").exists()
+
+
+def test_no_headers(setup, tmp_path):
+    text = setup(expect=2, PYTHON=fake_python(tmp_path, "3.11"))
+    assert "got no 3.11/Python.h, expected the headers of Python; install the package python3.11-dev" in text
+    assert not (tmp_path / "venv").exists()
+
+
+def test_no_compiler(setup, tmp_path):
+    (tmp_path / "bin").mkdir()
+    for program in ("bash", "dirname", "env", "sha256sum", "awk", "grep", "tr"):
+        (tmp_path / "bin" / program).symlink_to(shutil.which(program) or "")
+    text = setup(expect=2, PATH=f"{tmp_path}/bin", PYTHON=sys.executable)
+    assert text == "setup: gcc: got no such program, expected a C compiler; install gcc\n"
+
+
+def test_a_package_that_does_not_compile_is_said_in_the_compilers_words(setup, tmp_path):
+    files = {
+        "PKG-INFO": "Metadata-Version: 2.1\nName: surely-not-a-package\nVersion: 1.0\n",
+        "pyproject.toml": '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n',
+        "backend.py": "import subprocess\ndef build_wheel(*_):\n    subprocess.run(['gcc', '-c', 'x.c'], check=True)\n",
+        "x.c": "#include <no_such_header.h>\n",
+    }
+    with tarfile.open(tmp_path / "surely-not-a-package-1.0.tar.gz", "w:gz") as archive:
+        for name, text in files.items():
+            entry = tarfile.TarInfo(f"surely-not-a-package-1.0/{name}")
+            entry.size = len(text)
+            archive.addfile(entry, io.BytesIO(text.encode()))
+    text = setup(expect=2, PIP_CONFIG_FILE=os.devnull, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path))
+    assert "fatal error: no_such_header.h: No such file or directory (log: " in text
 
 
 def test_full_disk(setup, tmp_path):

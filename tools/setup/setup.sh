@@ -42,6 +42,15 @@ require_python() {
     die "${PYTHON}: got no venv module, expected a full Python; install the package python3.11-venv"
 }
 
+# A few packages of the lock exist as source only.
+require_compiler() {
+  command -v gcc >/dev/null || die 'gcc: got no such program, expected a C compiler; install gcc'
+  local include
+  include="$("${PYTHON}" -c 'import sysconfig; print(sysconfig.get_path("include"))')"
+  [[ -f ${include}/Python.h ]] ||
+    die "${PYTHON}: got no ${include}/Python.h, expected the headers of Python; install the package python3.11-dev"
+}
+
 require_disk() {
   local parent=${VENV} free_kb
   while [[ ! -d ${parent} ]]; do parent="$(dirname -- "${parent}")"; done
@@ -67,14 +76,15 @@ pip_install() {
 }
 
 explain() {
-  local recent
+  local recent reason
   recent="$(tail -n 60 -- "${LOG}")"
   if grep -q -i -E 'No space left|Errno 28|Disk quota' <<<"${recent}"; then
     printf 'the disk is full; free some or set VENV to another disk (log: %s)' "${LOG}"
   elif grep -q -i -E 'NewConnectionError|Max retries exceeded|name resolution|Network is unreachable|Connection (refused|reset)|timed out|ProxyError|SSLError' <<<"${recent}"; then
     printf 'no network: the package index could not be reached; check the connection, the proxy and "pip config list" (log: %s)' "${LOG}"
   else
-    printf 'pip failed: %s (log: %s)' "$(grep -E '^ERROR' <<<"${recent}" | tail -n 1)" "${LOG}"
+    reason="$(grep -m 1 -i 'fatal error:' <<<"${recent}" || grep -i '^error' <<<"${recent}" | tail -n 1)"
+    printf 'pip failed: %s (log: %s)' "${reason}" "${LOG}"
   fi
 }
 
@@ -123,6 +133,7 @@ main() {
   fi
 
   require_python
+  require_compiler
   require_disk
   # Two set-ups at once would install over each other. Children inherit the lock on purpose.
   exec 9<"${ROOT}/tools/setup"
