@@ -6,6 +6,7 @@ import argparse
 import functools
 import inspect
 import math
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import ParamSpec
 
 from recipes.grpo.errors import InputError, Problem, RecipeError
 
-INTERRUPTED = 130  # what a shell makes of SIGINT
+INTERRUPTED, READER_GONE = 130, 141  # what a shell makes of SIGINT and SIGPIPE
 
 Arguments = ParamSpec("Arguments")
 
@@ -46,6 +47,9 @@ def exit_status(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
         except RecipeError as error:
             print(error, file=sys.stderr)
             return error.exit_code
+        except BrokenPipeError:  # whoever read the output has gone, as `| head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return READER_GONE
         except OSError as error:
             print(refused(error, Path(inspect.getfile(main)).stem), file=sys.stderr)
             return InputError.exit_code

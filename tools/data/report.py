@@ -25,11 +25,13 @@ from tools.data.files import require_file, write_atomically
 from tools.data.make_curriculum import read_pass_rates
 from tools.data.manifest import read_manifest
 from tools.data.parallel import Block, blocks_of, map_in_order
-from tools.data.row_stats import QUANTILES, AgentStats, FileStats, agent_table, pass_rate_of, quantile
+from tools.data.row_stats import QUANTILES, FileStats, agent_lines, agent_table, pass_rate_of
 from tools.data.split import TRAIN, VALIDATION
 from tools.report.page import STYLE_FILE
+from tools.report.summary import track
 
-NUM_RATE_BINS = 10
+NUM_RATE_BINS = 8  # as many as the answers per row of `make profile`, so that no bin stays empty between two
+NOTABLE = 0.02  # by which an agent's share of validation may be off that of training before it is marked
 NUM_PARTS = 40  # of a file, along which pass rates are shown
 
 
@@ -116,30 +118,41 @@ def as_page(blends: Sequence[BlendStats], *, unit: str) -> str:
 
 def _section(blend: BlendStats, unit: str) -> str:
     note = f'<p class="note">{escape(blend.made_by)}</p>' if blend.made_by else ""
-    charts = [_lengths(blend, unit), _rates(blend), _order(blend)]
+    charts = [_lengths(blend, unit)]
+    if blend.train.rates:
+        charts.append(_order(blend))
+        charts += [_rates(name, stats) for name, stats in (("training", blend.train), ("validation", blend.validation))]
+    else:
+        note += '<p class="note">No pass rates are recorded: `make profile` measures them.</p>'
     return (
-        f"<section><h2>{escape(blend.name)}</h2>{note}{_table(blend, unit)}</section>"
+        f"<section><h2>{escape(blend.name)}</h2>{_table(blend, unit)}{note}</section>"
         f'<section class="charts">{"".join(charts)}</section>'
     )
 
 
 def _table(blend: BlendStats, unit: str) -> str:
+    """Return the agents as a table; a bar shows how far an agent's share of validation is from that of training."""
+    lines = list(agent_lines(blend.train, blend.validation))
+    widest = max((share for line in lines for share in line.shares), default=1.0) or 1.0
     rows = []
-    for agent in sorted({*blend.train.agents, *blend.validation.agents}):
-        train, val = (stats.agents.get(agent, AgentStats()) for stats in (blend.train, blend.validation))
-        lengths = sorted([*train.lengths, *val.lengths])
-        numbers = [f"{quantile(lengths, share):,}" if lengths else "-" for share in QUANTILES]
-        shares = [
-            100 * part.num_rows / max(1, stats.num_rows)
-            for part, stats in ((train, blend.train), (val, blend.validation))
-        ]
-        rate = f"{sum(train.pass_rates) / len(train.pass_rates):.3f}" if train.pass_rates else "-"
-        cells = [f"{train.num_rows:,}", f"{shares[0]:.1f} %", f"{val.num_rows:,}", f"{shares[1]:.1f} %", rate, *numbers]
-        rows.append(f"<tr><td>{escape(agent)}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
-    heads = ["agent", "train", "share", "validation", "share", "pass rate", f"median {unit}", "95 %", "longest"]
-    head = "".join(f"<th>{escape(name)}</th>" for name in heads)
+    for line in lines:
+        bar = track(*(share / widest for share in line.shares))
+        shown = [f"{part.num_rows:,}" for part in line.parts]
+        rates = ["-" if rate is None else f"{rate:.2f}" for rate in line.rates]
+        lengths = [f"{length:,}" for length in line.lengths] or ["-"] * len(QUANTILES)
+        shares = [f"{100 * share:.1f} %" for share in line.shares]
+        away = line.shares[1] - line.shares[0]
+        style = "up" if away >= NOTABLE else "down" if away <= -NOTABLE or not line.shares[1] else ""
+        cells = "".join(f"<td>{cell}</td>" for cell in (shown[0], shares[0], shown[1]))
+        cells += f'<td class="{style}">{shares[1]}</td><td class="barcell">{bar}</td>'
+        cells += "".join(f"<td>{cell}</td>" for cell in (*rates, *lengths))
+        rows.append(f"<tr><td>{escape(line.agent)}</td>{cells}</tr>")
+    groups = [("", 1), ("training", 2), ("validation", 2), ("share of rows", 1), ("pass rate", 2), (unit, 3)]
+    above = "".join(f'<th colspan="{width}">{escape(name)}</th>' for name, width in groups)
+    heads = ["agent", "rows", "share", "rows", "share", "training to validation", "train", "val"]
+    head = "".join(f"<th>{escape(name)}</th>" for name in (*heads, "median", "95 %", "longest"))
     return (
-        f"<div class='scroll'><table class='numbers'><thead><tr>{head}</tr></thead>"
+        f"<div class='scroll'><table class='numbers'><thead><tr>{above}</tr><tr>{head}</tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
 
@@ -159,14 +172,14 @@ def _lengths(blend: BlendStats, unit: str) -> str:
     )
 
 
-def _rates(blend: BlendStats) -> str:
+def _rates(split: str, rows: FileStats) -> str:
     """Return the histogram of pass rates, by agent; rows that are always solved have a bar of their own."""
     parts = {}
-    for agent, stats in blend.train.agents.items():
+    for agent, stats in rows.agents.items():
         counts = Counter(NUM_RATE_BINS if rate == 1 else int(rate * NUM_RATE_BINS) for rate in stats.pass_rates)
         parts[agent] = [counts[part] for part in range(NUM_RATE_BINS + 1)]
-    labels = [*(f"{part / NUM_RATE_BINS:.1f}" for part in range(NUM_RATE_BINS)), "1"]
-    return bars("Pass rates of training rows", labels, parts, unit="rows", axis="pass rate, from")
+    labels = [*(f"{part / NUM_RATE_BINS:g}" for part in range(NUM_RATE_BINS)), "1"]
+    return bars(f"Pass rates of {split} rows", labels, parts, unit="rows", axis="pass rate, from")
 
 
 def _order(blend: BlendStats) -> str:

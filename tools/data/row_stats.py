@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from recipes.grpo.types import Row
@@ -79,21 +79,47 @@ def quantile(ordered: Sequence[int], share: float) -> int:
     return ordered[max(0, -(-len(ordered) * round(share * 100) // 100) - 1)]
 
 
-def agent_table(train: FileStats, validation: FileStats, *, unit: str) -> str:
-    """Return one line per agent: rows of each split, their shares, lengths, and the mean pass rate of training rows."""
-    head = f"{'agent':<44} {'train':>8} {'':>6} {'val':>6} {'':>6} {'pass':>5}  length in {unit}: median, 95 %, longest"
-    lines = [head]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentLine:
+    """One agent in both splits, training first."""
+
+    agent: str
+    parts: tuple[AgentStats, AgentStats]
+    shares: tuple[float, float]  # of the rows of the split, 0..1
+    rates: tuple[float | None, float | None]  # mean pass rates
+    lengths: tuple[int, ...]  # the quantiles of both; empty where no row was measured
+
+
+def agent_lines(train: FileStats, validation: FileStats) -> Iterator[AgentLine]:
+    """Yield what a table of the agents shows, by name."""
     for agent in sorted({*train.agents, *validation.agents}):
-        both = [stats.agents.get(agent, AgentStats()) for stats in (train, validation)]
-        shares = [
-            100 * part.num_rows / max(1, stats.num_rows) for part, stats in zip(both, (train, validation), strict=True)
-        ]
-        lengths = sorted([*both[0].lengths, *both[1].lengths])
-        numbers = ", ".join(str(quantile(lengths, share)) for share in QUANTILES) if lengths else "-"
-        rates = both[0].pass_rates
-        rate = f"{sum(rates) / len(rates):.2f}" if rates else "-"
+        parts = (train.agents.get(agent, AgentStats()), validation.agents.get(agent, AgentStats()))
+        lengths = sorted([*parts[0].lengths, *parts[1].lengths])
+        yield AgentLine(
+            agent=agent,
+            parts=parts,
+            shares=(parts[0].num_rows / max(1, train.num_rows), parts[1].num_rows / max(1, validation.num_rows)),
+            rates=(mean(parts[0].pass_rates), mean(parts[1].pass_rates)),
+            lengths=tuple(quantile(lengths, share) for share in QUANTILES) if lengths else (),
+        )
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Return the mean, None of nothing."""
+    return sum(values) / len(values) if values else None
+
+
+def agent_table(train: FileStats, validation: FileStats, *, unit: str) -> str:
+    """Return one line per agent: rows of each split and their shares, mean pass rates of each, lengths of both."""
+    head = f"{'agent':<44} {'train':>8} {'':>6} {'val':>6} {'':>6} {'pass':>5} {'val':>5}"
+    lines = [f"{head}  length in {unit}: median, 95 %, longest"]
+    for line in agent_lines(train, validation):
+        counts = [part.num_rows for part in line.parts]
+        shares = [f"{100 * share:.1f}%" for share in line.shares]
+        rates = ["-" if rate is None else f"{rate:.2f}" for rate in line.rates]
+        lengths = ", ".join(str(length) for length in line.lengths) or "-"
         lines.append(
-            f"{agent:<44} {both[0].num_rows:>8} {shares[0]:>5.1f}% {both[1].num_rows:>6} {shares[1]:>5.1f}% {rate:>5}"
-            f"  {numbers}"
+            f"{line.agent:<44} {counts[0]:>8} {shares[0]:>6} {counts[1]:>6} {shares[1]:>6} {rates[0]:>5} {rates[1]:>5}"
+            f"  {lengths}"
         )
     return "\n".join(lines)

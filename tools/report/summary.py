@@ -257,12 +257,12 @@ def _gain_cells(gain: Gain | None, *, has_bar: bool = False) -> str:
     delta = gain.delta
     style = "up" if delta > 0.0005 else "down" if delta < -0.0005 else ""
     cells = f"<td>{gain.before:.3f}</td><td>{gain.after:.3f}</td><td class='{style}'>{delta:+.3f}</td>"
-    return cells + (f"<td class='barcell'>{_gain_bar(gain)}</td>" if has_bar else "")
+    return cells + (f"<td class='barcell'>{track(gain.before, gain.after)}</td>" if has_bar else "")
 
 
-def _gain_bar(gain: Gain) -> str:
-    """Draw before and after on a 0..1 track; rewards outside are drawn at its ends."""
-    before, after = (100 * min(max(value, 0.0), 1.0) for value in (gain.before, gain.after))
+def track(before: float, after: float) -> str:
+    """Draw two values on a 0..1 track; those outside are drawn at its ends."""
+    before, after = (100 * min(max(value, 0.0), 1.0) for value in (before, after))
     low, high = min(before, after), max(before, after)
     style = "up" if after >= before else "down"
     return (

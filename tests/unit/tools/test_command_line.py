@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +13,8 @@ import pytest
 
 from recipes.grpo.errors import DataError, Problem, RunError
 from tools.command_line import amount, exit_status, positive
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def raising(error: BaseException) -> Callable[[], int]:
@@ -49,6 +54,23 @@ def test_what_the_machine_refuses_is_named(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().err.startswith(
         f"{tmp_path}: got Is a directory, expected a disk and rights that allow it; "
     )
+
+
+TALKATIVE = """
+import sys
+from tools.command_line import exit_status
+@exit_status
+def main():
+    while True:
+        print("x" * 1000)
+sys.exit(main())
+"""
+
+
+def test_a_reader_that_goes_ends_it_without_a_word() -> None:
+    command = f"{shlex.join([sys.executable, '-c', TALKATIVE])} | head -n 1; echo ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert (result.stdout.splitlines()[1:], result.stderr) == (["141"], "")
 
 
 def test_a_mistake_of_the_program_keeps_its_trace() -> None:

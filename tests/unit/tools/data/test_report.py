@@ -34,7 +34,18 @@ def test_text_counts_rows_lengths_and_pass_rates(tmp_path: Path, capsys: pytest.
     assert main(["--data", str(blend(tmp_path / "one"))]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == ("one: 9 rows to train on, 2 to validate, 1 lines that cannot be read: run `make data-validate`")
-    assert lines[2].split() == ["a", "5", "55.6%", "0", "0.0%", "0.80", "76,", "268,", "268"]  # {"input":""} is 12 more
+    assert lines[2].split() == [
+        "a",
+        "5",
+        "55.6%",
+        "0",
+        "0.0%",
+        "0.80",
+        "-",
+        "76,",
+        "268,",
+        "268",
+    ]  # {"input":""} is 12 more
     assert lines[3].split()[:6] == ["b", "4", "44.4%", "2", "100.0%", "-"]
 
 
@@ -75,15 +86,37 @@ def test_the_page_stands_alone_and_shows_every_blend(tmp_path: Path) -> None:
     page.feed(text)
     assert page.open == []
     assert page.loads == []
-    assert text.count("<figure>") == 6
+    assert text.count("<figure>") == 8
     assert "&lt;two&gt;" in text
     tips = dict(re.findall(r">(\d[\d.]*) · all (\d+)<", text))
-    assert {label: tips[label] for label in ("1", "0.9", "0.6", "0.5")} == {
+    assert {label: tips[label] for label in ("1", "0.875", "0.75", "0.625", "0.5", "0.375")} == {
         "1": "1",
-        "0.9": "1",
-        "0.6": "1",
-        "0.5": "0",
+        "0.875": "1",
+        "0.75": "1",
+        "0.625": "1",  # 0.7
+        "0.5": "1",  # 0.6
+        "0.375": "0",
     }
+
+
+def test_an_agent_whose_share_of_validation_is_off_is_marked(tmp_path: Path) -> None:
+    directory = blend(tmp_path / "one")
+    assert main(["--data", str(directory), "--out", str(tmp_path / "page.html")]) == 0
+    text = (tmp_path / "page.html").read_text()
+    cells = dict(re.findall(r"<tr><td>(\w)</td>(.*?)</tr>", text))
+    assert '<td class="down">0.0 %</td>' in cells["a"]
+    assert '<td class="up">100.0 %</td>' in cells["b"]
+    assert 'class="span up" style="left:44.4%;width:55.6%"' in cells["b"]  # of the widest share
+
+
+def test_a_blend_that_was_never_profiled_says_how_to_do_it(tmp_path: Path) -> None:
+    directory = blend(tmp_path / "one")
+    rows = [json.dumps(row("a", "x", n=n)) for n in range(3)]
+    (directory / "train-split.jsonl").write_text("\n".join(rows) + "\n")
+    assert main(["--data", str(directory), "--out", str(tmp_path / "page.html")]) == 0
+    text = (tmp_path / "page.html").read_text()
+    assert text.count("<figure>") == 1
+    assert "`make profile`" in text
 
 
 def test_bars_add_up_and_the_palette_is_kept() -> None:
