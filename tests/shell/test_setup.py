@@ -57,7 +57,7 @@ def test_no_python(setup, tmp_path):
 
 def test_no_headers(setup, tmp_path):
     text = setup(expect=2, PYTHON=fake_python(tmp_path, "3.11"))
-    assert "got no 3.11/Python.h, expected the headers of Python; install the package python3.11-dev" in text
+    assert "got no 3.11/Python.h, expected it; install python3.11-dev" in text
     assert not (tmp_path / "venv").exists()
 
 

@@ -35,20 +35,15 @@ die() {
 }
 
 require_python() {
-  local version
+  local version include
   version="$("${PYTHON}" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" || version='none'
   [[ ${version} == 3.11 ]] || die "${PYTHON}: got Python ${version}, expected 3.11; install python3.11 or set PYTHON=/path/to/python3.11"
   "${PYTHON}" -c 'import ensurepip, venv' 2>/dev/null ||
     die "${PYTHON}: got no venv module, expected a full Python; install the package python3.11-venv"
-}
-
-# A few packages of the lock exist as source only.
-require_compiler() {
+  # A few packages of the lock exist as source only.
   command -v gcc >/dev/null || die 'gcc: got no such program, expected a C compiler; install gcc'
-  local include
   include="$("${PYTHON}" -c 'import sysconfig; print(sysconfig.get_path("include"))')"
-  [[ -f ${include}/Python.h ]] ||
-    die "${PYTHON}: got no ${include}/Python.h, expected the headers of Python; install the package python3.11-dev"
+  [[ -f ${include}/Python.h ]] || die "${PYTHON}: got no ${include}/Python.h, expected it; install python3.11-dev"
 }
 
 require_disk() {
@@ -133,7 +128,6 @@ main() {
   fi
 
   require_python
-  require_compiler
   require_disk
   # Two set-ups at once would install over each other. Children inherit the lock on purpose.
   exec 9<"${ROOT}/tools/setup"
