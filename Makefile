@@ -27,7 +27,15 @@ BLEND ?=
 MODEL_PATH ?=
 VAL_ROWS ?= 100
 NAME ?= mcqa
+PORT ?= 5000
 export SCALE PLATFORM LAUNCHER CLUSTER ENV_TOML ENGINE SEED EXP_NAME DRY_RUN RESULTS_DIR
+
+# A misspelt variable would be ignored: what is given to make is named in this file or in the launcher's contract.
+NAMED = $(shell grep -ohE '[A-Z][A-Z0-9_]+' $(MAKEFILE_LIST) tools/launch/contract.py tools/images/containers*.py)
+GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
+UNREAD := $(if $(GIVEN),$(filter-out $(NAMED),$(GIVEN)))
+$(if $(UNREAD),$(error got $(UNREAD), which nothing here reads; expected variables of the Makefile or of \
+tools/launch/contract.py: correct the name, or put it before `make` when a program that is started reads it))
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -66,6 +74,9 @@ stage2.1: ## software engineering, single-step edits (swe1)
 stage2.2: ## software engineering, whole tasks in containers (swe2)
 stage3: ## RLHF with a generative reward model (rlhf)
 $(ALL_STAGES): $(READY)
+	@./super_launch.sh $@ $(ARGS)
+
+stage%: $(READY) # is none: the launcher names those that there are
 	@./super_launch.sh $@ $(ARGS)
 
 pipeline: $(READY) ## all six stages in order, each from its parent's last export; again: resume [STAGES="stage1.1 stage1.2"]
@@ -141,7 +152,7 @@ SANDBOX ?= sandbox
 SQSH ?=
 export SQSH
 .PHONY: container
-container: $(READY) ## build the training image and import its packages inside [ENGINE BUILDER REGISTRY TAG PUSH=1 SQSH=FILE BASE CUDA VLLM_VERSION]
+container: $(READY) ## build the training image and import its packages inside [ENGINE BUILDER REGISTRY TAG PUSH=1 SQSH=FILE BUILD_FLAGS BASE CUDA VLLM_VERSION]
 	@$(PYTHON) -m tools.images.containers $(ENGINE)
 
 .PHONY: swe-container
@@ -157,7 +168,7 @@ sandbox-sqsh: $(READY) ## build the sandbox and import it by enroot for pyxis [S
 	@SQSH='$(or $(SQSH),$(CURDIR)/build/$(SANDBOX).sqsh)' $(PYTHON) -m tools.images.containers $(SANDBOX)
 
 .PHONY: test-container
-test-container: $(READY) ## build the image in which the tests run without a GPU [BUILDER REGISTRY TAG PUSH=1]
+test-container: $(READY) ## build the image in which the tests run without a GPU [BUILDER REGISTRY TAG PUSH=1 BUILD_FLAGS]
 	@$(PYTHON) -m tools.images.containers cpu_test
 
 SIF_DIR ?=
@@ -205,8 +216,8 @@ bench-launch: $(READY) ## measure how soon the driver of a job starts, on a thro
 	PYTHONPATH=.:tests/functional $(PYTHON) -m slurm.bench $(ARGS)
 
 .PHONY: serve-env
-serve-env: $(READY) ## serve one verifier over HTTP [NAME=mcqa]
-	$(PYTHON) -m tools.serve_env --name $(NAME) $(ARGS)
+serve-env: $(READY) ## serve one verifier over HTTP [NAME=mcqa PORT=5000]
+	$(PYTHON) -m tools.serve_env --name $(NAME) --port $(PORT) $(ARGS)
 
 ##@ Development
 .PHONY: lint

@@ -27,13 +27,13 @@ readonly ROOT
 usage() { sed -n '3,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 
 die() {
-  printf 'super_launch.sh: %s\n' "$1" >&2
+  printf 'super_launch.sh: %s\n' "$@" >&2
   exit 2
 }
 
 main() {
   local stage='' python="${PYTHON:-${ROOT}/.venv/bin/python}"
-  local -a overrides=() options=() plan=()
+  local -a overrides=() options=() wrong=() plan=()
 
   while (($#)); do
     case "$1" in
@@ -43,15 +43,16 @@ main() {
         ;;
       -n | --dry-run) options+=(--dry-run) ;;
       --force) options+=(--force) ;;
-      -*) die "unknown option '$1' (see --help)" ;;
+      -*) wrong+=("unknown option '$1' (see --help)") ;;
       *=*) overrides+=("$1") ;;
       *)
-        [[ -z ${stage} ]] || die "two stages given: '${stage}' and '$1'; overrides are KEY=VALUE"
-        stage=$1
+        [[ -z ${stage} ]] || wrong+=("two stages given: '${stage}' and '$1'; overrides are KEY=VALUE")
+        stage=${stage:-$1}
         ;;
     esac
     shift
   done
+  ((${#wrong[@]} == 0)) || die "${wrong[@]}"
   [[ -x ${python} ]] || die "${python}: no such interpreter; run 'make setup', or set PYTHON"
 
   # Words cross from Python as NUL-separated argv: never split, never quoted again. The first says what to do.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import socket
 from pathlib import Path
 
@@ -71,6 +72,33 @@ def test_local_launch_needs_nothing_that_only_slurm_needs(launch):
     assert words[words.index("--") + 2] == str(ROOT / "recipes" / "run_grpo.py")
 
 
+def test_without_sbatch_nothing_is_written(launch):
+    (launch.directory / "bin" / "sbatch").unlink()
+    for name in ("bash", "dirname", "env", "git", "sed"):  # this machine may have a Slurm
+        (launch.directory / "bin" / name).symlink_to(shutil.which(name))
+    path = str(launch.directory / "bin")
+    before = sorted(launch.directory.iterdir())
+    refused = launch(expect=2, PATH=path)
+    assert "SLM008 LAUNCHER=slurm: got no command sbatch, expected the one of Slurm" in refused.stderr
+    assert sorted(launch.directory.iterdir()) == before
+    assert launch("-n", PATH=path).stdout.startswith("sbatch ")
+
+
+def test_a_variable_with_almost_the_right_name_is_noted(launch):
+    result = launch("-n", CONATINER="x", SLURM_TIME_LIMT="8:00:00", SLURM_JOB_PARTITION="p", NUMBER="7")
+    notes = [line for line in result.stderr.splitlines() if "ENV007" in line]
+    assert len(notes) == 2
+    assert "note: ENV007 CONATINER: got a variable that nothing here reads, expected CONTAINER" in result.stderr
+    assert "ENV007 SLURM_TIME_LIMT: got a variable that nothing here reads, expected SLURM_TIME_LIMIT" in result.stderr
+
+
+def test_what_an_unknown_launcher_would_need_is_not_missing(launch):
+    only_slurm = dict.fromkeys([*REQUIRED_ON_SLURM, *REQUIRED_WITH_CONTAINERS], "")
+    lines = launch(expect=2, LAUNCHER="kubernetes", **only_slurm).stderr.splitlines()
+    (line,) = [line for line in lines if "note:" not in line]
+    assert "ENV002 LAUNCHER: got kubernetes" in line
+
+
 def test_all_missing_variables_are_listed_at_once_with_their_meaning(launch):
     names = {**REQUIRED, **REQUIRED_ON_SLURM, **REQUIRED_WITH_CONTAINERS}
     result = launch(expect=2, **dict.fromkeys(names, ""))
@@ -86,6 +114,7 @@ def test_all_missing_variables_are_listed_at_once_with_their_meaning(launch):
         (("stage9",), "STAGE: got stage9, expected one of stage1.1 (rlvr1), stage1.2 (rlvr2)"),
         (("stage1.1", "stage1.2"), "two stages given: 'stage1.1' and 'stage1.2'"),
         (("--frobnicate",), "unknown option '--frobnicate'"),
+        (("stage1.1", "stage1.2", "--frobnicate"), "unknown option '--frobnicate'"),
         (("grpo.num_prompt_per_step=8",), "did you mean grpo.num_prompts_per_step?"),
         (("grpo.max_num_steps=many",), "grpo.max_num_steps: got"),
         (("grpo.num_generations_per_prompt=1",), "grpo.num_generations_per_prompt"),

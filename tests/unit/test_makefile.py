@@ -62,10 +62,26 @@ def test_no_warning_and_no_unknown_target():
     assert unknown.returncode == 2
 
 
-def test_bench_refuses_options_that_only_one_of_its_parts_has():
-    def dry_run(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, timeout=30)
+def dry_run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, timeout=30)
 
+
+def test_misspelt_variables_are_refused_by_every_target():
+    for target in ("stage1.1", "data", "clean"):
+        refused = dry_run(target, "CONATINER=image", "BLNED=rlvr1", "SCALE=tiny")
+        assert refused.returncode == 2
+        assert re.search("got (CONATINER BLNED|BLNED CONATINER), which nothing here reads", refused.stderr)
+    named = [
+        f"{name}=x" for name in ("CONTAINER", "SIF_DIR", "BLEND", "REGISTRY", "PORT", "VLLM_VERSION", "MAX_RESTARTS")
+    ]
+    assert dry_run("clean", *named).returncode == 0
+
+
+def test_unknown_stage_is_answered_by_the_launcher():
+    assert "./super_launch.sh stage1.4" in dry_run("stage1.4").stdout
+
+
+def test_bench_refuses_options_that_only_one_of_its_parts_has():
     parts = [f"-m {module}" for module in ("tools.bench", "tools.bench.data", "slurm.bench")]
     assert all(re.search(rf"{part} *$", dry_run("bench").stdout, re.MULTILINE) for part in parts)
     assert "-m tools.bench.data --rounds 5" in dry_run("bench-data", "ARGS=--rounds 5").stdout

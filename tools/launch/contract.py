@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from recipes.grpo.errors import Problem
 from tools.launch.findings import Finding, as_findings
@@ -67,6 +68,8 @@ CHOICES = {
 }
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no", "")
 _SWITCHES = ("DRY_RUN", "ENABLE_MTP_INFERENCE", "SKIP_CODE_SNAPSHOT", "REFRESH_CODE_SNAPSHOT")
+OF_MAKE = ("STAGE", "STAGES", "SCALE", "PLATFORM", "CLUSTER", "ENV_TOML", "NEMOTRON_ENV_FILE")  # read elsewhere
+_MIN_NAME, _ALIKE = 8, 0.86  # letters of a name that may be misspelt, and the share of them that two names have
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -111,12 +114,16 @@ def read_contract(environ: Mapping[str, str]) -> tuple[Contract, list[Finding]]:
     wrong = _wrong_values(values)
     values |= {problem.where: OPTIONAL.get(problem.where, "") for problem in wrong}
     misnamed = {problem.where for problem in wrong}
+    # Of a launcher or a runtime that does not exist nobody knows what else it needs.
+    launcher = "local" if "LAUNCHER" in misnamed else values["LAUNCHER"]
+    runtime = "none" if "CONTAINER_RUNTIME" in misnamed else values["CONTAINER_RUNTIME"]
     missing = [
         Problem(where=name, got="nothing", expected=meaning, fix=f"export {name}=... or pass it to make")
-        for name, meaning in required(values["LAUNCHER"], values["CONTAINER_RUNTIME"]).items()
+        for name, meaning in required(launcher, runtime).items()
         if not values[name] and name not in misnamed
     ]
     findings = as_findings("ENV001", missing) + as_findings("ENV002", wrong)
+    findings += as_findings("ENV007", _misspelt(environ, [*values, *OF_MAKE]))
     return Contract(values), findings + as_findings("ENV004", _not_built(environ))
 
 
@@ -149,6 +156,17 @@ def _wrong_values(values: Mapping[str, str]) -> list[Problem]:
         expected = "KEY=VALUE words quoted as for a shell"
         got = f"{values['EXTRA_HYDRA_ARGS']} ({error})"
         problems.append(Problem(where="EXTRA_HYDRA_ARGS", got=got, expected=expected, fix="correct the quotes"))
+    return problems
+
+
+def _misspelt(environ: Mapping[str, str], known: Sequence[str]) -> list[Problem]:
+    """Return a problem for each variable whose name is almost one of the contract; make refuses those on its line."""
+    problems = []
+    for name in environ:
+        close = get_close_matches(name, known, n=1, cutoff=_ALIKE)
+        if close and name not in known and len(name) >= _MIN_NAME and not name.startswith("SLURM_JOB_"):
+            fix = "correct its name, if it is meant for this launch"
+            problems.append(Problem(where=name, got="a variable that nothing here reads", expected=close[0], fix=fix))
     return problems
 
 

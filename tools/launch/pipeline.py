@@ -23,7 +23,7 @@ from tools.launch.contract import TRUE
 from tools.launch.doctor.examine import examine
 from tools.launch.findings import Finding, errors, forced, found
 from tools.launch.links import Link, make_links
-from tools.launch.plan import plan_draft
+from tools.launch.plan import plan_draft, start_findings
 from tools.launch.prepare import prepare, unprepared
 from tools.launch.sequence import Step, paste, run_one_by_one, submit
 
@@ -103,6 +103,8 @@ def make_steps(links: Sequence[Link]) -> list[Step]:
 def run_pipeline(links: Sequence[Link], overrides: Sequence[str], *, is_dry: bool, force: bool) -> int:
     """Check all stages, then print, submit or run them."""
     refused = inspect(links, force=force)
+    if not is_dry:
+        refused += [str(finding) for finding in start_findings(links[0].draft)]
     if refused and not is_dry:
         say(refused)
         return LaunchError.exit_code

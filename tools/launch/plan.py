@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from tools.engines.nemo_rl_launch import driver_words
 from tools.launch.contract import Contract
 from tools.launch.doctor.examine import examine
 from tools.launch.draft import ROOT, Draft, draft_launch
-from tools.launch.findings import errors, forced
+from tools.launch.findings import Finding, errors, forced, found
 from tools.launch.prepare import prepare, unprepared
 from tools.launch.profiles import with_variables
 from tools.launch.snapshot import Code, read_code, snapshot_path
@@ -95,6 +96,14 @@ def plan_draft(draft: Draft) -> Plan:
     )
 
 
+def start_findings(draft: Draft) -> list[Finding]:
+    """Return what keeps a launch from being started on this machine, though it can be planned here."""
+    if draft.contract.is_local or shutil.which("sbatch") is not None:
+        return []
+    fix = "start it on a login node of the cluster, or set LAUNCHER=local to run on this machine"
+    return [found("SLM008", where="LAUNCHER=slurm", got="no command sbatch", expected="the one of Slurm", fix=fix)]
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the words that super_launch.sh has sorted."""
     parser = argparse.ArgumentParser(prog="tools.launch.plan", description="Plan one launch.")
@@ -110,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     draft = draft_launch(args.stage, args.overrides, os.environ)
     is_dry = args.dry_run or draft.contract.is_set("DRY_RUN")
-    findings = examine(draft)
+    findings = [*examine(draft), *([] if is_dry else start_findings(draft))]
     findings = forced(findings) if args.force else findings
     say([f"note: {finding}" for finding in findings if finding.severity == "note"])
     refused = errors(findings)

@@ -125,8 +125,8 @@ def check(draft: Draft) -> Iterator[Finding]:
         if path is None:
             continue
         if not path.is_file():
-            fix = "run `make data`, or set TRAIN_PATH / VAL_PATH"
-            yield found("DAT001", where=str(path), got="no such file", expected="a JSONL file of rows", fix=fix)
+            got, fix = "a directory" if path.is_dir() else "no such file", f"run `make data`, or set {variable}"
+            yield found("DAT001", where=str(path), got=got, expected="a JSONL file of rows", fix=fix)
             continue
         scan = scan_file(path, check_row, marker_of(draft.config))
         yield from scan_findings(path, scan)

@@ -32,7 +32,8 @@ def check(draft: Draft) -> Iterator[Finding]:
         expected = "start weights"
         if draft.stage is not None and draft.stage.after is not None:
             expected = f"start weights: the last complete export of {draft.stage.after}"
-        yield found("MDL001", where=f"MODEL_PATH={path}", got="no such directory", expected=expected, fix=FIX)
+        got = "a file" if path.exists() else "no such directory"
+        yield found("MDL001", where=f"MODEL_PATH={path}", got=got, expected=expected, fix=FIX)
         return
     missing = list(missing_files(path))
     cut = [finding for file in sorted(path.glob("*.safetensors")) for finding in weight_file_findings(file)]

@@ -213,3 +213,13 @@ def test_report_for_programs_and_for_readers(case, monkeypatch, capsys):
     assert "doctor: 1 errors" in text
     (case.directory / "training.sqsh").write_bytes((case.directory / "sandbox.sqsh").read_bytes())
     assert main(["grpo.seed=43"]) == 0
+
+
+def test_a_file_for_a_directory_and_a_directory_for_a_file_are_said_to_be_so(case):
+    file, directory = f"{case.directory}/train.jsonl", str(case.directory)
+    problems = [finding.problem for finding in errors(case.examine(MODEL_PATH=file, VAL_PATH=directory))]
+    assert sorted((problem.where, problem.got) for problem in problems) == [
+        (directory, "a directory"),
+        (f"MODEL_PATH={file}", "a file"),
+    ]
+    assert "set VAL_PATH" in next(problem.fix for problem in problems if problem.where == directory)
