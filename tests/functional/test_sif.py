@@ -209,7 +209,7 @@ def test_ends_with_exactly_the_good_images(killed):
         **{EXAMPLES[number].instance: "space" for number in TOO_LARGE},
     }
     left = sorted(path.name for path in directory.iterdir() if path.suffix != ".sif")
-    assert left == [".lock", "images.failed", "ledger.jsonl"]  # nothing of the work
+    assert left == ["images.failed", "ledger.jsonl"]  # nothing of the work
 
 
 def test_each_fault_happened(site, killed):

@@ -15,7 +15,7 @@ from recipes.grpo.errors import LaunchError, Problem
 @contextmanager
 def only_one(lock_file: Path) -> Iterator[None]:
     """Hold a lock that ends with this process; raises `LaunchError` when another process holds it."""
-    is_held = False
+    is_held, is_new = False, not lock_file.parent.exists()
     while not is_held:
         lock_file.parent.mkdir(parents=True, exist_ok=True)
         with lock_file.open("ab") as file:
@@ -26,8 +26,9 @@ def only_one(lock_file: Path) -> Iterator[None]:
                     yield
                 finally:
                     lock_file.unlink(missing_ok=True)
-                    with suppress(OSError):  # a directory in which nothing was made
-                        lock_file.parent.rmdir()
+                    if is_new:
+                        with suppress(OSError):  # only one in which nothing was made can be removed
+                            lock_file.parent.rmdir()
 
 
 def _lock(file: BinaryIO) -> None:

@@ -49,8 +49,8 @@ def make(options: argparse.Namespace) -> int:
         work = clean(directory, options.tmp)
         end_on_signal(work)
         try:
-            ledger = Ledger(directory)
-            tasks = wanted(options, directory)
+            ledger, before = Ledger(directory), read_failures(directory)
+            tasks = wanted(options, before)
             listing = Listing()
             found = {task.instance: task.existing(directory, listing) for task in tasks}
             todo = [task for task in tasks if not is_there(found[task.instance], ledger, conversion)]
@@ -63,7 +63,7 @@ def make(options: argparse.Namespace) -> int:
             remove_tree(work)
         if options.check_only:
             return 1 if failures else 0
-        return summarise(directory, tasks, failures)
+        return summarise(directory, tasks, before, failures)
 
 
 def conversion_of(options: argparse.Namespace) -> Conversion:
@@ -95,19 +95,16 @@ def clean(directory: Path, tmp: Path | None) -> Path:
     return work.resolve()
 
 
-def wanted(options: argparse.Namespace, directory: Path) -> list[Task]:
-    """Return the tasks that this run is about."""
+def wanted(options: argparse.Namespace, before: Sequence[Failure]) -> list[Task]:
+    """Return the tasks that this run is about; `before` are the failures of the last one."""
     if options.all:
-        tasks = tasks_of_datasets(options.datasets, directory / "tables", allow_moving=options.allow_moving_revision)
+        tables = options.sif_dir / "tables"
+        tasks = tasks_of_datasets(options.datasets, tables, allow_moving=options.allow_moving_revision)
     else:
         tasks = tasks_of_rows(options.rows)
     if options.retry_failed:
-        failed = {failure.instance for failure in read_failures(directory)}
+        failed = {failure.instance for failure in before}
         tasks = [task for task in tasks if task.instance in failed]
-    if not tasks:
-        rows = options.rows or [options.datasets]
-        names = "the list of failures" if options.retry_failed else " and ".join(str(path) for path in rows)
-        print(f"sif: nothing in {names} is worked on in an image")
     return tasks
 
 
@@ -180,12 +177,10 @@ def show(failures: Sequence[Failure]) -> None:
         print(f"  ... and {len(failures) - SHOWN_FAILURES} more")
 
 
-def summarise(directory: Path, tasks: Sequence[Task], failures: Sequence[Failure]) -> int:
+def summarise(directory: Path, tasks: Sequence[Task], before: Sequence[Failure], failures: Sequence[Failure]) -> int:
     """Write the list of failures and say how it ended; return the exit status."""
     here = {task.instance for task in tasks}
-    path = write_failures(
-        directory, [*(old for old in read_failures(directory) if old.instance not in here), *failures]
-    )
+    path = write_failures(directory, [*(old for old in before if old.instance not in here), *failures])
     print(f"sif: {len(tasks) - len(failures)} of {len(tasks)} images are in {directory}")
     if not failures:
         return 0

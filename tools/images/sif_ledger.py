@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from recipes.grpo.errors import DataError, Problem
 from tools.data.files import write_atomically
 from tools.launch.doctor.image_files import read_image
 
@@ -88,9 +89,14 @@ def _read(path: Path) -> Iterable[Made]:
 
 
 def read_failures(directory: Path) -> list[Failure]:
-    """Return the failures of the last run."""
+    """Return the failures of the last run; raises `DataError` for a list that no run has written."""
     path = directory / FAILED
-    return [Failure(**json.loads(line)) for line in path.read_text().splitlines()] if path.is_file() else []
+    try:
+        return [Failure(**json.loads(line)) for line in path.read_bytes().splitlines()] if path.is_file() else []
+    except (ValueError, TypeError) as error:
+        got, fix = f"{type(error).__name__} ({error})", "remove it: the next run writes it again"
+        problem = Problem(where=str(path), got=got, expected="a list that `make sif` wrote", fix=fix)
+        raise DataError(problem) from error
 
 
 def write_failures(directory: Path, failures: Iterable[Failure]) -> Path | None:

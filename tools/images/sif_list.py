@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from recipes.grpo.errors import DataError, Problem
 from tools.launch.doctor.task_images import TEMPLATES, Listing, candidates, find_image
 
 DOCKER_HUB = "docker.io"
+MAX_PROBLEMS = 20  # shown one by one
 NAMED = ("docker_image", "image_name")  # keys under which a row names its image
 LOCAL_HOST = re.compile(r"localhost|127\.\d+\.\d+\.\d+|\[::1\]")
 SWE_BENCH, SWE_GYM, R2E_GYM = "swebench", "swegym", "r2egym"  # the beginnings of the file names
@@ -84,8 +85,8 @@ class Task:
         return find_image(self.instance, [str(directory / text) for text in TEMPLATES], listing)
 
 
-def tasks_of_rows(paths: Iterable[Path]) -> list[Task]:
-    """Return the tasks of row files, each once; raises `DataError` with every row whose image has no name."""
+def tasks_of_rows(paths: Sequence[Path]) -> list[Task]:
+    """Return the tasks of row files, each once; raises `DataError` for rows whose image has no name, and for none."""
     tasks: dict[str, Task] = {}
     problems: list[Problem] = []
     for path in paths:
@@ -102,6 +103,13 @@ def tasks_of_rows(paths: Iterable[Path]) -> list[Task]:
                 problems.append(Problem(where=where, got=str(error), expected="a known family", fix=fix))
                 continue
             tasks.setdefault(task.instance, task)
+    if not (tasks or problems):
+        where, fix = " and ".join(str(path) for path in paths), "name the rows of a SWE blend: BLEND=swe2, or ROWS=FILE"
+        expected = "rows with responses_create_params.metadata.instance_id"
+        problems.append(Problem(where=where, got="no row of a SWE task", expected=expected, fix=fix))
+    if (hidden := len(problems) - MAX_PROBLEMS) > 0:
+        where, fix = " and ".join(str(path) for path in paths), "`make data-validate` names every wrong row"
+        problems[MAX_PROBLEMS:] = [Problem(where=where, got=f"{hidden} more wrong rows", expected="none", fix=fix)]
     if problems:
         raise DataError(problems)
     return list(tasks.values())

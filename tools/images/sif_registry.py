@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import httpx2
 
-from recipes.grpo.errors import RecipeError
+from recipes.grpo.errors import LaunchError, Problem, RecipeError
 from tools.data.host import RETRIED, retry_after
 from tools.images.sif_credentials import Credentials
 from tools.images.sif_list import Reference
@@ -40,6 +40,8 @@ DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 LOGIN = "not there, or private: `docker login`, or set APPTAINER_DOCKER_USERNAME and APPTAINER_DOCKER_PASSWORD"
 TOKEN_SECONDS = 240.0  # registries give tokens for five minutes when they say nothing
 READ_SECONDS = 60.0  # without a byte
+UNREACHED_ATTEMPTS = 4  # of a host that never answered: it is out of reach more often than it is down
+TOLD_SECONDS = 10.0  # a wait that a user would wonder about
 
 
 class PullError(RecipeError):
@@ -133,6 +135,8 @@ class Registry:
         self._buckets: dict[str, Bucket] = {}
         self._tokens: dict[str, tuple[str, float]] = {}  # repository address -> header, when it ends
         self._challenges: dict[str, str] = {}  # host -> what its first answer asked for
+        self._reached: set[str] = set()
+        self._unreached: dict[str, LaunchError] = {}
         self._lock = threading.Lock()
         self.waits: defaultdict[str, int] = defaultdict(int)  # reason -> times
 
@@ -245,6 +249,7 @@ class Registry:
                 if ticket := self._ticket(reference, is_known=not is_second):
                     sent["Authorization"] = ticket
                 with self._client.stream(method, address, headers=sent) as answer:
+                    self._reached.add(reference.host)
                     if answer.status_code == 401 and not is_second:
                         self._get_ticket(reference, answer.headers.get("WWW-Authenticate", ""))
                         continue
@@ -306,9 +311,14 @@ class Registry:
 
     def _persist(self, ask: Callable[[], Answer], reference: Reference) -> Answer:
         for attempt in range(self._manners.attempts):
+            if reference.host in self._unreached:
+                raise self._unreached[reference.host]
             try:
                 return ask()
             except TryAgainError as failure:
+                if reference.host not in self._reached and attempt + 1 >= UNREACHED_ATTEMPTS:
+                    self._unreached[reference.host] = unreachable(reference, failure)
+                    raise self._unreached[reference.host] from failure
                 if attempt + 1 == self._manners.attempts:
                     raise PullError("network", f"{reference}: {failure}") from failure
                 self._wait(attempt, failure, reference)
@@ -323,10 +333,19 @@ class Registry:
             if failure.asked > manners.longest_asked:
                 raise PullError("limit", f"{reference}: the registry asks to wait {failure.asked:.0f} s") from failure
             seconds = failure.asked
+        if seconds >= TOLD_SECONDS:
+            print(f"sif: {reference.host}: {failure}; waiting {seconds:.0f} s", flush=True)
         if str(failure).startswith("HTTP 429"):
             self.bucket(reference.host).close(seconds)  # nobody else's turn either
         else:
             time.sleep(seconds)
+
+
+def unreachable(reference: Reference, failure: TryAgainError) -> LaunchError:
+    """Return the error that ends a run whose registry never answered."""
+    fix = "check the network and the proxy (HTTPS_PROXY, no_proxy), or name a mirror: MIRROR=HOST[:PORT][/PREFIX]"
+    got, expected = f"{failure}, {UNREACHED_ATTEMPTS} times in a row", "an answer of the registry"
+    return LaunchError(Problem(where=reference.api.partition("/v2/")[0], got=got, expected=expected, fix=fix))
 
 
 def _document(content: bytes, reference: Reference) -> dict[str, Any]:

@@ -68,6 +68,26 @@ def test_rows_without_an_instance_need_nothing_and_others_count_once(tmp_path):
     assert [task.instance for task in tasks_of_rows([rows])] == ["a__b-1", "a__b-2"]
 
 
+def test_rows_of_which_none_needs_an_image_are_the_wrong_rows(tmp_path):
+    plain = json.dumps({"responses_create_params": {"input": "x"}}) + "\n"
+    for name, text in (("train.jsonl", plain), ("val.jsonl", "")):
+        (tmp_path / name).write_text(text)
+    files = [tmp_path / "train.jsonl", tmp_path / "val.jsonl"]
+    with pytest.raises(DataError, match=r"train.jsonl and .*val.jsonl: got no row of a SWE task.* BLEND=swe2"):
+        tasks_of_rows(files)
+
+
+def test_many_wrong_rows_are_counted(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("{\n" * 30)
+    with pytest.raises(DataError) as failure:
+        tasks_of_rows([tmp_path / "rows.jsonl"])
+    lines = str(failure.value).splitlines()
+    assert [line.split(":")[1] for line in lines[:20]] == [str(number) for number in range(1, 21)]
+    assert lines[20:] == [
+        f"{tmp_path}/rows.jsonl: got 10 more wrong rows, expected none; `make data-validate` names every wrong row"
+    ]
+
+
 def test_every_wrong_row_is_named(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(row("a__b-1", "somebody/else") + "{\n" + row("a__b-2", VERIFIED) + row("plain", R2E))

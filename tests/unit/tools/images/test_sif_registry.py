@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import stat
 
 import pytest
 
-from recipes.grpo.errors import LaunchError
+from recipes.grpo.errors import DataError, LaunchError
 from tools.images.sif_credentials import Credentials
 from tools.images.sif_ledger import Failure, Ledger, Made, read_failures, write_failures
-from tools.images.sif_list import task_of
+from tools.images.sif_list import Reference, task_of
 from tools.images.sif_manifests import Available, spread
-from tools.images.sif_registry import Bucket
+from tools.images.sif_registry import UNREACHED_ATTEMPTS, Bucket, Manners, Registry
 
 
 class Clock:
@@ -129,3 +130,22 @@ def test_room_is_estimated_for_results_and_for_the_work():
     assert not available.is_exact
     assert [task.instance for task in spread(tasks, 3)] == ["a__b-0", "a__b-3", "a__b-6"]
     assert spread(tasks, 10) == tasks
+
+
+@pytest.mark.parametrize("content", ["no list\n", "[]\n", '{"instance": "i"}\n', "\n"])
+def test_a_list_of_failures_that_no_run_wrote_is_named(tmp_path, content):
+    (tmp_path / "images.failed").write_text(content)
+    with pytest.raises(DataError, match=r"images.failed: got \w+Error .* remove it"):
+        read_failures(tmp_path)
+
+
+def test_a_registry_that_never_answers_ends_the_run_soon(capsys):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound and not listening: every connection is refused
+        host = f"127.0.0.1:{closed.getsockname()[1]}"
+        registry = Registry(Credentials({}, ()), Manners(first_seconds=0.001))
+        for _ in range(3):  # images after the first are not tried at all
+            with pytest.raises(LaunchError, match=rf"http://{host}: got ConnectError .* 4 times in a row, .* MIRROR="):
+                registry.digest(Reference.parse(f"{host}/a/b"))
+        registry.close()
+    assert sum(registry.waits.values()) == UNREACHED_ATTEMPTS - 1
