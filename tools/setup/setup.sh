@@ -65,7 +65,8 @@ require_cpu_lock() {
 pip_install() {
   local what=$1
   shift
-  if ! "${VENV}/bin/python" -m pip install --disable-pip-version-check --no-input --no-deps "$@" >>"${LOG}" 2>&1; then
+  # --use-pep517: an old pip would otherwise install sources in a way that leaves no list of files to check.
+  if ! "${VENV}/bin/python" -m pip install --disable-pip-version-check --no-input --no-deps --use-pep517 "$@" >>"${LOG}" 2>&1; then
     die "${what}: $(explain)"
   fi
 }
@@ -78,7 +79,7 @@ explain() {
   elif grep -q -i -E 'NewConnectionError|Max retries exceeded|name resolution|Network is unreachable|Connection (refused|reset)|timed out|ProxyError|SSLError' <<<"${recent}"; then
     printf 'no network: the package index could not be reached; check the connection, the proxy and "pip config list" (log: %s)' "${LOG}"
   else
-    reason="$(grep -m 1 -i 'fatal error:' <<<"${recent}" || grep -i '^error' <<<"${recent}" | tail -n 1)"
+    reason="$(grep -m 1 -i 'fatal error:' <<<"${recent}" || grep -i '^error' <<<"${recent}" | tail -n 1)" || reason='for a new reason'
     printf 'pip failed: %s (log: %s)' "${reason}" "${LOG}"
   fi
 }
