@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import random
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import psutil
 import pyarrow
 import pytest
 import yaml
-from loopback_hub import Hub, broken_off, running_hub, status
+from loopback_hub import Hub, broken_off, environment, running_hub, status
 from pyarrow import parquet
 
 pytestmark = pytest.mark.functional
@@ -29,6 +28,7 @@ AGENT = {"type": "responses_api_agents", "name": "math_with_judge_simple_agent"}
 NUM_ROWS, NUM_QUESTIONS, VAL_ROWS = 6000, 500, 100
 TABLE = b"id,name\n1,a\n"
 KILLS = 10
+MORE = {"HF_TOKEN": "for-the-hub-alone", "DATA_WORKERS": "2"}
 
 
 def placeholder(number: int) -> dict[str, object]:
@@ -93,17 +93,11 @@ def command(place: Path, data: Path) -> list[str]:
     return [sys.executable, "-m", "tools.data.prepare", *fixed, *tables]
 
 
-def environment(place: Path, hub: Hub) -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING", "http", "HTTP"))}
-    here = {"HF_ENDPOINT": hub.url, "GITHUB_RAW_ENDPOINT": hub.url, "HF_HOME": str(place / "home")}
-    return {**kept, **here, "no_proxy": "127.0.0.1", "HF_TOKEN": "for-the-hub-alone", "DATA_WORKERS": "2"}
-
-
 def prepare(place: Path, data: Path, hub: Hub) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(place, data),
         cwd=ROOT,
-        env=environment(place, hub),
+        env=environment(place, hub, **MORE),
         capture_output=True,
         text=True,
         timeout=120,
@@ -163,17 +157,17 @@ def test_faults_and_ten_kills_leave_no_trace_in_any_output(place: Path, hub: Hub
     num_killed = 0
     workers: list[psutil.Process] = []
     for moment in moments:
-        hub.faults["list"], hub.faults["get"] = [status(503)], faults()
+        hub.faults |= {"list": [status(503)], "get": faults(), "raw": faults()}
         with subprocess.Popen(
             command(place, place / "data"),
             cwd=ROOT,
-            env=environment(place, hub),
+            env=environment(place, hub, **MORE),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         ) as process:
             time.sleep(moment)
+            workers += psutil.Process(process.pid).children(recursive=True)  # also there where it has ended: not reaped
             num_killed += process.poll() is None
-            workers += psutil.Process(process.pid).children(recursive=True)
             process.kill()
         if rng.random() < 0.5:  # so that every step is killed, not only the last ones
             for path in (place / "data/rlvr1").glob("**/*.manifest.json"):
@@ -181,7 +175,8 @@ def test_faults_and_ten_kills_leave_no_trace_in_any_output(place: Path, hub: Hub
             (place / "data/rlvr1/manifest.json").unlink(missing_ok=True)
     assert num_killed >= KILLS // 2
     assert psutil.wait_procs(workers, timeout=20)[1] == []  # those of a killed parent end by themselves
-    hub.faults["list"], hub.faults["get"] = [status(503)], faults()
+    hub.faults |= {"list": [status(503)], "get": faults(), "raw": faults()}
     result = prepare(place, place / "data", hub)
     assert result.returncode == 0, result
     assert outputs(place / "data") == outputs(place / "reference")
+    assert "raw" not in hub.with_token

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ from tools.data.row_blocks import changed, count_lines
 MARK = PLACEHOLDER.encode()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Unfilled:
     """One row that cannot be filled, and why."""
 
-    line: int  # from 1, in its block
+    line: int = 0  # from 1, in its block; counted once all of a block are found
     cause: str  # a few words that are counted
     got: str
     expected: str
@@ -73,31 +73,36 @@ class PlaceholderRows:
         if has_empty_line:
             lines = data.removesuffix(b"\n").split(b"\n")
             found.empty_line = next(number for number, line in enumerate(lines, start=1) if not line.strip())
-        for number, start, end in marked_lines(data):
+        starts = []
+        for start, end in marked_lines(data):
             found.has_mark = True
-            reference = _reference(data[start:end], number, self.styles)
+            reference = _reference(data[start:end], self.styles)
             if isinstance(reference, Unfilled):
                 found.unfilled.append(reference)
+                starts.append(start)
             elif reference is not None:
                 _, name, source_row = reference
                 found.needed.setdefault(name, set()).add(source_row)
+        _count_lines_before(data, starts, found.unfilled)
         return found
 
     def fill(self, block: Block) -> Filled:
         """Second pass over a block, once the questions are there."""
-        data, filled = self.read(block), Filled()
-        for number, start, end in marked_lines(data):
+        data, filled, starts = self.read(block), Filled(), []
+        for start, end in marked_lines(data):
             line = data[start:end]
-            reference = _reference(line, number, self.styles)
+            reference = _reference(line, self.styles)
             if reference is None:
                 continue
-            result = reference if isinstance(reference, Unfilled) else self._fill(number, line, reference)
+            result = reference if isinstance(reference, Unfilled) else self._fill(line, reference)
             if isinstance(result, Unfilled):
                 filled.unfilled.append(result)
                 filled.edits.append((start, end, b""))
+                starts.append(start)
             else:
                 filled.num_filled += 1
                 filled.edits.append((start, end, result))
+        _count_lines_before(data, starts, filled.unfilled)
         return filled
 
     def read(self, block: Block) -> bytes:
@@ -107,12 +112,11 @@ class PlaceholderRows:
             raise changed(self.path)
         return data
 
-    def _fill(self, number: int, line: bytes, reference: Reference) -> bytes | Unfilled:
+    def _fill(self, line: bytes, reference: Reference) -> bytes | Unfilled:
         row, name, source_row = reference
         found = self.questions.find(name, source_row)
         if found is None:
             return Unfilled(
-                line=number,
                 cause="no source row",
                 got=f"row {source_row} of {name}, which is not there or has no question or answer",
                 expected="a row with both",
@@ -130,20 +134,26 @@ Reference = tuple[Mapping[str, Any], str, int]
 """A placeholder row, and the source and the row of it that it stands for."""
 
 
-def marked_lines(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield (number from 1, start, end) of each line that may be a placeholder, without looking at the others."""
-    number, position = 1, 0
+def marked_lines(data: bytes) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of each line that may be a placeholder, without looking at the others."""
+    position = 0
     while (mark := data.find(MARK, position)) >= 0:
         start = max(position, data.rfind(b"\n", position, mark) + 1)
-        number += data.count(b"\n", position, start)
-        end = data.find(b"\n", mark) + 1 or len(data)
-        yield number, start, end
-        number, position = number + 1, end
+        position = data.find(b"\n", mark) + 1 or len(data)
+        yield start, position
 
 
-def _reference(line: bytes, number: int, sources: Collection[str]) -> Reference | Unfilled | None:
+def _count_lines_before(data: bytes, starts: Sequence[int], rows: Sequence[Unfilled]) -> None:
+    """Give rows the numbers of their lines; `starts` are their first bytes, in order."""
+    line, position = 1, 0
+    for start, row in zip(starts, rows, strict=True):
+        line, position = line + data.count(b"\n", position, start), start
+        row.line = line
+
+
+def _reference(line: bytes, sources: Collection[str]) -> Reference | Unfilled | None:
     def unfilled(cause: str, got: str, expected: str, fix: str) -> Unfilled:
-        return Unfilled(line=number, cause=cause, got=got, expected=expected, fix=fix, content=line)
+        return Unfilled(cause=cause, got=got, expected=expected, fix=fix, content=line)
 
     try:
         row = json.loads(line)
