@@ -175,14 +175,15 @@ SIF_DIR ?=
 ROWS ?=
 ALL ?=
 MIRROR ?=
-SIF_ROWS = $(if $(ALL),--all,--rows $(or $(ROWS),$(addprefix data/$(or $(BLEND),swe2)/,train-split.jsonl val-split.jsonl)))
+SIF_BLEND = data/$(or $(BLEND),swe2)
+SIF_ROWS = --rows $(or $(ROWS),$(addprefix $(SIF_BLEND)/,train-split.jsonl val-split.jsonl))
 .PHONY: sif
 sif: $(READY) ## make the SIF files of all tasks of a blend; again: resume [SIF_DIR BLEND=swe2 | ROWS=FILE | ALL=1, MIRROR ARGS=--retry-failed]
-	@$(PYTHON) -m tools.images.sif --sif-dir $(or $(SIF_DIR),$(error give SIF_DIR=...)) $(SIF_ROWS) $(if $(MIRROR),--mirror $(MIRROR)) $(ARGS)
+	@$(PYTHON) -m tools.images.sif --sif-dir $(or $(SIF_DIR),$(error give SIF_DIR=...)) $(if $(ALL),--all,$(SIF_ROWS)) $(if $(MIRROR),--mirror $(MIRROR)) $(ARGS)
 
 .PHONY: sif-check
-sif-check: $(READY) ## check that task images run, hold the right commit, and can run tests [SIF_DIR BLEND=swe2 | ROWS=FILE, ARGS=--golden]
-	@$(PYTHON) -m tools.images.sif_check --sif-dir $(or $(SIF_DIR),$(error give SIF_DIR=...)) $(SIF_ROWS) $(ARGS)
+sif-check: $(READY) ## check that task images run and can run tests; write the rows of the good ones to data/BLEND-good [SIF_DIR BLEND=swe2 | ROWS=FILE, ARGS=--golden]
+	@$(PYTHON) -m tools.images.sif_check --sif-dir $(or $(SIF_DIR),$(error give SIF_DIR=...)) $(SIF_ROWS) $(if $(ROWS),,--out $(SIF_BLEND)-good) $(ARGS)
 
 ##@ Looking at a run
 .PHONY: status

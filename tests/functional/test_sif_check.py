@@ -241,6 +241,8 @@ def test_the_good_instances_are_those_whose_tests_tell_patches_apart(made, tmp_p
     assert causes == {name: cause for name, (cause, _) in cases.items()}, found
     assert (directory / "good_instances.txt").read_text() == "some__calc-1\n"
     assert (tmp_path / "good" / "train-split.jsonl").read_text() == plain + lines[0]
+    manifest = json.loads((tmp_path / "good" / "manifest.json").read_text())
+    assert manifest["counts"] == {"train-split.jsonl": {"rows": 2, "left_out": len(cases) - 1}}
     rows.write_text(lines[0])
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert result.returncode == 0 and "1 were found good before, 0 to check" in result.stdout, result.stdout

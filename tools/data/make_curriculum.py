@@ -86,7 +86,8 @@ def make_curriculum(
         require_file(file, fix="correct the path")
     manifest_file = output.with_name("manifest.json")
     origin = lineage_of(rows_file.with_name("manifest.json"))
-    inputs = [describe(file, **({"made_by": origin} if origin and file == rows_file else {})) for file in used]
+    made_by = {file: {"made_by": origin} for file in (rows_file, validation) if origin}
+    inputs = [describe(file, **made_by.get(file, {})) for file in used]
     known = {"tool": "curriculum", "tool_version": TOOL_VERSION, "inputs": inputs, "parameters": dict(settings)}
     if not (reasons := changes(manifest_file, known)):
         print(f"curriculum: {output} is up to date")

@@ -26,16 +26,17 @@ from pathlib import Path
 
 from recipes.grpo.errors import LaunchError, Problem
 from tools.command_line import amount, exit_status, positive
-from tools.data.files import atomic_writer, write_atomically
+from tools.data.files import write_atomically
 from tools.data.locks import only_one
 from tools.data.progress import duration
+from tools.images.sif_good_rows import require_place, write_good_rows
 from tools.images.sif_ledger import Ledger
 from tools.images.sif_list import Task, tasks_of_rows
 from tools.images.sif_process import MAX_SHOWN
 from tools.images.sif_registry import PullError
 from tools.images.sif_run import Box, run_in
 from tools.images.sif_tests import ENTER, command_of, expected_tests, is_solved, results, runner_of, wrong_tests
-from tools.launch.doctor.task_images import GOOD_INSTANCES, Listing, instance_of
+from tools.launch.doctor.task_images import GOOD_INSTANCES, Listing
 
 CHECKED = "checked.jsonl"
 MAX_COMMITS = 1  # of the image's own on top of the base commit: SWE-bench commits its set-up
@@ -166,21 +167,6 @@ def run_tests(task: Task, path: Path, box: Box, patch: str) -> dict[str, bool]:
     return found
 
 
-def write_good_rows(rows: Sequence[Path], good: set[str], out: Path) -> None:
-    """Copy the row files with only the rows of good instances, and those that need no image."""
-    for path in rows:
-        kept = dropped = 0
-        with path.open("rb") as lines, atomic_writer(out / path.name) as file:
-            for line in lines:
-                instance = instance_of(line)
-                if instance is None or instance in good:
-                    file.write(line)
-                    kept += 1
-                else:
-                    dropped += 1
-        print(f"sif-check: {out / path.name}: {kept} rows, {dropped} left out")
-
-
 def report(directory: Path, found: Sequence[Checked]) -> int:
     """Write the lists and say what is wrong; return the exit status."""
     known = {entry.instance: entry for entry in [*read_checked(directory / CHECKED), *found]}
@@ -223,11 +209,14 @@ def main(arguments: list[str] | None = None) -> int:
         fix = "make the images first: `make sif SIF_DIR=...`"
         raise LaunchError(Problem(where="SIF_DIR", got=str(options.sif_dir), expected="a directory", fix=fix))
     tasks = tasks_of_rows(options.rows)
+    if options.out:
+        require_place(options.rows, options.out)
     with only_one(options.sif_dir / ".check.lock"):
         found = check_all(options, tasks, box)
         status = report(options.sif_dir, found)
     if options.out:
-        write_good_rows(options.rows, {entry.instance for entry in found if not entry.cause}, options.out)
+        good = {entry.instance for entry in found if not entry.cause}
+        write_good_rows(options.rows, good, options.out, good_list=options.sif_dir / GOOD_INSTANCES)
     return status
 
 

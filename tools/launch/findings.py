@@ -80,7 +80,7 @@ CODES = {
     "SIF001": Code("the directory of task images is not given or not there"),
     "SIF002": Code("rows have no task image", can_force=True),
     "SIF003": Code("a task image is not a SIF file, or cut", can_force=True),
-    "SIF004": Code("rows of instances that a check of their images did not find good", severity="note"),
+    "SIF004": Code("rows of instances that a check of their images did not find good", can_force=True),
     "PRT001": Code("a port of the run is taken"),
     "PRT002": Code("the kernel hands out ports of the port table to outgoing connections"),
     "PRT003": Code("no slot of the port table is free on this machine"),

@@ -138,12 +138,12 @@ def find_image(instance: str, templates: Sequence[str], listing: Listing) -> Pat
 
 
 def not_good(directory: Path, wanted: Mapping[str, int]) -> Iterator[Finding]:
-    """Note the rows whose instances a check of the images did not find good: their reward may say nothing."""
+    """Name the rows whose instances a check of the images did not find good: their reward may say nothing."""
     path = directory / GOOD_INSTANCES
     good = set(path.read_text(encoding="utf-8").split()) if path.is_file() else wanted.keys()
     if others := [instance for instance in wanted if instance not in good]:
         got = f"{len(others)} of {len(wanted)} instances ({sum(wanted[name] for name in others)} rows) are not in it"
-        fix = "train on the rows that `make sif-check ARGS='--golden --out ...'` writes, or check the images again"
+        fix = "train on the rows that `make sif-check` writes (data/BLEND-good), or check the images of these rows, too"
         yield found("SIF004", where=str(path), got=got, expected="all of them", fix=fix)
 
 

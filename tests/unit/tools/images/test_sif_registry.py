@@ -139,7 +139,7 @@ def test_a_list_of_failures_that_no_run_wrote_is_named(tmp_path, content):
         read_failures(tmp_path)
 
 
-def test_a_registry_that_never_answers_ends_the_run_soon(capsys):
+def test_a_registry_that_never_answers_ends_the_run_soon():
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # bound and not listening: every connection is refused
         host = f"127.0.0.1:{closed.getsockname()[1]}"

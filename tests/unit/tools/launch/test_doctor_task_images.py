@@ -81,7 +81,7 @@ def test_other_files_and_cut_ones_are_named(case):
     assert found(case) == [("SIF003", "198 bytes of 228")]
 
 
-def test_rows_beside_the_list_of_good_instances_are_noted(case):
+def test_rows_beside_the_list_of_good_instances_are_refused(case):
     good = case.sif.parent / "good_instances.txt"
     good.write_text("django__django-11099\n")
     assert found(case) == []

@@ -46,6 +46,19 @@ def test_swe_stages_have_their_own_image_where_one_is_given():
     assert stage_environment("stage2.2", {"CONTAINER": "training.sqsh"}, ROOT)["CONTAINER"] == "training.sqsh"
 
 
+def test_stage_2_2_trains_on_the_rows_whose_images_are_good(tmp_path):
+    (tmp_path / "data/swe2-good").mkdir(parents=True)
+    assert stage_environment("stage2.2", {}, tmp_path)["TRAIN_PATH"] == f"{tmp_path}/data/swe2/train-split.jsonl"
+    (tmp_path / "data/swe2-good/manifest.json").touch()  # the last thing that `make sif-check` writes
+    env = stage_environment("stage2.2", {}, tmp_path)
+    assert env["TRAIN_PATH"] == f"{tmp_path}/data/swe2-good/train-split.jsonl"
+    assert env["VAL_PATH"] == f"{tmp_path}/data/swe2-good/val-split.jsonl"
+    assert stage_environment("stage2.2", {"TRAIN_PATH": "mine"}, tmp_path)["TRAIN_PATH"] == "mine"
+    assert stage_environment("stage2.2", {"SCALE": "tiny"}, tmp_path)["TRAIN_PATH"].endswith(
+        "data/tiny/train-split.jsonl"
+    )
+
+
 def test_what_is_set_wins_and_empty_counts_as_not_set():
     env = stage_environment("stage1.1", {"EXP_NAME": "mine", "VAL_PATH": "", "CONFIG_PATH": "c.yaml"}, ROOT)
     assert env["EXP_NAME"] == "mine"
