@@ -40,6 +40,15 @@ HUB = Host(name="the hub", variable="HF_ENDPOINT", if_limited="set HF_TOKEN, whi
 GITHUB = Host(name="GitHub", variable="GITHUB_RAW_ENDPOINT", if_limited="name a mirror in GITHUB_RAW_ENDPOINT")
 
 
+class TransientError(Exception):
+    """A failure that may pass; `asked` is how long the host wants to be left alone, in seconds."""
+
+    def __init__(self, reason: str, *, asked: float | None = None, is_reached: bool = True) -> None:
+        super().__init__(reason)
+        self.asked = asked
+        self.is_reached = is_reached  # the host, by this attempt or by one before it
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
     """How long a transfer that makes no progress is tried again."""
@@ -49,20 +58,17 @@ class Patience:
     longest_wait: float = 900.0  # that a Retry-After may ask for
     sleep: Callable[[float], None] = field(default=time.sleep)
 
-    def wait(self, attempt: int, asked: float | None, reason: str) -> None:
+    def retries_after(self, failure: TransientError) -> int:
+        """Return how often something is tried again that fails so."""
+        return self.retries if failure.is_reached else min(self.retries, UNREACHED_RETRIES)
+
+    def wait(self, attempt: int, failure: TransientError, where: str) -> None:
         """Wait before attempt number `attempt` + 1."""
-        seconds = min(self.first_seconds * 2**attempt, MAX_BACK_OFF_SECONDS) if asked is None else asked
-        print(f"download: {reason}; trying again in {seconds:.1f} s ({attempt + 1} of {self.retries})")
+        backed_off = min(self.first_seconds * 2**attempt, MAX_BACK_OFF_SECONDS)
+        seconds = backed_off if failure.asked is None else failure.asked
+        times = f"{attempt + 1} of {self.retries_after(failure)}"
+        print(f"download: {where}: {failure}; trying again in {seconds:.1f} s ({times})")
         self.sleep(seconds)
-
-
-class TransientError(Exception):
-    """A failure that may pass; `asked` is how long the host wants to be left alone, in seconds."""
-
-    def __init__(self, reason: str, *, asked: float | None = None, is_reached: bool = True) -> None:
-        super().__init__(reason)
-        self.asked = asked
-        self.is_reached = is_reached  # the host, by this attempt or by one before it
 
 
 def persist(ask: Callable[[], Answer], patience: Patience, where: str) -> Answer:
@@ -77,22 +83,21 @@ def persist(ask: Callable[[], Answer], patience: Patience, where: str) -> Answer
 
 def give_up_or_wait(failure: TransientError, attempt: int, patience: Patience, where: str, host: Host) -> None:
     """Wait before the next attempt; raises `DataError` when there is none, or when the host asks for too long."""
-    times = f"{attempt + 1} times in a row"
+    got = f"{failure}, {attempt + 1} times in a row"
     if failure.asked is not None and failure.asked > patience.longest_wait:
         got = f"{failure}, and {host.name} asks to wait {failure.asked:.0f} s"
         fix = f"run it again in {failure.asked:.0f} s, or {host.if_limited}"
-    elif not failure.is_reached and attempt >= min(patience.retries, UNREACHED_RETRIES):
-        got = f"{failure}, {times}"
+    elif attempt < patience.retries_after(failure):
+        patience.wait(attempt, failure, where)
+        return
+    elif failure.is_reached:
+        fix = f"{RESUME}; if {host.name} limits the rate, {host.if_limited}"
+    else:
         fix = (
             f"check the network and the proxy (HTTPS_PROXY, no_proxy, SSL_CERT_FILE), or name a mirror in "
             f"{host.variable}; or run the same command where there is a network and copy what it wrote to here: "
             "nothing that is complete is asked for again"
         )
-    elif attempt >= patience.retries:
-        got, fix = f"{failure}, {times}", f"{RESUME}; if {host.name} limits the rate, {host.if_limited}"
-    else:
-        patience.wait(attempt, failure.asked, f"{where}: {failure}")
-        return
     raise DataError(Problem(where=where, got=got, expected="an answer", fix=fix)) from failure
 
 

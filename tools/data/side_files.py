@@ -63,6 +63,9 @@ def _problems(path: Path, name: str, entry: dict[str, Any]) -> list[Problem]:
         fix = f"take the commit from https://github.com/{entry['repository']}/commits"
         found.append(moving_revision(f"{where}.revision", entry["revision"], fix=fix))
     for file, facts in entry["files"].items():
+        if file.startswith("/") or ".." in file.split("/"):
+            problem = Problem(where=f"{where}.files", got=file, expected="a path below `path`", fix="correct the entry")
+            found.append(problem)
         if not re.fullmatch(r"[0-9a-f]{64}", str(facts.get("sha256"))) or type(facts.get("bytes")) is not int:
             expected = "`bytes` and `sha256` of the file"
             found.append(

@@ -103,14 +103,18 @@ def download_file(file: RemoteFile, target: Path, patience: Patience) -> Receive
 
 @contextmanager
 def _locked(partial: Path) -> Iterator[BinaryIO]:
-    """Open a partial file that no other process writes."""
+    """Open a partial file that no other process writes; one that is still empty at the end goes."""
     with partial.open("a+b") as content:
         try:
             fcntl.flock(content, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             got, fix = "another download at work", "wait until it has finished"
             raise DataError(Problem(where=str(partial), got=got, expected="none", fix=fix)) from error
-        yield content
+        try:
+            yield content
+        finally:
+            if content.tell() == 0:
+                partial.unlink(missing_ok=True)
 
 
 def _require_space(partial: Path, needed: int) -> None:

@@ -14,7 +14,7 @@ from recipes.grpo.errors import DataError
 from tools.data.side_files import SIDE_FILES, load_side_files, main
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-ENTRY = {
+ENTRY: dict[str, Any] = {
     "blends": ["rlvr1"],
     "repository": "org/gym",
     "revision": COMMIT,
@@ -26,12 +26,12 @@ ENTRY = {
 def test_the_office_tables_are_those_that_rewards_depend_on(gym_examples_dir: Path) -> None:
     side = load_side_files(SIDE_FILES)["workplace_assistant"]
     tables = {path.name: path.read_bytes() for path in (gym_examples_dir / "workplace_assistant").glob("*.csv")}
-    assert {file.name: (file.size, file.sha256) for file in side.files} == {
+    assert {Path(file.name).name: (file.size, file.sha256) for file in side.files} == {
         name: (len(content), sha256(content).hexdigest()) for name, content in tables.items()
     }
     assert side.files[0].url == (
         "https://raw.githubusercontent.com/NVIDIA-NeMo/Gym/07d6b0d07b22fcf530b4c211dae2ee23100428e4"
-        "/resources_servers/workplace_assistant/csv_data/analytics_data.csv"
+        "/resources_servers/workplace_assistant/csv_data/processed/analytics_data.csv"
     )
 
 
@@ -39,6 +39,7 @@ WRONG: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda entry: entry | {"revision": "main"}, "side_files.x.revision: got 'main', expected a commit"),
     (lambda entry: {key: entry[key] for key in entry if key != "path"}, "side_files.x: got blends, files, repository"),
     (lambda entry: entry | {"files": {"a.csv": {"bytes": 3}}}, "side_files.x.files.a.csv: got {'bytes': 3}"),
+    (lambda entry: entry | {"files": {"../a.csv": ENTRY["files"]["a.csv"]}}, "x.files: got ../a.csv, expected"),
     (lambda entry: "text", "expected `side_files:` with one entry per verifier"),
 ]
 
