@@ -136,8 +136,8 @@ profile: $(READY) ## record how often a checkpoint solves each training row, on 
 	$(PYTHON) -m tools.data.profile_rows --stage $(STAGE) --model $(or $(MODEL_PATH),models/tiny-sft) --data data/$(or $(BLEND),tiny)/train-split.jsonl --run-dir $(RESULTS_DIR)/profile-$(or $(BLEND),tiny) $(ARGS)
 
 .PHONY: curriculum
-curriculum: $(READY) ## order profiled rows: data/BLEND-ordered/, by configs/data/curriculum.yaml [BLEND=tiny ARGS="seed=1 low_effort.share=0.02"]
-	$(PYTHON) -m tools.data.make_curriculum --in data/$(or $(BLEND),tiny)/train-split.jsonl --out data/$(or $(BLEND),tiny)-ordered/train-split.jsonl --pass-rates $(RESULTS_DIR)/profile-$(or $(BLEND),tiny)/pass_rates.jsonl $(ARGS)
+curriculum: $(READY) ## order rows by their pass rates, of `make profile` or in the rows: data/BLEND-ordered/, by configs/data/curriculum.yaml [BLEND=tiny ARGS="seed=1 low_effort.share=0.02"]
+	$(PYTHON) -m tools.data.make_curriculum --in data/$(or $(BLEND),tiny)/train-split.jsonl --out data/$(or $(BLEND),tiny)-ordered/train-split.jsonl $(addprefix --pass-rates ,$(wildcard $(RESULTS_DIR)/profile-$(or $(BLEND),tiny)/pass_rates.jsonl)) $(ARGS)
 
 .PHONY: lineage
 lineage: $(READY) ## record splits and a run's newest export in artifacts/, and print where they came from [EXP_NAME]

@@ -89,7 +89,7 @@ def _pools(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
         if entry.pass_rate is None:
             unrated[entry.domain] = unrated.get(entry.domain, 0) + 1
     if unrated:
-        fix = "run `make profile` to the end and give its file with --pass-rates, or remove those rows"
+        fix = "run `make profile` to the end (its file is --pass-rates), or remove those rows"
         raise DataError(
             [
                 Problem(where=domain, got=f"{count} rows without a pass rate", expected="one for every row", fix=fix)

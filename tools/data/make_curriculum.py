@@ -83,7 +83,7 @@ def make_curriculum(
     files = [rows_file, validation, pass_rates, tokenizer and tokenizer / "tokenizer.json"]
     used = [file for file in files if file and (file != validation or file.is_file())]
     for file in used:
-        require_file(file, fix="correct the path")
+        require_file(file, fix="make the data, or correct the path")
     manifest_file = output.with_name("manifest.json")
     origin = lineage_of(rows_file.with_name("manifest.json"))
     made_by = {file: {"made_by": origin} for file in (rows_file, validation) if origin}

@@ -16,6 +16,7 @@ from pathlib import Path
 from recipes.grpo.config import load_config, require_runnable
 from recipes.grpo.data import PromptDataset
 from recipes.grpo.derive import derive
+from recipes.grpo.errors import CheckpointError, Problem
 from recipes.grpo.stages import config_path, find_stage
 from tools.command_line import exit_status, positive
 from tools.data.files import require_file
@@ -46,6 +47,10 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_intermixed_args(arguments)
     run_dir = args.run_dir.resolve()
     require_file(args.data, fix="make the data, or correct --data")
+    if not (args.model / "config.json").is_file():
+        got, fix = f"{args.model}, which holds no config.json", "give MODEL_PATH=DIR; `make tiny` makes models/tiny-sft"
+        expected = "a checkpoint in Hugging Face format"
+        raise CheckpointError(Problem(where="--model", got=got, expected=expected, fix=fix))
     overrides = [
         f"policy.model_name={args.model.resolve()}",
         f"data.train.data_path={args.data.resolve()}",
