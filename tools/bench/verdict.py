@@ -18,6 +18,9 @@ from tools.report.page import STYLE_FILE
 LIMITS: Mapping[float, float] = {0.0: 1.1, 0.5: 1.8}
 """Mean environment latency in seconds -> how many times faster an asynchronous step must be."""
 ROLLOUT_LIMIT = 0.85  # of plain vLLM's tokens per second
+SPLIT_LIMIT = 0.8  # of the speed of cat into a file and sha256sum together
+FILL_LIMIT, VALIDATE_LIMIT = 1.2, 1.5  # times one process's speed, from two cores on
+FILL_MEMORY_LIMIT = 0.8  # of the memory on a tenth of the rows over that on all: it does not grow with the file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,11 @@ class Check:
         return self.ratio >= self.limit
 
 
+def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
+    """Return the median over the rounds of their own ratios: a slow minute hits both sides of a round."""
+    return statistics.median(above / below for above, below in zip(over, under, strict=True))
+
+
 def training_checks(runs: Sequence[TrainingTimes]) -> list[Check]:
     """Compare asynchronous with synchronous steps at every latency: the median over the passes of their ratio."""
     checks = []
@@ -84,18 +92,12 @@ def training_checks(runs: Sequence[TrainingTimes]) -> list[Check]:
         checks.append(
             Check(
                 name=f"async over sync, {latency:g} s environment",
-                ratio=statistics.median(slow / fast for slow, fast in zip(sync, overlapped, strict=True)),
+                ratio=median_ratio(sync, overlapped),
                 limit=limit,
                 detail=f"{statistics.median(sync):.3f} s -> {statistics.median(overlapped):.3f} s per step",
             )
         )
     return checks
-
-
-def share_of(rung: Rung, plain: Rung) -> float:
-    """Return the median over the rounds of one speed over the other: a slow minute hits both sides of a round."""
-    pairs = zip(rung.tokens_per_second, plain.tokens_per_second, strict=True)
-    return statistics.median(mine / theirs for mine, theirs in pairs)
 
 
 def rollout_check(rungs: Sequence[Rung], ours: str) -> Check:
@@ -104,7 +106,7 @@ def rollout_check(rungs: Sequence[Rung], ours: str) -> Check:
     mine = next(rung for rung in rungs if rung.name == ours)
     return Check(
         name=f"{ours} over {plain.name}",
-        ratio=share_of(mine, plain),
+        ratio=median_ratio(mine.tokens_per_second, plain.tokens_per_second),
         limit=ROLLOUT_LIMIT,
         detail=f"{format_number(plain.median)} -> {format_number(mine.median)} tokens/s",
     )
@@ -117,7 +119,7 @@ def breakdown(rungs: Sequence[Rung]) -> list[tuple[Rung, float, float]]:
     """
     before, rows = 1.0, []
     for rung in rungs:
-        share = share_of(rung, rungs[0])
+        share = median_ratio(rung.tokens_per_second, rungs[0].tokens_per_second)
         rows.append((rung, share, 100.0 * (1.0 / share - before)))
         before = 1.0 / share
     return rows
