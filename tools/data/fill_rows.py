@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ MARK = PLACEHOLDER.encode()
 class Unfilled:
     """One row that cannot be filled, and why."""
 
-    line: int = 0  # from 1, in its block; counted once all of a block are found
+    line: int = 0  # from 1, in its block
     cause: str  # a few words that are counted
     got: str
     expected: str
@@ -73,22 +73,22 @@ class PlaceholderRows:
         if has_empty_line:
             lines = data.removesuffix(b"\n").split(b"\n")
             found.empty_line = next(number for number, line in enumerate(lines, start=1) if not line.strip())
-        starts = []
+        unfilled: dict[int, Unfilled] = {}
         for start, end in marked_lines(data):
             found.has_mark = True
             reference = _reference(data[start:end], self.styles)
             if isinstance(reference, Unfilled):
-                found.unfilled.append(reference)
-                starts.append(start)
+                unfilled[start] = reference
             elif reference is not None:
                 _, name, source_row = reference
                 found.needed.setdefault(name, set()).add(source_row)
-        _count_lines_before(data, starts, found.unfilled)
+        found.unfilled = _numbered(data, unfilled)
         return found
 
     def fill(self, block: Block) -> Filled:
         """Second pass over a block, once the questions are there."""
-        data, filled, starts = self.read(block), Filled(), []
+        data, filled = self.read(block), Filled()
+        unfilled: dict[int, Unfilled] = {}
         for start, end in marked_lines(data):
             line = data[start:end]
             reference = _reference(line, self.styles)
@@ -96,13 +96,12 @@ class PlaceholderRows:
                 continue
             result = reference if isinstance(reference, Unfilled) else self._fill(line, reference)
             if isinstance(result, Unfilled):
-                filled.unfilled.append(result)
+                unfilled[start] = result
                 filled.edits.append((start, end, b""))
-                starts.append(start)
             else:
                 filled.num_filled += 1
                 filled.edits.append((start, end, result))
-        _count_lines_before(data, starts, filled.unfilled)
+        filled.unfilled = _numbered(data, unfilled)
         return filled
 
     def read(self, block: Block) -> bytes:
@@ -143,12 +142,13 @@ def marked_lines(data: bytes) -> Iterator[tuple[int, int]]:
         yield start, position
 
 
-def _count_lines_before(data: bytes, starts: Sequence[int], rows: Sequence[Unfilled]) -> None:
-    """Give rows the numbers of their lines; `starts` are their first bytes, in order."""
+def _numbered(data: bytes, rows: Mapping[int, Unfilled]) -> list[Unfilled]:
+    """Return the rows that begin at the given bytes, in order, with the numbers of their lines."""
     line, position = 1, 0
-    for start, row in zip(starts, rows, strict=True):
+    for start, row in rows.items():
         line, position = line + data.count(b"\n", position, start), start
         row.line = line
+    return list(rows.values())
 
 
 def _reference(line: bytes, sources: Collection[str]) -> Reference | Unfilled | None:
