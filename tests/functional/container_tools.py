@@ -83,6 +83,8 @@ def start_engine(home: Path) -> Iterator[Engine]:
         yield engine
     finally:
         engine.podman("rm", "--all", "--force", "--time=5")
+        engine.buildah("rm", "--all")
+        engine.podman("image", "unmount", "--all", "--force")
         shutil.rmtree(home)  # each layer is a whole root
 
 

@@ -1,6 +1,6 @@
-"""Small root file systems for the container tests: busybox, and where asked for the host's bash, Python and bubblewrap.
+"""Root file systems for the container tests, in place of base images, which a test machine may not be able to fetch.
 
-They stand in for base images, which a test machine may not be able to fetch.
+Small ones of busybox and, where asked for, the host's bash, Python and bubblewrap; and Debian's own minimal system.
 """
 
 from __future__ import annotations
@@ -63,6 +63,19 @@ def write_root(root: Path, *, programs: Iterable[str] = (), python: bool = False
         shutil.copytree(STDLIB, root / "usr/lib/python3.11", ignore=shutil.ignore_patterns(*NOT_NEEDED), symlinks=True)
         for extension in (root / "usr/lib/python3.11/lib-dynload").glob("*.so"):
             _copy_libraries(root, extension)
+    return root
+
+
+def write_debian(root: Path) -> Path:
+    """Write Debian's minimal system, from the mirror that apt on this machine uses."""
+    require("debootstrap")
+    fields = ["Created-By: Packages", "Codename: bookworm", "Component: main"]
+    targets = subprocess.run(
+        ["apt-get", "indextargets", "--format=$(SITE)", *fields], capture_output=True, text=True, check=True
+    )
+    command = ["debootstrap", "--variant=minbase", "bookworm", str(root), *targets.stdout.split()[:1]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}{done.stderr}"
     return root
 
 

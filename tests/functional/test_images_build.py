@@ -1,7 +1,8 @@
-"""The Dockerfiles under stock buildah, with base images stood in for by a small root of the same name.
+"""The Dockerfiles under stock podman and buildah.
 
-In a base that is stood in for, what would fetch something (apt-get, curl, uv) is a program that notes its words. What
-is real: the builder, the Dockerfiles, our scripts in them, and for the sandbox Python, bubblewrap and the limits.
+Debian's base is real, made by debootstrap, and so is all of the sandbox: its packages come by apt through a proxy, as
+behind a company's gate. NVIDIA's bases are stood in for by a small root of the same name, in which what would fetch
+something (apt-get, curl, uv) is a program that notes its words; builder, Dockerfiles and our scripts are real.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from container_tools import Engine, start_engine
-from small_root import require, write_root
+from container_tools import Engine, start_engine, start_proxy
+from small_root import require, write_debian, write_root
 
 from recipes.grpo.errors import RunError
 from tools.images.containers import make, plan
@@ -54,11 +55,8 @@ podman image unmount "${4#podman://}"
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    require("bwrap", "podman", "buildah", "runc", "mksquashfs")
+    require("podman", "buildah", "runc", "mksquashfs")
     home = tmp_path_factory.mktemp("engine")
-    base = write_root(home / "base", programs=["bash", "bwrap", "env", "setpriv", "prlimit"], python=True)
-    add_notes(base, "apt-get")
-    (base / "bin/bash").symlink_to("/usr/bin/bash")
     small = write_root(home / "small", programs=["bash"])
     (small / "bin/bash").symlink_to("/usr/bin/bash")
     add_notes(small, "apt-get", "add-apt-repository")
@@ -70,7 +68,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     write_program(home / "bin/enroot", ENROOT)
     shutil.copy(small / "usr/bin/uv", home / "uv/uv")
     with start_engine(home / "store") as engine:
-        engine.import_root(base, "docker.io/library/debian:bookworm-slim")
+        engine.import_root(write_debian(home / "debian"), "docker.io/library/debian:bookworm-slim")
         engine.import_root(home / "uv", "ghcr.io/astral-sh/uv:0.9.7")
         for name in ("nvcr.io/nvidia/nemo-rl:v0.7.0", "nvcr.io/nvidia/cuda:13.0.1-devel-ubuntu24.04"):
             engine.import_root(small, name)
@@ -140,10 +138,23 @@ def test_the_swe_image_adds_apptainer_to_a_training_image(engine, checkout):
 
 
 @pytest.fixture(scope="module")
-def sandbox_file(engine: Engine, checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sandbox image, made by the tool with its own check and lock, and imported."""
-    file = tmp_path_factory.mktemp("images") / "sandbox.sqsh"
-    entry = make(plan("sandbox", {"TAG": "test", "PACKAGES": "", "SQSH": str(file)}, "podman"), checkout)
+def variables(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The sandbox without what its programs may import, built behind a proxy that only a file of the site names."""
+    site = tmp_path_factory.mktemp("site") / "apt.conf"
+    with start_proxy() as (url, seen):
+        site.write_text(f'Acquire::http::Proxy "{url}";\n')
+        flags = f"--layers --network=host --volume={site}:/etc/apt/apt.conf.d/99site:ro"
+        yield {"TAG": "test", "PACKAGES": "python3", "BUILD_FLAGS": flags}
+    assert [path for path in seen if "/bubblewrap_" in path]
+
+
+@pytest.fixture(scope="module")
+def sandbox_file(
+    engine: Engine, checkout: Path, variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The sandbox image, made by the tool with its own check and lock, and imported to a directory that it makes."""
+    file = tmp_path_factory.mktemp("images") / "new/sandbox.sqsh"
+    entry = make(plan("sandbox", {**variables, "SQSH": str(file)}, "podman"), checkout)
     assert read_lock(checkout / LOCK) == {"sandbox": entry}
     assert engine.podman("image", "inspect", "--format={{.Digest}}", entry.tag).strip() == entry.digest
     assert launch_digest(str(file)) == entry.digest
@@ -155,18 +166,18 @@ def sandbox_tag(sandbox_file: Path) -> str:
     return str(json.loads(sandbox_file.with_name("sandbox.sqsh.json").read_text())["tag"])
 
 
-def test_an_import_that_fails_leaves_the_file_as_it_was(sandbox_file, checkout, monkeypatch):
+def test_an_import_that_fails_leaves_the_file_as_it_was(sandbox_file, checkout, variables, monkeypatch):
     before = sandbox_file.read_bytes()
     assert before.startswith(b"hsqs")
     monkeypatch.setenv("ENROOT_FAILS", "1")
     with pytest.raises(RunError, match="status 1 of: enroot import"):
-        make(plan("sandbox", {"TAG": "test", "PACKAGES": "", "SQSH": str(sandbox_file)}, "podman"), checkout)
+        make(plan("sandbox", {**variables, "SQSH": str(sandbox_file)}, "podman"), checkout)
     assert sandbox_file.read_bytes() == before
     assert sorted(path.name for path in sandbox_file.parent.iterdir()) == ["sandbox.sqsh", "sandbox.sqsh.json"]
 
 
-def test_an_image_that_cannot_import_its_packages_is_not_recorded(engine, checkout, tmp_path):
-    work = plan("sandbox", {"TAG": "broken"}, "buildah")
+def test_an_image_that_cannot_import_its_packages_is_not_recorded(engine, checkout, variables, tmp_path):
+    work = plan("sandbox", {**variables, "TAG": "broken"}, "buildah")
     copy = shutil.copytree(checkout, tmp_path / "copy")
     (copy / "containers/sandbox/jail.py").write_text("import no_such_module\n")
     (copy / LOCK).unlink(missing_ok=True)

@@ -16,6 +16,7 @@ readonly TOOLS=(
   munged=munge slurmctld=slurm-wlm slurmdbd=slurmdbd mariadbd=mariadb-server
   # Containers and sandboxes.
   bwrap=bubblewrap podman=podman buildah=buildah runc=runc mksquashfs=squashfs-tools
+  debootstrap=debootstrap
   # SIF images: a registry on loopback, and the conversion that needs no Apptainer.
   docker-registry=docker-registry skopeo=skopeo umoci=umoci siftool=siftool squashfuse=squashfuse
 )
