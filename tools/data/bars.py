@@ -13,34 +13,40 @@ MAX_COLORS = 9
 MAX_LABELS = 10
 
 
+def palette(sizes: Mapping[str, int]) -> dict[str, str]:
+    """Return under which name each part is drawn: the largest under their own, the rest together, in this order."""
+    by_size = sorted(sizes, key=lambda name: (-sizes[name], name))
+    num_own = MAX_COLORS - 1 if len(by_size) > MAX_COLORS else MAX_COLORS
+    own, rest = sorted(by_size[:num_own]), by_size[num_own:]
+    return {name: name for name in own} | dict.fromkeys(rest, f"{len(rest)} others")
+
+
+def drawn_as(names: Mapping[str, str], parts: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Return `parts` under the names of a palette, so that each has the same color in every figure."""
+    width = max(map(len, parts.values()), default=0)
+    found = {shown: [0.0] * width for shown in names.values()}
+    for name, values in parts.items():
+        found[names[name]] = [sum(pair) for pair in zip(found[names[name]], values, strict=True)]
+    return found
+
+
 def bars(
     title: str, labels: Sequence[str], parts: Mapping[str, Sequence[float]], *, unit: str = "", axis: str = ""
 ) -> str:
-    """Return a figure with one bar per label, the parts stacked; those beyond the palette are drawn as one."""
-    parts = _fit_palette({name: values for name, values in parts.items() if any(values)})
+    """Return a figure with one bar per label, the parts stacked, each in the color of its place."""
     unit_text = f' <span class="unit">{escape(unit)}</span>' if unit else ""
-    if not parts:
+    if not any(map(any, parts.values())):
         body, legend = '<p class="nothing">nothing recorded</p>', ""
     else:
         body = _svg(title, labels, parts, axis)
         legend = "".join(
             f'<span><i class="key c{color}"></i>{escape(name)} <b>{format_number(sum(values))}</b></span>'
             for color, (name, values) in enumerate(parts.items())
+            if any(values)
         )
         legend = legend if len(parts) > 1 else ""
     head = f'<figcaption><h3>{escape(title)}{unit_text}</h3><div class="legend">{legend}</div></figcaption>'
     return f"<figure>{head}{body}</figure>"
-
-
-def _fit_palette(parts: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float]]:
-    by_size = sorted(parts, key=lambda name: (-sum(parts[name]), name))
-    kept, rest = by_size[: MAX_COLORS - 1], by_size[MAX_COLORS - 1 :]
-    found: dict[str, Sequence[float]] = {name: parts[name] for name in sorted(kept)}
-    if len(rest) == 1:
-        found[rest[0]] = parts[rest[0]]
-    elif rest:
-        found[f"{len(rest)} others"] = [sum(column) for column in zip(*(parts[name] for name in rest), strict=True)]
-    return found
 
 
 def _svg(title: str, labels: Sequence[str], parts: Mapping[str, Sequence[float]], axis: str) -> str:

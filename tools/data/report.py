@@ -20,7 +20,7 @@ import orjson
 from recipes.environments.codec import ChatCodec
 from recipes.grpo.data import row_id
 from tools.command_line import exit_status
-from tools.data.bars import bars
+from tools.data.bars import bars, drawn_as, palette
 from tools.data.files import require_file, write_atomically
 from tools.data.make_curriculum import read_pass_rates
 from tools.data.manifest import read_manifest
@@ -69,6 +69,12 @@ class BlendStats:
     train: FileStats = field(default_factory=FileStats)
     validation: FileStats = field(default_factory=FileStats)
     made_by: str = ""  # what the manifest says of the split
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The palette of the agents."""
+        sizes = Counter({agent: stats.num_rows for agent, stats in self.train.agents.items()})
+        return palette(sizes + Counter({agent: stats.num_rows for agent, stats in self.validation.agents.items()}))
 
 
 def read_blend(directory: Path, tokenizer: Path | None, pass_rates: Mapping[str, float]) -> BlendStats:
@@ -121,7 +127,7 @@ def _section(blend: BlendStats, unit: str) -> str:
     charts = [_lengths(blend, unit)]
     if blend.train.rates:
         charts.append(_order(blend))
-        charts += [_rates(name, stats) for name, stats in (("training", blend.train), ("validation", blend.validation))]
+        charts += [_rates("training", blend.train, blend.names), _rates("validation", blend.validation, blend.names)]
     else:
         note += '<p class="note">No pass rates are recorded: `make profile` measures them.</p>'
     return (
@@ -167,19 +173,19 @@ def _lengths(blend: BlendStats, unit: str) -> str:
         counts = Counter(max(0, length.bit_length() - 1) for length in stats.lengths)
         parts[agent] = [counts[power] for power in range(low, high)]
     labels = [f"{2**power:,}" for power in range(low, high)]
-    return bars(
-        "Lengths of training rows", labels, parts, unit=f"rows, from so many {unit} to twice as many", axis=unit
-    )
+    about, drawn = f"rows, from so many {unit} to twice as many", drawn_as(blend.names, parts)
+    return bars("Lengths of training rows", labels, drawn, unit=about, axis=unit)
 
 
-def _rates(split: str, rows: FileStats) -> str:
+def _rates(split: str, rows: FileStats, names: Mapping[str, str]) -> str:
     """Return the histogram of pass rates, by agent; rows that are always solved have a bar of their own."""
     parts = {}
     for agent, stats in rows.agents.items():
         counts = Counter(NUM_RATE_BINS if rate == 1 else int(rate * NUM_RATE_BINS) for rate in stats.pass_rates)
         parts[agent] = [counts[part] for part in range(NUM_RATE_BINS + 1)]
     labels = [*(f"{part / NUM_RATE_BINS:g}" for part in range(NUM_RATE_BINS)), "1"]
-    return bars(f"Pass rates of {split} rows", labels, parts, unit="rows", axis="pass rate, from")
+    drawn = drawn_as(names, parts)
+    return bars(f"Pass rates of {split} rows", labels, drawn, unit="rows", axis="pass rate, from")
 
 
 def _order(blend: BlendStats) -> str:

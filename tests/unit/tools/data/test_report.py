@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from recipes.grpo.data import row_id
-from tools.data.bars import MAX_COLORS, bars
+from tools.data.bars import MAX_COLORS, bars, drawn_as, palette
 from tools.data.report import main, read_blend
 
 
@@ -88,7 +88,7 @@ def test_the_page_stands_alone_and_shows_every_blend(tmp_path: Path) -> None:
     assert page.loads == []
     assert text.count("<figure>") == 8
     assert "&lt;two&gt;" in text
-    tips = dict(re.findall(r">(\d[\d.]*) · all (\d+)<", text))
+    tips = dict(re.findall(r">(\d[\d.]*) · all (\d+)", text))
     assert {label: tips[label] for label in ("1", "0.875", "0.75", "0.625", "0.5", "0.375")} == {
         "1": "1",
         "0.875": "1",
@@ -119,9 +119,16 @@ def test_a_blend_that_was_never_profiled_says_how_to_do_it(tmp_path: Path) -> No
     assert "`make profile`" in text
 
 
-def test_bars_add_up_and_the_palette_is_kept() -> None:
+def test_bars_add_up_and_each_agent_keeps_its_color() -> None:
     parts = {f"agent {n}": [float(n), 1.0] for n in range(12)}
-    figure = bars("t", ["left", "right"], parts, unit="rows")
+    names = palette({name: round(sum(values)) for name, values in parts.items()})
+    assert list(names)[:8] == sorted(f"agent {n}" for n in range(4, 12))
+    assert {names[f"agent {n}"] for n in range(4)} == {"4 others"}
+    assert palette(dict.fromkeys("cab", 1)) == {"a": "a", "b": "b", "c": "c"}
+    one = bars("t", ["left"], drawn_as(names, {"agent 9": [2.0]}))
+    assert f'rect class="c{list(names).index("agent 9")}"' in one
+    assert "agent 8" not in one
+    figure = bars("t", ["left", "right"], drawn_as(names, parts), unit="rows")
     assert "4 others" in figure
     assert "left · all 66" in figure
     assert "right · all 12" in figure
