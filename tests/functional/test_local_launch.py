@@ -59,6 +59,11 @@ class Launch:
             text=True,
         )
 
+    def find(self, *words: bytes) -> list[int]:
+        """List the processes that carry the mark and have these words among the first of their command."""
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:4] for pid in self.alive()}
+        return [pid for pid, command in commands.items() if set(words) <= set(command)]
+
     def wait_until_ready(self) -> list[str]:
         """Return the words that the driver printed: actor pid, pid of its child, shared-memory name."""
         log = self.run_dir / "logs" / "latest" / "driver.log"
@@ -171,6 +176,21 @@ def test_everything_ends_when_the_supervisor_is_killed(launched, tmp_path):
         time.sleep(0.1)
     Path("/dev/shm", shared).unlink(missing_ok=True)
     assert set(launch.alive()) <= {int(orphan)}
+
+
+def test_a_head_that_does_not_start_is_started_once_more(launched, tmp_path):
+    launch = Launch(tmp_path / "run", seconds=0, status=7)
+    launched.append(launch)
+    end = time.monotonic() + 60
+    while not (heads := launch.find(b"start", b"--head")):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    os.kill(heads[0], signal.SIGKILL)
+    output, _ = launch.process.communicate(timeout=180)
+    assert launch.process.returncode == 7, output
+    assert "the Ray head exited with status -9" in output
+    assert output.count("starting it once more") == 1
+    assert launch.alive() == []
 
 
 def test_a_dead_head_ends_the_run_with_a_message(launched, tmp_path):

@@ -25,8 +25,10 @@ from tools.sizing.simulator import forecast
 from tools.watching.job_state import Queue
 from tools.watching.run_state import Verdict, read_run
 
-pytestmark = [pytest.mark.functional, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.functional, pytest.mark.timeout(900)]
 
+START_SECONDS = 300.0  # until the first steps are saved, on a machine that does other things, too
+END_SECONDS = 60.0  # from the end of a run, or a signal, to that of its last process
 NUM_STEPS, SAVE_PERIOD = 15, 5
 OVERRIDES = {
     "grpo.max_num_steps": NUM_STEPS,
@@ -93,12 +95,13 @@ class Runs:
 
     def wait_for_save(self, launched: subprocess.Popen[str]) -> dict[str, Any]:
         """Return the status when the first checkpoint is there; the run is in its next steps then."""
-        end = time.monotonic() + 120
+        end = time.monotonic() + START_SECONDS
         while time.monotonic() < end and launched.poll() is None:
             if list(self.run_dir.glob("checkpoints/step_*/COMPLETE")):
                 return status(self.results)[1]
             time.sleep(0.2)
-        raise AssertionError(launched.communicate()[0][-4000:])
+        launched.terminate()
+        raise AssertionError(launched.communicate(timeout=END_SECONDS)[0][-4000:])
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +111,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     for process in found.started:
         if process.poll() is None:
             process.terminate()
-            process.wait(timeout=60)
+            process.wait(timeout=END_SECONDS)
 
 
 def test_no_run_is_exit_status_2_with_what_to_do(tmp_path: Path) -> None:
@@ -127,7 +130,7 @@ def test_a_run_that_trains_and_is_killed_without_a_last_word(runs: Runs) -> None
     assert seen["eta_seconds"] is not None and seen["max_trajectory_age"] == 0.0
 
     os.kill(json.loads((runs.run_dir / "status.json").read_text())["pid"], signal.SIGKILL)
-    launched.communicate(timeout=60)
+    launched.communicate(timeout=END_SECONDS)
     code, dead = status(runs.results)
     assert (code, dead["state"]) == (1, "dead")
     assert "is gone without a last word" in dead["why"]
@@ -135,12 +138,13 @@ def test_a_run_that_trains_and_is_killed_without_a_last_word(runs: Runs) -> None
 
 
 def test_watching_the_resumed_run_to_its_end(runs: Runs) -> None:
-    launched = runs.launch()
+    launched, end = runs.launch(), time.monotonic() + START_SECONDS
     while read_run(runs.run_dir, Queue()).verdict not in (Verdict.STARTING, Verdict.RUNNING):
         assert launched.poll() is None
+        assert time.monotonic() < end
         time.sleep(0.2)
-    output, _ = runs.watch().communicate(timeout=150)
-    output += launched.communicate(timeout=60)[0][-2000:]  # shown when something is missing
+    output, _ = runs.watch().communicate(timeout=START_SECONDS)
+    output += launched.communicate(timeout=END_SECONDS)[0][-2000:]  # shown when something is missing
     lines = output.splitlines()
     assert lines[0].startswith("watched  stage1.1  ")
     assert any("running" in line and "engines" in line for line in lines), output
@@ -180,7 +184,7 @@ def test_a_job_in_the_queue_then_running_then_cancelled(slurm_cluster: Cluster, 
     slurm_cluster.wait_until(lambda: "driver has not started" in ask(), "running job", seconds=30)
     assert f"Slurm job {job} RUNNING on 2 nodes (head n1)" in ask()
     (tmp_path / "go").touch()
-    slurm_cluster.wait_until(lambda: "on n1, started" in ask(), "a driver that beats", seconds=60)
+    slurm_cluster.wait_until(lambda: "on n1, started" in ask(), "a driver that beats", seconds=120)
     assert f"Slurm job {job} RUNNING on 2 nodes (head n1)" in ask()
     slurm_cluster.run(["scancel", "--signal=KILL", "--full", job])
     slurm_cluster.wait_until(lambda: "DEAD" in ask(), "the end of the driver", seconds=30)

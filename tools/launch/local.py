@@ -42,7 +42,8 @@ from tools.launch.processes import (
 )
 from tools.launch.run_dir import lock_run, new_attempt
 
-HEAD_SECONDS = 60.0  # for the Ray head to answer
+HEAD_SECONDS = 120.0  # for the Ray head to start
+_HEAD_STARTED = b"Ray runtime started"  # the last thing that `ray start` of Ray 2 does: its node has registered itself
 STOP_SECONDS = 600.0  # for the driver to finish its step and save after a signal
 _POLL_SECONDS = 0.1
 _SHM_SCAN_SECONDS = 1.0  # a scan takes about 15 ms
@@ -156,7 +157,7 @@ def start_head(job: Job, ports: RayPorts, env: dict[str, str], log: Path) -> sub
         *ports.flags(head=True),
     ]
     head_env = {name: value for name, value in env.items() if name != "RAY_ADDRESS"}
-    with log.open("wb") as out:
+    with log.open("ab") as out:
         return subprocess.Popen(
             command,
             env=head_env,
@@ -168,20 +169,34 @@ def start_head(job: Job, ports: RayPorts, env: dict[str, str], log: Path) -> sub
         )
 
 
-def wait_for_head(head: subprocess.Popen[bytes], ports: RayPorts, signals: Signals, log: Path) -> None:
-    """Wait until GCS and raylet answer."""
+def wait_for_head(head: subprocess.Popen[bytes], signals: Signals, log: Path) -> None:
+    """Wait until `ray start` is done; the driver, started earlier, would take its time on a machine of few cores."""
     end = time.monotonic() + HEAD_SECONDS
-    pending = [ports.gcs, ports.node_manager]
-    while pending and not signals.received:
+    while _HEAD_STARTED not in log.read_bytes() and not signals.received:
         if head.poll() is not None:
             raise RunError(f"the Ray head exited with status {head.returncode}: {_last_line(log)} (log: {log})")
         if time.monotonic() >= end:
-            raise RunError(f"the Ray head does not answer on port {pending[0]} after {HEAD_SECONDS:g} s (log: {log})")
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", pending[0])) == 0:
-                pending.pop(0)
-            else:
-                time.sleep(_POLL_SECONDS / 2)
+            raise RunError(f"the Ray head has not started after {HEAD_SECONDS:g} s (log: {log})")
+        time.sleep(_POLL_SECONDS / 2)
+
+
+def bring_up_head(
+    job: Job, ports: RayPorts, env: dict[str, str], signals: Signals, log: Path
+) -> subprocess.Popen[bytes]:
+    """Start the Ray head and wait for it; once more when it ends: Ray gives its node 30 s, also on a busy machine."""
+    head = start_head(job, ports, env, log)
+    try:
+        wait_for_head(head, signals, log)
+    except RunError as error:
+        if head.poll() is None:
+            raise
+        print(f"local: {error}; starting it once more", file=sys.stderr, flush=True)
+        kill_descendants(deadline_seconds=20)
+        for session in Path(env["TMPDIR"]).parent.glob("session_2*"):
+            shutil.rmtree(session)  # its log has said what there is to say
+        head = start_head(job, ports, env, log)
+        wait_for_head(head, signals, log)
+    return head
 
 
 def start_driver(job: Job, env: dict[str, str], log: Path, lock: int) -> subprocess.Popen[bytes]:
@@ -275,8 +290,7 @@ def supervise(job: Job) -> int:
     print(f"local: {job.run_dir.name}, {attempt.name}, {job.num_units} worker units")
     print(f"  tail -F {log}\n  tail -F {temp}/session_latest/logs/worker-*", flush=True)
     try:
-        head = start_head(job, ports, env, attempt / "ray_head.log")
-        wait_for_head(head, ports, signals, attempt / "ray_head.log")
+        head = bring_up_head(job, ports, env, signals, attempt / "ray_head.log")
         if signals.received:
             return 128 + signals.received[0]
         with echo(log):
