@@ -8,10 +8,15 @@ shopt -s inherit_errexit
 main() {
   apt-get update -qq
   DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends ca-certificates curl gcc git make \
-    python3.11 python3.11-venv
+    python3.11 python3.11-dev python3.11-venv
   tools/setup/test_tools.sh
-  VENV=/opt/venv LOCK="${PWD}/containers/requirements-cpu.lock" tools/setup/setup.sh
   rm -rf /var/lib/apt/lists/*
+  # What fails here leaves no container whose log could be read.
+  VENV=/opt/venv tools/setup/setup.sh || {
+    cat /opt/venv/setup.log >&2
+    exit 1
+  }
+  git config --system safe.directory /opt/recipe # a mounted checkout belongs to somebody else
 }
 
 main "$@"
