@@ -27,6 +27,7 @@ _FORMAT = ("torch_dist", 1)
 def save(trainer: Trainer, path: Path) -> None:
     """Write the state of all ranks into `path`, an existing empty directory."""
     gather_params(trainer)
+    _make_moments(trainer.optimizer)
     state = _sharded_state(trainer, is_loading=False)
     state["scheduler"] = trainer.scheduler.state_dict()
     state["rng"] = {"layout": _layout(), "states": _all_rng_states()}
@@ -48,6 +49,7 @@ def load(trainer: Trainer, path: Path) -> None:
     unwrap(trainer.model).load_state_dict(state["model"])
     with torch.no_grad():  # in float32 the optimizer's shards are views of the parameters
         trainer.optimizer.load_state_dict(state["optimizer"])
+    trainer.scheduler.num_steps = 0  # Megatron adds the steps of the checkpoint to those that were taken here
     trainer.scheduler.load_state_dict(state["scheduler"])
     if state["rng"]["layout"] == _layout():
         _restore_rng(state["rng"]["states"][dist.get_rank()])
@@ -86,6 +88,12 @@ class _NoCount:
     def get(self) -> None: ...
 
     def task_done(self) -> None: ...
+
+
+def _make_moments(optimizer: Any) -> None:
+    """Give every parameter its moments, zero, which Megatron saves but makes in the first step; harmless after it."""
+    for part in optimizer.chained_optimizers:
+        part.init_state_fn(part.optimizer, part.config)
 
 
 def _sharded_state(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:

@@ -95,6 +95,27 @@ def test_resume_is_bit_equal(tmp_path: Path) -> None:
     assert all(torch.equal(resumed[name], tensor) for name, tensor in straight.items())
 
 
+@pytest.mark.parametrize("is_distributed", ["true", "false"])
+def test_save_before_the_first_step_is_a_start(tmp_path: Path, is_distributed: str) -> None:
+    config = load_case(
+        save_model(tmp_path / "model"),
+        megatron_cfg__optimizer__use_distributed_optimizer=is_distributed,
+        megatron_cfg__distributed_data_parallel_config__overlap_param_gather=is_distributed,
+    )
+    batches = [random_batch(8, seed=seed) for seed in range(3)]
+    with running(config) as policy:
+        policy.save(tmp_path / "checkpoint")
+        straight_metrics = [policy.train(batch) for batch in batches]
+        straight = exported(policy, tmp_path / "straight")
+    with running(config) as policy:
+        policy.train(batches[2])  # what was trained here is forgotten, the count of steps, too
+        policy.load(tmp_path / "checkpoint")
+        resumed_metrics = [policy.train(batch) for batch in batches]
+        resumed = exported(policy, tmp_path / "resumed")
+    assert resumed_metrics == straight_metrics
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in straight.items())
+
+
 def test_wrong_inputs_keep_their_own_error(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     config = load_case(model, megatron_cfg__pipeline_model_parallel_size=2)
