@@ -79,7 +79,7 @@ COMMANDS = pytest.mark.parametrize(("command", "kind"), [(side_files, "raw"), (f
 
 
 def run(command: list[str], place: Path, hub: Hub, **more: str) -> subprocess.CompletedProcess[str]:
-    environ = environment(place, hub, HF_TOKEN=TOKEN, **more)
+    environ = environment(place, hub, **{"HF_TOKEN": TOKEN, **more})
     return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -242,6 +242,21 @@ def test_a_wrong_address_is_named(command: Any, kind: str, place: Path, hub: Hub
     assert result.returncode == 2, result
     message = f"{variable}: got 'mirror.example/hub', expected an address: https://HOST; correct it, or unset it"
     assert result.stderr.splitlines() == [message]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("HF_TOKEN", "\u201chf_x\u201d", "HF_TOKEN: got '\u201c' in it, expected letters and digits"),
+        ("HTTPS_PROXY", "socks5://127.0.0.1:1", "HTTPS_PROXY, HTTP_PROXY or ALL_PROXY: got Using SOCKS proxy"),
+    ],
+)
+def test_a_wrong_variable_is_named(place: Path, hub: Hub, variable: str, value: str, message: str) -> None:
+    result = run(fill(place, place / "out"), place, hub, **{variable: value})
+    assert result.returncode == 2, result
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(message)
+    assert hub.requests == []
 
 
 def test_a_branch_of_a_source_is_followed_only_on_request(place: Path, hub: Hub) -> None:

@@ -108,10 +108,23 @@ def session_with(host: Host, where: str) -> Iterator[httpx2.Client]:
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
     from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 
-    session = get_session()
+    try:
+        session = get_session()
+    except (ImportError, ValueError) as error:  # as for a SOCKS proxy
+        got, expected = str(error).split(",", 1)[0], "a proxy of the form http://HOST:PORT"
+        raise DataError(
+            Problem(
+                where="HTTPS_PROXY, HTTP_PROXY or ALL_PROXY", got=got, expected=expected, fix="correct it, or unset it"
+            )
+        ) from error
     session.timeout = httpx2.Timeout(TIMEOUT_SECONDS, connect=CONNECT_SECONDS)
     try:
         yield session
+    except UnicodeEncodeError as error:
+        got = f"{error.object[error.start : error.end]!r} in it"
+        raise DataError(
+            Problem(where="HF_TOKEN", got=got, expected="letters and digits", fix="copy it again")
+        ) from error
     except OfflineModeIsEnabled as error:
         problem = Problem(where=where, got="HF_HUB_OFFLINE", expected="the network", fix="unset it to download")
         raise DataError(problem) from error
