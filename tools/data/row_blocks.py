@@ -62,6 +62,15 @@ class Content:
         return counts | ({NO_AGENT: without} if without > 0 else {})
 
 
+def require_objects(path: Path) -> None:
+    """Raise `DataError` for a file that does not begin with an object: compressed, or with a byte order mark."""
+    with path.open("rb") as file:
+        start = file.read(64).lstrip()
+    if start and not start.startswith(b"{"):
+        got, fix = f"a line that begins with {start[:4]!r}", "unpack the file, or take a byte order mark away"
+        raise DataError(Problem(where=f"{path}:1", got=got, expected="one JSON object in each line", fix=fix))
+
+
 def count_lines(block: Lines) -> tuple[int, bool]:
     """Return how many lines a block has, and whether one is blank; quick where every line begins with a brace."""
     content = np.frombuffer(block, dtype=np.uint8)

@@ -34,7 +34,7 @@ from tools.data.manifest import (
     read_manifest,
     write_manifest,
 )
-from tools.data.row_blocks import Content, Lines, changed, read_blocks, start_of_last_lines
+from tools.data.row_blocks import Content, Lines, changed, read_blocks, require_objects, start_of_last_lines
 
 TRAIN, VALIDATION = "train-split.jsonl", "val-split.jsonl"
 DEFAULT_VAL_ROWS = 100
@@ -47,6 +47,7 @@ def split(
 ) -> dict[str, Any]:
     """Write both splits and the manifest unless they are up to date; return the manifest."""
     require_file(rows_file, fix="give --in the filled blend")
+    require_objects(rows_file)
     manifest_file = out_dir / "manifest.json"
     origin = lineage_of(manifest_of(rows_file))
     facts = {"made_by": origin} if origin else {}

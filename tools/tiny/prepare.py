@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from recipes.grpo.errors import InputError
+from tools.command_line import exit_status
 from tools.data.fill import fill
 from tools.data.locks import only_one
 from tools.data.split import VALIDATION, split
@@ -40,6 +40,7 @@ def prompts_of(rows_file: Path) -> frozenset[str]:
     return frozenset(row["responses_create_params"]["input"][-1]["content"] for row in rows)
 
 
+@exit_status
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.tiny.prepare", description=__doc__.split("\n", 1)[0])
@@ -49,15 +50,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=42, help="of the rows, the conversations and the weights")
     options = parser.parse_args(arguments)
-    try:
-        with only_one(options.data / ".prepare.lock"):
-            directory = prepare_data(options.data, seed=options.seed)
-            if options.models:
-                held_out = prompts_of(directory / VALIDATION)
-                make_sft_checkpoint(options.models / CHECKPOINT, SftSettings(seed=options.seed), held_out)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    with only_one(options.data / ".prepare.lock"):
+        directory = prepare_data(options.data, seed=options.seed)
+        if options.models:
+            held_out = prompts_of(directory / VALIDATION)
+            make_sft_checkpoint(options.models / CHECKPOINT, SftSettings(seed=options.seed), held_out)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -95,6 +96,9 @@ def test_a_rerun_does_nothing_until_something_changes(tmp_path: Path, capsys: py
         (b"\n{}\n{}\n", 1, "rows.jsonl:1: got an empty line"),
         (b"{}\n{}\n \t\n", 1, "rows.jsonl:3: got an empty line"),
         (b"{}\n{}\n ", 1, "rows.jsonl:3: got an empty line"),
+        (gzip.compress(rows(300)), 1, r"rows.jsonl:1: got a line that begins with b'\x1f\x8b"),
+        (b"\xef\xbb\xbf" + rows(3), 1, r"rows.jsonl:1: got a line that begins with b'\xef\xbb\xbf{'"),
+        (b"[1]\n[2]\n", 1, "rows.jsonl:1: got a line that begins with b'[1]"),
         (None, 1, "rows.jsonl: got no such file"),
     ],
 )
