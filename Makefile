@@ -116,7 +116,7 @@ config-golden: $(READY) ## update the recorded resolved configurations in tests/
 
 ##@ Inputs
 .PHONY: data
-data: $(READY) ## get and check a blend, fill, split: data/BLEND/{train,val}-split.jsonl; without BLEND the tiny rows [BLEND=rlvr1 VAL_ROWS=100]
+data: $(READY) ## get and check a blend, fill, split: data/BLEND/{train,val}-split.jsonl; without BLEND the tiny rows [BLEND=rlvr1 VAL_ROWS=100 ARGS="--stratify agent"]
 ifeq ($(BLEND),)
 	$(PYTHON) -m tools.tiny.prepare --data data
 else
