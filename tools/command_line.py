@@ -64,5 +64,5 @@ def refused(error: OSError, program: str) -> Problem:
     """Return what the machine refused (a full disk, a file that may not be read) as one line a user can act on."""
     where = str(error.filename) if error.filename else program
     got = error.strerror or f"{type(error).__name__} {error}"
-    fix = "make room, or correct the path or its rights, and run it again; nothing was replaced"
+    fix = "make room, or correct the path or its rights, and run it again"
     return Problem(where=where, got=got, expected="a disk and rights that allow it", fix=fix)
