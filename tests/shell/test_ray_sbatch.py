@@ -226,6 +226,16 @@ def test_a_start_that_was_interrupted_before_its_first_save_is_followed_by_anoth
     assert ("saved no new checkpoint" in output) != is_requeued
 
 
+def test_a_start_whose_time_to_save_had_come_is_not_followed_by_another(job):
+    (job.directory / "end").write_text("2126-01-02T04:04:05")
+    srun = job.directory / "bin" / "srun"
+    srun.write_text(SRUN.replace("begin: what was wrong", "stopping early: checkpointing.checkpoint_must_save_by"))
+    code, output = job.run(driver=75)
+    assert code == 75
+    assert not job.was_requeued()
+    assert "saved no new checkpoint" in output
+
+
 def test_a_cancelled_job_stays_cancelled(job):
     (job.directory / "saves").touch()
     (job.directory / "state").write_text("CANCELLED")

@@ -13,12 +13,9 @@
 readonly EXIT_RESUME=75 PROBE_SECONDS=5 DOWN_MARGIN_SECONDS=60
 readonly LIMIT_SECONDS=720 # before the end of a job Slurm signals it, up to a minute early: see walltime.py
 
-asked_at=0 # when the driver was asked to save and stop, in Unix seconds
-
 # srun takes TERM as an order to kill its step, but forwards USR1.
 ask_driver() {
   say "got $1: the driver is asked to save and stop"
-  asked_at=${EPOCHSECONDS}
   # shellcheck disable=SC2154 # driver_pid is the job file's
   kill -USR1 "${driver_pid}" 2>/dev/null || true
   down_nodes "${SLURM_JOB_NODELIST}"
@@ -57,9 +54,11 @@ silent_nodes() {
   done
 }
 
-# Whether the job was asked to stop for another reason than its time limit: by a user, or to be preempted.
+# Whether the driver stopped though its time was not up: a user or a preemption wanted the nodes.
 was_interrupted() {
-  ((asked_at && asked_at + LIMIT_SECONDS < ${SLURM_JOB_END_TIME:-asked_at + 2 * LIMIT_SECONDS}))
+  # shellcheck disable=SC2154 # log_dir is the job file's
+  ! grep -qs 'stopping early: checkpointing.checkpoint_must_save_by' "${log_dir}/driver.log" &&
+    ((EPOCHSECONDS + LIMIT_SECONDS < ${SLURM_JOB_END_TIME:-EPOCHSECONDS + 2 * LIMIT_SECONDS}))
 }
 
 resume_or_end() {
