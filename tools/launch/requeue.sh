@@ -103,7 +103,8 @@ requeue() {
   state="$(timeout 30 scontrol show job --oneliner "${SLURM_JOB_ID}" | grep -o 'JobState=[A-Z_]*')" || true
   if [[ ${state} != JobState=RUNNING ]]; then
     say "not restarted: the job's state is ${state#JobState=}"
-  elif timeout 60 scontrol requeue "${SLURM_JOB_ID}"; then
+  # Slurm may send this job its TERM before scontrol has its answer.
+  elif timeout 60 bash -c "trap '' TERM && exec scontrol requeue ${SLURM_JOB_ID}"; then
     say "requeued: $1"
   else
     say 'the requeue was refused; submit again to go on'
