@@ -43,7 +43,9 @@ def exit_status(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
     @functools.wraps(main)
     def ended(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
         try:
-            return main(*args, **kwargs)
+            status = main(*args, **kwargs)
+            sys.stdout.flush()
+            return status
         except RecipeError as error:
             print(error, file=sys.stderr)
             return error.exit_code

@@ -23,22 +23,19 @@ from recipes.grpo.config import LoadedConfig, load_config, refusals, require_val
 from recipes.grpo.config_merge import references
 from recipes.grpo.config_schema import lookup
 from recipes.grpo.derive import derive
-from recipes.grpo.errors import ConfigError, Problem, RecipeError
+from recipes.grpo.errors import ConfigError, Problem
 from recipes.grpo.stages import PLATFORMS, SCALES, config_path, find_stage
+from tools.command_line import exit_status
 from tools.config_diff import render_difference, update_golden
 from tools.config_text import yaml_lines
 from tools.engines.nemo_rl import export, render_export
 
 
+@exit_status
 def main(argv: list[str] | None = None) -> int:
     """Print and return the exit status."""
     args = parse(argv)
-    try:
-        lines = list(answer(args))
-    except RecipeError as error:
-        for line in str(error).splitlines():
-            print(f"config: {line}", file=sys.stderr)
-        return error.exit_code
+    lines = list(answer(args))
     print("\n".join(lines))
     return 0
 

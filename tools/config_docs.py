@@ -23,6 +23,7 @@ from recipes.grpo.config_schema import (
     settings_of,
 )
 from recipes.grpo.config_yaml import read_yaml
+from tools.command_line import exit_status
 from tools.config_text import scalar
 
 INTRODUCTION = """# Configuration reference
@@ -95,6 +96,7 @@ def _line(cells: Iterator[str] | tuple[str, ...] | list[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
+@exit_status
 def main(argv: list[str] | None = None) -> int:
     """Print the page or write it."""
     parser = argparse.ArgumentParser(description="Render the configuration reference.")

@@ -19,30 +19,27 @@ from pathlib import Path
 from recipes.grpo.config import load_config, require_valid
 from recipes.grpo.config_schema import CONFIG_DIR, lookup
 from recipes.grpo.config_yaml import read_yaml
-from recipes.grpo.errors import ConfigError, Problem, RecipeError
+from recipes.grpo.errors import ConfigError, Problem
 from recipes.grpo.stages import PLATFORMS, SCALES, config_path, find_stage
+from tools.command_line import exit_status
 from tools.config_text import scalar, yaml_lines
 from tools.engines.importing import Import, import_over, read_file
 
 
+@exit_status
 def main(argv: list[str] | None = None) -> int:
     """Print the overlay and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--file", type=Path, required=True, help="a configuration of NeMo RL")
     parser.add_argument("--base", metavar="STAGE[/SCALE[/PLATFORM]]", help="take this one of ours, not the nearest")
     args = parser.parse_args(argv)
-    try:
-        candidates = [base_path(args.base)] if args.base else overlays()
-        theirs = read_file(args.file, is_partial=args.base is not None)
-        bases = [load_config(path) for path in candidates]
-        for base in bases:
-            require_valid(base)
-        imported = import_over(theirs, bases)
-        text = "\n".join(render(args.file.name, imported)) + "\n"
-    except RecipeError as error:
-        for line in str(error).splitlines():
-            print(f"config-import: {line}", file=sys.stderr)
-        return error.exit_code
+    candidates = [base_path(args.base)] if args.base else overlays()
+    theirs = read_file(args.file, is_partial=args.base is not None)
+    bases = [load_config(path) for path in candidates]
+    for base in bases:
+        require_valid(base)
+    imported = import_over(theirs, bases)
+    text = "\n".join(render(args.file.name, imported)) + "\n"
     print(text, end="")
     for key, advice in imported.lost.items():
         print(f"config-import: not taken: {key}: {advice}", file=sys.stderr)

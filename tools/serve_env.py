@@ -14,9 +14,11 @@ import yaml
 
 from recipes.environments.instances import servers_of
 from recipes.environments.registry import VERIFIERS, suggestion
-from recipes.grpo.errors import ConfigError, InputError, LaunchError, Problem
+from recipes.grpo.errors import ConfigError, LaunchError, Problem
+from tools.command_line import exit_status
 
 
+@exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until interrupted; returns 2 for a wrong argument."""
     parser = argparse.ArgumentParser(prog="serve_env", description=__doc__)
@@ -28,13 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=5000, help="TCP port; 0 takes any free one")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the verifier")
     options = parser.parse_args(arguments)
-    try:
-        listener = _listen(options.host, options.port)
-        with listener:
-            _serve(options, listener)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    with _listen(options.host, options.port) as listener:
+        _serve(options, listener)
     return 0
 
 

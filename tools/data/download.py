@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from recipes.grpo.errors import DataError, InputError, Problem
+from recipes.grpo.errors import DataError, Problem
+from tools.command_line import exit_status
 from tools.data.blends import BLENDS_FILE, Blend, is_commit, load_blends, moving_revision
 from tools.data.host import Patience
 from tools.data.hub import list_files
@@ -69,6 +70,7 @@ def _download_one(file: RemoteFile, out: Path, rows: int | None, patience: Patie
     write_manifest(manifest_of(target), {**known, "hub_hash": file.identity, "outputs": [output]})
 
 
+@exit_status
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     patience = Patience()
@@ -81,14 +83,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--retries", type=int, default=patience.retries, help="in a row, without one more byte")
     parser.add_argument("--back-off", type=float, default=patience.first_seconds, help="first wait in seconds; doubles")
     options = parser.parse_args(arguments)
-    try:
-        blend = find_blend(options.blend, options.blends, options.revision)
-        dataset = blend.dataset_called(options.dataset)
-        patience = Patience(retries=options.retries, first_seconds=options.back_off)
-        download(blend, dataset, options.out, patience)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    blend = find_blend(options.blend, options.blends, options.revision)
+    dataset = blend.dataset_called(options.dataset)
+    patience = Patience(retries=options.retries, first_seconds=options.back_off)
+    download(blend, dataset, options.out, patience)
     return 0
 
 

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from recipes.grpo.checkpoint import complete_checkpoints
-from recipes.grpo.errors import DataError, Problem, RecipeError
+from recipes.grpo.errors import DataError, Problem
 from recipes.grpo.stages import load_stages
+from tools.command_line import exit_status
 from tools.data.files import sha256_of
 from tools.data.manifest import read_manifest
 from tools.data.split import TRAIN, VALIDATION
@@ -189,6 +190,7 @@ def _manifest(path: Path, *, fix: str) -> dict[str, Any]:
     return manifest
 
 
+@exit_status
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.data.lineage", description=__doc__.split("\n", 1)[0])
@@ -198,19 +200,15 @@ def main(arguments: list[str] | None = None) -> int:
     default = os.environ.get("ARTIFACTS_ROOT", DEFAULT_ROOT)
     parser.add_argument("--root", default=default, help="directory or URL of the store; ARTIFACTS_ROOT, or ./artifacts")
     options = parser.parse_args(arguments)
-    try:
-        store = Store(options.root)
-        recorded = [record_data(store, directory) for directory in options.data]
-        if options.run_dir:
-            recorded.append(record_run(store, options.run_dir))
-        asked = [store.find(options.reference)] if options.reference else []
-        for artifact in [*recorded, *asked] or store.all():
-            print("\n".join(tree(store, artifact)))
-        for artifact in recorded:
-            log_to_wandb(store, artifact)
-    except RecipeError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    store = Store(options.root)
+    recorded = [record_data(store, directory) for directory in options.data]
+    if options.run_dir:
+        recorded.append(record_run(store, options.run_dir))
+    asked = [store.find(options.reference)] if options.reference else []
+    for artifact in [*recorded, *asked] or store.all():
+        print("\n".join(tree(store, artifact)))
+    for artifact in recorded:
+        log_to_wandb(store, artifact)
     return 0
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.grpo.errors import DataError, InputError, Problem
+from recipes.grpo.errors import DataError, Problem
+from tools.command_line import exit_status
 from tools.data.blends import is_commit, moving_revision
 from tools.data.host import GITHUB, Patience
 from tools.data.manifest import TOOL_VERSION, changes, write_manifest
@@ -110,10 +111,11 @@ def fetch(side: SideFiles, out: Path, patience: Patience) -> Path:
     for file in side.files:
         download_file(file, directory / file.name, patience)
     write_manifest(manifest_file, known)
-    print(f"side_files: {directory} ({', '.join(reasons)}): {len(side.files)} files")
+    print(f"side_files: {directory} (files: {len(side.files)}; {', '.join(reasons)})")
     return directory
 
 
+@exit_status
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.data.side_files", description=__doc__.split("\n", 1)[0])
@@ -122,17 +124,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--table", type=Path, default=SIDE_FILES, help="table of side files")
     parser.add_argument("--back-off", type=float, default=Patience().first_seconds, help="first wait of a retry")
     options = parser.parse_args(arguments)
-    try:
-        table = load_side_files(options.table)
-        if options.name and options.name not in table:
-            expected = "one of " + ", ".join(table)
-            raise DataError(Problem(where="--name", got=options.name, expected=expected, fix="correct the name"))
-        for side in table.values():
-            if options.name in (None, side.name):
-                fetch(side, options.out, Patience(first_seconds=options.back_off))
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    table = load_side_files(options.table)
+    if options.name and options.name not in table:
+        expected = "one of " + ", ".join(table)
+        raise DataError(Problem(where="--name", got=options.name, expected=expected, fix="correct the name"))
+    for side in table.values():
+        if options.name in (None, side.name):
+            fetch(side, options.out, Patience(first_seconds=options.back_off))
     return 0
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from recipes.grpo.config import load_config, require_valid
 from recipes.grpo.derive import derive
-from recipes.grpo.errors import RecipeError
 from recipes.grpo.stages import Stage, config_path, load_stages
+from tools.command_line import exit_status
 
 BEGIN, END = "<!-- stage table: begin (make stages) -->", "<!-- stage table: end -->"
 HEADER = (
@@ -97,17 +97,14 @@ def replaced(readme: str, table: str) -> str:
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
+@exit_status
 def main(argv: Sequence[str] | None = None) -> int:
     """Print both tables; put the first into a file that has its markers."""
     parser = argparse.ArgumentParser(description="Print the stage table and the sizes of every configuration.")
     parser.add_argument("--write", type=Path, metavar="README", help="put it between the markers of this file")
     args = parser.parse_args(argv)
-    try:
-        stages = load_stages()
-        table, sizes = markdown(rows(stages)), markdown(size_rows(stages), SIZES)
-    except RecipeError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    stages = load_stages()
+    table, sizes = markdown(rows(stages)), markdown(size_rows(stages), SIZES)
     print(f"{table}\n\n{sizes}")
     if args.write and args.write.read_text() != (text := replaced(args.write.read_text(), table)):
         args.write.write_text(text)

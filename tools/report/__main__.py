@@ -6,11 +6,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from recipes.grpo.errors import RecipeError
+from tools.command_line import exit_status
 from tools.report.load import load_run
 from tools.report.page import render
 
 
+@exit_status
 def main(argv: list[str] | None = None) -> int:
     """Write the page and print where it is; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.report", description="One HTML page about a run.")
@@ -18,11 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="file to write (default: report.html in the run directory)")
     parser.add_argument("--min-gain", type=float, help="held-out gain that the verdict asks for, e.g. 0.25")
     arguments = parser.parse_args(argv)
-    try:
-        page = render(load_run(arguments.run_dir), min_gain=arguments.min_gain)
-    except RecipeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    page = render(load_run(arguments.run_dir), min_gain=arguments.min_gain)
     out = arguments.out or arguments.run_dir / "report.html"
     temporary = out.with_name(out.name + ".tmp")
     # A lone surrogate in model output has no UTF-8 form; the page shows such characters by their code already.

@@ -42,7 +42,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.cluster.tuning import ray_environment
-from recipes.grpo.errors import RecipeError, RunError
+from recipes.grpo.errors import RunError
+from tools.command_line import exit_status
 from tools.launch.barrier import wait_for_nodes
 from tools.launch.bring_up import Timeline
 
@@ -261,18 +262,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@exit_status
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every size and print the table."""
     args = parse(argv)
     assumed = Assumed(**{field.name: getattr(args, field.name) for field in fields(Assumed)})
-    try:
-        if args.inside:
-            args.inside.write_text(json.dumps(asdict(measure_inside(args.nodes[0]))))
-            return 0
-        found = [measure(num_nodes) for num_nodes in args.nodes]
-    except RecipeError as error:
-        print(f"bringup: {error}", file=sys.stderr)
-        return error.exit_code
+    if args.inside:
+        args.inside.write_text(json.dumps(asdict(measure_inside(args.nodes[0]))))
+        return 0
+    found = [measure(num_nodes) for num_nodes in args.nodes]
     print(json.dumps([asdict(one) for one in found], indent=1) if args.json else table(found, assumed))
     return 0
 

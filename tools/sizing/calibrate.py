@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.grpo.errors import InputError, Problem, RecipeError
+from recipes.grpo.errors import InputError, Problem
 from recipes.grpo.metrics import TIMING_PREFIX
+from tools.command_line import exit_status
 from tools.report.load import RunData, StepRecord, load_run
 from tools.sizing.simulator import Forecast, Loop, forecast
 
@@ -136,6 +137,7 @@ def compare(found: Measured, predicted: Forecast) -> list[tuple[str, float, floa
     ]
 
 
+@exit_status
 def main(argv: Sequence[str] | None = None) -> int:
     """Calibrate on one run, predict another, print both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -145,13 +147,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--environment-seconds", type=float, default=0.0, help="its extra latency per rollout, mean")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    try:
-        source, target = load_run(args.source), load_run(args.against)
-        loop = measured_loop(source, max_age=args.max_age, environment_seconds=args.environment_seconds)
-        found = measured(target)
-    except RecipeError as error:
-        print(f"calibrate: {error}", file=sys.stderr)
-        return error.exit_code
+    source, target = load_run(args.source), load_run(args.against)
+    loop = measured_loop(source, max_age=args.max_age, environment_seconds=args.environment_seconds)
+    found = measured(target)
     print(
         f"{source.name} -> {target.name} ({found.num_steps} steps): one iteration of n sequences takes "
         f"{1000 * loop.decode_seconds(0):.2f} + {1000 * (loop.decode_seconds(1) - loop.decode_seconds(0)):.3f} n ms"

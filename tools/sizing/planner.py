@@ -21,8 +21,9 @@ from typing import Any
 from recipes.grpo.config import load_config, require_valid
 from recipes.grpo.config_tree import Config
 from recipes.grpo.derive import Derived, derive
-from recipes.grpo.errors import InputError, Problem, RecipeError
+from recipes.grpo.errors import InputError, Problem
 from recipes.grpo.stages import PLATFORMS, SCALES, Stage, config_path, find_stage
+from tools.command_line import exit_status
 from tools.launch.stage_env import TINY_MODEL
 from tools.report.load import load_run
 from tools.sizing.architecture import SUPER, Architecture, read_architecture
@@ -241,15 +242,11 @@ def _positive(text: str) -> float:
     return value
 
 
+@exit_status
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan."""
     args = parse(argv)
-    try:
-        plan = make_plan(args)
-    except RecipeError as error:
-        for line in str(error).splitlines():
-            print(f"plan: {line}", file=sys.stderr)
-        return error.exit_code
+    plan = make_plan(args)
     print(json.dumps(as_json(plan), indent=1) if args.json else render(plan))
     return 0
 

@@ -18,8 +18,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from recipes.grpo.errors import RecipeError
 from recipes.grpo.metrics import PHASES, TIMING_PREFIX
+from tools.command_line import exit_status
 from tools.launch.walltime import slurm_seconds
 from tools.report.axis import format_seconds
 from tools.report.load import StepRecord
@@ -329,15 +329,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@exit_status
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the status of one run."""
     args = parse(argv)
-    try:
-        run_dir = find_run(args.results, args.exp_name)
-        state = read_run(run_dir, ask_slurm(run_dir))
-    except RecipeError as error:
-        print(f"status: {error}", file=sys.stderr)
-        return error.exit_code
+    run_dir = find_run(args.results, args.exp_name)
+    state = read_run(run_dir, ask_slurm(run_dir))
     console = Console()
     if args.json:
         print(json.dumps(as_json(state), indent=1))

@@ -8,12 +8,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
 
-from recipes.grpo.errors import RecipeError
+from tools.command_line import INTERRUPTED, exit_status
 from tools.watching.job_state import Queue
 from tools.watching.run_state import RunState, Verdict, ask_slurm, find_run, read_run
 from tools.watching.status import headline, parse, plain, render, waits
@@ -68,19 +67,17 @@ def _print(states: Iterator[RunState]) -> RunState:
     return last
 
 
+@exit_status
 def main(argv: Sequence[str] | None = None) -> int:
     """Follow one run."""
     args = parse(argv)
+    run_dir = find_run(args.results, args.exp_name)
+    console = Console()
+    states = follow(lambda queue: read_run(run_dir, queue), lambda: ask_slurm(run_dir))
     try:
-        run_dir: Path = find_run(args.results, args.exp_name)
-        console = Console()
-        states = follow(lambda queue: read_run(run_dir, queue), lambda: ask_slurm(run_dir))
         last = _redraw(console, states) if console.is_terminal else _print(states)
-    except RecipeError as error:
-        print(f"watch: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt:  # as meant: the run goes on
+        return INTERRUPTED
     return last.verdict.exit_code
 
 
