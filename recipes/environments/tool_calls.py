@@ -49,14 +49,20 @@ def _parse_call(body: str, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
         name, inner = match.groups()
         schemas = _parameter_schemas(name, tools)
         arguments = {key: _typed(value, schemas.get(key)) for key, value in _PARAMETER.findall(inner)}
-        return ToolCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
+        return _tool_call(name, arguments)
     call = json.loads(body)
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise ValueError("a call needs a name")
     arguments = call.get("arguments", {})
     if not isinstance(arguments, dict):
         raise ValueError("arguments must be an object")
-    return ToolCall(name=call["name"], arguments=json.dumps(arguments, ensure_ascii=False))
+    return _tool_call(call["name"], arguments)
+
+
+def _tool_call(name: str, arguments: Mapping[str, Any]) -> ToolCall:
+    text = json.dumps(arguments, ensure_ascii=False)
+    (name + text).encode()  # an escape of half a surrogate pair has no UTF-8 form, and no request can carry it
+    return ToolCall(name=name, arguments=text)
 
 
 def _parameter_schemas(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

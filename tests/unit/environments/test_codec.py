@@ -104,6 +104,9 @@ CALL = (
 )
 
 
+HALF_A_PAIR = '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>'
+
+
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
@@ -112,6 +115,7 @@ CALL = (
         ('<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>', [("function_call", 'add {"a": 2}')]),
         ('<tool_call>{"name": "add"', [("message", '<tool_call>{"name": "add"')]),
         ("<tool_call>add</tool_call>", [("message", "<tool_call>add</tool_call>")]),
+        (HALF_A_PAIR, [("message", HALF_A_PAIR)]),
         (CALL + "<tool_call>", [("message", CALL + "<tool_call>")]),
     ],
 )
