@@ -7,7 +7,6 @@ are still run: a listed case that starts to pass fails the test, so that the lis
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ from recipes.grpo.batch import mask_mismatched, pad_turns, sample_masks
 from recipes.grpo.checkpoint import steps_to_keep
 from recipes.grpo.loss import GlobalCounts, LossInputs, grpo_loss, kl_estimate
 from recipes.grpo.types import TrainBatch, TurnSpan
+from tests.recorded import recorded
 
 # The reference broadcasts [B, 1] against [B] here and logs a sum; ours is the mean over tokens.
 DIFFERENT_METRICS = {("gspo", "sampling_importance_ratio"), ("gspo_no_is", "sampling_importance_ratio")}
@@ -35,7 +35,7 @@ NOT_BUILT = {
     "dynamic_batching.json": "policy.dynamic_batching is off in every stage and refused",
     "replay_buffer_traces.json": "our buffer orders groups by target and regenerates what is lost; see grpo/buffer.py",
 }
-DIRECTORY = Path(os.environ.get("GOLDEN_DIR", Path(__file__).parents[3] / "shared" / "golden")) / "grpo"
+DIRECTORY = recorded("GOLDEN_DIR", "golden") / "grpo"
 GOLDEN: dict[str, list[Any]] = {
     name: json.loads((DIRECTORY / f"{name}.json").read_text())["cases"]
     for name in (

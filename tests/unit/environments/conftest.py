@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 
 from recipes.environments.codec import ChatCodec
 from recipes.environments.responses import message_item
+from tests.recorded import recorded
 
 ROOT = Path(__file__).resolve().parents[3]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -20,10 +20,8 @@ MARKUP = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 
 @pytest.fixture(scope="session")
 def gym_row() -> Callable[..., dict[str, Any]]:
-    """Return one real row: gym_row("mcqa", 0). Directory: GYM_EXAMPLES_DIR, default ../shared/gym_examples."""
-    directory = Path(os.environ.get("GYM_EXAMPLES_DIR", ROOT.parent / "shared" / "gym_examples"))
-    if not directory.is_dir():
-        pytest.fail(f"example rows not found at {directory}; set GYM_EXAMPLES_DIR")
+    """Return one real row: gym_row("mcqa", 0)."""
+    directory = recorded("GYM_EXAMPLES_DIR", "gym_examples")
 
     def row(name: str, index: int = 0) -> dict[str, Any]:
         lines = (directory / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()

@@ -6,9 +6,7 @@ A deliberate difference is listed with its reason; a listed case that agrees aft
 from __future__ import annotations
 
 import json
-import os
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +15,9 @@ from recipes.environments.chat import assistant_items, chat_request
 from recipes.environments.codec import PrefixError, replace_prefix
 from recipes.environments.registry import VERIFIERS
 from recipes.environments.tool_calls import FlagPatterns, turn_flags
+from tests.recorded import recorded
 
-ROOT = Path(__file__).resolve().parents[3]
-GOLDEN = Path(os.environ.get("GOLDEN_DIR", ROOT.parent / "shared" / "golden")) / "env"
+GOLDEN = recorded("GOLDEN_DIR", "golden") / "env"
 
 # file -> (verifier, settings of the server)
 REWARD_FILES: dict[str, tuple[str, dict[str, Any]]] = {
