@@ -115,8 +115,8 @@ def test_printing_a_wrong_configuration_fails_with_every_problem(capsys: pytest.
     captured = capsys.readouterr()
     assert captured.out == ""
     assert [line.split(": got")[0] for line in captured.err.splitlines()] == [
-        "config: command line: grpo.sed",
-        "config: command line: cluster.num_nodes",
+        "command line: grpo.sed",
+        "command line: cluster.num_nodes",
     ]
 
 
