@@ -83,7 +83,7 @@ def local_ray(num_cpus: int) -> Iterator[None]:
 @contextmanager
 def running(config: Config, *, num_ranks: int = 1, **deadlines: float) -> Iterator[Policy]:
     """Start a policy with one CPU per rank and stop it at the end."""
-    limits = replace(config.deadlines, **({"placement": 60.0, "engine_start": 60.0, "shutdown": 5.0} | deadlines))
+    limits = replace(config.deadlines, **({"placement": 60.0, "engine_start": 180.0, "shutdown": 5.0} | deadlines))
     policy = Policy.start(
         config.policy, config.loss_fn, placement=[{"num_cpus": 1}] * num_ranks, deadlines=limits, seed=1
     )

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.functional, pytest.mark.timeout(1500)]
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS, GENERATIONS, SAVE_PERIOD, STEPS = 4, 2, 3, 40
-START_SECONDS, EXIT_SECONDS = 150.0, 60.0
+START_SECONDS, EXIT_SECONDS = 300.0, 60.0
 
 VICTIMS = {"driver": "run_grpo.py", "generation": "ray::EngineActor", "policy": "ray::PolicyWorker"}
 ERRORS = {
