@@ -19,7 +19,7 @@ LIMITS: Mapping[float, float] = {0.0: 1.1, 0.5: 1.8}
 """Mean environment latency in seconds -> how many times faster an asynchronous step must be."""
 ROLLOUT_LIMIT = 0.85  # of plain vLLM's tokens per second
 SPLIT_LIMIT = 0.8  # of the speed of cat into a file and sha256sum together
-FILL_LIMIT, VALIDATE_LIMIT = 1.2, 1.5  # times one process's speed, from two cores on
+FILL_LIMIT, VALIDATE_LIMIT = 1.1, 1.5  # times one process's speed, from two cores on
 FILL_MEMORY_LIMIT = 0.8  # of the memory on a tenth of the rows over that on all: it does not grow with the file
 
 

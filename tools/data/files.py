@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Iterator
@@ -32,6 +33,10 @@ def atomic_writer(path: Path, *, is_durable: bool = True) -> Iterator[BinaryIO]:
                 file.flush()
                 os.fsync(file.fileno())
         partial.replace(path)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            error.filename = str(path)  # a full disk does not say what it had no room for
+        raise
     finally:
         partial.unlink(missing_ok=True)
 
@@ -85,7 +90,8 @@ def sha256_of(path: Path) -> str:
 def require_file(path: Path, *, fix: str) -> None:
     """Raise `DataError` when `path` is not a file."""
     if not path.is_file():
-        raise DataError(Problem(where=str(path), got="no such file", expected="a JSONL file", fix=fix))
+        got = "a directory" if path.is_dir() else "no such file"
+        raise DataError(Problem(where=str(path), got=got, expected="a JSONL file", fix=fix))
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:

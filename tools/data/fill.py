@@ -161,8 +161,8 @@ def _write(workers: Workers[PlaceholderRows], scan: Scan, output: Path, *, allow
     rows, num_filled = workers.work, 0
     rejected_path = rejected_file(output)
     with ExitStack() as stack:
-        rejected = stack.enter_context(atomic_writer(rejected_path)) if allow_unfilled else None
-        faults = Faults(rows.path, rejected)
+        rejected = stack.enter_context(atomic_writer(rejected_path))  # also clears what a killed run left of it
+        faults = Faults(rows.path, rejected if allow_unfilled else None)
         writer = stack.enter_context(HashedWriter.open(output))
         with_marks = [block for block, has_mark in zip(scan.blocks, scan.has_mark, strict=True) if has_mark]
         filled_blocks = workers.map(PlaceholderRows.fill, with_marks)

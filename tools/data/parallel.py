@@ -99,7 +99,7 @@ class Workers(Generic[Work]):
         running: deque[Future[Result]] = deque()
         try:
             for job in jobs:
-                running.append(self._pool.submit(_run, method, job))
+                running.append(_submit(self._pool, method, job))
                 if len(running) == self.count * JOBS_PER_WORKER:
                     yield running.popleft().result()
             while running:
@@ -120,10 +120,18 @@ def map_in_order(
         yield from workers.map(operator.call, waiting)
 
 
+def _submit(pool: ProcessPoolExecutor, method: Callable[[Any, Job], Result], job: Job) -> Future[Result]:
+    """Hand out a job; the first starts the workers, which must not answer a Ctrl-C while they still import."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return pool.submit(_run, method, job)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _install(work: Any, die_with_parent: Callable[[], None]) -> None:
     global _work
     die_with_parent()  # a killed parent leaves no worker behind
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
     _work = work
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,16 @@ def test_the_same_workers_serve_several_passes() -> None:
         assert len({process for results in passes for process, _ in results}) <= 2
         with pytest.raises(RunError, match="a worker process died"):
             list(workers.map(process_and_sum, [1, -1, 2]))
+
+
+def blocks_interrupts(_: int) -> bool:
+    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_an_interrupt_is_for_the_parent_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATA_WORKERS", "2")
+    assert list(map_in_order(range(4), blocks_interrupts)) == [True] * 4
+    assert not blocks_interrupts(0)
 
 
 @pytest.mark.parametrize("value", ["0", "-2", "all", "1.5"])
