@@ -1,7 +1,7 @@
 """The order of training, and which rows are changed for it: pure functions over profiled rows, decided by a seed.
 
-A choice depends on the seed and the rows' own ids, never on their place in the file. All shares are met exactly, to
-the nearest whole row.
+A choice depends on the seed and the rows' own ids, never on their place in the file. No domain ever gives a whole row
+more than its share.
 """
 
 from __future__ import annotations
@@ -116,13 +116,14 @@ def _check_shares(pools: Mapping[str, Sequence[Entry]], shares: Mapping[str, flo
 
 
 def _quotas(shares: Mapping[str, float], drawn: Mapping[str, int], total: int) -> dict[str, int]:
-    """Return how many rows each domain gives now, so that `total` are drawn and no share is off by a whole row."""
-    wanted = {domain: share * total for domain, share in shares.items()}
-    quotas = {domain: max(0, int(wanted[domain] + 1e-9) - drawn[domain]) for domain in shares}
-    by_remainder = sorted(shares, key=lambda domain: (int(wanted[domain] + 1e-9) - wanted[domain], domain))
-    missing = total - sum(drawn.values()) - sum(quotas.values())
-    for domain in by_remainder[: max(0, missing)]:
-        quotas[domain] += 1
+    """Return how many rows each domain gives now, so that `total` are drawn: each goes where most is missing.
+
+    What is missing of all together is at least that row, so the domain has less than its share and a row left.
+    """
+    quotas = dict.fromkeys(shares, 0)
+    for _ in range(total - sum(drawn.values())):
+        missing = {domain: round(share * total - drawn[domain] - quotas[domain], 9) for domain, share in shares.items()}
+        quotas[max(missing, key=lambda domain: (missing[domain], domain))] += 1
     return quotas
 
 

@@ -82,6 +82,18 @@ def test_without_shares_domains_keep_theirs_to_the_last_row() -> None:
     assert {Counter(e.domain for e in order[n : n + 10])["code"] for n in range(0, 100, 10)} <= {3, 4}
 
 
+@pytest.mark.parametrize(("sizes", "prompts_per_step"), [((1, 1, 3), 2), (tuple(range(1, 16)), 4), ((1,) * 15, 7)])
+def test_no_domain_gives_a_row_that_it_does_not_have(sizes: tuple[int, ...], prompts_per_step: int) -> None:
+    names = [name for name, size in enumerate(sizes) for _ in range(size)]
+    rows = [Entry(index=n, row_id=str(n), domain=f"d{name}", pass_rate=0.5) for n, name in enumerate(names)]
+    schedule = Gaussian(prompts_per_step=prompts_per_step, first_mean=0.8, last_mean=0.2, std=0.05)
+    order = gaussian_order(rows, schedule, shares={}, seed=1)
+    assert sorted(entry.index for entry in order) == list(range(len(rows)))
+    for end in range(prompts_per_step, len(rows), prompts_per_step):
+        counts = Counter(entry.domain for entry in order[:end])
+        assert all(counts[f"d{name}"] < size * end / len(rows) + 1 for name, size in enumerate(sizes))
+
+
 def test_the_seed_alone_decides() -> None:
     rows = entries(200)
     assert gaussian_order(rows, SCHEDULE, shares={}, seed=1) == gaussian_order(rows, SCHEDULE, shares={}, seed=1)
