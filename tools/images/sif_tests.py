@@ -20,7 +20,8 @@ PYTEST_LINE = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS|SKIPPED) (\S.*)$", 
 DJANGO_LINE = re.compile(r"^(.+?) \.\.\. (.*)$", re.MULTILINE)
 SYMPY_LINE = re.compile(r"^(test_\w+)\s+(\S+)", re.MULTILINE)
 COLOR = re.compile(r"\x1b\[[0-9;]*m")
-ENTER = "[ ! -f /opt/miniconda3/bin/activate ] || . /opt/miniconda3/bin/activate testbed; cd /testbed"
+CONDA = "/opt/miniconda3/bin/activate"  # reads its words with a `.` that, in dash, is given none
+ENTER = f"[ ! -f {CONDA} ] || {{ set -- testbed; . {CONDA} testbed; }}; cd /testbed"
 R2E_SCRIPT = "for script in run_tests.sh /run_tests.sh; do [ ! -f $script ] || break; done; [ -f $script ]"
 
 

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 
 from tools.images.sif_list import Task, task_of
-from tools.images.sif_tests import RUNNERS, command_of, expected_tests, is_solved, results, runner_of, wrong_tests
+from tools.images.sif_tests import (
+    CONDA,
+    ENTER,
+    RUNNERS,
+    command_of,
+    expected_tests,
+    is_solved,
+    results,
+    runner_of,
+    wrong_tests,
+)
 
 PYTEST = """
 =========================== short test summary info ============================
@@ -96,3 +107,11 @@ def test_commands_name_the_files_of_the_test_patch():
     assert command_of(other).endswith("no:cacheprovider 'tests/b c.py' tests/model/tests.py")
     r2e = command_of(task("R2E-Gym", "a__b-1", expected_output_json='{"T.x": "PASSED"}'))
     assert r2e.startswith("{ [ -e r2e_tests ]") and r2e.endswith("bash $script")
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+def test_the_environment_is_named_in_every_shell(tmp_path, shell):
+    (tmp_path / "activate").write_text('echo "activated $@"\n')
+    script = ENTER.replace(CONDA, str(tmp_path / "activate")).replace("/testbed", str(tmp_path))
+    said = subprocess.run([shell, "-c", f"{{ {script}; }} && pwd"], capture_output=True, text=True, check=True)
+    assert said.stdout == f"activated testbed\n{tmp_path}\n"
