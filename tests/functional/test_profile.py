@@ -35,11 +35,11 @@ def lines_of(path: Path) -> list[str]:
 
 def test_a_killed_profile_goes_on_where_it_stopped(tmp_path: Path) -> None:
     launch_environment(tmp_path, num_rows=NUM_ROWS, overrides={})
-    partial, result = tmp_path / "run/.pass_rates.jsonl.partial", tmp_path / "run/pass_rates.jsonl"
+    known, result = tmp_path / "run/.pass_rates.jsonl.known", tmp_path / "run/pass_rates.jsonl"
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command(tmp_path), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
     end = time.monotonic() + START_SECONDS
-    while len(lines_of(partial)) < SEEN:
+    while len(lines_of(known)) < SEEN:
         assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
         assert time.monotonic() < end, (tmp_path / "log").read_text()[-3000:]
         time.sleep(0.02)
@@ -49,7 +49,7 @@ def test_a_killed_profile_goes_on_where_it_stopped(tmp_path: Path) -> None:
     _, alive = psutil.wait_procs(below, timeout=30)
     for left in alive:
         left.kill()
-    kept = [line for line in partial.read_text().split("\n")[:-1]]
+    kept = [line for line in known.read_text().split("\n")[:-1]]
     assert SEEN <= len(kept) < NUM_ROWS - 4, "the kill came too late to show anything"
     assert not result.exists()
 
@@ -65,7 +65,7 @@ def test_a_killed_profile_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert set(kept) <= set(written)  # what was measured before the kill was not measured again
     assert all(entry["num_scored"] == SAMPLES for entry in entries)
     assert {round(entry["pass_rate"] * SAMPLES, 6) for entry in entries} <= {0.0, 1.0, 2.0, 3.0}
-    assert not partial.exists()
+    assert not known.exists()
 
     nothing = subprocess.run(
         command(tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=EXIT_SECONDS, check=False

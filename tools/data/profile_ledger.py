@@ -33,8 +33,9 @@ class Ledger:
     entries: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @property
-    def _partial(self) -> Path:
-        return self.result.with_name(f".{self.result.name}.partial")
+    def known_rows(self) -> Path:
+        """Where the lines lie until the end; not under the name that an atomic writer takes."""
+        return self.result.with_name(f".{self.result.name}.known")
 
     @classmethod
     def open(cls, directory: Path, known: Mapping[str, Any]) -> Ledger:
@@ -48,7 +49,7 @@ class Ledger:
         elif found := differences({key: manifest.get(key) for key in known}, known):
             fix = "name another --run-dir, or remove this one"
             raise DataError(Problem(where=str(directory), got="; ".join(found), expected="the same profile", fix=fix))
-        for source in (ledger.result, ledger._partial):
+        for source in (ledger.result, ledger.known_rows):
             if source.is_file():
                 ledger._read(source)
         return ledger
@@ -60,20 +61,20 @@ class Ledger:
             entry = orjson.loads(line)
             if entry["pass_rate"] is not None:  # a row without a verdict gets another chance
                 self.entries[entry["line"]] = entry
-        if len(whole) < len(content) and source == self._partial:
+        if len(whole) < len(content) and source == self.known_rows:
             os.truncate(source, len(whole))
 
     def add(self, entry: Mapping[str, Any]) -> None:
         """Record one row."""
         self.entries[entry["line"]] = dict(entry)
-        with self._partial.open("ab") as file:
+        with self.known_rows.open("ab") as file:
             file.write(orjson.dumps(entry) + b"\n")
 
     def finish(self, known: Mapping[str, Any]) -> dict[str, int]:
         """Write the result and its manifest; return the counts."""
         entries = [self.entries[line] for line in sorted(self.entries)]
         write_atomically(self.result, b"".join(orjson.dumps(entry) + b"\n" for entry in entries))
-        self._partial.unlink(missing_ok=True)
+        self.known_rows.unlink(missing_ok=True)
         rates = [entry["pass_rate"] for entry in entries if entry["pass_rate"] is not None]
         counts = {
             "rows": len(entries),

@@ -12,7 +12,7 @@ from recipes.grpo.types import Rollout, RolloutStatus, Turn, VersionSpan
 from tools.data.profile_ledger import RESULT, Ledger, entry_of
 
 KNOWN = {"tool": "profile", "parameters": {"samples": 2, "model": {"weights_sha256": "a"}}}
-PARTIAL = f".{RESULT}.partial"
+KNOWN_ROWS = f".{RESULT}.known"
 
 
 def rollout(reward: float | None, tokens: int = 3) -> Rollout:
@@ -50,7 +50,7 @@ def test_rows_survive_a_kill_and_a_broken_line_does_not(tmp_path: Path) -> None:
     ledger = Ledger.open(tmp_path, KNOWN)
     ledger.add(entry(2, 1.0))
     ledger.add(entry(1, 0.0))
-    with (tmp_path / PARTIAL).open("ab") as file:
+    with (tmp_path / KNOWN_ROWS).open("ab") as file:
         file.write(b'{"line": 3, "pass_')  # killed here
     again = Ledger.open(tmp_path, KNOWN)
     assert sorted(again.entries) == [1, 2]
@@ -60,7 +60,7 @@ def test_rows_survive_a_kill_and_a_broken_line_does_not(tmp_path: Path) -> None:
     assert counts == {"rows": 3, "without_verdict": 1, "always_solved": 1, "never_solved": 1}
     lines = [json.loads(line) for line in (tmp_path / RESULT).read_text().splitlines()]
     assert [line["line"] for line in lines] == [1, 2, 3]
-    assert not (tmp_path / PARTIAL).exists()
+    assert not (tmp_path / KNOWN_ROWS).exists()
 
 
 def test_a_finished_profile_goes_on_with_its_failed_rows(tmp_path: Path) -> None:
@@ -74,6 +74,15 @@ def test_a_finished_profile_goes_on_with_its_failed_rows(tmp_path: Path) -> None
     third = Ledger.open(tmp_path, KNOWN)  # killed before the second end
     assert sorted(third.entries) == [1, 2]
     assert third.finish(KNOWN)["without_verdict"] == 0
+
+
+def test_an_end_that_fails_loses_no_row(tmp_path: Path) -> None:
+    ledger = Ledger.open(tmp_path, KNOWN)
+    ledger.add(entry(1, 1.0))
+    (tmp_path / RESULT).mkdir()  # nothing can take its name
+    with pytest.raises(OSError):
+        ledger.finish(KNOWN)
+    assert sorted(Ledger.open(tmp_path, KNOWN).entries) == [1]
 
 
 def test_another_measurement_is_refused_by_name(tmp_path: Path) -> None:
