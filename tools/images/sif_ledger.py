@@ -1,6 +1,7 @@
 """What is known of the SIF files in a directory: one JSON line per file that was made, and the list of failures.
 
-A line is written before the file takes its name, so a file with a wrong size or without a line was made by others.
+A line is written before the file takes its name, so a file with a wrong size or without a line was made by others or
+by an earlier run.
 """
 
 from __future__ import annotations
@@ -66,16 +67,20 @@ class Ledger:
         """Return whether a file is the one that was made; one that others made must be a whole SIF file."""
         if not path.is_file():
             return False
-        entry = self.made.get(path.name)
-        if entry is not None and entry.bytes == path.stat().st_size:
+        if self.entry_of(path):
             return True
         image = read_image(path)
         return image.kind == "SIF" and not image.is_cut
 
     def is_stripped(self, path: Path) -> bool:
         """Return whether the history was taken out of a file."""
-        entry = self.made.get(path.name)
+        entry = self.entry_of(path)
         return entry is not None and entry.stripped
+
+    def entry_of(self, path: Path) -> Made | None:
+        """Return the line of a file, unless there is another file under its name."""
+        entry = self.made.get(path.name)
+        return entry if entry and path.is_file() and entry.bytes == path.stat().st_size else None
 
 
 def _read(path: Path) -> Iterable[Made]:
