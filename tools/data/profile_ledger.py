@@ -70,6 +70,10 @@ class Ledger:
         with self.known_rows.open("ab") as file:
             file.write(orjson.dumps(entry) + b"\n")
 
+    def is_finished(self, num_rows: int) -> bool:
+        """Return whether the result holds a verdict on every row, and no later start went on with it."""
+        return self.result.is_file() and not self.known_rows.exists() and len(self.entries) == num_rows
+
     def finish(self, known: Mapping[str, Any]) -> dict[str, int]:
         """Write the result and its manifest; return the counts."""
         entries = [self.entries[line] for line in sorted(self.entries)]

@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     checked = require_runnable(load_config(config, overrides))
     measured = what_is_measured(checked, args.data, samples=args.samples, pass_reward=args.pass_reward)
     ledger = Ledger.open(run_dir, measured)
-    if ledger.result.is_file() and len(ledger.entries) == len(PromptDataset(args.data)):
+    if ledger.is_finished(len(PromptDataset(args.data))):
         print(f"profile: {ledger.result} is up to date")
         return 0
     derived = derive(checked)

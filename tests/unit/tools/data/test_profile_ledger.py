@@ -70,10 +70,13 @@ def test_a_finished_profile_goes_on_with_its_failed_rows(tmp_path: Path) -> None
     ledger.finish(KNOWN)
     second = Ledger.open(tmp_path, KNOWN)
     assert list(second.entries) == [1]
+    assert not second.is_finished(2)
     second.add(entry(2, 0.0))
     third = Ledger.open(tmp_path, KNOWN)  # killed before the second end
     assert sorted(third.entries) == [1, 2]
+    assert not third.is_finished(2)  # all is known, and the result does not say it
     assert third.finish(KNOWN)["without_verdict"] == 0
+    assert Ledger.open(tmp_path, KNOWN).is_finished(2)
 
 
 def test_an_end_that_fails_loses_no_row(tmp_path: Path) -> None:
