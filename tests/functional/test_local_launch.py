@@ -16,14 +16,17 @@ import pytest
 
 pytestmark = pytest.mark.functional
 
+ROOT = Path(__file__).resolve().parents[2]
+
 # Joins the cluster and leaves behind what a run can leave: an actor whose child left the session, and files in
 # shared memory. Then it waits for a signal or ends with the status it was given.
 DRIVER = """
 import os, signal, subprocess, sys, time
 from multiprocessing import shared_memory
 import ray
-ray.init(address=os.environ["RAY_ADDRESS"], logging_level="ERROR")
-signal.signal(signal.SIGTERM, lambda *_: (print("got TERM", flush=True), os._exit(75)))  # after Ray set its own
+from recipes.cluster.connect import connect
+signal.signal(signal.SIGTERM, lambda *_: (print("got TERM", flush=True), os._exit(75)))  # before Ray sets its own
+connect()
 
 @ray.remote(num_cpus=0, resources={"worker_units": 1})
 class Engine:
@@ -53,7 +56,7 @@ class Launch:
                 *(sys.executable, "-m", "tools.launch.local", f"--run-dir={run_dir}", "--num-units=2"),
                 *("--", sys.executable, str(driver), str(seconds), str(status)),
             ],
-            env=env | {"LAUNCH_MARK": self.mark},
+            env=env | {"LAUNCH_MARK": self.mark, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
