@@ -34,8 +34,14 @@ def request_key(row: Row) -> bytes:
 
 
 def text_of(row: Row) -> str:
-    """Return all text that the row's user and system messages hold, in lower case, with single spaces."""
-    items = row["responses_create_params"]["input"]
+    """Return all text that the row's user and system messages hold, in lower case, with single spaces.
+
+    A SWE task has none, for its agent writes the prompt: its text is the instance with its problem.
+    """
+    request = row["responses_create_params"]
+    items, metadata = request["input"], request.get("metadata")
+    if not items and isinstance(metadata, dict):
+        items = "\n".join(str(metadata.get(key) or "") for key in ("instance_id", "problem_statement"))
     if not isinstance(items, str):
         items = "\n".join(flat_text(item["content"]) for item in items if isinstance(item.get("content"), str | list))
     return " ".join(unicodedata.normalize("NFKC", items).casefold().split())

@@ -52,6 +52,8 @@ class CheckRows:
             except FAILURES:
                 assert not (is_sound and self.is_complete)  # what is unreadable here was unreadable to the environment
                 continue
+            if not text:
+                continue
             if self.held_out is None:
                 checked.texts.append((number, text))
             else:

@@ -94,6 +94,26 @@ def test_most_of_a_validation_row_in_training_is_found_and_a_shared_template_is_
     assert findings(tmp_path, train, [math(LONG.format("some", name)) for name in names]) == []
 
 
+def swe(instance: str, problem: str, **metadata: str) -> dict[str, Any]:
+    facts = {"instance_id": instance, "problem_statement": problem, **metadata}
+    return {"responses_create_params": {"input": [], "metadata": facts}, "agent_ref": {"name": "swe_agents_val"}}
+
+
+def test_swe_tasks_are_compared_by_instance_and_problem(tmp_path: Path) -> None:
+    renamed = swe("other__a-9", LONG.format("three", "express that left Boston"))
+    train = [swe("a__a-1", "The sum is wrong."), swe("a__a-2", "It crashes.", split="test"), renamed]
+    validation = [
+        swe("a__a-3", "The sum is wrong"),
+        swe("a__a-2", "It  crashes.", split="train"),
+        swe("b__b-1", LONG.format("three", "express that left Boston")),
+        swe("", ""),
+        swe("", ""),
+    ]
+    found = findings(tmp_path, [*train, swe("", "", k="v")], validation)
+    known = [(name, line) for name, line, kind, _ in found if kind == "contamination"]
+    assert known == [("v.jsonl", 2), ("v.jsonl", 3)]
+
+
 def test_shingles_of_a_text_by_hand() -> None:
     assert len(shingles("a b c d e f g h")) == 1
     assert len(shingles("a b c d e f g")) == 0
