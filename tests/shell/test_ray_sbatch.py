@@ -50,10 +50,16 @@ for ((i = 0; i < 600; i++)); do sleep 0.1; done
 """
 SCONTROL = """#!/usr/bin/env bash
 printf '%s\\n' "$*" >>"${SHIM_DIR}/control"
+if [[ $* == requeue* && -s ${SHIM_DIR}/away ]]; then # for so many calls
+  sed -i 1d "${SHIM_DIR}/away"
+  exit 1
+fi
 case "$1 $2" in
   'show hostnames') printf '127.0.0.1\\n127.0.0.2\\n127.0.0.3\\n' ;;
   'show config') printf 'SlurmdPort = %s\\nSlurmdTimeout = 0 sec\\n' "$(<"${SHIM_DIR}/port")" ;;
-  'show job') printf 'JobId=7 JobState=%s StartTime=2026-01-02T03:04:05 EndTime=%s Deadline=N/A\\n' \\
+  'show job')
+    [[ -z ${SLURM_TIME_FORMAT:-} ]] || echo 'JobId=7 StartTime=Today 03:04 EndTime=Tomorr 02:00 '
+    printf 'JobId=7 JobState=%s StartTime=2026-01-02T03:04:05 EndTime=%s Deadline=N/A\\n' \\
     "$(cat "${SHIM_DIR}/state" 2>/dev/null || echo RUNNING)" \\
     "$(cat "${SHIM_DIR}/end" 2>/dev/null || echo 2026-01-02T04:04:05)" ;;
 esac
@@ -81,6 +87,8 @@ class Job:
             "SHIM_STEPS": "4" if any("--sandbox-command=/" in option for option in options) else "3",
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NODELIST": "n[1-3]",
+            "SLURM_TIME_FORMAT": "relative",
+            "REQUEUE_SECONDS": "0",
         }
         return subprocess.Popen(
             [
@@ -110,7 +118,10 @@ class Job:
         return (self.directory / "calls").read_text().splitlines()
 
     def was_requeued(self) -> bool:
-        return "requeue 7" in (self.directory / "control").read_text().splitlines()
+        return self.requeues() > 0
+
+    def requeues(self) -> int:
+        return (self.directory / "control").read_text().splitlines().count("requeue 7")
 
 
 @pytest.fixture
@@ -184,6 +195,30 @@ def test_a_save_is_followed_by_a_requeue(job):
     assert code == 75
     assert job.was_requeued()
     assert "requeued: saved step_25, restart 3 of at most 3" in output
+
+
+@pytest.mark.parametrize(("num_failures", "num_requeues"), [(2, 3), (100, 8)])
+def test_a_controller_that_is_away_for_a_moment_is_asked_again(job, num_failures, num_requeues):
+    (job.directory / "saves").touch()
+    (job.directory / "away").write_text("x\n" * num_failures)
+    code, output = job.run(driver=75)
+    assert code == 75
+    assert job.requeues() == num_requeues
+    assert ("requeued: saved" in output) == (num_failures == 2)
+    assert ("Slurm did not take the requeue; submit again" in output) == (num_failures == 100)
+
+
+@pytest.mark.parametrize("is_requeued", [True, False])
+def test_nemo_rl_ends_with_0_also_when_only_its_time_was_up(job, is_requeued):
+    says = "Timeout has been reached, stopping training early" if is_requeued else "all steps are done"
+    (job.directory / "run" / "checkpoints" / "step_20").mkdir(parents=True)
+    srun = job.directory / "bin" / "srun"
+    saves = 'mkdir -p "${SHIM_DIR}/run/checkpoints/step_100"'
+    srun.write_text(SRUN.replace("begin: what was wrong", says).replace('  exit "$(<', f'  {saves}\n  exit "$(<'))
+    code, output = job.run(driver=0)
+    assert code == (75 if is_requeued else 0)
+    assert job.was_requeued() == is_requeued
+    assert ("requeued: saved step_100" in output) == is_requeued
 
 
 def test_restarts_are_counted(job):

@@ -34,6 +34,7 @@ from recipes.grpo.errors import LaunchError, Problem, RecipeError, RunError
 from tools.launch.begin import with_start_weights
 from tools.launch.processes import (
     adopt_orphans,
+    caught,
     descendants,
     dies_with_parent,
     kill_descendants,
@@ -80,7 +81,7 @@ class Signals:
     stop_by: float | None = None  # monotonic second at which a driver that was told to stop is killed
 
     def install(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        for number in caught(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
@@ -268,7 +269,10 @@ def tear_down(temp: Path, attempt: Path, shm: set[int]) -> None:
     if left := kill_descendants(deadline_seconds=20):
         print(f"local: processes {left} could not be killed", file=sys.stderr)
     for session in temp.glob("session_2*"):
-        shutil.move(session / "logs", attempt / "ray")
+        try:
+            shutil.move(session / "logs", attempt / "ray")
+        except OSError as error:
+            print(f"local: the logs of Ray are not kept: {error}", file=sys.stderr)
     shutil.rmtree(temp, ignore_errors=True)
     attempt.parent.with_name(".temp").unlink(missing_ok=True)
     remove_shared_memory(shm)

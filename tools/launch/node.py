@@ -29,7 +29,7 @@ from recipes.grpo.errors import RecipeError, RunError
 from tools.launch.local import OBJECT_STORE_BYTES, count_gpus
 from tools.launch.node_check import Node, own_address, require_usable
 
-HEAD_SECONDS = 600.0  # for the head to listen: its container may have to be imported first
+HEAD_SECONDS = 1800.0  # for the head to listen: its container may have to be imported first; as in barrier.py
 STOP_SECONDS = 10.0
 _POLL_SECONDS = 0.25
 _OPEN_FILES = 65536  # Ray keeps connections from every worker to every other; Slurm's soft limit is often 1024

@@ -21,6 +21,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 _SHM = "/dev/shm/"
 
 
+def caught(*numbers: signal.Signals) -> list[signal.Signals]:
+    """Return the signals that this process may handle: a hang-up that is ignored (nohup) stays so."""
+    return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+
+
 def adopt_orphans() -> None:
     """Make this process the parent of its orphaned descendants."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)

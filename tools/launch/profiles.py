@@ -86,7 +86,7 @@ WITHOUT_EFFECT = {
     "ntasks_per_node": "the job takes whole nodes and starts one task on each",
     "nproc_per_node": "the configuration says how many workers a node has",
     "cpus_per_task": "the job takes whole nodes",
-    "mem": "the job takes whole nodes",
+    "mem": "the job takes all memory of its nodes",
     "exclusive": "the job always takes whole nodes",
     "apptainer": "the image of the SWE stage has it",
     "tunnel": "sbatch is called on this machine: start it on a login node of the cluster",

@@ -11,6 +11,7 @@
 #                             returns the status to end with
 
 readonly EXIT_RESUME=75 PROBE_SECONDS=5 DOWN_MARGIN_SECONDS=60
+readonly REQUEUE_TRIES=8 REQUEUE_SECONDS="${REQUEUE_SECONDS:-15}" # a controller that restarts is away for a minute
 readonly LIMIT_SECONDS=720 # before the end of a job Slurm signals it, up to a minute early: see walltime.py
 
 # srun takes TERM as an order to kill its step, but forwards USR1.
@@ -21,8 +22,11 @@ ask_driver() {
   down_nodes "${SLURM_JOB_NODELIST}"
 }
 
+# An engine that makes no link has its checkpoints in step_N.
 newest_checkpoint() {
-  readlink -- "$1/latest" || true
+  readlink -- "$1/latest" ||
+    find "$1" -maxdepth 1 -name 'step_[0-9]*' -printf '%f\n' 2>/dev/null | sort --version-sort | tail -n 1 ||
+    true
 }
 
 down_nodes() {
@@ -54,6 +58,9 @@ silent_nodes() {
   done
 }
 
+# What NeMo RL says before it ends with status 0 because of checkpointing.checkpoint_must_save_by.
+readonly STOPPED_EARLY='Timeout has been reached, stopping training early'
+
 # Whether the driver stopped though its time was not up: a user or a preemption wanted the nodes.
 was_interrupted() {
   # shellcheck disable=SC2154 # log_dir is the job file's
@@ -65,6 +72,7 @@ resume_or_end() {
   local status=$1 before=$2 now=$3 most=$4 restarts=${SLURM_RESTART_COUNT:-0} saved="saved $3" node seconds
   local -a silent=()
   shift 4
+  if ((status == 0)) && grep -qs "${STOPPED_EARLY}" "${log_dir}/driver.log"; then status=${EXIT_RESUME}; fi
   case "${status}" in
     0 | 2) return "${status}" ;; # done; or an input is wrong, and the same start would end the same way
     "${EXIT_RESUME}")
@@ -98,15 +106,20 @@ resume_or_end() {
 }
 
 requeue() {
-  local state
-  # A job that was cancelled meanwhile stays cancelled: Slurm would requeue that one, too.
-  state="$(timeout 30 scontrol show job --oneliner "${SLURM_JOB_ID}" | grep -o 'JobState=[A-Z_]*')" || true
-  if [[ ${state} != JobState=RUNNING ]]; then
-    say "not restarted: the job's state is ${state#JobState=}"
-  # Slurm may send this job its TERM before scontrol has its answer.
-  elif timeout 60 bash -c "trap '' TERM && exec scontrol requeue ${SLURM_JOB_ID}"; then
-    say "requeued: $1"
-  else
-    say 'the requeue was refused; submit again to go on'
-  fi
+  local state tries
+  for ((tries = 0; tries < REQUEUE_TRIES; tries++)); do
+    ((tries == 0)) || sleep "${REQUEUE_SECONDS}"
+    # A job that was cancelled meanwhile stays cancelled: Slurm would requeue that one, too.
+    state="$(timeout 30 scontrol show job --oneliner "${SLURM_JOB_ID}" | grep -o 'JobState=[A-Z_]*')" || continue
+    if [[ ${state} != JobState=RUNNING ]]; then
+      say "not restarted: the job's state is ${state#JobState=}"
+      return
+    fi
+    # Slurm may send this job its TERM before scontrol has its answer.
+    if timeout 60 bash -c "trap '' TERM && exec scontrol requeue ${SLURM_JOB_ID}"; then
+      say "requeued: $1"
+      return
+    fi
+  done
+  say 'not restarted: Slurm did not take the requeue; submit again to go on'
 }

@@ -13,7 +13,7 @@ from types import FrameType
 
 from recipes.grpo.stop import EXIT_RESUME
 from tools.launch.plan import Plan
-from tools.launch.processes import dies_with_parent
+from tools.launch.processes import caught, dies_with_parent
 
 SBATCH_SECONDS = 120.0  # a busy controller may take long, a dead one for ever
 KILL = "--kill-on-invalid-dep=yes"  # else a job whose parent failed waits for ever
@@ -117,7 +117,7 @@ def run_forwarding(argv: Sequence[str], env: Mapping[str, str]) -> int:
         def forward(number: int, _frame: FrameType | None) -> None:
             child.send_signal(number)
 
-        old = {number: signal.signal(number, forward) for number in _FORWARDED}
+        old = {number: signal.signal(number, forward) for number in caught(*_FORWARDED)}
         try:
             status = child.wait()
         finally:

@@ -31,7 +31,7 @@ export_environment() {
   export PYTHONPATH="${PWD}" # the snapshot, before what is installed
   export VLLM_CACHE_ROOT="${cache}/vllm" FLASHINFER_WORKSPACE_BASE="${cache}/flashinfer"
   # When the job started and when it will be ended, in Unix seconds; not every version of Slurm tells its jobs.
-  times="$(timeout 60 scontrol show job --oneliner "${SLURM_JOB_ID}")" || true
+  times="$(timeout 60 env --unset=SLURM_TIME_FORMAT scontrol show job --oneliner "${SLURM_JOB_ID}")" || true
   for name in Start End; do
     if [[ ${times} =~ \ ${name}Time=([0-9T:-]+) ]]; then
       export "SLURM_JOB_${name^^}_TIME=$(date --date="${BASH_REMATCH[1]}" +%s)"

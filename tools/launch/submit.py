@@ -39,6 +39,7 @@ def sbatch_argv(
         f"--nodes={num_nodes(contract, sizes)}",
         f"--gres=gpu:{gpus_per_node}",
         "--exclusive",
+        "--mem=0",  # all of it: --exclusive takes every CPU, but only the memory that is asked for
         f"--time={contract['SLURM_TIME_LIMIT']}",
         *signal_option(contract["SLURM_TIME_LIMIT"]),
         "--requeue",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -64,7 +65,8 @@ def read_queue(name: str, job_id: str) -> Queue:
         return Queue(notes=(f"squeue is not on this machine: nothing is known of job {job_id}",) if job_id else ())
     notes: list[str] = []
     ask = ["squeue", "--noheader", f"--format={_QUEUED}"]
-    jobs = [parse_queued(line) for line in _ask([*ask, f"--name={name}"], notes)]
+    # Others may have jobs of this name, which the stage gives; theirs are found by the id that their run notes.
+    jobs = [parse_queued(line) for line in _ask([*ask, f"--user={os.getuid()}", f"--name={name}"], notes)]
     if notes and not job_id:
         return Queue()  # programs of Slurm without a cluster, and no job to ask for
     jobs.sort(key=lambda job: job.state == "PENDING")

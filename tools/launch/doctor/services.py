@@ -33,8 +33,9 @@ def check(draft: Draft) -> Iterator[Finding]:
             fix = "start the server, or correct the address; --force when only the nodes reach it"
             yield found("JDG001", where=where, got=f"{url}: {problem}", expected=expected, fix=fix)
     yield from model_findings(instances, draft.environ)
-    if draft.config.logger.wandb_enabled and not has_wandb_key(draft.environ):
-        fix = "export WANDB_API_KEY=..., run `wandb login`, or set WANDB_MODE=offline"
+    is_contained = not draft.contract.is_local and draft.contract["CONTAINER_RUNTIME"] != "none"
+    if draft.config.logger.wandb_enabled and not has_wandb_key(draft.environ, reads_netrc=not is_contained):
+        fix = "export WANDB_API_KEY=... (a container does not see what `wandb login` wrote), or set WANDB_MODE=offline"
         yield found(
             "TOK001", where="WANDB_API_KEY", got="nothing", expected="a key: logger.wandb_enabled is on", fix=fix
         )
@@ -95,10 +96,12 @@ def is_cached(model: str, environ: Mapping[str, str]) -> bool:
     return any(snapshots.glob("*/config.json"))
 
 
-def has_wandb_key(environ: Mapping[str, str]) -> bool:
-    """Whether Weights & Biases is offline or has a key, in the environment or in the netrc file."""
+def has_wandb_key(environ: Mapping[str, str], *, reads_netrc: bool) -> bool:
+    """Whether Weights & Biases is offline or has a key, in the environment or in a netrc file that the run can read."""
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_MODE", "").lower() in OFFLINE:
         return True
+    if not reads_netrc:
+        return False
     host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
     try:
         known = netrc.netrc(str(Path(environ.get("NETRC") or "~/.netrc").expanduser()))

@@ -77,10 +77,11 @@ def test_a_model_is_a_directory_or_in_the_cache(tmp_path):
 
 def test_a_key_of_weights_and_biases_is_found_where_its_client_looks(tmp_path: Path):
     environ = {"NETRC": str(tmp_path / "netrc")}
-    assert not has_wandb_key(environ)
-    assert has_wandb_key(environ | {"WANDB_API_KEY": "x"})
-    assert has_wandb_key(environ | {"WANDB_MODE": "offline"})
+    assert not has_wandb_key(environ, reads_netrc=True)
+    assert has_wandb_key(environ | {"WANDB_API_KEY": "x"}, reads_netrc=False)
+    assert has_wandb_key(environ | {"WANDB_MODE": "offline"}, reads_netrc=False)
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n")
     (tmp_path / "netrc").chmod(0o600)
-    assert has_wandb_key(environ)
-    assert not has_wandb_key(environ | {"WANDB_BASE_URL": "https://wandb.example"})
+    assert has_wandb_key(environ, reads_netrc=True)
+    assert not has_wandb_key(environ, reads_netrc=False)  # as in a container
+    assert not has_wandb_key(environ | {"WANDB_BASE_URL": "https://wandb.example"}, reads_netrc=True)

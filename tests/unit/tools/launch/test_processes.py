@@ -24,6 +24,15 @@ left = kill_descendants(deadline_seconds=5)
 print(orphan in found, left, os.path.exists(f"/proc/{orphan}"))
 """
 
+# As nohup starts a program, and as a shell does.
+HANG_UPS = """
+import signal
+from tools.launch.processes import caught
+before = caught(signal.SIGTERM, signal.SIGHUP)
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+print([[number.name for number in numbers] for numbers in (before, caught(signal.SIGTERM, signal.SIGHUP))])
+"""
+
 # Ends before its child has arranged to die with it.
 DEAD_PARENT = """
 import os, signal, time
@@ -85,6 +94,11 @@ def test_shared_memory_files_are_removed_once_nobody_uses_them():
     finally:
         path.unlink(missing_ok=True)
         other.unlink()
+
+
+def test_a_hang_up_that_is_ignored_stays_so() -> None:
+    result = subprocess.run([sys.executable, "-c", HANG_UPS], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout == "[['SIGTERM', 'SIGHUP'], ['SIGTERM']]\n"
 
 
 def test_named_semaphores_are_found_though_they_are_mapped_under_another_name():

@@ -267,7 +267,8 @@ def write_program(directory: Path, name: str, body: str) -> None:
 
 def test_slurm_is_asked_for_the_name_and_then_for_an_ended_job(tmp_path, monkeypatch):
     listed = "echo '78|PENDING|Dependency|2|0:00|4:00:00|n/a'"
-    write_program(tmp_path, "squeue", f"case $* in *--jobs=*) echo Invalid job id >&2; exit 1 ;; *) {listed} ;; esac")
+    mine = f"*--user={os.getuid()}*--name=mine*"  # others may have jobs of this name
+    write_program(tmp_path, "squeue", f"case $* in {mine}) {listed} ;; *) echo Invalid job id >&2; exit 1 ;; esac")
     write_program(tmp_path, "sacct", "echo '77|TIMEOUT|0:0|2|04:00:00'")
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     queue = read_queue("mine", "77")
