@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -200,6 +201,8 @@ class Server(ThreadingHTTPServer):
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a session has two, a connection one
     sandbox = Handler.sandbox = Sandbox(os.environ)
     sandbox.check()
     port = int(os.environ.get("NGINX_PORT") or os.environ.get("LISTEN_PORT") or 6000)

@@ -44,7 +44,7 @@ class Session:
                 self.process.stdin.write(json.dumps(request).encode() + b"\n")
                 self.process.stdin.flush()
                 line, reason = self._answer(time.monotonic() + seconds + GRACE_SECONDS)
-            except OSError:
+            except (OSError, ValueError):  # ended, or closed by another call
                 line, reason = b"", "end"
             self.used = time.monotonic()
         answer = _parse(line)
@@ -59,12 +59,14 @@ class Session:
         """Read one line; return it, or why there is none."""
         assert self.process.stdout is not None
         descriptor, line = self.process.stdout.fileno(), bytearray()
+        poll = select.poll()  # select() knows no descriptor above 1023
+        poll.register(descriptor, select.POLLIN)
         limit = 16 * self.limits.output_bytes  # JSON may write six bytes for one, twice
         while not line.endswith(b"\n"):
             left = deadline - time.monotonic()
             if left <= 0:
                 return b"", "time"
-            ready, _, _ = select.select([descriptor], [], [], min(left, CHECK_SECONDS))
+            ready = poll.poll(1000 * min(left, CHECK_SECONDS))
             if not ready and resident_bytes(self.process.pid) > self.limits.memory_mib * 2**20:
                 return b"", "memory"
             data = os.read(descriptor, 65536) if ready else b""

@@ -1,0 +1,57 @@
+"""Sessions of the sandbox, and programs in its jail, without an image around them."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from small_root import require
+
+ROOT = Path(__file__).resolve().parents[2]
+FIRST_FREE = 1100  # beyond what select() can wait for
+
+pytestmark = pytest.mark.functional
+
+
+@pytest.fixture(autouse=True)
+def modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    require("bwrap", "prlimit", "setpriv")
+    monkeypatch.syspath_prepend(str(ROOT / "containers/sandbox"))
+    for name in ("jail", "sessions"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    """Take the low numbers, as five hundred sessions do."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4 * FIRST_FREE), hard))
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(FIRST_FREE)]
+    yield
+    for descriptor in taken:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_session_beside_five_hundred_others_answers(many_descriptors):
+    from jail import Limits
+    from sessions import Session
+
+    session = Session(Limits())
+    try:
+        assert session.run("print(6 * 7)", 20).stdout == "42\n"
+    finally:
+        session.close()
+
+
+def test_a_closed_session_has_ended():
+    from jail import Limits
+    from sessions import Session
+
+    session = Session(Limits())
+    session.close()
+    assert session.run("1", 20).reason == "end"
