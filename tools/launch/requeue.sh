@@ -11,7 +11,8 @@
 #                             returns the status to end with
 
 readonly EXIT_RESUME=75 PROBE_SECONDS=5 DOWN_MARGIN_SECONDS=60
-readonly REQUEUE_TRIES=8 REQUEUE_SECONDS="${REQUEUE_SECONDS:-15}" # a controller that restarts is away for a minute
+# A controller that restarts is away for a minute.
+readonly REQUEUE_TRIES=8 REQUEUE_SECONDS="${REQUEUE_SECONDS:-15}"
 readonly LIMIT_SECONDS=720 # before the end of a job Slurm signals it, up to a minute early: see walltime.py
 
 # srun takes TERM as an order to kill its step, but forwards USR1.
