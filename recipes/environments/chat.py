@@ -139,9 +139,12 @@ def _continue_assistant(message: Message, item: Mapping[str, Any]) -> None:
 def assistant_items(message: Mapping[str, Any]) -> list[Item]:
     """Return the output items of one sampled chat message: reasoning, then text, then function calls."""
     content = message.get("content") or ""
+    # Blocks end before `rest`: without it, each `<think>` that never closes would be searched to the end of the text.
+    blocks, end, rest = content.rpartition("</think>")
+    blocks += end
     calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
-    summaries = _THINK.findall(content)
-    text = _THINK.sub("", content)
+    summaries = _THINK.findall(blocks)
+    text = _THINK.sub("", blocks) + rest
     items = [reasoning_item(summaries)] if summaries else []
     if text or not (summaries or calls):
         items.append(message_item(text))

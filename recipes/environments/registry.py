@@ -26,7 +26,7 @@ VERIFIERS: Mapping[str, Verifier] = {
         class_name="MCQAResourcesServer",
         rewards=(0.0, 1.0),
         settings=frozenset({"grading_mode"}),
-        is_cheap=True,
+        is_cheap=mcqa.is_cheap,
     ),
     "reasoning_gym": Verifier(
         module=reasoning_gym,

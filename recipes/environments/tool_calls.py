@@ -34,7 +34,7 @@ def parse_tool_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str
     start = text.find("<tool_call>")
     if start < 0 or not tools:
         return text, ()
-    bodies = _CALL.findall(text)
+    bodies = _closed(_CALL, text, "</tool_call>")
     if len(bodies) != text.count("<tool_call>"):
         return text, ()
     try:
@@ -44,11 +44,16 @@ def parse_tool_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str
     return text[:start], calls
 
 
+def _closed(pattern: re.Pattern[str], text: str, closing: str) -> list[Any]:
+    """Find all up to the last closing tag; beyond it, each open tag would be searched to the end of the text."""
+    return pattern.findall(text, 0, text.rfind(closing) + len(closing))
+
+
 def _parse_call(body: str, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
     if match := _FUNCTION.fullmatch(body):
         name, inner = match.groups()
         schemas = _parameter_schemas(name, tools)
-        arguments = {key: _typed(value, schemas.get(key)) for key, value in _PARAMETER.findall(inner)}
+        arguments = {key: _typed(value, schemas.get(key)) for key, value in _closed(_PARAMETER, inner, "</parameter>")}
         return _tool_call(name, arguments)
     call = json.loads(body)
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):

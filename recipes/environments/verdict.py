@@ -7,7 +7,7 @@ reward, does not enter its group's statistics and is counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Protocol
@@ -62,7 +62,7 @@ class Verifier:
     rewards: tuple[float, float]  # smallest and largest reward it can give
     settings: frozenset[str] = frozenset()  # keys its server configuration may set
     imports: tuple[str, ...] = ()  # what a scoring worker imports before its first score
-    is_cheap: bool = False  # bounded time on any text: scored in process, without a worker
+    is_cheap: Callable[[Any], bool] = lambda _task: False  # bounded time on any text: scored here, without a worker
 
     def parse_task(self, row: Row, settings: Mapping[str, Any]) -> Any:
         """Read the verifier's fields of one row; raises `ValueError`."""

@@ -53,7 +53,7 @@ class InProcessVerifier:
         """Score one response to one row."""
         try:
             task = self.verifier.parse_task(row, self.settings)
-            if self.verifier.is_cheap:
+            if self.verifier.is_cheap(task):
                 return self.verifier.score(response, task)
             async with asyncio.timeout(self.timeout_seconds):
                 return await self.pool.score(self.name, task, response)

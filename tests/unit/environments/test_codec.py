@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from recipes.environments.chat import assistant_items, chat_tools
 from recipes.environments.codec import ChatCodec, PrefixError, split_reasoning
 from recipes.environments.responses import Item
+from recipes.environments.tool_calls import parse_tool_calls
 from recipes.grpo.errors import InputError
 
 ASK = {"input": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]}
@@ -186,3 +188,19 @@ def test_missing_files_say_what_to_set(tmp_path: Path, tokenizer_dir: Path) -> N
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<eos>"}))
     with pytest.raises(InputError, match="got '<eos>', expected a eos_token of the vocabulary"):
         ChatCodec(tmp_path)
+
+
+@pytest.mark.parametrize("tag", ["<think>", "<tool_call>", "<parameter=a>"])
+@pytest.mark.timeout(10)  # searched for its end tag from each open one, this text takes minutes
+def test_tags_that_never_close_are_text(tag: str) -> None:
+    text = tag * 60_000
+    assert kinds(tuple(assistant_items({"content": text}))) == [("message", text)]
+    assert parse_tool_calls(text, chat_tools({"tools": [TOOL]})) == (text, ())
+    call = f"<tool_call><function=add>{text}</function></tool_call>"
+    _, calls = parse_tool_calls(call, chat_tools({"tools": [TOOL]}))
+    assert [(found.name, found.arguments) for found in calls] == ([] if tag == "<tool_call>" else [("add", "{}")])
+
+
+def test_reasoning_ends_with_the_last_closed_block() -> None:
+    items = tuple(assistant_items({"content": "<think>a</think>b<think>c<think>d</think>e<think>f"}))
+    assert kinds(items) == [("reasoning", "a|c<think>d"), ("message", "be<think>f")]
