@@ -65,8 +65,8 @@ AGENT_KINDS: Mapping[str, Callable[[Episode], Awaitable[Rollout]]] = {"single_tu
 
 def unusable(completion: Completion, *, num_prompt_tokens: int) -> str | None:
     """Return why a completion cannot be scored or trained on, None when it can."""
-    if completion.finish_reason == "abort":
-        return "the engine aborted the request"
+    if completion.finish_reason not in ("stop", "length"):
+        return f"the engine ended the request: {completion.finish_reason}"
     if not completion.token_ids:
         return f"the prompt of {num_prompt_tokens} tokens leaves no room for an answer"
     bad = next((n for n, logprob in enumerate(completion.logprobs) if not math.isfinite(logprob)), None)

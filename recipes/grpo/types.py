@@ -43,7 +43,7 @@ class Completion:
     token_ids: tuple[int, ...]  # [T]
     logprobs: tuple[float, ...]  # [T] natural log, of the sampled token, at the sampling temperature
     versions: tuple[VersionSpan, ...]  # cover [0, T) without gaps
-    finish_reason: str  # "stop" | "length" | "abort"
+    finish_reason: str  # "stop" | "length"; anything else is the engine's failure
 
 
 class ModelClient(Protocol):

@@ -13,8 +13,11 @@ import pytest
 
 from recipes.environments.codec import ChatCodec
 from recipes.environments.environments import Environments
+from recipes.environments.registry import VERIFIERS
+from recipes.environments.responses import message_item
+from recipes.environments.scoring import ScoringPool
 from recipes.environments.verdict import NoVerdict, Response, Verdict
-from recipes.environments.verifier_clients import VerifierClient
+from recipes.environments.verifier_clients import InProcessVerifier, VerifierClient
 from recipes.grpo.errors import ConfigError, EngineError
 from recipes.grpo.types import Completion, Rollout, RolloutStatus, Row, VersionSpan
 
@@ -99,6 +102,18 @@ async def test_flags(environments: Environments) -> None:
     assert (turn.is_invalid_tool_call, turn.has_malformed_thinking) == (True, True)
 
 
+@pytest.mark.timeout(60)
+async def test_a_rows_own_pattern_cannot_stop_the_driver() -> None:
+    row = {**ROW, "template_metadata": {"output_regex": "(a+)+$"}}
+    pool = ScoringPool(num_workers=1, limit_seconds=1.0)
+    verifier = InProcessVerifier(name="mcqa", verifier=VERIFIERS["mcqa"], settings={}, pool=pool, timeout_seconds=50.0)
+    endless = asyncio.create_task(verifier.verify(row, {"output": [message_item("a" * 40 + "!")]}))  # 2 ** 40 tries
+    verdict = await verifier.verify(ROW, {"output": [message_item("\\boxed{B}")]})
+    assert (verdict.reason, endless.done()) == ("answered B, expected B", False)
+    assert (await endless).reason == "no score within 1 s"
+    pool.close()
+
+
 async def test_the_smaller_token_limit_wins(environments: Environments) -> None:
     model = Scripted(environments.codec, "x</think>y")
     for limit in (16, 1000, None):
@@ -114,8 +129,10 @@ async def test_no_room_for_an_answer_is_no_reward(environments: Environments) ->
 
 
 async def test_aborted_and_broken_completions_are_no_reward(environments: Environments) -> None:
-    aborted = await rollout(environments, "x", finish_reason="abort")
-    assert (aborted.status, aborted.reward) == (RolloutStatus.ABORTED, None)
+    for ending in ("abort", "error", "repetition"):
+        ended = await rollout(environments, "x</think>\\boxed{B}", finish_reason=ending)
+        assert (ended.status, ended.reward) == (RolloutStatus.ABORTED, None)
+        assert ended.reason == f"the engine ended the request: {ending}"
 
     class Broken(Scripted):
         async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
