@@ -252,11 +252,12 @@ class RolloutCollector:
         self._failed.append((group.prompt, reason))
         self._consecutive_failures += 1
         logger.warning("prompt %s failed (%d of %d rollouts: %s)", group.prompt.key, count, len(group.rollouts), reason)
-        if self._consecutive_failures > self.settings.max_generation_failures:
+        if self._consecutive_failures > self.settings.max_generation_failures * self.settings.num_prompts_per_step:
             self._buffer.fail(
                 RunError(
-                    f"{self._consecutive_failures} groups in a row failed (grpo.async_grpo.max_generation_failures is "
-                    f"{self.settings.max_generation_failures}); the last one, {group.prompt.key}: {reason}"
+                    f"{self._consecutive_failures} prompts in a row failed, more than "
+                    f"{self.settings.max_generation_failures} steps of {self.settings.num_prompts_per_step} "
+                    f"(grpo.async_grpo.max_generation_failures); the last one, {group.prompt.key}: {reason}"
                 )
             )
             return

@@ -191,8 +191,15 @@ def test_a_prompt_without_signal_is_replaced_and_recorded(make: Callable[..., Se
 def test_too_many_failures_in_a_row_end_the_run(make: Callable[..., Setup]) -> None:
     setup = make(8, age=0, marks=dict.fromkeys(range(8), "broken"))
     setup.collector.start(version=0, last_step=2)
-    with pytest.raises(RunError, match=r"max_generation_failures is 1.*env down"):
+    with pytest.raises(RunError, match=r"3 prompts in a row failed, more than 1 steps of 2 .*env down"):
         setup.take(0)
+
+
+def test_a_few_bad_prompts_in_a_row_are_replaced(make: Callable[..., Setup]) -> None:
+    setup = make(8, age=0, marks=dict.fromkeys(range(P), "broken"))
+    setup.collector.start(version=0, last_step=1)
+    assert setup.take(0) == [2, 3]
+    assert len(setup.collector.state().failed) == P
 
 
 def test_a_rollout_over_its_deadline_has_no_reward(make: Callable[..., Setup]) -> None:
