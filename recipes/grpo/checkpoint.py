@@ -71,8 +71,8 @@ def save_checkpoint(root: Path, state: RunState, policy: Saveable) -> Path:
     """Write a checkpoint and point `latest` at it; returns its directory."""
     target = step_dir(root, state.step)
     temporary = root / f"tmp_{target.name}"
-    if temporary.exists():
-        shutil.rmtree(temporary)
+    for left in root.glob("tmp_*"):  # by a run that was killed while it saved or pruned, at whatever step
+        shutil.rmtree(left)
     temporary.mkdir(parents=True)
     policy.save(temporary / "policy")
     policy.export_hf(temporary / _EXPORT)

@@ -88,9 +88,10 @@ def test_a_kill_while_writing_leaves_the_previous_one(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         save_checkpoint(tmp_path, run_state(5), Policy(dies=True))
     assert latest_checkpoint(tmp_path) == first
-    second = save_checkpoint(tmp_path, run_state(5), Policy())  # the half-written directory is no obstacle
+    (tmp_path / "tmp_pruned_step_000002").mkdir()
+    second = save_checkpoint(tmp_path, run_state(6), Policy())  # what was left half-written or half-pruned goes
     assert latest_checkpoint(tmp_path) == second
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000004", "step_000005"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000004", "step_000006"]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
