@@ -79,10 +79,11 @@ def merge_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def merge_step_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Combine the answers of all data-parallel ranks to one training step."""
+    """Combine the answers of all data-parallel ranks to one training step; the extremes of no token at all are -1."""
     shared = {name: parts[0][name] for name in ("grad_norm", "lr")}  # equal on all ranks
     merged = merge_metrics([{name: part[name] for name in part if name not in shared} for part in parts])
-    return {name: value if math.isfinite(value) else -1.0 for name, value in merged.items()} | shared
+    nothing = {"_min": math.inf, "_max": -math.inf}
+    return {name: -1.0 if value == nothing.get(name[-4:]) else value for name, value in merged.items()} | shared
 
 
 def _take(batch: TrainBatch, rows: Tensor) -> TrainBatch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -51,4 +53,11 @@ def test_metrics_add_up_and_extremes_stay_extremes() -> None:
     assert merge_step_metrics([first, second]) == pytest.approx(
         {"loss": 0.75, "probs_ratio_min": 0.5, "probs_ratio_max": 1.5, "grad_norm": 2.0, "lr": 1e-6}
     )
-    assert merge_step_metrics([second])["probs_ratio_min"] == -1.0
+    assert merge_step_metrics([second])["probs_ratio_min"] == merge_step_metrics([second])["probs_ratio_max"] == -1.0
+
+
+def test_a_loss_that_is_no_number_stays_none() -> None:
+    step = {"loss": 0.25, "probs_ratio_max": 1.5, "grad_norm": 2.0, "lr": 1e-6}
+    merged = merge_step_metrics([step, step | {"loss": float("nan"), "probs_ratio_max": float("inf")}])
+    assert math.isnan(merged["loss"])
+    assert merged["probs_ratio_max"] == float("inf")
