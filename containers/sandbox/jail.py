@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 PATH = "/usr/local/bin:/usr/bin:/bin"
@@ -58,9 +59,8 @@ def jail_words(
 ) -> list[str]:
     """Return the words that run `command` in a jail; `files` are further words for bubblewrap."""
     words = ["env", "-i", f"PATH={PATH}", "HOME=/tmp", "LANG=C.UTF-8", "OMP_NUM_THREADS=1", "OPENBLAS_NUM_THREADS=1"]
-    if os.geteuid() == 0 and _is_mapped(NOBODY):
-        words += ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--no-new-privs"]
-    words += ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", *_system_words()]
+    words += [*_user_words(), "bwrap", "--unshare-all", *no_namespaces(), "--die-with-parent", "--new-session"]
+    words += ["--cap-drop", "ALL", *_system_words()]
     size = str(limits.disk_mib * MIB)
     words += ["--proc", "/proc", "--dev", "/dev", "--size", size, "--tmpfs", "/dev/shm", "--size", size]
     words += ["--tmpfs", "/tmp", *files]
@@ -69,6 +69,24 @@ def jail_words(
     words += [f"--as={limits.memory_mib * MIB}", f"--nproc={limits.processes}", f"--fsize={limits.file_mib * MIB}"]
     words += [f"--nofile={limits.open_files}", *([f"--cpu={cpu_seconds}"] if cpu_seconds else []), "--"]
     return [*words, *command]
+
+
+@cache
+def no_namespaces() -> tuple[str, ...]:
+    """Return the words that keep programs from namespaces of their own, in which a tmpfs has no limit.
+
+    None for a bubblewrap before 0.8, and where /proc/sys cannot be written.
+    """
+    words = ("--unshare-user", "--disable-userns")
+    trial = [*_user_words(), "bwrap", "--unshare-all", *words, *_system_words(), "--", "true"]
+    return words if subprocess.run(trial, capture_output=True, timeout=30, check=False).returncode == 0 else ()
+
+
+def _user_words() -> list[str]:
+    """Become nobody where the server is root."""
+    if os.geteuid() == 0 and _is_mapped(NOBODY):
+        return ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--no-new-privs"]
+    return []
 
 
 def _system_words() -> list[str]:

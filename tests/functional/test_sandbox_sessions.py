@@ -55,3 +55,11 @@ def test_a_closed_session_has_ended():
     session = Session(Limits())
     session.close()
     assert session.run("1", 20).reason == "end"
+
+
+def test_a_program_gets_no_namespaces_of_its_own():
+    from jail import Limits, run
+
+    outcome = run(["bash", "/main"], "unshare --user --map-root-user --mount true && echo made", "", 20, Limits())
+    assert (outcome.status, outcome.stdout) == (1, "")
+    assert "unshare failed" in outcome.stderr
