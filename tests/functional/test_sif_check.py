@@ -247,6 +247,11 @@ def test_the_good_instances_are_those_whose_tests_tell_patches_apart(made, tmp_p
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert result.returncode == 0 and "1 were found good before, 0 to check" in result.stdout, result.stdout
     assert len((directory / "checked.jsonl").read_text().splitlines()) == len(cases)  # what is known of others stays
+    rows.write_text(lines[2] + json.dumps(row("some__calc-1", project, patch=no_fix)) + "\n")
+    command.remove("--golden")  # what failed with its tests does not become good without, and another row is another
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == 1 and "0 were found good before, 2 to check" in result.stdout, result.stdout
+    assert "0 of 2 images are good (others: 2 golden)" in result.stdout, result.stdout
 
 
 @pytest.mark.skipif(WITHOUT, reason=NO_APPTAINER)

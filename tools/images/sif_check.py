@@ -11,6 +11,7 @@ byte by byte, as row files to train on.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import shlex
 import shutil
@@ -51,6 +52,7 @@ class Checked:
     instance: str
     file: str
     bytes: int
+    subject: str  # digest of row and file
     golden: bool  # with the tests
     cause: str  # empty for a good one
     detail: str = ""
@@ -70,23 +72,42 @@ def check(task: Task, path: Path | None, ledger: Ledger, box: Box, *, golden: bo
     except PullError as error:
         cause, detail = error.cause, error.detail
     file, size = (path.name, path.stat().st_size) if path else (task.file, 0)
-    return Checked(instance=task.instance, file=file, bytes=size, golden=golden, cause=cause, detail=detail)
+    subject = subject_of(task, path, ledger)
+    return Checked(
+        instance=task.instance, file=file, bytes=size, subject=subject, golden=golden, cause=cause, detail=detail
+    )
+
+
+def subject_of(task: Task, path: Path | None, ledger: Ledger) -> str:
+    """Return a digest of what is checked: the row's facts, and the file as far as the ledger knows it."""
+    made = ledger.entry_of(path) if path else None
+    file = [path.name, path.stat().st_size, made.sha256 if made else ""] if path else []
+    return hashlib.sha256(json.dumps([dict(task.facts), *file], sort_keys=True).encode()).hexdigest()
 
 
 def check_all(options: argparse.Namespace, tasks: Sequence[Task], box: Box) -> list[Checked]:
-    """Check every image that an earlier run did not find good; each result is written when it is known."""
+    """Check every image that an earlier run did not find good; each result is written when it is known.
+
+    One that was checked with its tests before is again: a bad one does not become good by being checked less.
+    """
     directory: Path = options.sif_dir
     listing, ledger = Listing(), Ledger(directory)
     paths = {task.instance: task.existing(directory, listing) for task in tasks}
-    known = {} if options.again else {entry.instance: entry for entry in read_checked(directory / CHECKED)}
-    done = [entry for task in tasks if (entry := still_good(known.get(task.instance), paths[task.instance], options))]
+    known = {entry.instance: entry for entry in read_checked(directory / CHECKED)}
+    golden = {name for name in paths if options.golden or (name in known and known[name].golden)}
+    done = []
+    for task in () if options.again else tasks:
+        entry, subject = known.get(task.instance), subject_of(task, paths[task.instance], ledger)
+        if entry and not entry.cause and entry.subject == subject and entry.golden == (task.instance in golden):
+            done.append(entry)
     here = {entry.instance for entry in done}
     left = [task for task in tasks if task.instance not in here]
     print(f"sif-check: {len(tasks)} images, {len(done)} were found good before, {len(left)} to check")
     start = time.monotonic()
     with ThreadPoolExecutor(options.workers) as threads, (directory / CHECKED).open("a", encoding="utf-8") as file:
         futures = [
-            threads.submit(check, task, paths[task.instance], ledger, box, golden=options.golden) for task in left
+            threads.submit(check, task, paths[task.instance], ledger, box, golden=task.instance in golden)
+            for task in left
         ]
         for number, future in enumerate(as_completed(futures), start=1):
             entry = future.result()
@@ -104,13 +125,6 @@ def read_checked(path: Path) -> Iterator[Checked]:
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         with suppress(ValueError, TypeError):  # cut by a kill
             yield Checked(**json.loads(line))
-
-
-def still_good(entry: Checked | None, path: Path | None, options: argparse.Namespace) -> Checked | None:
-    """Return an earlier result when it holds: a good one, of the same file, with as much checked."""
-    if entry is None or path is None or entry.cause or (options.golden and not entry.golden):
-        return None
-    return entry if (entry.file, entry.bytes) == (path.name, path.stat().st_size) else None
 
 
 def check_content(task: Task, path: Path, box: Box) -> None:
@@ -214,9 +228,9 @@ def main(arguments: list[str] | None = None) -> int:
     with only_one(options.sif_dir / ".check.lock"):
         found = check_all(options, tasks, box)
         status = report(options.sif_dir, found)
-    if options.out:
-        good = {entry.instance for entry in found if not entry.cause}
-        write_good_rows(options.rows, good, options.out, good_list=options.sif_dir / GOOD_INSTANCES)
+        if options.out:
+            good = {entry.instance for entry in found if not entry.cause}
+            write_good_rows(options.rows, good, options.out, good_list=options.sif_dir / GOOD_INSTANCES)
     return status
 
 
