@@ -6,6 +6,7 @@ Shape suffixes: G members of one group, B rollouts of the batch, S padded tokens
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -105,7 +106,8 @@ def add_advantages(batch: TrainBatch, cfg: GrpoConfig) -> tuple[TrainBatch, dict
         invalid_tool_call=cfg.invalid_tool_call_advantage,
         malformed_thinking=cfg.malformed_thinking_advantage,
     )
-    clipped_BS = advantages_BS.clamp(cfg.advantage_clip_low, cfg.advantage_clip_high)
+    low, high = cfg.advantage_clip_low, cfg.advantage_clip_high  # None: no bound
+    clipped_BS = advantages_BS.clamp(-math.inf if low is None else low, math.inf if high is None else high)
     trained = (batch.token_mask_BS * valid_B[:, None]) > 0
     values = clipped_BS[trained]
     num_turns = max(len(batch.turn_spans), 1)

@@ -100,6 +100,17 @@ def test_a_group_left_with_one_member_does_not_train() -> None:
     assert got.advantages_BS[:, 1].tolist() == [1.0, -1.0, 0.0, 0.0]
 
 
+def test_a_clip_that_is_off_bounds_nothing() -> None:
+    spans = (TurnSpan(row=0, start=1, end=2, is_invalid_tool_call=True),)
+    given = batch([1.0, 0.0], [0, 0], [1.0, 1.0], spans)
+    off = {"advantage_clip_low": None, "advantage_clip_high": None, "invalid_tool_call_advantage": -500.0}
+    got, metrics = add_advantages(given, config(**off))
+    assert got.advantages_BS.tolist() == [[1.0, -500.0, 1.0, 1.0], [-1.0] * 4]
+    assert metrics["advantages/clip_fraction"] == 0.0
+    got, _ = add_advantages(given, config(**off | {"advantage_clip_low": -2.0}))
+    assert got.advantages_BS[0].tolist() == [1.0, -2.0, 1.0, 1.0]
+
+
 def test_flagged_turn_then_clip() -> None:
     spans = (TurnSpan(row=0, start=1, end=3, is_invalid_tool_call=True), TurnSpan(row=1, start=1, end=4))
     got, metrics = add_advantages(batch([1.0, 0.0], [0, 0], [1.0, 1.0], spans), config(advantage_clip_low=-0.5))
