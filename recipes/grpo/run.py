@@ -100,7 +100,12 @@ class Run:
         return period > 0 and self.state.step % period == 0
 
     def validates_now(self) -> bool:
-        """Whether to validate the weights as they are: before the first step, periodically, after the last."""
+        """Whether to validate the weights as they are: before the first step, periodically, after the last.
+
+        Not once the run is asked to stop: what is left of its time is for saving.
+        """
+        if self.stop.reason:
+            return False
         cfg, step = self.config.grpo, self.state.step
         if step == 0:
             return cfg.val_at_start

@@ -1,0 +1,40 @@
+"""When a run validates."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recipes.grpo.run import Run, TrainState
+from recipes.grpo.stop import StopRequest
+
+
+def run_at(step: int) -> Run:
+    """Return a run of nine steps that validates at the start, every two steps from the fourth on, and at the end."""
+    grpo = SimpleNamespace(val_at_start=True, val_period=2, val_start_at=4, val_at_end=True)
+    parts: dict[str, Any] = dict.fromkeys(
+        ("policy", "generation", "environments", "collector", "buffer", "validation", "logger", "checkpoints")
+    )
+    return Run(
+        config=SimpleNamespace(grpo=grpo),  # type: ignore[arg-type]
+        stop=StopRequest(must_save_by=None, job_start=0.0),
+        state=TrainState(step=step),
+        num_steps=9,
+        pad_token_id=0,
+        **parts,
+    )
+
+
+@pytest.mark.parametrize("step", [0, 4, 8, 9])
+def test_validates_when_due_unless_asked_to_stop(step: int) -> None:
+    run = run_at(step)
+    assert run.validates_now()
+    run.stop.reason = "signal SIGTERM"
+    assert not run.validates_now(), "what is left of the time is for saving"
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 5])
+def test_does_not_validate_in_between(step: int) -> None:
+    assert not run_at(step).validates_now()
