@@ -15,6 +15,8 @@ from collections.abc import Callable
 from recipes.grpo.errors import StalledError
 from recipes.grpo.types import Group
 
+_LOOK_SECONDS = 1.0  # a signal's handler closes from inside `take`, and no wait is notified that has yet to begin
+
 
 class ReplayBuffer:
     """Groups by target step. `add` and `fail` are called by the collector, `take` by the train loop."""
@@ -70,7 +72,7 @@ class ReplayBuffer:
                         f"step {step + 1}: {len(self._groups[step])} of {self._num_prompts} groups after "
                         f"{deadline_seconds:g} s without a new one (deadlines.progress); {waiting_for()}"
                     )
-                self._changed.wait(left)
+                self._changed.wait(min(left, _LOOK_SECONDS))
             groups = sorted(self._groups.pop(step), key=lambda group: (group.prompt.epoch, group.prompt.row_index))
         for group in groups:
             if step - group.version > self._max_age:
