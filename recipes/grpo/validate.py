@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from recipes.grpo.data import PromptDataset, last_user_text, row_id
 from recipes.grpo.rollout import RolloutCollector, gather_results
-from recipes.grpo.types import Group, PromptRef, Rollout, Sampling
+from recipes.grpo.types import Group, PromptRef, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,22 +54,17 @@ class Validation:
 
 
 def reward_metrics(groups: Sequence[Group], prefix: str) -> dict[str, float]:
-    """Return mean rewards over rollouts with a verdict: overall, per agent, pass@k, length, and the failures."""
-    by_agent: defaultdict[str, list[float]] = defaultdict(list)
-    rollouts: list[Rollout] = []
+    """Return mean rewards over rollouts with a verdict: overall, per agent, pass@k, length, and the failures.
+
+    What had no verdict at all has no mean: its metrics are left out, never 0.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    means: defaultdict[str, list[float]] = defaultdict(list)
     for group in groups:
-        rollouts += group.rollouts
-        by_agent[group.agent] += [r.reward for r in group.rollouts if r.is_valid and r.reward is not None]
-    rewards = [reward for values in by_agent.values() for reward in values]
-    solved = [any(r.reward is not None and r.reward > 0 for r in group.rollouts) for group in groups]
-    metrics = {
-        f"{prefix}accuracy": _mean(rewards),
-        f"{prefix}pass_k": _mean([float(value) for value in solved]),
-        f"{prefix}avg_length": _mean([float(r.num_generated_tokens) for r in rollouts]),
-        f"{prefix}num_failed": float(sum(not r.is_valid for r in rollouts)),
-    }
-    return metrics | {f"{agent}/{prefix}accuracy": _mean(values) for agent, values in by_agent.items()}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+        rewards = [r.reward for r in group.rollouts if r.is_valid and r.reward is not None]
+        means[f"{prefix}accuracy"] += rewards
+        means[f"{prefix}pass_k"] += [float(max(rewards) > 0)] if rewards else []
+        means[f"{group.agent}/{prefix}accuracy"] += rewards
+    means[f"{prefix}avg_length"] = [float(r.num_generated_tokens) for r in rollouts]
+    metrics = {name: sum(values) / len(values) for name, values in means.items() if values}
+    return metrics | {f"{prefix}num_failed": float(sum(not r.is_valid for r in rollouts))}
