@@ -200,7 +200,7 @@ class Registry:
                     break
                 except TryAgainError as failure:
                     now = partial.stat().st_size if partial.exists() else 0
-                    attempt, size = (0 if now > size else attempt + 1), now
+                    attempt, size = (0 if now > size else attempt + 1), max(size, now)
                     if attempt >= manners.attempts:
                         raise PullError("network", f"{reference} {digest[:19]}: {failure}") from failure
                     self._wait(attempt, failure, reference)

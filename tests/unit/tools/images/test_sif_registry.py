@@ -6,6 +6,10 @@ import base64
 import json
 import socket
 import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -14,7 +18,7 @@ from tools.images.sif_credentials import Credentials
 from tools.images.sif_ledger import Failure, Ledger, Made, read_failures, write_failures
 from tools.images.sif_list import Reference, task_of
 from tools.images.sif_manifests import Available, spread
-from tools.images.sif_registry import UNREACHED_ATTEMPTS, Bucket, Manners, Registry
+from tools.images.sif_registry import UNREACHED_ATTEMPTS, Bucket, Manners, PullError, Registry
 
 
 class Clock:
@@ -149,3 +153,43 @@ def test_a_registry_that_never_answers_ends_the_run_soon():
                 registry.digest(Reference.parse(f"{host}/a/b"))
         registry.close()
     assert sum(registry.waits.values()) == UNREACHED_ATTEMPTS - 1
+
+
+@contextmanager
+def serving(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
+    """Serve GET with `answer` at the host that is given."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            answer(self)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_blob_that_never_comes_further_is_given_up(tmp_path):
+    asked = []
+
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        asked.append(request.headers["Range"])
+        if len(asked) > 20:
+            request.send_error(404)
+        elif request.headers["Range"]:
+            request.send_error(416)
+        else:
+            request.send_response(200)
+            request.send_header("Content-Length", "20")
+            request.end_headers()
+            request.wfile.write(b"only half ")
+
+    with serving(answer) as host:
+        registry = Registry(Credentials({}, ()), Manners(attempts=4, first_seconds=0.001))
+        with pytest.raises(PullError, match="network: "):
+            registry.blob(Reference.parse(f"{host}/a/b"), f"sha256:{'0' * 64}", tmp_path / "blob", lambda _: None)
+        registry.close()
+    assert len(asked) == 5  # the first came further than nothing
