@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,10 +15,11 @@ from recipes.environments.environments import Environments
 from recipes.generation.generation import Generation
 from recipes.grpo import refit
 from recipes.grpo.buffer import ReplayBuffer
-from recipes.grpo.checkpoint import LedgerEntry, latest_checkpoint, load_state
-from recipes.grpo.config_tree import Config
+from recipes.grpo.checkpoint import LedgerEntry, RunState, latest_checkpoint, load_state, step_dir
+from recipes.grpo.config_tree import Config, GrpoConfig
 from recipes.grpo.data import PromptDataset, PromptStream, require_rows
 from recipes.grpo.derive import Derived
+from recipes.grpo.errors import ConfigError, DataError, Problem
 from recipes.grpo.log import RunLogger
 from recipes.grpo.rollout import RolloutCollector, RolloutSettings
 from recipes.grpo.run import PolicyHandle, Run, TrainState
@@ -35,7 +37,7 @@ def setup(config: Config, derived: Derived, run_dir: Path, stop: StopRequest) ->
     stream, validation_rows = _open_data(config, environments)
     checkpoints = run_dir / config.checkpointing.checkpoint_dir
     checkpoints.mkdir(parents=True, exist_ok=True)
-    resume_from = latest_checkpoint(checkpoints)  # verified before anything is started
+    saved = _saved_state(checkpoints, config.grpo)  # verified before anything is started
 
     connect()
     policy, generation = _start_models(config, derived)
@@ -55,7 +57,7 @@ def setup(config: Config, derived: Derived, run_dir: Path, stop: StopRequest) ->
         validation=_validation(config, validation_rows),
         logger=RunLogger(run_dir, config.logger, num_steps=num_steps),
         stop=stop,
-        state=_restore(resume_from, policy, collector),
+        state=_restore(saved, checkpoints, policy, collector),
         checkpoints=checkpoints,
         num_steps=num_steps,
         pad_token_id=environments.codec.pad_token_id,
@@ -70,6 +72,15 @@ def _open_data(config: Config, environments: Environments) -> tuple[PromptStream
     stream = PromptStream(
         rows, num_epochs=config.grpo.max_num_epochs, shuffle=config.data.shuffle, seed=config.grpo.seed
     )
+    if stream.num_prompts < config.grpo.num_prompts_per_step:
+        raise DataError(
+            Problem(
+                where=config.data.train.data_path,
+                got=f"{stream.num_prompts} prompts ({len(rows)} rows, {config.grpo.max_num_epochs} times)",
+                expected=f"enough for one step: grpo.num_prompts_per_step is {config.grpo.num_prompts_per_step}",
+                fix="add rows, raise grpo.max_num_epochs, or lower grpo.num_prompts_per_step",
+            )
+        )
     path = config.data.validation.data_path
     return stream, require_rows(Path(path), environments.check_row) if path else None
 
@@ -137,11 +148,48 @@ def _validation(config: Config, rows: PromptDataset | None) -> Validation | None
     )
 
 
-def _restore(path: Path | None, policy: PolicyHandle, collector: RolloutCollector) -> TrainState:
-    """Load a checkpoint into policy and collector; a fresh state when there is none."""
+def _saved_state(checkpoints: Path, cfg: GrpoConfig) -> RunState | None:
+    path = latest_checkpoint(checkpoints)
     if path is None:
-        return TrainState()
+        return None
     saved = load_state(path)
+    require_window(saved, cfg, path)
+    return saved
+
+
+def require_window(saved: RunState, cfg: GrpoConfig, path: Path) -> None:
+    """Check that what was drawn before a save fits into the window of steps after it; raises `ConfigError`.
+
+    A smaller window would leave groups that no step takes, or takes when they are too old.
+    """
+    finished, in_flight = saved.collector.finished, saved.collector.in_flight
+    targets = [group.target_step for group in finished] + [target for _, target in in_flight]
+    ages = [target - saved.step for target in targets] + [group.target_step - group.version for group in finished]
+    needed = {
+        "num_prompts_per_step": (cfg.num_prompts_per_step, max(Counter(targets).values(), default=0)),
+        "async_grpo.max_trajectory_age_steps": (cfg.async_grpo.max_trajectory_age_steps, max(ages, default=0)),
+    }
+    problems = [
+        Problem(
+            where=f"grpo.{key}",
+            got=str(given),
+            expected=f"at least {least}: it was larger when {path} was saved",
+            fix=f"restore it, or start a new run with MODEL_PATH={path / 'hf'}",
+        )
+        for key, (given, least) in needed.items()
+        if given < least
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _restore(
+    saved: RunState | None, checkpoints: Path, policy: PolicyHandle, collector: RolloutCollector
+) -> TrainState:
+    """Load a checkpoint into policy and collector; a fresh state when there is none."""
+    if saved is None:
+        return TrainState()
+    path = step_dir(checkpoints, saved.step)
     policy.load(path / "policy")
     collector.restore(saved.collector)
     trained: list[LedgerEntry] = [entry for entry in saved.ledger if entry.step > 0]
