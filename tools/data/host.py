@@ -65,7 +65,7 @@ class Patience:
     def wait(self, attempt: int, failure: TransientError, where: str) -> None:
         """Wait before attempt number `attempt` + 1."""
         backed_off = min(self.first_seconds * 2**attempt, MAX_BACK_OFF_SECONDS)
-        seconds = backed_off if failure.asked is None else failure.asked
+        seconds = max(backed_off, failure.asked or 0.0)
         times = f"{attempt + 1} of {self.retries_after(failure)}"
         print(f"download: {where}: {failure}; trying again in {seconds:.1f} s ({times})")
         self.sleep(seconds)
@@ -125,6 +125,9 @@ def session_with(host: Host, where: str) -> Iterator[httpx2.Client]:
         raise DataError(
             Problem(where="HF_TOKEN", got=got, expected="letters and digits", fix="copy it again")
         ) from error
+    except httpx2.LocalProtocolError:  # its message holds the token
+        got, expected = "a character that no header can hold", "letters and digits"
+        raise DataError(Problem(where="HF_TOKEN", got=got, expected=expected, fix="copy it again")) from None
     except OfflineModeIsEnabled as error:
         problem = Problem(where=where, got="HF_HUB_OFFLINE", expected="the network", fix="unset it to download")
         raise DataError(problem) from error

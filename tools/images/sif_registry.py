@@ -255,6 +255,8 @@ class Registry:
                         continue
                     yield answer
                     return
+        except httpx2.LocalProtocolError:  # its message holds the password or token
+            raise PullError("access", f"{reference}: a password or token that no header can hold ({LOGIN})") from None
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise TryAgainError(f"{type(error).__name__} ({error})") from error
 
@@ -332,7 +334,7 @@ class Registry:
         if failure.asked is not None:
             if failure.asked > manners.longest_asked:
                 raise PullError("limit", f"{reference}: the registry asks to wait {failure.asked:.0f} s") from failure
-            seconds = failure.asked
+            seconds = max(seconds, failure.asked)
         if seconds >= TOLD_SECONDS:
             print(f"sif: {reference.host}: {failure}; waiting {seconds:.0f} s", flush=True)
         if str(failure).startswith("HTTP 429"):

@@ -7,6 +7,7 @@ import json
 import socket
 import stat
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -193,3 +194,19 @@ def test_a_blob_that_never_comes_further_is_given_up(tmp_path):
             registry.blob(Reference.parse(f"{host}/a/b"), f"sha256:{'0' * 64}", tmp_path / "blob", lambda _: None)
         registry.close()
     assert len(asked) == 5  # the first came further than nothing
+
+
+def test_a_password_is_in_no_message():
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        request.send_response(401)
+        request.send_header("WWW-Authenticate", "Basic")
+        request.send_header("Content-Length", "0")
+        request.end_headers()
+
+    with serving(answer) as host:
+        files = ({"auths": {host: {"auth": "c2VjcmV0\n"}}},)
+        registry = Registry(Credentials({}, files), Manners(attempts=2, first_seconds=0.001))
+        with pytest.raises(PullError, match=r"access: .* no header can hold") as raised:
+            registry.manifest(Reference.parse(f"{host}/a/b"))
+        registry.close()
+    assert "c2VjcmV0" not in "".join(traceback.format_exception(raised.value))
