@@ -48,7 +48,7 @@ class IndexedRow:
     agent: str
     pass_rate: float | None
     has_reasoning: bool
-    is_marked: bool
+    is_marked: bool | None  # None where no turn can be
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,21 +89,22 @@ def make_curriculum(
     origin = lineage_of(rows_file.with_name("manifest.json"))
     made_by = {file: {"made_by": origin} for file in (rows_file, validation) if origin}
     inputs = [describe(file, **made_by.get(file, {})) for file in used]
-    known = {"tool": "curriculum", "tool_version": TOOL_VERSION, "inputs": inputs, "parameters": dict(settings)}
+    parameters = {**settings, "output": output.name}
+    known = {"tool": "curriculum", "tool_version": TOOL_VERSION, "inputs": inputs, "parameters": parameters}
     if not (reasons := changes(manifest_file, known)):
         print(f"curriculum: {output} is up to date")
         return known
     marker = settings["low_effort"]["marker"]
     work = IndexRows(rows_file, marker)
     rows = [row for block in map_in_order(blocks_of(rows_file), work) for row in block]
-    rates = read_pass_rates(pass_rates) if pass_rates else {}
+    rates = read_pass_rates(pass_rates) if pass_rates else None
     domain_of = {agent: domain for domain, agents in settings["domains"].items() for agent in agents}
     entries = [
         Entry(
             index=index,
             row_id=row.row_id,
             domain=domain_of.get(row.agent, row.agent),
-            pass_rate=rates.get(row.row_id, row.pass_rate),
+            pass_rate=row.pass_rate if rates is None else rates.get(row.row_id),
             has_reasoning=row.has_reasoning,
         )
         for index, row in enumerate(rows)
@@ -147,8 +148,8 @@ class Edits:
     ) -> Edits:
         """Draw the rows; marks that are there already count."""
         seed, low, reasoning = settings["seed"], settings["low_effort"], settings["reasoning"]
-        missing = max(0, round(low["share"] * len(order)) - sum(rows[entry.index].is_marked for entry in order))
-        able = [entry for entry in order if entry.domain in low["domains"] and not rows[entry.index].is_marked]
+        missing = max(0, round(low["share"] * len(order)) - sum(bool(rows[entry.index].is_marked) for entry in order))
+        able = [entry for entry in order if entry.domain in low["domains"] and rows[entry.index].is_marked is False]
         if missing > len(able):
             got, fix = f"{missing} rows to mark, {len(able)} of these domains", "lower it, or name more domains"
             raise DataError(Problem(where="low_effort.share", got=got, expected="enough rows", fix=fix))

@@ -45,8 +45,11 @@ def with_marker(row: Row, marker: str) -> dict[str, Any]:
     return changed
 
 
-def is_marked(row: Row, marker: str) -> bool:
-    """Return whether the last user turn of a row ends with `marker` already, or there is none to put it behind."""
+def is_marked(row: Row, marker: str) -> bool | None:
+    """Return whether the last user turn of a row ends with `marker` already; None where there is no such turn."""
+    items = row["responses_create_params"]["input"]
+    if not isinstance(items, str) and all(item.get("role") != "user" for item in items):
+        return None
     return with_marker(row, marker) == row
 
 

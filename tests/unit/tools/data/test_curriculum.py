@@ -152,6 +152,7 @@ def test_a_marker_goes_behind_the_last_user_turn_once() -> None:
     assert marked["responses_create_params"]["input"][0] == USER
     assert with_marker(marked, MARKER) == marked
     assert (is_marked(row, MARKER), is_marked(marked, MARKER)) == (False, True)
+    assert is_marked(conversation(ANSWER), MARKER) is None  # no turn to put it behind
     plain = {"responses_create_params": {"input": "hello"}}
     assert with_marker(plain, MARKER)["responses_create_params"]["input"] == "hello" + MARKER
     assert plain == {"responses_create_params": {"input": "hello"}}
@@ -230,6 +231,36 @@ def test_the_command_writes_the_order_and_says_what_it_did(tmp_path: Path, capsy
     assert main(command(tmp_path, *shares, "seed=7")) == 0
     assert "parameters changed: seed was 42, is 7" in capsys.readouterr().out
     assert (tmp_path / "out/train-split.jsonl").read_bytes() != before
+
+
+def test_another_name_is_another_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(tmp_path)
+    assert main(command(tmp_path)) == 0
+    arguments = command(tmp_path)
+    arguments[3] = str(tmp_path / "out/other.jsonl")
+    assert main(arguments) == 0
+    assert "parameters changed: output was train-split.jsonl, is other.jsonl" in capsys.readouterr().out
+    assert (tmp_path / "out/other.jsonl").read_bytes() == (tmp_path / "out/train-split.jsonl").read_bytes()
+
+
+def test_a_row_that_the_profile_lacks_has_no_rate_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = write_rows(tmp_path)[0]
+    with (tmp_path / "in/train-split.jsonl").open("a") as file:
+        file.write(json.dumps(row | {"n": 40, "uuid": "new", "pass_rate": 0.5}) + "\n")
+    assert main(command(tmp_path)) == 2
+    assert "stem_qa: got 1 rows without a pass rate" in capsys.readouterr().err
+
+
+def test_rows_without_a_user_turn_are_not_low_effort(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row | conversation(ANSWER) | {"uuid": row["n"], "pass_rate": 0.5} for row in write_rows(tmp_path)]
+    lines = [json.dumps(row | {"agent_ref": {"name": AGENTS[1]}}) + "\n" for row in rows]
+    (tmp_path / "in/train-split.jsonl").write_text("".join(lines))
+    arguments = command(tmp_path, "low_effort.share=0.25", "low_effort.domains=[stem_qa]")
+    del arguments[4:6]  # the rates are the rows' own
+    assert main(arguments) == 2
+    assert "low_effort.share: got 10 rows to mark, 0 of these domains" in capsys.readouterr().err
 
 
 def test_budgets_need_a_tokenizer_and_use_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
