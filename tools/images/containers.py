@@ -40,7 +40,7 @@ from tools.launch.contract import FALSE, TRUE
 ROOT = Path(__file__).resolve().parents[2]
 LOCAL = "localhost/super-rl"  # prefix of the names of images that are in no registry
 SPACE_FACTOR = 2.5  # enroot unpacks the layers, then writes the squashfs file, in ENROOT_TEMP_PATH and beside it
-BUILD_SECONDS = 6 * 3600
+BUILD_SECONDS, ANSWER_SECONDS = 6 * 3600, 120
 _TAG = re.compile(r"\w[\w.-]{0,127}", re.ASCII)
 _REGISTRY = re.compile(r"([A-Za-z0-9.-]+|\[[0-9a-f:]+\])(:\d+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*/?")
 
@@ -189,13 +189,20 @@ def execute(command: Sequence[str], root: Path) -> None:
         raise RunError(f"containers: status {status} of: {shlex.join(command)}")
 
 
+def _ask(command: Sequence[str], root: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise RunError(f"containers: no answer after {ANSWER_SECONDS} s: {shlex.join(command)}") from error
+
+
 def _succeeds(command: Sequence[str]) -> bool:
-    return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
+    return _ask(command).returncode == 0
 
 
 def output_of(command: Sequence[str], root: Path) -> str:
-    """Return what one command prints."""
-    result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    """Return what one command prints; raises `RunError` when it fails or says nothing for long."""
+    result = _ask(command, root)
     if result.returncode != 0:
         raise RunError(f"containers: {result.stderr.strip()} from: {shlex.join(command)}")
     return result.stdout.strip()

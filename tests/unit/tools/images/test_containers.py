@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.grpo.errors import LaunchError
-from tools.images.containers import main, plan, problems, space_problems, wrong_values
+from recipes.grpo.errors import LaunchError, RunError
+from tools.images import containers
+from tools.images.containers import main, output_of, plan, problems, space_problems, wrong_values
 from tools.images.containers_builders import find_builder
 from tools.images.containers_lock import (
     Entry,
@@ -182,3 +183,9 @@ def test_a_launch_with_another_image_is_reported(tmp_path):
     image.write_bytes(b"other")
     image.write_bytes(b"another")
     assert "was replaced" in str(launch_digest(str(image)))
+
+
+def test_a_builder_that_does_not_answer_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(containers, "ANSWER_SECONDS", 0.1)
+    with pytest.raises(RunError, match=r"no answer after 0\.1 s: sleep 60"):
+        output_of(["sleep", "60"], tmp_path)
