@@ -11,6 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from recipes.grpo.errors import DataError, Problem
 from tools.command_line import exit_status, positive
 from tools.data.blends import BLENDS_FILE
 from tools.data.download import download, find_blend
@@ -25,6 +26,10 @@ def prepare(options: argparse.Namespace) -> Path:
     """Bring everything that the blend needs to the data directory; return the directory of its splits."""
     patience = Patience(first_seconds=options.back_off)
     blend = find_blend(options.blend, options.blends, options.revision)
+    if sum(name.endswith(".jsonl") for name in blend.files) != 1:
+        where, got = f"{options.blends}: {blend.name}.files", ", ".join(blend.files)
+        fix = "make a blend of each, or prepare them with tools.data.download, fill and split"
+        raise DataError(Problem(where=where, got=got, expected="one file of rows (.jsonl)", fix=fix))
     directory: Path = options.data / options.blend
     with only_one(directory / ".prepare.lock"):
         files = download(blend, blend.dataset_called(options.dataset), directory / "raw", patience)
