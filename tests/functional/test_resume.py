@@ -1,7 +1,8 @@
-"""A run that is killed, again and again, trains every prompt exactly once.
+"""A run that is stopped, again and again, trains every prompt exactly once.
 
-One run, nine kills: each of driver, generation actor and policy worker, before the first save of the attempt, while a
-checkpoint is being written, and right after one. Every start is the same `make stage1.1`.
+One run, nine stops: each of driver, generation actor and policy worker, before the first save of the attempt, while a
+checkpoint is being written, and right after one. The driver's last is a request, SIGTERM, which it answers with a
+checkpoint; the others are kills. Every start is the same `make stage1.1`.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def env(tmp_path: Path) -> dict[str, str]:
     return {**environment, "EXP_NAME": "resume", "MODEL_PATH": str(tmp_path / "model")}
 
 
-def kill_at(attempt: Attempt, victim: str, moment: str) -> None:
+def stop_at(attempt: Attempt, victim: str, moment: str, number: signal.Signals) -> None:
     checkpoints, before = attempt.run_dir / "checkpoints", saved(attempt.run_dir)
     if moment == "before a save":
         attempt.wait_until(lambda: f"/{STEPS} | reward" in attempt.log.read_text(errors="replace"), "a step")
@@ -112,10 +113,10 @@ def kill_at(attempt: Attempt, victim: str, moment: str) -> None:
         attempt.wait_until(lambda: saved(attempt.run_dir) > before, "a checkpoint")
     process = attempt.find(VICTIMS[victim])
     assert process is not None, f"no {victim} process:\n{attempt.tail()}"
-    process.kill()
+    process.send_signal(number)
 
 
-def test_nine_kills_and_every_prompt_once(tmp_path: Path, env: dict[str, str]) -> None:
+def test_nine_stops_and_every_prompt_once(tmp_path: Path, env: dict[str, str]) -> None:
     run_dir = tmp_path / "resume"
     for moment in ("before a save", "while saving", "after a save"):
         for victim in VICTIMS:
@@ -123,12 +124,16 @@ def test_nine_kills_and_every_prompt_once(tmp_path: Path, env: dict[str, str]) -
             for left in (run_dir / "checkpoints").glob("tmp_*"):
                 shutil.rmtree(left)  # so that this attempt's own half-written checkpoint is the one waited for
             attempt = Attempt(run_dir, env)
-            kill_at(attempt, victim, moment)
+            is_asked = (moment, victim) == ("after a save", "driver")
+            stop_at(attempt, victim, moment, signal.SIGTERM if is_asked else signal.SIGKILL)
             assert attempt.wait(EXIT_SECONDS) != 0, f"a run without its {victim} claims success:\n{attempt.tail()}"
             log = attempt.log.read_text(errors="replace")
             assert ERRORS[victim] in log, f"the {victim}'s death is not named:\n{attempt.tail()}"
             assert f"step {resumed_from}, " in log or resumed_from == 0, "did not resume from the last checkpoint"
             assert saved(run_dir) >= resumed_from
+            if is_asked:
+                assert "Error 75" in log, f"not stopped to be started again:\n{attempt.tail()}"
+                assert saved(run_dir) == last_step(run_dir) > resumed_from, "a step is lost"
 
     attempt = Attempt(run_dir, env)
     assert attempt.wait(START_SECONDS + 120) == 0, attempt.tail()
