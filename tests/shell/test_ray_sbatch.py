@@ -43,7 +43,7 @@ if [[ -e ${SHIM_DIR}/${name} ]]; then
     ln -sfn "step_${SLURM_RESTART_COUNT:-0}5" "${SHIM_DIR}/run/checkpoints/latest"
   fi
   [[ ! $* =~ --output=([^ ]+/driver\\.log) ]] || printf 'begin: what was wrong\\n' >"${BASH_REMATCH[1]}"
-  [[ ${name} != worker ]] || printf 'srun: error: 127.0.0.2: task 0: Exited\\n' >&2
+  [[ ${name} != worker ]] || printf 'srun: error: 127.0.0.2: task 0: Exited\\nsrun: error: Node failure on n9\\n' >&2
   exit "$(<"${SHIM_DIR}/${name}")"
 fi
 for ((i = 0; i < 600; i++)); do sleep 0.1; done
@@ -169,6 +169,7 @@ def test_a_step_that_ends_before_the_driver_ends_the_job_with_its_name(job, step
     assert not job.was_requeued()
     if step == "worker":
         assert "on 127.0.0.2: srun: error: 127.0.0.2: task 0: Exited" in output
+        assert output.count("Node failure on n9") == 1
 
 
 def wait_for(path: Path) -> None:

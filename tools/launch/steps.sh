@@ -65,8 +65,9 @@ say_last_lines() {
 }
 
 say_end() {
-  local role=${roles[$1]} node
+  local role=${roles[$1]} node line
   say "${steps[$1]} ended with status $2 before the driver"
+  while read -r line; do say "  ${line}"; done < <(grep '^srun: error: Node failure on ' "${log_dir}/srun_${role}.log")
   # srun's messages begin with "srun: error: NODE: "; one line per node is enough.
   while read -r node; do
     say "on ${node}: $(grep -m 1 "^srun: error: ${node}: " "${log_dir}/srun_${role}.log")"
