@@ -32,11 +32,15 @@ start() {
 
 init() {
   local dir=$1 name=$2 address=$3 shared
+  local -a octets=()
   shift 3
   local home="${dir}/nodes/${name}"
   hostname "${name}"
   until [[ -e ${home}/connected ]]; do sleep 0.01; done
   ip link set lo up
+  # As in its earlier life: other nodes remember the address of its card for a minute.
+  read -r -a octets <<<"${address//./ }"
+  ip link set eth0 address "$(printf '02:00:%02x:%02x:%02x:%02x' "${octets[@]}")"
   ip addr add "${address}/24" dev eth0
   ip link set eth0 up
   mount -t tmpfs -o size=2g tmpfs /dev/shm
