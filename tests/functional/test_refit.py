@@ -25,7 +25,7 @@ from recipes.policy.policy import Policy
 from tools.tiny.model import build_model
 from tools.tiny.tokenizer import build_tokenizer
 
-pytestmark = [pytest.mark.functional, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 1e-4

@@ -12,7 +12,7 @@ import pytest
 from slurm.cluster import Cluster
 from slurm.jobs import Job, submit
 
-pytestmark = [pytest.mark.functional, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
 
 NUM_NODES = 4
 DRIVER = """
