@@ -6,7 +6,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 # What and where, as in `make stage1.1 SCALE=tiny LAUNCHER=local`. The launcher reads these and the variables of
-# tools/launch/contract.py from the environment; what is empty here counts as not given.
+# tools/planning/contract.py from the environment; what is empty here counts as not given.
 SCALE ?= prod
 PLATFORM ?= h100
 LAUNCHER ?=
@@ -31,11 +31,11 @@ PORT ?= 5000
 export SCALE PLATFORM LAUNCHER CLUSTER ENV_TOML ENGINE SEED EXP_NAME DRY_RUN RESULTS_DIR
 
 # A misspelt variable would be ignored: what is given to make is named in this file or in the launcher's contract.
-NAMED = $(shell grep -ohE '[A-Z][A-Z0-9_]+' $(MAKEFILE_LIST) tools/launch/contract.py tools/images/containers*.py)
+NAMED = $(shell grep -ohE '[A-Z][A-Z0-9_]+' $(MAKEFILE_LIST) tools/planning/contract.py tools/images/*.py)
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 UNREAD := $(if $(GIVEN),$(filter-out $(NAMED),$(GIVEN)))
 $(if $(UNREAD),$(error got $(UNREAD), which nothing here reads; expected variables of the Makefile or of \
-tools/launch/contract.py: correct the name, or put it before `make` when a program that is started reads it))
+tools/planning/contract.py: correct the name, or put it before `make` when a program that is started reads it))
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -84,7 +84,7 @@ pipeline: $(READY) ## all six stages in order, each from its parent's last expor
 
 .PHONY: doctor
 doctor: $(READY) ## report every problem of a planned launch at once, each with a code and a fix [STAGE SCALE PLATFORM ARGS=--json]
-	@$(PYTHON) -m tools.launch.doctor --stage $(STAGE) $(ARGS)
+	@$(PYTHON) -m tools.doctor --stage $(STAGE) $(ARGS)
 
 .PHONY: plan
 plan: $(READY) ## print nodes, memory per GPU, expected step time and GPU-hours of a stage, and what if [STAGE SCALE PLATFORM ARGS]
@@ -100,19 +100,19 @@ stages: $(READY) ## print the stage table and what follows from every configurat
 
 .PHONY: config
 config: $(READY) ## print a stage's resolved configuration and where each value comes from [STAGE SCALE PLATFORM ENGINE DIFF=stage]
-	@$(PYTHON) -m tools.config_cli --stage $(STAGE) --scale $(SCALE) --platform $(PLATFORM) --engine $(ENGINE) $(if $(DIFF),--diff $(DIFF)) $(ARGS)
+	@$(PYTHON) -m tools.config.show --stage $(STAGE) --scale $(SCALE) --platform $(PLATFORM) --engine $(ENGINE) $(if $(DIFF),--diff $(DIFF)) $(ARGS)
 
 .PHONY: config-import
 config-import: $(READY) ## turn a NeMo RL stage file into an overlay of ours, on standard output [FILE=their.yaml BASE=stage2.2]
-	@$(PYTHON) -m tools.config_import --file $(or $(FILE),$(error give FILE=their.yaml)) $(if $(BASE),--base $(BASE)) $(ARGS)
+	@$(PYTHON) -m tools.nemo_rl.import_file --file $(or $(FILE),$(error give FILE=their.yaml)) $(if $(BASE),--base $(BASE)) $(ARGS)
 
 .PHONY: config-docs
 config-docs: $(READY) ## write the reference of all configuration keys to build/configuration.md
-	$(PYTHON) -m tools.config_docs --write build/configuration.md
+	$(PYTHON) -m tools.config.docs --write build/configuration.md
 
 .PHONY: config-golden
 config-golden: $(READY) ## update the recorded resolved configurations in tests/golden/config
-	$(PYTHON) -m tools.config_cli --update-golden
+	$(PYTHON) -m tools.config.show --update-golden
 
 ##@ Inputs
 .PHONY: data
@@ -125,23 +125,23 @@ endif
 
 .PHONY: data-validate
 data-validate: $(READY) ## check every row of a blend's splits: shape, agents, duplicates, contamination [BLEND=tiny ARGS="--others data/rlvr1"]
-	$(PYTHON) -m tools.data.validate --data data/$(or $(BLEND),tiny) --problems data/$(or $(BLEND),tiny)/problems.jsonl $(ARGS)
+	$(PYTHON) -m tools.rows.validate --data data/$(or $(BLEND),tiny) --problems data/$(or $(BLEND),tiny)/problems.jsonl $(ARGS)
 
 .PHONY: data-report
 data-report: $(READY) ## count rows, lengths and pass rates per agent, as text and as data/BLEND/report.html [BLEND=tiny ARGS="--tokenizer DIR"]
-	$(PYTHON) -m tools.data.report --data data/$(or $(BLEND),tiny) --out data/$(or $(BLEND),tiny)/report.html $(ARGS)
+	$(PYTHON) -m tools.rows.report --data data/$(or $(BLEND),tiny) --out data/$(or $(BLEND),tiny)/report.html $(ARGS)
 
 .PHONY: profile
 profile: $(READY) ## record how often a checkpoint solves each training row, on this machine; again: resume [BLEND MODEL_PATH STAGE SCALE]
-	$(PYTHON) -m tools.data.profile_rows --stage $(STAGE) --model $(or $(MODEL_PATH),models/tiny-sft) --data data/$(or $(BLEND),tiny)/train-split.jsonl --run-dir $(RESULTS_DIR)/profile-$(or $(BLEND),tiny) $(ARGS)
+	$(PYTHON) -m tools.curriculum.profile --stage $(STAGE) --model $(or $(MODEL_PATH),models/tiny-sft) --data data/$(or $(BLEND),tiny)/train-split.jsonl --run-dir $(RESULTS_DIR)/profile-$(or $(BLEND),tiny) $(ARGS)
 
 .PHONY: curriculum
 curriculum: $(READY) ## order rows by their pass rates, of `make profile` or in the rows: data/BLEND-ordered/, by configs/data/curriculum.yaml [BLEND=tiny ARGS="seed=1 low_effort.share=0.02"]
-	$(PYTHON) -m tools.data.make_curriculum --in data/$(or $(BLEND),tiny)/train-split.jsonl --out data/$(or $(BLEND),tiny)-ordered/train-split.jsonl $(addprefix --pass-rates ,$(wildcard $(RESULTS_DIR)/profile-$(or $(BLEND),tiny)/pass_rates.jsonl)) $(ARGS)
+	$(PYTHON) -m tools.curriculum.write --in data/$(or $(BLEND),tiny)/train-split.jsonl --out data/$(or $(BLEND),tiny)-ordered/train-split.jsonl $(addprefix --pass-rates ,$(wildcard $(RESULTS_DIR)/profile-$(or $(BLEND),tiny)/pass_rates.jsonl)) $(ARGS)
 
 .PHONY: lineage
 lineage: $(READY) ## record splits and a run's newest export in artifacts/, and print where they came from [EXP_NAME]
-	@$(PYTHON) -m tools.data.lineage --data $(patsubst %/,%,$(dir $(wildcard data/*/manifest.json))) $(if $(EXP_NAME),--run-dir $(RESULTS_DIR)/$(EXP_NAME)) $(ARGS)
+	@$(PYTHON) -m tools.lineage.record --data $(patsubst %/,%,$(dir $(wildcard data/*/manifest.json))) $(if $(EXP_NAME),--run-dir $(RESULTS_DIR)/$(EXP_NAME)) $(ARGS)
 
 .PHONY: tiny
 tiny: $(READY) ## make what SCALE=tiny needs: data/tiny and the SFT checkpoint models/tiny-sft
@@ -153,23 +153,23 @@ SQSH ?=
 export SQSH
 .PHONY: container
 container: $(READY) ## build the training image and import its packages inside [ENGINE BUILDER REGISTRY TAG PUSH=1 SQSH=FILE BUILD_FLAGS BASE CUDA VLLM_VERSION]
-	@$(PYTHON) -m tools.images.containers $(ENGINE)
+	@$(PYTHON) -m tools.images.build $(ENGINE)
 
 .PHONY: swe-container
 swe-container: $(READY) ## build the image of stage 2.2: a training image with Apptainer [BASE BUILDER REGISTRY TAG PUSH=1 SQSH=FILE]
-	@$(PYTHON) -m tools.images.containers swe
+	@$(PYTHON) -m tools.images.build swe
 
 .PHONY: sandbox
 sandbox: $(READY) ## build the code sandbox: ours, or that of NeMo-Skills, which has Lean [SANDBOX=nemo-skills BUILDER REGISTRY TAG PUSH=1]
-	@$(PYTHON) -m tools.images.containers $(SANDBOX)
+	@$(PYTHON) -m tools.images.build $(SANDBOX)
 
 .PHONY: sandbox-sqsh
 sandbox-sqsh: $(READY) ## build the sandbox and import it by enroot for pyxis [SANDBOX=nemo-skills SQSH=build/sandbox.sqsh]
-	@SQSH='$(or $(SQSH),$(CURDIR)/build/$(SANDBOX).sqsh)' $(PYTHON) -m tools.images.containers $(SANDBOX)
+	@SQSH='$(or $(SQSH),$(CURDIR)/build/$(SANDBOX).sqsh)' $(PYTHON) -m tools.images.build $(SANDBOX)
 
 .PHONY: test-container
 test-container: $(READY) ## build the image in which the tests run without a GPU [BUILDER REGISTRY TAG PUSH=1 BUILD_FLAGS]
-	@$(PYTHON) -m tools.images.containers cpu_test
+	@$(PYTHON) -m tools.images.build cpu_test
 
 SIF_DIR ?=
 ROWS ?=
@@ -179,11 +179,11 @@ SIF_BLEND = data/$(or $(BLEND),swe2)
 SIF_ROWS = --rows $(or $(ROWS),$(addprefix $(SIF_BLEND)/,train-split.jsonl val-split.jsonl))
 .PHONY: sif
 sif: $(READY) ## make the SIF files of all tasks of a blend; again: resume [SIF_DIR BLEND=swe2 | ROWS=FILE | ALL=1, MIRROR ARGS=--retry-failed]
-	@$(PYTHON) -m tools.images.sif --sif-dir $(or $(SIF_DIR),$(error give SIF_DIR=...)) $(if $(ALL),--all,$(SIF_ROWS)) $(if $(MIRROR),--mirror $(MIRROR)) $(ARGS)
+	@$(PYTHON) -m tools.sif.make --sif-dir $(or $(SIF_DIR),$(error give SIF_DIR=...)) $(if $(ALL),--all,$(SIF_ROWS)) $(if $(MIRROR),--mirror $(MIRROR)) $(ARGS)
 
 .PHONY: sif-check
 sif-check: $(READY) ## check that task images run and can run tests; write the rows of the good ones to data/BLEND-good [SIF_DIR BLEND=swe2 | ROWS=FILE, ARGS=--golden]
-	@$(PYTHON) -m tools.images.sif_check --sif-dir $(or $(SIF_DIR),$(error give SIF_DIR=...)) $(SIF_ROWS) $(if $(ROWS),,--out $(SIF_BLEND)-good) $(ARGS)
+	@$(PYTHON) -m tools.sif.check --sif-dir $(or $(SIF_DIR),$(error give SIF_DIR=...)) $(SIF_ROWS) $(if $(ROWS),,--out $(SIF_BLEND)-good) $(ARGS)
 
 ##@ Looking at a run
 .PHONY: status

@@ -11,7 +11,7 @@
 #   --help       print this text
 #
 # Required environment: EXP_NAME CONFIG_PATH MODEL_PATH TRAIN_PATH VAL_PATH; on Slurm also CONTAINER
-# SANDBOX_CONTAINER PERSISTENT_CACHE SLURM_PARTITION SLURM_ACCOUNT. All variables: tools/launch/contract.py.
+# SANDBOX_CONTAINER PERSISTENT_CACHE SLURM_PARTITION SLURM_ACCOUNT. All variables: tools/planning/contract.py.
 # With a STAGE also: SCALE=prod|small|tiny, PLATFORM=h100|b200.
 #
 # Exit status: the driver's with LAUNCHER=local (75: stopped early and saved, start again to resume), else sbatch's;

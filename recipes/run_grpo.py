@@ -14,9 +14,9 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-from recipes.grpo.config import LoadedConfig, load_config, require_runnable
-from recipes.grpo.errors import RecipeError
-from recipes.grpo.stop import EXIT_RESUME, StopRequest
+from recipes.config.load import LoadedConfig, load_config, require_runnable
+from recipes.errors import RecipeError
+from recipes.stop import EXIT_RESUME, StopRequest
 
 logger = logging.getLogger("recipes.run_grpo")
 
@@ -56,7 +56,7 @@ def run_stage(config_path: Path, run_dir: Path, overrides: list[str]) -> int:
     write_resolved(loaded, run_dir)
 
     # Heavy imports after the checks: a typo is answered in under a second, without torch.
-    from recipes.grpo.derive import derive
+    from recipes.config.derive import derive
     from recipes.grpo.heartbeat import Heartbeat
     from recipes.grpo.setup import setup
     from recipes.grpo.train import train

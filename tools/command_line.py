@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec
 
-from recipes.grpo.errors import InputError, Problem, RecipeError
+from recipes.errors import InputError, Problem, RecipeError
 
 INTERRUPTED, READER_GONE = 130, 141  # what a shell makes of SIGINT and SIGPIPE
 

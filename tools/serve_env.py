@@ -14,7 +14,7 @@ import yaml
 
 from recipes.environments.instances import servers_of
 from recipes.environments.registry import VERIFIERS, suggestion
-from recipes.grpo.errors import ConfigError, LaunchError, Problem
+from recipes.errors import ConfigError, LaunchError, Problem
 from tools.command_line import exit_status
 
 
@@ -45,7 +45,7 @@ def _serve(options: argparse.Namespace, listener: socket.socket) -> None:
 
     import uvicorn
 
-    from recipes.environments.server import create_app
+    from recipes.environments.server.resources import create_app
 
     host, port = listener.getsockname()[:2]
     print(f"{options.name} listens on http://{host}:{port}", flush=True)

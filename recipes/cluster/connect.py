@@ -8,7 +8,7 @@ import signal
 
 import ray
 
-from recipes.grpo.errors import LaunchError, Problem, RunError
+from recipes.errors import LaunchError, Problem, RunError
 
 
 def connect() -> None:

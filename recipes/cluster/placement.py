@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from recipes.grpo.errors import StalledError
+from recipes.errors import StalledError
 
 _UNIT = "worker_units"
 _HEAD = "node:__internal_head__"  # Ray's own mark of the node that the driver runs on

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.grpo.errors import LaunchError, Problem
+from recipes.errors import LaunchError, Problem
 
 CEILING = 9000  # exclusive
 NUM_SLOTS = 10

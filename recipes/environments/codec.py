@@ -20,10 +20,10 @@ from recipes.environments.responses import Item
 from recipes.environments.rows import wrong
 from recipes.environments.template import compile_template
 from recipes.environments.tool_calls import parse_tool_calls
-from recipes.grpo.errors import InputError, Problem
+from recipes.errors import InputError, Problem
 
 if TYPE_CHECKING:
-    from recipes.grpo.config_tree_policy import PolicyConfig
+    from recipes.config.tree_policy import PolicyConfig
 
 KEPT_SPECIAL_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # the parsers look for them
 _CACHED_PROMPTS = 64  # the G rollouts of a prompt render and tokenize it once

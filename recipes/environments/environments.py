@@ -17,19 +17,19 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from recipes.environments.agents import AGENT_KINDS, Episode, unscored
+from recipes.environments.agents.single_turn import AGENT_KINDS, Episode, unscored
 from recipes.environments.chat import chat_request
 from recipes.environments.codec import ChatCodec, row_template_kwargs
 from recipes.environments.instances import ServerInstance, agents_of, servers_of
 from recipes.environments.registry import VERIFIERS, Agent, find_agent, suggestion
-from recipes.environments.scoring import ScoringPool
+from recipes.environments.scoring.clients import HttpVerifier, InProcessVerifier, VerifierClient
+from recipes.environments.scoring.pool import ScoringPool
 from recipes.environments.tool_calls import FlagPatterns
-from recipes.environments.verifier_clients import HttpVerifier, InProcessVerifier, VerifierClient
-from recipes.grpo.errors import RecipeError
-from recipes.grpo.types import ModelClient, Rollout, RolloutStatus, Row
+from recipes.errors import RecipeError
+from recipes.types import ModelClient, Rollout, RolloutStatus, Row
 
 if TYPE_CHECKING:
-    from recipes.grpo.config_tree import EnvConfig
+    from recipes.config.tree import EnvConfig
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipes.environments.registry import VERIFIERS, Agent, suggestion
-from recipes.grpo.errors import ConfigError, Problem
+from recipes.errors import ConfigError, Problem
 
 AGENT_TYPES = ("simple_agent",)  # agent servers whose rollouts run here
 DESCRIPTIVE = frozenset({"description", "domain", "entrypoint", "host", "name", "num_workers", "value", "verified"})

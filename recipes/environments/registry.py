@@ -10,8 +10,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from recipes.environments import math_with_judge, mcqa, reasoning_gym, structured_outputs
 from recipes.environments.verdict import Verifier
+from recipes.environments.verifiers import math_with_judge, mcqa, reasoning_gym, structured_outputs
 
 VERIFIERS: Mapping[str, Verifier] = {
     "math_with_judge": Verifier(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Protocol
 
-from recipes.grpo.types import RolloutStatus, Row
+from recipes.types import RolloutStatus, Row
 
 Response = Mapping[str, Any]
 """A Responses object: `output` is a list of `message`, `reasoning` and `function_call` items."""

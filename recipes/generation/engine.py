@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from recipes.errors import EngineError
 from recipes.generation.engine_args import CPU_ENV, ENV, engine_args, stop_token_ids, top_k
-from recipes.grpo.errors import EngineError
-from recipes.grpo.types import Sampling
+from recipes.types import Sampling
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from recipes.config.tree_policy import GenerationConfig
     from recipes.generation.server import HttpServer
-    from recipes.grpo.config_tree_policy import GenerationConfig
 
 logger = logging.getLogger(__name__)
 

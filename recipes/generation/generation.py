@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
+from recipes.errors import EngineError
 from recipes.generation.engine import Answer, EngineActor, EngineInfo, Request, Sample
 from recipes.generation.handshake import nccl_init, nccl_update, shared_memory_init
-from recipes.grpo.errors import EngineError
-from recipes.grpo.types import Completion, Sampling, VersionSpan, WeightLayout
+from recipes.types import Completion, Sampling, VersionSpan, WeightLayout
 
 if TYPE_CHECKING:
-    from recipes.grpo.config_tree import DeadlinesConfig
-    from recipes.grpo.config_tree_policy import GenerationConfig, VllmConfig
+    from recipes.config.tree import DeadlinesConfig
+    from recipes.config.tree_policy import GenerationConfig, VllmConfig
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from recipes.grpo.types import WeightLayout
+from recipes.types import WeightLayout
 
 
 def shared_memory_init(layout: WeightLayout) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recipes.grpo.types import TrainBatch, TurnSpan
+from recipes.types import TrainBatch, TurnSpan
 
 if TYPE_CHECKING:
-    from recipes.grpo.config_tree import GrpoConfig
+    from recipes.config.tree import GrpoConfig
 
 _EPS = 1e-6  # added to the deviation, as in the reference
 # A deviation below this share of the group's reward range is noise: dividing by it would turn one odd reward among

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from recipes.grpo.types import Group, Rollout, RolloutStatus, TrainBatch, TurnSpan
+from recipes.types import Group, Rollout, RolloutStatus, TrainBatch, TurnSpan
 
 Piece = tuple[Sequence[int], Sequence[float] | None]
 """Token ids of one span and their generation log-probabilities, or None when they were not sampled."""

@@ -12,8 +12,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 
-from recipes.grpo.errors import StalledError
-from recipes.grpo.types import Group
+from recipes.errors import StalledError
+from recipes.types import Group
 
 _LOOK_SECONDS = 1.0  # a signal's handler closes from inside `take`, and no wait is notified that has yet to begin
 

@@ -24,9 +24,9 @@ from typing import Any, Protocol
 
 import orjson
 
-from recipes.grpo.errors import CheckpointError, Problem
+from recipes.errors import CheckpointError, Problem
 from recipes.grpo.rollout import CollectorState
-from recipes.grpo.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
+from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
 
 logger = logging.getLogger(__name__)
 _COMPLETE = "COMPLETE"

@@ -15,8 +15,8 @@ from typing import Any
 
 import orjson
 
-from recipes.grpo.errors import DataError, Problem
-from recipes.grpo.types import PromptRef, Row
+from recipes.errors import DataError, Problem
+from recipes.types import PromptRef, Row
 
 _MAX_PROBLEMS = 20
 WRITE_THE_PROMPT = frozenset({"swe_agents_train", "swe_agents_val"})  # agents whose rows come with an empty input

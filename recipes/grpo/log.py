@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from recipes.grpo.errors import ConfigError, Problem, RunError, StalledError
+from recipes.errors import ConfigError, Problem, RunError, StalledError
 from recipes.grpo.metrics import PHASES, TIMING_PREFIX, StepMetrics
-from recipes.grpo.types import Group, Rollout
+from recipes.types import Group, Rollout
 
 if TYPE_CHECKING:
-    from recipes.grpo.config_tree import LoggerConfig, WandbConfig
+    from recipes.config.tree import LoggerConfig, WandbConfig
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from recipes.grpo.config_tree import LossConfig
+    from recipes.config.tree import LossConfig
 
 _EPS = 1e-8  # keeps 0/0 at 0 when everything is masked
 

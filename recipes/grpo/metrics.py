@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from recipes.grpo.types import Group, Rollout, RolloutStatus
+from recipes.types import Group, Rollout, RolloutStatus
 
 TIMING_PREFIX = "timing/train/"
 

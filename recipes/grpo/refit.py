@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from recipes.grpo.types import WeightLayout
+from recipes.types import WeightLayout
 
 
 class WeightSource(Protocol):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from recipes.grpo.types import Group
+from recipes.types import Group
 
 
 def collect_rewards(groups: Sequence[Group]) -> Tensor:

@@ -24,10 +24,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
+from recipes.errors import RunError, StalledError
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.data import PromptStream, last_user_text
-from recipes.grpo.errors import RunError, StalledError
-from recipes.grpo.types import Completion, Group, ModelClient, PromptRef, Rollout, RolloutStatus, Row, Sampling
+from recipes.types import Completion, Group, ModelClient, PromptRef, Rollout, RolloutStatus, Row, Sampling
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -11,16 +11,16 @@ from typing import Any, Protocol
 
 import torch
 
+from recipes.config.tree import Config
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.checkpoint import LedgerEntry, RunState, prune, save_checkpoint
-from recipes.grpo.config_tree import Config
 from recipes.grpo.log import RunLogger
 from recipes.grpo.metrics import StepMetrics, aggregate_rollouts
 from recipes.grpo.refit import WeightSink, WeightSource
 from recipes.grpo.rollout import RolloutCollector, Sampler
-from recipes.grpo.stop import StopRequest
-from recipes.grpo.types import Group, TrainBatch
 from recipes.grpo.validate import Validation
+from recipes.stop import StopRequest
+from recipes.types import Group, TrainBatch
 
 logger = logging.getLogger(__name__)
 

@@ -10,23 +10,23 @@ from pathlib import Path
 
 from recipes.cluster.connect import connect
 from recipes.cluster.placement import Layout, place
+from recipes.config.derive import Derived
+from recipes.config.tree import Config, GrpoConfig
 from recipes.environments.codec import ChatCodec
 from recipes.environments.environments import Environments
+from recipes.errors import ConfigError, DataError, Problem
 from recipes.generation.generation import Generation
 from recipes.grpo import refit
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.checkpoint import LedgerEntry, RunState, latest_checkpoint, load_state, step_dir
-from recipes.grpo.config_tree import Config, GrpoConfig
 from recipes.grpo.data import PromptDataset, PromptStream, require_rows
-from recipes.grpo.derive import Derived
-from recipes.grpo.errors import ConfigError, DataError, Problem
 from recipes.grpo.log import RunLogger
 from recipes.grpo.rollout import RolloutCollector, RolloutSettings
 from recipes.grpo.run import PolicyHandle, Run, TrainState
-from recipes.grpo.stop import StopRequest
-from recipes.grpo.types import Sampling
 from recipes.grpo.validate import Validation
 from recipes.policy.policy import Policy
+from recipes.stop import StopRequest
+from recipes.types import Sampling
 
 logger = logging.getLogger(__name__)
 

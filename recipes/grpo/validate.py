@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from recipes.grpo.data import PromptDataset, last_user_text, row_id
 from recipes.grpo.rollout import RolloutCollector, gather_results
-from recipes.grpo.types import Group, PromptRef, Sampling
+from recipes.types import Group, PromptRef, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from recipes.grpo.errors import CheckpointError, Problem
-from recipes.policy.convert import unwrap
+from recipes.errors import CheckpointError, Problem
+from recipes.policy.families.qwen3 import unwrap
 from recipes.policy.step import Trainer, gather_params
 
 _FORMAT = ("torch_dist", 1)

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from recipes.grpo.architectures import ARCHITECTURES
-from recipes.grpo.errors import CheckpointError, ConfigError, Problem
+from recipes.config.native import ARCHITECTURES
+from recipes.errors import CheckpointError, ConfigError, Problem
 
 _SHARD_BYTES = 5 * 10**9  # the hub's customary size of one weight file
 _INDEX = "model.safetensors.index.json"

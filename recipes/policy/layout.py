@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from recipes.grpo.errors import ConfigError, Problem
+from recipes.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from recipes.grpo.config_tree_policy import PolicyConfig
+    from recipes.config.tree_policy import PolicyConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

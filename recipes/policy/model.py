@@ -25,7 +25,7 @@ from recipes.policy.logprobs import label_logprobs
 from recipes.policy.parallel import device
 
 if TYPE_CHECKING:
-    from recipes.grpo.config_tree_policy import PolicyConfig
+    from recipes.config.tree_policy import PolicyConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -17,15 +17,15 @@ import ray
 import torch
 from ray.exceptions import RayActorError, RayTaskError
 
-from recipes.grpo.errors import PolicyError, RecipeError
-from recipes.grpo.types import TrainBatch, WeightLayout
+from recipes.errors import PolicyError, RecipeError
 from recipes.policy import shards
 from recipes.policy.layout import Coordinates, check_layout
 from recipes.policy.worker import PolicyWorker, WorkerIdentity, WorkerSpec
+from recipes.types import TrainBatch, WeightLayout
 
 if TYPE_CHECKING:
-    from recipes.grpo.config_tree import DeadlinesConfig, LossConfig
-    from recipes.grpo.config_tree_policy import PolicyConfig
+    from recipes.config.tree import DeadlinesConfig, LossConfig
+    from recipes.config.tree_policy import PolicyConfig
 
 logger = logging.getLogger(__name__)
 

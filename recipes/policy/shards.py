@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from recipes.grpo.config_tree_policy import PolicyConfig
+from recipes.config.tree_policy import PolicyConfig
 from recipes.grpo.loss import GlobalCounts
-from recipes.grpo.types import TrainBatch
 from recipes.policy.packing import Shard, round_up, shard_packed, shard_plain
+from recipes.types import TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

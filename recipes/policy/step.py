@@ -18,10 +18,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from recipes.grpo.config_tree import LossConfig
-from recipes.grpo.config_tree_policy import PolicyConfig
+from recipes.config.tree import LossConfig
+from recipes.config.tree_policy import PolicyConfig
 from recipes.grpo.loss import LossInputs, grpo_loss
-from recipes.policy import convert, hf
+from recipes.policy import hf
+from recipes.policy.families import qwen3 as convert
 from recipes.policy.microbatch import Microbatch, pack_microbatch
 from recipes.policy.model import OutputConfig, build_model, forward, transformer_config
 from recipes.policy.optimizer import build_optimizer, wrap_ddp

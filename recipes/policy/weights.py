@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recipes.grpo.types import WeightLayout
+from recipes.types import WeightLayout
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "recipe-weights-"

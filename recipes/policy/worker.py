@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from recipes.grpo.types import WeightLayout
+from recipes.types import WeightLayout
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from torch._C._distributed_c10d import TCPStore
 
-    from recipes.grpo.config_tree import LossConfig
-    from recipes.grpo.config_tree_policy import PolicyConfig
+    from recipes.config.tree import LossConfig
+    from recipes.config.tree_policy import PolicyConfig
     from recipes.policy.layout import Coordinates
     from recipes.policy.shards import BatchShard
     from recipes.policy.weights import NcclSender, SharedMemoryWriter
@@ -113,7 +113,8 @@ class PolicyWorker:
         """Lay out the full weights; rank 0 makes the shared-memory file, with CUDA there is none."""
         import torch
 
-        from recipes.policy import convert, weights
+        from recipes.policy import weights
+        from recipes.policy.families import qwen3 as convert
 
         if self._rank != 0:
             return None
@@ -146,7 +147,7 @@ class PolicyWorker:
 
     def send_weights(self) -> None:
         """Gather each full tensor; rank 0 writes it to the shared-memory file, or broadcasts it."""
-        from recipes.policy import convert
+        from recipes.policy.families import qwen3 as convert
 
         if self._coordinates.data != 0:
             return  # another replica has the same weights
@@ -179,7 +180,8 @@ class PolicyWorker:
 
     def export_hf(self, path: Path) -> None:
         """Write a Hugging Face directory; rank 0 writes, its replica gathers."""
-        from recipes.policy import convert, hf
+        from recipes.policy import hf
+        from recipes.policy.families import qwen3 as convert
         from recipes.policy.model import DTYPES
 
         if self._coordinates.data != 0:

@@ -17,8 +17,8 @@ from policy_case import random_batch
 from torch.distributed import HashStore
 from torch.profiler import ProfilerActivity, profile
 
-from recipes.grpo.config import load_config, require_valid
-from recipes.grpo.derive import derive
+from recipes.config.derive import derive
+from recipes.config.load import load_config, require_valid
 from recipes.policy import parallel, step
 from recipes.policy.shards import BatchShard, global_counts
 from tools.sizing.architecture import read_architecture

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from recipes.grpo.config import load_config, require_valid
-from recipes.grpo.config_tree import Config
-from recipes.grpo.types import TrainBatch
+from recipes.config.load import load_config, require_valid
+from recipes.config.tree import Config
 from recipes.policy.policy import Policy
+from recipes.types import TrainBatch
 
 BASE = Path(__file__).resolve().parents[2] / "configs" / "grpo_base.yaml"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from slurm.cluster import ROOT, Cluster
 
-from tools.sizing.bringup import CONTROLLER_CALLS, measure
+from tools.sizing.bring_up_cost import CONTROLLER_CALLS, measure
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(300)]
 
@@ -49,9 +49,9 @@ def program(path: Path, text: str) -> Path:
 
 def light_code(directory: Path, joined: Path) -> Path:
     """Return a code directory with the real job file, whose node program is light."""
-    launch = directory / "code" / "tools" / "launch"
+    launch = directory / "code" / "tools" / "job"
     launch.mkdir(parents=True)
-    for file in [*(ROOT / "tools" / "launch").glob("*.sh"), ROOT / "tools" / "launch" / "ray.sbatch"]:
+    for file in [*(ROOT / "tools" / "job").glob("*.sh"), ROOT / "tools" / "job" / "ray.sbatch"]:
         shutil.copy(file, launch)
     program(launch / "ray_node.sh", NODE.format(joined=joined))
     return directory / "code"
@@ -85,7 +85,7 @@ def bring_up(directory: Path, num_nodes: int) -> tuple[Counter[str], Path]:
         cluster.run(
             [
                 *("sbatch", f"--nodes={num_nodes}", "--gres=gpu:1", "--exclusive", "--time=60", f"--output={log}"),
-                *(f"--chdir={code}", str(code / "tools/launch/ray.sbatch"), f"--run-dir={directory}/run"),
+                *(f"--chdir={code}", str(code / "tools/job/ray.sbatch"), f"--run-dir={directory}/run"),
                 *(f"--checkpoints={directory}/run/checkpoints", "--units=1", f"--cache={directory}"),
                 *("--max-restarts=0", "--", str(python), "the driver's words"),
             ]

@@ -23,7 +23,7 @@ from container_tools import Engine, start_engine
 from small_root import require, write_root
 
 pytestmark = pytest.mark.functional
-LAUNCH = Path(__file__).resolve().parents[2] / "tools" / "launch"
+LAUNCH = Path(__file__).resolve().parents[2] / "tools" / "job"
 SHIM = Path(__file__).with_name("pyxis_shim.py")
 STEP = """set -euo pipefail; shopt -s inherit_errexit
 source "$1/container.sh"; runtime=$2 image=$3 mounts=$4 role=$5 workdir=$6; shift 6

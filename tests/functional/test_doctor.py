@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from slurm.cluster import ROOT, Cluster
+from tests.unit.tools.launch_case import PLACEHOLDER_ROW, LaunchCase, write_case
 
 from recipes.cluster.ports import ray_ports
-from tests.unit.tools.launch.launch_case import PLACEHOLDER_ROW, LaunchCase, write_case
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(180)]
 
@@ -50,7 +50,7 @@ def partition(cluster: Cluster) -> Iterator[Any]:
 def doctor(cluster: Cluster, case: LaunchCase, *overrides: str, **variables: str) -> list[tuple[str, str]]:
     """Return (code, severity) of what the doctor finds about Slurm, asked on the login side of the cluster."""
     env = {**case.env, "PATH": os.environ["PATH"], **variables}
-    command = [sys.executable, "-m", "tools.launch.doctor", "--json", *overrides]
+    command = [sys.executable, "-m", "tools.doctor", "--json", *overrides]
     done = cluster.run(command, env=env, check=False)
     assert done.stderr == ""
     return [pair for pair in found(done.stdout, status=done.returncode) if pair[0].startswith("SLM")]
@@ -113,7 +113,7 @@ def test_eight_defects_at_once_have_eight_codes(cluster, case):
     variables = {"SCALE": "small", "SBATCH_NUM_NODES": "19", "SLURM_CONF": f"{cluster.directory}/etc/slurm.conf"}
     env = {**case.env, "PATH": os.environ["PATH"], **variables}
     del env["CONFIG_PATH"], env["SLURM_ACCOUNT"]
-    doctor_command = [sys.executable, "-m", "tools.launch.doctor", "--json", "--stage", "stage2.2"]
+    doctor_command = [sys.executable, "-m", "tools.doctor", "--json", "--stage", "stage2.2"]
     squatter = [sys.executable, "-c", SQUATTER, str(ray_ports().gcs)]
     words = [*squatter, *doctor_command, "grpo.num_prompt_per_step=8"]
     settings = [f"{name}={value}" for name, value in env.items()]

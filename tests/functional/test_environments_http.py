@@ -18,16 +18,16 @@ from typing import Any
 import httpx
 import pytest
 
+from recipes.config.load import load_config, require_valid
 from recipes.environments.codec import ChatCodec
 from recipes.environments.environments import Environments
 from recipes.environments.instances import servers_of
 from recipes.environments.registry import VERIFIERS
 from recipes.environments.responses import message_item, reasoning_item, response_object
-from recipes.environments.scoring import ScoringPool
+from recipes.environments.scoring.clients import HttpVerifier, InProcessVerifier
+from recipes.environments.scoring.pool import ScoringPool
 from recipes.environments.verdict import NoVerdict, Verdict
-from recipes.environments.verifier_clients import HttpVerifier, InProcessVerifier
-from recipes.grpo.config import load_config, require_valid
-from recipes.grpo.types import Completion, RolloutStatus, VersionSpan
+from recipes.types import Completion, RolloutStatus, VersionSpan
 
 pytestmark = pytest.mark.functional
 

@@ -16,9 +16,9 @@ import pytest
 
 from recipes.environments.registry import VERIFIERS
 from recipes.environments.responses import message_item
-from recipes.environments.scoring import ScoringPool
+from recipes.environments.scoring.pool import ScoringPool
 from recipes.environments.verdict import NoVerdict, Verdict
-from recipes.grpo.types import RolloutStatus
+from recipes.types import RolloutStatus
 
 pytestmark = pytest.mark.functional
 
@@ -141,7 +141,7 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
         "import asyncio, os, threading, time\n"
         "from recipes.environments.registry import VERIFIERS\n"
         "from recipes.environments.responses import message_item\n"
-        "from recipes.environments.scoring import ScoringPool\n"
+        "from recipes.environments.scoring.pool import ScoringPool\n"
         f"row = {{'question': 'q', 'answer': '9', 'metadata': {COUNTDOWN!r}}}\n"
         "task = VERIFIERS['reasoning_gym'].parse_task(row, {})\n"
         "pool = ScoringPool(num_workers=2, limit_seconds=1.0)\n"

@@ -22,7 +22,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from recipes.generation.generation import Generation
-from recipes.grpo.types import Completion, Sampling
+from recipes.types import Completion, Sampling
 
 pytestmark = pytest.mark.functional
 

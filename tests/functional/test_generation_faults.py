@@ -15,9 +15,9 @@ import pytest
 import ray
 import tiny_engine
 
+from recipes.errors import EngineError
 from recipes.generation.generation import GRACE_SECONDS, Generation
-from recipes.grpo.errors import EngineError
-from recipes.grpo.types import Completion, Sampling
+from recipes.types import Completion, Sampling
 
 pytestmark = pytest.mark.functional
 

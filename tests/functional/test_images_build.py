@@ -22,9 +22,9 @@ import pytest
 from container_tools import Engine, start_engine, start_proxy
 from small_root import require, write_debian, write_root
 
-from recipes.grpo.errors import RunError
-from tools.images.containers import make, plan
-from tools.images.containers_lock import LOCK, launch_digest, read_lock
+from recipes.errors import RunError
+from tools.images.build import make, plan
+from tools.images.lock import LOCK, launch_digest, read_lock
 
 pytestmark = pytest.mark.functional
 ROOT = Path(__file__).resolve().parents[2]
@@ -221,7 +221,7 @@ class Client:
 def sandbox(engine: Engine, sandbox_tag: str) -> Iterator[Client]:
     """A running sandbox, started as the job file starts it."""
     script = (
-        f"source {ROOT}/tools/launch/container.sh; srun_options=() prefix=(); "
+        f"source {ROOT}/tools/job/container.sh; srun_options=() prefix=(); "
         f"container_words podman {sandbox_tag} '' sandbox ''; exec \"${{prefix[@]}}\" /start-with-nginx.sh"
     )
     limits = {"SANDBOX_MEMORY_MIB": "256", "SANDBOX_PROCESSES": "32", "SANDBOX_DISK_MIB": "16", "SANDBOX_SESSIONS": "3"}

@@ -13,9 +13,9 @@ from container_tools import start_engine
 from loopback_registry import MANIFEST, OPEN, Pusher, busybox_root, layer, start_registry
 from small_root import require
 
-from recipes.grpo.errors import RunError
-from tools.images.containers import Work, make, plan
-from tools.images.containers_lock import LOCK, digest_problems, read_lock
+from recipes.errors import RunError
+from tools.images.build import Work, make, plan
+from tools.images.lock import LOCK, digest_problems, read_lock
 
 pytestmark = pytest.mark.functional
 REGISTRIES_CONF = """[[registry]]

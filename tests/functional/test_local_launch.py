@@ -53,7 +53,7 @@ class Launch:
         env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "tools.launch.local", f"--run-dir={run_dir}", "--num-units=2"),
+                *(sys.executable, "-m", "tools.job.local", f"--run-dir={run_dir}", "--num-units=2"),
                 *("--", sys.executable, str(driver), str(seconds), str(status)),
             ],
             env=env | {"LAUNCH_MARK": self.mark, "PYTHONPATH": str(ROOT)},

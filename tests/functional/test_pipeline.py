@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 from tiny_run import TWO_STEPS, launch_environment
 
-from tools.launch.provenance import model_digest
+from tools.planning.provenance import model_digest
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
 

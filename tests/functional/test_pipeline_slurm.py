@@ -13,7 +13,7 @@ from slurm.cluster import Cluster
 from tiny_run import TWO_STEPS, launch_environment
 
 from recipes.grpo.checkpoint import complete_checkpoints
-from tools.launch.provenance import model_digest
+from tools.planning.provenance import model_digest
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(900)]
 

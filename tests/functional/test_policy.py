@@ -11,9 +11,9 @@ from policy_case import exported, load_case, local_ray, random_batch, running, s
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from recipes.grpo.errors import CheckpointError, ConfigError
-from recipes.grpo.types import TrainBatch
+from recipes.errors import CheckpointError, ConfigError
 from recipes.policy.policy import Policy
+from recipes.types import TrainBatch
 
 pytestmark = pytest.mark.functional
 

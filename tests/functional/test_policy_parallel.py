@@ -16,8 +16,8 @@ from policy_case import exported, load_case, local_ray, random_batch, running, s
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from recipes.grpo.config_tree import Config
-from recipes.grpo.errors import PolicyError
+from recipes.config.tree import Config
+from recipes.errors import PolicyError
 from recipes.grpo.loss import LossInputs, grpo_loss
 from recipes.policy.shards import global_counts
 

@@ -26,7 +26,7 @@ START_SECONDS, EXIT_SECONDS = 300.0, 200.0
 def command(place: Path, *more: str) -> list[str]:
     files = ["--model", str(place / "model"), "--data", str(place / "train.jsonl"), "--run-dir", str(place / "run")]
     fixed = ["--config", "configs/tiny/stage1_rlvr.yaml", "--samples", str(SAMPLES)]
-    return [sys.executable, "-m", "tools.data.profile_rows", *fixed, *files, *more]
+    return [sys.executable, "-m", "tools.curriculum.profile", *fixed, *files, *more]
 
 
 def lines_of(path: Path) -> list[str]:

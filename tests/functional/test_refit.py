@@ -16,12 +16,12 @@ import torch
 from policy_case import local_ray
 from transformers import AutoModelForCausalLM
 
+from recipes.config.load import load_config, require_valid
+from recipes.config.tree import Config
 from recipes.generation.generation import Generation
-from recipes.grpo.config import load_config, require_valid
-from recipes.grpo.config_tree import Config
 from recipes.grpo.refit import connect, refit
-from recipes.grpo.types import Completion, Sampling, TrainBatch
 from recipes.policy.policy import Policy
+from recipes.types import Completion, Sampling, TrainBatch
 from tools.tiny.model import build_model
 from tools.tiny.tokenizer import build_tokenizer
 

@@ -101,7 +101,7 @@ class Site:
     def command(self, directory: Path, *words: str) -> list[str]:
         options = ["--sif-dir", str(directory), "--rows", str(self.rows), "--mirror", f"{self.host}/cache"]
         options += ["--converter", "umoci", "--per-second", "200", "--back-off", "0.1", "--workers", "3"]
-        return [sys.executable, "-m", "tools.images.sif", *options, *words]
+        return [sys.executable, "-m", "tools.sif.make", *options, *words]
 
     def make(self, directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
         command = self.command(directory, *words)
@@ -264,7 +264,7 @@ def list_all(place: Path, hub: Hub, revision: str, *words: str) -> subprocess.Co
     """Ask for the images of all instances of one data set, at a registry where nothing listens."""
     entry = {"revision": revision, "split": "train", "instances": 2}
     (place / "table.yaml").write_text(json.dumps({"datasets": {"R2E-Gym/R2E-Gym-Subset": entry}}))
-    command = [sys.executable, "-m", "tools.images.sif", "--sif-dir", str(place / "sif"), "--all", "--check-only"]
+    command = [sys.executable, "-m", "tools.sif.make", "--sif-dir", str(place / "sif"), "--all", "--check-only"]
     command += ["--datasets", str(place / "table.yaml"), "--mirror", "127.0.0.1:1", "--attempts", "1", *words]
     environ = environment(place, hub)
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)

@@ -20,8 +20,8 @@ import pytest
 from loopback_registry import Pusher, login, start_proxy, start_registry
 from small_root import require, write_root
 
-from tools.images import sif_run
-from tools.images.sif_run import Box, run_in
+from tools.sif import run as sif_run
+from tools.sif.run import Box, run_in
 
 pytestmark = pytest.mark.functional
 
@@ -140,7 +140,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
 
 def make_image(made: Made, directory: Path, *words: str) -> Path:
     """Make the one image and return it."""
-    command = [sys.executable, "-m", "tools.images.sif", "--sif-dir", directory, "--rows", made.rows]
+    command = [sys.executable, "-m", "tools.sif.make", "--sif-dir", directory, "--rows", made.rows]
     command += ["--mirror", made.host, "--compression", "lz4", *words]
     result = subprocess.run(command, env=made.environ, capture_output=True, text=True, timeout=200, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -232,7 +232,7 @@ def test_the_good_instances_are_those_whose_tests_tell_patches_apart(made, tmp_p
     plain = json.dumps({"responses_create_params": {"input": "x"}}) + "\n"
     lines = [json.dumps(row(name, project, **changed)) + "\n" for name, (_, changed) in cases.items()]
     rows.write_text(plain + "".join(lines))
-    command = [sys.executable, "-m", "tools.images.sif_check", "--sif-dir", directory, "--rows", rows, "--golden"]
+    command = [sys.executable, "-m", "tools.sif.check", "--sif-dir", directory, "--rows", rows, "--golden"]
     command += ["--runner", runner, "--timeout", "60", "--out", tmp_path / "good"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert result.returncode == 1, result.stdout + result.stderr

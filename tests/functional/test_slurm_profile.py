@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from slurm.cluster import Cluster
 
-from tools.launch.profiles import with_variables
+from tools.planning.profiles import with_variables
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(120)]
 

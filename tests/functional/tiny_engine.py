@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from recipes.grpo.types import WeightLayout
+from recipes.types import WeightLayout
 
 VOCAB_SIZE = 128
 EOS = 0

@@ -50,7 +50,7 @@ def test_environment_wins_over_the_profile(launch):
 
 def test_profile_of_this_machine_starts_here(launch):
     words = shlex.split(launch("-n", **named(launch, "local")).stdout)
-    assert words[1:3] == ["-m", "tools.launch.local"]
+    assert words[1:3] == ["-m", "tools.job.local"]
 
 
 def test_wrong_profile_is_refused_with_one_line_and_status_2(launch):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-FILE = Path(__file__).resolve().parents[2] / "tools" / "launch" / "container.sh"
+FILE = Path(__file__).resolve().parents[2] / "tools" / "job" / "container.sh"
 ENVIRONMENT = {
     "SLURM_JOB_ID": "7",
     "PYTHONPATH": "/code",

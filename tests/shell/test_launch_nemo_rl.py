@@ -19,7 +19,7 @@ def test_submission_runs_their_entrypoint_on_the_written_file(launch):
     argv = launch.submitted()
     run_dir = launch.directory / "results" / "exp"
     driver = argv[argv.index("--") + 1 :]
-    assert driver[:3] == ["python", "-m", "tools.engines.nemo_rl_driver"]
+    assert driver[:3] == ["python", "-m", "tools.nemo_rl.driver"]
     assert f"--config={run_dir}/nemo_rl.yaml" in driver
     assert "--env=VLLM_ATTENTION_BACKEND=FLASH_ATTN" in driver
     assert driver[-2:] == [f'policy.model_name="{launch.env["MODEL_PATH"].rstrip("/")}"', "grpo.seed=7"]
@@ -75,6 +75,6 @@ def test_local_launch_inside_the_container_runs_the_supervisor(launch):
     (home / "nemo_rl").mkdir()
     (home / "nemo_rl" / "package_info.py").write_text("MAJOR = 0\nMINOR = 7\n")
     words = shlex.split(launch("-n", **RL, LAUNCHER="local", NEMO_RL_DIR=str(home)).stdout)
-    assert words[1:3] == ["-m", "tools.launch.local"]
-    assert words[words.index("--") + 2 : words.index("--") + 4] == ["-m", "tools.engines.nemo_rl_driver"]
+    assert words[1:3] == ["-m", "tools.job.local"]
+    assert words[words.index("--") + 2 : words.index("--") + 4] == ["-m", "tools.nemo_rl.driver"]
     assert f"--home={home}" in words

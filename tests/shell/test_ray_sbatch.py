@@ -18,14 +18,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-JOB_FILE = ROOT / "tools" / "launch" / "ray.sbatch"
+JOB_FILE = ROOT / "tools" / "job" / "ray.sbatch"
 SRUN = """#!/usr/bin/env bash
 printf '%s\\n' "$*" >>"${SHIM_DIR}/calls" # one write: the steps are started at the same time
 case "$*" in
   *enroot*) exit ;;
   *ray_node.sh*--role=head*) name=head ;;
   *ray_node.sh*--role=worker*) name=worker ;;
-  *tools.launch.barrier*) name=driver ;;
+  *tools.job.barrier*) name=driver ;;
   *) name=sandbox ;;
 esac
 printf '%s' "$$" >"${SHIM_DIR}/${name}.pid"
@@ -324,8 +324,8 @@ def test_every_start_logs_to_a_directory_of_its_own(job):
     # `latest` is not moved before begin.py has locked the run: this start may be refused.
     assert sorted(path.name for path in logs.iterdir()) == ["attempt_1", "attempt_2"]
     assert (logs / "attempt_2" / "nodes").read_text().split() == ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
-    (driver,) = [call for call in job.calls() if "tools.launch.begin" in call][1:]
-    assert f"tools.launch.begin --log-dir={logs}/attempt_2 -- " in driver
+    (driver,) = [call for call in job.calls() if "tools.job.begin" in call][1:]
+    assert f"tools.job.begin --log-dir={logs}/attempt_2 -- " in driver
 
 
 def test_missing_arguments_are_refused():

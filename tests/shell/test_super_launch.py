@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from recipes.cluster.ports import ray_ports
-from tools.launch.contract import REQUIRED, REQUIRED_ON_SLURM, REQUIRED_WITH_CONTAINERS
+from tools.planning.contract import REQUIRED, REQUIRED_ON_SLURM, REQUIRED_WITH_CONTAINERS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,7 +67,7 @@ def test_more_nodes_may_be_asked_for_but_not_fewer(launch):
 def test_local_launch_needs_nothing_that_only_slurm_needs(launch):
     only_slurm = dict.fromkeys([*REQUIRED_ON_SLURM, *REQUIRED_WITH_CONTAINERS], "")
     words = shlex.split(launch("-n", LAUNCHER="local", **only_slurm).stdout)
-    assert words[1:3] == ["-m", "tools.launch.local"]
+    assert words[1:3] == ["-m", "tools.job.local"]
     assert "--num-units=2" in words
     assert words[words.index("--") + 2] == str(ROOT / "recipes" / "run_grpo.py")
 

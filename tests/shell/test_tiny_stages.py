@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from recipes.grpo.config import load_config, refusals
-from recipes.grpo.stages import config_path, find_stage, load_stages
+from recipes.config.load import load_config, refusals
+from recipes.config.stages import config_path, find_stage, load_stages
 
 LOCAL = {"SCALE": "tiny", "LAUNCHER": "local", "CONFIG_PATH": ""}
 
@@ -21,7 +21,7 @@ def test_tiny_stage_starts_or_names_everything_it_lacks(launch, stage):
     names = lacking(stage)
     if not names:
         words = launch(stage, "-n", **LOCAL).stdout.split()
-        assert words[1:3] == ["-m", "tools.launch.local"]
+        assert words[1:3] == ["-m", "tools.job.local"]
         return
     lines = launch(stage, **LOCAL, expect=2).stderr.splitlines()
     listed = [line for line in lines if "it is still to come" in line]

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(path for package in ("recipes", "tools") for path in (ROOT / package).rglob("*.py"))
 SHELL = sorted([*ROOT.glob("*.sh"), *(ROOT / "tools").rglob("*.sh"), *(ROOT / "tools").rglob("*.sbatch")])
 # What the launcher runs on a node of a job, before and beside the driver.
-ON_NODES = [ROOT / "tools" / "launch" / f"{name}.py" for name in ("node", "node_check", "begin", "barrier", "bring_up")]
+ON_NODES = [ROOT / "tools" / "job" / f"{name}.py" for name in ("node", "node_check", "begin", "barrier", "bring_up")]
 TRAIN_LOOP = ROOT / "recipes" / "grpo" / "train.py"  # one function, with limits of its own
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS, MAX_SHELL = 400, 60, 6, 150
 MAX_LOOP_LINES, MAX_LOOP_BRANCHES = 150, 10

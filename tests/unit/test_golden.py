@@ -19,7 +19,7 @@ from recipes.grpo.advantage import estimate_advantages, group_baseline, overwrit
 from recipes.grpo.batch import mask_mismatched, pad_turns, sample_masks
 from recipes.grpo.checkpoint import steps_to_keep
 from recipes.grpo.loss import GlobalCounts, LossInputs, grpo_loss, kl_estimate
-from recipes.grpo.types import TrainBatch, TurnSpan
+from recipes.types import TrainBatch, TurnSpan
 from tests.recorded import recorded
 
 # The reference broadcasts [B, 1] against [B] here and logs a sum; ours is the mean over tokens.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.grpo.stages import load_stages
+from recipes.config.stages import load_stages
 from tools.launch.stage_table import markdown, replaced, rows
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,9 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from recipes.grpo.errors import RecipeError
-from tools.launch.local import Job, supervise
-from tools.launch.stage_env import TINY_DATA, TINY_MODEL
+from recipes.errors import RecipeError
+from tools.job.local import Job, supervise
+from tools.planning.stage_env import TINY_DATA, TINY_MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
 INPUTS = (  # what `make tiny` makes; overrides on the command line come after them and win

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 
-from recipes.grpo.errors import RecipeError, RunError
+from recipes.errors import RecipeError, RunError
 from tools.bench.verdict import (
     FILL_LIMIT,
     FILL_MEMORY_LIMIT,
@@ -37,9 +37,9 @@ from tools.bench.verdict import (
     median_ratio,
     table,
 )
-from tools.data.files import write_atomically
-from tools.data.parallel import num_cores
-from tools.launch.processes import descendants
+from tools.files.atomic import write_atomically
+from tools.files.parallel import num_cores
+from tools.processes import descendants
 
 AGENTS = ("math_with_judge_simple_agent", "mcqa_simple_agent", "reasoning_gym_simple_agent")
 NUM_QUESTIONS = 5_000
@@ -170,13 +170,13 @@ def make_cases(place: Path, *, large_bytes: int, small_bytes: int) -> list[Case]
     source["answer"] = ["reward_model", "ground_truth"]
     (place / "sources.yaml").write_text(json.dumps({"sources": {"bench": source}}))  # JSON is YAML
 
-    python = f"{shlex.quote(sys.executable)} -m tools.data."
-    split = f"{python}split --in large.jsonl --out-dir split --val-rows {VAL_ROWS} >log 2>&1"
+    python = f"{shlex.quote(sys.executable)} -m tools."
+    split = f"{python}data.split --in large.jsonl --out-dir split --val-rows {VAL_ROWS} >log 2>&1"
     fill_all, fill_part = (
-        f"{python}fill --in {file.name} --out filled.jsonl --sources sources.yaml >log 2>&1"
+        f"{python}data.fill --in {file.name} --out filled.jsonl --sources sources.yaml >log 2>&1"
         for file in (large_blend, blend)
     )
-    validate = f"{python}validate --train rows.jsonl --val val.jsonl >log 2>&1"
+    validate = f"{python}rows.validate --train rows.jsonl --val val.jsonl >log 2>&1"
     head = f"head -n -{VAL_ROWS} large.jsonl >split/t"
     tail = f"tail -n {VAL_ROWS} large.jsonl >split/v"
     counts = sorted({1, num_cores()})

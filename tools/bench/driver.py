@@ -8,8 +8,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from recipes.grpo.config import load_config, require_runnable
-from recipes.grpo.errors import RecipeError
+from recipes.config.load import load_config, require_runnable
+from recipes.errors import RecipeError
 from tools.bench.rollouts import OURS, measure_rollouts
 from tools.bench.training import measure_training
 from tools.bench.verdict import Check, load_warning, machine, rollout_check, table, training_checks, write
@@ -47,9 +47,9 @@ def _bench(args: argparse.Namespace) -> list[Check]:
     config = require_runnable(load_config(args.config, [*args.overrides, *SETTINGS]))
 
     # Heavy imports after the checks, as in run_grpo.
-    from recipes.grpo.derive import derive
+    from recipes.config.derive import derive
     from recipes.grpo.setup import setup
-    from recipes.grpo.stop import StopRequest
+    from recipes.stop import StopRequest
 
     stop = StopRequest.from_environment(None)
     stop.install()

@@ -18,12 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.grpo.errors import RunError, StalledError
-from recipes.grpo.types import Completion, Sampling
+from recipes.errors import RunError, StalledError
+from recipes.types import Completion, Sampling
 from tools.bench.verdict import Rung
 
 if TYPE_CHECKING:
-    from recipes.grpo.config_tree import Config
+    from recipes.config.tree import Config
     from recipes.grpo.run import Run
 
 PLAIN, LOGPROBS, ASYNC, OURS, ENVIRONMENT = (

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.grpo.types import ModelClient, Rollout, Row
+from recipes.types import ModelClient, Rollout, Row
 from tools.bench.verdict import LIMITS, TrainingTimes
 from tools.report.load import load_run
 from tools.report.summary import phase_seconds, trained

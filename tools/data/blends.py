@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.grpo.errors import DataError, Problem
+from recipes.errors import DataError, Problem
 
 BLENDS_FILE = Path(__file__).resolve().parents[2] / "configs" / "data" / "blends.yaml"
 COMMIT = re.compile(r"[0-9a-f]{40}")

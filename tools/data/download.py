@@ -14,13 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from recipes.grpo.errors import DataError, Problem
+from recipes.errors import DataError, Problem
 from tools.command_line import exit_status
 from tools.data.blends import BLENDS_FILE, Blend, is_commit, load_blends, moving_revision
-from tools.data.host import Patience
 from tools.data.hub import list_files
-from tools.data.manifest import TOOL_VERSION, changes, manifest_of, write_manifest
-from tools.data.transfer import RemoteFile, download_file
+from tools.files.hosts import Patience
+from tools.files.manifest import TOOL_VERSION, changes, manifest_of, write_manifest
+from tools.files.transfer import RemoteFile, download_file
 
 
 def find_blend(name: str, blends_file: Path, revision: str | None) -> Blend:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.data.parallel import Block
 from tools.data.placeholders import PLACEHOLDER, restore_row
 from tools.data.questions import Questions
-from tools.data.row_blocks import changed, count_lines
+from tools.files.parallel import Block
+from tools.files.row_blocks import changed, count_lines
 
 MARK = PLACEHOLDER.encode()
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from recipes.grpo.errors import DataError, Problem
+from recipes.errors import DataError, Problem
 from tools.data.blends import is_commit
-from tools.data.host import HUB, Patience, persist, session_with
-from tools.data.transfer import RemoteFile
+from tools.files.hosts import HUB, Patience, persist, session_with
+from tools.files.transfer import RemoteFile
 
 
 def list_files(dataset: str, revision: str, names: list[str], patience: Patience) -> dict[str, RemoteFile]:

@@ -11,15 +11,15 @@ import argparse
 import sys
 from pathlib import Path
 
-from recipes.grpo.errors import DataError, Problem
+from recipes.errors import DataError, Problem
 from tools.command_line import exit_status, positive
 from tools.data.blends import BLENDS_FILE
 from tools.data.download import download, find_blend
 from tools.data.fill import DEFAULT_SOURCES, fill
-from tools.data.host import Patience
-from tools.data.locks import only_one
 from tools.data.side_files import SIDE_FILES, fetch, load_side_files
 from tools.data.split import DEFAULT_VAL_ROWS, split
+from tools.files.hosts import Patience
+from tools.files.locks import only_one
 
 
 def prepare(options: argparse.Namespace) -> Path:

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.grpo.errors import DataError, Problem
+from recipes.errors import DataError, Problem
 from tools.command_line import exit_status
 from tools.data.blends import is_commit, moving_revision
-from tools.data.host import GITHUB, Patience
-from tools.data.manifest import TOOL_VERSION, changes, write_manifest
-from tools.data.transfer import RemoteFile, download_file
+from tools.files.hosts import GITHUB, Patience
+from tools.files.manifest import TOOL_VERSION, changes, write_manifest
+from tools.files.transfer import RemoteFile, download_file
 
 SIDE_FILES = Path(__file__).resolve().parents[2] / "configs" / "data" / "side_files.yaml"
 ENDPOINT = "https://raw.githubusercontent.com"

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from recipes.grpo.errors import DataError, Problem
+from recipes.errors import DataError, Problem
 from tools.data.blends import is_commit, moving_revision
-from tools.data.host import Patience
 from tools.data.hub import commit_of, list_all_files
-from tools.data.manifest import TOOL_VERSION, changes, read_manifest, write_manifest
-from tools.data.transfer import download_file
+from tools.files.hosts import Patience
+from tools.files.manifest import TOOL_VERSION, changes, read_manifest, write_manifest
+from tools.files.transfer import download_file
 
 STYLES = ("dapo", "skywork")
 BATCH_ROWS = 4096  # of a parquet file in memory

@@ -20,11 +20,11 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from recipes.grpo.errors import DataError, Problem
+from recipes.errors import DataError, Problem
 from tools.command_line import exit_status, positive
-from tools.data.files import atomic_writer, read_lines, require_file
-from tools.data.locks import only_one
-from tools.data.manifest import (
+from tools.files.atomic import atomic_writer, read_lines, require_file
+from tools.files.locks import only_one
+from tools.files.manifest import (
     TOOL_VERSION,
     changes,
     describe,
@@ -34,7 +34,7 @@ from tools.data.manifest import (
     read_manifest,
     write_manifest,
 )
-from tools.data.row_blocks import Content, Lines, changed, read_blocks, require_objects, start_of_last_lines
+from tools.files.row_blocks import Content, Lines, changed, read_blocks, require_objects, start_of_last_lines
 
 TRAIN, VALIDATION = "train-split.jsonl", "val-split.jsonl"
 DEFAULT_VAL_ROWS = 100
@@ -177,7 +177,7 @@ def _agent_of(path: Path, number: int, line: bytes) -> str:
     try:
         return str(orjson.loads(line)["agent_ref"]["name"])
     except (ValueError, TypeError, KeyError) as error:
-        expected, fix = "a row with agent_ref.name", "run `python -m tools.data.validate`"
+        expected, fix = "a row with agent_ref.name", "run `python -m tools.rows.validate`"
         problem = Problem(where=f"{path}:{number}", got=type(error).__name__, expected=expected, fix=fix)
         raise DataError(problem) from error
 

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from recipes.grpo.stages import CPU, Stage, load_stages
-from tools.launch.draft import ROOT
+from recipes.config.stages import CPU, Stage, load_stages
 from tools.launch.plan import make_plan
+from tools.planning.draft import ROOT
 
 ENVIRONMENT = {
     "MODEL_PATH": "/shared/models/sft",

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.config.stages import Stage, find_stage
 from recipes.grpo.checkpoint import complete_checkpoints
-from recipes.grpo.stages import Stage, find_stage
-from tools.launch.draft import ROOT, Draft, draft_launch
-from tools.launch.stage_env import experiment, scale_of
+from tools.planning.draft import ROOT, Draft, draft_launch
+from tools.planning.stage_env import experiment, scale_of
 
 CHECKPOINTS = "checkpoints"  # checkpointing.checkpoint_dir where the configuration cannot be read
 

@@ -3,7 +3,7 @@
     stages -> links (what each runs, from what, what is finished) -> doctor on all of them -> submit, or run one by one
 
 On Slurm every job is submitted at once, held by `afterok` until its parent has ended well, and cancelled when the
-parent fails. Its start weights do not exist yet: `tools/launch/begin.py` finds and checks them when the job starts.
+parent fails. Its start weights do not exist yet: `tools/job/begin.py` finds and checks them when the job starts.
 Started again, stages that have reached their end are left out and the others resume.
 
 Exit status: 0 submitted, run or already finished; 2 an input is wrong and nothing was started; 1 a submission failed;
@@ -17,15 +17,15 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
-from recipes.grpo.errors import InputError, LaunchError, Problem, RecipeError
-from recipes.grpo.stages import Stage, find_stage, load_stages
-from tools.launch.contract import TRUE
-from tools.launch.doctor.examine import examine
-from tools.launch.findings import Finding, errors, forced, found
+from recipes.config.stages import Stage, find_stage, load_stages
+from recipes.errors import InputError, LaunchError, Problem, RecipeError
+from tools.doctor.examine import examine
 from tools.launch.links import Link, make_links
 from tools.launch.plan import plan_draft, start_findings
 from tools.launch.prepare import prepare, unprepared
 from tools.launch.sequence import Step, paste, run_one_by_one, submit
+from tools.planning.contract import TRUE
+from tools.planning.findings import Finding, errors, forced, found
 
 
 def chosen_stages(names: Sequence[str]) -> list[Stage]:

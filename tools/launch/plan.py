@@ -3,7 +3,7 @@
     draft (variables, configuration) -> argv -> doctor -> run directory, snapshot, run.lock.json
 
 With --dry-run nothing is written, and what the doctor finds is a note: the argv is what would be executed. With
---force the findings that may be forced are notes (tools/launch/findings.py says which).
+--force the findings that may be forced are notes (tools/planning/findings.py says which).
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.grpo.config import LoadedConfig
-from recipes.grpo.derive import Derived
-from recipes.grpo.errors import LaunchError, RecipeError
-from tools.engines.nemo_rl_launch import driver_words
-from tools.launch.contract import Contract
-from tools.launch.doctor.examine import examine
-from tools.launch.draft import ROOT, Draft, draft_launch
-from tools.launch.findings import Finding, errors, forced, found
+from recipes.config.derive import Derived
+from recipes.config.load import LoadedConfig
+from recipes.errors import LaunchError, RecipeError
+from tools.doctor.examine import examine
 from tools.launch.prepare import prepare, unprepared
-from tools.launch.profiles import with_variables
-from tools.launch.snapshot import Code, read_code, snapshot_path
 from tools.launch.submit import local_argv, sbatch_argv
+from tools.nemo_rl.launch import driver_words
+from tools.planning.contract import Contract
+from tools.planning.draft import ROOT, Draft, draft_launch
+from tools.planning.findings import Finding, errors, forced, found
+from tools.planning.profiles import with_variables
+from tools.planning.snapshot import Code, read_code, snapshot_path
 
 LATER = ("CFG002", "CFG003", "CFG004")  # what a command can be made of, though it must not be started
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.engines.nemo_rl_launch import write_config
-from tools.launch.contract import REQUIRED_WITH_CONTAINERS, Contract
-from tools.launch.provenance import LaunchRecord, write_run_lock
-from tools.launch.snapshot import read_snapshot, write_snapshot
+from tools.nemo_rl.launch import write_config
+from tools.planning.contract import REQUIRED_WITH_CONTAINERS, Contract
+from tools.planning.provenance import LaunchRecord, write_run_lock
+from tools.planning.snapshot import read_snapshot, write_snapshot
 
 if TYPE_CHECKING:
     from tools.launch.plan import Plan

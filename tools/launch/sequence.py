@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from recipes.grpo.stop import EXIT_RESUME
+from recipes.stop import EXIT_RESUME
 from tools.launch.plan import Plan
-from tools.launch.processes import caught, dies_with_parent
+from tools.processes import caught, dies_with_parent
 
 SBATCH_SECONDS = 120.0  # a busy controller may take long, a dead one for ever
 KILL = "--kill-on-invalid-dep=yes"  # else a job whose parent failed waits for ever

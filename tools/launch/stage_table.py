@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.grpo.config import load_config, require_valid
-from recipes.grpo.derive import derive
-from recipes.grpo.stages import Stage, config_path, load_stages
+from recipes.config.derive import derive
+from recipes.config.load import load_config, require_valid
+from recipes.config.stages import Stage, config_path, load_stages
 from tools.command_line import exit_status
 
 BEGIN, END = "<!-- stage table: begin (make stages) -->", "<!-- stage table: end -->"

@@ -6,20 +6,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.grpo.derive import Derived
-from recipes.grpo.errors import LaunchError, Problem
-from tools.launch.contract import Contract
-from tools.launch.mounts import container_arguments
-from tools.launch.walltime import signal_option
+from recipes.config.derive import Derived
+from recipes.errors import LaunchError, Problem
+from tools.planning.contract import Contract
+from tools.planning.mounts import container_arguments
+from tools.planning.walltime import signal_option
 
-JOB_FILE = Path("tools/launch/ray.sbatch")
+JOB_FILE = Path("tools/job/ray.sbatch")
 SANDBOX_COMMAND = "/start-with-nginx.sh"  # of the published sandbox image
 
 
 def local_argv(run_dir: Path, sizes: Derived, driver: Sequence[str]) -> tuple[str, ...]:
     """Return the supervisor of a one-node cluster on this machine, and the driver (its words after `python`)."""
     return (
-        *(sys.executable, "-m", "tools.launch.local"),
+        *(sys.executable, "-m", "tools.job.local"),
         f"--run-dir={run_dir}",
         f"--num-units={sizes.train_gpus + sizes.generation_gpus}",
         *("--", sys.executable, *driver),

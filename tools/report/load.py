@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recipes.grpo.errors import InputError, Problem
+from recipes.errors import InputError, Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

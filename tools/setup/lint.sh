@@ -56,7 +56,7 @@ main() {
   check 'shfmt' "${SHFMT[@]}" -d "${scripts[@]}"
   check 'hadolint' "${BIN}/hadolint" containers/*/Dockerfile
   check 'yamllint' "${BIN}/yamllint" --strict .
-  check 'configs' "${BIN}/python" tools/setup/lint_configs.py
+  check 'configs' "${BIN}/python" tools/config/lint_overlays.py
   ((${#failed[@]} == 0)) || {
     printf 'lint: failed: %s\n' "${failed[*]}" >&2
     exit 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.grpo.errors import InputError, Problem
+from recipes.errors import InputError, Problem
 
 _PATTERN = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}  # characters of hybrid_override_pattern
 _GATED = ("silu", "swiglu", "gelu_pytorch_tanh")  # activations of gated MLPs: three matrices instead of two

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.grpo.errors import InputError, Problem
+from recipes.errors import InputError, Problem
 from recipes.grpo.metrics import TIMING_PREFIX
 from tools.command_line import exit_status
 from tools.report.load import RunData, StepRecord, load_run

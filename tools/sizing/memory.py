@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recipes.grpo.config_tree import Config
-from recipes.grpo.config_tree_policy import MegatronConfig
-from recipes.grpo.derive import Derived
+from recipes.config.derive import Derived
+from recipes.config.tree import Config
+from recipes.config.tree_policy import MegatronConfig
 from tools.sizing.architecture import Architecture
 
 GIB = 2**30

@@ -18,13 +18,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from recipes.grpo.config import load_config, require_valid
-from recipes.grpo.config_tree import Config
-from recipes.grpo.derive import Derived, derive
-from recipes.grpo.errors import InputError, Problem
-from recipes.grpo.stages import PLATFORMS, SCALES, Stage, config_path, find_stage
+from recipes.config.derive import Derived, derive
+from recipes.config.load import load_config, require_valid
+from recipes.config.stages import PLATFORMS, SCALES, Stage, config_path, find_stage
+from recipes.config.tree import Config
+from recipes.errors import InputError, Problem
 from tools.command_line import exit_status
-from tools.launch.stage_env import TINY_MODEL
+from tools.planning.stage_env import TINY_MODEL
 from tools.report.load import load_run
 from tools.sizing.architecture import SUPER, Architecture, read_architecture
 from tools.sizing.memory import GIB, EngineMemory, TrainerMemory, engine_memory, trainer_memory

@@ -14,8 +14,8 @@ from functools import cache
 from math import exp, log
 from random import Random
 
-from recipes.grpo.config_tree import Config
-from recipes.grpo.derive import Derived
+from recipes.config.derive import Derived
+from recipes.config.tree import Config
 from tools.sizing.architecture import Architecture
 from tools.sizing.memory import EngineMemory
 from tools.sizing.simulator import Loop

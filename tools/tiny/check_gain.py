@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.grpo.errors import DataError, InputError, Problem
+from recipes.errors import DataError, InputError, Problem
 from tools.report.load import RunData, load_run
 
 SAMPLED, GREEDY = "accuracy", "greedy_accuracy"

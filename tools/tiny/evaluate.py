@@ -18,8 +18,8 @@ from typing import Any
 from recipes.environments.codec import ChatCodec
 from recipes.environments.registry import AGENTS, VERIFIERS
 from recipes.environments.responses import response_object
-from recipes.grpo.errors import InputError
-from tools.data.files import read_lines, require_file
+from recipes.errors import InputError
+from tools.files.atomic import read_lines, require_file
 
 MAX_NEW_TOKENS = 48
 BATCH = 128

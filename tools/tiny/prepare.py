@@ -14,8 +14,8 @@ from pathlib import Path
 
 from tools.command_line import exit_status
 from tools.data.fill import fill
-from tools.data.locks import only_one
 from tools.data.split import VALIDATION, split
+from tools.files.locks import only_one
 from tools.tiny.make_blend import SOURCES, make_blend
 from tools.tiny.sft import SftSettings, make_sft_checkpoint
 

@@ -19,9 +19,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from recipes.grpo.errors import LaunchError, Problem
+from recipes.errors import LaunchError, Problem
 from recipes.grpo.heartbeat import STATUS_FILE, pid_namespace, process_start
-from tools.launch.walltime import slurm_seconds
+from tools.planning.walltime import slurm_seconds
 from tools.report.load import StepRecord, load_steps
 from tools.watching.job_state import Job, Queue, read_queue
 

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from recipes.grpo.metrics import PHASES, TIMING_PREFIX
 from tools.command_line import exit_status
-from tools.launch.walltime import slurm_seconds
+from tools.planning.walltime import slurm_seconds
 from tools.report.axis import format_seconds
 from tools.report.load import StepRecord
 from tools.report.summary import phase_seconds

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from slurm.conf import address, write_conf
-from tools.launch.processes import dies_with_parent
+from tools.processes import dies_with_parent
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]

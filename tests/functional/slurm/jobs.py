@@ -90,7 +90,7 @@ def submit(cluster: Cluster, run_dir: Path, *options: str, driver: Sequence[str]
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in (defaults | sbatch).items()]
     words = [
         *("sbatch", "--parsable", "--exclusive", "--requeue", f"--output={run_dir}/logs/slurm-%j.log", *flags),
-        *(str(ROOT / "tools" / "launch" / "ray.sbatch"), f"--run-dir={run_dir}", f"--cache={run_dir}/cache"),
+        *(str(ROOT / "tools" / "job" / "ray.sbatch"), f"--run-dir={run_dir}", f"--cache={run_dir}/cache"),
         *(f"--checkpoints={run_dir}/checkpoints", "--units=1", "--max-restarts=3", *options),
         *("--", sys.executable, *driver),
     ]

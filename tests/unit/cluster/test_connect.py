@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from recipes.cluster.connect import connect
-from recipes.grpo.errors import RunError
+from recipes.errors import RunError
 
 
 def handle(_number: int, _frame: FrameType | None) -> None:

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from recipes.cluster import ports
-from recipes.grpo.errors import LaunchError
+from recipes.errors import LaunchError
 
 
 def free_port() -> int:

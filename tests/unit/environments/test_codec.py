@@ -12,7 +12,7 @@ from recipes.environments.chat import assistant_items, chat_tools
 from recipes.environments.codec import ChatCodec, PrefixError, split_reasoning
 from recipes.environments.responses import Item
 from recipes.environments.tool_calls import parse_tool_calls
-from recipes.grpo.errors import InputError
+from recipes.errors import InputError
 
 ASK = {"input": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]}
 TOOL = {

@@ -15,11 +15,11 @@ from recipes.environments.codec import ChatCodec
 from recipes.environments.environments import Environments
 from recipes.environments.registry import VERIFIERS
 from recipes.environments.responses import message_item
-from recipes.environments.scoring import ScoringPool
+from recipes.environments.scoring.clients import InProcessVerifier, VerifierClient
+from recipes.environments.scoring.pool import ScoringPool
 from recipes.environments.verdict import NoVerdict, Response, Verdict
-from recipes.environments.verifier_clients import InProcessVerifier, VerifierClient
-from recipes.grpo.errors import ConfigError, EngineError
-from recipes.grpo.types import Completion, Rollout, RolloutStatus, Row, VersionSpan
+from recipes.errors import ConfigError, EngineError
+from recipes.types import Completion, Rollout, RolloutStatus, Row, VersionSpan
 
 ROW = {
     "responses_create_params": {"input": [{"role": "user", "content": "Capital of England?"}]},

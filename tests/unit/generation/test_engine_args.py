@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from recipes.errors import ConfigError
 from recipes.generation.engine_args import engine_args, stop_token_ids
-from recipes.grpo.errors import ConfigError
 
 
 def config(*, vllm_kwargs: dict[str, Any] | None = None, **vllm_cfg: Any) -> Any:

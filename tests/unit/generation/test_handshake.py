@@ -1,5 +1,5 @@
 from recipes.generation.handshake import nccl_init, nccl_update, shared_memory_init
-from recipes.grpo.types import WeightLayout
+from recipes.types import WeightLayout
 
 LAYOUT = WeightLayout(
     path="/dev/shm/x",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recipes.grpo.advantage import add_advantages, estimate_advantages, group_baseline
-from recipes.grpo.types import TrainBatch, TurnSpan
+from recipes.types import TrainBatch, TurnSpan
 
 
 def advantages(rewards: list[float], *, valid: list[bool] | None = None, **options: Any) -> list[float]:

@@ -9,7 +9,7 @@ import torch
 
 from recipes.grpo.batch import build_batch, mask_mismatched
 from recipes.grpo.reward import collect_rewards
-from recipes.grpo.types import Group, PromptRef, Rollout, RolloutStatus, TrainBatch, Turn
+from recipes.types import Group, PromptRef, Rollout, RolloutStatus, TrainBatch, Turn
 
 
 def turn(prompt: tuple[int, ...], sampled: tuple[int, ...], logprob: float = -0.5) -> Turn:

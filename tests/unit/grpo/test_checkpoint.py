@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.errors import CheckpointError
 from recipes.grpo.checkpoint import (
     LedgerEntry,
     RunState,
@@ -17,9 +18,8 @@ from recipes.grpo.checkpoint import (
     prune,
     save_checkpoint,
 )
-from recipes.grpo.errors import CheckpointError
 from recipes.grpo.rollout import CollectorState
-from recipes.grpo.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
+from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
 
 
 class Policy:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from recipes.errors import DataError
 from recipes.grpo.data import PromptDataset, PromptStream, check_file, last_user_text, require_rows, row_id
-from recipes.grpo.errors import DataError
 
 
 def row(number: int) -> dict[str, Any]:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from recipes.errors import StalledError
 from recipes.grpo import heartbeat
 from recipes.grpo.buffer import ReplayBuffer
-from recipes.grpo.errors import StalledError
 from recipes.grpo.heartbeat import Heartbeat, process_start
 from recipes.grpo.metrics import StepMetrics
-from recipes.grpo.types import Group, PromptRef
+from recipes.types import Group, PromptRef
 
 
 def make_run(*, reason: str = "", in_flight: int = 3) -> Any:

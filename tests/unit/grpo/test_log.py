@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from recipes.errors import ConfigError, RunError, StalledError
 from recipes.grpo import log
-from recipes.grpo.errors import ConfigError, RunError, StalledError
 from recipes.grpo.log import RunLogger, pick_rollouts, progress_line, validation_line
 from recipes.grpo.metrics import StepMetrics
-from recipes.grpo.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
+from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
 
 
 @dataclass(frozen=True)

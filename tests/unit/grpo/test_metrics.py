@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipes.grpo.metrics import StepMetrics, aggregate_rollouts, merge_groups, percentile
-from recipes.grpo.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
+from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
 
 
 def make_turn(versions: dict[int, int], *, prompt: int = 3, finish_reason: str = "stop") -> Turn:

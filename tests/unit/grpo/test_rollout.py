@@ -15,11 +15,11 @@ from pathlib import Path
 import orjson
 import pytest
 
+from recipes.errors import EngineError, RunError, StalledError
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.data import PromptDataset, PromptStream
-from recipes.grpo.errors import EngineError, RunError, StalledError
 from recipes.grpo.rollout import PolicyClient, RolloutCollector, RolloutSettings
-from recipes.grpo.types import Completion, ModelClient, Rollout, RolloutStatus, Row, Sampling, Turn, VersionSpan
+from recipes.types import Completion, ModelClient, Rollout, RolloutStatus, Row, Sampling, Turn, VersionSpan
 
 P, G = 2, 3
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from recipes.grpo.run import Run, TrainState
-from recipes.grpo.stop import StopRequest
+from recipes.stop import StopRequest
 
 
 def run_at(step: int) -> Run:

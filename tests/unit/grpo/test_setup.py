@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from recipes.errors import ConfigError, DataError
 from recipes.grpo.checkpoint import RunState
-from recipes.grpo.errors import ConfigError, DataError
 from recipes.grpo.rollout import CollectorState
 from recipes.grpo.setup import _open_data, require_window
-from recipes.grpo.types import Group, PromptRef
+from recipes.types import Group, PromptRef
 
 
 def config(*, prompts: int, age: int = 1, path: Path | None = None) -> Any:

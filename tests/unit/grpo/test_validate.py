@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from recipes.grpo.types import Group, PromptRef, Rollout, RolloutStatus, Turn
 from recipes.grpo.validate import reward_metrics
+from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn
 
 TURN = Turn(prompt_token_ids=(1,), token_ids=(2, 3), logprobs=(-1.0, -1.0), versions=(), finish_reason="stop")
 

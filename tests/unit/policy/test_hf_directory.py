@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from recipes.grpo.errors import CheckpointError, ConfigError
+from recipes.errors import CheckpointError, ConfigError
 from recipes.policy import hf
 
 

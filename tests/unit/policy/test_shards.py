@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from recipes.grpo.types import TrainBatch
 from recipes.policy.packing import Shard
 from recipes.policy.shards import global_counts, merge_step_metrics, scatter_rows, split
+from recipes.types import TrainBatch
 
 
 def _batch() -> TrainBatch:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.grpo.errors import DataError, Problem, RunError
+from recipes.errors import DataError, Problem, RunError
 from tools.command_line import amount, exit_status, positive
 
 ROOT = Path(__file__).resolve().parents[3]

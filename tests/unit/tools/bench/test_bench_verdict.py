@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.grpo.types import Rollout, RolloutStatus
+from recipes.types import Rollout, RolloutStatus
 from tools.bench.training import SlowEnvironments
 from tools.bench.verdict import (
     Rung,

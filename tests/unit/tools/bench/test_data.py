@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from recipes.grpo.errors import RunError
+from recipes.errors import RunError
 from tools.bench import data
 from tools.bench.data import CAT, READ, SHA, SPLIT, Case, RowFile, costs, main, make_cases, make_checks
-from tools.data.validate import validate
+from tools.rows.validate import validate
 
 FILE = RowFile(name="f", num_bytes=10_000_000, num_rows=1000)
 

@@ -13,12 +13,12 @@ import pytest
 import yaml
 from pyarrow import parquet
 
-from recipes.grpo.errors import DataError
+from recipes.errors import DataError
 from tools.data import fill as fill_module
-from tools.data import parallel
 from tools.data.fill import fill, main
-from tools.data.locks import only_one
 from tools.data.sources import load_sources
+from tools.files import parallel
+from tools.files.locks import only_one
 
 PLAIN = b'{"b":1,  "a": "\\u00e9", "note": "no _hf_placeholder here"}\n'
 ENTRY = {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from recipes.grpo.errors import DataError
+from recipes.errors import DataError
 from tools.data.side_files import SIDE_FILES, load_side_files, main
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from recipes.grpo.errors import LaunchError, Problem
-from recipes.grpo.stages import find_stage, load_stages
+from recipes.config.stages import find_stage, load_stages
+from recipes.errors import LaunchError, Problem
 from tools.launch import plan
-from tools.launch.draft import ROOT
 from tools.launch.golden import combinations, content, environment, in_order, name_of
-from tools.launch.snapshot import Code
+from tools.planning.draft import ROOT
+from tools.planning.snapshot import Code
 
 GOLDEN = ROOT / "tests" / "golden" / "launch"
 WHEN_MEANT = "when this is meant: make launch-golden, and look at the diff"
@@ -32,6 +32,7 @@ def test_a_dry_run_prints_what_is_executed_and_recorded(stage, scale, platform, 
     prepared: list[plan.Plan] = []
     # Without the doctor and without writing: some of these stages this engine refuses, and no cluster is here.
     monkeypatch.setattr(plan, "examine", lambda _draft: [])
+    monkeypatch.setattr(plan, "start_findings", lambda _draft: [])
     monkeypatch.setattr(plan, "prepare", lambda made: prepared.append(made) or [])
     monkeypatch.setattr(plan, "read_code", lambda _root: Code(commit="0" * 40, diff=""))  # it may be edited meanwhile
     path = {"PATH": os.environ["PATH"]}
@@ -68,6 +69,7 @@ def test_what_fails_while_the_run_is_prepared_is_one_line_and_no_command(monkeyp
         raise LaunchError(Problem(where="tools", got="files that changed", expected="none", fix="start again"))
 
     monkeypatch.setattr(plan, "examine", lambda _draft: [])
+    monkeypatch.setattr(plan, "start_findings", lambda _draft: [])
     monkeypatch.setattr(plan, "prepare", fail)
     monkeypatch.setattr(plan, "read_code", lambda _root: Code(commit="0" * 40, diff=""))
     stage = find_stage("stage1.1")

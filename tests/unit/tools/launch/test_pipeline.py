@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from recipes.grpo.errors import LaunchError
-from tools.launch.draft import draft_launch
+from recipes.errors import LaunchError
 from tools.launch.links import is_finished, make_links
 from tools.launch.pipeline import chosen_stages
 from tools.launch.sequence import run_forwarding, variable
+from tools.planning.draft import draft_launch
 
 
 def test_stages_come_in_the_order_of_the_table_each_once():

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recipes.grpo.errors import ConfigError, LaunchError
-from tools.launch.contract import read_contract
-from tools.launch.draft import as_text, draft_launch, launch_overrides
-from tools.launch.stage_env import stage_environment
+from recipes.errors import ConfigError, LaunchError
+from tools.planning.contract import read_contract
+from tools.planning.draft import as_text, draft_launch, launch_overrides
+from tools.planning.stage_env import stage_environment
 
 ROOT = Path("/checkout")
 

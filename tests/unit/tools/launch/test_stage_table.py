@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.grpo.stages import load_stages
+from recipes.config.stages import load_stages
 from tools.launch.stage_table import BEGIN, END, SIZES, main, size_rows
 
 COLUMNS = {name: number for number, name in enumerate(SIZES)}

@@ -13,7 +13,7 @@ import pytest
 
 from recipes.grpo.log import RunLogger
 from recipes.grpo.metrics import StepMetrics, aggregate_rollouts
-from recipes.grpo.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
+from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
 
 AGENTS = ("math_with_judge", "mcqa", "reasoning_gym", "structured_outputs")
 START = {"math_with_judge": 0.30, "mcqa": 0.45, "reasoning_gym": 0.20, "structured_outputs": 0.35}

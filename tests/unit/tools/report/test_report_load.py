@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.grpo.errors import InputError
+from recipes.errors import InputError
 from tools.report.load import load_run
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.grpo.errors import InputError
+from recipes.errors import InputError
 from tools.report.load import StepRecord, load_run
 from tools.sizing.calibrate import compare, decode_speed, main, measured, measured_loop, steady_steps
 from tools.sizing.simulator import forecast

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from recipes.grpo.config import load_config, require_valid
-from recipes.grpo.derive import derive
-from recipes.grpo.errors import InputError
-from recipes.grpo.stages import config_path, find_stage
+from recipes.config.derive import derive
+from recipes.config.load import load_config, require_valid
+from recipes.config.stages import config_path, find_stage
+from recipes.errors import InputError
 from tools.sizing import planner
 from tools.sizing.architecture import SUPER, Architecture, read_architecture
 from tools.sizing.memory import GIB, engine_memory, layer_activations, trainer_memory

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from recipes.grpo.errors import LaunchError
+from recipes.errors import LaunchError
 from tools.watching import job_state
 from tools.watching.job_state import Job, Queue, parse_ended, parse_queued, read_queue
 from tools.watching.run_state import Machine, Verdict, ask_slurm, find_run, is_locked_here, judge, read_run

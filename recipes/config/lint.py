@@ -1,0 +1,46 @@
+"""Keep overlays minimal: a line that states what holds without it is a problem, as is a key that nothing declares."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from recipes.config import merge
+from recipes.config.load import load_config
+from recipes.config.schema import INSTANCES, lookup, show
+from recipes.config.yaml_files import leaves
+from recipes.errors import Problem
+
+
+def lint_overlay(path: Path) -> list[Problem]:
+    """Return what is wrong with an overlay: its load problems, else every line that changes nothing."""
+    loaded = load_config(path)
+    if loaded.problems:
+        return list(loaded.problems)
+    chain, _ = merge.read_chain(path)
+    *parents, (_, own) = chain
+    problems = []
+    for key, value in leaves(own.data).items():
+        if "~" in key:  # a deletion: one of nothing is a load problem
+            continue
+        rest = copy.deepcopy(own.data)
+        merge.drop(rest, key)
+        without = merge.Layers()
+        for layer in [*(document.data for _, document in parents), rest]:
+            without.add(layer, own.name)
+        if key.startswith(INSTANCES):  # its default may stand in a file of server instances
+            merge.lay_instances(without, chain[0][0].parent)
+        if _value(without.tree, key) == (value if isinstance(value, Mapping) else lookup(loaded.tree, key)):
+            where = f"{own.name}:{own.lines[key]}: {key}"
+            problems.append(
+                Problem(where=where, got=show(value), expected="a line that changes something", fix="delete it")
+            )
+    return problems
+
+
+def _value(tree: Mapping[str, Any], key: str) -> Any:
+    """Return the resolved value; resolving the whole tree is slow and only needed for an interpolation."""
+    value = lookup(tree, key)
+    return lookup(merge.resolve(tree)[0], key) if "${" in str(value) else value

@@ -1,0 +1,112 @@
+"""A verifier as a resources server that speaks NeMo Gym's HTTP protocol.
+
+`GET /` says it is up, `POST /seed_session` opens a session (a signed cookie), `POST /verify` takes a row with its
+`response` and answers both with `reward`, `reason` and the verifier's extras, `POST /aggregate_metrics` averages
+such answers. A row that cannot be read is 422; an environment that failed is 500, a judge that failed 200 with
+`_ng_failure_class`: neither carries a number that could be taken for a reward.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from starlette.middleware.sessions import SessionMiddleware
+
+from recipes.environments.instances import ServerInstance
+from recipes.environments.registry import VERIFIERS
+from recipes.environments.rows import wrong
+from recipes.environments.scoring.clients import InProcessVerifier
+from recipes.environments.scoring.pool import ScoringPool
+from recipes.environments.verdict import NoVerdict
+from recipes.types import RolloutStatus
+
+
+def create_app(instance: ServerInstance) -> FastAPI:
+    """Return the server of one instance; its scoring workers live as long as the app."""
+    verifier = VERIFIERS[instance.verifier]
+    pool = ScoringPool()
+    client = InProcessVerifier(
+        name=instance.verifier,
+        verifier=verifier,
+        settings=instance.settings,
+        pool=pool,
+        timeout_seconds=instance.timeout_seconds,
+    )
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        pool.close()
+
+    app = FastAPI(title=instance.name, lifespan=lifespan)
+    cookie = f"{verifier.class_name}___{instance.name}"
+    app.add_middleware(SessionMiddleware, secret_key=cookie, session_cookie=cookie)
+
+    @app.get("/")
+    async def status() -> Response:
+        return _json({"status": "ok"})
+
+    @app.post("/seed_session")
+    async def seed_session(request: Request) -> Response:
+        request.session.setdefault("session_id", str(uuid.uuid4()))
+        return _json({})
+
+    @app.post("/verify")
+    async def verify(request: Request) -> Response:
+        request.session.setdefault("session_id", str(uuid.uuid4()))
+        try:
+            body = _object(await request.body())
+            if not isinstance(body.get("response"), Mapping):
+                raise wrong("response", body.get("response"), "a Responses object")
+            verifier.parse_task(body, instance.settings)
+        except ValueError as error:
+            return _json({"detail": str(error)}, status=422)
+        verdict = await client.verify(body, body["response"])
+        if isinstance(verdict, NoVerdict):
+            return _failure(body, verdict)
+        extras = {**verdict.details, **verdict.metrics}
+        return _json({**body, **extras, "reward": verdict.reward, "reason": verdict.reason})
+
+    @app.post("/aggregate_metrics")
+    async def aggregate(request: Request) -> Response:
+        body = orjson.loads(await request.body())
+        replies = body["verify_responses"] if isinstance(body, dict) else body
+        means = mean_metrics(replies)
+        return _json({"agent_metrics": means, "key_metrics": {"mean/reward": means.get("mean/reward")}})
+
+    return app
+
+
+def mean_metrics(replies: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return `mean/<key>` of every numeric key, over the replies that have it and did not fail."""
+    values: dict[str, list[float]] = {}
+    for reply in replies:
+        if "_ng_failure_class" in reply:
+            continue
+        for key, value in reply.items():
+            if isinstance(value, int | float) and not isinstance(value, bool) and not key.startswith("_ng_"):
+                values.setdefault(key, []).append(float(value))
+    return {f"mean/{key}": sum(numbers) / len(numbers) for key, numbers in values.items()}
+
+
+def _failure(body: Mapping[str, Any], verdict: NoVerdict) -> Response:
+    if verdict.status is RolloutStatus.JUDGE_FAILED:
+        marks = {"_ng_failure_class": "judge_failed", "_ng_failure_judge_error": verdict.reason}
+        return _json({**body, "reward": 0.0, **marks})  # as NeMo Gym's trainer expects it
+    return _json({"detail": verdict.reason}, status=500)
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    value = orjson.loads(body)  # its error is a ValueError
+    if not isinstance(value, dict):
+        raise ValueError("expected a JSON object")
+    return value
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(content=orjson.dumps(value), status_code=status, media_type="application/json")

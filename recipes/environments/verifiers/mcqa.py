@@ -1,0 +1,200 @@
+"""Multiple-choice questions. Reward 1.0 for the expected letter, else 0.0.
+
+How the letter is read from the answer is set per row (`grading_mode`) or for the whole server. A row may carry
+its own patterns (`template_metadata.output_regex`), which are tried first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from recipes.environments.responses import all_text
+from recipes.environments.rows import one_of, optional_object, optional_str, wrong
+from recipes.environments.verdict import Response, Verdict
+from recipes.types import Row
+
+STRICT = "strict_single_letter_boxed"
+LENIENT_BOXED = "lenient_boxed"
+ANSWER_COLON = "lenient_answer_colon"
+ANSWER_COLON_MARKDOWN = "lenient_answer_colon_md"
+ROW_MODES = (STRICT, LENIENT_BOXED, ANSWER_COLON)
+SERVER_MODES = (*ROW_MODES, ANSWER_COLON_MARKDOWN)
+
+# Letters that stand for A to D in Arabic, Bengali and full-width text; the space makes them stand alone.
+FOREIGN = ("\u0623\u0628\u062c\u062f", "\u0985\u09ac\u09a1\u09a2", "\uff21\uff22\uff23\uff24")
+FOREIGN_LETTERS = {ord(char): f" {latin}" for letters in FOREIGN for char, latin in zip(letters, "ABCD", strict=True)}
+ALONE = r"(?<![A-Za-z0-9])[A-Za-z](?![A-Za-z0-9])"
+LIST_SEPARATOR = r"\W*(?:[/|&,;]|\bor\b|\band\b)\W*|\s+"  # between letters offered as a list
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One question: what is offered, what is right, and how the answer is read."""
+
+    options: tuple[tuple[str, str], ...]  # (letter, text)
+    answer: str  # upper-cased; "" when the row has none
+    grading_mode: str
+    patterns: tuple[str, ...] = ()
+
+    @property
+    def letters(self) -> frozenset[str]:
+        """The letters that may be answered."""
+        return frozenset(letter for letter, _ in self.options)
+
+
+def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
+    """Read `options`, `expected_answer`, `grading_mode` and `template_metadata`; a server mode wins over the row's."""
+    mode = settings.get("grading_mode")
+    mode = row.get("grading_mode") or STRICT if mode is None else one_of("grading_mode", mode, SERVER_MODES)
+    if settings.get("grading_mode") is None:
+        mode = one_of("grading_mode", mode, ROW_MODES)
+    return Task(
+        options=_options(row),
+        answer=(optional_str(row, "expected_answer") or "").strip().upper(),
+        grading_mode=mode,
+        patterns=_patterns(optional_object(row, "template_metadata").get("output_regex")),
+    )
+
+
+def is_cheap(task: Task) -> bool:
+    """Whether scoring takes bounded time on any answer: not with a row's own patterns, which may backtrack for ever."""
+    return not task.patterns
+
+
+def score(response: Response, task: Task) -> Verdict:
+    """Compare the letter read from the answer with the expected one."""
+    text = all_text(response).strip()
+    if not text:
+        return _verdict(0.0, "the answer is empty", None)
+    letter = next((found for pattern in task.patterns if (found := _by_pattern(text, pattern, task))), None)
+    if letter is None:
+        letter = READERS[task.grading_mode](text, task)
+    if letter is None:
+        return _verdict(0.0, f"no letter could be read ({task.grading_mode})", None)
+    return _verdict(float(letter == task.answer), f"answered {letter}, expected {task.answer or 'nothing'}", letter)
+
+
+def _verdict(reward: float, reason: str, letter: str | None) -> Verdict:
+    return Verdict(
+        reward=reward,
+        reason=reason,
+        metrics={"no_answer": float(letter is None)},
+        details={"extracted_answer": letter},
+    )
+
+
+def _options(row: Row) -> tuple[tuple[str, str], ...]:
+    options = row.get("options")
+    if not isinstance(options, list) or not all(isinstance(option, Mapping) for option in options):
+        raise wrong("options", options, "a list of {letter: text} objects")
+    pairs = ((key, text) for option in options for key, text in option.items() if text is not None)
+    return tuple((key.upper(), str(text)) for key, text in pairs if len(key) == 1 and key.isalpha())
+
+
+def _patterns(value: object) -> tuple[str, ...]:
+    values = value if isinstance(value, list) else [value] if value is not None else []
+    if not all(isinstance(pattern, str) for pattern in values):
+        raise wrong("template_metadata.output_regex", value, "a string or a list of strings")
+    return tuple(values)
+
+
+def _normal(text: str) -> str:
+    return " ".join(text.lower().split())
+
+
+def _without_wrappers(text: str) -> str:
+    r"""Remove outer `\text{...}` around the whole text."""
+    while match := re.fullmatch(r"\\text\{(.*)\}", text := text.strip(), re.DOTALL):
+        text = match.group(1)
+    return text
+
+
+def _last_boxed(text: str) -> str | None:
+    r"""Return what the last `\boxed{` holds; None when there is none or it is not closed."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth, begin = 0, start + len("\\boxed")
+    for position in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[begin + 1 : position]
+    return None
+
+
+def _by_pattern(text: str, pattern: str, task: Task) -> str | None:
+    """Return the last match of a row's own pattern, as a letter."""
+    try:
+        found = re.findall(pattern, text, re.IGNORECASE)
+    except re.error:
+        return None
+    if not found:
+        return None
+    last = found[-1] if isinstance(found[-1], str) else next((group for group in found[-1] if group), "")
+    answer = last.translate(FOREIGN_LETTERS).strip().upper()
+    if len(answer) == 1 and answer.isalpha():
+        return answer  # also a letter that was not offered: it is then simply wrong
+    return _by_option_text(last, task)
+
+
+def _by_option_text(text: str, task: Task) -> str | None:
+    text = _normal(text)
+    return next((letter for letter, option in task.options if text and _normal(option) == text), None)
+
+
+def _strict(text: str, task: Task) -> str | None:
+    boxed = _last_boxed(text)
+    if boxed is None:
+        return None
+    boxed = _without_wrappers(boxed)
+    match = re.fullmatch(r"[^A-Za-z]*([A-Z])[^A-Za-z]*", boxed) or re.match(r"([A-Z])\s*[:).-]", boxed)
+    return match.group(1) if match and match.group(1) in task.letters else None
+
+
+def _lenient_boxed(text: str, task: Task) -> str | None:
+    if letter := _strict(text, task):
+        return letter
+    boxed = _normal(_without_wrappers(_last_boxed(text) or ""))
+    matching = [letter for letter, option in task.options if _normal(option) and _normal(option) in boxed]
+    return matching[0] if len(matching) == 1 else None
+
+
+def _answer_colon(text: str, task: Task) -> str | None:
+    match = re.search(r"answer\s*:\s*(.*)", text, re.IGNORECASE)
+    if match is None:
+        return None
+    answer = _without_wrappers(match.group(1))
+    if len(answer) == 1 and answer.upper() in task.letters:
+        return answer.upper()
+    return _by_option_text(answer, task)
+
+
+def _answer_colon_markdown(text: str, task: Task) -> str | None:
+    lines = re.findall(r"answer[*_]*\s*:[*_]*\s*([^\n]*)", text, re.IGNORECASE)
+    return next((letter for line in reversed(lines) if (letter := _letter_of_line(line, task.letters))), None)
+
+
+def _letter_of_line(line: str, letters: frozenset[str]) -> str | None:
+    """Return the letter a line leads with, else its last capital that stands alone; None when it lists several."""
+    line = line.translate(FOREIGN_LETTERS).strip("*_`.,;: \t\r")
+    named = [match for match in re.finditer(ALONE, line) if match.group().upper() in letters]
+    for left, right in pairwise(named):
+        between = line[left.end() : right.start()]
+        if left.group().upper() != right.group().upper() and re.fullmatch(LIST_SEPARATOR, between, re.IGNORECASE):
+            return None
+    capitals = [match.group() for match in re.finditer(ALONE, line) if match.group().isupper()]
+    leading = re.match(ALONE, line)
+    letter = leading.group().upper() if leading else capitals[-1] if capitals else None
+    return letter if letter in letters else None
+
+
+READERS = {
+    STRICT: _strict,
+    LENIENT_BOXED: _lenient_boxed,
+    ANSWER_COLON: _answer_colon,
+    ANSWER_COLON_MARKDOWN: _answer_colon_markdown,
+}

@@ -1,0 +1,123 @@
+"""Structured output that must satisfy a JSON schema. Reward 1.0 when it validates, else 0.0.
+
+The answer is the whole text in the row's format (JSON, YAML, XML, TOML or CSV), or the arguments of exactly one
+function call. The schema is made strict: every listed property is required and no other is allowed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from recipes.environments.responses import all_text, function_calls
+from recipes.environments.rows import one_of, optional_str, require_str
+from recipes.environments.verdict import Response, Verdict
+from recipes.environments.verifiers.formats import FORMATS, parse
+from recipes.types import Row
+
+TEXT, TOOL_CALL = "text", "tool_call"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """The schema, and where the answer is to be found."""
+
+    schema: str  # JSON text as in the row
+    schema_type: str
+    response_mode: str
+    tool_name: str | None
+    tool_payload_key: str | None
+
+
+class Unfit(Exception):  # noqa: N818 (a finding about the answer, not a fault of the program)
+    """The answer earns nothing; `kind` says why in one word."""
+
+    def __init__(self, kind: str, explanation: str) -> None:
+        self.kind = kind
+        super().__init__(explanation)
+
+
+def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
+    """Read `schema_str`, `schema_type`, `response_mode`, `tool_name` and `tool_payload_key`."""
+    return Task(
+        schema=require_str(row, "schema_str"),
+        schema_type=one_of("schema_type", row.get("schema_type") or "json", FORMATS),
+        response_mode=one_of("response_mode", row.get("response_mode") or TEXT, (TEXT, TOOL_CALL)),
+        tool_name=optional_str(row, "tool_name"),
+        tool_payload_key=optional_str(row, "tool_payload_key"),
+    )
+
+
+def score(response: Response, task: Task) -> Verdict:
+    """Parse the answer and validate it against the strict schema."""
+    try:
+        read = _from_tool_call if task.response_mode == TOOL_CALL else _from_text
+        _validate(*read(response, task))
+    except Unfit as unfit:
+        reason = f"{unfit.kind}: {unfit}"[:200]
+        return Verdict(reward=0.0, reason=reason, details={"error_type": unfit.kind})
+    return Verdict(reward=1.0, reason="satisfies the schema", details={"error_type": None})
+
+
+def strict_schema(schema: Any) -> Any:
+    """Require every listed property and forbid others, in all objects reached through objects.
+
+    Schemas inside lists (anyOf, oneOf, allOf) stay as they are: rewards were defined that way.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    strict = dict(schema)
+    if "properties" in strict:
+        strict["required"] = list(strict["properties"])
+        strict["additionalProperties"] = False
+    return {key: strict_schema(value) for key, value in strict.items()}
+
+
+def _schema(task: Task) -> Any:
+    try:
+        return strict_schema(json.loads(task.schema))
+    except Exception as error:  # the row's schema text is data
+        raise Unfit("schema_error", f"the row's schema cannot be read: {error}") from error
+
+
+def _from_text(response: Response, task: Task) -> tuple[Any, Any]:
+    text = all_text(response)
+    if not text.strip():
+        raise Unfit("empty_response", "the answer is empty")
+    schema = _schema(task)
+    try:
+        return parse(text, task.schema_type, schema), schema
+    except Exception as error:  # model text: whatever a parser raises means it is not in the format
+        raise Unfit("parse_error", f"not {task.schema_type}: {type(error).__name__}: {error}") from error
+
+
+def _from_tool_call(response: Response, task: Task) -> tuple[Any, Any]:
+    if response.get("error") is not None:
+        raise Unfit("api_error", f"the model call failed: {response['error']}")
+    calls = function_calls(response)
+    if len(calls) != 1:
+        kind = "multiple_tool_calls" if calls else "missing_tool_call"
+        raise Unfit(kind, f"{len(calls)} function calls, expected exactly one")
+    if task.tool_name and calls[0].get("name") != task.tool_name:
+        raise Unfit("wrong_tool_name", f"called {calls[0].get('name')}, expected {task.tool_name}")
+    try:
+        payload = json.loads(calls[0].get("arguments", ""))
+    except Exception as error:  # model text
+        raise Unfit("tool_arguments_parse_error", f"the arguments are not JSON: {error}") from error
+    if task.tool_payload_key:
+        if not isinstance(payload, dict) or task.tool_payload_key not in payload:
+            raise Unfit("missing_tool_payload_key", f"the arguments have no '{task.tool_payload_key}'")
+        payload = payload[task.tool_payload_key]
+    return payload, _schema(task)
+
+
+def _validate(value: Any, schema: Any) -> None:
+    from openapi_schema_validator import validate
+
+    try:
+        validate(value, schema)
+    except Exception as error:  # jsonschema raises many kinds, also for an unusable schema
+        message = getattr(error, "message", None) or str(error)
+        raise Unfit("validation_error", message.splitlines()[0] if message else type(error).__name__) from error

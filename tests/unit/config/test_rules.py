@@ -1,0 +1,358 @@
+"""Each cross-field rule: the contradiction, and the exact line that names it with the formula and its values."""
+
+from pathlib import Path
+
+import pytest
+
+from recipes.config.load import load_config, refusals, require_valid
+from recipes.config.rules.all import REFUSALS, RULES
+from recipes.config.rules.stage import AGENTS, servers
+from recipes.config.schema import CONFIG_DIR
+from recipes.environments.instances import AGENT_TYPES
+from recipes.environments.registry import VERIFIERS
+
+STAGE1 = CONFIG_DIR / "stage1_rlvr.yaml"
+SMALL = CONFIG_DIR / "small_scale" / "stage1_rlvr_convergence_27node_h100.yaml"
+TINY = CONFIG_DIR / "tiny" / "stage1_rlvr.yaml"
+ON_POLICY = "loss_fn.force_on_policy_ratio"
+TIS = "loss_fn.truncated_importance_sampling"
+MEGATRON = "policy.megatron_cfg"
+VLLM = "policy.generation.vllm_cfg"
+RESOURCES = "policy.generation.colocated.resources"
+GENRM = "env.nemo_gym.genrm_compare_resources_server.resources_servers.genrm_compare"
+
+# rule, file, overrides, the one line they must give (after "command line: ")
+CASES = [
+    ("batch_is_prompts_times_generations", STAGE1, ["policy.train_global_batch_size=2048"],
+     "policy.train_global_batch_size: got 2048, expected grpo.num_prompts_per_step * grpo.num_generations_per_prompt = "
+     "256 * 16 = 4096; force_on_policy_ratio needs exactly one optimizer step per batch; delete this key"),
+    ("batch_is_prompts_times_generations", STAGE1, ["policy.train_global_batch_size=3000", f"{ON_POLICY}=false"],
+     "policy.train_global_batch_size: got 3000, expected a divisor of grpo.num_prompts_per_step * "
+     "grpo.num_generations_per_prompt = 256 * 16 = 4096; delete this key"),
+    ("group_has_a_baseline", TINY, ["grpo.num_generations_per_prompt=1"],
+     "grpo.num_generations_per_prompt: got 1, expected 2 or more; the leave-one-out baseline of a group of 1 leaves "
+     "no advantage; set it to 2 or more"),
+    ("lag_needs_importance_correction", TINY,
+     ["loss_fn.use_importance_sampling_correction=false", f"{TIS}_type=null", f"{TIS}_ratio=null"],
+     "loss_fn.use_importance_sampling_correction: got false, expected true; "
+     "grpo.async_grpo.max_trajectory_age_steps is 1, so weights lag behind; set this to true, or "
+     "grpo.async_grpo.max_trajectory_age_steps to 0"),
+    ("truncation_is_complete", TINY, [f"{TIS}_type=null"],
+     f"{TIS}_type: got null, expected a type; {TIS}_ratio is 5.0; name a type, or set {TIS}_ratio to null"),
+    ("truncation_is_complete", TINY,
+     ["loss_fn.use_importance_sampling_correction=false", "grpo.async_grpo.max_trajectory_age_steps=0"],
+     f"{TIS}_type: got tis, expected null; there is no weight to truncate without "
+     "loss_fn.use_importance_sampling_correction; set this to null"),
+    ("truncation_is_complete", TINY, [f"{TIS}_ratio=null"],
+     f"{TIS}_ratio: got null, expected a number > 0; {TIS}_type is tis; give a bound (5 in the recipe), or set the "
+     "type to null"),
+    ("truncation_is_complete", TINY, [f"{TIS}_type=icepop"],
+     f"{TIS}_ratio_min: got null, expected a number; icepop drops what lies below it; give a bound (0.5 is common)"),
+    ("truncation_is_complete", TINY, [f"{TIS}_ratio_min=6"],
+     f"{TIS}_ratio_min: got 6.0, expected at most {TIS}_ratio = 5.0; no weight could pass; lower it"),
+    ("truncation_is_complete", TINY,
+     [f"{TIS}_type=seq-mask-tis", f"{TIS}_ratio_min=0.5", "loss_fn.sequence_level_importance_ratios=true",
+      "loss_fn.token_level_loss=false"],
+     f"{TIS}_type: got seq-mask-tis, expected tis or icepop; a per-rollout ratio cannot be masked per rollout again; "
+     "use tis or icepop"),
+    ("ratio_is_one_kind", TINY, ["loss_fn.use_cispo=true"],
+     "loss_fn.use_cispo: got true with loss_fn.force_on_policy_ratio, expected one of them; use_cispo replaces it; "
+     "set loss_fn.force_on_policy_ratio to false"),
+    ("ratio_is_one_kind", TINY, ["loss_fn.disable_ppo_ratio=true"],
+     "loss_fn.disable_ppo_ratio: got true with loss_fn.force_on_policy_ratio, expected one of them; "
+     "force_on_policy_ratio would win; set one to false"),
+    ("ratio_is_one_kind", TINY, ["loss_fn.sequence_level_importance_ratios=true"],
+     "loss_fn.token_level_loss: got true, expected false; one weight per rollout needs the mean per rollout; "
+     "set this to false"),
+    ("kl_in_reward_has_an_estimator", TINY,
+     ["loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0.1"],
+     "loss_fn.use_kl_in_reward: got true, expected false; the group baseline has no per-token reward; "
+     "set it to false"),
+    ("kl_in_reward_has_an_estimator", TINY,
+     ["loss_fn.use_kl_in_reward=true", "grpo.adv_estimator.name=reinforce_plus_plus"],
+     "loss_fn.use_kl_in_reward: got true, expected false; loss_fn.reference_policy_kl_penalty is 0, so nothing would "
+     "be subtracted; set one of them"),
+    ("penalties_survive_the_clip", TINY, ["grpo.invalid_tool_call_advantage=-60"],
+     "grpo.invalid_tool_call_advantage: got -60.0, expected a number in [-50.0, 50.0] = "
+     "grpo.advantage_clip_low..high; the clip comes last and would change it; move one of them"),
+    ("scaling_has_a_range", TINY, ["grpo.reward_scaling.enabled=true", "grpo.reward_scaling.source_min=1"],
+     "grpo.reward_scaling.source_min: got 1.0, expected less than grpo.reward_scaling.source_max = 1.0; "
+     "the map divides by their difference"),
+    ("effort_shaping_is_on_or_off", TINY, ["env.nemo_gym.effort_levels.low_weight=0.5"],
+     'env.nemo_gym.effort_levels.low_string: got "", expected a value, since '
+     "env.nemo_gym.effort_levels.low_weight is set; shaping needs both and is off without one; set both or neither"),
+    ("sampling_is_whole_distribution", TINY, ["policy.generation.top_k=50"],
+     "policy.generation.top_k: got 50, expected null; NeMo Gym requests carry temperature and top_p only; "
+     "delete this key"),
+    ("validation_can_run", TINY, ["data.validation.data_path=null", "grpo.val_at_end=false"],
+     "grpo.val_at_start: got true, expected off; data.validation.data_path is null; give the rows or switch "
+     "validation off"),
+    ("validation_can_run", STAGE1, ["checkpointing.metric_name=val:total_reward/mean"],
+     "checkpointing.metric_name: got val:total_reward/mean, expected null or train:NAME; no validation would ever "
+     "run; set grpo.val_period or grpo.val_at_end, or use null or a train: metric"),
+    ("validation_can_run", TINY, ["grpo.stop_at_validation_metric=accuracy"],
+     "grpo.stop_at_validation_threshold: got null, expected a value, since grpo.stop_at_validation_metric is set; "
+     "set both or neither"),
+    ("engine_and_trainer_agree_on_length", TINY, [f"{VLLM}.max_model_len=512"],
+     f"{VLLM}.max_model_len: got 512, expected policy.max_total_sequence_length = 256; rollouts must fit both the "
+     "engine and the trainer; delete this key"),
+    ("engine_and_trainer_agree_on_length", TINY, ["policy.generation.max_new_tokens=512"],
+     f"policy.generation.max_new_tokens: got 512, expected at most {VLLM}.max_model_len = 256; no request could be "
+     "that long; lower it"),
+    ("lengths_are_divisible", STAGE1, ["policy.make_sequence_length_divisible_by=32"],
+     "policy.make_sequence_length_divisible_by: got 32, expected a multiple of 64 (2 * CP 8 if CP > 1, times TP 4 if "
+     "sequence_parallel); delete this key: it is 2*CP*TP"),
+    ("lengths_are_divisible", STAGE1, ["policy.max_total_sequence_length=50000"],
+     "policy.max_total_sequence_length: got 50000, expected a multiple of "
+     "policy.make_sequence_length_divisible_by = 64; the longest rollout would be padded past it; 49984 is the next "
+     "lower"),
+    ("packing_fits_one_rollout", TINY, ["policy.sequence_packing.train_mb_tokens=128"],
+     "policy.sequence_packing.train_mb_tokens: got 128, expected policy.max_total_sequence_length = 256 or more; "
+     "the longest rollout must fit one micro-batch; delete this key"),
+    ("nodes_are_shared_out", SMALL, [f"{RESOURCES}.num_nodes=20"],
+     f"{RESOURCES}.num_nodes: got 20, expected less than cluster.num_nodes = 20; train nodes = cluster.num_nodes - "
+     "generation nodes; judges are not part of either"),
+    ("nodes_are_shared_out", SMALL, [f"{RESOURCES}.gpus_per_node=4"],
+     f"{RESOURCES}.gpus_per_node: got 4, expected cluster.gpus_per_node = 8; only a one-node cluster divides a node"),
+    ("nodes_are_shared_out", TINY, [f"{RESOURCES}.num_nodes=2"],
+     f"{RESOURCES}.num_nodes: got 2, expected 1; a one-node cluster is divided by GPUs"),
+    ("nodes_are_shared_out", TINY, [f"{RESOURCES}.gpus_per_node=2"],
+     f"{RESOURCES}.gpus_per_node: got 2, expected less than cluster.gpus_per_node = 2; the rest of the node's GPUs "
+     "train; lower it"),
+    ("parallel_sizes_divide_the_gpus", SMALL, [f"{RESOURCES}.num_nodes=13"],
+     f"{MEGATRON}.tensor_model_parallel_size: got 4, expected TP 4 * CP 8 * PP 1 = 32 to divide the 56 training "
+     "GPUs; 7 nodes train; change the sizes or the nodes"),
+    ("parallel_sizes_divide_the_gpus", SMALL, ["grpo.num_prompts_per_step=7", "grpo.num_generations_per_prompt=7"],
+     "grpo.num_prompts_per_step: got 7, expected P * G = 49 to be a multiple of the data-parallel size; "
+     "2 = 64 training GPUs / (TP 4 * CP 8 * PP 1 = 32); change P"),
+    ("parallel_sizes_divide_the_gpus", SMALL, [f"{MEGATRON}.expert_model_parallel_size=24"],
+     f"{MEGATRON}.expert_model_parallel_size: got 24, expected EP 24 * ETP 1 = 24 to divide the 64 training GPUs of "
+     "a pipeline stage; experts are spread over TP, CP and DP ranks; lower EP"),
+    ("engines_divide_the_gpus", SMALL, [f"{VLLM}.tensor_parallel_size=5"],
+     f"{VLLM}.tensor_parallel_size: got 5, expected TP 5 * PP 1 to divide the 96 generation GPUs; each engine takes "
+     "TP * PP GPUs; change its size or the generation nodes"),
+    ("engines_divide_the_gpus", SMALL, [f"{VLLM}.tensor_parallel_size=6"],
+     f"{VLLM}.tensor_parallel_size: got 6, expected TP * PP = 6 to divide cluster.gpus_per_node = 8, or a multiple; "
+     "an engine must not lie across a part of a node"),
+    ("engines_divide_the_gpus", SMALL, [f"{VLLM}.expert_parallel_size=4"],
+     f"{VLLM}.expert_parallel_size: got 4, expected 1 or a multiple of {VLLM}.tensor_parallel_size = 8; "
+     "vLLM's EP is DP * TP"),
+    ("sequence_parallel_has_ranks", TINY, [f"{MEGATRON}.sequence_parallel=true"],
+     f"{MEGATRON}.sequence_parallel: got true, expected false; {MEGATRON}.tensor_model_parallel_size is 1, so there "
+     "are no ranks to split between; set it to false"),
+    ("dtypes_agree", TINY, [f"{MEGATRON}.optimizer.bf16=true"],
+     f"{MEGATRON}.optimizer.bf16: got true, expected false; policy.precision is float32"),
+    ("dtypes_agree", STAGE1, [f"{MEGATRON}.pipeline_dtype=float32"],
+     f"{MEGATRON}.pipeline_dtype: got float32, expected bfloat16; delete this key"),
+    ("optimizer_is_consistent", TINY, [f"{MEGATRON}.optimizer.clip_grad=0.5"],
+     f"{MEGATRON}.optimizer.clip_grad: got 0.5, expected policy.max_grad_norm = 1.0; delete this key"),
+    ("optimizer_is_consistent", TINY, [f"{MEGATRON}.optimizer.min_lr=0.1"],
+     f"{MEGATRON}.optimizer.min_lr: got 0.1, expected at most {MEGATRON}.optimizer.lr = 0.0002; lower it"),
+    ("optimizer_is_consistent", TINY, [f"{MEGATRON}.scheduler.lr_decay_style=cosine"],
+     f"{MEGATRON}.scheduler.lr_decay_iters: got null, expected a number of steps; lr_decay_style is cosine: say over "
+     "how many steps"),
+    ("optimizer_is_consistent", TINY, [f"{MEGATRON}.scheduler.lr_decay_iters=2"],
+     f"{MEGATRON}.scheduler.lr_decay_iters: got 2, expected more than {MEGATRON}.scheduler.lr_warmup_iters = 2; "
+     "raise it, or null for no limit"),
+    ("chunked_logprobs_defer_logits", TINY, ["policy.logprob_chunk_size=2048", f"{MEGATRON}.defer_fp32_logits=false"],
+     f"{MEGATRON}.defer_fp32_logits: got false, expected true; policy.logprob_chunk_size is 2048: float32 logits are "
+     "made per chunk; set one of them"),
+    ("ports_do_not_collide", TINY, ["policy.generation.port_range_low=4999"],
+     "policy.generation.port_range_high: got 4999, expected more than policy.generation.port_range_low = 4999; the "
+     "range is half-open and would be empty"),
+    ("ports_do_not_collide", TINY, ["policy.generation.port_range_high=5500"],
+     "policy.generation.port_range_high: got [3000, 5500), expected a range outside [5000, 6000); those belong to: "
+     "environment servers; see recipes/cluster/ports.py"),
+    ("waits_are_nested", TINY, ["deadlines.rollout=30"],
+     "deadlines.rollout: got 30 s, expected at least deadlines.generation = 60 s; it contains that wait; raise it or "
+     "lower the other"),
+    ("engine_arguments_have_one_place", TINY, ["policy.generation.vllm_kwargs.max_model_len=99"],
+     "policy.generation.vllm_kwargs.max_model_len: got 99, expected an argument without a key of its own; "
+     f"set {VLLM}.max_model_len"),
+    ("cohort_is_the_group", TINY,
+     ["env.nemo_gym.genrm.resources_servers.genrm_compare.num_rollouts_per_prompt=16"],
+     "env.nemo_gym.genrm.resources_servers.genrm_compare.num_rollouts_per_prompt: got 16, expected "
+     "grpo.num_generations_per_prompt = 8; a cohort is one group"),
+    ("cohort_is_the_group", CONFIG_DIR / "stage3_rlhf.yaml", [f"{GENRM}.num_rollouts_per_prompt=8"],
+     f"{GENRM}.num_rollouts_per_prompt: got 8, expected grpo.num_generations_per_prompt = 16; a cohort is one group"),
+    ("batch_multiplier_has_dynamic_sampling", TINY, ["grpo.batch_multiplier=1.5"],
+     "grpo.batch_multiplier: got 1.5, expected 1; the further prompts would be dropped; set "
+     "grpo.use_dynamic_sampling, or this to 1"),
+    ("length_penalty_starts_above_zero", TINY,
+     ["grpo.reward_shaping.enabled=true", "grpo.reward_shaping.overlong_buffer_length=256"],
+     "grpo.reward_shaping.overlong_buffer_length: got 256, expected less than "
+     "grpo.reward_shaping.max_response_length = 256; every answer would be punished; lower it"),
+    ("greedy_validation_is_sampled_once", TINY, ["policy.generation.val_temperature=0"],
+     "grpo.val_num_generations_per_prompt: got 2, expected 1; policy.generation.val_temperature is 0, so all would be "
+     "equal; use grpo.val_greedy for both"),
+    ("experts_share_the_sequence", STAGE1, [f"{MEGATRON}.sequence_parallel=false"],
+     f"{MEGATRON}.sequence_parallel: got false, expected true; TP 4 with EP 16 needs it; set it to true"),
+    ("uneven_stages_have_a_pipeline", STAGE1, [f"{MEGATRON}.num_layers_in_first_pipeline_stage=4"],
+     f"{MEGATRON}.num_layers_in_first_pipeline_stage: got 4, expected null; "
+     f"{MEGATRON}.pipeline_model_parallel_size is 1: there is one stage; set this to null"),
+    ("offloaded_share_is_offloaded", TINY, [f"{MEGATRON}.optimizer.optimizer_offload_fraction=0.5"],
+     f"{MEGATRON}.optimizer.optimizer_offload_fraction: got 0.5, expected 0; "
+     f"{MEGATRON}.optimizer.optimizer_cpu_offload is false; set both or neither"),
+    ("judges_fill_their_nodes", STAGE1, ["env.nemo_gym.num_gpu_nodes=6"],
+     "env.nemo_gym.num_gpu_nodes: got 6, expected 7 = 4 (genrm_model) + 2 (nl2bash_judge_model) + "
+     "1 (safety_judge_model); judges that find no node are never placed"),
+    ("judges_fill_their_nodes", STAGE1, ["env.nemo_gym.num_gpu_nodes=8"],
+     "env.nemo_gym.num_gpu_nodes: got 8, expected 7 = 4 (genrm_model) + 2 (nl2bash_judge_model) + "
+     "1 (safety_judge_model); the others would stand idle"),
+    ("references_exist", STAGE1,
+     ["env.nemo_gym.inverse_if.resources_servers.inverse_if.judge_model_server.name=safety_judge"],
+     "env.nemo_gym.inverse_if.resources_servers.inverse_if.judge_model_server: got safety_judge, expected a server "
+     "that is configured; did you mean safety_judge_model?"),
+    ("references_exist", STAGE1,
+     ["env.nemo_gym.ns_tools.resources_servers.ns_tools.verifiers.math_with_judge.name=nothing_like_it"],
+     "env.nemo_gym.ns_tools.resources_servers.ns_tools.verifiers.math_with_judge: got nothing_like_it, expected a "
+     "server that is configured; add its file to env.nemo_gym.config_paths"),
+    ("judges_can_answer", STAGE1,
+     ["env.nemo_gym.lc_judge.resources_servers.equivalence_llm_judge.judge_responses_create_params."
+      "max_output_tokens=131072"],
+     "env.nemo_gym.lc_judge.resources_servers.equivalence_llm_judge.judge_responses_create_params.max_output_tokens: "
+     "got 131072, expected less than env.nemo_gym.nl2bash_judge_model.*.vllm_serve_kwargs.max_model_len = 131072; "
+     "no question would fit beside the reply; lower it"),
+    ("judges_can_answer", STAGE1, [f"{GENRM}.genrm_responses_create_params.max_output_tokens=70000"],
+     f"{GENRM}.genrm_responses_create_params.max_output_tokens: got 70000, expected less than "
+     "env.nemo_gym.genrm_model.*.vllm_serve_kwargs.max_model_len = 60000; no question would fit beside the reply; "
+     "lower it"),
+    ("judges_can_answer", CONFIG_DIR / "stage3_rlhf.yaml",
+     ["env.nemo_gym.genrm_model.responses_api_models.genrm_model.supports_principle_role=false"],
+     f"{GENRM}.use_principle: got true, expected false; env.nemo_gym.genrm_model has no supports_principle_role: set "
+     "it there if its template has the role"),
+    ("tasks_end_within_a_rollout", CONFIG_DIR / "stage2_swe2.yaml",
+     ["env.nemo_gym.swe_agents_train.responses_api_agents.swe_agents.swebench_agent_timeout=13500"],
+     "env.nemo_gym.swe_agents_train.responses_api_agents.swe_agents.swebench_agent_timeout: got 13500 + 1200 = "
+     "14700 s, expected at most deadlines.rollout = 14400 s; lower swebench_agent_timeout or swebench_tests_timeout, "
+     "or raise deadlines.rollout"),
+    ("ratio_is_one_kind", TINY,
+     ["loss_fn.use_cispo=true", f"{ON_POLICY}=false", "loss_fn.token_level_loss=false"],
+     "loss_fn.token_level_loss: got false, expected true; use_cispo weights single tokens; set this to true"),
+    ("repositories_have_images", CONFIG_DIR / "stage2_swe2.yaml", ["sif_dir=null"],
+     "sif_dir: got null, expected a directory of .sif files, or ???; each task runs in its image; write ??? here and "
+     "set SIF_DIR at launch"),
+    ("offloaded_share_is_offloaded", TINY, [f"{MEGATRON}.optimizer.optimizer_cpu_offload=true"],
+     f"{MEGATRON}.optimizer.optimizer_offload_fraction: got 0, expected more than 0; "
+     f"{MEGATRON}.optimizer.optimizer_cpu_offload is true; set both or neither"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "path", "overrides", "line"), CASES, ids=[case[3].split(":")[0] for case in CASES])
+def test_contradiction_gives_its_line(rule: str, path: Path, overrides: list[str], line: str) -> None:
+    found = [str(problem) for problem in load_config(path, overrides).problems]
+    assert [text.split(": ", 1)[1] for text in found] == [line]
+
+
+def test_every_rule_is_tested() -> None:
+    assert {case[0] for case in CASES} == {rule.__name__ for rule in RULES}
+
+
+POLICY_MODEL = "env.nemo_gym.policy_model.responses_api_models.vllm_model"
+NATIVE_CASES = {
+    "several_optimizer_steps": (
+        ["policy.train_global_batch_size=64", f"{ON_POLICY}=false"],
+        "policy.train_global_batch_size: got 64, expected grpo.num_prompts_per_step * "
+        "grpo.num_generations_per_prompt = 128 (native engine); several optimizer steps on one batch are not built yet",
+    ),
+    "effort_shaping": (
+        ["env.nemo_gym.effort_levels.low_weight=0.5", "env.nemo_gym.effort_levels.low_string=brief"],
+        "env.nemo_gym.effort_levels.low_weight: got 0.5, expected 0 (native engine); effort shaping is not built yet",
+    ),
+    "models_to_come": (
+        [f"{POLICY_MODEL}.chat_template_kwargs.enable_thinking=false"],
+        f'{POLICY_MODEL}.chat_template_kwargs: got {{"enable_thinking": false}}, expected '
+        "policy.tokenizer.chat_template_kwargs = null (native engine); rollouts take the template's arguments from "
+        "there; set both or neither",
+    ),
+    "environments_to_come": (
+        ["env.nemo_gym.mine={resources_servers: {swerl_gen: {}}}"],
+        "env.nemo_gym.mine: got the environment mine, expected one that is built (native engine); it is still to come",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NATIVE_CASES)
+def test_combination_is_refused_natively(name: str) -> None:
+    overrides, line = NATIVE_CASES[name]
+    loaded = load_config(TINY, overrides)
+    assert loaded.problems == ()
+    assert [str(problem) for problem in refusals(loaded)] == [f"command line: {line}"]
+
+
+def test_every_native_rule_is_tested() -> None:
+    assert set(NATIVE_CASES) == {rule.__name__ for rule in REFUSALS}
+
+
+def test_stage_with_repository_agents_decides_overlong_filtering() -> None:
+    agents = ["env.nemo_gym.swe={responses_api_agents: {swe_agents: {}}}", "sif_dir=images"]
+    (problem,) = load_config(TINY, agents).problems
+    assert str(problem).split(": ", 1)[1] == (
+        "grpo.overlong_filtering: got only the base's false, expected a value of the stage's own; tasks that hit the "
+        "context limit are common there: say whether they train (published: true)"
+    )
+    assert load_config(TINY, [*agents, "grpo.overlong_filtering=false"]).problems == ()
+
+
+# What a stage needs, written down from the published files: environments, agents of its own kind, model servers.
+PIVOT = "single_step_tool_use_with_argument_comparison_resources_server"
+NEEDS = {
+    "stage1_rlvr": {
+        "calendar", "code_gen", "equivalence_llm_judge", "genrm_compare_resources_server", "instruction_following",
+        "inverse_if", "jailbreak_detection", "lc_judge", "math_formal_lean", "math_with_judge", "mcqa",
+        "multichallenge", "ns_tools", "over_refusal_detection", "reasoning_gym", f"search_pivot_{PIVOT}", PIVOT,
+        "structured_outputs", "swerl_gen_resources_server", f"toolcall_schema_{PIVOT}", "workplace_assistant",
+        "genrm_model", "nl2bash_judge_model", "safety_judge_model", "policy_model", "policy_model_reasoning_off",
+    },
+    "stage2_swe1": {f"swe_pivot_{PIVOT}", "policy_model"},
+    "stage2_swe2": {"swe_agents_train", "swe_agents_val", "policy_model"},
+    "stage3_rlhf": {
+        PIVOT, "genrm_compare_resources_server", "genrm_model", "policy_model", "policy_model_reasoning_off",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", NEEDS)
+@pytest.mark.parametrize("directory", ["", "b200/"])
+def test_stage_has_exactly_the_published_servers(stage: str, directory: str) -> None:
+    config = require_valid(load_config(CONFIG_DIR / f"{directory}{stage}.yaml"))
+    instances = config.env.nemo_gym.instances
+    single = {name for name, block in instances.items() if "simple_agent" not in (block.get(AGENTS) or {})}
+    further = {"math_formal_lean_refinement_agent"} | {f"{name.removesuffix('_resources_server')}_agent" for name in
+                                                       NEEDS[stage] if name.endswith(PIVOT)}  # fmt: skip
+    assert single - further == NEEDS[stage]
+    named = {settings["resources_server"]["name"] for name, _, settings in servers(config, AGENTS)
+             if "resources_server" in settings}  # fmt: skip
+    assert named == {name for name, _, _ in servers(config, "resources_servers")}  # each has an agent
+
+
+@pytest.mark.parametrize("stage", NEEDS)
+@pytest.mark.parametrize("directory", ["", "tiny/"])
+def test_stage_names_everything_that_is_still_to_come(stage: str, directory: str) -> None:
+    """One line each, and none for what is there: a name leaves the list when its environment is built."""
+    loaded = load_config(CONFIG_DIR / f"{directory}{stage}.yaml")
+    config = require_valid(loaded)
+    expected = {name for name, server, _ in servers(config, "resources_servers") if server not in VERIFIERS}
+    expected |= {name for name, server, settings in servers(config, AGENTS) if server not in AGENT_TYPES
+                 and settings.get("resources_server", {}).get("name") not in expected}  # fmt: skip
+    expected |= {name for name, _, _ in servers(config, "responses_api_models") if name != "policy_model"}
+    named = [problem for problem in refusals(loaded) if problem.fix == "it is still to come"]
+    assert len(named) == len(expected)
+    assert {problem.where.rpartition("env.nemo_gym.")[2] for problem in named} == expected
+    assert all(problem.got.endswith(f" {problem.where.rpartition('.')[2]}") for problem in named)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        (f"{MEGATRON}.pipeline_model_parallel_size=1", None),
+        (f"{MEGATRON}.mtp_num_layers=5", "multi-token prediction is not built yet"),
+        (f"{MEGATRON}.fp8_cfg.enabled=true", "fp8 training is not built yet"),
+        ("loss_fn.reference_policy_kl_penalty=1e-4", "the reference model is not built yet"),
+        ("grpo.use_dynamic_sampling=true", "dynamic sampling is not built yet"),
+    ],
+)
+def test_value_that_would_be_ignored_is_refused(override: str, reason: str | None) -> None:
+    loaded = load_config(TINY, [override])
+    assert loaded.problems == ()
+    assert [problem.fix for problem in refusals(loaded)] == ([reason] if reason else [])

@@ -1,0 +1,93 @@
+"""Symbolic comparison with a known answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from recipes.environments.verifiers.math_with_judge import Task, boxed_gold, parse_task, score
+
+Answer = Callable[..., dict[str, Any]]
+ROW = {"question": "What is 3/4 + 1/4?", "expected_answer": "1"}
+
+
+def test_correct_in_another_form(answer: Answer) -> None:
+    verdict = score(answer("It is \\boxed{\\frac{2}{2}}."), parse_task(ROW, {}))
+    assert verdict.reward == 1.0
+    assert verdict.reason == "1 equals 1"
+    assert verdict.metrics == {"library_reward": 1.0}
+
+
+def test_wrong(answer: Answer) -> None:
+    verdict = score(answer("\\boxed{2}"), parse_task(ROW, {}))
+    assert (verdict.reward, verdict.reason) == (0.0, "2 differs from 1")
+
+
+def test_empty(answer: Answer) -> None:
+    assert score(answer(" \n"), parse_task(ROW, {})).reason == "the answer is empty"
+    assert score({"output": []}, parse_task(ROW, {})).reward == 0.0
+
+
+def test_malformed_answer(answer: Answer) -> None:
+    verdict = score(answer("\\boxed{\\frac{1"), Task(expected_answer="\\frac{1}{2}"))
+    assert (verdict.reward, verdict.details["extracted_answer"]) == (0.0, None)
+
+
+def test_naming_every_answer_earns_nothing(answer: Answer) -> None:
+    boxes = " ".join(f"\\boxed{{{n}}}" for n in range(10))
+    assert score(answer(boxes), Task(expected_answer="7")).reward == 0.0
+
+
+def test_unreadable_gold_is_no_reward_and_says_so(answer: Answer) -> None:
+    verdict = score(answer("\\boxed{5}"), Task(expected_answer=""))
+    assert verdict.reward == 0.0
+    assert "cannot be read" in verdict.reason
+
+
+def test_real_row(gym_row: Callable[..., dict[str, Any]], answer: Answer) -> None:
+    task = parse_task(gym_row("math_with_judge"), {})
+    assert task.expected_answer == "32"
+    assert score(answer("... so there are $4 \\cdot 8 = 32$ of them: \\boxed{32}"), task).reward == 1.0
+    assert score(answer("\\boxed{23}"), task).reward == 0.0
+
+
+def test_one_pair_of_delimiters_is_removed() -> None:
+    assert boxed_gold(" \\( $x$ \\) ") == "\\boxed{x}"
+    assert boxed_gold("$") == "\\boxed{$}"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "q"}, "field 'expected_answer': got nothing, expected a string"),
+        ({"question": "q", "expected_answer": 42}, "field 'expected_answer': got number 42, expected a string"),
+        ({"expected_answer": "42"}, "field 'question': got nothing, expected a string"),
+    ],
+)
+def test_bad_row(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match="^" + message):
+        parse_task(row, {})
+
+
+def test_judge_is_refused() -> None:
+    with pytest.raises(ValueError, match="the judge comes with a later release"):
+        parse_task(ROW, {"should_use_judge": True})
+
+
+def test_refuses_to_run_without_its_time_limit(answer: Answer) -> None:
+    """SIGALRM works in the main thread only; elsewhere the library would answer 0 for everything."""
+    caught: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            score(answer("\\boxed{1}"), parse_task(ROW, {}))
+        except RuntimeError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(caught[0])

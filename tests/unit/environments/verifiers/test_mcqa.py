@@ -1,0 +1,123 @@
+"""Multiple-choice answers and the ways to read a letter from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from recipes.environments.verifiers.mcqa import ANSWER_COLON_MARKDOWN, parse_task, score
+
+Answer = Callable[..., dict[str, Any]]
+OPTIONS = [{"A": "Paris"}, {"B": "London"}, {"C": "New York"}, {"D": "Rome"}]
+
+
+def letter(text: str, answer: Answer, mode: str | None = None, **row: Any) -> str | None:
+    """Return the letter that is read from a text."""
+    fields = {"options": OPTIONS, "expected_answer": "B", "grading_mode": mode} | row
+    return score(answer(text), parse_task(fields, {})).details["extracted_answer"]
+
+
+def markdown(text: str, answer: Answer) -> str | None:
+    fields = {"options": OPTIONS, "expected_answer": "B"}
+    return score(answer(text), parse_task(fields, {"grading_mode": ANSWER_COLON_MARKDOWN})).details["extracted_answer"]
+
+
+def test_correct_and_wrong(answer: Answer) -> None:
+    task = parse_task({"options": OPTIONS, "expected_answer": "b"}, {})
+    right, wrong = score(answer("so \\boxed{B}"), task), score(answer("so \\boxed{C}"), task)
+    assert (right.reward, right.reason) == (1.0, "answered B, expected B")
+    assert (wrong.reward, wrong.reason) == (0.0, "answered C, expected B")
+
+
+def test_empty(answer: Answer) -> None:
+    verdict = score(answer(""), parse_task({"options": OPTIONS, "expected_answer": "B"}, {}))
+    assert (verdict.reward, verdict.reason) == (0.0, "the answer is empty")
+    assert verdict.metrics == {"no_answer": 1.0}
+
+
+@pytest.mark.parametrize("text", ["\\boxed{B", "boxed{B}", "\\boxed{}", "\\boxed{Boston}", "B", "\\boxed{AB}"])
+def test_malformed(text: str, answer: Answer) -> None:
+    assert letter(text, answer) is None
+
+
+def test_listing_all_letters_earns_nothing(answer: Answer) -> None:
+    assert letter("\\boxed{A, B, C, D}", answer) is None
+    assert letter("\\boxed{A} \\boxed{B} \\boxed{C} \\boxed{D}", answer) == "D"
+    assert letter("\\boxed{Paris London New York Rome}", answer, "lenient_boxed") is None
+    assert markdown("Answer: A or B or C or D", answer) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("\\boxed{\\text{C: New York}}", "C"),
+        ("\\boxed{\\text{\\text{C}}}", "C"),
+        ("\\boxed{{C}}", "C"),
+        ("\\boxed{C - maybe}", "C"),
+        ("\\boxed{c}", None),
+        ("\\boxed{E}", None),
+        ("\\boxed{C} then \\boxed{", None),
+    ],
+)
+def test_strict(text: str, expected: str | None, answer: Answer) -> None:
+    assert letter(text, answer, "strict_single_letter_boxed") == expected
+
+
+def test_lenient_boxed_reads_one_option_text(answer: Answer) -> None:
+    assert letter("\\boxed{it is  NEW  york}", answer, "lenient_boxed") == "C"
+    assert letter("\\boxed{Madrid}", answer, "lenient_boxed") is None
+
+
+def test_answer_colon_takes_the_first_line(answer: Answer) -> None:
+    assert letter("ANSWER: c\nAnswer: B", answer, "lenient_answer_colon") == "C"
+    assert letter("Answer: new  york", answer, "lenient_answer_colon") == "C"
+    assert letter("Answer: C because", answer, "lenient_answer_colon") is None
+
+
+def test_answer_colon_markdown(answer: Answer) -> None:
+    assert markdown("__Answer__: A", answer) == "A"
+    assert markdown("\\boxed{\\text{Answer: D}}", answer) == "D"
+    assert markdown("Answer: B/B", answer) == "B"
+    assert markdown("Answer: C\nAnswer: G", answer) == "C"
+
+
+def test_a_rows_own_pattern_comes_first(answer: Answer) -> None:
+    own = {"template_metadata": {"output_regex": ["choice (", "choice (\\w+)"]}}
+    assert letter("choice a, choice c \\boxed{B}", answer, **own) == "C"  # last match; the broken pattern is skipped
+    assert letter("choice Rome", answer, **own) == "D"
+    assert letter("\\boxed{B}", answer, **own) == "B"  # no match: the mode decides
+    arabic = {"template_metadata": {"output_regex": "choice (.)"}}
+    assert letter("choice \u062c", answer, **arabic) == "C"
+
+
+def test_pattern_with_alternatives_uses_the_group_that_matched(answer: Answer) -> None:
+    """The reference raised here, which lost the rollout."""
+    own = {"template_metadata": {"output_regex": "choice (\\w)|pick (\\w)"}}
+    assert letter("pick d", answer, **own) == "D"
+
+
+def test_real_rows(gym_row: Callable[..., dict[str, Any]], answer: Answer) -> None:
+    task = parse_task(gym_row("mcqa"), {})
+    assert len(task.letters) == 10
+    assert score(answer("\\boxed{B}"), task).reward == 1.0
+    templated = parse_task(gym_row("mcqa__example_with_template_metadata"), {})
+    assert templated.patterns
+    assert score(answer("Answer: \\boxed{{B}}"), templated).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"options": None}, "field 'options': got nothing, expected a list"),
+        ({"options": ["A"]}, "field 'options': got list"),
+        ({"grading_mode": "loose"}, "field 'grading_mode': got string 'loose', expected one of lenient_answer_colon,"),
+        ({"grading_mode": ANSWER_COLON_MARKDOWN}, "field 'grading_mode'"),  # for whole servers only
+        ({"expected_answer": 2}, "field 'expected_answer': got number 2"),
+        ({"template_metadata": {"output_regex": 1}}, "field 'template_metadata.output_regex': got number 1"),
+    ],
+)
+def test_bad_row(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match="^" + message):
+        parse_task({"options": OPTIONS, "expected_answer": "B"} | fields, {})

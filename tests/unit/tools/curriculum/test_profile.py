@@ -1,0 +1,33 @@
+"""`make profile` with something missing: named before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.curriculum.profile import main
+
+
+def arguments(place: Path, *more: str) -> list[str]:
+    files = ["--model", str(place / "model"), "--data", str(place / "rows.jsonl"), "--run-dir", str(place / "run")]
+    return ["--config", "configs/tiny/stage1_rlvr.yaml", *files, *more]
+
+
+def test_what_is_missing_is_named_and_nothing_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(tmp_path)) == 2
+    assert "rows.jsonl: got no such file" in capsys.readouterr().err
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    assert main(arguments(tmp_path)) == 2
+    assert f"--model: got {tmp_path}/model, which holds no config.json" in capsys.readouterr().err
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    assert main(arguments(tmp_path, "grpo.nix=3")) == 2
+    assert "grpo.nix: got a key that nothing reads" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_answers_at_all_measure_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments(tmp_path, "--samples", "0"))
+    assert "--samples: got '0', expected a whole number, 1 or more" in capsys.readouterr().err

@@ -1,0 +1,225 @@
+"""The doctor: a sound launch has no finding, each defect its code, and no defect hides another."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from tests.unit.tools.launch_case import PLACEHOLDER_ROW, ROW, LaunchCase, write_case
+
+from recipes.cluster.ports import ray_ports
+from tools.doctor import allocation, machine
+from tools.doctor import examine as examine_module
+from tools.doctor.__main__ import main, table
+from tools.planning.findings import CODES, errors, forced, found
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> LaunchCase:
+    return write_case(tmp_path)
+
+
+def test_nothing_is_found_in_a_sound_launch(case):
+    assert case.codes() == []
+
+
+@pytest.mark.parametrize(("num_gpus", "codes"), [(0, []), (1, ["ALC002"]), (2, [])])
+def test_a_local_run_has_a_gpu_for_each_worker_or_none(case, monkeypatch, num_gpus, codes):
+    monkeypatch.setattr(allocation, "count_gpus", lambda: num_gpus)
+    assert case.codes(LAUNCHER="local") == codes
+
+
+def cut_parent(case: LaunchCase) -> None:
+    weights = case.export / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-3])
+
+
+def wrong_container(case: LaunchCase) -> None:
+    (case.directory / "training.sqsh").write_text("<html>404 Not Found</html>")
+
+
+def fill_nothing(case: LaunchCase) -> None:
+    case.write_rows("train.jsonl", ROW, PLACEHOLDER_ROW)
+
+
+DEFECTS: dict[str, Callable[[LaunchCase], object]] = {
+    "MDL002": cut_parent,
+    "IMG002": wrong_container,
+    "DAT002": fill_nothing,
+    "MDL001": lambda case: (case.export / "tokenizer.json").unlink(),
+    "MDL003": lambda case: (case.export.parent / "COMPLETE").unlink(),
+    "DAT001": lambda case: (case.directory / "val.jsonl").unlink(),
+    "DAT006": lambda case: (case.directory / "val.jsonl").open("a").write(json.dumps(ROW) + "\n"),
+    "DAT008": lambda case: (case.directory / "val.jsonl.manifest.json").unlink(),
+    "IMG001": lambda case: (case.directory / "sandbox.sqsh").unlink(),
+    "IMG003": lambda case: (case.directory / "sandbox.sqsh").open("r+b").truncate(100),
+    "PTH001": lambda case: ((case.directory / "cache").rmdir(), (case.directory / "cache").touch()),
+}
+
+
+@pytest.mark.parametrize("code", DEFECTS)
+def test_a_defect_on_disk_is_found_alone(case, code):
+    DEFECTS[code](case)
+    assert case.codes() == [code]
+
+
+@pytest.mark.parametrize(
+    ("code", "variables"),
+    [
+        ("ENV001", {"PERSISTENT_CACHE": ""}),
+        ("ENV001", {"MODEL_PATH": ""}),
+        ("ENV001", {"CONFIG_PATH": ""}),
+        ("ENV002", {"LAUNCHER": "kubernetes"}),
+        ("ENV002", {"SBATCH_NUM_NODES": "many"}),
+        ("ENV002", {"SLURM_TIME_LIMIT": "four hours"}),
+        ("ENV004", {"ENABLE_MTP_INFERENCE": "1"}),
+        ("CFG001", {"EXTRA_HYDRA_ARGS": "grpo.num_prompt_per_step=8"}),
+        ("CFG001", {"CONFIG_PATH": "configs/none.yaml"}),
+        ("CFG003", {"EXTRA_HYDRA_ARGS": "grpo.use_dynamic_sampling=true"}),
+        ("CFG004", {"EXTRA_HYDRA_ARGS": "checkpointing.checkpoint_must_save_by=00:05:00:00"}),
+        ("IMG002", {"CONTAINER": "image.sqsh"}),
+        ("IMG004", {"CONTAINER": "docker://registry.example/Training:1"}),
+        ("TOK001", {"EXTRA_HYDRA_ARGS": "logger.wandb_enabled=true"}),
+    ],
+)
+def test_a_wrong_variable_is_found_alone(case, code, variables):
+    assert case.codes(**variables) == [code]
+
+
+def test_too_few_nodes_are_found(case):
+    (finding,) = [
+        finding
+        for finding in case.examine(CONFIG_PATH="configs/stage3_rlhf.yaml", SBATCH_NUM_NODES="99")
+        if finding.code == "ALC001"
+    ]
+    assert finding.problem.expected == "at least 100 (32 train + 64 generation + 4 judges)"
+
+
+def test_a_wrong_scale_hides_only_what_the_stage_table_would_give(case):
+    given = dict.fromkeys(("EXP_NAME", "CONFIG_PATH", "MODEL_PATH", "TRAIN_PATH", "VAL_PATH"), "")
+    assert case.codes("stage1.1", SCALE="huge", SLURM_ACCOUNT="", **given) == ["ENV002", "ENV001"]
+    assert case.codes("stage7", **given) == ["ENV003"]
+    assert case.codes("stage3", SCALE="small", PLATFORM="b200", **given) == ["ENV003"]
+
+
+def test_a_missing_task_image_is_found(case):
+    case.write_task_rows()
+    known = case.codes("stage2.2", SCALE="tiny")
+    assert not {"SIF001", "SIF002", "SIF003"} & set(known)
+    case.sif.unlink()
+    assert sorted(case.codes("stage2.2", SCALE="tiny")) == sorted([*known, "SIF002"])
+    assert sorted(case.codes("stage2.2", SCALE="tiny", SIF_DIR="")) == sorted([*known, "SIF001"])
+
+
+@contextmanager
+def busy(port: int) -> Iterator[None]:
+    """Listen on a port; a run on this machine that has it serves as well."""
+    with socket.socket() as squatter:
+        squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with suppress(OSError):
+            squatter.bind(("", port))
+            squatter.listen()
+        yield
+
+
+def test_a_busy_port_is_found_where_a_node_of_the_job_could_be(case, monkeypatch):
+    port = ray_ports().node_manager
+    with busy(port):
+        assert case.codes() == []  # a login node: the ports of the nodes are not its own
+        monkeypatch.setattr(machine, "is_node_of", lambda partition: partition == "batch")
+        problems = [finding.problem.where for finding in case.examine() if finding.code == "PRT001"]
+    assert [where for where in problems if where.startswith(f"port {port} ")]
+
+
+def test_a_model_that_the_engine_does_not_build_is_named(case):
+    config = json.loads((case.export / "config.json").read_text()) | {"architectures": ["NemotronHForCausalLM"]}
+    (case.export / "config.json").write_text(json.dumps(config))
+    (case.export.parent / "COMPLETE").write_text('{"hf/tokenizer_config.json": "0"}')
+    codes = [finding.code for finding in case.examine() if finding.code.startswith("MDL")]
+    assert codes == ["MDL003", "MDL009"]
+
+
+def test_make_passes_the_words_on(monkeypatch):
+    monkeypatch.delenv("MAKEFLAGS", raising=False)
+    command = ["make", "--dry-run", "--no-print-directory", "doctor", "STAGE=stage1.2", "ARGS=--json a.b=1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.splitlines()[-1] == ".venv/bin/python -m tools.doctor --stage stage1.2 --json a.b=1"
+
+
+def test_eight_defects_at_once_are_eight_findings(case, monkeypatch):
+    monkeypatch.setattr(machine, "is_node_of", lambda _partition: True)
+    case.write_task_rows()
+    case.sif.unlink()
+    case.write_rows("train.jsonl", json.loads((case.directory / "val.jsonl").read_text()), PLACEHOLDER_ROW)
+    cut_parent(case)
+    wrong_container(case)
+    variables = {"SCALE": "small", "CONFIG_PATH": "", "SLURM_ACCOUNT": "", "SBATCH_NUM_NODES": "19"}
+    with busy(ray_ports().gcs):
+        codes = case.codes("stage2.2", "grpo.num_prompt_per_step=8", **variables)
+    expected = {"ENV001", "CFG001", "SIF002", "DAT002", "ALC001", "PRT001", "MDL002", "IMG002"}
+    assert expected <= set(codes)
+
+
+def test_a_check_that_fails_hides_no_other(case, monkeypatch):
+    def fail(_draft: object) -> list[object]:
+        raise ZeroDivisionError("in the check")
+
+    monkeypatch.setitem(examine_module.SUBJECTS, "data", fail)
+    wrong_container(case)
+    findings = errors(case.examine())
+    assert [finding.code for finding in findings] == ["DOC001", "IMG002"]
+    assert findings[0].problem.got == "ZeroDivisionError: in the check"
+
+
+def test_force_leaves_what_is_certainly_wrong():
+    one = {"where": "w", "got": "g", "expected": "e", "fix": "f"}
+    findings = forced([found("CFG001", **one), found("SLM002", **one), found("DAT008", **one)])
+    assert [(finding.severity, finding.is_forced) for finding in findings] == [
+        ("error", False),
+        ("note", True),
+        ("note", False),
+    ]
+
+
+def test_no_code_of_the_configuration_can_be_forced():
+    assert not [code for code, entry in CODES.items() if code.startswith(("CFG", "ENV", "ALC001")) and entry.can_force]
+    assert all(code in table() for code in CODES)
+
+
+def test_report_for_programs_and_for_readers(case, monkeypatch, capsys):
+    wrong_container(case)
+    for name in ("STAGE", "SCALE", "LAUNCHER"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in case.env.items():
+        monkeypatch.setenv(name, value)
+    assert main(["--json"]) == 2
+    report = json.loads(capsys.readouterr().out)
+    assert report["exit_status"] == 2
+    assert (report["experiment"], report["num_nodes"]) == ("exp", 1)
+    (image,) = [entry for entry in report["findings"] if entry["severity"] == "error"]
+    assert image["code"] == "IMG002"
+    assert image["where"] == "CONTAINER"
+    assert set(image) == {"code", "severity", "forced", "can_force", "where", "got", "expected", "fix"}
+    assert main([]) == 2
+    text = capsys.readouterr().out
+    assert "  IMG002  CONTAINER: got " in text
+    assert "doctor: 1 errors" in text
+    (case.directory / "training.sqsh").write_bytes((case.directory / "sandbox.sqsh").read_bytes())
+    assert main(["grpo.seed=43"]) == 0
+
+
+def test_a_file_for_a_directory_and_a_directory_for_a_file_are_said_to_be_so(case):
+    file, directory = f"{case.directory}/train.jsonl", str(case.directory)
+    problems = [finding.problem for finding in errors(case.examine(MODEL_PATH=file, VAL_PATH=directory))]
+    assert sorted((problem.where, problem.got) for problem in problems) == [
+        (directory, "a directory"),
+        (f"MODEL_PATH={file}", "a file"),
+    ]
+    assert "set VAL_PATH" in next(problem.fix for problem in problems if problem.where == directory)

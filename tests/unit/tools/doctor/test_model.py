@@ -1,0 +1,140 @@
+"""Start weights: cut files are found by their header, changed ones by their checksum, misfits by config.json."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from recipes.config.load import load_config
+from tools.doctor.model import (
+    export_findings,
+    fit_findings,
+    missing_files,
+    template_findings,
+    weight_file_findings,
+)
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+def safetensors(header: dict[str, object], num_bytes: int) -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(num_bytes)
+
+
+def write_export(step: Path, *, heads: int = 4) -> Path:
+    """Write step_N/hf with the checksums that the run leaves beside it; returns hf."""
+    hf = step / "hf"
+    hf.mkdir(parents=True)
+    entry = {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}
+    (hf / "model.safetensors").write_bytes(safetensors({"w": entry}, 12))
+    (hf / "config.json").write_text(json.dumps({"num_attention_heads": heads, "max_position_embeddings": 512}))
+    Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1}, unk_token="<unk>")).save(str(hf / "tokenizer.json"))
+    settings = {"eos_token": "<eos>", "chat_template": "{{ messages[0].content }}"}
+    (hf / "tokenizer_config.json").write_text(json.dumps(settings))
+    digests = {f"hf/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest() for file in hf.iterdir()}
+    (step / "COMPLETE").write_text(json.dumps(digests | {"state.json": "0" * 64}))
+    return hf
+
+
+def codes(findings: object) -> list[str]:
+    return [finding.code for finding in findings]  # type: ignore[attr-defined]
+
+
+def test_cut_weights_are_found_by_their_header(tmp_path):
+    file = tmp_path / "w.safetensors"
+    entry = {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}
+    content = safetensors({"__metadata__": {"format": "pt"}, "w": entry}, 12)
+    file.write_bytes(content)
+    assert codes(weight_file_findings(file)) == []
+    for broken in (content[:-1], content + b"x", b"", content[:5], b"\xff" * 40):
+        file.write_bytes(broken)
+        assert codes(weight_file_findings(file)) == ["MDL002"], broken
+
+
+def test_missing_part_of_an_indexed_model_is_named(tmp_path):
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "part1.safetensors").write_bytes(safetensors({}, 0))
+    index = {"weight_map": {"a": "part1.safetensors", "b": "part2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (finding,) = missing_files(tmp_path)
+    assert (finding.code, finding.problem.got) == ("MDL001", "no part2.safetensors")
+
+
+def test_an_export_of_ours_is_held_against_its_checksums(tmp_path):
+    hf = write_export(tmp_path / "step_000010")
+    latest = tmp_path / "latest"
+    latest.symlink_to("step_000010")
+    assert codes(export_findings(latest / "hf")) == []
+    (hf / "config.json").write_text("{}")
+    (finding,) = export_findings(latest / "hf")
+    assert finding.code == "MDL003"
+    assert finding.problem.where.endswith("step_000010/hf/config.json")
+    (hf / "config.json").unlink()
+    (finding,) = export_findings(latest / "hf")
+    assert finding.problem.got == "no such file"
+    (hf.parent / "COMPLETE").unlink()
+    (finding,) = export_findings(latest / "hf")
+    assert (finding.code, finding.problem.got) == ("MDL003", "no COMPLETE")
+
+
+def test_weights_from_elsewhere_have_no_checksums(tmp_path):
+    assert codes(export_findings(tmp_path)) == []
+
+
+def test_files_too_large_to_hash_are_said_to_be_so(tmp_path, monkeypatch):
+    hf = write_export(tmp_path / "step_000010")
+    monkeypatch.setattr("tools.doctor.model.MAX_HASHED_BYTES", 2000)
+    (hf / "model.safetensors").write_bytes(bytes(4000))  # differs, and nobody looks
+    (finding,) = export_findings(hf)
+    assert (finding.code, finding.severity) == ("MDL006", "note")
+    assert finding.problem.got == "1 of 4 files compared by size alone"
+
+
+@pytest.mark.parametrize(
+    ("override", "wrong"),
+    [
+        ("policy.max_total_sequence_length=512", []),
+        ("policy.max_total_sequence_length=1024", ["policy.max_total_sequence_length"]),
+        ("policy.generation.vllm_cfg.tensor_parallel_size=3", ["policy.generation.vllm_cfg.tensor_parallel_size"]),
+        ("policy.megatron_cfg.expert_model_parallel_size=2", ["policy.megatron_cfg.expert_model_parallel_size"]),
+    ],
+)
+def test_model_and_configuration_have_to_fit(tmp_path, override, wrong):
+    hf = write_export(tmp_path / "step_000010")
+    loaded = load_config(ROOT / "configs/tiny/stage1_rlvr.yaml", [f"policy.model_name={hf}", override])
+    assert loaded.repaired is not None
+    assert [finding.problem.where for finding in fit_findings(hf, loaded.repaired)] == wrong
+
+
+def test_another_template_or_tokenizer_than_the_parents_is_named(tmp_path):
+    hf = write_export(tmp_path / "run" / "checkpoints" / "step_000010")
+
+    def found_with(*overrides: str) -> list[tuple[str, str]]:
+        loaded = load_config(ROOT / "configs/tiny/stage1_rlvr.yaml", [f"policy.model_name={hf}", *overrides])
+        assert loaded.repaired is not None
+        return [(finding.code, finding.problem.where) for finding in template_findings(hf, loaded.repaired)]
+
+    assert found_with() == []
+    template = tmp_path / "other.jinja"
+    template.write_text("{{ messages[-1].content }}")
+    chosen = f"policy.tokenizer.chat_template={template}"
+    assert found_with(chosen) == [("MDL005", "policy.tokenizer.chat_template")]
+    # The parent was trained with that same file: then it is the right one, and the weights' own is not.
+    resolved = {"config": {"policy": {"tokenizer": {"chat_template": str(template)}}}}
+    (tmp_path / "run" / "resolved.json").write_text(json.dumps(resolved))
+    assert found_with(chosen) == []
+    assert found_with() == [("MDL005", "policy.tokenizer.chat_template")]
+    (tmp_path / "run" / "resolved.json").unlink()
+
+    other = write_export(tmp_path / "step_000001")
+    Tokenizer(models.WordLevel({"<eos>": 1, "<unk>": 0}, unk_token="<unk>")).save(str(other / "tokenizer.json"))
+    assert found_with(f"policy.tokenizer.name={other}") == [("MDL005", "policy.tokenizer.name")]
+    (hf / "tokenizer_config.json").write_text("{}")
+    assert found_with() == [("MDL007", str(hf))]

@@ -1,0 +1,46 @@
+"""What Slurm says about partitions and nodes, as it prints it, and what follows for a job."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.doctor.slurm import NodeGroup, node_findings, node_group
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("4|gpu:8|idle", NodeGroup(count=4, gpus=8, is_up=True)),
+        ("12|gpu:h100:8(S:0-1)|mix", NodeGroup(count=12, gpus=8, is_up=True)),
+        ("1|gpu:a:4,gpu:b:2,shard:16|alloc", NodeGroup(count=1, gpus=6, is_up=True)),
+        ("3|(null)|idle", NodeGroup(count=3, gpus=0, is_up=True)),
+        ("2|gpu:8|idle*", NodeGroup(count=2, gpus=8, is_up=False)),
+        ("2|gpu:8|drng", NodeGroup(count=2, gpus=8, is_up=False)),
+        ("2|gpu:8|drain", NodeGroup(count=2, gpus=8, is_up=False)),
+        ("1|gpu:8|down*", NodeGroup(count=1, gpus=8, is_up=False)),
+        ("1|gpu:8|comp", NodeGroup(count=1, gpus=8, is_up=True)),
+    ],
+)
+def test_groups_of_nodes(line, expected):
+    assert node_group(line) == expected
+
+
+def group(count: int, *, gpus: int = 8, is_up: bool = True) -> NodeGroup:
+    return NodeGroup(count=count, gpus=gpus, is_up=is_up)
+
+
+@pytest.mark.parametrize(
+    ("groups", "code"),
+    [
+        ([group(20)], None),
+        ([group(12), group(8)], None),
+        ([group(19)], "SLM002"),
+        ([], "SLM002"),
+        ([group(19), group(10, gpus=4)], "SLM003"),
+        ([group(30, gpus=4)], "SLM003"),
+        ([group(19), group(4, is_up=False)], "SLM007"),
+    ],
+)
+def test_twenty_nodes_of_eight_gpus(groups, code):
+    findings = list(node_findings("batch", groups, 20, 8))
+    assert [finding.code for finding in findings] == ([code] if code else [])

@@ -1,0 +1,83 @@
+"""What one Ray node of a job is started with, and what keeps it from starting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipes.errors import Problem
+from tools.job import node, node_check
+from tools.job.node import keep_logs, start_command
+from tools.job.node_check import Node, gpu_problems
+
+
+def make_node(tmp_path: Path, *, is_head: bool) -> Node:
+    return Node(is_head=is_head, head="n1", num_nodes=2, units=8, log_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("devices", "has_driver", "is_refused"),
+    [(8, True, False), (16, True, False), (7, True, True), (0, True, True), (0, False, False), (4, False, True)],
+)
+def test_missing_gpus_are_named_and_a_machine_without_a_driver_uses_its_cpus(devices, has_driver, is_refused):
+    problems = gpu_problems(8, devices, has_driver=has_driver)
+    assert bool(problems) == is_refused
+    if problems:
+        assert f"got {devices} GPUs, expected 8" in str(problems[0])
+
+
+def test_a_node_says_what_the_job_decided(tmp_path, monkeypatch):
+    monkeypatch.setattr(node, "count_gpus", lambda: 8)
+    monkeypatch.setattr(node, "own_address", lambda: "10.0.0.7")
+    head = start_command(make_node(tmp_path, is_head=True), Path("/tmp/ray-7-0"))
+    worker = start_command(make_node(tmp_path, is_head=False), Path("/tmp/ray-7-0"))
+    for command in (head, worker):
+        assert "--num-gpus=8" in command
+        assert '--resources={"worker_units": 8}' in command
+        assert "--node-ip-address=10.0.0.7" in command
+        assert not [word for word in command if word.startswith("--object-store-memory")]  # Ray's own share
+    assert "--port=1200" in head and "--temp-dir=/tmp/ray-7-0" in head
+    assert "--address=n1:1200" in worker
+
+
+def test_a_node_without_gpus_offers_none_and_keeps_its_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(node, "count_gpus", lambda: 0)
+    monkeypatch.setattr(node, "own_address", lambda: "")
+    command = start_command(make_node(tmp_path, is_head=True), Path("/tmp/ray-7-0"))
+    assert "--num-gpus=0" in command
+    assert f"--object-store-memory={256 * 2**20}" in command
+    assert not [word for word in command if word.startswith("--node-ip-address")]  # Ray finds it out itself
+
+
+def test_logs_are_kept_and_the_rest_is_removed(tmp_path):
+    temp, target = tmp_path / "ray-7-0", tmp_path / "logs" / "ray_n1"
+    logs = temp / "session_2026-01-01" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "raylet.out").write_text("x")
+    (logs / "gone").symlink_to("nowhere")
+    (temp / "session_latest").symlink_to("session_2026-01-01")
+    keep_logs(temp, target)
+    assert (target / "raylet.out").read_text() == "x"
+    assert not temp.exists()
+
+
+def test_a_busy_port_ends_the_node_with_its_owner(tmp_path, monkeypatch, capsys):
+    (tmp_path / "nodes").touch()
+    monkeypatch.setattr(node_check, "PORT_SECONDS", 0.0)
+    monkeypatch.setattr(
+        node_check,
+        "busy_ports",
+        lambda _ports: [Problem(where="port 1200", got="in use by pid 7", expected="a free port", fix="x")],
+    )
+    monkeypatch.setattr(node_check, "count_gpus", lambda: 0)
+    arguments = ["--role=worker", "--head=n1", "--num-nodes=2", "--units=1", f"--log-dir={tmp_path}"]
+    assert node.main(arguments) == 2
+    assert "node: port 1200: got in use by pid 7" in capsys.readouterr().err
+
+
+def test_a_node_that_does_not_see_the_run_directory_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(node_check, "busy_ports", lambda _ports: [])
+    arguments = ["--role=worker", "--head=n1", "--num-nodes=2", "--units=1", f"--log-dir={tmp_path}/elsewhere"]
+    assert node.main(arguments) == 2
+    assert f"got no {tmp_path}/elsewhere/nodes, expected the run directory" in capsys.readouterr().err

@@ -1,0 +1,141 @@
+"""A snapshot holds the tracked files as they are, is named by its content, and is never written again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from recipes.errors import LaunchError
+from tools.planning.snapshot import Code, read_code, read_snapshot, snapshot_path, untracked, write_snapshot
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    root = tmp_path / "checkout"
+    (root / "package").mkdir(parents=True)
+    (root / "package" / "a.py").write_text("one\n")
+    (root / "run.sh").write_text("#!/bin/sh\n")
+    (root / "run.sh").chmod(0o755)
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "first"]):
+        identity = ["-c", "user.name=t", "-c", "user.email=t@t.example"]
+        subprocess.run(["git", "-C", str(root), *identity, *command], check=True)
+    return root
+
+
+def take(root: Path, home: Path) -> Path:
+    code = read_code(root)
+    target = snapshot_path(home, code, reuse_newest=False)
+    write_snapshot(root, target, code)
+    return target
+
+
+def test_holds_exactly_the_tracked_files_with_their_changes(checkout, tmp_path):
+    (checkout / "untracked").write_text("not copied")
+    (checkout / "package" / "a.py").write_text("two\n")
+    target = take(checkout, tmp_path / "snapshots")
+    copied = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
+    assert copied == {"package/a.py", "run.sh", "COMMIT", "DIFF"}
+    assert (target / "package" / "a.py").read_text() == "two\n"
+    assert (target / "run.sh").stat().st_mode & 0o111
+    assert (target / "COMMIT").read_text().strip() == read_code(checkout).commit
+    assert "+two" in (target / "DIFF").read_text()
+
+
+def test_changed_code_gets_another_directory(checkout, tmp_path):
+    first = take(checkout, tmp_path / "snapshots")
+    assert first.name.endswith("-clean")
+    (checkout / "package" / "a.py").write_text("two\n")
+    second = take(checkout, tmp_path / "snapshots")
+    assert first != second
+    assert (first / "package" / "a.py").read_text() == "one\n"
+
+
+def test_existing_snapshot_stays_untouched(checkout, tmp_path):
+    first = take(checkout, tmp_path / "snapshots")
+    (first / "package" / "a.py").write_text("in use")
+    assert take(checkout, tmp_path / "snapshots") == first
+    assert (first / "package" / "a.py").read_text() == "in use"
+    assert [path.name for path in first.parent.iterdir()] == [first.name]  # no partial copy is left
+
+
+def test_deleted_file_is_left_out(checkout, tmp_path):
+    (checkout / "run.sh").unlink()
+    assert not (take(checkout, tmp_path / "snapshots") / "run.sh").exists()
+
+
+def test_newest_snapshot_is_reused_on_request(checkout, tmp_path):
+    home = tmp_path / "snapshots"
+    code = Code(commit="f" * 40, diff="")
+    assert snapshot_path(home, code, reuse_newest=True) == home / f"{'f' * 12}-clean"
+    first = take(checkout, home)
+    assert snapshot_path(home, code, reuse_newest=True) == first
+
+
+def git(root: Path, *words: str) -> None:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@t.example", "-c", "protocol.file.allow=always"]
+    subprocess.run(["git", "-C", str(root), *identity, *words], check=True, capture_output=True)
+
+
+def test_links_and_files_of_submodules_are_copied(checkout, tmp_path):
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (inner / "inside.py").write_text("inside\n")
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "inner"]):
+        git(inner, *words)
+    (checkout / "here").symlink_to("package")
+    (checkout / "nowhere").symlink_to("no such file")
+    git(checkout, "submodule", "add", "-q", str(inner), "third_party")
+    git(checkout, "add", "-A")
+    target = take(checkout, tmp_path / "snapshots")
+    assert (target / "here").readlink() == Path("package")
+    assert (target / "nowhere").readlink() == Path("no such file")
+    assert (target / "third_party" / "inside.py").read_text() == "inside\n"
+
+
+def test_recorded_diff_gives_the_files_back_whatever_their_bytes_and_the_users_settings(checkout, tmp_path):
+    (checkout / "package" / "a.py").write_bytes(b"caf\xe9\r\n\x80")
+    git(checkout, "config", "diff.noprefix", "true")
+    git(checkout, "config", "color.ui", "always")
+    target = take(checkout, tmp_path / "snapshots")
+    assert read_snapshot(target) == read_code(checkout)
+    again = tmp_path / "again"
+    git(checkout, "worktree", "add", "-q", "--detach", str(again), (target / "COMMIT").read_text().strip())
+    git(again, "apply", "--binary", str(target / "DIFF"))
+    assert (again / "package" / "a.py").read_bytes() == b"caf\xe9\r\n\x80"
+
+
+def test_files_that_change_while_they_are_copied_leave_no_snapshot(checkout, tmp_path):
+    code = read_code(checkout)
+    target = snapshot_path(tmp_path / "snapshots", code, reuse_newest=False)
+    (checkout / "package" / "a.py").write_text("edited after the plan\n")
+    with pytest.raises(LaunchError, match="files that changed while they were copied"):
+        write_snapshot(checkout, target, code)
+    assert list(target.parent.iterdir()) == []
+
+
+def test_newest_is_the_one_taken_last_not_the_one_written_into(checkout, tmp_path):
+    home = tmp_path / "snapshots"
+    first = take(checkout, home)
+    (checkout / "package" / "a.py").write_text("two\n")
+    second = take(checkout, home)
+    for age, path in ((200, first), (100, second)):
+        os.utime(path / "COMMIT", (10**9 - age, 10**9 - age))
+    (first / "__pycache__").mkdir()  # what a running job writes
+    (home / ".partial").mkdir()
+    (home / "stray").mkdir()
+    assert snapshot_path(home, read_code(checkout), reuse_newest=True) == second
+
+
+def test_untracked_files_of_the_checkout_are_named(checkout, tmp_path):
+    (checkout / "mine.yaml").write_text("a: 1\n")
+    paths = [checkout / "mine.yaml", checkout / "package" / "a.py", tmp_path / "elsewhere.yaml"]
+    assert untracked(checkout, paths) == [checkout / "mine.yaml"]
+
+
+def test_outside_git_the_message_says_what_to_do(tmp_path):
+    assert read_code(tmp_path) == Code(commit="", diff="")
+    with pytest.raises(LaunchError, match="SKIP_CODE_SNAPSHOT=true"):
+        write_snapshot(tmp_path, tmp_path / "snapshots" / "x", Code(commit="", diff=""))

@@ -1,0 +1,219 @@
+"""What the check of two files finds: sixty corrupted rows, rows that come twice, and validation rows given away."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tools.files import parallel
+from tools.rows.checks import RowChecker
+from tools.rows.overlap import shingles, text_of
+from tools.rows.stats import pass_rate_of, quantile
+from tools.rows.validate import main, validate
+
+
+def _load_table() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("row_table", Path(__file__).with_name("row_table.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TABLE = _load_table()
+LONG = "A train leaves the station at nine and travels north at forty miles an hour for {} hours until it meets the {}"
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_bytes(b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows))
+    return path
+
+
+def math(text: str) -> dict[str, Any]:
+    return TABLE.row_of(TABLE.MATH, text)
+
+
+def numbered(start: int, count: int) -> list[dict[str, Any]]:
+    return [math(f"What is {n} + {n}?") for n in range(start, start + count)]
+
+
+@pytest.mark.parametrize(("agent", "corrupt", "message"), TABLE.CORRUPTIONS, ids=range(len(TABLE.CORRUPTIONS)))
+def test_a_corrupted_row_is_named_by_line(
+    tmp_path: Path, agent: str, corrupt: Callable[[dict[str, Any]], Any], message: str
+) -> None:
+    bad = corrupt(TABLE.row_of(agent))
+    train = write(tmp_path / "train.jsonl", [*numbered(0, 3), bad, *numbered(3, 2)])
+    found = validate(train, write(tmp_path / "val.jsonl", numbered(10, 2)), None).findings
+    assert [(finding.file, finding.line) for finding in found] == [(str(train), 4)]
+    assert message in found[0].text
+
+
+@pytest.mark.parametrize("agent", TABLE.FIELDS)
+def test_a_good_row_has_no_problem(agent: str) -> None:
+    checker = RowChecker.for_tokenizer(None)
+    assert checker.check(json.dumps(TABLE.row_of(agent)).encode())[1] == []
+
+
+def findings(tmp_path: Path, train: list[Any], validation: list[Any]) -> list[tuple[str, int, str, str]]:
+    result = validate(write(tmp_path / "t.jsonl", train), write(tmp_path / "v.jsonl", validation), None)
+    return [(Path(finding.file).name, finding.line, finding.kind, finding.text) for finding in result.findings]
+
+
+def test_the_same_request_twice_is_a_duplicate_whatever_else_differs(tmp_path: Path) -> None:
+    rows = numbered(0, 3)
+    again = {**rows[1], "uuid": "another"}
+    other_agent = {**rows[1], "agent_ref": {"name": TABLE.GYM}, **TABLE.FIELDS[TABLE.GYM]}
+    assert findings(tmp_path, [*rows, again, other_agent], numbered(9, 1)) == [
+        ("t.jsonl", 4, "duplicate", "the request of line 2 again")
+    ]
+
+
+def test_a_validation_row_in_training_is_found_despite_case_and_spacing(tmp_path: Path) -> None:
+    train = [*numbered(0, 2), math("what IS\n 7  + 7?")]
+    found = findings(tmp_path, train, [math("What is 8 - 7?"), math("What is 7 + 7?")])
+    assert [(name, line, kind) for name, line, kind, _ in found] == [("v.jsonl", 2, "contamination")]
+    assert found[0][3].startswith("the text in ")
+    assert found[0][3].endswith("t.jsonl:3")
+
+
+def test_most_of_a_validation_row_in_training_is_found_and_a_shared_template_is_not(tmp_path: Path) -> None:
+    held_out = math(LONG.format("three", "express that left Boston"))
+    embedded = math("Think first. " + LONG.format("three", "express that left Boston") + " Give the answer in miles.")
+    found = findings(tmp_path, [*numbered(0, 2), embedded], [held_out])
+    assert [(name, line, kind) for name, line, kind, _ in found] == [("v.jsonl", 1, "contamination")]
+    assert found[0][3].startswith("100 % of what is its own in ")
+    names = ["red car", "blue bus", "green van", "old tram"]
+    train = [math(LONG.format(n, "fast ferry")) for n in range(3)]
+    assert findings(tmp_path, train, [math(LONG.format("some", name)) for name in names]) == []
+
+
+def swe(instance: str, problem: str, **metadata: str) -> dict[str, Any]:
+    facts = {"instance_id": instance, "problem_statement": problem, **metadata}
+    return {"responses_create_params": {"input": [], "metadata": facts}, "agent_ref": {"name": "swe_agents_val"}}
+
+
+def test_swe_tasks_are_compared_by_instance_and_problem(tmp_path: Path) -> None:
+    renamed = swe("other__a-9", LONG.format("three", "express that left Boston"))
+    train = [swe("a__a-1", "The sum is wrong."), swe("a__a-2", "It crashes.", split="test"), renamed]
+    validation = [
+        swe("a__a-3", "The sum is wrong"),
+        swe("a__a-2", "It  crashes.", split="train"),
+        swe("b__b-1", LONG.format("three", "express that left Boston")),
+        swe("", ""),
+        swe("", ""),
+    ]
+    found = findings(tmp_path, [*train, swe("", "", k="v")], validation)
+    known = [(name, line) for name, line, kind, _ in found if kind == "contamination"]
+    assert known == [("v.jsonl", 2), ("v.jsonl", 3)]
+
+
+def test_shingles_of_a_text_by_hand() -> None:
+    assert len(shingles("a b c d e f g h")) == 1
+    assert len(shingles("a b c d e f g")) == 0
+    assert len(shingles("1 + 2, 3 and so on: yes")) == 3  # ten words and signs
+    parts = [{"type": "input_text", "text": "\uff21 b"}]
+    row = {"responses_create_params": {"input": [{"role": "user", "content": parts}, {"type": "reasoning"}]}}
+    assert text_of(row) == "a b"
+
+
+def test_quantiles_by_hand() -> None:
+    assert [quantile(list(range(1, 11)), share) for share in (0.5, 0.95, 1.0)] == [5, 10, 10]
+    assert quantile([7], 0.5) == 7
+
+
+def test_the_command_prints_some_and_writes_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = write(tmp_path / "t.jsonl", [*numbered(0, 4), *[b"[]"] * 5])
+    validation = write(tmp_path / "v.jsonl", [*numbered(9, 1), TABLE.row_of(TABLE.MCQA, "pick")])
+    arguments = ["--train", str(train), "--val", str(validation)]
+    assert main([*arguments, "--problems", str(tmp_path / "out.jsonl"), "--max-printed", "2"]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.count("a JSON list") == 2
+    assert f"{train}:5: got a JSON list" in printed.err
+    assert "5 problems (5 x shape)" in printed.err
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [problem["line"] for problem in written] == [5, 6, 7, 8, 9]
+    assert {problem["kind"] for problem in written} == {"shape"}
+    table = {line.split()[0]: line.split()[1:5] for line in printed.out.splitlines()[1:]}
+    assert table[TABLE.MATH] == ["4", "100.0%", "1", "50.0%"]
+    assert table[TABLE.MCQA] == ["0", "0.0%", "1", "50.0%"]
+
+
+def test_sound_files_end_well_and_missing_or_empty_ones_do_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train, validation = write(tmp_path / "t.jsonl", numbered(0, 4)), write(tmp_path / "v.jsonl", numbered(9, 1))
+    assert main(["--train", str(train), "--val", str(validation)]) == 0
+    assert "nothing wrong" in capsys.readouterr().out
+    assert main(["--train", str(tmp_path / "nowhere"), "--val", str(validation)]) == 2
+    assert "nowhere: got no such file" in capsys.readouterr().err
+    train.write_bytes(b"")
+    assert main(["--train", str(train), "--val", str(validation)]) == 2
+    assert "an empty file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("block", "workers"), [(1, "1"), (700, "1"), (3000, "2")])
+def test_blocks_of_any_size_find_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, workers: str
+) -> None:
+    long = [
+        math(LONG.format(n, f"thing number {n} that no other row names, in a town called {n * n}")) for n in range(3)
+    ]
+    train = [
+        *numbered(0, 5),
+        b"[]",
+        *long,
+        *numbered(2, 2),
+        b"",
+        math("think: " + LONG.format(7, "x")),
+        *numbered(8, 3),
+    ]
+    train = write(tmp_path / "t.jsonl", [*train, {**long[1], "uuid": "again"}])
+    validation = write(tmp_path / "v.jsonl", [*numbered(9, 2), long[2], math("What is 1 + 1?"), long[2]])
+
+    def found() -> list[tuple[str, int, str, str]]:
+        result = validate(train, validation, None)
+        assert result.stats[train].num_lines == 17
+        return [(finding.file, finding.line, finding.kind, finding.text) for finding in result.findings]
+
+    whole = found()
+    assert {kind for _, _, kind, _ in whole} == {"shape", "duplicate", "contamination"}
+    assert len(whole) == 11
+    monkeypatch.setattr(parallel, "BLOCK", block)
+    monkeypatch.setenv("DATA_WORKERS", workers)
+    assert found() == whole
+
+
+def test_other_blends_may_repeat_rows_but_not_give_validation_away(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, other = tmp_path / "rlvr2", tmp_path / "rlvr1"
+    for place in (ours, other):
+        place.mkdir()
+    write(ours / "train-split.jsonl", numbered(0, 5))
+    write(ours / "val-split.jsonl", numbered(50, 2))
+    write(other / "train-split.jsonl", [*numbered(20, 2), *numbered(3, 1), b"{"])
+    arguments = ["--data", str(ours), "--others", str(other)]
+    assert main(arguments) == 0
+    assert f"{ours}/train-split.jsonl:4: got the request of {other}/train-split.jsonl:3" in capsys.readouterr().err
+    write(other / "train-split.jsonl", [*numbered(20, 2), math("what is 51  + 51?")])
+    assert main(arguments) == 2
+    assert f"{ours}/val-split.jsonl:2: got the text in {other}/train-split.jsonl:3" in capsys.readouterr().err
+    assert main(["--data", str(ours), "--others", str(ours)]) == 2
+    assert "expected another blend's rows" in capsys.readouterr().err
+
+
+def test_pass_rates_are_read_in_both_forms_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = [{"pass_rate": 0.5}, {"pass_rate": 0.25}]
+    rows = [math("a b?") | {"pass_rate": 0.75}, math("c d?") | {"reward_profiles": profile}, *numbered(0, 1)]
+    assert [pass_rate_of(row) for row in rows] == [0.75, 0.25, None]
+    assert [pass_rate_of({"pass_rate": wrong}) for wrong in (True, 1.5, -1, "1", None)] == [None] * 5
+    train, validation = write(tmp_path / "t.jsonl", rows), write(tmp_path / "v.jsonl", numbered(9, 1))
+    assert main(["--train", str(train), "--val", str(validation)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[5] == "0.50"

@@ -1,0 +1,107 @@
+"""The supervisor finds what it started, and only that, also when it left the session and its parent is gone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tools.processes import descendants, remove_shared_memory, shared_memory_inodes
+
+# Starts a shell that starts a sleeper in a session of its own and ends; then ends everything below itself.
+ORPHAN_MAKER = """
+import os, subprocess, time
+from tools.processes import adopt_orphans, descendants, kill_descendants
+adopt_orphans()
+shell = subprocess.run(["bash", "-c", "setsid sleep 300 >/dev/null 2>&1 & echo $!"], capture_output=True, text=True)
+orphan = int(shell.stdout)
+time.sleep(0.2)
+found = descendants(os.getpid())
+left = kill_descendants(deadline_seconds=5)
+print(orphan in found, left, os.path.exists(f"/proc/{orphan}"))
+"""
+
+# As nohup starts a program, and as a shell does.
+HANG_UPS = """
+import signal
+from tools.processes import caught
+before = caught(signal.SIGTERM, signal.SIGHUP)
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+print([[number.name for number in numbers] for numbers in (before, caught(signal.SIGTERM, signal.SIGHUP))])
+"""
+
+# Ends before its child has arranged to die with it.
+DEAD_PARENT = """
+import os, signal, time
+from tools.processes import dies_with_parent
+parent, arrange = os.getpid(), dies_with_parent(signal.SIGKILL)
+if os.fork():
+    os._exit(0)
+while os.getppid() == parent:
+    time.sleep(0.01)
+arrange()
+print("outlived its parent")
+"""
+
+
+def test_child_of_a_dead_parent_ends_at_once():
+    result = subprocess.run([sys.executable, "-c", DEAD_PARENT], capture_output=True, text=True, timeout=60, check=True)
+    assert (result.stdout, result.stderr) == ("", "")
+
+
+def test_orphans_that_left_the_session_are_found_and_ended():
+    result = subprocess.run(
+        [sys.executable, "-c", ORPHAN_MAKER], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout.split() == ["True", "[]", "False"]
+
+
+def test_descendants_are_a_processs_own(tmp_path):
+    script = f"sleep 60 & echo $! >{tmp_path}/child; wait"
+    mine = subprocess.Popen(["bash", "-c", script])
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        end = time.monotonic() + 10
+        while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        child = int((tmp_path / "child").read_text())
+        assert descendants(mine.pid) == [child]
+        assert {mine.pid, child, other.pid} <= set(descendants(os.getpid()))
+    finally:
+        os.kill(child, 9)
+        for process in (mine, other):
+            process.kill()
+            process.wait()
+
+
+def test_shared_memory_files_are_removed_once_nobody_uses_them():
+    path, other = (Path("/dev/shm", f"launch-test-{os.getpid()}-{number}") for number in (1, 2))
+    other.touch()
+    try:
+        with path.open("w") as file:
+            inodes = shared_memory_inodes([os.getpid()])
+            assert path.stat().st_ino in inodes
+            remove_shared_memory(inodes)
+            assert path.exists()  # still open
+            assert file.writable()
+        remove_shared_memory(inodes)
+        assert not path.exists()
+        assert other.exists()
+    finally:
+        path.unlink(missing_ok=True)
+        other.unlink()
+
+
+def test_a_hang_up_that_is_ignored_stays_so() -> None:
+    result = subprocess.run([sys.executable, "-c", HANG_UPS], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout == "[['SIGTERM', 'SIGHUP'], ['SIGTERM']]\n"
+
+
+def test_named_semaphores_are_found_though_they_are_mapped_under_another_name():
+    lock = multiprocessing.get_context("spawn").Lock()  # a file /dev/shm/sem.mp-* until the lock is dropped
+    name = Path("/dev/shm", f"sem.{lock._semlock.name.lstrip('/')}")  # type: ignore[attr-defined]
+    assert name.stat().st_ino in shared_memory_inodes([os.getpid()])

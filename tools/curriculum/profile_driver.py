@@ -1,0 +1,156 @@
+"""Measure pass rates on a Ray cluster that is already there (RAY_ADDRESS): engines and environments, no policy."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from recipes.config.load import load_config, require_runnable
+from recipes.errors import RecipeError, StalledError
+from tools.curriculum.profile_ledger import Ledger, entry_of, what_is_measured
+from tools.files.progress import duration
+
+if TYPE_CHECKING:
+    from recipes.config.tree import Config
+    from recipes.environments.environments import Environments
+    from recipes.grpo.data import PromptDataset
+    from recipes.grpo.rollout import RolloutCollector
+    from recipes.types import Rollout
+
+ROWS_IN_FLIGHT = 64  # per engine: its batch stays full while the last answers of a row are scored
+REPORT_SECONDS = 10.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the profile and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("--config", "--run-dir", "--data"):
+        parser.add_argument(name, type=Path, required=True)
+    parser.add_argument("--samples", type=int, required=True)
+    parser.add_argument("--pass-reward", type=float, required=True)
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S")
+    try:
+        return _profile(args)
+    except RecipeError as error:
+        print(f"profile: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _profile(args: argparse.Namespace) -> int:
+    config = require_runnable(load_config(args.config, args.overrides))
+
+    # Heavy imports after the checks, as in run_grpo.
+    from recipes.environments.codec import ChatCodec
+    from recipes.environments.environments import Environments
+    from recipes.grpo.data import require_rows, row_id
+    from recipes.types import Sampling
+
+    environments = Environments.from_config(config.env, ChatCodec.from_config(config.policy))
+    dataset = require_rows(args.data, environments.check_row)
+    known = what_is_measured(config, args.data, samples=args.samples, pass_reward=args.pass_reward)
+    ledger = Ledger.open(args.run_dir, known)
+    missing = [index for index in range(len(dataset)) if index + 1 not in ledger.entries]
+    print(f"profile: {len(dataset)} rows, {len(ledger.entries)} known already, {len(missing)} to sample")
+    if missing:
+        cfg = config.policy.generation
+        sampling = Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_tokens=cfg.max_new_tokens)
+        with _collector(config, environments, dataset) as (collector, num_engines):
+
+            def start(index: int) -> Future[tuple[Rollout, ...]]:
+                return collector.submit(
+                    collector.run_rollouts(dataset[index], sampling, affinity=index, num=args.samples)
+                )
+
+            limit = config.deadlines.progress
+            for index, rollouts in _in_flight(missing, start, ROWS_IN_FLIGHT * num_engines, deadline_seconds=limit):
+                row = dataset[index]
+                agent = row["agent_ref"]["name"]
+                entry = entry_of(index + 1, row_id(row), agent, rollouts, pass_reward=args.pass_reward)
+                ledger.add(entry)
+    counts = ledger.finish(known)
+    print(f"profile: {ledger.result}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
+    return 1 if counts["without_verdict"] else 0
+
+
+@contextmanager
+def _collector(
+    config: Config, environments: Environments, dataset: PromptDataset
+) -> Iterator[tuple[RolloutCollector, int]]:
+    """Start the engines alone and give a collector that samples from them."""
+    import ray
+
+    from recipes.cluster.connect import connect
+    from recipes.config.derive import derive
+    from recipes.generation.generation import Generation
+    from recipes.grpo.buffer import ReplayBuffer
+    from recipes.grpo.data import PromptStream
+    from recipes.grpo.rollout import RolloutCollector, RolloutSettings
+    from recipes.types import Sampling
+
+    connect()
+    derived, cfg = derive(config), config.policy.generation
+    units = derived.gpus_per_engine
+    is_gpu = bool(ray.cluster_resources().get("GPU", 0) > 0)
+    options = {"num_cpus": 0, "num_gpus": units if is_gpu else 0, "resources": {"worker_units": units}}
+    generation = Generation.start(
+        cfg,
+        model_path=config.policy.model_name,
+        seed=config.grpo.seed,
+        placement=[options] * derived.num_engines,
+        deadlines=config.deadlines,
+    )
+    settings = RolloutSettings(
+        num_prompts_per_step=1,
+        num_generations_per_prompt=1,
+        max_trajectory_age_steps=0,
+        max_generation_failures=config.grpo.async_grpo.max_generation_failures,
+        sampling=Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_tokens=cfg.max_new_tokens),
+        max_model_len=cfg.vllm_cfg.max_model_len,
+        rollout_seconds=config.deadlines.rollout,
+    )
+    stream = PromptStream(dataset, num_epochs=1, shuffle=False, seed=0)
+    buffer = ReplayBuffer(num_prompts_per_step=1, max_trajectory_age_steps=0)
+    collector = RolloutCollector(stream, generation, environments, buffer, settings)
+    try:
+        yield collector, derived.num_engines
+    finally:
+        collector.close()
+        generation.shutdown()
+
+
+def _in_flight(
+    indices: Sequence[int], start: Callable[[int], Future[tuple[Rollout, ...]]], limit: int, *, deadline_seconds: float
+) -> Iterator[tuple[int, tuple[Rollout, ...]]]:
+    """Yield (row, rollouts) as they finish, `limit` rows side by side; raises `StalledError` when none does."""
+    waiting = list(reversed(indices))
+    running: dict[Future[tuple[Rollout, ...]], int] = {}
+    begin = last = time.monotonic()
+    done = 0
+    while waiting or running:
+        while waiting and len(running) < limit:
+            index = waiting.pop()
+            running[start(index)] = index
+        finished, _ = wait(running, timeout=deadline_seconds, return_when=FIRST_COMPLETED)
+        if not finished:
+            raise StalledError(f"profile: no row finished within {deadline_seconds:g} s (deadlines.progress)")
+        for future in finished:
+            done += 1
+            yield running.pop(future), future.result()
+        now = time.monotonic()
+        if now - last >= REPORT_SECONDS:
+            last = now
+            left = duration((len(indices) - done) * (now - begin) / done)
+            print(f"profile: {done} of {len(indices)} rows, {done / (now - begin):.1f} rows/s, {left} left", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

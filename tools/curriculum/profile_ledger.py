@@ -1,0 +1,126 @@
+"""What a profile knows so far: one line per row, appended when its last answer is scored, so that a kill loses little.
+
+The finished file is written once, in the order of the rows; until then the lines lie in a file beside it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from recipes.errors import DataError, Problem
+from recipes.types import Rollout
+from tools.files.atomic import sha256_of, write_atomically
+from tools.files.manifest import TOOL_VERSION, describe, differences, manifest_of, read_manifest, write_manifest
+from tools.planning.provenance import model_digest
+
+if TYPE_CHECKING:
+    from recipes.config.tree import Config
+
+RESULT = "pass_rates.jsonl"
+
+
+@dataclass(slots=True)
+class Ledger:
+    """The rows that are profiled, by their line."""
+
+    result: Path
+    entries: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def known_rows(self) -> Path:
+        """Where the lines lie until the end; not under the name that an atomic writer takes."""
+        return self.result.with_name(f".{self.result.name}.known")
+
+    @classmethod
+    def open(cls, directory: Path, known: Mapping[str, Any]) -> Ledger:
+        """Return what an earlier start left; raises `DataError` when that one measured something else."""
+        ledger = cls(directory / RESULT)
+        manifest_file = manifest_of(ledger.result)
+        manifest = read_manifest(manifest_file)
+        if manifest is None:
+            directory.mkdir(parents=True, exist_ok=True)
+            write_manifest(manifest_file, known)
+        elif found := differences({key: manifest.get(key) for key in known}, known):
+            fix = "name another --run-dir, or remove this one"
+            raise DataError(Problem(where=str(directory), got="; ".join(found), expected="the same profile", fix=fix))
+        for source in (ledger.result, ledger.known_rows):
+            if source.is_file():
+                ledger._read(source)
+        return ledger
+
+    def _read(self, source: Path) -> None:
+        content = source.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]  # a line that a kill broke off is measured again
+        for line in whole.splitlines():
+            entry = orjson.loads(line)
+            if entry["pass_rate"] is not None:  # a row without a verdict gets another chance
+                self.entries[entry["line"]] = entry
+        if len(whole) < len(content) and source == self.known_rows:
+            os.truncate(source, len(whole))
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Record one row."""
+        self.entries[entry["line"]] = dict(entry)
+        with self.known_rows.open("ab") as file:
+            file.write(orjson.dumps(entry) + b"\n")
+
+    def is_finished(self, num_rows: int) -> bool:
+        """Return whether the result holds a verdict on every row, and no later start went on with it."""
+        return self.result.is_file() and not self.known_rows.exists() and len(self.entries) == num_rows
+
+    def finish(self, known: Mapping[str, Any]) -> dict[str, int]:
+        """Write the result and its manifest; return the counts."""
+        entries = [self.entries[line] for line in sorted(self.entries)]
+        write_atomically(self.result, b"".join(orjson.dumps(entry) + b"\n" for entry in entries))
+        self.known_rows.unlink(missing_ok=True)
+        rates = [entry["pass_rate"] for entry in entries if entry["pass_rate"] is not None]
+        counts = {
+            "rows": len(entries),
+            "without_verdict": len(entries) - len(rates),
+            "always_solved": sum(rate == 1 for rate in rates),
+            "never_solved": sum(rate == 0 for rate in rates),
+        }
+        size = self.result.stat().st_size
+        output = {"file": self.result.name, "sha256": sha256_of(self.result), "bytes": size, "rows": len(entries)}
+        write_manifest(manifest_of(self.result), {**known, "counts": counts, "outputs": [output]})
+        return counts
+
+
+def what_is_measured(config: Config, rows: Path, *, samples: int, pass_reward: float) -> dict[str, Any]:
+    """Return what decides the result: rows, weights, sampling."""
+    cfg = config.policy.generation
+    parameters = {
+        "samples": samples,
+        "pass_reward": pass_reward,
+        "temperature": cfg.temperature,
+        "top_p": cfg.top_p,
+        "max_new_tokens": cfg.max_new_tokens,
+        "max_model_len": cfg.vllm_cfg.max_model_len,
+        "model": model_digest(Path(config.policy.model_name)),
+    }
+    return {"tool": "profile", "tool_version": TOOL_VERSION, "inputs": [describe(rows)], "parameters": parameters}
+
+
+def entry_of(line: int, row_id: str, agent: str, rollouts: Sequence[Rollout], *, pass_reward: float) -> dict[str, Any]:
+    """Return what is recorded of one row: answers without a verdict count for nothing."""
+    rewards = [rollout.reward for rollout in rollouts if rollout.is_valid and rollout.reward is not None]
+    tokens = [rollout.num_generated_tokens for rollout in rollouts]
+    entry: dict[str, Any] = {
+        "line": line,
+        "row_id": row_id,
+        "agent": agent,
+        "pass_rate": sum(reward >= pass_reward for reward in rewards) / len(rewards) if rewards else None,
+        "mean_reward": sum(rewards) / len(rewards) if rewards else None,
+        "num_samples": len(rollouts),
+        "num_scored": len(rewards),
+        "mean_tokens": sum(tokens) / len(tokens) if tokens else 0.0,
+    }
+    if not rewards:
+        entry["reason"] = rollouts[0].reason if rollouts else "no rollouts"
+    return entry

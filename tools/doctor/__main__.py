@@ -1,0 +1,107 @@
+"""Report every problem of a planned launch at once: `make doctor STAGE=stage1.1 SCALE=small PLATFORM=h100`.
+
+    python -m tools.doctor [--stage STAGE] [--json] [--force] [KEY=VALUE ...]
+    python -m tools.doctor --codes                  the table of codes
+
+It reads what super_launch.sh reads, and that runs the same checks before it starts anything. Exit status: 0 nothing
+that refuses the launch, 2 errors, 1 the doctor itself failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from recipes.errors import InputError
+from tools.doctor.examine import SUBJECTS, examine
+from tools.planning.draft import Draft, draft_launch
+from tools.planning.findings import CODES, Finding, errors, forced
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Examine, print, and return the exit status."""
+    args = parse(argv)
+    if args.codes:
+        print(table())
+        return 0
+    start = time.monotonic()
+    draft = draft_launch(args.stage, args.overrides, os.environ)
+    findings = forced(examine(draft)) if args.force else examine(draft)
+    status = InputError.exit_code if errors(findings) else 0
+    if args.json:
+        print(json.dumps(as_json(draft, findings, status), indent=2))
+    else:
+        print(as_text(findings, time.monotonic() - start))
+    return status
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        prog="tools.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--stage", default="", help="id or name of a stage; without one the environment says it all")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--force", action="store_true", help="make notes of the errors that may be forced")
+    parser.add_argument("--codes", action="store_true", help="print the table of codes and stop")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="configuration overrides")
+    return parser.parse_intermixed_args(argv)
+
+
+def as_text(findings: Sequence[Finding], seconds: float) -> str:
+    """Return the report for a reader: errors first, each with what to do, then notes, then the sum."""
+    lines = []
+    for title, severity in (("errors", "error"), ("notes", "note")):
+        chosen = [finding for finding in findings if finding.severity == severity]
+        if chosen:
+            lines.append(f"{title}:")
+        for finding in chosen:
+            problem = finding.problem
+            lines.append(f"  {finding.code}  {problem.where}: got {problem.got}, expected {problem.expected}")
+            lines.append(f"          {problem.fix}{' (forced)' if finding.is_forced else ''}")
+    num_errors = len(errors(findings))
+    able = sum(CODES[finding.code].can_force for finding in errors(findings))
+    more = f" ({able} could be forced)" if able else ""
+    notes = len(findings) - num_errors
+    lines.append(f"doctor: {num_errors} errors{more}, {notes} notes, {len(SUBJECTS)} subjects in {seconds:.1f} s")
+    return "\n".join(lines)
+
+
+def as_json(draft: Draft, findings: Sequence[Finding], status: int) -> dict[str, Any]:
+    """Return the report for a program."""
+    return {
+        "exit_status": status,
+        "stage": draft.stage.id if draft.stage else None,
+        "experiment": draft.contract["EXP_NAME"],
+        "num_nodes": draft.sizes.num_nodes if draft.sizes else None,
+        "findings": [
+            {
+                "code": finding.code,
+                "severity": finding.severity,
+                "forced": finding.is_forced,
+                "can_force": CODES[finding.code].can_force,
+                **asdict(finding.problem),
+            }
+            for finding in findings
+        ],
+    }
+
+
+def table() -> str:
+    """Return the codes with their meanings."""
+    kinds = {
+        code: entry.severity if not entry.can_force else f"{entry.severity}, can be forced"
+        for code, entry in CODES.items()
+    }
+    width = max(len(kind) for kind in kinds.values())
+    return "\n".join(f"{code}  {kinds[code]:<{width}}  {CODES[code].meaning}" for code in CODES)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

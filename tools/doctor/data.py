@@ -1,0 +1,212 @@
+"""The rows that training and validation read: every one of them, in one pass over each file.
+
+Equal problems are one finding, at the first row that has them, with the number of the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import orjson
+
+from recipes.config.tree import Config
+from recipes.environments.codec import ChatCodec
+from recipes.environments.environments import Environments
+from recipes.environments.instances import agents_of, servers_of
+from recipes.environments.registry import find_agent
+from recipes.environments.tool_calls import FlagPatterns
+from recipes.errors import InputError
+from recipes.grpo.data import check_line, last_user_text
+from recipes.types import Row
+from tools.data.placeholders import PLACEHOLDER
+from tools.files.manifest import manifest_of, read_manifest
+from tools.planning.draft import Draft
+from tools.planning.findings import Finding, as_findings, found
+from tools.rows.checks import FAILURES, schema_problem
+
+EFFORT_MARKER = "{reasoning effort: low}"  # what the published template appends to a prompt that asks for low effort
+MAX_LISTED = 10  # different problems per file and code
+FIX = "correct or remove the row; `make data-validate` lists all"
+FIXES = {
+    "DAT002": "fill the file again: `make data BLEND=...`",
+    "DAT003": "correct the name, configure the agent, or remove its rows",
+}
+EFFORT = "env.nemo_gym.effort_levels"
+
+
+@dataclass(slots=True)
+class Scan:
+    """What one pass over a file has found."""
+
+    sha256: str = ""
+    num_bytes: int = 0
+    num_rows: int = 0
+    num_marked: int = 0  # rows that ask for low effort
+    first: dict[tuple[str, str], int] = field(default_factory=dict)  # (code, text) -> line
+    count: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def add(self, code: str, text: str, line: int) -> None:
+        self.first.setdefault((code, text), line)
+        self.count[code, text] = self.count.get((code, text), 0) + 1
+
+
+class RowCheck:
+    """Says what is wrong with one row, each problem under its code."""
+
+    def __init__(self, config: Config | None, *, is_native: bool) -> None:
+        self.findings: list[Finding] = []  # of the configuration of the environments
+        self._environments: Environments | None = None
+        self._agents: Mapping[str, Any] = {}
+        self._known_tools: dict[bytes, str | None] = {}
+        if config is None or not is_native:  # another engine routes rows by its own table
+            return
+        instances = config.env.nemo_gym.instances
+        try:
+            servers = servers_of(instances)
+        except InputError as error:
+            self.findings = as_findings("CFG001", error.problems)
+            servers = servers_of({})
+        self._agents = agents_of(instances, servers)
+        # The check of a row reads no tokenizer, and must not depend on one: the model may be what is wrong.
+        codec, patterns = cast(ChatCodec, None), FlagPatterns(invalid_tool_call=(), thinking_tags=())
+        self._environments = Environments(codec, servers=servers, agents=self._agents, patterns=patterns)
+
+    def __call__(self, line: bytes) -> tuple[Row | None, list[tuple[str, str]]]:
+        """Return the row, or None where it has not even the shape of one, and its problems as (code, text)."""
+        tagged: list[tuple[str, str]] = []
+        rows: list[Row] = []  # the one that was read from the line
+
+        def check_row(row: Row) -> list[str]:
+            rows.append(row)
+            return self._environment_problems(row, tagged)
+
+        texts = check_line(line, check_row)
+        if texts:
+            code = "DAT002" if f'"{PLACEHOLDER}"'.encode() in line and "placeholder" in texts[0] else "DAT004"
+            return None, [(code, text) for text in texts]
+        (row,) = rows
+        return row, tagged + [("DAT005", text) for text in self._tool_problems(row["responses_create_params"])]
+
+    def _environment_problems(self, row: Row, tagged: list[tuple[str, str]]) -> list[str]:
+        if self._environments is None:
+            return []
+        try:
+            find_agent(row["agent_ref"]["name"], self._agents)
+        except ValueError as error:
+            tagged.append(("DAT003", str(error)))
+            return []  # without the agent nothing says how to read the rest
+        try:
+            return self._environments.check_row(row)
+        except FAILURES as error:
+            return [f"a row that cannot be read ({type(error).__name__}: {error})"]
+
+    def _tool_problems(self, params: Mapping[str, Any]) -> Iterator[str]:
+        tools = params.get("tools")
+        for tool in tools if isinstance(tools, list) else ():
+            if not isinstance(tool, Mapping) or "parameters" not in tool:
+                continue
+            key = orjson.dumps(tool["parameters"])
+            if key not in self._known_tools:
+                self._known_tools[key] = schema_problem(tool["parameters"])
+            if problem := self._known_tools[key]:
+                yield f"tool '{tool.get('name')}': parameters are no JSON Schema of an object: {problem}"
+
+
+def check(draft: Draft) -> Iterator[Finding]:
+    """Check both files, and the configuration of the environments that read them."""
+    check_row = RowCheck(draft.config, is_native=draft.contract["ENGINE"] == "native")
+    yield from check_row.findings
+    for variable in ("TRAIN_PATH", "VAL_PATH"):
+        path = draft.path(variable)
+        if path is None:
+            continue
+        if not path.is_file():
+            got, fix = "a directory" if path.is_dir() else "no such file", f"run `make data`, or set {variable}"
+            yield found("DAT001", where=str(path), got=got, expected="a JSONL file of rows", fix=fix)
+            continue
+        scan = scan_file(path, check_row, marker_of(draft.config))
+        yield from scan_findings(path, scan)
+        yield from manifest_findings(path, scan)
+        if variable == "TRAIN_PATH" and draft.config is not None:
+            yield from effort_findings(path, scan, draft.config)
+
+
+def marker_of(config: Config | None) -> str:
+    """Return the text that marks a prompt which asks for low effort."""
+    return (config.env.nemo_gym.effort_levels.low_string if config else "") or EFFORT_MARKER
+
+
+def scan_file(path: Path, check_row: Callable[[bytes], tuple[Row | None, list[tuple[str, str]]]], marker: str) -> Scan:
+    """Read a file once: its hash, its rows and what is wrong with them."""
+    scan, digest, needle = Scan(), hashlib.sha256(), orjson.dumps(marker)[1:-1]
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            digest.update(line)
+            scan.num_bytes += len(line)
+            if not line.strip():
+                continue
+            scan.num_rows += 1
+            row, problems = check_row(line)
+            for code, text in problems:
+                scan.add(code, text, number)
+            if row is not None and needle in line and marker in last_user_text(row):
+                scan.num_marked += 1
+    scan.sha256 = digest.hexdigest()
+    return scan
+
+
+def scan_findings(path: Path, scan: Scan) -> Iterator[Finding]:
+    """Return the problems of the rows, equal ones once."""
+    if scan.num_rows == 0:
+        yield found("DAT001", where=str(path), got="an empty file", expected="rows", fix="run `make data` again")
+    for code in sorted({code for code, _ in scan.first}):
+        texts = [text for known, text in scan.first if known == code]
+        for text in texts[:MAX_LISTED]:
+            others = scan.count[code, text] - 1
+            got = f"{text} (and in {others} further rows)" if others else text
+            where, fix = f"{path}:{scan.first[code, text]}", FIXES.get(code, FIX)
+            yield found(code, where=where, got=got, expected="a valid row", fix=fix)
+        if len(texts) > MAX_LISTED:
+            rows = sum(scan.count[code, text] for text in texts[MAX_LISTED:])
+            got = f"{rows} further bad rows of {scan.num_rows}"
+            yield found(code, where=str(path), got=got, expected="none", fix=FIXES.get(code, FIX))
+
+
+def manifest_findings(path: Path, scan: Scan) -> Iterator[Finding]:
+    """Compare a file with the manifest that the step which made it has left."""
+    for place in (manifest_of(path), path.with_name("manifest.json")):
+        outputs = (read_manifest(place) or {}).get("outputs")
+        entry = entry_of(outputs, path.name) if isinstance(outputs, Sequence) else None
+        if entry is None:
+            continue
+        facts = {"bytes": scan.num_bytes, "rows": scan.num_rows, "sha256": scan.sha256}
+        for name, value in facts.items():
+            if name in entry and entry[name] != value:
+                got, fix = f"{name} {value}", "make the data again; the file was edited, or copied in part"
+                yield found("DAT006", where=str(path), got=got, expected=f"{entry[name]} ({place})", fix=fix)
+                return
+        return
+    expected, fix = f"{path.name}.manifest.json or manifest.json beside it", "make the data with `make data`"
+    yield found("DAT008", where=str(path), got="no manifest", expected=expected, fix=fix)
+
+
+def entry_of(outputs: Sequence[Any], name: str) -> Mapping[str, Any] | None:
+    """Return the entry of a file in a manifest."""
+    return next((entry for entry in outputs if isinstance(entry, Mapping) and entry.get("file") == name), None)
+
+
+def effort_findings(path: Path, scan: Scan, config: Config) -> Iterator[Finding]:
+    """Compare the rows that ask for low effort with the shaping that would reward it."""
+    effort = config.env.nemo_gym.effort_levels
+    is_on = effort.low_weight > 0 and effort.low_string != ""
+    share = f"{scan.num_marked} of {scan.num_rows} rows with {marker_of(config)!r}"
+    if scan.num_marked and not is_on:
+        fix = "length is not rewarded; to do it: low_weight 0.2, low_penalty 1, low_ub 3000 and low_string"
+        yield found("DAT007", where=str(path), got=share, expected=f"{EFFORT} switched on", fix=fix)
+    elif is_on and scan.num_rows and not scan.num_marked:
+        fix = "the marker is lost, e.g. in the fill step, or the blend has none: set low_weight to 0"
+        yield found("DAT009", where=str(path), got=share, expected=f"some, since {EFFORT} is on", fix=fix)

@@ -1,0 +1,211 @@
+"""The start weights: complete, unchanged since their run ended, fitting the configuration and its chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from recipes.config.native import ARCHITECTURES
+from recipes.config.tree import Config
+from recipes.environments.codec import ChatCodec, template_of
+from recipes.errors import InputError
+from tools.planning.draft import Draft
+from tools.planning.findings import Finding, as_findings, found
+from tools.planning.provenance import file_sha256
+
+SETTINGS = "tokenizer_config.json"
+FILES = ("config.json", "tokenizer.json", SETTINGS)
+COMPLETE = "COMPLETE"  # written last by recipes/grpo/checkpoint.py: file -> sha256
+MAX_HASHED_BYTES = 2 * 2**30  # of one export: some seconds of reading
+FIX = "set MODEL_PATH to a Hugging Face checkpoint; `make tiny` makes the tiny one"
+AGAIN = "copy or export the checkpoint again"
+
+
+def check(draft: Draft) -> Iterator[Finding]:
+    """Check the directory that MODEL_PATH names."""
+    path = draft.path("MODEL_PATH")
+    if path is None:
+        return
+    if not path.is_dir():
+        expected = "start weights"
+        if draft.stage is not None and draft.stage.after is not None:
+            expected = f"start weights: the last complete export of {draft.stage.after}"
+        got = "a file" if path.exists() else "no such directory"
+        yield found("MDL001", where=f"MODEL_PATH={path}", got=got, expected=expected, fix=FIX)
+        return
+    missing = list(missing_files(path))
+    cut = [finding for file in sorted(path.glob("*.safetensors")) for finding in weight_file_findings(file)]
+    yield from (*missing, *cut)
+    # A file that is known to be missing or cut is not reported again for its checksum.
+    known = {Path(finding.problem.where).name for finding in cut}
+    known |= {finding.problem.got.removeprefix("no ") for finding in missing}
+    yield from export_findings(path, known)
+    if draft.config is not None:
+        if (path / "config.json").is_file():
+            if draft.contract["ENGINE"] == "native":
+                yield from architecture_findings(path)
+            yield from fit_findings(path, draft.config)
+        if all((path / name).is_file() for name in FILES):
+            yield from template_findings(path, draft.config)
+
+
+def missing_files(path: Path) -> Iterator[Finding]:
+    """Name what a complete directory has and this one lacks."""
+    wanted = [name for name in FILES if not (path / name).is_file()]
+    if not any(path.glob("*.safetensors")):
+        wanted.append("*.safetensors")
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_object(index).get("weight_map") or {}
+        wanted += [name for name in sorted(set(weight_map.values())) if not (path / name).is_file()]
+    for name in wanted:
+        expected = "a complete Hugging Face directory"
+        yield found("MDL001", where=str(path), got=f"no {name}", expected=expected, fix=FIX)
+
+
+def weight_file_findings(path: Path) -> Iterator[Finding]:
+    """Compare the size of a safetensors file with what its header declares: a cut copy is found without reading it."""
+    size = path.stat().st_size
+    with path.open("rb") as content:
+        header_size = int.from_bytes(content.read(8), "little")
+        header = content.read(header_size) if header_size < size else b""
+    try:
+        tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        declared = 8 + header_size + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        declared = -1
+    if declared != size:
+        expected = f"{declared} bytes, as its header says" if declared > 0 else "a safetensors header"
+        yield found("MDL002", where=str(path), got=f"{size} bytes", expected=expected, fix=AGAIN)
+
+
+def export_findings(path: Path, known: Collection[str] = ()) -> Iterator[Finding]:
+    """Check an export of ours, step_N/hf, against the checksums beside it, without the files that are `known`."""
+    path = path.resolve()
+    step = path.parent
+    if path.name != "hf" or not step.name.startswith(("step_", "tmp_step_")):
+        return
+    if not (step / COMPLETE).is_file():
+        fix = "take the export of an earlier step, or run the parent stage again: it resumes"
+        yield found("MDL003", where=str(step), got=f"no {COMPLETE}", expected="a finished checkpoint", fix=fix)
+        return
+    digests = {name: digest for name, digest in read_object(step / COMPLETE).items() if name.startswith("hf/")}
+    if not digests:
+        where, expected = str(step / COMPLETE), "the checksums of the export"
+        yield found("MDL003", where=where, got="none of hf/", expected=expected, fix=AGAIN)
+    hashed, skipped = 0, 0
+    for name in sorted(digests, key=lambda name: (name.endswith(".safetensors"), name)):
+        file = step / name
+        if file.name in known:
+            continue
+        size = file.stat().st_size if file.is_file() else 0
+        if hashed + size > MAX_HASHED_BYTES:
+            skipped += 1
+            continue
+        hashed += size
+        if not file.is_file() or file_sha256(file) != digests[name]:
+            got = "a file that differs from its checksum" if file.is_file() else "no such file"
+            expected = f"sha256 {str(digests[name])[:12]}..."
+            yield found("MDL003", where=str(file), got=got, expected=expected, fix=AGAIN)
+    if skipped:
+        got = f"{skipped} of {len(digests)} files compared by size alone"
+        expected = f"checksums, which are read up to {MAX_HASHED_BYTES / 2**30:g} GiB"
+        yield found("MDL006", where=str(path), got=got, expected=expected, fix="nothing; a cut file would be found")
+
+
+def architecture_findings(path: Path) -> Iterator[Finding]:
+    """Check that the native engine builds this kind of model."""
+    named = read_object(path / "config.json").get("architectures") or ["none"]
+    if named[0] not in ARCHITECTURES:
+        where, expected = f"{path / 'config.json'}: architectures", f"one of {', '.join(ARCHITECTURES)} (native engine)"
+        yield found("MDL009", where=where, got=str(named[0]), expected=expected, fix="take another model or engine")
+
+
+def fit_findings(path: Path, config: Config) -> Iterator[Finding]:
+    """Compare config.json with the parallel sizes and lengths of the configuration."""
+    model = {**read_object(path / "config.json"), **(config.policy.hf_config_overrides or {})}
+    megatron, vllm = config.policy.megatron_cfg, config.policy.generation.vllm_cfg
+    divided = (
+        ("num_attention_heads", "policy.megatron_cfg.tensor_model_parallel_size", megatron.tensor_model_parallel_size),
+        ("num_attention_heads", "policy.generation.vllm_cfg.tensor_parallel_size", vllm.tensor_parallel_size),
+        ("num_hidden_layers", "policy.megatron_cfg.pipeline_model_parallel_size", pipeline_stages(config)),
+        (experts_key(model), "policy.megatron_cfg.expert_model_parallel_size", megatron.expert_model_parallel_size),
+    )
+    for name, key, size in divided:
+        value = model.get(name)
+        if isinstance(value, int) and value % size:
+            expected = f"a divisor of {name} = {value} of {path / 'config.json'}"
+            fix = "give the parts of the model that it has, or another model"
+            yield found("MDL004", where=key, got=str(size), expected=expected, fix=fix)
+    if megatron.expert_model_parallel_size > 1 and not experts_key(model):
+        key, expected = "policy.megatron_cfg.expert_model_parallel_size", f"1: {path / 'config.json'} has no experts"
+        got, fix = str(megatron.expert_model_parallel_size), "set it to 1, or take a mixture-of-experts model"
+        yield found("MDL004", where=key, got=got, expected=expected, fix=fix)
+    longest, wanted = model.get("max_position_embeddings"), config.policy.max_total_sequence_length
+    if isinstance(longest, int) and longest < wanted:
+        expected = f"at most max_position_embeddings = {longest} of {path / 'config.json'}"
+        fix = "lower it, or say more in policy.hf_config_overrides"
+        yield found("MDL004", where="policy.max_total_sequence_length", got=str(wanted), expected=expected, fix=fix)
+
+
+def experts_key(model: dict[str, Any]) -> str:
+    """Return under which name a model's config.json counts its experts."""
+    return next((key for key in ("n_routed_experts", "num_local_experts", "num_experts") if key in model), "")
+
+
+def pipeline_stages(config: Config) -> int:
+    """Return the number of equal pipeline stages; 1 when the first or last is said to be smaller."""
+    megatron = config.policy.megatron_cfg
+    uneven = (megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage)
+    return 1 if any(uneven) else megatron.pipeline_model_parallel_size
+
+
+def template_findings(path: Path, config: Config) -> Iterator[Finding]:
+    """Check that the tokenizer can be used, and that it and its template are those that the weights came with."""
+    tokenizer = config.policy.tokenizer
+    directory = path if tokenizer.name == config.policy.model_name else Path(tokenizer.name)
+    try:
+        ChatCodec.from_config(config.policy)
+        templates = [used_template(directory, tokenizer.chat_template), parent_template(path)]
+    except InputError as error:
+        yield from as_findings("MDL007", error.problems)
+        return
+    expected, fix = f"the same as in {path}", "rows would be rendered otherwise than the model has learned; unset it"
+    if directory != path and file_sha256(directory / "tokenizer.json") != file_sha256(path / "tokenizer.json"):
+        got = f"another tokenizer.json in {directory}"
+        yield found("MDL005", where="policy.tokenizer.name", got=got, expected=expected, fix=fix)
+    if templates[0] != templates[1]:
+        got, where = f"a template other than the parent's: {templates[0][:40]!r}...", "policy.tokenizer.chat_template"
+        yield found("MDL005", where=where, got=got, expected=expected, fix=fix)
+
+
+def used_template(directory: Path, chosen: str | None) -> str:
+    """Return the chat template that a configuration uses."""
+    return (
+        Path(chosen).read_text(encoding="utf-8")
+        if chosen
+        else template_of(directory, read_object(directory / SETTINGS))
+    )
+
+
+def parent_template(path: Path) -> str:
+    """Return the template that weights were trained with: what their run chose, else what lies beside them."""
+    step = path.resolve().parent
+    resolved = step.parent.parent / "resolved.json"
+    if step.name.startswith("step_") and resolved.is_file():
+        policy = read_object(resolved).get("config", {}).get("policy", {})
+        chosen = (policy.get("tokenizer") or {}).get("chat_template")
+        if isinstance(chosen, str) and Path(chosen).is_file():
+            return Path(chosen).read_text(encoding="utf-8")
+    return template_of(path, read_object(path / SETTINGS))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a file; an unreadable one has nothing in it."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

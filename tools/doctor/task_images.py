@@ -1,0 +1,165 @@
+"""The image of every SWE task: a SIF file under SIF_DIR for each row that an agent works on in a container.
+
+How an instance becomes a file name is NeMo Gym's rule: templates with {instance_id}, tried with the id and with the
+ways in which the registries write it, one whole name after the other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from tools.images.files import read_image
+from tools.planning.draft import Draft
+from tools.planning.findings import Finding, found
+
+SWE_AGENTS = "swe_agents"
+TEMPLATES = (
+    "swebench_sweb.eval.x86_64.{instance_id}.sif",
+    "swegym_sweb.eval.x86_64.{instance_id}.sif",
+    "r2egym_{instance_id}.sif",
+)
+GOOD_INSTANCES = "good_instances.txt"  # in SIF_DIR: what `make sif-check` found to be good, one id per line
+MAX_LISTED = 5
+GET = "fetch the images of the rows, or remove those rows"
+
+
+def check(draft: Draft) -> Iterator[Finding]:
+    """Check that every row which needs an image has one."""
+    if not needs_images(draft):
+        return
+    wanted = rows_by_instance(draft)
+    directory = draft.path("SIF_DIR")
+    if directory is None or not directory.is_dir():
+        got = "nothing" if directory is None else f"{directory}: no such directory"
+        expected = f"the directory of task images ({len(wanted)} instances in the data)"
+        yield found("SIF001", where="SIF_DIR", got=got, expected=expected, fix="export SIF_DIR=...")
+        return
+    templates = templates_of(draft, directory)
+    listing = Listing()
+    images = {instance: find_image(instance, templates, listing) for instance in wanted}
+    missing = [instance for instance, image in images.items() if image is None]
+    if missing:
+        rows = sum(wanted[instance] for instance in missing)
+        names = ", ".join(missing[:MAX_LISTED]) + (", ..." if len(missing) > MAX_LISTED else "")
+        got = f"no image of {len(missing)} of {len(wanted)} instances ({rows} rows): {names}"
+        yield found("SIF002", where=f"SIF_DIR={directory}", got=got, expected="one for every row", fix=GET)
+    yield from bad_files([image for image in images.values() if image is not None])
+    yield from not_good(directory, wanted)
+
+
+def needs_images(draft: Draft) -> bool:
+    """Whether agents of this launch work in task images."""
+    if draft.stage is not None and "sif" in draft.stage.requires:
+        return True
+    return bool(swe_agents(draft))
+
+
+def rows_by_instance(draft: Draft) -> Counter[str]:
+    """Count the rows of each instance in both files."""
+    counts: Counter[str] = Counter()
+    for path in (draft.path("TRAIN_PATH"), draft.path("VAL_PATH")):
+        if path is None or not path.is_file():
+            continue
+        with path.open("rb") as lines:
+            counts.update(name for line in lines if (name := instance_of(line)))
+    return counts
+
+
+def instance_of(line: bytes) -> str | None:
+    """Return the instance id of a row, None where there is none."""
+    try:
+        metadata: Any = orjson.loads(line)["responses_create_params"].get("metadata")
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None  # the check of the data names it
+    name = metadata.get("instance_id") if isinstance(metadata, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def templates_of(draft: Draft, directory: Path) -> list[str]:
+    """Return the names of images: those of CONTAINER_FORMATTER, one or a JSON list, else of the agents, else all known.
+
+    A relative one lies in the directory.
+    """
+    formatter = draft.contract["CONTAINER_FORMATTER"]
+    texts: list[str] = json.loads(formatter) if formatter.startswith("[") else [formatter] if formatter else []
+    for settings in () if texts else swe_agents(draft):
+        chosen = settings.get("container_formatter") or []
+        texts += [chosen] if isinstance(chosen, str) else chosen
+    return [str(directory / text) for text in dict.fromkeys(texts or TEMPLATES)]
+
+
+def swe_agents(draft: Draft) -> list[Mapping[str, Any]]:
+    """Return the settings of the configured agents that work in task images."""
+    instances = draft.config.env.nemo_gym.instances if draft.config else {}
+    kinds = [block.get("responses_api_agents") or {} for block in instances.values() if isinstance(block, Mapping)]
+    return [kind[SWE_AGENTS] or {} for kind in kinds if SWE_AGENTS in kind]
+
+
+def candidates(instance: str) -> list[str]:
+    """Return the ways in which registries write an instance id: a double underscore is not allowed in most."""
+    ways = [instance]
+    for separator in ("_1776_", "_s_"):
+        way = instance.replace("__", separator)
+        ways += [way, way.lower()]
+    organisation, is_split, rest = instance.partition("__")
+    repository, is_numbered, commit = rest.rpartition("-")
+    if organisation and is_split and is_numbered:
+        ways.append(f"{repository.lower()}_final_{commit}")  # R2E-Gym
+    return list(dict.fromkeys(ways))
+
+
+class Listing:
+    """Names in directories, each read once: a stat per candidate would take minutes on a shared file system."""
+
+    def __init__(self) -> None:
+        self._names: dict[Path, frozenset[str]] = {}
+
+    def has(self, path: Path) -> bool:
+        if path.parent not in self._names:
+            names = (entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else ()
+            self._names[path.parent] = frozenset(names)
+        return path.name in self._names[path.parent]
+
+
+def find_image(instance: str, templates: Sequence[str], listing: Listing) -> Path | None:
+    """Return the image of an instance: the first template that names a file, with the first way to write the id."""
+    for template in templates:
+        for way in candidates(instance):
+            path = Path(template.replace("{instance_id}", way))
+            if listing.has(path):
+                return path
+    return None
+
+
+def not_good(directory: Path, wanted: Mapping[str, int]) -> Iterator[Finding]:
+    """Name the rows whose instances a check of the images did not find good: their reward may say nothing."""
+    path = directory / GOOD_INSTANCES
+    good = set(path.read_text(encoding="utf-8").split()) if path.is_file() else wanted.keys()
+    if others := [instance for instance in wanted if instance not in good]:
+        got = f"{len(others)} of {len(wanted)} instances ({sum(wanted[name] for name in others)} rows) are not in it"
+        fix = "train on the rows that `make sif-check` writes (data/BLEND-good), or check the images of these rows, too"
+        yield found("SIF004", where=str(path), got=got, expected="all of them", fix=fix)
+
+
+def bad_files(images: Sequence[Path]) -> Iterator[Finding]:
+    """Name the images that are no SIF file, or cut."""
+    bad = []
+    for image in sorted(set(images)):
+        file = read_image(image)
+        if file.kind != "SIF":
+            bad.append((image, "no SIF file"))
+        elif file.is_cut:
+            bad.append((image, f"{file.size} bytes of {file.declared}"))
+    for image, got in bad[:MAX_LISTED]:
+        yield found(
+            "SIF003", where=str(image), got=got, expected="a whole SIF file", fix="remove it and fetch it again"
+        )
+    if len(bad) > MAX_LISTED:
+        where, got = str(bad[0][0].parent), f"{len(bad) - MAX_LISTED} more such files"
+        yield found("SIF003", where=where, got=got, expected="none", fix="remove them and fetch them again")

@@ -1,0 +1,108 @@
+"""Row files: atomic writing, hashing and counting in constant memory."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from recipes.errors import DataError, Problem
+
+CHUNK = 1 << 20  # bytes read at once
+
+
+@contextmanager
+def atomic_writer(path: Path, *, is_durable: bool = True) -> Iterator[BinaryIO]:
+    """Open a temporary file beside `path` that takes its name when the block ends without an error.
+
+    `is_durable` waits until the disk has it. Large files whose manifest holds their hash need not: one that was lost
+    with the power is found by it and made again, and waiting takes longer than everything else.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            error.filename = str(path)  # a full disk does not say what it had no room for
+        raise
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@dataclass(slots=True)
+class HashedWriter:
+    """A file that is hashed by a thread while it is written; its hash is known once the block of `open` has ended."""
+
+    file: BinaryIO
+    sha256: Any = field(default_factory=hashlib.sha256)
+    size: int = 0
+    _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    _last: Future[None] | None = None
+
+    @classmethod
+    @contextmanager
+    def open(cls, path: Path) -> Iterator[HashedWriter]:
+        """Open a temporary file beside `path` that takes its name when the block ends without an error."""
+        with atomic_writer(path, is_durable=False) as file:
+            writer = cls(file)
+            try:
+                yield writer
+            finally:
+                writer._threads.shutdown(wait=True)
+
+    def write(self, data: bytes) -> None:
+        """Append `data`; one block at a time is hashed, so memory stays bounded."""
+        if self._last is not None:
+            self._last.result()
+        self._last = self._threads.submit(self.sha256.update, data)
+        self.file.write(data)
+        self.size += len(data)
+
+    def as_output(self, path: Path, **facts: Any) -> dict[str, Any]:
+        """Return the manifest's entry of the file."""
+        return {"file": path.name, "sha256": self.sha256.hexdigest(), "bytes": self.size, **facts}
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a whole file so that it is seen either as it was or complete."""
+    with atomic_writer(path) as file:
+        file.write(content)
+
+
+def sha256_of(path: Path) -> str:
+    """Return the hex digest of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def require_file(path: Path, *, fix: str) -> None:
+    """Raise `DataError` when `path` is not a file."""
+    if not path.is_file():
+        got = "a directory" if path.is_dir() else "no such file"
+        raise DataError(Problem(where=str(path), got=got, expected="a JSONL file", fix=fix))
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (line number from 1, line with its newline); raises `DataError` at an empty line."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                raise DataError(empty_line(path, number))
+            yield number, line
+
+
+def empty_line(path: Path, number: int) -> Problem:
+    """Return the problem of a line that holds no row."""
+    return Problem(where=f"{path}:{number}", got="an empty line", expected="one JSON object", fix="remove the line")

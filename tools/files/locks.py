@@ -1,0 +1,46 @@
+"""One process at a time makes one thing."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from recipes.errors import LaunchError, Problem
+
+
+@contextmanager
+def only_one(lock_file: Path) -> Iterator[None]:
+    """Hold a lock that ends with this process; raises `LaunchError` when another process holds it."""
+    is_held, is_new = False, not lock_file.parent.exists()
+    while not is_held:
+        lock_file.parent.mkdir(parents=True, exist_ok=True)
+        with lock_file.open("ab") as file:
+            _lock(file)
+            is_held = _is_at(lock_file, file)  # not when the process that held it has just removed it
+            if is_held:
+                try:
+                    yield
+                finally:
+                    lock_file.unlink(missing_ok=True)
+                    if is_new:
+                        with suppress(OSError):  # only one in which nothing was made can be removed
+                            lock_file.parent.rmdir()
+
+
+def _lock(file: BinaryIO) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        got, fix = "another process at work here", "wait until it has finished"
+        raise LaunchError(Problem(where=file.name, got=got, expected="one at a time", fix=fix)) from error
+
+
+def _is_at(path: Path, file: BinaryIO) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False

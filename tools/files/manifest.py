@@ -1,0 +1,112 @@
+"""The manifest beside every output: what was read, with which parameters, and what was written.
+
+It names files relative to itself and holds no time, so the same inputs give the same manifest on every machine.
+A step whose manifest still holds has nothing to do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tools.files.atomic import sha256_of, write_atomically
+
+QUESTIONS = "questions"  # source -> row -> sha256 of the question that was restored
+MAX_DIFFERENCES, MAX_SHOWN = 6, 40  # texts per changed entry, characters per value
+
+TOOL_VERSION = "1"  # raise it when a tool would write other bytes from the same inputs
+
+
+def describe(path: Path, **facts: Any) -> dict[str, Any]:
+    """Return a manifest entry of one file."""
+    return {"file": path.name, "sha256": sha256_of(path), "bytes": path.stat().st_size, **facts}
+
+
+def manifest_of(output: Path) -> Path:
+    """Return where the manifest of one file lies: where the next step looks for it."""
+    return output.with_name(f"{output.name}.manifest.json")
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """Return a manifest, or None where there is none that can be read."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Write a manifest; it is the last thing a step writes."""
+    write_atomically(path, (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode())
+
+
+def lineage_of(path: Path) -> dict[str, Any] | None:
+    """Return the manifest of an input as the next manifest holds it: long lists by their hash."""
+    manifest = read_manifest(path)
+    if manifest is None or QUESTIONS not in manifest:
+        return manifest
+    content = json.dumps(manifest[QUESTIONS], sort_keys=True).encode()
+    kept = {key: value for key, value in manifest.items() if key != QUESTIONS}
+    return kept | {f"{QUESTIONS}_sha256": hashlib.sha256(content).hexdigest()}
+
+
+def changes(path: Path, expected: Mapping[str, Any]) -> list[str]:
+    """Return why the step that wrote the manifest at `path` has to run again; empty when nothing changed.
+
+    `expected` holds the entries known before the step runs: tool, inputs, parameters. Outputs are checked on disk.
+    """
+    manifest = read_manifest(path)
+    if manifest is None:
+        return ["no manifest"]
+    reasons = [
+        f"{key} changed: {'; '.join(differences(manifest.get(key), value))}"
+        for key, value in expected.items()
+        if manifest.get(key) != value
+    ]
+    outputs = [(path.parent / output["file"], output) for output in manifest.get("outputs", [])]
+    for file, output in outputs:
+        if not file.is_file():
+            reasons.append(f"{output['file']} is missing")
+        elif file.stat().st_size != output["bytes"]:
+            reasons.append(f"{output['file']} was edited")
+    if reasons:  # enough to know; hashing takes long
+        return reasons
+    return [f"{output['file']} was edited" for file, output in outputs if sha256_of(file) != output["sha256"]]
+
+
+def differences(old: Any, new: Any) -> list[str]:
+    """Return what differs, one text per value, at most `MAX_DIFFERENCES`."""
+    before, after = dict(_leaves(old)), dict(_leaves(new))
+    found = []
+    for key in sorted(before.keys() | after.keys()):
+        if key not in after:
+            found.append(f"{key} is gone")
+        elif key not in before:
+            found.append(f"{key} is new")
+        elif before[key] != after[key]:
+            found.append(f"{key} was {_short(before[key])}, is {_short(after[key])}")
+    hidden = len(found) - MAX_DIFFERENCES
+    return found[:MAX_DIFFERENCES] + ([f"{hidden} more"] if hidden > 0 else [])
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value); entries of a list of files go by their names."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(value, list) and all(isinstance(entry, Mapping) and "file" in entry for entry in value):
+        for entry in value:
+            yield from _leaves(
+                {key: inner for key, inner in entry.items() if key != "file"}, f"{prefix}{entry['file']}"
+            )
+    else:
+        yield prefix or "value", value
+
+
+def _short(value: Any) -> str:
+    text = "absent" if value is None else str(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:12]}..."

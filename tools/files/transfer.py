@@ -1,0 +1,219 @@
+"""Getting one file whole or not at all.
+
+A file counts only when its size and its hash are those that are known of it at its pinned commit. What was received so
+far lies in a partial file that is named after the hash, so that a later run resumes it only for the same content. The
+transfer is plain HTTP with huggingface_hub's session, headers and errors, because its own download neither resumes
+after a kill nor compares hashes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from recipes.errors import DataError, Problem
+from tools.files.atomic import CHUNK
+from tools.files.hosts import GITHUB, HUB, Host, Patience, TransientError, give_up_or_wait, session_with
+from tools.files.progress import Progress
+
+if TYPE_CHECKING:
+    import httpx2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteFile:
+    """What is known of one file at one commit."""
+
+    repository: str
+    revision: str
+    name: str
+    size: int
+    sha256: str | None  # of large files
+    git_blob: str  # sha1 that git gives the content; of large files, of a pointer instead
+    url: str = ""  # on GitHub's raw address; empty on the hub, of which a data set is a repository
+
+    @property
+    def identity(self) -> str:
+        """The hash that the content must have."""
+        return self.sha256 or self.git_blob
+
+    def hasher(self) -> Any:
+        """Return a hash object that must end at `identity`."""
+        if self.sha256:
+            return hashlib.sha256()
+        return hashlib.sha1(b"blob %d\0" % self.size, usedforsecurity=False)
+
+    @property
+    def where(self) -> str:
+        """How messages name it."""
+        return f"{self.repository}@{self.revision[:12]}: {self.name}"
+
+    @property
+    def host(self) -> Host:
+        """Who serves it; only the hub may see the hub's token."""
+        return GITHUB if self.url else HUB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """One whole file."""
+
+    sha256: str
+    size: int
+    rows: int
+
+
+def download_file(file: RemoteFile, target: Path, patience: Patience) -> Received:
+    """Bring `file` to `target`, resuming what an earlier run received; it appears there only when it is right."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.is_file() and target.stat().st_size == file.size:
+        with target.open("rb") as content:
+            received, digest = _measure(file, content)
+        if digest == file.identity:
+            return received
+    partial = target.with_name(f".{target.name}.{file.identity[:16]}.partial")
+    for stale in target.parent.glob(f".{target.name}.*.partial"):
+        if stale != partial:
+            print(f"download: removing {stale.name}, which belongs to another version of the file")
+            stale.unlink()
+    for is_last in (False, True):
+        with _locked(partial) as content:
+            _require_space(partial, file.size - partial.stat().st_size)
+            resumed = _receive_all(file, content, patience)
+            content.flush()
+            received, digest = _measure(file, content)
+            if digest == file.identity:
+                os.fsync(content.fileno())
+                partial.replace(target)
+                return received
+            partial.unlink()  # a bad byte cannot be found, so all of it goes
+        got = f"{received.size} bytes with hash {digest[:16]}..."
+        if is_last or not resumed:
+            raise changed(file, got, f"{file.size} bytes with {file.identity[:16]}...")
+        print(f"download: {file.where}: {got} after resuming, which is wrong; starting over")
+    raise AssertionError("the last attempt either returns or raises")
+
+
+@contextmanager
+def _locked(partial: Path) -> Iterator[BinaryIO]:
+    """Open a partial file that no other process writes; one that is still empty at the end goes."""
+    with partial.open("a+b") as content:
+        try:
+            fcntl.flock(content, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            got, fix = "another download at work", "wait until it has finished"
+            raise DataError(Problem(where=str(partial), got=got, expected="none", fix=fix)) from error
+        try:
+            yield content
+        finally:
+            if content.tell() == 0:
+                partial.unlink(missing_ok=True)
+
+
+def _require_space(partial: Path, needed: int) -> None:
+    free = shutil.disk_usage(partial.parent).free
+    if needed > free:
+        got, expected = f"{free / 1e9:.1f} GB free", f"{needed / 1e9:.1f} GB for the rest of the file"
+        raise DataError(Problem(where=str(partial.parent), got=got, expected=expected, fix="make room"))
+
+
+def _receive_all(file: RemoteFile, content: BinaryIO, patience: Patience) -> bool:
+    """Append to `content` until it has the declared size; return whether it was put together from several parts."""
+    progress = Progress(f"download: {file.name}", file.size)
+    begin = size = furthest = content.seek(0, 2)
+    progress.begin(begin)
+    resumed, attempt = begin > 0, 0
+    while size < file.size:
+        try:
+            _receive(file, content, progress)
+            if content.tell() < file.size:
+                raise TransientError(f"{file.host.name} ended after {content.tell()} of {file.size} bytes")
+        except TransientError as failure:
+            size = content.tell()
+            attempt = 0 if size > furthest else attempt
+            furthest = max(furthest, size)
+            resumed = resumed or size > 0
+            failure.is_reached |= furthest > begin
+            give_up_or_wait(failure, attempt, patience, file.where, file.host)
+            attempt += 1
+        size = content.tell()
+    progress.end()
+    return resumed
+
+
+def _receive(file: RemoteFile, content: BinaryIO, progress: Progress) -> None:
+    """Append one answer of the host to `content`."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
+
+    url = file.url or hf_hub_url(file.repository, file.name, repo_type="dataset", revision=file.revision)
+    start = content.tell()
+    headers = (build_hf_headers() if file.host is HUB else {}) | {"Accept-Encoding": "identity"}
+    if start:
+        headers["Range"] = f"bytes={start}-"
+    with session_with(file.host, file.where) as session, session.stream("GET", url, headers=headers) as answer:
+        if answer.status_code == 416:
+            _empty(content)
+            raise TransientError(f"{file.host.name} has nothing after byte {start}")
+        if answer.is_error:
+            answer.read()
+            hf_raise_for_status(answer)
+        _require_same_content(file, [*answer.history, answer])
+        if start and not str(answer.headers.get("Content-Range")).startswith(f"bytes {start}-"):
+            _empty(content)  # the whole file comes again
+            progress.begin(0)
+        for chunk in answer.iter_bytes():  # as they come: a break loses none
+            content.write(chunk)
+            progress.add(len(chunk))
+            if content.tell() > file.size:
+                _empty(content)
+                raise TransientError(f"{file.host.name} sent more than {file.size} bytes")
+
+
+def _empty(content: BinaryIO) -> None:
+    content.truncate(0)
+    content.seek(0)
+
+
+def _require_same_content(file: RemoteFile, answers: list[httpx2.Response]) -> None:
+    """Refuse an answer that the host itself labels as another commit, another content or of another size."""
+    for answer in answers:
+        commit, linked = answer.headers.get("X-Repo-Commit"), answer.headers.get("X-Linked-Etag")
+        if commit not in (None, file.revision):
+            raise changed(file, f"commit {commit}", f"commit {file.revision}")
+        if linked is not None and linked.removeprefix("W/").strip('"') != file.identity:
+            raise changed(file, f"content {linked}", f"content {file.identity}, as the hub listed it")
+    headers = answers[-1].headers
+    size = headers.get("Content-Range", headers.get("Content-Length", "")).rpartition("/")[2]
+    if size.isdigit() and int(size) != file.size and "Content-Encoding" not in headers:
+        raise changed(file, f"a file of {size} bytes", f"{file.size} bytes")
+
+
+def changed(file: RemoteFile, got: str, expected: str) -> DataError:
+    """Return the error of a host that serves other content than what is known of the pinned commit."""
+    host = file.host
+    fix = f"{host.name} or a mirror changed under the pinned commit; check {host.variable}, then run it again"
+    return DataError(Problem(where=file.where, got=got, expected=expected, fix=fix))
+
+
+def _measure(file: RemoteFile, content: BinaryIO) -> tuple[Received, str]:
+    """Read a file once: what it is, and the hash that must be its `identity`."""
+    content.seek(0)
+    identity, sha256 = file.hasher(), hashlib.sha256()
+    size = rows = 0
+    last = b"\n"
+    while chunk := content.read(CHUNK):
+        identity.update(chunk)
+        if not file.sha256:
+            sha256.update(chunk)
+        size, rows, last = size + len(chunk), rows + chunk.count(b"\n"), chunk[-1:]
+    digest = identity.hexdigest()
+    rows += last != b"\n"
+    return Received(sha256=digest if file.sha256 else sha256.hexdigest(), size=size, rows=rows), digest

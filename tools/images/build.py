@@ -1,0 +1,278 @@
+"""Build the container images, check them from inside, push or import them, and record their digests.
+
+    make container [ENGINE=native|nemo_rl], make swe-container, make sandbox [SANDBOX=nemo-skills], make sandbox-sqsh
+
+Variables: BUILDER (docker, podman or buildah; empty = the first that works), REGISTRY (prefix of the name), TAG,
+DRY_RUN=1 (print the commands), PUSH=1, SQSH=FILE (import to it), the build arguments of the image's Dockerfile (BASE,
+CUDA, VLLM_VERSION, ...), and BUILD_FLAGS, further words of the build command: what a proxy, a mirror or a foreign
+platform needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.errors import LaunchError, Problem, RunError
+from tools.command_line import exit_status
+from tools.images.builders import (
+    build_words,
+    check_words,
+    digest_words,
+    find_builder,
+    import_words,
+    push_words,
+    size_words,
+)
+from tools.images.lock import DIGEST, LOCK, Entry, hash_inputs, read_lock, record_of, write_lock
+from tools.images.table import IMAGES, Image, build_arguments
+from tools.planning.contract import FALSE, TRUE
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCAL = "localhost/super-rl"  # prefix of the names of images that are in no registry
+SPACE_FACTOR = 2.5  # enroot unpacks the layers, then writes the squashfs file, in ENROOT_TEMP_PATH and beside it
+BUILD_SECONDS, ANSWER_SECONDS = 6 * 3600, 120
+_TAG = re.compile(r"\w[\w.-]{0,127}", re.ASCII)
+_REGISTRY = re.compile(r"([A-Za-z0-9.-]+|\[[0-9a-f:]+\])(:\d+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*/?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One image to be made, and what then happens to it."""
+
+    image: Image
+    builder: str
+    tag: str
+    arguments: Mapping[str, str]
+    flags: Sequence[str]
+    push: bool
+    sqsh: Path | None
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """All commands in their order."""
+        image = self.image
+        options = [f"--build-context={base}=docker-image://docker.io/{base}" for base in image.short_bases]
+        options += [f"--build-arg={name}={value}" for name, value in self.arguments.items()]
+        options += self.flags
+        commands = [build_words(self.builder, self.tag, image.dockerfile, image.context, options)]
+        if image.source:
+            url, commit = image.source
+            place = str(image.context)
+            commands[:0] = [
+                ["git", "init", "--quiet", place],
+                ["git", "-C", place, "fetch", "--quiet", "--depth=1", url, commit],
+                ["git", "-C", place, "checkout", "--quiet", "--force", "--detach", commit],
+            ]
+        commands += check_words(self.builder, self.tag, image.check)
+        if self.push:
+            commands.append(push_words(self.builder, self.tag, self.digest_file))
+        if self.sqsh:
+            commands.append(import_words(self.builder, self.tag, self.sqsh))
+        return commands
+
+    @property
+    def digest_file(self) -> Path:
+        """Where podman and buildah write the digest that the registry has."""
+        return Path("build") / f"{self.image.name}.digest"
+
+
+def plan(name: str, environ: Mapping[str, str], builder: str) -> Work:
+    """Return what is to be done for an image; raises `LaunchError` with every wrong variable."""
+    if found := wrong_values(name, environ):
+        raise LaunchError(found)
+    image = IMAGES[name]
+    arguments = build_arguments(image, environ)
+    if image.on_training_image:
+        arguments.setdefault("BASE", tag_of(environ.get("ENGINE") or "native", environ))
+    return Work(
+        image=image,
+        builder=builder,
+        tag=tag_of(name, environ),
+        arguments=arguments,
+        flags=shlex.split(environ.get("BUILD_FLAGS", "")),
+        push=environ.get("PUSH", "").lower() in TRUE,
+        sqsh=Path(environ["SQSH"]).absolute() if environ.get("SQSH") else None,
+    )
+
+
+def tag_of(name: str, environ: Mapping[str, str]) -> str:
+    """Return the full name of an image."""
+    prefix = environ.get("REGISTRY") or LOCAL
+    return f"{prefix.rstrip('/')}/{name.replace('_', '-')}:{environ.get('TAG') or 'latest'}"
+
+
+def wrong_values(name: str, environ: Mapping[str, str]) -> list[Problem]:
+    """Return the variables that no machine could work with."""
+    fix = "correct the value"
+    given = {variable: environ.get(variable, "") for variable in ("REGISTRY", "TAG", "PUSH", "DRY_RUN", "BUILD_FLAGS")}
+    expected = {switch: "true or false" for switch in ("PUSH", "DRY_RUN") if given[switch].lower() not in TRUE + FALSE}
+    if name not in IMAGES:
+        given["ENGINE or SANDBOX"], expected["ENGINE or SANDBOX"] = name, " or ".join(sorted(IMAGES))
+    if given["REGISTRY"] and not _REGISTRY.fullmatch(given["REGISTRY"]):
+        expected["REGISTRY"] = "HOST[:PORT][/PATH], the path in lower case and no https://"
+    if given["TAG"] and not _TAG.fullmatch(given["TAG"]):
+        expected["TAG"] = "up to 128 letters, digits and . _ -"
+    try:
+        shlex.split(given["BUILD_FLAGS"])
+    except ValueError as error:
+        expected["BUILD_FLAGS"] = f"words quoted as for a shell ({error})"
+    found = [Problem(where=where, got=given[where], expected=text, fix=fix) for where, text in expected.items()]
+    if given["PUSH"].lower() in TRUE and not given["REGISTRY"]:
+        fix = "set REGISTRY=your.registry/path"
+        found.append(Problem(where="PUSH", got="no REGISTRY", expected="the registry to push to", fix=fix))
+    return found
+
+
+def problems(work: Work) -> list[Problem]:
+    """Return what would end the work late on this machine: a missing program or base, no place for the file."""
+    found = []
+    base = work.arguments.get("BASE", "")
+    if base.startswith("localhost/") and not _succeeds(digest_words(work.builder, base)):
+        got, fix = f"{base}: no image that {work.builder} has", "`make container` builds it; or name another BASE"
+        found.append(Problem(where="BASE", got=got, expected="an image", fix=fix))
+    needed = {"git": "its source"} if work.image.source else {}
+    if work.sqsh:
+        needed |= {"enroot": "SQSH"} | ({"podman": "SQSH"} if work.builder == "buildah" else {})
+    for program, purpose in needed.items():
+        if shutil.which(program) is None:
+            fix = f"install {program}, or run this on a node that has it"
+            found.append(Problem(where=purpose, got=f"no {program} on this machine", expected=program, fix=fix))
+    if work.sqsh and work.sqsh.is_dir():
+        got, fix = f"{work.sqsh}: a directory", f"SQSH={work.sqsh}/{work.image.name}.sqsh"
+        found.append(Problem(where="SQSH", got=got, expected="the name of a file", fix=fix))
+    elif work.sqsh:
+        parent = next(path for path in work.sqsh.parents if path.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            got, fix = f"{parent}: no writable directory", "name another one"
+            found.append(Problem(where="SQSH", got=got, expected="a place for the file", fix=fix))
+    return found
+
+
+def make(work: Work, root: Path = ROOT) -> Entry:
+    """Do the work and record the digest; raises `RunError` with the command that failed."""
+    read_lock(root / LOCK)  # a damaged one ends this before the build, not after it
+    (root / work.digest_file.parent).mkdir(exist_ok=True)
+    for command in work.commands:
+        if command[:2] == ["enroot", "import"]:
+            import_image(work, root)
+            continue
+        if command[:2] == ["buildah", "from"]:
+            _succeeds(["buildah", "rm", command[2].partition("=")[2]])  # what a killed check left
+        execute(command, root)
+    digest = digest_of(work, root)
+    inputs = hash_inputs(root, work.image.inputs) if work.image.inputs else (work.image.source or ("", ""))[1]
+    entry = Entry(tag=work.tag, digest=digest, inputs=inputs, arguments=dict(work.arguments))
+    lock = read_lock(root / LOCK)
+    lock[work.image.name] = entry
+    write_lock(root / LOCK, lock)
+    return entry
+
+
+def execute(command: Sequence[str], root: Path) -> None:
+    """Run one command, its output to the terminal."""
+    print(f"containers: {shlex.join(command)}", flush=True)
+    try:
+        status = subprocess.run(command, cwd=root, timeout=BUILD_SECONDS, check=False).returncode
+    except subprocess.TimeoutExpired as error:
+        raise RunError(f"containers: no end after {BUILD_SECONDS // 3600} hours: {shlex.join(command)}") from error
+    if status != 0:
+        raise RunError(f"containers: status {status} of: {shlex.join(command)}")
+
+
+def _ask(command: Sequence[str], root: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise RunError(f"containers: no answer after {ANSWER_SECONDS} s: {shlex.join(command)}") from error
+
+
+def _succeeds(command: Sequence[str]) -> bool:
+    return _ask(command).returncode == 0
+
+
+def output_of(command: Sequence[str], root: Path) -> str:
+    """Return what one command prints; raises `RunError` when it fails or says nothing for long."""
+    result = _ask(command, root)
+    if result.returncode != 0:
+        raise RunError(f"containers: {result.stderr.strip()} from: {shlex.join(command)}")
+    return result.stdout.strip()
+
+
+def digest_of(work: Work, root: Path) -> str:
+    """Return the digest of the built image: the registry's when it was pushed."""
+    if work.push and work.builder != "docker":
+        text = (root / work.digest_file).read_text()
+    else:
+        text = output_of(digest_words(work.builder, work.tag), root)
+    found = DIGEST.search(text)
+    if found is None:
+        raise RunError(f"containers: no digest of {work.tag}: {work.builder} says {text!r}")
+    return found[0]
+
+
+def import_image(work: Work, root: Path) -> None:
+    """Import to a squashfs file that takes its name when it is whole, with a record of its origin beside it."""
+    assert work.sqsh is not None
+    work.sqsh.parent.mkdir(parents=True, exist_ok=True)
+    size = int(output_of(size_words(work.builder, work.tag), root))
+    if shortage := space_problems(size, work.sqsh.parent, os.environ):
+        raise LaunchError(shortage)
+    partial = work.sqsh.with_name(f".{work.sqsh.name}.partial")
+    partial.unlink(missing_ok=True)
+    try:
+        execute(import_words(work.builder, work.tag, partial), root)
+        record = {"tag": work.tag, "digest": digest_of(work, root), "bytes": partial.stat().st_size}
+        record_of(work.sqsh).write_text(json.dumps(record) + "\n")
+        partial.replace(work.sqsh)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def space_problems(image_bytes: int, output: Path, environ: Mapping[str, str]) -> list[Problem]:
+    """Check the disks that an import fills: the output's, and enroot's temporary one (often a small /tmp or /run)."""
+    temporary = environ.get("ENROOT_TEMP_PATH") or environ.get("TMPDIR") or "/tmp"
+    places = {"SQSH": (output, 1.0), "ENROOT_TEMP_PATH": (Path(temporary), SPACE_FACTOR)}
+    found = []
+    for variable, (place, factor) in places.items():
+        if not place.is_dir():
+            got, fix = f"{place}: no directory", "make it, or name another one"
+            found.append(Problem(where=variable, got=got, expected="a place for temporary files", fix=fix))
+            continue
+        free = shutil.disk_usage(place).free
+        if free < image_bytes * factor:
+            got, expected = f"{free / 2**30:.1f} GiB free in {place}", f"{image_bytes * factor / 2**30:.1f} GiB"
+            fix = f"free some, or set {variable} to another disk"
+            found.append(Problem(where=variable, got=got, expected=expected, fix=fix))
+    return found
+
+
+@exit_status
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build one image."""
+    parser = argparse.ArgumentParser(prog="tools.images.build", description="Build a container image.")
+    parser.add_argument("image", help=", ".join(sorted(IMAGES)))
+    args = parser.parse_args(argv)
+    is_dry = os.environ.get("DRY_RUN", "").lower() in TRUE
+    work = plan(args.image, os.environ, find_builder(os.environ.get("BUILDER", ""), is_dry=is_dry))
+    if is_dry:
+        print("\n".join(shlex.join(command) for command in work.commands))
+        return 0
+    if found := problems(work):
+        raise LaunchError(found)
+    entry = make(work)
+    print(f"containers: OK: {entry.tag} {entry.digest}, recorded in {LOCK}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Begin a start of a run on the node that drives it: lock the run, find its start weights, become the next program.
+
+    ray.sbatch -> this -> barrier -> driver
+
+The job of a later stage is submitted before its parent has saved, so what `.../checkpoints/latest/hf` names is known
+only here: the export is checked against its checksums and written into the driver's command and run.lock.json. The
+programs after this one inherit the lock. Ray starts on all nodes meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import yaml
+
+from recipes.errors import LaunchError, RecipeError
+from recipes.grpo.checkpoint import complete_export, is_export
+from recipes.stop import EXIT_RESUME, SIGNALS
+from tools.planning.live_jobs import in_progress, live_jobs
+from tools.planning.provenance import record_start_weights
+from tools.planning.run_dir import lock_run, point_latest, read_holder, this_process
+
+MODEL_KEY = "policy.model_name="
+
+
+def begin(log_dir: Path, command: Sequence[str]) -> tuple[str, ...]:
+    """Lock the run for this process and those it becomes; return the command with its start weights found.
+
+    `log_dir` is logs/attempt_N of the run.
+    """
+    run_dir = log_dir.parent.parent
+    before = read_holder(run_dir)
+    os.set_inheritable(lock_run(run_dir), True)
+    # A file system whose locks do not reach other nodes lets two in: Slurm knows whether the other one lives.
+    if before is not None and before.job_id not in ("", this_process().job_id):
+        refuse_beside(run_dir.name, before.job_id)
+    point_latest(log_dir)
+    return with_start_weights(run_dir, command)
+
+
+def refuse_beside(name: str, job_id: str) -> None:
+    """Raise `LaunchError` when a job lives; a container without Slurm's programs relies on the lock alone.
+
+    A job that is COMPLETING has given up its lock: only its nodes are still being tidied.
+    """
+    try:
+        jobs = [job for job in live_jobs(f"--jobs={job_id}") if job.state != "COMPLETING"]
+    except LaunchError as error:
+        print(f"begin: {error}", file=sys.stderr)
+        return
+    if problems := in_progress(name, jobs):
+        raise LaunchError(problems)
+
+
+def with_start_weights(run_dir: Path, command: Sequence[str]) -> tuple[str, ...]:
+    """Return the command with the export that `policy.model_name` names replaced by the checkpoint it is now.
+
+    Raises `CheckpointError` when there is no complete one. Start weights that are no export stay as they are.
+    """
+    words = list(command)
+    index = max((index for index, word in enumerate(words) if word.startswith(MODEL_KEY)), default=None)
+    if index is None:
+        return tuple(words)
+    given = Path(str(yaml.safe_load(words[index].removeprefix(MODEL_KEY))))
+    if not is_export(given):
+        return tuple(words)
+    found = complete_export(given)
+    for line in record_start_weights(run_dir, found):
+        print(f"begin: differs from the last start: {line}", flush=True)
+    print(f"begin: start weights {found}, complete", flush=True)
+    words[index] = f"{MODEL_KEY}{json.dumps(str(found))}"
+    return tuple(words)
+
+
+def stop_at_once(_number: int, _frame: FrameType | None) -> None:
+    """End as a driver would that was asked to save and stop: there is nothing to save yet."""
+    os._exit(EXIT_RESUME)  # the threads that hash files would be waited for
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Begin, then execute the command in place of this process."""
+    parser = argparse.ArgumentParser(description="Lock a run, find its start weights, become the next program.")
+    parser.add_argument("--log-dir", type=Path, required=True, help="of this start: results/EXP_NAME/logs/attempt_N")
+    parser.add_argument("command", nargs="+", help="what to become, after --")
+    args = parser.parse_args(argv)
+    for number in SIGNALS:
+        signal.signal(number, stop_at_once)
+    try:
+        command = begin(args.log_dir, args.command)
+    except RecipeError as error:
+        for line in str(error).splitlines():
+            print(f"begin: {line}", file=sys.stderr)
+        return error.exit_code
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # kept for the next program, which has no handler yet
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

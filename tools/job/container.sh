@@ -1,0 +1,119 @@
+# shellcheck shell=bash
+#
+# Put the steps of a job into containers: pyxis, apptainer, podman, or none. To be sourced by the job file.
+#
+#   local -a srun_options=() prefix=() removal=()
+#   container_words RUNTIME IMAGE MOUNTS NAME WORKDIR
+#   srun ... "${srun_options[@]}" "${prefix[@]}" COMMAND...
+#   container_remove RUNTIME NAME...
+#   srun --ntasks-per-node=1 ... "${removal[@]}"     # at the end of the job, when removal is not empty
+#
+#   IMAGE    as tools/planning/mounts.py spells it for the runtime; MOUNTS: SRC:DST[:ro],...
+#   NAME     the step's own, e.g. ray-head: the container's name adds the job and its restart count, for a node keeps
+#            a named pyxis container, and the next job of that name would silently run the old image
+#   WORKDIR  '' = the image's
+#
+# In every runtime a step sees the host's network, processes and /dev/shm, and the mounts: Ray's driver and its head
+# are two containers that share one raylet. The image's entrypoint is not run. The step named `sandbox` runs what a
+# model wrote: it gets none of the job's tokens, and give it no mounts.
+#
+# Needs pyxis 0.16 (--container-env), apptainer 1.1 or podman 4.
+
+# What a container gets of the job's environment, also where the image says otherwise: names, as prefixes. PATH and
+# LD_LIBRARY_PATH stay the image's.
+readonly -a CONTAINER_ENVIRONMENT=(
+  PYTHONPATH RAY_ VLLM_ FLASHINFER_ TRITON_ HF_ TOKENIZERS_ WANDB_ SLURM_ CUDA_ NVIDIA_ NVTE_ NCCL_ GLOO_ UCX_ FI_
+  TORCH_ PYTORCH_ OMP_ SIF_DIR NEMO_SKILLS_ SSL_CERT_ http_proxy https_proxy no_proxy
+  HTTP_PROXY HTTPS_PROXY NO_PROXY
+)
+readonly -a SANDBOX_ENVIRONMENT=(NEMO_SKILLS_ SANDBOX_ LISTEN_PORT NGINX_PORT)
+readonly -a RUNTIME_ENVIRONMENT=(PATH HOME USER XDG_ ENROOT_ APPTAINER_CACHEDIR APPTAINER_TMPDIR APPTAINER_NO_PRIVS)
+
+# Fill `names` with the exported variables that begin with one of the arguments.
+container_environment() {
+  local name start
+  names=()
+  while read -r name; do
+    for start in "$@"; do
+      if [[ ${name} == "${start}" || (${start} == *_ && ${name} == "${start}"*) ]]; then names+=("${name}"); fi
+    done
+  done < <(compgen -e)
+}
+
+container_name() {
+  printf '%s-%s-%s' "$1" "${SLURM_JOB_ID}" "${SLURM_RESTART_COUNT:-0}"
+}
+
+container_words() {
+  local runtime=$1 image=$2 mounts=$3 role=$4 workdir=$5 name mount joined
+  local -a names=() each=() shared=(--ipc=host --pid=host)
+  name="$(container_name "${role}")"
+  srun_options=() prefix=()
+  if [[ ${role} == sandbox ]]; then
+    if [[ ${runtime} != podman ]]; then # which passes nothing that is not named
+      container_environment "${RUNTIME_ENVIRONMENT[@]}" "${SANDBOX_ENVIRONMENT[@]}"
+      printf -v joined ',%s' "${names[@]}"
+      srun_options=("--export=${joined#,}")
+    fi
+    container_environment "${SANDBOX_ENVIRONMENT[@]}"
+    shared=()
+  else
+    container_environment "${CONTAINER_ENVIRONMENT[@]}"
+  fi
+  IFS=, read -r -a each <<<"${mounts}"
+  case "${runtime}" in
+    none) ;;
+    pyxis)
+      srun_options+=("--container-image=${image}" "--container-name=${name}" --no-container-mount-home
+        --no-container-entrypoint --container-writable)
+      if [[ -n ${mounts} ]]; then srun_options+=("--container-mounts=${mounts}"); fi
+      if [[ -n ${workdir} ]]; then srun_options+=("--container-workdir=${workdir}"); fi
+      # Without this the image's value of a variable wins over the job's.
+      joined=''
+      for name in "${names[@]}"; do [[ ${name} == SLURM_* ]] || joined+=",${name}"; done # no image sets Slurm's
+      if [[ -n ${joined} ]]; then srun_options+=("--container-env=${joined#,}"); fi
+      ;;
+    apptainer)
+      # The environment passes as a whole, and the host's values win, save for PATH.
+      # Left to itself it would show home, /tmp and the working directory of the host, also to a sandbox.
+      prefix=(apptainer exec --no-home "--no-mount=tmp,cwd" --writable-tmpfs)
+      if [[ -n ${workdir} ]]; then prefix+=("--pwd=${workdir}"); fi
+      for mount in "${each[@]}"; do prefix+=("--bind=${mount}"); done
+      if [[ -e /dev/nvidiactl ]]; then prefix+=(--nv); fi
+      prefix+=("${image}")
+      ;;
+    podman)
+      prefix=(podman run --rm --replace "--name=${name}" --entrypoint= --network=host "${shared[@]}" --ulimit=host)
+      # What an inner sandbox (bubblewrap, apptainer) needs; untrusted code is contained by that one.
+      prefix+=(--security-opt=seccomp=unconfined --security-opt=label=disable --security-opt=unmask=ALL)
+      if [[ -n ${workdir} ]]; then prefix+=("--workdir=${workdir}"); fi
+      for mount in "${each[@]}"; do prefix+=("--volume=${mount}"); done
+      # By name: values, tokens among them, stay off the command line. Slurm sets its own per task, so by pattern.
+      for name in "${names[@]}"; do [[ ${name} == SLURM_* ]] || prefix+=("--env=${name}"); done
+      prefix+=('--env=SLURM_*')
+      if [[ -e /dev/nvidiactl ]]; then prefix+=(--device=nvidia.com/gpu=all); fi
+      prefix+=("${image}")
+      ;;
+    *)
+      printf 'container.sh: unknown runtime %q\n' "${runtime}" >&2
+      return 2
+      ;;
+  esac
+}
+
+# Fill `removal` with the command that deletes the named containers of this job from a node.
+container_remove() {
+  local runtime=$1 name
+  shift
+  removal=()
+  case "${runtime}" in
+    pyxis) removal=("${BASH_SOURCE[0]%/*}/enroot_remove.sh") ;;
+    podman) removal=(podman rm --force --ignore --time=10) ;;
+    *) return 0 ;;
+  esac
+  for name in "$@"; do
+    name="$(container_name "${name}")"
+    if [[ ${runtime} == pyxis ]]; then name="pyxis_${name}"; fi
+    removal+=("${name}")
+  done
+}

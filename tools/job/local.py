@@ -1,0 +1,334 @@
+"""Run a driver on a one-node Ray cluster of its own, and leave nothing behind.
+
+    super_launch.sh -> this supervisor -+-> ray start --head --block -> GCS, raylet -> actors -> engine processes
+                                        +-> the driver (RAY_ADDRESS set)
+
+The supervisor locks the run directory, takes a slot of the port table, starts the Ray head, then the driver. It
+forwards TERM, INT and USR1 to the driver, ends the run when the head dies, and exits with the driver's status. Every
+process below it is found and ended, also when the driver was killed; when the supervisor itself is killed, the kernel
+signals the head and the driver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+
+from recipes.cluster.ports import NUM_SLOTS, RayPorts, hold, node_problems, ray_ports
+from recipes.errors import LaunchError, Problem, RecipeError, RunError
+from tools.job.begin import with_start_weights
+from tools.planning.run_dir import lock_run, new_attempt
+from tools.processes import (
+    adopt_orphans,
+    caught,
+    descendants,
+    dies_with_parent,
+    kill_descendants,
+    remove_shared_memory,
+    shared_memory_inodes,
+)
+
+HEAD_SECONDS = 120.0  # for the Ray head to start
+_HEAD_STARTED = b"Ray runtime started"  # the last thing that `ray start` of Ray 2 does: its node has registered itself
+STOP_SECONDS = 600.0  # for the driver to finish its step and save after a signal
+_POLL_SECONDS = 0.1
+_SHM_SCAN_SECONDS = 1.0  # a scan takes about 15 ms
+OBJECT_STORE_BYTES = 256 * 2**20  # a tiny run's batches are a few MiB; Ray's default is 30 % of the memory
+
+CPU_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # spinning OpenMP threads of two processes on two cores cost a factor of ten
+    "TOKENIZERS_PARALLELISM": "false",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",  # everything a run reads is on disk before it starts
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "RAY_AUTH_MODE": "token",  # others on this machine cannot run code in the cluster
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One start of one run."""
+
+    run_dir: Path
+    command: tuple[str, ...]  # the driver
+    num_units: int  # policy workers plus engine workers: what placement may hand out
+
+
+@dataclass(slots=True)
+class Signals:
+    """Forwards TERM, INT and USR1 to the driver, HUP as TERM; those that come before it started end the run."""
+
+    driver: subprocess.Popen[bytes] | None = None
+    received: list[signal.Signals] = field(default_factory=list)
+    stop_by: float | None = None  # monotonic second at which a driver that was told to stop is killed
+
+    def install(self) -> None:
+        for number in caught(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        received = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
+        is_second_interrupt = received == signal.SIGINT and signal.SIGINT in self.received
+        self.received.append(received)
+        self.stop_by = self.stop_by or time.monotonic() + STOP_SECONDS
+        if self.driver is not None:
+            self.driver.send_signal(signal.SIGKILL if is_second_interrupt else received)
+
+
+def take_slot() -> tuple[RayPorts, socket.socket]:
+    """Take the first slot of the port table that no other run has; raises `LaunchError` on a port taken by others."""
+    for slot in range(NUM_SLOTS):
+        ports = ray_ports(slot)
+        try:
+            held = hold(ports.lock)
+        except LaunchError:
+            continue
+        if problems := node_problems(ports, head=True):
+            held.close()
+            raise LaunchError(problems)
+        return ports, held
+    raise LaunchError(
+        Problem(
+            where="local runs",
+            got=f"{NUM_SLOTS} in progress on this machine",
+            expected=f"fewer than {NUM_SLOTS}",
+            fix="wait for one to end",
+        )
+    )
+
+
+def make_temp(run_dir: Path) -> Path:
+    """Make the directory of Ray's sockets and all temporary files; remove that of a killed earlier start."""
+    pointer = run_dir / ".temp"
+    if pointer.is_symlink():
+        shutil.rmtree(pointer.readlink(), ignore_errors=True)
+        pointer.unlink()
+    # Not in the run directory: Unix sockets below it may have paths of at most 107 bytes.
+    temp = Path(tempfile.mkdtemp(prefix="rl-", dir="/tmp"))
+    (temp / "tmp").mkdir()
+    pointer.symlink_to(temp)
+    return temp
+
+
+def count_gpus() -> int:
+    """Count the NVIDIA devices of this machine without loading a CUDA library."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def run_environment(temp: Path, ports: RayPorts) -> dict[str, str]:
+    """Return the environment of head and driver; what the user has set wins over the defaults."""
+    defaults = ENVIRONMENT | ({} if count_gpus() else CPU_ENVIRONMENT)
+    fixed = {
+        "RAY_ADDRESS": f"127.0.0.1:{ports.gcs}",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "TMPDIR": str(temp / "tmp"),
+    }
+    return defaults | os.environ | fixed
+
+
+def start_head(job: Job, ports: RayPorts, env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Start the Ray head; it does not answer yet."""
+    temp = Path(env["TMPDIR"]).parent
+    memory = [] if count_gpus() else [f"--object-store-memory={OBJECT_STORE_BYTES}"]
+    command = [
+        *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--disable-usage-stats"),
+        "--include-dashboard=false",
+        f"--temp-dir={temp}",
+        f"--num-gpus={count_gpus()}",
+        f"--resources={json.dumps({'worker_units': job.num_units})}",
+        *memory,
+        *ports.flags(head=True),
+    ]
+    head_env = {name: value for name, value in env.items() if name != "RAY_ADDRESS"}
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            command,
+            env=head_env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=dies_with_parent(signal.SIGTERM),
+        )
+
+
+def wait_for_head(head: subprocess.Popen[bytes], signals: Signals, log: Path) -> None:
+    """Wait until `ray start` is done; the driver, started earlier, would take its time on a machine of few cores."""
+    end = time.monotonic() + HEAD_SECONDS
+    while _HEAD_STARTED not in log.read_bytes() and not signals.received:
+        if head.poll() is not None:
+            raise RunError(f"the Ray head exited with status {head.returncode}: {_last_line(log)} (log: {log})")
+        if time.monotonic() >= end:
+            raise RunError(f"the Ray head has not started after {HEAD_SECONDS:g} s (log: {log})")
+        time.sleep(_POLL_SECONDS / 2)
+
+
+def bring_up_head(
+    job: Job, ports: RayPorts, env: dict[str, str], signals: Signals, log: Path
+) -> subprocess.Popen[bytes]:
+    """Start the Ray head and wait for it; once more when it ends: Ray gives its node 30 s, also on a busy machine."""
+    head = start_head(job, ports, env, log)
+    try:
+        wait_for_head(head, signals, log)
+    except RunError as error:
+        if head.poll() is None:
+            raise
+        print(f"local: {error}; starting it once more", file=sys.stderr, flush=True)
+        kill_descendants(deadline_seconds=20)
+        for session in Path(env["TMPDIR"]).parent.glob("session_2*"):
+            shutil.rmtree(session)  # its log has said what there is to say
+        head = start_head(job, ports, env, log)
+        wait_for_head(head, signals, log)
+    return head
+
+
+def start_driver(job: Job, env: dict[str, str], log: Path, lock: int) -> subprocess.Popen[bytes]:
+    """Start the driver in a session of its own: a Ctrl-C in the terminal reaches it once, through the supervisor."""
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            job.command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=(lock,),
+            preexec_fn=dies_with_parent(signal.SIGKILL),
+        )
+
+
+def watch(driver: subprocess.Popen[bytes], head: subprocess.Popen[bytes], signals: Signals, shm: set[int]) -> int:
+    """Wait for the driver and return its status, 128 + N when signal N ended it; 1 when the head died first."""
+    next_scan = 0.0
+    while driver.poll() is None:
+        now = time.monotonic()
+        if head.poll() is not None:
+            print(f"local: the Ray head exited with status {head.returncode}; ending the driver", file=sys.stderr)
+            driver.kill()
+            driver.wait()
+            return 1
+        if signals.stop_by is not None and now >= signals.stop_by:
+            print(f"local: the driver did not stop within {STOP_SECONDS:g} s; killing it", file=sys.stderr)
+            driver.kill()
+        if now >= next_scan:
+            shm |= shared_memory_inodes(descendants(os.getpid()))
+            next_scan = now + _SHM_SCAN_SECONDS
+        time.sleep(_POLL_SECONDS)
+    return driver.returncode if driver.returncode >= 0 else 128 - driver.returncode
+
+
+@contextmanager
+def echo(log: Path) -> Iterator[None]:
+    """Copy what is appended to `log` to standard output until the block ends."""
+    done = threading.Event()
+
+    def follow() -> None:
+        with log.open("rb") as lines:
+            while True:
+                is_last = done.wait(_POLL_SECONDS)
+                while chunk := lines.read(65536):
+                    sys.stdout.buffer.write(chunk)
+                sys.stdout.buffer.flush()
+                if is_last:
+                    return
+
+    log.touch()
+    thread = threading.Thread(target=follow, name="echo", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(timeout=10)
+
+
+def tear_down(temp: Path, attempt: Path, shm: set[int]) -> None:
+    """End every process of the run, keep Ray's logs, remove its temporary and shared-memory files.
+
+    The driver has already closed its actors in order, if it could; what is left is killed at once.
+    """
+    shm |= shared_memory_inodes(descendants(os.getpid()))
+    if left := kill_descendants(deadline_seconds=20):
+        print(f"local: processes {left} could not be killed", file=sys.stderr)
+    for session in temp.glob("session_2*"):
+        try:
+            shutil.move(session / "logs", attempt / "ray")
+        except OSError as error:
+            print(f"local: the logs of Ray are not kept: {error}", file=sys.stderr)
+    shutil.rmtree(temp, ignore_errors=True)
+    attempt.parent.with_name(".temp").unlink(missing_ok=True)
+    remove_shared_memory(shm)
+
+
+def supervise(job: Job) -> int:
+    """Run the job from lock to cleanup and return its exit status."""
+    lock = lock_run(job.run_dir)
+    job = replace(job, command=with_start_weights(job.run_dir, job.command))
+    ports, slot = take_slot()
+    signals = Signals()
+    signals.install()
+    adopt_orphans()
+    attempt = new_attempt(job.run_dir)
+    temp = make_temp(job.run_dir)
+    env = run_environment(temp, ports)
+    log = attempt / "driver.log"
+    shm: set[int] = set()
+    print(f"local: {job.run_dir.name}, {attempt.name}, {job.num_units} worker units")
+    print(f"  tail -F {log}\n  tail -F {temp}/session_latest/logs/worker-*", flush=True)
+    try:
+        head = bring_up_head(job, ports, env, signals, attempt / "ray_head.log")
+        if signals.received:
+            return 128 + signals.received[0]
+        with echo(log):
+            signals.driver = start_driver(job, env, log, lock)
+            return watch(signals.driver, head, signals, shm)
+    finally:
+        tear_down(temp, attempt, shm)
+        slot.close()
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "no output"
+
+
+def parse(argv: list[str] | None) -> Job:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description="Run a driver on a one-node Ray cluster of its own.")
+    parser.add_argument("--run-dir", type=Path, required=True, help="directory of the run, results/EXP_NAME")
+    parser.add_argument("--num-units", type=int, required=True, help="worker units the node offers")
+    parser.add_argument("command", nargs="+", help="the driver, after --")
+    args = parser.parse_args(argv)
+    return Job(run_dir=args.run_dir.resolve(), command=tuple(args.command), num_units=args.num_units)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Supervise and return the exit status."""
+    try:
+        return supervise(parse(argv))
+    except RecipeError as error:
+        for line in str(error).splitlines():
+            print(f"local: {line}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""What a Ray node must know of its machine: whether it can start here (ports, GPUs, run directory), its address."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.cluster.ports import EPHEMERAL_RANGE, busy_ports, ephemeral_overlap, ray_ports
+from recipes.errors import LaunchError, Problem
+from tools.job.local import count_gpus
+
+PORT_SECONDS = 90.0  # for the processes of a requeued job's last start to free their ports
+NODES_FILE = "nodes"  # in the log directory: the names of the job's nodes
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """What the job says about this node."""
+
+    is_head: bool
+    head: str  # host name
+    num_nodes: int
+    units: int  # accelerators of this node that the job uses
+    log_dir: Path
+
+
+def gpu_problems(units: int, devices: int, *, has_driver: bool) -> list[Problem]:
+    """Compare the devices seen here with those the job counts on; a machine without a driver computes on its CPUs."""
+    if devices >= units or not (has_driver or devices):
+        return []
+    fix = "have the container runtime pass the GPUs through, or take the node out of service"
+    return [Problem(where=socket.gethostname(), got=f"{devices} GPUs", expected=str(units), fix=fix)]
+
+
+def sight_problems(log_dir: Path) -> list[Problem]:
+    """Look for a file that the head's node has written before any node was started."""
+    if (log_dir / NODES_FILE).is_file():
+        return []
+    fix = "put RESULTS_DIR on a file system that all nodes share, or mount it there"
+    expected = "the run directory of the job's first node"
+    return [Problem(where=socket.gethostname(), got=f"no {log_dir / NODES_FILE}", expected=expected, fix=fix)]
+
+
+def require_usable(node: Node) -> None:
+    """Raise `LaunchError` with everything that keeps a Ray node from starting here.
+
+    Ports that a last start of the job still has are waited for.
+    """
+    problems = ephemeral_overlap(EPHEMERAL_RANGE.read_text())
+    problems += sight_problems(node.log_dir)
+    problems += gpu_problems(node.units, count_gpus(), has_driver=_NVIDIA_DRIVER.exists())
+    end = time.monotonic() + PORT_SECONDS
+    while busy := busy_ports(ray_ports().fixed(head=node.is_head)):
+        if problems or time.monotonic() >= end:
+            break
+        time.sleep(1.0)
+    if problems or busy:
+        raise LaunchError(problems + busy)
+
+
+def own_address() -> str:
+    """Return the address that the other nodes know this host by; empty when its name means only itself here."""
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    with suppress(OSError):
+        address = socket.gethostbyname(name)
+        return "" if address.startswith("127.") else address
+    return ""

@@ -1,0 +1,216 @@
+"""From data to checkpoint: record splits and runs in the artifact store, and print where one came from.
+
+    python -m tools.lineage.record --data data/rlvr1  record the splits of a blend
+    python -m tools.lineage.record --run-dir results/NAME  record the newest export of a run and print its lineage
+    python -m tools.lineage.record super3-rl-rlvr-model:v2      print where an artifact came from
+    python -m tools.lineage.record                              list what there is
+
+A run is tied to its data by the hash of their manifest, and to its start weights by their hash, both as run.lock.json
+holds them. With WANDB_PROJECT set, what is recorded is logged there as well, each version with the alias `store-vN`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from recipes.config.stages import load_stages
+from recipes.errors import DataError, Problem
+from recipes.grpo.checkpoint import complete_checkpoints
+from tools.command_line import exit_status
+from tools.data.split import TRAIN, VALIDATION
+from tools.files.atomic import sha256_of
+from tools.files.manifest import read_manifest
+from tools.lineage.store import MANIFEST, Artifact, Store, draft
+from tools.planning.provenance import model_digest
+
+DEFAULT_ROOT = "artifacts"
+DATA_TYPE, MODEL_TYPE = "SplitJsonlDataArtifact", "model"
+
+
+def record_data(store: Store, directory: Path) -> Artifact:
+    """Record the splits of a blend, the second of which may be missing; returns the version that says so."""
+    manifest = _manifest(directory / "manifest.json", fix="run `make data` first")
+    rows = {output["file"]: output["rows"] for output in manifest.get("outputs", []) if "rows" in output}
+    if TRAIN not in rows:
+        got, fix = ", ".join(rows) or "no rows", "name a directory that `make data` or `make curriculum` wrote"
+        raise DataError(Problem(where=f"{directory}/manifest.json", got=got, expected=TRAIN, fix=fix))
+    metadata = {
+        "path": str((directory / "manifest.json").resolve()),
+        "manifest_sha256": sha256_of(directory / "manifest.json"),
+        "total_sequences": sum(rows.values()),
+        "train": str((directory / TRAIN).resolve()),
+        "val": str((directory / VALIDATION).resolve()) if VALIDATION in rows else "",
+        "test": "",
+        "train_rows": rows[TRAIN],
+        "val_rows": rows.get(VALIDATION, 0),
+        "parameters": manifest["parameters"],
+    }
+    inputs = list({entry["uri"]: entry for entry in source_datasets(manifest)}.values())
+    found = draft(f"super3-rl-{directory.resolve().name}-data", kind=DATA_TYPE, path=directory, metadata=metadata)
+    return store.add(replace(found, inputs=inputs))
+
+
+def source_datasets(manifest: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield what a step and the steps before it took from outside: data sets at a commit, files on this machine."""
+    parameters = manifest.get("parameters", {})
+    if manifest.get("tool") == "download":
+        uri = f"hf://datasets/{parameters['dataset']}@{parameters['revision']}/{parameters['file']}"
+        output = manifest["outputs"][0]
+        yield {"uri": uri, "name": parameters["dataset"], "num_rows": output["rows"], "size_bytes": output["bytes"]}
+    for entry in manifest.get("inputs", []):
+        if "made_by" in entry:
+            yield from source_datasets(entry["made_by"])
+        elif "source" not in entry:
+            yield {"uri": f"file:{entry['file']}", "name": entry["file"], "sha256": entry["sha256"]}
+    sources = parameters.get("sources")
+    for source in sources.values() if isinstance(sources, dict) else ():
+        name, revision = source["dataset"], source["revision"]
+        uri = f"hf://datasets/{name}@{revision}" if revision else f"file:{name}"
+        yield {"uri": uri, "name": name, "split": source["split"]}
+
+
+def record_run(store: Store, run_dir: Path) -> Artifact:
+    """Record the newest complete export of a run, tied to its data and to its start weights."""
+    lock = _manifest(
+        run_dir / "run.lock.json", fix="name the directory of a run that was started by make or the launcher"
+    )
+    checkpoints = complete_checkpoints(run_dir / "checkpoints")
+    if not checkpoints:
+        fix = "let the run save once"
+        raise DataError(Problem(where=str(run_dir), got="no complete checkpoint", expected="one", fix=fix))
+    step, checkpoint = max(checkpoints.items())
+    export = checkpoint / "hf"
+    metadata = {
+        "step": step,
+        "absolute_path": str(export.resolve()),
+        "aliases": [checkpoint.name, "latest"],
+        **model_digest(export),
+        "git": lock["git"],
+        "config": lock["config"],
+        "seed": lock["seed"],
+    }
+    by_manifest = {a.metadata["manifest_sha256"]: a.reference for a in store.all() if a.type == DATA_TYPE}
+    by_weights = {a.metadata["weights_sha256"]: a.reference for a in store.all() if a.type == MODEL_TYPE}
+    used: list[str] = []
+    inputs: list[dict[str, Any]] = []
+    parent = lock["model"]
+    if (weights := parent.get("weights_sha256")) in by_weights:
+        used.append(by_weights[weights])
+    else:
+        inputs.append({"uri": f"file:{parent['path']}", "weights_sha256": weights})
+    for name, digest in sorted(lock["data"].items()):
+        if (reference := by_manifest.get(digest.get("manifest_sha256"))) is None:
+            inputs.append({"uri": f"file:{name}", **digest})
+        elif reference not in used:
+            used.append(reference)
+    name = f"super3-rl-{model_name(lock['stage'])}-model"
+    found = draft(name, kind=MODEL_TYPE, path=export, metadata=metadata, producer=run_dir.resolve().name)
+    return store.add(replace(found, inputs=inputs, used_artifacts=used))
+
+
+def model_name(stage_id: str) -> str:
+    """Return how upstream calls the model of a stage: rlvr for all three of RLVR, else the stage's own name."""
+    names = {stage.id: stage.name for stage in load_stages()}
+    return re.sub(r"^(rlvr)\d$", r"\1", names.get(stage_id, stage_id or "custom"))
+
+
+def tree(store: Store, artifact: Artifact, depth: int = 0) -> Iterator[str]:
+    """Yield the lines of an artifact's lineage, what it was made from indented below it."""
+    pad = "  " * depth
+    made = f"by {artifact.producer}, {artifact.created_at}" if artifact.producer != "local" else artifact.created_at
+    facts = artifact.metadata
+    what = f"step {facts['step']}" if "step" in facts else f"{facts['train_rows']} + {facts['val_rows']} rows"
+    yield f"{pad}{artifact.reference}  {what}, {made}"
+    for reference in artifact.used_artifacts:
+        yield from tree(store, store.find(reference), depth + 1)
+    for entry in artifact.inputs:
+        yield f"{pad}  {entry['uri']}"
+
+
+def log_to_wandb(store: Store, artifact: Artifact) -> None:
+    """Log an artifact to W&B, tied to the versions that it was made from, where WANDB_PROJECT asks for it.
+
+    Each version of the store is one there too, with the alias `store-vN`. Raises `DataError` when W&B cannot be used.
+    """
+    if not os.environ.get("WANDB_PROJECT"):
+        return
+    try:
+        import wandb  # type: ignore[import-not-found, unused-ignore]
+    except ImportError as error:
+        problem = Problem(
+            where="WANDB_PROJECT", got="no wandb", expected="the package", fix="install wandb, or unset it"
+        )
+        raise DataError(problem) from error
+    try:
+        with wandb.init(job_type="lineage", name=artifact.reference) as run:
+            if not run.offline:
+                for used in map(store.find, artifact.used_artifacts):
+                    run.use_artifact(_as_wandb(wandb, used), aliases=[_alias(used)])
+            elif artifact.used_artifacts:
+                print(
+                    f"lineage: W&B is offline, where nothing can be tied to another: {artifact.reference} is logged "
+                    f"without its ties to {', '.join(artifact.used_artifacts)}; repeat the command once W&B is online"
+                )
+            aliases = [*artifact.metadata.get("aliases", ["latest"]), _alias(artifact)]
+            run.log_artifact(_as_wandb(wandb, artifact), aliases=aliases)
+    except wandb.Error as error:
+        got = str(error).splitlines()[0]
+        fix = "run `wandb login`, set WANDB_MODE=offline, or unset WANDB_PROJECT; the store itself is complete"
+        raise DataError(Problem(where="WANDB_PROJECT", got=got, expected="W&B to answer", fix=fix)) from error
+
+
+def _as_wandb(wandb: Any, artifact: Artifact) -> Any:
+    """Return an artifact as W&B holds it: a reference without files, and the store's manifest.
+
+    W&B tells versions by their files, and the reference is the same for all versions of a directory.
+    """
+    logged = wandb.Artifact(artifact.name, type=artifact.type, metadata=dict(artifact.metadata))
+    logged.add_reference(Path(artifact.path).as_uri(), name="output", checksum=False)
+    with logged.new_file(MANIFEST) as file:
+        json.dump(asdict(artifact), file, indent=2)
+    return logged
+
+
+def _alias(artifact: Artifact) -> str:
+    return f"store-v{artifact.version}"
+
+
+def _manifest(path: Path, *, fix: str) -> dict[str, Any]:
+    manifest = read_manifest(path)
+    if manifest is None:
+        raise DataError(Problem(where=str(path), got="no such file", expected="a JSON file", fix=fix))
+    return manifest
+
+
+@exit_status
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tools.lineage.record", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("reference", nargs="?", help="artifact whose lineage is printed")
+    parser.add_argument("--data", type=Path, nargs="*", default=[], help="directories of splits to record")
+    parser.add_argument("--run-dir", type=Path, help="run whose newest export is recorded")
+    default = os.environ.get("ARTIFACTS_ROOT", DEFAULT_ROOT)
+    parser.add_argument("--root", default=default, help="directory or URL of the store; ARTIFACTS_ROOT, or ./artifacts")
+    options = parser.parse_args(arguments)
+    store = Store(options.root)
+    recorded = [record_data(store, directory) for directory in options.data]
+    if options.run_dir:
+        recorded.append(record_run(store, options.run_dir))
+    asked = [store.find(options.reference)] if options.reference else []
+    for artifact in [*recorded, *asked] or store.all():
+        print("\n".join(tree(store, artifact)))
+    for artifact in recorded:
+        log_to_wandb(store, artifact)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""What NeMo RL's GRPO entrypoint accepts, from configs/engines/nemo_rl_keys.yaml.
+
+Its own configuration classes allow further keys everywhere, so a misspelled one is read by nothing and nobody is told.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+import yaml
+
+from recipes.config.schema import CONFIG_DIR, INSTANCES, SERVER_KINDS, UNSET, lookup, show
+from recipes.config.yaml_files import leaves, read_yaml
+from recipes.errors import ConfigError, Problem
+
+KEYS = CONFIG_DIR / "engines" / "nemo_rl_keys.yaml"
+_KINDS: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+    "array": (list,),
+    "block": (Mapping,),
+    "null": (type(None),),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of theirs."""
+
+    types: tuple[str, ...]
+    is_required: bool
+    has_default: bool
+    default: Any  # what an absent key means
+
+    def takes(self, value: Any) -> bool:
+        """Whether the value has one of the types; what is made from others or given at launch is not known yet."""
+        if isinstance(value, str) and ("${" in value or value == UNSET):
+            return True
+        if isinstance(value, bool):
+            return "boolean" in self.types
+        return any(isinstance(value, _KINDS[name]) for name in self.types)
+
+    def __str__(self) -> str:
+        return " or ".join(self.types)
+
+
+@functools.cache
+def _document() -> Mapping[str, Any]:
+    document = read_yaml(KEYS, name=KEYS.name)
+    if document.problems:
+        raise ConfigError(document.problems)
+    return document.data
+
+
+@functools.cache
+def accepted() -> dict[str, Key]:
+    """Return every key by its dotted name, free blocks included."""
+    return {key: _parse(str(text)) for key, text in leaves(_document()["keys"]).items()}
+
+
+def _parse(text: str) -> Key:
+    """Read `required integer or null = 5`."""
+    types, _, default = text.partition(" = ")
+    is_required = types.startswith("required ")
+    names = tuple(types.removeprefix("required ").split(" or "))
+    return Key(names, is_required, bool(default), yaml.safe_load(default) if default else None)
+
+
+@functools.cache
+def gym_files() -> Mapping[str, tuple[str, ...]]:
+    """Return the instances that each known file of NeMo Gym declares."""
+    return {path: tuple(names) for path, names in _document()["files"].items()}
+
+
+def instances_of(path: str) -> tuple[str, ...]:
+    """Return the instances that a file of NeMo Gym declares; none for a file that is not known."""
+    return gym_files().get(path, ())
+
+
+def is_known(key: str) -> bool:
+    """Whether they read the key: one of their own, a key inside a free block, or a block of theirs."""
+    return _spec(key) is not None or key in _blocks()
+
+
+@functools.cache
+def _blocks() -> frozenset[str]:
+    """Return their keys that hold further keys of theirs."""
+    parts = [key.split(".") for key in accepted()]
+    return frozenset(".".join(names[:end]) for names in parts for end in range(1, len(names)))
+
+
+def _spec(key: str) -> Key | None:
+    """Return the description of a key or, inside a free block, of the block."""
+    parts = key.split(".")
+    for end in range(len(parts), 0, -1):
+        spec = accepted().get(".".join(parts[:end]))
+        if spec is not None:
+            return spec if end == len(parts) or "block" in spec.types else None
+    return None
+
+
+def key_problem(key: str, value: Any, where: str) -> Problem | None:
+    """Return what is wrong with one key outside the server instances."""
+    spec = _spec(key)
+    if spec is None:
+        if isinstance(value, Mapping) and is_known(key):  # an empty block of theirs
+            return None
+        return Problem(where=where, got="a key that NeMo RL does not read", expected="one of its keys", fix=_near(key))
+    if key in accepted() and not spec.takes(value):
+        return Problem(where=where, got=show(value), expected=str(spec), fix="correct the value")
+    return None
+
+
+def _near(key: str) -> str:
+    parent, _, name = key.rpartition(".")
+    siblings = {k.rpartition(".")[2]: k for k in accepted() if k.rpartition(".")[0] == parent}
+    elsewhere = {k.rpartition(".")[2]: k for k in reversed(accepted())}
+    for names, cutoff in ((siblings, 0.6), (elsewhere, 0.85)):
+        if close := get_close_matches(name, names, n=1, cutoff=cutoff):
+            return f"did you mean {names[close[0]]}?"
+    return "delete it"
+
+
+def check(tree: Mapping[str, Any], sources: Mapping[str, str]) -> list[Problem]:
+    """Return one problem per key of a complete configuration that is unknown, of the wrong type or missing."""
+    problems = []
+    flat = leaves(tree)
+    for key, value in flat.items():
+        where = f"{sources.get(key, 'the configuration')}: {key}"
+        found = None if instance_of(key) else key_problem(key, value, where)
+        problems += [found] if found else []
+    for key, spec in accepted().items():
+        block, value = key.rpartition(".")[0], lookup(tree, key)
+        is_there = isinstance(value, Mapping) or key in flat
+        if spec.is_required and not is_there and isinstance(lookup(tree, block) if block else tree, Mapping):
+            problems.append(Problem(where=key, got="no value", expected=str(spec), fix="NeMo RL needs it"))
+    return [*problems, *_instance_problems(tree, sources)]
+
+
+def instance_of(key: str) -> str | None:
+    """Return the server instance that a key of env.nemo_gym belongs to, None for any other key."""
+    if not key.startswith(f"{INSTANCES}."):
+        return None
+    name = key.removeprefix(f"{INSTANCES}.").partition(".")[0]
+    return None if is_known(f"{INSTANCES}.{name}") else name
+
+
+def _instance_problems(tree: Mapping[str, Any], sources: Mapping[str, str]) -> Iterator[Problem]:
+    gym: Mapping[str, Any] = lookup(tree, INSTANCES) or {}
+    listed = [str(path) for path in gym.get("config_paths") or []]
+    for path in listed:
+        if path not in gym_files() and (close := get_close_matches(path, gym_files(), n=1, cutoff=0.9)):
+            where = f"{INSTANCES}.config_paths"
+            yield Problem(where=where, got=path, expected="a file of NeMo Gym", fix=f"did you mean {close[0]}?")
+    own = {name: block for name, block in gym.items() if instance_of(f"{INSTANCES}.{name}")}
+    declared = {name for path in listed for name in gym_files().get(path, ())} | {
+        name for name, block in own.items() if _is_complete(block)
+    }
+    can_tell = all(path in gym_files() for path in listed)
+    for name, block in own.items():
+        key = f"{INSTANCES}.{name}"
+        where = next((f"{source}: {key}" for known, source in sources.items() if known.startswith(f"{key}.")), key)
+        if not isinstance(block, Mapping):
+            fix = _near(key)
+            yield Problem(where=where, got=show(block), expected="a server instance, or a key of its own", fix=fix)
+            continue
+        if can_tell and name not in declared:
+            close = get_close_matches(name, sorted(declared), n=1)
+            fix = f"did you mean {close[0]}?" if close else "add the file that declares it to config_paths"
+            expected = "an instance that a file of config_paths declares"
+            yield Problem(where=where, got="an instance that nothing declares", expected=expected, fix=fix)
+        yield from _setting_problems(where, block)
+
+
+def is_setting(key: str) -> bool:
+    """Whether the key of a server instance is, or is below, a setting that its server reads; unknown servers do."""
+    kind, server, name = (*key.removeprefix(f"{INSTANCES}.").split(".")[1:4], "", "", "")[:3]
+    known = _document()["servers"].get(kind, {}).get(server)
+    return known is None or not name or name in (*known, *_document()["servers"]["common"])
+
+
+def _is_complete(block: Any) -> bool:
+    """Whether an instance is declared where it stands: a copy of another, or with a program of its own."""
+    if not isinstance(block, Mapping):
+        return False
+    servers = [server for kind in SERVER_KINDS for server in (block.get(kind) or {}).values()]
+    return "_copy" in block or any(isinstance(server, Mapping) and "entrypoint" in server for server in servers)
+
+
+def _setting_problems(where: str, block: Mapping[str, Any]) -> Iterator[Problem]:
+    servers = _document()["servers"]
+    for kind, named in block.items():
+        if kind == "_copy":
+            continue
+        if kind not in SERVER_KINDS or not isinstance(named, Mapping):
+            yield Problem(where=f"{where}.{kind}", got=show(named), expected=", ".join(SERVER_KINDS), fix="correct it")
+            continue
+        for server, settings in named.items():
+            known = servers[kind].get(server)
+            if known is None or not isinstance(settings, Mapping):  # a server of the user's own is checked by itself
+                continue
+            for name in settings:
+                if name not in (*known, *servers["common"]):
+                    close = get_close_matches(name, [*known, *servers["common"]], n=1)
+                    fix = f"did you mean {close[0]}?" if close else "delete it"
+                    got = "a setting that the server does not read"
+                    yield Problem(where=f"{where}.{kind}.{server}.{name}", got=got, expected="one of its own", fix=fix)

@@ -1,0 +1,87 @@
+"""Become NeMo RL's own driver, inside its container: check that it is there, set its environment, execute it.
+
+    begin -> barrier -> this -> examples/nemo_gym/run_grpo_nemo_gym.py --config FILE OVERRIDE...
+
+Its code, not this repository's, comes first in the workers' module path. Configuration and tokenizer of the model are
+loaded once before, so that the workers of all nodes find the modules that a model brings in the shared cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from recipes.errors import LaunchError, Problem, RecipeError
+from tools.nemo_rl.export import engine, rules
+
+DIRECTORIES = ("DG_JIT_CACHE_DIR", "FLASHINFER_CUBIN_DIR", "HF_MODULES_CACHE", "MEGATRON_CONFIG_LOCK_DIR")
+MODEL_KEY = "policy.model_name="
+_PART = re.compile(r"^(MAJOR|MINOR) = (\d+)", re.MULTILINE)
+
+
+def installed_version(home: Path) -> str:
+    """Return MAJOR.MINOR of a checkout of NeMo RL, empty when it says none."""
+    info = home / "nemo_rl" / "package_info.py"
+    parts = dict(_PART.findall(info.read_text())) if info.is_file() else {}
+    return f"{parts['MAJOR']}.{parts['MINOR']}" if len(parts) == 2 else ""
+
+
+def home_problems(home: Path) -> list[Problem]:
+    """Return what keeps this checkout from being the one that the configuration was written for."""
+    program = home / rules()["entrypoint"]
+    fix = f"start in its container, {rules()['container']}, or set NEMO_RL_DIR"
+    if not program.is_file():
+        return [Problem(where="ENGINE=nemo_rl", got=f"no {program}", expected=f"{engine()}'s entrypoint", fix=fix)]
+    version = installed_version(home)
+    if not str(rules()["version"]).startswith(f"{version}.") or not version:
+        got = f"version {version or 'unknown'} in {home}"
+        return [Problem(where="ENGINE=nemo_rl", got=got, expected=engine(), fix=fix)]
+    return []
+
+
+def load_model_modules(model: str) -> None:
+    """Load configuration and tokenizer of a model that brings code of its own, which copies it into the cache."""
+    config = Path(model) / "config.json"
+    if not config.is_file() or "auto_map" not in json.loads(config.read_text()):
+        return
+    from transformers import AutoConfig, AutoTokenizer
+
+    AutoConfig.from_pretrained(model, trust_remote_code=True)  # the model is the user's own start weights
+    AutoTokenizer.from_pretrained(model, trust_remote_code=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check, prepare, execute in place of this process."""
+    parser = argparse.ArgumentParser(description="Become NeMo RL's own driver.")
+    parser.add_argument("--home", type=Path, required=True, help="its checkout")
+    parser.add_argument("--config", type=Path, required=True, help="the configuration in its form")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("overrides", nargs="+", help="words for its override parser, after --")
+    args = parser.parse_args(argv)
+    try:
+        if problems := home_problems(args.home):
+            raise LaunchError(problems)
+    except RecipeError as error:
+        print(f"nemo_rl: {error}", file=sys.stderr)
+        return error.exit_code
+    for word in args.env:
+        name, _, value = word.partition("=")
+        os.environ[name] = value
+    os.environ["PYTHONPATH"] = str(args.home)
+    for name in DIRECTORIES:
+        Path(os.environ[name]).mkdir(parents=True, exist_ok=True)
+    model = next(word.removeprefix(MODEL_KEY) for word in reversed(args.overrides) if word.startswith(MODEL_KEY))
+    load_model_modules(json.loads(model) if model.startswith('"') else model)
+    os.chdir(args.home)
+    program = args.home / rules()["entrypoint"]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, str(program), f"--config={args.config}", *args.overrides])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""A stage as NeMo RL's own GRPO entrypoint takes it, and what is lost on the way. Pure: configurations in and out.
+
+    our resolved configuration -> rules of configs/engines/nemo_rl.yaml -> their tree + notes + what refuses a launch
+
+`to_theirs` and `to_ours` are the two directions of what no table says; tools/nemo_rl/importing.py is the way back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from recipes.config.load import LoadedConfig
+from recipes.config.merge import UNSET_TOKEN, Layers, drop, put, source_of
+from recipes.config.schema import CONFIG_DIR, INSTANCES, SERVER_KINDS, declared, lookup, show
+from recipes.config.text import yaml_lines
+from recipes.config.yaml_files import leaves, read_yaml
+from recipes.errors import ConfigError, Problem
+from tools.nemo_rl.accepted import check, instances_of, is_known
+
+RULES = CONFIG_DIR / "engines" / "nemo_rl.yaml"
+SOURCE = f"configs/engines/{RULES.name}"
+AGE, IS_ASYNC = "grpo.async_grpo.max_trajectory_age_steps", "grpo.async_grpo.enabled"
+EPOCHS, REPEAT = "grpo.max_num_epochs", "data.train.repeat"
+VAL_DATA = "data.validation.data_path"
+CONFIG_PATHS = f"{INSTANCES}.config_paths"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """One configuration in their form."""
+
+    tree: Mapping[str, Any]
+    sources: Mapping[str, str]  # their dotted key -> the file that set it
+    notes: tuple[Problem, ...]  # what they have no key for, or do differently
+    problems: tuple[Problem, ...]  # what refuses a launch
+
+
+@functools.cache
+def rules() -> Mapping[str, Any]:
+    """Return the parsed translation rules."""
+    document = read_yaml(RULES, name=SOURCE)
+    if document.problems:
+        raise ConfigError(document.problems)
+    return document.data
+
+
+def engine() -> str:
+    """Return what the engine is called in messages."""
+    return f"NeMo RL {rules()['version']}"
+
+
+def export(loaded: LoadedConfig) -> Export:
+    """Translate a configuration that has no problems; values given at launch may still be missing in it."""
+    layers = Layers()
+    notes: list[Problem] = []
+    for key, value in leaves(loaded.tree).items():
+        instead, different = _missing(key), _different(key, value)
+        if instead is not None:
+            notes.append(_note(loaded, key, f"a key that {engine()} has", instead))
+        elif key == CONFIG_PATHS:
+            layers.add(_nested(key, gym_files(value)), source_of(loaded.sources, key) or SOURCE)
+        elif value is not None or key not in rules()["leave_out_null"]:
+            mapped = rules()["values"].get(key, {}).get("null" if value is None else str(value), value)
+            raw = lookup(loaded.raw, key) if UNSET_TOKEN in str(value) else mapped  # made from what a launch gives
+            layers.add(_nested(key, raw), source_of(loaded.sources, key) or SOURCE)
+        if different is not None:
+            notes.append(_note(loaded, key, f"the same effect with {engine()}", different))
+    tree, sources = layers.tree, layers.sources
+    for theirs, ours in rules()["copy"].items():
+        put(tree, theirs, lookup(loaded.tree, ours))
+        sources[theirs] = source_of(loaded.sources, ours) or SOURCE
+    to_theirs(tree, sources)
+    for further in additions(tree):
+        layers.add_under(further, SOURCE)
+        for key in [key for key, value in leaves(further).items() if value == {} and lookup(tree, key) is None]:
+            put(tree, key, {})
+    problems = (*_value_problems(loaded), *_file_problems(loaded), *check(tree, sources))
+    return Export(tree=tree, sources=sources, notes=tuple(notes), problems=problems)
+
+
+def gym_files(paths: Iterable[Any]) -> list[str]:
+    """Return the files of NeMo Gym that declare what files of ours declare."""
+    return list(dict.fromkeys(file for path in paths for file in rules()["gym_files"].get(str(path), [])))
+
+
+def additions(tree: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield what is laid under a tree of theirs, the more special first."""
+    for server, block in rules()["add_with"].items():
+        if has_server(tree, server):
+            yield block
+    yield _programs(tree)
+    yield rules()["add"]
+
+
+def _programs(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the program of each server that no file of NeMo Gym declares."""
+    found: dict[str, Any] = {}
+    listed = lookup(tree, CONFIG_PATHS) or []
+    declared_there = {name for path in listed for name in instances_of(path)}
+    for name, block in (lookup(tree, INSTANCES) or {}).items():
+        if isinstance(block, Mapping) and name not in declared_there and "_copy" not in block:
+            for kind in SERVER_KINDS:
+                for server in block.get(kind) or {}:
+                    put(found, f"{INSTANCES}.{name}.{kind}.{server}.entrypoint", "app.py")
+    return found
+
+
+def _file_problems(loaded: LoadedConfig) -> Iterator[Problem]:
+    """Yield a problem for each file of ours that NeMo Gym has no counterpart of."""
+    paths = lookup(loaded.tree, CONFIG_PATHS) or []
+    for path in paths:
+        if path not in rules()["gym_files"]:
+            yield Problem(
+                where=f"{source_of(loaded.sources, CONFIG_PATHS)}: {CONFIG_PATHS}",
+                got=show(path),
+                expected="a file that NeMo Gym has a counterpart of",
+                fix=f"name that under `gym_files` in {SOURCE}",
+            )
+    if not gym_files(paths):
+        yield Problem(
+            where=f"{loaded.files[-1]}: {CONFIG_PATHS}",
+            got="no file",
+            expected="the environments of the stage",
+            fix="list the files of its blend's environments, at least environments/policy_model.yaml",
+        )
+
+
+def _missing(key: str) -> str | None:
+    """Return what they do instead of a key or setting that they have not; None when they have it."""
+    rule = rules()["ours_only"].get(key)
+    if rule is None and is_instance(key):
+        instead = rules()["ours_only_settings"].get(key.rpartition(".")[2])
+        return None if instead is None else str(instead)
+    if rule is None and not is_known(key):
+        return f"has no rule for it in {SOURCE} either"
+    return None if rule is None else str(rule["instead"])
+
+
+def is_instance(key: str) -> bool:
+    """Whether a key of ours belongs to a server instance."""
+    name = key.removeprefix(f"{INSTANCES}.").partition(".")[0]
+    return key.startswith(f"{INSTANCES}.") and f"{INSTANCES}.{name}" not in declared()
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    put(data, key, value)
+    return data
+
+
+def _different(key: str, value: Any) -> str | None:
+    """Return what they do differently with a key that both have, None when it makes no difference."""
+    rule = rules()["differs"].get(key)
+    return None if rule is None or value in rule.get("unless", ()) else str(rule["instead"])
+
+
+def _note(loaded: LoadedConfig, key: str, expected: str, instead: str) -> Problem:
+    return Problem(
+        where=f"{source_of(loaded.sources, key)}: {key}",
+        got=show(lookup(loaded.tree, key)),
+        expected=expected,
+        fix=f"it {instead}",
+    )
+
+
+def _value_problems(loaded: LoadedConfig) -> Iterator[Problem]:
+    """Yield a problem for each value that would train something else there."""
+    for key, rule in rules()["ours_only"].items():
+        value = lookup(loaded.tree, key)
+        is_met = "with" not in rule or has_server(loaded.tree, rule["with"])
+        if "neutral" in rule and value != rule["neutral"] and is_met:
+            yield _refused(loaded, key, rule["neutral"], f"it {rule['instead']}; set it to that to accept it")
+    for key, rule in rules()["refused"].items():
+        is_met = not rule.get("asynchronous") or lookup(loaded.tree, AGE) != 0
+        if lookup(loaded.tree, key) != rule["only"] and is_met:
+            yield _refused(loaded, key, rule["only"], rule["because"])
+    for key, value in leaves(loaded.tree).items():
+        if not is_instance(key) and key not in rules()["ours_only"] and not is_known(key):
+            yield Problem(
+                where=f"{source_of(loaded.sources, key)}: {key}",
+                got=show(value),
+                expected=f"a key that {engine()} has or that the rules say how to leave out",
+                fix=f"say so in {SOURCE}",
+            )
+
+
+def _refused(loaded: LoadedConfig, key: str, only: Any, reason: str) -> Problem:
+    return Problem(
+        where=f"{source_of(loaded.sources, key)}: {key}",
+        got=show(lookup(loaded.tree, key)),
+        expected=f"{show(only)} ({engine()})",
+        fix=reason,
+    )
+
+
+def has_server(tree: Mapping[str, Any], server: str) -> bool:
+    """Whether an instance of the configuration is a server of this type."""
+    blocks = [block for block in (lookup(tree, INSTANCES) or {}).values() if isinstance(block, Mapping)]
+    return any(server in (block.get(kind) or {}) for block in blocks for kind in SERVER_KINDS)
+
+
+def to_theirs(tree: dict[str, Any], sources: dict[str, str]) -> None:
+    """Make their form of what no table says, in place."""
+    if lookup(tree, AGE) == 0:  # ours is synchronous without leaving the one train loop
+        put(tree, IS_ASYNC, False)
+    epochs = lookup(tree, EPOCHS)
+    if isinstance(epochs, int) and epochs > 1:  # asynchronous training there reads its rows once
+        put(tree, EPOCHS, 1)
+        put(tree, REPEAT, epochs)
+        sources[REPEAT] = sources[EPOCHS]
+    if lookup(tree, "data.validation") == {"data_path": None}:
+        put(tree, "data.validation", None)
+        sources["data.validation"] = sources.pop(VAL_DATA)
+
+
+def to_ours(tree: dict[str, Any]) -> None:
+    """Undo `to_theirs`, in place."""
+    if lookup(tree, IS_ASYNC) is False:
+        put(tree, AGE, 0)
+        put(tree, IS_ASYNC, True)
+    repeat = lookup(tree, REPEAT)
+    if isinstance(repeat, int):
+        put(tree, EPOCHS, repeat * (lookup(tree, EPOCHS) or 1))
+        drop(tree, REPEAT)
+    if "validation" in (lookup(tree, "data") or {}) and lookup(tree, "data.validation") is None:
+        put(tree, VAL_DATA, None)
+
+
+def render_export(loaded: LoadedConfig, exported: Export) -> Iterator[str]:
+    """Yield the export as YAML with the source of each key, then what is lost, as comments."""
+    yield f"# {engine()}: {' <- '.join(loaded.files)}, with {SOURCE}"
+    yield from yaml_lines(exported.tree, lambda key: source_of(exported.sources, key) or "")
+    yield ""
+    for note in exported.notes:
+        yield f"# not the same: {note}"
+    for problem in exported.problems:
+        yield f"# refused: {problem}"

@@ -1,0 +1,76 @@
+"""Ask Slurm which jobs of a run are alive, so that two starts of one run never meet."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.errors import LaunchError, Problem
+from tools.planning.run_dir import lock_problems, read_holder
+
+DEADLINE_SECONDS = 10.0
+_UNKNOWN_JOB = "Invalid job id"  # squeue's answer for a job that ended a while ago
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One job that waits, runs or ends."""
+
+    job_id: str
+    state: str
+
+
+def live_jobs(*selection: str) -> list[Job]:
+    """Return the jobs that squeue lists for a selection; none where there is no Slurm.
+
+    Raises `LaunchError` when the controller does not answer: then nobody knows.
+    """
+    command = ["squeue", "--noheader", "--format=%i|%T", *selection]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
+    except FileNotFoundError:
+        return []
+    except subprocess.TimeoutExpired as error:
+        raise _no_answer(f"none within {DEADLINE_SECONDS:g} s") from error
+    if _UNKNOWN_JOB in done.stderr:
+        return []
+    if done.returncode != 0:
+        raise _no_answer(done.stderr.strip() or f"status {done.returncode}")
+    return [Job(*line.strip().split("|", 1)) for line in done.stdout.splitlines() if line.strip()]
+
+
+def _no_answer(got: str) -> LaunchError:
+    return LaunchError(
+        Problem(where="squeue", got=got, expected="the list of your jobs", fix="try again when the controller answers")
+    )
+
+
+def run_problems(name: str, run_dir: Path) -> list[Problem]:
+    """Return a problem for a live job of this run: one of its name, or the one that its directory records.
+
+    Also for a run of it without Slurm, which holds the lock of the directory.
+
+    Raises `LaunchError` when the controller does not answer.
+    """
+    selections: list[tuple[str, ...]] = [(f"--user={os.getuid()}", f"--name={name}")]
+    holder = read_holder(run_dir)
+    if holder is not None and holder.job_id:
+        selections.append((f"--jobs={holder.job_id}",))
+    jobs = [job for selection in selections for job in live_jobs(*selection)]
+    return in_progress(name, list(dict.fromkeys(jobs))) or lock_problems(run_dir)
+
+
+def in_progress(name: str, jobs: Sequence[Job]) -> list[Problem]:
+    """Return the refusal of a second start, one per live job."""
+    return [
+        Problem(
+            where=f"EXP_NAME={name}",
+            got=f"job {job.job_id} of this run, {job.state}",
+            expected="one run of a name at a time",
+            fix=f"wait for its end, or scancel {job.job_id}, or choose another EXP_NAME",
+        )
+        for job in jobs
+    ]

@@ -1,0 +1,129 @@
+"""The directory of one run: who may use it, and where each attempt logs.
+
+results/<EXP_NAME>/.lock            held by the supervisor and the driver of the run in progress, with who they are
+results/<EXP_NAME>/logs/attempt_N/  one per start, never overwritten; `latest` is the newest that had the run to itself
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from recipes.errors import LaunchError, Problem
+
+LOCK_FILE = ".lock"
+# A requeued job may start while its own last driver still dies, or a file server still holds a dead node's lock (NFS
+# gives it up after 90 s).
+OWN_SECONDS = 180.0
+_POLL_SECONDS = 0.5
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # Lustre mounted without -o flock answers ENOSYS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """Who locked a run last; the lock itself says whether that is still so."""
+
+    pid: int
+    host: str
+    job_id: str = ""  # of Slurm; empty when started without it
+    started: float = 0.0  # Unix seconds
+
+    def __str__(self) -> str:
+        job = f"job {self.job_id}, " if self.job_id else ""
+        return f"{job}pid {self.pid} on {self.host}"
+
+
+def this_process() -> Holder:
+    """Return the record of the process that runs this."""
+    job_id = os.environ.get("SLURM_JOB_ID", "")
+    return Holder(pid=os.getpid(), host=socket.gethostname(), job_id=job_id, started=time.time())
+
+
+def read_holder(run_dir: Path) -> Holder | None:
+    """Return who locked the run last, None when nobody has."""
+    try:
+        return Holder(**json.loads((run_dir / LOCK_FILE).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def lock_run(run_dir: Path, *, own_seconds: float = OWN_SECONDS) -> int:
+    """Lock the run and return the open descriptor; raises `LaunchError` when it is in progress.
+
+    The lock lasts as long as any process has the descriptor, so the driver inherits it: a supervisor that was killed
+    does not free a run whose driver still trains. A lock that an earlier start of the same job holds is waited for.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + own_seconds
+    while True:
+        try:
+            descriptor = _try_lock(run_dir)
+            break
+        except LaunchError:
+            holder, own = read_holder(run_dir), this_process()
+            is_own = holder is not None and bool(own.job_id) and holder.job_id == own.job_id
+            if not is_own or time.monotonic() >= end:
+                raise
+            time.sleep(_POLL_SECONDS)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(asdict(this_process())).encode(), 0)
+    os.fsync(descriptor)
+    return descriptor
+
+
+def lock_problems(run_dir: Path) -> list[Problem]:
+    """Return a problem when the run is in progress."""
+    if not (run_dir / LOCK_FILE).exists():
+        return []
+    try:
+        os.close(_try_lock(run_dir))
+    except LaunchError as error:
+        return error.problems
+    return []
+
+
+def _try_lock(run_dir: Path) -> int:
+    descriptor = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise LaunchError(
+            Problem(
+                where=f"EXP_NAME={run_dir.name}",
+                got=f"a run in progress in {run_dir} (started by {read_holder(run_dir) or 'another process'})",
+                expected="one run of a name at a time",
+                fix="end that run first, or choose another EXP_NAME",
+            )
+        ) from error
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return descriptor  # jobs are kept apart by the ids in the file: live_jobs.py asks Slurm about them
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def new_attempt(run_dir: Path) -> Path:
+    """Create the next logs/attempt_N of a locked run and point logs/latest at it."""
+    logs = run_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    numbers = [int(path.name.removeprefix("attempt_")) for path in logs.glob("attempt_*")]
+    attempt = logs / f"attempt_{max(numbers, default=0) + 1}"
+    attempt.mkdir()
+    point_latest(attempt)
+    return attempt
+
+
+def point_latest(attempt: Path) -> None:
+    """Point logs/latest at an attempt of the run that is locked; a start that is refused leaves it alone."""
+    pointer = attempt.with_name(".latest.tmp")
+    pointer.unlink(missing_ok=True)
+    pointer.symlink_to(attempt.name)
+    pointer.replace(attempt.with_name("latest"))

@@ -1,0 +1,229 @@
+"""What is in the blends: rows, lengths and pass rates per agent, as text and as one self-contained page.
+
+    python -m tools.rows.report --data data/rlvr1 [data/rlvr2 ...] [--tokenizer DIR] [--out data/report.html]
+
+Lengths are those of the whole first prompt in tokens where a tokenizer is given, else of the request in bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+
+import orjson
+
+from recipes.environments.codec import ChatCodec
+from recipes.grpo.data import row_id
+from tools.command_line import exit_status
+from tools.curriculum.write import read_pass_rates
+from tools.data.split import TRAIN, VALIDATION
+from tools.files.atomic import require_file, write_atomically
+from tools.files.manifest import read_manifest
+from tools.files.parallel import Block, blocks_of, map_in_order
+from tools.report.page import STYLE_FILE
+from tools.report.summary import track
+from tools.rows.bars import bars, drawn_as, palette
+from tools.rows.stats import QUANTILES, FileStats, agent_lines, agent_table, pass_rate_of
+
+NUM_RATE_BINS = 8  # as many as the answers per row of `make profile`, so that no bin stays empty between two
+NOTABLE = 0.02  # by which an agent's share of validation may be off that of training before it is marked
+NUM_PARTS = 40  # of a file, along which pass rates are shown
+
+
+@dataclass(slots=True)
+class CountRows:
+    """Counts the rows of a block; one that cannot be read is only a line."""
+
+    path: Path
+    tokenizer: Path | None
+    pass_rates: Mapping[str, float]  # of a profile, by row id; else those in the rows
+    _codec: ChatCodec | None = None
+
+    def __call__(self, block: Block) -> FileStats:
+        if self._codec is None and self.tokenizer is not None:
+            self._codec = ChatCodec(self.tokenizer)
+        stats = FileStats()
+        for number, line in enumerate(block.read(self.path).removesuffix(b"\n").split(b"\n"), start=1):
+            stats.num_lines = number
+            try:
+                row = orjson.loads(line)
+                params = row["responses_create_params"]
+                length = len(self._codec.encode(params)) if self._codec else len(orjson.dumps(params))
+                rate = self.pass_rates.get(row_id(row)) if self.pass_rates else pass_rate_of(row)
+                stats.count(row, number, length=length, pass_rate=rate)
+            except Exception:  # what is wrong with it, `make data-validate` says; a template may raise anything
+                continue
+        return stats
+
+
+@dataclass(slots=True, kw_only=True)
+class BlendStats:
+    """Both splits of one blend."""
+
+    name: str
+    train: FileStats = field(default_factory=FileStats)
+    validation: FileStats = field(default_factory=FileStats)
+    made_by: str = ""  # what the manifest says of the split
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The palette of the agents."""
+        sizes = Counter({agent: stats.num_rows for agent, stats in self.train.agents.items()})
+        return palette(sizes + Counter({agent: stats.num_rows for agent, stats in self.validation.agents.items()}))
+
+
+def read_blend(directory: Path, tokenizer: Path | None, pass_rates: Mapping[str, float]) -> BlendStats:
+    """Count both splits of a blend; raises `DataError` when one is not there."""
+    manifest = read_manifest(directory / "manifest.json") or {}
+    parameters = manifest.get("parameters", {})
+    made_by = ", ".join(f"{key} {value}" for key, value in parameters.items() if isinstance(value, int | str))
+    blend = BlendStats(name=directory.resolve().name, made_by=made_by)
+    for path, stats in ((directory / TRAIN, blend.train), (directory / VALIDATION, blend.validation)):
+        require_file(path, fix="make the data, or correct --data")
+        for block in map_in_order(blocks_of(path), CountRows(path, tokenizer, pass_rates)):
+            stats.add(block)
+    return blend
+
+
+def as_text(blends: Sequence[BlendStats], *, unit: str) -> str:
+    """Return one table per blend."""
+    parts = []
+    for blend in blends:
+        unread = blend.train.num_lines + blend.validation.num_lines - blend.train.num_rows - blend.validation.num_rows
+        rows = f"{blend.name}: {blend.train.num_rows} rows to train on, {blend.validation.num_rows} to validate"
+        note = f", {unread} lines that cannot be read: run `make data-validate`" if unread else ""
+        parts.append(f"{rows}{note}\n{agent_table(blend.train, blend.validation, unit=unit)}")
+    return "\n\n".join(parts)
+
+
+def as_page(blends: Sequence[BlendStats], *, unit: str) -> str:
+    """Return one HTML page that needs nothing else."""
+    total = sum(blend.train.num_lines + blend.validation.num_lines for blend in blends)
+    agents = {agent for blend in blends for stats in (blend.train, blend.validation) for agent in stats.agents}
+    tiles = [("blends", str(len(blends))), ("rows", f"{total:,}"), ("agents", str(len(agents)))]
+    rated = [rate for blend in blends for rate in blend.train.rates]
+    if rated:
+        tiles.append(("mean pass rate", f"{sum(rated) / len(rated):.3f}"))
+        tiles.append(("always solved", f"{100 * sum(rate == 1 for rate in rated) / len(rated):.1f} %"))
+    shown = "".join(f'<div class="tile"><span>{name}</span><b>{value}</b></div>' for name, value in tiles)
+    sections = "".join(_section(blend, unit) for blend in blends)
+    title = "Data: " + ", ".join(blend.name for blend in blends)
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE_FILE.read_text(encoding='utf-8')}</style></head><body><main>"
+        f'<header><p class="kicker">Super RL recipe</p><h1>{escape(title)}</h1></header>'
+        f'<div class="tiles">{shown}</div>{sections}</main></body></html>\n'
+    )
+
+
+def _section(blend: BlendStats, unit: str) -> str:
+    note = f'<p class="note">{escape(blend.made_by)}</p>' if blend.made_by else ""
+    charts = [_lengths(blend, unit)]
+    if blend.train.rates:
+        charts.append(_order(blend))
+        charts += [_rates("training", blend.train, blend.names), _rates("validation", blend.validation, blend.names)]
+    else:
+        note += '<p class="note">No pass rates are recorded: `make profile` measures them.</p>'
+    return (
+        f"<section><h2>{escape(blend.name)}</h2>{_table(blend, unit)}{note}</section>"
+        f'<section class="charts">{"".join(charts)}</section>'
+    )
+
+
+def _table(blend: BlendStats, unit: str) -> str:
+    """Return the agents as a table; a bar shows how far an agent's share of validation is from that of training."""
+    lines = list(agent_lines(blend.train, blend.validation))
+    widest = max((share for line in lines for share in line.shares), default=1.0) or 1.0
+    rows = []
+    for line in lines:
+        bar = track(*(share / widest for share in line.shares))
+        shown = [f"{part.num_rows:,}" for part in line.parts]
+        rates = ["-" if rate is None else f"{rate:.2f}" for rate in line.rates]
+        lengths = [f"{length:,}" for length in line.lengths] or ["-"] * len(QUANTILES)
+        shares = [f"{100 * share:.1f} %" for share in line.shares]
+        away = line.shares[1] - line.shares[0]
+        style = "up" if away >= NOTABLE else "down" if away <= -NOTABLE or not line.shares[1] else ""
+        cells = "".join(f"<td>{cell}</td>" for cell in (shown[0], shares[0], shown[1]))
+        cells += f'<td class="{style}">{shares[1]}</td><td class="barcell">{bar}</td>'
+        cells += "".join(f"<td>{cell}</td>" for cell in (*rates, *lengths))
+        rows.append(f"<tr><td>{escape(line.agent)}</td>{cells}</tr>")
+    groups = [("", 1), ("training", 2), ("validation", 2), ("share of rows", 1), ("pass rate", 2), (unit, 3)]
+    above = "".join(f'<th colspan="{width}">{escape(name)}</th>' for name, width in groups)
+    heads = ["agent", "rows", "share", "rows", "share", "training to validation", "train", "val"]
+    head = "".join(f"<th>{escape(name)}</th>" for name in (*heads, "median", "95 %", "longest"))
+    return (
+        f"<div class='scroll'><table class='numbers'><thead><tr>{above}</tr><tr>{head}</tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _lengths(blend: BlendStats, unit: str) -> str:
+    """Return the histogram of lengths over powers of two, by agent."""
+    longest = max((max(stats.lengths, default=0) for stats in blend.train.agents.values()), default=0)
+    shortest = min((min(stats.lengths, default=longest) for stats in blend.train.agents.values()), default=0)
+    low, high = max(0, shortest.bit_length() - 1), longest.bit_length()
+    parts = {}
+    for agent, stats in blend.train.agents.items():
+        counts = Counter(max(0, length.bit_length() - 1) for length in stats.lengths)
+        parts[agent] = [counts[power] for power in range(low, high)]
+    labels = [f"{2**power:,}" for power in range(low, high)]
+    about, drawn = f"rows, from so many {unit} to twice as many", drawn_as(blend.names, parts)
+    return bars("Lengths of training rows", labels, drawn, unit=about, axis=unit)
+
+
+def _rates(split: str, rows: FileStats, names: Mapping[str, str]) -> str:
+    """Return the histogram of pass rates, by agent; rows that are always solved have a bar of their own."""
+    parts = {}
+    for agent, stats in rows.agents.items():
+        counts = Counter(NUM_RATE_BINS if rate == 1 else int(rate * NUM_RATE_BINS) for rate in stats.pass_rates)
+        parts[agent] = [counts[part] for part in range(NUM_RATE_BINS + 1)]
+    labels = [*(f"{part / NUM_RATE_BINS:g}" for part in range(NUM_RATE_BINS)), "1"]
+    drawn = drawn_as(names, parts)
+    return bars(f"Pass rates of {split} rows", labels, drawn, unit="rows", axis="pass rate, from")
+
+
+def _order(blend: BlendStats) -> str:
+    """Return the mean pass rate along the file: how the difficulty changes in the order of training."""
+    means = list(_means_along(blend.train))
+    labels = [f"{100 * part / NUM_PARTS:.0f} %" for part in range(NUM_PARTS)]
+    return bars("Mean pass rate in the order of training", labels, {"mean": means}, axis="of the file")
+
+
+def _means_along(stats: FileStats) -> Iterator[float]:
+    sums, counts = [0.0] * NUM_PARTS, [0] * NUM_PARTS
+    for line, rate in zip(stats.rated_lines, stats.rates, strict=True):
+        part = (line - 1) * NUM_PARTS // max(1, stats.num_lines)
+        sums[part] += rate
+        counts[part] += 1
+    return (total / count if count else 0.0 for total, count in zip(sums, counts, strict=True))
+
+
+@exit_status
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tools.rows.report", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help="directories with both splits")
+    parser.add_argument("--tokenizer", type=Path, help="Hugging Face directory; lengths are then in tokens")
+    parser.add_argument("--pass-rates", type=Path, help="file of `make profile`; left out: those in the rows")
+    parser.add_argument("--out", type=Path, help="page to write")
+    options = parser.parse_args(arguments)
+    unit = "tokens" if options.tokenizer else "bytes"
+    if options.tokenizer:
+        ChatCodec(options.tokenizer)  # names what is wrong with it before anything is counted
+    rates = read_pass_rates(options.pass_rates) if options.pass_rates else {}
+    blends = [read_blend(directory, options.tokenizer, rates) for directory in options.data]
+    print(as_text(blends, unit=unit))
+    if options.out:
+        write_atomically(options.out, as_page(blends, unit=unit).encode(errors="replace"))
+        print(f"report: {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Run one program of an image conversion: with a deadline, never outliving us, its failure as a cause."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from tools.processes import dies_with_parent
+from tools.sif.registry import PullError
+
+MAX_SHOWN = 600  # characters of what a program said
+NO_SPACE = "no space left on device"
+
+
+def run(
+    words: Sequence[str | Path],
+    *,
+    seconds: float,
+    cwd: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    cause: str = "convert",
+) -> str:
+    """Return what the program printed; raises `PullError` when it fails, or does not end in time."""
+    command = [str(word) for word in words]
+    try:
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=None if environ is None else dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            preexec_fn=dies_with_parent(signal.SIGKILL),
+        )
+    except FileNotFoundError as error:
+        raise PullError("tool", f"no {command[0]} on this machine") from error
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired as error:
+        raise PullError("timeout", f"{command[0]} did not end in {seconds:.0f} s") from error
+    finally:
+        with suppress(ProcessLookupError):  # what it started, however it ended
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            if pipe:
+                pipe.close()
+    if process.returncode != 0:
+        said = (errors.strip() or output.strip())[-MAX_SHOWN:]
+        is_full = NO_SPACE in (errors + output).lower()
+        detail = f"{command[0]} ended with {process.returncode}: {' '.join(said.split())}"
+        raise PullError("space" if is_full else cause, detail)
+    return output
