@@ -1,26 +1,50 @@
-"""Every error a user can cause or meet. A message says where, what was got, what was expected, what to do.
+"""Every error a user can cause or meet, and how a message about it reads.
 
 `RecipeError` is the base; `exit_code` is what the entrypoints return: 2 for a wrong input, 1 for a failed run.
-To add one: inherit from the category it belongs to, and keep the four parts of the message.
+To add an error, inherit from the category it belongs to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One wrong input, as one line a user can act on."""
+    """One wrong input, as one line a user can act on. It has one of two forms.
+
+    A value that is wrong:               `where: got X, expected Y; fix`
+    What is missing or cannot be done:   `where: wrong; fix`
+    """
 
     where: str  # file:line, file: key, environment variable, ...
-    got: str
-    expected: str
-    fix: str
+    fix: str  # what to do, as an instruction
+    got: str = ""  # the value, as the user wrote it
+    expected: str = ""  # the values that are accepted; words such as "it" or "none" say nothing: use `wrong`
+    wrong: str = ""  # what is missing or impossible, as a sentence without a full stop
+
+    def __post_init__(self) -> None:
+        if bool(self.wrong) == bool(self.got and self.expected):
+            raise ValueError(f"a problem has either `got` and `expected` or `wrong`: {self!r}")
 
     def __str__(self) -> str:
-        return f"{self.where}: got {self.got}, expected {self.expected}; {self.fix}"
+        what = self.wrong or f"got {self.got}, expected {self.expected}"
+        return f"{self.where}: {what}; {self.fix}"
+
+
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the known name that is most like `name`, None when none is; `cutoff` in [0, 1], 1 = equal."""
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)
+    return close[0] if close else None
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return "did you mean X?", or the known names when none is close."""
+    names = sorted(known)
+    close = nearest(name, names)
+    return f"did you mean '{close}'?" if close else f"known: {', '.join(names)}"
 
 
 class RecipeError(Exception):

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import yaml
 
 from recipes.environments.instances import servers_of
-from recipes.environments.registry import VERIFIERS, suggestion
-from recipes.errors import ConfigError, LaunchError, Problem
+from recipes.environments.registry import VERIFIERS
+from recipes.errors import ConfigError, LaunchError, Problem, suggestion
 from tools.command_line import exit_status
 
 

@@ -21,11 +21,11 @@ from recipes.environments.agents.single_turn import AGENT_KINDS, Episode, unscor
 from recipes.environments.chat import chat_request
 from recipes.environments.codec import ChatCodec, row_template_kwargs
 from recipes.environments.instances import ServerInstance, agents_of, servers_of
-from recipes.environments.registry import VERIFIERS, Agent, find_agent, suggestion
+from recipes.environments.registry import VERIFIERS, Agent, find_agent
 from recipes.environments.scoring.clients import HttpVerifier, InProcessVerifier, VerifierClient
 from recipes.environments.scoring.pool import ScoringPool
 from recipes.environments.tool_calls import FlagPatterns
-from recipes.errors import RecipeError
+from recipes.errors import RecipeError, suggestion
 from recipes.types import ModelClient, Rollout, RolloutStatus, Row
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.environments.registry import VERIFIERS, Agent, suggestion
-from recipes.errors import ConfigError, Problem
+from recipes.environments.registry import VERIFIERS, Agent
+from recipes.errors import ConfigError, Problem, suggestion
 
 AGENT_TYPES = ("simple_agent",)  # agent servers whose rollouts run here
 DESCRIPTIVE = frozenset({"description", "domain", "entrypoint", "host", "name", "num_workers", "value", "verified"})

@@ -6,12 +6,12 @@ AGENTS, and take its agents out of LATER_AGENTS.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from recipes.environments.verdict import Verifier
 from recipes.environments.verifiers import math_with_judge, mcqa, reasoning_gym, structured_outputs
+from recipes.errors import suggestion
 
 VERIFIERS: Mapping[str, Verifier] = {
     "math_with_judge": Verifier(
@@ -103,10 +103,3 @@ def find_agent(name: str, configured: Mapping[str, Agent]) -> Agent:
     if name in LATER_AGENTS:
         raise ValueError(f"agent '{name}' comes with a later release; remove its rows from the blend")
     raise ValueError(f"unknown agent '{name}'; {suggestion(name, {*AGENTS, *configured})}")
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return "did you mean X?", or the known names when none is close."""
-    names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(names)}"

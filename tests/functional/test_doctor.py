@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from slurm.cluster import ROOT, Cluster
-from tests.unit.tools.launch_case import PLACEHOLDER_ROW, LaunchCase, write_case
 
 from recipes.cluster.ports import ray_ports
+from tests.unit.tools.launch_case import PLACEHOLDER_ROW, LaunchCase, write_case
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(180)]
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from random import Random
 
 from recipes.errors import RecipeError, RunError
+from recipes.files import write_atomically
 from tools.bench.verdict import (
     FILL_LIMIT,
     FILL_MEMORY_LIMIT,
@@ -37,7 +38,6 @@ from tools.bench.verdict import (
     median_ratio,
     table,
 )
-from tools.files.atomic import write_atomically
 from tools.files.parallel import num_cores
 from tools.processes import descendants
 

@@ -20,7 +20,7 @@ from recipes.errors import CheckpointError, Problem
 from recipes.grpo.data import PromptDataset
 from tools.command_line import exit_status, positive
 from tools.curriculum.profile_ledger import Ledger, what_is_measured
-from tools.files.atomic import require_file
+from tools.files.row_files import require_file
 from tools.job.local import Job, supervise
 
 SETTINGS = (  # a profile validates nothing

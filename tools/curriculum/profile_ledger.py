@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from recipes.errors import DataError, Problem
+from recipes.files import sha256_of, write_atomically
 from recipes.types import Rollout
-from tools.files.atomic import sha256_of, write_atomically
 from tools.files.manifest import TOOL_VERSION, describe, differences, manifest_of, read_manifest, write_manifest
 from tools.planning.provenance import model_digest
 

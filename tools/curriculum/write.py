@@ -28,11 +28,11 @@ from tools.curriculum.edits import cut_by, has_reasoning, is_marked, with_budget
 from tools.curriculum.order import Entry, Gaussian, choose, gaussian_order, without_solved
 from tools.curriculum.settings import DEFAULT_SETTINGS, load_settings
 from tools.data.split import VALIDATION
-from tools.files.atomic import HashedWriter, require_file
 from tools.files.locks import only_one
 from tools.files.manifest import changes, describe, lineage_of, write_manifest
 from tools.files.parallel import Block, blocks_of, map_in_order
 from tools.files.row_blocks import line_at
+from tools.files.row_files import HashedWriter, require_file
 from tools.rows.stats import pass_rate_of
 
 TOOL_VERSION = "2"  # raise it when other rows, or another order, would come of the same inputs

@@ -21,14 +21,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from recipes.errors import DataError, Problem
+from recipes.files import atomic_writer, sha256_of
 from tools.command_line import exit_status
 from tools.data.fill_rows import Found, PlaceholderRows, Unfilled
 from tools.data.questions import Questions, restore
 from tools.data.sources import load_sources, pinned, source_files
-from tools.files.atomic import HashedWriter, atomic_writer, empty_line, require_file, sha256_of
 from tools.files.locks import only_one
 from tools.files.manifest import TOOL_VERSION, changes, describe, lineage_of, manifest_of, write_manifest
 from tools.files.parallel import Block, Workers, blocks_of, num_workers
+from tools.files.row_files import HashedWriter, empty_line, require_file
 
 DEFAULT_SOURCES = Path(__file__).resolve().parents[2] / "configs" / "data" / "placeholders.yaml"
 MAX_SHOWN = 20  # problems printed one by one

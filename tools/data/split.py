@@ -21,8 +21,8 @@ from typing import Any, BinaryIO
 import orjson
 
 from recipes.errors import DataError, Problem
+from recipes.files import atomic_writer
 from tools.command_line import exit_status, positive
-from tools.files.atomic import atomic_writer, read_lines, require_file
 from tools.files.locks import only_one
 from tools.files.manifest import (
     TOOL_VERSION,
@@ -35,6 +35,7 @@ from tools.files.manifest import (
     write_manifest,
 )
 from tools.files.row_blocks import Content, Lines, changed, read_blocks, require_objects, start_of_last_lines
+from tools.files.row_files import read_lines, require_file
 
 TRAIN, VALIDATION = "train-split.jsonl", "val-split.jsonl"
 DEFAULT_VAL_ROWS = 100

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.files.atomic import sha256_of, write_atomically
+from recipes.files import sha256_of, write_atomically
 
 QUESTIONS = "questions"  # source -> row -> sha256 of the question that was restored
 MAX_DIFFERENCES, MAX_SHOWN = 6, 40  # texts per changed entry, characters per value

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from recipes.errors import DataError, Problem
-from tools.files.atomic import read_lines
+from tools.files.row_files import read_lines
 
 Lines = bytes | memoryview
 

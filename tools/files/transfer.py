@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from recipes.errors import DataError, Problem
-from tools.files.atomic import CHUNK
 from tools.files.hosts import GITHUB, HUB, Host, Patience, TransientError, give_up_or_wait, session_with
 from tools.files.progress import Progress
+from tools.files.row_files import CHUNK
 
 if TYPE_CHECKING:
     import httpx2

@@ -23,10 +23,10 @@ from typing import Any
 
 from recipes.config.stages import load_stages
 from recipes.errors import DataError, Problem
+from recipes.files import sha256_of
 from recipes.grpo.checkpoint import complete_checkpoints
 from tools.command_line import exit_status
 from tools.data.split import TRAIN, VALIDATION
-from tools.files.atomic import sha256_of
 from tools.files.manifest import read_manifest
 from tools.lineage.store import MANIFEST, Artifact, Store, draft
 from tools.planning.provenance import model_digest

@@ -18,13 +18,14 @@ from pathlib import Path
 import orjson
 
 from recipes.environments.codec import ChatCodec
+from recipes.files import write_atomically
 from recipes.grpo.data import row_id
 from tools.command_line import exit_status
 from tools.curriculum.write import read_pass_rates
 from tools.data.split import TRAIN, VALIDATION
-from tools.files.atomic import require_file, write_atomically
 from tools.files.manifest import read_manifest
 from tools.files.parallel import Block, blocks_of, map_in_order
+from tools.files.row_files import require_file
 from tools.report.page import STYLE_FILE
 from tools.report.summary import track
 from tools.rows.bars import bars, drawn_as, palette

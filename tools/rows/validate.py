@@ -19,10 +19,11 @@ from pathlib import Path
 import orjson
 
 from recipes.errors import DataError, Problem
+from recipes.files import atomic_writer
 from tools.command_line import exit_status
 from tools.data.split import TRAIN, VALIDATION
-from tools.files.atomic import atomic_writer, require_file
 from tools.files.parallel import blocks_of, map_in_order
+from tools.files.row_files import require_file
 from tools.rows.stats import FileStats, agent_table
 from tools.rows.validate_block import Checked, CheckRows
 

@@ -26,9 +26,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from recipes.errors import LaunchError, Problem
+from recipes.files import write_atomically
 from tools.command_line import amount, exit_status, positive
 from tools.doctor.task_images import GOOD_INSTANCES, Listing
-from tools.files.atomic import write_atomically
 from tools.files.locks import only_one
 from tools.files.progress import duration
 from tools.sif.good_rows import require_place, write_good_rows

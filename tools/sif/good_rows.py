@@ -8,8 +8,8 @@ from typing import Any
 
 from recipes.errors import DataError, Problem
 from tools.doctor.task_images import instance_of
-from tools.files.atomic import HashedWriter
 from tools.files.manifest import TOOL_VERSION, changes, describe, lineage_of, write_manifest
+from tools.files.row_files import HashedWriter
 
 MANIFEST = "manifest.json"
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from recipes.errors import DataError, Problem
-from tools.files.atomic import write_atomically
+from recipes.files import write_atomically
 from tools.images.files import read_image
 
 LEDGER, FAILED = "ledger.jsonl", "images.failed"

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.files.atomic import sha256_of
+from recipes.files import sha256_of
 from tools.files.progress import Progress
 from tools.sif.blobs import Blobs
 from tools.sif.convert import Conversion, convert, remove_tree

@@ -19,7 +19,7 @@ from recipes.environments.codec import ChatCodec
 from recipes.environments.registry import AGENTS, VERIFIERS
 from recipes.environments.responses import response_object
 from recipes.errors import InputError
-from tools.files.atomic import read_lines, require_file
+from tools.files.row_files import read_lines, require_file
 
 MAX_NEW_TOKENS = 48
 BATCH = 128

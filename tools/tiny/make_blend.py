@@ -13,8 +13,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from recipes.files import write_atomically
 from tools.data.placeholders import PLACEHOLDER
-from tools.files.atomic import write_atomically
 from tools.files.manifest import TOOL_VERSION, changes, describe, write_manifest
 from tools.tiny.tasks import TASKS, Fields, Problem, Task, make_row
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.unit.config.wrong_configs import FILES, KEY_OF_BASE
 
 from recipes.config.load import load_config
 from recipes.config.schema import CONFIG_DIR
+from tests.unit.config.wrong_configs import FILES, KEY_OF_BASE
 
 TINY = CONFIG_DIR / "tiny" / "stage1_rlvr.yaml"
 

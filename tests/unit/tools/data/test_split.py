@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from recipes.errors import DataError
+from recipes.files import atomic_writer
 from tools.data.prepare import main as prepare
 from tools.data.split import compare, main, share_out, split
 from tools.files import row_blocks
-from tools.files.atomic import atomic_writer
 from tools.files.locks import only_one
 from tools.files.row_blocks import NO_AGENT, Content, read_blocks, start_of_last_lines
 
@@ -172,7 +172,7 @@ def test_an_error_leaves_the_old_file(tmp_path: Path) -> None:
 KILLED_WHILE_WRITING = """
 import os, signal, sys
 from pathlib import Path
-from tools.files.atomic import atomic_writer
+from recipes.files import atomic_writer
 with atomic_writer(Path(sys.argv[1])) as file:
     file.write(b"new")
     file.flush()

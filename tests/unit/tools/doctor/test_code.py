@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.unit.tools.launch_case import LaunchCase, write_case
 
+from tests.unit.tools.launch_case import LaunchCase, write_case
 from tools.doctor.code import older_findings, untracked_findings
 
 

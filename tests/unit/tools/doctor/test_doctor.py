@@ -10,9 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from tests.unit.tools.launch_case import PLACEHOLDER_ROW, ROW, LaunchCase, write_case
 
 from recipes.cluster.ports import ray_ports
+from tests.unit.tools.launch_case import PLACEHOLDER_ROW, ROW, LaunchCase, write_case
 from tools.doctor import allocation, machine
 from tools.doctor import examine as examine_module
 from tools.doctor.__main__ import main, table
@@ -206,7 +206,7 @@ def test_report_for_programs_and_for_readers(case, monkeypatch, capsys):
     (image,) = [entry for entry in report["findings"] if entry["severity"] == "error"]
     assert image["code"] == "IMG002"
     assert image["where"] == "CONTAINER"
-    assert set(image) == {"code", "severity", "forced", "can_force", "where", "got", "expected", "fix"}
+    assert set(image) == {"code", "severity", "forced", "can_force", "wrong", "where", "got", "expected", "fix"}
     assert main([]) == 2
     text = capsys.readouterr().out
     assert "  IMG002  CONTAINER: got " in text

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.tools.launch_case import sif_file
 
+from tests.unit.tools.launch_case import sif_file
 from tools.doctor.images import file_findings, is_file_name, name_findings
 
 

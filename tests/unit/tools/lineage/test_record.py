@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from recipes.errors import DataError
+from recipes.files import sha256_of
 from tools.curriculum import write as make_curriculum
 from tools.data.split import split
-from tools.files.atomic import sha256_of
 from tools.files.manifest import write_manifest
 from tools.lineage.record import main, model_name, source_datasets
 from tools.lineage.store import Store, draft

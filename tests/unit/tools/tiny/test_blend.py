@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tools.files.atomic import sha256_of
+from recipes.files import sha256_of
 from tools.tiny.make_blend import make_blend
 from tools.tiny.prepare import TRAIN_ROWS, VAL_ROWS, main, only_one, prepare_data, prompts_of
 from tools.tiny.sft import SftSettings, conversations, data_hash

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.files.atomic import sha256_of
+from recipes.files import sha256_of
 from tools.tiny.model import build_model
 from tools.tiny.sft import SftSettings, make_sft_checkpoint
 from tools.tiny.tokenizer import build_tokenizer

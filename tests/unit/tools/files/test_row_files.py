@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.files.atomic import atomic_writer
+from recipes.files import atomic_writer
 
 
 @pytest.mark.parametrize(("number", "is_named"), [(errno.ENOSPC, True), (errno.ECONNRESET, False)])

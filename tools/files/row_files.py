@@ -1,10 +1,8 @@
-"""Row files: atomic writing, hashing and counting in constant memory."""
+"""Row files: hashing while writing, and reading line by line, in constant memory."""
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,32 +11,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from recipes.errors import DataError, Problem
+from recipes.files import atomic_writer
 
 CHUNK = 1 << 20  # bytes read at once
-
-
-@contextmanager
-def atomic_writer(path: Path, *, is_durable: bool = True) -> Iterator[BinaryIO]:
-    """Open a temporary file beside `path` that takes its name when the block ends without an error.
-
-    `is_durable` waits until the disk has it. Large files whose manifest holds their hash need not: one that was lost
-    with the power is found by it and made again, and waiting takes longer than everything else.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            yield file
-            if is_durable:
-                file.flush()
-                os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            error.filename = str(path)  # a full disk does not say what it had no room for
-        raise
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @dataclass(slots=True)
@@ -73,18 +48,6 @@ class HashedWriter:
     def as_output(self, path: Path, **facts: Any) -> dict[str, Any]:
         """Return the manifest's entry of the file."""
         return {"file": path.name, "sha256": self.sha256.hexdigest(), "bytes": self.size, **facts}
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a whole file so that it is seen either as it was or complete."""
-    with atomic_writer(path) as file:
-        file.write(content)
-
-
-def sha256_of(path: Path) -> str:
-    """Return the hex digest of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def require_file(path: Path, *, fix: str) -> None:
