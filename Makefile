@@ -1,4 +1,6 @@
-# Reproduce the recipe: one target per stage. `make` alone prints every target.
+# Reproduce the recipe: one target per stage. `make` prints the targets of every day, `make help-all` all of them.
+#
+# A target's line ends with its help: `##` for `make help-all`, `##*` for `make` as well. `#=` names its variables.
 MAKEFLAGS += --no-builtin-rules --warn-undefined-variables
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -46,28 +48,34 @@ SMOKE_RUN := $(or $(EXP_NAME),smoke-seed$(SMOKE_SEED)-$(shell date +%Y%m%d-%H%M%
 RUN_DIR = $(or $(addprefix $(RESULTS_DIR)/,$(EXP_NAME)),$(firstword $(shell ls -td $(RESULTS_DIR)/*/ 2>/dev/null)))
 
 ##@ Start here
-.PHONY: help
-help: ## print this list
-	@awk 'BEGIN { FS = ":.*## " } \
-	  /^##@ / { printf "\n%s\n", substr($$0, 5) } \
-	  /^[a-zA-Z0-9._-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
-	@printf '\nVariables: SCALE=prod|small|tiny PLATFORM=h100|b200 LAUNCHER=slurm|local CLUSTER=profile ENGINE=native|nemo_rl SEED=N EXP_NAME=... DRY_RUN=1 ARGS="key=value ..."\n'
+.PHONY: help help-all
+help: ## print the targets of every day
+	@awk -F ':.*##[*] ' '/^[a-z0-9._-]+:.*##[*] / { printf "  %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@printf '\nEvery target and its variables: make help-all. Start with: make smoke\n'
+
+help-all: ## print every target, with its variables
+	@awk -F ':.*##[*]? ' '/^##@ / { printf "\n%s\n", substr($$0, 5) } \
+	  /^#= / { printf "  %-9s   %s\n", "", substr($$0, 4) } \
+	  /^[a-z0-9._-]+:.*##[*]? / { printf "  %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 .PHONY: setup
-setup: $(READY) ## build .venv from the CPU lock, once (python3.11 and pip needed)
+setup: $(READY) ##* install the Python environment into .venv, once
 
 $(READY): containers/requirements-cpu.lock
 	@VENV='$(CURDIR)/$(VENV)' tools/setup/setup.sh
 
 .PHONY: smoke
-smoke: tiny ## set up, train stage 1.1 with a tiny model on this machine, and check that it learned [SEED=42]
+smoke: tiny ##* train stage 1.1 with a tiny model on this machine and show what it learned
+#= SEED=42 ARGS="key=value ..."
 	SCALE=tiny LAUNCHER=local SEED=$(SMOKE_SEED) EXP_NAME=$(SMOKE_RUN) ./super_launch.sh stage1.1 $(ARGS)
 	$(PYTHON) -m tools.report --run-dir $(RESULTS_DIR)/$(SMOKE_RUN) --min-gain 0.25
 	$(PYTHON) -m tools.tiny.check_gain --run-dir $(RESULTS_DIR)/$(SMOKE_RUN)
 
-##@ Stages (on Slurm unless LAUNCHER=local; DRY_RUN=1 prints the command)
+##@ Stages (on Slurm; on this machine with LAUNCHER=local; DRY_RUN=1 prints the command)
 .PHONY: $(ALL_STAGES) pipeline
-stage1.1: ## RLVR, blend 1 (rlvr1)
+stage1.1: ##* run a stage: RLVR, blend 1 (rlvr1); likewise stage1.2 ... stage3
+#= SCALE=prod|small|tiny PLATFORM=h100|b200 LAUNCHER=slurm|local ENGINE=native|nemo_rl
+#= CLUSTER=profile MODEL_PATH SEED EXP_NAME DRY_RUN=1 ARGS="key=value ..."
 stage1.2: ## RLVR, blend 2 (rlvr2)
 stage1.3: ## RLVR, blend 3 (rlvr3)
 stage2.1: ## software engineering, single-step edits (swe1)
@@ -76,18 +84,21 @@ stage3: ## RLHF with a generative reward model (rlhf)
 $(ALL_STAGES): $(READY)
 	@./super_launch.sh $@ $(ARGS)
 
-stage%: $(READY) # is none: the launcher names those that there are
+stage%: $(READY) # the launcher answers a stage that does not exist with the names of those that do
 	@./super_launch.sh $@ $(ARGS)
 
-pipeline: $(READY) ## all six stages in order, each from its parent's last export; again: resume [STAGES="stage1.1 stage1.2"]
+pipeline: $(READY) ##* run all six stages in order, each from its parent's export; again: resume
+#= STAGES="stage1.1 stage1.2" MODEL_PATH
 	@$(PYTHON) -m tools.launch.pipeline --stages "$(STAGES)" $(ARGS)
 
 .PHONY: doctor
-doctor: $(READY) ## report every problem of a planned launch at once, each with a code and a fix [STAGE SCALE PLATFORM ARGS=--json]
+doctor: $(READY) ##* report every problem of a planned launch, each with a code and a fix
+#= STAGE SCALE PLATFORM ARGS=--json
 	@$(PYTHON) -m tools.doctor --stage $(STAGE) $(ARGS)
 
 .PHONY: plan
-plan: $(READY) ## print nodes, memory per GPU, expected step time and GPU-hours of a stage, and what if [STAGE SCALE PLATFORM ARGS]
+plan: $(READY) ##* print nodes, memory per GPU, step time and GPU-hours of a stage
+#= STAGE SCALE PLATFORM ARGS
 	@$(PYTHON) -m tools.sizing.planner --stage $(STAGE) --scale $(SCALE) --platform $(PLATFORM) $(ARGS)
 
 .PHONY: launch-golden
@@ -95,15 +106,17 @@ launch-golden: $(READY) ## update the recorded commands of every stage in tests/
 	$(PYTHON) -m tools.launch.golden --write tests/golden/launch
 
 .PHONY: stages
-stages: $(READY) ## print the stage table and what follows from every configuration; keep the README's copy current
+stages: $(READY) ## print the stage table with its sizes; update the README's copy
 	@$(PYTHON) -m tools.launch.stage_table --write README.md
 
 .PHONY: config
-config: $(READY) ## print a stage's resolved configuration and where each value comes from [STAGE SCALE PLATFORM ENGINE DIFF=stage]
+config: $(READY) ##* print a stage's configuration and which file set each value
+#= STAGE SCALE PLATFORM ENGINE DIFF=stage
 	@$(PYTHON) -m tools.config.show --stage $(STAGE) --scale $(SCALE) --platform $(PLATFORM) --engine $(ENGINE) $(if $(DIFF),--diff $(DIFF)) $(ARGS)
 
 .PHONY: config-import
-config-import: $(READY) ## turn a NeMo RL stage file into an overlay of ours, on standard output [FILE=their.yaml BASE=stage2.2]
+config-import: $(READY) ## turn a NeMo RL stage file into an overlay, on standard output
+#= FILE=their.yaml BASE=stage2.2
 	@$(PYTHON) -m tools.nemo_rl.import_file --file $(or $(FILE),$(error give FILE=their.yaml)) $(if $(BASE),--base $(BASE)) $(ARGS)
 
 .PHONY: config-docs
@@ -111,12 +124,13 @@ config-docs: $(READY) ## write the reference of all configuration keys to build/
 	$(PYTHON) -m tools.config.docs --write build/configuration.md
 
 .PHONY: config-golden
-config-golden: $(READY) ## update the recorded resolved configurations in tests/golden/config
+config-golden: $(READY) ## update the recorded configurations in tests/golden/config
 	$(PYTHON) -m tools.config.show --update-golden
 
 ##@ Inputs
 .PHONY: data
-data: $(READY) ## get and check a blend, fill, split: data/BLEND/{train,val}-split.jsonl; without BLEND the tiny rows [BLEND=rlvr1 VAL_ROWS=100 ARGS="--stratify agent"]
+data: $(READY) ##* download, check, fill and split a blend; without BLEND make the tiny rows
+#= BLEND=rlvr1 VAL_ROWS=100 ARGS="--stratify agent"
 ifeq ($(BLEND),)
 	$(PYTHON) -m tools.tiny.prepare --data data
 else
@@ -124,23 +138,28 @@ else
 endif
 
 .PHONY: data-validate
-data-validate: $(READY) ## check every row of a blend's splits: shape, agents, duplicates, contamination [BLEND=tiny ARGS="--others data/rlvr1"]
+data-validate: $(READY) ## check every row of a blend's splits: shape, agents, duplicates, contamination
+#= BLEND=tiny ARGS="--others data/rlvr1"
 	$(PYTHON) -m tools.rows.validate --data data/$(or $(BLEND),tiny) --problems data/$(or $(BLEND),tiny)/problems.jsonl $(ARGS)
 
 .PHONY: data-report
-data-report: $(READY) ## count rows, lengths and pass rates per agent, as text and as data/BLEND/report.html [BLEND=tiny ARGS="--tokenizer DIR"]
+data-report: $(READY) ## count rows, lengths and pass rates per agent; write data/BLEND/report.html
+#= BLEND=tiny ARGS="--tokenizer DIR"
 	$(PYTHON) -m tools.rows.report --data data/$(or $(BLEND),tiny) --out data/$(or $(BLEND),tiny)/report.html $(ARGS)
 
 .PHONY: profile
-profile: $(READY) ## record how often a checkpoint solves each training row, on this machine; again: resume [BLEND MODEL_PATH STAGE SCALE]
+profile: $(READY) ## record how often a checkpoint solves each training row; again: resume
+#= BLEND=tiny MODEL_PATH STAGE SCALE
 	$(PYTHON) -m tools.curriculum.profile --stage $(STAGE) --model $(or $(MODEL_PATH),models/tiny-sft) --data data/$(or $(BLEND),tiny)/train-split.jsonl --run-dir $(RESULTS_DIR)/profile-$(or $(BLEND),tiny) $(ARGS)
 
 .PHONY: curriculum
-curriculum: $(READY) ## order rows by their pass rates, of `make profile` or in the rows: data/BLEND-ordered/, by configs/data/curriculum.yaml [BLEND=tiny ARGS="seed=1 low_effort.share=0.02"]
+curriculum: $(READY) ## order rows by their pass rates into data/BLEND-ordered
+#= BLEND=tiny ARGS="seed=1 low_effort.share=0.02"
 	$(PYTHON) -m tools.curriculum.write --in data/$(or $(BLEND),tiny)/train-split.jsonl --out data/$(or $(BLEND),tiny)-ordered/train-split.jsonl $(addprefix --pass-rates ,$(wildcard $(RESULTS_DIR)/profile-$(or $(BLEND),tiny)/pass_rates.jsonl)) $(ARGS)
 
 .PHONY: lineage
-lineage: $(READY) ## record splits and a run's newest export in artifacts/, and print where they came from [EXP_NAME]
+lineage: $(READY) ## record splits and the newest export in artifacts/; print where they came from
+#= EXP_NAME
 	@$(PYTHON) -m tools.lineage.record --data $(patsubst %/,%,$(dir $(wildcard data/*/manifest.json))) $(if $(EXP_NAME),--run-dir $(RESULTS_DIR)/$(EXP_NAME)) $(ARGS)
 
 .PHONY: tiny
@@ -152,23 +171,28 @@ SANDBOX ?= sandbox
 SQSH ?=
 export SQSH
 .PHONY: container
-container: $(READY) ## build the training image and import its packages inside [ENGINE BUILDER REGISTRY TAG PUSH=1 SQSH=FILE BUILD_FLAGS BASE CUDA VLLM_VERSION]
+container: $(READY) ##* build the training image and import its packages inside
+#= ENGINE BUILDER REGISTRY TAG PUSH=1 SQSH=FILE BUILD_FLAGS BASE CUDA VLLM_VERSION
 	@$(PYTHON) -m tools.images.build $(ENGINE)
 
 .PHONY: swe-container
-swe-container: $(READY) ## build the image of stage 2.2: a training image with Apptainer [BASE BUILDER REGISTRY TAG PUSH=1 SQSH=FILE]
+swe-container: $(READY) ## build the image of stage 2.2: a training image with Apptainer
+#= BASE BUILDER REGISTRY TAG PUSH=1 SQSH=FILE
 	@$(PYTHON) -m tools.images.build swe
 
 .PHONY: sandbox
-sandbox: $(READY) ## build the code sandbox: ours, or that of NeMo-Skills, which has Lean [SANDBOX=nemo-skills BUILDER REGISTRY TAG PUSH=1]
+sandbox: $(READY) ## build the code sandbox: ours, or that of NeMo-Skills, which has Lean
+#= SANDBOX=nemo-skills BUILDER REGISTRY TAG PUSH=1
 	@$(PYTHON) -m tools.images.build $(SANDBOX)
 
 .PHONY: sandbox-sqsh
-sandbox-sqsh: $(READY) ## build the sandbox and import it by enroot for pyxis [SANDBOX=nemo-skills SQSH=build/sandbox.sqsh]
+sandbox-sqsh: $(READY) ## build the sandbox and import it with enroot for pyxis
+#= SANDBOX=nemo-skills SQSH=build/sandbox.sqsh
 	@SQSH='$(or $(SQSH),$(CURDIR)/build/$(SANDBOX).sqsh)' $(PYTHON) -m tools.images.build $(SANDBOX)
 
 .PHONY: test-container
-test-container: $(READY) ## build the image in which the tests run without a GPU [BUILDER REGISTRY TAG PUSH=1 BUILD_FLAGS]
+test-container: $(READY) ## build the image in which the tests run without a GPU
+#= BUILDER REGISTRY TAG PUSH=1 BUILD_FLAGS
 	@$(PYTHON) -m tools.images.build cpu_test
 
 SIF_DIR ?=
@@ -178,51 +202,60 @@ MIRROR ?=
 SIF_BLEND = data/$(or $(BLEND),swe2)
 SIF_ROWS = --rows $(or $(ROWS),$(addprefix $(SIF_BLEND)/,train-split.jsonl val-split.jsonl))
 .PHONY: sif
-sif: $(READY) ## make the SIF files of all tasks of a blend; again: resume [SIF_DIR BLEND=swe2 | ROWS=FILE | ALL=1, MIRROR ARGS=--retry-failed]
+sif: $(READY) ##* make the SIF image of every task of a blend; again: resume
+#= SIF_DIR BLEND=swe2 | ROWS=FILE | ALL=1, MIRROR ARGS=--retry-failed
 	@$(PYTHON) -m tools.sif.make --sif-dir $(or $(SIF_DIR),$(error give SIF_DIR=...)) $(if $(ALL),--all,$(SIF_ROWS)) $(if $(MIRROR),--mirror $(MIRROR)) $(ARGS)
 
 .PHONY: sif-check
-sif-check: $(READY) ## check that task images run and can run tests; write the rows of the good ones to data/BLEND-good [SIF_DIR BLEND=swe2 | ROWS=FILE, ARGS=--golden]
+sif-check: $(READY) ## check that task images can run tests; write their rows to data/BLEND-good
+#= SIF_DIR BLEND=swe2 | ROWS=FILE, ARGS=--golden
 	@$(PYTHON) -m tools.sif.check --sif-dir $(or $(SIF_DIR),$(error give SIF_DIR=...)) $(SIF_ROWS) $(if $(ROWS),,--out $(SIF_BLEND)-good) $(ARGS)
 
 ##@ Looking at a run
 .PHONY: status
-status: $(READY) ## say what a run does right now, and who waits for whom; by default the newest [EXP_NAME]
+status: $(READY) ##* say what a run is doing and who waits for whom
+#= EXP_NAME (the newest run without it)
 	@$(PYTHON) -m tools.watching.status --results $(RESULTS_DIR) $(if $(EXP_NAME),--exp-name $(EXP_NAME)) $(ARGS)
 
 .PHONY: watch
-watch: $(READY) ## follow a run until it ends, redrawn in a terminal [EXP_NAME]
+watch: $(READY) ## follow a run until it ends, redrawn in a terminal
+#= EXP_NAME
 	@$(PYTHON) -m tools.watching.watch --results $(RESULTS_DIR) $(if $(EXP_NAME),--exp-name $(EXP_NAME))
 
 .PHONY: report
-report: $(READY) ## write report.html of a run, by default the newest [EXP_NAME]
+report: $(READY) ##* write report.html of a run: curves, samples, provenance
+#= EXP_NAME (the newest run without it)
 	$(PYTHON) -m tools.report --run-dir $(or $(RUN_DIR),$(error no run in $(RESULTS_DIR)/; give EXP_NAME=...))
 
 .PHONY: bench
-bench: ## measure training, rollouts, data tools and the start of a job, each beside its peer or limit
+bench: ##* measure training, rollouts, data tools and job start against their limits
 	@$(if $(ARGS),$(error ARGS: got $(ARGS), expected nothing; each part has its own options: give them to bench-train, bench-data or bench-launch))
 	@$(MAKE) --no-print-directory bench-train bench-data bench-launch
 
 .PHONY: bench-train
-bench-train: tiny ## measure asynchronous against synchronous training, and our rollouts against plain vLLM
+bench-train: tiny ## measure asynchronous against synchronous training, and rollouts against vLLM
+#= ARGS
 	$(PYTHON) -m tools.bench $(ARGS)
 
 .PHONY: bench-data
-bench-data: $(READY) ## measure split, fill and validate beside cat, sha256sum, head and tail, on 2 GB [ARGS="--rounds 5"]
+bench-data: $(READY) ## measure split, fill and validate beside cat, sha256sum, head and tail
+#= ARGS="--rounds 5"
 	$(PYTHON) -m tools.bench.data $(ARGS)
 
 .PHONY: bench-launch
-bench-launch: $(READY) ## measure how soon the driver of a job starts, on a throw-away Slurm of two nodes [ARGS="--starts 5"]
+bench-launch: $(READY) ## measure how soon the driver of a job starts, on a throw-away Slurm
+#= ARGS="--starts 5"
 	@tools/setup/test_tools.sh
 	PYTHONPATH=.:tests/functional $(PYTHON) -m slurm.bench $(ARGS)
 
 .PHONY: serve-env
-serve-env: $(READY) ## serve one verifier over HTTP [NAME=mcqa PORT=5000]
+serve-env: $(READY) ## serve one verifier over HTTP
+#= NAME=mcqa PORT=5000
 	$(PYTHON) -m tools.serve_env --name $(NAME) --port $(PORT) $(ARGS)
 
 ##@ Development
 .PHONY: lint
-lint: $(READY) ## ruff, mypy, shellcheck, shfmt, yamllint, configuration overlays
+lint: $(READY) ## run ruff, mypy, shellcheck, shfmt, hadolint, yamllint and check the overlays
 	@tools/setup/lint.sh
 
 .PHONY: fix
@@ -230,16 +263,24 @@ fix: $(READY) ## let ruff and shfmt correct what they can
 	@tools/setup/lint.sh --fix
 
 .PHONY: test
-test: lint test-unit test-functional ## what CI runs: lint, unit tests, functional tests
+test: lint test-unit test-functional ##* run what CI runs: lint, unit tests, functional tests
 
 .PHONY: test-unit
-test-unit: $(READY) ## pure tests, and those of the shell scripts
-	$(PYTHON) -m pytest -m 'not functional and not gpu' $(ARGS)
+test-unit: $(READY) ## run the pure tests and those of the shell scripts
+#= ARGS
+	$(PYTHON) -m pytest -m 'not functional and not gpu and not slow' -n 2 --durations 10 $(ARGS)
 
 .PHONY: test-functional
-test-functional: $(READY) ## tests that start something real: Ray, vLLM, Megatron, Slurm, registries, sandboxes
+test-functional: $(READY) ## run the tests that start something real: Ray, vLLM, Megatron, Slurm, ...
+#= ARGS
 	@tools/setup/test_tools.sh
-	$(PYTHON) -m pytest -m 'functional and not gpu' -n 2 --dist loadfile --durations 40 $(ARGS)
+	$(PYTHON) -m pytest -m 'functional and not gpu and not slow' -n 2 --dist loadfile --durations 40 $(ARGS)
+
+.PHONY: test-all
+test-all: lint ## run every test, also those that take hours: long matrices, many kills, mutations
+#= ARGS
+	@tools/setup/test_tools.sh
+	$(PYTHON) -m pytest -m 'not gpu' -n 2 --dist loadfile --durations 40 $(ARGS)
 
 .PHONY: clean
 clean: ## remove caches and build outputs; never data, models or results
