@@ -1,4 +1,4 @@
-"""What command lines share: numbers that make sense, and an end with one message that says what is wrong."""
+"""What command lines share: numbers that make sense, switches, and one message at the end that says what is wrong."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from typing import ParamSpec
 from recipes.errors import InputError, Problem, RecipeError
 
 INTERRUPTED, READER_GONE = 130, 141  # what a shell makes of SIGINT and SIGPIPE
+TRUE, FALSE = (
+    ("true", "1", "yes"),
+    ("false", "0", "no", ""),
+)  # of a variable that is a switch
 
 Arguments = ParamSpec("Arguments")
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.errors import LaunchError, Problem, RunError
-from tools.command_line import exit_status
+from tools.command_line import FALSE, TRUE, exit_status
 from tools.images.builders import (
     build_words,
     check_words,
@@ -35,7 +35,6 @@ from tools.images.builders import (
 )
 from tools.images.lock import DIGEST, LOCK, Entry, hash_inputs, read_lock, record_of, write_lock
 from tools.images.table import IMAGES, Image, build_arguments
-from tools.planning.contract import FALSE, TRUE
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCAL = "localhost/super-rl"  # prefix of the names of images that are in no registry

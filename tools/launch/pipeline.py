@@ -19,12 +19,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from recipes.config.stages import Stage, find_stage, load_stages
 from recipes.errors import InputError, LaunchError, Problem, RecipeError
+from tools.command_line import TRUE
 from tools.doctor.examine import examine
 from tools.launch.links import Link, make_links
 from tools.launch.plan import plan_draft, start_findings
 from tools.launch.prepare import prepare, unprepared
 from tools.launch.sequence import Step, paste, run_one_by_one, submit
-from tools.planning.contract import TRUE
 from tools.planning.findings import Finding, errors, forced, found
 
 

@@ -13,46 +13,19 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.config.derive import Derived
-from recipes.config.load import LoadedConfig
 from recipes.errors import LaunchError, RecipeError
 from tools.doctor.examine import examine
-from tools.launch.prepare import prepare, unprepared
+from tools.launch.prepare import Plan, prepare, unprepared
 from tools.launch.submit import local_argv, sbatch_argv
 from tools.nemo_rl.launch import driver_words
-from tools.planning.contract import Contract
 from tools.planning.draft import ROOT, Draft, draft_launch
 from tools.planning.findings import Finding, errors, forced, found
 from tools.planning.profiles import with_variables
-from tools.planning.snapshot import Code, read_code, snapshot_path
+from tools.planning.snapshot import read_code, snapshot_path
 
 LATER = ("CFG002", "CFG003", "CFG004")  # what a command can be made of, though it must not be started
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Everything that is known before anything is started."""
-
-    root: Path  # the checkout
-    contract: Contract
-    stage: str  # empty when the environment alone says what to run
-    loaded: LoadedConfig
-    sizes: Derived
-    run_dir: Path
-    code_dir: Path  # where the job runs: the snapshot, or the checkout
-    code: Code
-    argv: tuple[str, ...]
-
-    @property
-    def model_path(self) -> Path:
-        return Path(self.contract["MODEL_PATH"])
-
-    @property
-    def data_paths(self) -> list[Path]:
-        return [Path(self.contract["TRAIN_PATH"]), Path(self.contract["VAL_PATH"])]
 
 
 def make_plan(stage: str, overrides: Sequence[str], environ: Mapping[str, str], root: Path = ROOT) -> Plan:

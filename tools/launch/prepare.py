@@ -1,17 +1,39 @@
-"""Write what a planned launch needs before it starts: run directory, run.lock.json, code snapshot."""
+"""A planned launch, and what is written before it starts: run directory, run.lock.json, code snapshot."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from recipes.config.derive import Derived
+from recipes.config.load import LoadedConfig
 from tools.nemo_rl.launch import write_config
 from tools.planning.contract import REQUIRED_WITH_CONTAINERS, Contract
 from tools.planning.provenance import LaunchRecord, write_run_lock
-from tools.planning.snapshot import read_snapshot, write_snapshot
+from tools.planning.snapshot import Code, read_snapshot, write_snapshot
 
-if TYPE_CHECKING:
-    from tools.launch.plan import Plan
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything that is known before anything is started."""
+
+    root: Path  # the checkout
+    contract: Contract
+    stage: str  # empty when the environment alone says what to run
+    loaded: LoadedConfig
+    sizes: Derived
+    run_dir: Path
+    code_dir: Path  # where the job runs: the snapshot, or the checkout
+    code: Code
+    argv: tuple[str, ...]
+
+    @property
+    def model_path(self) -> Path:
+        return Path(self.contract["MODEL_PATH"])
+
+    @property
+    def data_paths(self) -> list[Path]:
+        return [Path(self.contract["TRAIN_PATH"]), Path(self.contract["VAL_PATH"])]
 
 
 def prepare(plan: Plan, *, is_model_there: bool = True) -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from recipes.stop import EXIT_RESUME
-from tools.launch.plan import Plan
+from tools.launch.prepare import Plan
 from tools.processes import caught, dies_with_parent
 
 SBATCH_SECONDS = 120.0  # a busy controller may take long, a dead one for ever

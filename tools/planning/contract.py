@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from recipes.errors import Problem
+from tools.command_line import FALSE, TRUE
 from tools.planning.findings import Finding, as_findings
 
 REQUIRED = {
@@ -66,7 +67,6 @@ CHOICES = {
     "ENGINE": ("native", "nemo_rl"),
     "CONTAINER_RUNTIME": ("pyxis", "apptainer", "podman", "none"),
 }
-TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no", "")
 _SWITCHES = ("DRY_RUN", "ENABLE_MTP_INFERENCE", "SKIP_CODE_SNAPSHOT", "REFRESH_CODE_SNAPSHOT")
 OF_MAKE = ("STAGE", "STAGES", "SCALE", "PLATFORM", "CLUSTER", "ENV_TOML", "NEMOTRON_ENV_FILE")  # read elsewhere
 _MIN_NAME, _ALIKE = 8, 0.86  # letters of a name that may be misspelt, and the share of them that two names have

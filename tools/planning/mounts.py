@@ -11,14 +11,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recipes.config.merge import read_chain
 from recipes.errors import Problem
 from tools.planning.contract import Contract
-
-if TYPE_CHECKING:
-    from tools.planning.draft import Draft
+from tools.planning.draft import Draft
 
 ROOT = Path(__file__).resolve().parents[2]
 INPUTS = ("MODEL_PATH", "TRAIN_PATH", "VAL_PATH", "SIF_DIR", "HF_HOME")  # variables that name what the run reads

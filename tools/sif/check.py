@@ -28,11 +28,11 @@ from pathlib import Path
 from recipes.errors import LaunchError, Problem
 from recipes.files import write_atomically
 from tools.command_line import amount, exit_status, positive
-from tools.doctor.task_images import GOOD_INSTANCES, Listing
 from tools.files.locks import only_one
 from tools.files.progress import duration
 from tools.sif.good_rows import require_place, write_good_rows
 from tools.sif.ledger import Ledger
+from tools.sif.names import GOOD_INSTANCES, Listing
 from tools.sif.process import MAX_SHOWN
 from tools.sif.registry import PullError
 from tools.sif.run import Box, run_in

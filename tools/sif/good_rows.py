@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from recipes.errors import DataError, Problem
-from tools.doctor.task_images import instance_of
 from tools.files.manifest import TOOL_VERSION, changes, describe, lineage_of, write_manifest
 from tools.files.row_files import HashedWriter
+from tools.sif.names import instance_of
 
 MANIFEST = "manifest.json"
 

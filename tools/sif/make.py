@@ -21,7 +21,6 @@ from pathlib import Path
 
 from recipes.errors import LaunchError, Problem
 from tools.command_line import amount, exit_status, positive
-from tools.doctor.task_images import Listing
 from tools.files.locks import only_one
 from tools.files.progress import Progress
 from tools.processes import kill_descendants
@@ -31,6 +30,7 @@ from tools.sif.credentials import Credentials
 from tools.sif.datasets import DATASETS_FILE, tasks_of_datasets
 from tools.sif.ledger import Failure, Ledger, read_failures, write_failures
 from tools.sif.manifests import Available, examine, require_space
+from tools.sif.names import Listing
 from tools.sif.pull import Pull, pull
 from tools.sif.registry import Manners, Registry
 from tools.sif.wanted import Reference, Task, tasks_of_rows

@@ -2,7 +2,7 @@
 
 A row says from which data set its instance is. The three families name their images in three ways; a row that holds
 the name of its image itself (`docker_image`, as R2E-Gym has it) is believed. How a file must be called so that it is
-found again is the rule of the launch check of task images, which this module uses.
+found again is the rule of names.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from recipes.errors import DataError, Problem
-from tools.doctor.task_images import TEMPLATES, Listing, candidates, find_image
+from tools.sif.names import TEMPLATES, Listing, candidates, find_image
 
 DOCKER_HUB = "docker.io"
 MAX_PROBLEMS = 20  # shown one by one

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 from tools.report.axis import format_seconds
 from tools.sizing.memory import GIB
 from tools.sizing.speed import Assumptions
-
-if TYPE_CHECKING:
-    from tools.sizing.planner import StagePlan, WhatIf
+from tools.sizing.stage_plan import StagePlan, WhatIf
 
 _FULL = 0.95  # of a GPU's memory; above it a plan is called too large
 

@@ -14,78 +14,28 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from recipes.config.derive import Derived, derive
 from recipes.config.load import load_config, require_valid
 from recipes.config.stages import PLATFORMS, SCALES, Stage, config_path, find_stage
-from recipes.config.tree import Config
 from recipes.errors import InputError, Problem
 from tools.command_line import exit_status
 from tools.planning.stage_env import TINY_MODEL
 from tools.report.load import load_run
 from tools.sizing.architecture import SUPER, Architecture, read_architecture
-from tools.sizing.memory import GIB, EngineMemory, TrainerMemory, engine_memory, trainer_memory
+from tools.sizing.memory import GIB, engine_memory, trainer_memory
 from tools.sizing.plan_text import render
-from tools.sizing.simulator import Forecast, Loop, forecast
+from tools.sizing.simulator import Loop, forecast
 from tools.sizing.speed import GPUS, OF_STAGE, OF_TINY, Assumptions, loop, roofline, tiny_speeds
+from tools.sizing.stage_plan import StagePlan, WhatIf
 
 ROOT = Path(__file__).resolve().parents[2]
 _SHARES = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of the planned generation nodes: the what-if
 _CHECKPOINT_BYTES = 16  # per parameter: weights in 16 bits, Adam's state in 32, and the export
 _SIMULATED_STEPS, _SEED = 10, 0
-BUSY = 0.1  # a trainer that waits for less than this share of the time counts as busy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WhatIf:
-    """The forecast with another number of generation nodes (engines, on one node), or another age limit."""
-
-    generation_nodes: int
-    num_engines: int
-    max_age: int
-    total_gpus: int
-    forecast: Forecast
-
-    @property
-    def gpu_hours(self) -> float:
-        """GPU-hours of one step."""
-        return self.total_gpus * self.forecast.step_seconds / 3600
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagePlan:
-    """Everything that is known or expected of a stage."""
-
-    stage: Stage
-    scale: str
-    platform: str
-    config: Config
-    sizes: Derived
-    model: Architecture
-    trainer: TrainerMemory
-    engine: EngineMemory
-    gpu_bytes: float | None  # of one GPU; None on a CPU
-    given: Assumptions
-    loop: Loop
-    expected: WhatIf  # as configured
-    what_if: tuple[WhatIf, ...]  # other numbers of generation nodes, ascending
-    other_ages: tuple[WhatIf, ...]  # the configured nodes with other limits of the trajectory age
-    checkpoint_bytes: float
-    save_seconds: float
-
-    @property
-    def enough(self) -> WhatIf | None:
-        """Return the fewest generation nodes that keep the trainer busy; None when none of those tried do."""
-        return next((row for row in self.what_if if row.forecast.policy_waits <= BUSY), None)
-
-    @property
-    def longest_rollout_seconds(self) -> float:
-        """Return how long the longest possible rollout takes on an engine of its own."""
-        longest = self.config.policy.max_total_sequence_length - self.given.prompt_tokens
-        return longest * self.loop.decode_seconds(1) + self.given.turns * self.given.environment_seconds
 
 
 def make_plan(args: argparse.Namespace) -> StagePlan:

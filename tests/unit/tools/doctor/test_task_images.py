@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.tools.launch_case import ROW, LaunchCase, sif_file, write_case
-from tools.doctor.task_images import Listing, candidates, find_image
 from tools.images.files import read_image
+from tools.sif.names import Listing, candidates, find_image
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import pytest
 
 from recipes.errors import DataError
 from tools.data.blends import is_commit
-from tools.doctor.task_images import Listing
 from tools.sif.datasets import DATASETS_FILE, load_datasets, tasks_of_table
 from tools.sif.make import hidden
+from tools.sif.names import Listing
 from tools.sif.wanted import Reference, family_of, task_of, tasks_of_rows
 
 VERIFIED, GYM, R2E = "princeton-nlp/SWE-bench_Verified", "SWE-Gym/SWE-Gym", "R2E-Gym/R2E-Gym-Subset"

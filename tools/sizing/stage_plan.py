@@ -1,0 +1,64 @@
+"""What is known or expected of a stage before it runs: the numbers that `make plan` prints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recipes.config.derive import Derived
+from recipes.config.stages import Stage
+from recipes.config.tree import Config
+from tools.sizing.architecture import Architecture
+from tools.sizing.memory import EngineMemory, TrainerMemory
+from tools.sizing.simulator import Forecast, Loop
+from tools.sizing.speed import Assumptions
+
+BUSY = 0.1  # a trainer that waits for less than this share of the time counts as busy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIf:
+    """The forecast with another number of generation nodes (engines, on one node), or another age limit."""
+
+    generation_nodes: int
+    num_engines: int
+    max_age: int
+    total_gpus: int
+    forecast: Forecast
+
+    @property
+    def gpu_hours(self) -> float:
+        """GPU-hours of one step."""
+        return self.total_gpus * self.forecast.step_seconds / 3600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """Everything that is known or expected of a stage."""
+
+    stage: Stage
+    scale: str
+    platform: str
+    config: Config
+    sizes: Derived
+    model: Architecture
+    trainer: TrainerMemory
+    engine: EngineMemory
+    gpu_bytes: float | None  # of one GPU; None on a CPU
+    given: Assumptions
+    loop: Loop
+    expected: WhatIf  # as configured
+    what_if: tuple[WhatIf, ...]  # other numbers of generation nodes, ascending
+    other_ages: tuple[WhatIf, ...]  # the configured nodes with other limits of the trajectory age
+    checkpoint_bytes: float
+    save_seconds: float
+
+    @property
+    def enough(self) -> WhatIf | None:
+        """Return the fewest generation nodes that keep the trainer busy; None when none of those tried do."""
+        return next((row for row in self.what_if if row.forecast.policy_waits <= BUSY), None)
+
+    @property
+    def longest_rollout_seconds(self) -> float:
+        """Return how long the longest possible rollout takes on an engine of its own."""
+        longest = self.config.policy.max_total_sequence_length - self.given.prompt_tokens
+        return longest * self.loop.decode_seconds(1) + self.given.turns * self.given.environment_seconds
