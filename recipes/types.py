@@ -159,6 +159,39 @@ class TrainBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """What a loss needs beside the current log-probabilities; constants with respect to the gradient.
+
+    B rows of a microbatch, T = padded length - 1: entry t belongs to token t + 1.
+    """
+
+    token_mask_BT: Tensor  # 1 on sampled tokens
+    sample_mask_B: Tensor  # 0 removes a sample
+    advantages_BT: Tensor
+    prev_logprobs_BT: Tensor  # of the policy before the step
+    generation_logprobs_BT: Tensor
+    reference_logprobs_BT: Tensor | None = None  # needed when the KL penalty is on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalCounts:
+    """Denominators over the whole global batch and all data-parallel ranks, after all masking."""
+
+    tokens: float
+    sequences: float
+
+
+class LossFunction(Protocol):
+    """The loss that a policy is given: picklable, because every rank gets its copy."""
+
+    def __call__(
+        self, logprobs_BT: Tensor, inputs: LossInputs, *, counts: GlobalCounts
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return this microbatch's share of the loss, a scalar with gradient, and of its metrics."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightLayout:
     """Where each full, HF-named tensor lies in the shared-memory file the policy writes and the engines read."""
 

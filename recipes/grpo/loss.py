@@ -10,36 +10,17 @@ Letters: c current, p before the step ("prev"), g generation engine, r reference
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from recipes.types import GlobalCounts, LossInputs
+
 if TYPE_CHECKING:
     from recipes.config.tree import LossConfig
 
 _EPS = 1e-8  # keeps 0/0 at 0 when everything is masked
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossInputs:
-    """What the loss needs beside the current log-probabilities; constants with respect to the gradient."""
-
-    token_mask_BT: Tensor  # 1 on sampled tokens
-    sample_mask_B: Tensor  # 0 removes a sample
-    advantages_BT: Tensor
-    prev_logprobs_BT: Tensor
-    generation_logprobs_BT: Tensor
-    reference_logprobs_BT: Tensor | None = None  # needed when the KL penalty is on
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GlobalCounts:
-    """Denominators over the whole global batch and all data-parallel ranks, after all masking."""
-
-    tokens: float
-    sequences: float
 
 
 def grpo_loss(

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from recipes.cluster.connect import connect
@@ -21,6 +22,7 @@ from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.checkpoint import LedgerEntry, RunState, latest_checkpoint, load_state, step_dir
 from recipes.grpo.data import PromptDataset, PromptStream, require_rows
 from recipes.grpo.log import RunLogger
+from recipes.grpo.loss import grpo_loss
 from recipes.grpo.rollout import RolloutCollector, RolloutSettings
 from recipes.grpo.run import PolicyHandle, Run, TrainState
 from recipes.grpo.validate import Validation
@@ -99,7 +101,7 @@ def _start_models(config: Config, derived: Derived) -> tuple[Policy, Generation]
         policy_future = pool.submit(
             Policy.start,
             config.policy,
-            config.loss_fn,
+            loss=partial(grpo_loss, cfg=config.loss_fn),
             placement=policy_options,
             deadlines=config.deadlines,
             seed=config.grpo.seed,

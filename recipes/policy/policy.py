@@ -21,10 +21,10 @@ from recipes.errors import PolicyError, RecipeError
 from recipes.policy import shards
 from recipes.policy.layout import Coordinates, check_layout
 from recipes.policy.worker import PolicyWorker, WorkerIdentity, WorkerSpec
-from recipes.types import TrainBatch, WeightLayout
+from recipes.types import LossFunction, TrainBatch, WeightLayout
 
 if TYPE_CHECKING:
-    from recipes.config.tree import DeadlinesConfig, LossConfig
+    from recipes.config.tree import DeadlinesConfig
     from recipes.config.tree_policy import PolicyConfig
 
 logger = logging.getLogger(__name__)
@@ -45,13 +45,16 @@ class Policy:
     def start(
         cls,
         policy_cfg: PolicyConfig,
-        loss_cfg: LossConfig,
         *,
+        loss: LossFunction,
         placement: Sequence[dict[str, Any]],
         deadlines: DeadlinesConfig,
         seed: int,
     ) -> Policy:
-        """Start one worker per entry of `placement` (options of a Ray actor) and wait until all hold the model."""
+        """Start one worker per entry of `placement` (options of a Ray actor) and wait until all hold the model.
+
+        `loss` is sent to every worker, so it must be picklable.
+        """
         check_layout(policy_cfg, world_size=len(placement))
         remote = ray.remote(PolicyWorker)
         env = {key: str(value) for key, value in (policy_cfg.megatron_cfg.env_vars or {}).items()}
@@ -62,7 +65,7 @@ class Policy:
             policy._identities = policy._call("identity", deadline=deadlines.placement)
             spec = WorkerSpec(
                 policy_cfg=policy_cfg,
-                loss_cfg=loss_cfg,
+                loss=loss,
                 world_size=len(workers),
                 seed=seed,
                 collective_timeout_s=max(

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from recipes.config.tree_policy import PolicyConfig
-from recipes.grpo.loss import GlobalCounts
 from recipes.policy.packing import Shard, round_up, shard_packed, shard_plain
-from recipes.types import TrainBatch
+from recipes.types import GlobalCounts, TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

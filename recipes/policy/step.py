@@ -18,9 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from recipes.config.tree import LossConfig
 from recipes.config.tree_policy import PolicyConfig
-from recipes.grpo.loss import LossInputs, grpo_loss
 from recipes.policy import hf
 from recipes.policy.families import qwen3 as convert
 from recipes.policy.microbatch import Microbatch, pack_microbatch
@@ -28,8 +26,7 @@ from recipes.policy.model import OutputConfig, build_model, forward, transformer
 from recipes.policy.optimizer import build_optimizer, wrap_ddp
 from recipes.policy.parallel import device
 from recipes.policy.shards import BatchShard, merge_metrics
-
-LossFunction = Callable[..., Any]
+from recipes.types import LossFunction, LossInputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +34,13 @@ class Trainer:
     """The model, optimizer and schedule of this rank."""
 
     cfg: PolicyConfig
-    loss_cfg: LossConfig
+    loss: LossFunction
     model: DistributedDataParallel
     optimizer: Any
     scheduler: OptimizerParamScheduler
 
 
-def build_trainer(cfg: PolicyConfig, loss_cfg: LossConfig) -> Trainer:
+def build_trainer(cfg: PolicyConfig, loss: LossFunction) -> Trainer:
     """Build the model of `policy.model_name`, load its weights, and make the optimizer."""
     directory = hf.model_directory(cfg.model_name)
     hf_config = hf.read_config(directory, dict(cfg.hf_config_overrides))
@@ -60,7 +57,7 @@ def build_trainer(cfg: PolicyConfig, loss_cfg: LossConfig) -> Trainer:
     config.finalize_model_grads_func = _finalize_without_scaling
     if wrapped.ddp_config.overlap_grad_reduce:
         config.no_sync_func = wrapped.no_sync
-    return Trainer(cfg=cfg, loss_cfg=loss_cfg, model=wrapped, optimizer=optimizer, scheduler=scheduler)
+    return Trainer(cfg=cfg, loss=loss, model=wrapped, optimizer=optimizer, scheduler=scheduler)
 
 
 def train_step(trainer: Trainer, shard: BatchShard) -> dict[str, float]:
@@ -81,10 +78,10 @@ def accumulate_gradients(trainer: Trainer, shard: BatchShard) -> dict[str, float
     trainer.model.zero_grad_buffer()
     trainer.optimizer.zero_grad()
 
-    def loss_function(packed: Microbatch) -> LossFunction:
+    def loss_function(packed: Microbatch) -> Callable[..., Any]:
         def loss(logprobs_1T: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             inputs, current_BT = loss_inputs(shard, packed, logprobs_1T)
-            value, metrics = grpo_loss(current_BT, inputs, trainer.loss_cfg, shard.counts)
+            value, metrics = trainer.loss(current_BT, inputs, counts=shard.counts)
             unused_token_count = torch.zeros((), dtype=torch.int, device=value.device)
             return value, unused_token_count, metrics
 
@@ -103,7 +100,7 @@ def logprobs(trainer: Trainer, shard: BatchShard) -> Tensor:
     trainer.model.eval()
     result_BS = torch.zeros(shard.batch.input_ids_BS.shape, dtype=torch.float32)
 
-    def collect_function(packed: Microbatch) -> LossFunction:
+    def collect_function(packed: Microbatch) -> Callable[..., Any]:
         def collect(logprobs_1T: Tensor, non_loss_data: bool) -> tuple[Tensor, Tensor]:
             del non_loss_data
             return packed.rows, packed.unpack(logprobs_1T)
@@ -143,11 +140,11 @@ def loss_inputs(shard: BatchShard, packed: Microbatch, logprobs_1T: Tensor) -> t
 
 
 def _run(
-    trainer: Trainer, shard: BatchShard, function_of: Callable[[Microbatch], LossFunction], *, forward_only: bool
+    trainer: Trainer, shard: BatchShard, function_of: Callable[[Microbatch], Callable[..., Any]], *, forward_only: bool
 ) -> list[Any]:
     """Drive Megatron's schedule over the shard's microbatches; returns what the last stage's functions returned."""
 
-    def forward_step(microbatches: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor, LossFunction]:
+    def forward_step(microbatches: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         packed = next(microbatches)
         return forward(model, packed.tokens_1T, packed.labels_1T, packed.sequences), function_of(packed)
 

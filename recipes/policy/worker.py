@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from recipes.types import WeightLayout
+from recipes.types import LossFunction, WeightLayout
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from torch._C._distributed_c10d import TCPStore
 
-    from recipes.config.tree import LossConfig
     from recipes.config.tree_policy import PolicyConfig
     from recipes.policy.layout import Coordinates
     from recipes.policy.shards import BatchShard
@@ -45,7 +44,7 @@ class WorkerSpec:
     """What every rank is started with."""
 
     policy_cfg: PolicyConfig
-    loss_cfg: LossConfig
+    loss: LossFunction
     world_size: int
     seed: int
     collective_timeout_s: float  # how long one rank waits for the others
@@ -93,7 +92,7 @@ class PolicyWorker:
         )
         self._spec = spec
         self._coordinates = coordinates
-        self._trainer = step.build_trainer(spec.policy_cfg, spec.loss_cfg)
+        self._trainer = step.build_trainer(spec.policy_cfg, spec.loss)
         return coordinates
 
     def train(self, shard: BatchShard) -> dict[str, float]:

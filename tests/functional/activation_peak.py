@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from recipes.config.derive import derive
 from recipes.config.load import load_config, require_valid
+from recipes.grpo.loss import grpo_loss
 from recipes.policy import parallel, step
 from recipes.policy.shards import BatchShard, global_counts
 from tools.sizing.architecture import read_architecture
@@ -55,7 +57,7 @@ def main() -> None:
     overrides = [f"policy.model_name={model}", f"policy.megatron_cfg.activation_checkpointing={recompute}"]
     config = require_valid(load_config(CONFIG, overrides))
     parallel.join_groups(HashStore(), rank=0, world_size=1, cfg=config.policy.megatron_cfg, seed=1, timeout_s=60)
-    trainer = step.build_trainer(config.policy, config.loss_fn)
+    trainer = step.build_trainer(config.policy, partial(grpo_loss, cfg=config.loss_fn))
     architecture = read_architecture(model)
     shard = full_batch(architecture.vocab)
     step.train_step(trainer, shard)  # makes what is made once

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from recipes.config.load import load_config, require_valid
 from recipes.config.tree import Config
+from recipes.grpo.loss import grpo_loss
 from recipes.policy.policy import Policy
 from recipes.types import TrainBatch
 
@@ -85,7 +87,11 @@ def running(config: Config, *, num_ranks: int = 1, **deadlines: float) -> Iterat
     """Start a policy with one CPU per rank and stop it at the end."""
     limits = replace(config.deadlines, **({"placement": 60.0, "engine_start": 180.0, "shutdown": 5.0} | deadlines))
     policy = Policy.start(
-        config.policy, config.loss_fn, placement=[{"num_cpus": 1}] * num_ranks, deadlines=limits, seed=1
+        config.policy,
+        loss=partial(grpo_loss, cfg=config.loss_fn),
+        placement=[{"num_cpus": 1}] * num_ranks,
+        deadlines=limits,
+        seed=1,
     )
     try:
         yield policy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from recipes.errors import CheckpointError, ConfigError
+from recipes.grpo.loss import grpo_loss
 from recipes.policy.policy import Policy
 from recipes.types import TrainBatch
 
@@ -120,7 +122,13 @@ def test_wrong_inputs_keep_their_own_error(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     config = load_case(model, megatron_cfg__pipeline_model_parallel_size=2)
     with pytest.raises(ConfigError, match=r"pipeline_model_parallel_size: got 2, expected 1"):
-        Policy.start(config.policy, config.loss_fn, placement=[{}, {}], deadlines=config.deadlines, seed=1)
+        Policy.start(
+            config.policy,
+            loss=partial(grpo_loss, cfg=config.loss_fn),
+            placement=[{}, {}],
+            deadlines=config.deadlines,
+            seed=1,
+        )
     empty = tmp_path / "empty"
     empty.mkdir()
     with running(load_case(model)) as policy, pytest.raises(CheckpointError, match=r"empty: got no metadata\.json"):

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from recipes.config.tree import Config
 from recipes.errors import PolicyError
-from recipes.grpo.loss import LossInputs, grpo_loss
+from recipes.grpo.loss import grpo_loss
 from recipes.policy.shards import global_counts
+from recipes.types import LossInputs
 
 pytestmark = pytest.mark.functional
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from recipes.config.load import load_config, require_valid
 from recipes.config.tree import Config
 from recipes.generation.generation import Generation
+from recipes.grpo.loss import grpo_loss
 from recipes.grpo.refit import connect, refit
 from recipes.policy.policy import Policy
 from recipes.types import Completion, Sampling, TrainBatch
@@ -58,7 +60,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 def policy(config: Config) -> Iterator[Policy]:
     with local_ray(num_cpus=3):
         policy = Policy.start(
-            config.policy, config.loss_fn, placement=[{"num_cpus": 1}], deadlines=config.deadlines, seed=1
+            config.policy,
+            loss=partial(grpo_loss, cfg=config.loss_fn),
+            placement=[{"num_cpus": 1}],
+            deadlines=config.deadlines,
+            seed=1,
         )
         yield policy
         policy.shutdown()

@@ -18,8 +18,8 @@ from recipes.environments.tool_calls import FlagPatterns, turn_flags
 from recipes.grpo.advantage import estimate_advantages, group_baseline, overwrite_flagged_turns
 from recipes.grpo.batch import mask_mismatched, pad_turns, sample_masks
 from recipes.grpo.checkpoint import steps_to_keep
-from recipes.grpo.loss import GlobalCounts, LossInputs, grpo_loss, kl_estimate
-from recipes.types import TrainBatch, TurnSpan
+from recipes.grpo.loss import grpo_loss, kl_estimate
+from recipes.types import GlobalCounts, LossInputs, TrainBatch, TurnSpan
 from tests.recorded import recorded
 
 # The reference broadcasts [B, 1] against [B] here and logs a sum; ours is the mean over tokens.
