@@ -1,4 +1,4 @@
-"""Every error a user can cause or meet, and how a message about it reads.
+"""The errors that users cause or meet, and the form of their messages.
 
 `RecipeError` is the base; `exit_code` is what the entrypoints return: 2 for a wrong input, 1 for a failed run.
 To add an error, inherit from the category it belongs to.
@@ -21,7 +21,7 @@ class Problem:
 
     where: str  # file:line, file: key, environment variable, ...
     fix: str  # what to do, as an instruction
-    got: str = ""  # the value, as the user wrote it
+    got: str = ""  # the value as the user wrote it
     expected: str = ""  # the values that are accepted; words such as "it" or "none" say nothing: use `wrong`
     wrong: str = ""  # what is missing or impossible, as a sentence without a full stop
 
@@ -63,7 +63,7 @@ class InputError(RecipeError, ValueError):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def __reduce__(self) -> tuple[type[InputError], tuple[list[Problem]]]:
-        """Cross a process boundary with the problems, not with their text."""
+        """Pickle the problems themselves, so that another process gets more than their text."""
         return type(self), (self.problems,)
 
 

@@ -15,8 +15,8 @@ from typing import BinaryIO
 def atomic_writer(path: Path, *, is_durable: bool = True) -> Iterator[BinaryIO]:
     """Open a temporary file beside `path` that takes its name when the block ends without an error.
 
-    `is_durable` waits until the disk has it. Large files whose manifest holds their hash need not: one that was lost
-    with the power is found by it and made again, and waiting takes longer than everything else.
+    With `is_durable` this waits until the disk holds the file and its name, so that a power cut loses neither. Large
+    files whose hash is in a manifest do not need it: the hash shows when one was lost, and it is made again.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
@@ -27,6 +27,8 @@ def atomic_writer(path: Path, *, is_durable: bool = True) -> Iterator[BinaryIO]:
                 file.flush()
                 os.fsync(file.fileno())
         partial.replace(path)
+        if is_durable:
+            sync_directory(path.parent)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             error.filename = str(path)  # a full disk does not say what it had no room for
@@ -35,10 +37,22 @@ def atomic_writer(path: Path, *, is_durable: bool = True) -> Iterator[BinaryIO]:
         partial.unlink(missing_ok=True)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a whole file so that it is seen either as it was or complete."""
-    with atomic_writer(path) as file:
+def write_atomically(path: Path, content: bytes, *, is_durable: bool = True) -> None:
+    """Replace a file: readers see the old content or all of the new; see `atomic_writer` for `is_durable`."""
+    with atomic_writer(path, is_durable=is_durable) as file:
         file.write(content)
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the disk holds the names in a directory; some file systems have no such call and are left alone."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def sha256_of(path: Path) -> str:

@@ -1,7 +1,7 @@
-"""Train one stage: check every input, then connect to Ray, set up, train.
+"""Train one stage: check every input, connect to Ray, set up, train.
 
-Exit status: 0 done, 1 the run failed, 2 an input is wrong (all problems are printed), 75 stopped early and saved:
-start again to resume.
+Exit status: 0 done; 1 the run failed; 2 an input is wrong (all problems are printed); 75 the run stopped early and
+saved, start it again to resume.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from recipes.config.load import LoadedConfig, load_config, require_runnable
 from recipes.errors import RecipeError
+from recipes.files import write_atomically
 from recipes.stop import EXIT_RESUME, StopRequest
 
 logger = logging.getLogger("recipes.run_grpo")
@@ -55,7 +56,7 @@ def run_stage(config_path: Path, run_dir: Path, overrides: list[str]) -> int:
     stop.install()
     write_resolved(loaded, run_dir)
 
-    # Heavy imports after the checks: a typo is answered in under a second, without torch.
+    # Heavy imports come after the checks, so that a typo is reported in under a second, without torch.
     from recipes.config.derive import derive
     from recipes.grpo.heartbeat import Heartbeat
     from recipes.grpo.setup import setup
@@ -79,12 +80,10 @@ def run_stage(config_path: Path, run_dir: Path, overrides: list[str]) -> int:
 
 
 def write_resolved(loaded: LoadedConfig, run_dir: Path) -> None:
-    """Write resolved.json: every value this start runs with, and the file that set it."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    partial = run_dir / ".resolved.json.tmp"
+    """Write resolved.json: every value that this start uses, and the file that set it."""
     content = {"config": loaded.tree, "sources": loaded.sources, "files": loaded.files}
-    partial.write_text(json.dumps(content, indent=2, default=dict) + "\n")
-    partial.replace(run_dir / "resolved.json")
+    text = json.dumps(content, indent=2, default=dict) + "\n"
+    write_atomically(run_dir / "resolved.json", text.encode())
 
 
 if __name__ == "__main__":

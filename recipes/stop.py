@@ -1,7 +1,7 @@
-"""When a run ends early: a signal, the end of its job, or the time by which its checkpoint must be saved.
+"""When a run ends early: at a signal, before the end of its job, or at the time by which it must have saved.
 
-All are honoured between steps: the step in progress is finished, saved, and the process exits with
-`EXIT_RESUME`, which the launcher reads as "run me again", never as success.
+The run stops between steps: it finishes the step in progress, saves, and exits with `EXIT_RESUME`. To the launcher
+this status means "start me again", never success.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_RESUME = 75  # EX_TEMPFAIL of sysexits.h
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-# Kept free at the end of a job for saving, a tenth of the job within these bounds.
+# Time that is kept free at the end of a job for saving: a tenth of the job, within these bounds.
 _MIN_RESERVE_SECONDS, _MAX_RESERVE_SECONDS = 20.0, 600.0
 
 
@@ -28,7 +28,7 @@ def parse_duration(text: str) -> float:
 
 
 class StopRequest:
-    """Becomes true on SIGTERM, SIGINT or SIGUSR1, or when one more step would end after a time limit."""
+    """Set by SIGTERM, SIGINT or SIGUSR1, or when one more step would end after a time limit. `reason` says which."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class StopRequest:
 
     @classmethod
     def from_environment(cls, must_save_by: str | None) -> StopRequest:
-        """Take the times from the job that this process runs in; without one it starts now and has no end."""
+        """Take the times of the Slurm job that this process runs in. Without one the job starts now and has no end."""
         end = os.environ.get("SLURM_JOB_END_TIME")
         return cls(
             must_save_by=must_save_by,
@@ -57,7 +57,7 @@ class StopRequest:
         )
 
     def install(self) -> None:
-        """Catch the signals, also one that came while this process started and could not yet take it."""
+        """Handle the signals, including one that came before this process was ready for it."""
 
         def handle(number: int, _frame: FrameType | None) -> None:
             self.reason = self.reason or f"signal {signal.Signals(number).name}"
@@ -68,7 +68,7 @@ class StopRequest:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def wake_with(self, wake: Callable[[], None]) -> None:
-        """Call `wake` when a signal comes, so that a wait for rollouts ends at once; now, if one has come."""
+        """Call `wake` when a signal comes, or now if one has come, so that a wait for rollouts ends at once."""
         self._wake = wake
         if self.reason:
             wake()
@@ -85,6 +85,6 @@ class StopRequest:
         return bool(self.reason)
 
     def _reserve(self, job_end: float) -> float:
-        """Return the seconds that saving is given: twice the longest save, at least a part of the job."""
+        """Return the seconds kept free for saving: twice the longest save so far, and at least a share of the job."""
         part = (job_end - self._job_start) / 10
         return max(2 * self.save_seconds, min(max(part, _MIN_RESERVE_SECONDS), _MAX_RESERVE_SECONDS))

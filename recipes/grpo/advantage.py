@@ -1,6 +1,7 @@
 """Group-relative advantages: reward minus what the other answers to the same prompt earned. Pure functions.
 
-Statistics are float64, two-pass, over valid members only: a rollout without a verdict or out of the loss never votes.
+Statistics are computed in float64, in two passes, over valid members only: a rollout that has no verdict or is removed
+from the loss enters no mean. Sources: DeepSeekMath (Shao et al. 2024) for GRPO, Ahmadian et al. 2024 for leave-one-out.
 Shape suffixes: G members of one group, B rollouts of the batch, S padded tokens.
 """
 
@@ -20,16 +21,16 @@ if TYPE_CHECKING:
     from recipes.config.tree import GrpoConfig
 
 _EPS = 1e-6  # added to the deviation, as in the reference
-# A deviation below this share of the group's reward range is noise: dividing by it would turn one odd reward among
-# equals into an advantage of thousands. Such a member keeps its plain difference.
+# A deviation below this share of the group's reward range is rounding noise. Dividing by it would give one member whose
+# reward differs from equal others an advantage of thousands, so the difference is then not divided.
 _MIN_RELATIVE_STD = 1e-3
 
 
 def group_baseline(rewards_G: Tensor, valid_G: Tensor, *, leave_one_out: bool) -> tuple[Tensor, Tensor]:
     """Return, per member, the mean and the unbiased deviation of the rewards it is compared with.
 
-    With `leave_one_out` those are the other valid members' rewards, else all valid ones'. Alone, a member is its
-    own baseline. The deviation is 0 when fewer than two rewards are compared. Invalid members get 0 and 0.
+    With `leave_one_out` these are the rewards of the other valid members, else of all valid members. A member that is
+    alone is its own baseline. The deviation is 0 when fewer than two rewards are compared. Invalid members get 0 and 0.
     """
     size = rewards_G.shape[0]
     compared_GG = valid_G.double().expand(size, size).clone()
@@ -76,7 +77,7 @@ def overwrite_flagged_turns(
     invalid_tool_call: float | None,
     malformed_thinking: float | None,
 ) -> None:
-    """Set, in place, the advantage of exactly the flagged turns' tokens; an invalid tool call wins over both."""
+    """Set in place the advantage of the flagged turns' tokens; with both flags the invalid tool call decides."""
     for span in spans:
         if span.is_invalid_tool_call and invalid_tool_call is not None:
             advantages_BS[span.row, span.start : span.end] = invalid_tool_call
@@ -106,7 +107,7 @@ def add_advantages(batch: TrainBatch, cfg: GrpoConfig) -> tuple[TrainBatch, dict
         invalid_tool_call=cfg.invalid_tool_call_advantage,
         malformed_thinking=cfg.malformed_thinking_advantage,
     )
-    low, high = cfg.advantage_clip_low, cfg.advantage_clip_high  # None: no bound
+    low, high = cfg.advantage_clip_low, cfg.advantage_clip_high  # None is no bound
     clipped_BS = advantages_BS.clamp(-math.inf if low is None else low, math.inf if high is None else high)
     trained = (batch.token_mask_BS * valid_B[:, None]) > 0
     values = clipped_BS[trained]

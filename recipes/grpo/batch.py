@@ -1,6 +1,6 @@
 """Rollouts to the padded tensors of one optimizer step, and the masks that decide what enters the loss.
 
-Shape suffixes: B rollouts, S padded length; entry [b, t] belongs to token t. Masks only ever remove.
+Shape suffixes: B rollouts, S padded length; entry [b, t] belongs to token t. A mask removes; nothing adds back.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def build_batch(
 def mask_mismatched(batch: TrainBatch, threshold: float | None) -> tuple[TrainBatch, dict[str, float]]:
     """Mask sequences whose mean per-token exp(|g - p|) exceeds `threshold`; report the mismatch either way.
 
-    `grpo.seq_logprob_error_threshold` of the recipe: a two-sided test of the engine (g) against the policy (p).
+    The threshold is `grpo.seq_logprob_error_threshold`. The test is two-sided: the engine's log-probability g may be
+    above or below the policy's p.
     """
     if batch.prev_logprobs_BS is None:
         raise ValueError("the mismatch needs the policy's log-probabilities (prev_logprobs_BS)")
@@ -119,7 +120,7 @@ def _pieces(rollout: Rollout, pad_token_id: int) -> list[Piece]:
     pieces: list[Piece] = []
     for turn in rollout.turns:
         pieces += [(turn.prompt_token_ids, None), (turn.token_ids, turn.logprobs)]
-    return pieces or [((pad_token_id,), None)]  # a rollout that failed before its first token keeps its row
+    return pieces or [((pad_token_id,), None)]  # a rollout that failed before its first token still has a row
 
 
 def _spans(row: int, rollout: Rollout) -> list[TurnSpan]:

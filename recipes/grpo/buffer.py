@@ -2,7 +2,7 @@
 
 A group's target is fixed when its prompt is drawn, and steps are taken in order, so a group can never be older than
 `max_trajectory_age_steps` when it is trained on: the collector starts a group only once its target is that close.
-The buffer checks it all the same. One lock; the train loop waits here and nowhere else for rollouts.
+The buffer still checks it. There is one lock; the train loop waits for rollouts only here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Callable
 from recipes.errors import StalledError
 from recipes.types import Group
 
-_LOOK_SECONDS = 1.0  # a signal's handler closes from inside `take`, and no wait is notified that has yet to begin
+# `take` looks again this often: a signal handler that calls `close` just before `take` begins to wait wakes nobody.
+_LOOK_SECONDS = 1.0
 
 
 class ReplayBuffer:
@@ -46,13 +47,13 @@ class ReplayBuffer:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Wake a waiting `take`, which then returns no groups: the data ended or the run was asked to stop."""
+        """Wake a waiting `take`, which then returns no groups. Called at the end of the data or on a stop."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def take(self, step: int, *, deadline_seconds: float, waiting_for: Callable[[], str]) -> list[Group]:
-        """Remove and return the P groups of `step`, oldest prompt first, waiting for them; none once closed.
+        """Wait for the P groups of `step`, remove and return them, oldest prompt first; an empty list once closed.
 
         Raises the collector's failure at once, and `StalledError` when no group arrives within the deadline.
         """

@@ -1,4 +1,4 @@
-"""Checkpoints: one directory per saved step, complete or absent, from which a run continues exactly.
+"""Checkpoints: one directory per saved step, which is complete or absent, and from which a run continues exactly.
 
     step_000010/
       policy/               Megatron distributed checkpoint: weights, optimizer, scheduler, RNG
@@ -6,7 +6,7 @@
       state.json            step, position in the prompt stream, prompts in flight, metrics
       replay_buffer.jsonl   finished groups that no step has trained on yet
       ledger.jsonl          every prompt that was trained on or failed, with its step
-      COMPLETE              sha256 of every file above; its presence makes the checkpoint one
+      COMPLETE              sha256 of every file above; a directory without it is no checkpoint
 
 Written under a temporary name, renamed, then `latest` is swapped: a kill at any moment leaves the previous one.
 """
@@ -53,7 +53,7 @@ class LedgerEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunState:
+class SavedState:
     """Everything but the policy that a resumed run needs."""
 
     step: int  # optimizer steps done
@@ -67,7 +67,7 @@ def step_dir(root: Path, step: int) -> Path:
     return root / f"step_{step:06d}"
 
 
-def save_checkpoint(root: Path, state: RunState, policy: Saveable) -> Path:
+def save_checkpoint(root: Path, state: SavedState, policy: Saveable) -> Path:
     """Write a checkpoint and point `latest` at it; returns its directory."""
     target = step_dir(root, state.step)
     temporary = root / f"tmp_{target.name}"
@@ -142,10 +142,10 @@ def complete_checkpoints(root: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def load_state(path: Path) -> RunState:
+def load_state(path: Path) -> SavedState:
     """Read back what `save_checkpoint` wrote, without the policy."""
     raw = orjson.loads((path / "state.json").read_bytes())
-    return RunState(
+    return SavedState(
         step=raw["step"],
         collector=CollectorState(
             position=raw["position"],

@@ -1,7 +1,7 @@
 """Training rows from JSONL, the order they are drawn in, and the check of a whole file before anything starts.
 
-Invariant: a position in the prompt stream identifies (epoch, row) for ever, given file, seed and `data.shuffle`;
-so a checkpoint stores positions, and a resumed run draws exactly the prompts that were not drawn before.
+Invariant: given the file, the seed and `data.shuffle`, a position in the stream always means the same (epoch, row). So
+a checkpoint stores positions, and a resumed run draws exactly the prompts that were not drawn before.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from recipes.errors import DataError, Problem
 from recipes.types import PromptRef, Row
 
 _MAX_PROBLEMS = 20
-WRITE_THE_PROMPT = frozenset({"swe_agents_train", "swe_agents_val"})  # agents whose rows come with an empty input
+# Agents that write the prompt themselves: the input of their rows is empty.
+WRITE_THE_PROMPT = frozenset({"swe_agents_train", "swe_agents_val"})
 
 
 def row_id(row: Row) -> str:
@@ -98,7 +99,7 @@ def check_file(path: Path, check_row: Callable[[Row], list[str]]) -> list[Proble
     """
     if not path.is_file():
         fix = "run `make data`, or set TRAIN_PATH / VAL_PATH"
-        return [Problem(where=str(path), got="no such file", expected="a JSONL file of rows", fix=fix)]
+        return [Problem(where=str(path), wrong="there is no such file", fix=fix)]
     problems: list[Problem] = []
     num_rows = num_bad = 0
     for number, line in _lines(path):
@@ -107,14 +108,13 @@ def check_file(path: Path, check_row: Callable[[Row], list[str]]) -> list[Proble
         num_bad += bool(found)
         if len(problems) < _MAX_PROBLEMS:
             problems += [
-                Problem(where=f"{path}:{number}", got=what, expected="a valid row", fix="correct or remove the row")
-                for what in found
+                Problem(where=f"{path}:{number}", wrong=what, fix="correct or remove the row") for what in found
             ]
     if num_bad > _MAX_PROBLEMS:
-        more = f"{num_bad} bad rows of {num_rows}, only the first are listed"
-        problems.append(Problem(where=str(path), got=more, expected="none", fix="see `make data-validate`"))
+        more = f"{num_bad} of {num_rows} rows are wrong; only the first are listed"
+        problems.append(Problem(where=str(path), wrong=more, fix="run `make data-validate` to see all"))
     if num_rows == 0:
-        problems.append(Problem(where=str(path), got="an empty file", expected="rows", fix="run `make data` again"))
+        problems.append(Problem(where=str(path), wrong="the file has no rows", fix="run `make data` again"))
     return problems
 
 

@@ -1,10 +1,10 @@
 """The pulse of a run: status.json in the run directory, rewritten every second by a thread of the driver.
 
-It says which phase the loop is in and since when, what the collector waits for, and, at the end, how the run ended.
-`make status` and `make watch` read it. A file that is no longer rewritten means that the driver is gone or cannot run.
+It says which phase the loop is in and since when, what the collector waits for and, at the end, how the run ended.
+`make status` and `make watch` read it. When it is no longer rewritten, the driver has died or hangs.
 
     loop              consumes                        waits for           unblocked by
-    heartbeat thread  what `Run` says of itself       the next period     time; the end of the `with` block
+    heartbeat thread  the state of `Run`              the next period     time; the end of the `with` block
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from recipes.files import write_atomically
+
 if TYPE_CHECKING:
     from recipes.grpo.run import Run
 
@@ -31,7 +33,7 @@ _MAX_REASON = 2000  # characters of the error that ended a run
 
 
 class Heartbeat:
-    """Use as a context around the whole run; `watch` the run once it is built."""
+    """Writes the file while its `with` block runs. Call `watch` once the run is built."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / STATUS_FILE
@@ -76,17 +78,16 @@ class Heartbeat:
 
     def _write(self, state: str, reason: str = "") -> None:
         """Replace the file; a failure is logged and never ends the run."""
-        partial = self._path.with_name(f".{STATUS_FILE}.tmp")
         try:
             record = {**self._fixed, "state": state, "reason": reason, "updated": time.time()}
-            partial.write_text(json.dumps(record | ({} if self._run is None else observe(self._run))) + "\n")
-            partial.replace(self._path)
+            content = json.dumps(record | ({} if self._run is None else observe(self._run))) + "\n"
+            write_atomically(self._path, content.encode(), is_durable=False)  # rewritten each second
         except OSError as error:
             logger.warning("%s: not written: %s", self._path, error)
 
 
 def observe(run: Run) -> dict[str, Any]:
-    """Return what a run is doing now. Called from another thread than the loop's: a mix of two moments is possible."""
+    """Return what a run is doing now. The loop goes on meanwhile, so the values may be from two moments."""
     phase = run.metrics.phase()
     in_flight = run.collector.num_in_flight()
     ready = Counter(group.target_step + 1 for group in run.buffer.groups())
@@ -105,7 +106,7 @@ def observe(run: Run) -> dict[str, Any]:
 
 
 def pid_namespace() -> str:
-    """Name the namespace that process ids are counted in: in a container they mean nothing outside."""
+    """Return the name of this process's PID namespace: a process id of a container means nothing outside it."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
@@ -113,7 +114,10 @@ def pid_namespace() -> str:
 
 
 def process_start(pid: int) -> int:
-    """Return when a process started, in clock ticks since boot, so that a reused id is no life sign; 0 for none."""
+    """Return when a process started, in clock ticks since boot; 0 when there is none.
+
+    It tells the process from a later one that was given the same id.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,8 +1,8 @@
 """Where the numbers of a run go: metrics.jsonl always, TensorBoard and W&B when asked, and one line per step.
 
-The train loop only queues; one thread writes, so that a slow disk or network is not on the critical path. The queue is
-bounded and nothing is dropped: a full queue makes the loop wait, with a deadline. Every line is whole and flushed, and
-a resumed run first removes the lines beyond its checkpoint, so a step appears once.
+The train loop only queues. One thread writes, so that a slow disk or network does not slow training. The queue is
+bounded and nothing is dropped: when it is full the loop waits, with a deadline. Every line is flushed whole. A resumed
+run first removes the lines of steps after its checkpoint, so that each step appears once.
 
     loop                consumes         waits for               unblocked by
     train loop          -                room in the queue       writer thread
@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.text import Text
 
 from recipes.errors import ConfigError, Problem, RunError, StalledError
+from recipes.files import write_atomically
 from recipes.grpo.metrics import PHASES, TIMING_PREFIX, StepMetrics
 from recipes.types import Group, Rollout
 
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 METRICS_FILE = "metrics.jsonl"
 ROLLOUT_KINDS = ("train", "val")
 QUEUE_SIZE = 256  # records; a record is one step or one set of sampled rollouts
-ENQUEUE_SECONDS = 60.0  # a disk that takes no line for this long ends the run
+ENQUEUE_SECONDS = 60.0  # the run ends when the disk takes no line for this long
 
 
 class ScalarSink(Protocol):
@@ -74,7 +75,7 @@ class RunLogger:
         self._start(first_step=step + 1 if step else 0)
 
     def log(self, metrics: StepMetrics) -> None:
-        """Queue one line of metrics.jsonl and the same scalars for the other sinks."""
+        """Queue one line of metrics.jsonl, and the same scalars for TensorBoard and W&B."""
         values, now = metrics.as_dict(), time.time()
         self._put(lambda: self._write_metrics(metrics.step, now, values))
 
@@ -90,7 +91,7 @@ class RunLogger:
         for group, rollout in pick_rollouts(groups, self._cfg.num_val_samples_to_print):
             head = f"validation at step {step}, {group.agent}, reward {rollout.reward}: {rollout.reason}"
             text = f"{head}\n{group.prompt_text}\n{rollout.output_text}"
-            # Of sampled bytes may be left half a surrogate pair, which no log in UTF-8 takes.
+            # Sampled text may hold half a surrogate pair, which UTF-8 cannot encode.
             logger.info("%s", text.encode("utf-8", "backslashreplace").decode("utf-8"))
 
     def show(self, metrics: StepMetrics) -> None:
@@ -102,7 +103,7 @@ class RunLogger:
                 logger.info("%s", "".join(text for text, _ in segments))
 
     def flush(self, deadline_seconds: float = 30.0) -> None:
-        """Wait until everything queued so far is in the files; raises when that fails or takes too long."""
+        """Wait until everything queued so far is written; raises `RunError` or, after the deadline, `StalledError`."""
         written = threading.Event()
         self._put(written.set)
         is_written = written.wait(deadline_seconds)
@@ -111,7 +112,7 @@ class RunLogger:
             raise StalledError(f"{self.run_dir}: log records not written within {deadline_seconds:g} s")
 
     def close(self, deadline_seconds: float = 30.0) -> None:
-        """Write what is queued and close the files; raises when that fails or takes longer than the deadline."""
+        """Write what is queued and close the files; raises `RunError` or, after the deadline, `StalledError`."""
         if self._thread is None:
             return
         thread, self._thread = self._thread, None
@@ -120,7 +121,7 @@ class RunLogger:
             self._queue.put(None, timeout=deadline_seconds)
             thread.join(timeout=max(0.0, end - time.monotonic()))
         except queue.Full:
-            pass  # reported as not drained below
+            pass  # the thread is still alive, which is reported below
         if thread.is_alive():
             raise StalledError(f"{self.run_dir}: {self._queue.qsize()} log records not written in {deadline_seconds} s")
         self._raise_error()
@@ -149,7 +150,7 @@ class RunLogger:
             raise RunError(f"{self.run_dir}: writing the log failed: {self._error}") from self._error
 
     def _write_until_closed(self) -> None:
-        """Run queued jobs; after a failure keep emptying the queue so that the loop meets the error, not a stall."""
+        """Run queued jobs. After a failure go on emptying the queue, so that the loop meets the error itself."""
         while (job := self._queue.get()) is not None:
             if self._error is None:
                 self._guard(job)
@@ -159,7 +160,7 @@ class RunLogger:
     def _guard(self, job: Callable[[], None]) -> None:
         try:
             job()
-        except Exception as error:  # any sink may fail in its own way; the train loop raises it at its next record
+        except Exception as error:  # each sink fails in its own way; the train loop raises the error at its next record
             self._error = self._error or error
 
     def _write_metrics(self, step: int, now: float, values: Mapping[str, float]) -> None:
@@ -192,7 +193,7 @@ def metrics_record(step: int, now: float, values: Mapping[str, float]) -> dict[s
 
 
 def pick_rollouts(groups: Sequence[Group], limit: int) -> list[tuple[Group, Rollout]]:
-    """Choose the same rollouts for the same groups: a few without a verdict first, then agents and prompts in turn."""
+    """Choose rollouts to log, always the same: some without a verdict first, then one per prompt, agents in turn."""
     failed = [(group, rollout) for group in groups for rollout in group.rollouts if rollout.reward is None]
     picked = failed[: limit // 4]
     for pair in _in_turn(groups):
@@ -237,7 +238,7 @@ def _rollout_record(step: int, group: Group, rollout: Rollout) -> dict[str, Any]
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-    """Rewrite a file without the records beyond `step` and without a line that a kill tore."""
+    """Rewrite a file without the records after `step` and without lines that a killed run left incomplete."""
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         try:
@@ -247,13 +248,11 @@ def _drop_lines_after(path: Path, step: int) -> None:
             continue
         if step > 0 and record["step"] <= step and line.endswith("\n"):
             kept.append(line)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    temporary.replace(path)
+    write_atomically(path, "".join(kept).encode())
 
 
 class _TensorBoardSink:
-    """Event files under `directory`; TensorBoard hides what an earlier attempt wrote from `first_step` on."""
+    """Event files under `directory`. TensorBoard then hides what an earlier start wrote for `first_step` and later."""
 
     def __init__(self, directory: Path, first_step: int) -> None:
         # Imported here because it is slow, and not needed when TensorBoard is off.
@@ -271,7 +270,7 @@ class _TensorBoardSink:
 
 
 class _WandbSink:
-    """One W&B run per run directory, continued by a resume."""
+    """One W&B run per run directory; a resume continues it."""
 
     def __init__(self, run_dir: Path, cfg: WandbConfig) -> None:
         self._run = _import_wandb().init(
@@ -291,8 +290,7 @@ def _import_wandb() -> Any:
     except ImportError as error:
         problem = Problem(
             where="logger.wandb_enabled",
-            got=f"true, but wandb cannot be imported ({error})",
-            expected="the wandb package when it is true",
+            wrong=f"it is true, but wandb cannot be imported ({error})",
             fix="pip install wandb in this environment, or set logger.wandb_enabled=false",
         )
         raise ConfigError(problem) from error

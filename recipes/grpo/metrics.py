@@ -32,11 +32,11 @@ PHASES: Mapping[str, str] = {
 """Phases of a step in the order they run, with the short name that the progress line prints."""
 
 DURATION_KEYS = frozenset({"trajectory_duration_s", "env_duration_s"})
-"""Keys whose per-rollout values are pooled over the batch, because a percentile of group means says nothing."""
+"""Keys whose values are pooled over all rollouts of the batch: a percentile of group means would hide the slow ones."""
 
 
 class StepMetrics:
-    """Collects the metrics of one step. A key is set once; a phase that is entered again adds to its seconds."""
+    """Collects the metrics of one step. Each key is set once; the seconds of a phase that is entered again add up."""
 
     def __init__(self, step: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Start an empty record of `step` (steps done when it is logged; 0 is before training)."""
@@ -48,7 +48,7 @@ class StepMetrics:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the seconds spent inside, also when it raises, to `timing/train/<name>`."""
+        """Add the seconds spent in the block, also when it raises, to `timing/train/<name>`."""
         start = self._clock()
         self._phase = (name, start)
         try:
@@ -63,7 +63,7 @@ class StepMetrics:
         return None if phase is None else (phase[0], self._clock() - phase[1])
 
     def add(self, values: Mapping[str, float], *, prefix: str = "train/") -> None:
-        """Add every entry of `values` under `prefix`; two writers of one key are a bug of the caller."""
+        """Add every entry of `values` under `prefix`; raises `ValueError` when a key is already set."""
         for name, value in values.items():
             key = prefix + name
             if key in self._values:
@@ -116,7 +116,7 @@ def merge_groups(columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the element that `share` of the values are below: no interpolation, so it is one that was measured."""
+    """Return the smallest measured value that at least `share` of the values lie below; nothing is interpolated."""
     ordered = sorted(values)
     return float(ordered[min(len(ordered) - 1, int(len(ordered) * share))])
 
@@ -175,7 +175,7 @@ def _num_tokens(rollout: Rollout) -> int:
 
 
 def _counts(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Count what ended how, and the groups that carry no signal."""
+    """Count how the rollouts ended, and the groups without a training signal."""
     statuses = Counter(rollout.status for rollout in rollouts)
     counts = {f"rollout_status/{status.value}": float(statuses[status]) for status in RolloutStatus}
     rewards = [{rollout.reward for rollout in group.rollouts if rollout.is_valid} for group in groups]

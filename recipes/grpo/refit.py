@@ -1,7 +1,7 @@
 """Refit: the policy's new weights into every generation engine, while the engines keep generating.
 
-On CPU the policy writes full HF-named tensors to a shared-memory file and the engines then load it; those on other
-hosts get its content through Ray. On CUDA both sides take part in one NCCL broadcast, so they are called together.
+On CPU the policy writes full tensors, by their Hugging Face names, to a file in shared memory, which the engines load;
+engines on other hosts get its content through Ray. On CUDA both sides are called together and join an NCCL broadcast.
 In-flight requests keep their KV cache; the prefix cache never serves KV of older weights (see generation/core.py).
 """
 
@@ -43,7 +43,7 @@ class WeightSink(Protocol):
 
 
 def connect(policy: WeightSource, generation: WeightSink) -> None:
-    """Agree once on where each tensor lies; both raise within their deadlines."""
+    """Tell the engines where each tensor lies, once per run; both sides raise within their deadlines."""
     layout = policy.weight_layout()
     if layout.path:
         generation.connect_weights(layout)

@@ -1,7 +1,7 @@
 """From the verdicts of a step's rollouts to one float64 reward per rollout. NaN marks "no verdict".
 
-No failure is ever a reward: a rollout that its environment or judge did not score has NaN here, leaves its group's
-statistics and the loss, and is counted by its status.
+No failure is ever a reward: a rollout without a verdict of its environment or judge has NaN here. It is left out of its
+group's statistics and of the loss, and is counted by its status.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Three loops run at once. What each consumes, waits for, and what unblocks it:
     train loop  groups of a step    P groups of its step in the buffer      `buffer.add`; `fail`, `close` on the way out
 
 The collector is an asyncio loop in a thread of the driver. Everything below runs in that thread, except the methods
-that say so. A prompt is drawn once, for one target step; it ends in the ledger as trained or as failed.
+that say so. A prompt is drawn once, for one target step; the ledger then says trained or failed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Sampler(Protocol):
     async def generate(self, prompt_token_ids: tuple[int, ...], sampling: Sampling, *, affinity: int) -> Completion: ...
 
 
-class Runner(Protocol):
+class AgentRunner(Protocol):
     """The part of `Environments` that rollouts use."""
 
     async def run(self, row: Row, model: ModelClient, *, max_tokens: int) -> Rollout: ...
@@ -86,10 +86,15 @@ class PolicyClient:
 
 
 class RolloutCollector:
-    """Owns the thread. Construct, `restore` if resuming, `start`, then `set_version` after every refit."""
+    """Owns the thread. Call `restore` when resuming, then `start`, then `set_version` after each refit."""
 
     def __init__(
-        self, stream: PromptStream, sampler: Sampler, runner: Runner, buffer: ReplayBuffer, settings: RolloutSettings
+        self,
+        stream: PromptStream,
+        sampler: Sampler,
+        runner: AgentRunner,
+        buffer: ReplayBuffer,
+        settings: RolloutSettings,
     ) -> None:
         self._stream, self._sampler, self._runner, self._buffer = stream, sampler, runner, buffer
         self.settings = settings
@@ -118,7 +123,7 @@ class RolloutCollector:
         self._loop.call_soon_threadsafe(begin)
 
     def set_version(self, version: int) -> None:
-        """Say that the engines now hold weights `version`: opens the window by one step."""
+        """Tell the collector that the engines hold weights `version`; the window moves on by one step."""
 
         def advance() -> None:
             self._version = version
@@ -238,7 +243,7 @@ class RolloutCollector:
             self._finish(position, group)
         except asyncio.CancelledError:
             raise
-        except Exception as failure:  # the loop must not die silently: whatever it is ends the run, with its cause
+        except Exception as failure:  # ends the run with its cause: a task that died unseen would stall it
             self._buffer.fail(failure)
 
     def _finish(self, position: int, group: Group) -> None:

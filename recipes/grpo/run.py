@@ -13,18 +13,18 @@ import torch
 
 from recipes.config.tree import Config
 from recipes.grpo.buffer import ReplayBuffer
-from recipes.grpo.checkpoint import LedgerEntry, RunState, prune, save_checkpoint
+from recipes.grpo.checkpoint import LedgerEntry, SavedState, prune, save_checkpoint
 from recipes.grpo.log import RunLogger
 from recipes.grpo.metrics import StepMetrics, aggregate_rollouts
 from recipes.grpo.refit import WeightSink, WeightSource
 from recipes.grpo.rollout import RolloutCollector, Sampler
-from recipes.grpo.validate import Validation
+from recipes.grpo.validate import ValidationSet
 from recipes.stop import StopRequest
 from recipes.types import Group, TrainBatch
 
 logger = logging.getLogger(__name__)
 
-_ROLLOUTS_LOGGED = 8  # per step; enough to see what the policy writes without the log outgrowing the checkpoints
+_ROLLOUTS_LOGGED = 8  # per step: enough to see what the policy writes, while the log stays smaller than the checkpoints
 
 
 class PolicyHandle(WeightSource, Protocol):
@@ -75,7 +75,7 @@ class TrainState:
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """The parts of a run and the few verbs of the loop that are more than one call on one of them."""
+    """The parts of a run, and the actions of the train loop that involve several of them."""
 
     config: Config
     policy: PolicyHandle
@@ -83,7 +83,7 @@ class Run:
     environments: EnvironmentsHandle
     collector: RolloutCollector
     buffer: ReplayBuffer
-    validation: Validation | None
+    validation: ValidationSet | None
     logger: RunLogger
     stop: StopRequest
     state: TrainState
@@ -100,9 +100,9 @@ class Run:
         return period > 0 and self.state.step % period == 0
 
     def validates_now(self) -> bool:
-        """Whether to validate the weights as they are: before the first step, periodically, after the last.
+        """Whether to validate the present weights: before the first step, periodically, after the last.
 
-        Not once the run is asked to stop: what is left of its time is for saving.
+        Never once the run is asked to stop: the time that is left is for saving.
         """
         if self.stop.reason:
             return False
@@ -120,7 +120,7 @@ class Run:
         self.logger.log_rollouts("val", self.state.step, groups, limit=_ROLLOUTS_LOGGED)
 
     def log(self, metrics: StepMetrics, groups: Sequence[Group] = ()) -> None:
-        """Record a step: its own metrics, its rollouts', and how busy both sides were since the last record."""
+        """Record a step: its metrics, its rollouts', and how busy policy and engines were since the last record."""
         now = time.monotonic()
         seconds, self._logged_at = now - self._logged_at, now
         if groups:
@@ -129,7 +129,7 @@ class Run:
             metrics.add({"buffer_size": float(len(self.buffer))})
             metrics.add(self._shares(metrics, seconds), prefix="")
             self.logger.log_rollouts("train", self.state.step, groups, limit=_ROLLOUTS_LOGGED)
-        # A checkpoint holds the metrics of its step, so it is written after them and its time falls into the next.
+        # A checkpoint holds the metrics of its step, so it is written after them: its seconds are in the next record.
         times = {"total_step_time": seconds, "checkpointing": self._save_seconds}
         metrics.add(times, prefix="timing/train/")
         self._save_seconds = 0.0
@@ -143,16 +143,16 @@ class Run:
             return
         start = time.monotonic()
         cfg = self.config.checkpointing
-        self.logger.flush()  # no step of a complete checkpoint is missing from metrics.jsonl
+        self.logger.flush()  # so that metrics.jsonl has every step of a complete checkpoint
         collector = self.collector.state()
         failed = [LedgerEntry(key=ref.key, step=0, reason=reason) for ref, reason in collector.failed]
-        state = RunState(
+        state = SavedState(
             step=self.state.step,
             collector=collector,
             ledger=(*self.state.ledger, *failed),
             metrics=self.state.metrics,
         )
-        with self.metrics.timed("checkpointing"):  # seen by the heartbeat; the record of this step is already written
+        with self.metrics.timed("checkpointing"):  # for the heartbeat: this step's record is already written
             path = save_checkpoint(self.checkpoints, state, self.policy)
         self.state.saved_step = self.state.step
         logger.info("saved %s", path)

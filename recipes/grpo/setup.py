@@ -19,13 +19,13 @@ from recipes.errors import ConfigError, DataError, Problem
 from recipes.generation.generation import Generation
 from recipes.grpo import refit
 from recipes.grpo.buffer import ReplayBuffer
-from recipes.grpo.checkpoint import LedgerEntry, RunState, latest_checkpoint, load_state, step_dir
+from recipes.grpo.checkpoint import LedgerEntry, SavedState, latest_checkpoint, load_state, step_dir
 from recipes.grpo.data import PromptDataset, PromptStream, require_rows
 from recipes.grpo.log import RunLogger
 from recipes.grpo.loss import grpo_loss
 from recipes.grpo.rollout import RolloutCollector, RolloutSettings
 from recipes.grpo.run import PolicyHandle, Run, TrainState
-from recipes.grpo.validate import Validation
+from recipes.grpo.validate import ValidationSet
 from recipes.policy.policy import Policy
 from recipes.stop import StopRequest
 from recipes.types import Sampling
@@ -39,7 +39,7 @@ def setup(config: Config, derived: Derived, run_dir: Path, stop: StopRequest) ->
     stream, validation_rows = _open_data(config, environments)
     checkpoints = run_dir / config.checkpointing.checkpoint_dir
     checkpoints.mkdir(parents=True, exist_ok=True)
-    saved = _saved_state(checkpoints, config.grpo)  # verified before anything is started
+    saved = _saved_state(checkpoints, config.grpo)  # verified before policy and engines start
 
     connect()
     policy, generation = _start_models(config, derived)
@@ -88,7 +88,7 @@ def _open_data(config: Config, environments: Environments) -> tuple[PromptStream
 
 
 def _start_models(config: Config, derived: Derived) -> tuple[Policy, Generation]:
-    """Start policy and engines side by side: each takes most of a start-up on its own."""
+    """Start policy and engines at the same time: each takes most of the time that a start needs."""
     layout = Layout(
         num_train_nodes=derived.num_train_nodes,
         train_workers_per_node=derived.train_workers_per_node,
@@ -135,11 +135,11 @@ def _rollout_settings(config: Config) -> RolloutSettings:
     )
 
 
-def _validation(config: Config, rows: PromptDataset | None) -> Validation | None:
+def _validation(config: Config, rows: PromptDataset | None) -> ValidationSet | None:
     if rows is None:
         return None
     generation = config.policy.generation
-    return Validation(
+    return ValidationSet(
         dataset=rows,
         sampling=Sampling(
             temperature=generation.val_temperature, top_p=generation.val_top_p, max_tokens=generation.max_new_tokens
@@ -150,7 +150,7 @@ def _validation(config: Config, rows: PromptDataset | None) -> Validation | None
     )
 
 
-def _saved_state(checkpoints: Path, cfg: GrpoConfig) -> RunState | None:
+def _saved_state(checkpoints: Path, cfg: GrpoConfig) -> SavedState | None:
     path = latest_checkpoint(checkpoints)
     if path is None:
         return None
@@ -159,10 +159,10 @@ def _saved_state(checkpoints: Path, cfg: GrpoConfig) -> RunState | None:
     return saved
 
 
-def require_window(saved: RunState, cfg: GrpoConfig, path: Path) -> None:
-    """Check that what was drawn before a save fits into the window of steps after it; raises `ConfigError`.
+def require_window(saved: SavedState, cfg: GrpoConfig, path: Path) -> None:
+    """Check that the prompts drawn before a save fit into the window of steps after it; raises `ConfigError`.
 
-    A smaller window would leave groups that no step takes, or takes when they are too old.
+    With a smaller window some groups would be trained too late, or never.
     """
     finished, in_flight = saved.collector.finished, saved.collector.in_flight
     targets = [group.target_step for group in finished] + [target for _, target in in_flight]
@@ -186,7 +186,7 @@ def require_window(saved: RunState, cfg: GrpoConfig, path: Path) -> None:
 
 
 def _restore(
-    saved: RunState | None, checkpoints: Path, policy: PolicyHandle, collector: RolloutCollector
+    saved: SavedState | None, checkpoints: Path, policy: PolicyHandle, collector: RolloutCollector
 ) -> TrainState:
     """Load a checkpoint into policy and collector; a fresh state when there is none."""
     if saved is None:

@@ -5,10 +5,10 @@
                   +------------------------------- refit <-----------------------------------+
 
 The collector generates ahead, at most `max_trajectory_age_steps` steps; this loop is the only clock. With 0 the
-collector waits for each refit and training is synchronous: same loop, same code.
+collector waits for each refit, so training is synchronous with the same code.
 
-Steps are counted from 0 inside (`state.step` = optimizer steps done = version of the weights); what a user reads,
-metrics and checkpoint names, counts steps done.
+`state.step` is the number of optimizer steps done, and so the version of the weights. Metrics and checkpoint names use
+the same count: the record of the first step says 1.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def train(run: Run) -> None:
                 state.step, deadline_seconds=cfg.deadlines.progress, waiting_for=run.collector.waiting_for
             )
         if not groups:
-            break  # the data ended, or a signal came
+            break  # the data ended, or a signal asked to stop
 
         with metrics.timed("reward_calculation"):
             rewards_B = collect_rewards(groups)
@@ -70,7 +70,7 @@ def train(run: Run) -> None:
             metrics.add(run.policy.train(batch))
         state.advance(groups)
 
-        # The policy does not change again before the engines hold these weights: a token's version is exact.
+        # The policy changes only when the engines hold its present weights, so a token's version is exact.
         with metrics.timed("weight_sync"):
             refit(run.policy, run.generation, version=state.step)
         run.collector.set_version(state.step)

@@ -13,7 +13,7 @@ from recipes.types import Group, PromptRef, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Validation:
+class ValidationSet:
     """The validation set and how it is sampled."""
 
     dataset: PromptDataset
@@ -23,7 +23,7 @@ class Validation:
     deadline_seconds: float
 
     def run(self, collector: RolloutCollector, *, step: int) -> tuple[dict[str, float], list[Group]]:
-        """Return metrics without prefix, and the sampled groups for the log."""
+        """Return the metrics, their names without `validation/`, and the sampled groups for the log."""
         start = time.monotonic()
         sampled = self._sample(collector, self.sampling, self.num_generations, step=step)
         metrics = reward_metrics(sampled, "")
@@ -54,9 +54,9 @@ class Validation:
 
 
 def reward_metrics(groups: Sequence[Group], prefix: str) -> dict[str, float]:
-    """Return mean rewards over rollouts with a verdict: overall, per agent, pass@k, length, and the failures.
+    """Return mean reward of rollouts with a verdict (overall, per agent), pass@k, mean length, number of failures.
 
-    What had no verdict at all has no mean: its metrics are left out, never 0.
+    An agent whose rollouts all ended without a verdict has no mean: its metrics are left out, never 0.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     means: defaultdict[str, list[float]] = defaultdict(list)

@@ -9,7 +9,7 @@ import pytest
 from recipes.errors import CheckpointError
 from recipes.grpo.checkpoint import (
     LedgerEntry,
-    RunState,
+    SavedState,
     complete_checkpoints,
     complete_export,
     is_export,
@@ -62,8 +62,8 @@ def group(row: int) -> Group:
     )
 
 
-def run_state(step: int, metrics: dict[str, float] | None = None) -> RunState:
-    return RunState(
+def run_state(step: int, metrics: dict[str, float] | None = None) -> SavedState:
+    return SavedState(
         step=step,
         collector=CollectorState(
             position=12,

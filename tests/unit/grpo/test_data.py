@@ -71,18 +71,18 @@ def test_a_wrong_row_is_named_with_its_line(tmp_path: Path, line: Any, message: 
     problems = check_file(path, lambda content: ["number is negative"] if content["number"] < 0 else [])
     assert len(problems) == 1
     assert problems[0].where == f"{path}:3"
-    assert message in problems[0].got
+    assert message in problems[0].wrong
 
 
 def test_all_wrong_rows_are_counted(tmp_path: Path) -> None:
     path = write(tmp_path / "train.jsonl", ["nonsense"] * 50)
     problems = check_file(path, lambda _: [])
     assert len(problems) == 21
-    assert problems[-1].got == "50 bad rows of 50, only the first are listed"
+    assert problems[-1].wrong == "50 of 50 rows are wrong; only the first are listed"
 
 
 def test_missing_and_empty_files(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere.jsonl: got no such file"):
+    with pytest.raises(DataError, match=r"nowhere.jsonl: there is no such file"):
         require_rows(tmp_path / "nowhere.jsonl", lambda _: [])
-    with pytest.raises(DataError, match="an empty file"):
+    with pytest.raises(DataError, match="the file has no rows"):
         require_rows(write(tmp_path / "empty.jsonl", []), lambda _: [])

@@ -199,7 +199,7 @@ def test_tensorboard_files_hold_the_scalars(tmp_path: Path) -> None:
 
 def test_wandb_that_is_not_installed_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"logger\.wandb_enabled: got true.*pip install wandb"):
+    with pytest.raises(ConfigError, match=r"logger\.wandb_enabled: it is true, but .*pip install wandb"):
         RunLogger(tmp_path, LoggerCfg(wandb_enabled=True), num_steps=1)
 
 

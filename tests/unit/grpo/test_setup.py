@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from recipes.errors import ConfigError, DataError
-from recipes.grpo.checkpoint import RunState
+from recipes.grpo.checkpoint import SavedState
 from recipes.grpo.rollout import CollectorState
 from recipes.grpo.setup import _open_data, require_window
 from recipes.types import Group, PromptRef
@@ -46,12 +46,12 @@ def group(row: int, *, target: int, version: int) -> Group:
     return Group(prompt=ref, agent="a", prompt_text="", target_step=target, version=version, rollouts=())
 
 
-def saved(in_flight: tuple[tuple[int, int], ...], *finished: Group) -> RunState:
+def saved(in_flight: tuple[tuple[int, int], ...], *finished: Group) -> SavedState:
     collector = CollectorState(position=20, in_flight=in_flight, finished=finished, failed=())
-    return RunState(step=4, collector=collector, ledger=(), metrics={})
+    return SavedState(step=4, collector=collector, ledger=(), metrics={})
 
 
-def problems(state: RunState, *, prompts: int, age: int) -> list[str]:
+def problems(state: SavedState, *, prompts: int, age: int) -> list[str]:
     try:
         require_window(state, config(prompts=prompts, age=age).grpo, Path("step_000004"))
     except ConfigError as error:
