@@ -12,22 +12,24 @@ from recipes.errors import LaunchError, Problem, RunError
 
 
 def connect() -> None:
-    """Join the cluster named by RAY_ADDRESS; never starts one by itself. Call it from the main thread."""
+    """Join the cluster that RAY_ADDRESS names. Call it from the main thread: it restores a signal handler.
+
+    Raises `LaunchError` when the variable is not set, and `RunError` when no cluster answers there.
+    """
     address = os.environ.get("RAY_ADDRESS")
     if not address:
         raise LaunchError(
             Problem(
                 where="RAY_ADDRESS",
-                got="nothing",
-                expected="the address of a running Ray cluster",
+                wrong="not set, so there is no Ray cluster to join",
                 fix="start runs with super_launch.sh (make stage1.1), which starts Ray and sets it",
             )
         )
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
-        # Workers log to their own files, whose place the launcher prints; what fails is raised in the driver.
+        # Workers write their own log files, and the launcher prints where. Their errors are raised in the driver.
         ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except ConnectionError as error:
         raise RunError(f"no Ray cluster answers at {address}: {error}") from error
     finally:
-        signal.signal(signal.SIGTERM, on_terminate)  # Ray's own would end the process before it has saved
+        signal.signal(signal.SIGTERM, on_terminate)  # Ray's handler would end the process before it has saved

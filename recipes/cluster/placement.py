@@ -1,8 +1,8 @@
-"""Where the policy workers and generation engines run: Ray placement groups, placed before any actor is made.
+"""Reserve the nodes on which policy workers and generation engines run, before any actor is started.
 
-The launcher gives every node `worker_units` equal to its accelerators (on a CPU machine: to its workers), so one
-bookkeeping serves GPU and CPU clusters. A placement that cannot be met ends within its deadline and says what is
-missing, instead of waiting for ever.
+The reservations are Ray placement groups. The launcher gives every node the Ray resource `worker_units`: as many as the
+node has accelerators, or worker processes on a machine without any. So GPU and CPU clusters are counted alike. A
+reservation that the cluster cannot fulfil fails at its deadline, and the error says what is missing.
 """
 
 from __future__ import annotations
@@ -18,32 +18,35 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from recipes.errors import StalledError
 
 _UNIT = "worker_units"
-_HEAD = "node:__internal_head__"  # Ray's own mark of the node that the driver runs on
+_HEAD = "node:__internal_head__"  # the resource that Ray gives to the node of the driver
 
 ActorOptions = dict[str, Any]
 """Keyword arguments of `Actor.options`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """How many of what: from the configuration, never from what happens to be there."""
+class WorkerCounts:
+    """How many workers a run needs. These come from the configuration, never from what the cluster has."""
 
     num_train_nodes: int
     train_workers_per_node: int
     num_engines: int
-    units_per_engine: int  # accelerators of one engine: TP * PP
+    units_per_engine: int  # accelerators of one engine: tensor parallel * pipeline parallel size
 
 
-def place(layout: Layout, *, deadline_seconds: float) -> tuple[list[ActorOptions], list[ActorOptions]]:
-    """Reserve both sides; return actor options per policy rank and per engine."""
-    workers = [layout.train_workers_per_node] * layout.num_train_nodes
-    # Rank 0 beside the driver: what they exchange stays on one node, and the layout does not depend on Ray's mood.
+def place(counts: WorkerCounts, *, deadline_seconds: float) -> tuple[list[ActorOptions], list[ActorOptions]]:
+    """Reserve all nodes; return the actor options of each policy rank and of each engine.
+
+    Raises `StalledError` when the reservation is not fulfilled within `deadline_seconds`.
+    """
+    workers = [counts.train_workers_per_node] * counts.num_train_nodes
+    # Rank 0 runs on the driver's node, so that what the two exchange never crosses the network.
     train = _reserve(workers, "policy workers", first={_HEAD: 0.001}, deadline_seconds=deadline_seconds)
-    units = [layout.units_per_engine] * layout.num_engines
+    units = [counts.units_per_engine] * counts.num_engines
     engines = _reserve(units, "engines", first={}, deadline_seconds=deadline_seconds)
-    num_workers = layout.num_train_nodes * layout.train_workers_per_node
-    policy = [_options(train, rank // layout.train_workers_per_node, 1) for rank in range(num_workers)]
-    return policy, [_options(engines, engine, layout.units_per_engine) for engine in range(layout.num_engines)]
+    num_workers = counts.num_train_nodes * counts.train_workers_per_node
+    policy = [_options(train, rank // counts.train_workers_per_node, 1) for rank in range(num_workers)]
+    return policy, [_options(engines, engine, counts.units_per_engine) for engine in range(counts.num_engines)]
 
 
 def _reserve(units: list[int], what: str, *, first: dict[str, float], deadline_seconds: float) -> PlacementGroup:
@@ -56,9 +59,9 @@ def _reserve(units: list[int], what: str, *, first: dict[str, float], deadline_s
         remove_placement_group(group)
         free = [node["Resources"].get(_UNIT, 0.0) for node in ray.nodes() if node["Alive"]]
         raise StalledError(
-            f"{what} need {len(units)} bundles of {max(units)} {_UNIT}, each on one node, but after "
-            f"{deadline_seconds:g} s (deadlines.placement) they are not placed; the {len(free)} nodes have "
-            f"{free} {_UNIT}. Ask for more nodes (SBATCH_NUM_NODES) or correct cluster.* and generation.colocated.*"
+            f"{what} need {len(units)} bundles of {max(units)} {_UNIT}, each on one node, but Ray has not placed them "
+            f"within {deadline_seconds:g} s (deadlines.placement); the {len(free)} nodes have {free} {_UNIT}. "
+            f"Ask for more nodes (SBATCH_NUM_NODES) or correct cluster.* and generation.colocated.*"
         ) from late
     return group
 

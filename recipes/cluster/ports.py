@@ -1,8 +1,9 @@
-"""Every TCP port of a run, in one table, and sockets that are bound and kept.
+"""All TCP ports of a run in one table, and functions that bind them.
 
-All ports lie below 9000, under the lowest ephemeral floor in use, so that no outgoing connection of the machine can
-take one. `PORT_TABLE` holds what one node uses; Ray's own ports come in slots, so that several one-node clusters fit
-on one machine: slot s of the first range is 20 ports, the last of which its supervisor holds as the slot's lock.
+All ports lie below 9000. Linux systems take the ports of outgoing connections from a range above that, so no outgoing
+connection can take one of ours. `PORT_TABLE` lists the ports of one node. Ray's control ports are divided into slots of
+20, so that several one-node clusters can share a machine: cluster s uses slot s, and its supervisor keeps the slot's
+last port bound as a lock.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from recipes.errors import LaunchError, Problem
 
-CEILING = 9000  # exclusive
+CEILING = 9000  # every port of a run is lower than this
 NUM_SLOTS = 10
 SANDBOX_PORT = 6000
 _SLOT_WIDTH = 20
@@ -26,7 +27,7 @@ EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortRange:
-    """Ports [low, high) and who binds them."""
+    """The ports from `low` up to, but not including, `high`, and what they are for."""
 
     name: str
     low: int
@@ -59,12 +60,12 @@ class RayPorts:
     metrics: int
     dashboard_agent_listen: int
     dashboard: int
-    lock: int  # held by the supervisor of a one-node cluster
+    lock: int  # bound by the supervisor of a one-node cluster for as long as the cluster runs
     min_worker: int
-    max_worker: int  # inclusive, as Ray counts
+    max_worker: int  # inclusive, as in Ray's own flag
 
     def flags(self, *, head: bool) -> list[str]:
-        """Return the `ray start` flags that pin every port."""
+        """Return the `ray start` flags that fix every port."""
         flags = [
             f"--node-manager-port={self.node_manager}",
             f"--object-manager-port={self.object_manager}",
@@ -85,7 +86,7 @@ class RayPorts:
         ]
 
     def fixed(self, *, head: bool) -> list[int]:
-        """List the single ports that the node binds at start."""
+        """List the ports that the node binds at its start, worker ports excepted."""
         node = [
             self.node_manager,
             self.object_manager,
@@ -98,7 +99,7 @@ class RayPorts:
 
 
 def ray_ports(slot: int | None = None) -> RayPorts:
-    """Return the ports of a node that one job has to itself, or of slot `slot` of a shared machine."""
+    """Return the ports of a node that runs one job only, or those of slot `slot` on a shared machine."""
     base = 1200 + _SLOT_WIDTH * (slot or 0)
     workers = (2000, 2999) if slot is None else (2000 + _SLOT_WORKER_PORTS * slot, 2099 + _SLOT_WORKER_PORTS * slot)
     return RayPorts(
@@ -118,12 +119,12 @@ def ray_ports(slot: int | None = None) -> RayPorts:
 
 
 def hold(port: int, *, host: str = "") -> socket.socket:
-    """Bind `port` and listen, which nobody else can then do; raises `LaunchError` naming the owner of a busy port.
+    """Return a socket that listens on `port`; raises `LaunchError` naming the owner of a busy port.
 
-    The caller keeps the socket, or hands it to the server that is to answer on it.
+    While the socket is open, no other process can take the port. The caller closes it or gives it to a server.
     """
     held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    # Reuse is for connections of an earlier run that linger in TIME_WAIT; a listener excludes every other one.
+    # An earlier run's connections may linger in TIME_WAIT. Reuse ignores these, but never a port that is listened on.
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         held.bind((host, port))
@@ -137,7 +138,7 @@ def hold(port: int, *, host: str = "") -> socket.socket:
 
 
 def hold_in_range(low: int, high: int, *, host: str = "") -> socket.socket:
-    """Hold the first free port of [low, high); raises `LaunchError` when there is none."""
+    """Return a socket on the first free port of [low, high); raises `LaunchError` when all are in use."""
     for port in range(low, high):
         try:
             return hold(port, host=host)
@@ -146,15 +147,14 @@ def hold_in_range(low: int, high: int, *, host: str = "") -> socket.socket:
     raise LaunchError(
         Problem(
             where=f"ports {low}-{high - 1}",
-            got=f"all {high - low} in use, the first by {find_owner(low)}",
-            expected="a free port",
+            wrong=f"all {high - low} are in use, the first by {find_owner(low)}",
             fix="end the processes of earlier runs",
         )
     )
 
 
 def busy_ports(ports: Iterable[int]) -> list[Problem]:
-    """Return one problem per port that somebody else has, each naming the owner."""
+    """Return one problem per port that another process has; each names that process."""
     problems = []
     for port in ports:
         try:
@@ -165,7 +165,7 @@ def busy_ports(ports: Iterable[int]) -> list[Problem]:
 
 
 def ephemeral_overlap(range_text: str) -> list[Problem]:
-    """Check the content of `ip_local_port_range`: the kernel must not hand out ports of the table."""
+    """Check the content of `ip_local_port_range`: the kernel must not give ports of the table to other connections."""
     low, high = (int(word) for word in range_text.split())
     if low >= CEILING:
         return []
@@ -173,22 +173,22 @@ def ephemeral_overlap(range_text: str) -> list[Problem]:
         Problem(
             where="net.ipv4.ip_local_port_range",
             got=f"{low} {high}",
-            expected=f"a floor of at least {CEILING}: lower ports are the run's own",
+            expected=f"a first port of at least {CEILING}, since the run uses lower ones",
             fix=f"sysctl -w net.ipv4.ip_local_port_range='{max(low, 32768)} {max(high, 60999)}'",
         )
     ]
 
 
 def node_problems(ports: RayPorts, *, head: bool) -> list[Problem]:
-    """Return what would keep a Ray node with these ports from starting on this machine."""
+    """Return every reason why a Ray node with these ports cannot start on this machine."""
     return ephemeral_overlap(EPHEMERAL_RANGE.read_text()) + busy_ports(ports.fixed(head=head))
 
 
 def find_owner(port: int) -> str:
-    """Name the process that has a TCP port, as "pid N (command)"; says so where the kernel hides it."""
+    """Return "pid N (command)" of the process that has a TCP port, or what is known when the kernel hides it."""
     inodes = {f"socket:[{inode}]" for inode in _inodes(port)}
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it ended while we looked, or belongs to another user
+        with suppress(OSError):  # the process has ended, or belongs to another user
             if inodes & set(_descriptors(process)):
                 command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
                 return f"pid {process.name} ({command[:120]})"
@@ -197,7 +197,7 @@ def find_owner(port: int) -> str:
 
 def _descriptors(process: Path) -> Iterator[str]:
     for descriptor in (process / "fd").iterdir():
-        with suppress(OSError):  # closed while we looked
+        with suppress(OSError):  # closed in the meantime
             yield str(descriptor.readlink())
 
 
@@ -213,10 +213,9 @@ def _inodes(port: int) -> set[str]:
 
 
 def _busy(port: int) -> Problem:
-    purpose = next((entry.name for entry in PORT_TABLE if entry.low <= port < entry.high), "no part of the port table")
+    purpose = next((entry.name for entry in PORT_TABLE if entry.low <= port < entry.high), "not in the port table")
     return Problem(
         where=f"port {port} ({purpose})",
-        got=f"in use by {find_owner(port)}",
-        expected="a free port",
+        wrong=f"in use by {find_owner(port)}",
         fix="end that process, or wait for it to end",
     )

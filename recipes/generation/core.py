@@ -1,13 +1,13 @@
-"""What runs inside vLLM's EngineCore process: two changes to its scheduler, and death with the actor.
+"""The scheduler of vLLM's EngineCore process, with two changes; the process ends with its actor.
 
-A prefix cache keyed by weight push. vLLM's own `reset_prefix_cache` refuses while any request holds KV blocks, which
-is always so in a push that keeps requests in flight. Here it never refuses: each push starts a new *salt*, which enters
-the hash of the first block and through it every later one. So a request finds only KV that was computed after the last
-push, while requests already running keep theirs, under the old salt, where no newer request looks.
+The prefix cache is keyed by weight push. vLLM's `reset_prefix_cache` refuses while a request holds KV blocks, and
+during a push requests do. Here it never refuses: each push starts a new *salt*, which enters the hash of a prompt's
+first block and, through that hash, the hash of every later block. A new request therefore finds only KV that was
+computed after the last push. Running requests keep their KV under the old salt, which no new request uses.
 
-Log-probabilities that travel in bulk. vLLM sends three small arrays per token to the process that collects answers;
-for a request that is only read when it is finished they are sent together. On a model of a million parameters this
-saves about a quarter of the CPU time per token.
+Log-probabilities travel in bulk. vLLM sends three small arrays per token to the process that collects answers. A
+request whose caller reads only the finished answer gets them together. On a model of a million parameters this saves
+about a quarter of the CPU time per token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from recipes.generation.lifetime import die_with_parent
 
-BULK_TOKENS = 256  # log-probabilities are sent at the latest after so many; bounds what a long answer holds back
+BULK_TOKENS = 256  # log-probabilities are sent after so many tokens at the latest, so that memory stays bounded
 
 
 def push_salt(num_pushes: int) -> str:
@@ -33,18 +33,18 @@ def push_salt(num_pushes: int) -> str:
 
 
 class _RolloutScheduling:
-    """Mix-in of a vLLM scheduler; see the module's docstring. Written against vLLM 0.32."""
+    """The two changes, to be mixed into a scheduler of vLLM 0.32."""
 
     requests: dict[str, Request]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # the scheduler's own arguments
         super().__init__(*args, **kwargs)
         self._num_pushes = 0
-        self._held: dict[str, list[LogprobsLists]] = {}  # by request, not yet sent
+        self._held: dict[str, list[LogprobsLists]] = {}  # not yet sent, by request id
         die_with_parent()
 
     def add_request(self, request: Request) -> None:
-        """Queue a request under the current salt, whatever salt it came with."""
+        """Queue a request under the current salt: a push may have come after the caller chose one."""
         self._salt(request)
         params = request.sampling_params
         if params is not None and params.output_kind == RequestOutputKind.FINAL_ONLY and not params.stop:
@@ -52,7 +52,7 @@ class _RolloutScheduling:
         super().add_request(request)  # type: ignore[misc]
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Hide all KV computed so far from requests that have none yet, running requests or not."""
+        """Hide all KV computed so far from every request that has not used any of it yet."""
         self._num_pushes += 1
         for request in self.requests.values():
             if request.num_computed_tokens == 0 and request.status != RequestStatus.PREEMPTED:
@@ -62,7 +62,7 @@ class _RolloutScheduling:
         return True
 
     def update_from_output(self, *args: Any) -> dict[int, EngineCoreOutputs]:  # the scheduler's own arguments
-        """Take the log-probabilities out of the step's outputs until their request is finished."""
+        """Hold back the log-probabilities of unfinished requests."""
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(*args)  # type: ignore[misc]
         for of_client in outputs.values():
             for output in of_client.outputs:
@@ -72,7 +72,7 @@ class _RolloutScheduling:
         return outputs
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:  # the scheduler's own arguments
-        """Forget what aborted requests held back."""
+        """Drop the log-probabilities of requests that were aborted."""
         finished: list[Request] = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
         for request in finished:
             self._held.pop(request.request_id, None)
@@ -101,8 +101,8 @@ class _RolloutScheduling:
 
 
 class RolloutScheduler(_RolloutScheduling, Scheduler):  # type: ignore[misc]
-    """vLLM's scheduler; used on CPU, where vLLM has no asynchronous scheduling."""
+    """For CPU, where vLLM has no asynchronous scheduling."""
 
 
 class RolloutAsyncScheduler(_RolloutScheduling, AsyncScheduler):  # type: ignore[misc]
-    """vLLM's scheduler that overlaps scheduling with the device."""
+    """For GPUs: schedules the next step while the GPU computes the current one."""

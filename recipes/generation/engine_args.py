@@ -43,9 +43,8 @@ def engine_args(cfg: GenerationConfig, *, model_path: str, seed: int, is_cpu: bo
             [
                 Problem(
                     where=f"policy.generation.vllm_kwargs.{name}",
-                    got=repr(cfg.vllm_kwargs[name]),
-                    expected="no such key",
-                    fix="remove it: weight pushes and log-probabilities depend on the value the recipe sets",
+                    wrong="set, but weight pushes and log-probabilities depend on the value that the recipe sets",
+                    fix="remove it",
                 )
                 for name in sorted(taken)
             ]

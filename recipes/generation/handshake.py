@@ -1,4 +1,4 @@
-"""What engines are told about a weight transfer, in the dicts of vLLM's weight-transfer API. Imports no vLLM."""
+"""The dicts that prepare a weight transfer, as vLLM's weight-transfer API expects them. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from recipes.types import WeightLayout
 
 
 def shared_memory_init(layout: WeightLayout) -> dict[str, Any]:
-    """Return the init info of our shared-memory engine (`weight_transfer.SharedMemoryInit`)."""
+    """Return the init info of the shared-memory transfer, the fields of `weight_transfer.SharedMemoryInit`."""
     return {
         "path": layout.path,
         "names": list(layout.names),
@@ -20,7 +20,7 @@ def shared_memory_init(layout: WeightLayout) -> dict[str, Any]:
 
 
 def nccl_init(rendezvous: tuple[str, int], *, engine: int, num_engines: int, ranks_per_engine: int) -> dict[str, Any]:
-    """Return the init info of vLLM's NCCL engine: rank 0 is the policy, then the engines' ranks in order."""
+    """Return the init info of vLLM's NCCL transfer for one engine; rank 0 is the policy, the engines follow."""
     host, port = rendezvous
     return {
         "master_address": host,
@@ -32,7 +32,7 @@ def nccl_init(rendezvous: tuple[str, int], *, engine: int, num_engines: int, ran
 
 
 def nccl_update(layout: WeightLayout) -> dict[str, Any]:
-    """Return the update info of vLLM's NCCL engine: what will be broadcast, in order."""
+    """Return the update info of vLLM's NCCL transfer: the tensors in the order of their broadcast."""
     return {
         "names": list(layout.names),
         "dtype_names": list(layout.dtypes),

@@ -1,6 +1,7 @@
-"""The OpenAI-compatible HTTP server of an engine, for agents that speak HTTP: vLLM's own app on the same `AsyncLLM`.
+"""The OpenAI-compatible HTTP server of an engine, for agents that speak HTTP.
 
-What it samples comes from the same weights, and is pushed to, paused and resumed with everything else in the engine.
+It is vLLM's own web application on the engine's `AsyncLLM`: its requests are sampled from the same weights, and a
+weight push pauses and resumes them like all others.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Count = Callable[[int], AbstractContextManager[None]]
 
 
 class HttpServer:
-    """A running server; lives on the event loop it was started on."""
+    """A running server. It belongs to the event loop on which it was started."""
 
     def __init__(self, server: uvicorn.Server, task: asyncio.Task[None], base_url: str) -> None:
         self._server = server
@@ -37,7 +38,7 @@ class HttpServer:
 
     @classmethod
     async def start(cls, llm: Any, cfg: GenerationConfig, *, host: str, count: Count) -> HttpServer:
-        """Serve `llm` on the first free port of the range, bound first and then held; `count` sees each request."""
+        """Serve `llm` on the first free port of the configured range; `count` wraps each request."""
         socket = hold_in_range(cfg.port_range_low, cfg.port_range_high, host=host)
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(
             command_line(llm.model_config.model, cfg.vllm_cfg.http_server_serving_chat_kwargs)
@@ -63,7 +64,7 @@ class HttpServer:
 
 
 def command_line(model_path: str, chat: ServingChatConfig) -> list[str]:
-    """Return the arguments of `vllm serve` that say what the configuration says."""
+    """Return the arguments of `vllm serve` that follow from the configuration."""
     args = ["--model", model_path, "--served-model-name", SERVED_MODEL_NAME, "--return-tokens-as-token-ids"]
     if chat.enable_auto_tools:
         args.append("--enable-auto-tool-choice")
@@ -75,7 +76,7 @@ def command_line(model_path: str, chat: ServingChatConfig) -> list[str]:
 
 
 def counted(app: Asgi, count: Count) -> Asgi:
-    """Wrap `app` so that each request to the API counts as one sequence in flight."""
+    """Return `app` with each request to its API counted as one sequence in flight."""
 
     async def wrapped(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope["path"].startswith("/v1/"):

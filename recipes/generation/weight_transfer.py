@@ -1,8 +1,9 @@
-"""How weights travel from the policy to the engines, through vLLM's own weight-transfer API.
+"""How an engine receives the policy's weights, through vLLM's weight-transfer API.
 
-On CUDA vLLM's NCCL engine is used as it is. On CPU none of its engines works, so this module registers one more,
-`shm`: the policy writes every full, HF-named tensor into a shared-memory file (`WeightLayout`), each engine maps that
-file and loads from it. vLLM imports the module in its worker processes through `worker_extension_cls`.
+On GPUs, vLLM's NCCL transfer is used as it is. On CPU none of vLLM's transfers works, so this module registers one more
+under the name `shm`: the policy writes all tensors, whole and under their Hugging Face names, into a file in shared
+memory (`WeightLayout`), and each engine maps that file and loads from it. vLLM's worker processes import this module
+because the engine arguments name it as `worker_extension_cls`.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ class SharedMemoryInit(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class SharedMemoryUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Nothing to say per push: the file holds the new weights."""
+    """Empty, since the file holds all that a push needs."""
 
 
 class WeightCopy:
-    """The policy's file on a host that does not have it: memory of this process, which its workers open by path."""
+    """A copy of the policy's file on another host. It lies in memory of this process; its workers open it by path."""
 
     def __init__(self, num_bytes: int) -> None:
         self._file = os.memfd_create("weights")
@@ -51,18 +52,18 @@ class WeightCopy:
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
 
     def write(self, content: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        """Take over the bytes of the file."""
+        """Replace the copy by `content`, the bytes of the whole file."""
         self._bytes[:] = content
 
 
 class SharedMemoryWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
-    """Load the model from a mapped file whose layout was given once."""
+    """Loads the model from a mapped file. The layout of the file is given once, at the start."""
 
     init_info_cls = SharedMemoryInit
     update_info_cls = SharedMemoryUpdate
 
     def init_transfer_engine(self, init_info: SharedMemoryInit) -> None:
-        """Map the file and remember where each tensor lies."""
+        """Map the file and keep its layout; raises `ValueError` when the file is shorter than its layout."""
         size = Path(init_info.path).stat().st_size
         if size < init_info.num_bytes:
             raise ValueError(f"{init_info.path} has {size} bytes, its layout says {init_info.num_bytes}")
@@ -71,11 +72,11 @@ class SharedMemoryWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         self._layout = init_info
 
     def start_weight_update(self) -> None:
-        """Put the layers back into the state in which they can be loaded: vLLM packs CPU weights after loading."""
+        """Unpack the layers: vLLM packs CPU weights after loading, and packed layers cannot be loaded."""
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load all tensors. The base class would synchronize an accelerator, which raises on CPU (vLLM 0.32)."""
+        """Load all tensors. The base class synchronizes an accelerator, which raises on CPU (vLLM 0.32)."""
         self.receive_weights(self.parse_update_info(update_info))
 
     @torch.no_grad()
@@ -89,7 +90,7 @@ class SharedMemoryWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         pack_tied_head(self.model)
 
     def shutdown(self) -> None:
-        """Nothing to release: the mapping goes with the process."""
+        """Release nothing: the mapping ends with the process."""
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         layout = self._layout
@@ -104,8 +105,8 @@ class SharedMemoryWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
 def pack_tied_head(model: torch.nn.Module) -> None:
     """Pack an output head that shares the embedding's weight.
 
-    The reload packs only layers that received a tensor, and a tied head receives none: without this its packed copy
-    stays that of the old weights, silently (vLLM 0.32, CPU).
+    The reload packs only layers that received a tensor, and a tied head receives none. Without this call the head would
+    go on with a packed copy of the old weights, and no error would say so (vLLM 0.32, CPU).
     """
     head = getattr(model, "lm_head", None)
     if head is not None and hasattr(head, "cpu_linear") and head.weight.numel():
@@ -117,4 +118,4 @@ if SHM_BACKEND not in WeightTransferEngineFactory._registry:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker; naming it in the engine's arguments is what imports this module there."""
+    """Has no methods: that the engine's arguments name it makes vLLM's workers import this module."""

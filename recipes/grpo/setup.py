@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from recipes.cluster.connect import connect
-from recipes.cluster.placement import Layout, place
+from recipes.cluster.placement import WorkerCounts, place
 from recipes.config.derive import Derived
 from recipes.config.tree import Config, GrpoConfig
 from recipes.environments.codec import ChatCodec
@@ -89,13 +89,13 @@ def _open_data(config: Config, environments: Environments) -> tuple[PromptStream
 
 def _start_models(config: Config, derived: Derived) -> tuple[Policy, Generation]:
     """Start policy and engines at the same time: each takes most of the time that a start needs."""
-    layout = Layout(
+    counts = WorkerCounts(
         num_train_nodes=derived.num_train_nodes,
         train_workers_per_node=derived.train_workers_per_node,
         num_engines=derived.num_engines,
         units_per_engine=derived.gpus_per_engine,
     )
-    policy_options, engine_options = place(layout, deadline_seconds=config.deadlines.placement)
+    policy_options, engine_options = place(counts, deadline_seconds=config.deadlines.placement)
     start = time.monotonic()
     with ThreadPoolExecutor(max_workers=2) as pool:
         policy_future = pool.submit(

@@ -67,15 +67,15 @@ def test_owner_in_another_process_is_named_with_its_command():
         port = int(server.stdout.readline())
         (problem,) = ports.busy_ports([port])
         server.communicate(b"")
-    assert f"pid {server.pid}" in problem.got
-    assert "socket.create_server" in problem.got
+    assert f"pid {server.pid}" in problem.wrong
+    assert "socket.create_server" in problem.wrong
 
 
 def test_range_skips_what_is_taken_and_fails_when_all_is():
     port = free_port()
     with ports.hold(port), ports.hold_in_range(port, port + 50) as second:
         assert port < second.getsockname()[1] < port + 50
-        with pytest.raises(LaunchError, match="all 1 in use, the first by pid"):
+        with pytest.raises(LaunchError, match="all 1 are in use, the first by pid"):
             ports.hold_in_range(port, port + 1)
 
 

@@ -67,7 +67,7 @@ def test_vllm_kwargs_win_over_the_rest() -> None:
 
 
 def test_vllm_kwargs_may_not_touch_what_the_refit_needs() -> None:
-    with pytest.raises(ConfigError, match=r"vllm_kwargs\.scheduler_cls: got 'x'"):
+    with pytest.raises(ConfigError, match=r"vllm_kwargs\.scheduler_cls: set, but .*; remove it"):
         args(config(vllm_kwargs={"scheduler_cls": "x"}))
 
 
