@@ -1,6 +1,6 @@
 """Serve one verifier over HTTP: `python -m tools.serve_env --name mcqa --port 5000` (or `make serve-env NAME=mcqa`).
 
-A run uses it when its configuration has `env.nemo_gym.mcqa.resources_servers.mcqa.url: http://HOST:PORT`.
+A run uses this server when its configuration has `env.nemo_gym.mcqa.resources_servers.mcqa.url: http://HOST:PORT`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve(options: argparse.Namespace, listener: socket.socket) -> None:
     if options.name not in VERIFIERS:
-        fix = suggestion(options.name, VERIFIERS)
-        raise LaunchError(Problem(where="--name", got=options.name, expected="a verifier", fix=fix))
+        wrong, fix = f"there is no verifier '{options.name}'", suggestion(options.name, VERIFIERS)
+        raise LaunchError(Problem(where="--name", wrong=wrong, fix=fix))
     name = options.instance or options.name
     settings = dict(_setting(text) for text in options.set)
     instance = servers_of({name: {"resources_servers": {options.name: settings}}})[name]
@@ -57,16 +57,14 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), backlog=1024)
     except OSError as error:
-        problem = Problem(
-            where=f"{host}:{port}", got=error.strerror or str(error), expected="a free port", fix="set --port"
-        )
-        raise LaunchError(problem) from error
+        wrong = f"cannot listen there: {error.strerror or error}"
+        raise LaunchError(Problem(where=f"{host}:{port}", wrong=wrong, fix="set --port to a free port")) from error
 
 
 def _setting(text: str) -> tuple[str, object]:
     key, equals, value = text.partition("=")
     if not equals:
-        raise ConfigError(Problem(where="--set", got=text, expected="KEY=VALUE", fix="write it so"))
+        raise ConfigError(Problem(where="--set", got=text, expected="KEY=VALUE", fix="write the setting in that form"))
     return key, yaml.safe_load(value)
 
 

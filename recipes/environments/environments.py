@@ -1,30 +1,32 @@
-"""Environments: routes a row by its agent's name, runs the agent, returns a rollout. The driver's only way in.
+"""All environments of a run: a row is routed by the name of its agent, the agent runs it, a rollout comes back.
 
-A verifier is scored in process unless its server instance has a `url`:
+The rest of the project uses only this module. Verifiers run on this machine unless their server instance has a `url`:
 
     env.nemo_gym.<instance>.resources_servers.<verifier>:
       url: http://host:port     # ask this resources server instead
-      timeout_seconds: 120      # no verdict after that long: the rollout failed
-      ...                       # settings of the verifier itself (registry.VERIFIERS[...].settings)
+      timeout_seconds: 120      # a verification that takes longer gives no verdict
+      ...                       # settings of the verifier itself (`Verifier.settings`)
 
-Failure is a value here: only an engine's failure and cancellation leave `run` as exceptions.
+A failed environment is a value: only an engine's failure and cancellation leave `run` as exceptions.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
-from recipes.environments.agents.single_turn import AGENT_KINDS, Episode, unscored
-from recipes.environments.chat import chat_request
-from recipes.environments.codec import ChatCodec, row_template_kwargs
+from recipes.environments.agents.episode import Episode, unscored
+from recipes.environments.agents.single_turn import single_turn
+from recipes.environments.chat.codec import ChatCodec, row_template_kwargs
+from recipes.environments.chat.messages import chat_request
+from recipes.environments.chat.tool_calls import FlagPatterns
+from recipes.environments.contract.verifier import Agent
 from recipes.environments.instances import ServerInstance, agents_of, servers_of
-from recipes.environments.registry import VERIFIERS, Agent, find_agent
+from recipes.environments.registry import VERIFIERS, find_agent
 from recipes.environments.scoring.clients import HttpVerifier, InProcessVerifier, VerifierClient
 from recipes.environments.scoring.pool import ScoringPool
-from recipes.environments.tool_calls import FlagPatterns
 from recipes.errors import RecipeError, suggestion
 from recipes.types import ModelClient, Rollout, RolloutStatus, Row
 
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+AGENT_KINDS: Mapping[str, Callable[[Episode], Awaitable[Rollout]]] = {"single_turn": single_turn}
+
+# The keys that a Responses create request may have.
 REQUEST_KEYS = frozenset(
     {
         "background",
@@ -59,7 +64,7 @@ REQUEST_KEYS = frozenset(
         "truncation",
         "user",
     }
-)  # of a Responses create request
+)
 
 
 class Environments:
@@ -153,7 +158,7 @@ def _agent_name(row: Row) -> str:
     reference = row.get("agent_ref")
     name = reference.get("name") if isinstance(reference, Mapping) else None
     if not isinstance(name, str):
-        raise ValueError("no agent_ref.name: nothing routes this row to an agent")
+        raise ValueError("no agent_ref.name: the row names no agent to run it")
     return name
 
 
@@ -161,13 +166,13 @@ def _check_request(row: Row) -> None:
     """Refuse a request that no model call can be made of."""
     params = row.get("responses_create_params")
     if not isinstance(params, Mapping):
-        raise ValueError("missing, expected an object")
+        raise ValueError("the object is missing")
     for key in params:
         if key not in REQUEST_KEYS:
             raise ValueError(f"unknown key '{key}'; {suggestion(key, REQUEST_KEYS)}")
     limit = params.get("max_output_tokens")
     if limit is not None and (not isinstance(limit, int) or limit < 1):
-        raise ValueError(f"max_output_tokens: got {limit!r}, expected a positive integer or nothing")
+        raise ValueError(f"max_output_tokens: got {limit!r}, expected a positive integer or null")
     request = chat_request(params)
     if not request["messages"]:
         raise ValueError("field 'input': got no message, expected at least one")

@@ -1,7 +1,8 @@
 """Server instances of the configuration (`env.nemo_gym.<name>`), as NeMo Gym writes them.
 
-An instance holds one server of one kind. Resources servers of verifiers that exist here, and agents that use one,
-are read; a setting that would not be honoured is refused. Servers of other types wait for their rows.
+An instance holds one server of one kind. Two kinds are read: resources servers of the verifiers that exist here, and
+the agents that use them. A setting that no code reads is refused. Servers of other types are ignored until a row
+needs them.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.environments.registry import VERIFIERS, Agent
+from recipes.environments.contract.verifier import Agent
+from recipes.environments.registry import VERIFIERS
 from recipes.errors import ConfigError, Problem, suggestion
 
-AGENT_TYPES = ("simple_agent",)  # agent servers whose rollouts run here
+AGENT_TYPES = ("simple_agent",)  # the types of agent server that run here
 DESCRIPTIVE = frozenset({"description", "domain", "entrypoint", "host", "name", "num_workers", "value", "verified"})
 CONNECTION = frozenset({"url", "timeout_seconds"})
 JUDGE = frozenset({"judge_model_server", "judge_responses_create_params"})  # read only when the judge is on
-DEFAULT_TIMEOUT_SECONDS = 120.0  # of one verification, queueing for a scoring worker included
+DEFAULT_TIMEOUT_SECONDS = 120.0  # for one verification; waiting for a free scoring process does not count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +34,15 @@ class ServerInstance:
 
 
 def servers_of(instances: Mapping[str, Any]) -> dict[str, ServerInstance]:
-    """Return all resources servers by instance name; a verifier nobody configured has one of its own name."""
+    """Return all resources servers by instance name: those that verifiers bring, then the configured ones over them.
+
+    Raises `ConfigError` with every setting that cannot be honoured.
+    """
     problems: list[Problem] = []
-    servers = {name: _server(name, name, {}, problems) for name in VERIFIERS}
+    servers = {}
+    for kind, verifier in VERIFIERS.items():
+        for name, settings in {kind: {}, **verifier.servers}.items():
+            servers[name] = _server(name, kind, settings, problems)
     for name, kind, settings in _of_kind(instances, "resources_servers"):
         if kind in VERIFIERS:
             servers[name] = _server(name, kind, settings, problems)
@@ -65,11 +73,12 @@ def _server(name: str, verifier: str, settings: Mapping[str, Any], problems: lis
     unused = JUDGE if not settings.get("should_use_judge") and "should_use_judge" in own else frozenset()
     for key, value in settings.items():
         if key == "should_use_judge" and value and not settings.get("url"):
-            expected, fix = "false", "the judge comes with a later release; until then serve it and set `url`"
-            problems.append(Problem(where=f"{where}.{key}", got="true", expected=expected, fix=fix))
+            wrong = "the judge is not built yet"
+            fix = "set it to false, or serve this verifier elsewhere and set `url`"
+            problems.append(Problem(where=f"{where}.{key}", wrong=wrong, fix=fix))
         elif key not in own | CONNECTION | DESCRIPTIVE | unused:
             fix = suggestion(key, own | CONNECTION)
-            problems.append(Problem(where=f"{where}.{key}", got="a setting nothing reads", expected="none", fix=fix))
+            problems.append(Problem(where=f"{where}.{key}", wrong="no code reads this setting", fix=fix))
     url, seconds = settings.get("url"), settings.get("timeout_seconds", DEFAULT_TIMEOUT_SECONDS)
     if url is not None and not str(url).startswith(("http://", "https://")):
         expected, fix = "http://host:port", "give the address of the server"

@@ -1,63 +1,26 @@
-"""Which verifier scores which rows: two tables and the routing of a row by its `agent_ref.name`.
+"""All verifiers, and the routing of a row to one of them by its `agent_ref.name`.
 
-To add a verifier: write its module (a frozen Task, `parse_task`, `score`), add one line to VERIFIERS and one to
-AGENTS, and take its agents out of LATER_AGENTS.
+To add a verifier: write its module in `verifiers/` (`contract/verifier.py` says what it declares), add its line to
+VERIFIERS, and take its agents out of LATER_AGENTS.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from recipes.environments.verdict import Verifier
+from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.environments.verifiers import math_with_judge, mcqa, reasoning_gym, structured_outputs
 from recipes.errors import suggestion
 
 VERIFIERS: Mapping[str, Verifier] = {
-    "math_with_judge": Verifier(
-        module=math_with_judge,
-        class_name="LibraryJudgeMathResourcesServer",
-        rewards=(0.0, 1.0),
-        settings=frozenset({"should_use_judge"}),
-        imports=("math_verify",),
-    ),
-    "mcqa": Verifier(
-        module=mcqa,
-        class_name="MCQAResourcesServer",
-        rewards=(0.0, 1.0),
-        settings=frozenset({"grading_mode"}),
-        is_cheap=mcqa.is_cheap,
-    ),
-    "reasoning_gym": Verifier(
-        module=reasoning_gym,
-        class_name="ReasoningGymResourcesServer",
-        rewards=(0.0, 1.0),
-        imports=("reasoning_gym",),
-    ),
-    "structured_outputs": Verifier(
-        module=structured_outputs,
-        class_name="StructuredOutputsResourcesServer",
-        rewards=(0.0, 1.0),
-        imports=("openapi_schema_validator", "yaml", "xmltodict"),
-    ),
+    "math_with_judge": math_with_judge.VERIFIER,
+    "mcqa": mcqa.VERIFIER,
+    "reasoning_gym": reasoning_gym.VERIFIER,
+    "structured_outputs": structured_outputs.VERIFIER,
 }
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agent:
-    """How rows of one agent name are run, and the server instance that scores them."""
-
-    kind: str  # a key of agents.AGENT_KINDS
-    server: str
-
-
 AGENTS: Mapping[str, Agent] = {
-    "math_with_judge_simple_agent": Agent(kind="single_turn", server="math_with_judge"),
-    "mcqa_simple_agent": Agent(kind="single_turn", server="mcqa"),
-    "reasoning_gym_simple_agent": Agent(kind="single_turn", server="reasoning_gym"),
-    "structured_outputs_simple_agent": Agent(kind="single_turn", server="structured_outputs"),
-    "structured_outputs_v3_simple_agent": Agent(kind="single_turn", server="structured_outputs"),
-    "structured_outputs_v4_simple_agent": Agent(kind="single_turn", server="structured_outputs"),
+    name: agent for verifier in VERIFIERS.values() for name, agent in verifier.agents.items()
 }
 
 LATER_AGENTS = frozenset(

@@ -13,7 +13,7 @@ from recipes.cluster.connect import connect
 from recipes.cluster.placement import WorkerCounts, place
 from recipes.config.derive import Derived
 from recipes.config.tree import Config, GrpoConfig
-from recipes.environments.codec import ChatCodec
+from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.environments import Environments
 from recipes.errors import ConfigError, DataError, Problem
 from recipes.generation.generation import Generation

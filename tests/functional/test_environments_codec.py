@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.environments.codec import ChatCodec
+from recipes.environments.chat.codec import ChatCodec
 
 MESSAGES = [
     {"role": "system", "content": "Answer in JSON."},

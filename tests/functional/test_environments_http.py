@@ -19,14 +19,14 @@ import httpx
 import pytest
 
 from recipes.config.load import load_config, require_valid
-from recipes.environments.codec import ChatCodec
+from recipes.environments.chat.codec import ChatCodec
+from recipes.environments.contract.responses import message_item, reasoning_item, response_object
+from recipes.environments.contract.verdict import NoVerdict, Verdict
 from recipes.environments.environments import Environments
 from recipes.environments.instances import servers_of
 from recipes.environments.registry import VERIFIERS
-from recipes.environments.responses import message_item, reasoning_item, response_object
 from recipes.environments.scoring.clients import HttpVerifier, InProcessVerifier
 from recipes.environments.scoring.pool import ScoringPool
-from recipes.environments.verdict import NoVerdict, Verdict
 from recipes.types import Completion, RolloutStatus, VersionSpan
 
 pytestmark = pytest.mark.functional
@@ -254,9 +254,9 @@ async def test_a_foreign_servers_reward_and_numbers_are_taken() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--name", "mcq", "--port", "0"], "--name: got mcq, expected a verifier; did you mean 'mcqa'?"),
-        (["--name", "mcqa", "--port", "0", "--set", "x=1"], "mcqa.x: got a setting nothing reads"),
-        (["--name", "math_with_judge", "--port", "0", "--set", "should_use_judge=true"], "comes with a later release"),
+        (["--name", "mcq", "--port", "0"], "--name: there is no verifier 'mcq'; did you mean 'mcqa'?"),
+        (["--name", "mcqa", "--port", "0", "--set", "x=1"], "mcqa.x: no code reads this setting"),
+        (["--name", "math_with_judge", "--port", "0", "--set", "should_use_judge=true"], "the judge is not built yet"),
     ],
 )
 def test_serving_refuses_wrong_arguments(arguments: list[str], message: str) -> None:

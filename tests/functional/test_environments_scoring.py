@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from recipes.environments.contract.responses import message_item
+from recipes.environments.contract.verdict import NoVerdict, Verdict
 from recipes.environments.registry import VERIFIERS
-from recipes.environments.responses import message_item
 from recipes.environments.scoring.pool import ScoringPool
-from recipes.environments.verdict import NoVerdict, Verdict
 from recipes.types import RolloutStatus
 
 pytestmark = pytest.mark.functional
@@ -56,7 +56,7 @@ def workers_of(parent: int) -> list[int]:
             command = (entry / "cmdline").read_bytes()
         except (OSError, IndexError):
             continue
-        if int(status[1]) == parent and b"scoring_worker" in command:
+        if int(status[1]) == parent and b"scoring.worker" in command:
             found.append(int(entry.name))
     return found
 
@@ -140,7 +140,7 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     script.write_text(
         "import asyncio, os, threading, time\n"
         "from recipes.environments.registry import VERIFIERS\n"
-        "from recipes.environments.responses import message_item\n"
+        "from recipes.environments.contract.responses import message_item\n"
         "from recipes.environments.scoring.pool import ScoringPool\n"
         f"row = {{'question': 'q', 'answer': '9', 'metadata': {COUNTDOWN!r}}}\n"
         "task = VERIFIERS['reasoning_gym'].parse_task(row, {})\n"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.environments.tool_calls import FlagPatterns, turn_flags
+from recipes.environments.chat.tool_calls import FlagPatterns, turn_flags
 from recipes.grpo.advantage import estimate_advantages, group_baseline, overwrite_flagged_turns
 from recipes.grpo.batch import mask_mismatched, pad_turns, sample_masks
 from recipes.grpo.checkpoint import steps_to_keep

@@ -57,7 +57,7 @@ Round = Callable[[], tuple[int, float]]
 
 def measure_rollouts(run: Run, run_dir: Path, *, num_rounds: int) -> list[Rung]:
     """Return the tokens per second of each rung, slowest addition last."""
-    from recipes.environments.codec import ChatCodec
+    from recipes.environments.chat.codec import ChatCodec
 
     rows = _rows(run)
     codec = ChatCodec.from_config(run.config.policy)

@@ -49,7 +49,7 @@ def _profile(args: argparse.Namespace) -> int:
     config = require_runnable(load_config(args.config, args.overrides))
 
     # Heavy imports after the checks, as in run_grpo.
-    from recipes.environments.codec import ChatCodec
+    from recipes.environments.chat.codec import ChatCodec
     from recipes.environments.environments import Environments
     from recipes.grpo.data import require_rows, row_id
     from recipes.types import Sampling

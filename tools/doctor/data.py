@@ -14,11 +14,11 @@ from typing import Any, cast
 import orjson
 
 from recipes.config.tree import Config
-from recipes.environments.codec import ChatCodec
+from recipes.environments.chat.codec import ChatCodec
+from recipes.environments.chat.tool_calls import FlagPatterns
 from recipes.environments.environments import Environments
 from recipes.environments.instances import agents_of, servers_of
 from recipes.environments.registry import find_agent
-from recipes.environments.tool_calls import FlagPatterns
 from recipes.errors import InputError
 from recipes.grpo.data import check_line, last_user_text
 from recipes.types import Row

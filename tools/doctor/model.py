@@ -9,7 +9,7 @@ from typing import Any
 
 from recipes.config.native import ARCHITECTURES
 from recipes.config.tree import Config
-from recipes.environments.codec import ChatCodec, template_of
+from recipes.environments.chat.codec import ChatCodec, template_of
 from recipes.errors import InputError
 from tools.planning.draft import Draft
 from tools.planning.findings import Finding, as_findings, found

@@ -9,12 +9,12 @@ from typing import Any
 
 import orjson
 
-from recipes.environments.chat import chat_request
-from recipes.environments.codec import ChatCodec
+from recipes.environments.chat.codec import ChatCodec
+from recipes.environments.chat.messages import chat_request
+from recipes.environments.chat.tool_calls import FlagPatterns
 from recipes.environments.environments import Environments
 from recipes.environments.instances import agents_of, servers_of
 from recipes.environments.registry import VERIFIERS, find_agent
-from recipes.environments.tool_calls import FlagPatterns
 from recipes.grpo.data import check_line as check_shape
 from recipes.types import Row
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from recipes.environments.chat import flat_text
+from recipes.environments.chat.messages import flat_text
 from recipes.types import Row
 
 SHINGLE = 8  # words and signs in a run

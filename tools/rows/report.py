@@ -17,7 +17,7 @@ from pathlib import Path
 
 import orjson
 
-from recipes.environments.codec import ChatCodec
+from recipes.environments.chat.codec import ChatCodec
 from recipes.files import write_atomically
 from recipes.grpo.data import row_id
 from tools.command_line import exit_status

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.environments.codec import ChatCodec
+from recipes.environments.chat.codec import ChatCodec
+from recipes.environments.contract.responses import response_object
 from recipes.environments.registry import AGENTS, VERIFIERS
-from recipes.environments.responses import response_object
 from recipes.errors import InputError
 from tools.files.row_files import read_lines, require_file
 

@@ -17,8 +17,9 @@ from weakref import WeakKeyDictionary
 import httpx
 import orjson
 
+from recipes.environments.contract.verdict import NoVerdict, Response, Verdict, env_failed
+from recipes.environments.contract.verifier import Verifier
 from recipes.environments.scoring.pool import ScoringPool
-from recipes.environments.verdict import NoVerdict, Response, Verdict, Verifier
 from recipes.types import RolloutStatus, Row
 
 _ATTEMPTS = 3
@@ -32,11 +33,6 @@ class VerifierClient(Protocol):
     async def verify(self, row: Row, response: Response) -> Verdict | NoVerdict:
         """Score one response to one row. Never raises for a failed environment."""
         ...
-
-
-def failed(reason: str) -> NoVerdict:
-    """Return that the environment failed."""
-    return NoVerdict(status=RolloutStatus.ENV_FAILED, reason=reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +54,9 @@ class InProcessVerifier:
             async with asyncio.timeout(self.timeout_seconds):
                 return await self.pool.score(self.name, task, response)
         except TimeoutError:
-            return failed(f"{self.name}: no verdict within {self.timeout_seconds:g} s")
+            return env_failed(f"{self.name}: no verdict within {self.timeout_seconds:g} s")
         except Exception as error:  # an environment that fails is a value with a reason, not the end of the run
-            return failed(f"{self.name}: {type(error).__name__}: {error}")
+            return env_failed(f"{self.name}: {type(error).__name__}: {error}")
 
 
 class _Refused(Exception):  # noqa: N818 (an answer of the server, final)
@@ -99,12 +95,12 @@ class HttpVerifier:
                 return self._read(reply, {**row, "response": response})
             except TimeoutError:
                 late = f"{self.name}: no verdict from {self.url} within {self.timeout_seconds:g} s"
-                return failed(late if attempt == 0 else f"{late}; before that {problem}")
+                return env_failed(late if attempt == 0 else f"{late}; before that {problem}")
             except _Unreachable as error:
                 problem = str(error)
             except (_Refused, ValueError, TypeError) as error:  # TypeError: a row that JSON cannot carry
-                return failed(f"{self.name}: {self.url}: {error}")
-        return failed(f"{self.name}: {self.url}: {problem} ({_ATTEMPTS} attempts)")
+                return env_failed(f"{self.name}: {self.url}: {error}")
+        return env_failed(f"{self.name}: {self.url}: {problem} ({_ATTEMPTS} attempts)")
 
     async def _post(
         self, path: str, body: Mapping[str, Any], cookies: httpx.Cookies

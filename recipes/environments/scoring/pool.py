@@ -24,7 +24,7 @@ from typing import Any
 
 import orjson
 
-from recipes.environments.verdict import NoVerdict, Response, Verdict
+from recipes.environments.contract.verdict import NoVerdict, Response, Verdict
 from recipes.types import RolloutStatus
 
 logger = logging.getLogger(__name__)

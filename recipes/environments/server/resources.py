@@ -17,12 +17,12 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.middleware.sessions import SessionMiddleware
 
+from recipes.environments.contract.rows import wrong
+from recipes.environments.contract.verdict import NoVerdict
 from recipes.environments.instances import ServerInstance
 from recipes.environments.registry import VERIFIERS
-from recipes.environments.rows import wrong
 from recipes.environments.scoring.clients import InProcessVerifier
 from recipes.environments.scoring.pool import ScoringPool
-from recipes.environments.verdict import NoVerdict
 from recipes.types import RolloutStatus
 
 

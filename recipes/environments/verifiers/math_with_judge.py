@@ -1,9 +1,9 @@
 """Mathematics with a known answer, checked symbolically. Reward 1.0 when equal, else 0.0.
 
-The gold answer is read as LaTeX, the response as LaTeX and as plain expressions, by math-verify. The second
-part of this environment, a judge model that is asked when the symbolic check fails, is refused until it exists.
+math-verify reads the gold answer as LaTeX, and the response as LaTeX and as plain expressions. NeMo Gym also asks a
+judge model when the symbolic check fails; a row or a setting that wants this judge is refused until it is built.
 
-Runs in the main thread of a scoring worker: math-verify bounds its time with SIGALRM.
+Scoring must run in the main thread of a process, for math-verify bounds its time with SIGALRM.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.environments.responses import all_text
-from recipes.environments.rows import require_str
-from recipes.environments.verdict import Response, Verdict
+from recipes.environments.contract.responses import all_text
+from recipes.environments.contract.rows import require_str
+from recipes.environments.contract.verdict import Response, Verdict
+from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.types import Row
 
 
@@ -29,7 +30,7 @@ class Task:
 def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
     """Read `question` and `expected_answer`."""
     if settings.get("should_use_judge"):
-        raise ValueError("setting 'should_use_judge': got true, expected false; the judge comes with a later release")
+        raise ValueError("setting 'should_use_judge': got true, expected false; the judge is not built yet")
     require_str(row, "question")
     return Task(expected_answer=require_str(row, "expected_answer"))
 
@@ -83,3 +84,15 @@ def _compare(text: str, expected: str) -> tuple[bool, str | None]:
         if any(verify(gold, prediction) for gold in golds):
             return True, str(prediction)
     return False, str(predictions[0]) if predictions else None
+
+
+VERIFIER = Verifier(
+    task=Task,
+    parse_task=parse_task,
+    score=score,
+    class_name="LibraryJudgeMathResourcesServer",
+    rewards=(0.0, 1.0),
+    agents={"math_with_judge_simple_agent": Agent(kind="single_turn", server="math_with_judge")},
+    settings=frozenset({"should_use_judge"}),
+    imports=("math_verify",),
+)

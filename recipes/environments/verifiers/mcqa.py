@@ -1,7 +1,7 @@
 """Multiple-choice questions. Reward 1.0 for the expected letter, else 0.0.
 
-How the letter is read from the answer is set per row (`grading_mode`) or for the whole server. A row may carry
-its own patterns (`template_metadata.output_regex`), which are tried first.
+Each row, or the whole server, says how the letter is read from the answer (`grading_mode`). A row may bring patterns
+of its own (`template_metadata.output_regex`), which are tried first.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from recipes.environments.responses import all_text
-from recipes.environments.rows import one_of, optional_object, optional_str, wrong
-from recipes.environments.verdict import Response, Verdict
+from recipes.environments.contract.responses import all_text
+from recipes.environments.contract.rows import one_of, optional_object, optional_str, wrong
+from recipes.environments.contract.verdict import Response, Verdict
+from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.types import Row
 
 STRICT = "strict_single_letter_boxed"
@@ -61,7 +62,7 @@ def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
 
 
 def is_cheap(task: Task) -> bool:
-    """Whether scoring takes bounded time on any answer: not with a row's own patterns, which may backtrack for ever."""
+    """Return whether the row brings no pattern of its own, which could backtrack for ever."""
     return not task.patterns
 
 
@@ -198,3 +199,15 @@ READERS = {
     ANSWER_COLON: _answer_colon,
     ANSWER_COLON_MARKDOWN: _answer_colon_markdown,
 }
+
+
+VERIFIER = Verifier(
+    task=Task,
+    parse_task=parse_task,
+    score=score,
+    class_name="MCQAResourcesServer",
+    rewards=(0.0, 1.0),
+    agents={"mcqa_simple_agent": Agent(kind="single_turn", server="mcqa")},
+    settings=frozenset({"grading_mode"}),
+    is_cheap=is_cheap,
+)

@@ -1,7 +1,6 @@
-"""Procedural reasoning tasks of the reasoning-gym library. Reward in [0, 1], given by the library's scorer of the task.
+"""Procedural reasoning tasks of the reasoning-gym library. Reward in [0, 1], as the library's scorer of the task says.
 
-Many of its scorers give partial credit; some evaluate the answer as an expression, so they run in a scoring
-worker with a time limit.
+Many scorers give partial credit. Some evaluate the answer as an expression, so scoring runs in a jailed process.
 """
 
 from __future__ import annotations
@@ -14,9 +13,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from recipes.environments.responses import all_text
-from recipes.environments.rows import optional_str, require_str, wrong
-from recipes.environments.verdict import Response, Verdict
+from recipes.environments.contract.responses import all_text
+from recipes.environments.contract.rows import optional_str, require_str, wrong
+from recipes.environments.contract.verdict import Response, Verdict
+from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.types import Row
 
 
@@ -46,7 +46,7 @@ def score(response: Response, task: Task) -> Verdict:
     details = {"extracted_answer": answer, "task_name": task.task_name}
     try:
         reward = float(_scorer(task.task_name)(answer, json.loads(task.entry)))
-    except Exception as error:  # a scorer that cannot read the model's text: no credit, as the library's users expect
+    except Exception as error:  # the scorer cannot read the model's text, which earns no credit
         reason = f"{task.task_name}: the scorer failed: {type(error).__name__}: {error}"[:200]
         return Verdict(reward=0.0, reason=reason, details=details)
     if not math.isfinite(reward):
@@ -69,3 +69,14 @@ def _scorer(name: str) -> Callable[[str, dict[str, Any]], float]:
 
     scorer: Callable[[str, dict[str, Any]], float] = get_score_answer_fn(name)
     return scorer
+
+
+VERIFIER = Verifier(
+    task=Task,
+    parse_task=parse_task,
+    score=score,
+    class_name="ReasoningGymResourcesServer",
+    rewards=(0.0, 1.0),
+    agents={"reasoning_gym_simple_agent": Agent(kind="single_turn", server="reasoning_gym")},
+    imports=("reasoning_gym",),
+)

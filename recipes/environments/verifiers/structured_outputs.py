@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.environments.responses import all_text, function_calls
-from recipes.environments.rows import one_of, optional_str, require_str
-from recipes.environments.verdict import Response, Verdict
-from recipes.environments.verifiers.formats import FORMATS, parse
+from recipes.environments.checks.formats import FORMATS, parse
+from recipes.environments.contract.responses import all_text, function_calls
+from recipes.environments.contract.rows import one_of, optional_str, require_str
+from recipes.environments.contract.verdict import Response, Verdict
+from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.types import Row
 
 TEXT, TOOL_CALL = "text", "tool_call"
@@ -31,7 +32,7 @@ class Task:
     tool_payload_key: str | None
 
 
-class Unfit(Exception):  # noqa: N818 (a finding about the answer, not a fault of the program)
+class UnfitAnswer(Exception):  # noqa: N818 (it describes the answer, not a fault of the program)
     """The answer earns nothing; `kind` says why in one word."""
 
     def __init__(self, kind: str, explanation: str) -> None:
@@ -55,7 +56,7 @@ def score(response: Response, task: Task) -> Verdict:
     try:
         read = _from_tool_call if task.response_mode == TOOL_CALL else _from_text
         _validate(*read(response, task))
-    except Unfit as unfit:
+    except UnfitAnswer as unfit:
         reason = f"{unfit.kind}: {unfit}"[:200]
         return Verdict(reward=0.0, reason=reason, details={"error_type": unfit.kind})
     return Verdict(reward=1.0, reason="satisfies the schema", details={"error_type": None})
@@ -64,7 +65,7 @@ def score(response: Response, task: Task) -> Verdict:
 def strict_schema(schema: Any) -> Any:
     """Require every listed property and forbid others, in all objects reached through objects.
 
-    Schemas inside lists (anyOf, oneOf, allOf) stay as they are: rewards were defined that way.
+    Schemas inside lists (anyOf, oneOf, allOf) stay as they are, as in NeMo Gym's verifier.
     """
     if not isinstance(schema, Mapping):
         return schema
@@ -79,36 +80,36 @@ def _schema(task: Task) -> Any:
     try:
         return strict_schema(json.loads(task.schema))
     except Exception as error:  # the row's schema text is data
-        raise Unfit("schema_error", f"the row's schema cannot be read: {error}") from error
+        raise UnfitAnswer("schema_error", f"the row's schema cannot be read: {error}") from error
 
 
 def _from_text(response: Response, task: Task) -> tuple[Any, Any]:
     text = all_text(response)
     if not text.strip():
-        raise Unfit("empty_response", "the answer is empty")
+        raise UnfitAnswer("empty_response", "the answer is empty")
     schema = _schema(task)
     try:
         return parse(text, task.schema_type, schema), schema
     except Exception as error:  # model text: whatever a parser raises means it is not in the format
-        raise Unfit("parse_error", f"not {task.schema_type}: {type(error).__name__}: {error}") from error
+        raise UnfitAnswer("parse_error", f"not {task.schema_type}: {type(error).__name__}: {error}") from error
 
 
 def _from_tool_call(response: Response, task: Task) -> tuple[Any, Any]:
     if response.get("error") is not None:
-        raise Unfit("api_error", f"the model call failed: {response['error']}")
+        raise UnfitAnswer("api_error", f"the model call failed: {response['error']}")
     calls = function_calls(response)
     if len(calls) != 1:
         kind = "multiple_tool_calls" if calls else "missing_tool_call"
-        raise Unfit(kind, f"{len(calls)} function calls, expected exactly one")
+        raise UnfitAnswer(kind, f"{len(calls)} function calls, expected exactly one")
     if task.tool_name and calls[0].get("name") != task.tool_name:
-        raise Unfit("wrong_tool_name", f"called {calls[0].get('name')}, expected {task.tool_name}")
+        raise UnfitAnswer("wrong_tool_name", f"called {calls[0].get('name')}, expected {task.tool_name}")
     try:
         payload = json.loads(calls[0].get("arguments", ""))
     except Exception as error:  # model text
-        raise Unfit("tool_arguments_parse_error", f"the arguments are not JSON: {error}") from error
+        raise UnfitAnswer("tool_arguments_parse_error", f"the arguments are not JSON: {error}") from error
     if task.tool_payload_key:
         if not isinstance(payload, dict) or task.tool_payload_key not in payload:
-            raise Unfit("missing_tool_payload_key", f"the arguments have no '{task.tool_payload_key}'")
+            raise UnfitAnswer("missing_tool_payload_key", f"the arguments have no '{task.tool_payload_key}'")
         payload = payload[task.tool_payload_key]
     return payload, _schema(task)
 
@@ -120,4 +121,18 @@ def _validate(value: Any, schema: Any) -> None:
         validate(value, schema)
     except Exception as error:  # jsonschema raises many kinds, also for an unusable schema
         message = getattr(error, "message", None) or str(error)
-        raise Unfit("validation_error", message.splitlines()[0] if message else type(error).__name__) from error
+        raise UnfitAnswer("validation_error", message.splitlines()[0] if message else type(error).__name__) from error
+
+
+VERIFIER = Verifier(
+    task=Task,
+    parse_task=parse_task,
+    score=score,
+    class_name="StructuredOutputsResourcesServer",
+    rewards=(0.0, 1.0),
+    agents={
+        f"structured_outputs{version}_simple_agent": Agent(kind="single_turn", server="structured_outputs")
+        for version in ("", "_v3", "_v4")
+    },
+    imports=("openapi_schema_validator", "yaml", "xmltodict"),
+)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.codec import ChatCodec
-from recipes.environments.responses import message_item
+from recipes.environments.chat.codec import ChatCodec
+from recipes.environments.contract.responses import message_item
 from tests.recorded import recorded
 
 ROOT = Path(__file__).resolve().parents[3]

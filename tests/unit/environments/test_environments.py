@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.codec import ChatCodec
+from recipes.environments.chat.codec import ChatCodec
+from recipes.environments.contract.responses import message_item
+from recipes.environments.contract.verdict import NoVerdict, Response, Verdict
 from recipes.environments.environments import Environments
 from recipes.environments.registry import VERIFIERS
-from recipes.environments.responses import message_item
 from recipes.environments.scoring.clients import InProcessVerifier, VerifierClient
 from recipes.environments.scoring.pool import ScoringPool
-from recipes.environments.verdict import NoVerdict, Response, Verdict
 from recipes.errors import ConfigError, EngineError
 from recipes.types import Completion, Rollout, RolloutStatus, Row, VersionSpan
 
@@ -221,7 +221,7 @@ def with_params(**params: Any) -> dict[str, Any]:
         (with_params(tools=[{"type": "web_search"}]), "field 'tools': got object"),
         (with_params(tool_choice="required"), "tool_choice='required' requires at least one tool"),
         (with_params(metadata={"chat_template_kwargs": "{"}), "field 'metadata.chat_template_kwargs': got string '{'"),
-        ({**ROW, "responses_create_params": None}, "responses_create_params: missing"),
+        ({**ROW, "responses_create_params": None}, "responses_create_params: the object is missing"),
     ],
 )
 def test_check_row_names_the_problem(environments: Environments, row: Mapping[str, Any], problem: str) -> None:
@@ -255,11 +255,11 @@ async def test_a_configured_agent_uses_its_own_server(codec: ChatCodec) -> None:
     [
         (
             {"math_with_judge": server("math_with_judge", should_use_judge=True)},
-            r"math_with_judge.should_use_judge: got true, expected false; the judge comes with a later release",
+            r"math_with_judge.should_use_judge: the judge is not built yet; set it to false",
         ),
         ({"mcqa": server("mcqa", url="localhost:5000")}, r"mcqa.url: got localhost:5000, expected http://host:port"),
         ({"mcqa": server("mcqa", timeout_seconds="2m")}, r"mcqa.timeout_seconds: got '2m', expected a positive number"),
-        ({"mcqa": server("mcqa", grading_mod="x")}, r"mcqa.grading_mod: got a setting nothing reads.*'grading_mode'"),
+        ({"mcqa": server("mcqa", grading_mod="x")}, r"mcqa.grading_mod: no code reads this setting; .*'grading_mode'"),
     ],
 )
 def test_settings_that_are_not_honoured_are_refused(codec: ChatCodec, instances: dict[str, Any], message: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 HEAVY = ("torch", "ray", "vllm", "transformers", "megatron", "sympy", "math_verify", "reasoning_gym")
 
 
-@pytest.mark.parametrize("module", ["registry", "environments", "codec", "scoring.worker", "server.resources"])
+@pytest.mark.parametrize("module", ["registry", "environments", "chat.codec", "scoring.worker", "server.resources"])
 def test_stays_light(module: str) -> None:
     code = f"import sys, recipes.environments.{module}; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.chat import assistant_items, chat_request
-from recipes.environments.codec import PrefixError, replace_prefix
+from recipes.environments.chat.codec import PrefixError, replace_prefix
+from recipes.environments.chat.messages import assistant_items, chat_request
+from recipes.environments.chat.tool_calls import FlagPatterns, turn_flags
 from recipes.environments.registry import VERIFIERS
-from recipes.environments.tool_calls import FlagPatterns, turn_flags
 from tests.recorded import recorded
 
 GOLDEN = recorded("GOLDEN_DIR", "golden") / "env"

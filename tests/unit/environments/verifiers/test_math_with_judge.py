@@ -73,7 +73,7 @@ def test_bad_row(row: dict[str, Any], message: str) -> None:
 
 
 def test_judge_is_refused() -> None:
-    with pytest.raises(ValueError, match="the judge comes with a later release"):
+    with pytest.raises(ValueError, match="the judge is not built yet"):
         parse_task(ROW, {"should_use_judge": True})
 
 

@@ -74,7 +74,7 @@ def test_real_row(gym_row: Callable[..., dict[str, Any]], answer: Answer) -> Non
         ({"metadata": None}, "field 'metadata': got nothing, expected an object"),
         ({"metadata": {}}, "field 'metadata.source_dataset': got nothing, expected the name"),
         ({"question": 1}, "field 'question': got number 1"),
-        ({"answer": 156}, "field 'answer': got number 156, expected a string or nothing"),
+        ({"answer": 156}, "field 'answer': got number 156, expected a string or null"),
     ],
 )
 def test_bad_row(fields: dict[str, Any], message: str) -> None:

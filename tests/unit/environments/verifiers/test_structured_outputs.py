@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.responses import function_call_item
+from recipes.environments.contract.responses import function_call_item
 from recipes.environments.verifiers.structured_outputs import parse_task, score, strict_schema
 
 Answer = Callable[..., dict[str, Any]]

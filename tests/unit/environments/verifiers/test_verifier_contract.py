@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from recipes.environments.contract.responses import function_call_item, message_item, reasoning_item
+from recipes.environments.contract.verdict import Verdict
 from recipes.environments.registry import AGENTS, LATER_AGENTS, VERIFIERS, find_agent
-from recipes.environments.responses import function_call_item, message_item, reasoning_item
-from recipes.environments.verdict import Verdict
 
 ROWS: dict[str, dict[str, Any]] = {
     "math_with_judge": {"question": "q", "expected_answer": "\\frac{1}{2}"},

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from recipes.environments.contract.responses import message_item, response_object
 from recipes.environments.registry import AGENTS, VERIFIERS
-from recipes.environments.responses import message_item, response_object
 from tools.tiny.tasks import TASKS, Task, demonstrate, make_row
 
 

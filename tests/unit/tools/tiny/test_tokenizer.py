@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.codec import ChatCodec
+from recipes.environments.chat.codec import ChatCodec
 from tools.tiny.tasks import TASKS, demonstrate
 from tools.tiny.tokenizer import build_tokenizer
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from recipes.environments.chat import assistant_items, chat_messages, chat_tools, flat_text, is_assistants
-from recipes.environments.responses import Item
-from recipes.environments.rows import wrong
-from recipes.environments.template import compile_template
-from recipes.environments.tool_calls import parse_tool_calls
+from recipes.environments.chat.messages import assistant_items, chat_messages, chat_tools, flat_text, is_assistants
+from recipes.environments.chat.template import compile_template
+from recipes.environments.chat.tool_calls import parse_tool_calls
+from recipes.environments.contract.responses import Item
+from recipes.environments.contract.rows import wrong
 from recipes.errors import InputError, Problem
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.chat import assistant_items, chat_tools
-from recipes.environments.codec import ChatCodec, PrefixError, split_reasoning
-from recipes.environments.responses import Item
-from recipes.environments.tool_calls import parse_tool_calls
+from recipes.environments.chat.codec import ChatCodec, PrefixError, split_reasoning
+from recipes.environments.chat.messages import assistant_items, chat_tools
+from recipes.environments.chat.tool_calls import parse_tool_calls
+from recipes.environments.contract.responses import Item
 from recipes.errors import InputError
 
 ASK = {"input": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]}

@@ -35,7 +35,7 @@ def optional_str(row: Mapping[str, Any], field: str) -> str | None:
     """Return a string field that may be absent or null."""
     value = row.get(field)
     if value is not None and not isinstance(value, str):
-        raise wrong(field, value, "a string or nothing")
+        raise wrong(field, value, "a string or null")
     return value
 
 
@@ -45,7 +45,7 @@ def optional_object(row: Mapping[str, Any], field: str) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise wrong(field, value, "an object or nothing")
+        raise wrong(field, value, "an object or null")
     return value
 
 

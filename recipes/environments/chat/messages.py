@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recipes.environments.responses import Item, function_call_item, message_item, reasoning_item
-from recipes.environments.rows import require_str, wrong
+from recipes.environments.contract.responses import Item, function_call_item, message_item, reasoning_item
+from recipes.environments.contract.rows import require_str, wrong
 
 Message = dict[str, Any]
 

@@ -1,0 +1,48 @@
+"""What every verifier module declares: one `VERIFIER`, which says all that the rest of the project knows of it.
+
+A module in `verifiers/` has the same parts in the same order: a docstring (the task, the reward, every decision that
+a reader might not expect), a frozen `Task`, `parse_task`, a pure `score`, and `VERIFIER` at the end. A Task's fields
+are JSON values with tuples in place of lists, so that it can be hashed and sent to a scoring process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from recipes.environments.contract.verdict import Response, Verdict
+from recipes.types import Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agent:
+    """How rows of one agent name are run, and the server instance that scores them."""
+
+    kind: str  # a key of environments.AGENT_KINDS
+    server: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verifier:
+    """One verifier: its functions, how rows reach it, and what it needs to run."""
+
+    task: type  # the frozen dataclass that `parse_task` returns
+    parse_task: Callable[[Row, Mapping[str, Any]], Any]
+    """Read the verifier's fields of a row, under its settings. Raises `ValueError` that names the field, what was got
+    and what is expected."""
+    score: Callable[[Response, Any], Verdict]
+    """Score one response to a task. Pure; takes any response."""
+    class_name: str  # of NeMo Gym's server, part of the name of its session cookie
+    rewards: tuple[float, float]  # smallest and largest reward it can give
+    agents: Mapping[str, Agent]  # agent names of rows that need no configuration
+    servers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # instance name -> settings, likewise
+    settings: frozenset[str] = frozenset()  # keys that the configuration of its server may set
+    imports: tuple[str, ...] = ()  # libraries to load before the first score
+    is_cheap: Callable[[Any], bool] = lambda _task: False
+    """Whether scoring a task takes little time on any text, so that it needs no scoring process."""
+
+    @property
+    def module(self) -> str:
+        """The module that declares it, from which a scoring process loads it."""
+        return self.score.__module__
