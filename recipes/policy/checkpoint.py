@@ -16,9 +16,9 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.utils import unwrap_model
 
 from recipes.errors import CheckpointError, Problem
-from recipes.policy.families.qwen3 import unwrap
 from recipes.policy.step import Trainer, gather_params
 
 _FORMAT = ("torch_dist", 1)
@@ -40,13 +40,12 @@ def load(trainer: Trainer, path: Path) -> None:
         raise CheckpointError(
             Problem(
                 where=str(path),
-                got="no metadata.json",
-                expected="a complete distributed checkpoint of the policy",
+                wrong="this is no complete checkpoint of the policy: metadata.json is missing",
                 fix="resume from another step",
             )
         )
     state = dist_checkpointing.load(_sharded_state(trainer, is_loading=True), str(path))
-    unwrap(trainer.model).load_state_dict(state["model"])
+    unwrap_model(trainer.model).load_state_dict(state["model"])
     with torch.no_grad():  # in float32 the optimizer's shards are views of the parameters
         trainer.optimizer.load_state_dict(state["optimizer"])
     trainer.scheduler.num_steps = 0  # Megatron adds the steps of the checkpoint to those that were taken here
@@ -101,7 +100,7 @@ def _sharded_state(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:
         "distrib_optim_sharding_type": "fully_reshardable",  # may be read back with other parallel sizes
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    model = unwrap(trainer.model).sharded_state_dict(metadata=metadata)
+    model = unwrap_model(trainer.model).sharded_state_dict(metadata=metadata)
     optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {"model": model, "optimizer": optimizer}
 

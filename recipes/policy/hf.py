@@ -16,6 +16,7 @@ from transformers import AutoConfig
 
 from recipes.config.native import ARCHITECTURES
 from recipes.errors import CheckpointError, ConfigError, Problem
+from recipes.policy.families.family import Family, family_of
 
 _SHARD_BYTES = 5 * 10**9  # the hub's customary size of one weight file
 _INDEX = "model.safetensors.index.json"
@@ -32,24 +33,16 @@ def model_directory(name: str) -> Path:
     return Path(snapshot_download(name))
 
 
-def read_config(directory: Path, overrides: dict[str, Any]) -> Any:
-    """Read a transformers configuration; refuse what the policy cannot build."""
+def read_config(directory: Path, overrides: dict[str, Any]) -> tuple[Any, Family]:
+    """Read a transformers configuration and find its family; raises `ConfigError` for what the policy cannot build."""
     config = AutoConfig.from_pretrained(directory, **overrides)
     architecture = (getattr(config, "architectures", None) or ["none"])[0]
-    problems = []
-    if architecture not in ARCHITECTURES:
-        problems.append(("architectures", architecture, "one of " + ", ".join(ARCHITECTURES)))
+    family = family_of(architecture)
+    if family is None:
+        problems = [("architectures", architecture, "one of " + ", ".join(ARCHITECTURES))]
     else:
-        rope = getattr(config, "rope_parameters", None) or {}
-        if rope.get("rope_type", "default") != "default":
-            problems.append(("rope_parameters.rope_type", rope["rope_type"], "default"))
-        if config.attention_bias:
-            problems.append(("attention_bias", "true", "false"))
-        if config.hidden_act != "silu":
-            problems.append(("hidden_act", config.hidden_act, "silu"))
-        if getattr(config, "use_sliding_window", False):
-            problems.append(("use_sliding_window", "true", "false"))
-    if problems:
+        problems = family.refusals(config)
+    if family is None or problems:
         where = directory / "config.json"
         raise ConfigError(
             [
@@ -57,7 +50,7 @@ def read_config(directory: Path, overrides: dict[str, Any]) -> Any:
                 for key, got, expected in problems
             ]
         )
-    return config
+    return config, family
 
 
 class WeightReader:
@@ -75,8 +68,7 @@ class WeightReader:
             raise CheckpointError(
                 Problem(
                     where=str(directory),
-                    got="no *.safetensors file",
-                    expected="a Hugging Face model directory",
+                    wrong="this is no Hugging Face model directory: it has no *.safetensors file",
                     fix="set policy.model_name to one",
                 )
             )
@@ -88,8 +80,7 @@ class WeightReader:
             raise CheckpointError(
                 Problem(
                     where=str(self._directory),
-                    got=f"no tensor {name}",
-                    expected="every weight that config.json implies",
+                    wrong=f"tensor {name} is missing, which config.json implies",
                     fix="check that weights and config.json belong together",
                 )
             )
@@ -98,15 +89,14 @@ class WeightReader:
             tensor: Tensor = tensors.get_tensor(name)
         return tensor
 
-    def check_all_read(self, *, tied: bool) -> None:
-        """Refuse a directory with weights that the model did not take."""
-        left = self._unread - ({"lm_head.weight"} if tied else set())
+    def check_all_read(self, *, optional: set[str]) -> None:
+        """Refuse a directory with weights that the model did not take and that are not `optional`."""
+        left = self._unread - optional
         if left:
             raise CheckpointError(
                 Problem(
                     where=str(self._directory),
-                    got=f"{len(left)} tensors the model has no place for, e.g. {min(left)}",
-                    expected="the weights of the architecture in config.json",
+                    wrong=f"the model of config.json has no place for {len(left)} tensors, for example {min(left)}",
                     fix="check that weights and config.json belong together",
                 )
             )

@@ -28,7 +28,7 @@ def check_layout(cfg: PolicyConfig, *, world_size: int) -> None:
             where=f"{where}{key}",
             got=str(getattr(megatron, key)),
             expected="1",
-            fix="use tensor parallelism or more nodes instead; this kind of parallelism is not built",
+            fix="use tensor or data parallelism instead; the policy does not build this kind yet",
         )
         for key in ("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
         if getattr(megatron, key) != 1
@@ -39,7 +39,7 @@ def check_layout(cfg: PolicyConfig, *, world_size: int) -> None:
             Problem(
                 where=f"{where}tensor_model_parallel_size",
                 got=str(tensor),
-                expected=f"a divisor of the {world_size} policy ranks",
+                expected=f"a divisor of {world_size}, the number of policy ranks",
                 fix="change it or the number of training devices",
             )
         )

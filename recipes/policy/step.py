@@ -8,7 +8,7 @@ Shape legend: B rows of the shard, S their padded length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,15 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from recipes.config.tree_policy import PolicyConfig
 from recipes.policy import hf
-from recipes.policy.families import qwen3 as convert
+from recipes.policy.families import mapping
+from recipes.policy.families.mapping import WeightMapping
 from recipes.policy.microbatch import Microbatch, pack_microbatch
-from recipes.policy.model import OutputConfig, build_model, forward, transformer_config
+from recipes.policy.model import build_model, forward, transformer_config
 from recipes.policy.optimizer import build_optimizer, wrap_ddp
 from recipes.policy.parallel import device
 from recipes.policy.shards import BatchShard, merge_metrics
@@ -36,20 +38,29 @@ class Trainer:
     cfg: PolicyConfig
     loss: LossFunction
     model: DistributedDataParallel
+    weights: Sequence[WeightMapping]
     optimizer: Any
     scheduler: OptimizerParamScheduler
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, full tensor) on every rank of a replica, which all must iterate to the end."""
+        return mapping.export(self.weights, self.model.config)
+
+    def full_shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Return name, dtype and shape of what `export` yields, in its order."""
+        return mapping.full_shapes(self.weights, self.model.config)
 
 
 def build_trainer(cfg: PolicyConfig, loss: LossFunction) -> Trainer:
     """Build the model of `policy.model_name`, load its weights, and make the optimizer."""
     directory = hf.model_directory(cfg.model_name)
-    hf_config = hf.read_config(directory, dict(cfg.hf_config_overrides))
-    config = transformer_config(hf_config, cfg)
-    output = OutputConfig(temperature=cfg.generation.temperature, chunk_size=cfg.logprob_chunk_size)
-    model = build_model(hf_config, config, output)
+    hf_config, family = hf.read_config(directory, dict(cfg.hf_config_overrides))
+    config = transformer_config(family, hf_config, cfg)
+    model = build_model(family, hf_config, config, cfg)
+    weights = family.weights(unwrap_model(model))
     reader = hf.WeightReader(directory)
-    convert.load(model, reader)
-    reader.check_all_read(tied=hf_config.tie_word_embeddings)
+    mapping.load(weights, config, reader)
+    reader.check_all_read(optional=family.unread_weights(hf_config))
 
     wrapped = wrap_ddp(model, config, cfg.megatron_cfg)
     optimizer, scheduler = build_optimizer(wrapped, cfg)
@@ -57,7 +68,7 @@ def build_trainer(cfg: PolicyConfig, loss: LossFunction) -> Trainer:
     config.finalize_model_grads_func = _finalize_without_scaling
     if wrapped.ddp_config.overlap_grad_reduce:
         config.no_sync_func = wrapped.no_sync
-    return Trainer(cfg=cfg, loss=loss, model=wrapped, optimizer=optimizer, scheduler=scheduler)
+    return Trainer(cfg=cfg, loss=loss, model=wrapped, weights=weights, optimizer=optimizer, scheduler=scheduler)
 
 
 def train_step(trainer: Trainer, shard: BatchShard) -> dict[str, float]:

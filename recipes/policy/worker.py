@@ -113,11 +113,10 @@ class PolicyWorker:
         import torch
 
         from recipes.policy import weights
-        from recipes.policy.families import qwen3 as convert
 
         if self._rank != 0:
             return None
-        shapes = convert.full_shapes(self._trainer.model)
+        shapes = self._trainer.full_shapes()
         if torch.cuda.is_available():
             return weights.make_layout(shapes, path="")
         writer = weights.SharedMemoryWriter(shapes, driver_pid=self._spec.driver_pid)
@@ -146,11 +145,10 @@ class PolicyWorker:
 
     def send_weights(self) -> None:
         """Gather each full tensor; rank 0 writes it to the shared-memory file, or broadcasts it."""
-        from recipes.policy.families import qwen3 as convert
 
         if self._coordinates.data != 0:
             return  # another replica has the same weights
-        exported = convert.export(self._trainer.model)
+        exported = self._trainer.export()
         if self._rank == 0:
             assert self._sink is not None, "weight_layout or connect_engines comes first"
             self._sink.write(exported)
@@ -180,12 +178,11 @@ class PolicyWorker:
     def export_hf(self, path: Path) -> None:
         """Write a Hugging Face directory; rank 0 writes, its replica gathers."""
         from recipes.policy import hf
-        from recipes.policy.families import qwen3 as convert
         from recipes.policy.model import DTYPES
 
         if self._coordinates.data != 0:
             return
-        exported = convert.export(self._trainer.model)
+        exported = self._trainer.export()
         if self._rank != 0:
             for _ in exported:
                 pass

@@ -131,5 +131,8 @@ def test_wrong_inputs_keep_their_own_error(tmp_path: Path) -> None:
         )
     empty = tmp_path / "empty"
     empty.mkdir()
-    with running(load_case(model)) as policy, pytest.raises(CheckpointError, match=r"empty: got no metadata\.json"):
+    with (
+        running(load_case(model)) as policy,
+        pytest.raises(CheckpointError, match=r"metadata\.json is missing"),
+    ):
         policy.load(empty)

@@ -6,7 +6,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
-from recipes.policy.attention import CoreAttention, packed_sequences
+from recipes.policy.layers.attention import CoreAttention, packed_sequences
 from recipes.policy.microbatch import pack_microbatch
 
 
@@ -40,6 +40,6 @@ def test_attention_equals_one_call_per_sequence() -> None:
     assert torch.allclose(got, torch.cat(expected), atol=1e-6)
 
 
-def test_similar_lengths_share_a_bucket() -> None:
+def test_similar_lengths_share_a_call() -> None:
     sequences = packed_sequences([40, 10, 39, 9, 31, 8], torch.device("cpu"))
-    assert [tuple(bucket.index_NL.shape) for bucket in sequences.buckets] == [(3, 40), (3, 10)]
+    assert [tuple(batch.index_NL.shape) for batch in sequences.batches] == [(3, 40), (3, 10)]
