@@ -1,4 +1,4 @@
-"""Writing a file whole or not at all, and its hash: the one way in which this project replaces a file."""
+"""Writing a file whole or not at all, its hash, and the nearest place above it that exists."""
 
 from __future__ import annotations
 
@@ -53,6 +53,11 @@ def sync_directory(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def nearest_existing(path: Path) -> Path:
+    """Return the path itself or the nearest directory above it that exists."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
 def sha256_of(path: Path) -> str:

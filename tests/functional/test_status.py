@@ -23,7 +23,7 @@ from tools.report.load import load_run
 from tools.sizing.calibrate import measured, measured_loop
 from tools.sizing.simulator import forecast
 from tools.watching.job_state import Queue
-from tools.watching.run_state import Verdict, read_run
+from tools.watching.run_state import RunStatus, read_run
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(900)]
 
@@ -139,7 +139,7 @@ def test_a_run_that_trains_and_is_killed_without_a_last_word(runs: Runs) -> None
 
 def test_watching_the_resumed_run_to_its_end(runs: Runs) -> None:
     launched, end = runs.launch(), time.monotonic() + START_SECONDS
-    while read_run(runs.run_dir, Queue()).verdict not in (Verdict.STARTING, Verdict.RUNNING):
+    while read_run(runs.run_dir, Queue()).status not in (RunStatus.STARTING, RunStatus.RUNNING):
         assert launched.poll() is None
         assert time.monotonic() < end
         time.sleep(0.2)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from recipes.errors import RecipeError
-from tools.job.local import Job, supervise
+from tools.job.local import LocalRun, supervise
 from tools.planning.stage_env import TINY_DATA, TINY_MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     pairs = [str(word) for pair in zip(options, values, strict=True) for word in pair]
     command = (sys.executable, "-u", "-m", "tools.bench.driver", *pairs, *INPUTS, *args.overrides)
     try:
-        return supervise(Job(run_dir=args.run_dir.resolve(), command=command, num_units=NUM_UNITS))
+        return supervise(LocalRun(run_dir=args.run_dir.resolve(), command=command, num_units=NUM_UNITS))
     except RecipeError as error:
         print(f"bench: {error}", file=sys.stderr)
         return error.exit_code

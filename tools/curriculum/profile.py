@@ -21,7 +21,7 @@ from recipes.grpo.data import PromptDataset
 from tools.command_line import exit_status, positive
 from tools.curriculum.profile_ledger import Ledger, what_is_measured
 from tools.files.row_files import require_file
-from tools.job.local import Job, supervise
+from tools.job.local import LocalRun, supervise
 
 SETTINGS = (  # a profile validates nothing
     "data.validation.data_path=null",
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     pairs = [str(word) for pair in options.items() for word in pair]
     command = (sys.executable, "-u", "-m", "tools.curriculum.profile_driver", *pairs, *overrides)
     num_units = derived.num_engines * derived.gpus_per_engine
-    return supervise(Job(run_dir=run_dir, command=command, num_units=num_units))
+    return supervise(LocalRun(run_dir=run_dir, command=command, num_units=num_units))
 
 
 if __name__ == "__main__":

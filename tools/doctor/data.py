@@ -39,7 +39,7 @@ EFFORT = "env.nemo_gym.effort_levels"
 
 
 @dataclass(slots=True)
-class Scan:
+class FileScan:
     """What one pass over a file has found."""
 
     sha256: str = ""
@@ -140,9 +140,12 @@ def marker_of(config: Config | None) -> str:
     return (config.env.nemo_gym.effort_levels.low_string if config else "") or EFFORT_MARKER
 
 
-def scan_file(path: Path, check_row: Callable[[bytes], tuple[Row | None, list[tuple[str, str]]]], marker: str) -> Scan:
+RowProblems = tuple[Row | None, list[tuple[str, str]]]  # the row, where it is one, and its problems as (code, text)
+
+
+def scan_file(path: Path, check_row: Callable[[bytes], RowProblems], marker: str) -> FileScan:
     """Read a file once: its hash, its rows and what is wrong with them."""
-    scan, digest, needle = Scan(), hashlib.sha256(), orjson.dumps(marker)[1:-1]
+    scan, digest, needle = FileScan(), hashlib.sha256(), orjson.dumps(marker)[1:-1]
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             digest.update(line)
@@ -159,7 +162,7 @@ def scan_file(path: Path, check_row: Callable[[bytes], tuple[Row | None, list[tu
     return scan
 
 
-def scan_findings(path: Path, scan: Scan) -> Iterator[Finding]:
+def scan_findings(path: Path, scan: FileScan) -> Iterator[Finding]:
     """Return the problems of the rows, equal ones once."""
     if scan.num_rows == 0:
         yield found("DAT001", where=str(path), got="an empty file", expected="rows", fix="run `make data` again")
@@ -176,7 +179,7 @@ def scan_findings(path: Path, scan: Scan) -> Iterator[Finding]:
             yield found(code, where=str(path), got=got, expected="none", fix=FIXES.get(code, FIX))
 
 
-def manifest_findings(path: Path, scan: Scan) -> Iterator[Finding]:
+def manifest_findings(path: Path, scan: FileScan) -> Iterator[Finding]:
     """Compare a file with the manifest that the step which made it has left."""
     for place in (manifest_of(path), path.with_name("manifest.json")):
         outputs = (read_manifest(place) or {}).get("outputs")
@@ -199,7 +202,7 @@ def entry_of(outputs: Sequence[Any], name: str) -> Mapping[str, Any] | None:
     return next((entry for entry in outputs if isinstance(entry, Mapping) and entry.get("file") == name), None)
 
 
-def effort_findings(path: Path, scan: Scan, config: Config) -> Iterator[Finding]:
+def effort_findings(path: Path, scan: FileScan, config: Config) -> Iterator[Finding]:
     """Compare the rows that ask for low effort with the shaping that would reward it."""
     effort = config.env.nemo_gym.effort_levels
     is_on = effort.low_weight > 0 and effort.low_string != ""

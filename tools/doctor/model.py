@@ -11,9 +11,9 @@ from recipes.config.native import ARCHITECTURES
 from recipes.config.tree import Config
 from recipes.environments.chat.codec import ChatCodec, template_of
 from recipes.errors import InputError
+from recipes.files import sha256_of
 from tools.planning.draft import Draft
 from tools.planning.findings import Finding, as_findings, found
-from tools.planning.provenance import file_sha256
 
 SETTINGS = "tokenizer_config.json"
 FILES = ("config.json", "tokenizer.json", SETTINGS)
@@ -105,7 +105,7 @@ def export_findings(path: Path, known: Collection[str] = ()) -> Iterator[Finding
             skipped += 1
             continue
         hashed += size
-        if not file.is_file() or file_sha256(file) != digests[name]:
+        if not file.is_file() or sha256_of(file) != digests[name]:
             got = "a file that differs from its checksum" if file.is_file() else "no such file"
             expected = f"sha256 {str(digests[name])[:12]}..."
             yield found("MDL003", where=str(file), got=got, expected=expected, fix=AGAIN)
@@ -173,7 +173,7 @@ def template_findings(path: Path, config: Config) -> Iterator[Finding]:
         yield from as_findings("MDL007", error.problems)
         return
     expected, fix = f"the same as in {path}", "rows would be rendered otherwise than the model has learned; unset it"
-    if directory != path and file_sha256(directory / "tokenizer.json") != file_sha256(path / "tokenizer.json"):
+    if directory != path and sha256_of(directory / "tokenizer.json") != sha256_of(path / "tokenizer.json"):
         got = f"another tokenizer.json in {directory}"
         yield found("MDL005", where="policy.tokenizer.name", got=got, expected=expected, fix=fix)
     if templates[0] != templates[1]:

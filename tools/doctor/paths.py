@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from recipes.files import nearest_existing
 from tools.planning.draft import Draft
 from tools.planning.findings import Finding, as_findings, found
 from tools.planning.mounts import mount_problems
@@ -30,19 +31,13 @@ def check(draft: Draft) -> Iterator[Finding]:
         yield from writable(cache, "PERSISTENT_CACHE")
 
 
-def existing(path: Path) -> Path:
-    """Return the path itself or the nearest directory above it that exists."""
-    return next(place for place in (path, *path.absolute().parents) if place.is_dir())
-
-
 def writable(path: Path, variable: str) -> Iterator[Finding]:
     """Check that a directory can be written, or made."""
-    file = next((place for place in (path, *path.absolute().parents) if place.is_file()), None)
-    if file is not None:
-        fix, got = f"remove it, or set {variable} to another place", f"{file} is a file"
+    place = nearest_existing(path)
+    if not place.is_dir():
+        fix, got = f"remove it, or set {variable} to another place", f"{place} is a file"
         yield found("PTH001", where=str(path), got=got, expected="a directory", fix=fix)
         return
-    place = existing(path)
     if not os.access(place, os.W_OK | os.X_OK):
         fix = f"ask for the right to write there, or set {variable} to another place"
         yield found("PTH001", where=str(path), got=f"{place} is read-only", expected="a writable directory", fix=fix)
@@ -50,7 +45,7 @@ def writable(path: Path, variable: str) -> Iterator[Finding]:
 
 def disk_findings(run_dir: Path, num_bytes: int, kept: int | None) -> Iterator[Finding]:
     """Check that the file system of the run holds one more checkpoint of these weights, better all that are kept."""
-    free = shutil.disk_usage(existing(run_dir)).free
+    free = shutil.disk_usage(nearest_existing(run_dir)).free
     one = CHECKPOINT_FACTOR * num_bytes
     got, where = f"{free / 2**30:.1f} GiB free", str(run_dir)
     if free < max(MIN_FREE_BYTES, one):

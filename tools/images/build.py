@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.errors import LaunchError, Problem, RunError
+from recipes.files import nearest_existing
 from tools.command_line import FALSE, TRUE, exit_status
 from tools.images.builders import (
     build_words,
@@ -150,7 +151,7 @@ def problems(work: Work) -> list[Problem]:
         got, fix = f"{work.sqsh}: a directory", f"SQSH={work.sqsh}/{work.image.name}.sqsh"
         found.append(Problem(where="SQSH", got=got, expected="the name of a file", fix=fix))
     elif work.sqsh:
-        parent = next(path for path in work.sqsh.parents if path.exists())
+        parent = nearest_existing(work.sqsh.parent)
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             got, fix = f"{parent}: no writable directory", "name another one"
             found.append(Problem(where="SQSH", got=got, expected="a place for the file", fix=fix))

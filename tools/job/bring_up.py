@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from recipes.files import write_atomically
+
 
 @dataclass(slots=True)
 class Timeline:
@@ -25,9 +27,7 @@ class Timeline:
 
     def write(self, path: Path) -> None:
         """Write the events as JSON."""
-        partial = path.with_name(f".{path.name}.tmp")
-        partial.write_text(json.dumps(self.events, indent=2) + "\n")
-        partial.replace(path)
+        write_atomically(path, f"{json.dumps(self.events, indent=2)}\n".encode())
 
 
 def last_line(log: Path) -> str:

@@ -64,7 +64,7 @@ ENVIRONMENT = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class LocalRun:
     """One start of one run."""
 
     run_dir: Path
@@ -144,7 +144,7 @@ def run_environment(temp: Path, ports: RayPorts) -> dict[str, str]:
     return defaults | os.environ | fixed
 
 
-def start_head(job: Job, ports: RayPorts, env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+def start_head(run: LocalRun, ports: RayPorts, env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
     """Start the Ray head; it does not answer yet."""
     temp = Path(env["TMPDIR"]).parent
     memory = [] if count_gpus() else [f"--object-store-memory={OBJECT_STORE_BYTES}"]
@@ -153,7 +153,7 @@ def start_head(job: Job, ports: RayPorts, env: dict[str, str], log: Path) -> sub
         "--include-dashboard=false",
         f"--temp-dir={temp}",
         f"--num-gpus={count_gpus()}",
-        f"--resources={json.dumps({'worker_units': job.num_units})}",
+        f"--resources={json.dumps({'worker_units': run.num_units})}",
         *memory,
         *ports.flags(head=True),
     ]
@@ -182,10 +182,10 @@ def wait_for_head(head: subprocess.Popen[bytes], signals: Signals, log: Path) ->
 
 
 def bring_up_head(
-    job: Job, ports: RayPorts, env: dict[str, str], signals: Signals, log: Path
+    run: LocalRun, ports: RayPorts, env: dict[str, str], signals: Signals, log: Path
 ) -> subprocess.Popen[bytes]:
     """Start the Ray head and wait for it; once more when it ends: Ray gives its node 30 s, also on a busy machine."""
-    head = start_head(job, ports, env, log)
+    head = start_head(run, ports, env, log)
     try:
         wait_for_head(head, signals, log)
     except RunError as error:
@@ -195,16 +195,16 @@ def bring_up_head(
         kill_descendants(deadline_seconds=20)
         for session in Path(env["TMPDIR"]).parent.glob("session_2*"):
             shutil.rmtree(session)  # its log has said what there is to say
-        head = start_head(job, ports, env, log)
+        head = start_head(run, ports, env, log)
         wait_for_head(head, signals, log)
     return head
 
 
-def start_driver(job: Job, env: dict[str, str], log: Path, lock: int) -> subprocess.Popen[bytes]:
+def start_driver(run: LocalRun, env: dict[str, str], log: Path, lock: int) -> subprocess.Popen[bytes]:
     """Start the driver in a session of its own: a Ctrl-C in the terminal reaches it once, through the supervisor."""
     with log.open("ab") as out:
         return subprocess.Popen(
-            job.command,
+            run.command,
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=out,
@@ -278,27 +278,27 @@ def tear_down(temp: Path, attempt: Path, shm: set[int]) -> None:
     remove_shared_memory(shm)
 
 
-def supervise(job: Job) -> int:
+def supervise(run: LocalRun) -> int:
     """Run the job from lock to cleanup and return its exit status."""
-    lock = lock_run(job.run_dir)
-    job = replace(job, command=with_start_weights(job.run_dir, job.command))
+    lock = lock_run(run.run_dir)
+    run = replace(run, command=with_start_weights(run.run_dir, run.command))
     ports, slot = take_slot()
     signals = Signals()
     signals.install()
     adopt_orphans()
-    attempt = new_attempt(job.run_dir)
-    temp = make_temp(job.run_dir)
+    attempt = new_attempt(run.run_dir)
+    temp = make_temp(run.run_dir)
     env = run_environment(temp, ports)
     log = attempt / "driver.log"
     shm: set[int] = set()
-    print(f"local: {job.run_dir.name}, {attempt.name}, {job.num_units} worker units")
+    print(f"local: {run.run_dir.name}, {attempt.name}, {run.num_units} worker units")
     print(f"  tail -F {log}\n  tail -F {temp}/session_latest/logs/worker-*", flush=True)
     try:
-        head = bring_up_head(job, ports, env, signals, attempt / "ray_head.log")
+        head = bring_up_head(run, ports, env, signals, attempt / "ray_head.log")
         if signals.received:
             return 128 + signals.received[0]
         with echo(log):
-            signals.driver = start_driver(job, env, log, lock)
+            signals.driver = start_driver(run, env, log, lock)
             return watch(signals.driver, head, signals, shm)
     finally:
         tear_down(temp, attempt, shm)
@@ -310,14 +310,14 @@ def _last_line(log: Path) -> str:
     return lines[-1] if lines else "no output"
 
 
-def parse(argv: list[str] | None) -> Job:
+def parse(argv: list[str] | None) -> LocalRun:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description="Run a driver on a one-node Ray cluster of its own.")
     parser.add_argument("--run-dir", type=Path, required=True, help="directory of the run, results/EXP_NAME")
     parser.add_argument("--num-units", type=int, required=True, help="worker units the node offers")
     parser.add_argument("command", nargs="+", help="the driver, after --")
     args = parser.parse_args(argv)
-    return Job(run_dir=args.run_dir.resolve(), command=tuple(args.command), num_units=args.num_units)
+    return LocalRun(run_dir=args.run_dir.resolve(), command=tuple(args.command), num_units=args.num_units)
 
 
 def main(argv: list[str] | None = None) -> int:

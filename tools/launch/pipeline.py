@@ -24,7 +24,7 @@ from tools.doctor.examine import examine
 from tools.launch.links import Link, make_links
 from tools.launch.plan import plan_draft, start_findings
 from tools.launch.prepare import prepare, unprepared
-from tools.launch.sequence import Step, paste, run_one_by_one, submit
+from tools.launch.sequence import PlannedStage, paste, run_one_by_one, submit
 from tools.planning.findings import Finding, errors, forced, found
 
 
@@ -82,7 +82,7 @@ def order_findings(link: Link) -> list[Finding]:
     ]
 
 
-def make_steps(links: Sequence[Link]) -> list[Step]:
+def make_steps(links: Sequence[Link]) -> list[PlannedStage]:
     """Plan the stages that are still to run; raises `LaunchError` with the problems of all that cannot be planned."""
     steps, problems = [], []
     for link in links:
@@ -94,7 +94,7 @@ def make_steps(links: Sequence[Link]) -> list[Step]:
             problems += error.problems
             continue
         after = link.parent.stage.id if link.is_pending and link.parent is not None else ""
-        steps.append(Step(stage=link.stage.id, plan=plan, after=after, variables=link.variables))
+        steps.append(PlannedStage(stage=link.stage.id, plan=plan, after=after, variables=link.variables))
     if problems:
         raise LaunchError(list(dict.fromkeys(problems)))
     return steps

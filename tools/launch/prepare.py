@@ -10,7 +10,7 @@ from recipes.config.load import LoadedConfig
 from tools.nemo_rl.launch import write_config
 from tools.planning.contract import REQUIRED_WITH_CONTAINERS, Contract
 from tools.planning.provenance import LaunchRecord, write_run_lock
-from tools.planning.snapshot import Code, read_snapshot, write_snapshot
+from tools.planning.snapshot import CodeVersion, read_snapshot, write_snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Plan:
     sizes: Derived
     run_dir: Path
     code_dir: Path  # where the job runs: the snapshot, or the checkout
-    code: Code
+    code: CodeVersion
     argv: tuple[str, ...]
 
     @property

@@ -23,7 +23,7 @@ _OF_MAKE = ("SCALE", "PLATFORM", "LAUNCHER", "SEED", "RESULTS_DIR", "CLUSTER", "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class PlannedStage:
     """One stage to start."""
 
     stage: str
@@ -32,13 +32,13 @@ class Step:
     variables: Mapping[str, str]
 
 
-def submission(step: Step, parent: str = "") -> tuple[str, ...]:
+def submission(step: PlannedStage, parent: str = "") -> tuple[str, ...]:
     """Return the submission of a stage that begins when job `parent` has ended well."""
     program, *words = step.plan.argv
     return (program, "--parsable", *((f"--dependency=afterok:{parent}", KILL) if parent else ()), *words)
 
 
-def paste(steps: Sequence[Step], words: Sequence[str]) -> list[str]:
+def paste(steps: Sequence[PlannedStage], words: Sequence[str]) -> list[str]:
     """Return the commands as lines for a shell; `--parsable` prints ID, or ID;CLUSTER."""
     lines = []
     if steps and steps[0].plan.contract.is_local:
@@ -59,7 +59,7 @@ def variable(stage: str) -> str:
     return stage.replace(".", "_")
 
 
-def submit(steps: Sequence[Step]) -> int:
+def submit(steps: Sequence[PlannedStage]) -> int:
     """Submit every stage; after one that fails nothing more is submitted."""
     jobs: dict[str, str] = {}
     for step in steps:
@@ -84,7 +84,7 @@ def submit(steps: Sequence[Step]) -> int:
     return 0
 
 
-def run_one_by_one(steps: Sequence[Step], words: Sequence[str]) -> int:
+def run_one_by_one(steps: Sequence[PlannedStage], words: Sequence[str]) -> int:
     """Run every stage on this machine; the first that does not end well ends the sequence with its status.
 
     `words` go to super_launch.sh behind the stage.

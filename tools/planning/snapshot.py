@@ -25,7 +25,7 @@ _PLAIN = ("--src-prefix=a/", "--dst-prefix=b/", "--no-renames", "--submodule=sho
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Code:
+class CodeVersion:
     """Which code runs: a commit and what differs from it."""
 
     commit: str  # empty outside git
@@ -56,19 +56,19 @@ def git(root: Path, *args: str) -> str:
     )
 
 
-def read_code(root: Path) -> Code:
+def read_code(root: Path) -> CodeVersion:
     """Return the commit and diff of the checkout; outside git both are empty."""
     if not (root / ".git").exists():
-        return Code(commit="", diff="")
-    return Code(commit=git(root, "rev-parse", "HEAD").strip(), diff=git(root, *_DIFF, *_PLAIN))
+        return CodeVersion(commit="", diff="")
+    return CodeVersion(commit=git(root, "rev-parse", "HEAD").strip(), diff=git(root, *_DIFF, *_PLAIN))
 
 
-def read_snapshot(path: Path) -> Code:
+def read_snapshot(path: Path) -> CodeVersion:
     """Return the commit and diff that a snapshot was taken from."""
-    return Code(commit=(path / "COMMIT").read_text().strip(), diff=os.fsdecode((path / "DIFF").read_bytes()))
+    return CodeVersion(commit=(path / "COMMIT").read_text().strip(), diff=os.fsdecode((path / "DIFF").read_bytes()))
 
 
-def snapshot_path(home: Path, code: Code, *, reuse_newest: bool) -> Path:
+def snapshot_path(home: Path, code: CodeVersion, *, reuse_newest: bool) -> Path:
     """Return where the snapshot of this code is, or the newest in `home` when that is to be taken again."""
     if reuse_newest and home.is_dir():
         existing = [path for path in home.iterdir() if (path / "COMMIT").is_file() and not path.name.startswith(".")]
@@ -88,7 +88,7 @@ def tracked_names(root: Path) -> list[str]:
     return [name for name in git(root, "ls-files", "-z", "--recurse-submodules").split("\0") if name]
 
 
-def write_snapshot(root: Path, target: Path, code: Code) -> None:
+def write_snapshot(root: Path, target: Path, code: CodeVersion) -> None:
     """Copy the tracked files to `target`, with COMMIT and DIFF beside them; a snapshot that exists stays untouched.
 
     Raises `LaunchError` when a file was changed meanwhile: the copy would not be what its name says.

@@ -15,7 +15,7 @@ ENDED_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class SlurmJob:
     """One Slurm job."""
 
     id: str
@@ -43,19 +43,19 @@ class Job:
 class Queue:
     """The jobs found, running ones first, and what went wrong when asking."""
 
-    jobs: tuple[Job, ...] = ()
+    jobs: tuple[SlurmJob, ...] = ()
     notes: tuple[str, ...] = ()
     has_answered: bool = False  # the controller did: a job that is not among them is no more
 
-    def job(self, job_id: str) -> Job | None:
+    def job(self, job_id: str) -> SlurmJob | None:
         return next((job for job in self.jobs if job.id == job_id), None)
 
     @property
-    def running(self) -> Job | None:
+    def running(self) -> SlurmJob | None:
         return next((job for job in self.jobs if not job.is_over and job.state != "PENDING"), None)
 
     @property
-    def pending(self) -> Job | None:
+    def pending(self) -> SlurmJob | None:
         return next((job for job in self.jobs if job.state == "PENDING"), None)
 
 
@@ -79,17 +79,19 @@ def read_queue(name: str, job_id: str) -> Queue:
     return Queue(jobs=tuple(jobs), notes=tuple(notes), has_answered=has_answered)
 
 
-def parse_queued(line: str) -> Job:
+def parse_queued(line: str) -> SlurmJob:
     """Read one line of squeue."""
     job_id, state, reason, nodes, elapsed, left, head = (*line.split("|"), *[""] * 7)[:7]
     head = "" if head == "n/a" else head
-    return Job(id=job_id, state=state, reason=reason, num_nodes=nodes, elapsed=elapsed, left=left, head=head)
+    return SlurmJob(id=job_id, state=state, reason=reason, num_nodes=nodes, elapsed=elapsed, left=left, head=head)
 
 
-def parse_ended(line: str) -> Job:
+def parse_ended(line: str) -> SlurmJob:
     """Read one line of sacct."""
     job_id, state, code, nodes, elapsed = (*line.split("|"), *[""] * 5)[:5]
-    return Job(id=job_id, state=state, reason=f"exit code {code}", num_nodes=nodes, elapsed=elapsed, left="", head="")
+    return SlurmJob(
+        id=job_id, state=state, reason=f"exit code {code}", num_nodes=nodes, elapsed=elapsed, left="", head=""
+    )
 
 
 def _ask(command: Sequence[str], notes: list[str]) -> list[str]:

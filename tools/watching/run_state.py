@@ -23,15 +23,15 @@ from recipes.errors import LaunchError, Problem
 from recipes.grpo.heartbeat import STATUS_FILE, pid_namespace, process_start
 from tools.planning.walltime import slurm_seconds
 from tools.report.load import StepRecord, load_steps
-from tools.watching.job_state import Job, Queue, read_queue
+from tools.watching.job_state import Queue, SlurmJob, read_queue
 
 _MARKS = (STATUS_FILE, "metrics.jsonl")  # a directory that has one of them is a run's
 SILENT_SECONDS = 30.0  # of a beat per second: a shared file system may show a file's new content half a minute late
 _CLOCK_SECONDS = 10.0  # by which the clocks of nodes and controller may differ
 
 
-class Verdict(StrEnum):
-    """The state of a run."""
+class RunStatus(StrEnum):
+    """What a run is doing, or how it ended."""
 
     QUEUED = "queued"
     STARTING = "starting"
@@ -45,20 +45,20 @@ class Verdict(StrEnum):
 
     @property
     def is_over(self) -> bool:
-        return self in (Verdict.DONE, Verdict.STOPPED, Verdict.FAILED, Verdict.DEAD, Verdict.UNKNOWN)
+        return self in (RunStatus.DONE, RunStatus.STOPPED, RunStatus.FAILED, RunStatus.DEAD, RunStatus.UNKNOWN)
 
     @property
     def exit_code(self) -> int:
-        return int(self in (Verdict.FAILED, Verdict.DEAD, Verdict.SILENT, Verdict.UNKNOWN))
+        return int(self in (RunStatus.FAILED, RunStatus.DEAD, RunStatus.SILENT, RunStatus.UNKNOWN))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunState:
+class ObservedRun:
     """Everything known of one run at one moment."""
 
     run_dir: Path
     now: float
-    verdict: Verdict
+    status: RunStatus
     why: str  # one sentence
     pulse: Mapping[str, Any]  # status.json; empty when there is none
     queue: Queue
@@ -144,7 +144,7 @@ def ask_slurm(run_dir: Path) -> Queue:
     return read_queue(run_dir.name, str(pulse.get("job_id", "")))
 
 
-def read_run(run_dir: Path, queue: Queue, *, machine: Machine | None = None, now: float | None = None) -> RunState:
+def read_run(run_dir: Path, queue: Queue, *, machine: Machine | None = None, now: float | None = None) -> ObservedRun:
     """Read the state of a run; never raises for a run that is half written."""
     now = time.time() if now is None else now
     pulse = _read_json(run_dir / STATUS_FILE)
@@ -152,15 +152,15 @@ def read_run(run_dir: Path, queue: Queue, *, machine: Machine | None = None, now
     config = _read_json(run_dir / "resolved.json").get("config", {})
     saved_step, saved_at = _newest_checkpoint(run_dir)
     machine = machine or Machine(socket.gethostname(), pid_namespace(), process_start, is_locked_here)
-    verdict, why = judge(pulse, queue, is_locked=machine.is_locked(run_dir), now=now, machine=machine)
+    status, why = judge(pulse, queue, is_locked=machine.is_locked(run_dir), now=now, machine=machine)
     steps = config.get("grpo", {}).get("max_num_steps")
-    if verdict is Verdict.UNKNOWN and records and records[-1].step == steps:
-        verdict, why = Verdict.DONE, f"all {steps} steps are in metrics.jsonl"
+    if status is RunStatus.UNKNOWN and records and records[-1].step == steps:
+        status, why = RunStatus.DONE, f"all {steps} steps are in metrics.jsonl"
     latest = run_dir / "logs" / "latest"
-    return RunState(
+    return ObservedRun(
         run_dir=run_dir,
         now=now,
-        verdict=verdict,
+        status=status,
         why=why,
         pulse=pulse,
         queue=queue,
@@ -176,46 +176,46 @@ def read_run(run_dir: Path, queue: Queue, *, machine: Machine | None = None, now
 
 def judge(
     pulse: Mapping[str, Any], queue: Queue, *, is_locked: bool, now: float, machine: Machine
-) -> tuple[Verdict, str]:
+) -> tuple[RunStatus, str]:
     """Decide what a run is doing from its pulse, its jobs and, where the driver ran here, its process."""
     job = queue.running
     if job is not None and (job.id != pulse.get("job_id") or _began_after(job, pulse, now)):
-        return Verdict.STARTING, f"{job}; its driver has not started"
+        return RunStatus.STARTING, f"{job}; its driver has not started"
     is_over = pulse.get("state") in ("done", "stopped", "failed")
     if is_locked and (not pulse or (is_over and not _is_alive(pulse, machine))):
-        return Verdict.STARTING, "the launcher holds the run directory; its driver has not started"
+        return RunStatus.STARTING, "the launcher holds the run directory; its driver has not started"
     if queue.pending is not None and job is None and pulse.get("state") != "done":
-        return Verdict.QUEUED, "; ".join(filter(None, (pulse.get("reason"), str(queue.pending))))
+        return RunStatus.QUEUED, "; ".join(filter(None, (pulse.get("reason"), str(queue.pending))))
     if is_over:
-        return Verdict(pulse["state"]), pulse["reason"]
+        return RunStatus(pulse["state"]), pulse["reason"]
     if pulse:
         return _judge_beating(pulse, queue, now=now, machine=machine)
-    return Verdict.UNKNOWN, f"no {STATUS_FILE}: nothing says whether it runs"
+    return RunStatus.UNKNOWN, f"no {STATUS_FILE}: nothing says whether it runs"
 
 
-def _began_after(job: Job, pulse: Mapping[str, Any], now: float) -> bool:
+def _began_after(job: SlurmJob, pulse: Mapping[str, Any], now: float) -> bool:
     """Whether a job was started again, as a requeued one is, since the driver of this pulse began."""
     elapsed = slurm_seconds(job.elapsed)
     return elapsed is not None and pulse["started"] < now - elapsed - _CLOCK_SECONDS
 
 
-def _judge_beating(pulse: Mapping[str, Any], queue: Queue, *, now: float, machine: Machine) -> tuple[Verdict, str]:
+def _judge_beating(pulse: Mapping[str, Any], queue: Queue, *, now: float, machine: Machine) -> tuple[RunStatus, str]:
     """Decide about a pulse that says `starting` or `running`: it is the driver's last word."""
     who = f"the driver (pid {pulse['pid']} on {pulse['host']})"
     silent = max(0.0, now - pulse["updated"])
     job = queue.job(pulse["job_id"]) if pulse["job_id"] else None
     if job is not None and job.is_over:
-        return Verdict.DEAD, f"{job}; {who} wrote no last word"
+        return RunStatus.DEAD, f"{job}; {who} wrote no last word"
     if job is None and pulse["job_id"] and queue.has_answered:
-        return Verdict.DEAD, f"Slurm knows no job {pulse['job_id']} any more; {who} wrote no last word"
+        return RunStatus.DEAD, f"Slurm knows no job {pulse['job_id']} any more; {who} wrote no last word"
     is_here = _is_here(pulse, machine)
     if is_here and not _is_alive(pulse, machine):
-        return Verdict.DEAD, f"{who} is gone without a last word: killed, or the machine restarted"
+        return RunStatus.DEAD, f"{who} is gone without a last word: killed, or the machine restarted"
     if silent <= SILENT_SECONDS:
-        return Verdict(pulse["state"]), ""
+        return RunStatus(pulse["state"]), ""
     if is_here or job is not None:
-        return Verdict.SILENT, f"{who} is there but has not beaten for {silent:.0f} s: stopped, swapping or stuck"
-    return Verdict.DEAD, f"no beat of {who} for {silent:.0f} s: it ended without a last word or cannot be reached"
+        return RunStatus.SILENT, f"{who} is there but has not beaten for {silent:.0f} s: stopped, swapping or stuck"
+    return RunStatus.DEAD, f"no beat of {who} for {silent:.0f} s: it ended without a last word or cannot be reached"
 
 
 def _is_here(pulse: Mapping[str, Any], machine: Machine) -> bool:

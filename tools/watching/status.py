@@ -24,16 +24,16 @@ from tools.planning.walltime import slurm_seconds
 from tools.report.axis import format_seconds
 from tools.report.load import StepRecord
 from tools.report.summary import phase_seconds
-from tools.watching.run_state import RunState, Verdict, ask_slurm, find_run, read_run
+from tools.watching.run_state import ObservedRun, RunStatus, ask_slurm, find_run, read_run
 
 _RECENT = 10  # steps that "now" means
 _BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _STYLES = {
-    Verdict.RUNNING: "bold green",
-    Verdict.DONE: "bold green",
-    Verdict.FAILED: "bold red",
-    Verdict.DEAD: "bold red",
-    Verdict.SILENT: "bold red",
+    RunStatus.RUNNING: "bold green",
+    RunStatus.DONE: "bold green",
+    RunStatus.FAILED: "bold red",
+    RunStatus.DEAD: "bold red",
+    RunStatus.SILENT: "bold red",
 }
 
 
@@ -46,33 +46,33 @@ class Line:
     style: str = ""
 
 
-def headline(state: RunState) -> str:
+def headline(run: ObservedRun) -> str:
     """Return the run's name, stage and state in one line."""
-    steps = f"step {state.step}" + (f" of {state.num_steps}" if state.num_steps else "")
-    what = {Verdict.DONE: "done", Verdict.DEAD: "DEAD", Verdict.FAILED: "FAILED", Verdict.SILENT: "SILENT"}
-    parts = [state.run_dir.name, state.stage, what.get(state.verdict, str(state.verdict)), steps]
+    steps = f"step {run.step}" + (f" of {run.num_steps}" if run.num_steps else "")
+    what = {RunStatus.DONE: "done", RunStatus.DEAD: "DEAD", RunStatus.FAILED: "FAILED", RunStatus.SILENT: "SILENT"}
+    parts = [run.run_dir.name, run.stage, what.get(run.status, str(run.status)), steps]
     return "  ".join(part for part in parts if part)
 
 
-def lines(state: RunState) -> list[Line]:
+def lines(run: ObservedRun) -> list[Line]:
     """Return everything there is to say about a run, in the order of a reader's questions."""
-    bad = state.verdict.exit_code != 0
+    bad = run.status.exit_code != 0
     found = [
-        Line("state", state.why, "red" if bad else ""),
-        Line("job", _job(state)),
-        Line("step", _steps(state)),
-        Line("reward", _reward(state), "cyan"),
-        Line("held-out", _held_out(state), "green"),
-        Line("staleness", _staleness(state)),
-        Line("failures", _failures(state)),
-        Line("saved", _saved(state)),
-        Line("a step", _shares(state)),
-        *(Line("note", note, "yellow") for note in state.queue.notes),
-        *(Line(_when(state), text, "bold") for text in waits(state)),
+        Line("state", run.why, "red" if bad else ""),
+        Line("job", _job(run)),
+        Line("step", _steps(run)),
+        Line("reward", _reward(run), "cyan"),
+        Line("held-out", _held_out(run), "green"),
+        Line("staleness", _staleness(run)),
+        Line("failures", _failures(run)),
+        Line("saved", _saved(run)),
+        Line("a step", _shares(run)),
+        *(Line("note", note, "yellow") for note in run.queue.notes),
+        *(Line(_when(run), text, "bold") for text in waits(run)),
     ]
-    if bad or state.verdict is Verdict.STARTING:
-        found += [Line("log", text, "dim") for text in state.last_words]
-    found.append(Line("next", advice(state), "bold yellow" if bad else ""))
+    if bad or run.status is RunStatus.STARTING:
+        found += [Line("log", text, "dim") for text in run.last_words]
+    found.append(Line("next", advice(run), "bold yellow" if bad else ""))
     labels: set[str] = set()
     kept = []
     for line in found:
@@ -82,37 +82,37 @@ def lines(state: RunState) -> list[Line]:
     return kept
 
 
-def waits(state: RunState) -> list[str]:
+def waits(run: ObservedRun) -> list[str]:
     """Return who does what, and who waits for whom since when, for both sides of the loop."""
-    if state.verdict not in (Verdict.RUNNING, Verdict.SILENT) or "phase" not in state.pulse:
+    if run.status not in (RunStatus.RUNNING, RunStatus.SILENT) or "phase" not in run.pulse:
         return []
-    return [_policy_waits(state), _engines_wait(state)]
+    return [_policy_waits(run), _engines_wait(run)]
 
 
-def _when(state: RunState) -> str:
-    age = state.now - state.pulse.get("updated", state.now)
+def _when(run: ObservedRun) -> str:
+    age = run.now - run.pulse.get("updated", run.now)
     return "now" if age < 2 else f"{age:.0f} s ago"
 
 
-def _policy_waits(state: RunState) -> str:
-    pulse = state.pulse
+def _policy_waits(run: ObservedRun) -> str:
+    pulse = run.pulse
     step, phase, seconds = pulse["step"] + 1, pulse["phase"], f"{pulse['phase_seconds']:.1f} s"
     if phase == "exposed_generation":
         have = f"{pulse['ready'].get(str(step), 0)} of {pulse['prompts_per_step']} groups"
         return f"policy waits for the engines since {seconds}: step {step} has {have}"
     if phase in ("weight_sync", "validation", "checkpointing"):  # these come after the step was counted
-        return f"policy is busy since {seconds}: {phase} after step {pulse['step']}{_unusual(state)}"
+        return f"policy is busy since {seconds}: {phase} after step {pulse['step']}{_unusual(run)}"
     if phase:
-        return f"policy is busy since {seconds}: {phase} of step {step}{_unusual(state)}"
+        return f"policy is busy since {seconds}: {phase} of step {step}{_unusual(run)}"
     if pulse["step"] == pulse["num_steps"]:
         return "all steps are done, the run is ending"
-    if not state.trained:
+    if not run.trained:
         return "policy pushes its first weights, or waits for the validation before the first step"
     return f"policy is between two phases, {pulse['step']} steps done"
 
 
-def _engines_wait(state: RunState) -> str:
-    pulse = state.pulse
+def _engines_wait(run: ObservedRun) -> str:
+    pulse = run.pulse
     if pulse["in_flight"]:
         oldest = pulse["waiting_for"].partition(", prompt ")[0]
         return f"engines sample {pulse['in_flight']} groups; {oldest}"
@@ -124,25 +124,25 @@ def _engines_wait(state: RunState) -> str:
     return f"engines wait for the policy: all groups that they may start are sampled ({ready})"
 
 
-def advice(state: RunState) -> str:
+def advice(run: ObservedRun) -> str:
     """Return what to do about a run that ended; empty while it goes well."""
-    lost = state.step - (state.saved_step or 0)
-    again = f"start it again: it resumes after step {state.saved_step}" if state.saved_step else "start it again"
-    if state.verdict is Verdict.SILENT:
-        return f"look at {state.run_dir}/logs/latest/driver.log; to end it: kill {state.pulse['pid']} on its host"
-    if state.verdict in (Verdict.STOPPED, Verdict.FAILED, Verdict.DEAD):
+    lost = run.step - (run.saved_step or 0)
+    again = f"start it again: it resumes after step {run.saved_step}" if run.saved_step else "start it again"
+    if run.status is RunStatus.SILENT:
+        return f"look at {run.run_dir}/logs/latest/driver.log; to end it: kill {run.pulse['pid']} on its host"
+    if run.status in (RunStatus.STOPPED, RunStatus.FAILED, RunStatus.DEAD):
         return again + (f", {lost} steps are trained again" if lost > 0 else "")
-    if state.verdict is Verdict.DONE:
-        return f"make report EXP_NAME={state.run_dir.name}"
+    if run.status is RunStatus.DONE:
+        return f"make report EXP_NAME={run.run_dir.name}"
     return ""
 
 
-def eta_seconds(state: RunState) -> float | None:
+def eta_seconds(run: ObservedRun) -> float | None:
     """Return the seconds to the last step at the pace of the recent ones."""
-    seconds = _step_seconds(state)
-    if seconds is None or state.num_steps is None:
+    seconds = _step_seconds(run)
+    if seconds is None or run.num_steps is None:
         return None
-    return seconds * max(0, state.num_steps - state.step)
+    return seconds * max(0, run.num_steps - run.step)
 
 
 def sparkline(values: Sequence[float], *, width: int = 24) -> str:
@@ -156,66 +156,66 @@ def sparkline(values: Sequence[float], *, width: int = 24) -> str:
     return "".join(_BARS[min(int((value - low) / span * len(_BARS)), len(_BARS) - 1)] for value in means)
 
 
-def as_json(state: RunState) -> dict[str, Any]:
+def as_json(run: ObservedRun) -> dict[str, Any]:
     """Return the state for scripts."""
     return {
-        "run_dir": str(state.run_dir),
-        "stage": state.stage,
-        "state": str(state.verdict),
-        "why": state.why,
-        "step": state.step,
-        "num_steps": state.num_steps,
-        "saved_step": state.saved_step,
-        "saved_at": state.saved_at or None,
-        "eta_seconds": None if state.verdict.is_over else eta_seconds(state),
-        "reward": _last(state, "train/reward"),
-        "max_trajectory_age": _last(state, "train/max_trajectory_age"),
-        "rollouts_without_verdict": sum(_lost(state).values()),
-        "waits": waits(state),
-        "jobs": [str(job) for job in state.queue.jobs],
-        "next": advice(state),
+        "run_dir": str(run.run_dir),
+        "stage": run.stage,
+        "state": str(run.status),
+        "why": run.why,
+        "step": run.step,
+        "num_steps": run.num_steps,
+        "saved_step": run.saved_step,
+        "saved_at": run.saved_at or None,
+        "eta_seconds": None if run.status.is_over else eta_seconds(run),
+        "reward": _last(run, "train/reward"),
+        "max_trajectory_age": _last(run, "train/max_trajectory_age"),
+        "rollouts_without_verdict": sum(_lost(run).values()),
+        "waits": waits(run),
+        "jobs": [str(job) for job in run.queue.jobs],
+        "next": advice(run),
     }
 
 
-def render(state: RunState) -> Group:
+def render(run: ObservedRun) -> Group:
     """Return the status as aligned, coloured lines."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for line in lines(state):
+    for line in lines(run):
         table.add_row(line.label, Text(line.text, style=line.style))
-    return Group(Text(headline(state), style=_STYLES.get(state.verdict, "bold yellow")), table)
+    return Group(Text(headline(run), style=_STYLES.get(run.status, "bold yellow")), table)
 
 
-def plain(state: RunState) -> str:
+def plain(run: ObservedRun) -> str:
     """Return the status as aligned text without colour."""
-    return "\n".join([headline(state), *(f"  {line.label:<10}{line.text}" for line in lines(state))])
+    return "\n".join([headline(run), *(f"  {line.label:<10}{line.text}" for line in lines(run))])
 
 
-def _job(state: RunState) -> str:
-    jobs = [str(job) for job in state.queue.jobs]
-    pulse = state.pulse
+def _job(run: ObservedRun) -> str:
+    jobs = [str(job) for job in run.queue.jobs]
+    pulse = run.pulse
     driver = f"driver pid {pulse['pid']} on {pulse['host']}" if pulse else ""
-    since = f"started {_ago(state.now - pulse['started'])}" if pulse else ""
-    return ", ".join(part for part in (*jobs, state.attempt, driver, since) if part)
+    since = f"started {_ago(run.now - pulse['started'])}" if pulse else ""
+    return ", ".join(part for part in (*jobs, run.attempt, driver, since) if part)
 
 
-def _steps(state: RunState) -> str:
-    seconds, eta = _step_seconds(state), eta_seconds(state)
+def _steps(run: ObservedRun) -> str:
+    seconds, eta = _step_seconds(run), eta_seconds(run)
     if seconds is None:
         return "none done yet"
-    text = f"{format_seconds(seconds)} a step (median of the last {min(_RECENT, len(state.trained))})"
-    last = f"last logged {_ago(state.now - state.records[-1].time)}"
-    if eta and state.verdict is Verdict.RUNNING:
-        job = state.queue.running
+    text = f"{format_seconds(seconds)} a step (median of the last {min(_RECENT, len(run.trained))})"
+    last = f"last logged {_ago(run.now - run.records[-1].time)}"
+    if eta and run.status is RunStatus.RUNNING:
+        job = run.queue.running
         left = slurm_seconds(job.left) if job is not None else None
         more = ", which is more than this job has left" if left is not None and left < eta else ""
         return f"{text}, {last}, ends in about {format_seconds(eta)}{more}"
     return f"{text}, {last}"
 
 
-def _reward(state: RunState) -> str:
-    values = [record.values["train/reward"] for record in state.records if "train/reward" in record.values]
+def _reward(run: ObservedRun) -> str:
+    values = [record.values["train/reward"] for record in run.records if "train/reward" in record.values]
     if not values:
         return ""
     return f"{values[-1]:.3f}, last {len(values[-_RECENT:])} steps {statistics.fmean(values[-_RECENT:]):.3f}" + (
@@ -223,10 +223,10 @@ def _reward(state: RunState) -> str:
     )
 
 
-def _held_out(state: RunState) -> str:
+def _held_out(run: ObservedRun) -> str:
     found = [
         (record.step, record.values["validation/accuracy"])
-        for record in state.records
+        for record in run.records
         if "validation/accuracy" in record.values
     ]
     if not found:
@@ -235,19 +235,19 @@ def _held_out(state: RunState) -> str:
     return f"{after:.3f} at step {last}" + (f", {before:.3f} at step {first}" if last != first else "")
 
 
-def _staleness(state: RunState) -> str:
-    mean, oldest = _last(state, "train/avg_trajectory_age"), _last(state, "train/max_trajectory_age")
+def _staleness(run: ObservedRun) -> str:
+    mean, oldest = _last(run, "train/avg_trajectory_age"), _last(run, "train/max_trajectory_age")
     if mean is None or oldest is None:
         return ""
-    tokens, limit = _last(state, "train/token_age/mean"), state.setting("grpo.async_grpo.max_trajectory_age_steps")
+    tokens, limit = _last(run, "train/token_age/mean"), run.setting("grpo.async_grpo.max_trajectory_age_steps")
     text = f"groups {mean:.1f} steps old, the oldest {oldest:.0f}" + (f" (limit {limit})" if limit is not None else "")
     return text + (f", tokens {tokens:.1f}" if tokens is not None else "")
 
 
-def _lost(state: RunState) -> dict[str, float]:
+def _lost(run: ObservedRun) -> dict[str, float]:
     """Return the rollouts without a verdict over the whole run, by status."""
     prefix, counts = "train/rollout_status/", dict[str, float]()
-    for record in state.records:
+    for record in run.records:
         for key, value in record.values.items():
             name = key.removeprefix(prefix)
             if key.startswith(prefix) and name not in ("completed", "truncated") and value:
@@ -255,29 +255,29 @@ def _lost(state: RunState) -> dict[str, float]:
     return counts
 
 
-def _failures(state: RunState) -> str:
-    total = sum(record.values.get("train/num_rollouts", 0.0) for record in state.records)
+def _failures(run: ObservedRun) -> str:
+    total = sum(record.values.get("train/num_rollouts", 0.0) for record in run.records)
     if not total:
         return ""
-    lost = _lost(state)
-    masked = sum(record.values.get("train/num_masked_seqs_by_logprob_error", 0.0) for record in state.records)
+    lost = _lost(run)
+    masked = sum(record.values.get("train/num_masked_seqs_by_logprob_error", 0.0) for record in run.records)
     what = ", ".join(f"{count:.0f} {name}" for name, count in sorted(lost.items()))
     text = f"{sum(lost.values()):.0f} of {total:,.0f} rollouts without a verdict" + (f" ({what})" if what else "")
     return text + (f"; {masked:.0f} masked by the log-prob gap" if masked else "")
 
 
-def _saved(state: RunState) -> str:
-    if state.saved_step is None:
-        return "nothing yet" if state.records else ""
-    period = state.setting("checkpointing.save_period")
-    due = (state.step // period + 1) * period if period and period > 0 else None
-    coming = f", next at step {min(due, state.num_steps or due)}" if due and not state.verdict.is_over else ""
-    return f"step {state.saved_step}, {_ago(state.now - state.saved_at)}{coming}"
+def _saved(run: ObservedRun) -> str:
+    if run.saved_step is None:
+        return "nothing yet" if run.records else ""
+    period = run.setting("checkpointing.save_period")
+    due = (run.step // period + 1) * period if period and period > 0 else None
+    coming = f", next at step {min(due, run.num_steps or due)}" if due and not run.status.is_over else ""
+    return f"step {run.saved_step}, {_ago(run.now - run.saved_at)}{coming}"
 
 
-def _shares(state: RunState) -> str:
+def _shares(run: ObservedRun) -> str:
     """Return where the time of the recent steps went, largest first, and how idle the engines were."""
-    recent = state.trained[-_RECENT:]
+    recent = run.trained[-_RECENT:]
     spent: dict[str, float] = {}
     for record in recent:
         for phase, seconds in phase_seconds(record).items():
@@ -288,23 +288,23 @@ def _shares(state: RunState) -> str:
     largest = sorted(((seconds / total, phase) for phase, seconds in spent.items()), reverse=True)
     shares = ", ".join(f"{phase} {share:.0%}" for share, phase in largest if share >= 0.01)
     idle = [record.values["idle/generation"] for record in recent if "idle/generation" in record.values]
-    speed = _last(state, "performance/generation_tokens_per_sec")
+    speed = _last(run, "performance/generation_tokens_per_sec")
     engines = f"; engines idle {statistics.fmean(idle):.0%}" if idle else ""
     return f"{shares}{engines}" + (f", {speed:,.0f} tokens/s" if speed is not None else "")
 
 
-def _unusual(state: RunState) -> str:
+def _unusual(run: ObservedRun) -> str:
     """Say when the phase that runs has taken far longer than it usually does."""
-    key = TIMING_PREFIX + state.pulse["phase"]
-    usual = [record.values[key] for record in state.trained[-_RECENT:] if key in record.values]
-    if not usual or state.pulse["phase"] not in PHASES:
+    key = TIMING_PREFIX + run.pulse["phase"]
+    usual = [record.values[key] for record in run.trained[-_RECENT:] if key in record.values]
+    if not usual or run.pulse["phase"] not in PHASES:
         return ""
     median = statistics.median(usual)
-    return f" (usually {median:.1f} s)" if state.pulse["phase_seconds"] > 3 * median + 1 else ""
+    return f" (usually {median:.1f} s)" if run.pulse["phase_seconds"] > 3 * median + 1 else ""
 
 
-def _step_seconds(state: RunState) -> float | None:
-    totals = [record.values[TIMING_PREFIX + "total_step_time"] for record in state.trained if _has_total(record)]
+def _step_seconds(run: ObservedRun) -> float | None:
+    totals = [record.values[TIMING_PREFIX + "total_step_time"] for record in run.trained if _has_total(record)]
     return statistics.median(totals[-_RECENT:]) if totals else None
 
 
@@ -312,8 +312,8 @@ def _has_total(record: StepRecord) -> bool:
     return TIMING_PREFIX + "total_step_time" in record.values
 
 
-def _last(state: RunState, key: str) -> float | None:
-    return next((record.values[key] for record in reversed(state.records) if key in record.values), None)
+def _last(run: ObservedRun, key: str) -> float | None:
+    return next((record.values[key] for record in reversed(run.records) if key in record.values), None)
 
 
 def _ago(seconds: float) -> str:
@@ -334,15 +334,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the status of one run."""
     args = parse(argv)
     run_dir = find_run(args.results, args.exp_name)
-    state = read_run(run_dir, ask_slurm(run_dir))
+    run = read_run(run_dir, ask_slurm(run_dir))
     console = Console()
     if args.json:
-        print(json.dumps(as_json(state), indent=1))
+        print(json.dumps(as_json(run), indent=1))
     elif console.is_terminal:
-        console.print(render(state))
+        console.print(render(run))
     else:
-        print(plain(state))
-    return state.verdict.exit_code
+        print(plain(run))
+    return run.status.exit_code
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from rich.live import Live
 
 from tools.command_line import INTERRUPTED, exit_status
 from tools.watching.job_state import Queue
-from tools.watching.run_state import RunState, Verdict, ask_slurm, find_run, read_run
+from tools.watching.run_state import ObservedRun, RunStatus, ask_slurm, find_run, read_run
 from tools.watching.status import headline, parse, plain, render, waits
 
 REFRESH_SECONDS = 1.0
@@ -22,30 +22,30 @@ QUEUE_SECONDS = 30.0  # between two questions to Slurm's controller, which other
 
 
 def follow(
-    read: Callable[[Queue], RunState],
+    read: Callable[[Queue], ObservedRun],
     ask: Callable[[], Queue],
     *,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> Iterator[RunState]:
+) -> Iterator[ObservedRun]:
     """Yield the state every second until the run is over, the last one included."""
     queue, asked = ask(), clock()
     while True:
         state = read(queue)
         yield state
-        if state.verdict.is_over:
+        if state.status.is_over:
             return
         sleep(REFRESH_SECONDS)
         if clock() - asked >= QUEUE_SECONDS:
             queue, asked = ask(), clock()
 
 
-def changes(states: Iterator[RunState]) -> Iterator[tuple[RunState, str]]:
+def changes(states: Iterator[ObservedRun]) -> Iterator[tuple[ObservedRun, str]]:
     """Yield what to print where nothing can be redrawn: a line when step or state changed, and the whole end."""
-    seen: tuple[int, Verdict, int | None] | None = None
+    seen: tuple[int, RunStatus, int | None] | None = None
     for state in states:
-        key = (state.step, state.verdict, state.saved_step)
-        if state.verdict.is_over:
+        key = (state.step, state.status, state.saved_step)
+        if state.status.is_over:
             yield state, plain(state)
         elif key != seen:
             saved = f"saved step {state.saved_step}" if state.saved_step is not None else "nothing saved"
@@ -53,7 +53,7 @@ def changes(states: Iterator[RunState]) -> Iterator[tuple[RunState, str]]:
         seen = key
 
 
-def _redraw(console: Console, states: Iterator[RunState]) -> RunState:
+def _redraw(console: Console, states: Iterator[ObservedRun]) -> ObservedRun:
     state = next(states)
     with Live(render(state), console=console, auto_refresh=False) as live:
         for state in states:
@@ -61,7 +61,7 @@ def _redraw(console: Console, states: Iterator[RunState]) -> RunState:
     return state
 
 
-def _print(states: Iterator[RunState]) -> RunState:
+def _print(states: Iterator[ObservedRun]) -> ObservedRun:
     for last, text in changes(states):  # noqa: B007 (the last state is the result)
         print(text, flush=True)
     return last
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         last = _redraw(console, states) if console.is_terminal else _print(states)
     except KeyboardInterrupt:  # as meant: the run goes on
         return INTERRUPTED
-    return last.verdict.exit_code
+    return last.status.exit_code
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import pytest
 from recipes.errors import CheckpointError, LaunchError
 from tools.job.begin import refuse_beside, with_start_weights
 from tools.planning import live_jobs as queue
-from tools.planning.live_jobs import Job, live_jobs, run_problems
+from tools.planning.live_jobs import LiveJob, live_jobs, run_problems
 from tools.planning.run_dir import lock_problems, lock_run
 
 
@@ -198,7 +198,7 @@ def test_run_on_this_machine_refuses_a_job_of_it(path_with_squeue, tmp_path):
 
 def test_another_living_job_in_the_record_is_refused_where_locks_do_not_reach(path_with_squeue):
     shim(path_with_squeue, 'echo "9|RUNNING"')
-    assert live_jobs("--jobs=9") == [Job("9", "RUNNING")]
+    assert live_jobs("--jobs=9") == [LiveJob("9", "RUNNING")]
     with pytest.raises(LaunchError, match="job 9 of this run, RUNNING"):
         refuse_beside("r", "9")
     shim(path_with_squeue, 'echo "9|COMPLETING"')

@@ -15,7 +15,7 @@ from recipes.errors import LaunchError, Problem
 from tools.launch import plan
 from tools.launch.golden import combinations, content, environment, in_order, name_of
 from tools.planning.draft import ROOT
-from tools.planning.snapshot import Code
+from tools.planning.snapshot import CodeVersion
 
 GOLDEN = ROOT / "tests" / "golden" / "launch"
 WHEN_MEANT = "when this is meant: make launch-golden, and look at the diff"
@@ -34,7 +34,8 @@ def test_a_dry_run_prints_what_is_executed_and_recorded(stage, scale, platform, 
     monkeypatch.setattr(plan, "examine", lambda _draft: [])
     monkeypatch.setattr(plan, "start_findings", lambda _draft: [])
     monkeypatch.setattr(plan, "prepare", lambda made: prepared.append(made) or [])
-    monkeypatch.setattr(plan, "read_code", lambda _root: Code(commit="0" * 40, diff=""))  # it may be edited meanwhile
+    code = CodeVersion(commit="0" * 40, diff="")  # the checkout may be edited meanwhile
+    monkeypatch.setattr(plan, "read_code", lambda _root: code)
     path = {"PATH": os.environ["PATH"]}
     monkeypatch.setattr(plan.os, "environ", environment(stage, scale, platform) | path)
     printed, executed = (words([*option, "--stage", stage.id], capsys) for option in (["--dry-run"], []))
@@ -71,7 +72,7 @@ def test_what_fails_while_the_run_is_prepared_is_one_line_and_no_command(monkeyp
     monkeypatch.setattr(plan, "examine", lambda _draft: [])
     monkeypatch.setattr(plan, "start_findings", lambda _draft: [])
     monkeypatch.setattr(plan, "prepare", fail)
-    monkeypatch.setattr(plan, "read_code", lambda _root: Code(commit="0" * 40, diff=""))
+    monkeypatch.setattr(plan, "read_code", lambda _root: CodeVersion(commit="0" * 40, diff=""))
     stage = find_stage("stage1.1")
     monkeypatch.setattr(plan.os, "environ", environment(stage, "tiny", "h100") | {"PATH": os.environ["PATH"]})
     assert plan.main(["--stage", stage.id]) == 2

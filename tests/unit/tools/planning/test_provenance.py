@@ -17,7 +17,7 @@ from tools.planning.provenance import (
     record_start_weights,
     write_run_lock,
 )
-from tools.planning.snapshot import Code
+from tools.planning.snapshot import CodeVersion
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def record(tmp_path: Path) -> LaunchRecord:
     (tmp_path / "train.jsonl").write_text("{}\n")
     (tmp_path / "manifest.json").write_text("{}")
     return LaunchRecord(
-        code=Code(commit="c" * 40, diff=""),
+        code=CodeVersion(commit="c" * 40, diff=""),
         stage="stage1.1",
         config_path=Path("stage.yaml"),
         config={"grpo": {"seed": 42}, "x": 1},

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipes.errors import LaunchError
-from tools.planning.snapshot import Code, read_code, read_snapshot, snapshot_path, untracked, write_snapshot
+from tools.planning.snapshot import CodeVersion, read_code, read_snapshot, snapshot_path, untracked, write_snapshot
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_deleted_file_is_left_out(checkout, tmp_path):
 
 def test_newest_snapshot_is_reused_on_request(checkout, tmp_path):
     home = tmp_path / "snapshots"
-    code = Code(commit="f" * 40, diff="")
+    code = CodeVersion(commit="f" * 40, diff="")
     assert snapshot_path(home, code, reuse_newest=True) == home / f"{'f' * 12}-clean"
     first = take(checkout, home)
     assert snapshot_path(home, code, reuse_newest=True) == first
@@ -136,6 +136,6 @@ def test_untracked_files_of_the_checkout_are_named(checkout, tmp_path):
 
 
 def test_outside_git_the_message_says_what_to_do(tmp_path):
-    assert read_code(tmp_path) == Code(commit="", diff="")
+    assert read_code(tmp_path) == CodeVersion(commit="", diff="")
     with pytest.raises(LaunchError, match="SKIP_CODE_SNAPSHOT=true"):
-        write_snapshot(tmp_path, tmp_path / "snapshots" / "x", Code(commit="", diff=""))
+        write_snapshot(tmp_path, tmp_path / "snapshots" / "x", CodeVersion(commit="", diff=""))

@@ -12,8 +12,8 @@ import pytest
 
 from recipes.errors import LaunchError
 from tools.watching import job_state
-from tools.watching.job_state import Job, Queue, parse_ended, parse_queued, read_queue
-from tools.watching.run_state import Machine, Verdict, ask_slurm, find_run, is_locked_here, judge, read_run
+from tools.watching.job_state import Queue, SlurmJob, parse_ended, parse_queued, read_queue
+from tools.watching.run_state import Machine, RunStatus, ask_slurm, find_run, is_locked_here, judge, read_run
 from tools.watching.status import advice, as_json, eta_seconds, headline, lines, plain, sparkline, waits
 from tools.watching.watch import changes, follow
 
@@ -44,68 +44,68 @@ GONE = Machine("here", "pid:[1]", lambda _: 0, lambda _: False)
 ELSEWHERE = Machine("login", "pid:[1]", lambda _: 0, lambda _: False)
 
 
-def job(**changed: str) -> Job:
+def job(**changed: str) -> SlurmJob:
     found = {"id": "77", "state": "RUNNING", "reason": "None", "num_nodes": "2", "elapsed": "1:45", "left": "3:55:00"}
-    return Job(**{**found, "head": "n1", **changed})
+    return SlurmJob(**{**found, "head": "n1", **changed})
 
 
-def verdict(machine: Machine, queue: Queue | None = None, *, is_locked: bool = False, **changed: Any) -> Verdict:
+def status(machine: Machine, queue: Queue | None = None, *, is_locked: bool = False, **changed: Any) -> RunStatus:
     return judge({**PULSE, **changed}, queue or Queue(), is_locked=is_locked, now=NOW, machine=machine)[0]
 
 
 @pytest.mark.parametrize(
     ("machine", "queue", "changed", "expected"),
     [
-        (ALIVE, Queue(), {}, Verdict.RUNNING),
-        (ALIVE, Queue(), {"state": "starting"}, Verdict.STARTING),
-        (ALIVE, Queue(), {"updated": 900.0}, Verdict.SILENT),
-        (GONE, Queue(), {}, Verdict.DEAD),
+        (ALIVE, Queue(), {}, RunStatus.RUNNING),
+        (ALIVE, Queue(), {"state": "starting"}, RunStatus.STARTING),
+        (ALIVE, Queue(), {"updated": 900.0}, RunStatus.SILENT),
+        (GONE, Queue(), {}, RunStatus.DEAD),
         (
             Machine("here", "pid:[1]", lambda _: 51, lambda _: False),
             Queue(),
             {},
-            Verdict.DEAD,
+            RunStatus.DEAD,
         ),  # another process has the id
-        (Machine("here", "pid:[2]", lambda _: 0, lambda _: False), Queue(), {}, Verdict.RUNNING),  # in a container
-        (ELSEWHERE, Queue(), {}, Verdict.RUNNING),
-        (ELSEWHERE, Queue(), {"updated": 900.0}, Verdict.DEAD),
-        (ELSEWHERE, Queue(jobs=(job(),)), {"job_id": "77", "updated": 900.0}, Verdict.SILENT),
-        (ELSEWHERE, Queue(jobs=(job(state="NODE_FAIL"),)), {"job_id": "77"}, Verdict.DEAD),
-        (ELSEWHERE, Queue(has_answered=True), {"job_id": "77"}, Verdict.DEAD),
-        (ELSEWHERE, Queue(has_answered=True), {"job_id": "77", "state": "done"}, Verdict.DONE),
-        (ELSEWHERE, Queue(notes=("squeue did not answer",)), {"job_id": "77"}, Verdict.RUNNING),
-        (ELSEWHERE, Queue(jobs=(job(state="CANCELLED by 0"),)), {"job_id": "77"}, Verdict.DEAD),
-        (ELSEWHERE, Queue(jobs=(job(id="78"),)), {"job_id": "77", "state": "stopped"}, Verdict.STARTING),
+        (Machine("here", "pid:[2]", lambda _: 0, lambda _: False), Queue(), {}, RunStatus.RUNNING),  # in a container
+        (ELSEWHERE, Queue(), {}, RunStatus.RUNNING),
+        (ELSEWHERE, Queue(), {"updated": 900.0}, RunStatus.DEAD),
+        (ELSEWHERE, Queue(jobs=(job(),)), {"job_id": "77", "updated": 900.0}, RunStatus.SILENT),
+        (ELSEWHERE, Queue(jobs=(job(state="NODE_FAIL"),)), {"job_id": "77"}, RunStatus.DEAD),
+        (ELSEWHERE, Queue(has_answered=True), {"job_id": "77"}, RunStatus.DEAD),
+        (ELSEWHERE, Queue(has_answered=True), {"job_id": "77", "state": "done"}, RunStatus.DONE),
+        (ELSEWHERE, Queue(notes=("squeue did not answer",)), {"job_id": "77"}, RunStatus.RUNNING),
+        (ELSEWHERE, Queue(jobs=(job(state="CANCELLED by 0"),)), {"job_id": "77"}, RunStatus.DEAD),
+        (ELSEWHERE, Queue(jobs=(job(id="78"),)), {"job_id": "77", "state": "stopped"}, RunStatus.STARTING),
         # The driver started 100 s ago; its job, requeued, 20 s ago.
-        (ELSEWHERE, Queue(jobs=(job(elapsed="0:20"),)), {"job_id": "77", "state": "stopped"}, Verdict.STARTING),
-        (ELSEWHERE, Queue(jobs=(job(elapsed="0:20"),)), {"job_id": "77", "updated": 950.0}, Verdict.STARTING),
-        (ELSEWHERE, Queue(jobs=(job(state="PENDING"),)), {"job_id": "77", "state": "stopped"}, Verdict.QUEUED),
-        (ELSEWHERE, Queue(jobs=(job(state="PENDING"),)), {"job_id": "77", "updated": 950.0}, Verdict.QUEUED),
-        (ELSEWHERE, Queue(jobs=(job(state="PENDING"),)), {"job_id": "77", "state": "done"}, Verdict.DONE),
-        (ELSEWHERE, Queue(jobs=(job(),)), {"job_id": "77", "state": "stopped"}, Verdict.STOPPED),  # it still ends
-        (ALIVE, Queue(), {"state": "done"}, Verdict.DONE),
-        (GONE, Queue(), {"state": "failed"}, Verdict.FAILED),
-        (GONE, Queue(), {"state": "stopped"}, Verdict.STOPPED),
+        (ELSEWHERE, Queue(jobs=(job(elapsed="0:20"),)), {"job_id": "77", "state": "stopped"}, RunStatus.STARTING),
+        (ELSEWHERE, Queue(jobs=(job(elapsed="0:20"),)), {"job_id": "77", "updated": 950.0}, RunStatus.STARTING),
+        (ELSEWHERE, Queue(jobs=(job(state="PENDING"),)), {"job_id": "77", "state": "stopped"}, RunStatus.QUEUED),
+        (ELSEWHERE, Queue(jobs=(job(state="PENDING"),)), {"job_id": "77", "updated": 950.0}, RunStatus.QUEUED),
+        (ELSEWHERE, Queue(jobs=(job(state="PENDING"),)), {"job_id": "77", "state": "done"}, RunStatus.DONE),
+        (ELSEWHERE, Queue(jobs=(job(),)), {"job_id": "77", "state": "stopped"}, RunStatus.STOPPED),  # it still ends
+        (ALIVE, Queue(), {"state": "done"}, RunStatus.DONE),
+        (GONE, Queue(), {"state": "failed"}, RunStatus.FAILED),
+        (GONE, Queue(), {"state": "stopped"}, RunStatus.STOPPED),
     ],
 )
 def test_verdicts(machine, queue, changed, expected):
-    assert verdict(machine, queue, **changed) is expected
+    assert status(machine, queue, **changed) is expected
 
 
 def test_a_new_start_of_an_ended_run_is_seen_by_its_lock():
-    assert verdict(GONE, is_locked=True, state="done") is Verdict.STARTING
-    assert verdict(ALIVE, is_locked=True, state="done") is Verdict.DONE  # the driver that wrote it still ends
+    assert status(GONE, is_locked=True, state="done") is RunStatus.STARTING
+    assert status(ALIVE, is_locked=True, state="done") is RunStatus.DONE  # the driver that wrote it still ends
 
 
 def test_without_a_pulse_only_jobs_and_locks_can_tell():
     pending = Queue(jobs=(job(state="PENDING", reason="Priority"),))
     assert judge({}, pending, is_locked=False, now=NOW, machine=GONE) == (
-        Verdict.QUEUED,
+        RunStatus.QUEUED,
         "Slurm job 77 PENDING (Priority), 2 nodes",
     )
-    assert judge({}, Queue(jobs=(job(),)), is_locked=False, now=NOW, machine=GONE)[0] is Verdict.STARTING
-    assert judge({}, Queue(), is_locked=True, now=NOW, machine=GONE)[0] is Verdict.STARTING
-    assert judge({}, Queue(), is_locked=False, now=NOW, machine=GONE)[0] is Verdict.UNKNOWN
+    assert judge({}, Queue(jobs=(job(),)), is_locked=False, now=NOW, machine=GONE)[0] is RunStatus.STARTING
+    assert judge({}, Queue(), is_locked=True, now=NOW, machine=GONE)[0] is RunStatus.STARTING
+    assert judge({}, Queue(), is_locked=False, now=NOW, machine=GONE)[0] is RunStatus.UNKNOWN
 
 
 def make_run(run_dir: Path, **changed: Any) -> Path:
@@ -165,7 +165,7 @@ def test_a_running_run_says_all_that_is_asked_for(tmp_path):
     ):
         assert expected in text, text
     assert "EngineError" not in text  # the log speaks only when something is wrong
-    assert state.verdict.exit_code == 0
+    assert state.status.exit_code == 0
 
 
 @pytest.mark.parametrize(("left", "is_short"), [("9:00", True), ("9:30", False), ("1-00:00:00", False)])
@@ -192,7 +192,7 @@ def test_a_phase_that_takes_far_too_long_is_pointed_out(tmp_path):
 
 def test_a_dead_run_says_so_with_its_last_words_and_what_a_restart_costs(tmp_path):
     state = read_run(make_run(tmp_path / "mine"), Queue(), machine=GONE, now=NOW)
-    assert (state.verdict, state.verdict.exit_code) == (Verdict.DEAD, 1)
+    assert (state.status, state.status.exit_code) == (RunStatus.DEAD, 1)
     assert headline(state).startswith("mine  stage1.1  DEAD")
     assert "pid 5 on here) is gone" in state.why
     assert [line.text for line in lines(state)][-2:] == [
@@ -206,16 +206,16 @@ def test_a_dead_run_says_so_with_its_last_words_and_what_a_restart_costs(tmp_pat
 def test_a_failed_run_gives_its_reason(tmp_path):
     run_dir = make_run(tmp_path / "mine", state="failed", reason="EngineError: engine 3 died")
     state = read_run(run_dir, Queue(), machine=GONE, now=NOW)
-    assert (state.verdict, state.why) == (Verdict.FAILED, "EngineError: engine 3 died")
+    assert (state.status, state.why) == (RunStatus.FAILED, "EngineError: engine 3 died")
 
 
 def test_a_run_of_before_there_was_a_pulse(tmp_path):
     run_dir = make_run(tmp_path / "mine")
     (run_dir / "status.json").unlink()
     state = read_run(run_dir, Queue(), machine=GONE, now=NOW)
-    assert state.verdict is Verdict.UNKNOWN
+    assert state.status is RunStatus.UNKNOWN
     (run_dir / "resolved.json").write_text('{"config": {"grpo": {"max_num_steps": 4}}}')
-    assert read_run(run_dir, Queue(), machine=GONE, now=NOW).verdict is Verdict.DONE
+    assert read_run(run_dir, Queue(), machine=GONE, now=NOW).status is RunStatus.DONE
 
 
 def test_a_run_that_has_only_a_pulse(tmp_path):
