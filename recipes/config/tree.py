@@ -36,6 +36,7 @@ class DataConfig:
     train: TrainDataConfig
     validation: ValidationDataConfig
     shuffle: bool
+    on_change: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

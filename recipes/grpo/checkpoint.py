@@ -3,7 +3,7 @@
     step_000010/
       policy/               Megatron distributed checkpoint: weights, optimizer, scheduler, RNG
       hf/                   export that transformers, vLLM and the next stage load
-      state.json            step, position in the prompt stream, prompts in flight, metrics
+      state.json            step, identity of the data, position in the prompt stream, prompts in flight, metrics
       replay_buffer.jsonl   finished groups that no step has trained on yet
       ledger.jsonl          every prompt that was trained on or failed, with its step
       COMPLETE              sha256 of every file above; a directory without it is no checkpoint
@@ -25,7 +25,8 @@ from typing import Any, Protocol
 import orjson
 
 from recipes.errors import CheckpointError, Problem
-from recipes.grpo.rollout import CollectorState
+from recipes.grpo.data import DataIdentity
+from recipes.grpo.rollout import CollectorState, DrawnPrompt
 from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class SavedState:
     """Everything but the policy that a resumed run needs."""
 
     step: int  # optimizer steps done
+    data: DataIdentity  # of the rows that the collector's positions refer to
     collector: CollectorState
     ledger: tuple[LedgerEntry, ...]
     metrics: Mapping[str, float]  # of the last step, validation included; retention ranks by one of them
@@ -81,9 +83,11 @@ def save_checkpoint(root: Path, state: SavedState, policy: Saveable) -> Path:
         orjson.dumps(
             {
                 "step": state.step,
+                "data": state.data,
                 "position": collector.position,
                 "in_flight": collector.in_flight,
                 "failed": collector.failed,
+                "skipped": collector.skipped,
                 "metrics": dict(state.metrics),
             },
             option=orjson.OPT_INDENT_2,
@@ -147,11 +151,15 @@ def load_state(path: Path) -> SavedState:
     raw = orjson.loads((path / "state.json").read_bytes())
     return SavedState(
         step=raw["step"],
+        data=DataIdentity(**raw["data"]),
         collector=CollectorState(
             position=raw["position"],
-            in_flight=tuple((position, target) for position, target in raw["in_flight"]),
+            in_flight=tuple(
+                DrawnPrompt(**{**drawn, "prompt": PromptRef(**drawn["prompt"])}) for drawn in raw["in_flight"]
+            ),
             finished=tuple(_group(line) for line in _read_lines(path / "replay_buffer.jsonl")),
             failed=tuple((PromptRef(**ref), reason) for ref, reason in raw["failed"]),
+            skipped=tuple(raw["skipped"]),
         ),
         ledger=tuple(LedgerEntry(**line) for line in _read_lines(path / "ledger.jsonl")),
         metrics=raw["metrics"],

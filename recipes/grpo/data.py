@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +42,31 @@ def last_user_text(row: Row) -> str:
     return ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataIdentity:
+    """What decides which prompt a position of the stream is; a checkpoint holds it."""
+
+    sha256: str  # of the whole file
+    num_rows: int
+    shuffle: bool
+    seed: int
+
+
 class PromptDataset:
     """Rows of one JSONL file, read on demand; only line offsets are kept in memory."""
 
     def __init__(self, path: Path) -> None:
+        """Read the file once: `sha256` is that of exactly the bytes whose lines are indexed here."""
         self.path = path
         self._offsets: list[int] = []
-        offset = 0
-        with path.open("rb") as lines:
-            for line in lines:
-                if line.strip():
-                    self._offsets.append(offset)
-                offset += len(line)
         self._file = path.open("rb")
+        offset, digest = 0, hashlib.sha256()
+        for line in self._file:
+            if line.strip():
+                self._offsets.append(offset)
+            offset += len(line)
+            digest.update(line)
+        self.sha256 = digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -79,9 +93,35 @@ class PromptStream:
         if position >= self.num_prompts:
             return None
         epoch, offset = divmod(position, len(self.dataset))
-        index = self._permutation(epoch)[offset]
+        return self._prompt(epoch, self._permutation(epoch)[offset])
+
+    def find(self, ref: PromptRef) -> tuple[PromptRef, Row] | None:
+        """Return the prompt that is now where `ref` says, or None when there is no such row."""
+        return self._prompt(ref.epoch, ref.row_index) if ref.row_index < len(self.dataset) else None
+
+    def _prompt(self, epoch: int, index: int) -> tuple[PromptRef, Row]:
         row = self.dataset[index]
         return PromptRef(epoch=epoch, row_index=index, prompt_id=row_id(row)), row
+
+    @property
+    def identity(self) -> DataIdentity:
+        """Return what a position of this stream depends on."""
+        return DataIdentity(
+            sha256=self.dataset.sha256, num_rows=len(self.dataset), shuffle=self._shuffle, seed=self._seed
+        )
+
+    def positions_of(self, prompt_ids: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the first n positions of each prompt id, where `prompt_ids` maps the id to n."""
+        ids = [row_id(self.dataset[index]) for index in range(len(self.dataset))]
+        left = Counter(prompt_ids)
+        found = []
+        for position in range(self.num_prompts):
+            epoch, offset = divmod(position, len(ids))
+            prompt_id = ids[self._permutation(epoch)[offset]]
+            if left[prompt_id] > 0:
+                left[prompt_id] -= 1
+                found.append(position)
+        return tuple(found)
 
     def _permutation(self, epoch: int) -> list[int]:
         if epoch != self._order_epoch:

@@ -59,13 +59,28 @@ class RolloutSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnPrompt:
+    """A prompt that was drawn for a step and has no finished group yet."""
+
+    position: int  # in the prompt stream
+    target_step: int
+    prompt: PromptRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CollectorState:
     """What a checkpoint keeps: everything drawn and not yet trained on, at one moment."""
 
     position: int  # next prompt of the stream to draw
-    in_flight: tuple[tuple[int, int], ...]  # (position, target step) of prompts without a finished group
+    in_flight: tuple[DrawnPrompt, ...]
     finished: tuple[Group, ...]  # groups that wait in the buffer
     failed: tuple[tuple[PromptRef, str], ...]  # prompts that never trained, with the reason
+    skipped: tuple[int, ...] = ()  # positions that are not drawn: their prompts were trained before the data changed
+
+    def num_left(self, num_prompts: int) -> int:
+        """Return how many of the stream's `num_prompts` can still be trained on."""
+        ahead = num_prompts - self.position - sum(position >= self.position for position in self.skipped)
+        return ahead + len(self.in_flight) + len(self.finished)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +118,8 @@ class RolloutCollector:
         self._position = 0
         self._assigned: Counter[int] = Counter()  # groups drawn per target, in flight or finished
         self._in_flight: dict[int, tuple[int, PromptRef, float]] = {}  # position -> target, prompt, start time
-        self._retry: list[tuple[int, int]] = []  # (position, target) restored from a checkpoint, drawn first
+        self._retry: list[DrawnPrompt] = []  # restored from a checkpoint, sampled first
+        self._skipped: frozenset[int] = frozenset()
         self._failed: list[tuple[PromptRef, str]] = []
         self._consecutive_failures = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -141,12 +157,16 @@ class RolloutCollector:
         """Return a consistent snapshot; call it between steps."""
 
         async def snapshot() -> CollectorState:
-            waiting = [(position, target) for position, (target, _, _) in self._in_flight.items()]
+            waiting = [
+                DrawnPrompt(position=position, target_step=target, prompt=ref)
+                for position, (target, ref, _) in self._in_flight.items()
+            ]
             return CollectorState(
                 position=self._position,
-                in_flight=tuple(sorted(waiting + self._retry)),
+                in_flight=tuple(sorted(waiting + self._retry, key=lambda drawn: drawn.position)),
                 finished=tuple(self._buffer.groups()),
                 failed=tuple(self._failed),
+                skipped=tuple(sorted(position for position in self._skipped if position >= self._position)),
             )
 
         return self.submit(snapshot()).result(timeout=60)
@@ -156,11 +176,12 @@ class RolloutCollector:
         self._position = state.position
         self._failed = list(state.failed)
         self._retry = list(state.in_flight)
+        self._skipped = frozenset(state.skipped)
         for group in state.finished:
             self._assigned[group.target_step] += 1
             self._buffer.add(group)
-        for _, target in self._retry:
-            self._assigned[target] += 1
+        for drawn in self._retry:
+            self._assigned[drawn.target_step] += 1
 
     def num_in_flight(self) -> int:
         """Return how many prompts have no finished group yet."""
@@ -198,12 +219,14 @@ class RolloutCollector:
 
     def _fill(self) -> None:
         """Draw prompts until every target of the window has its P groups."""
-        for position, target in self._retry:
-            self._launch(position, target)
+        for drawn in self._retry:
+            self._launch(drawn.position, drawn.target_step)
         self._retry = []
         newest = min(self._version + self.settings.max_trajectory_age_steps, self._last_step - 1)
         for target in range(self._version, newest + 1):
             while self._assigned[target] < self.settings.num_prompts_per_step:
+                while self._position in self._skipped:
+                    self._position += 1
                 if not self._launch(self._position, target):
                     self._end_of_data(target)
                     return

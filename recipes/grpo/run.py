@@ -14,6 +14,7 @@ import torch
 from recipes.config.tree import Config
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.checkpoint import LedgerEntry, SavedState, prune, save_checkpoint
+from recipes.grpo.data import DataIdentity
 from recipes.grpo.log import RunLogger
 from recipes.grpo.metrics import StepMetrics, aggregate_rollouts
 from recipes.grpo.refit import WeightSink, WeightSource
@@ -87,6 +88,7 @@ class Run:
     logger: RunLogger
     stop: StopRequest
     state: TrainState
+    data: DataIdentity  # of the training rows
     checkpoints: Path
     num_steps: int  # the step at which the run ends
     pad_token_id: int
@@ -148,6 +150,7 @@ class Run:
         failed = [LedgerEntry(key=ref.key, step=0, reason=reason) for ref, reason in collector.failed]
         state = SavedState(
             step=self.state.step,
+            data=self.data,
             collector=collector,
             ledger=(*self.state.ledger, *failed),
             metrics=self.state.metrics,

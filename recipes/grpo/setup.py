@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from recipes.config.derive import Derived
 from recipes.config.tree import Config, GrpoConfig
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.environments import Environments
-from recipes.errors import ConfigError, DataError, Problem
+from recipes.errors import CheckpointError, ConfigError, DataError, Problem
 from recipes.generation.generation import Generation
 from recipes.grpo import refit
 from recipes.grpo.buffer import ReplayBuffer
@@ -23,7 +24,7 @@ from recipes.grpo.checkpoint import LedgerEntry, SavedState, latest_checkpoint, 
 from recipes.grpo.data import PromptDataset, PromptStream, require_rows
 from recipes.grpo.log import RunLogger
 from recipes.grpo.loss import grpo_loss
-from recipes.grpo.rollout import RolloutCollector, RolloutSettings
+from recipes.grpo.rollout import CollectorState, RolloutCollector, RolloutSettings
 from recipes.grpo.run import PolicyHandle, Run, TrainState
 from recipes.grpo.validate import ValidationSet
 from recipes.policy.policy import Policy
@@ -39,7 +40,7 @@ def setup(config: Config, derived: Derived, run_dir: Path, stop: StopRequest) ->
     stream, validation_rows = _open_data(config, environments)
     checkpoints = run_dir / config.checkpointing.checkpoint_dir
     checkpoints.mkdir(parents=True, exist_ok=True)
-    saved = _saved_state(checkpoints, config.grpo)  # verified before policy and engines start
+    saved = _saved_state(checkpoints, stream, config)  # verified before policy and engines start
 
     connect()
     policy, generation = _start_models(config, derived)
@@ -48,7 +49,7 @@ def setup(config: Config, derived: Derived, run_dir: Path, stop: StopRequest) ->
         max_trajectory_age_steps=config.grpo.async_grpo.max_trajectory_age_steps,
     )
     collector = RolloutCollector(stream, generation, environments, buffer, _rollout_settings(config))
-    num_steps = min(config.grpo.max_num_steps, stream.num_prompts // config.grpo.num_prompts_per_step)
+    num_steps = _num_steps(config.grpo, stream, saved)
     run = Run(
         config=config,
         policy=policy,
@@ -60,6 +61,7 @@ def setup(config: Config, derived: Derived, run_dir: Path, stop: StopRequest) ->
         logger=RunLogger(run_dir, config.logger, num_steps=num_steps),
         stop=stop,
         state=_restore(saved, checkpoints, policy, collector),
+        data=stream.identity,
         checkpoints=checkpoints,
         num_steps=num_steps,
         pad_token_id=environments.codec.pad_token_id,
@@ -150,13 +152,70 @@ def _validation(config: Config, rows: PromptDataset | None) -> ValidationSet | N
     )
 
 
-def _saved_state(checkpoints: Path, cfg: GrpoConfig) -> SavedState | None:
+def _num_steps(cfg: GrpoConfig, stream: PromptStream, saved: SavedState | None) -> int:
+    """Return the step at which the run ends: the configured one, or the last that the data suffices for."""
+    done, left = (
+        (0, stream.num_prompts) if saved is None else (saved.step, saved.collector.num_left(stream.num_prompts))
+    )
+    return min(cfg.max_num_steps, done + left // cfg.num_prompts_per_step)
+
+
+def _saved_state(checkpoints: Path, stream: PromptStream, config: Config) -> SavedState | None:
     path = latest_checkpoint(checkpoints)
     if path is None:
         return None
-    saved = load_state(path)
-    require_window(saved, cfg, path)
+    saved = on_same_data(load_state(path), stream, config.data.on_change, path)
+    require_window(saved, config.grpo, path)
     return saved
+
+
+def on_same_data(saved: SavedState, stream: PromptStream, on_change: str, path: Path) -> SavedState:
+    """Return the state to continue from, whose positions all refer to `stream`.
+
+    When the data is another than that of the checkpoint, `data.on_change` decides: `refuse` raises `CheckpointError`
+    with every difference; `restart` draws from the first row again; `keep_ledger` draws every row that the ledger
+    does not hold, by prompt id, however the rows are ordered now. Groups of the old data that wait or are in flight
+    are given up: they are in no ledger, so their prompts are drawn again where they are still there.
+    """
+    differing = _differences(saved, stream, path)
+    if not differing:
+        return saved
+    if on_change == "refuse":
+        raise CheckpointError(differing)
+    done = Counter(entry.key.rpartition(":")[2] for entry in saved.ledger)
+    skipped = stream.positions_of(done) if on_change == "keep_ledger" else ()
+    logger.warning(
+        "the data differs from that of %s, and data.on_change is %s: %d of %d prompts are left",
+        path,
+        on_change,
+        stream.num_prompts - len(skipped),
+        stream.num_prompts,
+    )
+    for problem in differing:
+        logger.warning("%s: was %s, is %s", problem.where, problem.expected, problem.got)
+    collector = CollectorState(position=0, in_flight=(), finished=(), failed=saved.collector.failed, skipped=skipped)
+    return replace(saved, data=stream.identity, collector=collector)
+
+
+def _differences(saved: SavedState, stream: PromptStream, path: Path) -> list[Problem]:
+    """Name what differs between the data of a checkpoint and `stream`; when nothing does, the prompts that moved."""
+    file = str(stream.dataset.path)
+    names = {"sha256": f"{file}: sha256", "num_rows": f"{file}: rows", "shuffle": "data.shuffle", "seed": "grpo.seed"}
+    was, now = asdict(saved.data), asdict(stream.identity)
+    found = [(where, now[key], was[key]) for key, where in names.items() if now[key] != was[key]]
+    if not found:
+        drawn = [(prompt.prompt, stream.draw(prompt.position)) for prompt in saved.collector.in_flight]
+        drawn += [(group.prompt, stream.find(group.prompt)) for group in saved.collector.finished]
+        found = [
+            (f"{file}: row {ref.row_index + 1} of pass {ref.epoch + 1}", got[0].key if got else "no row", ref.key)
+            for ref, got in drawn
+            if got is None or got[0] != ref
+        ]
+    fix = "restore it, or set data.on_change to keep_ledger (draw the rows that were not trained yet) or restart"
+    return [
+        Problem(where=where, got=str(got), expected=f"{before}, as when {path} was saved", fix=fix)
+        for where, got, before in found
+    ]
 
 
 def require_window(saved: SavedState, cfg: GrpoConfig, path: Path) -> None:
@@ -165,7 +224,7 @@ def require_window(saved: SavedState, cfg: GrpoConfig, path: Path) -> None:
     With a smaller window some groups would be trained too late, or never.
     """
     finished, in_flight = saved.collector.finished, saved.collector.in_flight
-    targets = [group.target_step for group in finished] + [target for _, target in in_flight]
+    targets = [group.target_step for group in finished] + [drawn.target_step for drawn in in_flight]
     ages = [target - saved.step for target in targets] + [group.target_step - group.version for group in finished]
     needed = {
         "num_prompts_per_step": (cfg.num_prompts_per_step, max(Counter(targets).values(), default=0)),

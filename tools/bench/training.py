@@ -116,6 +116,7 @@ def _variant(run: Run, run_dir: Path, *, max_age: int, latency: float, num_steps
         logger=logger,
         stop=run.stop,
         state=TrainState(),
+        data=stream.identity,
         checkpoints=run_dir / "checkpoints",
         num_steps=num_steps,
         pad_token_id=run.pad_token_id,

@@ -1,10 +1,10 @@
-"""Begin a start of a run on the node that drives it: lock the run, find its start weights, become the next program.
+"""Begin a start of a run on the node that drives it: lock the run, check its data, find its start weights.
 
     ray.sbatch -> this -> barrier -> driver
 
 The job of a later stage is submitted before its parent has saved, so what `.../checkpoints/latest/hf` names is known
-only here: the export is checked against its checksums and written into the driver's command and run.lock.json. The
-programs after this one inherit the lock. Ray starts on all nodes meanwhile.
+only here: the export is checked against its checksums and written into the driver's command and run.lock.json. Then
+this becomes the next program, which inherits the lock. Ray starts on all nodes meanwhile.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from types import FrameType
 
 import yaml
 
-from recipes.errors import LaunchError, RecipeError
+from recipes.errors import LaunchError, Problem, RecipeError
 from recipes.grpo.checkpoint import complete_export, is_export
 from recipes.stop import EXIT_RESUME, SIGNALS
 from tools.planning.live_jobs import in_progress, live_jobs
-from tools.planning.provenance import record_start_weights
+from tools.planning.provenance import data_digest, read_run_lock, record_start_weights
 from tools.planning.run_dir import lock_run, point_latest, read_holder, this_process
 
 MODEL_KEY = "policy.model_name="
+DATA_KEYS = ("data.train.data_path=", "data.validation.data_path=")
 
 
 def begin(log_dir: Path, command: Sequence[str]) -> tuple[str, ...]:
@@ -42,6 +43,7 @@ def begin(log_dir: Path, command: Sequence[str]) -> tuple[str, ...]:
     if before is not None and before.job_id not in ("", this_process().job_id):
         refuse_beside(run_dir.name, before.job_id)
     point_latest(log_dir)
+    require_same_data(run_dir, command)
     return with_start_weights(run_dir, command)
 
 
@@ -77,6 +79,25 @@ def with_start_weights(run_dir: Path, command: Sequence[str]) -> tuple[str, ...]
     print(f"begin: start weights {found}, complete", flush=True)
     words[index] = f"{MODEL_KEY}{json.dumps(str(found))}"
     return tuple(words)
+
+
+def require_same_data(run_dir: Path, command: Sequence[str]) -> None:
+    """Hash the data files again, at each start of the job; raises `LaunchError` for those changed since the launch."""
+    given = dict(word.split("=", 1) for word in command if word.startswith(DATA_KEYS))  # the last of a key wins
+    paths = [Path(str(found)) for word in given.values() if (found := yaml.safe_load(word)) is not None]
+    recorded = read_run_lock(run_dir).get("data", {}) if len({path.name for path in paths}) == len(paths) else {}
+    problems = [
+        Problem(
+            where=str(path),
+            got=f"sha256 {found[:12]}...",
+            expected=f"{recorded[path.name]['sha256'][:12]}..., as when the job was submitted",
+            fix="restore the file, or submit the run again; data.on_change says how a run with checkpoints goes on",
+        )
+        for path in paths
+        if path.name in recorded and (found := data_digest(path)["sha256"]) != recorded[path.name]["sha256"]
+    ]
+    if problems:
+        raise LaunchError(problems)
 
 
 def stop_at_once(_number: int, _frame: FrameType | None) -> None:

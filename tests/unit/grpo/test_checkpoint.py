@@ -18,7 +18,8 @@ from recipes.grpo.checkpoint import (
     prune,
     save_checkpoint,
 )
-from recipes.grpo.rollout import CollectorState
+from recipes.grpo.data import DataIdentity
+from recipes.grpo.rollout import CollectorState, DrawnPrompt
 from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
 
 
@@ -62,14 +63,21 @@ def group(row: int) -> Group:
     )
 
 
+def drawn(position: int, target_step: int) -> DrawnPrompt:
+    prompt = PromptRef(epoch=0, row_index=position, prompt_id="01" * 8)
+    return DrawnPrompt(position=position, target_step=target_step, prompt=prompt)
+
+
 def run_state(step: int, metrics: dict[str, float] | None = None) -> SavedState:
     return SavedState(
         step=step,
+        data=DataIdentity(sha256="ef" * 32, num_rows=100, shuffle=False, seed=42),
         collector=CollectorState(
             position=12,
-            in_flight=((9, 5), (10, 6)),
+            in_flight=(drawn(9, 5), drawn(10, 6)),
             finished=(group(7), group(8)),
             failed=((PromptRef(epoch=0, row_index=3, prompt_id="cd" * 8), "env_failed: down"),),
+            skipped=(14, 17),
         ),
         ledger=(LedgerEntry(key="0:1:ab", step=1), LedgerEntry(key="0:3:cd", step=0, reason="env_failed: down")),
         metrics=metrics or {},

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from recipes.errors import ConfigError, DataError
-from recipes.grpo.checkpoint import SavedState
-from recipes.grpo.rollout import CollectorState
-from recipes.grpo.setup import _open_data, require_window
+from recipes.errors import CheckpointError, ConfigError, DataError
+from recipes.grpo.checkpoint import LedgerEntry, SavedState
+from recipes.grpo.data import DataIdentity, PromptDataset, PromptStream
+from recipes.grpo.rollout import CollectorState, DrawnPrompt
+from recipes.grpo.setup import _num_steps, _open_data, on_same_data, require_window
 from recipes.types import Group, PromptRef
 
 
@@ -47,8 +49,11 @@ def group(row: int, *, target: int, version: int) -> Group:
 
 
 def saved(in_flight: tuple[tuple[int, int], ...], *finished: Group) -> SavedState:
-    collector = CollectorState(position=20, in_flight=in_flight, finished=finished, failed=())
-    return SavedState(step=4, collector=collector, ledger=(), metrics={})
+    ref = PromptRef(epoch=0, row_index=0, prompt_id="ab" * 8)
+    drawn = tuple(DrawnPrompt(position=position, target_step=target, prompt=ref) for position, target in in_flight)
+    collector = CollectorState(position=20, in_flight=drawn, finished=finished, failed=())
+    data = DataIdentity(sha256="", num_rows=0, shuffle=False, seed=0)
+    return SavedState(step=4, data=data, collector=collector, ledger=(), metrics={})
 
 
 def problems(state: SavedState, *, prompts: int, age: int) -> list[str]:
@@ -74,3 +79,101 @@ def test_a_group_from_weights_that_are_too_old_now_needs_their_age() -> None:
     state = saved((), group(10, target=4, version=2))
     assert len(problems(state, prompts=1, age=1)) == 1
     assert problems(state, prompts=1, age=2) == []
+
+
+def stream_of(path: Path, names: str, *, shuffle: bool = False, seed: int = 0, epochs: int = 1) -> PromptStream:
+    """Return the stream over a file with one row per letter."""
+    rows = [{"responses_create_params": {"input": name}, "agent_ref": {"name": "a"}} for name in names]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return PromptStream(PromptDataset(path), num_epochs=epochs, shuffle=shuffle, seed=seed)
+
+
+def saved_on(stream: PromptStream, *, trained: int, in_flight: int) -> SavedState:
+    """Return a state that has trained the first `trained` prompts and has `in_flight` more in flight."""
+    refs = [drawn[0] for position in range(trained + in_flight) if (drawn := stream.draw(position))]
+    ledger = tuple(LedgerEntry(key=ref.key, step=1 + index // 2) for index, ref in enumerate(refs[:trained]))
+    flying = tuple(
+        DrawnPrompt(position=trained + index, target_step=2, prompt=ref) for index, ref in enumerate(refs[trained:])
+    )
+    collector = CollectorState(position=trained + in_flight, in_flight=flying, finished=(), failed=())
+    return SavedState(step=trained // 2, data=stream.identity, collector=collector, ledger=ledger, metrics={})
+
+
+def text_at(stream: PromptStream, position: int) -> str:
+    drawn = stream.draw(position)
+    assert drawn is not None
+    return str(drawn[1]["responses_create_params"]["input"])
+
+
+def left(state: SavedState, stream: PromptStream) -> str:
+    """Return the rows that a run continued from `state` still draws."""
+    ahead = [position for position in range(stream.num_prompts) if position not in state.collector.skipped]
+    ahead = [position for position in ahead if position >= state.collector.position]
+    return "".join(text_at(stream, position) for position in ahead)
+
+
+def test_a_resume_on_the_same_data_goes_on_where_it_was(tmp_path: Path) -> None:
+    stream = stream_of(tmp_path / "train.jsonl", "abcdefgh")
+    state = saved_on(stream, trained=4, in_flight=2)
+    assert on_same_data(state, stream, "refuse", tmp_path) == state
+    assert left(state, stream) == "gh"
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "named"),
+    [
+        ("abcdefgX", {}, ["sha256"]),
+        ("bcdefgha", {}, ["sha256"]),
+        ("abcdefghi", {}, ["sha256", "rows"]),
+        ("abcdefgh", {"shuffle": True}, ["data.shuffle"]),
+        ("abcdefgh", {"seed": 7}, ["grpo.seed"]),
+    ],
+)
+def test_a_resume_on_other_data_is_refused_and_says_what_differs(
+    tmp_path: Path, names: str, options: dict[str, Any], named: list[str]
+) -> None:
+    state = saved_on(stream_of(tmp_path / "train.jsonl", "abcdefgh"), trained=4, in_flight=2)
+    stream = stream_of(tmp_path / "train.jsonl", names, **options)
+    with pytest.raises(CheckpointError) as caught:
+        on_same_data(state, stream, "refuse", tmp_path / "step_000002")
+    assert [problem.where.split(": ")[-1] for problem in caught.value.problems] == named
+    assert all("step_000002 was saved" in str(problem) for problem in caught.value.problems)
+    assert all("data.on_change" in problem.fix for problem in caught.value.problems)
+
+
+def test_restart_draws_every_row_of_the_new_data(tmp_path: Path) -> None:
+    state = saved_on(stream_of(tmp_path / "train.jsonl", "abcdefgh"), trained=4, in_flight=2)
+    stream = stream_of(tmp_path / "train.jsonl", "gabxyz")
+    got = on_same_data(state, stream, "restart", tmp_path)
+    assert left(got, stream) == "gabxyz"
+    assert got.data == stream.identity
+    assert got.ledger == state.ledger
+
+
+def test_keep_ledger_draws_what_was_not_trained_wherever_it_is_now(tmp_path: Path) -> None:
+    state = saved_on(stream_of(tmp_path / "train.jsonl", "abcdefgh"), trained=4, in_flight=2)
+    stream = stream_of(tmp_path / "train.jsonl", "hxdaec")  # a, c and d are trained; e was in flight
+    got = on_same_data(state, stream, "keep_ledger", tmp_path)
+    assert left(got, stream) == "hxe"
+    assert _num_steps(SimpleNamespace(max_num_steps=99, num_prompts_per_step=2), stream, got) == 3  # type: ignore[arg-type]
+
+
+def test_keep_ledger_counts_how_often_a_prompt_was_trained(tmp_path: Path) -> None:
+    state = saved_on(stream_of(tmp_path / "train.jsonl", "aab"), trained=2, in_flight=0)
+    stream = stream_of(tmp_path / "train.jsonl", "abaa", epochs=2)
+    assert left(on_same_data(state, stream, "keep_ledger", tmp_path), stream) == "baabaa"
+
+
+def test_a_prompt_that_is_not_where_it_was_is_named(tmp_path: Path) -> None:
+    stream = stream_of(tmp_path / "train.jsonl", "abcdefgh")
+    state = saved_on(stream, trained=4, in_flight=2)
+    moved = replace(state.collector.in_flight[0], position=6)
+    state = replace(
+        state, collector=replace(state.collector, in_flight=(moved,), finished=(group(7, target=2, version=1),))
+    )
+    with pytest.raises(CheckpointError) as caught:
+        on_same_data(state, stream, "refuse", tmp_path)
+    assert [problem.where.split(": ")[-1] for problem in caught.value.problems] == [
+        "row 5 of pass 1",
+        "row 8 of pass 1",
+    ]

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from recipes.errors import CheckpointError, LaunchError
-from tools.job.begin import refuse_beside, with_start_weights
+from tools.job.begin import refuse_beside, require_same_data, with_start_weights
 from tools.planning import live_jobs as queue
 from tools.planning.live_jobs import LiveJob, live_jobs, run_problems
+from tools.planning.provenance import data_digest
 from tools.planning.run_dir import lock_problems, lock_run
 
 
@@ -73,6 +74,26 @@ def test_other_start_weights_and_commands_stay_as_they_are(tmp_path):
     for command in (words(Path("/models/sft")), ["python", "-c", "pass"]):
         assert with_start_weights(tmp_path, command) == tuple(command)
     assert not (tmp_path / "run.lock.json").exists()
+
+
+def test_data_that_changed_since_the_launch_is_refused_at_each_start(tmp_path):
+    paths = [tmp_path / "train.jsonl", tmp_path / "val.jsonl"]
+    for path in paths:
+        path.write_text("row\n")
+    (tmp_path / "run.lock.json").write_text(json.dumps({"data": {path.name: data_digest(path) for path in paths}}))
+    command = [
+        "data.train.data_path=/elsewhere.jsonl",
+        f"data.train.data_path={paths[0]}",
+        f"data.validation.data_path='{paths[1]}'",
+    ]
+    require_same_data(tmp_path, command)
+    require_same_data(tmp_path, [*command, "data.validation.data_path=null"])
+    for path in paths:
+        path.write_text("another row\n")
+    with pytest.raises(LaunchError) as caught:
+        require_same_data(tmp_path, command)
+    assert [problem.where for problem in caught.value.problems] == [str(path) for path in paths]
+    require_same_data(tmp_path, [*command, "data.validation.data_path=null", "data.train.data_path=null"])
 
 
 @pytest.fixture
