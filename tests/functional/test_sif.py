@@ -265,7 +265,7 @@ def list_all(place: Path, hub: Hub, revision: str, *words: str) -> subprocess.Co
     entry = {"revision": revision, "split": "train", "instances": 2}
     (place / "table.yaml").write_text(json.dumps({"datasets": {"R2E-Gym/R2E-Gym-Subset": entry}}))
     command = [sys.executable, "-m", "tools.sif.make", "--sif-dir", str(place / "sif"), "--all", "--check-only"]
-    command += ["--datasets", str(place / "table.yaml"), "--mirror", "127.0.0.1:1", "--attempts", "1", *words]
+    command += ["--datasets", str(place / "table.yaml"), "--mirror", "127.0.0.1:1", "--retries", "1", *words]
     environ = environment(place, hub)
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
 

@@ -33,7 +33,7 @@ from tools.files.manifest import changes, describe, lineage_of, write_manifest
 from tools.files.parallel import Block, blocks_of, map_in_order
 from tools.files.row_blocks import line_at
 from tools.files.row_files import HashedWriter, require_file
-from tools.rows.stats import pass_rate_of
+from tools.rows.pass_rates import pass_rate_of, read_pass_rates
 
 TOOL_VERSION = "2"  # raise it when other rows, or another order, would come of the same inputs
 ROWS_AT_ONCE = 256  # in memory while the output is written
@@ -183,24 +183,6 @@ class Edits:
             )
             row = with_budget(row, budget, cut_by(self.tokenizer))
         return orjson.dumps(row) + b"\n"
-
-
-def read_pass_rates(path: Path) -> dict[str, float]:
-    """Return row id -> pass rate of a profile."""
-    rates = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            entry = orjson.loads(line)
-            row, rate = str(entry["row_id"]), entry["pass_rate"]
-            if rate is not None and not 0 <= rate <= 1:
-                raise ValueError(f"pass_rate {rate}")
-        except (ValueError, TypeError, KeyError) as error:
-            got, expected = f"{type(error).__name__} ({error})", "row_id, and pass_rate from 0 to 1"
-            fix = "give the file that `make profile` wrote"
-            raise DataError(Problem(where=f"{path}:{number}", got=got, expected=expected, fix=fix)) from error
-        if rate is not None:
-            rates[row] = float(rate)
-    return rates
 
 
 def means(order: Sequence[Entry], parts: int = 10) -> list[float]:

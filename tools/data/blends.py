@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 from recipes.errors import DataError, Problem
 
 BLENDS_FILE = Path(__file__).resolve().parents[2] / "configs" / "data" / "blends.yaml"
-COMMIT = re.compile(r"[0-9a-f]{40}")
 BLEND_KEYS, FILE_KEYS = {"files"}, {"rows"}
 DATASET_KEYS = {"also_called", "revision", "blends"}
 
@@ -36,17 +34,6 @@ class Blend:
             raise DataError(Problem(where="--dataset", got=name, expected=expected, fix=fix))
         print(f"download: {name} is what some of NVIDIA's documents call {self.dataset}; asking for the latter")
         return self.dataset
-
-
-def is_commit(revision: object) -> bool:
-    """Return whether a revision names one commit for ever: 40 hex digits."""
-    return isinstance(revision, str) and COMMIT.fullmatch(revision) is not None
-
-
-def moving_revision(where: str, revision: object, *, fix: str) -> Problem:
-    """Return the problem of a revision that is no commit."""
-    expected = "a commit (40 hex digits): a branch or tag can change, and then other rows come under the same name"
-    return Problem(where=where, got=repr(revision) if revision else "nothing", expected=expected, fix=fix)
 
 
 def load_blends(path: Path) -> dict[str, Blend]:

@@ -16,10 +16,11 @@ from typing import Any
 
 from recipes.errors import DataError, Problem
 from tools.command_line import exit_status
-from tools.data.blends import BLENDS_FILE, Blend, is_commit, load_blends, moving_revision
-from tools.data.hub import list_files
-from tools.files.hosts import Patience
+from tools.data.blends import BLENDS_FILE, Blend, load_blends
+from tools.files.hub import list_files
 from tools.files.manifest import TOOL_VERSION, changes, manifest_of, write_manifest
+from tools.files.retry import RetryPolicy
+from tools.files.revisions import is_commit, no_commit
 from tools.files.transfer import RemoteFile, download_file
 
 
@@ -33,11 +34,11 @@ def find_blend(name: str, blends_file: Path, revision: str | None) -> Blend:
     if not is_commit(blend.revision):
         where = "--revision" if revision else f"{blends_file}: datasets.{blend.dataset}.revision"
         fix = f"take the commit from https://huggingface.co/datasets/{blend.dataset}/commits/main"
-        raise DataError(moving_revision(where, blend.revision, fix=fix))
+        raise DataError(no_commit(where, blend.revision, fix=fix))
     return blend
 
 
-def download(blend: Blend, dataset: str, out: Path, patience: Patience) -> list[Path]:
+def download(blend: Blend, dataset: str, out: Path, policy: RetryPolicy) -> list[Path]:
     """Bring every file of the blend to `out`, each with a manifest, unless it is there; return the files."""
     assert blend.revision is not None
     pending: dict[str, list[str]] = {}
@@ -46,9 +47,9 @@ def download(blend: Blend, dataset: str, out: Path, patience: Patience) -> list[
             pending[name] = reasons
         else:
             print(f"download: {out / name} is up to date")
-    listed = list_files(dataset, blend.revision, sorted(pending), patience) if pending else {}
+    listed = list_files(dataset, blend.revision, sorted(pending), policy) if pending else {}
     for name, reasons in pending.items():
-        _download_one(listed[name], out, blend.files[name], patience)
+        _download_one(listed[name], out, blend.files[name], policy)
         print(f"download: {out / name} ({', '.join(reasons)}): done")
     return [out / name for name in blend.files]
 
@@ -58,9 +59,9 @@ def _known(dataset: str, revision: str, name: str) -> dict[str, Any]:
     return {"tool": "download", "tool_version": TOOL_VERSION, "parameters": parameters}
 
 
-def _download_one(file: RemoteFile, out: Path, rows: int | None, patience: Patience) -> None:
+def _download_one(file: RemoteFile, out: Path, rows: int | None, policy: RetryPolicy) -> None:
     target = out / file.name
-    received = download_file(file, target, patience)
+    received = download_file(file, target, policy)
     if rows is not None and received.rows != rows:
         got, expected = f"{received.rows} rows", f"{rows}, as published"
         fix = "the commit holds other rows than the blends file says; correct one of the two"
@@ -73,20 +74,20 @@ def _download_one(file: RemoteFile, out: Path, rows: int | None, patience: Patie
 @exit_status
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    patience = Patience()
+    policy = RetryPolicy()
     parser = argparse.ArgumentParser(prog="python -m tools.data.download", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--blend", required=True, help="name in the blends file, e.g. rlvr1")
     parser.add_argument("--out", type=Path, required=True, help="directory of the files")
     parser.add_argument("--dataset", help="name of the data set on the hub; both published names are accepted")
     parser.add_argument("--revision", help="commit of the data set, instead of the one in the blends file")
     parser.add_argument("--blends", type=Path, default=BLENDS_FILE, help="table of blends")
-    parser.add_argument("--retries", type=int, default=patience.retries, help="in a row, without one more byte")
-    parser.add_argument("--back-off", type=float, default=patience.first_seconds, help="first wait in seconds; doubles")
+    parser.add_argument("--retries", type=int, default=policy.max_retries, help="in a row, without one more byte")
+    parser.add_argument("--back-off", type=float, default=policy.first_seconds, help="first wait in seconds; doubles")
     options = parser.parse_args(arguments)
     blend = find_blend(options.blend, options.blends, options.revision)
     dataset = blend.dataset_called(options.dataset)
-    patience = Patience(retries=options.retries, first_seconds=options.back_off)
-    download(blend, dataset, options.out, patience)
+    policy = RetryPolicy(max_retries=options.retries, first_seconds=options.back_off)
+    download(blend, dataset, options.out, policy)
     return 0
 
 

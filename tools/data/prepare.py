@@ -18,13 +18,13 @@ from tools.data.download import download, find_blend
 from tools.data.fill import DEFAULT_SOURCES, fill
 from tools.data.side_files import SIDE_FILES, fetch, load_side_files
 from tools.data.split import DEFAULT_VAL_ROWS, split
-from tools.files.hosts import Patience
 from tools.files.locks import only_one
+from tools.files.retry import RetryPolicy
 
 
 def prepare(options: argparse.Namespace) -> Path:
     """Bring everything that the blend needs to the data directory; return the directory of its splits."""
-    patience = Patience(first_seconds=options.back_off)
+    policy = RetryPolicy(first_seconds=options.back_off)
     blend = find_blend(options.blend, options.blends, options.revision)
     if sum(name.endswith(".jsonl") for name in blend.files) != 1:
         where, got = f"{options.blends}: {blend.name}.files", ", ".join(blend.files)
@@ -32,7 +32,7 @@ def prepare(options: argparse.Namespace) -> Path:
         raise DataError(Problem(where=where, got=got, expected="one file of rows (.jsonl)", fix=fix))
     directory: Path = options.data / options.blend
     with only_one(directory / ".prepare.lock"):
-        files = download(blend, blend.dataset_called(options.dataset), directory / "raw", patience)
+        files = download(blend, blend.dataset_called(options.dataset), directory / "raw", policy)
         rows = next(file for file in files if file.suffix == ".jsonl")
         filled = directory / "raw" / "filled.jsonl"
         fill(
@@ -45,7 +45,7 @@ def prepare(options: argparse.Namespace) -> Path:
         split(filled, directory, val_rows=options.val_rows, stratify=options.stratify is not None)
         for side in load_side_files(options.side_files).values():
             if options.blend in side.blends:
-                fetch(side, options.data / "side_files", patience)
+                fetch(side, options.data / "side_files", policy)
     return directory
 
 
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--revision", help="commit of the data set, instead of the one in the blends file")
     parser.add_argument("--allow-unfilled", action="store_true", help="leave rows out that cannot be filled")
     parser.add_argument("--allow-moving-revision", action="store_true", help="follow a branch of a question source")
-    parser.add_argument("--back-off", type=float, default=Patience().first_seconds, help="first wait of a retry")
+    parser.add_argument("--back-off", type=float, default=RetryPolicy().first_seconds, help="first wait of a retry")
     for name, default in (("blends", BLENDS_FILE), ("sources", DEFAULT_SOURCES), ("side-files", SIDE_FILES)):
         parser.add_argument(f"--{name}", type=Path, default=default, help=f"instead of configs/data/{default.name}")
     directory = prepare(parser.parse_args(arguments))

@@ -18,9 +18,10 @@ from typing import Any
 
 from recipes.errors import DataError, Problem
 from tools.command_line import exit_status
-from tools.data.blends import is_commit, moving_revision
-from tools.files.hosts import GITHUB, Patience
+from tools.files.hosts import GITHUB
 from tools.files.manifest import TOOL_VERSION, changes, write_manifest
+from tools.files.retry import RetryPolicy
+from tools.files.revisions import is_commit, no_commit
 from tools.files.transfer import RemoteFile, download_file
 
 SIDE_FILES = Path(__file__).resolve().parents[2] / "configs" / "data" / "side_files.yaml"
@@ -62,7 +63,7 @@ def _problems(path: Path, name: str, entry: dict[str, Any]) -> list[Problem]:
     found = []
     if not is_commit(entry["revision"]):
         fix = f"take the commit from https://github.com/{entry['repository']}/commits"
-        found.append(moving_revision(f"{where}.revision", entry["revision"], fix=fix))
+        found.append(no_commit(f"{where}.revision", entry["revision"], fix=fix))
     for file, facts in entry["files"].items():
         if file.startswith("/") or ".." in file.split("/"):
             problem = Problem(where=f"{where}.files", got=file, expected="a path below `path`", fix="correct the entry")
@@ -95,7 +96,7 @@ def _side_files(name: str, entry: dict[str, Any]) -> SideFiles:
     return SideFiles(name=name, blends=blends, repository=repository, revision=revision, files=tuple(files))
 
 
-def fetch(side: SideFiles, out: Path, patience: Patience) -> Path:
+def fetch(side: SideFiles, out: Path, policy: RetryPolicy) -> Path:
     """Bring the files to `out`/NAME with a manifest, unless they are there; return that directory."""
     directory = out / side.name
     manifest_file = directory / "manifest.json"
@@ -109,7 +110,7 @@ def fetch(side: SideFiles, out: Path, patience: Patience) -> Path:
         print(f"side_files: {directory} is up to date")
         return directory
     for file in side.files:
-        download_file(file, directory / file.name, patience)
+        download_file(file, directory / file.name, policy)
     write_manifest(manifest_file, known)
     print(f"side_files: {directory} (files: {len(side.files)}; {', '.join(reasons)})")
     return directory
@@ -122,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="directory in which each verifier gets one")
     parser.add_argument("--name", help="verifier; left out: all")
     parser.add_argument("--table", type=Path, default=SIDE_FILES, help="table of side files")
-    parser.add_argument("--back-off", type=float, default=Patience().first_seconds, help="first wait of a retry")
+    parser.add_argument("--back-off", type=float, default=RetryPolicy().first_seconds, help="first wait of a retry")
     options = parser.parse_args(arguments)
     table = load_side_files(options.table)
     if options.name and options.name not in table:
@@ -130,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise DataError(Problem(where="--name", got=options.name, expected=expected, fix="correct the name"))
     for side in table.values():
         if options.name in (None, side.name):
-            fetch(side, options.out, Patience(first_seconds=options.back_off))
+            fetch(side, options.out, RetryPolicy(first_seconds=options.back_off))
     return 0
 
 

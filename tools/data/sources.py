@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from recipes.errors import DataError, Problem
-from tools.data.blends import is_commit, moving_revision
-from tools.data.hub import commit_of, list_all_files
-from tools.files.hosts import Patience
+from tools.files.hub import commit_of, list_all_files
 from tools.files.manifest import TOOL_VERSION, changes, read_manifest, write_manifest
+from tools.files.retry import RetryPolicy
+from tools.files.revisions import is_commit, no_commit
 from tools.files.transfer import download_file
 
 STYLES = ("dapo", "skywork")
@@ -126,8 +126,8 @@ def pinned_commit(dataset: str, revision: str, where: str, *, allow_moving: bool
     if not allow_moving:
         url = f"https://huggingface.co/datasets/{dataset}/commits/{revision}"
         fix = f"take the commit from {url}, or add --allow-moving-revision, which says what commit it found"
-        raise DataError(moving_revision(where, revision, fix=fix))
-    commit = commit_of(dataset, revision, Patience())
+        raise DataError(no_commit(where, revision, fix=fix))
+    commit = commit_of(dataset, revision, RetryPolicy())
     print(f"sources: {dataset} {revision} is at {commit}; another day it may be elsewhere")
     return commit
 
@@ -149,16 +149,16 @@ def source_files(source: Source, cache: Path) -> list[Path]:
 
 def download_split(dataset: str, revision: str, split: str, cache: Path) -> list[Path]:
     """Bring the parquet files of a split to `cache`, unless they are there; return them in row order."""
-    patience = Patience()
+    policy = RetryPolicy()
     directory = cache / dataset / revision
     manifest_file = directory / f"{split}.manifest.json"
     parameters = {"dataset": dataset, "revision": revision, "split": split}
     known = {"tool": "sources", "tool_version": TOOL_VERSION, "parameters": parameters}
     if changes(manifest_file, known):
-        listed = list_all_files(dataset, revision, patience)
+        listed = list_all_files(dataset, revision, policy)
         outputs = []
         for name in _files_of(split, list(listed), f"{dataset}@{revision[:12]}"):
-            received = download_file(listed[name], directory / name, patience)
+            received = download_file(listed[name], directory / name, policy)
             outputs.append({"file": name, "sha256": received.sha256, "bytes": received.size})
         write_manifest(manifest_file, {**known, "outputs": outputs})
     manifest = read_manifest(manifest_file)

@@ -1,4 +1,4 @@
-"""One line about a long transfer: how much, how fast, how much longer."""
+"""The progress line of a long transfer: how much is done, how fast, how much time is left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ INTERVAL_SECONDS = {True: 0.5, False: 15.0}  # between two lines, on a terminal 
 
 
 class Progress:
-    """Counts bytes of one transfer and says so on standard error."""
+    """Counts the bytes of one transfer and writes its progress to standard error."""
 
     def __init__(self, name: str, total: int, *, stream: TextIO | None = None) -> None:
         self._name, self._total = name, total
@@ -20,7 +20,7 @@ class Progress:
         self._start = self._last = time.monotonic()
 
     def begin(self, done: int) -> None:
-        """Start counting at `done` bytes, which are there already."""
+        """Start counting at `done` bytes, which an earlier run received."""
         self._done = self._start_bytes = done
         self._start = time.monotonic()
 
@@ -33,7 +33,7 @@ class Progress:
             self._show(now)
 
     def end(self) -> None:
-        """Say the last line."""
+        """Write the last line."""
         self._show(time.monotonic())
         if self._terminal:
             self._stream.write("\n")
@@ -52,6 +52,6 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Return e.g. 1:02:03 or 2:03."""
+    """Return a duration as h:mm:ss or m:ss, e.g. 1:02:03 or 2:03."""
     hours, rest = divmod(round(seconds), 3600)
     return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"

@@ -1,9 +1,9 @@
-"""Getting one file whole or not at all.
+"""Downloading one file whole or not at all.
 
-A file counts only when its size and its hash are those that are known of it at its pinned commit. What was received so
-far lies in a partial file that is named after the hash, so that a later run resumes it only for the same content. The
-transfer is plain HTTP with huggingface_hub's session, headers and errors, because its own download neither resumes
-after a kill nor compares hashes.
+A file is complete only when its size and its hash are those of its pinned commit. Until then the received bytes lie in
+a partial file that is named after the hash, so that a later run resumes it only for the same content. The transfer is
+plain HTTP with huggingface_hub's session, headers and errors: its own download neither resumes after a kill nor
+compares hashes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from recipes.errors import DataError, Problem
-from tools.files.hosts import GITHUB, HUB, Host, Patience, TransientError, give_up_or_wait, session_with
+from tools.files.hosts import GITHUB, HUB, Host, session_with, wait_or_raise
 from tools.files.progress import Progress
+from tools.files.retry import RetryPolicy, TransientError
 from tools.files.row_files import CHUNK
 
 if TYPE_CHECKING:
@@ -29,15 +30,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteFile:
-    """What is known of one file at one commit."""
+    """What is known about one file at one commit before it is downloaded."""
 
     repository: str
     revision: str
     name: str
     size: int
-    sha256: str | None  # of large files
-    git_blob: str  # sha1 that git gives the content; of large files, of a pointer instead
-    url: str = ""  # on GitHub's raw address; empty on the hub, of which a data set is a repository
+    sha256: str | None  # known of large files (Git LFS) only
+    git_blob: str  # git's sha1 of the content; for a large file, of its LFS pointer
+    url: str = ""  # at GitHub's raw address; empty: a file of a data set on the hub
 
     @property
     def identity(self) -> str:
@@ -52,26 +53,26 @@ class RemoteFile:
 
     @property
     def where(self) -> str:
-        """How messages name it."""
+        """The file as messages name it."""
         return f"{self.repository}@{self.revision[:12]}: {self.name}"
 
     @property
     def host(self) -> Host:
-        """Who serves it; only the hub may see the hub's token."""
+        """The host that serves the file; only the hub may see the hub's token."""
         return GITHUB if self.url else HUB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Received:
-    """One whole file."""
+class DownloadedFile:
+    """A complete file: its content hash, its bytes and its lines."""
 
     sha256: str
     size: int
     rows: int
 
 
-def download_file(file: RemoteFile, target: Path, patience: Patience) -> Received:
-    """Bring `file` to `target`, resuming what an earlier run received; it appears there only when it is right."""
+def download_file(file: RemoteFile, target: Path, policy: RetryPolicy) -> DownloadedFile:
+    """Download `file` to `target`, resuming an earlier run's partial file; `target` appears only when it is right."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.is_file() and target.stat().st_size == file.size:
         with target.open("rb") as content:
@@ -86,14 +87,14 @@ def download_file(file: RemoteFile, target: Path, patience: Patience) -> Receive
     for is_last in (False, True):
         with _locked(partial) as content:
             _require_space(partial, file.size - partial.stat().st_size)
-            resumed = _receive_all(file, content, patience)
+            resumed = _receive_all(file, content, policy)
             content.flush()
             received, digest = _measure(file, content)
             if digest == file.identity:
                 os.fsync(content.fileno())
                 partial.replace(target)
                 return received
-            partial.unlink()  # a bad byte cannot be found, so all of it goes
+            partial.unlink()  # nothing tells which bytes are wrong
         got = f"{received.size} bytes with hash {digest[:16]}..."
         if is_last or not resumed:
             raise changed(file, got, f"{file.size} bytes with {file.identity[:16]}...")
@@ -103,13 +104,13 @@ def download_file(file: RemoteFile, target: Path, patience: Patience) -> Receive
 
 @contextmanager
 def _locked(partial: Path) -> Iterator[BinaryIO]:
-    """Open a partial file that no other process writes; one that is still empty at the end goes."""
+    """Open and lock a partial file; remove it at the end when nothing was received."""
     with partial.open("a+b") as content:
         try:
             fcntl.flock(content, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            got, fix = "another download at work", "wait until it has finished"
-            raise DataError(Problem(where=str(partial), got=got, expected="none", fix=fix)) from error
+            wrong, fix = "another download of this file is running", "wait until it has finished"
+            raise DataError(Problem(where=str(partial), wrong=wrong, fix=fix)) from error
         try:
             yield content
         finally:
@@ -124,12 +125,12 @@ def _require_space(partial: Path, needed: int) -> None:
         raise DataError(Problem(where=str(partial.parent), got=got, expected=expected, fix="make room"))
 
 
-def _receive_all(file: RemoteFile, content: BinaryIO, patience: Patience) -> bool:
+def _receive_all(file: RemoteFile, content: BinaryIO, policy: RetryPolicy) -> bool:
     """Append to `content` until it has the declared size; return whether it was put together from several parts."""
     progress = Progress(f"download: {file.name}", file.size)
     begin = size = furthest = content.seek(0, 2)
     progress.begin(begin)
-    resumed, attempt = begin > 0, 0
+    resumed, num_failures = begin > 0, 0
     while size < file.size:
         try:
             _receive(file, content, progress)
@@ -137,19 +138,18 @@ def _receive_all(file: RemoteFile, content: BinaryIO, patience: Patience) -> boo
                 raise TransientError(f"{file.host.name} ended after {content.tell()} of {file.size} bytes")
         except TransientError as failure:
             size = content.tell()
-            attempt = 0 if size > furthest else attempt
+            num_failures = 1 if size > furthest else num_failures + 1  # progress starts a new row of failures
             furthest = max(furthest, size)
             resumed = resumed or size > 0
             failure.is_reached |= furthest > begin
-            give_up_or_wait(failure, attempt, patience, file.where, file.host)
-            attempt += 1
+            wait_or_raise(failure, num_failures, policy, file.where, file.host)
         size = content.tell()
     progress.end()
     return resumed
 
 
 def _receive(file: RemoteFile, content: BinaryIO, progress: Progress) -> None:
-    """Append one answer of the host to `content`."""
+    """Append the host's answer to one request to `content`."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
@@ -169,7 +169,7 @@ def _receive(file: RemoteFile, content: BinaryIO, progress: Progress) -> None:
         if start and not str(answer.headers.get("Content-Range")).startswith(f"bytes {start}-"):
             _empty(content)  # the whole file comes again
             progress.begin(0)
-        for chunk in answer.iter_bytes():  # as they come: a break loses none
+        for chunk in answer.iter_bytes():  # each chunk is written at once, so a broken connection loses none
             content.write(chunk)
             progress.add(len(chunk))
             if content.tell() > file.size:
@@ -183,7 +183,7 @@ def _empty(content: BinaryIO) -> None:
 
 
 def _require_same_content(file: RemoteFile, answers: list[httpx2.Response]) -> None:
-    """Refuse an answer that the host itself labels as another commit, another content or of another size."""
+    """Refuse answers whose headers name another commit, another content hash or another size."""
     for answer in answers:
         commit, linked = answer.headers.get("X-Repo-Commit"), answer.headers.get("X-Linked-Etag")
         if commit not in (None, file.revision):
@@ -197,14 +197,14 @@ def _require_same_content(file: RemoteFile, answers: list[httpx2.Response]) -> N
 
 
 def changed(file: RemoteFile, got: str, expected: str) -> DataError:
-    """Return the error of a host that serves other content than what is known of the pinned commit."""
+    """Return the error of a host whose content is not that of the pinned commit."""
     host = file.host
     fix = f"{host.name} or a mirror changed under the pinned commit; check {host.variable}, then run it again"
     return DataError(Problem(where=file.where, got=got, expected=expected, fix=fix))
 
 
-def _measure(file: RemoteFile, content: BinaryIO) -> tuple[Received, str]:
-    """Read a file once: what it is, and the hash that must be its `identity`."""
+def _measure(file: RemoteFile, content: BinaryIO) -> tuple[DownloadedFile, str]:
+    """Read a file once; return its facts, and the hash to compare with `file.identity`."""
     content.seek(0)
     identity, sha256 = file.hasher(), hashlib.sha256()
     size = rows = 0
@@ -216,4 +216,4 @@ def _measure(file: RemoteFile, content: BinaryIO) -> tuple[Received, str]:
         size, rows, last = size + len(chunk), rows + chunk.count(b"\n"), chunk[-1:]
     digest = identity.hexdigest()
     rows += last != b"\n"
-    return Received(sha256=digest if file.sha256 else sha256.hexdigest(), size=size, rows=rows), digest
+    return DownloadedFile(sha256=digest if file.sha256 else sha256.hexdigest(), size=size, rows=rows), digest

@@ -21,15 +21,15 @@ from recipes.environments.chat.codec import ChatCodec
 from recipes.files import write_atomically
 from recipes.grpo.data import row_id
 from tools.command_line import exit_status
-from tools.curriculum.write import read_pass_rates
 from tools.data.split import TRAIN, VALIDATION
 from tools.files.manifest import read_manifest
 from tools.files.parallel import Block, blocks_of, map_in_order
 from tools.files.row_files import require_file
+from tools.report.bars import bars, drawn_as, palette
 from tools.report.page import STYLE_FILE
 from tools.report.summary import track
-from tools.rows.bars import bars, drawn_as, palette
-from tools.rows.stats import QUANTILES, FileStats, agent_lines, agent_table, pass_rate_of
+from tools.rows.pass_rates import pass_rate_of, read_pass_rates
+from tools.rows.stats import QUANTILES, FileStats, agent_lines, agent_table
 
 NUM_RATE_BINS = 8  # as many as the answers per row of `make profile`, so that no bin stays empty between two
 NOTABLE = 0.02  # by which an agent's share of validation may be off that of training before it is marked

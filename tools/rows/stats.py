@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from recipes.types import Row
@@ -58,20 +58,6 @@ class FileStats:
         self.num_lines += other.num_lines
         for name, stats in other.agents.items():
             self.agents.setdefault(name, AgentStats()).add(stats)
-
-
-def pass_rate_of(row: Row) -> float | None:
-    """Return the share of answers that earned their reward when the row was profiled, or None if it never was.
-
-    `pass_rate` is what `make profile` and the published blends record; `reward_profiles` what NeMo Gym does, the last
-    one counts.
-    """
-    profiles = row.get("reward_profiles")
-    last = profiles[-1] if isinstance(profiles, list) and profiles and isinstance(profiles[-1], Mapping) else {}
-    for value in (row.get("pass_rate"), last.get("pass_rate")):
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
-            return float(value)
-    return None
 
 
 def quantile(ordered: Sequence[int], share: float) -> int:

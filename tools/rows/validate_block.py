@@ -11,7 +11,8 @@ from recipes.types import Row
 from tools.files.parallel import Block
 from tools.rows.checks import FAILURES, RowChecker
 from tools.rows.overlap import HeldOut, request_key, text_of
-from tools.rows.stats import FileStats, pass_rate_of
+from tools.rows.pass_rates import pass_rate_of
+from tools.rows.stats import FileStats
 
 
 @dataclass(slots=True)

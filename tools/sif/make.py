@@ -17,6 +17,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from recipes.errors import LaunchError, Problem
@@ -32,7 +33,7 @@ from tools.sif.ledger import Failure, Ledger, read_failures, write_failures
 from tools.sif.manifests import Available, examine, require_space
 from tools.sif.names import Listing
 from tools.sif.pull import Pull, pull
-from tools.sif.registry import Manners, Registry
+from tools.sif.registry import REGISTRY_RETRIES, RateLimit, Registry
 from tools.sif.wanted import Reference, Task, tasks_of_rows
 
 SHOWN_FAILURES = 20
@@ -129,8 +130,8 @@ def fetch(
     def locate(reference: Reference) -> Reference:
         return reference.behind(options.mirror) if options.mirror else reference
 
-    manners = Manners(per_second=options.per_second, attempts=options.attempts, first_seconds=options.back_off)
-    registry = Registry(Credentials.read(), manners)
+    policy = replace(REGISTRY_RETRIES, max_retries=options.retries, first_seconds=options.back_off)
+    registry = Registry(Credentials.read(), policy, RateLimit(per_second=options.per_second))
     try:
         available = examine(registry, todo, locate, workers=options.workers, sample=options.sample)
         announce(available, options.workers)
@@ -225,9 +226,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--retry-failed", action="store_true", help="only the images of the list of failures")
     parser.add_argument("--sample", type=positive, default=50, help="manifests to read for the estimate of room")
     parser.add_argument("--layer-cache-gb", type=amount, default=20.0, help="layers kept for other images of this run")
-    parser.add_argument("--per-second", type=amount, default=Manners().per_second, help="requests to one registry")
-    parser.add_argument("--attempts", type=positive, default=Manners().attempts, help="in a row without progress")
-    parser.add_argument("--back-off", type=amount, default=Manners().first_seconds, help="first wait, in seconds")
+    parser.add_argument("--per-second", type=amount, default=RateLimit().per_second, help="requests to one registry")
+    retries, wait = REGISTRY_RETRIES.max_retries, REGISTRY_RETRIES.first_seconds
+    parser.add_argument("--retries", type=positive, default=retries, help="of a request, in a row without progress")
+    parser.add_argument("--back-off", type=amount, default=wait, help="seconds before the first retry; doubles")
     parser.add_argument("--timeout", type=amount, default=3600.0, help="seconds for one program of a conversion")
     return parser.parse_args(arguments)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 import re
 import threading
 import time
@@ -18,16 +17,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx2
 
 from recipes.errors import LaunchError, Problem, RecipeError
-from tools.files.hosts import RETRIED, retry_after
+from tools.files.retry import RETRIED_STATUSES, Answer, RetryPolicy, TransientError, call_with_retries, retry_after
 from tools.sif.credentials import Credentials
 from tools.sif.wanted import Reference
-
-Answer = TypeVar("Answer")
 
 MANIFESTS = (
     "application/vnd.oci.image.manifest.v1+json",
@@ -40,7 +37,6 @@ DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 LOGIN = "not there, or private: `docker login`, or set APPTAINER_DOCKER_USERNAME and APPTAINER_DOCKER_PASSWORD"
 TOKEN_SECONDS = 240.0  # registries give tokens for five minutes when they say nothing
 READ_SECONDS = 60.0  # without a byte
-UNREACHED_ATTEMPTS = 4  # of a host that never answered: it is out of reach more often than it is down
 TOLD_SECONDS = 10.0  # a wait that a user would wonder about
 
 
@@ -52,28 +48,24 @@ class PullError(RecipeError):
         self.cause, self.detail = cause, detail
 
 
-class TryAgainError(Exception):
-    """A failure that may pass; `asked` is how long the registry wants to be left alone."""
-
-    def __init__(self, reason: str, asked: float | None = None) -> None:
-        super().__init__(reason)
-        self.asked = asked
+REGISTRY_RETRIES = RetryPolicy(
+    max_retries=7,
+    max_seconds=120.0,
+    max_retry_after=7 * 3600.0,  # Docker Hub counts requests over a window of six hours
+    jitter=0.25,  # or all threads that failed together would ask again together
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manners:
-    """How a registry is treated."""
+class RateLimit:
+    """How many requests one host gets."""
 
-    per_second: float = 10.0  # requests to one host
+    per_second: float = 10.0
     burst: int = 20
-    attempts: int = 8  # in a row without one more byte
-    first_seconds: float = 1.0  # back-off; doubles
-    longest_seconds: float = 120.0
-    longest_asked: float = 7 * 3600.0  # the window of Docker Hub is six hours
 
 
 @dataclass(slots=True)
-class Bucket:
+class TokenBucket:
     """Tokens of one host."""
 
     per_second: float
@@ -129,10 +121,10 @@ class Manifest:
 class Registry:
     """A client for all hosts; may be used by many threads."""
 
-    def __init__(self, credentials: Credentials, manners: Manners) -> None:
-        self._credentials, self._manners = credentials, manners
+    def __init__(self, credentials: Credentials, policy: RetryPolicy, rate: RateLimit) -> None:
+        self._credentials, self._policy, self._rate = credentials, policy, rate
         self._client = httpx2.Client(timeout=httpx2.Timeout(READ_SECONDS), follow_redirects=True)
-        self._buckets: dict[str, Bucket] = {}
+        self._buckets: dict[str, TokenBucket] = {}
         self._tokens: dict[str, tuple[str, float]] = {}  # repository address -> header, when it ends
         self._challenges: dict[str, str] = {}  # host -> what its first answer asked for
         self._reached: set[str] = set()
@@ -155,7 +147,7 @@ class Registry:
                 self._require_ok(answer, reference)
                 return answer.headers.get("Docker-Content-Digest", "")
 
-        return self._persist(ask, reference)
+        return self._ask(ask, reference)
 
     def manifest(self, reference: Reference) -> Manifest:
         """Return the manifest for amd64; raises `PullError`."""
@@ -184,26 +176,24 @@ class Registry:
             digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
             declared = name if DIGEST.fullmatch(name) else answer.headers.get("Docker-Content-Digest", digest)
             if declared != digest:
-                raise TryAgainError(f"manifest with {digest[:19]} instead of {declared[:19]}")
+                raise TransientError(f"manifest with {digest[:19]} instead of {declared[:19]}")
             return digest, content
 
-        return self._persist(ask, reference)
+        return self._ask(ask, reference)
 
     def blob(self, reference: Reference, digest: str, target: Path, count: Callable[[int], None]) -> None:
         """Bring a blob to `target`; it appears there only when it is right. `count` is called with bytes received."""
         partial = target.with_name(f"{target.name}.partial")
-        manners, attempt, size = self._manners, 0, 0
+        num_failures = size = 0
         for is_last in (False, False, True):  # of a blob that came whole and wrong
             while True:
                 try:
                     self._receive(reference, digest, partial, count)
                     break
-                except TryAgainError as failure:
+                except TransientError as failure:
                     now = partial.stat().st_size if partial.exists() else 0
-                    attempt, size = (0 if now > size else attempt + 1), max(size, now)
-                    if attempt >= manners.attempts:
-                        raise PullError("network", f"{reference} {digest[:19]}: {failure}") from failure
-                    self._wait(attempt, failure, reference)
+                    num_failures, size = (1 if now > size else num_failures + 1), max(size, now)
+                    self._wait_or_raise(failure, num_failures, reference)
             with partial.open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
             if found == digest.removeprefix("sha256:"):
@@ -224,7 +214,7 @@ class Registry:
                 raise PullError("missing", f"{reference}: its layer {digest[:19]} is not in the registry")
             if answer.status_code == 416:
                 partial.unlink(missing_ok=True)
-                raise TryAgainError("nothing after what was received")
+                raise TransientError("nothing after what was received")
             self._require_ok(answer, reference)
             if answer.status_code != 206:
                 start = 0
@@ -235,7 +225,7 @@ class Registry:
                     count(len(chunk))
                 received = file.tell() - start
         if declared is not None and received < int(declared):
-            raise TryAgainError(f"the registry ended after {received} of {declared} bytes")
+            raise TransientError(f"the registry ended after {received} of {declared} bytes")
 
     @contextmanager
     def _request(
@@ -258,13 +248,13 @@ class Registry:
         except httpx2.LocalProtocolError:  # its message holds the password or token
             raise PullError("access", f"{reference}: a password or token that no header can hold ({LOGIN})") from None
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise TryAgainError(f"{type(error).__name__} ({error})") from error
+            raise TransientError(f"{type(error).__name__} ({error})") from error
 
-    def bucket(self, host: str) -> Bucket:
+    def bucket(self, host: str) -> TokenBucket:
         """Return the bucket of a host."""
         with self._lock:
             if host not in self._buckets:
-                self._buckets[host] = Bucket(per_second=self._manners.per_second, burst=self._manners.burst)
+                self._buckets[host] = TokenBucket(per_second=self._rate.per_second, burst=self._rate.burst)
             return self._buckets[host]
 
     def _ticket(self, reference: Reference, *, is_known: bool) -> str | None:
@@ -294,8 +284,10 @@ class Registry:
                 given = _document(answer.content, reference)
                 ticket = f"Bearer {given.get('token') or given.get('access_token')}"
                 seconds = min(TOKEN_SECONDS, 0.8 * float(given.get("expires_in") or TOKEN_SECONDS))
-            elif answer.status_code in RETRIED:
-                raise TryAgainError(f"HTTP {answer.status_code} from the token server", retry_after(answer.headers))
+            elif answer.status_code in RETRIED_STATUSES:
+                raise TransientError(
+                    f"HTTP {answer.status_code} from the token server", retry_after=retry_after(answer.headers)
+                )
             else:
                 raise PullError("access", f"{reference}: HTTP {answer.status_code} from its token server ({LOGIN})")
         if ticket:
@@ -304,50 +296,49 @@ class Registry:
 
     def _require_ok(self, answer: httpx2.Response, reference: Reference) -> None:
         status = answer.status_code
-        if status in RETRIED:
-            raise TryAgainError(f"HTTP {status}", retry_after(answer.headers))
+        if status in RETRIED_STATUSES:
+            raise TransientError(f"HTTP {status}", retry_after=retry_after(answer.headers))
         if status in (401, 403):
             raise PullError("access", f"{reference}: HTTP {status} ({LOGIN})")
         if status >= 400:
             raise PullError("refused", f"{reference}: HTTP {status}")
 
-    def _persist(self, ask: Callable[[], Answer], reference: Reference) -> Answer:
-        for attempt in range(self._manners.attempts):
+    def _ask(self, ask: Callable[[], Answer], reference: Reference) -> Answer:
+        """Return the answer to `ask`, which is tried again; a host that never answered is not asked any more."""
+
+        def ask_once() -> Answer:
             if reference.host in self._unreached:
                 raise self._unreached[reference.host]
-            try:
-                return ask()
-            except TryAgainError as failure:
-                if reference.host not in self._reached and attempt + 1 >= UNREACHED_ATTEMPTS:
-                    self._unreached[reference.host] = unreachable(reference, failure)
-                    raise self._unreached[reference.host] from failure
-                if attempt + 1 == self._manners.attempts:
-                    raise PullError("network", f"{reference}: {failure}") from failure
-                self._wait(attempt, failure, reference)
-        raise AssertionError("the last attempt either answers or raises")
+            return ask()
 
-    def _wait(self, attempt: int, failure: TryAgainError, reference: Reference) -> None:
-        """Wait before the next attempt: the whole host when the registry asks for it."""
-        manners = self._manners
+        return call_with_retries(ask_once, lambda failure, count: self._wait_or_raise(failure, count, reference))
+
+    def _wait_or_raise(self, failure: TransientError, num_failures: int, reference: Reference) -> None:
+        """Wait before the next attempt, with every other thread when the registry limits the rate; or give up."""
+        failure.is_reached = reference.host in self._reached
+        seconds = self._policy.seconds_until_retry(num_failures, failure)
+        if seconds is None:
+            if self._policy.asks_too_long(failure):
+                detail = f"{reference}: the registry asks to wait {failure.retry_after:.0f} s"
+                raise PullError("limit", detail) from failure
+            if not failure.is_reached:
+                self._unreached[reference.host] = unreachable(reference, failure, num_failures)
+                raise self._unreached[reference.host] from failure
+            raise PullError("network", f"{reference}: {failure}") from failure
         self.waits[str(failure).split(" (", 1)[0]] += 1
-        seconds = min(manners.first_seconds * 2**attempt, manners.longest_seconds) * random.uniform(0.75, 1.25)
-        if failure.asked is not None:
-            if failure.asked > manners.longest_asked:
-                raise PullError("limit", f"{reference}: the registry asks to wait {failure.asked:.0f} s") from failure
-            seconds = max(seconds, failure.asked)
         if seconds >= TOLD_SECONDS:
             print(f"sif: {reference.host}: {failure}; waiting {seconds:.0f} s", flush=True)
         if str(failure).startswith("HTTP 429"):
-            self.bucket(reference.host).close(seconds)  # nobody else's turn either
+            self.bucket(reference.host).close(seconds)
         else:
-            time.sleep(seconds)
+            self._policy.sleep(seconds)
 
 
-def unreachable(reference: Reference, failure: TryAgainError) -> LaunchError:
+def unreachable(reference: Reference, failure: TransientError, num_failures: int) -> LaunchError:
     """Return the error that ends a run whose registry never answered."""
     fix = "check the network and the proxy (HTTPS_PROXY, no_proxy), or name a mirror: MIRROR=HOST[:PORT][/PREFIX]"
-    got, expected = f"{failure}, {UNREACHED_ATTEMPTS} times in a row", "an answer of the registry"
-    return LaunchError(Problem(where=reference.api.partition("/v2/")[0], got=got, expected=expected, fix=fix))
+    wrong = f"the registry never answered: {failure}, {num_failures} times in a row"
+    return LaunchError(Problem(where=reference.api.partition("/v2/")[0], wrong=wrong, fix=fix))
 
 
 def _document(content: bytes, reference: Reference) -> dict[str, Any]:

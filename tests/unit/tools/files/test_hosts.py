@@ -9,7 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from recipes.errors import DataError
-from tools.files.hosts import HUB, Patience, TransientError, session_with
+from tools.files.hosts import HUB, session_with, wait_or_raise
+from tools.files.retry import RetryPolicy, TransientError
 
 SECRET = "hf_secret"
 
@@ -25,8 +26,22 @@ def test_a_token_is_in_no_message() -> None:
     assert SECRET not in "".join(traceback.format_exception(raised.value))
 
 
-@pytest.mark.parametrize(("asked", "seconds"), [(None, 4.0), (0.0, 4.0), (30.0, 30.0)])
-def test_a_host_that_asks_for_no_wait_gets_one(asked: float | None, seconds: float) -> None:
+def test_a_wait_is_told_with_its_length_and_its_number(capsys: pytest.CaptureFixture[str]) -> None:
     slept: list[float] = []
-    Patience(sleep=slept.append).wait(2, TransientError("HTTP 429", asked=asked), "here")
-    assert slept == [seconds]
+    policy = RetryPolicy(sleep=slept.append)
+    wait_or_raise(TransientError("HTTP 429", retry_after=30.0), 3, policy, "org/rows", HUB)
+    assert slept == [30.0]
+    assert capsys.readouterr().out == "download: org/rows: HTTP 429; trying again in 30.0 s (3 of 8)\n"
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        (TransientError("HTTP 503"), r"org/rows: HTTP 503, 9 times in a row; run the same command again"),
+        (TransientError("no route", is_reached=False), r"9 times in a row; check the network .* HF_ENDPOINT"),
+        (TransientError("HTTP 429", retry_after=7200), r"the hub asks to wait 7200 s; run it again in 7200 s, or set"),
+    ],
+)
+def test_giving_up_says_what_to_do(failure: TransientError, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        wait_or_raise(failure, 9, RetryPolicy(), "org/rows", HUB)

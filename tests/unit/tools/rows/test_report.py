@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from recipes.grpo.data import row_id
-from tools.rows.bars import MAX_COLORS, bars, drawn_as, palette
+from tools.report.bars import MAX_COLORS, bars, drawn_as, palette
 from tools.rows.report import main, read_blend
 
 

@@ -14,7 +14,8 @@ import pytest
 from tools.files import parallel
 from tools.rows.checks import RowChecker
 from tools.rows.overlap import shingles, text_of
-from tools.rows.stats import pass_rate_of, quantile
+from tools.rows.pass_rates import pass_rate_of
+from tools.rows.stats import quantile
 from tools.rows.validate import main, validate
 
 

@@ -15,10 +15,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from recipes.errors import DataError, LaunchError
+from tools.files.retry import RetryPolicy
 from tools.sif.credentials import Credentials
 from tools.sif.ledger import Failure, Ledger, Made, read_failures, write_failures
 from tools.sif.manifests import Available, spread
-from tools.sif.registry import UNREACHED_ATTEMPTS, Bucket, Manners, PullError, Registry
+from tools.sif.registry import PullError, RateLimit, Registry, TokenBucket
 from tools.sif.wanted import Reference, task_of
 
 
@@ -35,8 +36,8 @@ class Clock:
         self.slept += seconds
 
 
-def bucket(clock: Clock, per_second: float, burst: int) -> Bucket:
-    return Bucket(per_second=per_second, burst=burst, clock=clock, sleep=clock.sleep)
+def bucket(clock: Clock, per_second: float, burst: int) -> TokenBucket:
+    return TokenBucket(per_second=per_second, burst=burst, clock=clock, sleep=clock.sleep)
 
 
 def test_a_bucket_lets_a_burst_through_and_then_its_rate():
@@ -148,12 +149,12 @@ def test_a_registry_that_never_answers_ends_the_run_soon():
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # bound and not listening: every connection is refused
         host = f"127.0.0.1:{closed.getsockname()[1]}"
-        registry = Registry(Credentials({}, ()), Manners(first_seconds=0.001))
+        registry = Registry(Credentials({}, ()), RetryPolicy(first_seconds=0.001), RateLimit())
         for _ in range(3):  # images after the first are not tried at all
-            with pytest.raises(LaunchError, match=rf"http://{host}: got ConnectError .* 4 times in a row, .* MIRROR="):
+            with pytest.raises(LaunchError, match=rf"http://{host}: .* ConnectError .* 4 times in a row; .* MIRROR="):
                 registry.digest(Reference.parse(f"{host}/a/b"))
         registry.close()
-    assert sum(registry.waits.values()) == UNREACHED_ATTEMPTS - 1
+    assert sum(registry.waits.values()) == RetryPolicy().max_unreached_retries
 
 
 @contextmanager
@@ -189,7 +190,7 @@ def test_a_blob_that_never_comes_further_is_given_up(tmp_path):
             request.wfile.write(b"only half ")
 
     with serving(answer) as host:
-        registry = Registry(Credentials({}, ()), Manners(attempts=4, first_seconds=0.001))
+        registry = Registry(Credentials({}, ()), RetryPolicy(max_retries=4, first_seconds=0.001), RateLimit())
         with pytest.raises(PullError, match="network: "):
             registry.blob(Reference.parse(f"{host}/a/b"), f"sha256:{'0' * 64}", tmp_path / "blob", lambda _: None)
         registry.close()
@@ -205,7 +206,7 @@ def test_a_password_is_in_no_message():
 
     with serving(answer) as host:
         files = ({"auths": {host: {"auth": "c2VjcmV0\n"}}},)
-        registry = Registry(Credentials({}, files), Manners(attempts=2, first_seconds=0.001))
+        registry = Registry(Credentials({}, files), RetryPolicy(max_retries=2, first_seconds=0.001), RateLimit())
         with pytest.raises(PullError, match=r"access: .* no header can hold") as raised:
             registry.manifest(Reference.parse(f"{host}/a/b"))
         registry.close()

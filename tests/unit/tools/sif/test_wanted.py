@@ -7,7 +7,7 @@ import json
 import pytest
 
 from recipes.errors import DataError
-from tools.data.blends import is_commit
+from tools.files.revisions import is_commit
 from tools.sif.datasets import DATASETS_FILE, load_datasets, tasks_of_table
 from tools.sif.make import hidden
 from tools.sif.names import Listing
