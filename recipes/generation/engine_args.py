@@ -49,6 +49,7 @@ def engine_args(cfg: GenerationConfig, *, model_path: str, seed: int, is_cpu: bo
                 for name in sorted(taken)
             ]
         )
+    num_ranks = vllm_cfg.tensor_parallel_size * vllm_cfg.pipeline_parallel_size
     args: dict[str, Any] = {
         "model": model_path,
         "seed": seed,
@@ -57,6 +58,9 @@ def engine_args(cfg: GenerationConfig, *, model_path: str, seed: int, is_cpu: bo
         "kv_cache_dtype": vllm_cfg.kv_cache_dtype,
         "tensor_parallel_size": vllm_cfg.tensor_parallel_size,
         "pipeline_parallel_size": vllm_cfg.pipeline_parallel_size,
+        # "uni": the one worker lives in the EngineCore process. "mp": one process per GPU of the actor. Left to itself,
+        # vLLM would choose its Ray executor in a placement group, which refuses a bundle of several GPUs.
+        "distributed_executor_backend": "uni" if num_ranks == 1 else "mp",
         "enable_expert_parallel": vllm_cfg.expert_parallel_size > 1,
         "gpu_memory_utilization": vllm_cfg.gpu_memory_utilization,
         "max_model_len": vllm_cfg.max_model_len,
@@ -74,8 +78,6 @@ def engine_args(cfg: GenerationConfig, *, model_path: str, seed: int, is_cpu: bo
     reasoning_parser = vllm_cfg.http_server_serving_chat_kwargs.reasoning_parser
     if vllm_cfg.expose_http_server and reasoning_parser is not None:
         args["reasoning_parser"] = reasoning_parser
-    if is_cpu and vllm_cfg.tensor_parallel_size * vllm_cfg.pipeline_parallel_size == 1:
-        args["distributed_executor_backend"] = "uni"  # the worker lives in the EngineCore process
     return args | dict(cfg.vllm_kwargs)
 
 

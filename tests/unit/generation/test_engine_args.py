@@ -47,7 +47,7 @@ def test_cpu_loads_from_shared_memory_in_one_process() -> None:
 def test_cuda_receives_over_nccl_with_the_overlapping_scheduler() -> None:
     result = args(config(tensor_parallel_size=8, expert_parallel_size=8), is_cpu=False)
     assert result["weight_transfer_config"] == {"backend": "nccl"}
-    assert "distributed_executor_backend" not in result
+    assert result["distributed_executor_backend"] == "mp"
     assert result["scheduler_cls"].endswith(".RolloutAsyncScheduler")
     assert result["enable_expert_parallel"] is True
 
