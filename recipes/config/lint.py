@@ -34,9 +34,8 @@ def lint_overlay(path: Path) -> list[Problem]:
             merge.lay_instances(without, chain[0][0].parent)
         if _value(without.tree, key) == (value if isinstance(value, Mapping) else lookup(loaded.tree, key)):
             where = f"{own.name}:{own.lines[key]}: {key}"
-            problems.append(
-                Problem(where=where, got=show(value), expected="a line that changes something", fix="delete it")
-            )
+            wrong = f"this line changes nothing: the value is {show(value)} without it"
+            problems.append(Problem(where=where, wrong=wrong, fix="delete it"))
     return problems
 
 

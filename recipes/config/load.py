@@ -16,17 +16,17 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from recipes.config import merge
+from recipes.config.check import schema_problems
 from recipes.config.rules.all import REFUSALS, RULES
-from recipes.config.rules.stage import undecided_keys
+from recipes.config.rules.environments import undecided_keys
 from recipes.config.schema import (
     CONFIG_DIR,
     UNSET,
-    Finding,
+    KeyProblem,
     declared,
     describe,
     lookup,
     refused_keys,
-    schema_findings,
     show,
 )
 from recipes.config.tree import Config, NemoGymConfig
@@ -67,14 +67,12 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> LoadedConfig
     config = None
     if chain[0][0].name == merge.BASE_NAME:  # without the base every key would be missing
         trapped = {problem.where.rpartition(": ")[2] for problem in problems}
-        findings, config = _check(layers.tree, tree, failures, trapped)
+        found, config = _check(layers.tree, tree, failures, trapped)
         base = chain[0][1].name
-        findings.extend(finding for finding in undecided_keys(config) if layers.source_of(finding.key) == base)
+        found.extend(problem for problem in undecided_keys(config) if layers.source_of(problem.key) == base)
         known = {problem.where for problem in problems}
-        for finding in findings:
-            where = f"{layers.source_of(finding.key) or files[-1]}: {finding.key}"
-            if where not in known:  # a YAML trap already says it better
-                problems.append(Problem(where=where, got=finding.got, expected=finding.expected, fix=finding.fix))
+        further = [problem.found_in(layers.source_of(problem.key) or files[-1]) for problem in found]
+        problems.extend(problem for problem in further if problem.where not in known)  # a YAML trap says it better
 
     return LoadedConfig(
         path=path,
@@ -117,50 +115,43 @@ def unset(loaded: LoadedConfig) -> list[Problem]:
 
 def refusals(loaded: LoadedConfig) -> list[Problem]:
     """Return a problem for each value that a native launch would have to ignore, with the reason it is refused."""
-    findings = [
-        Finding(
+    found = [
+        KeyProblem(
             key=key, got=show(value), expected=f"{describe(native['honours'])} (native engine)", fix=native["reason"]
         )
         for key, value, native in refused_keys(loaded.tree)
     ]
     if loaded.config is not None:
-        findings.extend(finding for refuse in REFUSALS for finding in refuse(loaded.config))
-    return [
-        Problem(
-            where=f"{merge.source_of(loaded.sources, finding.key) or loaded.files[-1]}: {finding.key}",
-            got=finding.got,
-            expected=finding.expected,
-            fix=finding.fix,
-        )
-        for finding in findings
-    ]
+        found.extend(problem for refuse in REFUSALS for problem in refuse(loaded.config))
+    return [problem.found_in(merge.source_of(loaded.sources, problem.key) or loaded.files[-1]) for problem in found]
 
 
 def _check(
     raw: Mapping[str, Any], tree: Mapping[str, Any], failures: Mapping[str, str], trapped: set[str]
-) -> tuple[list[Finding], Config]:
+) -> tuple[list[KeyProblem], Config]:
     """Check schema and rules; a wrong value is not reported again for what is made from it or compared with it.
 
-    `trapped` are keys whose values YAML has read as something else, which is reported already.
+    `failures` are keys whose `${...}` cannot be resolved, with the reason. `trapped` are keys whose values YAML has
+    read as something else than what is written; that is reported already.
     """
-    findings = [finding for finding in schema_findings(tree) if finding.key not in failures]
-    findings.extend(
-        Finding(key=key, got=show(lookup(raw, key)), expected="a value it can be made from", fix=reason)
+    problems = [problem for problem in schema_problems(tree) if problem.key not in failures]
+    problems.extend(
+        KeyProblem(key=key, wrong=f"{show(lookup(raw, key))} cannot be resolved", fix=reason)
         for key, reason in failures.items()
     )
-    wrong = {finding.key for finding in findings}
+    wrong = {problem.key for problem in problems}
     tainted = merge.tainted_keys(raw, trapped)
     if wrong:
         own = merge.origins(raw, wrong)
         tainted |= merge.tainted_keys(raw, own)
-        findings = [finding for finding in findings if finding.key in own]
+        problems = [problem for problem in problems if problem.key in own]
         tree = _repaired(tree, wrong | tainted)
     config = build(Config, tree)
     for rule in RULES:
-        for finding in rule(config):
-            if not any(merge.under(key, wrong | tainted) for key in (finding.key, *finding.also)):
-                findings.append(finding)
-    return findings, config
+        for problem in rule(config):
+            if not any(merge.under(key, wrong | tainted) for key in (problem.key, *problem.also)):
+                problems.append(problem)
+    return problems, config
 
 
 def _repaired(tree: Mapping[str, Any], wrong: set[str]) -> Mapping[str, Any]:

@@ -66,10 +66,9 @@ class Layers:
             self._forget(f"{prefix}{name}")
             self.deleted[f"{prefix}{name}"] = source
         else:
-            fix = f"there are: {', '.join(tree)}" if tree else "delete this line"
-            self.problems.append(
-                Problem(where=f"{source}: ~{prefix}{name}", got="no such key", expected="a key to delete", fix=fix)
-            )
+            fix = f"choose from: {', '.join(tree)}" if tree else "delete this line"
+            where, wrong = f"{source}: ~{prefix}{name}", "there is no such key to delete"
+            self.problems.append(Problem(where=where, wrong=wrong, fix=fix))
 
     def _forget(self, key: str) -> None:
         for known in [k for k in self.sources if k == key or k.startswith(f"{key}.")]:
@@ -130,7 +129,7 @@ def read_chain(path: Path) -> tuple[list[tuple[Path, Document]], list[Problem]]:
     if not problems and root.name != BASE_NAME:
         fix = f"add `defaults:` with the path to configs/{BASE_NAME} or to a stage file, relative to this file"
         name = display_name(root)
-        problems.append(Problem(where=f"{name}: defaults", got="no parent file", expected="one parent file", fix=fix))
+        problems.append(Problem(where=f"{name}: defaults", wrong="this file names no parent", fix=fix))
     return chain, problems
 
 
@@ -147,9 +146,10 @@ def _targets(path: Path, names: Any, document: Document, seen: Sequence[Path]) -
         target = path.parent / name
         if not target.is_file():
             fix = "give the path relative to this file"
-            problems.append(Problem(where=where, got=f"{name}, which does not exist", expected="a file", fix=fix))
+            problems.append(Problem(where=where, wrong=f"{name} does not exist", fix=fix))
         elif target.resolve() in [known.resolve() for known in (*seen, *targets)]:
-            problems.append(Problem(where=where, got=f"{name}, a circle", expected="a parent", fix="break the circle"))
+            wrong, fix = f"{name} is among the parents already", "remove it here, or it would be its own parent"
+            problems.append(Problem(where=where, wrong=wrong, fix=fix))
         else:
             targets.append(target)
     return targets, problems
@@ -159,9 +159,9 @@ def _has_parent(laid: Document) -> list[Problem]:
     """Return a problem for a file that is laid over a parent and names one of its own."""
     if "defaults" not in laid.data:
         return []
-    fix = "it is laid over another file; name its parent where it is listed"
-    where = laid.where("defaults")
-    return [Problem(where=where, got=show(laid.data.pop("defaults")), expected="no parent", fix=fix)]
+    wrong = f"{show(laid.data.pop('defaults'))} cannot be the parent of a file that is laid over another one"
+    fix = "delete this line; name the parent in the file that lists both"
+    return [Problem(where=laid.where("defaults"), wrong=wrong, fix=fix)]
 
 
 def apply_override(layers: Layers, text: str) -> None:
@@ -172,9 +172,8 @@ def apply_override(layers: Layers, text: str) -> None:
         layers.problems.append(
             Problem(
                 where=f"{COMMAND_LINE}: {text}",
-                got="no override",
-                expected="key=value, ++key=value or ~key",
-                fix="e.g. grpo.num_prompts_per_step=64",
+                wrong="this is not an override",
+                fix="write key=value, ++key=value or ~key, e.g. grpo.num_prompts_per_step=64",
             )
         )
         return

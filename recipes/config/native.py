@@ -1,3 +1,10 @@
-"""Which models the policy builds, as `architectures` of config.json names them. No torch: the launcher asks, too."""
+"""What the native engine has, as plain data: the launcher and the rules ask without loading torch or a verifier.
 
-ARCHITECTURES = ("Qwen3ForCausalLM",)
+A test compares the environments' part with recipes/environments/registry.py and instances.py.
+"""
+
+from __future__ import annotations
+
+ARCHITECTURES = ("Qwen3ForCausalLM",)  # models that the policy builds: `architectures` of a model's config.json
+RESOURCES_TYPES = ("math_with_judge", "mcqa", "reasoning_gym", "structured_outputs")  # resources servers
+AGENT_TYPES = ("simple_agent",)  # agent servers

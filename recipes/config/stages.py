@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
 from jsonschema import Draft202012Validator
@@ -12,7 +11,7 @@ from jsonschema import Draft202012Validator
 from recipes.config.merge import display_name
 from recipes.config.schema import CONFIG_DIR, show
 from recipes.config.yaml_files import read_yaml
-from recipes.errors import ConfigError, Problem
+from recipes.errors import ConfigError, Problem, nearest
 
 STAGES = CONFIG_DIR / "stages.yaml"
 SCALES = ("prod", "small", "tiny")
@@ -72,8 +71,7 @@ def load_stages(path: Path = STAGES) -> list[Stage]:
         problems.extend(
             Problem(
                 where=".".join([where, *(str(part) for part in error.absolute_path)]),
-                got=show(error.instance),
-                expected=error.message,
+                wrong=error.message,
                 fix="see the head of the file",
             )
             for error in Draft202012Validator(_ROW_SCHEMA).iter_errors(row)
@@ -94,8 +92,8 @@ def find_stage(name: str, stages: Sequence[Stage] | None = None) -> Stage:
         if name in (stage.id, stage.name):
             return stage
     known = [word for stage in stages for word in (stage.id, stage.name)]
-    close = get_close_matches(name, known, n=1)
-    fix = f"did you mean {close[0]}?" if close else "make stages prints them"
+    close = nearest(name, known)
+    fix = f"did you mean {close}?" if close else "make stages prints them"
     expected = f"one of {', '.join(f'{stage.id} ({stage.name})' for stage in stages)}"
     raise ConfigError(Problem(where="STAGE", got=name, expected=expected, fix=fix))
 
@@ -108,22 +106,22 @@ def config_path(stage: Stage, scale: str, platform: str) -> Path:
     if name is None:
         there = [f"{s} on {p}" for s, platforms in stage.configs.items() for p in platforms]
         fix = f"{stage.id} has: {', '.join(there)}" if there else f"{stage.id} has no configuration yet"
-        raise ConfigError(Problem(where=where, got="no file", expected="a file under configs/", fix=fix))
+        wrong = "the stage has no file for this scale and platform"
+        raise ConfigError(Problem(where=where, wrong=wrong, fix=fix))
     path = CONFIG_DIR / name
     if not path.is_file():
-        got = f"{display_name(path)}, which does not exist"
-        raise ConfigError(Problem(where=where, got=got, expected="a file", fix="add it or correct the stage table"))
+        wrong, fix = f"{display_name(path)} does not exist", "add it or correct the stage table"
+        raise ConfigError(Problem(where=where, wrong=wrong, fix=fix))
     return path
 
 
 def _table_problems(stages: Sequence[Stage], name: str) -> list[Problem]:
-    """Equal ids, names or experiments, and parents that do not come earlier in the table."""
+    """Return a problem for equal ids, names or experiments, and for a parent that does not come earlier."""
     problems = []
     for field in ("id", "name", "experiment"):
         values = [getattr(stage, field) for stage in stages]
         for value in sorted({value for value in values if values.count(value) > 1}):
-            where = f"{name}: {field}"
-            problems.append(Problem(where=where, got=f"{value} twice", expected="each once", fix="rename one"))
+            problems.append(Problem(where=f"{name}: {field}", wrong=f"{value} stands here twice", fix="rename one"))
     earlier: list[str] = []
     for stage in stages:
         if stage.after is not None and stage.after not in earlier:

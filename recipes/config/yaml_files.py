@@ -44,15 +44,18 @@ def read_yaml(path: Path, *, name: str) -> Document:
         node = yaml.compose(text, Loader=yaml.CSafeLoader)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        document.problems.append(
-            Problem(where=name, got=f"{reason}", expected="a readable YAML file", fix="check the path")
-        )
+        wrong = f"this file cannot be read ({reason})"
+        document.problems.append(Problem(where=name, wrong=wrong, fix="check the path"))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         reason = getattr(error, "problem", None) or str(error)
         document.problems.append(
-            Problem(where=f"{name}{line}", got=reason, expected="YAML", fix="correct the syntax on or above this line")
+            Problem(
+                where=f"{name}{line}",
+                wrong=f"this is not YAML ({reason})",
+                fix="correct the syntax on or above this line",
+            )
         )
     else:
         if isinstance(node, yaml.MappingNode):
@@ -60,12 +63,10 @@ def read_yaml(path: Path, *, name: str) -> Document:
                 document.data = _mapping(node, "", document)
             except RecursionError:
                 fix = "delete the alias"
-                document.problems.append(
-                    Problem(where=name, got="an alias inside its own anchor", expected="a finite value", fix=fix)
-                )
+                document.problems.append(Problem(where=name, wrong="an alias stands inside its own anchor", fix=fix))
         elif node is not None:
             document.problems.append(
-                Problem(where=name, got="no mapping", expected="`key: value` lines", fix="see configs/grpo_base.yaml")
+                Problem(where=name, wrong="this file has no `key: value` lines", fix="see configs/grpo_base.yaml")
             )
     return document
 
@@ -79,10 +80,10 @@ def parse_value(text: str, *, where: str) -> tuple[Any, list[Problem]]:
         node = yaml.compose(text, Loader=yaml.CSafeLoader)
     except yaml.YAMLError as error:
         reason = getattr(error, "problem", None) or str(error)
-        return None, [Problem(where=where, got=f"{text!r} ({reason})", expected="a YAML value", fix="quote it")]
+        return None, [Problem(where=where, wrong=f"{text!r} is not YAML ({reason})", fix="quote it")]
     if node is None:
         fix = "write null for no value, '' for an empty text"
-        return None, [Problem(where=where, got="nothing after '='", expected="a value", fix=fix)]
+        return None, [Problem(where=where, wrong="there is nothing after '='", fix=fix)]
     value = _value(node, where.removeprefix("command line: "), document)
     return value, document.problems
 
@@ -98,8 +99,7 @@ def _mapping(node: yaml.MappingNode, prefix: str, document: Document) -> dict[st
             document.problems.append(
                 Problem(
                     where=f"{document.name}:{line}: {key}",
-                    got="the key a second time",
-                    expected=f"each key once (first on line {document.lines[key]})",
+                    wrong=f"this key stands here a second time, first on line {document.lines[key]}",
                     fix="delete one of them",
                 )
             )

@@ -101,10 +101,10 @@ def render(loaded: LoadedConfig) -> Iterator[str]:
     yield "# Derived:"
     for name, value in asdict(derive(require_valid(loaded))).items():
         yield f"#   {name}: {value:,}"
-    notes = [(problem.where, problem.got, problem.fix) for problem in [*unset(loaded), *refusals(loaded)]]
-    if notes:
+    problems = [*unset(loaded), *refusals(loaded)]
+    if problems:
         yield "# Before a launch with the native engine:"
-        yield from (f"#   {where} is {got}: {fix}" for where, got, fix in notes)
+        yield from (f"#   {problem}" for problem in problems)
 
 
 def _source(loaded: LoadedConfig, key: str) -> str:

@@ -8,8 +8,9 @@ import yaml
 
 from recipes.config.load import load_config
 from recipes.config.schema import CONFIG_DIR
-from tests.unit.config.wrong_configs import FILES, KEY_OF_BASE
+from tests.unit.config.wrong_configs import FILES
 
+AGAIN = "remove it here, or it would be its own parent"
 TINY = CONFIG_DIR / "tiny" / "stage1_rlvr.yaml"
 
 
@@ -57,20 +58,17 @@ def merge_nodes(target: Any, source: Any) -> None:
 
 
 OVERRIDES = {
-    "grpo.sed=3": f"command line: grpo.sed: {KEY_OF_BASE}; did you mean grpo.seed?",
-    "grpo.seed": "command line: grpo.seed: got no override, expected key=value, ++key=value or ~key; "
+    "grpo.sed=3": "command line: grpo.sed: there is no such key; did you mean grpo.seed?",
+    "grpo.seed": "command line: grpo.seed: this is not an override; write key=value, ++key=value or ~key, "
     "e.g. grpo.num_prompts_per_step=64",
-    "~grpo.seed=3": "command line: ~grpo.seed=3: got no override, expected key=value, ++key=value or ~key; "
+    "~grpo.seed=3": "command line: ~grpo.seed=3: this is not an override; write key=value, ++key=value or ~key, "
     "e.g. grpo.num_prompts_per_step=64",
-    "grpo.seed=": "command line: grpo.seed: got nothing after '=', expected a value; "
-    "write null for no value, '' for an empty text",
+    "grpo.seed=": "command line: grpo.seed: there is nothing after '='; write null for no value, '' for an empty text",
     "grpo.seed=0755": "command line: grpo.seed: got 0755, which YAML reads as 493, expected a decimal number; "
     'write 493, or quote it: "0755"',
-    "grpo.seed=[1": "command line: grpo.seed: got '[1' (did not find expected ',' or ']'), expected a YAML value; "
-    "quote it",
-    "~grpo.sed": "command line: ~grpo.sed: got no such key, expected a key to delete; there are: ",
-    "~grpo.seed": "command line: grpo.seed: got no value, expected an integer >= 0; "
-    "give it one; null where that is allowed",
+    "grpo.seed=[1": "command line: grpo.seed: '[1' is not YAML (did not find expected ',' or ']'); quote it",
+    "~grpo.sed": "command line: ~grpo.sed: there is no such key to delete; choose from: ",
+    "~grpo.seed": "command line: grpo.seed: this key has no value; set it to an integer >= 0",
     "grpo.seed=abc": 'command line: grpo.seed: got "abc", expected an integer >= 0; '
     "meaning: seed of data order, sampling and initialisation",
 }
@@ -86,17 +84,17 @@ def test_wrong_override_gives_its_line(override: str, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("defaults", "line"),
     [
-        ("none.yaml", "y.yaml: defaults: got none.yaml, which does not exist, expected a file; "
+        ("none.yaml", "y.yaml: defaults: none.yaml does not exist; "
          "give the path relative to this file"),
         ("{a: b}", 'y.yaml: defaults: got {"a": "b"}, expected a path or a list of paths; '
          "name one parent file, or a list of one and of files to lay over it"),
         ("[]", "y.yaml: defaults: got [], expected a path or a list of paths; "
          "name one parent file, or a list of one and of files to lay over it"),
-        (f"[{TINY}, none.yaml]", "y.yaml: defaults: got none.yaml, which does not exist, expected a file; "
+        (f"[{TINY}, none.yaml]", "y.yaml: defaults: none.yaml does not exist; "
          "give the path relative to this file"),
-        (f"[{TINY}, {TINY}]", f"y.yaml: defaults: got {TINY}, a circle, expected a parent; break the circle"),
-        ("y.yaml", "y.yaml: defaults: got y.yaml, a circle, expected a parent; break the circle"),
-        (None, "y.yaml: defaults: got no parent file, expected one parent file; add `defaults:` with the path to "
+        (f"[{TINY}, {TINY}]", f"y.yaml: defaults: {TINY} is among the parents already; {AGAIN}"),
+        ("y.yaml", f"y.yaml: defaults: y.yaml is among the parents already; {AGAIN}"),
+        (None, "y.yaml: defaults: this file names no parent; add `defaults:` with the path to "
          "configs/grpo_base.yaml or to a stage file, relative to this file"),
     ],
 )  # fmt: skip
@@ -111,15 +109,13 @@ def test_wrong_parent_gives_its_line(
 def test_endless_alias_is_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "y.yaml").write_text("a: &a [*a]\n")
-    assert str(load_config("y.yaml").problems[0]) == (
-        "y.yaml: got an alias inside its own anchor, expected a finite value; delete the alias"
-    )
+    assert str(load_config("y.yaml").problems[0]) == ("y.yaml: an alias stands inside its own anchor; delete the alias")
 
 
 def test_missing_file_is_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert [str(problem) for problem in load_config("z.yaml").problems] == [
-        "z.yaml: got No such file or directory, expected a readable YAML file; check the path"
+        "z.yaml: this file cannot be read (No such file or directory); check the path"
     ]
 
 
@@ -143,7 +139,7 @@ policy:
 deadlines: {rollout: 10}
 """
     found = problems(tmp_path, text, ["cluster.num_node=2"])
-    assert [line.split(": got")[0] for line in found] == [
+    assert [": ".join(line.split(": ")[:2]) for line in found] == [
         "x.yaml:7: grpo.seed",
         "x.yaml: policy.megatron_cfg.optimizer.lr",
         "x.yaml: grpo.num_prompt_per_step",
@@ -154,6 +150,6 @@ deadlines: {rollout: 10}
         "x.yaml: grpo.num_generations_per_prompt",
         "x.yaml: loss_fn.use_importance_sampling_correction",
         "x.yaml: policy.megatron_cfg.sequence_parallel",
-        "x.yaml: deadlines.rollout",
         "x.yaml: policy.generation.vllm_kwargs.dtype",
+        "x.yaml: deadlines.rollout",
     ]

@@ -25,15 +25,15 @@ def test_shipped_overlay_is_short(path: Path) -> None:
     ("text", "line"),
     [
         ("grpo: {num_prompts_per_step: 256}",
-         "x.yaml:2: grpo.num_prompts_per_step: got 256, expected a line that changes something; delete it"),
+         "x.yaml:2: grpo.num_prompts_per_step: this line changes nothing: the value is 256 without it; delete it"),
         ("policy:\n  train_global_batch_size: 4096",  # follows from P and G already
-         "x.yaml:3: policy.train_global_batch_size: got 4096, expected a line that changes something; delete it"),
+         "x.yaml:3: policy.train_global_batch_size: this line changes nothing: the value is 4096 without it; "
+         "delete it"),
         ("policy: {megatron_cfg: {optimizer: {lr: 1.0e-5, min_lr: 1.0e-5}}}",  # min_lr follows lr
-         "x.yaml:2: policy.megatron_cfg.optimizer.min_lr: got 1e-05, expected a line that changes something; "
+         "x.yaml:2: policy.megatron_cfg.optimizer.min_lr: this line changes nothing: the value is 1e-05 without it; "
          "delete it"),
         ("grpo: {sed: 1}",
-         "x.yaml: grpo.sed: got a key that nothing reads, expected a key of configs/grpo_base.yaml; "
-         "did you mean grpo.seed?"),
+         "x.yaml: grpo.sed: there is no such key; did you mean grpo.seed?"),
     ],
 )  # fmt: skip
 def test_line_that_changes_nothing(text: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from recipes.config.load import load_config, refusals, require_valid
 from recipes.config.rules.all import REFUSALS, RULES
-from recipes.config.rules.stage import AGENTS, servers
 from recipes.config.schema import CONFIG_DIR
+from recipes.config.servers import AGENTS, servers
 from recipes.environments.instances import AGENT_TYPES
 from recipes.environments.registry import VERIFIERS
 
@@ -38,7 +38,8 @@ CASES = [
      "grpo.async_grpo.max_trajectory_age_steps is 1, so weights lag behind; set this to true, or "
      "grpo.async_grpo.max_trajectory_age_steps to 0"),
     ("truncation_is_complete", TINY, [f"{TIS}_type=null"],
-     f"{TIS}_type: got null, expected a type; {TIS}_ratio is 5.0; name a type, or set {TIS}_ratio to null"),
+     "loss_fn.truncated_importance_sampling_type: is null although loss_fn.truncated_importance_sampling_ratio is "
+     "5.0; name a type, or set loss_fn.truncated_importance_sampling_ratio to null"),
     ("truncation_is_complete", TINY,
      ["loss_fn.use_importance_sampling_correction=false", "grpo.async_grpo.max_trajectory_age_steps=0"],
      f"{TIS}_type: got tis, expected null; there is no weight to truncate without "
@@ -53,46 +54,45 @@ CASES = [
     ("truncation_is_complete", TINY,
      [f"{TIS}_type=seq-mask-tis", f"{TIS}_ratio_min=0.5", "loss_fn.sequence_level_importance_ratios=true",
       "loss_fn.token_level_loss=false"],
-     f"{TIS}_type: got seq-mask-tis, expected tis or icepop; a per-rollout ratio cannot be masked per rollout again; "
-     "use tis or icepop"),
+     "loss_fn.truncated_importance_sampling_type: got seq-mask-tis, expected tis or icepop; a ratio per rollout "
+     "cannot be masked per rollout again; use tis or icepop"),
     ("ratio_is_one_kind", TINY, ["loss_fn.use_cispo=true"],
-     "loss_fn.use_cispo: got true with loss_fn.force_on_policy_ratio, expected one of them; use_cispo replaces it; "
-     "set loss_fn.force_on_policy_ratio to false"),
+     "loss_fn.use_cispo: cannot be combined with loss_fn.force_on_policy_ratio; use_cispo replaces it; set "
+     "loss_fn.force_on_policy_ratio to false"),
     ("ratio_is_one_kind", TINY, ["loss_fn.disable_ppo_ratio=true"],
-     "loss_fn.disable_ppo_ratio: got true with loss_fn.force_on_policy_ratio, expected one of them; "
-     "force_on_policy_ratio would win; set one to false"),
+     "loss_fn.disable_ppo_ratio: cannot be combined with loss_fn.force_on_policy_ratio; force_on_policy_ratio would "
+     "win; set one to false"),
     ("ratio_is_one_kind", TINY, ["loss_fn.sequence_level_importance_ratios=true"],
      "loss_fn.token_level_loss: got true, expected false; one weight per rollout needs the mean per rollout; "
      "set this to false"),
     ("kl_in_reward_has_an_estimator", TINY,
      ["loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0.1"],
-     "loss_fn.use_kl_in_reward: got true, expected false; the group baseline has no per-token reward; "
-     "set it to false"),
+     "loss_fn.use_kl_in_reward: got true, expected false; the group baseline has no reward per token; set it to "
+     "false"),
     ("kl_in_reward_has_an_estimator", TINY,
      ["loss_fn.use_kl_in_reward=true", "grpo.adv_estimator.name=reinforce_plus_plus"],
      "loss_fn.use_kl_in_reward: got true, expected false; loss_fn.reference_policy_kl_penalty is 0, so nothing would "
      "be subtracted; set one of them"),
     ("penalties_survive_the_clip", TINY, ["grpo.invalid_tool_call_advantage=-60"],
      "grpo.invalid_tool_call_advantage: got -60.0, expected a number in [-50.0, 50.0] = "
-     "grpo.advantage_clip_low..high; the clip comes last and would change it; move one of them"),
+     "grpo.advantage_clip_low..high; the clip comes last and would change it; change this value or the bounds"),
     ("scaling_has_a_range", TINY, ["grpo.reward_scaling.enabled=true", "grpo.reward_scaling.source_min=1"],
      "grpo.reward_scaling.source_min: got 1.0, expected less than grpo.reward_scaling.source_max = 1.0; "
      "the map divides by their difference"),
     ("effort_shaping_is_on_or_off", TINY, ["env.nemo_gym.effort_levels.low_weight=0.5"],
-     'env.nemo_gym.effort_levels.low_string: got "", expected a value, since '
-     "env.nemo_gym.effort_levels.low_weight is set; shaping needs both and is off without one; set both or neither"),
+     'env.nemo_gym.effort_levels.low_string: is "", which is off, although env.nemo_gym.effort_levels.low_weight is '
+     "set; set both or neither"),
     ("sampling_is_whole_distribution", TINY, ["policy.generation.top_k=50"],
      "policy.generation.top_k: got 50, expected null; NeMo Gym requests carry temperature and top_p only; "
      "delete this key"),
     ("validation_can_run", TINY, ["data.validation.data_path=null", "grpo.val_at_end=false"],
-     "grpo.val_at_start: got true, expected off; data.validation.data_path is null; give the rows or switch "
+     "grpo.val_at_start: is true although data.validation.data_path is null; give the rows or switch this "
      "validation off"),
     ("validation_can_run", STAGE1, ["checkpointing.metric_name=val:total_reward/mean"],
      "checkpointing.metric_name: got val:total_reward/mean, expected null or train:NAME; no validation would ever "
      "run; set grpo.val_period or grpo.val_at_end, or use null or a train: metric"),
     ("validation_can_run", TINY, ["grpo.stop_at_validation_metric=accuracy"],
-     "grpo.stop_at_validation_threshold: got null, expected a value, since grpo.stop_at_validation_metric is set; "
-     "set both or neither"),
+     "grpo.stop_at_validation_threshold: is null although grpo.stop_at_validation_metric is set; set both or neither"),
     ("engine_and_trainer_agree_on_length", TINY, [f"{VLLM}.max_model_len=512"],
      f"{VLLM}.max_model_len: got 512, expected policy.max_total_sequence_length = 256; rollouts must fit both the "
      "engine and the trainer; delete this key"),
@@ -132,8 +132,8 @@ CASES = [
      f"{VLLM}.tensor_parallel_size: got 5, expected TP 5 * PP 1 to divide the 96 generation GPUs; each engine takes "
      "TP * PP GPUs; change its size or the generation nodes"),
     ("engines_divide_the_gpus", SMALL, [f"{VLLM}.tensor_parallel_size=6"],
-     f"{VLLM}.tensor_parallel_size: got 6, expected TP * PP = 6 to divide cluster.gpus_per_node = 8, or a multiple; "
-     "an engine must not lie across a part of a node"),
+     "policy.generation.vllm_cfg.tensor_parallel_size: got 6, expected TP * PP = 6 to divide cluster.gpus_per_node "
+     "= 8, or to be a multiple of it; an engine must not lie across a part of a node"),
     ("engines_divide_the_gpus", SMALL, [f"{VLLM}.expert_parallel_size=4"],
      f"{VLLM}.expert_parallel_size: got 4, expected 1 or a multiple of {VLLM}.tensor_parallel_size = 8; "
      "vLLM's EP is DP * TP"),
@@ -144,16 +144,21 @@ CASES = [
      f"{MEGATRON}.optimizer.bf16: got true, expected false; policy.precision is float32"),
     ("dtypes_agree", STAGE1, [f"{MEGATRON}.pipeline_dtype=float32"],
      f"{MEGATRON}.pipeline_dtype: got float32, expected bfloat16; delete this key"),
-    ("optimizer_is_consistent", TINY, [f"{MEGATRON}.optimizer.clip_grad=0.5"],
+    ("clip_norm_is_stated_once", TINY, [f"{MEGATRON}.optimizer.clip_grad=0.5"],
      f"{MEGATRON}.optimizer.clip_grad: got 0.5, expected policy.max_grad_norm = 1.0; delete this key"),
-    ("optimizer_is_consistent", TINY, [f"{MEGATRON}.optimizer.min_lr=0.1"],
+    ("schedule_is_ordered", TINY, [f"{MEGATRON}.optimizer.min_lr=0.1"],
      f"{MEGATRON}.optimizer.min_lr: got 0.1, expected at most {MEGATRON}.optimizer.lr = 0.0002; lower it"),
-    ("optimizer_is_consistent", TINY, [f"{MEGATRON}.scheduler.lr_decay_style=cosine"],
+    ("schedule_is_ordered", TINY, [f"{MEGATRON}.scheduler.lr_decay_style=cosine"],
      f"{MEGATRON}.scheduler.lr_decay_iters: got null, expected a number of steps; lr_decay_style is cosine: say over "
      "how many steps"),
-    ("optimizer_is_consistent", TINY, [f"{MEGATRON}.scheduler.lr_decay_iters=2"],
-     f"{MEGATRON}.scheduler.lr_decay_iters: got 2, expected more than {MEGATRON}.scheduler.lr_warmup_iters = 2; "
-     "raise it, or null for no limit"),
+    ("schedule_is_ordered", TINY, [f"{MEGATRON}.scheduler.lr_decay_iters=2"],
+     "policy.megatron_cfg.scheduler.lr_decay_iters: got 2, expected more than "
+     "policy.megatron_cfg.scheduler.lr_warmup_iters = 2; raise it, or set it to null for no decay"),
+    ("distributed_optimizer_is_there", STAGE1,
+     [f"{MEGATRON}.optimizer.use_distributed_optimizer=false",
+      f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather=false"],
+     f"{MEGATRON}.optimizer.use_precision_aware_optimizer: got true, expected false; it needs "
+     f"{MEGATRON}.optimizer.use_distributed_optimizer, which is false"),
     ("chunked_logprobs_defer_logits", TINY, ["policy.logprob_chunk_size=2048", f"{MEGATRON}.defer_fp32_logits=false"],
      f"{MEGATRON}.defer_fp32_logits: got false, expected true; policy.logprob_chunk_size is 2048: float32 logits are "
      "made per chunk; set one of them"),
@@ -167,8 +172,8 @@ CASES = [
      "deadlines.rollout: got 30 s, expected at least deadlines.generation = 60 s; it contains that wait; raise it or "
      "lower the other"),
     ("engine_arguments_have_one_place", TINY, ["policy.generation.vllm_kwargs.max_model_len=99"],
-     "policy.generation.vllm_kwargs.max_model_len: got 99, expected an argument without a key of its own; "
-     f"set {VLLM}.max_model_len"),
+     "policy.generation.vllm_kwargs.max_model_len: this engine argument has a key of its own; set "
+     "policy.generation.vllm_cfg.max_model_len"),
     ("cohort_is_the_group", TINY,
      ["env.nemo_gym.genrm.resources_servers.genrm_compare.num_rollouts_per_prompt=16"],
      "env.nemo_gym.genrm.resources_servers.genrm_compare.num_rollouts_per_prompt: got 16, expected "
@@ -201,12 +206,12 @@ CASES = [
      "1 (safety_judge_model); the others would stand idle"),
     ("references_exist", STAGE1,
      ["env.nemo_gym.inverse_if.resources_servers.inverse_if.judge_model_server.name=safety_judge"],
-     "env.nemo_gym.inverse_if.resources_servers.inverse_if.judge_model_server: got safety_judge, expected a server "
-     "that is configured; did you mean safety_judge_model?"),
+     "env.nemo_gym.inverse_if.resources_servers.inverse_if.judge_model_server: no server is called safety_judge; "
+     "did you mean safety_judge_model?"),
     ("references_exist", STAGE1,
      ["env.nemo_gym.ns_tools.resources_servers.ns_tools.verifiers.math_with_judge.name=nothing_like_it"],
-     "env.nemo_gym.ns_tools.resources_servers.ns_tools.verifiers.math_with_judge: got nothing_like_it, expected a "
-     "server that is configured; add its file to env.nemo_gym.config_paths"),
+     "env.nemo_gym.ns_tools.resources_servers.ns_tools.verifiers.math_with_judge: no server is called "
+     "nothing_like_it; add its file to env.nemo_gym.config_paths"),
     ("judges_can_answer", STAGE1,
      ["env.nemo_gym.lc_judge.resources_servers.equivalence_llm_judge.judge_responses_create_params."
       "max_output_tokens=131072"],
@@ -248,6 +253,7 @@ def test_every_rule_is_tested() -> None:
     assert {case[0] for case in CASES} == {rule.__name__ for rule in RULES}
 
 
+TO_COME = "the native engine does not have the "
 POLICY_MODEL = "env.nemo_gym.policy_model.responses_api_models.vllm_model"
 NATIVE_CASES = {
     "several_optimizer_steps": (
@@ -267,7 +273,8 @@ NATIVE_CASES = {
     ),
     "environments_to_come": (
         ["env.nemo_gym.mine={resources_servers: {swerl_gen: {}}}"],
-        "env.nemo_gym.mine: got the environment mine, expected one that is built (native engine); it is still to come",
+        "env.nemo_gym.mine: the native engine does not have the environment mine yet; leave it and its rows out, or "
+        "launch with ENGINE=nemo_rl",
     ),
 }
 
@@ -288,7 +295,7 @@ def test_stage_with_repository_agents_decides_overlong_filtering() -> None:
     agents = ["env.nemo_gym.swe={responses_api_agents: {swe_agents: {}}}", "sif_dir=images"]
     (problem,) = load_config(TINY, agents).problems
     assert str(problem).split(": ", 1)[1] == (
-        "grpo.overlong_filtering: got only the base's false, expected a value of the stage's own; tasks that hit the "
+        "grpo.overlong_filtering: a stage with agents on repositories must set this key itself; tasks that hit the "
         "context limit are common there: say whether they train (published: true)"
     )
     assert load_config(TINY, [*agents, "grpo.overlong_filtering=false"]).problems == ()
@@ -336,10 +343,10 @@ def test_stage_names_everything_that_is_still_to_come(stage: str, directory: str
     expected |= {name for name, server, settings in servers(config, AGENTS) if server not in AGENT_TYPES
                  and settings.get("resources_server", {}).get("name") not in expected}  # fmt: skip
     expected |= {name for name, _, _ in servers(config, "responses_api_models") if name != "policy_model"}
-    named = [problem for problem in refusals(loaded) if problem.fix == "it is still to come"]
+    named = [problem for problem in refusals(loaded) if problem.wrong.startswith(TO_COME)]
     assert len(named) == len(expected)
     assert {problem.where.rpartition("env.nemo_gym.")[2] for problem in named} == expected
-    assert all(problem.got.endswith(f" {problem.where.rpartition('.')[2]}") for problem in named)
+    assert all(f" {problem.where.rpartition('.')[2]} yet" in problem.wrong for problem in named)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from recipes.config import native
 from recipes.config.load import load_config
 from recipes.config.schema import CONFIG_DIR, SERVER_KINDS, schema, settings_of
 from recipes.config.stages import config_path, load_stages
@@ -63,6 +64,11 @@ def test_agents_of_the_files_are_those_that_rows_name() -> None:
     assert named <= {*AGENTS, *LATER_AGENTS}
     others = {name for name in {*AGENTS, *LATER_AGENTS} - named if not name.endswith("_tool_simulation_agent")}
     assert others == {"structured_outputs_v3_simple_agent", "structured_outputs_v4_simple_agent"}
+
+
+def test_what_the_rules_say_of_the_native_engine_is_what_it_has() -> None:
+    assert set(native.RESOURCES_TYPES) == set(VERIFIERS)
+    assert set(native.AGENT_TYPES) == set(AGENT_TYPES)
 
 
 def test_every_verifier_that_exists_has_its_settings_declared() -> None:

@@ -174,7 +174,7 @@ def test_every_configuration_of_the_table_is_published_or_tiny() -> None:
         if where in SIZES or scale == "tiny":
             assert path_of(stage.id, scale, platform) == path_of(*where)
         else:
-            with pytest.raises(ConfigError, match="got no file"):
+            with pytest.raises(ConfigError, match="the stage has no file"):
                 path_of(stage.id, scale, platform)
 
 

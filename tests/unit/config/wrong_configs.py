@@ -2,49 +2,47 @@
 
 from __future__ import annotations
 
-KEY_OF_BASE = "got a key that nothing reads, expected a key of configs/grpo_base.yaml"
-
 FILES = {
     "unknown key": (
         "grpo: {num_prompt_per_step: 8}",
-        f"x.yaml: grpo.num_prompt_per_step: {KEY_OF_BASE}; did you mean grpo.num_prompts_per_step?",
+        "x.yaml: grpo.num_prompt_per_step: there is no such key; did you mean grpo.num_prompts_per_step?",
     ),
-    "unknown block": ("polcy: {precision: float32}", f"x.yaml: polcy: {KEY_OF_BASE}; did you mean policy?"),
+    "unknown block": ("polcy: {precision: float32}", "x.yaml: polcy: there is no such key; did you mean policy?"),
     "key in the wrong block": (
         "grpo: {lr: 0.1}",
-        f"x.yaml: grpo.lr: {KEY_OF_BASE}; did you mean policy.megatron_cfg.optimizer.lr?",
+        "x.yaml: grpo.lr: there is no such key; did you mean policy.megatron_cfg.optimizer.lr?",
     ),
     "key like no other": (
         "grpo: {frobnicate: 1}",
-        f"x.yaml: grpo.frobnicate: {KEY_OF_BASE}; delete it, or declare it in configs/grpo_base.yaml and schema.json",
+        "x.yaml: grpo.frobnicate: there is no such key; delete it; configs/grpo_base.yaml has every key",
     ),
     "key that NeMo RL never reads": (
         "grpo: {penalize_invalid_tool_call: true}",
-        f"x.yaml: grpo.penalize_invalid_tool_call: {KEY_OF_BASE}; set grpo.invalid_tool_call_advantage; null = off",
+        "x.yaml: grpo.penalize_invalid_tool_call: there is no such key; set grpo.invalid_tool_call_advantage; null "
+        "= off",
     ),
     "key that NeMo RL ignores": (
         "policy: {generation: {vllm_cfg: {max_num_seqs: 16}}}",
-        f"x.yaml: policy.generation.vllm_cfg.max_num_seqs: {KEY_OF_BASE}; "
-        "NeMo RL ignores it; set policy.generation.vllm_kwargs.max_num_seqs",
+        "x.yaml: policy.generation.vllm_cfg.max_num_seqs: there is no such key; NeMo RL ignores it; set "
+        "policy.generation.vllm_kwargs.max_num_seqs",
     ),
     "misspelled key among server instances": (
         "env: {nemo_gym: {num_gpu_node: 7}}",
-        f"x.yaml: env.nemo_gym.num_gpu_node: {KEY_OF_BASE}; did you mean env.nemo_gym.num_gpu_nodes?",
+        "x.yaml: env.nemo_gym.num_gpu_node: there is no such key; did you mean env.nemo_gym.num_gpu_nodes?",
     ),
     "server instance of no kind": (
         "env: {nemo_gym: {mcqa: {resource_servers: {mcqa: {}}}}}",
-        "x.yaml: env.nemo_gym.mcqa.resource_servers: got a key that nothing reads, expected a kind of server; "
-        "did you mean resources_servers?",
+        "x.yaml: env.nemo_gym.mcqa.resource_servers: there is no such kind of server; did you mean "
+        "resources_servers?",
     ),
     "server of no type": (
         "env: {nemo_gym: {quiz: {resources_servers: {mqca: {}}}}}",
-        "x.yaml: env.nemo_gym.quiz.resources_servers.mqca: got a key that nothing reads, expected a type of server; "
-        "did you mean mcqa?",
+        "x.yaml: env.nemo_gym.quiz.resources_servers.mqca: there is no such type of server; did you mean mcqa?",
     ),
     "setting of no server": (
         "env: {nemo_gym: {code: {resources_servers: {code_gen: {num_proceses: 8}}}}}",
-        "x.yaml: env.nemo_gym.code.resources_servers.code_gen.num_proceses: got a key that nothing reads, expected a "
-        "setting of its server; did you mean num_processes?",
+        "x.yaml: env.nemo_gym.code.resources_servers.code_gen.num_proceses: there is no such setting of this "
+        "server; did you mean num_processes?",
     ),
     "setting of the wrong type": (
         "env: {nemo_gym: {code: {resources_servers: {code_gen: {num_processes: many}}}}}",
@@ -64,8 +62,8 @@ FILES = {
     ),
     "reference without a name": (
         "env: {nemo_gym: {x: {responses_api_agents: {simple_agent: {resources_server: {type: resources_servers}}}}}}",
-        "x.yaml: env.nemo_gym.x.responses_api_agents.simple_agent.resources_server.name: got no value, expected a "
-        "non-empty text; give it one; null where that is allowed",
+        "x.yaml: env.nemo_gym.x.responses_api_agents.simple_agent.resources_server.name: this key has no value; set "
+        "it to a non-empty text",
     ),
     "instance of two servers": (
         "env: {nemo_gym: {x: {resources_servers: {mcqa: {}, calendar: {}}}}}",
@@ -74,13 +72,13 @@ FILES = {
     ),
     "judge that is not there": (
         "env: {nemo_gym: {x: {resources_servers: {inverse_if: {judge_model_server: {name: policy_modle}}}}}}",
-        "x.yaml: env.nemo_gym.x.resources_servers.inverse_if.judge_model_server: got policy_modle, expected a server "
-        "that is configured; did you mean policy_model?",
+        "x.yaml: env.nemo_gym.x.resources_servers.inverse_if.judge_model_server: no server is called policy_modle; "
+        "did you mean policy_model?",
     ),
     "nodes without a judge": (
         "env: {nemo_gym: {num_gpu_nodes: 2}}",
-        "x.yaml: env.nemo_gym.num_gpu_nodes: got 2, expected 0: no judge is started by this stage; "
-        "the others would stand idle",
+        "x.yaml: env.nemo_gym.num_gpu_nodes: got 2, expected 0: this stage starts no judge; the others would stand "
+        "idle",
     ),
     "repository agents without images": (
         "grpo: {overlong_filtering: true}\nenv: {nemo_gym: {swe: {responses_api_agents: {swe_agents: {}}}}}",
@@ -155,8 +153,7 @@ FILES = {
     ),
     "duplicate key": (
         "grpo:\n  seed: 1\n  val_period: 5\n  seed: 2\n",
-        "x.yaml:5: grpo.seed: got the key a second time, expected each key once (first on line 3); "
-        "delete one of them",
+        "x.yaml:5: grpo.seed: this key stands here a second time, first on line 3; delete one of them",
     ),
     "number without a dot": (
         "policy: {megatron_cfg: {optimizer: {lr: 3e-6}}}",
@@ -194,7 +191,7 @@ FILES = {
     ),
     "syntax": (
         "grpo: [",
-        "x.yaml:3: got did not find expected node content, expected YAML; correct the syntax on or above this line",
+        "x.yaml:3: this is not YAML (did not find expected node content); correct the syntax on or above this line",
     ),
     "text that looks like a number": (
         "policy: {model_name: 3.10}",
@@ -203,13 +200,12 @@ FILES = {
     ),
     "reference to nothing": (
         "grpo: {seed: '${grpo.sed}'}",
-        "x.yaml: grpo.seed: got \"${grpo.sed}\", expected a value it can be made from; "
-        "Interpolation key 'grpo.sed' not found",
+        'x.yaml: grpo.seed: "${grpo.sed}" cannot be resolved; Interpolation key \'grpo.sed\' not found',
     ),
     "malformed reference": (
         "grpo: {seed: '${grpo.val_period'}",
-        'x.yaml: grpo.seed: got "${grpo.val_period", expected a value it can be made from; '
-        "no viable alternative at input '${grpo.val_period'",
+        'x.yaml: grpo.seed: "${grpo.val_period" cannot be resolved; no viable alternative at input '
+        "'${grpo.val_period'",
     ),
     "wrong value by reference, reported where it was made": (
         "policy: {precision: '${grpo.seed}'}",
@@ -218,12 +214,12 @@ FILES = {
     ),
     "deleting what is not there": (
         "policy: {generation: {vllm_kwargs: {~max_num_seq: null}}}",
-        "x.yaml: ~policy.generation.vllm_kwargs.max_num_seq: got no such key, expected a key to delete; "
-        "there are: block_size, kv_cache_memory_bytes, max_num_seqs",
+        "x.yaml: ~policy.generation.vllm_kwargs.max_num_seq: there is no such key to delete; choose from: "
+        "block_size, kv_cache_memory_bytes, max_num_seqs",
     ),
     "deleting what must be there": (
         "grpo: {~seed: null}",
-        "x.yaml: grpo.seed: got no value, expected an integer >= 0; give it one; null where that is allowed",
+        "x.yaml: grpo.seed: this key has no value; set it to an integer >= 0",
     ),
     "list for one value": (
         "policy: {precision: [bfloat16, float32]}",
@@ -265,15 +261,16 @@ FILES = {
     ),
     "key that NeMo RL has renamed": (
         "grpo: {num_val_generations_per_prompt: 2}",
-        f"x.yaml: grpo.num_val_generations_per_prompt: {KEY_OF_BASE}; it is now grpo.val_num_generations_per_prompt",
+        "x.yaml: grpo.num_val_generations_per_prompt: there is no such key; it is now "
+        "grpo.val_num_generations_per_prompt",
     ),
     "block of another backend": (
         "policy: {dtensor_cfg: {enabled: false}}",
-        f"x.yaml: policy.dtensor_cfg: {KEY_OF_BASE}; this recipe trains with Megatron-core only; delete it",
+        "x.yaml: policy.dtensor_cfg: there is no such key; this recipe trains with Megatron-core only; delete it",
     ),
     "block of another logger": (
         "logger: {mlflow_enabled: true}",
-        f"x.yaml: logger.mlflow_enabled: {KEY_OF_BASE}; MLflow is not supported; delete it",
+        "x.yaml: logger.mlflow_enabled: there is no such key; MLflow is not supported; delete it",
     ),
     "sexagesimal number": (
         "grpo: {max_num_steps: 1:30}",
@@ -307,8 +304,8 @@ FILES = {
     ),
     "effort shaping half on": (
         "env: {nemo_gym: {effort_levels: {low_weight: 0.2}}}",
-        'grpo_base.yaml: env.nemo_gym.effort_levels.low_string: got "", expected a value, since '
-        "env.nemo_gym.effort_levels.low_weight is set; shaping needs both and is off without one; set both or neither",
+        'grpo_base.yaml: env.nemo_gym.effort_levels.low_string: is "", which is off, although '
+        "env.nemo_gym.effort_levels.low_weight is set; set both or neither",
     ),
     "cohort of another size": (
         "env: {nemo_gym: {g: {resources_servers: {genrm_compare: {num_rollouts_per_prompt: 16}}}}}",
@@ -317,11 +314,11 @@ FILES = {
     ),
     "repository agents without a decision": (
         "sif_dir: images\nenv: {nemo_gym: {swe: {responses_api_agents: {swe_agents: {}}}}}",
-        "grpo_base.yaml: grpo.overlong_filtering: got only the base's false, expected a value of the stage's own; "
+        "grpo_base.yaml: grpo.overlong_filtering: a stage with agents on repositories must set this key itself; "
         "tasks that hit the context limit are common there: say whether they train (published: true)",
     ),
     "instance file that is not there": (
         "env: {nemo_gym: {config_paths: [/no/such.yaml]}}",
-        "/no/such.yaml: got No such file or directory, expected a readable YAML file; check the path",
+        "/no/such.yaml: this file cannot be read (No such file or directory); check the path",
     ),
 }  # fmt: skip

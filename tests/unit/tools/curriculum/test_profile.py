@@ -23,7 +23,7 @@ def test_what_is_missing_is_named_and_nothing_is_made(tmp_path: Path, capsys: py
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
     assert main(arguments(tmp_path, "grpo.nix=3")) == 2
-    assert "grpo.nix: got a key that nothing reads" in capsys.readouterr().err
+    assert "grpo.nix: there is no such key" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

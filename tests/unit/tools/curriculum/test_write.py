@@ -291,7 +291,7 @@ def test_budgets_need_a_tokenizer_and_use_it(tmp_path: Path, capsys: pytest.Capt
         ("gaussian.prompts_per_step=1.5", "gaussian.prompts_per_step: got 1.5, expected an integer >= 1"),
         ("gaussian.std=wide", 'gaussian.std: got "wide", expected a number > 0'),
         ("gaussian=3", "gaussian: got 3, expected a block of keys"),
-        ("gaussian=", "gaussian: got nothing after '='"),
+        ("gaussian=", "gaussian: there is nothing after '='"),
         ("seed=abc", 'seed: got "abc", expected an integer'),
         ("filter.max_pass_rate=0", "filter.max_pass_rate: got 0, expected a number > 0 and <= 1"),
         ("reasoning.strip=1.5", "reasoning.strip: got 1.5, expected a number >= 0 and <= 1"),
@@ -320,9 +320,9 @@ def test_wrong_settings_are_named(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "x.yaml: got No such file or directory, expected a readable YAML file"),
-        ("a: [", "x.yaml:2: got "),
-        ("seed: 1\nseed: 2\n", "x.yaml:2: seed: got the key a second time"),
+        (None, "x.yaml: this file cannot be read (No such file or directory)"),
+        ("a: [", "x.yaml:2: this is not YAML"),
+        ("seed: 1\nseed: 2\n", "x.yaml:2: seed: this key stands here a second time"),
         ("seed: 1\n", "x.yaml: got 'filter' is a required property, expected the keys seed, filter, gaussian"),
     ],
 )

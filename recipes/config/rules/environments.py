@@ -1,0 +1,61 @@
+"""Environments and agents: what they refer to, what they need, which of them the native engine has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from recipes.config.native import AGENT_TYPES, RESOURCES_TYPES
+from recipes.config.rules.judges import to_come
+from recipes.config.schema import INSTANCES, KeyProblem
+from recipes.config.servers import AGENTS, MODELS, POLICY, REFERENCES, RESOURCES, SWE_AGENTS, references, servers
+from recipes.config.tree import Config
+from recipes.errors import nearest
+
+OVERLONG = "grpo.overlong_filtering"
+
+
+def references_exist(config: Config) -> Iterator[KeyProblem]:
+    """Require every server that another one names: a judge, the policy, the environment of an agent."""
+    known = {kind: [name for name, _, _ in servers(config, kind)] for kind in (MODELS, RESOURCES)}
+    known[MODELS].append(POLICY)
+    known[RESOURCES].extend(RESOURCES_TYPES)
+    known[MODELS].extend(name for name, block in config.env.nemo_gym.instances.items() if "_copy" in block)
+    for kind in (RESOURCES, AGENTS):
+        for name, server, settings in servers(config, kind):
+            for key, target in references(settings):
+                choices = known[REFERENCES.get(key, RESOURCES)]
+                if target not in choices:
+                    close = nearest(target, choices)
+                    fix = f"did you mean {close}?" if close else "add its file to env.nemo_gym.config_paths"
+                    where = f"{INSTANCES}.{name}.{kind}.{server}.{key}"
+                    also = (f"{INSTANCES}.config_paths", f"{INSTANCES}.{target}")
+                    wrong = f"no server is called {target}"
+                    yield KeyProblem(key=where, wrong=wrong, fix=fix, also=also)
+
+
+def repositories_have_images(config: Config) -> Iterator[KeyProblem]:
+    """Require a directory of task images for agents on repositories."""
+    if config.sif_dir is None and any(server == SWE_AGENTS for _, server, _ in servers(config, AGENTS)):
+        fix = "each task runs in its image; write ??? here and set SIF_DIR at launch"
+        yield KeyProblem(key="sif_dir", got="null", expected="a directory of .sif files, or ???", fix=fix)
+
+
+def undecided_keys(config: Config) -> Iterator[KeyProblem]:
+    """Yield the keys that a stage with agents on repositories must set itself, whether it has set them or not.
+
+    The caller keeps those whose value comes from the base file.
+    """
+    if any(server == SWE_AGENTS for _, server, _ in servers(config, AGENTS)):
+        wrong = "a stage with agents on repositories must set this key itself"
+        fix = "tasks that hit the context limit are common there: say whether they train (published: true)"
+        yield KeyProblem(key=OVERLONG, wrong=wrong, fix=fix)
+
+
+def environments_to_come(config: Config) -> Iterator[KeyProblem]:
+    """Refuse each environment, and each agent of an existing one, that the native engine does not have."""
+    missing = sorted(name for name, server, _ in servers(config, RESOURCES) if server not in RESOURCES_TYPES)
+    yield from (to_come("environment", name) for name in missing)
+    for name, server, settings in sorted(servers(config, AGENTS)):
+        reference = settings.get("resources_server") or {}
+        if server not in AGENT_TYPES and reference.get("name") not in missing:
+            yield to_come("agent", name)

@@ -1,0 +1,58 @@
+"""Sampling, engine arguments and the ports of the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from recipes.cluster.ports import PORT_TABLE
+from recipes.config.rules.keys import GENERATION, VLLM
+from recipes.config.schema import KeyProblem
+from recipes.config.tree import Config
+
+ENGINE_PORTS = "generation HTTP servers"  # their row of the port table
+HAVE_A_KEY = {
+    "tensor_parallel_size": f"{VLLM}.tensor_parallel_size",
+    "pipeline_parallel_size": f"{VLLM}.pipeline_parallel_size",
+    "gpu_memory_utilization": f"{VLLM}.gpu_memory_utilization",
+    "max_model_len": f"{VLLM}.max_model_len",
+    "enforce_eager": f"{VLLM}.enforce_eager",
+    "enable_prefix_caching": f"{VLLM}.enable_prefix_caching",
+    "kv_cache_dtype": f"{VLLM}.kv_cache_dtype",
+    "dtype": f"{VLLM}.precision",
+    "model": "policy.model_name",
+    "tokenizer": "policy.tokenizer.name",
+    "seed": "grpo.seed",
+}  # vLLM's engine argument -> the key that sets it
+
+
+def sampling_is_whole_distribution(config: Config) -> Iterator[KeyProblem]:
+    """Refuse top-k: the engine's log-probabilities would not be the trainer's."""
+    for name in ("top_k", "val_top_k"):
+        value = getattr(config.policy.generation, name)
+        if value is not None:
+            fix = "NeMo Gym requests carry temperature and top_p only; delete this key"
+            also = (f"{GENERATION}.top_k",) if name == "val_top_k" else ()
+            yield KeyProblem(key=f"{GENERATION}.{name}", got=str(value), expected="null", fix=fix, also=also)
+            return  # val_top_k follows top_k
+
+
+def engine_arguments_have_one_place(config: Config) -> Iterator[KeyProblem]:
+    """Refuse engine arguments that have a key of their own."""
+    for name in config.policy.generation.vllm_kwargs:
+        if name in HAVE_A_KEY:
+            wrong, fix = "this engine argument has a key of its own", f"set {HAVE_A_KEY[name]}"
+            yield KeyProblem(key=f"{GENERATION}.vllm_kwargs.{name}", wrong=wrong, fix=fix)
+
+
+def ports_do_not_collide(config: Config) -> Iterator[KeyProblem]:
+    """Require a non-empty range of engine ports that nothing else of the port table uses."""
+    low, high = config.policy.generation.port_range_low, config.policy.generation.port_range_high
+    key, also = f"{GENERATION}.port_range_high", (f"{GENERATION}.port_range_low",)
+    if low >= high:
+        expected, fix = f"more than {also[0]} = {low}", "the range is half-open and would be empty"
+        yield KeyProblem(key=key, got=str(high), expected=expected, fix=fix, also=also)
+    for other in PORT_TABLE:
+        if other.name != ENGINE_PORTS and low < other.high and other.low < high:
+            fix = f"those belong to: {other.name}; see recipes/cluster/ports.py"
+            expected = f"a range outside [{other.low}, {other.high})"
+            yield KeyProblem(key=key, got=f"[{low}, {high})", expected=expected, fix=fix, also=also)

@@ -1,0 +1,82 @@
+"""Judges and reward models: their nodes, their context, the group that they compare."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from recipes.config.rules.keys import GPUS, G
+from recipes.config.schema import INSTANCES, KeyProblem, show
+from recipes.config.servers import MODELS, POLICY, RESOURCES, references, servers
+from recipes.config.tree import Config
+
+
+def cohort_is_the_group(config: Config) -> Iterator[KeyProblem]:
+    """Require GenRM cohorts of exactly one group: a smaller one gives no signal, a larger one waits for ever."""
+    generations = config.grpo.num_generations_per_prompt
+    for name, server, settings in servers(config, RESOURCES):
+        cohort = settings.get("num_rollouts_per_prompt", generations)
+        if server == "genrm_compare" and cohort != generations:
+            key, expected = f"{INSTANCES}.{name}.{RESOURCES}.{server}.num_rollouts_per_prompt", f"{G} = {generations}"
+            yield KeyProblem(key=key, got=str(cohort), expected=expected, fix="a cohort is one group", also=(G,))
+
+
+def judges_fill_their_nodes(config: Config) -> Iterator[KeyProblem]:
+    """Require as many nodes for judges as their engines need; an engine fits in one node or takes whole nodes."""
+    per_node = config.cluster.gpus_per_node
+    parts = {}
+    for name, _, settings in sorted(servers(config, MODELS)):
+        engine = settings.get("vllm_serve_kwargs")
+        if isinstance(engine, Mapping):
+            copies, tp, pp = (engine.get(f"{kind}_parallel_size", 1) for kind in ("data", "tensor", "pipeline"))
+            parts[name] = math.ceil(copies * tp * pp / per_node)
+    need, have = sum(parts.values()), config.env.nemo_gym.num_gpu_nodes
+    if need != have:
+        formula = " + ".join(f"{nodes} ({name})" for name, nodes in parts.items())
+        fix = "judges that find no node are never placed" if need > have else "the others would stand idle"
+        also = (GPUS, *(f"{INSTANCES}.{name}" for name in parts))
+        expected = f"{need} = {formula}" if parts else "0: this stage starts no judge"
+        yield KeyProblem(key=f"{INSTANCES}.num_gpu_nodes", got=str(have), expected=expected, fix=fix, also=also)
+
+
+def judges_can_answer(config: Config) -> Iterator[KeyProblem]:
+    """Require room for a reply in the context of the judge that gives it, and a principle's role where one is sent."""
+    engines = {name: settings for name, _, settings in servers(config, MODELS)}
+    for name, server, settings in servers(config, RESOURCES):
+        own = f"{INSTANCES}.{name}.{RESOURCES}.{server}"
+        for key, target in references(settings):
+            parameters = key.replace("model_server", "responses_create_params")
+            asked = settings.get(parameters) or {}
+            engine = engines.get(target, {}).get("vllm_serve_kwargs") or {}
+            longest, context = asked.get("max_output_tokens", 0), engine.get("max_model_len")
+            also = (f"{INSTANCES}.{target}",)
+            if context is not None and longest >= context:
+                expected = f"less than {also[0]}.*.vllm_serve_kwargs.max_model_len = {context}"
+                fix, where = "no question would fit beside the reply; lower it", f"{own}.{parameters}.max_output_tokens"
+                yield KeyProblem(key=where, got=str(longest), expected=expected, fix=fix, also=also)
+            reads = engines.get(target, {}).get("supports_principle_role")
+            if server == "genrm_compare" and settings.get("use_principle") and target in engines and not reads:
+                fix = f"{also[0]} has no supports_principle_role: set it there if its template has the role"
+                yield KeyProblem(key=f"{own}.use_principle", got="true", expected="false", fix=fix, also=also)
+
+
+def models_to_come(config: Config) -> Iterator[KeyProblem]:
+    """Refuse judges and variants of the policy; the policy's own server is the run's, with its chat template."""
+    own = config.policy.tokenizer.chat_template_kwargs
+    for name, server, settings in sorted(servers(config, MODELS)):
+        asked = settings.get("chat_template_kwargs")
+        if name != POLICY:
+            kind = "variant of the policy" if "_copy" in config.env.nemo_gym.instances[name] else "judge"
+            yield to_come(kind, name)
+        elif asked is not None and asked != own:
+            key = f"{INSTANCES}.{name}.{MODELS}.{server}.chat_template_kwargs"
+            expected = f"policy.tokenizer.chat_template_kwargs = {show(own)} (native engine)"
+            fix = "rollouts take the template's arguments from there; set both or neither"
+            yield KeyProblem(key=key, got=show(asked), expected=expected, fix=fix)
+
+
+def to_come(kind: str, name: str) -> KeyProblem:
+    """Return the refusal of a server instance that the native engine does not have."""
+    wrong = f"the native engine does not have the {kind} {name} yet"
+    fix = "leave it and its rows out, or launch with ENGINE=nemo_rl"
+    return KeyProblem(key=f"{INSTANCES}.{name}", wrong=wrong, fix=fix)

@@ -1,0 +1,88 @@
+"""Number formats, clipping, learning-rate schedule and offloading of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from recipes.config.rules.keys import MEGATRON, OPTIMIZER, SCHEDULER
+from recipes.config.schema import KeyProblem
+from recipes.config.tree import Config
+
+
+def dtypes_agree(config: Config) -> Iterator[KeyProblem]:
+    """Require the optimizer's and the pipeline's dtype to be the policy's."""
+    precision, megatron = config.policy.precision, config.policy.megatron_cfg
+    also = ("policy.precision",)
+    for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        value = getattr(megatron.optimizer, name)
+        if value != (precision == dtype):
+            expected, fix = str(precision == dtype).lower(), f"policy.precision is {precision}"
+            key, got = f"{OPTIMIZER}.{name}", str(value).lower()
+            yield KeyProblem(key=key, got=got, expected=expected, fix=fix, also=also)
+    if megatron.pipeline_dtype != precision:
+        key, got = f"{MEGATRON}.pipeline_dtype", megatron.pipeline_dtype
+        yield KeyProblem(key=key, got=got, expected=precision, fix="delete this key", also=also)
+
+
+def clip_norm_is_stated_once(config: Config) -> Iterator[KeyProblem]:
+    """Require the optimizer's clip norm to be the policy's."""
+    own, norm = config.policy.megatron_cfg.optimizer.clip_grad, config.policy.max_grad_norm
+    if own != norm:
+        key, expected, also = f"{OPTIMIZER}.clip_grad", f"policy.max_grad_norm = {norm}", ("policy.max_grad_norm",)
+        yield KeyProblem(key=key, got=str(own), expected=expected, fix="delete this key", also=also)
+
+
+def schedule_is_ordered(config: Config) -> Iterator[KeyProblem]:
+    """Require learning rates that do not exceed the peak, and a decay that ends after the warm-up."""
+    optimizer, scheduler = config.policy.megatron_cfg.optimizer, config.policy.megatron_cfg.scheduler
+    peak = f"{OPTIMIZER}.lr"
+    rates = {f"{OPTIMIZER}.min_lr": optimizer.min_lr, f"{SCHEDULER}.lr_warmup_init": scheduler.lr_warmup_init}
+    for key, value in rates.items():
+        if value > optimizer.lr:
+            expected = f"at most {peak} = {optimizer.lr}"
+            yield KeyProblem(key=key, got=str(value), expected=expected, fix="lower it", also=(peak,))
+    decay, warmup = scheduler.lr_decay_iters, scheduler.lr_warmup_iters
+    key, style = f"{SCHEDULER}.lr_decay_iters", scheduler.lr_decay_style
+    if decay is None and style != "constant":
+        also, fix = (f"{SCHEDULER}.lr_decay_style",), f"lr_decay_style is {style}: say over how many steps"
+        yield KeyProblem(key=key, got="null", expected="a number of steps", fix=fix, also=also)
+    if decay is not None and decay <= warmup:
+        also = (f"{SCHEDULER}.lr_warmup_iters",)
+        expected, fix = f"more than {also[0]} = {warmup}", "raise it, or set it to null for no decay"
+        yield KeyProblem(key=key, got=str(decay), expected=expected, fix=fix, also=also)
+
+
+def distributed_optimizer_is_there(config: Config) -> Iterator[KeyProblem]:
+    """Require the distributed optimizer where other settings build on it."""
+    megatron = config.policy.megatron_cfg
+    needed = f"{OPTIMIZER}.use_distributed_optimizer"
+    if megatron.optimizer.use_distributed_optimizer:
+        return
+    ddp = megatron.distributed_data_parallel_config
+    dependants = {
+        f"{OPTIMIZER}.use_precision_aware_optimizer": megatron.optimizer.use_precision_aware_optimizer,
+        f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather": ddp.overlap_param_gather,
+    }
+    for key in (key for key, is_on in dependants.items() if is_on):
+        fix = f"it needs {needed}, which is false"
+        yield KeyProblem(key=key, got="true", expected="false", fix=fix, also=(needed,))
+
+
+def chunked_logprobs_defer_logits(config: Config) -> Iterator[KeyProblem]:
+    """Require deferred float32 logits for the chunked log-softmax."""
+    chunk, key = config.policy.logprob_chunk_size, f"{MEGATRON}.defer_fp32_logits"
+    if chunk is not None and not config.policy.megatron_cfg.defer_fp32_logits:
+        fix = f"policy.logprob_chunk_size is {chunk}: float32 logits are made per chunk; set one of them"
+        yield KeyProblem(key=key, got="false", expected="true", fix=fix, also=("policy.logprob_chunk_size",))
+
+
+def offloaded_share_is_offloaded(config: Config) -> Iterator[KeyProblem]:
+    """Require optimizer offloading to have a share, and a share to have offloading."""
+    optimizer = config.policy.megatron_cfg.optimizer
+    share, is_on = optimizer.optimizer_offload_fraction, optimizer.optimizer_cpu_offload
+    if is_on != (share > 0):
+        expected = "more than 0" if is_on else "0"
+        switch = f"{OPTIMIZER}.optimizer_cpu_offload"
+        fix = f"{switch} is {str(is_on).lower()}; set both or neither"
+        key = f"{OPTIMIZER}.optimizer_offload_fraction"
+        yield KeyProblem(key=key, got=f"{share:g}", expected=expected, fix=fix, also=(switch,))

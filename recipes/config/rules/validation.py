@@ -1,0 +1,52 @@
+"""When a validation runs, and what depends on one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from recipes.config.schema import KeyProblem
+from recipes.config.tree import Config
+
+ROWS = "data.validation.data_path"
+METRIC, THRESHOLD = "grpo.stop_at_validation_metric", "grpo.stop_at_validation_threshold"
+SAMPLES = "grpo.val_num_generations_per_prompt"
+
+
+def validation_can_run(config: Config) -> Iterator[KeyProblem]:
+    """Require rows for a validation that is asked for, and a validation for what depends on one."""
+    grpo = config.grpo
+    asked = {"val_period": grpo.val_period > 0, "val_at_start": grpo.val_at_start, "val_at_end": grpo.val_at_end}
+    if config.data.validation.data_path is None:
+        for name in (name for name, is_on in asked.items() if is_on):
+            wrong = f"is {str(getattr(grpo, name)).lower()} although {ROWS} is null"
+            fix = "give the rows or switch this validation off"
+            yield KeyProblem(key=f"grpo.{name}", wrong=wrong, fix=fix, also=(ROWS,))
+    keys = tuple(f"grpo.{name}" for name in asked)
+    metric = config.checkpointing.metric_name
+    if metric is not None and metric.startswith("val:") and not any(asked.values()):
+        fix = "no validation would ever run; set grpo.val_period or grpo.val_at_end, or use null or a train: metric"
+        key = "checkpointing.metric_name"
+        yield KeyProblem(key=key, got=metric, expected="null or train:NAME", fix=fix, also=keys)
+    yield from _early_stop(config, any(asked.values()), keys)
+
+
+def _early_stop(config: Config, is_asked: bool, keys: tuple[str, ...]) -> Iterator[KeyProblem]:
+    """Yield what is wrong with stopping at a validation metric; `keys` are those that ask for a validation."""
+    stop, threshold = config.grpo.stop_at_validation_metric, config.grpo.stop_at_validation_threshold
+    if (stop is None) != (threshold is None):
+        key, other = (METRIC, THRESHOLD) if stop is None else (THRESHOLD, METRIC)
+        yield KeyProblem(key=key, wrong=f"is null although {other} is set", fix="set both or neither", also=(other,))
+    if stop is not None and not is_asked:
+        fix = "no validation would ever run; set grpo.val_period"
+        yield KeyProblem(key=METRIC, got=stop, expected="null", fix=fix, also=keys)
+    if stop == "pass_k" and config.grpo.val_num_generations_per_prompt < 2:
+        wrong, fix = "is pass_k, which needs more than one rollout per row", f"raise {SAMPLES}, or name another metric"
+        yield KeyProblem(key=METRIC, wrong=wrong, fix=fix, also=(SAMPLES,))
+
+
+def greedy_validation_is_sampled_once(config: Config) -> Iterator[KeyProblem]:
+    """Refuse several validation rollouts that are all the same."""
+    num = config.grpo.val_num_generations_per_prompt
+    if config.policy.generation.val_temperature == 0 and num > 1:
+        fix = "policy.generation.val_temperature is 0, so all would be equal; use grpo.val_greedy for both"
+        yield KeyProblem(key=SAMPLES, got=str(num), expected="1", fix=fix, also=("policy.generation.val_temperature",))
