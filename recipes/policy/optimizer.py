@@ -19,49 +19,53 @@ if TYPE_CHECKING:
 
 def wrap_ddp(model: torch.nn.Module, config: TransformerConfig, cfg: MegatronConfig) -> DistributedDataParallel:
     """Give the model gradient buffers that are summed over data-parallel ranks."""
+    return DistributedDataParallel(config, ddp_config(cfg), model)
+
+
+def ddp_config(cfg: MegatronConfig) -> DistributedDataParallelConfig:
+    """Translate our configuration of gradient reduction."""
     ddp = cfg.distributed_data_parallel_config
-    return DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(
-            use_distributed_optimizer=cfg.optimizer.use_distributed_optimizer,
-            grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
-            overlap_grad_reduce=ddp.overlap_grad_reduce,
-            overlap_param_gather=ddp.overlap_param_gather,
-            average_in_collective=False,  # the loss is divided by counts of the whole batch: ranks add up
-            check_for_nan_in_grad=True,
-        ),
-        model,
+    return DistributedDataParallelConfig(
+        use_distributed_optimizer=cfg.optimizer.use_distributed_optimizer,
+        grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
+        overlap_grad_reduce=ddp.overlap_grad_reduce,
+        overlap_param_gather=ddp.overlap_param_gather,
+        average_in_collective=False,  # the loss is divided by counts of the whole batch: ranks add up
+        check_for_nan_in_grad=True,
     )
 
 
 def build_optimizer(model: DistributedDataParallel, cfg: PolicyConfig) -> tuple[Any, OptimizerParamScheduler]:
     """Build the optimizer and its schedule; one scheduler step is one optimizer step."""
     use_exact_adam()
+    own = cfg.megatron_cfg
+    optimizer = get_megatron_optimizer(optimizer_config(cfg), [model])
+    return optimizer, _build_scheduler(optimizer, own.optimizer.lr, own.optimizer.min_lr, own.scheduler)
+
+
+def optimizer_config(cfg: PolicyConfig) -> OptimizerConfig:
+    """Translate our configuration of the optimizer."""
     own = cfg.megatron_cfg.optimizer
     dtype = DTYPES[cfg.precision]
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer=own.optimizer,
-            lr=own.lr,
-            min_lr=own.min_lr,
-            weight_decay=own.weight_decay,
-            adam_beta1=own.adam_beta1,
-            adam_beta2=own.adam_beta2,
-            adam_eps=own.adam_eps,
-            sgd_momentum=own.sgd_momentum,
-            clip_grad=cfg.max_grad_norm,
-            bf16=dtype == torch.bfloat16,
-            params_dtype=dtype,
-            use_distributed_optimizer=own.use_distributed_optimizer,
-            use_precision_aware_optimizer=own.use_precision_aware_optimizer,
-            overlap_param_gather=model.ddp_config.overlap_param_gather,
-            optimizer_cpu_offload=own.optimizer_cpu_offload,
-            optimizer_offload_fraction=own.optimizer_offload_fraction,
-            overlap_cpu_optimizer_d2h_h2d=own.overlap_cpu_optimizer_d2h_h2d,
-        ),
-        [model],
+    return OptimizerConfig(
+        optimizer=own.optimizer,
+        lr=own.lr,
+        min_lr=own.min_lr,
+        weight_decay=own.weight_decay,
+        adam_beta1=own.adam_beta1,
+        adam_beta2=own.adam_beta2,
+        adam_eps=own.adam_eps,
+        sgd_momentum=own.sgd_momentum,
+        clip_grad=cfg.max_grad_norm,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=own.use_distributed_optimizer,
+        use_precision_aware_optimizer=own.use_precision_aware_optimizer,
+        overlap_param_gather=cfg.megatron_cfg.distributed_data_parallel_config.overlap_param_gather,
+        optimizer_cpu_offload=own.optimizer_cpu_offload,
+        optimizer_offload_fraction=own.optimizer_offload_fraction,
+        overlap_cpu_optimizer_d2h_h2d=own.overlap_cpu_optimizer_d2h_h2d,
     )
-    return optimizer, _build_scheduler(optimizer, own.lr, own.min_lr, cfg.megatron_cfg.scheduler)
 
 
 def _build_scheduler(optimizer: Any, lr: float, min_lr: float, cfg: SchedulerConfig) -> OptimizerParamScheduler:

@@ -26,6 +26,12 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def finish_queued_work() -> None:
+    """Wait until the device has run everything that this process has queued, on all streams."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def hold_port() -> socket.socket:
     """Hold a free port of the range that policy ranks meet in."""
     return hold_in_range(_PORTS.low, _PORTS.high)

@@ -26,7 +26,7 @@ from recipes.policy.families.mapping import WeightMapping
 from recipes.policy.microbatch import Microbatch, pack_microbatch
 from recipes.policy.model import build_model, forward, transformer_config
 from recipes.policy.optimizer import build_optimizer, wrap_ddp
-from recipes.policy.parallel import device
+from recipes.policy.parallel import device, finish_queued_work
 from recipes.policy.shards import BatchShard, merge_metrics
 from recipes.types import LossFunction, LossInputs
 
@@ -43,7 +43,13 @@ class Trainer:
     scheduler: OptimizerParamScheduler
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, full tensor) on every rank of a replica, which all must iterate to the end."""
+        """Yield (Hugging Face name, full tensor) on every rank of a replica, which all must iterate to the end.
+
+        The optimizer writes parameters, and an overlapped gather completes them, by kernels that may still be queued
+        when `train_step` returns. A reader on another stream would not wait for them and could read weights that are
+        one step old. So this waits for the device first, and all that reads parameters after a step reads them here.
+        """
+        finish_queued_work()
         return mapping.export(self.weights, self.model.config)
 
     def full_shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:

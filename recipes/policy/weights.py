@@ -10,7 +10,7 @@ import fcntl
 import mmap
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recipes.errors import PolicyError
 from recipes.types import WeightLayout
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -63,16 +64,9 @@ class SharedMemoryWriter:
     @torch.no_grad()
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Overwrite every tensor; `weights` comes in the order of the layout."""
-        layout = self.layout
-        written = 0
-        for (name, tensor), expected, shape, offset in zip(
-            weights, layout.names, layout.shapes, layout.offsets, strict=True
-        ):
-            assert name == expected and tuple(tensor.shape) == shape, f"{name} does not fit the layout's {expected}"
+        for (_, tensor), offset in zip(checked(weights, self.layout), self.layout.offsets, strict=True):
             num_bytes = tensor.numel() * tensor.element_size()
-            self._bytes[offset : offset + num_bytes].view(tensor.dtype).view(shape).copy_(tensor)
-            written += 1
-        assert written == len(layout.names)
+            self._bytes[offset : offset + num_bytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def content(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return the file as it is now, for engines on other hosts."""
@@ -96,26 +90,78 @@ def remove_stale_files() -> None:
 
 
 class NcclSender:
-    """Broadcasts weights to vLLM's own NCCL weight-transfer engine; CUDA only."""
+    """Broadcasts weights to vLLM's own NCCL weight-transfer engine; CUDA only.
 
-    def __init__(self, *, master_address: str, master_port: int, world_size: int) -> None:
-        """Join as rank 0; blocks until all engine ranks (`world_size` - 1) have joined."""
+    vLLM packs and broadcasts on side streams that wait for no other stream. So every tensor is made on the stream on
+    which `write` is called, after everything that was queued there before, and each side stream waits for it.
+    """
+
+    def __init__(self, layout: WeightLayout, *, master_address: str, master_port: int, world_size: int) -> None:
+        """Join as rank 0; blocks until all engine ranks (`world_size` - 1) have joined.
+
+        `layout` is what the engines were told to expect.
+        """
         from vllm.distributed.weight_transfer.nccl_common import trainer_init  # needs CUDA libraries
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        self._group: Any = trainer_init(
-            NCCLTrainerInitInfo(master_address=master_address, master_port=master_port, world_size=world_size)
-        )
+        self._layout = layout
+        self._group: Any = trainer_init(nccl_trainer_info(master_address, master_port, world_size))
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Broadcast in the packed form that the engines' update request announced."""
+        """Broadcast in the packed form that the engines' update request announced; returns when all is sent."""
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         packed_nccl_broadcast_producer(
-            iterator=iter(weights), group=self._group, src=0, post_iter_func=lambda item: item[1]
+            iterator=_made_on(torch.cuda.current_stream(), checked(weights, self._layout)),
+            group=self._group,
+            src=0,
+            post_iter_func=lambda item: item[1],
         )
         torch.cuda.current_stream().synchronize()
 
     def close(self) -> None:
         """Leave the group."""
         self._group.destroy()
+
+
+def nccl_trainer_info(master_address: str, master_port: int, world_size: int) -> Any:
+    """Return what vLLM needs to let the policy join the engines' NCCL group as its rank 0."""
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    return NCCLTrainerInitInfo(
+        rank=0, master_address=master_address, master_port=master_port, world_size=world_size, packed=True
+    )
+
+
+def checked(weights: Iterable[tuple[str, Tensor]], layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
+    """Pass tensors on that come in the order of `layout`, with its names, dtypes and shapes.
+
+    Raises `PolicyError` at the first that does not, before it is passed on: the readers cut the bytes by the layout,
+    so a tensor out of place would become other weights there without any error.
+    """
+    iterator = iter(weights)
+    for name, dtype, shape in zip(layout.names, layout.dtypes, layout.shapes, strict=True):
+        announced = f"{name} ({dtype} {list(shape)})"
+        found = next(iterator, None)
+        if found is None:
+            raise PolicyError(f"weight push: the policy has no tensor left, the engines still expect {announced}")
+        sent, tensor = found
+        got = f"{sent} ({str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)})"
+        if got != announced:
+            raise PolicyError(f"weight push: the policy sends {got}, the engines expect {announced}")
+        yield sent, tensor
+    extra = next(iterator, None)
+    if extra is not None:
+        raise PolicyError(f"weight push: the policy sends {extra[0]}, the engines expect no more tensors")
+
+
+def _made_on(stream: torch.cuda.Stream, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Run `weights` on `stream`, whatever stream the reader is on, and let the reader's stream wait for each tensor."""
+    while True:
+        with torch.cuda.stream(stream):
+            item = next(weights, None)
+        if item is None:
+            return
+        reader = torch.cuda.current_stream()
+        reader.wait_stream(stream)
+        item[1].record_stream(reader)  # its memory is not given away before the reader is done
+        yield item

@@ -118,10 +118,11 @@ class PolicyWorker:
             return None
         shapes = self._trainer.full_shapes()
         if torch.cuda.is_available():
-            return weights.make_layout(shapes, path="")
-        writer = weights.SharedMemoryWriter(shapes, driver_pid=self._spec.driver_pid)
-        self._sink = writer
-        return writer.layout
+            self._layout = weights.make_layout(shapes, path="")
+        else:
+            self._sink = weights.SharedMemoryWriter(shapes, driver_pid=self._spec.driver_pid)
+            self._layout = self._sink.layout
+        return self._layout
 
     def open_rendezvous(self) -> tuple[str, int] | None:
         """Hold a port where the engines will meet rank 0; returns its address (rank 0 only)."""
@@ -141,7 +142,9 @@ class PolicyWorker:
         port = self._rendezvous.getsockname()[1]
         self._rendezvous.close()  # vLLM binds it itself, at once
         host = ray.util.get_node_ip_address()
-        self._sink = weights.NcclSender(master_address=host, master_port=port, world_size=1 + num_engine_ranks)
+        self._sink = weights.NcclSender(
+            self._layout, master_address=host, master_port=port, world_size=1 + num_engine_ranks
+        )
 
     def send_weights(self) -> None:
         """Gather each full tensor; rank 0 writes it to the shared-memory file, or broadcasts it."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from recipes.policy.weights import SharedMemoryWriter, make_layout, remove_stale_files
+from recipes.errors import PolicyError
+from recipes.policy.weights import SharedMemoryWriter, checked, make_layout, remove_stale_files
 
 SHAPES = [("a", torch.float32, (3, 5)), ("b", torch.bfloat16, (2,)), ("c", torch.float32, (16,))]
 
@@ -39,9 +41,33 @@ def test_a_push_overwrites_every_tensor_and_the_file_goes_at_the_end() -> None:
 
 def test_a_push_that_does_not_fit_the_layout_is_refused() -> None:
     writer = SharedMemoryWriter(SHAPES[:1], driver_pid=2)
-    with pytest.raises(AssertionError, match="b does not fit the layout's a"):
+    with pytest.raises(PolicyError, match=r"sends b \(float32 \[3, 5\]\), the engines expect a \(float32 \[3, 5\]\)"):
         writer.write([("b", torch.zeros(3, 5))])
     writer.close()
+
+
+def _tensors() -> list[tuple[str, torch.Tensor]]:
+    return [(name, torch.zeros(shape, dtype=dtype)) for name, dtype, shape in SHAPES]
+
+
+def test_what_the_layout_announced_passes() -> None:
+    assert [name for name, _ in checked(_tensors(), make_layout(SHAPES, path=""))] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: [weights[1], weights[0], weights[2]], r"sends b .*expect a "),
+        (lambda weights: [("a", weights[0][1].half()), *weights[1:]], r"sends a \(float16.*expect a \(float32"),
+        (lambda weights: [("a", weights[0][1].T), *weights[1:]], r"sends a \(float32 \[5, 3\].*expect a .*\[3, 5\]"),
+        (lambda weights: weights[:2], r"still expect c "),
+        (lambda weights: [*weights, ("d", torch.zeros(1))], r"sends d, the engines expect no more"),
+    ],
+    ids=["order", "dtype", "shape", "too few", "too many"],
+)
+def test_what_the_layout_did_not_announce_is_named(change: Any, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        list(checked(change(_tensors()), make_layout(SHAPES, path="")))
 
 
 def test_the_file_of_a_killed_run_is_removed() -> None:

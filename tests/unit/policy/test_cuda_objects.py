@@ -1,0 +1,82 @@
+"""Every object that only a CUDA run builds can be built: wrong arguments show here and not in the first step there."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config
+from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, trainer_init
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLWeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+from recipes.config.load import load_config, require_valid
+from recipes.config.tree_policy import PolicyConfig
+from recipes.generation.handshake import nccl_init, nccl_update
+from recipes.policy.families.qwen3 import Qwen3
+from recipes.policy.model import transformer_config
+from recipes.policy.optimizer import ddp_config, optimizer_config
+from recipes.policy.weights import make_layout, nccl_trainer_info
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+SHAPES = [("a", torch.bfloat16, (3, 5)), ("b", torch.float32, (2,))]
+
+
+@pytest.fixture(scope="module")
+def cfg() -> PolicyConfig:
+    """The published values, but for a fused optimizer that Megatron refuses to describe without Transformer Engine."""
+    values = {
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "optimizer.use_precision_aware_optimizer": "false",
+    }
+    overrides = ["policy.model_name=any", *(f"policy.megatron_cfg.{key}={value}" for key, value in values.items())]
+    return require_valid(load_config(CONFIGS / "grpo_base.yaml", overrides)).policy
+
+
+def test_policy_and_engines_join_one_nccl_group() -> None:
+    address = ("10.0.0.1", 1400)
+    policy = nccl_trainer_info(*address, world_size=9)
+    engines = [
+        NCCLWeightTransferInitInfo(**nccl_init(address, engine=e, num_engines=2, ranks_per_engine=4)) for e in range(2)
+    ]
+    assert isinstance(policy, NCCLTrainerInitInfo)
+    for engine in engines:
+        for field in ("master_address", "master_port", "world_size", "packed", "packed_buffer_size_bytes"):
+            assert getattr(engine, field) == getattr(policy, field), field
+    assert [policy.rank] + [engine.rank_offset for engine in engines] == [0, 1, 5]
+
+
+def test_a_push_can_be_announced() -> None:
+    update = NCCLWeightTransferUpdateInfo(**nccl_update(make_layout(SHAPES, path="")))
+    assert update.dtype_names == ["bfloat16", "float32"]
+
+
+def test_vllm_takes_the_arguments_that_the_sender_gives() -> None:
+    inspect.signature(trainer_init).bind(nccl_trainer_info("10.0.0.1", 1400, 2))
+    inspect.signature(packed_nccl_broadcast_producer).bind(
+        iterator=iter(()), group=None, src=0, post_iter_func=lambda item: item[1]
+    )
+
+
+def test_megatron_takes_a_bfloat16_layout(cfg: PolicyConfig) -> None:
+    hf = Qwen3Config(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, head_dim=16)
+    config = transformer_config(Qwen3(), hf, cfg)
+    assert (config.bf16, config.params_dtype, config.pipeline_dtype) == (True, torch.bfloat16, torch.bfloat16)
+    assert config.sequence_parallel and config.recompute_granularity == "full"
+
+
+def test_megatron_takes_the_gradient_reduction(cfg: PolicyConfig) -> None:
+    config: Any = ddp_config(cfg.megatron_cfg)
+    assert config.use_distributed_optimizer
+    assert not config.average_in_collective
+
+
+def test_megatron_takes_the_optimizer(cfg: PolicyConfig) -> None:
+    config = optimizer_config(cfg)
+    assert config.bf16 and config.use_distributed_optimizer
+    assert config.params_dtype == torch.bfloat16
+    assert config.overlap_param_gather == ddp_config(cfg.megatron_cfg).overlap_param_gather
