@@ -43,9 +43,22 @@ def write_atomically(path: Path, content: bytes, *, is_durable: bool = True) -> 
         file.write(content)
 
 
+def sync_tree(path: Path) -> None:
+    """Wait until the disk holds every file and directory below `path`, and `path` itself."""
+    for directory, _, names in os.walk(path, topdown=False):
+        for name in names:
+            _sync(Path(directory, name))
+        _sync(Path(directory))
+
+
 def sync_directory(path: Path) -> None:
-    """Wait until the disk holds the names in a directory; some file systems have no such call and are left alone."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    """Wait until the disk holds the names in a directory."""
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    """Flush a file or directory; a file system that cannot flush a directory is left alone."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:

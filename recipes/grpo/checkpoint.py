@@ -8,13 +8,15 @@
       ledger.jsonl          every prompt that was trained on or failed, with its step
       COMPLETE              sha256 of every file above; a directory without it is no checkpoint
 
-Written under a temporary name, renamed, then `latest` is swapped: a kill at any moment leaves the previous one.
+It is written under a temporary name, flushed to the disk and renamed; then `latest` is swapped. So a kill or a power
+cut at any moment leaves the previous one. Older ones are removed only once the newest is read back and found whole.
 """
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import logging
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +27,7 @@ from typing import Any, Protocol
 import orjson
 
 from recipes.errors import CheckpointError, Problem
+from recipes.files import sha256_of, sync_directory, sync_tree, write_atomically
 from recipes.grpo.data import DataIdentity
 from recipes.grpo.rollout import CollectorState, DrawnPrompt
 from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
@@ -33,6 +36,7 @@ logger = logging.getLogger(__name__)
 _COMPLETE = "COMPLETE"
 _EXPORT = "hf"
 _LATEST = "latest"
+_STEP = re.compile(r"step_(\d{6,})")
 _HASH_THREADS = 16  # hashing releases the interpreter lock, and a parallel file system serves many readers
 
 
@@ -72,14 +76,34 @@ def step_dir(root: Path, step: int) -> Path:
 def save_checkpoint(root: Path, state: SavedState, policy: Saveable) -> Path:
     """Write a checkpoint and point `latest` at it; returns its directory."""
     target = step_dir(root, state.step)
-    temporary = root / f"tmp_{target.name}"
-    for left in root.glob("tmp_*"):  # by a run that was killed while it saved or pruned, at whatever step
-        shutil.rmtree(left)
-    temporary.mkdir(parents=True)
-    policy.save(temporary / "policy")
-    policy.export_hf(temporary / _EXPORT)
+    root.mkdir(parents=True, exist_ok=True)
+    for left in root.glob("tmp_*"):  # of a run that was killed while it saved or pruned
+        _remove(left)
+    temporary = _unused(root / f"tmp_{target.name}")
+    temporary.mkdir()
+    try:
+        policy.save(temporary / "policy")
+        policy.export_hf(temporary / _EXPORT)
+        _write_state(temporary, state)
+        sync_tree(temporary)
+        _write_complete(temporary)
+        if target.exists():  # of a run that was killed after the rename: its content is the same step
+            target.rename(_unused(root / f"tmp_replaced_{target.name}"))
+        temporary.rename(target)
+    except Exception:
+        _remove(temporary)  # a full disk has room again for the logs that say so
+        raise
+    sync_directory(root)
+    _swap_latest(root, target.name)
+    for replaced in root.glob("tmp_replaced_*"):
+        _remove(replaced)
+    return target
+
+
+def _write_state(path: Path, state: SavedState) -> None:
+    """Write everything but the policy."""
     collector = state.collector
-    (temporary / "state.json").write_bytes(
+    (path / "state.json").write_bytes(
         orjson.dumps(
             {
                 "step": state.step,
@@ -93,27 +117,43 @@ def save_checkpoint(root: Path, state: SavedState, policy: Saveable) -> Path:
             option=orjson.OPT_INDENT_2,
         )
     )
-    _write_lines(temporary / "replay_buffer.jsonl", collector.finished)
-    _write_lines(temporary / "ledger.jsonl", state.ledger)
-    _write_complete(temporary)
-    if target.exists():  # left by a run that was killed after the rename; its content is the same step
-        shutil.rmtree(target)
-    temporary.rename(target)
-    _swap_latest(root, target.name)
-    return target
+    _write_lines(path / "replay_buffer.jsonl", collector.finished)
+    _write_lines(path / "ledger.jsonl", state.ledger)
 
 
 def latest_checkpoint(root: Path) -> Path | None:
-    """Return the highest complete step under `root`, verified against its checksums, or None.
+    """Return the newest complete checkpoint under `root` whose files equal their checksums; None when there is none.
 
-    Raises `CheckpointError` when it is damaged: silently going back to an older one would repeat steps unnoticed.
+    Damaged ones that are newer are logged as errors and moved aside, to `damaged_step_...`: the steps after the one
+    returned are trained again. Raises `CheckpointError` when all are damaged: starting over is the user's decision.
     """
-    complete = [path for path in complete_checkpoints(root).values()]
-    if not complete:
-        return None
-    newest = complete[-1]
-    _verify(newest, fix=f"restore it, or remove {newest} to resume from the checkpoint before it")
-    return newest
+    problems: list[Problem] = []
+    damaged: list[Path] = []
+    for path in reversed(complete_checkpoints(root).values()):
+        found = _damage(path, fix="restore it, or remove the directory to do without it")
+        if not found:
+            _move_aside(root, damaged, path)
+            return path
+        problems += found
+        damaged.append(path)
+        for problem in found:
+            logger.error("damaged checkpoint: %s", problem)
+    if problems:
+        raise CheckpointError(problems)
+    return None
+
+
+def _move_aside(root: Path, damaged: Sequence[Path], good: Path) -> None:
+    if damaged:
+        _swap_latest(root, good.name)
+    for path in damaged:
+        logger.error("%s is damaged: the run goes on from %s, the steps after it are trained again", path, good)
+        aside = _unused(root / f"damaged_{path.name}")
+        try:
+            path.rename(aside)
+            logger.error("the damaged checkpoint is kept as %s; remove it when nobody needs it", aside)
+        except OSError as error:
+            logger.warning("%s not renamed: %s", path, error)
 
 
 def is_export(path: Path) -> bool:
@@ -131,18 +171,23 @@ def complete_export(path: Path) -> Path:
         raise CheckpointError(
             Problem(
                 where=str(path),
-                got="a checkpoint that was not finished" if checkpoint.is_dir() else "no checkpoint",
-                expected="the export of a complete checkpoint",
+                wrong="its checkpoint was not finished" if checkpoint.is_dir() else "there is no checkpoint",
                 fix="let the run that writes it save once, or set MODEL_PATH to other start weights",
             )
         )
-    _verify(checkpoint, below=f"{_EXPORT}/", fix="restore it, or set MODEL_PATH to the export of another step")
+    fix = "restore it, or set MODEL_PATH to the export of another step"
+    if problems := _damage(checkpoint, below=f"{_EXPORT}/", fix=fix):
+        raise CheckpointError(problems)
     return checkpoint / _EXPORT
 
 
 def complete_checkpoints(root: Path) -> dict[int, Path]:
-    """Return step -> directory of every complete checkpoint, in order of step."""
-    found = {int(path.name.removeprefix("step_")): path for path in root.glob("step_*") if (path / _COMPLETE).is_file()}
+    """Return step -> directory of every complete checkpoint, in order of step; other names are ignored."""
+    found = {
+        int(match[1]): path
+        for path in root.glob("step_*")
+        if (match := _STEP.fullmatch(path.name)) and (path / _COMPLETE).is_file()
+    }
     return dict(sorted(found.items()))
 
 
@@ -193,11 +238,9 @@ def steps_to_keep(
 
 
 def prune(root: Path, *, keep_top_k: int | None, metric: str | None, higher_is_better: bool, save_period: int) -> None:
-    """Delete the checkpoints that retention does not keep."""
+    """Delete the checkpoints that retention does not keep, once the newest is read back whole. Never ends the run."""
     found = complete_checkpoints(root)
-    values: dict[int, float | None] = {
-        step: load_metrics(path).get(metric) if metric else None for step, path in found.items()
-    }
+    values = {step: _metric(path, metric) for step, path in found.items()}
     kept = steps_to_keep(
         values,
         keep_top_k=keep_top_k,
@@ -205,16 +248,47 @@ def prune(root: Path, *, keep_top_k: int | None, metric: str | None, higher_is_b
         higher_is_better=higher_is_better,
         save_period=save_period,
     )
-    for step in set(found) - kept:
-        doomed = found[step].rename(root / f"tmp_pruned_{found[step].name}")  # a kill here leaves no half checkpoint
-        shutil.rmtree(doomed)
+    doomed = sorted(set(found) - kept)
+    if doomed and (problems := _damage(found[max(found)], fix="nothing older is removed while it is damaged")):
+        for problem in problems:
+            logger.error("damaged checkpoint: %s", problem)
+        return
+    for step in doomed:
+        aside = _unused(root / f"tmp_pruned_{found[step].name}")  # renamed first: a kill leaves no half checkpoint
+        try:
+            found[step].rename(aside)
+        except OSError as error:
+            logger.warning("checkpoint of step %d not pruned: %s", step, error)
+            continue
+        _remove(aside)
         logger.info("pruned checkpoint of step %d", step)
 
 
-def load_metrics(path: Path) -> dict[str, float]:
-    """Return the metrics stored with a checkpoint."""
-    metrics: dict[str, float] = orjson.loads((path / "state.json").read_bytes())["metrics"]
-    return metrics
+def _metric(path: Path, name: str | None) -> float | None:
+    """Return one metric stored with a checkpoint; None when it has none or cannot be read."""
+    if name is None:
+        return None
+    try:
+        value: float | None = orjson.loads((path / "state.json").read_bytes())["metrics"].get(name)
+    except (OSError, ValueError) as error:
+        logger.warning("%s: metrics not read: %s", path, error)
+        return None
+    return value
+
+
+def _remove(path: Path) -> None:
+    """Delete a directory as far as that is possible; what stays (`.nfs*`, stale handles) is logged."""
+
+    def report(_function: object, left: str, failure: tuple[object, BaseException, object]) -> None:
+        logger.warning("not removed: %s: %s", left, failure[1])
+
+    shutil.rmtree(path, onerror=report)
+
+
+def _unused(path: Path) -> Path:
+    """Return `path`, or where something that could not be removed has this name, `path.2`, `path.3`, ..."""
+    names = itertools.chain([path], (path.with_name(f"{path.name}.{number}") for number in itertools.count(2)))
+    return next(name for name in names if not name.exists())
 
 
 def _write_lines(path: Path, items: Sequence[Any]) -> None:
@@ -240,44 +314,46 @@ def _group(raw: dict[str, Any]) -> Group:
     return Group(prompt=PromptRef(**raw.pop("prompt")), rollouts=rollouts, **raw)
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.is_file() and file.name != _COMPLETE)
 
 
 def _write_complete(path: Path) -> None:
-    digests = {str(file.relative_to(path)): _digest(file) for file in _files(path)}
-    (path / _COMPLETE).write_bytes(orjson.dumps(digests, option=orjson.OPT_INDENT_2))
+    files = _files(path)
+    with ThreadPoolExecutor(max_workers=_HASH_THREADS) as pool:
+        digests = pool.map(sha256_of, files)
+    content = {str(file.relative_to(path)): digest for file, digest in zip(files, digests, strict=True)}
+    write_atomically(path / _COMPLETE, orjson.dumps(content, option=orjson.OPT_INDENT_2))
 
 
-def _verify(path: Path, *, below: str = "", fix: str) -> None:
-    """Compare the files of a checkpoint whose name begins with `below` with their checksums."""
-    recorded: dict[str, str] = orjson.loads((path / _COMPLETE).read_bytes())
+def _damage(path: Path, *, below: str = "", fix: str) -> list[Problem]:
+    """Return the files of a checkpoint, of those whose names begin with `below`, that differ from their checksums."""
+    try:
+        recorded: dict[str, str] = orjson.loads((path / _COMPLETE).read_bytes())
+    except (OSError, ValueError) as error:
+        return [Problem(where=str(path / _COMPLETE), wrong=f"it cannot be read ({error})", fix=fix)]
     digests = {name: digest for name, digest in recorded.items() if name.startswith(below)}
 
     def is_intact(name: str) -> bool:
-        return (path / name).is_file() and _digest(path / name) == digests[name]
+        try:
+            return sha256_of(path / name) == digests[name]
+        except OSError:
+            return False
 
     with ThreadPoolExecutor(max_workers=_HASH_THREADS) as pool:
         intact = list(pool.map(is_intact, digests))
     problems = [
         Problem(
             where=str(path / name),
-            got="a file that is missing or differs from its checksum",
-            expected=f"sha256 {digests[name][:12]}...",
+            wrong=f"the file is missing or differs from its checksum, sha256 {digests[name][:12]}...",
             fix=fix,
         )
         for name, is_whole in zip(digests, intact, strict=True)
         if not is_whole
     ]
     if not digests:
-        problems = [Problem(where=str(path / _COMPLETE), got=f"no file {below}*", expected="at least one", fix=fix)]
-    if problems:
-        raise CheckpointError(problems)
+        problems = [Problem(where=str(path / _COMPLETE), wrong=f"it lists no file {below}*", fix=fix)]
+    return problems
 
 
 def _swap_latest(root: Path, name: str) -> None:
@@ -285,3 +361,4 @@ def _swap_latest(root: Path, name: str) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(name)
     temporary.replace(root / _LATEST)
+    sync_directory(root)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from recipes.files import sync_tree
 from recipes.types import LossFunction, WeightLayout
 
 if TYPE_CHECKING:
@@ -171,6 +172,8 @@ class PolicyWorker:
         from recipes.policy import checkpoint
 
         checkpoint.save(self._trainer, path)
+        if self._rank == 0:
+            sync_tree(path)  # each rank has flushed its own data; this is the metadata, and the names
 
     def load(self, path: Path) -> None:
         """Restore a distributed checkpoint."""
@@ -194,6 +197,7 @@ class PolicyWorker:
         source, tokenizer = hf.model_directory(cfg.model_name), hf.model_directory(cfg.tokenizer.name)
         hf.write_weights(exported, path)
         hf.copy_side_files(source, tokenizer, path, dtype=DTYPES[cfg.precision])
+        sync_tree(path)
 
     def close(self) -> None:
         """Release what outlives the process."""

@@ -114,7 +114,8 @@ def new_attempt(run_dir: Path) -> Path:
     """Create the next logs/attempt_N of a locked run and point logs/latest at it."""
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    numbers = [int(path.name.removeprefix("attempt_")) for path in logs.glob("attempt_*")]
+    names = [path.name.removeprefix("attempt_") for path in logs.glob("attempt_*")]
+    numbers = [int(name) for name in names if name.isdecimal()]
     attempt = logs / f"attempt_{max(numbers, default=0) + 1}"
     attempt.mkdir()
     point_latest(attempt)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.errors import LaunchError, Problem
+from recipes.grpo.checkpoint import complete_checkpoints
 from recipes.grpo.heartbeat import STATUS_FILE, pid_namespace, process_start
 from tools.planning.walltime import slurm_seconds
 from tools.report.load import StepRecord, load_steps
@@ -255,11 +256,11 @@ def _steps_of(path: Path, _changed: int, _size: int) -> tuple[StepRecord, ...]:
 
 def _newest_checkpoint(run_dir: Path) -> tuple[int | None, float]:
     """Return step and time of the newest complete checkpoint."""
-    found = [
-        (int(mark.parent.name.removeprefix("step_")), mark.stat().st_mtime)
-        for mark in (run_dir / "checkpoints").glob("step_[0-9]*/COMPLETE")
-    ]
-    return max(found) if found else (None, 0.0)
+    found = complete_checkpoints(run_dir / "checkpoints")
+    if not found:
+        return None, 0.0
+    step, path = max(found.items())
+    return step, (path / "COMPLETE").stat().st_mtime
 
 
 def _read_json(path: Path) -> dict[str, Any]:

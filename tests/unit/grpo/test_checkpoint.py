@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,13 +118,143 @@ def test_without_the_marker_it_does_not_count(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) is None
 
 
-@pytest.mark.parametrize("damage", ["change", "remove"])
-def test_damage_is_named_not_skipped(tmp_path: Path, damage: str) -> None:
-    path = save_checkpoint(tmp_path, run_state(4), Policy())
-    victim = path / "policy" / "weights"
-    victim.write_bytes(b"weightz") if damage == "change" else victim.unlink()
-    with pytest.raises(CheckpointError, match="policy/weights: got a file that is missing or differs"):
+DAMAGES = {
+    "changed": lambda path: (path / "policy" / "weights").write_bytes(b"weightz"),
+    "missing": lambda path: (path / "policy" / "weights").unlink(),
+    "torn": lambda path: (path / "COMPLETE").write_bytes((path / "COMPLETE").read_bytes()[:40]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_newest_falls_back_to_the_one_before_and_says_so(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = save_checkpoint(tmp_path, run_state(4), Policy())
+    for step in (6, 8):
+        DAMAGES[damage](save_checkpoint(tmp_path, run_state(step), Policy()))
+    assert latest_checkpoint(tmp_path) == good == (tmp_path / "latest").resolve()
+    named = "COMPLETE: it cannot be read" if damage == "torn" else "policy/weights: the file is missing or differs"
+    assert [record.levelname for record in caplog.records if named in record.message] == ["ERROR", "ERROR"]
+    assert f"goes on from {good}, the steps after it are trained again" in caplog.text
+    assert sorted(path.name for path in tmp_path.glob("damaged_*")) == ["damaged_step_000006", "damaged_step_000008"]
+    assert latest_checkpoint(tmp_path) == good
+    assert save_checkpoint(tmp_path, run_state(6), Policy()) == latest_checkpoint(tmp_path)
+
+
+def test_when_all_are_damaged_nothing_starts_over_unasked(tmp_path: Path) -> None:
+    for step in (4, 6):
+        DAMAGES["changed"](save_checkpoint(tmp_path, run_state(step), Policy()))
+    with pytest.raises(CheckpointError, match="step_000006/policy/weights: the file is missing or differs") as caught:
         latest_checkpoint(tmp_path)
+    assert len(caught.value.problems) == 2
+    assert list(complete_checkpoints(tmp_path)) == [4, 6]
+
+
+class Disk:
+    """Remembers what a power cut would leave: each file as it was when it was last flushed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.files: dict[int, bytes] = {}  # inode -> content on the disk
+        self.names: dict[int, set[str]] = {}  # inode of a directory -> its names on the disk
+        fsync = os.fsync
+
+        def flush(descriptor: int) -> None:
+            fsync(descriptor)
+            path = Path(f"/proc/self/fd/{descriptor}").readlink()
+            if path.is_dir():
+                self.names[path.stat().st_ino] = {entry.name for entry in path.iterdir()}
+            else:
+                self.files[path.stat().st_ino] = path.read_bytes()
+
+        monkeypatch.setattr(os, "fsync", flush)
+
+    def holds(self, directory: Path) -> list[str]:
+        """Return what of a directory is not on the disk."""
+        lost = []
+        for path in [directory, *directory.rglob("*")]:
+            number = path.stat().st_ino
+            if path.is_dir() and self.names.get(number) != {entry.name for entry in path.iterdir()}:
+                lost.append(f"{path}/")
+            if path.is_file() and self.files.get(number) != path.read_bytes():
+                lost.append(str(path))
+        return lost
+
+
+def test_everything_is_on_the_disk_before_the_rename_and_before_an_older_one_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, rename = Disk(monkeypatch), Path.rename
+    lost: list[str] = []
+
+    def watch(path: Path, target: Path) -> Path:
+        if Path(target).name.startswith("step_"):
+            lost.extend(disk.holds(path))
+        if Path(target).name.startswith("tmp_pruned"):
+            lost.extend(name for name in disk.holds(tmp_path / "step_000006"))
+            assert "step_000006" in disk.names[tmp_path.stat().st_ino], "its name is not on the disk"
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", watch)
+    for step in (4, 6):
+        save_checkpoint(tmp_path, run_state(step), Policy())
+    prune(tmp_path, keep_top_k=1, metric=None, higher_is_better=True, save_period=2)
+    assert list(complete_checkpoints(tmp_path)) == [6]
+    assert lost == []
+
+
+def test_nothing_older_goes_while_the_newest_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (2, 4, 6):
+        path = save_checkpoint(tmp_path, run_state(step), Policy())
+    DAMAGES["changed"](path)
+    prune(tmp_path, keep_top_k=1, metric=None, higher_is_better=True, save_period=2)
+    assert list(complete_checkpoints(tmp_path)) == [2, 4, 6]
+    assert "nothing older is removed while it is damaged" in caplog.text
+
+
+def test_what_cannot_be_removed_never_ends_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    unlink = os.unlink
+
+    def refuse(path: str, **options: Any) -> None:
+        if str(path).startswith(".nfs"):
+            raise OSError(errno.EBUSY, "Device or resource busy", path)
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    for step in (2, 4):
+        path = save_checkpoint(tmp_path, run_state(step), Policy())
+        (path / "policy" / ".nfs0001").touch()
+    for name in ("tmp_step_000006", "tmp_pruned_step_000002"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".nfs0002").touch()
+    newest = save_checkpoint(tmp_path, run_state(6), Policy())
+    prune(tmp_path, keep_top_k=1, metric=None, higher_is_better=True, save_period=2)
+    assert list(complete_checkpoints(tmp_path)) == [6]
+    assert save_checkpoint(tmp_path, run_state(6), Policy()) == newest == latest_checkpoint(tmp_path)
+    assert ".nfs0001: [Errno 16]" in caplog.text
+
+
+def test_names_beside_the_known_ones_are_ignored(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, run_state(4), Policy())
+    for name in ("step_000001.bak", "step_000009_old", "step_x", "step_"):
+        shutil.copytree(path, tmp_path / name)
+    assert complete_checkpoints(tmp_path) == {4: path}
+    assert latest_checkpoint(tmp_path) == path
+    prune(tmp_path, keep_top_k=1, metric=None, higher_is_better=True, save_period=1)
+    assert (tmp_path / "step_000001.bak").is_dir()
+
+
+def test_a_full_disk_leaves_no_half_checkpoint(tmp_path: Path) -> None:
+    class Full(Policy):
+        def export_hf(self, path: Path) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    first = save_checkpoint(tmp_path, run_state(4), Policy())
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(tmp_path, run_state(6), Full())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000004"]
+    assert latest_checkpoint(tmp_path) == first
 
 
 def test_prune_keeps_the_best_and_the_newest(tmp_path: Path) -> None:
@@ -133,7 +267,7 @@ def test_prune_keeps_the_best_and_the_newest(tmp_path: Path) -> None:
 
 def test_export_is_the_one_latest_points_at_now(tmp_path: Path) -> None:
     given = tmp_path / "latest" / "hf"
-    with pytest.raises(CheckpointError, match="latest/hf: got no checkpoint"):
+    with pytest.raises(CheckpointError, match="latest/hf: there is no checkpoint"):
         complete_export(given)
     save_checkpoint(tmp_path, run_state(2), Policy())
     assert complete_export(given) == tmp_path / "step_000002" / "hf"
@@ -147,10 +281,10 @@ def test_damaged_export_is_refused_but_not_for_the_policy_beside_it(tmp_path: Pa
     (path / "policy" / "weights").write_bytes(b"Weights")  # the next stage does not read it
     assert complete_export(path / "hf") == path / "hf"
     (path / "hf" / "config.json").write_text("{ }")
-    with pytest.raises(CheckpointError, match=r"hf/config\.json: got a file that is missing or differs"):
+    with pytest.raises(CheckpointError, match=r"hf/config\.json: the file is missing or differs"):
         complete_export(path / "hf")
     (path / "COMPLETE").unlink()
-    with pytest.raises(CheckpointError, match="got a checkpoint that was not finished"):
+    with pytest.raises(CheckpointError, match="its checkpoint was not finished"):
         complete_export(path / "hf")
 
 

@@ -66,7 +66,7 @@ def test_missing_and_damaged_exports_are_one_error(tmp_path):
     assert len(missing.value.problems) == 1
     step = write_checkpoint(parent, 3, b"three")
     (step / "hf" / "model.safetensors").write_bytes(b"thre")
-    with pytest.raises(CheckpointError, match=r"model.safetensors: got a file that is missing or differs"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors: the file is missing or differs"):
         with_start_weights(tmp_path, words(parent / "latest" / "hf"))
 
 

@@ -50,6 +50,7 @@ def test_attempts_are_numbered_and_latest_points_at_the_newest(tmp_path):
         newest = new_attempt(tmp_path)
     assert newest.name == "attempt_10"  # counted, not sorted as text
     assert (tmp_path / "logs" / "latest").readlink() == Path("attempt_10")
+    (tmp_path / "logs" / "attempt_x").mkdir()  # a user's own name
     assert new_attempt(tmp_path).name == "attempt_11"
     assert (first / "driver.log").read_text() == "kept"
 

@@ -140,6 +140,9 @@ def make_run(run_dir: Path, **changed: Any) -> Path:
     mark = run_dir / "checkpoints/step_000002/COMPLETE"
     mark.touch()
     os.utime(mark, (970.0, 970.0))
+    copy = run_dir / "checkpoints/step_000003.bak"  # a user's own
+    copy.mkdir()
+    (copy / "COMPLETE").touch()
     (run_dir / "logs/attempt_1").mkdir(parents=True)
     (run_dir / "logs/attempt_1/driver.log").write_text("fine\n\nEngineError: engine 3 died\n")
     (run_dir / "logs/latest").symlink_to("attempt_1")
