@@ -18,7 +18,7 @@ from pathlib import Path
 from tools.sif.process import run
 from tools.sif.registry import PullError
 
-SCRIPT = Path(__file__).with_name("sif_run.sh")
+SCRIPT = Path(__file__).with_name("run.sh")
 PARTITION = re.compile(r"\|(\d+)-\d+\s*\|FS \(Squashfs/\*System")
 LIST_SECONDS = 60.0
 OWN_TOOLS = ("siftool", "unshare", "mount", "bwrap")

@@ -3,7 +3,7 @@
 # Run a command in a SIF file without Apptainer: its file system read-only, over it a writable layer in memory that
 # ends with the command. To be started in a mount namespace of its own (unshare --mount), so that the mounts end too.
 #
-# Usage: unshare --mount sif_run.sh IMAGE OFFSET WORK INPUTS NETWORK SIZE COMMAND...
+# Usage: unshare --mount run.sh IMAGE OFFSET WORK INPUTS NETWORK SIZE COMMAND...
 #
 #   OFFSET   where in the file its squashfs begins
 #   WORK     an empty directory to mount in
