@@ -79,7 +79,7 @@ stage1.1: ##* run a stage: RLVR, blend 1 (rlvr1); likewise stage1.2 ... stage3
 stage1.2: ## RLVR, blend 2 (rlvr2)
 stage1.3: ## RLVR, blend 3 (rlvr3)
 stage2.1: ## software engineering, single-step edits (swe1)
-stage2.2: ## software engineering, whole tasks in containers (swe2)
+stage2.2: ## software engineering, whole instances in containers (swe2)
 stage3: ## RLHF with a generative reward model (rlhf)
 $(ALL_STAGES): $(READY)
 	@./super_launch.sh $@ $(ARGS)
@@ -204,7 +204,7 @@ SIF_ROWS = --rows $(or $(ROWS),$(addprefix $(SIF_BLEND)/,train-split.jsonl val-s
 .PHONY: sif
 sif: $(READY) ##* make the SIF image of every task of a blend; again: resume
 #= SIF_DIR BLEND=swe2 | ROWS=FILE | ALL=1, MIRROR ARGS=--retry-failed
-	@$(PYTHON) -m tools.sif.make --sif-dir $(or $(SIF_DIR),$(error give SIF_DIR=...)) $(if $(ALL),--all,$(SIF_ROWS)) $(if $(MIRROR),--mirror $(MIRROR)) $(ARGS)
+	@$(PYTHON) -m tools.sif.build --sif-dir $(or $(SIF_DIR),$(error give SIF_DIR=...)) $(if $(ALL),--all,$(SIF_ROWS)) $(if $(MIRROR),--mirror $(MIRROR)) $(ARGS)
 
 .PHONY: sif-check
 sif-check: $(READY) ## check that task images can run tests; write their rows to data/BLEND-good

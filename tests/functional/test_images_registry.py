@@ -14,7 +14,7 @@ from loopback_registry import MANIFEST, OPEN, Pusher, busybox_root, layer, start
 from small_root import require
 
 from recipes.errors import RunError
-from tools.images.build import Work, make, plan
+from tools.images.build import Build, make, plan
 from tools.images.lock import LOCK, digest_problems, read_lock
 
 pytestmark = pytest.mark.functional
@@ -55,7 +55,7 @@ def commit(repository: Path, text: str) -> str:
     return subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def skills(builder: str, repository: Path, pinned: str, **variables: str) -> Work:
+def skills(builder: str, repository: Path, pinned: str, **variables: str) -> Build:
     """What `make sandbox SANDBOX=nemo-skills` does, with another repository in place of the one on GitHub."""
     work = plan("nemo-skills", variables, builder)
     return replace(work, image=replace(work.image, source=(str(repository), pinned), check=("cat", "/text")))

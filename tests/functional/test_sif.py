@@ -101,7 +101,7 @@ class Site:
     def command(self, directory: Path, *words: str) -> list[str]:
         options = ["--sif-dir", str(directory), "--rows", str(self.rows), "--mirror", f"{self.host}/cache"]
         options += ["--converter", "umoci", "--per-second", "200", "--back-off", "0.1", "--workers", "3"]
-        return [sys.executable, "-m", "tools.sif.make", *options, *words]
+        return [sys.executable, "-m", "tools.sif.build", *options, *words]
 
     def make(self, directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
         command = self.command(directory, *words)
@@ -209,7 +209,7 @@ def test_ends_with_exactly_the_good_images(killed):
         **{EXAMPLES[number].instance: "space" for number in TOO_LARGE},
     }
     left = sorted(path.name for path in directory.iterdir() if path.suffix != ".sif")
-    assert left == ["images.failed", "ledger.jsonl"]  # nothing of the work
+    assert left == ["images.failed", "inventory.jsonl"]  # nothing of the work
 
 
 def test_each_fault_happened(site, killed):
@@ -222,7 +222,7 @@ def test_each_fault_happened(site, killed):
 def test_the_ledger_says_what_the_files_are(site, killed):
     directory, _ = killed
     files = sif_files(directory)
-    entries = {json.loads(line)["file"]: json.loads(line) for line in (directory / "ledger.jsonl").open()}
+    entries = {json.loads(line)["file"]: json.loads(line) for line in (directory / "inventory.jsonl").open()}
     assert {name: entry["sha256"] for name, entry in entries.items() if name in files} == files
     assert all(entry["digest"].startswith("sha256:") and not entry["stripped"] for entry in entries.values())
 
@@ -233,7 +233,7 @@ def test_nothing_is_pulled_twice(site, killed):
     site.faults.broken = set()  # the registry has been repaired
     result = site.make(directory, "--retry-failed")
     assert result.returncode == 1
-    assert "5 images needed, 0 there, 5 to make" in result.stdout
+    assert "5 images needed, 0 there, 5 to build" in result.stdout
     assert failed(directory) == {EXAMPLES[n].instance: "missing" for n in MISSING} | {
         EXAMPLES[n].instance: "space" for n in TOO_LARGE
     }
@@ -256,7 +256,7 @@ def test_a_registry_that_wants_a_password_is_named(site, tmp_path):
     environ = {**site.environ, "DOCKER_CONFIG": str(tmp_path)}
     result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 1
-    assert "0 images are there upstream" in result.stdout and "30 images cannot be had" in result.stdout
+    assert "the registry has 0 images" in result.stdout and "30 images cannot be pulled" in result.stdout
     assert f"{EXAMPLES[0].instance}: access: " in result.stdout and "`docker login`" in result.stdout
 
 
@@ -264,7 +264,7 @@ def list_all(place: Path, hub: Hub, revision: str, *words: str) -> subprocess.Co
     """Ask for the images of all instances of one data set, at a registry where nothing listens."""
     entry = {"revision": revision, "split": "train", "instances": 2}
     (place / "table.yaml").write_text(json.dumps({"datasets": {"R2E-Gym/R2E-Gym-Subset": entry}}))
-    command = [sys.executable, "-m", "tools.sif.make", "--sif-dir", str(place / "sif"), "--all", "--check-only"]
+    command = [sys.executable, "-m", "tools.sif.build", "--sif-dir", str(place / "sif"), "--all", "--check-only"]
     command += ["--datasets", str(place / "table.yaml"), "--mirror", "127.0.0.1:1", "--retries", "1", *words]
     environ = environment(place, hub)
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
@@ -287,5 +287,5 @@ def test_all_instances_of_a_data_set_are_found(tmp_path):
     pinned = list_all(tmp_path, nowhere, commit)  # the table is there
     for result in (followed, pinned):
         assert f"sif: R2E-Gym/R2E-Gym-Subset@{commit}: 2 instances so far" in result.stdout, result
-        assert "sif: 2 images needed, 0 there, 2 to make" in result.stdout
+        assert "sif: 2 images needed, 0 there, 2 to build" in result.stdout
         assert "numpy_final_0a: " in result.stdout and "pandas_final_1b: " in result.stdout

@@ -21,7 +21,7 @@ from loopback_registry import Pusher, login, start_proxy, start_registry
 from small_root import require, write_root
 
 from tools.sif import run as sif_run
-from tools.sif.run import Box, run_in
+from tools.sif.run import Container, run_in
 
 pytestmark = pytest.mark.functional
 
@@ -41,7 +41,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Project:
-    """A repository as images of SWE tasks have it."""
+    """A repository as images of SWE instances have it."""
 
     base: str
     fix: str  # the later commit
@@ -140,40 +140,40 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
 
 def make_image(made: Made, directory: Path, *words: str) -> Path:
     """Make the one image and return it."""
-    command = [sys.executable, "-m", "tools.sif.make", "--sif-dir", directory, "--rows", made.rows]
+    command = [sys.executable, "-m", "tools.sif.build", "--sif-dir", directory, "--rows", made.rows]
     command += ["--mirror", made.host, "--compression", "lz4", *words]
     result = subprocess.run(command, env=made.environ, capture_output=True, text=True, timeout=200, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return directory / "swebench_sweb.eval.x86_64.some_1776_calc-1.sif"
 
 
-BOX = Box(apptainer=False, size="256m", seconds=60)
+CONTAINER = Container(apptainer=False, size="256m", seconds=60)
 LIST_ALL = "cd /testbed && git cat-file --batch-all-objects --batch | tr -d '\\000'"
 
 
 def test_the_fix_can_be_read_from_an_image_as_it_comes(made):
-    assert CANARY in run_in(BOX, made.whole, ["sh", "-c", LIST_ALL])
-    assert CANARY in run_in(BOX, made.whole, ["sh", "-c", "cd /testbed && git log --all -p"])
+    assert CANARY in run_in(CONTAINER, made.whole, ["sh", "-c", LIST_ALL])
+    assert CANARY in run_in(CONTAINER, made.whole, ["sh", "-c", "cd /testbed && git log --all -p"])
 
 
 def test_no_fix_is_left_in_a_stripped_image(made):
-    assert CANARY not in run_in(BOX, made.stripped, ["sh", "-c", LIST_ALL])
+    assert CANARY not in run_in(CONTAINER, made.stripped, ["sh", "-c", LIST_ALL])
     said = run_in(
-        BOX, made.stripped, ["sh", "-c", "cd /testbed && git log --all --format=%s && git tag && git status -s"]
+        CONTAINER, made.stripped, ["sh", "-c", "cd /testbed && git log --all --format=%s && git tag && git status -s"]
     )
     assert said.split() == ["SWE-bench", "Base", "v1"]  # the old tag stays: versions are computed from it
     for name in (made.project.fix, made.project.blob):
         ask = f"cd /testbed && git cat-file -e {name} && echo there || echo gone"
-        assert run_in(BOX, made.stripped, ["sh", "-c", ask]).split()[-1] == "gone"
-    assert run_in(BOX, made.stripped, ["sh", "-c", f"grep -r {CANARY} /testbed || echo none"]).strip() == "none"
+        assert run_in(CONTAINER, made.stripped, ["sh", "-c", ask]).split()[-1] == "gone"
+    assert run_in(CONTAINER, made.stripped, ["sh", "-c", f"grep -r {CANARY} /testbed || echo none"]).strip() == "none"
 
 
 def test_a_command_writes_in_its_own_layer_only(made):
     before = hashlib.sha256(made.stripped.read_bytes()).hexdigest()
     script = "echo new > /testbed/calc.py && rm /testbed/test_calc.py && touch /made && ls / && cat /testbed/calc.py"
-    said = run_in(BOX, made.stripped, ["sh", "-c", f"{script}; echo $A $PWD"]).split("\n")
+    said = run_in(CONTAINER, made.stripped, ["sh", "-c", f"{script}; echo $A $PWD"]).split("\n")
     assert "made" in said and said[-3:] == ["new", "b c /", ""]
-    assert "made" not in run_in(BOX, made.stripped, ["ls", "/"])
+    assert "made" not in run_in(CONTAINER, made.stripped, ["ls", "/"])
     assert hashlib.sha256(made.stripped.read_bytes()).hexdigest() == before
     loops = subprocess.run(["losetup", "--all"], capture_output=True, text=True, check=False).stdout
     assert str(made.stripped) not in loops  # no mount outlives its command
@@ -191,7 +191,7 @@ def test_a_user_without_rights_runs_it_too(made, monkeypatch):
         script = shutil.copy(sif_run.SCRIPT, place / "run.sh")
         monkeypatch.setattr(sif_run, "SCRIPT", script)
         monkeypatch.setattr(os, "geteuid", lambda: 65534)
-        words = sif_run.words_of(BOX, place / "image.sif", place / "work", place / "inputs")
+        words = sif_run.words_of(CONTAINER, place / "image.sif", place / "work", place / "inputs")
         command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *words, "sh", "-c"]
         command.append("touch /made && cat /testbed/calc.py")
         result = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=60, check=False)
@@ -216,7 +216,7 @@ def test_the_good_instances_are_those_whose_tests_tell_patches_apart(made, tmp_p
         "some__calc-3": ("golden", {"patch": no_fix}),
         "some__calc-4": ("empty", {"FAIL_TO_PASS": "[]"}),
         "some__calc-5": ("run", {"patch": "no patch at all\n"}),
-        "some__calc-6": ("runner", {"repo": "django/django"}),
+        "some__calc-6": ("framework", {"repo": "django/django"}),
         "some__calc-7": ("row", {"FAIL_TO_PASS": "[]", "PASS_TO_PASS": "[]"}),
         "some__calc-8": ("cut", {}),
         "some__calc-9": ("missing", {}),
@@ -256,8 +256,8 @@ def test_the_good_instances_are_those_whose_tests_tell_patches_apart(made, tmp_p
 
 @pytest.mark.skipif(WITHOUT, reason=NO_APPTAINER)
 def test_apptainer_runs_what_was_made_without_it(made):
-    box = Box(apptainer=True, seconds=60)
-    said = run_in(box, made.stripped, ["sh", "-c", "touch /made && cat /testbed/calc.py && echo $A $PWD"])
+    container = Container(apptainer=True, seconds=60)
+    said = run_in(container, made.stripped, ["sh", "-c", "touch /made && cat /testbed/calc.py && echo $A $PWD"])
     assert said == f"{WRONG}b c /\n"
 
 
@@ -265,7 +265,7 @@ def test_apptainer_runs_what_was_made_without_it(made):
 def test_what_apptainer_made_runs_with_and_without_it(made, tmp_path):
     make_image(made, tmp_path / "sif", "--converter", "apptainer")
     (image,) = (tmp_path / "sif").glob("*.sif")
-    assert json.loads((tmp_path / "sif" / "ledger.jsonl").read_text())["tool"] == "apptainer"
-    for box in (BOX, Box(apptainer=True, seconds=60)):
-        said = run_in(box, image, ["sh", "-c", "touch /made && cat /testbed/calc.py && echo $A $PWD"])
+    assert json.loads((tmp_path / "sif" / "inventory.jsonl").read_text())["tool"] == "apptainer"
+    for container in (CONTAINER, Container(apptainer=True, seconds=60)):
+        said = run_in(container, image, ["sh", "-c", "touch /made && cat /testbed/calc.py && echo $A $PWD"])
         assert said == f"{WRONG}b c /\n"

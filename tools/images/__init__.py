@@ -1,1 +1,1 @@
-"""Images: the containers of a run, and those of SWE tasks."""
+"""The container images of a run: how they are built, and which one a launch uses."""

@@ -1,11 +1,10 @@
-"""Build the container images, check them from inside, push or import them, and record their digests.
+"""Build container images, check them from inside, push or import them, and record their digests.
 
     make container [ENGINE=native|nemo_rl], make swe-container, make sandbox [SANDBOX=nemo-skills], make sandbox-sqsh
 
 Variables: BUILDER (docker, podman or buildah; empty = the first that works), REGISTRY (prefix of the name), TAG,
-DRY_RUN=1 (print the commands), PUSH=1, SQSH=FILE (import to it), the build arguments of the image's Dockerfile (BASE,
-CUDA, VLLM_VERSION, ...), and BUILD_FLAGS, further words of the build command: what a proxy, a mirror or a foreign
-platform needs.
+DRY_RUN=1 (print the commands), PUSH=1, SQSH=FILE (import the image to this file), the build arguments of the Dockerfile
+(BASE, CUDA, VLLM_VERSION, ...), and BUILD_FLAGS, further arguments of the build command, as for a proxy or a mirror.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ from tools.images.builders import (
     push_words,
     size_words,
 )
-from tools.images.lock import DIGEST, LOCK, Entry, hash_inputs, read_lock, record_of, write_lock
+from tools.images.lock import DIGEST, LOCK, LockedImage, hash_inputs, read_lock, record_of, write_lock
 from tools.images.table import IMAGES, Image, build_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
-LOCAL = "localhost/super-rl"  # prefix of the names of images that are in no registry
-SPACE_FACTOR = 2.5  # enroot unpacks the layers, then writes the squashfs file, in ENROOT_TEMP_PATH and beside it
+LOCAL = "localhost/super-rl"  # prefix of names without a registry
+SPACE_FACTOR = 2.5  # enroot unpacks the layers in ENROOT_TEMP_PATH, then packs them there
 BUILD_SECONDS, ANSWER_SECONDS = 6 * 3600, 120
 _TAG = re.compile(r"\w[\w.-]{0,127}", re.ASCII)
 _REGISTRY = re.compile(r"([A-Za-z0-9.-]+|\[[0-9a-f:]+\])(:\d+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*/?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """One image to be made, and what then happens to it."""
+class Build:
+    """One image to build, and what to do with it afterwards."""
 
     image: Image
     builder: str
@@ -82,19 +81,19 @@ class Work:
 
     @property
     def digest_file(self) -> Path:
-        """Where podman and buildah write the digest that the registry has."""
+        """The file to which podman and buildah write the digest in the registry."""
         return Path("build") / f"{self.image.name}.digest"
 
 
-def plan(name: str, environ: Mapping[str, str], builder: str) -> Work:
-    """Return what is to be done for an image; raises `LaunchError` with every wrong variable."""
+def plan(name: str, environ: Mapping[str, str], builder: str) -> Build:
+    """Return the build of an image; raises `LaunchError` with every wrong variable."""
     if found := wrong_values(name, environ):
         raise LaunchError(found)
     image = IMAGES[name]
     arguments = build_arguments(image, environ)
     if image.on_training_image:
         arguments.setdefault("BASE", tag_of(environ.get("ENGINE") or "native", environ))
-    return Work(
+    return Build(
         image=image,
         builder=builder,
         tag=tag_of(name, environ),
@@ -112,7 +111,7 @@ def tag_of(name: str, environ: Mapping[str, str]) -> str:
 
 
 def wrong_values(name: str, environ: Mapping[str, str]) -> list[Problem]:
-    """Return the variables that no machine could work with."""
+    """Return a problem for every variable with a wrong value."""
     fix = "correct the value"
     given = {variable: environ.get(variable, "") for variable in ("REGISTRY", "TAG", "PUSH", "DRY_RUN", "BUILD_FLAGS")}
     expected = {switch: "true or false" for switch in ("PUSH", "DRY_RUN") if given[switch].lower() not in TRUE + FALSE}
@@ -129,51 +128,51 @@ def wrong_values(name: str, environ: Mapping[str, str]) -> list[Problem]:
     found = [Problem(where=where, got=given[where], expected=text, fix=fix) for where, text in expected.items()]
     if given["PUSH"].lower() in TRUE and not given["REGISTRY"]:
         fix = "set REGISTRY=your.registry/path"
-        found.append(Problem(where="PUSH", got="no REGISTRY", expected="the registry to push to", fix=fix))
+        found.append(Problem(where="PUSH", wrong="REGISTRY is not set, so there is nowhere to push to", fix=fix))
     return found
 
 
-def problems(work: Work) -> list[Problem]:
-    """Return what would end the work late on this machine: a missing program or base, no place for the file."""
+def problems(build: Build) -> list[Problem]:
+    """Return what would make the build fail late on this machine: a missing program, base or directory."""
     found = []
-    base = work.arguments.get("BASE", "")
-    if base.startswith("localhost/") and not _succeeds(digest_words(work.builder, base)):
-        got, fix = f"{base}: no image that {work.builder} has", "`make container` builds it; or name another BASE"
-        found.append(Problem(where="BASE", got=got, expected="an image", fix=fix))
-    needed = {"git": "its source"} if work.image.source else {}
-    if work.sqsh:
-        needed |= {"enroot": "SQSH"} | ({"podman": "SQSH"} if work.builder == "buildah" else {})
+    base = build.arguments.get("BASE", "")
+    if base.startswith("localhost/") and not _succeeds(digest_words(build.builder, base)):
+        wrong, fix = f"{build.builder} has no image {base}", "build it with `make container`, or name another BASE"
+        found.append(Problem(where="BASE", wrong=wrong, fix=fix))
+    needed = {"git": "the checkout of its source"} if build.image.source else {}
+    if build.sqsh:
+        needed |= {"enroot": "SQSH"} | ({"podman": "SQSH"} if build.builder == "buildah" else {})
     for program, purpose in needed.items():
         if shutil.which(program) is None:
             fix = f"install {program}, or run this on a node that has it"
-            found.append(Problem(where=purpose, got=f"no {program} on this machine", expected=program, fix=fix))
-    if work.sqsh and work.sqsh.is_dir():
-        got, fix = f"{work.sqsh}: a directory", f"SQSH={work.sqsh}/{work.image.name}.sqsh"
+            found.append(Problem(where=program, wrong=f"not on PATH, but {purpose} needs it", fix=fix))
+    if build.sqsh and build.sqsh.is_dir():
+        got, fix = f"the directory {build.sqsh}", f"set SQSH={build.sqsh}/{build.image.name}.sqsh"
         found.append(Problem(where="SQSH", got=got, expected="the name of a file", fix=fix))
-    elif work.sqsh:
-        parent = nearest_existing(work.sqsh.parent)
+    elif build.sqsh:
+        parent = nearest_existing(build.sqsh.parent)
         if not parent.is_dir() or not os.access(parent, os.W_OK):
-            got, fix = f"{parent}: no writable directory", "name another one"
-            found.append(Problem(where="SQSH", got=got, expected="a place for the file", fix=fix))
+            wrong = f"{parent} is not a directory that you may write to"
+            found.append(Problem(where="SQSH", wrong=wrong, fix="name a file elsewhere"))
     return found
 
 
-def make(work: Work, root: Path = ROOT) -> Entry:
-    """Do the work and record the digest; raises `RunError` with the command that failed."""
-    read_lock(root / LOCK)  # a damaged one ends this before the build, not after it
-    (root / work.digest_file.parent).mkdir(exist_ok=True)
-    for command in work.commands:
+def make(build: Build, root: Path = ROOT) -> LockedImage:
+    """Build the image and record its digest; raises `RunError` with the command that failed."""
+    read_lock(root / LOCK)  # so that a damaged lock ends this before the build
+    (root / build.digest_file.parent).mkdir(exist_ok=True)
+    for command in build.commands:
         if command[:2] == ["enroot", "import"]:
-            import_image(work, root)
+            import_image(build, root)
             continue
         if command[:2] == ["buildah", "from"]:
-            _succeeds(["buildah", "rm", command[2].partition("=")[2]])  # what a killed check left
+            _succeeds(["buildah", "rm", command[2].partition("=")[2]])  # left by a check that was killed
         execute(command, root)
-    digest = digest_of(work, root)
-    inputs = hash_inputs(root, work.image.inputs) if work.image.inputs else (work.image.source or ("", ""))[1]
-    entry = Entry(tag=work.tag, digest=digest, inputs=inputs, arguments=dict(work.arguments))
+    digest = digest_of(build, root)
+    inputs = hash_inputs(root, build.image.inputs) if build.image.inputs else (build.image.source or ("", ""))[1]
+    entry = LockedImage(tag=build.tag, digest=digest, inputs=inputs, arguments=dict(build.arguments))
     lock = read_lock(root / LOCK)
-    lock[work.image.name] = entry
+    lock[build.image.name] = entry
     write_lock(root / LOCK, lock)
     return entry
 
@@ -184,7 +183,9 @@ def execute(command: Sequence[str], root: Path) -> None:
     try:
         status = subprocess.run(command, cwd=root, timeout=BUILD_SECONDS, check=False).returncode
     except subprocess.TimeoutExpired as error:
-        raise RunError(f"containers: no end after {BUILD_SECONDS // 3600} hours: {shlex.join(command)}") from error
+        raise RunError(
+            f"containers: not finished after {BUILD_SECONDS // 3600} hours: {shlex.join(command)}"
+        ) from error
     if status != 0:
         raise RunError(f"containers: status {status} of: {shlex.join(command)}")
 
@@ -201,57 +202,57 @@ def _succeeds(command: Sequence[str]) -> bool:
 
 
 def output_of(command: Sequence[str], root: Path) -> str:
-    """Return what one command prints; raises `RunError` when it fails or says nothing for long."""
+    """Return what a command prints; raises `RunError` when it fails or takes too long."""
     result = _ask(command, root)
     if result.returncode != 0:
         raise RunError(f"containers: {result.stderr.strip()} from: {shlex.join(command)}")
     return result.stdout.strip()
 
 
-def digest_of(work: Work, root: Path) -> str:
-    """Return the digest of the built image: the registry's when it was pushed."""
-    if work.push and work.builder != "docker":
-        text = (root / work.digest_file).read_text()
+def digest_of(build: Build, root: Path) -> str:
+    """Return the digest of the built image, after a push the one in the registry."""
+    if build.push and build.builder != "docker":
+        text = (root / build.digest_file).read_text()
     else:
-        text = output_of(digest_words(work.builder, work.tag), root)
+        text = output_of(digest_words(build.builder, build.tag), root)
     found = DIGEST.search(text)
     if found is None:
-        raise RunError(f"containers: no digest of {work.tag}: {work.builder} says {text!r}")
+        raise RunError(f"containers: no digest of {build.tag}: {build.builder} says {text!r}")
     return found[0]
 
 
-def import_image(work: Work, root: Path) -> None:
-    """Import to a squashfs file that takes its name when it is whole, with a record of its origin beside it."""
-    assert work.sqsh is not None
-    work.sqsh.parent.mkdir(parents=True, exist_ok=True)
-    size = int(output_of(size_words(work.builder, work.tag), root))
-    if shortage := space_problems(size, work.sqsh.parent, os.environ):
+def import_image(build: Build, root: Path) -> None:
+    """Import to a squashfs file, which appears when it is complete, and write its tag and digest beside it."""
+    assert build.sqsh is not None
+    build.sqsh.parent.mkdir(parents=True, exist_ok=True)
+    size = int(output_of(size_words(build.builder, build.tag), root))
+    if shortage := space_problems(size, build.sqsh.parent, os.environ):
         raise LaunchError(shortage)
-    partial = work.sqsh.with_name(f".{work.sqsh.name}.partial")
+    partial = build.sqsh.with_name(f".{build.sqsh.name}.partial")
     partial.unlink(missing_ok=True)
     try:
-        execute(import_words(work.builder, work.tag, partial), root)
-        record = {"tag": work.tag, "digest": digest_of(work, root), "bytes": partial.stat().st_size}
-        record_of(work.sqsh).write_text(json.dumps(record) + "\n")
-        partial.replace(work.sqsh)
+        execute(import_words(build.builder, build.tag, partial), root)
+        record = {"tag": build.tag, "digest": digest_of(build, root), "bytes": partial.stat().st_size}
+        record_of(build.sqsh).write_text(json.dumps(record) + "\n")
+        partial.replace(build.sqsh)
     finally:
         partial.unlink(missing_ok=True)
 
 
 def space_problems(image_bytes: int, output: Path, environ: Mapping[str, str]) -> list[Problem]:
-    """Check the disks that an import fills: the output's, and enroot's temporary one (often a small /tmp or /run)."""
+    """Check both disks that an import fills: that of the file, and enroot's temporary one, often a small /tmp."""
     temporary = environ.get("ENROOT_TEMP_PATH") or environ.get("TMPDIR") or "/tmp"
     places = {"SQSH": (output, 1.0), "ENROOT_TEMP_PATH": (Path(temporary), SPACE_FACTOR)}
     found = []
     for variable, (place, factor) in places.items():
         if not place.is_dir():
-            got, fix = f"{place}: no directory", "make it, or name another one"
-            found.append(Problem(where=variable, got=got, expected="a place for temporary files", fix=fix))
+            fix = "create it, or name another directory"
+            found.append(Problem(where=variable, wrong=f"{place} is not a directory", fix=fix))
             continue
         free = shutil.disk_usage(place).free
         if free < image_bytes * factor:
             got, expected = f"{free / 2**30:.1f} GiB free in {place}", f"{image_bytes * factor / 2**30:.1f} GiB"
-            fix = f"free some, or set {variable} to another disk"
+            fix = f"free some disk, or set {variable} to another one"
             found.append(Problem(where=variable, got=got, expected=expected, fix=fix))
     return found
 
@@ -263,13 +264,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("image", help=", ".join(sorted(IMAGES)))
     args = parser.parse_args(argv)
     is_dry = os.environ.get("DRY_RUN", "").lower() in TRUE
-    work = plan(args.image, os.environ, find_builder(os.environ.get("BUILDER", ""), is_dry=is_dry))
+    build = plan(args.image, os.environ, find_builder(os.environ.get("BUILDER", ""), is_dry=is_dry))
     if is_dry:
-        print("\n".join(shlex.join(command) for command in work.commands))
+        print("\n".join(shlex.join(command) for command in build.commands))
         return 0
-    if found := problems(work):
+    if found := problems(build):
         raise LaunchError(found)
-    entry = make(work)
+    entry = make(build)
     print(f"containers: OK: {entry.tag} {entry.digest}, recorded in {LOCK}")
     return 0
 

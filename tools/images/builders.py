@@ -12,13 +12,13 @@ from recipes.errors import LaunchError, Problem
 NAMES = ("docker", "podman", "buildah")
 PROBE_SECONDS = 20
 _PROBES = {"docker": ("docker", "buildx", "inspect"), "podman": ("podman", "info"), "buildah": ("buildah", "info")}
-_DAEMON = {"docker": "dockerd", "podman": "podman"}  # what enroot calls the store of a builder
+_DAEMON = {"docker": "dockerd", "podman": "podman"}  # builder -> the name of its store for enroot
 
 
 def find_builder(wanted: str, *, is_dry: bool = False) -> str:
-    """Return the builder that is asked for, or the first that works here; raises `LaunchError` when none does.
+    """Return the builder `wanted`, or the first that works; raises `LaunchError` where none works.
 
-    A dry run takes one that does not work, too: the commands can be printed on any machine.
+    A dry run also takes a builder that does not work, so that any machine can print the commands.
     """
     if wanted and wanted not in NAMES:
         raise LaunchError(Problem(where="BUILDER", got=wanted, expected=" or ".join(NAMES), fix="correct the value"))
@@ -31,9 +31,8 @@ def find_builder(wanted: str, *, is_dry: bool = False) -> str:
     raise LaunchError(
         Problem(
             where="BUILDER" if wanted else "this machine",
-            got=f"{wanted} that does not work" if wanted else "no builder that works",
-            expected="docker with buildx and its daemon, podman, or buildah",
-            fix="install one (apt-get install podman), or ask it what is wrong: "
+            wrong=f"{wanted} does not work here" if wanted else "no builder works: neither docker, podman nor buildah",
+            fix="install one (apt-get install podman), or look at the error of "
             + " or ".join(f"`{' '.join(_PROBES[name])}`" for name in candidates),
         )
     )
@@ -50,7 +49,7 @@ def build_words(builder: str, tag: str, dockerfile: Path, context: Path, options
     """Return the command that builds an image into the builder's own store."""
     words = ["docker", "buildx", "build", "--load"] if builder == "docker" else [builder, "build"]
     if builder != "docker":
-        words += ["--format=docker"]  # OCI knows no SHELL
+        words += ["--format=docker"]  # the OCI format has no SHELL
     return [*words, f"--file={dockerfile}", f"--tag={tag}", *options, str(context)]
 
 
@@ -67,15 +66,15 @@ def check_words(builder: str, tag: str, command: Sequence[str]) -> list[list[str
 
 
 def push_words(builder: str, tag: str, digest_file: Path) -> list[str]:
-    """Return the command that pushes an image to the registry of its name.
+    """Return the command that pushes an image to the registry in its name.
 
-    podman and buildah compress on the way, so the registry has another digest than their store: they write it down.
+    podman and buildah compress during the push, so the digest in the registry is another one: they write it to a file.
     """
     return ["docker", "push", tag] if builder == "docker" else [builder, "push", f"--digestfile={digest_file}", tag]
 
 
 def digest_words(builder: str, tag: str) -> list[str]:
-    """Return the command that prints the digest of an image in the builder's store, for docker that of a push."""
+    """Return the command that prints the digest of an image: in the builder's store, for docker in the registry."""
     if builder == "docker":
         pushed = "{{with .RepoDigests}}{{index . 0}}{{else}}{{.Id}}{{end}}"
         return ["docker", "image", "inspect", f"--format={pushed}", tag]
@@ -85,7 +84,7 @@ def digest_words(builder: str, tag: str) -> list[str]:
 
 
 def size_words(builder: str, tag: str) -> list[str]:
-    """Return the command that prints the bytes of an image, unpacked."""
+    """Return the command that prints the unpacked size of an image in bytes."""
     return ["docker" if builder == "docker" else "podman", "image", "inspect", "--format={{.Size}}", tag]
 
 

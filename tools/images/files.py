@@ -1,4 +1,4 @@
-"""What kind of container image a file is, and whether all of it is there, from its header alone."""
+"""What kind of container image a file is, and whether it is complete, from its header alone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 SQUASHFS_MAGIC = b"hsqs"
-SQUASHFS_USED = 40  # offset of the number of bytes that the file system takes
-SIF_MAGIC_OFFSET, SIF_MAGIC = 32, b"SIF_MAGIC\0"  # behind a line that makes the file executable
-SIF_DATA = 112  # offset of where the data begins, followed by how long it is
+SQUASHFS_USED = 40  # offset of the number of bytes of the file system
+SIF_MAGIC_OFFSET, SIF_MAGIC = 32, b"SIF_MAGIC\0"  # after the line that makes the file executable
+SIF_DATA = 112  # offset of two numbers: where the data begins, and how long it is
 HEADER_BYTES = 128
 
 Kind = Literal["squashfs", "SIF", "directory", "none"]
@@ -20,8 +20,8 @@ class ImageFile:
     """One image on disk."""
 
     kind: Kind
-    size: int  # bytes there are
-    declared: int  # bytes that the header says there are; 0 where it says nothing
+    size: int  # bytes of the file
+    declared: int  # bytes that the header names; 0 where it names none
 
     @property
     def is_cut(self) -> bool:
@@ -43,7 +43,7 @@ def read_image(path: Path) -> ImageFile:
 
 
 def _number(header: bytes, offset: int) -> int:
-    """Return a little-endian number of eight bytes; of a header that ends before it, more than any file has."""
+    """Return a little-endian number of eight bytes; where the header ends before it, more than any file has."""
     if len(header) < offset + 8:
         return 2**63
     return int.from_bytes(header[offset : offset + 8], "little")

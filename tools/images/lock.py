@@ -10,59 +10,58 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from recipes.errors import LaunchError, Problem
+from recipes.files import sha256_of, write_atomically
 
 LOCK = Path("containers/images.lock")
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One built image."""
+class LockedImage:
+    """One built image, as the lock records it."""
 
     tag: str
     digest: str
-    inputs: str  # sha256 over the files of ours that it was made of
+    inputs: str  # sha256 of the files of this repository that it was built from
     arguments: Mapping[str, str]
 
 
-def read_lock(path: Path) -> dict[str, Entry]:
-    """Return the entries by image name; raises `LaunchError` for a damaged lock."""
+def read_lock(path: Path) -> dict[str, LockedImage]:
+    """Return image name -> entry; raises `LaunchError` for a damaged lock."""
     if not path.is_file():
         return {}
     try:
-        return {name: Entry(**entry) for name, entry in json.loads(path.read_text())["images"].items()}
+        return {name: LockedImage(**entry) for name, entry in json.loads(path.read_text())["images"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        got, fix = f"a damaged file ({error!r})", "restore it from git, or delete it and build again"
-        raise LaunchError(Problem(where=str(path), got=got, expected="the lock of images", fix=fix)) from error
+        wrong, fix = f"the lock of images is damaged ({error!r})", "restore it from git, or delete it and build again"
+        raise LaunchError(Problem(where=str(path), wrong=wrong, fix=fix)) from error
 
 
-def write_lock(path: Path, entries: Mapping[str, Entry]) -> None:
+def write_lock(path: Path, entries: Mapping[str, LockedImage]) -> None:
     """Replace the lock."""
     text = json.dumps({"images": {name: asdict(entries[name]) for name in sorted(entries)}}, indent=2)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(f"{text}\n")
-    partial.replace(path)
+    write_atomically(path, f"{text}\n".encode())
 
 
 def hash_inputs(root: Path, inputs: Iterable[Path]) -> str:
-    """Hash names and contents of files, and of those below directories."""
+    """Return a sha256 over the names and contents of files, and of all files below directories."""
     total = hashlib.sha256()
     for given in inputs:
         path = root / given
         files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
         for file in files:
             if "__pycache__" not in file.parts:
-                total.update(f"{file.relative_to(root)}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+                total.update(f"{file.relative_to(root)}\0".encode() + bytes.fromhex(sha256_of(file)))
     return f"sha256:{total.hexdigest()}"
 
 
 def record_of(image_file: Path) -> Path:
-    """Return the file beside an imported image that says what it was made of."""
+    """Return the file beside an imported image that holds its tag and digest."""
     return image_file.with_name(f"{image_file.name}.json")
 
 
 def launch_digest(image: str) -> str | None:
-    """Return the digest of the image that a launch names; None where only the registry knows it."""
+    """Return the digest of the image of a launch; None where only the registry knows it."""
     if match := DIGEST.search(image):
         return match[0]
     record = record_of(Path(image))
@@ -73,12 +72,12 @@ def launch_digest(image: str) -> str | None:
     return str(found["digest"]) if found.get("bytes") == size else f"unknown: {image} was replaced after its import"
 
 
-def digest_problems(images: Mapping[str, str], lock: Mapping[str, Entry]) -> Iterator[Problem]:
-    """Compare the images of a launch, by variable, with the lock; images that the lock does not know are not ours."""
+def digest_problems(images: Mapping[str, str], lock: Mapping[str, LockedImage]) -> Iterator[Problem]:
+    """Compare the images of a launch (variable -> image) with the lock; yields each whose digest is not in it."""
     known = {entry.digest: name for name, entry in lock.items()}
     for variable, image in images.items():
         digest = launch_digest(image)
         if digest is not None and known and digest not in known:
             expected = "one of " + ", ".join(f"{name} {digest[:19]}" for digest, name in sorted(known.items()))
-            fix = f"build and import it again, or record it in {LOCK}"
+            fix = f"build and import it again, or add it to {LOCK}"
             yield Problem(where=f"{variable}={image}", got=digest, expected=expected, fix=fix)

@@ -1,4 +1,4 @@
-"""The images that this project builds: Dockerfile, context, build arguments, and what must import in the result."""
+"""The images that this project builds: Dockerfile, context, build arguments, and the check of the result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SKILLS_URL = "https://github.com/NVIDIA-NeMo/Skills.git"
-SKILLS_COMMIT = "a5da59797890284af4df1c2a9c10990b33623a9d"  # the one that the published recipe names
+SKILLS_COMMIT = "a5da59797890284af4df1c2a9c10990b33623a9d"  # the commit that the published recipe names
 SKILLS_DIR = Path("build/nemo-skills")
 
 
@@ -18,12 +18,12 @@ class Image:
     name: str
     dockerfile: Path
     arguments: tuple[str, ...]  # build arguments that the user may give, as variables of the same name
-    check: tuple[str, ...]  # a command that ends with 0 inside a good image
+    check: tuple[str, ...]  # a command that succeeds inside a good image
     context: Path = Path()
-    source: tuple[str, str] | None = None  # repository and commit that the context is a checkout of
-    short_bases: tuple[str, ...] = ()  # bases that its Dockerfile names without Docker Hub, where stock podman stops
-    on_training_image: bool = False  # its base is the training image of ENGINE unless BASE is given
-    inputs: tuple[Path, ...] = ()  # files of ours that the image is made of
+    source: tuple[str, str] | None = None  # repository and commit that are checked out as the context
+    short_bases: tuple[str, ...] = ()  # bases without a host in its Dockerfile, which podman refuses
+    on_training_image: bool = False  # without BASE its base is the training image of ENGINE
+    inputs: tuple[Path, ...] = ()  # files of this repository that the image is built from
 
 
 def _imports(python: str, *modules: str) -> tuple[str, ...]:
@@ -85,5 +85,5 @@ IMAGES: Mapping[str, Image] = {
 
 
 def build_arguments(image: Image, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the build arguments that the environment gives; the Dockerfile has the defaults."""
+    """Return the build arguments that the environment sets; the Dockerfile has the defaults."""
     return {name: environ[name] for name in image.arguments if environ.get(name)}

@@ -1,6 +1,6 @@
-"""Make a SIF file of an image whose blobs are on disk: by Apptainer, or by skopeo, umoci, mksquashfs and siftool.
+"""Convert an image to a SIF file, from layers on disk: by Apptainer, or by skopeo, umoci, mksquashfs and siftool.
 
-Both give one SIF with one squashfs partition that holds the root file system and, under /.singularity.d, the
+Both ways give a SIF file with one squashfs partition. It holds the root file system and, under /.singularity.d, the
 environment of the image, which Apptainer sets before it runs a command. Format: github.com/apptainer/sif.
 """
 
@@ -18,8 +18,9 @@ from typing import Any
 
 from tools.images.files import read_image
 from tools.sif.history import strip_history
-from tools.sif.process import run
-from tools.sif.registry import Manifest, PullError
+from tools.sif.programs import run_program
+from tools.sif.registry.client import Manifest
+from tools.sif.registry.errors import ImageError
 
 OWN_TOOLS = ("skopeo", "umoci", "mksquashfs", "siftool")
 SYSTEM_PARTITION = ("--datatype", "4", "--parttype", "2", "--partfs", "1", "--partarch", "2", "--groupid", "1")
@@ -30,20 +31,20 @@ DIRECTORY_VERSION = "Directory Transport Version: 1.1\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """How images become SIF files."""
+    """How images are converted."""
 
     apptainer: bool
-    compression: str = "gzip"  # of the squashfs file system; Apptainer's own choice
+    compression: str = "gzip"  # of the squashfs file system; the default of Apptainer
     processors: int = 1
     strip_history: bool = False
-    seconds: float = 3600.0  # of one program
+    seconds: float = 3600.0  # that one program may take
 
     @property
     def name(self) -> str:
         return "apptainer" if self.apptainer and not self.strip_history else "umoci"
 
     def missing_tools(self) -> list[str]:
-        """Return the programs that this machine lacks."""
+        """Return the missing programs."""
         needed = ("skopeo", "apptainer") if self.name == "apptainer" else OWN_TOOLS
         if self.strip_history:
             needed = (*needed, "bwrap", "git")
@@ -53,18 +54,20 @@ class Conversion:
 def convert(
     conversion: Conversion, manifest: Manifest, blobs: Mapping[str, Path], work: Path, facts: Mapping[str, Any]
 ) -> Path:
-    """Return a whole SIF file under `work`; raises `PullError`. `blobs` are the files of the manifest's layers."""
+    """Return a complete SIF file under `work`; `blobs` are the layers' files, digest -> path. Raises `ImageError`."""
     layout = work / "oci"
     to_layout(conversion, manifest, blobs, work / "dir", layout)
     sif = work / "image.sif"
     if conversion.name == "apptainer":
         environ = {**os.environ, "APPTAINER_CACHEDIR": str(work / "cache"), "APPTAINER_TMPDIR": str(work)}
         words: list[str | Path] = ["apptainer", "build", "--force", sif, f"oci:{layout}"]
-        run(words, seconds=conversion.seconds, environ=environ)
+        run_program(words, seconds=conversion.seconds, environ=environ)
     else:
         root = work / "root"
         rootless = [] if os.geteuid() == 0 else ["--rootless"]
-        run(["umoci", "raw", "unpack", *rootless, "--image", f"{layout}:image", root], seconds=conversion.seconds)
+        run_program(
+            ["umoci", "raw", "unpack", *rootless, "--image", f"{layout}:image", root], seconds=conversion.seconds
+        )
         config = read_config(blobs[manifest.config])
         shutil.rmtree(layout)
         write_environment(root, config)
@@ -74,35 +77,35 @@ def convert(
         remove_tree(root)
     image = read_image(sif)
     if image.kind != "SIF" or image.is_cut:
-        raise PullError("convert", f"the file made is no whole SIF ({image.size} bytes)")
+        raise ImageError("convert", f"the SIF file that was made is incomplete ({image.size} bytes)")
     return sif
 
 
 def to_layout(
     conversion: Conversion, manifest: Manifest, blobs: Mapping[str, Path], directory: Path, layout: Path
 ) -> None:
-    """Write the blobs as an OCI layout, without the network; skopeo translates Docker's manifests."""
+    """Write the layers as an OCI layout; skopeo translates Docker's manifests, without the network."""
     directory.mkdir()
     (directory / "version").write_text(DIRECTORY_VERSION)
     (directory / "manifest.json").write_bytes(manifest.content)
     for digest, blob in blobs.items():
         (directory / digest.removeprefix("sha256:")).symlink_to(blob)
     words = ["skopeo", "copy", "--quiet", "--insecure-policy", f"dir:{directory}", f"oci:{layout}:image"]
-    run(words, seconds=conversion.seconds)
+    run_program(words, seconds=conversion.seconds)
     shutil.rmtree(directory)
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
-    """Return what an image says of its variables and command; raises `PullError`."""
+    """Return the variables, labels and command of an image; raises `ImageError`."""
     try:
         config = json.loads(path.read_bytes()).get("config")
     except (ValueError, AttributeError) as error:
-        raise PullError("manifest", f"the configuration of the image is no JSON object: {error}") from error
+        raise ImageError("manifest", f"the configuration of the image is not a JSON object: {error}") from error
     return config if isinstance(config, dict) else {}
 
 
 def write_environment(root: Path, config: Mapping[str, Any]) -> None:
-    """Write what Apptainer reads of an image: its variables, labels and command; never through a link of the image."""
+    """Write the variables, labels and command where Apptainer reads them; follows no link of the image."""
     for name in MOUNT_POINTS:
         if not os.path.lexists(root / name):
             (root / name).mkdir()
@@ -125,7 +128,7 @@ def write_environment(root: Path, config: Mapping[str, Any]) -> None:
 
 
 def environment_script(variables: Sequence[str]) -> str:
-    """Return shell lines that set the image's variables: PATH always, others where the user has not set them."""
+    """Return a shell script that sets the image's variables: PATH always, the others unless the user has set them."""
     lines = ["#!/bin/sh"]
     for text in variables:
         name, _, value = text.partition("=")
@@ -142,14 +145,14 @@ def pack(conversion: Conversion, root: Path, sif: Path) -> None:
     owner = [] if os.geteuid() == 0 else ["-all-root"]
     words: list[str | Path] = ["mksquashfs", root, squashfs, "-noappend", "-quiet", "-no-progress", *owner]
     words += ["-comp", conversion.compression, "-processors", str(conversion.processors)]
-    run(words, seconds=conversion.seconds)
-    run(["siftool", "new", sif], seconds=conversion.seconds)
-    run(["siftool", "add", *SYSTEM_PARTITION, sif, squashfs], seconds=conversion.seconds)
+    run_program(words, seconds=conversion.seconds)
+    run_program(["siftool", "new", sif], seconds=conversion.seconds)
+    run_program(["siftool", "add", *SYSTEM_PARTITION, sif, squashfs], seconds=conversion.seconds)
     squashfs.unlink()
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory, also one whose directories may not be written."""
+    """Remove a directory, also where directories in it are not writable."""
     if os.geteuid() != 0:
         for directory, _, _ in os.walk(path):
             Path(directory).chmod(0o700)

@@ -1,4 +1,4 @@
-"""All instances of the published data sets of SWE tasks, for `--all`: far more than the rows of a blend need."""
+"""All instances of the published SWE data sets, for `--all`: far more than the rows of a blend need."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any
 
 from recipes.errors import DataError, Problem
 from tools.data.sources import download_split, pinned_commit
-from tools.sif.wanted import Task, task_of
+from tools.sif.instances import Instance, instance_from
 
 DATASETS_FILE = Path(__file__).resolve().parents[2] / "configs" / "data" / "swe_datasets.yaml"
 KEYS = {"revision", "split", "instances"}
-COLUMNS = ("instance_id", "docker_image", "base_commit")  # each where the data set has it
+COLUMNS = ("instance_id", "docker_image", "base_commit")  # read where the data set has them
 
 
-def tasks_of_datasets(table: Path, directory: Path, *, allow_moving: bool) -> list[Task]:
-    """Return the tasks of all data sets of the table, at their commits; their parquet files go to `directory`."""
-    tasks: dict[str, Task] = {}
+def instances_of_datasets(table: Path, directory: Path, *, allow_moving: bool) -> list[Instance]:
+    """Return the instances of all data sets of a table, each at its commit; writes their files to `directory`."""
+    instances: dict[str, Instance] = {}
     for dataset, entry in load_datasets(table).items():
         where = f"{table}: datasets.{dataset}"
         commit = pinned_commit(dataset, entry["revision"], f"{where}.revision", allow_moving=allow_moving)
         files = download_split(dataset, commit, entry["split"], directory)
-        found = [task for path in files for task in tasks_of_table(read_table(path), dataset)]
+        found = [instance for path in files for instance in instances_of_table(read_table(path), dataset)]
         expected = entry.get("instances", len(found))
         if len(found) != expected:
-            fix = "the commit holds other rows than the table says; correct one of the two"
+            fix = "correct the number or the commit"
             got = f"{len(found)} at {commit[:12]}"
             raise DataError(Problem(where=f"{where}.instances", got=got, expected=str(expected), fix=fix))
-        tasks |= {task.instance: task for task in found}
-        print(f"sif: {dataset}@{commit}: {len(tasks)} instances so far")
-    return list(tasks.values())
+        instances |= {instance.id: instance for instance in found}
+        print(f"sif: {dataset}@{commit}: {len(instances)} instances so far")
+    return list(instances.values())
 
 
 def load_datasets(path: Path) -> dict[str, dict[str, Any]]:
@@ -41,10 +41,11 @@ def load_datasets(path: Path) -> dict[str, dict[str, Any]]:
         entries: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))["datasets"]
         wrong = {name: entry for name, entry in entries.items() if not _is_entry(entry)}
     except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
-        expected, fix = "`datasets:` with one entry per data set", "see configs/data/swe_datasets.yaml"
-        raise DataError(Problem(where=str(path), got=str(error) or "none", expected=expected, fix=fix)) from error
+        reason = f"not a table `datasets:` with one entry per data set ({error})"
+        fix = "compare it with configs/data/swe_datasets.yaml"
+        raise DataError(Problem(where=str(path), wrong=reason, fix=fix)) from error
     if wrong:
-        expected, fix = "`revision`, `split` and perhaps `instances`, a number", "correct the entry"
+        expected, fix = "`revision`, `split` and optionally `instances`, a number", "correct the entry"
         problems = [
             Problem(where=f"{path}: datasets.{name}", got=repr(entry), expected=expected, fix=fix)
             for name, entry in wrong.items()
@@ -59,7 +60,7 @@ def _is_entry(entry: Any) -> bool:
 
 
 def read_table(path: Path) -> Iterable[Mapping[str, Any]]:
-    """Return the rows of a parquet file, only the columns that are needed."""
+    """Return the rows of a parquet file with the columns of `COLUMNS`."""
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     names = pyarrow.parquet.read_schema(path).names
@@ -68,8 +69,8 @@ def read_table(path: Path) -> Iterable[Mapping[str, Any]]:
     return rows
 
 
-def tasks_of_table(rows: Iterable[Mapping[str, Any]], dataset: str) -> Iterable[Task]:
-    """Yield a task per row; R2E-Gym names no instances, so they are called as their images."""
+def instances_of_table(rows: Iterable[Mapping[str, Any]], dataset: str) -> Iterable[Instance]:
+    """Yield the instance of each row; R2E-Gym has no instance ids, so the name of the image is the id."""
     for row in rows:
         name = row.get("instance_id") or str(row["docker_image"]).rpartition("/")[2].replace(":", "_")
-        yield task_of({**row, "instance_id": name, "dataset_name": dataset})
+        yield instance_from({**row, "instance_id": name, "dataset_name": dataset})

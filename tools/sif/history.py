@@ -1,6 +1,6 @@
 """Take out of an image's repository all that git knows beyond the checked-out commit, so that no fix can be read there.
 
-Images of SWE tasks often hold the later history of the project, with the commit that solves the task. What stays is
+Images of SWE instances often hold the later history of the project, with the commit that solves the task. What stays is
 what HEAD reaches; branches, remotes, later tags, reflogs and every unreachable object go. Git runs in a sandbox,
 because the configuration of a repository can make it run programs.
 """
@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.sif.process import run
-from tools.sif.registry import PullError
+from tools.sif.programs import run_program
+from tools.sif.registry.errors import ImageError
 
 REPOSITORY = "testbed"  # in all three families
 MAX_ENVIRONMENT_COMMITS = 1  # that an image may have on top of the base commit: SWE-bench commits its own set-up
@@ -27,9 +27,9 @@ class Repository:
     def __init__(self, root: Path, seconds: float) -> None:
         self.path, self._seconds = root / REPOSITORY, seconds
         if self.path.is_symlink() or not (self.path / ".git").is_dir() or (self.path / ".git").is_symlink():
-            raise PullError("history", f"no repository at /{REPOSITORY}")
+            raise ImageError("history", f"no repository at /{REPOSITORY}")
         if (self.path / ".git" / "objects" / "info" / "alternates").exists():
-            raise PullError("history", "the repository borrows objects from another one")
+            raise ImageError("history", "the repository borrows objects from another one")
 
     def git(self, *words: str) -> str:
         """Run git in a sandbox that sees the repository and the system's programs, and has no network."""
@@ -44,7 +44,7 @@ class Repository:
         settings = ("safe.directory=*", "core.hooksPath=/dev/null", "core.fsmonitor=false", "gc.auto=0")
         command += ["git", *(word for setting in settings for word in ("-c", setting)), *words]
         environ = {"PATH": os.defpath, "HOME": "/tmp", "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
-        return run(command, seconds=self._seconds, environ=environ, cause="history")
+        return run_program(command, seconds=self._seconds, environ=environ, cause="history")
 
     def lines(self, *words: str) -> list[str]:
         """Return what git printed, by lines."""
@@ -56,7 +56,7 @@ class Repository:
 
 
 def strip_history(root: Path, facts: Mapping[str, Any], *, seconds: float) -> None:
-    """Leave only what the checked-out commit reaches; raises `PullError` when that is not the task's base commit."""
+    """Leave only what the checked-out commit reaches; raises `ImageError` when that is not the task's base commit."""
     repository = Repository(root, seconds)
     head = repository.git("rev-parse", "--verify", "HEAD^{commit}").strip()
     require_base(repository, head, str(facts.get("base_commit") or ""))
@@ -78,23 +78,23 @@ def strip_history(root: Path, facts: Mapping[str, Any], *, seconds: float) -> No
 
 
 def require_base(repository: Repository, head: str, base: str) -> None:
-    """Raise `PullError` unless HEAD is the base commit, or the image's own set-up commit on top of it."""
+    """Raise `ImageError` unless HEAD is the base commit, or the image's own set-up commit on top of it."""
     if not base:
-        raise PullError("history", "the row names no base commit")
+        raise ImageError("history", "the row names no base commit")
     known = repository.commits(head)
     if base not in known:
-        raise PullError("history", f"HEAD {head[:12]} does not hold the base commit {base[:12]}")
+        raise ImageError("history", f"HEAD {head[:12]} does not hold the base commit {base[:12]}")
     if len(repository.commits(f"{base}..{head}")) > MAX_ENVIRONMENT_COMMITS:
-        raise PullError("history", f"HEAD {head[:12]} is beyond the base commit {base[:12]}")
+        raise ImageError("history", f"HEAD {head[:12]} is beyond the base commit {base[:12]}")
 
 
 def verify(repository: Repository, head: str) -> None:
-    """Raise `PullError` when git still has a commit or file that HEAD does not reach (the canary of every image)."""
+    """Raise `ImageError` when git still has a commit or file that HEAD does not reach (the canary of every image)."""
     names = ("cat-file", "--batch-all-objects", "--batch-check=%(objecttype) %(objectname)")
     present = {line.split(" ")[1] for line in repository.lines(*names) if not line.startswith("tag ")}
     reached = reachable(repository.lines("rev-list", "--objects", head))
     if left := present - reached:
-        raise PullError("history", f"{len(left)} objects beyond HEAD are left, such as {min(left)[:12]}")
+        raise ImageError("history", f"{len(left)} objects beyond HEAD are left, such as {min(left)[:12]}")
 
 
 def reachable(lines: Sequence[str]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Pull images in parallel and make a SIF file of each; what fails is named, and stops nothing else."""
+"""Pull images in parallel and convert each to a SIF file; the failure of one stops no other."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from pathlib import Path
 
 from recipes.files import sha256_of
 from tools.files.progress import Progress
-from tools.sif.blobs import Blobs
+from tools.sif.availability import Availability, failure_of
 from tools.sif.convert import Conversion, convert, remove_tree
-from tools.sif.ledger import Failure, Ledger, Made
-from tools.sif.manifests import Available, failure_of
-from tools.sif.registry import Manifest, PullError, Registry
-from tools.sif.wanted import Reference, Task
+from tools.sif.instances import Instance
+from tools.sif.inventory import Failure, Inventory, SifFile
+from tools.sif.registry.client import Manifest, Registry
+from tools.sif.registry.errors import ImageError
+from tools.sif.registry.layers import LayerCache
+from tools.sif.registry.references import Reference
 
 SPACE = "space"
 
 
 @dataclass(kw_only=True)
 class Pull:
-    """The work of one run."""
+    """What the images of one run share."""
 
     directory: Path
     work: Path
     registry: Registry
     conversion: Conversion
-    ledger: Ledger
-    blobs: Blobs
+    inventory: Inventory
+    blobs: LayerCache
     locate: Callable[[Reference], Reference]
     manifests: Mapping[str, Manifest]
     progress: Progress
@@ -44,76 +46,76 @@ class Pull:
         with self._lock:
             self.progress.add(num_bytes)
 
-    def make(self, task: Task) -> Made:
-        """Bring one image into the directory; raises `PullError`. Its temporary files are gone in any case."""
-        place = self.work / task.file.removesuffix(".sif")
-        partial = partial_of(self.directory / task.file)
+    def make(self, instance: Instance) -> SifFile:
+        """Write the SIF file of one instance; raises `ImageError`. Its temporary files are removed in any case."""
+        place = self.work / instance.file.removesuffix(".sif")
+        partial = partial_of(self.directory / instance.file)
         try:
             place.mkdir()
-            reference = self.locate(task.reference)
-            manifest = self.manifests.get(task.instance) or self.registry.manifest(reference)
+            reference = self.locate(instance.reference)
+            manifest = self.manifests.get(instance.id) or self.registry.manifest(reference)
             with self.blobs.of(self.registry, reference, manifest, self.count) as blobs:
-                sif = convert(self.conversion, manifest, blobs, place, task.facts)
-            entry = Made(
-                file=task.file,
-                instance=task.instance,
-                reference=str(task.reference),
+                sif = convert(self.conversion, manifest, blobs, place, instance.facts)
+            entry = SifFile(
+                file=instance.file,
+                instance=instance.id,
+                reference=str(instance.reference),
                 digest=manifest.digest,
                 bytes=sif.stat().st_size,
                 sha256=sha256_of(sif),
                 tool=self.conversion.name,
                 stripped=self.conversion.strip_history,
             )
-            shutil.move(sif, partial)  # a copy when the work is on another file system
+            shutil.move(sif, partial)  # copies when the work is on another file system
             if partial.stat().st_size != entry.bytes:
-                raise PullError("convert", f"{partial}: {partial.stat().st_size} bytes of {entry.bytes}")
-            self.ledger.add(entry)
-            partial.replace(self.directory / task.file)
+                raise ImageError("convert", f"{partial}: {partial.stat().st_size} bytes of {entry.bytes}")
+            self.inventory.add(entry)
+            partial.replace(self.directory / instance.file)
             return entry
         except OSError as error:
             cause = SPACE if error.errno in (errno.ENOSPC, errno.EDQUOT) else "disk"
-            raise PullError(cause, str(error)) from error
+            raise ImageError(cause, str(error)) from error
         finally:
             partial.unlink(missing_ok=True)
             with suppress(FileNotFoundError):
                 remove_tree(place)
 
-    def run(self, tasks: Sequence[Task], workers: int, total: int) -> list[Failure]:
-        """Make every image; return those that failed."""
+    def run(self, instances: Sequence[Instance], workers: int, total: int) -> list[Failure]:
+        """Make the file of every instance; return the failures."""
         failures = []
         with ThreadPoolExecutor(workers) as threads:
-            futures = {threads.submit(self.make, task): task for task in tasks}
+            futures = {threads.submit(self.make, instance): instance for instance in instances}
             for future in as_completed(futures):
-                task = futures[future]
+                instance = futures[future]
                 try:
                     entry = future.result()
                     said = f"{entry.file} ({entry.bytes / 1e6:.1f} MB)"
-                except PullError as error:
-                    failures.append(failure_of(task, error))
+                except ImageError as error:
+                    failures.append(failure_of(instance, error))
                     said = f"FAILED: {error}"
                 self.finished += 1
-                print(f"sif: {self.finished} of {total} {task.instance}: {said}", flush=True)
+                print(f"sif: {self.finished} of {total} {instance.id}: {said}", flush=True)
         return failures
 
 
-def pull(work: Pull, available: Available, workers: int) -> list[Failure]:
-    """Make every image that is there; those for which the disk was full are tried once more, one at a time."""
-    total = len(available.tasks)
-    failures = work.run(available.tasks, workers, total)
+def pull(work: Pull, available: Availability, workers: int) -> list[Failure]:
+    """Make every file; those for which the disk was full are tried once more, one at a time."""
+    total = len(available.instances)
+    failures = work.run(available.instances, workers, total)
     full = [failure.instance for failure in failures if failure.cause == SPACE]
     if full:
         print(f"sif: the disk was full for {len(full)} images; trying each of them alone", flush=True)
         work.blobs.clear()
         work.finished -= len(full)
         failures = [failure for failure in failures if failure.cause != SPACE]
-        for task in available.tasks:
-            if task.instance in full:
-                failures += work.run([task], 1, total)
+        for instance in available.instances:
+            if instance.id in full:
+                failures += work.run([instance], 1, total)
                 work.blobs.clear()
     work.progress.end()
     return failures
 
 
 def partial_of(path: Path) -> Path:
-    """Return the name of a file that is not whole yet."""
+    """Return the name of a file while it is written."""
     return path.with_name(f".{path.name}.partial")

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.sif.process import run
-from tools.sif.registry import PullError
+from tools.sif.programs import run_program
+from tools.sif.registry.errors import ImageError
 
 SCRIPT = Path(__file__).with_name("run.sh")
 PARTITION = re.compile(r"\|(\d+)-\d+\s*\|FS \(Squashfs/\*System")
@@ -25,7 +25,7 @@ OWN_TOOLS = ("siftool", "unshare", "mount", "bwrap")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
+class Container:
     """How commands are run."""
 
     apptainer: bool
@@ -39,26 +39,26 @@ class Box:
         return [tool for tool in (("apptainer",) if self.apptainer else OWN_TOOLS) if shutil.which(tool) is None]
 
 
-def run_in(box: Box, image: Path, command: Sequence[str], *, inputs: Path | None = None) -> str:
-    """Return what a command printed; raises `PullError` when it fails. It sees `inputs` as /inputs."""
+def run_in(container: Container, image: Path, command: Sequence[str], *, inputs: Path | None = None) -> str:
+    """Return what a command printed; raises `ImageError` when it fails. It sees `inputs` as /inputs."""
     with tempfile.TemporaryDirectory(prefix="sif-run-") as place:
         work, empty = Path(place) / "work", Path(place) / "inputs"
         work.mkdir()
         empty.mkdir()
-        words = words_of(box, image.resolve(), work, (inputs or empty).resolve())
-        return run([*words, *command], seconds=box.seconds, cause="run")
+        words = words_of(container, image.resolve(), work, (inputs or empty).resolve())
+        return run_program([*words, *command], seconds=container.seconds, cause="run")
 
 
-def words_of(box: Box, image: Path, work: Path, inputs: Path) -> list[str]:
+def words_of(container: Container, image: Path, work: Path, inputs: Path) -> list[str]:
     """Return the command line before the command."""
-    if box.apptainer:
+    if container.apptainer:
         words = ["apptainer", "exec", "--writable-tmpfs", "--cleanenv", "--pid", "--no-mount", "home,tmp,bind-paths"]
         words += ["--no-privs"] if lacks_rights() else []
         return [*words, "--bind", f"{inputs}:/inputs:ro", "--pwd", "/", str(image)]
     user = [] if os.geteuid() == 0 else ["--map-root-user"]
-    network = "yes" if box.network else "no"
+    network = "yes" if container.network else "no"
     words = ["unshare", "--mount", *user, str(SCRIPT), str(image), str(offset_of(image)), str(work)]
-    return [*words, str(inputs), network, box.size]
+    return [*words, str(inputs), network, container.size]
 
 
 def lacks_rights() -> bool:
@@ -70,21 +70,21 @@ def lacks_rights() -> bool:
 
 
 def offset_of(image: Path) -> int:
-    """Return where the root file system of a SIF file begins; raises `PullError` for a file without one."""
-    found = PARTITION.search(run(["siftool", "list", image], seconds=LIST_SECONDS, cause="run"))
+    """Return where the root file system of a SIF file begins; raises `ImageError` for a file without one."""
+    found = PARTITION.search(run_program(["siftool", "list", image], seconds=LIST_SECONDS, cause="run"))
     if found is None:
-        raise PullError("run", f"{image}: no squashfs partition with a system")
+        raise ImageError("run", f"{image}: no squashfs partition with a system")
     return int(found[1])
 
 
 def main() -> int:
     """Run the command line; return the exit status."""
     image, *command = sys.argv[1:]
-    box = Box(apptainer=shutil.which("apptainer") is not None)
+    container = Container(apptainer=shutil.which("apptainer") is not None)
     with tempfile.TemporaryDirectory(prefix="sif-run-") as place:
         for name in ("work", "inputs"):
             (Path(place) / name).mkdir()
-        words = words_of(box, Path(image).resolve(), Path(place) / "work", Path(place) / "inputs")
+        words = words_of(container, Path(image).resolve(), Path(place) / "work", Path(place) / "inputs")
         return subprocess.run([*words, *command], check=False).returncode
 
 

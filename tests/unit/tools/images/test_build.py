@@ -14,7 +14,7 @@ from tools.images import build as containers
 from tools.images.build import main, output_of, plan, problems, space_problems, wrong_values
 from tools.images.builders import find_builder
 from tools.images.lock import (
-    Entry,
+    LockedImage,
     digest_problems,
     hash_inputs,
     launch_digest,
@@ -85,11 +85,11 @@ def test_a_dry_run_shows_the_builder_that_would_be_taken(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     assert find_builder("", is_dry=True) == "buildah"
     assert find_builder("docker", is_dry=True) == "docker"
-    with pytest.raises(LaunchError, match=r"got docker that does not work, .* `docker buildx inspect`$"):
+    with pytest.raises(LaunchError, match=r"docker does not work here; .* `docker buildx inspect`$"):
         find_builder("docker")
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
     assert find_builder("", is_dry=True) == "docker"
-    with pytest.raises(LaunchError, match="no builder that works"):
+    with pytest.raises(LaunchError, match="no builder works"):
         find_builder("")
 
 
@@ -103,7 +103,7 @@ def test_a_dry_run_shows_the_builder_that_would_be_taken(monkeypatch, tmp_path):
         ("sandbox", {"REGISTRY": "https://r.example"}, "REGISTRY: got https://r.example, expected HOST"),
         ("sandbox", {"REGISTRY": "r.example/Lab"}, "REGISTRY: got r.example/Lab"),
         ("sandbox", {"PUSH": "maybe"}, "PUSH: got maybe, expected true or false"),
-        ("sandbox", {"PUSH": "yes"}, "PUSH: got no REGISTRY, expected the registry to push to; set REGISTRY="),
+        ("sandbox", {"PUSH": "yes"}, "PUSH: REGISTRY is not set, so there is nowhere to push to; set REGISTRY="),
         ("sandbox", {"BUILD_FLAGS": "--label='x"}, "BUILD_FLAGS: got --label='x, expected words quoted as for a shell"),
         ("sand", {}, "ENGINE or SANDBOX: got sand, expected cpu_test or native or nemo-skills"),
     ],
@@ -126,21 +126,21 @@ def test_names_of_registries(registry):
     assert wrong_values("sandbox", {"REGISTRY": registry, "TAG": "v1.2_x-y", "PUSH": "1"}) == []
 
 
-def test_what_would_end_the_work_late_is_refused_first(monkeypatch, tmp_path):
+def test_what_would_fail_late_is_refused_first(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "podman").write_text("#!/bin/sh\nexit 125\n")
     (tmp_path / "podman").chmod(0o755)
     (tmp_path / "file").touch()
     found = problems(plan("sandbox", {"SQSH": f"{tmp_path}/file/x.sqsh"}, "buildah"))
-    assert [problem.got for problem in found] == [
-        "no enroot on this machine",
-        f"{tmp_path}/file: no writable directory",
+    assert [f"{problem.where}: {problem.wrong}" for problem in found] == [
+        "enroot: not on PATH, but SQSH needs it",
+        f"SQSH: {tmp_path}/file is not a directory that you may write to",
     ]
     found = problems(plan("sandbox", {"SQSH": str(tmp_path)}, "podman"))
-    assert [problem.fix for problem in found][1:] == [f"SQSH={tmp_path}/sandbox.sqsh"]
-    assert [problem.got for problem in problems(plan("nemo-skills", {}, "podman"))] == ["no git on this machine"]
+    assert [problem.fix for problem in found][1:] == [f"set SQSH={tmp_path}/sandbox.sqsh"]
+    assert [problem.where for problem in problems(plan("nemo-skills", {}, "podman"))] == ["git"]
     (base,) = problems(plan("swe", {}, "podman"))
-    assert str(base).startswith("BASE: got localhost/super-rl/native:latest: no image that podman has")
+    assert str(base).startswith("BASE: podman has no image localhost/super-rl/native:latest; ")
     assert problems(plan("swe", {"BASE": "r.example/x:1"}, "podman")) == []
     assert problems(plan("sandbox", {}, "podman")) == []
 
@@ -150,16 +150,16 @@ def test_an_import_needs_room_for_the_file_and_for_enroot(tmp_path):
     found = space_problems(2**60, tmp_path, {"TMPDIR": str(tmp_path)})
     assert [problem.where for problem in found] == ["SQSH", "ENROOT_TEMP_PATH"]
     (found,) = space_problems(1, tmp_path, {"ENROOT_TEMP_PATH": f"{tmp_path}/none"})
-    assert str(found).startswith(f"ENROOT_TEMP_PATH: got {tmp_path}/none: no directory")
+    assert str(found).startswith(f"ENROOT_TEMP_PATH: {tmp_path}/none is not a directory")
 
 
 def test_the_lock_survives_and_inputs_are_hashed_with_their_names(tmp_path):
-    entry = Entry(tag="t", digest=DIGEST, inputs="i", arguments={"CUDA": "cu130"})
+    entry = LockedImage(tag="t", digest=DIGEST, inputs="i", arguments={"CUDA": "cu130"})
     write_lock(tmp_path / "images.lock", {"native": entry})
     assert read_lock(tmp_path / "images.lock") == {"native": entry}
     assert read_lock(tmp_path / "none") == {}
     (tmp_path / "cut").write_text('{"images": {"native": {"tag": "t"}}}')
-    with pytest.raises(LaunchError, match="cut: got a damaged file"):
+    with pytest.raises(LaunchError, match="cut: the lock of images is damaged"):
         read_lock(tmp_path / "cut")
     (tmp_path / "dir").mkdir()
     (tmp_path / "dir" / "a").write_text("x")
@@ -169,7 +169,7 @@ def test_the_lock_survives_and_inputs_are_hashed_with_their_names(tmp_path):
 
 
 def test_a_launch_with_another_image_is_reported(tmp_path):
-    lock = {"native": Entry(tag="t", digest=DIGEST, inputs="", arguments={})}
+    lock = {"native": LockedImage(tag="t", digest=DIGEST, inputs="", arguments={})}
     image = tmp_path / "x.sqsh"
     image.write_bytes(b"12345")
     assert launch_digest("r.example/x:1") is None

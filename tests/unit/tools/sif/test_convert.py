@@ -10,8 +10,8 @@ import pytest
 
 from tools.sif.convert import Conversion, environment_script, write_environment
 from tools.sif.history import reachable
-from tools.sif.process import run
-from tools.sif.registry import PullError
+from tools.sif.programs import run_program
+from tools.sif.registry.client import ImageError
 
 
 def test_variables_reach_a_shell_as_they_are(tmp_path):
@@ -58,15 +58,15 @@ def test_tools_follow_from_what_is_asked():
     ],
 )
 def test_a_program_that_fails_says_why(command, seconds, cause):
-    with pytest.raises(PullError) as raised:
-        run(command, seconds=seconds)
+    with pytest.raises(ImageError) as raised:
+        run_program(command, seconds=seconds)
     assert raised.value.cause == cause
 
 
 def test_nothing_that_a_program_started_outlives_it(tmp_path):
     pid = tmp_path / "pid"
-    with pytest.raises(PullError, match="did not end"):
-        run(["sh", "-c", f"sleep 60 & echo $! > {pid}; wait"], seconds=0.5)
+    with pytest.raises(ImageError, match="did not end"):
+        run_program(["sh", "-c", f"sleep 60 & echo $! > {pid}; wait"], seconds=0.5)
     number = int(pid.read_text())
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(number)], capture_output=True, text=True, check=False).stdout
     assert state.strip()[:1] in ("", "Z")

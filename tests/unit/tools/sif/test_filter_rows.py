@@ -7,7 +7,7 @@ import json
 import pytest
 
 from recipes.errors import DataError
-from tools.sif.good_rows import require_place, write_good_rows
+from tools.sif.filter_rows import require_place, write_good_rows
 
 
 def row(instance: str | None) -> bytes:
@@ -54,7 +54,7 @@ def test_rows_of_good_instances_and_rows_without_one_stay(place, capsys):
 def test_no_copy_takes_the_place_of_its_rows(place):
     rows = place / "swe2/train-split.jsonl"
     require_place([rows], place / "good")
-    with pytest.raises(DataError, match=r"--out: got the directory of .*swe2/train-split.jsonl"):
+    with pytest.raises(DataError, match=r"--out: the copies would overwrite .*swe2/train-split.jsonl"):
         require_place([rows], place / "good/../swe2")
     with pytest.raises(DataError, match=r"--rows: got train-split.jsonl twice"):
         require_place([rows, place / "train-split.jsonl"], place / "good")

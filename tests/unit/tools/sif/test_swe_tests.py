@@ -7,18 +7,18 @@ import subprocess
 
 import pytest
 
-from tools.sif.tests import (
+from tools.sif.instances import Instance, instance_from
+from tools.sif.swe_tests import (
     CONDA,
     ENTER,
-    RUNNERS,
+    FRAMEWORKS,
     command_of,
     expected_tests,
+    framework_of,
     is_solved,
     results,
-    runner_of,
     wrong_tests,
 )
-from tools.sif.wanted import Task, task_of
 
 PYTEST = """
 =========================== short test summary info ============================
@@ -43,8 +43,8 @@ test_three E                                                    [FAIL]
 """
 
 
-def task(dataset: str = "SWE-bench_Verified", instance: str = "a__b-1", **facts: object) -> Task:
-    return task_of({"instance_id": instance, "dataset_name": dataset, **facts})
+def swe_instance(dataset: str = "SWE-bench_Verified", instance: str = "a__b-1", **facts: object) -> Instance:
+    return instance_from({"instance_id": instance, "dataset_name": dataset, **facts})
 
 
 @pytest.mark.parametrize(
@@ -66,28 +66,28 @@ def task(dataset: str = "SWE-bench_Verified", instance: str = "a__b-1", **facts:
     ],
 )
 def test_output_is_read(runner, output, passed, not_passed):
-    found = results(RUNNERS[runner], output)
+    found = results(FRAMEWORKS[runner], output)
     assert all(found[name] for name in passed)
     assert not any(found[name] for name in not_passed)
 
 
 def test_a_test_that_did_not_run_has_failed():
     assert not is_solved({"a": True}, {})
-    assert is_solved({"a": True, "b": False}, {"a": True})  # R2E-Gym names tests that fail in a solved task too
+    assert is_solved({"a": True, "b": False}, {"a": True})  # R2E-Gym names tests that fail in a solved instance too
     assert wrong_tests({"a": True, "b": False}, {"a": False, "b": True}) == ["a", "b"]
 
 
 def test_expected_tests_come_from_the_row():
-    both = task(FAIL_TO_PASS='["x"]', PASS_TO_PASS=["y"])
+    both = swe_instance(FAIL_TO_PASS='["x"]', PASS_TO_PASS=["y"])
     assert expected_tests(both) == {"x": True, "y": True}
-    r2e = task("R2E-Gym", "a__b-1", expected_output_json=json.dumps({"T.x": "PASSED", "T.y": "FAILED"}))
+    r2e = swe_instance("R2E-Gym", "a__b-1", expected_output_json=json.dumps({"T.x": "PASSED", "T.y": "FAILED"}))
     assert expected_tests(r2e) == {"T.x": True, "T.y": False}
     with pytest.raises(ValueError, match="no tests"):
-        expected_tests(task())
+        expected_tests(swe_instance())
 
 
 @pytest.mark.parametrize(
-    ("dataset", "instance", "facts", "runner"),
+    ("dataset", "instance", "facts", "framework"),
     [
         ("SWE-bench_Verified", "django__django-11099", {"repo": "django/django"}, "django"),
         ("SWE-bench_Verified", "sympy__sympy-1", {}, "sympy"),
@@ -95,17 +95,17 @@ def test_expected_tests_come_from_the_row():
         ("R2E-Gym/R2E-Gym-Subset", "sympy__sympy-0a1b", {}, "r2egym"),
     ],
 )
-def test_each_project_has_its_runner(dataset, instance, facts, runner):
-    assert runner_of(task(dataset, instance, **facts)).name == runner
+def test_each_project_has_its_framework(dataset, instance, facts, framework):
+    assert framework_of(swe_instance(dataset, instance, **facts)).name == framework
 
 
 def test_commands_name_the_files_of_the_test_patch():
     patch = "--- a/tests/model/tests.py\n+++ b/tests/model/tests.py\n+++ b/tests/model/data.json\n"
     facts = {"test_patch": patch, "FAIL_TO_PASS": '["test_one (model.tests.FirstTests)"]'}
-    assert command_of(task(instance="django__django-1", **facts)).endswith("--parallel 1 model.tests")
-    other = task(test_patch=patch, FAIL_TO_PASS='["tests/b c.py::test_one"]')
+    assert command_of(swe_instance(instance="django__django-1", **facts)).endswith("--parallel 1 model.tests")
+    other = swe_instance(test_patch=patch, FAIL_TO_PASS='["tests/b c.py::test_one"]')
     assert command_of(other).endswith("no:cacheprovider 'tests/b c.py' tests/model/tests.py")
-    r2e = command_of(task("R2E-Gym", "a__b-1", expected_output_json='{"T.x": "PASSED"}'))
+    r2e = command_of(swe_instance("R2E-Gym", "a__b-1", expected_output_json='{"T.x": "PASSED"}'))
     assert r2e.startswith("{ [ -e r2e_tests ]") and r2e.endswith("bash $script")
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from recipes.errors import DataError
 from tools.files.revisions import is_commit
-from tools.sif.datasets import DATASETS_FILE, load_datasets, tasks_of_table
-from tools.sif.make import hidden
+from tools.sif.build import shadowed
+from tools.sif.datasets import DATASETS_FILE, instances_of_table, load_datasets
+from tools.sif.instances import Reference, family_of, instance_from, instances_of_rows
 from tools.sif.names import Listing
-from tools.sif.wanted import Reference, family_of, task_of, tasks_of_rows
 
 VERIFIED, GYM, R2E = "princeton-nlp/SWE-bench_Verified", "SWE-Gym/SWE-Gym", "R2E-Gym/R2E-Gym-Subset"
 
@@ -45,27 +45,31 @@ def row(instance: str, dataset: str, **facts: object) -> str:
     ],
 )
 def test_families_name_their_images(tmp_path, dataset, instance, reference, file):
-    task = task_of({"instance_id": instance, "dataset_name": dataset})
-    assert (str(task.reference), task.file) == (reference, file)
-    assert task.existing(tmp_path, Listing()) is None
+    instance = instance_from({"instance_id": instance, "dataset_name": dataset})
+    assert (str(instance.reference), instance.file) == (reference, file)
+    assert instance.existing(tmp_path, Listing()) is None
     (tmp_path / file).touch()
-    assert task.existing(tmp_path, Listing()) == tmp_path / file  # the agent finds what is made
+    assert instance.existing(tmp_path, Listing()) == tmp_path / file  # the agent finds what is made
 
 
 def test_a_row_may_name_its_image(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(row("aio-libs__aiohttp-1", R2E, docker_image="registry.example:5000/Mine/aiohttp_final:1"))
-    (task,) = tasks_of_rows([rows])
-    assert str(task.reference) == "registry.example:5000/mine/aiohttp_final:1"
-    assert task.reference.api == "https://registry.example:5000/v2/mine/aiohttp_final"
-    assert task.file == "r2egym_aiohttp_final_1.sif"
+    with pytest.raises(
+        DataError, match=r"rows.jsonl:1: .*: got an image in registry.example:5000, expected docker.io; .*"
+    ):
+        instances_of_rows([rows])
+    (instance,) = instances_of_rows([rows], frozenset(("docker.io", "registry.example:5000")))
+    assert str(instance.reference) == "registry.example:5000/mine/aiohttp_final:1"
+    assert instance.reference.api == "https://registry.example:5000/v2/mine/aiohttp_final"
+    assert instance.file == "r2egym_aiohttp_final_1.sif"
 
 
 def test_rows_without_an_instance_need_nothing_and_others_count_once(tmp_path):
     rows = tmp_path / "rows.jsonl"
     plain = json.dumps({"responses_create_params": {"input": "x", "metadata": None}}) + "\n"
     rows.write_text(plain + row("a__b-1", VERIFIED) * 2 + row("a__b-2", VERIFIED))
-    assert [task.instance for task in tasks_of_rows([rows])] == ["a__b-1", "a__b-2"]
+    assert [instance.id for instance in instances_of_rows([rows])] == ["a__b-1", "a__b-2"]
 
 
 def test_rows_of_which_none_needs_an_image_are_the_wrong_rows(tmp_path):
@@ -73,26 +77,24 @@ def test_rows_of_which_none_needs_an_image_are_the_wrong_rows(tmp_path):
     for name, text in (("train.jsonl", plain), ("val.jsonl", "")):
         (tmp_path / name).write_text(text)
     files = [tmp_path / "train.jsonl", tmp_path / "val.jsonl"]
-    with pytest.raises(DataError, match=r"train.jsonl and .*val.jsonl: got no row of a SWE task.* BLEND=swe2"):
-        tasks_of_rows(files)
+    with pytest.raises(DataError, match=r"train.jsonl and .*val.jsonl: no row has .*instance_id.* BLEND=swe2"):
+        instances_of_rows(files)
 
 
 def test_many_wrong_rows_are_counted(tmp_path):
     (tmp_path / "rows.jsonl").write_text("{\n" * 30)
     with pytest.raises(DataError) as failure:
-        tasks_of_rows([tmp_path / "rows.jsonl"])
+        instances_of_rows([tmp_path / "rows.jsonl"])
     lines = str(failure.value).splitlines()
     assert [line.split(":")[1] for line in lines[:20]] == [str(number) for number in range(1, 21)]
-    assert lines[20:] == [
-        f"{tmp_path}/rows.jsonl: got 10 more wrong rows, expected none; `make data-validate` names every wrong row"
-    ]
+    assert lines[20:] == [f"{tmp_path}/rows.jsonl: 10 more rows are wrong; `make data-validate` names every wrong row"]
 
 
 def test_every_wrong_row_is_named(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(row("a__b-1", "somebody/else") + "{\n" + row("a__b-2", VERIFIED) + row("plain", R2E))
     with pytest.raises(DataError) as raised:
-        tasks_of_rows([rows, tmp_path / "absent.jsonl"])
+        instances_of_rows([rows, tmp_path / "absent.jsonl"])
     places = [problem.where for problem in raised.value.problems]
     assert places == [f"{rows}:1: a__b-1", f"{rows}:2", f"{rows}:4: plain", str(tmp_path / "absent.jsonl")]
 
@@ -103,6 +105,7 @@ def test_every_wrong_row_is_named(tmp_path):
         ("ubuntu", "docker.io/library/ubuntu:latest", "https://registry-1.docker.io/v2/library/ubuntu"),
         ("127.0.0.1:5000/a/b:C", "127.0.0.1:5000/a/b:C", "http://127.0.0.1:5000/v2/a/b"),
         ("localhost/a", "localhost/a:latest", "http://localhost/v2/a"),
+        ("localhost.example.com/a", "localhost.example.com/a:latest", "https://localhost.example.com/v2/a"),
     ],
 )
 def test_names_are_read_as_docker_reads_them(text, full, api):
@@ -113,11 +116,16 @@ def test_a_mirror_stands_before_the_name():
     reference = Reference.parse("swebench/x:1")
     assert str(reference.behind("mirror.example/hub/")) == "mirror.example/hub/swebench/x:1"
     assert str(reference.behind("mirror.example:5000")) == "mirror.example:5000/swebench/x:1"
+    assert reference.behind("") == reference
+    elsewhere = Reference.parse("registry.example/x:1")
+    assert elsewhere.behind("mirror.example") == elsewhere  # a mirror is one of Docker Hub
 
 
-@pytest.mark.parametrize("text", ["", "a:", "host.example/"])
-def test_what_is_no_name_is_refused(text):
-    with pytest.raises(ValueError, match="no name"):
+@pytest.mark.parametrize(
+    "text", ["", "a:", "host.example/", "a/../b", "a?b=c", "me@host.example/a", "host.example:x/a", "a b", "a\n"]
+)
+def test_what_is_not_a_name_is_refused(text):
+    with pytest.raises(ValueError, match="not the name of an image"):
         Reference.parse(text)
 
 
@@ -127,22 +135,22 @@ def test_an_unknown_family_is_refused():
         family_of("")
 
 
-def test_tables_of_the_data_sets_give_tasks():
-    (task,) = tasks_of_table([{"docker_image": "namanjain12/numpy_final:0a1b"}], R2E)
-    assert (task.instance, task.file) == ("numpy_final_0a1b", "r2egym_numpy_final_0a1b.sif")
-    assert str(task.reference) == "docker.io/namanjain12/numpy_final:0a1b"
+def test_tables_of_the_data_sets_give_instances():
+    (instance,) = instances_of_table([{"docker_image": "namanjain12/numpy_final:0a1b"}], R2E)
+    assert (instance.id, instance.file) == ("numpy_final_0a1b", "r2egym_numpy_final_0a1b.sif")
+    assert str(instance.reference) == "docker.io/namanjain12/numpy_final:0a1b"
 
 
 def test_a_file_that_would_be_found_first_is_in_the_way(tmp_path):
-    task = task_of({"instance_id": "a__b-1", "dataset_name": VERIFIED})
-    assert hidden(task, None) is None
-    assert hidden(task, tmp_path / task.file) is None
+    instance = instance_from({"instance_id": "a__b-1", "dataset_name": VERIFIED})
+    assert shadowed(instance, None) is None
+    assert shadowed(instance, tmp_path / instance.file) is None
     other = tmp_path / "swebench_sweb.eval.x86_64.a__b-1.sif"
     other.touch()
-    (tmp_path / task.file).touch()
-    assert task.existing(tmp_path, Listing()) == other
-    failure = hidden(task, other)
-    assert failure is not None and failure.cause == "hidden" and str(other) in failure.detail
+    (tmp_path / instance.file).touch()
+    assert instance.existing(tmp_path, Listing()) == other
+    failure = shadowed(instance, other)
+    assert failure is not None and failure.cause == "shadowed" and str(other) in failure.detail
 
 
 def test_the_published_data_sets_are_at_commits():
@@ -157,8 +165,8 @@ def test_the_published_data_sets_are_at_commits():
         ("datasets: {a/b: {revision: main}}", "datasets.a/b: got {'revision': 'main'}, expected `revision`, `split`"),
         ("datasets: {a/b: {revision: main, split: x, rows: 3}}", "datasets.a/b: got"),
         ("datasets: {a/b: {revision: main, split: x, instances: many}}", "datasets.a/b: got"),
-        ("sets: 3", "expected `datasets:` with one entry per data set"),
-        ("datasets: 3", "expected `datasets:` with one entry per data set"),
+        ("sets: 3", "not a table `datasets:` with one entry per data set"),
+        ("datasets: 3", "not a table `datasets:` with one entry per data set"),
     ],
 )
 def test_a_wrong_table_of_data_sets_is_named(tmp_path, content, message):

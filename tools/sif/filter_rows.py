@@ -1,4 +1,4 @@
-"""The rows to train on: those of instances whose images were found good, and those that need no image."""
+"""Copy the rows to train on: those of instances whose images are good, and those that need no image."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ MANIFEST = "manifest.json"
 
 
 def require_place(rows: Sequence[Path], out: Path) -> None:
-    """Raise `DataError` where copies would take the place of a row file or of each other."""
+    """Raise `DataError` where a copy would overwrite a row file or another copy."""
     if same := [path for path in rows if path.resolve().parent == out.resolve()]:
-        fix = "give --out a directory of its own"
-        raise DataError(Problem(where="--out", got=f"the directory of {same[0]}", expected="another", fix=fix))
+        wrong = f"the copies would overwrite the rows in the directory of {same[0]}"
+        raise DataError(Problem(where="--out", wrong=wrong, fix="name another directory"))
     names = [path.name for path in rows]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise DataError(
-            Problem(
-                where="--rows",
-                got=f"{twice[0]} twice",
-                expected="files of different names",
-                fix="run it for each alone",
-            )
+        problem = Problem(
+            where="--rows",
+            got=f"{twice[0]} twice",
+            expected="files of different names",
+            fix="run it once for each file",
         )
+        raise DataError(problem)
 
 
 def write_good_rows(rows: Sequence[Path], good: set[str], out: Path, *, good_list: Path) -> None:
-    """Copy the row files byte by byte without the rows of other instances, with a manifest, unless that is done.
+    """Copy the row files without the rows of other instances, byte by byte, and write a manifest.
+
+    Copies that are up to date stay.
 
     `good_list` is the list of all good instances; `good` are those of these rows.
     """

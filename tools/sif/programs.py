@@ -1,4 +1,4 @@
-"""Run one program of an image conversion: with a deadline, never outliving us, its failure as a cause."""
+"""Run one program of an image conversion, with a deadline; nothing that it starts outlives it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from tools.processes import dies_with_parent
-from tools.sif.registry import PullError
+from tools.sif.registry.errors import ImageError
 
-MAX_SHOWN = 600  # characters of what a program said
+MAX_SHOWN = 600  # characters of a program's output in a message
 NO_SPACE = "no space left on device"
 
 
-def run(
+def run_program(
     words: Sequence[str | Path],
     *,
     seconds: float,
@@ -24,7 +24,7 @@ def run(
     environ: Mapping[str, str] | None = None,
     cause: str = "convert",
 ) -> str:
-    """Return what the program printed; raises `PullError` when it fails, or does not end in time."""
+    """Return what the program printed; raises `ImageError` with `cause` when it fails, or "timeout" when it is late."""
     command = [str(word) for word in words]
     try:
         process = subprocess.Popen(
@@ -40,13 +40,13 @@ def run(
             preexec_fn=dies_with_parent(signal.SIGKILL),
         )
     except FileNotFoundError as error:
-        raise PullError("tool", f"no {command[0]} on this machine") from error
+        raise ImageError("tool", f"{command[0]} is not installed") from error
     try:
         output, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired as error:
-        raise PullError("timeout", f"{command[0]} did not end in {seconds:.0f} s") from error
+        raise ImageError("timeout", f"{command[0]} did not end in {seconds:.0f} s") from error
     finally:
-        with suppress(ProcessLookupError):  # what it started, however it ended
+        with suppress(ProcessLookupError):  # also what it started
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         for pipe in (process.stdout, process.stderr):
@@ -56,5 +56,5 @@ def run(
         said = (errors.strip() or output.strip())[-MAX_SHOWN:]
         is_full = NO_SPACE in (errors + output).lower()
         detail = f"{command[0]} ended with {process.returncode}: {' '.join(said.split())}"
-        raise PullError("space" if is_full else cause, detail)
+        raise ImageError("space" if is_full else cause, detail)
     return output

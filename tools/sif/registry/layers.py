@@ -1,4 +1,4 @@
-"""The layers that are on disk at the moment: each is fetched once, however many images share it."""
+"""The layers that are on disk during a run: each is pulled once, however many images share it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tools.sif.registry import Manifest, Registry
-from tools.sif.wanted import Reference
+from tools.sif.registry.client import Manifest, Registry
+from tools.sif.registry.references import Reference
 
 
-class Blobs:
-    """A directory of blobs named by their digests; what no image uses goes when there is more than `limit` bytes."""
+class LayerCache:
+    """A directory of layers named by digest; above `limit` bytes, those that no image uses are removed."""
 
     def __init__(self, directory: Path, limit: int) -> None:
         self._directory, self._limit = directory, limit
@@ -21,13 +21,13 @@ class Blobs:
         self._lock = threading.Lock()
         self._fetching: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._users: defaultdict[str, int] = defaultdict(int)
-        self._idle: OrderedDict[str, int] = OrderedDict()  # bytes, the longest unused first
+        self._idle: OrderedDict[str, int] = OrderedDict()  # digest -> bytes, the longest unused first
 
     @contextmanager
     def of(
         self, registry: Registry, reference: Reference, manifest: Manifest, count: Callable[[int], None]
     ) -> Iterator[dict[str, Path]]:
-        """Give the files of an image while the block runs; `count` is called with bytes that are there."""
+        """Yield the layers of an image, digest -> path, which stay while the block runs; `count` gets their bytes."""
         with self._lock:
             for digest in manifest.layers:
                 self._users[digest] += 1
@@ -58,7 +58,7 @@ class Blobs:
                 self._remove(next(iter(self._idle)))
 
     def clear(self) -> None:
-        """Remove what no image uses."""
+        """Remove the layers that no image uses."""
         with self._lock:
             for digest in list(self._idle):
                 self._remove(digest)

@@ -1,7 +1,7 @@
-"""How the tests of a SWE task are run, and what their output says: enough of it to tell a solved task from another.
+"""How the tests of a SWE instance are run, and which of them passed, by their output.
 
-The names of tests are those of the data sets: pytest's ids; `test_x (module.Class)` of Django; bare functions of
-SymPy; for R2E-Gym what its own script prints. Training itself scores with the agents' own harness.
+Tests have the names of the data sets: pytest's ids; `test_x (module.Class)` for Django; bare functions for SymPy; for
+R2E-Gym what its own script prints. This decides only which images are good; training scores with the agents' harness.
 """
 
 from __future__ import annotations
@@ -13,40 +13,40 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tools.sif.wanted import R2E_GYM, Task
+from tools.sif.instances import R2E_GYM, Instance
 
 PATCHED_FILE = re.compile(r"^\+\+\+ b/(\S+)", re.MULTILINE)
 PYTEST_LINE = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS|SKIPPED) (\S.*)$", re.MULTILINE)
 DJANGO_LINE = re.compile(r"^(.+?) \.\.\. (.*)$", re.MULTILINE)
 SYMPY_LINE = re.compile(r"^(test_\w+)\s+(\S+)", re.MULTILINE)
 COLOR = re.compile(r"\x1b\[[0-9;]*m")
-CONDA = "/opt/miniconda3/bin/activate"  # reads its words with a `.` that, in dash, is given none
+CONDA = "/opt/miniconda3/bin/activate"  # reads its arguments, and dash gives a sourced file none of its own
 ENTER = f"[ ! -f {CONDA} ] || {{ set -- testbed; . {CONDA} testbed; }}; cd /testbed"
 R2E_SCRIPT = "for script in run_tests.sh /run_tests.sh; do [ ! -f $script ] || break; done; [ -f $script ]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Runner:
-    """One way to run tests."""
+class Framework:
+    """A test framework."""
 
     name: str
-    present: str  # shell that succeeds when it is there
-    command: str  # shell; {files} are the tests' files, {labels} the same as Django writes them
+    present: str  # shell command that succeeds where it is installed
+    command: str  # shell command; {files}: test files, {labels}: the same as Django labels
 
 
-RUNNERS = {
-    "django": Runner(
+FRAMEWORKS = {
+    "django": Framework(
         name="django",
         present="test -f tests/runtests.py",
         command="./tests/runtests.py --verbosity 2 --settings=test_sqlite --parallel 1 {labels}",
     ),
-    "sympy": Runner(name="sympy", present="test -f bin/test", command="bin/test -C --verbose {files}"),
-    "pytest": Runner(
+    "sympy": Framework(name="sympy", present="test -f bin/test", command="bin/test -C --verbose {files}"),
+    "pytest": Framework(
         name="pytest",
         present="python -m pytest --version",
         command="python -m pytest -rA --tb=no -p no:cacheprovider {files}",
     ),
-    R2E_GYM: Runner(
+    R2E_GYM: Framework(
         name=R2E_GYM,
         present=R2E_SCRIPT,
         command=f"{{{{ [ -e r2e_tests ] || [ ! -e /r2e_tests ] || ln -s /r2e_tests r2e_tests; {R2E_SCRIPT}; }}}}"
@@ -55,18 +55,18 @@ RUNNERS = {
 }
 
 
-def runner_of(task: Task) -> Runner:
-    """Return how the tests of a task are run."""
-    if task.family == R2E_GYM:
-        return RUNNERS[R2E_GYM]
-    project = str(task.facts.get("repo") or task.instance.replace("__", "/")).rpartition("/")[2]
-    return RUNNERS.get(re.split(r"-\d+$", project)[0], RUNNERS["pytest"])
+def framework_of(instance: Instance) -> Framework:
+    """Return the framework of an instance's tests."""
+    if instance.family == R2E_GYM:
+        return FRAMEWORKS[R2E_GYM]
+    project = str(instance.facts.get("repo") or instance.id.replace("__", "/")).rpartition("/")[2]
+    return FRAMEWORKS.get(re.split(r"-\d+$", project)[0], FRAMEWORKS["pytest"])
 
 
-def expected_tests(task: Task) -> dict[str, bool]:
-    """Return which tests pass and which fail once a task is solved; raises `ValueError` when the row says nothing."""
-    facts = task.facts
-    if task.family == R2E_GYM and facts.get("expected_output_json"):
+def expected_tests(instance: Instance) -> dict[str, bool]:
+    """Return test -> whether it passes once the instance is solved; raises `ValueError` for a row without tests."""
+    facts = instance.facts
+    if instance.family == R2E_GYM and facts.get("expected_output_json"):
         expected = _loaded(facts["expected_output_json"])
         tests = {str(name): status == "PASSED" for name, status in expected.items()}
     else:
@@ -81,22 +81,22 @@ def _loaded(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) else value
 
 
-def command_of(task: Task) -> str:
-    """Return the shell line that runs a task's tests in its image, with what both patches have changed."""
-    files = [file for file in PATCHED_FILE.findall(str(task.facts.get("test_patch") or "")) if file.endswith(".py")]
-    named = {name.partition("::")[0] for name in expected_tests(task) if "::" in name}
-    files = sorted({*files, *named}) if task.family != R2E_GYM else []
+def command_of(instance: Instance) -> str:
+    """Return the shell command that runs the tests of the row and of its test patch."""
+    files = [file for file in PATCHED_FILE.findall(str(instance.facts.get("test_patch") or "")) if file.endswith(".py")]
+    named = {name.partition("::")[0] for name in expected_tests(instance) if "::" in name}
+    files = sorted({*files, *named}) if instance.family != R2E_GYM else []
     labels = [file.removeprefix("tests/").removesuffix(".py").replace("/", ".") for file in files]
-    return runner_of(task).command.format(files=shlex.join(files), labels=shlex.join(labels))
+    return framework_of(instance).command.format(files=shlex.join(files), labels=shlex.join(labels))
 
 
-def results(runner: Runner, output: str) -> dict[str, bool]:
-    """Return test -> passed of an output."""
+def results(framework: Framework, output: str) -> dict[str, bool]:
+    """Return test -> whether it passed, from the output."""
     text = COLOR.sub("", output)
     found: dict[str, bool] = {}
-    if runner.name == "django":
+    if framework.name == "django":
         return {name.strip(): status.strip().endswith("ok") for name, status in DJANGO_LINE.findall(text)}
-    if runner.name == "sympy":
+    if framework.name == "sympy":
         return {name: status == "ok" for name, status in SYMPY_LINE.findall(text)}
     for status, rest in PYTEST_LINE.findall(text):
         name = rest.split(" - ", 1)[0] if status in ("FAILED", "ERROR") else rest
@@ -108,10 +108,10 @@ def results(runner: Runner, output: str) -> dict[str, bool]:
 
 
 def is_solved(expected: Mapping[str, bool], found: Mapping[str, bool]) -> bool:
-    """Return whether each test did what it does in a solved task; one that was not run counts as failed."""
+    """Whether every test did what it does in a solved instance; a test that was not run counts as failed."""
     return all(found.get(name, False) == passed for name, passed in expected.items())
 
 
 def wrong_tests(expected: Mapping[str, bool], found: Mapping[str, bool]) -> Sequence[str]:
-    """Return the tests that did not do what they do in a solved task."""
+    """Return the tests that did not do what they do in a solved instance."""
     return [name for name, passed in expected.items() if found.get(name, False) != passed]

@@ -1,7 +1,7 @@
-"""What is known of the SIF files in a directory: one JSON line per file that was made, and the list of failures.
+"""The inventory of a SIF directory: one JSON line per file that was built, and the list of failures.
 
-A line is written before the file takes its name, so a file with a wrong size or without a line was made by others or
-by an earlier run.
+The line is written before the file takes its name. A file without a line, or with another size than its line says, was
+made by another program, or its run was killed in between.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from recipes.errors import DataError, Problem
 from recipes.files import write_atomically
 from tools.images.files import read_image
 
-LEDGER, FAILED = "ledger.jsonl", "images.failed"
+INVENTORY, FAILED = "inventory.jsonl", "images.failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
-    """One SIF file and where it is from."""
+class SifFile:
+    """One SIF file that was built, and from what."""
 
     file: str
     instance: str
@@ -30,12 +30,12 @@ class Made:
     bytes: int
     sha256: str
     tool: str
-    stripped: bool  # of the history beyond the base commit
+    stripped: bool  # whether the history beyond the base commit was removed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """One instance without an image."""
+    """One instance whose image could not be built, and why."""
 
     instance: str
     reference: str
@@ -43,16 +43,16 @@ class Failure:
     detail: str
 
 
-class Ledger:
-    """The ledger of one directory; may be used by many threads."""
+class Inventory:
+    """The files that were built in one directory; may be used by many threads."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._lock = directory, threading.Lock()
-        self.made = {entry.file: entry for entry in _read(directory / LEDGER)}
+        self.files = {entry.file: entry for entry in _read(directory / INVENTORY)}
 
-    def add(self, entry: Made) -> None:
-        """Append a line; a line that a kill or a full disk has cut before it stays alone."""
-        path = self._directory / LEDGER
+    def add(self, entry: SifFile) -> None:
+        """Append a line; a line before it that a kill or a full disk cut stays a line of its own."""
+        path = self._directory / INVENTORY
         with self._lock, path.open("ab+") as file:
             size = file.seek(0, 2)
             if size:
@@ -61,10 +61,10 @@ class Ledger:
                     file.write(b"\n")
             file.write(json.dumps(asdict(entry), sort_keys=True).encode() + b"\n")
             file.flush()
-            self.made[entry.file] = entry
+            self.files[entry.file] = entry
 
     def is_whole(self, path: Path) -> bool:
-        """Return whether a file is the one that was made; one that others made must be a whole SIF file."""
+        """Whether a file is complete: as the inventory has it, or, for a file of another program, by its header."""
         if not path.is_file():
             return False
         if self.entry_of(path):
@@ -73,39 +73,39 @@ class Ledger:
         return image.kind == "SIF" and not image.is_cut
 
     def is_stripped(self, path: Path) -> bool:
-        """Return whether the history was taken out of a file."""
+        """Whether the history was removed from a file."""
         entry = self.entry_of(path)
         return entry is not None and entry.stripped
 
-    def entry_of(self, path: Path) -> Made | None:
-        """Return the line of a file, unless there is another file under its name."""
-        entry = self.made.get(path.name)
+    def entry_of(self, path: Path) -> SifFile | None:
+        """Return the entry of a file; None where the file has another size, so is another one."""
+        entry = self.files.get(path.name)
         return entry if entry and path.is_file() and entry.bytes == path.stat().st_size else None
 
 
-def _read(path: Path) -> Iterable[Made]:
+def _read(path: Path) -> Iterable[SifFile]:
     if not path.is_file():
         return
     for line in path.read_bytes().splitlines():
         try:
-            yield Made(**json.loads(line))
-        except (ValueError, TypeError):  # cut by a kill, or by a full disk
+            yield SifFile(**json.loads(line))
+        except (ValueError, TypeError):  # cut by a kill or a full disk
             continue
 
 
 def read_failures(directory: Path) -> list[Failure]:
-    """Return the failures of the last run; raises `DataError` for a list that no run has written."""
+    """Return the failures of the last run; raises `DataError` for a file that is not such a list."""
     path = directory / FAILED
     try:
         return [Failure(**json.loads(line)) for line in path.read_bytes().splitlines()] if path.is_file() else []
     except (ValueError, TypeError) as error:
-        got, fix = f"{type(error).__name__} ({error})", "remove it: the next run writes it again"
-        problem = Problem(where=str(path), got=got, expected="a list that `make sif` wrote", fix=fix)
+        wrong = f"not a list that `make sif` wrote ({type(error).__name__}: {error})"
+        problem = Problem(where=str(path), wrong=wrong, fix="remove it; the next run writes it again")
         raise DataError(problem) from error
 
 
 def write_failures(directory: Path, failures: Iterable[Failure]) -> Path | None:
-    """Write the list, or remove the old one where nothing failed; return where it is."""
+    """Write the list and return its path; where nothing failed remove the old list and return None."""
     path = directory / FAILED
     lines = [json.dumps(asdict(failure), sort_keys=True) for failure in failures]
     if not lines:

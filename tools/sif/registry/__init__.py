@@ -1,0 +1,1 @@
+"""A client of container registries: names of images, logins, manifests and layers."""
