@@ -10,21 +10,16 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
-
-import httpx
-import orjson
 
 from recipes.environments.contract.verdict import NoVerdict, Response, Verdict, env_failed
 from recipes.environments.contract.verifier import Verifier
+from recipes.environments.http_client import JsonClient, RefusedError, UnreachableError
 from recipes.environments.scoring.pool import ScoringPool
 from recipes.types import RolloutStatus, Row
 
 _ATTEMPTS = 3
 _FIRST_PAUSE_SECONDS = 0.2  # before the second attempt; doubles
-_SHOWN_CHARS = 200  # of a server's error text
 
 
 class VerifierClient(Protocol):
@@ -59,14 +54,6 @@ class InProcessVerifier:
             return env_failed(f"{self.name}: {type(error).__name__}: {error}")
 
 
-class _Refused(Exception):  # noqa: N818 (an answer of the server, final)
-    """The server gave an answer that no further attempt would change."""
-
-
-class _Unreachable(Exception):  # noqa: N818 (a state of the server, worth another attempt)
-    """The server could not be reached or failed on its side."""
-
-
 @dataclass(slots=True, kw_only=True)
 class HttpVerifier:
     """Asks a resources server: `POST /seed_session`, then `POST /verify` with the session's cookies.
@@ -77,9 +64,7 @@ class HttpVerifier:
     name: str
     url: str
     timeout_seconds: float
-    _clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = field(
-        default_factory=WeakKeyDictionary
-    )  # connections belong to the event loop that opened them
+    http: JsonClient = field(default_factory=JsonClient)
 
     async def verify(self, row: Row, response: Response) -> Verdict | NoVerdict:
         """Score one response to one row on the server."""
@@ -90,52 +75,22 @@ class HttpVerifier:
                 async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
                     if attempt:
                         await asyncio.sleep(_FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
-                    _, cookies = await self._post("/seed_session", row, httpx.Cookies())
-                    reply, _ = await self._post("/verify", {**row, "response": response}, cookies)
-                return self._read(reply, {**row, "response": response})
+                    session = await self.http.post(f"{self._base}/seed_session", row)
+                    sent = {**row, "response": response}
+                    reply = await self.http.post(f"{self._base}/verify", sent, cookies=session.cookies)
+                return self._read(reply.body, sent)
             except TimeoutError:
                 late = f"{self.name}: no verdict from {self.url} within {self.timeout_seconds:g} s"
                 return env_failed(late if attempt == 0 else f"{late}; before that {problem}")
-            except _Unreachable as error:
+            except UnreachableError as error:
                 problem = str(error)
-            except (_Refused, ValueError, TypeError) as error:  # TypeError: a row that JSON cannot carry
+            except (RefusedError, ValueError, TypeError) as error:  # TypeError: a row that JSON cannot carry
                 return env_failed(f"{self.name}: {self.url}: {error}")
         return env_failed(f"{self.name}: {self.url}: {problem} ({_ATTEMPTS} attempts)")
 
-    async def _post(
-        self, path: str, body: Mapping[str, Any], cookies: httpx.Cookies
-    ) -> tuple[dict[str, Any], httpx.Cookies]:
-        headers = {"content-type": "application/json"}
-        if cookies:
-            headers["cookie"] = "; ".join(f"{name}={value}" for name, value in cookies.items())
-        try:
-            reply = await self._client().post(self.url.rstrip("/") + path, content=orjson.dumps(body), headers=headers)
-        except httpx.HTTPError as error:
-            raise _Unreachable(f"{path}: {type(error).__name__}: {error}") from error
-        if reply.status_code >= 500:
-            raise _Unreachable(f"{path} answered {reply.status_code}: {reply.text[:_SHOWN_CHARS]}")
-        if not reply.is_success:
-            raise _Refused(f"{path} answered {reply.status_code}: {reply.text[:_SHOWN_CHARS]}")
-        try:
-            value = orjson.loads(reply.content)
-        except orjson.JSONDecodeError as error:
-            raise _Refused(f"{path} answered no JSON: {reply.text[:_SHOWN_CHARS]!r}") from error
-        if not isinstance(value, dict):
-            raise _Refused(f"{path} answered {reply.text[:_SHOWN_CHARS]!r}, expected an object")
-        return value, reply.cookies
-
-    def _client(self) -> httpx.AsyncClient:
-        loop = asyncio.get_running_loop()
-        if loop not in self._clients:
-            self._clients[loop] = httpx.AsyncClient(
-                timeout=None,
-                trust_env=False,
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
-                cookies=CookieJar(
-                    DefaultCookiePolicy(allowed_domains=[])
-                ),  # keeps none: a session's are sent explicitly
-            )
-        return self._clients[loop]
+    @property
+    def _base(self) -> str:
+        return self.url.rstrip("/")
 
     def _read(self, reply: Mapping[str, Any], sent: Mapping[str, Any]) -> Verdict | NoVerdict:
         """Return the verdict in a reply: the row and response as sent, `reward`, and the verifier's extras."""
@@ -146,7 +101,7 @@ class HttpVerifier:
             return NoVerdict(status=status, reason=f"{self.name}: {failure}: {reason}")
         reward = reply.get("reward")
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise _Refused(f"/verify answered reward {reward!r}, expected a finite number")
+            raise RefusedError(f"/verify answered reward {reward!r}, expected a finite number")
         extras = {key: value for key, value in reply.items() if key not in sent and key not in ("reward", "reason")}
         instance = reply.get("instance_config")
         return Verdict(

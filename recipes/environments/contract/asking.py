@@ -1,0 +1,76 @@
+"""How a verifier asks a judge model while it scores, without doing any input or output itself.
+
+A verifier that needs nobody else is a function: `score(response, task) -> Verdict`. One that needs a judge is a
+generator: it yields the questions that may be asked at the same time, is sent one reply for each, and returns its
+verdict. Who drives it decides how judges are reached; a test sends fixed replies.
+
+    def score(response: Response, task: Task) -> Scoring:
+        (reply,) = yield [JudgeQuestion(messages=(("user", "Is it right? [[YES]] or [[NO]]"),))]
+        is_right = first_label(last_part_text(reply), "[[YES]]", "[[NO]]") == "[[YES]]"
+        return Verdict(reward=float(is_right), reason="the judge says yes" if is_right else "the judge says no")
+
+A generator never sees a judge that failed: its driver gives up and reports no verdict, so that no failure becomes a
+number. A reply that arrives and says nothing usable is the verifier's to read; each states what it means there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from recipes.environments.contract.responses import output_items
+from recipes.environments.contract.verdict import Response, Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeQuestion:
+    """One call of a judge model."""
+
+    messages: tuple[tuple[str, str], ...]  # (role, text) in order
+    params: Mapping[str, Any] = field(default_factory=dict)  # over those of the server: temperature, top_p, ...
+
+
+Scoring = Generator[Sequence[JudgeQuestion], Sequence[Response], Verdict]
+"""A verdict in progress. Replies are Responses objects, one per question, in the order of the questions."""
+
+
+async def answer_all(
+    scoring: Scoring, ask: Callable[[Sequence[JudgeQuestion]], Awaitable[Sequence[Response]]]
+) -> Verdict:
+    """Drive a scoring to its verdict; what `ask` raises ends it, and the scoring is closed."""
+    try:
+        questions = next(scoring)
+        while True:
+            questions = scoring.send(await ask(questions))
+    except StopIteration as end:
+        verdict: Verdict = end.value
+        return verdict
+    finally:
+        scoring.close()
+
+
+def last_part_text(reply: Response) -> str:
+    """Return the last text part of the last output item; "" when that is no message, as after cut-off reasoning."""
+    items = output_items(reply)
+    if not items or items[-1].get("type") != "message":
+        return ""
+    content = items[-1].get("content")
+    parts = [part.get("text") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    return parts[-1] if parts and isinstance(parts[-1], str) else ""
+
+
+def first_label(text: str, *labels: str) -> str | None:
+    """Return the label that stands first in a text, None when none does. The longer one wins at the same place."""
+    places = [(text.find(label), -len(label), label) for label in labels if label in text]
+    return min(places)[2] if places else None
+
+
+def filled(template: str, values: Mapping[str, str]) -> str:
+    """Replace each `{name}` of a template by its value, in one pass: braces within values stay as they are."""
+    parts = template.split("{")
+    out = [parts[0]]
+    for part in parts[1:]:
+        name, closing, rest = part.partition("}")
+        out.append(values[name] + rest if closing and name in values else "{" + part)
+    return "".join(out)

@@ -1,0 +1,132 @@
+"""The HTTP client of environments and judges: JSON out, JSON in, over thousands of kept connections at once.
+
+A failure is one of two kinds. `UnreachableError`: the server could not be reached, failed on its side or is busy, so
+another attempt may succeed. `RefusedError`: the server gave an answer that no further attempt would change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import aiohttp
+import orjson
+
+MAX_REPLY_BYTES = 64 << 20  # a server that sends more is refused, so that it cannot fill this machine's memory
+SHOWN_CHARS = 200  # of a server's error text
+_BUSY = frozenset({408, 425, 429})  # statuses below 500 that ask for another attempt
+
+
+class UnreachableError(Exception):
+    """Another attempt may succeed. `retry_after` is how many seconds the server asks to wait, if it says."""
+
+    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class RefusedError(Exception):
+    """No further attempt would change the answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonReply:
+    """A JSON object and the cookies that came with it."""
+
+    body: Mapping[str, Any]
+    cookies: Mapping[str, str]
+
+
+@dataclass(slots=True, kw_only=True)
+class JsonClient:
+    """Posts JSON objects. One session per event loop, since connections belong to the loop that opened them."""
+
+    connections: int = 1024  # open at the same time
+    _sessions: WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = field(
+        default_factory=WeakKeyDictionary
+    )
+
+    async def post(
+        self,
+        url: str,
+        body: Mapping[str, Any],
+        *,
+        headers: Mapping[str, str] | None = None,
+        cookies: Mapping[str, str] | None = None,
+    ) -> JsonReply:
+        """Post one object and return the object in the reply; raises `UnreachableError` or `RefusedError`.
+
+        The caller bounds the time with `asyncio.timeout`. Proxies of the environment are not used and redirects are
+        not followed: requests go to the address that the configuration names, and nowhere else.
+        """
+        try:
+            async with self._session().post(
+                url,
+                data=orjson.dumps(body),
+                headers={"content-type": "application/json", **(headers or {})},
+                cookies=dict(cookies or {}),
+                allow_redirects=False,
+            ) as reply:
+                content = await _read(reply)
+                _raise_for_status(reply, content, url)
+                given = {name: morsel.value for name, morsel in reply.cookies.items()}
+        except (aiohttp.ClientError, OSError) as error:
+            raise UnreachableError(f"{url}: {type(error).__name__}: {error}") from error
+        try:
+            value = orjson.loads(content)
+        except orjson.JSONDecodeError as error:
+            raise RefusedError(f"{url} answered no JSON: {_shown(content)!r}") from error
+        if not isinstance(value, dict):
+            raise RefusedError(f"{url} answered {_shown(content)!r}, expected an object")
+        return JsonReply(body=value, cookies=given)
+
+    async def close(self) -> None:
+        """Close the connections of the running event loop."""
+        session = self._sessions.pop(asyncio.get_running_loop(), None)
+        if session is not None:
+            await session.close()
+
+    def _session(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        session = self._sessions.get(loop)
+        if session is None or session.closed:
+            session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self.connections, limit_per_host=0),
+                cookie_jar=aiohttp.DummyCookieJar(),  # keeps none: those of a session are sent with its requests
+                timeout=aiohttp.ClientTimeout(total=None),
+                trust_env=False,
+            )
+            self._sessions[loop] = session
+        return session
+
+
+async def _read(reply: aiohttp.ClientResponse) -> bytes:
+    parts, size = [], 0
+    async for part in reply.content.iter_chunked(1 << 16):
+        parts.append(part)
+        size += len(part)
+        if size > MAX_REPLY_BYTES:
+            reply.close()
+            raise RefusedError(f"{reply.url} answered more than {MAX_REPLY_BYTES >> 20} MiB")
+    return b"".join(parts)
+
+
+def _raise_for_status(reply: aiohttp.ClientResponse, content: bytes, url: str) -> None:
+    if 200 <= reply.status < 300:
+        return
+    message = f"{url} answered {reply.status}: {_shown(content)}"
+    if reply.status >= 500 or reply.status in _BUSY:
+        raise UnreachableError(message, retry_after=_seconds(reply.headers.get("retry-after")))
+    raise RefusedError(message)
+
+
+def _seconds(value: str | None) -> float | None:
+    """Read a Retry-After header in seconds; its form as a date is not read."""
+    return float(value) if value is not None and value.strip().isdigit() else None
+
+
+def _shown(content: bytes) -> str:
+    return content[: 4 * SHOWN_CHARS].decode(errors="replace")[:SHOWN_CHARS]

@@ -1,0 +1,134 @@
+"""A judge model behind an OpenAI-compatible server: chat completions out, Responses objects back.
+
+Each question is bounded in time and asked again after failures of transport or of the server, within that time. The
+time runs once the question has its turn: at most `max_concurrency` are asked at once, the others wait here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import random
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from recipes.environments.contract.asking import JudgeQuestion
+from recipes.environments.contract.responses import message_item, reasoning_item, response_object
+from recipes.environments.contract.verdict import Response
+from recipes.environments.http_client import JsonClient, RefusedError, UnreachableError
+
+_FIRST_PAUSE_SECONDS = 0.5  # before the second attempt; doubles, with jitter, up to the last
+_LAST_PAUSE_SECONDS = 20.0
+_CHAT_NAMES = {"max_output_tokens": "max_tokens"}  # Responses name -> chat completions name
+
+
+class JudgeFailedError(Exception):
+    """A judge gave no usable reply within its time; the message names the server and the cause."""
+
+
+@dataclass(slots=True, kw_only=True)
+class JudgeClient:
+    """One judge: its servers, asked in turn, and how."""
+
+    name: str  # of the model server in the configuration
+    urls: tuple[str, ...]  # base addresses, up to and with `/v1`
+    model: str
+    params: Mapping[str, Any]  # of every request, in Responses names
+    timeout_seconds: float  # of one question with all its attempts, from its turn on
+    max_concurrency: int
+    api_key: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)  # further fields of every request
+    http: JsonClient = field(default_factory=JsonClient)
+    cached_replies: int = 10_000  # of questions that are always answered alike (temperature 0)
+    _turn: Iterator[int] = field(default_factory=itertools.count)
+    _cache: OrderedDict[bytes, Response] = field(default_factory=OrderedDict)
+    _gates: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(default_factory=dict)
+
+    async def ask(self, questions: Sequence[JudgeQuestion]) -> list[Response]:
+        """Return one reply per question, all asked at once; raises `JudgeFailedError` when one has none."""
+        tasks = [asyncio.ensure_future(self._ask(question)) for question in questions]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _ask(self, question: JudgeQuestion) -> Response:
+        request = chat_request(question, self.model, {**self.params, **question.params}, self.extra)
+        key = hashlib.sha256(orjson.dumps(request, option=orjson.OPT_SORT_KEYS)).digest()
+        is_fixed = request.get("temperature") == 0
+        if is_fixed and key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        problem = "the server has not answered"
+        try:
+            async with self._gate(), asyncio.timeout(self.timeout_seconds):
+                reply, attempt = None, 0
+                while reply is None:
+                    try:
+                        reply = await self._post(request)
+                    except UnreachableError as error:
+                        problem = str(error)
+                        await asyncio.sleep(pause_seconds(attempt, error.retry_after))
+                        attempt += 1
+        except TimeoutError as error:
+            raise JudgeFailedError(f"{self.name}: no reply within {self.timeout_seconds:g} s; {problem}") from error
+        except RefusedError as error:
+            raise JudgeFailedError(f"{self.name}: {error}") from error
+        if is_fixed:
+            self._cache[key] = reply
+            while len(self._cache) > self.cached_replies:
+                self._cache.popitem(last=False)
+        return reply
+
+    async def _post(self, request: Mapping[str, Any]) -> Response:
+        url = self.urls[next(self._turn) % len(self.urls)].rstrip("/")
+        headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        reply = await self.http.post(f"{url}/chat/completions", request, headers=headers)
+        return response_of(reply.body)
+
+    def _gate(self) -> asyncio.Semaphore:
+        loop = asyncio.get_running_loop()
+        if loop not in self._gates:
+            self._gates[loop] = asyncio.Semaphore(self.max_concurrency)
+        return self._gates[loop]
+
+
+def chat_request(
+    question: JudgeQuestion, model: str, params: Mapping[str, Any], extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the body of a chat completions request."""
+    messages = [{"role": role, "content": text} for role, text in question.messages]
+    named = {_CHAT_NAMES.get(name, name): value for name, value in params.items() if value is not None}
+    return {"model": model, "messages": messages, **named, **extra}
+
+
+def response_of(completion: Mapping[str, Any]) -> Response:
+    """Return a chat completion as a Responses object; raises `RefusedError` when it is none.
+
+    Reasoning that the server has split off comes first, as an item of its own. Without text there is no message: a
+    judge that was cut off while thinking has said nothing.
+    """
+    choices = completion.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], Mapping) else {}
+    message = choice.get("message")
+    if not isinstance(message, Mapping):
+        raise RefusedError(f"the reply has no choices[0].message: {str(completion)[:200]}")
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    text = message.get("content")
+    items = [reasoning_item([reasoning])] if isinstance(reasoning, str) and reasoning else []
+    items += [message_item(text)] if isinstance(text, str) and text else []
+    is_cut = choice.get("finish_reason") == "length"
+    return response_object(items, incomplete_reason="max_output_tokens" if is_cut else None)
+
+
+def pause_seconds(attempt: int, asked: float | None) -> float:
+    """Return how long to wait before the next attempt: as the server asks, else doubling, with jitter."""
+    if asked is not None:
+        return min(asked, _LAST_PAUSE_SECONDS)
+    return float(min(_FIRST_PAUSE_SECONDS * 2**attempt, _LAST_PAUSE_SECONDS) * random.uniform(0.5, 1.0))

@@ -1,0 +1,227 @@
+"""Preference among the answers to one prompt: a generative reward model compares them in pairs.
+
+The unit is the group. `pairs` names who is compared with whom, `question` what the model is asked, `read_comparison`
+what it said, and `rewards` what follows: the mean of the scores that an answer received, where a tie is broken by the
+ranking, plus small terms for short reasoning, short answers and plain style.
+
+Kept from the reference: lengths are characters; the shortest reasoning that is not empty earns the bonus only if its
+score is among the best, by a threshold that is taken before any bonus; an answer without text counts as length 0 in the
+length terms and is shown to the model as "None"; the reward is not clipped. Not kept: the group is scored when all
+comparisons are there, where the reference may miss those that still run when the last answer arrives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from recipes.environments.contract.asking import JudgeQuestion
+from recipes.environments.contract.responses import all_text, output_items
+from recipes.environments.contract.rows import one_of, optional_str
+from recipes.environments.contract.verdict import Response
+from recipes.types import Row
+
+PRINCIPLE = """Be an impartial judge. First write your own answer to the request. Then compare the two responses with
+it: correctness first, then how helpful, relevant and concise they are, then creativity where the request asks for it,
+and what is missing. When the request is ambiguous, a response that asks for what is missing is better than a guess."""
+NO_ANSWER = "None"
+_MAX_BRACES = 1000
+_FENCED = re.compile(r"```json\s*(.*?)```", re.DOTALL | re.IGNORECASE)
+_CODE_BLOCK = re.compile(r"```.*?```", re.DOTALL)
+_MARKS = (
+    re.compile(r"^#{1,6}\s", re.MULTILINE),  # headers
+    re.compile(r"^\s*(?:\d+\.|[-*+])\s", re.MULTILINE),  # list items
+    re.compile(r"\*\*[^*\n]+\*\*|__[^_\n]+__"),  # bold
+    re.compile("[\U0001f300-\U0001faff\U0001f000-\U0001f2ff\u2600-\u27bf\ufe0f\u2b00-\u2bff]"),  # emoji
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One prompt and how its answers are compared."""
+
+    history: tuple[tuple[str, str], ...]  # (role, text) of the conversation
+    principle: str | None
+    strategy: str  # "circular": each with its neighbour; "all_pairs"
+    num_judges: int  # comparisons per pair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What the model says about one pair."""
+
+    score_1: float  # 1 to 5
+    score_2: float
+    ranking: float  # 1 = the first is much better, 6 = the second is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupWeights:
+    """Coefficients of the group terms, in reward."""
+
+    reasoning_bonus: float = 0.5
+    answer_bonus: float = 0.5
+    top_percentile: float = 0.2
+    reasoning_length: float = 0.0
+    answer_length: float = 0.0
+    style: float = 0.0
+    default_score: float = 3.0
+
+
+def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
+    """Read the conversation and the row's `principle`."""
+    principle = optional_str(row, "principle") or settings.get("default_principle") or PRINCIPLE
+    strategy = one_of("comparison_strategy", settings.get("comparison_strategy", "circular"), ("circular", "all_pairs"))
+    return Task(
+        history=tuple(_history(row["responses_create_params"]["input"])),
+        principle=principle if settings.get("use_principle", True) else None,
+        strategy=strategy,
+        num_judges=int(settings.get("num_judges_per_comparison", 1)),
+    )
+
+
+def pairs(num_answers: int, strategy: str) -> list[tuple[int, int]]:
+    """Return who is compared with whom, the first member first; "circular": each answer is first once, second once."""
+    if num_answers < 2:
+        return []
+    if strategy == "all_pairs":
+        return list(itertools.combinations(range(num_answers), 2))
+    return [(first, (first + 1) % num_answers) for first in range(num_answers)]
+
+
+def question(task: Task, first: Response, second: Response) -> JudgeQuestion:
+    """Return what the model is asked about a pair: the conversation, then the three roles of its chat template."""
+    principle = (("principle", task.principle),) if task.principle else ()
+    shown = (("response_1", shown_answer(first)), ("response_2", shown_answer(second)))
+    return JudgeQuestion(messages=(*task.history, *principle, *shown))
+
+
+def shown_answer(response: Response) -> str:
+    """Return the answer as the model sees it: its text without reasoning, "None" when there is none."""
+    text = all_text(response)
+    return text if text.strip() else NO_ANSWER
+
+
+def read_comparison(text: str, *, default_score: float = 3.0, default_ranking: float = 3.5) -> Comparison | None:
+    """Return the scores in a reply, None when there are none: the model must then be asked again.
+
+    The first fenced JSON object that has a score or a ranking counts, also below `overall`; else the last such object
+    of the text. A key that is missing has its default; a value that is no number makes the reply unusable.
+    """
+    candidates = [found for found in map(_scores_in, _FENCED.findall(text)) if found is not None]
+    if not candidates:
+        candidates = [found for found in map(_scores_in, reversed(list(_objects(text)))) if found is not None]
+    if not candidates:
+        return None
+    found = {"score_1": default_score, "score_2": default_score, "ranking": default_ranking} | candidates[0]
+    try:
+        values = [float(found[name]) for name in ("score_1", "score_2", "ranking")]
+    except (TypeError, ValueError):
+        return None
+    if not all(math.isfinite(value) for value in values):
+        return None
+    return Comparison(score_1=values[0], score_2=values[1], ranking=values[2])
+
+
+def rewards(
+    responses: Sequence[Response], compared: Mapping[tuple[int, int, int], Comparison], weights: GroupWeights
+) -> tuple[list[float], list[float]]:
+    """Return (rewards, scores before the group terms), one per answer; `compared` is keyed (first, second, judge)."""
+    base = base_scores(len(responses), compared, default_score=weights.default_score)
+    reasoning = [len(_reasoning_text(response).strip()) for response in responses]
+    answers = [len(all_text(response).strip()) for response in responses]
+    final = list(base)
+    if base:
+        threshold = sorted(base, reverse=True)[max(0, math.floor(len(base) * weights.top_percentile) - 1)]
+        for lengths, bonus in ((reasoning, weights.reasoning_bonus), (answers, weights.answer_bonus)):
+            shortest = min((n for n in range(len(lengths)) if lengths[n]), key=lambda n: lengths[n], default=None)
+            if shortest is not None and final[shortest] >= threshold:
+                final[shortest] += bonus
+    terms = (
+        (reasoning, weights.reasoning_length),
+        (answers, weights.answer_length),
+        ([style_density(all_text(response)) for response in responses], weights.style),
+    )
+    for values, coefficient in terms:
+        if coefficient:
+            final = [score + coefficient * share for score, share in zip(final, smaller_is_better(values), strict=True)]
+    return final, base
+
+
+def base_scores(
+    num_answers: int, compared: Mapping[tuple[int, int, int], Comparison], *, default_score: float
+) -> list[float]:
+    """Return the mean of the scores that each answer received; the ranking moves equal scores apart."""
+    received: list[list[float]] = [[] for _ in range(num_answers)]
+    for (first, second, _), comparison in sorted(compared.items(), key=lambda entry: (entry[0][2], *entry[0][:2])):
+        shift = 3.5 - comparison.ranking if comparison.score_1 == comparison.score_2 else 0.0
+        received[first].append(comparison.score_1 + shift)
+        received[second].append(comparison.score_2 - shift)
+    return [sum(scores) / len(scores) if scores else default_score for scores in received]
+
+
+def smaller_is_better(values: Sequence[float]) -> list[float]:
+    """Return, per value, 1 for the smallest down to 0 for the largest, minus the group's mean; 0 when all agree."""
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    if low == high:
+        return [0.0] * len(values)
+    shares = [1.0 - (value - low) / (high - low) for value in values]
+    mean = sum(shares) / len(shares)
+    return [share - mean for share in shares]
+
+
+def style_density(text: str) -> float:
+    """Return the number of headers, list items, bold spans and emoji per character, outside of code blocks."""
+    plain = _CODE_BLOCK.sub("", text)
+    num_chars = len(plain.strip())
+    return sum(len(mark.findall(plain)) for mark in _MARKS) / num_chars if num_chars else 0.0
+
+
+def _history(given: object) -> Iterator[tuple[str, str]]:
+    if isinstance(given, str):
+        yield "user", given
+        return
+    for item in given if isinstance(given, list) else []:
+        content = item.get("content")
+        if item.get("role"):
+            parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content or ()]
+            yield item["role"], "\n".join(parts)
+
+
+def _reasoning_text(response: Response) -> str:
+    summaries = (item.get("summary") or [] for item in output_items(response) if item.get("type") == "reasoning")
+    return "".join(part.get("text", "") for parts in summaries for part in parts)
+
+
+def _scores_in(text: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    overall = found.get("overall") if isinstance(found, dict) else None
+    scores = overall if isinstance(overall, dict) else found
+    if not isinstance(scores, dict):
+        return None
+    named = {name: scores[name] for name in ("score_1", "score_2", "ranking") if name in scores}
+    return named or None
+
+
+def _objects(text: str) -> Iterator[str]:
+    """Yield every object `{...}` that JSON can read and that no other such object holds, in order.
+
+    After `_MAX_BRACES` places where none starts it gives up: a reply of braces alone must not cost seconds.
+    """
+    decoder, at, left = json.JSONDecoder(), text.find("{"), _MAX_BRACES
+    while at >= 0 and left > 0:
+        try:
+            _, end = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            at, left = text.find("{", at + 1), left - 1
+        else:
+            yield text[at:end]
+            at = text.find("{", end)

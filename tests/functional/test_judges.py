@@ -1,0 +1,191 @@
+"""The judge client against a real HTTP server: replies, failures of each kind, deadlines, concurrency, the cache."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from recipes.environments.contract.asking import JudgeQuestion, answer_all
+from recipes.environments.contract.responses import message_item, response_object
+from recipes.environments.judges.client import JudgeClient, JudgeFailedError
+from recipes.environments.verifiers import multichallenge
+
+pytestmark = pytest.mark.functional
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Does what the question says: `say TEXT`, `fail N TEXT` (after N errors), `busy`, `refuse`, `junk`, `hang S`."""
+
+    protocol_version = "HTTP/1.1"
+    failures: dict[str, int] = {}  # noqa: RUF012 (of all connections)
+    seen: list[dict[str, Any]] = []  # noqa: RUF012
+    running = most = 0
+    lock = threading.Lock()
+
+    def do_POST(self) -> None:
+        """Answer one question."""
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        content = body["messages"][-1]["content"]
+        with Judge.lock:
+            Judge.seen.append({**body, "authorization": self.headers.get("authorization"), "path": self.path})
+        self._answer(content)
+
+    def _answer(self, content: str) -> None:
+        word, _, rest = content.partition(" ")
+        if word == "fail":
+            times, _, rest = rest.partition(" ")
+            Judge.failures[content] = Judge.failures.get(content, 0) + 1
+            if Judge.failures[content] <= int(times):
+                return self._send(500, b"overloaded")
+        elif word == "busy":
+            Judge.failures[content] = Judge.failures.get(content, 0) + 1
+            if Judge.failures[content] == 1:
+                return self._send(429, b"later", {"Retry-After": "0"})
+        elif word == "refuse":
+            return self._send(400, b"the prompt is too long")
+        elif word == "junk":
+            return self._send(200, b'{"choices": []}')
+        elif word == "hang":
+            time.sleep(float(rest))
+        elif word == "count":
+            with Judge.lock:
+                Judge.running += 1
+                Judge.most = max(Judge.most, Judge.running)
+            time.sleep(float(rest))
+            with Judge.lock:
+                Judge.running -= 1
+        message = {"role": "assistant", "content": rest, "reasoning_content": "hm"}
+        completion = {"choices": [{"message": message, "finish_reason": "stop"}]}
+        self._send(200, json.dumps(completion).encode())
+
+    def _send(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+class QuietServer(ThreadingHTTPServer):
+    """Says nothing of clients that are gone."""
+
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def judge() -> Iterator[JudgeClient]:
+    server = QuietServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    Judge.failures, Judge.seen, Judge.most = {}, [], 0
+    yield JudgeClient(
+        name="judge",
+        urls=(f"http://127.0.0.1:{server.server_port}/v1",),
+        model="tiny",
+        params={"max_output_tokens": 64, "temperature": 0.7},
+        timeout_seconds=10.0,
+        max_concurrency=4,
+        api_key="secret",
+    )
+    server.shutdown()
+    server.server_close()
+
+
+def questions(*contents: str, **params: Any) -> list[JudgeQuestion]:
+    return [JudgeQuestion(messages=(("system", "s"), ("user", content)), params=params) for content in contents]
+
+
+def ask(judge: JudgeClient, *contents: str, **params: Any) -> list[Any]:
+    async def run() -> list[Any]:
+        try:
+            return await judge.ask(questions(*contents, **params))
+        finally:
+            await judge.http.close()
+
+    return asyncio.run(run())
+
+
+def texts(replies: list[Any]) -> list[str]:
+    return [reply["output"][-1]["content"][0]["text"] for reply in replies]
+
+
+def test_replies_come_in_the_order_of_the_questions(judge: JudgeClient) -> None:
+    replies = ask(judge, "hang 0.3", "say b", "say c", max_output_tokens=8)
+    assert texts(replies[1:]) == ["b", "c"]
+    assert replies[1]["output"][0]["type"] == "reasoning"
+    request = next(seen for seen in Judge.seen if seen["messages"][-1]["content"] == "say b")
+    assert request["path"] == "/v1/chat/completions"
+    assert (request["max_tokens"], request["temperature"], request["model"]) == (8, 0.7, "tiny")
+    assert request["authorization"] == "Bearer secret"
+
+
+def test_failures_of_the_server_are_asked_again(judge: JudgeClient) -> None:
+    assert texts(ask(judge, "fail 2 fine", "busy ok")) == ["fine", "ok"]
+    assert Judge.failures == {"fail 2 fine": 3, "busy ok": 2}
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"), [("refuse x", "answered 400: the prompt is too long"), ("junk", "no choices")]
+)
+def test_a_final_answer_is_not_asked_again(judge: JudgeClient, content: str, cause: str) -> None:
+    with pytest.raises(JudgeFailedError, match=cause):
+        ask(judge, content)
+    assert len(Judge.seen) == 1
+
+
+def test_a_question_ends_at_its_deadline(judge: JudgeClient) -> None:
+    judge.timeout_seconds = 0.5
+    start = time.monotonic()
+    with pytest.raises(JudgeFailedError, match=r"judge: no reply within 0\.5 s"):
+        ask(judge, "hang 5", "say a")
+    assert time.monotonic() - start < 3.0
+
+
+def test_a_server_that_is_gone_is_named(judge: JudgeClient) -> None:
+    judge.timeout_seconds, judge.urls = 1.0, ("http://127.0.0.1:9/v1",)
+    with pytest.raises(JudgeFailedError, match=r"no reply within 1 s; http://127\.0\.0\.1:9/v1/chat/completions"):
+        ask(judge, "say a")
+
+
+def test_no_more_than_so_many_are_asked_at_once(judge: JudgeClient) -> None:
+    judge.timeout_seconds = 2.0  # of one question: twelve in three turns of 0.5 s wait longer than that together
+    assert len(ask(judge, *(f"count 0.5{n}" for n in range(20)))) == 20
+    assert Judge.most == judge.max_concurrency
+
+
+def test_only_answers_without_chance_are_remembered(judge: JudgeClient) -> None:
+    async def run() -> None:
+        for temperature in (0.0, 0.7):
+            for _ in range(2):
+                await judge.ask(questions(f"say {temperature}", temperature=temperature))
+        await judge.http.close()
+
+    asyncio.run(run())
+    asked = [seen["messages"][-1]["content"] for seen in Judge.seen]
+    assert asked == ["say 0.0", "say 0.7", "say 0.7"]
+
+
+def test_a_verifier_gets_its_verdict_from_the_judge(judge: JudgeClient) -> None:
+    rubric = [{"question": "q1", "pass_criteria": "YES"}, {"question": "q2", "pass_criteria": "YES"}]
+    row = {"responses_create_params": {"input": "p"}, "rubric": rubric, "context": "c"}
+    task = multichallenge.parse_task(row, {"judge_prompt_template": "say {question} [[YES]]"})
+
+    async def run() -> float:
+        response = response_object([message_item("an answer")])
+        verdict = await answer_all(multichallenge.score(response, task), judge.ask)
+        await judge.http.close()
+        return verdict.reward
+
+    assert asyncio.run(run()) == 1.0

@@ -1,0 +1,170 @@
+"""The verifiers that ask a judge, on every recorded case: the reward, the questions, what the judge is shown."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from recipes.environments.contract.asking import JudgeQuestion, Scoring
+from recipes.environments.contract.verdict import Verdict
+from recipes.environments.verifiers import (
+    equivalence_llm_judge,
+    genrm_compare,
+    inverse_if,
+    jailbreak_detection,
+    multichallenge,
+    over_refusal_detection,
+)
+from recipes.environments.verifiers.genrm_compare import Comparison, GroupWeights
+from tests.recorded import recorded
+
+GOLDEN = recorded("GOLDEN_DIR", "golden") / "env"
+MODULES: dict[str, ModuleType] = {
+    "equivalence_llm_judge_logic": equivalence_llm_judge,
+    "jailbreak_detection_logic": jailbreak_detection,
+    "over_refusal_detection_logic": over_refusal_detection,
+    "multichallenge_logic": multichallenge,
+    "inverse_if_logic": inverse_if,
+}
+TEMPLATES = {  # in place of the prompts, so that what the judge is shown can be compared
+    "equivalence_llm_judge_logic": "{question}\x00{expected_answer}\x00{generated_answer}",
+    "inverse_if_logic": "{prompt}|{model_response}|{standard_response}|{criteria}",
+}
+
+
+def load(name: str) -> dict[str, Any]:
+    path = GOLDEN / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"cases": []}
+
+
+def cases(name: str, key: str = "cases") -> list[Any]:
+    entries = load(name).get(key, [])
+    return [pytest.param(entry, id=f"{name}-{entry.get('name', n)}") for n, entry in enumerate(entries)]
+
+
+def answered(scoring: Scoring, replies: Sequence[dict[str, Any]]) -> tuple[Verdict, list[JudgeQuestion]]:
+    """Drive a scoring with recorded replies; return its verdict and what was asked."""
+    left, asked = list(replies), []
+    try:
+        questions = next(scoring)
+        while True:
+            asked += questions
+            taken, left = left[: len(questions)], left[len(questions) :]
+            questions = scoring.send(taken)
+    except StopIteration as end:
+        assert not left, "the reference asked more often"
+        return end.value, asked
+
+
+def all_cases() -> list[Any]:
+    return [pytest.param(name, *parameter.values, id=parameter.id) for name in MODULES for parameter in cases(name)]
+
+
+@pytest.mark.parametrize(("name", "case"), all_cases())
+def test_reward(name: str, case: dict[str, Any]) -> None:
+    settings = {**load(name).get("config", {}), **(case.get("config") or {})}
+    if name in TEMPLATES:
+        settings["judge_prompt_template"] = TEMPLATES[name]
+    row = {"responses_create_params": {"input": "q"}, **case["row"]}
+    task = MODULES[name].parse_task(row, settings)
+    verdict, asked = answered(MODULES[name].score(case["response"], task), case.get("judge_replies", []))
+    assert verdict.reward == pytest.approx(case["reward"]), verdict.reason
+    for extra in ("num_passed", "num_total", "is_safe", "complied"):
+        if extra in case["extras"] and extra in verdict.metrics:
+            assert verdict.metrics[extra] == float(case["extras"][extra])
+    shown = [question.messages[-1][1] for question in asked]
+    if "judge_saw" in case:
+        seen = [(saw["question"], saw["expected"], saw["generated"]) for saw in case["judge_saw"]]
+        assert [tuple(text.split("\x00")) for text in shown] == seen
+    if "judge_prompts" in case:
+        assert shown == case["judge_prompts"]
+
+
+@pytest.mark.parametrize("case", cases("multichallenge_logic", "verdict_parsing"))
+def test_a_word_of_the_judge(case: dict[str, Any]) -> None:
+    assert multichallenge.spoken(case["text"], "[[YES]]", "[[NO]]") == case["verdict"]
+
+
+@pytest.mark.parametrize("case", cases("inverse_if_logic", "verdict_parsing"))
+def test_a_grade_of_the_judge(case: dict[str, Any]) -> None:
+    assert list(inverse_if.verdict_of(case["text"])) == case["verdict"]
+
+
+@pytest.mark.parametrize("case", cases("genrm_misc", "parse"))
+def test_a_comparison_is_read(case: dict[str, Any]) -> None:
+    read = genrm_compare.read_comparison(case["text"])
+    assert (read and [read.score_1, read.score_2, read.ranking]) == case["parsed"]
+
+
+@pytest.mark.parametrize("case", cases("genrm_misc", "style"))
+def test_style_density(case: dict[str, Any]) -> None:
+    assert genrm_compare.style_density(case["text"]) == pytest.approx(case["density"])
+
+
+@pytest.mark.parametrize("case", cases("genrm_misc", "extract_output_text"))
+def test_the_answer_that_the_model_is_shown(case: dict[str, Any]) -> None:
+    assert genrm_compare.shown_answer(case["obj"]) == case["text"]
+
+
+@pytest.mark.parametrize("case", cases("genrm_aggregate"))
+def test_rewards_of_a_group(case: dict[str, Any]) -> None:
+    assert [list(pair) for pair in genrm_compare.pairs(case["n"], case["strategy"])] == case["pairs"]
+    params = case["params"]
+    weights = GroupWeights(
+        reasoning_bonus=params["reasoning_bonus"],
+        answer_bonus=params["answer_bonus"],
+        top_percentile=params["top_percentile"],
+        reasoning_length=params["group_reasoning_length_penalty_coeff"],
+        answer_length=params["group_answer_length_penalty_coeff"],
+        style=params["group_style_penalty_coeff"],
+        default_score=params["default_score"],
+    )
+    compared = {
+        tuple(key): Comparison(score_1=first, score_2=second, ranking=ranking)
+        for key, (first, second, ranking) in zip(case["comparison_metadata"], case["comparison_results"], strict=True)
+    }
+    final, base = genrm_compare.rewards(case["response_objs"], compared, weights)
+    assert base == pytest.approx(case["base"])
+    assert final == pytest.approx(case["final"])
+
+
+def test_braces_in_an_answer_cannot_fill_the_template() -> None:
+    row = {"responses_create_params": {"input": "q"}, "safe_prompt": "SP {response}"}
+    task = over_refusal_detection.parse_task(row, {"judge_prompt_template": "{prompt}|{response}"})
+    response = {"output": [{"type": "message", "content": [{"type": "output_text", "text": "{prompt}{x}"}]}]}
+    (question,) = next(over_refusal_detection.score(response, task))
+    assert question.messages[-1][1] == "SP {response}|{prompt}{x}"
+
+
+WORST = (
+    "<think>",
+    "</think>",
+    "<thinking></think>",
+    "{",
+    '{"a":',
+    "```{",
+    "```json",
+    "**a",
+    "__a",
+    "- ",
+    "# ",
+    "\n",
+    "1. ",
+)
+
+
+@pytest.mark.parametrize("unit", WORST)
+def test_any_reply_is_read_in_time_linear_in_its_length(unit: str) -> None:
+    """Process time, so that a busy machine does not matter; a quadratic reader takes far longer on 100 kB."""
+    text = unit * (100_000 // len(unit))
+    start = time.process_time()
+    multichallenge.spoken(text, "[[YES]]", "[[NO]]")
+    inverse_if.verdict_of(text)
+    genrm_compare.read_comparison(text)
+    genrm_compare.style_density(text)
+    assert time.process_time() - start < 0.5
