@@ -29,9 +29,13 @@ class Problem:
         if bool(self.wrong) == bool(self.got and self.expected):
             raise ValueError(f"a problem has either `got` and `expected` or `wrong`: {self!r}")
 
+    @property
+    def what(self) -> str:
+        """What is wrong, without where and without what to do about it."""
+        return self.wrong or f"got {self.got}, expected {self.expected}"
+
     def __str__(self) -> str:
-        what = self.wrong or f"got {self.got}, expected {self.expected}"
-        return f"{self.where}: {what}; {self.fix}"
+        return f"{self.where}: {self.what}; {self.fix}"
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:

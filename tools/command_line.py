@@ -69,6 +69,5 @@ def exit_status(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
 def refused(error: OSError, program: str) -> Problem:
     """Return what the machine refused (a full disk, a file that may not be read) as one line a user can act on."""
     where = str(error.filename) if error.filename else program
-    got = error.strerror or f"{type(error).__name__} {error}"
-    fix = "make room, or correct the path or its rights, and run it again"
-    return Problem(where=where, got=got, expected="a disk and rights that allow it", fix=fix)
+    wrong = error.strerror or f"{type(error).__name__} {error}"
+    return Problem(where=where, wrong=wrong, fix="make room, or correct the path or its rights, and run it again")

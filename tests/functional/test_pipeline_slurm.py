@@ -107,9 +107,9 @@ def refuse_second_start(site: Site, jobs: Mapping[str, str]) -> None:
     site.cluster.wait_until(lambda: lock.exists() and lock.read_text() != "", "the lock", seconds=60)
     refused = site.make("pipeline", STAGES, status=2).stderr
     for stage, state in (("stage1.1", "RUNNING"), ("stage1.2", "PENDING"), ("stage1.3", "PENDING")):
-        assert f"{stage}: PTH003 EXP_NAME={RUNS[stage]}: got job {jobs[stage]} of this run, {state}" in refused
+        assert f"{stage}: PTH003 EXP_NAME={RUNS[stage]}: job {jobs[stage]} of this run is {state}" in refused
     refused = site.make("stage1.1", status=2).stderr
-    assert f"got job {jobs['stage1.1']} of this run, RUNNING" in refused
+    assert f"job {jobs['stage1.1']} of this run is RUNNING" in refused
 
     line = site.make("stage1.1", DRY_RUN="1", SKIP_CODE_SNAPSHOT="true").stdout.replace(
         "sbatch ", "sbatch --parsable ", 1
@@ -117,7 +117,7 @@ def refuse_second_start(site: Site, jobs: Mapping[str, str]) -> None:
     past = site.cluster.run(["bash", "-c", line], env=site.env, cwd=ROOT).stdout.strip()
     fields = site.wait_for(past, "FAILED")
     assert fields["ExitCode"] == "2:0"
-    assert f"a run in progress in {lock.parent} (started by job {jobs['stage1.1']}, pid " in site.log(fields)
+    assert f"a run is in progress in {lock.parent} (started by job {jobs['stage1.1']}, pid " in site.log(fields)
     assert json.loads(lock.read_text())["job_id"] == jobs["stage1.1"]
     assert (lock.parent / "logs" / "latest").readlink() == Path("attempt_1")  # the other has attempt_2 for its own
     assert (lock.parent / "logs" / "attempt_2" / "driver.log").exists()

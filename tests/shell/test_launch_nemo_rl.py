@@ -50,7 +50,7 @@ def test_native_refusals_do_not_apply(launch):
         ),
         ({"EXTRA_HYDRA_ARGS": "grpo.sede=7"}, "ENG003 EXTRA_HYDRA_ARGS: grpo.sede=7: got no such key"),
         ({"LAUNCHER": "local"}, "ENG001 ENGINE=nemo_rl: got no /opt/nemo-rl/examples/nemo_gym/run_grpo_nemo_gym.py"),
-        ({"LAUNCHER": "local", "PERSISTENT_CACHE": ""}, "ENV001 PERSISTENT_CACHE: got nothing"),
+        ({"LAUNCHER": "local", "PERSISTENT_CACHE": ""}, "ENV001 PERSISTENT_CACHE: not set"),
         ({"NUM_SPECULATIVE_TOKENS": "five"}, "NUM_SPECULATIVE_TOKENS: got five, expected a whole number"),
         ({"ENABLE_MTP_INFERENCE": "perhaps"}, "ENABLE_MTP_INFERENCE: got perhaps, expected true or false"),
     ],

@@ -63,8 +63,7 @@ def as_text(findings: Sequence[Finding], seconds: float) -> str:
             lines.append(f"{title}:")
         for finding in chosen:
             problem = finding.problem
-            what = problem.wrong or f"got {problem.got}, expected {problem.expected}"
-            lines.append(f"  {finding.code}  {problem.where}: {what}")
+            lines.append(f"  {finding.code}  {problem.where}: {problem.what}")
             lines.append(f"          {problem.fix}{' (forced)' if finding.is_forced else ''}")
     num_errors = len(errors(findings))
     able = sum(CODES[finding.code].can_force for finding in errors(findings))

@@ -33,8 +33,8 @@ def check(draft: Draft) -> Iterator[Finding]:
 def untracked_findings(root: Path, files: Iterable[Path]) -> Iterator[Finding]:
     """Name the files of the configuration that a copy of the tracked files lacks."""
     for file in untracked(root, files):
-        expected, fix = "a tracked file, since the job runs from a copy of those", f"git add {file.relative_to(root)}"
-        yield found("COD002", where=str(file), got="a file that git does not track", expected=expected, fix=fix)
+        wrong = "git does not track this file, and the job runs from a copy of the tracked files"
+        yield found("COD002", where=str(file), wrong=wrong, fix=f"git add {file.relative_to(root)}")
 
 
 def older_findings(root: Path, snapshot: Path, files: Iterable[Path]) -> Iterator[Finding]:
@@ -44,6 +44,6 @@ def older_findings(root: Path, snapshot: Path, files: Iterable[Path]) -> Iterato
             continue
         copy = snapshot / file.relative_to(root)
         if not copy.is_file() or copy.read_bytes() != file.read_bytes():
-            got = "another content" if copy.is_file() else "no such file"
+            wrong = f"differs from {file}" if copy.is_file() else f"no such file, though there is {file}"
             fix = "unset REFRESH_CODE_SNAPSHOT, or undo the change"
-            yield found("COD003", where=str(copy), got=got, expected=f"that of {file}", fix=fix)
+            yield found("COD003", where=str(copy), wrong=wrong, fix=fix)

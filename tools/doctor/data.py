@@ -125,8 +125,8 @@ def check(draft: Draft) -> Iterator[Finding]:
         if path is None:
             continue
         if not path.is_file():
-            got, fix = "a directory" if path.is_dir() else "no such file", f"run `make data`, or set {variable}"
-            yield found("DAT001", where=str(path), got=got, expected="a JSONL file of rows", fix=fix)
+            wrong = "this is a directory, and a JSONL file is needed" if path.is_dir() else "no such file"
+            yield found("DAT001", where=str(path), wrong=wrong, fix=f"run `make data`, or set {variable}")
             continue
         scan = scan_file(path, check_row, marker_of(draft.config))
         yield from scan_findings(path, scan)
@@ -165,18 +165,17 @@ def scan_file(path: Path, check_row: Callable[[bytes], RowProblems], marker: str
 def scan_findings(path: Path, scan: FileScan) -> Iterator[Finding]:
     """Return the problems of the rows, equal ones once."""
     if scan.num_rows == 0:
-        yield found("DAT001", where=str(path), got="an empty file", expected="rows", fix="run `make data` again")
+        yield found("DAT001", where=str(path), wrong="the file has no rows", fix="run `make data` again")
     for code in sorted({code for code, _ in scan.first}):
         texts = [text for known, text in scan.first if known == code]
         for text in texts[:MAX_LISTED]:
             others = scan.count[code, text] - 1
-            got = f"{text} (and in {others} further rows)" if others else text
-            where, fix = f"{path}:{scan.first[code, text]}", FIXES.get(code, FIX)
-            yield found(code, where=where, got=got, expected="a valid row", fix=fix)
+            wrong = f"{text} (and in {others} further rows)" if others else text
+            yield found(code, where=f"{path}:{scan.first[code, text]}", wrong=wrong, fix=FIXES.get(code, FIX))
         if len(texts) > MAX_LISTED:
             rows = sum(scan.count[code, text] for text in texts[MAX_LISTED:])
-            got = f"{rows} further bad rows of {scan.num_rows}"
-            yield found(code, where=str(path), got=got, expected="none", fix=FIXES.get(code, FIX))
+            wrong = f"{rows} further bad rows of {scan.num_rows}"
+            yield found(code, where=str(path), wrong=wrong, fix=FIXES.get(code, FIX))
 
 
 def manifest_findings(path: Path, scan: FileScan) -> Iterator[Finding]:
@@ -193,8 +192,8 @@ def manifest_findings(path: Path, scan: FileScan) -> Iterator[Finding]:
                 yield found("DAT006", where=str(path), got=got, expected=f"{entry[name]} ({place})", fix=fix)
                 return
         return
-    expected, fix = f"{path.name}.manifest.json or manifest.json beside it", "make the data with `make data`"
-    yield found("DAT008", where=str(path), got="no manifest", expected=expected, fix=fix)
+    wrong = f"beside it is neither {path.name}.manifest.json nor a manifest.json that names it"
+    yield found("DAT008", where=str(path), wrong=wrong, fix="make the data with `make data`")
 
 
 def entry_of(outputs: Sequence[Any], name: str) -> Mapping[str, Any] | None:
@@ -208,8 +207,8 @@ def effort_findings(path: Path, scan: FileScan, config: Config) -> Iterator[Find
     is_on = effort.low_weight > 0 and effort.low_string != ""
     share = f"{scan.num_marked} of {scan.num_rows} rows with {marker_of(config)!r}"
     if scan.num_marked and not is_on:
-        fix = "length is not rewarded; to do it: low_weight 0.2, low_penalty 1, low_ub 3000 and low_string"
-        yield found("DAT007", where=str(path), got=share, expected=f"{EFFORT} switched on", fix=fix)
+        fix = "to reward short answers set low_weight 0.2, low_penalty 1, low_ub 3000 and low_string"
+        yield found("DAT007", where=str(path), wrong=f"{share}, and {EFFORT} is off", fix=fix)
     elif is_on and scan.num_rows and not scan.num_marked:
-        fix = "the marker is lost, e.g. in the fill step, or the blend has none: set low_weight to 0"
-        yield found("DAT009", where=str(path), got=share, expected=f"some, since {EFFORT} is on", fix=fix)
+        fix = "make the data again if the marker was lost, e.g. in the fill step; else set low_weight to 0"
+        yield found("DAT009", where=str(path), wrong=f"{share}, though {EFFORT} is on", fix=fix)

@@ -21,7 +21,7 @@ def check(draft: Draft) -> Iterator[Finding]:
         yield from as_findings("ENG001", home_problems(Path(contract["NEMO_RL_DIR"])))
     if contract.is_local and not contract["PERSISTENT_CACHE"]:
         meaning, fix = REQUIRED_ON_SLURM["PERSISTENT_CACHE"], "export PERSISTENT_CACHE=..."
-        yield found("ENV001", where="PERSISTENT_CACHE", got="nothing", expected=meaning, fix=fix)
+        yield found("ENV001", where="PERSISTENT_CACHE", wrong=f"not set: {meaning}", fix=fix)
     if loaded is None or loaded.config is None or draft.run_dir is None:
         return
     exported = exported_for(loaded, contract, draft.run_dir)

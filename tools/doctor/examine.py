@@ -38,6 +38,6 @@ def _examined(name: str, subject: Subject, draft: Draft) -> list[Finding]:
     try:
         return list(subject(draft))
     except Exception as error:  # one check that fails must not hide what the others find
-        got = f"{type(error).__name__}: {error}"
+        wrong = f"the check itself failed with {type(error).__name__}: {error}"
         fix = "report it; --force starts without this check"
-        return [found("DOC001", where=f"doctor: {name}", got=got, expected="a check that ends", fix=fix)]
+        return [found("DOC001", where=f"doctor: {name}", wrong=wrong, fix=fix)]

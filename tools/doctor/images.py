@@ -64,8 +64,7 @@ def file_findings(variable: str, image: str, runtime: str) -> Iterator[Finding]:
         )
         return
     if not path.exists():
-        fix = MAKE[runtime]
-        yield found("IMG001", where=variable, got=f"{image}: no such file", expected="an image", fix=fix)
+        yield found("IMG001", where=variable, wrong=f"there is no file {image}", fix=MAKE[runtime])
         return
     file = read_image(path)
     if file.kind not in kinds:

@@ -33,7 +33,7 @@ def code_of(problem: Problem) -> str:
     """Return the code of what keeps a node from its ports."""
     if problem.where.startswith("net."):
         return "PRT002"
-    return "PRT003" if str(NUM_SLOTS) in problem.expected else "PRT001"
+    return "PRT003" if str(NUM_SLOTS) in problem.wrong else "PRT001"
 
 
 def is_node_of(partition: str) -> bool:

@@ -29,18 +29,19 @@ def check(draft: Draft) -> Iterator[Finding]:
     if path is None:
         return
     if not path.is_dir():
-        expected = "start weights"
-        if draft.stage is not None and draft.stage.after is not None:
-            expected = f"start weights: the last complete export of {draft.stage.after}"
-        got = "a file" if path.exists() else "no such directory"
-        yield found("MDL001", where=f"MODEL_PATH={path}", got=got, expected=expected, fix=FIX)
+        parent = draft.stage.after if draft.stage is not None else None
+        wrong = "start weights are a directory, this is a file" if path.exists() else "no such directory"
+        fix = f"run {parent} to its end, whose last export this stage starts from, or {FIX}" if parent else FIX
+        yield found("MDL001", where=f"MODEL_PATH={path}", wrong=wrong, fix=fix)
         return
-    missing = list(missing_files(path))
+    missing = missing_files(path)
     cut = [finding for file in sorted(path.glob("*.safetensors")) for finding in weight_file_findings(file)]
-    yield from (*missing, *cut)
+    for name in missing:
+        yield found("MDL001", where=str(path), wrong=f"{name} is missing", fix=FIX)
+    yield from cut
     # A file that is known to be missing or cut is not reported again for its checksum.
     known = {Path(finding.problem.where).name for finding in cut}
-    known |= {finding.problem.got.removeprefix("no ") for finding in missing}
+    known |= set(missing)
     yield from export_findings(path, known)
     if draft.config is not None:
         if (path / "config.json").is_file():
@@ -51,8 +52,8 @@ def check(draft: Draft) -> Iterator[Finding]:
             yield from template_findings(path, draft.config)
 
 
-def missing_files(path: Path) -> Iterator[Finding]:
-    """Name what a complete directory has and this one lacks."""
+def missing_files(path: Path) -> list[str]:
+    """Return the names of the files that a complete Hugging Face directory has and this one lacks."""
     wanted = [name for name in FILES if not (path / name).is_file()]
     if not any(path.glob("*.safetensors")):
         wanted.append("*.safetensors")
@@ -60,9 +61,7 @@ def missing_files(path: Path) -> Iterator[Finding]:
     if index.is_file():
         weight_map = read_object(index).get("weight_map") or {}
         wanted += [name for name in sorted(set(weight_map.values())) if not (path / name).is_file()]
-    for name in wanted:
-        expected = "a complete Hugging Face directory"
-        yield found("MDL001", where=str(path), got=f"no {name}", expected=expected, fix=FIX)
+    return wanted
 
 
 def weight_file_findings(path: Path) -> Iterator[Finding]:
@@ -89,12 +88,11 @@ def export_findings(path: Path, known: Collection[str] = ()) -> Iterator[Finding
         return
     if not (step / COMPLETE).is_file():
         fix = "take the export of an earlier step, or run the parent stage again: it resumes"
-        yield found("MDL003", where=str(step), got=f"no {COMPLETE}", expected="a finished checkpoint", fix=fix)
+        yield found("MDL003", where=str(step), wrong=f"the checkpoint was not finished: it has no {COMPLETE}", fix=fix)
         return
     digests = {name: digest for name, digest in read_object(step / COMPLETE).items() if name.startswith("hf/")}
     if not digests:
-        where, expected = str(step / COMPLETE), "the checksums of the export"
-        yield found("MDL003", where=where, got="none of hf/", expected=expected, fix=AGAIN)
+        yield found("MDL003", where=str(step / COMPLETE), wrong="it has no checksum of a file of hf/", fix=AGAIN)
     hashed, skipped = 0, 0
     for name in sorted(digests, key=lambda name: (name.endswith(".safetensors"), name)):
         file = step / name
@@ -106,13 +104,12 @@ def export_findings(path: Path, known: Collection[str] = ()) -> Iterator[Finding
             continue
         hashed += size
         if not file.is_file() or sha256_of(file) != digests[name]:
-            got = "a file that differs from its checksum" if file.is_file() else "no such file"
-            expected = f"sha256 {str(digests[name])[:12]}..."
-            yield found("MDL003", where=str(file), got=got, expected=expected, fix=AGAIN)
+            differs = f"the file differs from its checksum in {COMPLETE}"
+            yield found("MDL003", where=str(file), wrong=differs if file.is_file() else "no such file", fix=AGAIN)
     if skipped:
-        got = f"{skipped} of {len(digests)} files compared by size alone"
-        expected = f"checksums, which are read up to {MAX_HASHED_BYTES / 2**30:g} GiB"
-        yield found("MDL006", where=str(path), got=got, expected=expected, fix="nothing; a cut file would be found")
+        limit = f"checksums are read up to {MAX_HASHED_BYTES / 2**30:g} GiB"
+        wrong = f"{skipped} of {len(digests)} files were compared by size alone"
+        yield found("MDL006", where=str(path), wrong=wrong, fix=f"{limit}; a cut file would be found")
 
 
 def architecture_findings(path: Path) -> Iterator[Finding]:

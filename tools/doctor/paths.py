@@ -35,12 +35,12 @@ def writable(path: Path, variable: str) -> Iterator[Finding]:
     """Check that a directory can be written, or made."""
     place = nearest_existing(path)
     if not place.is_dir():
-        fix, got = f"remove it, or set {variable} to another place", f"{place} is a file"
-        yield found("PTH001", where=str(path), got=got, expected="a directory", fix=fix)
+        fix = f"remove it, or set {variable} to another place"
+        yield found("PTH001", where=str(path), wrong=f"{place} is a file, not a directory", fix=fix)
         return
     if not os.access(place, os.W_OK | os.X_OK):
         fix = f"ask for the right to write there, or set {variable} to another place"
-        yield found("PTH001", where=str(path), got=f"{place} is read-only", expected="a writable directory", fix=fix)
+        yield found("PTH001", where=str(path), wrong=f"{place} cannot be written", fix=fix)
 
 
 def disk_findings(run_dir: Path, num_bytes: int, kept: int | None) -> Iterator[Finding]:

@@ -29,16 +29,15 @@ def check(draft: Draft) -> Iterator[Finding]:
         answers = list(pool.map(probe, urls.values()))
     for (where, url), problem in zip(urls.items(), answers, strict=True):
         if problem:
-            expected = f"an answer within {PROBE_SECONDS:g} s"
+            wrong = f"{url} does not answer within {PROBE_SECONDS:g} s: {problem}"
             fix = "start the server, or correct the address; --force when only the nodes reach it"
-            yield found("JDG001", where=where, got=f"{url}: {problem}", expected=expected, fix=fix)
+            yield found("JDG001", where=where, wrong=wrong, fix=fix)
     yield from model_findings(instances, draft.environ)
     is_contained = not draft.contract.is_local and draft.contract["CONTAINER_RUNTIME"] != "none"
     if draft.config.logger.wandb_enabled and not has_wandb_key(draft.environ, reads_netrc=not is_contained):
         fix = "export WANDB_API_KEY=... (a container does not see what `wandb login` wrote), or set WANDB_MODE=offline"
-        yield found(
-            "TOK001", where="WANDB_API_KEY", got="nothing", expected="a key: logger.wandb_enabled is on", fix=fix
-        )
+        wrong = "logger.wandb_enabled is on, and there is no key"
+        yield found("TOK001", where="WANDB_API_KEY", wrong=wrong, fix=fix)
 
 
 def servers(instances: Mapping[str, Any], kind: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -84,8 +83,8 @@ def model_findings(instances: Mapping[str, Any], environ: Mapping[str, str]) -> 
             fix = f"give the path, or fetch it: hf download {model}"
             yield found("JDG002", where=f"{where}.model", got=model, expected=expected, fix=fix)
             if not model.startswith(("/", ".")) and not environ.get("HF_TOKEN"):
-                expected, fix = f"a token, if {model} is gated", "export HF_TOKEN=..."
-                yield found("TOK002", where="HF_TOKEN", got="nothing", expected=expected, fix=fix)
+                wrong = f"not set, and {model} would have to be fetched"
+                yield found("TOK002", where="HF_TOKEN", wrong=wrong, fix="export HF_TOKEN=..., if the model is gated")
 
 
 def is_cached(model: str, environ: Mapping[str, str]) -> bool:

@@ -58,16 +58,15 @@ def check(draft: Draft) -> Iterator[Finding]:
         if contract["SLURM_ACCOUNT"]:
             yield from account_findings(contract["SLURM_ACCOUNT"])
     except NoAnswerError as error:
-        expected = "an answer about the run's jobs, partition, nodes and account"
-        fix = "start the doctor on a login node to have them compared"
-        yield found("SLM006", where="Slurm", got=str(error), expected=expected, fix=fix)
+        wrong = f"jobs, partition, nodes and account were not checked: {error}"
+        yield found("SLM006", where="Slurm", wrong=wrong, fix="start the doctor on a login node to have them checked")
 
 
 def _jobs_of_the_run(name: str, run_dir: Path) -> list[Problem]:
     try:
         return run_problems(name, run_dir)
     except LaunchError as error:  # a controller that did not answer this answers no other question either
-        raise NoAnswerError(error.problems[0].got.splitlines()[-1]) from error
+        raise NoAnswerError(error.problems[0].what.splitlines()[-1]) from error
 
 
 def ask(*command: str) -> subprocess.CompletedProcess[str]:
@@ -139,8 +138,8 @@ def node_findings(name: str, groups: list[NodeGroup], needed: int, gpus: int) ->
         got = f"{fitting} nodes with {gpus} GPUs (gres; the most is {most})"
         yield found("SLM003", where=where, got=got, expected=f"at least {needed}", fix=fix)
     elif up < needed:
-        got, wait = f"{up} of {fitting} nodes up", "the job waits until nodes return"
-        yield found("SLM007", where=where, got=got, expected=f"at least {needed}", fix=wait)
+        wrong = f"{up} of {fitting} nodes are up, and the run needs {needed}"
+        yield found("SLM007", where=where, wrong=wrong, fix="start it all the same: the job waits until nodes return")
 
 
 def _time_findings(draft: Draft, name: str, partition: Mapping[str, str]) -> Iterator[Finding]:

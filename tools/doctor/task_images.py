@@ -25,9 +25,9 @@ def check(draft: Draft) -> Iterator[Finding]:
     wanted = rows_by_instance(draft)
     directory = draft.path("SIF_DIR")
     if directory is None or not directory.is_dir():
-        got = "nothing" if directory is None else f"{directory}: no such directory"
-        expected = f"the directory of task images ({len(wanted)} instances in the data)"
-        yield found("SIF001", where="SIF_DIR", got=got, expected=expected, fix="export SIF_DIR=...")
+        needed = f"the data has {len(wanted)} instances, and each needs a task image"
+        wrong = f"not set: {needed}" if directory is None else f"no directory {directory}: {needed}"
+        yield found("SIF001", where="SIF_DIR", wrong=wrong, fix="export SIF_DIR=..., the directory of task images")
         return
     templates = templates_of(draft, directory)
     listing = Listing()
@@ -36,8 +36,8 @@ def check(draft: Draft) -> Iterator[Finding]:
     if missing:
         rows = sum(wanted[instance] for instance in missing)
         names = ", ".join(missing[:MAX_LISTED]) + (", ..." if len(missing) > MAX_LISTED else "")
-        got = f"no image of {len(missing)} of {len(wanted)} instances ({rows} rows): {names}"
-        yield found("SIF002", where=f"SIF_DIR={directory}", got=got, expected="one for every row", fix=GET)
+        wrong = f"no image of {len(missing)} of {len(wanted)} instances ({rows} rows): {names}"
+        yield found("SIF002", where=f"SIF_DIR={directory}", wrong=wrong, fix=GET)
     yield from bad_files([image for image in images.values() if image is not None])
     yield from not_good(directory, wanted)
 
@@ -85,9 +85,9 @@ def not_good(directory: Path, wanted: Mapping[str, int]) -> Iterator[Finding]:
     path = directory / GOOD_INSTANCES
     good = set(path.read_text(encoding="utf-8").split()) if path.is_file() else wanted.keys()
     if others := [instance for instance in wanted if instance not in good]:
-        got = f"{len(others)} of {len(wanted)} instances ({sum(wanted[name] for name in others)} rows) are not in it"
+        wrong = f"{len(others)} of {len(wanted)} instances ({sum(wanted[name] for name in others)} rows) are not in it"
         fix = "train on the rows that `make sif-check` writes (data/BLEND-good), or check the images of these rows, too"
-        yield found("SIF004", where=str(path), got=got, expected="all of them", fix=fix)
+        yield found("SIF004", where=str(path), wrong=wrong, fix=fix)
 
 
 def bad_files(images: Sequence[Path]) -> Iterator[Finding]:
@@ -96,13 +96,11 @@ def bad_files(images: Sequence[Path]) -> Iterator[Finding]:
     for image in sorted(set(images)):
         file = read_image(image)
         if file.kind != "SIF":
-            bad.append((image, "no SIF file"))
+            bad.append((image, "this is not a SIF file"))
         elif file.is_cut:
-            bad.append((image, f"{file.size} bytes of {file.declared}"))
-    for image, got in bad[:MAX_LISTED]:
-        yield found(
-            "SIF003", where=str(image), got=got, expected="a whole SIF file", fix="remove it and fetch it again"
-        )
+            bad.append((image, f"the file is cut: {file.size} bytes of {file.declared}"))
+    for image, wrong in bad[:MAX_LISTED]:
+        yield found("SIF003", where=str(image), wrong=wrong, fix="remove it and fetch it again")
     if len(bad) > MAX_LISTED:
-        where, got = str(bad[0][0].parent), f"{len(bad) - MAX_LISTED} more such files"
-        yield found("SIF003", where=where, got=got, expected="none", fix="remove them and fetch them again")
+        where, wrong = str(bad[0][0].parent), f"{len(bad) - MAX_LISTED} more files are cut or not SIF files"
+        yield found("SIF003", where=where, wrong=wrong, fix="remove them and fetch them again")

@@ -108,8 +108,7 @@ def take_slot() -> tuple[RayPorts, socket.socket]:
     raise LaunchError(
         Problem(
             where="local runs",
-            got=f"{NUM_SLOTS} in progress on this machine",
-            expected=f"fewer than {NUM_SLOTS}",
+            wrong=f"{NUM_SLOTS} are in progress on this machine, and more have no ports",
             fix="wait for one to end",
         )
     )

@@ -42,8 +42,8 @@ def sight_problems(log_dir: Path) -> list[Problem]:
     if (log_dir / NODES_FILE).is_file():
         return []
     fix = "put RESULTS_DIR on a file system that all nodes share, or mount it there"
-    expected = "the run directory of the job's first node"
-    return [Problem(where=socket.gethostname(), got=f"no {log_dir / NODES_FILE}", expected=expected, fix=fix)]
+    wrong = f"no file {log_dir / NODES_FILE}, which the job's first node has written"
+    return [Problem(where=socket.gethostname(), wrong=wrong, fix=fix)]
 
 
 def require_usable(node: Node) -> None:

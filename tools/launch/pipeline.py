@@ -43,14 +43,16 @@ def chosen_stages(names: Sequence[str]) -> list[Stage]:
 
 def variable_problems(environ: Mapping[str, str], num_stages: int) -> list[Problem]:
     """Return a problem for each variable that one stage may have but not a sequence of them."""
-    wrong = []
+    problems = []
     if environ.get("CONFIG_PATH") and num_stages > 1:
+        wrong = f"it is set, and {num_stages} stages cannot share one configuration"
         fix = "unset it: the stage table has a file for each stage; ARGS sets keys in all of them"
-        wrong.append(("CONFIG_PATH", f"nothing for {num_stages} stages", fix))
+        problems.append(Problem(where="CONFIG_PATH", wrong=wrong, fix=fix))
     if environ.get("ENGINE") not in (None, "", "native"):
+        expected = "native, whose exports the next stage can find"
         fix = "start the stages one by one, each with the MODEL_PATH of its parent's converted checkpoint"
-        wrong.append(("ENGINE", "native, whose exports the next stage can find", fix))
-    return [Problem(where=name, got=environ[name], expected=expected, fix=fix) for name, expected, fix in wrong]
+        problems.append(Problem(where="ENGINE", got=environ["ENGINE"], expected=expected, fix=fix))
+    return problems
 
 
 def inspect(links: Sequence[Link], *, force: bool) -> list[str]:
@@ -75,8 +77,7 @@ def order_findings(link: Link) -> list[Finding]:
         found(
             "MDL008",
             where=f"EXP_NAME={link.run_dir.name}",
-            got=f"checkpoints in {link.run_dir}, trained from an export of {parent} that was not its last",
-            expected=f"a stage that begins when {parent} has ended",
+            wrong=f"{link.run_dir} has checkpoints, trained from an export of {parent} that was not its last",
             fix=f"move that directory away, or leave {parent} out of STAGES, or set another EXP_NAME",
         )
     ]

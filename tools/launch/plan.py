@@ -74,7 +74,7 @@ def start_findings(draft: Draft) -> list[Finding]:
     if draft.contract.is_local or shutil.which("sbatch") is not None:
         return []
     fix = "start it on a login node of the cluster, or set LAUNCHER=local to run on this machine"
-    return [found("SLM008", where="LAUNCHER=slurm", got="no command sbatch", expected="the one of Slurm", fix=fix)]
+    return [found("SLM008", where="LAUNCHER=slurm", wrong="there is no sbatch on this machine", fix=fix)]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

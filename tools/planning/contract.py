@@ -117,7 +117,7 @@ def read_contract(environ: Mapping[str, str]) -> tuple[Contract, list[Finding]]:
     launcher = "local" if "LAUNCHER" in misnamed else values["LAUNCHER"]
     runtime = "none" if "CONTAINER_RUNTIME" in misnamed else values["CONTAINER_RUNTIME"]
     missing = [
-        Problem(where=name, got="nothing", expected=meaning, fix=f"export {name}=... or pass it to make")
+        Problem(where=name, wrong=f"not set: {meaning}", fix=f"export {name}=... or pass it to make")
         for name, meaning in required(launcher, runtime).items()
         if not values[name] and name not in misnamed
     ]
@@ -165,7 +165,7 @@ def _misspelt(environ: Mapping[str, str], known: Sequence[str]) -> list[Problem]
         close = nearest(name, known, cutoff=_ALIKE)
         if close and name not in known and len(name) >= _MIN_NAME and not name.startswith("SLURM_JOB_"):
             fix = "correct its name, if it is meant for this launch"
-            problems.append(Problem(where=name, got="a variable that nothing here reads", expected=close, fix=fix))
+            problems.append(Problem(where=name, wrong=f"nothing here reads it; did you mean {close}?", fix=fix))
     return problems
 
 
@@ -178,7 +178,7 @@ def _is_list_of_texts(text: str) -> bool:
 
 def _not_built(environ: Mapping[str, str]) -> list[Problem]:
     return [
-        Problem(where=name, got=environ[name], expected="nothing", fix=f"{purpose}: not built yet; unset it")
+        Problem(where=name, wrong=f"{purpose}: not built yet", fix="unset it, or set ENGINE=nemo_rl")
         for name, purpose in NOT_BUILT.items()
         if environ.get(name, "").lower() not in FALSE and environ.get("ENGINE") != "nemo_rl"
     ]

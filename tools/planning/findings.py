@@ -109,9 +109,9 @@ class Finding:
         return f"{self.code} {self.problem}"
 
 
-def found(code: str, *, where: str, got: str, expected: str, fix: str) -> Finding:
-    """Return the finding of a code, with the severity that the table gives it."""
-    return as_finding(code, Problem(where=where, got=got, expected=expected, fix=fix))
+def found(code: str, *, where: str, fix: str, got: str = "", expected: str = "", wrong: str = "") -> Finding:
+    """Return a finding with the severity of its code; it has `got` and `expected`, or `wrong`, as a `Problem` has."""
+    return as_finding(code, Problem(where=where, got=got, expected=expected, wrong=wrong, fix=fix))
 
 
 def as_finding(code: str, problem: Problem) -> Finding:

@@ -34,18 +34,16 @@ def live_jobs(*selection: str) -> list[LiveJob]:
     except FileNotFoundError:
         return []
     except subprocess.TimeoutExpired as error:
-        raise _no_answer(f"none within {DEADLINE_SECONDS:g} s") from error
+        raise _no_answer(f"it did not answer within {DEADLINE_SECONDS:g} s") from error
     if _UNKNOWN_JOB in done.stderr:
         return []
     if done.returncode != 0:
-        raise _no_answer(done.stderr.strip() or f"status {done.returncode}")
+        raise _no_answer(done.stderr.strip() or f"it ended with status {done.returncode}")
     return [LiveJob(*line.strip().split("|", 1)) for line in done.stdout.splitlines() if line.strip()]
 
 
-def _no_answer(got: str) -> LaunchError:
-    return LaunchError(
-        Problem(where="squeue", got=got, expected="the list of your jobs", fix="try again when the controller answers")
-    )
+def _no_answer(wrong: str) -> LaunchError:
+    return LaunchError(Problem(where="squeue", wrong=wrong, fix="try again when the controller answers"))
 
 
 def run_problems(name: str, run_dir: Path) -> list[Problem]:
@@ -68,8 +66,7 @@ def in_progress(name: str, jobs: Sequence[LiveJob]) -> list[Problem]:
     return [
         Problem(
             where=f"EXP_NAME={name}",
-            got=f"job {job.job_id} of this run, {job.state}",
-            expected="one run of a name at a time",
+            wrong=f"job {job.job_id} of this run is {job.state}, and a name has one run at a time",
             fix=f"wait for its end, or scancel {job.job_id}, or choose another EXP_NAME",
         )
         for job in jobs

@@ -208,7 +208,7 @@ def _sight_problems(where: str, path: Path, mounts: Sequence[Mount]) -> Iterator
     if found is None:
         place = path if path.is_dir() else path.parent
         fix = f"add {place.resolve()}:{place} to EXTRA_MOUNTS"
-        yield Problem(where=where, got=f"{path}, which is not mounted", expected="a path of the container", fix=fix)
+        yield Problem(where=where, wrong=f"{path} is not mounted, so no container sees it", fix=fix)
     elif found.resolve() != path.resolve():
         got = f"{path}, which is {found} in the container"
         yield Problem(where=where, got=got, expected=str(path.resolve()), fix="correct EXTRA_MOUNTS, which hides it")

@@ -158,10 +158,10 @@ def _read(path: Path, profile: Profile) -> dict[str, Any] | None:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        fix = "copy configs/env.example.toml to env.toml, or set ENV_TOML; without CLUSTER none is read"
-        problem = Problem(where=f"ENV_TOML={path}", got=str(error.strerror), expected="a file of profiles", fix=fix)
+        fix = "copy configs/env.example.toml to env.toml, or set ENV_TOML, or unset CLUSTER"
+        problem = Problem(where=f"ENV_TOML={path}", wrong=f"the file cannot be read: {error.strerror}", fix=fix)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        problem = Problem(where=display_name(path), got=str(error), expected="TOML", fix="correct the syntax")
+        problem = Problem(where=display_name(path), wrong=f"this is not TOML: {error}", fix="correct the syntax")
     profile.problems.append(problem)
     return None
 
@@ -178,15 +178,15 @@ def _inherited(name: str, tables: Mapping[str, Any], where: str, profile: Profil
     while name:
         if name not in known or name in seen:
             close = nearest(name, known)
-            there = f"did you mean {close}?" if close else f"{where} has: {', '.join(known) or 'none'}"
-            fix = "break the circle" if name in seen else there
-            got = f"{name}, a circle" if name in seen else name
-            profile.problems.append(Problem(where=asked, got=got, expected=f"a profile of {where}", fix=fix))
+            there = f"did you mean {close}?" if close else f"profiles there: {', '.join(known) or 'none'}"
+            circle = Problem(where=asked, wrong=f"{name} extends itself through others", fix="remove one `extends`")
+            missing = Problem(where=asked, wrong=f"{where} has no profile {name}", fix=there)
+            profile.problems.append(circle if name in seen else missing)
             break
         seen.append(name)
         if {"container", "container_image"} <= set(tables[name]):
-            got, fix = "container and container_image", "they are two names of one field"
-            profile.problems.append(Problem(where=f"{where}: {name}", got=got, expected="one of them", fix=fix))
+            wrong, fix = "container and container_image are two names of one field", "remove one of them"
+            profile.problems.append(Problem(where=f"{where}: {name}", wrong=wrong, fix=fix))
         for field_name, value in tables[name].items():
             key = "container" if field_name == "container_image" else field_name
             if key not in fields:
@@ -205,9 +205,7 @@ def _checked(fields: Fields, profile: Profile) -> Fields:
         if key not in FIELDS:
             close = nearest(key, [*FIELDS, "container_image"])
             fix = f"did you mean {close}?" if close else "delete it; see configs/env.example.toml"
-            profile.problems.append(
-                Problem(where=where, got="an unknown field", expected="a field of a profile", fix=fix)
-            )
+            profile.problems.append(Problem(where=where, wrong="profiles have no such field", fix=fix))
         elif not KINDS[FIELDS[key]](value):
             quoted = FIELDS[key] == TEXT and not isinstance(value, str | dict | list)
             fix = f'quote it: {key} = "{value}"' if quoted else "correct it; see configs/env.example.toml"
@@ -236,9 +234,7 @@ def _fill(fields: Fields, profile: Profile) -> None:
     profile.job_environment |= {name: str(value) for name, value in (values.get("env_vars") or {}).items()}
     for key, (value, where) in fields.items():
         if key in WITHOUT_EFFECT:
-            profile.notes.append(
-                Problem(where=where, got=show(value), expected="nothing", fix=f"no effect: {WITHOUT_EFFECT[key]}")
-            )
+            profile.notes.append(Problem(where=where, wrong=f"{show(value)} has no effect", fix=WITHOUT_EFFECT[key]))
         profile.problems.extend(_refused(key, value, where))
 
 
@@ -250,12 +246,12 @@ def _refused(key: str, value: Any, where: str) -> list[Problem]:
         fix = f"did you mean {close}?" if close else "this recipe starts nothing else"
         return [Problem(where=where, got=value, expected=" or ".join(choices), fix=fix)]
     if key == "startup_commands" and value:
-        fix = "build them into the image: nothing is installed when a job starts"
-        return [Problem(where=where, got=show(value), expected="an empty list", fix=fix)]
+        wrong = f"nothing is installed when a job starts, so {show(value)} would not run"
+        return [Problem(where=where, wrong=wrong, fix="build it into the image, and remove it here")]
     if key == "mounts":
-        wrong = [item for item in value if "," in item or item.startswith("__")]
-        expected = "SOURCE[:TARGET[:ro]], one each"
-        return [Problem(where=where, got=item, expected=expected, fix="write it as its own item") for item in wrong]
+        items = [item for item in value if "," in item or item.startswith("__")]
+        expected = "SOURCE[:TARGET[:ro]]"
+        return [Problem(where=where, got=item, expected=expected, fix="write one mount per item") for item in items]
     if key == "sandbox":
         return _refused_sandbox(value, where)
     if key == "env_vars":
@@ -269,7 +265,7 @@ def _refused_sandbox(table: Mapping[str, Any], where: str) -> list[Problem]:
     for key in (key for key in table if key not in known):
         close = nearest(key, known)
         fix = f"did you mean {close}?" if close else "delete it"
-        problems.append(Problem(where=f"{where}.{key}", got="an unknown field", expected=" or ".join(known), fix=fix))
+        problems.append(Problem(where=f"{where}.{key}", got=key, expected=" or ".join(known), fix=fix))
     if table.get("port", SANDBOX_PORT) != SANDBOX_PORT:
         fix = "the port is fixed; see recipes/cluster/ports.py"
         got = show(table["port"])
@@ -285,9 +281,9 @@ def _refused_variables(table: Mapping[str, Any], where: str) -> list[Problem]:
             problems.append(Problem(where=f"{where}.{name}", got=name, expected="a variable's name", fix=fix))
         elif SECRET.search(name):
             fix = f"export {name} in your shell: a job inherits it, and no command line shows it"
-            problems.append(Problem(where=f"{where}.{name}", got="a secret", expected="no secret", fix=fix))
+            problems.append(Problem(where=f"{where}.{name}", wrong="a secret does not belong into a profile", fix=fix))
         elif "," in str(table[name]) or "\n" in str(table[name]):
-            fix = f"export {name} in your shell: sbatch would take it apart"
-            got = show(table[name])
-            problems.append(Problem(where=f"{where}.{name}", got=got, expected="no comma and one line", fix=fix))
+            fix = f"export {name} in your shell, which a job inherits"
+            wrong = f"sbatch would split {show(table[name])} at its comma or line end"
+            problems.append(Problem(where=f"{where}.{name}", wrong=wrong, fix=fix))
     return problems

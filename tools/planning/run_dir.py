@@ -97,8 +97,7 @@ def _try_lock(run_dir: Path) -> int:
         raise LaunchError(
             Problem(
                 where=f"EXP_NAME={run_dir.name}",
-                got=f"a run in progress in {run_dir} (started by {read_holder(run_dir) or 'another process'})",
-                expected="one run of a name at a time",
+                wrong=f"a run is in progress in {run_dir} (started by {read_holder(run_dir) or 'another process'})",
                 fix="end that run first, or choose another EXP_NAME",
             )
         ) from error

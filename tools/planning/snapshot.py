@@ -49,8 +49,7 @@ def git(root: Path, *args: str) -> str:
     raise LaunchError(
         Problem(
             where=f"git in {root}",
-            got=got[0] if got else f"status {done.returncode}",
-            expected="the tracked files and what differs from the commit",
+            wrong=f"`git {args[0]}` failed: {got[0] if got else f'status {done.returncode}'}",
             fix="repair the checkout, or run from it as it is with SKIP_CODE_SNAPSHOT=true",
         )
     )
@@ -109,12 +108,13 @@ def write_snapshot(root: Path, target: Path, code: CodeVersion) -> None:
         (partial / "COMMIT").write_text(f"{code.commit}\n")
         (partial / "DIFF").write_bytes(os.fsencode(code.diff))
         if read_code(root) != code:
-            got, expected = "files that changed while they were copied", "a checkout that stays as it is for a moment"
-            raise LaunchError(Problem(where=str(root), got=got, expected=expected, fix="launch again"))
+            raise LaunchError(
+                Problem(where=str(root), wrong="files changed while they were copied", fix="launch again")
+            )
         with suppress(OSError):  # another launch of the same code was first
             partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     if not target.is_dir():
         fix = "check permissions and space there"
-        raise LaunchError(Problem(where=str(target), got="no snapshot", expected="a copy of the code", fix=fix))
+        raise LaunchError(Problem(where=str(target), wrong="the copy of the code could not be made", fix=fix))

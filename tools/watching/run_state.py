@@ -130,9 +130,10 @@ def find_run(results: Path, name: str) -> Path:
     raise LaunchError(
         Problem(
             where=f"EXP_NAME={name}" if name else str(results),
-            got=f"no run of this name in {results}" if name else "no run",
-            expected="a run that was started",
-            fix=f"there are: {there}" if there else "start one: make smoke, or make stage1.1 SCALE=tiny LAUNCHER=local",
+            wrong=f"there is no run of this name in {results}" if name else "there is no run yet",
+            fix=f"runs there: {there}"
+            if there
+            else "start one: make smoke, or make stage1.1 SCALE=tiny LAUNCHER=local",
         )
     )
 

@@ -32,7 +32,7 @@ WRONG = Problem(where="a", got="b", expected="c", fix="d")
     [
         (DataError(WRONG), 2, "a: got b, expected c; d\n"),
         (RunError("it ended"), 1, "it ended\n"),
-        (OSError(28, "No space left on device"), 2, "test_command_line: got No space left on device, expected"),
+        (OSError(28, "No space left on device"), 2, "test_command_line: No space left on device; make room"),
         (KeyboardInterrupt(), 130, "interrupted; the same command starts again\n"),
     ],
 )
@@ -51,9 +51,7 @@ def test_what_the_machine_refuses_is_named(tmp_path: Path, capsys: pytest.Captur
         return len(tmp_path.read_bytes())
 
     assert main() == 2
-    assert capsys.readouterr().err.startswith(
-        f"{tmp_path}: got Is a directory, expected a disk and rights that allow it; "
-    )
+    assert capsys.readouterr().err.startswith(f"{tmp_path}: Is a directory; make room, ")
 
 
 TALKATIVE = """

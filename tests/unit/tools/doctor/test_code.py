@@ -33,13 +33,15 @@ def test_configuration_that_git_does_not_track_is_named_with_the_command(checkou
 
 def test_older_snapshot_must_hold_the_same_configuration(checkout, tmp_path):
     snapshot, base = tmp_path / "snapshot", checkout / "configs" / "base.yaml"
-    assert [finding.problem.got for finding in older_findings(checkout, snapshot, [base])] == ["no such file"]
+    assert [finding.problem.what for finding in older_findings(checkout, snapshot, [base])] == [
+        f"no such file, though there is {base}"
+    ]
     (snapshot / "configs").mkdir(parents=True)
     (snapshot / "configs" / "base.yaml").write_text("a: 1\n")
     assert list(older_findings(checkout, snapshot, [base, tmp_path / "elsewhere.yaml"])) == []
     base.write_text("a: 3\n")
     (finding,) = older_findings(checkout, snapshot, [base])
-    assert (finding.code, finding.problem.got) == ("COD003", "another content")
+    assert (finding.code, finding.problem.what) == ("COD003", f"differs from {base}")
 
 
 def test_launch_from_the_checkout_looks_at_no_snapshot(tmp_path):

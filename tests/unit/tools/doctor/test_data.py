@@ -27,7 +27,7 @@ def found(case: LaunchCase, *overrides: str) -> list[tuple[str, str, str]]:
     """Return (code, place, text) of what is wrong with the training rows."""
     problems = [(finding.code, finding.problem) for finding in case.examine("", *overrides)]
     return [
-        (code, problem.where.rpartition("/")[2], problem.got)
+        (code, problem.where.rpartition("/")[2], problem.wrong or problem.got)
         for code, problem in problems
         if code.startswith("DAT") and "train.jsonl" in problem.where
     ]
@@ -90,7 +90,7 @@ def test_marked_rows_without_shaping_are_a_note(case):
     case.write_rows("train.jsonl", ROW, marked, marked)
     (finding,) = [finding for finding in case.examine() if finding.code == "DAT007"]
     assert finding.severity == "note"
-    assert finding.problem.got == "2 of 3 rows with '{reasoning effort: low}'"
+    assert finding.problem.what == "2 of 3 rows with '{reasoning effort: low}', and env.nemo_gym.effort_levels is off"
     assert "DAT007" not in case.codes("", *SHAPING_ON)
 
 

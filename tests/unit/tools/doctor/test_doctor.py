@@ -175,7 +175,7 @@ def test_a_check_that_fails_hides_no_other(case, monkeypatch):
     wrong_container(case)
     findings = errors(case.examine())
     assert [finding.code for finding in findings] == ["DOC001", "IMG002"]
-    assert findings[0].problem.got == "ZeroDivisionError: in the check"
+    assert findings[0].problem.what == "the check itself failed with ZeroDivisionError: in the check"
 
 
 def test_force_leaves_what_is_certainly_wrong():
@@ -218,8 +218,8 @@ def test_report_for_programs_and_for_readers(case, monkeypatch, capsys):
 def test_a_file_for_a_directory_and_a_directory_for_a_file_are_said_to_be_so(case):
     file, directory = f"{case.directory}/train.jsonl", str(case.directory)
     problems = [finding.problem for finding in errors(case.examine(MODEL_PATH=file, VAL_PATH=directory))]
-    assert sorted((problem.where, problem.got) for problem in problems) == [
-        (directory, "a directory"),
-        (f"MODEL_PATH={file}", "a file"),
+    assert sorted((problem.where, problem.what) for problem in problems) == [
+        (directory, "this is a directory, and a JSONL file is needed"),
+        (f"MODEL_PATH={file}", "start weights are a directory, this is a file"),
     ]
     assert "set VAL_PATH" in next(problem.fix for problem in problems if problem.where == directory)

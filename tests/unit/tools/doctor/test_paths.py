@@ -43,7 +43,7 @@ def test_a_file_in_the_way_of_a_directory_is_named(tmp_path):
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         (finding,) = paths.writable(path, "RESULTS_DIR")
         assert finding.code == "PTH001"
-        assert finding.problem.got == f"{tmp_path / 'file'} is a file"
+        assert finding.problem.what == f"{tmp_path / 'file'} is a file, not a directory"
 
 
 def test_problems_of_ports_have_their_codes():
@@ -51,7 +51,7 @@ def test_problems_of_ports_have_their_codes():
     assert code_of(overlap) == "PRT002"
     busy = Problem(where="port 1200 (Ray)", got="in use by pid 1", expected="a free port", fix="end it")
     assert code_of(busy) == "PRT001"
-    full = Problem(where="local runs", got="10 in progress", expected="fewer than 10", fix="wait")
+    full = Problem(where="local runs", wrong="10 are in progress", fix="wait")
     assert code_of(full) == "PRT003"
 
 

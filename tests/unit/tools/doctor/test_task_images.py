@@ -20,7 +20,7 @@ def case(tmp_path: Path) -> LaunchCase:
 
 def found(case: LaunchCase, **variables: str) -> list[tuple[str, str]]:
     findings = case.examine("stage2.2", SCALE="tiny", **variables)
-    return [(finding.code, finding.problem.got) for finding in findings if finding.code.startswith("SIF")]
+    return [(finding.code, finding.problem.what) for finding in findings if finding.code.startswith("SIF")]
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,9 @@ def test_missing_images_are_counted_with_their_rows(case):
 
 
 def test_the_directory_itself_may_be_missing(case):
-    assert found(case, SIF_DIR="") == [("SIF001", "nothing")]
-    assert found(case, SIF_DIR="/no/where") == [("SIF001", "/no/where: no such directory")]
+    needed = "the data has 1 instances, and each needs a task image"
+    assert found(case, SIF_DIR="") == [("SIF001", f"not set: {needed}")]
+    assert found(case, SIF_DIR="/no/where") == [("SIF001", f"no directory /no/where: {needed}")]
 
 
 def test_a_formatter_of_the_user_wins(case):
@@ -76,9 +77,9 @@ def test_a_formatter_of_the_user_wins(case):
 
 def test_other_files_and_cut_ones_are_named(case):
     case.sif.write_bytes(b"<html>")
-    assert found(case) == [("SIF003", "no SIF file")]
+    assert found(case) == [("SIF003", "this is not a SIF file")]
     case.sif.write_bytes(sif_file(content=100, cut=30))
-    assert found(case) == [("SIF003", "198 bytes of 228")]
+    assert found(case) == [("SIF003", "the file is cut: 198 bytes of 228")]
 
 
 def test_rows_beside_the_list_of_good_instances_are_refused(case):

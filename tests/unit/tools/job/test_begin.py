@@ -117,7 +117,7 @@ def test_lock_is_inherited_by_the_program_that_follows_and_a_refused_start_leave
                 again, env={**env, "SLURM_JOB_ID": "43"}, capture_output=True, text=True, timeout=60, check=False
             )
             assert refused.returncode == 2
-            assert f"a run in progress in {run_dir} (started by job 42, pid {first.pid} on " in refused.stderr
+            assert f"a run is in progress in {run_dir} (started by job 42, pid {first.pid} on " in refused.stderr
             assert attempt.with_name("latest").readlink() == Path("attempt_1")
         finally:
             first.kill()
@@ -176,7 +176,7 @@ def test_live_job_of_the_name_is_refused_with_id_and_state(path_with_squeue, tmp
     shim(path_with_squeue, f'printf "%s\\n" "$*" >>"{log}"; echo "7|RUNNING"')
     (problem,) = run_problems("stage1.1-rlvr1", tmp_path / "run")
     assert str(problem) == (
-        "EXP_NAME=stage1.1-rlvr1: got job 7 of this run, RUNNING, expected one run of a name at a time; "
+        "EXP_NAME=stage1.1-rlvr1: job 7 of this run is RUNNING, and a name has one run at a time; "
         "wait for its end, or scancel 7, or choose another EXP_NAME"
     )
     assert log.read_text() == f"--noheader --format=%i|%T --user={os.getuid()} --name=stage1.1-rlvr1\n"
@@ -194,12 +194,12 @@ def test_ended_jobs_are_not_alive_and_no_answer_is_a_problem(path_with_squeue, t
     assert live_jobs("--jobs=3") == []
     refuse_beside("r", "3")
     shim(path_with_squeue, "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
-    with pytest.raises(LaunchError, match="squeue: got Unable to contact slurm controller"):
+    with pytest.raises(LaunchError, match="squeue: Unable to contact slurm controller"):
         run_problems("r", tmp_path)
     refuse_beside("r", "3")  # on the node the lock decides
     monkeypatch.setattr(queue, "DEADLINE_SECONDS", 0.2)
     shim(path_with_squeue, "exec sleep 30")
-    with pytest.raises(LaunchError, match=r"squeue: got none within 0\.2 s"):
+    with pytest.raises(LaunchError, match=r"squeue: it did not answer within 0\.2 s"):
         run_problems("r", tmp_path)
 
 
@@ -212,7 +212,7 @@ def test_run_on_this_machine_refuses_a_job_of_it(path_with_squeue, tmp_path):
     shim(path_with_squeue, "exit 0")
     lock = lock_run(tmp_path / "r")
     (problem,) = run_problems("r", tmp_path / "r")
-    assert "a run in progress in" in problem.got
+    assert "a run is in progress in" in problem.what
     os.close(lock)
     assert run_problems("r", tmp_path / "r") == []
 
@@ -220,7 +220,7 @@ def test_run_on_this_machine_refuses_a_job_of_it(path_with_squeue, tmp_path):
 def test_another_living_job_in_the_record_is_refused_where_locks_do_not_reach(path_with_squeue):
     shim(path_with_squeue, 'echo "9|RUNNING"')
     assert live_jobs("--jobs=9") == [LiveJob("9", "RUNNING")]
-    with pytest.raises(LaunchError, match="job 9 of this run, RUNNING"):
+    with pytest.raises(LaunchError, match="job 9 of this run is RUNNING"):
         refuse_beside("r", "9")
     shim(path_with_squeue, 'echo "9|COMPLETING"')
     refuse_beside("r", "9")

@@ -80,4 +80,4 @@ def test_a_node_that_does_not_see_the_run_directory_is_refused(tmp_path, monkeyp
     monkeypatch.setattr(node_check, "busy_ports", lambda _ports: [])
     arguments = ["--role=worker", "--head=n1", "--num-nodes=2", "--units=1", f"--log-dir={tmp_path}/elsewhere"]
     assert node.main(arguments) == 2
-    assert f"got no {tmp_path}/elsewhere/nodes, expected the run directory" in capsys.readouterr().err
+    assert f"no file {tmp_path}/elsewhere/nodes, which the job's first node has written" in capsys.readouterr().err

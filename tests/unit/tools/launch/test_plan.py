@@ -73,7 +73,7 @@ def test_wrong_scale_or_platform_is_refused(variables):
 
 
 def test_stage_without_a_configuration_says_so():
-    with pytest.raises(ConfigError, match=r"stage3.configs.small.b200: got no file"):
+    with pytest.raises(ConfigError, match=r"stage3.configs.small.b200: the stage has no file"):
         stage_environment("stage3", {"SCALE": "small", "PLATFORM": "b200"}, ROOT)
 
 

@@ -184,7 +184,7 @@ def test_every_path_that_is_not_mounted_is_named_at_once(shared, tmp_path):
     ]
     assert problems[3].fix == f"add {judge}:{judge} to EXTRA_MOUNTS"
     # Another directory lies where the training data should be.
-    assert problems[1].got == f"{shared}/data/train.jsonl, which is not mounted"
+    assert problems[1].what == f"{shared}/data/train.jsonl is not mounted, so no container sees it"
     (outside / "train.jsonl").write_text("other rows")
     hidden = next(problem for problem in mount_problems(plan) if problem.where == "TRAIN_PATH")
     assert hidden.got == f"{shared}/data/train.jsonl, which is {outside}/train.jsonl in the container"

@@ -131,9 +131,9 @@ def test_a_profile_takes_over_what_it_does_not_say(tmp_path):
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("[mine]\nacount = 'lab'", "env.toml: mine.acount: got an unknown field, expected a field of a profile; "
+        ("[mine]\nacount = 'lab'", "env.toml: mine.acount: profiles have no such field; "
          "did you mean account?"),
-        ("[mine]\nfrobnicate = 1", "env.toml: mine.frobnicate: got an unknown field, expected a field of a profile; "
+        ("[mine]\nfrobnicate = 1", "env.toml: mine.frobnicate: profiles have no such field; "
          "delete it; see configs/env.example.toml"),
         ("[mine]\nnodes = 'four'", 'env.toml: mine.nodes: got "four", expected a whole number >= 1; correct it; '
          "see configs/env.example.toml"),
@@ -148,28 +148,28 @@ def test_a_profile_takes_over_what_it_does_not_say(tmp_path):
          "this recipe starts nothing else"),
         ("[mine]\nruntime = 'pixis'", "env.toml: mine.runtime: got pixis, expected pyxis or apptainer or podman or "
          "none; did you mean pyxis?"),
-        ("[mine]\nstartup_commands = ['pip install x']", 'env.toml: mine.startup_commands: got ["pip install x"], '
-         "expected an empty list; build them into the image: nothing is installed when a job starts"),
+        ("[mine]\nstartup_commands = ['pip install x']", "env.toml: mine.startup_commands: nothing is installed when a "
+         'job starts, so ["pip install x"] would not run; build it into the image, and remove it here'),
         ("[mine]\nmounts = ['/a:/b,/c:/d']", "env.toml: mine.mounts: got /a:/b,/c:/d, expected "
-         "SOURCE[:TARGET[:ro]], one each; write it as its own item"),
+         "SOURCE[:TARGET[:ro]]; write one mount per item"),
         ("[mine]\nsandbox = {port = 7000}", "env.toml: mine.sandbox.port: got 7000, expected 6000; the port is fixed; "
          "see recipes/cluster/ports.py"),
-        ("[mine]\nsandbox = {contaner = 'x'}", "env.toml: mine.sandbox.contaner: got an unknown field, expected "
+        ("[mine]\nsandbox = {contaner = 'x'}", "env.toml: mine.sandbox.contaner: got contaner, expected "
          "container or port or command; did you mean container?"),
-        ("[mine]\nenv_vars = {HF_TOKEN = 'x'}", "env.toml: mine.env_vars.HF_TOKEN: got a secret, expected no secret; "
-         "export HF_TOKEN in your shell: a job inherits it, and no command line shows it"),
+        ("[mine]\nenv_vars = {HF_TOKEN = 'x'}", "env.toml: mine.env_vars.HF_TOKEN: a secret does not belong into a "
+         "profile; export HF_TOKEN in your shell: a job inherits it, and no command line shows it"),
         ("[mine]\nenv_vars = {'A-B' = 'x'}", "env.toml: mine.env_vars.A-B: got A-B, expected a variable's name; "
          "letters, digits and _"),
-        ("[mine]\nenv_vars = {A = 'x,y'}", 'env.toml: mine.env_vars.A: got "x,y", expected no comma and one line; '
-         "export A in your shell: sbatch would take it apart"),
-        ("[mine]\ncontainer = 'a'\ncontainer_image = 'b'", "env.toml: mine: got container and container_image, "
-         "expected one of them; they are two names of one field"),
-        ("[mine]\nextends = 'bsae'\n[base]", "env.toml: mine.extends: got bsae, expected a profile of env.toml; "
+        ("[mine]\nenv_vars = {A = 'x,y'}", 'env.toml: mine.env_vars.A: sbatch would split "x,y" at its comma or '
+         "line end; export A in your shell, which a job inherits"),
+        ("[mine]\ncontainer = 'a'\ncontainer_image = 'b'", "env.toml: mine: container and container_image are "
+         "two names of one field; remove one of them"),
+        ("[mine]\nextends = 'bsae'\n[base]", "env.toml: mine.extends: env.toml has no profile bsae; "
          "did you mean base?"),
-        ("[mine]\nextends = 'other'\n[other]\nextends = 'mine'", "env.toml: other.extends: got mine, a circle, "
-         "expected a profile of env.toml; break the circle"),
-        ("[min]\naccount = 'x'", "CLUSTER: got mine, expected a profile of env.toml; did you mean min?"),
-        ("[wandb]\nproject = 'x'", "CLUSTER: got mine, expected a profile of env.toml; env.toml has: none"),
+        ("[mine]\nextends = 'other'\n[other]\nextends = 'mine'", "env.toml: other.extends: mine extends itself "
+         "through others; remove one `extends`"),
+        ("[min]\naccount = 'x'", "CLUSTER: env.toml has no profile mine; did you mean min?"),
+        ("[wandb]\nproject = 'x'", "CLUSTER: env.toml has no profile mine; profiles there: none"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_gives_one_line(tmp_path, monkeypatch, text, line):
@@ -178,7 +178,7 @@ def test_what_is_wrong_gives_one_line(tmp_path, monkeypatch, text, line):
 
 def test_everything_wrong_is_listed_at_once(tmp_path, monkeypatch):
     text = "[mine]\nacount = 'x'\nnodes = 0\nextends = 'base'\n[base]\ntime = 4\nexecutor = 'docker'\n"
-    assert [line.split(": got")[0] for line in lines(tmp_path, monkeypatch, text)] == [
+    assert [": ".join(line.split(": ")[:2]) for line in lines(tmp_path, monkeypatch, text)] == [
         "env.toml: mine.acount",
         "env.toml: mine.nodes",
         "env.toml: base.time",
@@ -188,12 +188,12 @@ def test_everything_wrong_is_listed_at_once(tmp_path, monkeypatch):
 
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
     (line,) = lines(tmp_path, monkeypatch, "[mine\n")
-    assert line.startswith("env.toml: got Expected")
+    assert line.startswith("env.toml: this is not TOML: Expected")
     (tmp_path / "other.toml").write_text('[mine]\naccount = "lab"\n')
     assert read_profile({"CLUSTER": "mine", "NEMOTRON_ENV_FILE": "other.toml"}, tmp_path).problems == []
     environ = {"CLUSTER": "mine", "ENV_TOML": "none.toml", "NEMOTRON_ENV_FILE": "other.toml"}
     (problem,) = read_profile(environ, tmp_path).problems
-    assert problem.got == "No such file or directory"
+    assert problem.what == "the file cannot be read: No such file or directory"
     assert "env.example.toml" in problem.fix
 
 
@@ -204,7 +204,7 @@ def test_a_field_without_effect_is_accepted_and_said(tmp_path, field):
     assert found.problems == []
     assert found.variables == {}
     (note,) = found.notes
-    assert note.fix == f"no effect: {WITHOUT_EFFECT[field]}"
+    assert note.fix == WITHOUT_EFFECT[field]
 
 
 def test_every_field_has_one_meaning():

@@ -76,7 +76,7 @@ def test_lock_says_which_job_on_which_host_has_it(tmp_path, monkeypatch):
     assert holder == Holder(pid=os.getpid(), host=socket.gethostname(), job_id="42", started=holder.started)
     assert abs(holder.started - time.time()) < 60
     (problem,) = lock_problems(tmp_path)
-    assert f"started by job 42, pid {os.getpid()} on {socket.gethostname()}" in problem.got
+    assert f"started by job 42, pid {os.getpid()} on {socket.gethostname()}" in problem.what
     os.close(lock)
 
 

@@ -111,7 +111,7 @@ def test_files_that_change_while_they_are_copied_leave_no_snapshot(checkout, tmp
     code = read_code(checkout)
     target = snapshot_path(tmp_path / "snapshots", code, reuse_newest=False)
     (checkout / "package" / "a.py").write_text("edited after the plan\n")
-    with pytest.raises(LaunchError, match="files that changed while they were copied"):
+    with pytest.raises(LaunchError, match="files changed while they were copied"):
         write_snapshot(checkout, target, code)
     assert list(target.parent.iterdir()) == []
 
