@@ -123,6 +123,10 @@ config-import: $(READY) ## turn a NeMo RL stage file into an overlay, on standar
 config-docs: $(READY) ## write the reference of all configuration keys to build/configuration.md
 	$(PYTHON) -m tools.config.docs --write build/configuration.md
 
+.PHONY: config-keys
+config-keys: $(READY) ## write schema.json and the comments of grpo_base.yaml from recipes/config/tree
+	$(PYTHON) -m tools.config.keys
+
 .PHONY: config-golden
 config-golden: $(READY) ## update the recorded configurations in tests/golden/config
 	$(PYTHON) -m tools.config.show --update-golden

@@ -87,7 +87,7 @@ def show(value: Any) -> str:
 def describe(node: Mapping[str, Any]) -> str:
     """Return what a schema node allows: `an integer >= 1 or null`."""
     if "const" in node:
-        return show(node["const"])
+        return node["const"] if isinstance(node["const"], str) else show(node["const"])
     if "enum" in node:
         return f"one of {', '.join('null' if value is None else str(value) for value in node['enum'])}"
     types = node.get("type", "object")

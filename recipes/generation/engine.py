@@ -26,7 +26,7 @@ from recipes.types import Sampling
 if TYPE_CHECKING:
     import numpy as np
 
-    from recipes.config.tree_policy import GenerationConfig
+    from recipes.config.tree import GenerationConfig
     from recipes.generation.server import HttpServer
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from recipes.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from recipes.config.tree_policy import GenerationConfig
+    from recipes.config.tree import GenerationConfig
 
 SERVED_MODEL_NAME = "policy"  # what an HTTP request puts in `model`
 OURS = frozenset({"logprobs_mode", "scheduler_cls", "weight_transfer_config", "worker_extension_cls"})

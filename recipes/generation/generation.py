@@ -25,8 +25,7 @@ from recipes.generation.handshake import nccl_init, nccl_update, shared_memory_i
 from recipes.types import Completion, Sampling, VersionSpan, WeightLayout
 
 if TYPE_CHECKING:
-    from recipes.config.tree import DeadlinesConfig
-    from recipes.config.tree_policy import GenerationConfig, VllmConfig
+    from recipes.config.tree import DeadlinesConfig, GenerationConfig, VllmConfig
 
 logger = logging.getLogger(__name__)
 

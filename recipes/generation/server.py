@@ -22,7 +22,7 @@ from recipes.cluster.ports import hold_in_range
 from recipes.generation.engine_args import SERVED_MODEL_NAME
 
 if TYPE_CHECKING:
-    from recipes.config.tree_policy import GenerationConfig, ServingChatConfig
+    from recipes.config.tree import GenerationConfig, ServingChatConfig
 
 Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 Count = Callable[[int], AbstractContextManager[None]]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from recipes.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from recipes.config.tree_policy import PolicyConfig
+    from recipes.config.tree import PolicyConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

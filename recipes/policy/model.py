@@ -15,7 +15,7 @@ from recipes.policy.layers.head import OutputConfig
 from recipes.policy.parallel import device
 
 if TYPE_CHECKING:
-    from recipes.config.tree_policy import PolicyConfig
+    from recipes.config.tree import PolicyConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -14,7 +14,7 @@ from recipes.policy.cpu import use_exact_adam
 from recipes.policy.model import DTYPES
 
 if TYPE_CHECKING:
-    from recipes.config.tree_policy import MegatronConfig, PolicyConfig, SchedulerConfig
+    from recipes.config.tree import MegatronConfig, PolicyConfig, SchedulerConfig
 
 
 def wrap_ddp(model: torch.nn.Module, config: TransformerConfig, cfg: MegatronConfig) -> DistributedDataParallel:

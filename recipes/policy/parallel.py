@@ -16,7 +16,7 @@ from recipes.cluster.ports import PORT_TABLE, hold_in_range
 from recipes.policy.layout import Coordinates
 
 if TYPE_CHECKING:
-    from recipes.config.tree_policy import MegatronConfig
+    from recipes.config.tree import MegatronConfig
 
 (_PORTS,) = [ports for ports in PORT_TABLE if ports.name.startswith("torch rendezvous")]
 

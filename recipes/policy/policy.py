@@ -24,8 +24,7 @@ from recipes.policy.worker import PolicyWorker, WorkerIdentity, WorkerSpec
 from recipes.types import LossFunction, TrainBatch, WeightLayout
 
 if TYPE_CHECKING:
-    from recipes.config.tree import DeadlinesConfig
-    from recipes.config.tree_policy import PolicyConfig
+    from recipes.config.tree import DeadlinesConfig, PolicyConfig
 
 logger = logging.getLogger(__name__)
 

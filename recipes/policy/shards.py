@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from recipes.config.tree_policy import PolicyConfig
+from recipes.config.tree import PolicyConfig
 from recipes.policy.packing import Shard, round_up, shard_packed, shard_plain
 from recipes.types import GlobalCounts, TrainBatch
 

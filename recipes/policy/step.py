@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from recipes.config.tree_policy import PolicyConfig
+from recipes.config.tree import PolicyConfig
 from recipes.policy import hf
 from recipes.policy.families import mapping
 from recipes.policy.families.mapping import WeightMapping

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import TCPStore
 
-    from recipes.config.tree_policy import PolicyConfig
+    from recipes.config.tree import PolicyConfig
     from recipes.policy.layout import Coordinates
     from recipes.policy.shards import BatchShard
     from recipes.policy.weights import NcclSender, SharedMemoryWriter

@@ -1,4 +1,4 @@
-"""Render configs/schema.json as one Markdown page: every key with type, range, unit, meaning and default.
+"""Write configs/schema.json as one Markdown page: every key with type, range, unit, meaning and default.
 
 python -m tools.config.docs [--write PATH]
 """
@@ -87,8 +87,8 @@ def native(node: Mapping[str, Any]) -> str:
     entry = node.get("x-native")
     if entry is None:
         return ""
-    if "inert" in entry:
-        return f"no effect: {entry['inert']}"
+    if "no_effect" in entry:
+        return f"no effect: {entry['no_effect']}"
     return f"only {describe(entry['honours'])}: {entry['reason']}"
 
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from recipes.config.derive import Derived
-from recipes.config.tree import Config
-from recipes.config.tree_policy import MegatronConfig
+from recipes.config.tree import Config, MegatronConfig
 from tools.sizing.architecture import Architecture
 
 GIB = 2**30

@@ -69,7 +69,6 @@ RULES: tuple[Rule, ...] = (
 
 REFUSALS: tuple[Rule, ...] = (
     batch.several_optimizer_steps,
-    rewards.effort_shaping,
     environments.environments_to_come,
     judges.models_to_come,
 )

@@ -43,14 +43,6 @@ def effort_shaping_is_on_or_off(config: Config) -> Iterator[KeyProblem]:
         yield KeyProblem(key=f"{EFFORT}.{name}", wrong=wrong, fix=fix, also=(f"{EFFORT}.{other}",))
 
 
-def effort_shaping(config: Config) -> Iterator[KeyProblem]:
-    """Refuse effort shaping."""
-    effort = config.env.nemo_gym.effort_levels
-    if effort.low_weight > 0 and effort.low_string:
-        key, fix = f"{EFFORT}.low_weight", "effort shaping is not built yet"
-        yield KeyProblem(key=key, got=str(effort.low_weight), expected="0 (native engine)", fix=fix)
-
-
 def penalties_survive_the_clip(config: Config) -> Iterator[KeyProblem]:
     """Require the fixed advantages to lie inside the bounds that are applied after them."""
     low, high = config.grpo.advantage_clip_low, config.grpo.advantage_clip_high

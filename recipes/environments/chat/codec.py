@@ -23,7 +23,7 @@ from recipes.environments.contract.rows import wrong
 from recipes.errors import InputError, Problem
 
 if TYPE_CHECKING:
-    from recipes.config.tree_policy import PolicyConfig
+    from recipes.config.tree import PolicyConfig
 
 KEPT_SPECIAL_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # the parsers look for them
 _CACHED_PROMPTS = 64  # the G rollouts of a prompt render and tokenize it once

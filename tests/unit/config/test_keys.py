@@ -1,18 +1,22 @@
-"""Base YAML, schema and dataclass tree declare the same keys, and each key says what it means."""
+"""Each key is declared once: schema and comments follow from the classes, and no key is declared and forgotten."""
 
 import ast
-import re
+import subprocess
+import sys
 from collections.abc import Iterator
-from typing import Any, get_args, get_type_hints
+from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
 
 from recipes.config.load import BASE, build, load_config, walk
 from recipes.config.schema import CONFIG_DIR, declared, schema
 from recipes.config.tree import Config
 from recipes.config.upstream import HINTS
-from recipes.config.yaml_files import leaves
+from recipes.errors import ConfigError
+from tools.config import keys
+from tools.config.json_schema import schema_of_keys
+from tools.config.keys import commented, generated_files
 
 FREE_FORM = {
     "policy.tokenizer.chat_template_kwargs",
@@ -32,32 +36,13 @@ ROOT = CONFIG_DIR.parent
 LEAVES = {key: node for key, node in declared().items() if "properties" not in node}
 
 
-def fields_of(cls: Any, prefix: str = "") -> dict[str, Any]:
-    found = {}
-    for name, hint in get_type_hints(cls).items():
-        if hasattr(hint, "__dataclass_fields__"):
-            found.update(fields_of(hint, f"{prefix}{name}."))
-        else:
-            found[f"{prefix}{name}"] = hint
-    return found
+def test_generated_files_are_current() -> None:
+    for path, text in generated_files().items():
+        assert path.read_text() == text, f"{path.name} is older than recipes/config/tree: make config-keys"
 
 
-def test_base_schema_and_tree_declare_the_same_keys() -> None:
-    base = leaves(yaml.safe_load(BASE.read_text()))
-    written = {next((free for free in FREE_FORM if key.startswith(free)), key) for key in base}
-    tree = set(fields_of(Config)) - {"env.nemo_gym.instances"}
-    assert written == set(LEAVES)
-    assert tree == set(LEAVES)
-
-
-def test_tree_and_schema_agree_on_types() -> None:
-    names = {int: "integer", float: "number", bool: "boolean", str: "string", tuple: "array", type(None): "null"}
-    for key, hint in fields_of(Config).items():
-        if key in LEAVES:
-            hints = get_args(hint) if type(None) in get_args(hint) else (hint,)
-            types = {names.get(getattr(h, "__origin__", h), "object") for h in hints}
-            allowed = LEAVES[key]["type"]
-            assert types == set(allowed if isinstance(allowed, list) else [allowed]), key
+def test_the_classes_have_the_fields_that_the_schema_declares() -> None:
+    assert {key for key, _ in walk(load_config(BASE).config)} == {*LEAVES, "env.nemo_gym.instances"}
 
 
 def test_no_default_in_code() -> None:
@@ -65,19 +50,90 @@ def test_no_default_in_code() -> None:
         build(Config, {})
 
 
-def test_every_key_of_the_base_carries_its_meaning() -> None:
-    comments: dict[str, str] = {}
-    path: list[tuple[int, str]] = []
-    above = ""
-    for line in BASE.read_text().splitlines():
-        match = re.fullmatch(r"( *)([\w]+):(?: [^#]*?)?(?:  # (.*))?", line)
-        if match:
-            indent = len(match[1])
-            path = [(i, name) for i, name in path if i < indent] + [(indent, match[2])]
-            comments[".".join(name for _, name in path)] = match[3] or above
-        above = line.strip().removeprefix("# ") if line.strip().startswith("#") else ""
-    for key, node in declared().items():
-        assert comments[key] == node["description"], key
+def test_a_new_key_needs_its_default() -> None:
+    schema = schema_of_keys()
+    schema["properties"]["cluster"]["properties"]["num_racks"] = {"type": "integer", "minimum": 1, "description": "x"}
+    del schema["properties"]["logger"]["properties"]["wandb_enabled"]
+    with pytest.raises(ConfigError) as caught:
+        commented(BASE.read_text(), schema)
+    assert [str(problem) for problem in caught.value.problems] == [
+        "grpo_base.yaml: cluster.num_racks: a key of recipes/config/tree is missing here; add it with its default; it "
+        "is an integer >= 1",
+        "grpo_base.yaml: logger.wandb_enabled: no class of recipes/config/tree declares this key; declare it there, or "
+        "delete it here",
+    ]
+
+
+ENTRIES: dict[str, Any] = {
+    "properties": {
+        "a": {
+            "description": "A block.",
+            "properties": {
+                "b": {"type": "integer", "description": "first"},
+                "c": {
+                    "type": "string",
+                    "description": " ".join(["second"] * 18),
+                    "x-native": {"honours": {"enum": ["x", "y"]}, "reason": "not built"},
+                },
+                "d": {"type": "object", "additionalProperties": True, "description": "third"},
+            },
+        },
+        "e": {"type": "boolean", "description": "fourth", "x-native": {"no_effect": "until it is built"}},
+    }
+}
+OLD = """# The head of the file.
+
+a:  # old
+  # Why it is 3.
+  b: 3
+  # c: old
+  #   and long
+  c: x
+  d:  # old
+    free: "a # b"  # of the user
+
+e: true
+"""
+NEW = f"""# The head of the file.
+
+a:  # A block.
+  # Why it is 3.
+  b: 3  # first
+  # c: {" ".join(["second"] * 16)}
+  #   second second [native: only x or y]
+  c: x
+  d:  # third
+    free: "a # b"  # of the user
+
+e: true  # fourth [native: no effect yet]
+"""
+
+
+def test_comments_are_replaced_and_nothing_else() -> None:
+    assert commented(OLD, ENTRIES) == NEW
+    assert commented(NEW, ENTRIES) == NEW
+
+
+def test_stale_files_are_written_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("schema.json", BASE.name):
+        (tmp_path / name).write_bytes((CONFIG_DIR / name).read_bytes())
+    base = tmp_path / BASE.name
+    base.write_text(BASE.read_text().replace("  seed: 42  # seed", "  seed: 42  # old seed"))
+    monkeypatch.setattr(keys, "SCHEMA", tmp_path / "schema.json")
+    monkeypatch.setattr(keys, "BASE", base)
+    assert keys.main() == 0
+    assert capsys.readouterr().out == f"wrote {base}\n"
+    assert base.read_text() == BASE.read_text()
+
+
+def test_loading_needs_neither_pydantic_nor_torch() -> None:
+    code = (
+        "import sys; from recipes.config.load import BASE, load_config; load_config(BASE)\n"
+        "assert not {'pydantic', 'torch', 'ray'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
 
 
 def test_every_block_refuses_unknown_keys() -> None:
@@ -93,8 +149,8 @@ def test_every_refusal_gives_a_reason() -> None:
     natives = {key: node["x-native"] for key, node in declared().items() if "x-native" in node}
     assert len(natives) > 30
     for key, native in natives.items():
-        assert set(native) in ({"honours", "reason"}, {"inert"}), key
-        assert all(len(native[name]) > 10 for name in ("reason", "inert") if name in native), key
+        assert set(native) in ({"honours", "reason"}, {"no_effect"}), key
+        assert all(len(native[name]) > 10 for name in ("reason", "no_effect") if name in native), key
 
 
 def names_in_source(*directories: str) -> set[str]:
@@ -107,7 +163,7 @@ def names_in_source(*directories: str) -> set[str]:
     return found
 
 
-def test_every_key_is_read_or_refused_or_said_to_be_inert() -> None:
+def test_every_key_is_read_or_refused_or_said_to_have_no_effect() -> None:
     """A search by name: weak, but no key can be declared, documented and forgotten."""
     read = names_in_source("recipes", "tools")
     unread = {
@@ -175,11 +231,11 @@ def test_an_undeclared_read_is_found(line: str, found: set[str]) -> None:
     assert undeclared_reads(line) == found
 
 
-def test_a_key_said_to_be_inert_is_read_nowhere() -> None:
+def test_a_key_said_to_have_no_effect_is_read_nowhere() -> None:
     """In the engine: the doctor and the planner may look at it."""
-    inert = {key for key, node in LEAVES.items() if "inert" in node.get("x-native", {})}
+    without_effect = {key for key, node in LEAVES.items() if "no_effect" in node.get("x-native", {})}
     read = names_in_source("recipes")
-    assert not {key for key in inert if key.rpartition(".")[2] in read}
+    assert not {key for key in without_effect if key.rpartition(".")[2] in read}
 
 
 def test_left_out_keys_of_nemo_rl_are_not_declared() -> None:
@@ -191,8 +247,3 @@ def test_no_line_of_a_config_file_is_too_long() -> None:
     for path in [path for path in CONFIG_DIR.rglob("*.yaml") if path.parent.name not in ("engines", "data")]:
         for line in path.read_text().splitlines():
             assert len(line) <= 120 or "${" in line or " " not in line.strip(), f"{path}: {line}"
-
-
-def test_walk_finds_every_leaf() -> None:
-    config = load_config(BASE).config
-    assert {key for key, _ in walk(config)} == set(fields_of(Config))

@@ -74,9 +74,9 @@ def test_what_the_rules_say_of_the_native_engine_is_what_it_has() -> None:
 def test_every_verifier_that_exists_has_its_settings_declared() -> None:
     known = KINDS["resources_servers"]["properties"]
     for name, verifier in VERIFIERS.items():
-        assert name in known, f"declare {name} in configs/schema.json, $defs.server_instance"
+        assert name in known, f"declare {name} in configs/environments/servers.json"
         undeclared = verifier.settings - set(settings_of(known[name]))
-        assert not undeclared, f"{name} reads settings that configs/schema.json does not declare: {undeclared}"
+        assert not undeclared, f"declare in configs/environments/servers.json: {name} {undeclared}"
     assert set(AGENT_TYPES) <= set(KINDS["responses_api_agents"]["properties"])
 
 

@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NC
 from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
 from recipes.config.load import load_config, require_valid
-from recipes.config.tree_policy import PolicyConfig
+from recipes.config.tree import PolicyConfig
 from recipes.generation.handshake import nccl_init, nccl_update
 from recipes.policy.families.qwen3 import Qwen3
 from recipes.policy.model import transformer_config

@@ -1,0 +1,85 @@
+"""Rows and the environments that score them: blocks `data` and `env`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, MinLen
+
+from recipes.config.tree.marks import FurtherKeys, Honours, NoEffect, Text, Unit
+
+EFFORT = "effort shaping is not built yet"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainDataConfig:
+    """Training rows."""
+
+    data_path: Text
+    """JSONL file of training rows; the launcher sets it from TRAIN_PATH"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationDataConfig:
+    """Held-out rows."""
+
+    data_path: Text | None
+    """JSONL file of validation rows, set from VAL_PATH; null = never validate"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Rows to train and validate on, in NeMo Gym's row format."""
+
+    train: TrainDataConfig
+    validation: ValidationDataConfig
+    shuffle: bool
+    """shuffle rows once per epoch with grpo.seed; false = file order, which the curriculum needs"""
+    on_change: Literal["refuse", "restart", "keep_ledger"]
+    """resume on other rows, order or seed: refuse; restart = from the first row; keep_ledger = only untrained rows"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EffortLevelsConfig:
+    """Length shaping of prompts that ask for low effort; off unless low_weight > 0 and low_string set."""
+
+    low_weight: Annotated[float, Ge(0), Unit("weight"), Honours(0, reason=EFFORT)]
+    """weight of the bonus for a short answer; 0 = off"""
+    low_penalty: Annotated[float, Ge(0), Unit("weight"), NoEffect("until effort shaping is built")]
+    """weight of the penalty for an answer longer than low_ub"""
+    low_ub: Annotated[int, Ge(1), Unit("tokens"), NoEffect("until effort shaping is built")]
+    """answer length in tokens at which the bonus reaches 0"""
+    low_string: str
+    """text in the last user message that asks for low effort; "" = off"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NemoGymConfig:
+    """Environment servers and judges; further keys are server instances, named as in NeMo Gym."""
+
+    config_paths: tuple[Text, ...]
+    """YAML files of server instances, relative to configs/, merged in order under this block"""
+    num_gpu_nodes: Annotated[
+        int, Ge(0), Unit("nodes"), Honours(0, reason="judge models on extra nodes are not started yet")
+    ]
+    """nodes for judge models, on top of cluster.num_nodes"""
+    invalid_tool_call_patterns: Annotated[tuple[Text, ...], MinLen(1)]
+    """text that marks a turn as an unparsed tool call"""
+    thinking_tags: Annotated[tuple[Text, ...], MinLen(1)]
+    """text that marks a turn as malformed thinking"""
+    effort_levels: EffortLevelsConfig
+    instances: Annotated[Mapping[str, Any], FurtherKeys("server_instance")]
+    """the further keys of the block: server instances by name"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvConfig:
+    """How rollouts are scored."""
+
+    should_use_nemo_gym: Literal[True]
+    """rows are NeMo Gym rows routed by agent_ref.name; the only kind there is"""
+    should_mask_flagged_samples: bool
+    """drop from the loss and its group's statistics a rollout whose environment set mask_sample"""
+    nemo_gym: NemoGymConfig

@@ -1,0 +1,193 @@
+"""The algorithm: blocks `grpo` and `loss_fn`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from recipes.config.tree.marks import Honours, NoEffect, Text, Unit
+
+REFERENCE = "the reference model is not built yet"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncGrpoConfig:
+    """How far generation may run ahead of training."""
+
+    enabled: Annotated[
+        bool,
+        Honours(
+            True, reason="there is one loop; for synchronous training set grpo.async_grpo.max_trajectory_age_steps=0"
+        ),
+    ]
+    """generate while training; synchronous training is max_trajectory_age_steps 0"""
+    max_trajectory_age_steps: Annotated[int, Ge(0), Unit("steps")]
+    """oldest weights trained on, in optimizer steps; 0 = synchronous"""
+    max_generation_failures: Annotated[int, Ge(0), Unit("batches")]
+    """consecutive failed batches of rollouts before the run ends"""
+    in_flight_weight_updates: Annotated[bool, Honours(True, reason="draining the engines before a push is not built")]
+    """push weights without waiting for running requests to finish"""
+    recompute_kv_cache_after_weight_updates: Annotated[
+        bool, Honours(False, reason="recomputing the KV cache after a push is not built")
+    ]
+    """recompute the KV cache of running requests after a push"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardScalingConfig:
+    """Linear map of the reward from [source_min, source_max] to [target_min, target_max]."""
+
+    enabled: Annotated[bool, Honours(False, reason="reward scaling is not built yet")]
+    """scale rewards"""
+    source_min: Annotated[float, Unit("reward"), NoEffect("until grpo.reward_scaling.enabled is built")]
+    """reward that maps to target_min; lower ones are clamped"""
+    source_max: Annotated[float, Unit("reward"), NoEffect("until grpo.reward_scaling.enabled is built")]
+    """reward that maps to target_max; higher ones are clamped"""
+    target_min: Annotated[float, Unit("reward"), NoEffect("until grpo.reward_scaling.enabled is built")]
+    """scaled reward at source_min"""
+    target_max: Annotated[float, Unit("reward"), NoEffect("until grpo.reward_scaling.enabled is built")]
+    """scaled reward at source_max"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardShapingConfig:
+    """Penalty for answers near or over the length limit (DAPO)."""
+
+    enabled: Annotated[bool, Honours(False, reason="reward shaping is not built yet")]
+    """shape rewards by length"""
+    overlong_buffer_length: Annotated[
+        int, Ge(1), Unit("tokens"), NoEffect("until grpo.reward_shaping.enabled is built")
+    ]
+    """tokens before the limit over which the penalty grows"""
+    overlong_buffer_penalty: Annotated[
+        float, Ge(0), Unit("reward"), NoEffect("until grpo.reward_shaping.enabled is built")
+    ]
+    """penalty, in reward, at the limit"""
+    max_response_length: Annotated[int, Ge(1), Unit("tokens"), NoEffect("until grpo.reward_shaping.enabled is built")]
+    """the length limit, in generated tokens"""
+    stop_properly_penalty_coef: Annotated[
+        float | None, Ge(0), Le(1), Unit("ratio"), NoEffect("until grpo.reward_shaping.enabled is built")
+    ]
+    """factor on the reward of truncated answers, replaces the above; null = off"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvEstimatorConfig:
+    """From rewards to advantages."""
+
+    name: Annotated[Literal["grpo", "reinforce_plus_plus"], Honours("grpo", reason="Reinforce++ is not built yet")]
+    """advantage estimator: grpo (group baseline) or reinforce_plus_plus"""
+    normalize_rewards: bool
+    """divide by the standard deviation of the group's rewards"""
+    use_leave_one_out_baseline: bool
+    """baseline = mean of the group's other rewards; false = mean of all"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpoConfig:
+    """The algorithm: batch shape, schedule, rollouts, rewards, advantages, validation."""
+
+    num_prompts_per_step: Annotated[int, Ge(1), Unit("prompts")]
+    """prompts (groups) in one optimizer step: P"""
+    num_generations_per_prompt: Annotated[int, Ge(1), Unit("rollouts")]
+    """rollouts of one prompt, the group size: G"""
+    max_num_steps: Annotated[int, Ge(1), Unit("steps")]
+    """stop after this many optimizer steps; the last one always saves"""
+    max_num_epochs: Annotated[int, Ge(1), Unit("epochs")]
+    """stop after this many passes over the training rows"""
+    seed: Annotated[int, Ge(0), Unit("seed")]
+    """seed of data order, sampling and initialisation"""
+    async_grpo: AsyncGrpoConfig
+    use_dynamic_sampling: Annotated[bool, Honours(False, reason="dynamic sampling is not built yet")]
+    """generate again until P groups have reward variance (DAPO)"""
+    dynamic_sampling_max_gen_batches: Annotated[
+        int, Ge(1), Unit("batches"), NoEffect("until grpo.use_dynamic_sampling is built")
+    ]
+    """batches generated for one step under dynamic sampling before it is an error"""
+    batch_multiplier: Annotated[
+        float, Ge(1), Unit("ratio"), Honours(1, reason="it belongs to dynamic sampling, which is not built yet")
+    ]
+    """prompts generated per prompt trained under dynamic sampling"""
+    reward_scaling: RewardScalingConfig
+    reward_shaping: RewardShapingConfig
+    overlong_filtering: bool
+    """drop truncated rollouts from the loss and their group's statistics"""
+    seq_logprob_error_threshold: Annotated[float | None, Gt(0), Unit("ratio")]
+    """drop a rollout whose mean exp(abs(engine - trainer log-prob)) exceeds this; null = off"""
+    adv_estimator: AdvEstimatorConfig
+    invalid_tool_call_advantage: Annotated[float | None, Unit("advantage")]
+    """advantage set on the tokens of a turn with an unparsed tool call; null = off"""
+    malformed_thinking_advantage: Annotated[float | None, Unit("advantage")]
+    """advantage set on the tokens of a turn with malformed thinking tags; null = off"""
+    advantage_clip_low: Annotated[float | None, Le(0), Unit("advantage")]
+    """lowest advantage, applied last; null = no bound"""
+    advantage_clip_high: Annotated[float | None, Ge(0), Unit("advantage")]
+    """highest advantage, applied last; null = no bound"""
+    val_period: Annotated[int, Ge(-1), Unit("steps")]
+    """steps between validations; 0 or -1 = none"""
+    val_start_at: Annotated[int, Ge(-1), Unit("steps")]
+    """first step at which a periodic validation may run; -1 = any"""
+    val_at_start: bool
+    """validate before the first step of a fresh run"""
+    val_at_end: bool
+    """validate after the last step"""
+    val_num_generations_per_prompt: Annotated[int, Ge(1), Unit("rollouts")]
+    """sampled rollouts per validation row; more than 1 also gives pass_k"""
+    val_greedy: bool
+    """also decode each validation row once greedily"""
+    stop_at_validation_metric: Annotated[
+        Text | None, Honours(None, reason="stopping early at a validation metric is not built yet")
+    ]
+    """validation metric that ends the run early; null = none"""
+    stop_at_validation_threshold: Annotated[
+        float | None, Unit("the metric's"), NoEffect("until grpo.stop_at_validation_metric is built")
+    ]
+    """value of that metric at which the run ends"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossConfig:
+    """Clipped policy gradient with importance correction between engine and trainer."""
+
+    force_on_policy_ratio: bool
+    """one optimizer step per batch: ratio is exactly 1, clipping is inert"""
+    disable_ppo_ratio: Annotated[bool, Honours(False, reason="REINFORCE is not built yet")]
+    """REINFORCE: use the log-probability itself in place of the ratio"""
+    sequence_level_importance_ratios: bool
+    """one ratio per rollout, the geometric mean over its tokens (GSPO)"""
+    ratio_clip_min: Annotated[float, Ge(0), Unit("ratio")]
+    """lower clip: ratio >= 1 - this"""
+    ratio_clip_max: Annotated[float, Ge(0), Unit("ratio")]
+    """upper clip: ratio <= 1 + this"""
+    ratio_clip_c: Annotated[float | None, Gt(1), Unit("ratio")]
+    """dual clip: with A < 0 the loss is at most this times -A; null = off"""
+    use_cispo: bool
+    """CISPO: gradient through the log-probability, clipped ratio as a constant weight"""
+    use_importance_sampling_correction: bool
+    """weight each token by exp(trainer - engine log-prob); needed when weights may lag"""
+    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None
+    """what bounds that weight: tis clamps, icepop drops tokens, seq-mask-tis drops rollouts"""
+    truncated_importance_sampling_ratio: Annotated[float | None, Gt(0), Unit("ratio")]
+    """upper bound of the weight; null = unbounded"""
+    truncated_importance_sampling_ratio_min: Annotated[float | None, Ge(0), Unit("ratio")]
+    """lower bound of the weight; null = 0"""
+    token_level_loss: bool
+    """mean over all tokens of the batch; false = mean over rollouts of their token means"""
+    reference_policy_kl_penalty: Annotated[float, Ge(0), Unit("weight"), Honours(0, reason=REFERENCE)]
+    """weight of the KL to the weights the stage started from; 0 = no reference model"""
+    reference_policy_kl_type: Literal["k1", "k2", "k3"]
+    """KL estimator"""
+    kl_input_clamp_value: Annotated[float | None, Gt(0), Unit("nats")]
+    """bound on the log-ratio that enters the KL, in nats; null = none"""
+    kl_output_clamp_value: Annotated[float | None, Gt(0), Unit("nats")]
+    """bound on the KL of one token, in nats; null = none"""
+    use_on_policy_kl_approximation: bool
+    """weight the KL by exp(trainer - engine log-prob)"""
+    use_kl_in_reward: Annotated[bool, Honours(False, reason=REFERENCE)]
+    """subtract the KL from the advantages in place of adding it to the loss"""
+    positive_example_nll_weight: Annotated[
+        float, Ge(0), Unit("weight"), Honours(0, reason="the positive-example loss is not built yet")
+    ]
+    """weight of the negative log-likelihood of rollouts with reward > 0"""

@@ -1,0 +1,76 @@
+"""The model: block `policy`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt
+
+from recipes.config.tree.generation import GenerationConfig
+from recipes.config.tree.marks import Honours, Text, Unit
+from recipes.config.tree.training import MegatronConfig
+
+OFFLOAD = "offloading optimizer state is not built yet"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerConfig:
+    """Tokenizer and chat template."""
+
+    name: Text
+    """directory or hub name of the tokenizer"""
+    chat_template: Text | None
+    """file with the chat template; null = the tokenizer's own"""
+    chat_template_kwargs: Mapping[str, Any] | None
+    """arguments of the chat template, e.g. enable_thinking; null = none"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequencePackingConfig:
+    """Several rollouts in one row of a micro-batch."""
+
+    enabled: bool
+    """pack rollouts; false = one padded rollout per row"""
+    algorithm: Literal["modified_first_fit_decreasing"]
+    """bin-packing algorithm"""
+    train_mb_tokens: Annotated[int, Ge(1), Unit("tokens")]
+    """tokens in one training micro-batch"""
+    logprob_mb_tokens: Annotated[int, Ge(1), Unit("tokens")]
+    """tokens in one log-probability micro-batch"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyConfig:
+    """The model, how it is trained and how it generates."""
+
+    model_name: Text
+    """Hugging Face directory of the start weights; the launcher sets it from MODEL_PATH"""
+    tokenizer: TokenizerConfig
+    hf_config_overrides: Mapping[str, Any]
+    """values that replace those of the model's config.json"""
+    precision: Annotated[
+        Literal["bfloat16", "float16", "float32"],
+        Honours("bfloat16", "float32", reason="the native policy trains in bfloat16 or float32"),
+    ]
+    """dtype of weights and activations"""
+    max_total_sequence_length: Annotated[int, Ge(1), Unit("tokens")]
+    """longest rollout trained on, prompt and all turns, in tokens"""
+    train_global_batch_size: Annotated[int, Ge(1), Unit("rollouts")]
+    """rollouts per optimizer step: P*G"""
+    train_micro_batch_size: Annotated[int, Ge(1), Unit("rollouts")]
+    """full-length rollouts in one training micro-batch; sets the packing budget"""
+    logprob_batch_size: Annotated[int, Ge(1), Unit("rollouts")]
+    """full-length rollouts in one log-probability micro-batch"""
+    logprob_chunk_size: Annotated[int | None, Ge(1), Unit("tokens")]
+    """tokens whose float32 logits exist at once; null = all"""
+    offload_optimizer_for_logprob: Annotated[bool, Honours(False, reason=OFFLOAD)]
+    """move optimizer state to the CPU during log-probability passes"""
+    max_grad_norm: Annotated[float, Gt(0), Unit("L2 norm")]
+    """global L2 norm to which gradients are clipped"""
+    make_sequence_length_divisible_by: Annotated[int, Ge(1), Unit("tokens")]
+    """pad each rollout to a multiple of this many tokens: 2*CP*TP"""
+    sequence_packing: SequencePackingConfig
+    megatron_cfg: MegatronConfig
+    generation: GenerationConfig

@@ -1,0 +1,184 @@
+"""How the policy is trained: block `policy.megatron_cfg`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from recipes.config.tree.marks import Honours, NoEffect, Unit
+
+EXPERTS = "mixture-of-experts models are not built yet"
+PIPELINE = "pipeline parallelism is not built yet"
+FUSED = "Transformer Engine's fused kernels are not wired in yet"
+OFFLOAD = "offloading optimizer state is not built yet"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """Megatron's optimizer."""
+
+    optimizer: Annotated[Literal["adam", "sgd"], Honours("adam", reason="only adam is built")]
+    """optimizer"""
+    lr: Annotated[float, Gt(0), Le(1), Unit("per step")]
+    """learning rate after warm-up"""
+    min_lr: Annotated[float, Ge(0), Le(1), Unit("per step")]
+    """learning rate at the end of the decay"""
+    weight_decay: Annotated[float, Ge(0), Unit("per step and learning rate")]
+    """decoupled weight decay"""
+    adam_beta1: Annotated[float, Ge(0), Lt(1), Unit("share")]
+    """decay of the first moment"""
+    adam_beta2: Annotated[float, Ge(0), Lt(1), Unit("share")]
+    """decay of the second moment"""
+    adam_eps: Annotated[float, Gt(0), Unit("gradient")]
+    """added to the root of the second moment"""
+    sgd_momentum: Annotated[float, Ge(0), Lt(1), Unit("share")]
+    """momentum of sgd"""
+    clip_grad: Annotated[float, Ge(0), Unit("L2 norm")]
+    """the same bound as policy.max_grad_norm"""
+    bf16: bool
+    """train in bfloat16 with float32 master weights"""
+    fp16: Annotated[bool, Honours(False, reason="float16 training is not built")]
+    """train in float16 with loss scaling"""
+    params_dtype: Literal["float32", "bfloat16", "float16"]
+    """dtype of the master weights"""
+    use_distributed_optimizer: bool
+    """shard optimizer state over data-parallel ranks"""
+    use_precision_aware_optimizer: Annotated[
+        bool, Honours(False, reason="it needs Transformer Engine's optimizer, which is not wired in yet")
+    ]
+    """Transformer Engine's fused Adam with typed state"""
+    optimizer_cpu_offload: Annotated[bool, Honours(False, reason=OFFLOAD)]
+    """keep optimizer state in CPU memory"""
+    optimizer_offload_fraction: Annotated[float, Ge(0), Le(1), Unit("share")]
+    """share of the state that is kept there"""
+    overlap_cpu_optimizer_d2h_h2d: bool
+    """overlap its copies with the step"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Learning rate and weight decay over training steps."""
+
+    lr_warmup_iters: Annotated[int, Ge(0), Unit("steps")]
+    """steps from lr_warmup_init to lr"""
+    lr_warmup_init: Annotated[float, Ge(0), Le(1), Unit("per step")]
+    """learning rate of the first step when there is a warm-up"""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"]
+    """shape of the decay after warm-up"""
+    lr_decay_iters: Annotated[int | None, Ge(1), Unit("steps")]
+    """step at which min_lr is reached; null = no decay"""
+    start_weight_decay: Annotated[float, Ge(0), Unit("per step and learning rate")]
+    """weight decay at the first step"""
+    end_weight_decay: Annotated[float, Ge(0), Unit("per step and learning rate")]
+    """weight decay at the last step"""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"]
+    """how it moves between the two"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DdpConfig:
+    """Gradient reduction over data-parallel ranks."""
+
+    grad_reduce_in_fp32: bool
+    """reduce gradients in float32"""
+    overlap_grad_reduce: bool
+    """overlap the reduction with the backward pass"""
+    overlap_param_gather: bool
+    """overlap the gather of sharded weights with the forward pass"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Config:
+    """Training in 8-bit floating point."""
+
+    enabled: Annotated[bool, Honours(False, reason="fp8 training is not built yet")]
+    """train in fp8"""
+    fp8: Annotated[Literal["e4m3", "hybrid"], NoEffect("until fp8_cfg.enabled is built")]
+    """fp8 format"""
+    fp8_recipe: Annotated[
+        Literal["blockwise", "tensorwise", "delayed", "mxfp8"], NoEffect("until fp8_cfg.enabled is built")
+    ]
+    """scaling recipe"""
+    fp8_param: Annotated[bool, NoEffect("until fp8_cfg.enabled is built")]
+    """keep parameters in fp8"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronConfig:
+    """Megatron-core: parallelism, memory, mixture of experts, optimizer."""
+
+    tensor_model_parallel_size: Annotated[int, Ge(1), Unit("GPUs")]
+    """TP: GPUs that share each layer"""
+    sequence_parallel: bool
+    """split activations along the sequence between TP ranks"""
+    context_parallel_size: Annotated[
+        int, Ge(1), Unit("GPUs"), Honours(1, reason="context parallelism is not built yet")
+    ]
+    """CP: GPUs that share one sequence"""
+    pipeline_model_parallel_size: Annotated[int, Ge(1), Unit("GPUs"), Honours(1, reason=PIPELINE)]
+    """PP: GPUs that hold successive layers"""
+    num_layers_in_first_pipeline_stage: Annotated[int | None, Ge(1), Unit("layers"), Honours(None, reason=PIPELINE)]
+    """layers on the first PP stage; null = even"""
+    num_layers_in_last_pipeline_stage: Annotated[int | None, Ge(1), Unit("layers"), Honours(None, reason=PIPELINE)]
+    """layers on the last PP stage; null = even"""
+    pipeline_dtype: Literal["bfloat16", "float16", "float32"]
+    """dtype of activations sent between PP stages"""
+    expert_model_parallel_size: Annotated[int, Ge(1), Unit("GPUs"), Honours(1, reason=EXPERTS)]
+    """EP: GPUs that share a layer's experts"""
+    expert_tensor_parallel_size: Annotated[int, Ge(1), Unit("GPUs"), Honours(1, reason=EXPERTS)]
+    """ETP: GPUs that share one expert"""
+    activation_checkpointing: bool
+    """recompute every layer's activations in the backward pass"""
+    empty_unused_memory_level: Annotated[
+        Literal[0, 1, 2], Unit("level"), Honours(0, reason="emptying the CUDA cache is not built yet")
+    ]
+    """empty the CUDA cache: 0 never, 1 after the backward pass, 2 also after the step"""
+    defer_fp32_logits: Annotated[bool, Honours(True, reason="the native policy never makes float32 logits as a whole")]
+    """keep logits in `precision` until the chunked log-softmax"""
+    apply_rope_fusion: Annotated[bool, Honours(False, reason=FUSED)]
+    """fused rotary embedding kernel"""
+    bias_activation_fusion: Annotated[bool, Honours(False, reason=FUSED)]
+    """fused bias and activation kernel"""
+    gradient_accumulation_fusion: Annotated[bool, Honours(False, reason=FUSED)]
+    """accumulate weight gradients inside the GEMM kernel"""
+    use_fused_weighted_squared_relu: Annotated[bool, Honours(False, reason=EXPERTS)]
+    """fused squared-ReLU kernel of the experts"""
+    freeze_moe_router: Annotated[bool, Honours(False, reason=EXPERTS)]
+    """do not train router weights"""
+    moe_router_dtype: Annotated[
+        Literal["fp32", "fp64"], NoEffect("the native policy refuses mixture-of-experts models")
+    ]
+    """dtype of the router"""
+    moe_router_load_balancing_type: Annotated[
+        Literal["none", "aux_loss", "seq_aux_loss"], Honours("none", reason=EXPERTS)
+    ]
+    """auxiliary balancing loss of the router"""
+    moe_router_bias_update_rate: Annotated[float, Ge(0), Unit("per step"), Honours(0, reason=EXPERTS)]
+    """step of the expert bias that balances load, per optimizer step"""
+    moe_permute_fusion: Annotated[bool, Honours(False, reason=EXPERTS)]
+    """fused token permutation kernel"""
+    moe_enable_deepep: Annotated[bool, Honours(False, reason=EXPERTS)]
+    """DeepEP all-to-all kernels"""
+    moe_token_dispatcher_type: Annotated[Literal["alltoall", "allgather", "flex"], Honours("alltoall", reason=EXPERTS)]
+    """how tokens reach their experts"""
+    moe_shared_expert_overlap: Annotated[bool, Honours(False, reason=EXPERTS)]
+    """overlap the shared expert with token dispatch"""
+    moe_per_layer_logging: Annotated[bool, Honours(False, reason=EXPERTS)]
+    """log the balance of each layer's experts"""
+    mtp_num_layers: Annotated[int, Ge(0), Unit("heads"), Honours(0, reason="multi-token prediction is not built yet")]
+    """multi-token-prediction heads trained beside the policy; 0 = none"""
+    mtp_loss_scaling_factor: Annotated[float, Ge(0), Unit("weight"), NoEffect("until mtp_num_layers is built")]
+    """weight of their loss"""
+    mtp_use_repeated_layer: Annotated[bool, NoEffect("until mtp_num_layers is built")]
+    """one layer applied mtp_num_layers times"""
+    mtp_detach_heads: Annotated[bool, NoEffect("until mtp_num_layers is built")]
+    """no gradient from them into the trunk"""
+    optimizer: OptimizerConfig
+    scheduler: SchedulerConfig
+    distributed_data_parallel_config: DdpConfig
+    fp8_cfg: Fp8Config
+    env_vars: Mapping[str, Any] | None
+    """environment variables of the policy workers; null = none"""
