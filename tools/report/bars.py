@@ -1,4 +1,4 @@
-"""Histograms as inline SVG, in the style of the run report: stacked bars with a legend and a tip per bar."""
+"""Bar charts as inline SVG, in the style of the run report: stacked bars with a legend and a tip per bar."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_LABELS = 10
 
 
 def palette(sizes: Mapping[str, int]) -> dict[str, str]:
-    """Return under which name each part is drawn: the largest under their own, the rest together, in this order."""
+    """Return name -> drawn name, in drawing order: the largest parts under their own names, the rest as "N others"."""
     by_size = sorted(sizes, key=lambda name: (-sizes[name], name))
     num_own = MAX_COLORS - 1 if len(by_size) > MAX_COLORS else MAX_COLORS
     own, rest = sorted(by_size[:num_own]), by_size[num_own:]
@@ -22,7 +22,7 @@ def palette(sizes: Mapping[str, int]) -> dict[str, str]:
 
 
 def drawn_as(names: Mapping[str, str], parts: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """Return `parts` under the names of a palette, so that each has the same color in every figure."""
+    """Return `parts` under their drawn names, so that each has the same color in every figure."""
     width = max(map(len, parts.values()), default=0)
     found = {shown: [0.0] * width for shown in names.values()}
     for name, values in parts.items():
@@ -33,7 +33,7 @@ def drawn_as(names: Mapping[str, str], parts: Mapping[str, Sequence[float]]) -> 
 def bars(
     title: str, labels: Sequence[str], parts: Mapping[str, Sequence[float]], *, unit: str = "", axis: str = ""
 ) -> str:
-    """Return a figure with one bar per label, the parts stacked, each in the color of its place."""
+    """Return a figure with one bar per label and the parts stacked; a part's place decides its color."""
     unit_text = f' <span class="unit">{escape(unit)}</span>' if unit else ""
     if not any(map(any, parts.values())):
         body, legend = '<p class="nothing">nothing recorded</p>', ""

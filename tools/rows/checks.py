@@ -18,16 +18,16 @@ from recipes.environments.registry import VERIFIERS, find_agent
 from recipes.grpo.data import check_line as check_shape
 from recipes.types import Row
 
-FAILURES = (ValueError, TypeError, KeyError, AttributeError)  # of code that expects a well-formed row
+FAILURES = (ValueError, TypeError, KeyError, AttributeError)  # what code raises that expects a well-formed row
 
 
 @dataclass(slots=True)
 class RowChecker:
-    """Checks rows one by one; with a codec it also measures them."""
+    """Checks rows one by one; with a codec it also counts their tokens."""
 
     codec: ChatCodec | None
     _check_environment: Callable[[Row], list[str]] = field(init=False)
-    _known_tools: dict[bytes, str | None] = field(default_factory=dict)  # rows share their tools
+    _known_tools: dict[bytes, str | None] = field(default_factory=dict)  # checked once: many rows share their tools
 
     def __post_init__(self) -> None:
         if self.codec is None:
@@ -41,11 +41,11 @@ class RowChecker:
 
     @classmethod
     def for_tokenizer(cls, tokenizer: Path | None) -> RowChecker:
-        """Return a checker, with the codec of a Hugging Face directory if there is one."""
+        """Return a checker with the codec of a Hugging Face directory, or without one."""
         return cls(ChatCodec(tokenizer) if tokenizer else None)
 
     def check(self, line: bytes) -> tuple[Row | None, list[tuple[str, str]]]:
-        """Return the row of a line and what is wrong with it as (kind, text); no row when it has not even the shape."""
+        """Return the row of a line and its problems as (kind, text); None for a line without the shape of a row."""
         if not line.strip():
             return None, [("shape", "an empty line")]
         if wrong := check_shape(line, _nothing):
@@ -60,7 +60,7 @@ class RowChecker:
         return row, found + [("tools", text) for text in self._check_tools(row["responses_create_params"])]
 
     def num_tokens(self, row: Row) -> int:
-        """Return the length of the first prompt; raises what the template raises."""
+        """Return the number of tokens of the first prompt; raises whatever the chat template raises."""
         assert self.codec is not None
         return len(self.codec.encode(row["responses_create_params"]))
 
@@ -68,7 +68,7 @@ class RowChecker:
         tools = params.get("tools")
         for position, tool in enumerate(tools if isinstance(tools, list) else ()):
             if not isinstance(tool, Mapping) or "parameters" not in tool:
-                continue  # the environment's check names a tool that is none
+                continue  # the check of the environment reports a malformed tool
             key = orjson.dumps(tool["parameters"])
             if key not in self._known_tools:
                 self._known_tools[key] = schema_problem(tool["parameters"])
@@ -96,7 +96,7 @@ def check_without_codec(row: Row) -> list[str]:
 
 
 def unrewardable(row: Row) -> str | None:
-    """Return why no answer to a well-typed row could ever be rewarded, or None. Its verifier would give 0 silently."""
+    """Return why no answer to a well-typed row can earn a reward, or None; the verifier itself would only give 0."""
     verifier = find_agent(row["agent_ref"]["name"], {}).server
     if verifier == "mcqa":
         letters = sorted(key.strip().upper() for option in row["options"] for key in option)
@@ -113,7 +113,7 @@ def unrewardable(row: Row) -> str | None:
 
 
 def schema_problem(schema: object) -> str | None:
-    """Return why `schema` cannot be the parameters of a tool, or None; null stands for no parameters."""
+    """Return why `schema` cannot be the parameters of a tool, or None. A schema of null means no parameters."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
 

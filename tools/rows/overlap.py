@@ -1,8 +1,9 @@
-"""Rows that are there twice, and validation rows that training rows give away.
+"""Duplicate rows, and contamination: validation rows whose text also stands in a training row.
 
-Within a split, two rows are the same when agent and request are equal. Across splits a validation row also counts as
-known when its text differs only in case, spacing or Unicode form, or when most of what is its own - the runs of words
-that few validation rows share, which leaves out instructions and templates - occurs in one training row.
+Within a split, two rows are duplicates when agent and request are equal. A validation row is contaminated when a
+training row has the same text, apart from case, spacing and Unicode form, or when one training row holds most of its
+own n-grams. An n-gram is a run of `SHINGLE` words and signs. It is a row's own when few validation rows share it, so
+that instructions and templates do not count.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import orjson
 from recipes.environments.chat.messages import flat_text
 from recipes.types import Row
 
-SHINGLE = 8  # words and signs in a run
-MAX_SHARING = 2  # validation rows that may share a run before it counts as a template
-MIN_OWN = 8  # runs of its own that a row needs to be compared by them
-NEAR = 0.8  # share of its own runs that makes a row known
+SHINGLE = 8  # words and signs in an n-gram
+MAX_SHARING = 2  # an n-gram that more validation rows share belongs to a template
+MIN_OWN = 8  # a row with fewer own n-grams is compared by its whole text only
+NEAR = 0.8  # share of its own n-grams in one training row that makes a row contaminated
 
 WORD = re.compile(r"\w+|[^\w\s]")
 
@@ -34,9 +35,10 @@ def request_key(row: Row) -> bytes:
 
 
 def text_of(row: Row) -> str:
-    """Return all text that the row's user and system messages hold, in lower case, with single spaces.
+    """Return the text of all messages of a row, in lower case, with single spaces; "" when it has none.
 
-    A SWE task has none, for its agent writes the prompt: its text is the instance with its problem.
+    The rows of a SWE task hold no message, because the agent writes the prompt: their text is the id of the instance
+    and its problem statement.
     """
     request = row["responses_create_params"]
     items, metadata = request["input"], request.get("metadata")
@@ -48,55 +50,56 @@ def text_of(row: Row) -> str:
 
 
 def shingles(text: str) -> set[int]:
-    """Return the hashes of every run of `SHINGLE` words and signs."""
+    """Return the hash of every n-gram of a text. The hashes differ from process to process."""
     words = WORD.findall(text)
     return set(map(hash, zip(*(words[at:] for at in range(SHINGLE)), strict=False)))
 
 
 @dataclass(slots=True)
-class HeldOut:
-    """The validation rows, to be compared with each training row. Memory grows with them only."""
+class ValidationTexts:
+    """The texts of the validation rows, to compare each training row with. Memory grows with these rows only."""
 
     texts: dict[bytes, list[int]] = field(default_factory=lambda: defaultdict(list))
-    own: dict[int, set[int]] = field(default_factory=dict)  # line -> runs of its own
-    _holders: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # run -> lines
-    _known: set[int] = field(default_factory=set)  # lines reported already
+    own: dict[int, set[int]] = field(default_factory=dict)  # line -> its own n-grams
+    _holders: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # n-gram -> lines
+    _reported: set[int] = field(default_factory=set)  # lines
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[int, str]]) -> HeldOut:
-        """Return the rows (line, text) without what they share."""
+    def of(cls, rows: Iterable[tuple[int, str]]) -> ValidationTexts:
+        """Return the rows (line, text), each with the n-grams that are its own."""
         held_out = cls()
         for number, text in rows:
-            held_out.texts[_digest(text)].append(number)
+            held_out.texts[text_digest(text)].append(number)
             held_out.own[number] = shingles(text)
-        sharing = Counter(run for runs in held_out.own.values() for run in runs)
-        for number, runs in held_out.own.items():
-            own = {run for run in runs if sharing[run] <= MAX_SHARING}
+        sharing = Counter(ngram for ngrams in held_out.own.values() for ngram in ngrams)
+        for number, ngrams in held_out.own.items():
+            own = {ngram for ngram in ngrams if sharing[ngram] <= MAX_SHARING}
             held_out.own[number] = own
             if len(own) >= MIN_OWN:
-                for run in own:
-                    held_out._holders[run].append(number)
+                for ngram in own:
+                    held_out._holders[ngram].append(number)
         return held_out
 
     def forget(self) -> None:
-        """Report every row again."""
-        self._known.clear()
+        """Forget which rows were reported."""
+        self._reported.clear()
 
-    def known_by(self, text: str) -> Iterator[tuple[int, str]]:
-        """Yield (validation line, how) for validation rows that a training row's text gives away, each once."""
-        for number in self.texts.get(_digest(text), ()):
-            if number not in self._known:
-                self._known.add(number)
-                yield number, "the text"
+    def found_in(self, text: str) -> Iterator[tuple[int, str]]:
+        """Yield (line, what was found) for each validation row that a training row's text contains; each row once."""
+        for number in self.texts.get(text_digest(text), ()):
+            if number not in self._reported:
+                self._reported.add(number)
+                yield number, "the text also stands"
         if not self._holders:
             return
-        shared = Counter(number for run in self._holders.keys() & shingles(text) for number in self._holders[run])
+        shared = Counter(number for ngram in self._holders.keys() & shingles(text) for number in self._holders[ngram])
         for number, count in shared.items():
             share = count / len(self.own[number])
-            if share >= NEAR and number not in self._known:
-                self._known.add(number)
-                yield number, f"{100 * share:.0f} % of what is its own"
+            if share >= NEAR and number not in self._reported:
+                self._reported.add(number)
+                yield number, f"{100 * share:.0f} % of its own n-grams also stand"
 
 
-def _digest(text: str) -> bytes:
+def text_digest(text: str) -> bytes:
+    """Return a digest that equal texts share."""
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()

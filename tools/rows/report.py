@@ -1,8 +1,8 @@
-"""What is in the blends: rows, lengths and pass rates per agent, as text and as one self-contained page.
+"""Report on blends: rows, lengths and pass rates per agent, as text and as one self-contained page.
 
     python -m tools.rows.report --data data/rlvr1 [data/rlvr2 ...] [--tokenizer DIR] [--out data/report.html]
 
-Lengths are those of the whole first prompt in tokens where a tokenizer is given, else of the request in bytes.
+With a tokenizer a length is the number of tokens of the first prompt, else the number of bytes of the request.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from tools.report.summary import track
 from tools.rows.pass_rates import pass_rate_of, read_pass_rates
 from tools.rows.stats import QUANTILES, FileStats, agent_lines, agent_table
 
-NUM_RATE_BINS = 8  # as many as the answers per row of `make profile`, so that no bin stays empty between two
-NOTABLE = 0.02  # by which an agent's share of validation may be off that of training before it is marked
-NUM_PARTS = 40  # of a file, along which pass rates are shown
+NUM_RATE_BINS = 8  # `make profile` takes eight answers per row, so every bin can be filled
+NOTABLE = 0.02  # an agent is marked when its shares of validation and training differ by this much
+NUM_PARTS = 40  # the file is cut into so many parts to show pass rates along it
 
 
 @dataclass(slots=True)
-class CountRows:
-    """Counts the rows of a block; one that cannot be read is only a line."""
+class BlockCounter:
+    """Counts the rows of a block; a line that cannot be read counts as a line, not as a row."""
 
     path: Path
     tokenizer: Path | None
-    pass_rates: Mapping[str, float]  # of a profile, by row id; else those in the rows
+    pass_rates: Mapping[str, float]  # of a profile, by row id; empty: those in the rows
     _codec: ChatCodec | None = None
 
     def __call__(self, block: Block) -> FileStats:
@@ -57,7 +57,7 @@ class CountRows:
                 length = len(self._codec.encode(params)) if self._codec else len(orjson.dumps(params))
                 rate = self.pass_rates.get(row_id(row)) if self.pass_rates else pass_rate_of(row)
                 stats.count(row, number, length=length, pass_rate=rate)
-            except Exception:  # what is wrong with it, `make data-validate` says; a template may raise anything
+            except Exception:  # a template may raise anything; `make data-validate` reports what is wrong
                 continue
         return stats
 
@@ -69,24 +69,24 @@ class BlendStats:
     name: str
     train: FileStats = field(default_factory=FileStats)
     validation: FileStats = field(default_factory=FileStats)
-    made_by: str = ""  # what the manifest says of the split
+    made_by: str = ""  # parameters of the split, from its manifest
 
     @property
     def names(self) -> dict[str, str]:
-        """The palette of the agents."""
+        """The palette: under which name each agent is drawn."""
         sizes = Counter({agent: stats.num_rows for agent, stats in self.train.agents.items()})
         return palette(sizes + Counter({agent: stats.num_rows for agent, stats in self.validation.agents.items()}))
 
 
 def read_blend(directory: Path, tokenizer: Path | None, pass_rates: Mapping[str, float]) -> BlendStats:
-    """Count both splits of a blend; raises `DataError` when one is not there."""
+    """Count both splits of a blend; raises `DataError` when one is missing."""
     manifest = read_manifest(directory / "manifest.json") or {}
     parameters = manifest.get("parameters", {})
     made_by = ", ".join(f"{key} {value}" for key, value in parameters.items() if isinstance(value, int | str))
     blend = BlendStats(name=directory.resolve().name, made_by=made_by)
     for path, stats in ((directory / TRAIN, blend.train), (directory / VALIDATION, blend.validation)):
         require_file(path, fix="make the data, or correct --data")
-        for block in map_in_order(blocks_of(path), CountRows(path, tokenizer, pass_rates)):
+        for block in map_in_order(blocks_of(path), BlockCounter(path, tokenizer, pass_rates)):
             stats.add(block)
     return blend
 
@@ -103,7 +103,7 @@ def as_text(blends: Sequence[BlendStats], *, unit: str) -> str:
 
 
 def as_page(blends: Sequence[BlendStats], *, unit: str) -> str:
-    """Return one HTML page that needs nothing else."""
+    """Return one HTML page that loads no other file."""
     total = sum(blend.train.num_lines + blend.validation.num_lines for blend in blends)
     agents = {agent for blend in blends for stats in (blend.train, blend.validation) for agent in stats.agents}
     tiles = [("blends", str(len(blends))), ("rows", f"{total:,}"), ("agents", str(len(agents)))]
@@ -138,7 +138,7 @@ def _section(blend: BlendStats, unit: str) -> str:
 
 
 def _table(blend: BlendStats, unit: str) -> str:
-    """Return the agents as a table; a bar shows how far an agent's share of validation is from that of training."""
+    """Return the table of agents; a bar shows how much an agent's shares of training and validation differ."""
     lines = list(agent_lines(blend.train, blend.validation))
     widest = max((share for line in lines for share in line.shares), default=1.0) or 1.0
     rows = []
@@ -165,7 +165,7 @@ def _table(blend: BlendStats, unit: str) -> str:
 
 
 def _lengths(blend: BlendStats, unit: str) -> str:
-    """Return the histogram of lengths over powers of two, by agent."""
+    """Return the histogram of lengths by agent; the bins are powers of two."""
     longest = max((max(stats.lengths, default=0) for stats in blend.train.agents.values()), default=0)
     shortest = min((min(stats.lengths, default=longest) for stats in blend.train.agents.values()), default=0)
     low, high = max(0, shortest.bit_length() - 1), longest.bit_length()
@@ -174,7 +174,7 @@ def _lengths(blend: BlendStats, unit: str) -> str:
         counts = Counter(max(0, length.bit_length() - 1) for length in stats.lengths)
         parts[agent] = [counts[power] for power in range(low, high)]
     labels = [f"{2**power:,}" for power in range(low, high)]
-    about, drawn = f"rows, from so many {unit} to twice as many", drawn_as(blend.names, parts)
+    about, drawn = f"rows per length, from the {unit} below a bar to twice as many", drawn_as(blend.names, parts)
     return bars("Lengths of training rows", labels, drawn, unit=about, axis=unit)
 
 
@@ -190,7 +190,7 @@ def _rates(split: str, rows: FileStats, names: Mapping[str, str]) -> str:
 
 
 def _order(blend: BlendStats) -> str:
-    """Return the mean pass rate along the file: how the difficulty changes in the order of training."""
+    """Return the mean pass rate along the file, which shows how the difficulty changes in the order of training."""
     means = list(_means_along(blend.train))
     labels = [f"{100 * part / NUM_PARTS:.0f} %" for part in range(NUM_PARTS)]
     return bars("Mean pass rate in the order of training", labels, {"mean": means}, axis="of the file")
@@ -210,13 +210,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.rows.report", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="directories with both splits")
-    parser.add_argument("--tokenizer", type=Path, help="Hugging Face directory; lengths are then in tokens")
-    parser.add_argument("--pass-rates", type=Path, help="file of `make profile`; left out: those in the rows")
-    parser.add_argument("--out", type=Path, help="page to write")
+    parser.add_argument("--tokenizer", type=Path, help="Hugging Face directory, to give lengths in tokens")
+    parser.add_argument("--pass-rates", type=Path, help="file of `make profile`; default: the pass rates in the rows")
+    parser.add_argument("--out", type=Path, help="HTML page to write")
     options = parser.parse_args(arguments)
     unit = "tokens" if options.tokenizer else "bytes"
     if options.tokenizer:
-        ChatCodec(options.tokenizer)  # names what is wrong with it before anything is counted
+        ChatCodec(options.tokenizer)  # raises for a broken tokenizer before anything is counted
     rates = read_pass_rates(options.pass_rates) if options.pass_rates else {}
     blends = [read_blend(directory, options.tokenizer, rates) for directory in options.data]
     print(as_text(blends, unit=unit))

@@ -1,4 +1,4 @@
-"""What a file holds, per agent: rows, lengths of requests, recorded pass rates; counted by block, then added."""
+"""Counts of a row file per agent: rows, lengths of requests, pass rates. Blocks are counted alone, then added."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class FileStats:
     num_lines: int = 0
     agents: dict[str, AgentStats] = field(default_factory=dict)
     rated_lines: array[int] = field(default_factory=lambda: array("Q"))  # from 1; lines with a pass rate
-    rates: array[float] = field(default_factory=lambda: array("d"))  # of those lines
+    rates: array[float] = field(default_factory=lambda: array("d"))  # of `rated_lines`
 
     @property
     def num_rows(self) -> int:
-        """Rows that have an agent."""
+        """Number of rows that have an agent."""
         return sum(stats.num_rows for stats in self.agents.values())
 
     def count(self, row: Row, line: int, *, length: int | None, pass_rate: float | None) -> None:
@@ -73,11 +73,11 @@ class AgentLine:
     parts: tuple[AgentStats, AgentStats]
     shares: tuple[float, float]  # of the rows of the split, 0..1
     rates: tuple[float | None, float | None]  # mean pass rates
-    lengths: tuple[int, ...]  # the quantiles of both; empty where no row was measured
+    lengths: tuple[int, ...]  # QUANTILES over both splits; empty when no row was measured
 
 
 def agent_lines(train: FileStats, validation: FileStats) -> Iterator[AgentLine]:
-    """Yield what a table of the agents shows, by name."""
+    """Yield the lines of a table of agents, sorted by name."""
     for agent in sorted({*train.agents, *validation.agents}):
         parts = (train.agents.get(agent, AgentStats()), validation.agents.get(agent, AgentStats()))
         lengths = sorted([*parts[0].lengths, *parts[1].lengths])
@@ -91,7 +91,7 @@ def agent_lines(train: FileStats, validation: FileStats) -> Iterator[AgentLine]:
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """Return the mean, None of nothing."""
+    """Return the mean, or None without values."""
     return sum(values) / len(values) if values else None
 
 

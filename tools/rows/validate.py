@@ -2,9 +2,9 @@
 
     python -m tools.rows.validate --train F --val F [--others DIR ...] [--tokenizer DIR] [--problems OUT.jsonl]
 
-Ends with status 2 when anything is wrong. All problems go to --problems; the first few are printed. With the
-directories of other blends, rows that occur there too are listed, which is no error, and validation rows that their
-training rows give away, which is one.
+Ends with status 2 when anything is wrong. --problems takes all problems; the first few are printed. --others names
+directories of other blends: training rows that occur there too are listed, which is no error, and validation rows that
+occur in their training rows, which is an error (contamination).
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from tools.data.split import TRAIN, VALIDATION
 from tools.files.parallel import blocks_of, map_in_order
 from tools.files.row_files import require_file
 from tools.rows.stats import FileStats, agent_table
-from tools.rows.validate_block import Checked, CheckRows
+from tools.rows.validate_block import BlockChecker, BlockFindings
 
-ALLOWED = frozenset({"repeat"})  # kinds that are listed but are no error: blends of one recipe share prompts
-EXPECTED = {
-    "duplicate": "each request once",
-    "contamination": "validation rows that training does not give away",
-    "repeat": "it in one blend only, unless that is meant",
+ALLOWED = frozenset({"repeat"})  # listed, but no error: blends of one recipe share prompts
+FIXES = {  # of problems between rows; a row with one of them is valid by itself
+    "duplicate": "remove one of the two rows",
+    "contamination": "remove the training row, or validate on other rows",
+    "repeat": "remove it from one blend, unless both are meant to have it",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing that is wrong with one row."""
+class RowFinding:
+    """One problem of one row."""
 
     file: str
     line: int
@@ -45,70 +45,69 @@ class Finding:
     text: str
 
     def as_problem(self) -> Problem:
-        """Return it in the form of every message."""
-        return Problem(
-            where=f"{self.file}:{self.line}",
-            got=self.text,
-            expected=EXPECTED.get(self.kind, "a valid row"),
-            fix="correct or remove the row",
-        )
+        """Return the problem in the form of every message."""
+        where = f"{self.file}:{self.line}"
+        if self.kind in FIXES:
+            return Problem(where=where, wrong=self.text, fix=FIXES[self.kind])
+        return Problem(where=where, got=self.text, expected="a valid row", fix="correct or remove the row")
 
 
 @dataclass(slots=True)
-class Validation:
-    """Everything found in the files of one blend. Memory grows by some hundred bytes per row, whatever its length."""
+class SplitsCheck:
+    """The check of both splits of one blend. Memory grows by some hundred bytes per row, whatever its length."""
 
     train: Path
     validation: Path
     tokenizer: Path | None
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[RowFinding] = field(default_factory=list)
     stats: dict[Path, FileStats] = field(default_factory=dict)
     _held_out: list[tuple[int, str]] = field(default_factory=list)
-    _given_away: set[int] = field(default_factory=set)  # held-out lines that are reported already
+    _contaminated: set[int] = field(default_factory=set)  # validation lines that were reported
     _lines: dict[bytes, int] = field(default_factory=dict)  # request of a training row -> its line
 
     def check(self, others: Sequence[Path]) -> None:
         """Check both files, validation first, then compare with the training files of other blends."""
-        self._check_file(CheckRows(self.validation, self.tokenizer))
+        self._check_file(BlockChecker(self.validation, self.tokenizer))
         self._lines = {}
-        self._check_file(CheckRows(self.train, self.tokenizer, self._held_out))
+        self._check_file(BlockChecker(self.train, self.tokenizer, self._held_out))
         for other in others:
             self._compare(other)
         order = [str(self.validation), str(self.train)]
         self.findings.sort(key=lambda finding: (order.index(finding.file), finding.line))
 
-    def _check_file(self, work: CheckRows) -> None:
+    def _check_file(self, work: BlockChecker) -> None:
         stats = self.stats[work.path] = FileStats()
         for first, checked in _blocks(work):
             found = [(first + line, kind, text) for line, kind, text in checked.findings]
             for line, key in checked.keys:
                 known = self._lines.setdefault(key, first + line)
                 if known != first + line:
-                    found.append((first + line, "duplicate", f"the request of line {known} again"))
+                    found.append((first + line, "duplicate", f"it repeats the request of line {known}"))
             for line, kind, text in sorted(found, key=lambda entry: entry[0]):
                 self._add(work.path, line, kind, text)
             self._held_out += [(first + line, text) for line, text in checked.texts]
-            self._give_away(work.path, first, checked)
+            self._add_contaminated(work.path, first, checked)
             stats.add(checked.stats)
         if stats.num_lines == 0:
             self._add(work.path, 0, "shape", "an empty file")
 
     def _compare(self, other: Path) -> None:
-        """List the training rows that another training file holds, and the held-out rows that it gives away."""
-        for first, checked in _blocks(CheckRows(other, None, self._held_out, is_complete=False)):
+        """List the training rows that another training file holds too, and the validation rows that it contains."""
+        for first, checked in _blocks(BlockChecker(other, None, self._held_out, is_complete=False)):
             for line, key in checked.keys:
                 if (known := self._lines.get(key)) is not None:
-                    self._add(self.train, known, "repeat", f"the request of {other}:{first + line}")
-            self._give_away(other, first, checked)
+                    self._add(self.train, known, "repeat", f"{other}:{first + line} has the same request")
+            self._add_contaminated(other, first, checked)
 
-    def _give_away(self, path: Path, first: int, checked: Checked) -> None:
-        for line, held_out, how in checked.known:
-            if held_out not in self._given_away:
-                self._given_away.add(held_out)
-                self._add(self.validation, held_out, "contamination", f"{how} in {path}:{first + line}")
+    def _add_contaminated(self, path: Path, first: int, checked: BlockFindings) -> None:
+        for line, held_out, what in checked.contaminated:
+            if held_out not in self._contaminated:
+                self._contaminated.add(held_out)
+                text = f"{what} in the training row {path}:{first + line}"
+                self._add(self.validation, held_out, "contamination", text)
 
     def _add(self, path: Path, line: int, kind: str, text: str) -> None:
-        self.findings.append(Finding(file=str(path), line=line, kind=kind, text=text))
+        self.findings.append(RowFinding(file=str(path), line=line, kind=kind, text=text))
 
     def report(self) -> str:
         """Return the table of agents: rows of each split, their shares, and lengths of requests."""
@@ -116,7 +115,7 @@ class Validation:
         return agent_table(self.stats[self.train], self.stats[self.validation], unit=unit)
 
 
-def _blocks(work: CheckRows) -> Iterator[tuple[int, Checked]]:
+def _blocks(work: BlockChecker) -> Iterator[tuple[int, BlockFindings]]:
     """Yield (number of lines before it, what was found) for each block of a file."""
     num_lines = 0
     for checked in map_in_order(blocks_of(work.path), work):
@@ -124,19 +123,19 @@ def _blocks(work: CheckRows) -> Iterator[tuple[int, Checked]]:
         num_lines += checked.stats.num_lines
 
 
-def validate(train: Path, validation: Path, tokenizer: Path | None, others: Sequence[Path] = ()) -> Validation:
+def validate(train: Path, validation: Path, tokenizer: Path | None, others: Sequence[Path] = ()) -> SplitsCheck:
     """Check the splits of one blend; raises `InputError` only for what cannot be opened."""
     for path in (train, validation, *others):
         require_file(path, fix="make the data, or correct the path")
     if same := [str(path) for path in others if path.resolve() == train.resolve()]:
-        fix = "name the other blends only"
-        raise DataError(Problem(where="--others", got=same[0], expected="another blend's rows", fix=fix))
-    result = Validation(train, validation, tokenizer)
+        wrong, fix = f"{same[0]} is the blend that is checked", "name the other blends only"
+        raise DataError(Problem(where="--others", wrong=wrong, fix=fix))
+    result = SplitsCheck(train, validation, tokenizer)
     result.check(others)
     return result
 
 
-def write_findings(path: Path, findings: Sequence[Finding]) -> None:
+def write_findings(path: Path, findings: Sequence[RowFinding]) -> None:
     """Write one JSON object per problem."""
     with atomic_writer(path) as file:
         file.writelines(orjson.dumps(asdict(finding)) + b"\n" for finding in findings)
@@ -150,8 +149,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--train", type=Path, help="rows to train on")
     parser.add_argument("--val", type=Path, help="rows to validate with")
     parser.add_argument("--others", type=Path, nargs="*", default=[], help="directories of other blends")
-    parser.add_argument("--tokenizer", type=Path, help="Hugging Face directory; lengths are then in tokens")
-    parser.add_argument("--problems", type=Path, help="file for all problems, one JSON object per line")
+    parser.add_argument("--tokenizer", type=Path, help="Hugging Face directory, to give lengths in tokens")
+    parser.add_argument("--problems", type=Path, help="file to write every problem to, one JSON object per line")
     parser.add_argument("--max-printed", type=int, default=20, help="problems printed one by one")
     options = parser.parse_args(arguments)
     if (options.data is None) == (options.train is None or options.val is None):
@@ -166,11 +165,11 @@ def main(arguments: list[str] | None = None) -> int:
     for finding in result.findings[: options.max_printed]:
         print(finding.as_problem(), file=sys.stderr)
     if not result.findings:
-        print("validate: nothing wrong")
+        print("validate: every row is valid")
         return 0
     kinds = Counter(finding.kind for finding in result.findings)
     counts = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
-    place = f"all in {options.problems}" if options.problems else "give --problems to have all in a file"
+    place = f"all of them: {options.problems}" if options.problems else "--problems FILE writes all of them"
     print(f"validate: {len(result.findings)} problems ({counts}); {place}", file=sys.stderr)
     return DataError.exit_code if kinds.keys() - ALLOWED else 0
 

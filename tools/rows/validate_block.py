@@ -1,4 +1,4 @@
-"""What a worker does with one block of a split: check every row, count it, and compare it with the held-out rows."""
+"""What a worker does with one block of a split: check and count every row, and compare it with the validation rows."""
 
 from __future__ import annotations
 
@@ -10,38 +10,42 @@ import orjson
 from recipes.types import Row
 from tools.files.parallel import Block
 from tools.rows.checks import FAILURES, RowChecker
-from tools.rows.overlap import HeldOut, request_key, text_of
+from tools.rows.overlap import ValidationTexts, request_key, text_of
 from tools.rows.pass_rates import pass_rate_of
 from tools.rows.stats import FileStats
 
 
 @dataclass(slots=True)
-class Checked:
-    """What was found in one block; line numbers count from 1 in the block."""
+class BlockFindings:
+    """What was found in one block; lines are numbered from 1 within the block."""
 
     stats: FileStats = field(default_factory=FileStats)
     findings: list[tuple[int, str, str]] = field(default_factory=list)  # line, kind, text
     keys: list[tuple[int, bytes]] = field(default_factory=list)  # line, digest of the request
-    texts: list[tuple[int, str]] = field(default_factory=list)  # of a file whose rows are held out
-    known: list[tuple[int, int, str]] = field(default_factory=list)  # line, held-out line that it gives away, how
+    texts: list[tuple[int, str]] = field(default_factory=list)  # line, text; of the validation file only
+    contaminated: list[tuple[int, int, str]] = field(default_factory=list)  # line, validation line, what was found
 
 
 @dataclass(slots=True)
-class CheckRows:
-    """Checks the blocks of one file. `held_out` are the rows to compare with; without it, the file's own texts come."""
+class BlockChecker:
+    """Checks the blocks of one file.
+
+    `held_out` are the texts of the validation rows to compare with. Without them the file is the validation file, whose
+    texts are returned.
+    """
 
     path: Path
     tokenizer: Path | None
     held_out: list[tuple[int, str]] | None = None
-    is_complete: bool = True  # False: of another blend, whose rows are only compared
-    _tools: tuple[RowChecker, HeldOut] | None = None
+    is_complete: bool = True  # False: a file of another blend, whose rows are compared but not checked
+    _tools: tuple[RowChecker, ValidationTexts] | None = None
 
-    def __call__(self, block: Block) -> Checked:
-        if self._tools is None:  # once per worker: a codec is not picklable, and runs are hashed per process
-            self._tools = RowChecker.for_tokenizer(self.tokenizer), HeldOut.of(self.held_out or ())
+    def __call__(self, block: Block) -> BlockFindings:
+        if self._tools is None:  # made in each worker: a codec is not picklable, and hashes of texts differ there
+            self._tools = RowChecker.for_tokenizer(self.tokenizer), ValidationTexts.of(self.held_out or ())
         checker, held_out = self._tools
         held_out.forget()
-        checked = Checked()
+        checked = BlockFindings()
         for number, line in enumerate(block.read(self.path).removesuffix(b"\n").split(b"\n"), start=1):
             checked.stats.num_lines = number
             row, is_sound = self._check(checker, line, number, checked)
@@ -51,18 +55,18 @@ class CheckRows:
             try:
                 text = text_of(row)
             except FAILURES:
-                assert not (is_sound and self.is_complete)  # what is unreadable here was unreadable to the environment
+                assert not (is_sound and self.is_complete)  # such a row was reported by the environment's check
                 continue
             if not text:
                 continue
             if self.held_out is None:
                 checked.texts.append((number, text))
             else:
-                checked.known += [(number, held, how) for held, how in held_out.known_by(text)]
+                checked.contaminated += [(number, held, what) for held, what in held_out.found_in(text)]
         return checked
 
-    def _check(self, checker: RowChecker, line: bytes, number: int, checked: Checked) -> tuple[Row | None, bool]:
-        """Return the row, None when it has not even the shape, and whether its environment can read it."""
+    def _check(self, checker: RowChecker, line: bytes, number: int, checked: BlockFindings) -> tuple[Row | None, bool]:
+        """Return the row, None when it does not have the shape of a row, and whether its environment can read it."""
         if not self.is_complete:
             return readable(line), True
         row, found = checker.check(line)
@@ -81,7 +85,7 @@ class CheckRows:
 
 
 def readable(line: bytes) -> Row | None:
-    """Return a row of another blend as far as it can be compared, or None."""
+    """Return a row of another blend, or None when it cannot be compared."""
     try:
         row: Row = orjson.loads(line)
         request_key(row)

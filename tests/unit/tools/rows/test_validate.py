@@ -72,7 +72,7 @@ def test_the_same_request_twice_is_a_duplicate_whatever_else_differs(tmp_path: P
     again = {**rows[1], "uuid": "another"}
     other_agent = {**rows[1], "agent_ref": {"name": TABLE.GYM}, **TABLE.FIELDS[TABLE.GYM]}
     assert findings(tmp_path, [*rows, again, other_agent], numbered(9, 1)) == [
-        ("t.jsonl", 4, "duplicate", "the request of line 2 again")
+        ("t.jsonl", 4, "duplicate", "it repeats the request of line 2")
     ]
 
 
@@ -80,8 +80,7 @@ def test_a_validation_row_in_training_is_found_despite_case_and_spacing(tmp_path
     train = [*numbered(0, 2), math("what IS\n 7  + 7?")]
     found = findings(tmp_path, train, [math("What is 8 - 7?"), math("What is 7 + 7?")])
     assert [(name, line, kind) for name, line, kind, _ in found] == [("v.jsonl", 2, "contamination")]
-    assert found[0][3].startswith("the text in ")
-    assert found[0][3].endswith("t.jsonl:3")
+    assert found[0][3] == f"the text also stands in the training row {tmp_path}/t.jsonl:3"
 
 
 def test_most_of_a_validation_row_in_training_is_found_and_a_shared_template_is_not(tmp_path: Path) -> None:
@@ -89,7 +88,7 @@ def test_most_of_a_validation_row_in_training_is_found_and_a_shared_template_is_
     embedded = math("Think first. " + LONG.format("three", "express that left Boston") + " Give the answer in miles.")
     found = findings(tmp_path, [*numbered(0, 2), embedded], [held_out])
     assert [(name, line, kind) for name, line, kind, _ in found] == [("v.jsonl", 1, "contamination")]
-    assert found[0][3].startswith("100 % of what is its own in ")
+    assert found[0][3].startswith("100 % of its own n-grams also stand in the training row ")
     names = ["red car", "blue bus", "green van", "old tram"]
     train = [math(LONG.format(n, "fast ferry")) for n in range(3)]
     assert findings(tmp_path, train, [math(LONG.format("some", name)) for name in names]) == []
@@ -151,7 +150,7 @@ def test_sound_files_end_well_and_missing_or_empty_ones_do_not(
 ) -> None:
     train, validation = write(tmp_path / "t.jsonl", numbered(0, 4)), write(tmp_path / "v.jsonl", numbered(9, 1))
     assert main(["--train", str(train), "--val", str(validation)]) == 0
-    assert "nothing wrong" in capsys.readouterr().out
+    assert "every row is valid" in capsys.readouterr().out
     assert main(["--train", str(tmp_path / "nowhere"), "--val", str(validation)]) == 2
     assert "nowhere: got no such file" in capsys.readouterr().err
     train.write_bytes(b"")
@@ -202,12 +201,15 @@ def test_other_blends_may_repeat_rows_but_not_give_validation_away(
     write(other / "train-split.jsonl", [*numbered(20, 2), *numbered(3, 1), b"{"])
     arguments = ["--data", str(ours), "--others", str(other)]
     assert main(arguments) == 0
-    assert f"{ours}/train-split.jsonl:4: got the request of {other}/train-split.jsonl:3" in capsys.readouterr().err
+    assert f"{ours}/train-split.jsonl:4: {other}/train-split.jsonl:3 has the same request; " in capsys.readouterr().err
     write(other / "train-split.jsonl", [*numbered(20, 2), math("what is 51  + 51?")])
     assert main(arguments) == 2
-    assert f"{ours}/val-split.jsonl:2: got the text in {other}/train-split.jsonl:3" in capsys.readouterr().err
+    assert (
+        f"{ours}/val-split.jsonl:2: the text also stands in the training row {other}/train-split.jsonl:3"
+        in capsys.readouterr().err
+    )
     assert main(["--data", str(ours), "--others", str(ours)]) == 2
-    assert "expected another blend's rows" in capsys.readouterr().err
+    assert "is the blend that is checked" in capsys.readouterr().err
 
 
 def test_pass_rates_are_read_in_both_forms_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
