@@ -1,6 +1,6 @@
-"""Edits of one row: mark it as low-effort, take its reasoning out, or cut its reasoning to a budget.
+"""Edits of one row: mark it as low-effort, remove its reasoning, or cut its reasoning to a budget.
 
-Each returns a changed copy and leaves the row as it was.
+Each edit returns a changed copy and leaves the row as it was.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from recipes.types import Row
 THINK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 
 Cut = Callable[[str, int], str]
-"""Returns the first so many tokens of a text."""
+"""(text, budget) -> the first `budget` tokens of the text."""
 
 
 def has_reasoning(row: Row) -> bool:
-    """Return whether the conversation of a row holds reasoning of an earlier turn."""
+    """Return whether an earlier turn in the conversation of a row holds reasoning."""
     in_texts = any(THINK.search(holder[key]) for holder, key in _assistant_texts(row))
     return in_texts or bool(_summaries(row))
 
 
 def with_marker(row: Row, marker: str) -> dict[str, Any]:
-    """Return the row with `marker` behind its last user turn; one that has it stays as it is."""
+    """Return the row with `marker` at the end of its last user turn, added only when it is not there."""
     changed = copy.deepcopy(dict(row))
     params = changed["responses_create_params"]
     if isinstance(params["input"], str):
@@ -46,7 +46,7 @@ def with_marker(row: Row, marker: str) -> dict[str, Any]:
 
 
 def is_marked(row: Row, marker: str) -> bool | None:
-    """Return whether the last user turn of a row ends with `marker` already; None where there is no such turn."""
+    """Return whether the last user turn of a row ends with `marker`; None when the row has no user turn."""
     items = row["responses_create_params"]["input"]
     if not isinstance(items, str) and all(item.get("role") != "user" for item in items):
         return None
@@ -54,7 +54,7 @@ def is_marked(row: Row, marker: str) -> bool | None:
 
 
 def without_reasoning(row: Row) -> dict[str, Any]:
-    """Return the row without reasoning, and with the chat template told to ask for none."""
+    """Return the row without reasoning, and with thinking switched off in the chat template."""
     changed = copy.deepcopy(dict(row))
     params = changed["responses_create_params"]
     if not isinstance(params["input"], str):
@@ -68,7 +68,7 @@ def without_reasoning(row: Row) -> dict[str, Any]:
 
 
 def with_budget(row: Row, budget: int, cut: Cut) -> dict[str, Any]:
-    """Return the row with the reasoning of each turn cut to `budget` tokens; the answers behind it stay."""
+    """Return the row with the reasoning of each turn cut to `budget` tokens; the answers stay whole."""
     changed = copy.deepcopy(dict(row))
     for part in _summaries(changed):
         part["text"] = cut(part["text"], budget)
@@ -79,7 +79,7 @@ def with_budget(row: Row, budget: int, cut: Cut) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def cut_by(tokenizer_dir: Path) -> Cut:
-    """Return a cut that counts the tokens of a Hugging Face directory."""
+    """Return a `Cut` that counts tokens with the tokenizer in a Hugging Face directory."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
@@ -96,7 +96,7 @@ def _marked(text: str, marker: str) -> str:
 
 
 def _summaries(row: Row) -> list[dict[str, Any]]:
-    """Return the texts of reasoning items."""
+    """Return the parts of reasoning items that hold text."""
     items = [item for item in _items(row) if item.get("type") == "reasoning"]
     return [part for item in items for part in item.get("summary") or () if isinstance(part.get("text"), str)]
 

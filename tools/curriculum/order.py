@@ -1,7 +1,7 @@
-"""The order of training, and which rows are changed for it: pure functions over profiled rows, decided by a seed.
+"""The order of training, and the choice of rows to edit: pure functions of profiled rows and a seed.
 
-A choice depends on the seed and the rows' own ids, never on their place in the file. No domain ever gives a whole row
-more than its share.
+Which rows are edited depends on the seed and the row ids, never on the places of rows in the file. At any point of the
+order, the number of rows of a domain differs from its share by less than one row.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from recipes.errors import DataError, Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """What the curriculum needs to know of one row."""
+class ProfiledRow:
+    """What the curriculum needs to know about one row."""
 
     index: int  # place in the file, from 0
     row_id: str
@@ -27,8 +27,8 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gaussian:
-    """Pass rates aimed at: normal around a mean that moves linearly from the first step to the last."""
+class PassRateSchedule:
+    """The pass rates to draw: a normal distribution whose mean moves linearly from the first step to the last."""
 
     prompts_per_step: int
     first_mean: float
@@ -36,23 +36,28 @@ class Gaussian:
     std: float
 
     def mean(self, step: int, num_steps: int) -> float:
-        """Return the mean in `step`, from 0."""
+        """Return the mean pass rate in `step`, which counts from 0."""
         done = step / (num_steps - 1) if num_steps > 1 else 0.0
         return self.first_mean + done * (self.last_mean - self.first_mean)
 
 
-def without_solved(entries: Sequence[Entry], *, max_pass_rate: float) -> list[Entry]:
-    """Return the rows that are not always solved; a row without a pass rate stays."""
+Pools = Mapping[str, list[ProfiledRow]]
+"""Domain -> its rows."""
+
+
+def without_solved(entries: Sequence[ProfiledRow], *, max_pass_rate: float) -> list[ProfiledRow]:
+    """Return the rows with a pass rate below `max_pass_rate`, and those without a pass rate."""
     return [entry for entry in entries if entry.pass_rate is None or entry.pass_rate < max_pass_rate]
 
 
 def gaussian_order(
-    entries: Sequence[Entry], schedule: Gaussian, *, shares: Mapping[str, float], seed: int
-) -> list[Entry]:
-    """Return the rows in training order: whole steps, fixed shares of domains, harder with time, mixed within a step.
+    entries: Sequence[ProfiledRow], schedule: PassRateSchedule, *, shares: Mapping[str, float], seed: int
+) -> list[ProfiledRow]:
+    """Return the rows in training order: each step has fixed shares of domains and pass rates drawn from `schedule`.
 
-    Without `shares` each domain gets its share of the rows, and every row is used. With them the last step is the one
-    before a domain runs out. Raises `DataError` for rows without a pass rate and for shares that do not fit.
+    Without `shares` a domain's share is that of its rows, and every row is used. With `shares` the order ends with the
+    last whole step before a domain runs out of rows. Rows are shuffled within a step. Raises `DataError` for rows
+    without a pass rate and for shares that do not fit.
     """
     pools = _pools(entries)
     if not pools:
@@ -63,10 +68,10 @@ def gaussian_order(
     rng = random.Random(f"{seed}:order")
     for pool in pools.values():
         rng.shuffle(pool)
-        pool.sort(key=lambda entry: entry.pass_rate or 0.0)  # stable: equal rates stay shuffled
+        pool.sort(key=lambda entry: entry.pass_rate or 0.0)  # a stable sort: rows of equal rates stay shuffled
     rates = {domain: [entry.pass_rate or 0.0 for entry in pool] for domain, pool in pools.items()}
     drawn = dict.fromkeys(shares, 0)
-    order: list[Entry] = []
+    order: list[ProfiledRow] = []
     for step in range(num_steps):
         mean = schedule.mean(step, num_steps)
         batch = []
@@ -81,9 +86,9 @@ def gaussian_order(
     return order
 
 
-def _pools(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
+def _pools(entries: Sequence[ProfiledRow]) -> Pools:
     unrated: dict[str, int] = {}
-    pools: dict[str, list[Entry]] = {}
+    pools: dict[str, list[ProfiledRow]] = {}
     for entry in entries:
         pools.setdefault(entry.domain, []).append(entry)
         if entry.pass_rate is None:
@@ -92,15 +97,17 @@ def _pools(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
         fix = "run `make profile` to the end (its file is --pass-rates), or remove those rows"
         raise DataError(
             [
-                Problem(where=domain, got=f"{count} rows without a pass rate", expected="one for every row", fix=fix)
+                Problem(where=domain, wrong=f"{count} rows have no pass rate", fix=fix)
                 for domain, count in sorted(unrated.items())
             ]
         )
     return dict(sorted(pools.items()))
 
 
-def _check_shares(pools: Mapping[str, Sequence[Entry]], shares: Mapping[str, float], prompts_per_step: int) -> int:
-    """Return how many rows can be used in whole steps."""
+def _check_shares(
+    pools: Mapping[str, Sequence[ProfiledRow]], shares: Mapping[str, float], prompts_per_step: int
+) -> int:
+    """Return how many rows fit into whole steps."""
     if unknown := sorted(shares.keys() - pools.keys()):
         got, expected = ", ".join(unknown), f"domains of {', '.join(pools)}"
         raise DataError(Problem(where="shares", got=got, expected=expected, fix="correct the names"))
@@ -110,15 +117,17 @@ def _check_shares(pools: Mapping[str, Sequence[Entry]], shares: Mapping[str, flo
     num_steps = int(min(len(pools[domain]) / share for domain, share in shares.items()) / prompts_per_step + 1e-9)
     if num_steps < 1:
         counts = ", ".join(f"{domain} {len(pool)}" for domain, pool in pools.items())
-        expected, fix = f"rows for one step of {prompts_per_step}", "lower gaussian.prompts_per_step, or change shares"
-        raise DataError(Problem(where="shares", got=f"too few rows ({counts})", expected=expected, fix=fix))
+        wrong = f"there are too few rows for one step of {prompts_per_step} ({counts})"
+        fix = "lower gaussian.prompts_per_step, or change shares"
+        raise DataError(Problem(where="shares", wrong=wrong, fix=fix))
     return num_steps * prompts_per_step
 
 
 def _quotas(shares: Mapping[str, float], drawn: Mapping[str, int], total: int) -> dict[str, int]:
-    """Return how many rows each domain gives now, so that `total` are drawn: each goes where most is missing.
+    """Return how many rows to draw from each domain so that `total` rows are drawn in all.
 
-    What is missing of all together is at least that row, so the domain has less than its share and a row left.
+    Each row comes from the domain that is furthest below its share. Such a domain always has a row left: as long as
+    rows are to be drawn, at least one domain is below its share.
     """
     quotas = dict.fromkeys(shares, 0)
     for _ in range(total - sum(drawn.values())):
@@ -128,17 +137,17 @@ def _quotas(shares: Mapping[str, float], drawn: Mapping[str, int], total: int) -
 
 
 def _nearest(ordered: Sequence[float], value: float) -> int:
-    """Return the place of the value nearest to `value`."""
+    """Return the index of the value nearest to `value` in an ascending sequence that is not empty."""
     at = bisect_left(ordered, value)
     if at == len(ordered) or (at > 0 and value - ordered[at - 1] <= ordered[at] - value):
         return at - 1
     return at
 
 
-def choose(entries: Sequence[Entry], count: int, *, seed: int, what: str) -> frozenset[int]:
-    """Return the indices of `count` of the rows, which the seed and their ids decide."""
+def choose(entries: Sequence[ProfiledRow], count: int, *, seed: int, what: str) -> frozenset[int]:
+    """Return the indices of `count` of the rows, chosen by the hash of seed, `what` and row id."""
 
-    def rank(entry: Entry) -> tuple[bytes, int]:
+    def rank(entry: ProfiledRow) -> tuple[bytes, int]:
         return hashlib.blake2b(f"{seed}:{what}:{entry.row_id}".encode(), digest_size=8).digest(), entry.index
 
     return frozenset(entry.index for entry in sorted(entries, key=rank)[:count])

@@ -1,9 +1,9 @@
-"""Record how often a checkpoint solves each row: `samples` answers per row, scored by the row's own verifier.
+"""Profile a checkpoint: sample several answers to each row, score them, and record the row's pass rate.
 
     python -m tools.curriculum.profile --stage stage1.1 --model DIR --data F --run-dir DIR [--samples 8]
 
-Starts a one-node Ray cluster with the engines of the configuration and no policy. Run it again after a kill: rows that
-are known already are not sampled again. The result is RUN_DIR/pass_rates.jsonl, for `make curriculum`.
+Starts a one-node Ray cluster with the engines of the configuration and no policy. The same command resumes after a
+kill: rows that have a pass rate are not sampled again. `make curriculum` reads the result, RUN_DIR/pass_rates.jsonl.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from recipes.config.stages import config_path, find_stage
 from recipes.errors import CheckpointError, Problem
 from recipes.grpo.data import PromptDataset
 from tools.command_line import exit_status, positive
-from tools.curriculum.profile_ledger import Ledger, what_is_measured
+from tools.curriculum.profile_ledger import ProfileLedger, what_is_measured
 from tools.files.row_files import require_file
 from tools.job.local import LocalRun, supervise
 
@@ -33,11 +33,11 @@ SETTINGS = (  # a profile validates nothing
 
 @exit_status
 def main(arguments: list[str] | None = None) -> int:
-    """Run the profile: 0 when every row has a pass rate, 1 when one has no verdict, 2 for a wrong input."""
+    """Run the profile. Return 0 when every row has a pass rate, 1 when a row has no verdict, 2 for a wrong input."""
     parser = argparse.ArgumentParser(prog="python -m tools.curriculum.profile", description=__doc__.split("\n", 1)[0])
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--stage", help="stage whose engines and environments are used, at SCALE on PLATFORM")
-    which.add_argument("--config", type=Path, help="configuration file instead")
+    which.add_argument("--config", type=Path, help="configuration file to use instead of a stage's")
     parser.add_argument("--model", type=Path, required=True, help="checkpoint in Hugging Face format")
     parser.add_argument("--data", type=Path, required=True, help="rows to profile")
     parser.add_argument("--run-dir", type=Path, required=True, help="directory of the result and the logs")
@@ -48,9 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
     run_dir = args.run_dir.resolve()
     require_file(args.data, fix="make the data, or correct --data")
     if not (args.model / "config.json").is_file():
-        got, fix = f"{args.model}, which holds no config.json", "give MODEL_PATH=DIR; `make tiny` makes models/tiny-sft"
-        expected = "a checkpoint in Hugging Face format"
-        raise CheckpointError(Problem(where="--model", got=got, expected=expected, fix=fix))
+        wrong = f"{args.model} is no checkpoint in Hugging Face format: it has no config.json"
+        fix = "give MODEL_PATH=DIR; `make tiny` makes models/tiny-sft"
+        raise CheckpointError(Problem(where="--model", wrong=wrong, fix=fix))
     overrides = [
         f"policy.model_name={args.model.resolve()}",
         f"data.train.data_path={args.data.resolve()}",
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     checked = require_runnable(load_config(config, overrides))
     measured = what_is_measured(checked, args.data, samples=args.samples, pass_reward=args.pass_reward)
-    ledger = Ledger.open(run_dir, measured)
+    ledger = ProfileLedger.open(run_dir, measured)
     if ledger.is_finished(len(PromptDataset(args.data))):
         print(f"profile: {ledger.result} is up to date")
         return 0

@@ -1,4 +1,4 @@
-"""Measure pass rates on a Ray cluster that is already there (RAY_ADDRESS): engines and environments, no policy."""
+"""The part of a profile that runs on the Ray cluster at RAY_ADDRESS: engines and environments, but no policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from recipes.config.load import load_config, require_runnable
 from recipes.errors import RecipeError, StalledError
-from tools.curriculum.profile_ledger import Ledger, entry_of, what_is_measured
+from tools.curriculum.profile_ledger import ProfileLedger, entry_of, what_is_measured
 from tools.files.progress import duration
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from recipes.grpo.rollout import RolloutCollector
     from recipes.types import Rollout
 
-ROWS_IN_FLIGHT = 64  # per engine: its batch stays full while the last answers of a row are scored
+ROWS_IN_FLIGHT = 64  # per engine; enough to keep its batch full while the last answers of a row are scored
 REPORT_SECONDS = 10.0
 
 
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 def _profile(args: argparse.Namespace) -> int:
     config = require_runnable(load_config(args.config, args.overrides))
 
-    # Heavy imports after the checks, as in run_grpo.
+    # Imported after the checks: these load torch and vLLM.
     from recipes.environments.chat.codec import ChatCodec
     from recipes.environments.environments import Environments
     from recipes.grpo.data import require_rows, row_id
@@ -57,7 +57,7 @@ def _profile(args: argparse.Namespace) -> int:
     environments = Environments.from_config(config.env, ChatCodec.from_config(config.policy))
     dataset = require_rows(args.data, environments.check_row)
     known = what_is_measured(config, args.data, samples=args.samples, pass_reward=args.pass_reward)
-    ledger = Ledger.open(args.run_dir, known)
+    ledger = ProfileLedger.open(args.run_dir, known)
     missing = [index for index in range(len(dataset)) if index + 1 not in ledger.entries]
     print(f"profile: {len(dataset)} rows, {len(ledger.entries)} known already, {len(missing)} to sample")
     if missing:
@@ -85,7 +85,7 @@ def _profile(args: argparse.Namespace) -> int:
 def _collector(
     config: Config, environments: Environments, dataset: PromptDataset
 ) -> Iterator[tuple[RolloutCollector, int]]:
-    """Start the engines alone and give a collector that samples from them."""
+    """Start the engines without a policy; give a collector that samples from them, and the number of engines."""
     import ray
 
     from recipes.cluster.connect import connect
@@ -130,7 +130,10 @@ def _collector(
 def _in_flight(
     indices: Sequence[int], start: Callable[[int], Future[tuple[Rollout, ...]]], limit: int, *, deadline_seconds: float
 ) -> Iterator[tuple[int, tuple[Rollout, ...]]]:
-    """Yield (row, rollouts) as they finish, `limit` rows side by side; raises `StalledError` when none does."""
+    """Yield (row index, rollouts) as rows finish, with `limit` rows in flight.
+
+    Raises `StalledError` when no row finishes within `deadline_seconds`.
+    """
     waiting = list(reversed(indices))
     running: dict[Future[tuple[Rollout, ...]], int] = {}
     begin = last = time.monotonic()

@@ -1,6 +1,6 @@
-"""What a profile knows so far: one line per row, appended when its last answer is scored, so that a kill loses little.
+"""The ledger of a profile: one line per row, appended when its last answer is scored, so that a kill loses little.
 
-The finished file is written once, in the order of the rows; until then the lines lie in a file beside it.
+The lines are appended to a hidden file beside the result. The result is written once, at the end, in row order.
 """
 
 from __future__ import annotations
@@ -26,20 +26,24 @@ RESULT = "pass_rates.jsonl"
 
 
 @dataclass(slots=True)
-class Ledger:
-    """The rows that are profiled, by their line."""
+class ProfileLedger:
+    """The rows that have a pass rate, by line number from 1."""
 
     result: Path
     entries: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def known_rows(self) -> Path:
-        """Where the lines lie until the end; not under the name that an atomic writer takes."""
+        """The file that rows are appended to until the end. `atomic_writer` uses another name beside the result."""
         return self.result.with_name(f".{self.result.name}.known")
 
     @classmethod
-    def open(cls, directory: Path, known: Mapping[str, Any]) -> Ledger:
-        """Return what an earlier start left; raises `DataError` when that one measured something else."""
+    def open(cls, directory: Path, known: Mapping[str, Any]) -> ProfileLedger:
+        """Return the ledger of a directory with the rows of earlier starts.
+
+        `known` is what decides the result, as `what_is_measured` returns it. Raises `DataError` when an earlier start
+        measured something else.
+        """
         ledger = cls(directory / RESULT)
         manifest_file = manifest_of(ledger.result)
         manifest = read_manifest(manifest_file)
@@ -47,8 +51,9 @@ class Ledger:
             directory.mkdir(parents=True, exist_ok=True)
             write_manifest(manifest_file, known)
         elif found := differences({key: manifest.get(key) for key in known}, known):
+            wrong = f"it holds the profile of something else: {'; '.join(found)}"
             fix = "name another --run-dir, or remove this one"
-            raise DataError(Problem(where=str(directory), got="; ".join(found), expected="the same profile", fix=fix))
+            raise DataError(Problem(where=str(directory), wrong=wrong, fix=fix))
         for source in (ledger.result, ledger.known_rows):
             if source.is_file():
                 ledger._read(source)
@@ -56,10 +61,10 @@ class Ledger:
 
     def _read(self, source: Path) -> None:
         content = source.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]  # a line that a kill broke off is measured again
+        whole = content[: content.rfind(b"\n") + 1]  # a kill may leave half a line; its row is sampled again
         for line in whole.splitlines():
             entry = orjson.loads(line)
-            if entry["pass_rate"] is not None:  # a row without a verdict gets another chance
+            if entry["pass_rate"] is not None:  # a row without a verdict is sampled again
                 self.entries[entry["line"]] = entry
         if len(whole) < len(content) and source == self.known_rows:
             os.truncate(source, len(whole))
@@ -71,7 +76,7 @@ class Ledger:
             file.write(orjson.dumps(entry) + b"\n")
 
     def is_finished(self, num_rows: int) -> bool:
-        """Return whether the result holds a verdict on every row, and no later start went on with it."""
+        """Return whether the result has a pass rate for every row and no start has appended rows since."""
         return self.result.is_file() and not self.known_rows.exists() and len(self.entries) == num_rows
 
     def finish(self, known: Mapping[str, Any]) -> dict[str, int]:
@@ -93,7 +98,7 @@ class Ledger:
 
 
 def what_is_measured(config: Config, rows: Path, *, samples: int, pass_reward: float) -> dict[str, Any]:
-    """Return what decides the result: rows, weights, sampling."""
+    """Return the manifest entries that decide the result: rows, weights and sampling."""
     cfg = config.policy.generation
     parameters = {
         "samples": samples,
@@ -108,7 +113,7 @@ def what_is_measured(config: Config, rows: Path, *, samples: int, pass_reward: f
 
 
 def entry_of(line: int, row_id: str, agent: str, rollouts: Sequence[Rollout], *, pass_reward: float) -> dict[str, Any]:
-    """Return what is recorded of one row: answers without a verdict count for nothing."""
+    """Return the ledger entry of one row; answers without a verdict count neither as solved nor as failed."""
     rewards = [rollout.reward for rollout in rollouts if rollout.is_valid and rollout.reward is not None]
     tokens = [rollout.num_generated_tokens for rollout in rollouts]
     entry: dict[str, Any] = {

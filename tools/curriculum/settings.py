@@ -1,4 +1,4 @@
-"""The settings of a curriculum: configs/data/curriculum.yaml and overrides, all checked before a row is read."""
+"""The settings of a curriculum: configs/data/curriculum.yaml with overrides, checked before any row is read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SCHEMA = block(
 
 
 def load_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the settings; raises `DataError` with everything that is wrong with the file and the overrides."""
+    """Return the settings; raises `DataError` with every problem of the file and the overrides."""
     document = read_yaml(path, name=display_name(path))
     settings, problems = document.data, document.problems
     if not problems:

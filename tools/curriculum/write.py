@@ -3,8 +3,8 @@
     python -m tools.curriculum.write --in data/rlvr1/train-split.jsonl --out data/rlvr1-ordered/train-split.jsonl \
         --pass-rates results/profile/pass_rates.jsonl [--tokenizer DIR] [seed=1 low_effort.share=0.02 ...]
 
-Rows that are not changed are copied byte for byte. The manifest beside the output holds every parameter and the counts.
-Pass rates come from the file of `make profile`, or from the rows themselves. Validation rows are copied along.
+Unchanged rows are copied byte for byte. The manifest beside the output holds every parameter and the counts. Pass rates
+come from the file of `make profile`, or from the rows themselves. The validation split is copied beside the output.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from recipes.errors import DataError, InputError, Problem
 from recipes.grpo.data import row_id
 from tools.command_line import exit_status
 from tools.curriculum.edits import cut_by, has_reasoning, is_marked, with_budget, with_marker, without_reasoning
-from tools.curriculum.order import Entry, Gaussian, choose, gaussian_order, without_solved
+from tools.curriculum.order import PassRateSchedule, ProfiledRow, choose, gaussian_order, without_solved
 from tools.curriculum.settings import DEFAULT_SETTINGS, load_settings
 from tools.data.split import VALIDATION
 from tools.files.locks import only_one
@@ -35,25 +35,25 @@ from tools.files.row_blocks import line_at
 from tools.files.row_files import HashedWriter, require_file
 from tools.rows.pass_rates import pass_rate_of, read_pass_rates
 
-TOOL_VERSION = "2"  # raise it when other rows, or another order, would come of the same inputs
+TOOL_VERSION = "2"  # raise it when the same inputs would give other rows or another order
 ROWS_AT_ONCE = 256  # in memory while the output is written
 
 
 @dataclass(frozen=True, slots=True)
 class IndexedRow:
-    """Where one row lies and what decides about it."""
+    """Where one row is in the file, and the facts that decide its place in the order."""
 
     block: Block
     row_id: str
     agent: str
     pass_rate: float | None
     has_reasoning: bool
-    is_marked: bool | None  # None where no turn can be
+    is_marked: bool | None  # ends with the low-effort marker; None: the row has no user turn
 
 
 @dataclass(frozen=True, slots=True)
-class IndexRows:
-    """What a worker does with one block."""
+class BlockIndexer:
+    """What a worker does with one block: read the facts of its rows."""
 
     path: Path
     marker: str
@@ -67,8 +67,8 @@ class IndexRows:
                 rows.append(IndexedRow(Block(start, start + len(line)), *facts, is_marked(row, self.marker)))
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 where = f"{self.path}:{line_at(self.path, start)}"
-                got, fix = f"a row that cannot be read ({type(error).__name__}: {error})", "run `make data-validate`"
-                raise DataError(Problem(where=where, got=got, expected="a valid row", fix=fix)) from error
+                wrong = f"the row cannot be read ({type(error).__name__}: {error})"
+                raise DataError(Problem(where=where, wrong=wrong, fix="run `make data-validate`")) from error
             start += len(line)
         return rows
 
@@ -78,8 +78,8 @@ def make_curriculum(
 ) -> dict[str, Any]:
     """Write `output` and its manifest unless they are up to date; return the manifest."""
     if output.resolve().parent == rows_file.resolve().parent:
-        fix = "give --out another directory"
-        raise InputError(Problem(where=str(output), got="the input's own directory", expected="another", fix=fix))
+        wrong, fix = "the output would lie in the directory of the input", "give --out another directory"
+        raise InputError(Problem(where=str(output), wrong=wrong, fix=fix))
     validation = rows_file.with_name(VALIDATION)
     files = [rows_file, validation, pass_rates, tokenizer and tokenizer / "tokenizer.json"]
     used = [file for file in files if file and (file != validation or file.is_file())]
@@ -95,12 +95,12 @@ def make_curriculum(
         print(f"curriculum: {output} is up to date")
         return known
     marker = settings["low_effort"]["marker"]
-    work = IndexRows(rows_file, marker)
+    work = BlockIndexer(rows_file, marker)
     rows = [row for block in map_in_order(blocks_of(rows_file), work) for row in block]
     rates = read_pass_rates(pass_rates) if pass_rates else None
     domain_of = {agent: domain for domain, agents in settings["domains"].items() for agent in agents}
     entries = [
-        Entry(
+        ProfiledRow(
             index=index,
             row_id=row.row_id,
             domain=domain_of.get(row.agent, row.agent),
@@ -110,10 +110,12 @@ def make_curriculum(
         for index, row in enumerate(rows)
     ]
     kept = without_solved(entries, max_pass_rate=settings["filter"]["max_pass_rate"])
-    order = gaussian_order(kept, Gaussian(**settings["gaussian"]), shares=settings["shares"], seed=settings["seed"])
+    order = gaussian_order(
+        kept, PassRateSchedule(**settings["gaussian"]), shares=settings["shares"], seed=settings["seed"]
+    )
     if not order:
-        got = f"none of {len(rows)} rows below a pass rate of {settings['filter']['max_pass_rate']:g}"
-        raise DataError(Problem(where=str(rows_file), got=got, expected="rows to learn from", fix="profile other rows"))
+        wrong = f"none of its {len(rows)} rows has a pass rate below {settings['filter']['max_pass_rate']:g}"
+        raise DataError(Problem(where=str(rows_file), wrong=wrong, fix="profile other rows"))
     edits = Edits.chosen(order, rows, settings, tokenizer)
     with only_one(output.with_name(".curriculum.lock")):
         outputs = [_write(rows_file, output, order, rows, edits)]
@@ -128,13 +130,13 @@ def make_curriculum(
         }
         manifest = {**known, "counts": counts, "mean_pass_rates": means(order), "outputs": outputs}
         write_manifest(manifest_file, manifest)
-    print(f"curriculum: {output} ({', '.join(reasons)}): {len(order)} of {len(rows)} rows, {_told(counts)}")
+    print(f"curriculum: {output} ({', '.join(reasons)}): {len(order)} of {len(rows)} rows, {_summary(counts)}")
     return manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edits:
-    """Which rows are changed, and how."""
+    """Which rows are edited, and how."""
 
     settings: Mapping[str, Any]
     tokenizer: Path | None
@@ -144,31 +146,37 @@ class Edits:
 
     @classmethod
     def chosen(
-        cls, order: Sequence[Entry], rows: Sequence[IndexedRow], settings: Mapping[str, Any], tokenizer: Path | None
+        cls,
+        order: Sequence[ProfiledRow],
+        rows: Sequence[IndexedRow],
+        settings: Mapping[str, Any],
+        tokenizer: Path | None,
     ) -> Edits:
-        """Draw the rows; marks that are there already count."""
+        """Choose the rows to edit; rows that have the low-effort marker already count towards its share."""
         seed, low, reasoning = settings["seed"], settings["low_effort"], settings["reasoning"]
         missing = max(0, round(low["share"] * len(order)) - sum(bool(rows[entry.index].is_marked) for entry in order))
         able = [entry for entry in order if entry.domain in low["domains"] and rows[entry.index].is_marked is False]
         if missing > len(able):
-            got, fix = f"{missing} rows to mark, {len(able)} of these domains", "lower it, or name more domains"
-            raise DataError(Problem(where="low_effort.share", got=got, expected="enough rows", fix=fix))
+            wrong = f"it asks to mark {missing} rows, and the named domains have {len(able)}"
+            fix = "lower it, or name more domains in low_effort.domains"
+            raise DataError(Problem(where="low_effort.share", wrong=wrong, fix=fix))
         marked = choose(able, missing, seed=seed, what="low effort")
         able = [entry for entry in order if entry.has_reasoning]
         stripped = choose(able, round(reasoning["strip"] * len(able)), seed=seed, what="strip")
         left = [entry for entry in able if entry.index not in stripped]
         truncated = choose(left, round(reasoning["truncate"] * len(able)), seed=seed, what="truncate")
         if truncated and tokenizer is None:
+            wrong = "it is not given, and reasoning budgets are counted in tokens"
             fix = "give the model's directory, or set reasoning.truncate=0"
-            raise DataError(Problem(where="--tokenizer", got="nothing", expected="what counts the budgets", fix=fix))
+            raise DataError(Problem(where="--tokenizer", wrong=wrong, fix=fix))
         return cls(settings=settings, tokenizer=tokenizer, marked=marked, stripped=stripped, truncated=truncated)
 
     def counts(self) -> dict[str, int]:
         """Return how many rows each edit changes."""
         return {"low_effort": len(self.marked), "stripped": len(self.stripped), "truncated": len(self.truncated)}
 
-    def apply(self, entry: Entry, line: bytes) -> bytes:
-        """Return the line of a row, changed where it is chosen."""
+    def apply(self, entry: ProfiledRow, line: bytes) -> bytes:
+        """Return the line of a row, with the edits that it was chosen for."""
         if not any(entry.index in chosen for chosen in (self.marked, self.stripped, self.truncated)):
             return line if line.endswith(b"\n") else line + b"\n"
         row = orjson.loads(line)
@@ -185,8 +193,8 @@ class Edits:
         return orjson.dumps(row) + b"\n"
 
 
-def means(order: Sequence[Entry], parts: int = 10) -> list[float]:
-    """Return the mean pass rate of each tenth of the order: what the curriculum looks like."""
+def means(order: Sequence[ProfiledRow], parts: int = 10) -> list[float]:
+    """Return the mean pass rate of each of `parts` equal parts of the order."""
     found = []
     for part in range(parts):
         rates = [
@@ -197,7 +205,7 @@ def means(order: Sequence[Entry], parts: int = 10) -> list[float]:
 
 
 def _write(
-    rows_file: Path, output: Path, order: Sequence[Entry], rows: Sequence[IndexedRow], edits: Edits
+    rows_file: Path, output: Path, order: Sequence[ProfiledRow], rows: Sequence[IndexedRow], edits: Edits
 ) -> dict[str, Any]:
     with HashedWriter.open(output) as writer, rows_file.open("rb") as file:
         for first in range(0, len(order), ROWS_AT_ONCE):
@@ -217,7 +225,7 @@ def _copy(source: Path, target: Path) -> dict[str, Any]:
     return writer.as_output(target, rows=len(content.splitlines()))
 
 
-def _told(counts: Mapping[str, Any]) -> str:
+def _summary(counts: Mapping[str, Any]) -> str:
     return ", ".join(f"{value} {key}" for key, value in counts.items() if isinstance(value, int) and key != "rows")
 
 
@@ -227,10 +235,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.curriculum.write", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--in", dest="rows", type=Path, required=True, help="rows to train on")
     parser.add_argument("--out", type=Path, required=True, help="file to write, in a directory of its own")
-    parser.add_argument("--pass-rates", type=Path, help="file of `make profile`; left out: those in the rows")
-    parser.add_argument("--tokenizer", type=Path, help="Hugging Face directory that counts reasoning budgets")
+    parser.add_argument("--pass-rates", type=Path, help="file of `make profile`; default: the pass rates in the rows")
+    parser.add_argument("--tokenizer", type=Path, help="Hugging Face directory, to count reasoning budgets")
     parser.add_argument("--config", type=Path, default=DEFAULT_SETTINGS, help="settings of the curriculum")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings, the last wins")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of settings; the last one wins")
     options = parser.parse_intermixed_args(arguments)
     settings = load_settings(options.config, options.overrides)
     make_curriculum(options.rows, options.out, settings, pass_rates=options.pass_rates, tokenizer=options.tokenizer)

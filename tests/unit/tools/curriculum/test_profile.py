@@ -19,7 +19,10 @@ def test_what_is_missing_is_named_and_nothing_is_made(tmp_path: Path, capsys: py
     assert "rows.jsonl: got no such file" in capsys.readouterr().err
     (tmp_path / "rows.jsonl").write_text("{}\n")
     assert main(arguments(tmp_path)) == 2
-    assert f"--model: got {tmp_path}/model, which holds no config.json" in capsys.readouterr().err
+    assert (
+        f"--model: {tmp_path}/model is no checkpoint in Hugging Face format: it has no config.json"
+        in capsys.readouterr().err
+    )
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
     assert main(arguments(tmp_path, "grpo.nix=3")) == 2

@@ -9,7 +9,7 @@ import pytest
 
 from recipes.errors import DataError
 from recipes.types import Rollout, RolloutStatus, Turn, VersionSpan
-from tools.curriculum.profile_ledger import RESULT, Ledger, entry_of
+from tools.curriculum.profile_ledger import RESULT, ProfileLedger, entry_of
 
 KNOWN = {"tool": "profile", "parameters": {"samples": 2, "model": {"weights_sha256": "a"}}}
 KNOWN_ROWS = f".{RESULT}.known"
@@ -47,15 +47,15 @@ def test_an_answer_without_a_verdict_counts_for_nothing() -> None:
 
 
 def test_rows_survive_a_kill_and_a_broken_line_does_not(tmp_path: Path) -> None:
-    ledger = Ledger.open(tmp_path, KNOWN)
+    ledger = ProfileLedger.open(tmp_path, KNOWN)
     ledger.add(entry(2, 1.0))
     ledger.add(entry(1, 0.0))
     with (tmp_path / KNOWN_ROWS).open("ab") as file:
         file.write(b'{"line": 3, "pass_')  # killed here
-    again = Ledger.open(tmp_path, KNOWN)
+    again = ProfileLedger.open(tmp_path, KNOWN)
     assert sorted(again.entries) == [1, 2]
     again.add(entry(3, None))
-    assert sorted(Ledger.open(tmp_path, KNOWN).entries) == [1, 2]  # without a verdict: another chance
+    assert sorted(ProfileLedger.open(tmp_path, KNOWN).entries) == [1, 2]  # without a verdict: another chance
     counts = again.finish(KNOWN)
     assert counts == {"rows": 3, "without_verdict": 1, "always_solved": 1, "never_solved": 1}
     lines = [json.loads(line) for line in (tmp_path / RESULT).read_text().splitlines()]
@@ -64,32 +64,32 @@ def test_rows_survive_a_kill_and_a_broken_line_does_not(tmp_path: Path) -> None:
 
 
 def test_a_finished_profile_goes_on_with_its_failed_rows(tmp_path: Path) -> None:
-    ledger = Ledger.open(tmp_path, KNOWN)
+    ledger = ProfileLedger.open(tmp_path, KNOWN)
     ledger.add(entry(1, 1.0))
     ledger.add(entry(2, None))
     ledger.finish(KNOWN)
-    second = Ledger.open(tmp_path, KNOWN)
+    second = ProfileLedger.open(tmp_path, KNOWN)
     assert list(second.entries) == [1]
     assert not second.is_finished(2)
     second.add(entry(2, 0.0))
-    third = Ledger.open(tmp_path, KNOWN)  # killed before the second end
+    third = ProfileLedger.open(tmp_path, KNOWN)  # killed before the second end
     assert sorted(third.entries) == [1, 2]
     assert not third.is_finished(2)  # all is known, and the result does not say it
     assert third.finish(KNOWN)["without_verdict"] == 0
-    assert Ledger.open(tmp_path, KNOWN).is_finished(2)
+    assert ProfileLedger.open(tmp_path, KNOWN).is_finished(2)
 
 
 def test_an_end_that_fails_loses_no_row(tmp_path: Path) -> None:
-    ledger = Ledger.open(tmp_path, KNOWN)
+    ledger = ProfileLedger.open(tmp_path, KNOWN)
     ledger.add(entry(1, 1.0))
     (tmp_path / RESULT).mkdir()  # nothing can take its name
     with pytest.raises(OSError):
         ledger.finish(KNOWN)
-    assert sorted(Ledger.open(tmp_path, KNOWN).entries) == [1]
+    assert sorted(ProfileLedger.open(tmp_path, KNOWN).entries) == [1]
 
 
 def test_another_measurement_is_refused_by_name(tmp_path: Path) -> None:
-    Ledger.open(tmp_path, KNOWN)
+    ProfileLedger.open(tmp_path, KNOWN)
     other = {"tool": "profile", "parameters": {"samples": 4, "model": {"weights_sha256": "b"}}}
     with pytest.raises(DataError, match=r"model\.weights_sha256 was a, is b; parameters\.samples was 2, is 4"):
-        Ledger.open(tmp_path, other)
+        ProfileLedger.open(tmp_path, other)

@@ -13,18 +13,19 @@ import pytest
 from recipes.errors import DataError
 from recipes.grpo.data import row_id
 from tools.curriculum.edits import has_reasoning, is_marked, with_budget, with_marker, without_reasoning
-from tools.curriculum.order import Entry, Gaussian, choose, gaussian_order, without_solved
+from tools.curriculum.order import PassRateSchedule, ProfiledRow, choose, gaussian_order, without_solved
 from tools.curriculum.settings import DEFAULT_SETTINGS, load_settings
 from tools.curriculum.write import main
 
 MARKER = "\n\n{reasoning effort: low}"
-SCHEDULE = Gaussian(prompts_per_step=10, first_mean=0.8, last_mean=0.2, std=0.05)
+SCHEDULE = PassRateSchedule(prompts_per_step=10, first_mean=0.8, last_mean=0.2, std=0.05)
 
 
-def entries(count: int, *, domain: str = "math", first: int = 0) -> list[Entry]:
+def entries(count: int, *, domain: str = "math", first: int = 0) -> list[ProfiledRow]:
     """Return rows whose pass rates are spread evenly over 0 ... 1."""
     return [
-        Entry(index=first + n, row_id=f"{domain}{n}", domain=domain, pass_rate=n / (count - 1)) for n in range(count)
+        ProfiledRow(index=first + n, row_id=f"{domain}{n}", domain=domain, pass_rate=n / (count - 1))
+        for n in range(count)
     ]
 
 
@@ -33,7 +34,9 @@ def mean(values: list[float]) -> float:
 
 
 def test_rows_that_are_always_solved_go_and_unknown_ones_stay() -> None:
-    rows = [Entry(index=n, row_id="x", domain="d", pass_rate=rate) for n, rate in enumerate([0.0, 1.0, None, 0.99])]
+    rows = [
+        ProfiledRow(index=n, row_id="x", domain="d", pass_rate=rate) for n, rate in enumerate([0.0, 1.0, None, 0.99])
+    ]
     assert [entry.index for entry in without_solved(rows, max_pass_rate=1.0)] == [0, 2, 3]
     assert [entry.index for entry in without_solved(rows, max_pass_rate=0.5)] == [0, 2]
 
@@ -85,8 +88,8 @@ def test_without_shares_domains_keep_theirs_to_the_last_row() -> None:
 @pytest.mark.parametrize(("sizes", "prompts_per_step"), [((1, 1, 3), 2), (tuple(range(1, 16)), 4), ((1,) * 15, 7)])
 def test_no_domain_gives_a_row_that_it_does_not_have(sizes: tuple[int, ...], prompts_per_step: int) -> None:
     names = [name for name, size in enumerate(sizes) for _ in range(size)]
-    rows = [Entry(index=n, row_id=str(n), domain=f"d{name}", pass_rate=0.5) for n, name in enumerate(names)]
-    schedule = Gaussian(prompts_per_step=prompts_per_step, first_mean=0.8, last_mean=0.2, std=0.05)
+    rows = [ProfiledRow(index=n, row_id=str(n), domain=f"d{name}", pass_rate=0.5) for n, name in enumerate(names)]
+    schedule = PassRateSchedule(prompts_per_step=prompts_per_step, first_mean=0.8, last_mean=0.2, std=0.05)
     order = gaussian_order(rows, schedule, shares={}, seed=1)
     assert sorted(entry.index for entry in order) == list(range(len(rows)))
     for end in range(prompts_per_step, len(rows), prompts_per_step):
@@ -107,7 +110,7 @@ def test_the_seed_alone_decides() -> None:
         ({"math": 0.5, "art": 0.5}, "shares: got art, expected domains of code, math"),
         ({"math": 0.5, "code": 0.6}, "shares: got a sum of 1.1"),
         ({"math": 1.5, "code": -0.5}, "expected positive numbers that sum to 1"),
-        ({"math": 0.01, "code": 0.99}, r"too few rows \(code 5, math 50\)"),
+        ({"math": 0.01, "code": 0.99}, r"too few rows for one step of 10 \(code 5, math 50\)"),
     ],
 )
 def test_shares_that_do_not_fit_are_named(shares: dict[str, float], message: str) -> None:
@@ -117,8 +120,8 @@ def test_shares_that_do_not_fit_are_named(shares: dict[str, float], message: str
 
 
 def test_rows_without_a_pass_rate_are_counted_by_domain() -> None:
-    rows = [*entries(3), *(Entry(index=n, row_id="", domain="code", pass_rate=None) for n in range(2))]
-    with pytest.raises(DataError, match="code: got 2 rows without a pass rate"):
+    rows = [*entries(3), *(ProfiledRow(index=n, row_id="", domain="code", pass_rate=None) for n in range(2))]
+    with pytest.raises(DataError, match="code: 2 rows have no pass rate"):
         gaussian_order(rows, SCHEDULE, shares={}, seed=1)
 
 
@@ -250,7 +253,7 @@ def test_a_row_that_the_profile_lacks_has_no_rate_of_its_own(
     with (tmp_path / "in/train-split.jsonl").open("a") as file:
         file.write(json.dumps(row | {"n": 40, "uuid": "new", "pass_rate": 0.5}) + "\n")
     assert main(command(tmp_path)) == 2
-    assert "stem_qa: got 1 rows without a pass rate" in capsys.readouterr().err
+    assert "stem_qa: 1 rows have no pass rate" in capsys.readouterr().err
 
 
 def test_rows_without_a_user_turn_are_not_low_effort(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,7 +263,7 @@ def test_rows_without_a_user_turn_are_not_low_effort(tmp_path: Path, capsys: pyt
     arguments = command(tmp_path, "low_effort.share=0.25", "low_effort.domains=[stem_qa]")
     del arguments[4:6]  # the rates are the rows' own
     assert main(arguments) == 2
-    assert "low_effort.share: got 10 rows to mark, 0 of these domains" in capsys.readouterr().err
+    assert "low_effort.share: it asks to mark 10 rows, and the named domains have 0" in capsys.readouterr().err
 
 
 def test_budgets_need_a_tokenizer_and_use_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,7 +272,7 @@ def test_budgets_need_a_tokenizer_and_use_it(tmp_path: Path, capsys: pytest.Capt
     write_rows(tmp_path)
     overrides = ["reasoning.truncate=1.0", "reasoning.budgets=[2]"]
     assert main(command(tmp_path, *overrides)) == 2
-    assert "--tokenizer: got nothing" in capsys.readouterr().err
+    assert "--tokenizer: it is not given" in capsys.readouterr().err
     vocabulary = {word: index for index, word in enumerate(["five", "six", "seven", "?"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -303,7 +306,7 @@ def test_budgets_need_a_tokenizer_and_use_it(tmp_path: Path, capsys: pytest.Capt
         ("domains={math: [a, b], code: [b]}", "domains: got b twice, expected each agent once"),
         (
             "low_effort={share: 0.5, domains: [stem_qa], marker: m}",
-            "low_effort.share: got 18 rows to mark, 9 of these domains",
+            "low_effort.share: it asks to mark 18 rows, and the named domains have 9",
         ),
         ("low", "overrides: got low, expected KEY=VALUE"),
     ],
@@ -363,7 +366,7 @@ def test_a_profile_in_which_all_is_solved_leaves_nothing_to_learn(
     solved = [json.dumps({"row_id": row_id(row), "pass_rate": 1.0}) + "\n" for row in rows]
     (tmp_path / "rates.jsonl").write_text("".join(solved))
     assert main(command(tmp_path)) == 2
-    assert "in/train-split.jsonl: got none of 40 rows below a pass rate of 1" in capsys.readouterr().err
+    assert "in/train-split.jsonl: none of its 40 rows has a pass rate below 1" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -372,12 +375,12 @@ def test_rows_and_places_that_do_not_fit_are_named(tmp_path: Path, capsys: pytes
     with (tmp_path / "in/train-split.jsonl").open("a") as file:
         file.write('{"agent_ref": {}}\n')
     assert main(command(tmp_path)) == 2
-    assert "in/train-split.jsonl:41: got a row that cannot be read (KeyError: 'name')" in capsys.readouterr().err
+    assert "in/train-split.jsonl:41: the row cannot be read (KeyError: 'name')" in capsys.readouterr().err
     (tmp_path / "in/val-split.jsonl").unlink()  # also without it, an output beside the input would take its manifest
     arguments = command(tmp_path)
     arguments[3] = str(tmp_path / "in/ordered.jsonl")
     assert main(arguments) == 2
-    assert "ordered.jsonl: got the input's own directory" in capsys.readouterr().err
+    assert "ordered.jsonl: the output would lie in the directory of the input" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "in").iterdir()] == ["train-split.jsonl"]
 
 
@@ -394,4 +397,4 @@ def test_changed_validation_rows_are_copied_again(tmp_path: Path, capsys: pytest
 def test_the_committed_settings_load() -> None:
     settings = load_settings(DEFAULT_SETTINGS, [])
     assert settings["low_effort"]["marker"] == MARKER
-    Gaussian(**settings["gaussian"])
+    PassRateSchedule(**settings["gaussian"])

@@ -204,10 +204,8 @@ def test_other_blends_may_repeat_rows_but_not_give_validation_away(
     assert f"{ours}/train-split.jsonl:4: {other}/train-split.jsonl:3 has the same request; " in capsys.readouterr().err
     write(other / "train-split.jsonl", [*numbered(20, 2), math("what is 51  + 51?")])
     assert main(arguments) == 2
-    assert (
-        f"{ours}/val-split.jsonl:2: the text also stands in the training row {other}/train-split.jsonl:3"
-        in capsys.readouterr().err
-    )
+    text = f"{ours}/val-split.jsonl:2: the text also stands in the training row {other}/train-split.jsonl:3"
+    assert text in capsys.readouterr().err
     assert main(["--data", str(ours), "--others", str(ours)]) == 2
     assert "is the blend that is checked" in capsys.readouterr().err
 
