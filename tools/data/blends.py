@@ -1,4 +1,4 @@
-"""The table of published blends (configs/data/blends.yaml): data set, commit, files, rows."""
+"""The table of published blends (configs/data/blends.yaml): the data set, commit, files and rows of each."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Blend:
     dataset: str
     also_called: tuple[str, ...]
     revision: str | None
-    files: Mapping[str, int | None]  # file of the data set -> published number of rows
+    files: Mapping[str, int | None]  # file of the data set -> published number of rows, None when unpublished
 
     def dataset_called(self, name: str | None) -> str:
-        """Return the data set to ask for when the user gave `name`; raises `DataError` for an unrelated one."""
+        """Return the data set to download when the user gave `name`; raises `DataError` for an unrelated name."""
         if name is None or name == self.dataset:
             return self.dataset
         if name not in self.also_called:
@@ -73,15 +73,13 @@ def load_blends(path: Path) -> dict[str, Blend]:
 def _mapping(
     path: Path, value: object, where: str, keys: set[str] | None, problems: list[Problem]
 ) -> Mapping[str, Any]:
-    """Return `value` when it is a mapping with no other than `keys`; otherwise note the problem."""
+    """Return `value` when it is a mapping whose keys are all in `keys`; otherwise add to `problems`."""
     if not isinstance(value, dict) or not (value or keys):
         problems.append(Problem(where=f"{path}: {where}", got=repr(value), expected="a mapping", fix="correct it"))
         return {}
     for key in value.keys() - (keys if keys is not None else value.keys()):
         expected = "one of " + ", ".join(sorted(keys or ()))
-        problems.append(
-            Problem(where=f"{path}: {where}.{key}", got="an unknown key", expected=expected, fix="remove it")
-        )
+        problems.append(Problem(where=f"{path}: {where}", got=f"key {key!r}", expected=expected, fix="correct it"))
     return value
 
 

@@ -1,9 +1,9 @@
-"""Bring a published blend to this machine: named files of one data set at one commit, each checked.
+"""Download a published blend: named files of one data set at one commit, each checked by its hash.
 
     python -m tools.data.download --blend rlvr1 --out data/rlvr1/raw [--revision COMMIT] [--dataset NAME]
 
-Run it again after a failure or a kill: it goes on where it stopped, and does nothing for files that are complete.
-`HF_TOKEN` and `HF_ENDPOINT` are honoured.
+The same command resumes after a failure or a kill; it does nothing for files that are complete. HF_TOKEN is used for
+data sets that need a login, HF_ENDPOINT names a mirror of the hub.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from recipes.errors import DataError, Problem
+from recipes.errors import DataError, Problem, suggestion
 from tools.command_line import exit_status
 from tools.data.blends import BLENDS_FILE, Blend, load_blends
 from tools.files.hub import list_files
@@ -25,11 +25,11 @@ from tools.files.transfer import RemoteFile, download_file
 
 
 def find_blend(name: str, blends_file: Path, revision: str | None) -> Blend:
-    """Return the blend at a pinned commit."""
+    """Return the blend of a name, at `revision` or at the commit in the blends file."""
     blends = load_blends(blends_file)
     if name not in blends:
-        known = ", ".join(blends)
-        raise DataError(Problem(where="--blend", got=name, expected=f"one of {known}", fix="correct the name"))
+        expected = f"one of {', '.join(blends)}"
+        raise DataError(Problem(where="--blend", got=name, expected=expected, fix=suggestion(name, blends)))
     blend = replace(blends[name], revision=revision or blends[name].revision)
     if not is_commit(blend.revision):
         where = "--revision" if revision else f"{blends_file}: datasets.{blend.dataset}.revision"
@@ -39,7 +39,7 @@ def find_blend(name: str, blends_file: Path, revision: str | None) -> Blend:
 
 
 def download(blend: Blend, dataset: str, out: Path, policy: RetryPolicy) -> list[Path]:
-    """Bring every file of the blend to `out`, each with a manifest, unless it is there; return the files."""
+    """Download each file of the blend that `out` lacks, and write its manifest; return all files."""
     assert blend.revision is not None
     pending: dict[str, list[str]] = {}
     for name in blend.files:
@@ -77,12 +77,12 @@ def main(arguments: list[str] | None = None) -> int:
     policy = RetryPolicy()
     parser = argparse.ArgumentParser(prog="python -m tools.data.download", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--blend", required=True, help="name in the blends file, e.g. rlvr1")
-    parser.add_argument("--out", type=Path, required=True, help="directory of the files")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write to")
     parser.add_argument("--dataset", help="name of the data set on the hub; both published names are accepted")
     parser.add_argument("--revision", help="commit of the data set, instead of the one in the blends file")
     parser.add_argument("--blends", type=Path, default=BLENDS_FILE, help="table of blends")
-    parser.add_argument("--retries", type=int, default=policy.max_retries, help="in a row, without one more byte")
-    parser.add_argument("--back-off", type=float, default=policy.first_seconds, help="first wait in seconds; doubles")
+    parser.add_argument("--retries", type=int, default=policy.max_retries, help="in a row, without more bytes")
+    parser.add_argument("--back-off", type=float, default=policy.first_seconds, help="seconds; doubles")
     options = parser.parse_args(arguments)
     blend = find_blend(options.blend, options.blends, options.revision)
     dataset = blend.dataset_called(options.dataset)

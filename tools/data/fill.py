@@ -1,10 +1,10 @@
-"""Restore the rows of a blend that are shipped without their question.
+"""Fill a blend: restore the questions of rows that are published without them.
 
     python -m tools.data.fill --in blend.jsonl --out filled.jsonl [--sources configs/data/placeholders.yaml]
 
-Other rows pass through byte for byte. The blend is streamed twice, by all cores: once to learn which source rows are
-needed, once to write. A row that cannot be filled is an error with its line and cause, and nothing is written; with
---allow-unfilled such rows go to filled.rejected.jsonl instead. The manifest holds the hash of every restored question.
+All other rows are copied byte for byte. Two passes read the blend on all cores: the first finds which source rows are
+needed, the second writes. A row that cannot be filled is an error with its line and cause, and nothing is written; with
+--allow-unfilled such rows go to filled.rejected.jsonl. The manifest holds the hash of every restored question.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from recipes.errors import DataError, Problem
 from recipes.files import atomic_writer, sha256_of
 from tools.command_line import exit_status
-from tools.data.fill_rows import Found, PlaceholderRows, Unfilled
+from tools.data.fill_rows import BlockPlaceholders, PlaceholderRows, UnfilledRow
 from tools.data.questions import Questions, restore
 from tools.data.sources import load_sources, pinned, source_files
 from tools.files.locks import only_one
@@ -33,20 +33,20 @@ from tools.files.row_files import HashedWriter, empty_line, require_file
 
 DEFAULT_SOURCES = Path(__file__).resolve().parents[2] / "configs" / "data" / "placeholders.yaml"
 MAX_SHOWN = 20  # problems printed one by one
-WORTH_A_WORKER = 32  # blocks that take longer than a process takes to start
+WORTH_A_WORKER = 32  # blocks; fewer take less time than the start of a process
 
 
 @dataclass(slots=True)
-class Faults:
-    """What could not be filled: how many of each cause, and either the first ones or all of them in a file."""
+class UnfilledRows:
+    """The rows that could not be filled: their number by cause, and the first ones, or all of them in a file."""
 
     path: Path
     rejected: BinaryIO | None = None
     problems: list[Problem] = field(default_factory=list)
     causes: Counter[str] = field(default_factory=Counter)
 
-    def add(self, row: Unfilled, first_line: int) -> None:
-        """Note one row; its block begins with line `first_line`."""
+    def add(self, row: UnfilledRow, first_line: int) -> None:
+        """Add one row, of a block that begins with line `first_line`."""
         number = first_line + row.line - 1
         self.causes[row.cause] += 1
         if self.rejected is not None:
@@ -58,20 +58,20 @@ class Faults:
 
     @property
     def summary(self) -> str:
-        """How many rows of which cause."""
+        """The number of rows by cause, as text."""
         counts = ", ".join(f"{count} x {cause}" for cause, count in sorted(self.causes.items()))
-        return f"{self.causes.total()} rows that cannot be filled ({counts})"
+        return f"{self.causes.total()} rows cannot be filled ({counts})"
 
     def check(self) -> None:
-        """Raise `DataError` when there are any that are not written to a file."""
+        """Raise `DataError` when there are such rows and no file takes them."""
         if self.causes and self.rejected is None:
-            fix = "see above; --allow-unfilled leaves them out"
-            raise DataError([*self.problems, Problem(where=str(self.path), got=self.summary, expected="none", fix=fix)])
+            fix = "correct them, or leave them out with --allow-unfilled"
+            raise DataError([*self.problems, Problem(where=str(self.path), wrong=self.summary, fix=fix)])
 
 
 @dataclass(slots=True)
-class Scan:
-    """What the first pass found, block by block."""
+class PlaceholderScan:
+    """What the first pass has found, block by block."""
 
     blocks: list[Block] = field(default_factory=list)
     first_lines: list[int] = field(default_factory=list)
@@ -79,8 +79,8 @@ class Scan:
     needed: dict[str, set[int]] = field(default_factory=dict)
     num_rows: int = 0
 
-    def add(self, block: Block, found: Found) -> None:
-        """Take in the next block."""
+    def add(self, block: Block, found: BlockPlaceholders) -> None:
+        """Add the next block."""
         self.blocks.append(block)
         self.first_lines.append(self.num_rows + 1)
         self.has_mark.append(found.has_mark)
@@ -90,7 +90,7 @@ class Scan:
 
 
 def rejected_file(output: Path) -> Path:
-    """Return where rows go that cannot be filled."""
+    """Return the file for rows that cannot be filled."""
     return output.with_name(f"{output.name.removesuffix('.jsonl')}.rejected.jsonl")
 
 
@@ -99,7 +99,8 @@ def fill(
 ) -> dict[str, Any]:
     """Write `output` and its manifest unless they are up to date; return the manifest.
 
-    Sources on the hub are brought to `sources/` beside `output`, and must be pinned unless `allow_moving`.
+    Sources on the hub are downloaded to `sources/` beside `output`; each must be pinned to a commit unless
+    `allow_moving`.
     """
     require_file(blend, fix="give --in the blend to fill")
     all_sources = load_sources(sources_file)
@@ -143,27 +144,29 @@ def fill(
     return manifest
 
 
-def _scan(workers: Workers[PlaceholderRows], blocks: Sequence[Block], *, is_strict: bool) -> Scan:
-    """Return where the placeholders are and what they refer to; raises `DataError` for references without sense."""
+def _scan(workers: Workers[PlaceholderRows], blocks: Sequence[Block], *, is_strict: bool) -> PlaceholderScan:
+    """Run the first pass: find the placeholders and the source rows they need; raises `DataError` for wrong ones."""
     blend = workers.work.path
-    scan, faults = Scan(), Faults(blend)
+    scan, unfilled = PlaceholderScan(), UnfilledRows(blend)
     for block, found in zip(blocks, workers.map(PlaceholderRows.find, blocks), strict=True):
         if found.empty_line is not None:
             raise DataError(empty_line(blend, scan.num_rows + found.empty_line))
         for row in found.unfilled if is_strict else ():
-            faults.add(row, scan.num_rows + 1)
+            unfilled.add(row, scan.num_rows + 1)
         scan.add(block, found)
-    faults.check()
+    unfilled.check()
     return scan
 
 
-def _write(workers: Workers[PlaceholderRows], scan: Scan, output: Path, *, allow_unfilled: bool) -> dict[str, Any]:
-    """Write the filled blend, and the rejected rows if there are any; return the manifest's counts and outputs."""
+def _write(
+    workers: Workers[PlaceholderRows], scan: PlaceholderScan, output: Path, *, allow_unfilled: bool
+) -> dict[str, Any]:
+    """Run the second pass: write the filled blend and the rejected rows; return counts and outputs of the manifest."""
     rows, num_filled = workers.work, 0
     rejected_path = rejected_file(output)
     with ExitStack() as stack:
-        rejected = stack.enter_context(atomic_writer(rejected_path))  # also clears what a killed run left of it
-        faults = Faults(rows.path, rejected if allow_unfilled else None)
+        rejected = stack.enter_context(atomic_writer(rejected_path))  # an empty file is removed at the end
+        unfilled = UnfilledRows(rows.path, rejected if allow_unfilled else None)
         writer = stack.enter_context(HashedWriter.open(output))
         with_marks = [block for block, has_mark in zip(scan.blocks, scan.has_mark, strict=True) if has_mark]
         filled_blocks = workers.map(PlaceholderRows.fill, with_marks)
@@ -174,14 +177,14 @@ def _write(workers: Workers[PlaceholderRows], scan: Scan, output: Path, *, allow
                 data = filled.applied(data)
                 num_filled += filled.num_filled
                 for row in filled.unfilled:
-                    faults.add(row, first_line)
+                    unfilled.add(row, first_line)
             writer.write(data)
-        faults.check()
-    counts = {"rows": scan.num_rows, "filled": num_filled, "rejected": dict(sorted(faults.causes.items()))}
-    outputs = [writer.as_output(output, rows=scan.num_rows - faults.causes.total())]
-    if faults.causes:
-        print(f"fill: {rejected_path}: {faults.summary}")
-        outputs.append(describe(rejected_path, rows=faults.causes.total()))
+        unfilled.check()
+    counts = {"rows": scan.num_rows, "filled": num_filled, "rejected": dict(sorted(unfilled.causes.items()))}
+    outputs = [writer.as_output(output, rows=scan.num_rows - unfilled.causes.total())]
+    if unfilled.causes:
+        print(f"fill: {rejected_path}: {unfilled.summary}")
+        outputs.append(describe(rejected_path, rows=unfilled.causes.total()))
     else:
         rejected_path.unlink(missing_ok=True)
     return {"counts": counts, "outputs": outputs}
@@ -193,12 +196,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.data.fill", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--in", dest="blend", type=Path, required=True, help="blend with placeholder rows")
     parser.add_argument("--out", type=Path, required=True, help="file to write")
-    parser.add_argument("--sources", type=Path, default=DEFAULT_SOURCES, help="where the questions come from")
+    parser.add_argument("--sources", type=Path, default=DEFAULT_SOURCES, help="table of data sets with the questions")
     parser.add_argument(
-        "--allow-moving-revision", action="store_true", help="follow a branch of a source, and record its commit"
+        "--allow-moving-revision",
+        action="store_true",
+        help="accept a branch of a source, and record its commit",
     )
     parser.add_argument(
-        "--allow-unfilled", action="store_true", help="leave rows out that cannot be filled, into OUT.rejected.jsonl"
+        "--allow-unfilled", action="store_true", help="write rows that cannot be filled to OUT.rejected.jsonl"
     )
     options = parser.parse_args(arguments)
     fill(

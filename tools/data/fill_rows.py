@@ -1,4 +1,4 @@
-"""What a worker does with one block of a blend: find its placeholders, then fill them; no other row is looked at."""
+"""What a worker does with one block of a blend: find its placeholders, then fill them. Other rows are not parsed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MARK = PLACEHOLDER.encode()
 
 
 @dataclass(slots=True, kw_only=True)
-class Unfilled:
+class UnfilledRow:
     """One row that cannot be filled, and why."""
 
-    line: int = 0  # from 1, in its block
-    cause: str  # a few words that are counted
+    line: int = 0  # from 1, within its block
+    cause: str  # a few words under which the row is counted
     got: str
     expected: str
     fix: str
@@ -29,23 +29,23 @@ class Unfilled:
 
 
 @dataclass(slots=True, kw_only=True)
-class Found:
-    """What the first pass learns of a block."""
+class BlockPlaceholders:
+    """What the first pass finds in a block."""
 
     num_lines: int = 0
-    empty_line: int | None = None  # the first, from 1, in the block
-    has_mark: bool = False
+    empty_line: int | None = None  # the first one, from 1, within the block
+    has_mark: bool = False  # the block may hold placeholders
     needed: dict[str, set[int]] = field(default_factory=dict)  # source name -> rows of it
-    unfilled: list[Unfilled] = field(default_factory=list)
+    unfilled: list[UnfilledRow] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
-class Filled:
-    """What the second pass makes of a block with placeholders: its other rows need not cross between processes."""
+class FilledBlock:
+    """What the second pass makes of a block with placeholders: edits, so that other rows stay in this process."""
 
-    edits: list[tuple[int, int, bytes]] = field(default_factory=list)  # start and end in the block, what goes there
+    edits: list[tuple[int, int, bytes]] = field(default_factory=list)  # start, end, new bytes; offsets in the block
     num_filled: int = 0
-    unfilled: list[Unfilled] = field(default_factory=list)  # left out by an edit
+    unfilled: list[UnfilledRow] = field(default_factory=list)  # an edit removes each of them
 
     def applied(self, data: bytes) -> bytes:
         """Return the block with its placeholders filled."""
@@ -59,25 +59,25 @@ class Filled:
 
 @dataclass(frozen=True, slots=True)
 class PlaceholderRows:
-    """The rows of a blend that are to be filled; every other row passes byte for byte."""
+    """Finds and fills the placeholder rows of a blend."""
 
     path: Path
     styles: Mapping[str, str]  # source name -> style of its templates
     questions: Questions
 
-    def find(self, block: Block) -> Found:
-        """First pass over a block: return what is needed for it."""
+    def find(self, block: Block) -> BlockPlaceholders:
+        """Run the first pass over a block: return its placeholders and the source rows that they need."""
         data = self.read(block)
         num_lines, has_empty_line = count_lines(data)
-        found = Found(num_lines=num_lines)
+        found = BlockPlaceholders(num_lines=num_lines)
         if has_empty_line:
             lines = data.removesuffix(b"\n").split(b"\n")
             found.empty_line = next(number for number, line in enumerate(lines, start=1) if not line.strip())
-        unfilled: dict[int, Unfilled] = {}
+        unfilled: dict[int, UnfilledRow] = {}
         for start, end in marked_lines(data):
             found.has_mark = True
             reference = _reference(data[start:end], self.styles)
-            if isinstance(reference, Unfilled):
+            if isinstance(reference, UnfilledRow):
                 unfilled[start] = reference
             elif reference is not None:
                 _, name, source_row = reference
@@ -85,17 +85,17 @@ class PlaceholderRows:
         found.unfilled = _numbered(data, unfilled)
         return found
 
-    def fill(self, block: Block) -> Filled:
-        """Second pass over a block, once the questions are there."""
-        data, filled = self.read(block), Filled()
-        unfilled: dict[int, Unfilled] = {}
+    def fill(self, block: Block) -> FilledBlock:
+        """Run the second pass over a block, when `questions` holds all that the first pass found."""
+        data, filled = self.read(block), FilledBlock()
+        unfilled: dict[int, UnfilledRow] = {}
         for start, end in marked_lines(data):
             line = data[start:end]
             reference = _reference(line, self.styles)
             if reference is None:
                 continue
-            result = reference if isinstance(reference, Unfilled) else self._fill(line, reference)
-            if isinstance(result, Unfilled):
+            result = reference if isinstance(reference, UnfilledRow) else self._fill(line, reference)
+            if isinstance(result, UnfilledRow):
                 unfilled[start] = result
                 filled.edits.append((start, end, b""))
             else:
@@ -105,20 +105,20 @@ class PlaceholderRows:
         return filled
 
     def read(self, block: Block) -> bytes:
-        """Return the rows of a block; raises `DataError` when the file was cut meanwhile."""
+        """Return the bytes of a block; raises `DataError` when the file has become shorter."""
         data = block.read(self.path)
         if len(data) != block.end - block.start:
             raise changed(self.path)
         return data
 
-    def _fill(self, line: bytes, reference: Reference) -> bytes | Unfilled:
+    def _fill(self, line: bytes, reference: Reference) -> bytes | UnfilledRow:
         row, name, source_row = reference
         found = self.questions.find(name, source_row)
         if found is None:
-            return Unfilled(
+            return UnfilledRow(
                 cause="no source row",
-                got=f"row {source_row} of {name}, which is not there or has no question or answer",
-                expected="a row with both",
+                got=f"row {source_row} of {name}, which is absent or has no question or no answer",
+                expected="a row with a question and an answer",
                 fix="check the revision",
                 content=line,
             )
@@ -130,11 +130,11 @@ class PlaceholderRows:
 
 
 Reference = tuple[Mapping[str, Any], str, int]
-"""A placeholder row, and the source and the row of it that it stands for."""
+"""A placeholder row, the name of its source, and the number of its row there."""
 
 
 def marked_lines(data: bytes) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of each line that may be a placeholder, without looking at the others."""
+    """Yield (start, end) of each line that may be a placeholder; other lines are skipped, not parsed."""
     position = 0
     while (mark := data.find(MARK, position)) >= 0:
         start = max(position, data.rfind(b"\n", position, mark) + 1)
@@ -142,8 +142,8 @@ def marked_lines(data: bytes) -> Iterator[tuple[int, int]]:
         yield start, position
 
 
-def _numbered(data: bytes, rows: Mapping[int, Unfilled]) -> list[Unfilled]:
-    """Return the rows that begin at the given bytes, in order, with the numbers of their lines."""
+def _numbered(data: bytes, rows: Mapping[int, UnfilledRow]) -> list[UnfilledRow]:
+    """Set the line number of each row, given by the byte at which it begins; return the rows in order."""
     line, position = 1, 0
     for start, row in rows.items():
         line, position = line + data.count(b"\n", position, start), start
@@ -151,15 +151,18 @@ def _numbered(data: bytes, rows: Mapping[int, Unfilled]) -> list[Unfilled]:
     return list(rows.values())
 
 
-def _reference(line: bytes, sources: Collection[str]) -> Reference | Unfilled | None:
-    def unfilled(cause: str, got: str, expected: str, fix: str) -> Unfilled:
-        return Unfilled(cause=cause, got=got, expected=expected, fix=fix, content=line)
+def _reference(line: bytes, sources: Collection[str]) -> Reference | UnfilledRow | None:
+    def unfilled(cause: str, got: str, expected: str, fix: str) -> UnfilledRow:
+        return UnfilledRow(cause=cause, got=got, expected=expected, fix=fix, content=line)
 
     try:
         row = json.loads(line)
     except ValueError as error:
         return unfilled(
-            "no JSON", f"no JSON ({error})", "one object", "the file is damaged or was edited; get it again"
+            "no JSON",
+            f"no JSON ({error})",
+            "a JSON object",
+            "download the blend again: the file is damaged or was edited",
         )
     if not isinstance(row, dict) or PLACEHOLDER not in row:
         return None
@@ -168,5 +171,5 @@ def _reference(line: bytes, sources: Collection[str]) -> Reference | Unfilled | 
         return unfilled("unknown data set", f"dataset {name}", ", ".join(sorted(sources)), "add it to --sources")
     if not isinstance(reference, dict) or type(reference.get("row")) is not int or reference["row"] < 0:
         expected = "{row: number from 0, question_template: ...}"
-        return unfilled("no row number", f"{PLACEHOLDER} {reference!r}", expected, "get the blend again")
+        return unfilled("no row number", f"{PLACEHOLDER} {reference!r}", expected, "download the blend again")
     return row, name, reference["row"]

@@ -1,8 +1,8 @@
-"""Rows whose question is not shipped with the blend: how question, prompt and answer are restored.
+"""Placeholder rows, which a blend publishes without their question: how question, prompt and answer are restored.
 
-`_hf_placeholder` holds the row's number in its source and a template. Two templates exist. `dapo`: the source's
-question comes wrapped in its own instructions, which are taken off, and {prefix, suffix} are put on. `skywork`: a
-string with `{question}`. Answers stay strings: "42" must not become a number, which the verifier would refuse.
+`_hf_placeholder` holds the number of a row in a source and a template. There are two styles of template. `dapo`: the
+source wraps its question in instructions of its own; they are replaced by {prefix, suffix}. `skywork`: a string with
+`{question}`. Answers stay strings: the verifier would refuse the number 42 where it expects "42".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BLANK_LINE = "\n\n"
 
 
 def dapo_prompt(question: str, template: object) -> str:
-    """Return the prompt of a DAPO question: its own first and last paragraph replaced by the template's ends."""
+    """Return the prompt of a DAPO question: the template's prefix and suffix replace its first and last paragraph."""
     if not isinstance(template, Mapping):
         return question
     paragraphs = question.split(BLANK_LINE)
@@ -36,7 +36,7 @@ def skywork_prompt(question: str, template: object) -> str:
 def restore_answer(raw: object) -> str | None:
     """Return the expected answer as text, or None when the source has none.
 
-    Sources hold answers as they are, as JSON text, or as a JSON list or object of which the first value counts.
+    A source holds an answer as plain text, as JSON text, or as a JSON list or object whose first value is the answer.
     """
     if raw is None:
         return None
@@ -56,7 +56,7 @@ def restore_answer(raw: object) -> str | None:
 
 
 def nested(record: object, path: Sequence[str | int]) -> object:
-    """Return the value at `path`, or None where the path ends early."""
+    """Return the value at `path` inside a record, or None when there is no such place."""
     for step in path:
         if isinstance(record, Mapping) and isinstance(step, str):
             record = record.get(step)
@@ -68,7 +68,7 @@ def nested(record: object, path: Sequence[str | int]) -> object:
 
 
 def restore_row(row: Mapping[str, Any], *, style: str, question: str, answer: str) -> dict[str, Any]:
-    """Return the complete row: the fields that were there, the question, the answer and the request."""
+    """Return the complete row: the placeholder's other fields, the question, the answer and the request."""
     template = row[PLACEHOLDER].get("question_template")
     prompt = dapo_prompt(question, template) if style == "dapo" else skywork_prompt(question, template)
     kept = {key: value for key, value in row.items() if key != PLACEHOLDER}

@@ -1,8 +1,8 @@
-"""Make one blend ready to train on: its files, its questions, its two splits, and what its verifiers read.
+"""Make one blend ready to train on: download it, fill it, split it, and download the side files of its verifiers.
 
     python -m tools.data.prepare --blend rlvr1 --data data [--val-rows 100] [--stratify agent] [--allow-unfilled]
 
-Each step has its manifest and does nothing when nothing changed, so the same command resumes after a kill.
+Each step writes a manifest and does nothing when nothing changed, so the same command resumes after a kill.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tools.files.retry import RetryPolicy
 
 
 def prepare(options: argparse.Namespace) -> Path:
-    """Bring everything that the blend needs to the data directory; return the directory of its splits."""
+    """Run every step; return the directory of the splits."""
     policy = RetryPolicy(first_seconds=options.back_off)
     blend = find_blend(options.blend, options.blends, options.revision)
     if sum(name.endswith(".jsonl") for name in blend.files) != 1:
         where, got = f"{options.blends}: {blend.name}.files", ", ".join(blend.files)
-        fix = "make a blend of each, or prepare them with tools.data.download, fill and split"
+        fix = "make one blend of each file"
         raise DataError(Problem(where=where, got=got, expected="one file of rows (.jsonl)", fix=fix))
     directory: Path = options.data / options.blend
     with only_one(directory / ".prepare.lock"):
@@ -54,16 +54,22 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.data.prepare", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--blend", required=True, help="name in the blends file, e.g. rlvr1")
-    parser.add_argument("--data", type=Path, required=True, help="directory in which BLEND/ is made")
-    parser.add_argument("--val-rows", type=positive, default=DEFAULT_VAL_ROWS, help="rows held out, from the end")
+    parser.add_argument("--data", type=Path, required=True, help="directory to write BLEND/ to")
+    parser.add_argument(
+        "--val-rows", type=positive, default=DEFAULT_VAL_ROWS, help="number of the last rows to hold out"
+    )
     parser.add_argument("--stratify", choices=["agent"], help="hold out the last rows of each agent, in proportion")
     parser.add_argument("--dataset", help="name of the data set on the hub; both published names are accepted")
     parser.add_argument("--revision", help="commit of the data set, instead of the one in the blends file")
-    parser.add_argument("--allow-unfilled", action="store_true", help="leave rows out that cannot be filled")
-    parser.add_argument("--allow-moving-revision", action="store_true", help="follow a branch of a question source")
-    parser.add_argument("--back-off", type=float, default=RetryPolicy().first_seconds, help="first wait of a retry")
+    parser.add_argument("--allow-unfilled", action="store_true", help="leave out rows that cannot be filled")
+    parser.add_argument("--allow-moving-revision", action="store_true", help="accept branches of question sources")
+    parser.add_argument(
+        "--back-off", type=float, default=RetryPolicy().first_seconds, help="seconds before the first retry"
+    )
     for name, default in (("blends", BLENDS_FILE), ("sources", DEFAULT_SOURCES), ("side-files", SIDE_FILES)):
-        parser.add_argument(f"--{name}", type=Path, default=default, help=f"instead of configs/data/{default.name}")
+        parser.add_argument(
+            f"--{name}", type=Path, default=default, help=f"table to use instead of configs/data/{default.name}"
+        )
     directory = prepare(parser.parse_args(arguments))
     print(f"prepare: {directory} is ready; `make data-validate` checks every row")
     return 0

@@ -1,4 +1,4 @@
-"""The restored questions of one fill, on disk: written once, then read by every worker process."""
+"""The restored questions of one fill, in a temporary SQLite file that every worker process reads."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _TABLE = "CREATE TABLE questions (source TEXT, row INTEGER, question TEXT, answe
 
 @dataclass(slots=True)
 class Questions:
-    """A file of (question, answer) by source name and row, gone when the block ends.
+    """A file of (question, answer) by source name and row. It is removed when the `with` block ends.
 
-    A connection is opened where it is first needed.
+    Each process opens its own connection at the first `find`.
     """
 
     path: Path
     _connection: sqlite3.Connection | None = None
 
     def __getstate__(self) -> Path:
-        """Cross to another process as a path."""
+        """Pickle the path only: a connection cannot be sent to another process."""
         return self.path
 
     def __setstate__(self, path: Path) -> None:
@@ -41,7 +41,7 @@ class Questions:
         self.path.unlink(missing_ok=True)
 
     def find(self, source: str, row: int) -> tuple[str, str] | None:
-        """Return question and answer, or None when the source has not both."""
+        """Return question and answer of a source row, or None when the source lacks one of them."""
         if self._connection is None:
             self._connection = sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
         found: tuple[str, str] | None = self._connection.execute(
@@ -53,12 +53,12 @@ class Questions:
 def restore(
     path: Path, sources: Mapping[str, Source], files: Mapping[str, Sequence[Path]], needed: Mapping[str, set[int]]
 ) -> dict[str, dict[str, str]]:
-    """Write the questions that are needed and there to `path`; return the sha256 of each, by source and row."""
-    path.unlink(missing_ok=True)  # of a run that was killed
+    """Write the needed questions that the sources have to `path`; return the sha256 of each, by source and row."""
+    path.unlink(missing_ok=True)  # a killed run may have left it
     hashes: dict[str, dict[str, str]] = {}
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA journal_mode = OFF")
-        connection.execute("PRAGMA synchronous = OFF")  # a file that does not outlive this run
+        connection.execute("PRAGMA synchronous = OFF")  # the file is made again after a power cut
         connection.execute(_TABLE)
         for name, rows in needed.items():
             source, found = sources[name], hashes.setdefault(name, {})

@@ -2,8 +2,7 @@
 
     python -m tools.data.side_files --out data/side_files [--name workplace_assistant]
 
-They come from GitHub's raw address, or from another one that GITHUB_RAW_ENDPOINT names, by the same resumable transfer
-as the blends.
+They are downloaded from GitHub's raw address, or from the address in GITHUB_RAW_ENDPOINT, and resume as blends do.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.errors import DataError, Problem
+from recipes.errors import DataError, Problem, suggestion
 from tools.command_line import exit_status
 from tools.files.hosts import GITHUB
 from tools.files.manifest import TOOL_VERSION, changes, write_manifest
@@ -34,7 +33,7 @@ class SideFiles:
     """The files of one verifier."""
 
     name: str
-    blends: tuple[str, ...]  # that need them
+    blends: tuple[str, ...]  # blends whose rows need them
     repository: str
     revision: str
     files: tuple[RemoteFile, ...]
@@ -48,8 +47,8 @@ def load_side_files(path: Path) -> dict[str, SideFiles]:
         entries = yaml.safe_load(path.read_text(encoding="utf-8"))["side_files"]
         problems = [problem for name, entry in entries.items() for problem in _problems(path, name, entry)]
     except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
-        expected, fix = "`side_files:` with one entry per verifier", "see configs/data/side_files.yaml"
-        raise DataError(Problem(where=str(path), got=str(error) or "none", expected=expected, fix=fix)) from error
+        wrong = f"it is no YAML file with `side_files:` and one entry per verifier ({type(error).__name__}: {error})"
+        raise DataError(Problem(where=str(path), wrong=wrong, fix="see configs/data/side_files.yaml")) from error
     if problems:
         raise DataError(problems)
     return {name: _side_files(name, entry) for name, entry in entries.items()}
@@ -97,7 +96,7 @@ def _side_files(name: str, entry: dict[str, Any]) -> SideFiles:
 
 
 def fetch(side: SideFiles, out: Path, policy: RetryPolicy) -> Path:
-    """Bring the files to `out`/NAME with a manifest, unless they are there; return that directory."""
+    """Download the files to `out`/NAME, with a manifest, unless they are up to date; return that directory."""
     directory = out / side.name
     manifest_file = directory / "manifest.json"
     known = {
@@ -120,15 +119,17 @@ def fetch(side: SideFiles, out: Path, policy: RetryPolicy) -> Path:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.data.side_files", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--out", type=Path, required=True, help="directory in which each verifier gets one")
-    parser.add_argument("--name", help="verifier; left out: all")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write one directory per verifier to")
+    parser.add_argument("--name", help="verifier; default: all")
     parser.add_argument("--table", type=Path, default=SIDE_FILES, help="table of side files")
-    parser.add_argument("--back-off", type=float, default=RetryPolicy().first_seconds, help="first wait of a retry")
+    parser.add_argument(
+        "--back-off", type=float, default=RetryPolicy().first_seconds, help="seconds before the first retry"
+    )
     options = parser.parse_args(arguments)
     table = load_side_files(options.table)
     if options.name and options.name not in table:
-        expected = "one of " + ", ".join(table)
-        raise DataError(Problem(where="--name", got=options.name, expected=expected, fix="correct the name"))
+        expected, fix = f"one of {', '.join(table)}", suggestion(options.name, table)
+        raise DataError(Problem(where="--name", got=options.name, expected=expected, fix=fix))
     for side in table.values():
         if options.name in (None, side.name):
             fetch(side, options.out, RetryPolicy(first_seconds=options.back_off))

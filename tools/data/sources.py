@@ -1,6 +1,6 @@
-"""Where placeholder questions come from: data sets on the hub at a pinned revision, or files on this machine.
+"""The sources of placeholder questions: data sets on the hub at a pinned commit, or files on this machine.
 
-Only the rows that are asked for are kept, and parquet files are read one row group at a time.
+Only the needed rows are kept in memory, and parquet files are read one row group at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tools.files.revisions import is_commit, no_commit
 from tools.files.transfer import download_file
 
 STYLES = ("dapo", "skywork")
-BATCH_ROWS = 4096  # of a parquet file in memory
+BATCH_ROWS = 4096  # rows of a parquet file in memory at once
 KEYS = {"path", "dataset", "revision", "split", "style", "question", "answer"}
 
 
@@ -29,17 +29,17 @@ class Source:
     """One data set that holds the questions of one `dataset` name in a blend."""
 
     name: str
-    style: str  # which template its placeholders carry: dapo | skywork
+    style: str  # of the templates of its placeholders: dapo | skywork
     split: str
     question: tuple[str | int, ...]  # path of the question inside a record
     answer: tuple[str | int, ...]
     path: Path | None = None  # a directory laid out like a hub data set, or one .parquet or .jsonl file
-    dataset: str | None = None  # on the hub
-    revision: str | None = None  # commit of it
-    moving_revision: str | None = None  # branch that was found to be at `revision`
+    dataset: str | None = None  # name on the hub
+    revision: str | None = None  # its commit
+    moving_revision: str | None = None  # the branch that pointed to `revision` when the fill ran
 
     def as_parameters(self) -> dict[str, Any]:
-        """Return what a manifest records of it."""
+        """Return what a manifest records about the source."""
         moving = {"moving_revision": self.moving_revision} if self.moving_revision else {}
         return moving | {
             "dataset": self.dataset or (self.path.name if self.path else None),
@@ -52,7 +52,7 @@ class Source:
 
 
 def load_sources(path: Path) -> dict[str, Source]:
-    """Read a sources file; local paths in it are relative to the file."""
+    """Read a table of sources; local paths in it are relative to the table. Raises `DataError` with every problem."""
     import yaml
 
     try:
@@ -63,10 +63,8 @@ def load_sources(path: Path) -> dict[str, Source]:
         raise DataError(Problem(where=str(path), got=text, expected="a YAML file", fix=fix)) from error
     entries = content.get("sources") if isinstance(content, dict) else None
     if not isinstance(entries, dict):
-        expected = "`sources:` with one entry per data set name"
-        raise DataError(
-            Problem(where=str(path), got="none", expected=expected, fix="see configs/data/placeholders.yaml")
-        )
+        wrong = "it has no `sources:` with one entry per data set name"
+        raise DataError(Problem(where=str(path), wrong=wrong, fix="see configs/data/placeholders.yaml"))
     problems: list[Problem] = []
     sources = {name: _source(path, name, entry, problems) for name, entry in entries.items()}
     if problems:
@@ -94,7 +92,7 @@ def _source(file: Path, name: str, entry: Any, problems: list[Problem]) -> Sourc
         wrong("revision", "a commit of the data set")
     for key in ("question", "answer"):
         if not isinstance(entry.get(key), list) or not entry[key]:
-            wrong(key, "a list: the way to the value inside a record")
+            wrong(key, "a list: the keys and indices that lead to the value inside a record")
     if len(problems) > before:
         return None
     return Source(
@@ -110,7 +108,7 @@ def _source(file: Path, name: str, entry: Any, problems: list[Problem]) -> Sourc
 
 
 def pinned(source: Source, sources_file: Path, *, allow_moving: bool) -> Source:
-    """Return the source at a commit; a branch is refused, or with `allow_moving` followed to where it is now."""
+    """Return the source at a commit; a branch is refused, or with `allow_moving` resolved to its current commit."""
     if source.dataset is None or is_commit(source.revision):
         return source
     assert source.revision is not None
@@ -120,20 +118,20 @@ def pinned(source: Source, sources_file: Path, *, allow_moving: bool) -> Source:
 
 
 def pinned_commit(dataset: str, revision: str, where: str, *, allow_moving: bool) -> str:
-    """Return the commit of a revision; a branch is refused, or with `allow_moving` followed to where it is now."""
+    """Return the commit of a revision; a branch is refused, or with `allow_moving` resolved to its current commit."""
     if is_commit(revision):
         return revision
     if not allow_moving:
         url = f"https://huggingface.co/datasets/{dataset}/commits/{revision}"
-        fix = f"take the commit from {url}, or add --allow-moving-revision, which says what commit it found"
+        fix = f"take the commit from {url}, or add --allow-moving-revision, which prints and records the commit"
         raise DataError(no_commit(where, revision, fix=fix))
     commit = commit_of(dataset, revision, RetryPolicy())
-    print(f"sources: {dataset} {revision} is at {commit}; another day it may be elsewhere")
+    print(f"sources: {dataset} {revision} is now at commit {commit}, and may move")
     return commit
 
 
 def source_files(source: Source, cache: Path) -> list[Path]:
-    """Return the data files of a source, in row order; those on the hub are brought to `cache`."""
+    """Return the data files of a source, in row order; files on the hub are downloaded to `cache`."""
     if source.path is None:
         assert source.dataset is not None
         assert source.revision is not None
@@ -141,14 +139,14 @@ def source_files(source: Source, cache: Path) -> list[Path]:
     if source.path.is_file():
         return [source.path]
     if not source.path.is_dir():
-        fix = "correct `path` in the sources file"
-        raise DataError(Problem(where=str(source.path), got="nothing there", expected="a file or directory", fix=fix))
+        wrong, fix = "there is no such file or directory", "correct `path` in the table of sources"
+        raise DataError(Problem(where=str(source.path), wrong=wrong, fix=fix))
     names = [file.relative_to(source.path).as_posix() for file in source.path.rglob("*") if file.is_file()]
     return [source.path / name for name in _files_of(source.split, names, str(source.path))]
 
 
 def download_split(dataset: str, revision: str, split: str, cache: Path) -> list[Path]:
-    """Bring the parquet files of a split to `cache`, unless they are there; return them in row order."""
+    """Download the parquet files of a split to `cache`, unless they are up to date; return them in row order."""
     policy = RetryPolicy()
     directory = cache / dataset / revision
     manifest_file = directory / f"{split}.manifest.json"
@@ -167,19 +165,19 @@ def download_split(dataset: str, revision: str, split: str, cache: Path) -> list
 
 
 def _files_of(split: str, names: Sequence[str], where: str) -> list[str]:
-    """Return the files of a split: those of the first layout that matches any."""
+    """Return the files of a split, found by the first known layout that matches any file."""
     layouts = (f"data/{split}-*.parquet", "data/*.parquet", f"{split}/*.parquet", f"default/{split}/*.parquet")
     for layout in layouts:
         if found := sorted(name for name in names if fnmatch.fnmatchcase(name, layout)):
             return found
-    expected = f"parquet files of split {split}: " + " or ".join(layouts)
-    raise DataError(Problem(where=where, got="no such files", expected=expected, fix="correct `split` of the source"))
+    wrong = f"it has no parquet files of split {split} ({' or '.join(layouts)})"
+    raise DataError(Problem(where=where, wrong=wrong, fix="correct `split` of the source"))
 
 
 def read_records(
     source: Source, files: Sequence[Path], rows: Collection[int]
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield (number, record) of the rows that are there; the numbers run on from file to file."""
+    """Yield (row number, record) for those of `rows` that the files have; numbers run on from file to file."""
     first = 0
     columns = sorted({str(source.question[0]), str(source.answer[0])})
     for file in files:
@@ -202,7 +200,7 @@ def _jsonl_records(
 def _parquet_records(
     file: Path, columns: Sequence[str], rows: Collection[int]
 ) -> Iterator[tuple[int, Mapping[str, Any] | None]]:
-    """Yield the rows that are asked for, and at the end the number of the last one; one batch in memory at a time."""
+    """Yield (row number, record) for `rows`, then (number of the last row, None); one batch is in memory at a time."""
     from pyarrow import parquet  # type: ignore[import-untyped]
 
     with parquet.ParquetFile(file) as table:

@@ -1,10 +1,11 @@
-"""Split a blend: the last rows are validation, the order is kept.
+"""Split a blend into training and validation: the last rows are for validation, and the order is kept.
 
     python -m tools.data.split --in filled.jsonl --out-dir data/rlvr1 [--val-rows 100] [--stratify agent]
 
-Writes what `head -n -100` and `tail -n 100` would, as train-split.jsonl and val-split.jsonl, and manifest.json. Blends
-are sorted by difficulty, so their tail is no fair sample: the report says how it differs, and with `--stratify agent`
-each agent gives its last rows, in proportion. The file is read once, while it is copied and hashed.
+Writes train-split.jsonl, val-split.jsonl and manifest.json; the splits are those of `head -n -100` and `tail -n 100`.
+Blends are sorted by difficulty, so their last rows are no fair sample: the printed table shows how the agents' shares
+differ. With `--stratify agent` each agent gives its own last rows, in proportion. The file is read once, while it is
+copied, hashed and checked: an empty line, a NUL byte or invalid UTF-8 is refused with its line.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from tools.files.manifest import (
     read_manifest,
     write_manifest,
 )
-from tools.files.row_blocks import Content, Lines, changed, read_blocks, require_objects, start_of_last_lines
+from tools.files.row_blocks import FileTotals, Lines, changed, read_blocks, require_objects, start_of_last_lines
 from tools.files.row_files import read_lines, require_file
 
 TRAIN, VALIDATION = "train-split.jsonl", "val-split.jsonl"
 DEFAULT_VAL_ROWS = 100
-MAX_BLOCKS = 3  # in memory at once
-LINES_AT_ONCE = 256  # of a stratified split, in one block
+MAX_BLOCKS = 3  # blocks that wait to be hashed or written
+LINES_AT_ONCE = 256  # lines per block of a stratified split
 
 
 def split(
@@ -78,7 +79,7 @@ def split(
 
 
 def _reasons(manifest_file: Path, known: Mapping[str, Any], rows_file: Path, facts: Mapping[str, Any]) -> list[str]:
-    """Return why the split has to be made again; hashes the input only when nothing cheaper tells."""
+    """Return why the split must be made again; the input is hashed only when its size is unchanged."""
     if reasons := changes(manifest_file, known):
         return reasons
     inputs = (read_manifest(manifest_file) or {}).get("inputs")
@@ -90,11 +91,14 @@ def _reasons(manifest_file: Path, known: Mapping[str, Any], rows_file: Path, fac
 
 
 def _parts(rows_file: Path, val_rows: int, *, stratify: bool) -> Iterator[tuple[Lines, int, bool]]:
-    """Return (lines, how many, whether they are for training); raises `DataError` when too few are left for that."""
+    """Return (block, number of lines, whether it is for training) in file order.
+
+    Raises `DataError` when no row would be left to train on.
+    """
     cut = start_of_last_lines(rows_file, val_rows)
     if cut is None:
         total = sum(1 for _ in read_lines(rows_file))
-        got, expected = f"{total} rows", f"more than the {val_rows} that are held out for validation"
+        got, expected = f"{total} rows", f"more than the {val_rows} rows for validation"
         raise DataError(Problem(where=str(rows_file), got=got, expected=expected, fix="lower --val-rows"))
     if stratify:
         return _by_agent(rows_file, val_rows)
@@ -103,61 +107,61 @@ def _parts(rows_file: Path, val_rows: int, *, stratify: bool) -> Iterator[tuple[
 
 def _write(
     parts: Iterator[tuple[Lines, int, bool]], out_dir: Path, manifest_file: Path, *, is_prefix: bool
-) -> tuple[Content, Content, Content]:
-    """Copy each part to its split; return the contents of the input, of training and of validation.
+) -> tuple[FileTotals, FileTotals, FileTotals]:
+    """Copy each block to its split; return the totals of the input, of training and of validation.
 
-    `is_prefix` says that training comes first, so that its hash is the input's at the cut and need not be computed.
+    `is_prefix` says that all training rows come first: the hash of training is then the input's hash at the cut.
     """
-    whole, train, validation = Content(), Content(), Content()
+    whole, train, validation = FileTotals(), FileTotals(), FileTotals()
     files = [atomic_writer(out_dir / name, is_durable=False) for name in (TRAIN, VALIDATION)]
-    with files[0] as train_rows, files[1] as validation_rows, Beside() as beside:
+    with files[0] as train_rows, files[1] as validation_rows, BackgroundWriter() as background:
         for block, num_lines, is_training in parts:
             if is_prefix and not is_training and not validation.size:
-                beside.wait()
+                background.wait()
                 train = whole.copy()
             part, rows = (train, train_rows) if is_training else (validation, validation_rows)
             counted = [whole] if is_prefix and is_training else [whole, part]
-            beside.hash_and_write(block, counted, rows)
+            background.hash_and_write(block, counted, rows)
             for content in counted:
                 content.count(block, num_lines)
-        beside.wait()
-        manifest_file.unlink(missing_ok=True)  # without it, what is there does not count as complete
+        background.wait()
+        manifest_file.unlink(missing_ok=True)  # until the new manifest is written, the splits do not count as complete
     return whole, train, validation
 
 
-class Beside:
-    """Two threads that hash and write blocks while the caller's counts them: all three leave the interpreter free."""
+class BackgroundWriter:
+    """One thread that hashes blocks and one that writes them, while the caller counts their rows."""
 
     def __init__(self) -> None:
         self._hasher, self._writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._pending: deque[Future[Any]] = deque()
 
-    def __enter__(self) -> Beside:
+    def __enter__(self) -> BackgroundWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._hasher.shutdown()
         self._writer.shutdown()
 
-    def hash_and_write(self, block: Lines, contents: Sequence[Content], rows: BinaryIO) -> None:
-        """Put one block to work, and wait for the one `MAX_BLOCKS` before it."""
+    def hash_and_write(self, block: Lines, contents: Sequence[FileTotals], rows: BinaryIO) -> None:
+        """Queue one block, and wait until at most `MAX_BLOCKS` blocks are queued."""
         self._pending.append(self._hasher.submit(self._hash, block, contents))
         self._pending.append(self._writer.submit(rows.write, block))
         self.wait(2 * MAX_BLOCKS)
 
     def wait(self, left: int = 0) -> None:
-        """Wait until at most `left` pieces of work are unfinished; raises what one of them raised."""
+        """Wait until at most `left` jobs are unfinished; raises what a job raised."""
         while len(self._pending) > left:
             self._pending.popleft().result()
 
     @staticmethod
-    def _hash(block: Lines, contents: Sequence[Content]) -> None:
+    def _hash(block: Lines, contents: Sequence[FileTotals]) -> None:
         for content in contents:
             content.sha256.update(block)
 
 
 def _by_agent(path: Path, val_rows: int) -> Iterator[tuple[Lines, int, bool]]:
-    """Yield (lines, how many, whether they are for training): of each agent the last rows, in proportion, are not."""
+    """Yield (block, number of lines, whether it is for training); validation gets the last rows of each agent."""
     rows: dict[str, list[int]] = defaultdict(list)
     for number, line in read_lines(path):
         rows[_agent_of(path, number, line)].append(number)
@@ -178,15 +182,14 @@ def _agent_of(path: Path, number: int, line: bytes) -> str:
     try:
         return str(orjson.loads(line)["agent_ref"]["name"])
     except (ValueError, TypeError, KeyError) as error:
-        expected, fix = "a row with agent_ref.name", "run `python -m tools.rows.validate`"
-        problem = Problem(where=f"{path}:{number}", got=type(error).__name__, expected=expected, fix=fix)
-        raise DataError(problem) from error
+        wrong = f"the row has no readable agent_ref.name ({type(error).__name__}: {error})"
+        raise DataError(Problem(where=f"{path}:{number}", wrong=wrong, fix="correct or remove the row")) from error
 
 
 def share_out(total: int, counts: Mapping[str, int]) -> dict[str, int]:
-    """Return how many of `total` each agent gives, in proportion to its rows, by largest remainder.
+    """Return how many of `total` rows each agent gives, in proportion to its rows, by the largest remainder.
 
-    An agent keeps at least one row to train on as long as others can give instead.
+    Each agent keeps at least one row for training, as long as other agents can give the rows instead.
     """
     rows = sum(counts.values())
     quotas = {agent: total * count // rows for agent, count in counts.items()}
@@ -202,7 +205,7 @@ def share_out(total: int, counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def compare(train: Mapping[str, int], validation: Mapping[str, int]) -> str:
-    """Return a table of how the agents' shares of validation differ from those of training."""
+    """Return a table of the agents' shares of training and validation, and how they differ."""
     totals = (max(1, sum(train.values())), max(1, sum(validation.values())))
     lines = [f"  {'agent':<44} {'train':>8} {'':>6} {'val':>6} {'':>6}  val - train"]
     for agent in sorted({*train, *validation}):
@@ -222,7 +225,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.data.split", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--in", dest="rows", type=Path, required=True, help="JSONL file without placeholders")
     parser.add_argument("--out-dir", type=Path, required=True, help="directory of the two splits")
-    parser.add_argument("--val-rows", type=positive, default=DEFAULT_VAL_ROWS, help="rows held out, from the end")
+    parser.add_argument(
+        "--val-rows", type=positive, default=DEFAULT_VAL_ROWS, help="number of the last rows to hold out"
+    )
     parser.add_argument("--stratify", choices=["agent"], help="hold out the last rows of each agent, in proportion")
     options = parser.parse_args(arguments)
     split(options.rows, options.out_dir, val_rows=options.val_rows, stratify=options.stratify is not None)

@@ -1,4 +1,4 @@
-"""One process at a time makes one thing."""
+"""Locks: one process at a time makes one thing."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def only_one(lock_file: Path) -> Iterator[None]:
         lock_file.parent.mkdir(parents=True, exist_ok=True)
         with lock_file.open("ab") as file:
             _lock(file)
-            is_held = _is_at(lock_file, file)  # not when the process that held it has just removed it
+            is_held = _is_at(lock_file, file)  # False when the process that held it has removed it since
             if is_held:
                 try:
                     yield
                 finally:
                     lock_file.unlink(missing_ok=True)
                     if is_new:
-                        with suppress(OSError):  # only one in which nothing was made can be removed
+                        with suppress(OSError):  # a directory that is not empty stays
                             lock_file.parent.rmdir()
 
 
@@ -35,8 +35,8 @@ def _lock(file: BinaryIO) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        got, fix = "another process at work here", "wait until it has finished"
-        raise LaunchError(Problem(where=file.name, got=got, expected="one at a time", fix=fix)) from error
+        wrong, fix = "another process holds this lock and is at work here", "wait until it has finished"
+        raise LaunchError(Problem(where=file.name, wrong=wrong, fix=fix)) from error
 
 
 def _is_at(path: Path, file: BinaryIO) -> bool:

@@ -1,7 +1,7 @@
-"""The manifest beside every output: what was read, with which parameters, and what was written.
+"""The manifest beside every output: the inputs, the parameters and the outputs of the step that made it.
 
-It names files relative to itself and holds no time, so the same inputs give the same manifest on every machine.
-A step whose manifest still holds has nothing to do.
+It names files relative to itself and holds no time, so the same inputs give the same manifest on every machine. A step
+whose manifest still describes its inputs, parameters and outputs has nothing to do.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import Any
 
 from recipes.files import sha256_of, write_atomically
 
-QUESTIONS = "questions"  # source -> row -> sha256 of the question that was restored
-MAX_DIFFERENCES, MAX_SHOWN = 6, 40  # texts per changed entry, characters per value
+QUESTIONS = "questions"  # key of a fill's manifest: source -> row -> sha256 of the restored question
+MAX_DIFFERENCES, MAX_SHOWN = 6, 40  # differences shown per changed entry, characters shown per value
 
-TOOL_VERSION = "1"  # raise it when a tool would write other bytes from the same inputs
+TOOL_VERSION = "1"  # raise it when a tool writes other bytes from the same inputs
 
 
 def describe(path: Path, **facts: Any) -> dict[str, Any]:
-    """Return a manifest entry of one file."""
+    """Return the manifest entry of one file."""
     return {"file": path.name, "sha256": sha256_of(path), "bytes": path.stat().st_size, **facts}
 
 
 def manifest_of(output: Path) -> Path:
-    """Return where the manifest of one file lies: where the next step looks for it."""
+    """Return the path of the manifest of one file."""
     return output.with_name(f"{output.name}.manifest.json")
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """Return a manifest, or None where there is none that can be read."""
+    """Return a manifest, or None when it is missing or cannot be read."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -40,12 +40,12 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Write a manifest; it is the last thing a step writes."""
+    """Write a manifest. A step writes it last, so that it vouches for complete outputs."""
     write_atomically(path, (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode())
 
 
 def lineage_of(path: Path) -> dict[str, Any] | None:
-    """Return the manifest of an input as the next manifest holds it: long lists by their hash."""
+    """Return the manifest of an input as the next step's manifest includes it: with a hash for the long list."""
     manifest = read_manifest(path)
     if manifest is None or QUESTIONS not in manifest:
         return manifest
@@ -55,9 +55,10 @@ def lineage_of(path: Path) -> dict[str, Any] | None:
 
 
 def changes(path: Path, expected: Mapping[str, Any]) -> list[str]:
-    """Return why the step that wrote the manifest at `path` has to run again; empty when nothing changed.
+    """Return the reasons to run the step of the manifest at `path` again; empty when nothing changed.
 
-    `expected` holds the entries known before the step runs: tool, inputs, parameters. Outputs are checked on disk.
+    `expected` holds the entries that are known before the step runs: tool, inputs, parameters. The outputs are checked
+    on disk.
     """
     manifest = read_manifest(path)
     if manifest is None:
@@ -73,13 +74,13 @@ def changes(path: Path, expected: Mapping[str, Any]) -> list[str]:
             reasons.append(f"{output['file']} is missing")
         elif file.stat().st_size != output["bytes"]:
             reasons.append(f"{output['file']} was edited")
-    if reasons:  # enough to know; hashing takes long
+    if reasons:  # one reason is enough: hashing takes long
         return reasons
     return [f"{output['file']} was edited" for file, output in outputs if sha256_of(file) != output["sha256"]]
 
 
 def differences(old: Any, new: Any) -> list[str]:
-    """Return what differs, one text per value, at most `MAX_DIFFERENCES`."""
+    """Return the differences between two values, one text each, at most `MAX_DIFFERENCES`."""
     before, after = dict(_leaves(old)), dict(_leaves(new))
     found = []
     for key in sorted(before.keys() | after.keys()):
@@ -94,7 +95,7 @@ def differences(old: Any, new: Any) -> list[str]:
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value); entries of a list of files go by their names."""
+    """Yield (dotted key, value) of every leaf; in a list of files the file name is the key."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _leaves(inner, f"{prefix}.{key}" if prefix else str(key))

@@ -1,7 +1,7 @@
-"""One file of rows, all cores: blocks of whole lines go to worker processes, their results come back in order.
+"""One row file on all cores: worker processes each take a block of whole lines; results come back in order.
 
-A job is two byte offsets, so no row crosses a process boundary on its way in, and memory is a few blocks per worker.
-Where there is one core, or a file of one block, the work runs in this process.
+A job is two byte offsets: a worker reads its block itself, and memory is a few blocks per worker. With one core, or a
+file of few blocks, the work runs in this process.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any, Generic, TypeVar
 from recipes.errors import InputError, Problem, RunError
 from tools.processes import dies_with_parent
 
-BLOCK = 4 << 20  # bytes of a job: enough that handing it out costs nothing
-JOBS_PER_WORKER = 3  # handed out ahead, so that no worker waits for the slowest block
+BLOCK = 4 << 20  # bytes per job: large enough that sending the job costs nothing in comparison
+JOBS_PER_WORKER = 3  # jobs sent ahead, so that no worker waits for the slowest block
 
 Work = TypeVar("Work")
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
-_work: Any = None  # of this worker process
+_work: Any = None  # in a worker process: what it does with a job
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +39,19 @@ class Block:
     end: int
 
     def read(self, path: Path) -> bytes:
-        """Return the lines; fewer bytes than `end - start` when the file was cut meanwhile."""
+        """Return the bytes; fewer than `end - start` when the file has become shorter."""
         with path.open("rb") as file:
             file.seek(self.start)
             return file.read(self.end - self.start)
 
 
 def num_cores() -> int:
-    """Return how many processes can run at once."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def num_workers(num_jobs: int, worth_a_worker: int) -> int:
-    """Return how many processes to use: DATA_WORKERS where it is set, else as many as have enough to do."""
+    """Return how many processes to use: DATA_WORKERS, else one per core with `worth_a_worker` jobs for each."""
     wanted = os.environ.get("DATA_WORKERS")
     if not wanted:
         return min(num_cores(), num_jobs // worth_a_worker)
@@ -74,13 +74,13 @@ def blocks_of(path: Path, size: int | None = None) -> Iterator[Block]:
 
 
 class Workers(Generic[Work]):
-    """`count` processes that are each sent `work` once, which must be picklable; below two, this process does it."""
+    """`count` processes that each receive `work`, which must be picklable; with `count` below 2, this process works."""
 
     def __init__(self, work: Work, count: int) -> None:
         self.work, self.count = work, count
         self._pool: ProcessPoolExecutor | None = None
         if count > 1:
-            context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of this process hold
+            context = multiprocessing.get_context("spawn")  # a fork would copy locks held by threads of this process
             arguments = (work, dies_with_parent(signal.SIGKILL))
             self._pool = ProcessPoolExecutor(count, mp_context=context, initializer=_install, initargs=arguments)
 
@@ -92,7 +92,7 @@ class Workers(Generic[Work]):
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def map(self, method: Callable[[Work, Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
-        """Yield `method(work, job)` for each job, in their order; `method` is named by its module."""
+        """Yield `method(work, job)` for each job, in order; `method` must be picklable."""
         if self._pool is None:
             yield from (method(self.work, job) for job in jobs)
             return
@@ -111,9 +111,9 @@ class Workers(Generic[Work]):
 def map_in_order(
     jobs: Iterable[Job], work: Callable[[Job], Result], *, worth_a_worker: int = 2
 ) -> Generator[Result, None, None]:
-    """Yield `work(job)` for each job, in their order, from workers that end with the last one.
+    """Yield `work(job)` for each job, in order, from workers that end after the last job.
 
-    `worth_a_worker` is how many jobs take longer than the half second in which a process starts.
+    `worth_a_worker` is the number of jobs that take longer than the half second in which a process starts.
     """
     waiting = list(jobs)
     with Workers(work, num_workers(len(waiting), worth_a_worker)) as workers:
@@ -121,7 +121,7 @@ def map_in_order(
 
 
 def _submit(pool: ProcessPoolExecutor, method: Callable[[Any, Job], Result], job: Job) -> Future[Result]:
-    """Hand out a job; the first starts the workers, which must not answer a Ctrl-C while they still import."""
+    """Submit a job. The first one starts the workers, which must not see a Ctrl-C while they still import."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return pool.submit(_run, method, job)
@@ -131,7 +131,7 @@ def _submit(pool: ProcessPoolExecutor, method: Callable[[Any, Job], Result], job
 
 def _install(work: Any, die_with_parent: Callable[[], None]) -> None:
     global _work
-    die_with_parent()  # a killed parent leaves no worker behind
+    die_with_parent()  # so that a killed parent leaves no worker behind
     _work = work
 
 

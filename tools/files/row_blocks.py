@@ -1,6 +1,6 @@
-"""Rows in blocks of whole lines: what a file holds, read once at the speed of the disk and never parsed.
+"""Row files read in blocks of whole lines, at the speed of the disk: counted and checked, but not parsed as JSON.
 
-Memory is one block, or the longest line if that is longer.
+Memory is a few blocks, or the longest line if that is longer.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from tools.files.row_files import read_lines
 
 Lines = bytes | memoryview
 
-BLOCK = 1 << 20  # bytes read at once; more leaves the processor's cache
-LINE_END = 1 << 16  # bytes at the end of a block in which the last line is expected to begin
+BLOCK = 1 << 20  # bytes read at once; larger blocks do not fit the processor's cache and are slower
+LINE_END = 1 << 16  # bytes at the end of a block that are searched for the beginning of its last line
 NO_AGENT = "(no agent)"
 
 BLANK = rb"[ \t\r\v\f]*"
 EMPTY_LINE = re.compile(rb"\A" + BLANK + rb"(?:\n|\Z)|\n" + BLANK + rb"\n|\n[ \t\r\v\f]+\Z")
-AGENT = re.compile(rb'"agent_ref"\s*:\s*\{[^{}]*?"name"\s*:\s*"([^"]*)"')  # inside a text its quotes are escaped
+# Within a JSON string the quotes would be escaped, so that the pattern does not match there.
+AGENT = re.compile(rb'"agent_ref"\s*:\s*\{[^{}]*?"name"\s*:\s*"([^"]*)"')
 BRACE, NEWLINE = b"{\n"
 
 
 @dataclass(slots=True)
-class Content:
-    """Hash, size, rows and agents of what passed by. Agents are found without parsing, which a row could deceive."""
+class FileTotals:
+    """Hash, size, rows and agents of a file. Agents are found by a pattern, which a hostile row can deceive."""
 
     sha256: Any = field(default_factory=hashlib.sha256)
     size: int = 0
@@ -42,17 +43,17 @@ class Content:
     agents: Counter[bytes] = field(default_factory=Counter)
 
     def count(self, block: Lines, num_lines: int) -> None:
-        """Take in a block of whole lines whose hash is taken by another thread."""
+        """Add a block of whole lines to all but the hash, which another thread updates."""
         self.size += len(block)
         self.rows += num_lines
         self.agents.update(AGENT.findall(block))
 
-    def copy(self) -> Content:
-        """Return the content so far."""
-        return Content(sha256=self.sha256.copy(), size=self.size, rows=self.rows, agents=self.agents.copy())
+    def copy(self) -> FileTotals:
+        """Return a copy that later blocks do not change."""
+        return FileTotals(sha256=self.sha256.copy(), size=self.size, rows=self.rows, agents=self.agents.copy())
 
     def as_output(self, path: Path) -> dict[str, Any]:
-        """Return the manifest's entry of a file with this content."""
+        """Return the manifest's entry of a file with these totals."""
         return {"file": path.name, "sha256": self.sha256.hexdigest(), "bytes": self.size, "rows": self.rows}
 
     def rows_by_agent(self) -> dict[str, int]:
@@ -63,27 +64,50 @@ class Content:
 
 
 def require_objects(path: Path) -> None:
-    """Raise `DataError` for a file that does not begin with an object: compressed, or with a byte order mark."""
+    """Raise `DataError` for a file that does not begin with `{`: a compressed one, or one with a byte order mark."""
     with path.open("rb") as file:
         start = file.read(64).lstrip()
     if start and not start.startswith(b"{"):
-        got, fix = f"a line that begins with {start[:4]!r}", "unpack the file, or take a byte order mark away"
+        got, fix = f"a line that begins with {start[:4]!r}", "decompress the file, or remove its byte order mark"
         raise DataError(Problem(where=f"{path}:1", got=got, expected="one JSON object in each line", fix=fix))
 
 
 def count_lines(block: Lines) -> tuple[int, bool]:
-    """Return how many lines a block has, and whether one is blank; quick where every line begins with a brace."""
+    """Return how many lines a block has, and whether one is blank; fast when every line begins with a brace."""
     content = np.frombuffer(block, dtype=np.uint8)
     starts = np.flatnonzero(content[:-1] == NEWLINE) + 1
     is_plain = content[0] == BRACE and bool((content[starts] == BRACE).all())
     return len(starts) + 1, not is_plain and EMPTY_LINE.search(block) is not None
 
 
-def read_blocks(path: Path, *, end_of_first: int, num_buffers: int) -> Iterator[tuple[Lines, int, bool]]:
-    """Yield (block, its lines, whether it lies before byte `end_of_first`, which must begin a line).
+def is_text(block: Lines) -> bool:
+    """Return whether whole lines are UTF-8 without NUL bytes."""
+    content = np.frombuffer(block, dtype=np.uint8)
+    if content.min() == 0:
+        return False
+    if content.max() < 0x80:  # ASCII
+        return True
+    try:
+        str(block, "utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
-    A block is good until `num_buffers` more were asked for: memory that is used again costs half of memory that is
-    not. Refuses empty lines.
+
+def require_text_lines(path: Path) -> None:
+    """Raise `DataError` at the first line that is empty, holds a NUL byte or is invalid UTF-8."""
+    for number, line in read_lines(path):
+        if not is_text(line):
+            wrong = "the line holds a NUL byte" if b"\0" in line else "the line is invalid UTF-8"
+            fix = "correct or remove the line; NUL bytes are left by a copy that was cut"
+            raise DataError(Problem(where=f"{path}:{number}", wrong=wrong, fix=fix))
+
+
+def read_blocks(path: Path, *, end_of_first: int, num_buffers: int) -> Iterator[tuple[Lines, int, bool]]:
+    """Yield (block, its number of lines, whether it lies before byte `end_of_first`, which must begin a line).
+
+    `num_buffers` buffers are reused in turn, because fresh memory costs twice as much: a block is valid until
+    `num_buffers` more were yielded. Raises `DataError` for an empty line, a NUL byte and invalid UTF-8.
     """
     buffers = [bytearray(BLOCK) for _ in range(num_buffers)]
     position, size = 0, path.stat().st_size
@@ -97,16 +121,15 @@ def read_blocks(path: Path, *, end_of_first: int, num_buffers: int) -> Iterator[
             if not block:
                 raise changed(path)
             num_lines, has_empty_line = count_lines(block)
-            if has_empty_line:
-                for _ in read_lines(path):  # raises with the number of the line
-                    pass
-                raise changed(path)
+            if has_empty_line or not is_text(block):
+                require_text_lines(path)
+                raise changed(path)  # the second reading found nothing wrong
             yield block, num_lines, position < end_of_first
             position += len(block)
 
 
 def _whole_lines(path: Path, file: FileIO, buffer: memoryview, *, is_last: bool) -> Lines:
-    """Fill `buffer` as far as lines are whole; one that does not fit comes in memory of its own."""
+    """Return whole lines read into `buffer`; a line longer than the buffer is returned in memory of its own."""
     start = file.tell()
     block = buffer[: file.readinto(buffer)]
     if is_last:
@@ -130,19 +153,18 @@ def line_at(path: Path, position: int) -> int:
 
 
 def changed(path: Path) -> DataError:
-    """Return the error of an input that is not what it was a moment ago."""
-    return DataError(
-        Problem(where=str(path), got="an input that changes while it is read", expected="no change", fix="rerun")
-    )
+    """Return the error of an input that changed while it was read."""
+    wrong = "the file changed while it was read"
+    return DataError(Problem(where=str(path), wrong=wrong, fix="run it again when nothing writes to the file"))
 
 
 def start_of_last_lines(path: Path, count: int) -> int | None:
-    """Return the byte at which the last `count` lines begin, read from the end; None if there are not more lines."""
+    """Return the byte at which the last `count` lines begin; None when the file has no line before them."""
     with path.open("rb") as file:
         position = file.seek(0, 2)
         if position == 0:
             return None
-        position -= 1  # a newline that ends the file begins no line
+        position -= 1  # the newline at the end of the file does not begin a line
         missing = count
         while position > 0:
             start = max(0, position - BLOCK)

@@ -1,4 +1,4 @@
-"""Row files: hashing while writing, and reading line by line, in constant memory."""
+"""Row files in constant memory: hashed while they are written, read line by line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHUNK = 1 << 20  # bytes read at once
 
 @dataclass(slots=True)
 class HashedWriter:
-    """A file that is hashed by a thread while it is written; its hash is known once the block of `open` has ended."""
+    """A file that a thread hashes while it is written; the hash is complete when the `with` block has ended."""
 
     file: BinaryIO
     sha256: Any = field(default_factory=hashlib.sha256)
@@ -38,7 +38,7 @@ class HashedWriter:
                 writer._threads.shutdown(wait=True)
 
     def write(self, data: bytes) -> None:
-        """Append `data`; one block at a time is hashed, so memory stays bounded."""
+        """Append `data`, after the data before it is hashed, so that memory stays bounded."""
         if self._last is not None:
             self._last.result()
         self._last = self._threads.submit(self.sha256.update, data)
@@ -53,8 +53,8 @@ class HashedWriter:
 def require_file(path: Path, *, fix: str) -> None:
     """Raise `DataError` when `path` is not a file."""
     if not path.is_file():
-        got = "a directory" if path.is_dir() else "no such file"
-        raise DataError(Problem(where=str(path), got=got, expected="a JSONL file", fix=fix))
+        wrong = "it is a directory, not a JSONL file" if path.is_dir() else "there is no such file"
+        raise DataError(Problem(where=str(path), wrong=wrong, fix=fix))
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -67,5 +67,5 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def empty_line(path: Path, number: int) -> Problem:
-    """Return the problem of a line that holds no row."""
-    return Problem(where=f"{path}:{number}", got="an empty line", expected="one JSON object", fix="remove the line")
+    """Return the problem of a line without a row."""
+    return Problem(where=f"{path}:{number}", wrong="the line is empty", fix="remove it")

@@ -16,7 +16,7 @@ def arguments(place: Path, *more: str) -> list[str]:
 
 def test_what_is_missing_is_named_and_nothing_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments(tmp_path)) == 2
-    assert "rows.jsonl: got no such file" in capsys.readouterr().err
+    assert "rows.jsonl: there is no such file" in capsys.readouterr().err
     (tmp_path / "rows.jsonl").write_text("{}\n")
     assert main(arguments(tmp_path)) == 2
     assert (

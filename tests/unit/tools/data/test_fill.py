@@ -115,7 +115,7 @@ def test_a_rerun_does_nothing_until_something_changes(place: Path, capsys: pytes
 
 
 WRONG_ROWS: list[tuple[bytes, str]] = [
-    (PLAIN + placeholder(5), "blend.jsonl:2: got row 5 of math, which is not there"),
+    (PLAIN + placeholder(5), "blend.jsonl:2: got row 5 of math, which is absent"),
     (placeholder(4), "blend.jsonl:1: got row 4 of math"),
     (placeholder(0, "maths"), "blend.jsonl:1: got dataset maths, expected math; add it to --sources"),
     (placeholder("0"), "blend.jsonl:1: got _hf_placeholder {'row': '0'"),
@@ -123,8 +123,8 @@ WRONG_ROWS: list[tuple[bytes, str]] = [
     (placeholder(True), "blend.jsonl:1: got _hf_placeholder {'row': True"),
     (b'{"_hf_placeholder": 3}\n', "blend.jsonl:1: got dataset None"),
     (PLAIN + b'{"_hf_placeholder": \n', "blend.jsonl:2: got no JSON"),
-    (PLAIN + b"\n" + PLAIN, "blend.jsonl:2: got an empty line"),
-    (placeholder(9) + placeholder(8), "2 rows that cannot be filled (2 x no source row)"),
+    (PLAIN + b"\n" + PLAIN, "blend.jsonl:2: the line is empty"),
+    (placeholder(9) + placeholder(8), "2 rows cannot be filled (2 x no source row)"),
 ]
 
 
@@ -147,7 +147,7 @@ def test_unfilled_rows_are_left_out_on_request_with_their_cause(
     arguments = ["--in", str(place / "blend.jsonl"), "--out", str(place / "out.jsonl")]
     arguments += ["--sources", str(place / "sources.yaml"), "--allow-unfilled"]
     assert main(arguments) == 0
-    summary = "4 rows that cannot be filled (1 x no JSON, 2 x no source row, 1 x unknown data set)"
+    summary = "4 rows cannot be filled (1 x no JSON, 2 x no source row, 1 x unknown data set)"
     assert summary in capsys.readouterr().out
     kept = (place / "out.jsonl").read_bytes().splitlines(keepends=True)
     assert kept[0] == PLAIN
@@ -171,7 +171,7 @@ def test_unfilled_rows_are_left_out_on_request_with_their_cause(
     assert main(arguments) == 0
     assert "up to date" in capsys.readouterr().out
     assert main(arguments[:-1]) == 2  # without the option the same blend is refused, and the old outputs stay
-    assert "--allow-unfilled leaves them out" in capsys.readouterr().err
+    assert "leave them out with --allow-unfilled" in capsys.readouterr().err
     assert (place / "out.jsonl").read_bytes().splitlines(keepends=True) == kept
     (place / "blend.jsonl").write_bytes(PLAIN)
     assert main(arguments) == 0
@@ -203,7 +203,7 @@ def test_a_second_fill_at_the_same_time_is_refused(place: Path, capsys: pytest.C
     arguments = ["--in", str(place / "blend.jsonl"), "--out", str(place / "out.jsonl")]
     with only_one(place / ".out.jsonl.lock"):
         assert main([*arguments, "--sources", str(place / "sources.yaml")]) == 2
-    assert ".out.jsonl.lock: got another process at work here" in capsys.readouterr().err
+    assert ".out.jsonl.lock: another process holds this lock" in capsys.readouterr().err
     assert not (place / "out.jsonl").exists()
 
 
@@ -237,10 +237,10 @@ def test_a_file_that_names_no_sources_is_an_error(place: Path, content: str) -> 
 
 
 def test_missing_files_are_named(place: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere\.jsonl: got no such file"):
+    with pytest.raises(DataError, match=r"nowhere\.jsonl: there is no such file"):
         fill(place / "nowhere.jsonl", place / "out.jsonl", place / "sources.yaml")
     (place / "sources.yaml").write_text(yaml.safe_dump({"sources": {"math": ENTRY | {"path": "gone"}}}))
-    with pytest.raises(DataError, match="gone: got nothing there"):
+    with pytest.raises(DataError, match="gone: there is no such file or directory"):
         run(place, placeholder(0))
     (place / "sources.yaml").write_text(yaml.safe_dump({"sources": {"math": ENTRY | {"split": "test"}}}))
     (place / "source" / "data").rename(place / "source" / "other")

@@ -19,7 +19,7 @@ from tools.data.prepare import main as prepare
 from tools.data.split import compare, main, share_out, split
 from tools.files import row_blocks
 from tools.files.locks import only_one
-from tools.files.row_blocks import NO_AGENT, Content, read_blocks, start_of_last_lines
+from tools.files.row_blocks import NO_AGENT, FileTotals, read_blocks, start_of_last_lines
 
 
 def rows(count: int, *, ending: bytes = b"\n") -> bytes:
@@ -92,14 +92,17 @@ def test_a_rerun_does_nothing_until_something_changes(tmp_path: Path, capsys: py
         (rows(3), 3, "got 3 rows, expected more than the 3"),
         (rows(1), 100, "got 1 rows, expected more than the 100"),
         (b"", 1, "got 0 rows"),
-        (b"{}\n\n{}\n", 1, "rows.jsonl:2: got an empty line"),
-        (b"\n{}\n{}\n", 1, "rows.jsonl:1: got an empty line"),
-        (b"{}\n{}\n \t\n", 1, "rows.jsonl:3: got an empty line"),
-        (b"{}\n{}\n ", 1, "rows.jsonl:3: got an empty line"),
+        (b"{}\n\n{}\n", 1, "rows.jsonl:2: the line is empty"),
+        (b"\n{}\n{}\n", 1, "rows.jsonl:1: the line is empty"),
+        (b"{}\n{}\n \t\n", 1, "rows.jsonl:3: the line is empty"),
+        (b"{}\n{}\n ", 1, "rows.jsonl:3: the line is empty"),
         (gzip.compress(rows(300)), 1, r"rows.jsonl:1: got a line that begins with b'\x1f\x8b"),
         (b"\xef\xbb\xbf" + rows(3), 1, r"rows.jsonl:1: got a line that begins with b'\xef\xbb\xbf{'"),
         (b"[1]\n[2]\n", 1, "rows.jsonl:1: got a line that begins with b'[1]"),
-        (None, 1, "rows.jsonl: got no such file"),
+        (rows(4)[:-1] + b"\0\0\n", 1, "rows.jsonl:4: the line holds a NUL byte"),
+        (b'{"a": "\0"}\n' + rows(4), 1, "rows.jsonl:1: the line holds a NUL byte"),
+        (rows(2) + '{"a": "\u00e9"}\n'.encode("latin-1") + rows(2), 1, "rows.jsonl:3: the line is invalid UTF-8"),
+        (None, 1, "rows.jsonl: there is no such file"),
     ],
 )
 def test_wrong_inputs_are_named_and_nothing_is_written(
@@ -111,6 +114,18 @@ def test_wrong_inputs_are_named_and_nothing_is_written(
     assert main(["--in", str(source), "--out-dir", str(tmp_path / "out"), "--val-rows", str(val_rows)]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_text_of_many_bytes_per_character_is_valid_wherever_a_block_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = "".join(f'{{"n": {n}, "text": "{"é水😀" * n}"}}\n' for n in range(60)).encode()
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    for size in (64, 65, 66, 67):
+        monkeypatch.setattr(row_blocks, "BLOCK", size)
+        out = tmp_path / f"out{size}"
+        split(tmp_path / "rows.jsonl", out, val_rows=7)
+        assert (out / "train-split.jsonl").read_bytes() + (out / "val-split.jsonl").read_bytes() == content
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "abc", "1.5", ""])
@@ -128,7 +143,7 @@ def test_a_second_split_at_the_same_time_is_refused(tmp_path: Path, capsys: pyte
     arguments = ["--in", str(tmp_path / "rows.jsonl"), "--out-dir", str(tmp_path / "out"), "--val-rows", "2"]
     with only_one(tmp_path / "out" / ".split.lock"):
         assert main(arguments) == 2
-        assert ".split.lock: got another process at work here" in capsys.readouterr().err
+        assert ".split.lock: another process holds this lock" in capsys.readouterr().err
         assert [path.name for path in (tmp_path / "out").iterdir()] == [".split.lock"]
     assert not (tmp_path / "out").exists()  # nothing was made in it
     assert main(arguments) == 0
@@ -230,7 +245,7 @@ def agent_rows(names: str) -> bytes:
 
 
 def test_agents_are_counted_without_parsing() -> None:
-    content = Content()
+    content = FileTotals()
     content.count(agent_rows("aabac") + b'{"n": 1}\n{}', 7)
     assert content.rows_by_agent() == {"a": 3, "b": 1, "c": 1, NO_AGENT: 2}
     assert content.rows == 7
@@ -267,7 +282,7 @@ def test_a_row_without_agent_cannot_be_stratified(tmp_path: Path, capsys: pytest
     (tmp_path / "rows.jsonl").write_bytes(agent_rows("ab") + b"{}\n")
     arguments = ["--in", str(tmp_path / "rows.jsonl"), "--out-dir", str(tmp_path / "out"), "--val-rows", "1"]
     assert main([*arguments, "--stratify", "agent"]) == 2
-    assert "rows.jsonl:3: got KeyError, expected a row with agent_ref.name" in capsys.readouterr().err
+    assert "rows.jsonl:3: the row has no readable agent_ref.name (KeyError: 'agent_ref')" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

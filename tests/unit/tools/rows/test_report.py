@@ -139,5 +139,5 @@ def test_bars_add_up_and_each_agent_keeps_its_color() -> None:
 
 def test_missing_inputs_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--data", str(tmp_path)]) == 2
-    assert "train-split.jsonl: got no such file" in capsys.readouterr().err
+    assert "train-split.jsonl: there is no such file" in capsys.readouterr().err
     assert main(["--data", str(blend(tmp_path / "one")), "--tokenizer", str(tmp_path)]) == 2

@@ -152,7 +152,7 @@ def test_sound_files_end_well_and_missing_or_empty_ones_do_not(
     assert main(["--train", str(train), "--val", str(validation)]) == 0
     assert "every row is valid" in capsys.readouterr().out
     assert main(["--train", str(tmp_path / "nowhere"), "--val", str(validation)]) == 2
-    assert "nowhere: got no such file" in capsys.readouterr().err
+    assert "nowhere: there is no such file" in capsys.readouterr().err
     train.write_bytes(b"")
     assert main(["--train", str(train), "--val", str(validation)]) == 2
     assert "an empty file" in capsys.readouterr().err
