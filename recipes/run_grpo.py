@@ -67,7 +67,8 @@ def run_stage(config_path: Path, run_dir: Path, overrides: list[str]) -> int:
         heartbeat.watch(run)
         try:
             train(run)
-        except BaseException:
+        except BaseException as failure:
+            run.save_after(failure)
             with suppress(Exception):  # the first failure is the one to report
                 run.close()
             raise

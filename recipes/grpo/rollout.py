@@ -31,6 +31,7 @@ from recipes.types import Completion, Group, ModelClient, PromptRef, Rollout, Ro
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_SNAPSHOT_SECONDS = 60.0  # a change of the state reads a few rows of the data file at most
 
 
 class Sampler(Protocol):
@@ -123,6 +124,7 @@ class RolloutCollector:
         self._failed: list[tuple[PromptRef, str]] = []
         self._consecutive_failures = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._lock = threading.Lock()  # held by each change of what a checkpoint keeps
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="collector", daemon=True)
         self._thread.start()
@@ -154,9 +156,13 @@ class RolloutCollector:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def state(self) -> CollectorState:
-        """Return a consistent snapshot; call it between steps."""
+        """Return a consistent snapshot; call it between steps. It does not need the thread, which may be stuck.
 
-        async def snapshot() -> CollectorState:
+        Raises `StalledError` when no change of the state ends within the deadline.
+        """
+        if not self._lock.acquire(timeout=_SNAPSHOT_SECONDS):
+            raise StalledError(f"the collector's state did not come to rest within {_SNAPSHOT_SECONDS:g} s")
+        try:
             waiting = [
                 DrawnPrompt(position=position, target_step=target, prompt=ref)
                 for position, (target, ref, _) in self._in_flight.items()
@@ -168,8 +174,8 @@ class RolloutCollector:
                 failed=tuple(self._failed),
                 skipped=tuple(sorted(position for position in self._skipped if position >= self._position)),
             )
-
-        return self.submit(snapshot()).result(timeout=60)
+        finally:
+            self._lock.release()
 
     def restore(self, state: CollectorState) -> None:
         """Continue from a checkpoint: keep its finished groups, sample what was in flight again."""
@@ -189,7 +195,7 @@ class RolloutCollector:
 
     def waiting_for(self) -> str:
         """Name the oldest work in flight, for a stall's message."""
-        oldest = sorted(self._in_flight.values(), key=lambda item: item[2])[:3]
+        oldest = sorted(list(self._in_flight.values()), key=lambda item: item[2])[:3]
         if not oldest:
             return "nothing is in flight: no prompt could be started"
         now = time.monotonic()
@@ -219,6 +225,10 @@ class RolloutCollector:
 
     def _fill(self) -> None:
         """Draw prompts until every target of the window has its P groups."""
+        with self._lock:
+            self._draw()
+
+    def _draw(self) -> None:
         for drawn in self._retry:
             self._launch(drawn.position, drawn.target_step)
         self._retry = []
@@ -270,15 +280,17 @@ class RolloutCollector:
             self._buffer.fail(failure)
 
     def _finish(self, position: int, group: Group) -> None:
-        del self._in_flight[position]
-        if group.num_valid >= min(2, len(group.rollouts)):
-            self._consecutive_failures = 0
-            self._buffer.add(group)
-            return
         counts = Counter(f"{rollout.status}: {rollout.reason}" for rollout in group.rollouts if not rollout.is_valid)
-        reason, count = counts.most_common(1)[0]
-        self._failed.append((group.prompt, reason))
-        self._consecutive_failures += 1
+        with self._lock:
+            del self._in_flight[position]
+            if group.num_valid >= min(2, len(group.rollouts)):
+                self._consecutive_failures = 0
+                self._buffer.add(group)
+                return
+            reason, count = counts.most_common(1)[0]
+            self._failed.append((group.prompt, reason))
+            self._consecutive_failures += 1
+            self._assigned[group.target_step] -= 1
         logger.warning("prompt %s failed (%d of %d rollouts: %s)", group.prompt.key, count, len(group.rollouts), reason)
         if self._consecutive_failures > self.settings.max_generation_failures * self.settings.num_prompts_per_step:
             self._buffer.fail(
@@ -289,7 +301,6 @@ class RolloutCollector:
                 )
             )
             return
-        self._assigned[group.target_step] -= 1
         self._fill()
 
     async def run_rollouts(self, row: Row, sampling: Sampling, *, affinity: int, num: int = 0) -> tuple[Rollout, ...]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from recipes.config.tree import Config
+from recipes.errors import PolicyError, RecipeError, StalledError
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.checkpoint import LedgerEntry, SavedState, prune, save_checkpoint
 from recipes.grpo.data import DataIdentity
@@ -93,6 +94,8 @@ class Run:
     num_steps: int  # the step at which the run ends
     pad_token_id: int
     metrics: StepMetrics = field(default_factory=lambda: StepMetrics(0))  # of the step in progress
+    _groups: list[Group] = field(default_factory=list)  # of the step in progress
+    _logged_step: int = -1
     _logged_at: float = field(default_factory=time.monotonic)
     _save_seconds: float = 0.0  # of the checkpoint written since the last record
     _last_stats: dict[str, float] = field(default_factory=dict)
@@ -113,6 +116,16 @@ class Run:
             return cfg.val_at_start
         return (self.is_due(cfg.val_period) and step >= cfg.val_start_at) or (cfg.val_at_end and step == self.num_steps)
 
+    def take(self) -> list[Group]:
+        """Wait for the groups of the next step and remove them from the buffer; an empty list when there are none."""
+        self._groups = []
+        self._groups = self.buffer.take(
+            self.state.step,
+            deadline_seconds=self.config.deadlines.progress,
+            waiting_for=self.collector.waiting_for,
+        )
+        return self._groups
+
     def validate(self, metrics: StepMetrics) -> None:
         """Measure the held-out reward of the weights the engines hold."""
         if self.validation is None:
@@ -123,6 +136,15 @@ class Run:
 
     def log(self, metrics: StepMetrics, groups: Sequence[Group] = ()) -> None:
         """Record a step: its metrics, its rollouts', and how busy policy and engines were since the last record."""
+        self._logged_step = metrics.step
+        try:
+            self._measure(metrics, groups)
+        finally:  # a step that was trained has a record, also when measuring it fails
+            self.state.metrics = metrics.as_dict()
+            self.logger.log(metrics)
+        self.logger.show(metrics)
+
+    def _measure(self, metrics: StepMetrics, groups: Sequence[Group]) -> None:
         now = time.monotonic()
         seconds, self._logged_at = now - self._logged_at, now
         if groups:
@@ -135,9 +157,6 @@ class Run:
         times = {"total_step_time": seconds, "checkpointing": self._save_seconds}
         metrics.add(times, prefix="timing/train/")
         self._save_seconds = 0.0
-        self.state.metrics = metrics.as_dict()
-        self.logger.log(metrics)
-        self.logger.show(metrics)
 
     def save(self) -> None:
         """Write a checkpoint of everything up to the step just logged."""
@@ -146,7 +165,11 @@ class Run:
         start = time.monotonic()
         cfg = self.config.checkpointing
         self.logger.flush()  # so that metrics.jsonl has every step of a complete checkpoint
-        collector = self.collector.state()
+        try:
+            collector = self.collector.state()
+        except StalledError as error:
+            logger.error("step %d not saved, the next save tries again: %s", self.state.step, error)
+            return
         failed = [LedgerEntry(key=ref.key, step=0, reason=reason) for ref, reason in collector.failed]
         state = SavedState(
             step=self.state.step,
@@ -169,6 +192,27 @@ class Run:
         self._save_seconds = time.monotonic() - start
         self.stop.save_seconds = max(self.stop.save_seconds, self._save_seconds)
 
+    def save_after(self, failure: BaseException) -> None:
+        """Save what a failed run has trained since its last checkpoint, unless the policy failed. Never raises.
+
+        The groups of a step that was not trained go back to the buffer, so that they are in the checkpoint.
+        """
+        has_begun = "timing/train/policy_training" in self.metrics.as_dict()
+        is_untrained = self.state.step < self.metrics.step
+        if isinstance(failure, PolicyError) or not isinstance(failure, Exception) or (has_begun and is_untrained):
+            return
+        try:
+            if is_untrained:
+                for group in self._groups:
+                    self.buffer.add(group)
+            elif self._groups and self._logged_step < self.metrics.step:
+                self.log(self.metrics, self._groups)
+            if self.state.step > self.state.saved_step:
+                logger.warning("saving step %d before leaving: %s", self.state.step, failure)
+                self.save()
+        except Exception:  # the first failure is the one to report
+            logger.exception("step %d not saved", self.state.step)
+
     def close(self) -> None:
         """Stop everything that was started, in the reverse order."""
         self.collector.close()
@@ -180,19 +224,25 @@ class Run:
     def _shares(self, metrics: StepMetrics, seconds: float) -> dict[str, float]:
         """Tokens per second and the share of the step in which each side had nothing to do."""
         totals: dict[str, float] = {}
-        stats = self.generation.stats()
+        timing = metrics.as_dict()
+        trained = timing["timing/train/policy_training"] + timing["timing/train/policy_and_reference_logprobs"]
+        shares = {
+            "performance/train_tokens_per_sec": timing["train/global_valid_toks"] / seconds,
+            "idle/policy": max(0.0, 1.0 - trained / seconds),
+        }
+        try:
+            stats = self.generation.stats()
+        except RecipeError as error:  # only what is measured of the engines is missing then
+            logger.warning("no engine statistics of step %d: %s", metrics.step, error)
+            return shares
         for engine in stats:
             for name, value in engine.items():
                 totals[name] = totals.get(name, 0.0) + value
         gained = {name: value - self._last_stats.get(name, 0.0) for name, value in totals.items()}
         self._last_stats = totals
-        timing = metrics.as_dict()
-        trained = timing["timing/train/policy_training"] + timing["timing/train/policy_and_reference_logprobs"]
-        return {
+        return shares | {
             "performance/generation_tokens_per_sec": gained["generated_tokens"] / seconds,
-            "performance/train_tokens_per_sec": timing["train/global_valid_toks"] / seconds,
             "idle/generation": max(0.0, 1.0 - gained["busy_seconds"] / (seconds * len(stats))),
-            "idle/policy": max(0.0, 1.0 - trained / seconds),
         }
 
 

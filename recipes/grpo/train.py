@@ -38,9 +38,7 @@ def train(run: Run) -> None:
         metrics = run.metrics = StepMetrics(state.step + 1)
 
         with metrics.timed("exposed_generation"):
-            groups = run.buffer.take(
-                state.step, deadline_seconds=cfg.deadlines.progress, waiting_for=run.collector.waiting_for
-            )
+            groups = run.take()
         if not groups:
             break  # the data ended, or a signal asked to stop
 
@@ -67,8 +65,9 @@ def train(run: Run) -> None:
         metrics.add(advantages)
 
         with metrics.timed("policy_training"):
-            metrics.add(run.policy.train(batch))
+            losses = run.policy.train(batch)
         state.advance(groups)
+        metrics.add(losses)
 
         # The policy changes only when the engines hold its present weights, so a token's version is exact.
         with metrics.timed("weight_sync"):

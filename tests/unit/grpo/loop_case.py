@@ -1,0 +1,213 @@
+"""A whole run on small deterministic fakes of policy, engines and environments: for the order of things."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipes.config.load import load_config, require_runnable
+from recipes.grpo.buffer import ReplayBuffer
+from recipes.grpo.checkpoint import latest_checkpoint, load_state
+from recipes.grpo.data import PromptDataset, PromptStream
+from recipes.grpo.log import RunLogger
+from recipes.grpo.rollout import RolloutCollector
+from recipes.grpo.run import Run
+from recipes.grpo.setup import _num_steps, _restore, _rollout_settings, _validation
+from recipes.stop import StopRequest
+from recipes.types import (
+    Completion,
+    ModelClient,
+    Rollout,
+    RolloutStatus,
+    Row,
+    Sampling,
+    TrainBatch,
+    Turn,
+    VersionSpan,
+    WeightLayout,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+P, G = 2, 2
+LOGPROB = -1.0
+
+
+class Failures(dict[str, Exception]):
+    """What raises, by "part.method" or "part.method N" for its Nth call; each once."""
+
+    def __init__(self, failures: dict[str, Exception]) -> None:
+        super().__init__(failures)
+        self._calls: dict[str, int] = {}
+
+    def meet(self, name: str) -> None:
+        self._calls[name] = self._calls.get(name, 0) + 1
+        failure = self.pop(f"{name} {self._calls[name]}", None)
+        if failure is not None:
+            raise failure
+
+
+class LoopPolicy:
+    """Counts its optimizer steps; a checkpoint holds the count."""
+
+    def __init__(self, failures: Failures) -> None:
+        self.failures, self.step = failures, 0
+
+    def logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        return torch.full(batch.token_mask_BS.shape, LOGPROB)
+
+    def train(self, _batch: TrainBatch) -> dict[str, float]:
+        self.failures.meet("policy.train")
+        self.step += 1
+        return {"loss": 0.0, "lr": 1e-3}
+
+    def save(self, path: Path) -> None:
+        path.mkdir()
+        (path / "step").write_text(str(self.step))
+
+    def load(self, path: Path) -> None:
+        self.step = int((path / "step").read_text())
+
+    def export_hf(self, path: Path) -> None:
+        path.mkdir()
+        (path / "config.json").write_text("{}")
+
+    def weight_layout(self) -> WeightLayout:
+        return WeightLayout(path="shared", names=(), dtypes=(), shapes=(), offsets=(), num_bytes=0)
+
+    def send_weights(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+class LoopGeneration:
+    """Answers every prompt with two tokens."""
+
+    needs_weight_content = False
+
+    def __init__(self, failures: Failures) -> None:
+        self.failures = failures
+
+    async def generate(self, _ids: tuple[int, ...], _sampling: Sampling, **_options: Any) -> Completion:
+        self.failures.meet("generation.generate")
+        spans = (VersionSpan(version=0, start=0, end=2),)
+        return Completion(token_ids=(5, 6), logprobs=(LOGPROB, LOGPROB), versions=spans, finish_reason="stop")
+
+    def update_weights(self, _version: int, _content: Any = None) -> None:
+        self.failures.meet("generation.update_weights")
+
+    def stats(self) -> list[dict[str, float]]:
+        self.failures.meet("generation.stats")
+        return [{"generated_tokens": 8.0, "busy_seconds": 0.1}]
+
+    def shutdown(self) -> None: ...
+
+
+class LoopEnvironments:
+    """Rewards 1 and 0 in turn; rows whose text is in `broken` get no verdict."""
+
+    def __init__(self, broken: Sequence[str] = ()) -> None:
+        self.broken = set(broken)
+        self.asked: list[str] = []
+
+    async def run(self, row: Row, model: ModelClient, *, max_tokens: int) -> Rollout:
+        text = row["responses_create_params"]["input"]
+        self.asked.append(text)
+        answer = await model.generate((1, 2), max_tokens=max_tokens)
+        await asyncio.sleep(0)
+        turn = Turn(
+            prompt_token_ids=(1, 2),
+            token_ids=answer.token_ids,
+            logprobs=answer.logprobs,
+            versions=answer.versions,
+            finish_reason=answer.finish_reason,
+        )
+        if text in self.broken:
+            return Rollout(turns=(turn,), status=RolloutStatus.ENV_FAILED, reason="down", reward=None)
+        reward = float(len(self.asked) % 2)
+        return Rollout(turns=(turn,), status=RolloutStatus.COMPLETED, reason="counted", reward=reward)
+
+    def close(self) -> None: ...
+
+
+def write_rows(path: Path, names: Sequence[str]) -> Path:
+    """Write one row per name; what stands before a colon is its agent."""
+    rows = [
+        {"responses_create_params": {"input": name}, "agent_ref": {"name": name.rpartition(":")[0] or "agent"}}
+        for name in names
+    ]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def make_run(
+    directory: Path,
+    names: Sequence[str],
+    *overrides: str,
+    failures: dict[str, Exception] | None = None,
+    environments: LoopEnvironments | None = None,
+) -> Run:
+    """Return a run over these rows, resumed from the newest checkpoint below `directory` if there is one."""
+    rows = write_rows(directory / "train.jsonl", names)
+    config = require_runnable(
+        load_config(
+            ROOT / "configs" / "tiny" / "stage1_rlvr.yaml",
+            [
+                "policy.model_name=model",
+                f"data.train.data_path={rows}",
+                f"data.validation.data_path={write_rows(directory / 'val.jsonl', ['held:out'])}",
+                f"grpo.num_prompts_per_step={P}",
+                f"grpo.num_generations_per_prompt={G}",
+                "grpo.val_at_start=false",
+                "grpo.val_at_end=false",
+                "checkpointing.save_period=100",
+                "logger.tensorboard_enabled=false",
+                *overrides,
+            ],
+        )
+    )
+    failing = Failures(failures or {})
+    environments = environments or LoopEnvironments()
+    policy, generation = LoopPolicy(failing), LoopGeneration(failing)
+    stream = PromptStream(PromptDataset(rows), num_epochs=1, shuffle=False, seed=0)
+    checkpoints = directory / "checkpoints"
+    found = latest_checkpoint(checkpoints)
+    saved = load_state(found) if found else None
+    age = config.grpo.async_grpo.max_trajectory_age_steps
+    buffer = ReplayBuffer(num_prompts_per_step=P, max_trajectory_age_steps=age)
+    collector = RolloutCollector(stream, generation, environments, buffer, _rollout_settings(config))
+    num_steps = _num_steps(config.grpo, stream, saved)
+    run = Run(
+        config=config,
+        policy=policy,  # type: ignore[arg-type]
+        generation=generation,  # type: ignore[arg-type]
+        environments=environments,
+        collector=collector,
+        buffer=buffer,
+        validation=_validation(config, PromptDataset(directory / "val.jsonl")),
+        logger=RunLogger(directory, config.logger, num_steps=num_steps),
+        stop=StopRequest(must_save_by=None, job_start=0.0),
+        state=_restore(saved, checkpoints, policy, collector),  # type: ignore[arg-type]
+        data=stream.identity,
+        checkpoints=checkpoints,
+        num_steps=num_steps,
+        pad_token_id=0,
+    )
+    run.logger.resume(run.state.step)
+    run.stop.wake_with(buffer.close)
+    return run
+
+
+def records(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def trained(directory: Path) -> list[int]:
+    """Return the rows that the newest checkpoint's ledger holds as trained, in order of step."""
+    found = latest_checkpoint(directory / "checkpoints")
+    assert found is not None
+    return [int(entry.key.split(":")[1]) for entry in load_state(found).ledger if entry.step]

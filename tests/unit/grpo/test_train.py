@@ -1,0 +1,133 @@
+"""The loop as a whole, on fakes: what a failure costs, how a run ends, what a resume does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from recipes.errors import EngineError, PolicyError, StalledError
+from recipes.grpo.checkpoint import complete_checkpoints, latest_checkpoint
+from recipes.grpo.reward import collect_rewards
+from recipes.grpo.run import Run
+from recipes.grpo.train import train
+from recipes.types import Group
+from tests.unit.grpo.loop_case import LoopEnvironments, make_run, records, trained
+
+ROWS = [str(number) for number in range(12)]
+
+
+def drive(run: Run) -> BaseException | None:
+    """Train and leave as the entrypoint does."""
+    try:
+        train(run)
+    except Exception as failure:
+        run.save_after(failure)
+        return failure
+    finally:
+        run.close()
+    return None
+
+
+def policy_step(directory: Path) -> int:
+    found = latest_checkpoint(directory / "checkpoints")
+    assert found is not None
+    return int((found / "policy" / "step").read_text())
+
+
+FAILURES = {
+    "an engine dies while it samples": ("generation.generate 9", EngineError("engine 0 died")),
+    "a push of weights fails": ("generation.update_weights 4", EngineError("engine 0 died")),
+    "the wait stalls": ("generation.generate 9", StalledError("nothing came")),
+    "a bug in the loop": ("generation.stats 3", ValueError("bug")),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failure_beside_the_policy_loses_no_step_and_no_prompt(tmp_path: Path, name: str) -> None:
+    where, failure = FAILURES[name]
+    run = make_run(tmp_path, ROWS, failures={where: failure})
+    assert drive(run) is failure
+    done = run.state.step
+    assert done > 0
+    assert list(complete_checkpoints(tmp_path / "checkpoints")) == [done]
+    assert policy_step(tmp_path) == done
+    assert [record["step"] for record in records(tmp_path)] == list(range(1, done + 1))
+
+    assert drive(make_run(tmp_path, ROWS)) is None
+    assert policy_step(tmp_path) == 6
+    assert sorted(trained(tmp_path)) == list(range(12)), "a prompt was trained twice or never"
+    assert [record["step"] for record in records(tmp_path)] == list(range(1, 7))
+
+
+def test_groups_taken_and_not_trained_are_in_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = iter(range(6))
+
+    def fail_in_the_third(groups: Sequence[Group]) -> Tensor:
+        if next(steps) == 2:
+            raise ValueError("bug")
+        return collect_rewards(groups)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("recipes.grpo.train.collect_rewards", fail_in_the_third)
+        assert isinstance(drive(make_run(tmp_path, ROWS)), ValueError)
+    assert policy_step(tmp_path) == 2
+    assert drive(make_run(tmp_path, ROWS)) is None
+    assert sorted(trained(tmp_path)) == list(range(12))
+
+
+def test_a_failed_policy_is_not_saved(tmp_path: Path) -> None:
+    failure = PolicyError("rank 3 died")
+    assert drive(make_run(tmp_path, ROWS, failures={"policy.train 3": failure})) is failure
+    assert complete_checkpoints(tmp_path / "checkpoints") == {}
+
+
+def test_a_policy_that_stopped_half_way_is_not_saved(tmp_path: Path) -> None:
+    failure = ValueError("of whatever kind")
+    assert drive(make_run(tmp_path, ROWS, failures={"policy.train 3": failure})) is failure
+    assert complete_checkpoints(tmp_path / "checkpoints") == {}
+
+
+def test_engine_statistics_that_fail_never_end_a_run(tmp_path: Path) -> None:
+    assert drive(make_run(tmp_path, ROWS, failures={"generation.stats 2": EngineError("no answer")})) is None
+    assert [("idle/generation" in record) for record in records(tmp_path)] == [True, False, True, True, True, True]
+    assert all("idle/policy" in record for record in records(tmp_path))
+
+
+def test_a_collector_that_cannot_be_asked_costs_one_save_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path, ROWS, "checkpointing.save_period=2", "checkpointing.keep_top_k=null")
+    state = run.collector.state
+
+    def once() -> object:
+        monkeypatch.setattr(run.collector, "state", state)
+        raise StalledError("stuck")
+
+    monkeypatch.setattr(run.collector, "state", once)
+    assert drive(run) is None
+    assert list(complete_checkpoints(tmp_path / "checkpoints")) == [4, 6]
+
+
+def test_the_snapshot_does_not_need_the_collectors_thread(tmp_path: Path) -> None:
+    stuck, go_on = threading.Event(), threading.Event()
+
+    class Blocking(LoopEnvironments):
+        async def run(self, *args: object, **options: object) -> object:  # type: ignore[override]
+            stuck.set()
+            go_on.wait(10)  # as a verifier that never gives control back
+            return await super().run(*args, **options)  # type: ignore[arg-type]
+
+    run = make_run(tmp_path, ROWS, environments=Blocking())
+    run.collector.start(version=0, last_step=6)
+    assert stuck.wait(5)
+    start = time.monotonic()
+    state = run.collector.state()
+    assert time.monotonic() - start < 1
+    assert len(state.in_flight) == state.position > 0
+    go_on.set()
+    run.close()
