@@ -73,7 +73,7 @@ def run_stage(config_path: Path, run_dir: Path, overrides: list[str]) -> int:
                 run.close()
             raise
         run.close()
-    if run.stop.reason:
+    if not run.is_complete:
         logger.warning("stopped at step %d (%s); start again to resume", run.state.step, run.stop.reason)
         return EXIT_RESUME
     logger.info("done: step %d, checkpoints in %s", run.state.step, run.checkpoints)

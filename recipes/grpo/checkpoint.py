@@ -66,6 +66,7 @@ class SavedState:
     collector: CollectorState
     ledger: tuple[LedgerEntry, ...]
     metrics: Mapping[str, float]  # of the last step, validation included; retention ranks by one of them
+    step_seconds: float = 0.0  # how long a step takes, so that a resumed job begins none it cannot finish
 
 
 def step_dir(root: Path, step: int) -> Path:
@@ -113,6 +114,7 @@ def _write_state(path: Path, state: SavedState) -> None:
                 "failed": collector.failed,
                 "skipped": collector.skipped,
                 "metrics": dict(state.metrics),
+                "step_seconds": state.step_seconds,
             },
             option=orjson.OPT_INDENT_2,
         )
@@ -208,6 +210,7 @@ def load_state(path: Path) -> SavedState:
         ),
         ledger=tuple(LedgerEntry(**line) for line in _read_lines(path / "ledger.jsonl")),
         metrics=raw["metrics"],
+        step_seconds=raw["step_seconds"],
     )
 
 

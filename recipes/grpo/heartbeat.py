@@ -67,7 +67,7 @@ class Heartbeat:
         self._thread.join(timeout=10)
         if error is not None:
             self._write("failed", f"{type(error).__name__}: {error}"[:_MAX_REASON])
-        elif self._run is not None and self._run.stop.reason:
+        elif self._run is not None and not self._run.is_complete:
             self._write("stopped", self._run.stop.reason)
         else:
             self._write("done")

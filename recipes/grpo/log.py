@@ -71,13 +71,28 @@ class RunLogger:
             raise RuntimeError("resume comes before the first record")
         for path in [self.run_dir / METRICS_FILE, *(self._rollout_path(kind) for kind in ROLLOUT_KINDS)]:
             if path.exists():
-                _drop_lines_after(path, step)
+                _drop_lines_after(path, step or -1)
         self._start(first_step=step + 1 if step else 0)
 
     def log(self, metrics: StepMetrics) -> None:
         """Queue one line of metrics.jsonl, and the same scalars for TensorBoard and W&B."""
         values, now = metrics.as_dict(), time.time()
         self._put(lambda: self._write_metrics(metrics.step, now, values))
+
+    def amend(self, metrics: StepMetrics, merged: Mapping[str, float]) -> None:
+        """Queue the replacement of the last line of metrics.jsonl, of the same step, by `merged`; show `metrics`."""
+        values, now = metrics.as_dict(), time.time()
+
+        def replace_last() -> None:
+            path = self.run_dir / METRICS_FILE
+            if path in self._files:
+                self._files.pop(path).close()
+            if path.exists():
+                _drop_lines_after(path, metrics.step - 1)
+            self._write_metrics(metrics.step, now, merged, new=values)
+
+        self._put(replace_last)
+        self.show(metrics)
 
     def log_rollouts(self, kind: str, step: int, groups: Sequence[Group], limit: int) -> None:
         """Queue at most `limit` rollouts of `groups` for rollouts/<kind>.jsonl, kind "train" or "val"."""
@@ -163,9 +178,12 @@ class RunLogger:
         except Exception as error:  # each sink fails in its own way; the train loop raises the error at its next record
             self._error = self._error or error
 
-    def _write_metrics(self, step: int, now: float, values: Mapping[str, float]) -> None:
+    def _write_metrics(
+        self, step: int, now: float, values: Mapping[str, float], *, new: Mapping[str, float] | None = None
+    ) -> None:
+        """Write a line with all `values`; TensorBoard and W&B get only those that are `new` to them."""
         self._write_lines(self.run_dir / METRICS_FILE, [metrics_record(step, now, values)])
-        finite = {key: value for key, value in values.items() if math.isfinite(value)}
+        finite = {key: value for key, value in (new or values).items() if math.isfinite(value)}
         for sink in self._sinks:
             sink.write(step, finite)
 
@@ -246,7 +264,7 @@ def _drop_lines_after(path: Path, step: int) -> None:
         except json.JSONDecodeError:
             logger.warning("%s: removed an unreadable line of %d characters", path, len(line))
             continue
-        if step > 0 and record["step"] <= step and line.endswith("\n"):
+        if record["step"] <= step and line.endswith("\n"):
             kept.append(line)
     write_atomically(path, "".join(kept).encode())
 

@@ -177,6 +177,7 @@ class Run:
             collector=collector,
             ledger=(*self.state.ledger, *failed),
             metrics=self.state.metrics,
+            step_seconds=self.state.step_seconds,
         )
         with self.metrics.timed("checkpointing"):  # for the heartbeat: this step's record is already written
             path = save_checkpoint(self.checkpoints, state, self.policy)
@@ -191,6 +192,31 @@ class Run:
         )
         self._save_seconds = time.monotonic() - start
         self.stop.save_seconds = max(self.stop.save_seconds, self._save_seconds)
+
+    def finish(self) -> None:
+        """End training: validate the last weights, if that is due and no step did, and save what is not saved yet."""
+        if not self.stop.reason and self.state.step < self.num_steps:
+            logger.warning("the data ended after step %d of %d: prompts have failed", self.state.step, self.num_steps)
+            self.num_steps = self.state.step
+        if self.lacks_final_validation() and not self.stop.reason:
+            # Its values join the record of the last step, which is written already.
+            metrics = self.metrics = StepMetrics(self.state.step)
+            with metrics.timed("validation"):
+                self.validate(metrics)
+            self.state.metrics = {**self.state.metrics, **metrics.as_dict()}
+            self.logger.amend(metrics, self.state.metrics)
+        if self.state.step > self.state.saved_step:
+            self.save()
+
+    def lacks_final_validation(self) -> bool:
+        """Whether all steps are done, and the validation after the last one was asked for and has not been."""
+        is_due = self.config.grpo.val_at_end and self.validation is not None and self.state.step >= self.num_steps
+        return is_due and not any(name.startswith("validation/") for name in self.state.metrics)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to do for another start."""
+        return self.state.step >= self.num_steps and not self.lacks_final_validation()
 
     def save_after(self, failure: BaseException) -> None:
         """Save what a failed run has trained since its last checkpoint, unless the policy failed. Never raises.

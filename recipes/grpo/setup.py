@@ -255,4 +255,10 @@ def _restore(
     collector.restore(saved.collector)
     trained: list[LedgerEntry] = [entry for entry in saved.ledger if entry.step > 0]
     logger.info("resumed from %s: step %d, %d prompts trained", path, saved.step, len(trained))
-    return TrainState(step=saved.step, saved_step=saved.step, ledger=trained)
+    return TrainState(
+        step=saved.step,
+        saved_step=saved.step,
+        ledger=trained,
+        step_seconds=saved.step_seconds,
+        metrics=dict(saved.metrics),
+    )

@@ -82,5 +82,4 @@ def train(run: Run) -> None:
         if run.is_due(cfg.checkpointing.save_period):
             run.save()
 
-    if state.step > state.saved_step:
-        run.save()
+    run.finish()

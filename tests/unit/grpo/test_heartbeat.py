@@ -32,6 +32,7 @@ def make_run(*, reason: str = "", in_flight: int = 3) -> Any:
         buffer=buffer,
         collector=SimpleNamespace(num_in_flight=lambda: in_flight, waiting_for=lambda: "oldest in flight: x"),
         stop=SimpleNamespace(reason=reason),
+        is_complete=not reason,
         config=SimpleNamespace(
             grpo=SimpleNamespace(
                 num_prompts_per_step=2, async_grpo=SimpleNamespace(max_trajectory_age_steps=1), max_num_steps=60

@@ -13,8 +13,9 @@ from torch import Tensor
 from recipes.errors import EngineError, PolicyError, StalledError
 from recipes.grpo.checkpoint import complete_checkpoints, latest_checkpoint
 from recipes.grpo.reward import collect_rewards
-from recipes.grpo.run import Run
+from recipes.grpo.run import Run, TrainState
 from recipes.grpo.train import train
+from recipes.stop import StopRequest
 from recipes.types import Group
 from tests.unit.grpo.loop_case import LoopEnvironments, make_run, records, trained
 
@@ -131,3 +132,66 @@ def test_the_snapshot_does_not_need_the_collectors_thread(tmp_path: Path) -> Non
     assert len(state.in_flight) == state.position > 0
     go_on.set()
     run.close()
+
+
+AT_END = ("grpo.val_at_end=true", "grpo.val_num_generations_per_prompt=1", "grpo.val_greedy=false")
+
+
+def test_data_that_ends_early_is_validated_and_saved_like_the_end(tmp_path: Path) -> None:
+    environments = LoopEnvironments(broken=["3", "8", "9"])
+    run = make_run(tmp_path, ROWS, *AT_END, environments=environments)
+    assert run.num_steps == 6
+    assert drive(run) is None
+    assert run.is_complete
+    assert (run.state.step, run.num_steps) == (4, 4), "nine prompts are four steps of two"
+    lines = records(tmp_path)
+    assert [record["step"] for record in lines] == [1, 2, 3, 4]
+    assert ["validation/accuracy" in record for record in lines] == [False, False, False, True]
+    assert "train/reward" in lines[-1], "the record of the last step was lost"
+    assert list(complete_checkpoints(tmp_path / "checkpoints")) == [4]
+
+
+def test_a_stop_in_the_last_step_leaves_the_validation_to_the_next_start(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ROWS, *AT_END)
+
+    class Stopping(TrainState):
+        def advance(self, groups: Sequence[Group]) -> None:
+            super().advance(groups)
+            if self.step == 6:
+                run.stop.reason = "signal SIGTERM"
+
+    run.state = Stopping()
+    assert drive(run) is None
+    assert not run.is_complete, "the launcher must start it again"
+    assert list(complete_checkpoints(tmp_path / "checkpoints")) == [6]
+
+    again = make_run(tmp_path, ROWS, *AT_END)
+    assert drive(again) is None
+    assert again.is_complete
+    lines = records(tmp_path)
+    assert [record["step"] for record in lines] == [1, 2, 3, 4, 5, 6]
+    assert "validation/accuracy" in lines[-1]
+    assert "train/reward" in lines[-1]
+
+
+def test_a_stop_in_the_last_step_is_the_end_when_nothing_is_left_to_do(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ROWS[:2])
+    run.state.step_seconds = 1.0
+    assert drive(run) is None
+    run.stop.reason = "signal SIGTERM"
+    assert run.is_complete
+
+
+def test_a_resumed_job_begins_no_step_that_it_cannot_finish(tmp_path: Path) -> None:
+    first = make_run(tmp_path, ROWS, "grpo.max_num_steps=2")
+    first.state.step_seconds = 1000.0
+    assert drive(first) is None
+    run = make_run(tmp_path, ROWS)
+    assert run.state.step_seconds == first.state.step_seconds
+    assert run.state.step_seconds > 600
+    now = time.time()
+    run.stop = StopRequest(must_save_by=None, job_start=now, job_end=now + 600)  # a step takes longer
+    assert drive(run) is None
+    assert run.stop.reason == "the job's time limit"
+    assert run.state.step == 2
+    assert not run.is_complete
