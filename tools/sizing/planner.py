@@ -2,9 +2,9 @@
 
     python -m tools.sizing.planner --stage stage1.1 --scale prod [--json] [--generated-tokens 20000 ...] [KEY=VALUE ...]
 
-Sizes come from the configuration, the model's from MODEL_PATH/config.json or as published. Times come from a
-simulation of the loop with assumed speeds, all printed; `--from-run` takes lengths and waits of a run that was made.
-Exit status: 0, or 2 when an input is wrong.
+Sizes come from the configuration of the stage or, where CONFIG_PATH is set, from that file; the model's come from
+MODEL_PATH/config.json or are those published. Times come from a simulation of the loop with assumed speeds, all
+printed; `--from-run` takes lengths and waits of a run that was made. Exit status: 0, or 2 when an input is wrong.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _SIMULATED_STEPS, _SEED = 10, 0
 def make_plan(args: argparse.Namespace) -> StagePlan:
     """Plan; raises `InputError` with what is wrong."""
     stage = find_stage(args.stage)
-    config = require_valid(load_config(config_path(stage, args.scale, args.platform), args.overrides))
+    path = os.environ.get("CONFIG_PATH") or config_path(stage, args.scale, args.platform)
+    config = require_valid(load_config(path, args.overrides))
     sizes = derive(config)
     is_tiny = args.scale == "tiny"
     model = architecture(is_tiny)

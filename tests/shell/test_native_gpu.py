@@ -1,0 +1,72 @@
+"""A person with one GPU node and a dense Qwen3-style model: the doctor lets the run start, and the plan fits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+QWEN3 = {  # what the config.json of every dense model of that family has
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "vocab_size": 151936,
+}
+SIZES = {  # file -> sizes of the largest model that its header promises
+    "native_gpu.yaml": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "tie_word_embeddings": False,
+    },
+    "native_2gpu.yaml": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+@pytest.mark.parametrize("file", SIZES)
+def test_the_doctor_lets_a_dense_model_start_without_force(launch, file):
+    (launch.directory / "a-model" / "config.json").write_text(json.dumps(QWEN3 | SIZES[file]))
+    settings = {"CONFIG_PATH": f"configs/{file}", "LAUNCHER": "local"}
+    started = launch("stage1.1", "-n", **settings)
+    assert started.stdout.split()[1:3] == ["-m", "tools.job.local"]
+    assert "refused" not in started.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "code"), [({"architectures": ["MambaForCausalLM"]}, "MDL009"), ({"num_attention_heads": 7}, "MDL004")]
+)
+def test_the_doctor_stops_a_model_that_does_not_fit(launch, change, code):
+    config = QWEN3 | SIZES["native_gpu.yaml"] | change
+    (launch.directory / "a-model" / "config.json").write_text(json.dumps(config))
+    stopped = launch("stage1.1", "-n", CONFIG_PATH="configs/native_gpu.yaml", LAUNCHER="local")
+    assert f"would be refused: {code}" in stopped.stderr
+
+
+@pytest.mark.parametrize("file", SIZES)
+def test_the_plan_fits(tmp_path, file):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | SIZES[file]))
+    variables = {"CONFIG_PATH": f"configs/{file}", "MODEL_PATH": str(tmp_path)}
+    command = [sys.executable, "-m", "tools.sizing.planner", "--stage", "stage1.1"]
+    done = subprocess.run(
+        command, env=os.environ | variables, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    (total,) = [line for line in done.stdout.splitlines() if line.strip().startswith("total")]
+    assert total.endswith("of 79.6: fits")
