@@ -43,7 +43,8 @@ def train(run: Run) -> None:
             break  # the data ended, or a signal asked to stop
 
         with metrics.timed("reward_calculation"):
-            rewards_B = collect_rewards(groups)
+            rewards_B, shaping = collect_rewards(groups, cfg)
+        metrics.add(shaping)
 
         with metrics.timed("data_processing"):
             batch = build_batch(

@@ -8,9 +8,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, MinLen
 
-from recipes.config.tree.marks import FurtherKeys, Honours, NoEffect, Text, Unit
-
-EFFORT = "effort shaping is not built yet"
+from recipes.config.tree.marks import FurtherKeys, Honours, Text, Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +43,16 @@ class DataConfig:
 class EffortLevelsConfig:
     """Length shaping of prompts that ask for low effort; off unless low_weight > 0 and low_string set."""
 
-    low_weight: Annotated[float, Ge(0), Unit("weight"), Honours(0, reason=EFFORT)]
+    low_weight: Annotated[float, Ge(0), Unit("weight")]
     """weight of the bonus for a short answer; 0 = off"""
-    low_penalty: Annotated[float, Ge(0), Unit("weight"), NoEffect("until effort shaping is built")]
+    low_penalty: Annotated[float, Ge(0), Unit("weight")]
     """weight of the penalty for an answer longer than low_ub"""
-    low_ub: Annotated[int, Ge(1), Unit("tokens"), NoEffect("until effort shaping is built")]
+    low_ub: Annotated[int, Ge(1), Unit("tokens")]
     """answer length in tokens at which the bonus reaches 0"""
     low_string: str
     """text in the last user message that asks for low effort; "" = off"""
+    low_is_bounded: bool
+    """the penalty is at most low_weight * low_penalty; false = it grows with the length without end, as upstream"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,15 +39,15 @@ class AsyncGrpoConfig:
 class RewardScalingConfig:
     """Linear map of the reward from [source_min, source_max] to [target_min, target_max]."""
 
-    enabled: Annotated[bool, Honours(False, reason="reward scaling is not built yet")]
+    enabled: bool
     """scale rewards"""
-    source_min: Annotated[float, Unit("reward"), NoEffect("until grpo.reward_scaling.enabled is built")]
+    source_min: Annotated[float, Unit("reward")]
     """reward that maps to target_min; lower ones are clamped"""
-    source_max: Annotated[float, Unit("reward"), NoEffect("until grpo.reward_scaling.enabled is built")]
+    source_max: Annotated[float, Unit("reward")]
     """reward that maps to target_max; higher ones are clamped"""
-    target_min: Annotated[float, Unit("reward"), NoEffect("until grpo.reward_scaling.enabled is built")]
+    target_min: Annotated[float, Unit("reward")]
     """scaled reward at source_min"""
-    target_max: Annotated[float, Unit("reward"), NoEffect("until grpo.reward_scaling.enabled is built")]
+    target_max: Annotated[float, Unit("reward")]
     """scaled reward at source_max"""
 
 
@@ -55,21 +55,15 @@ class RewardScalingConfig:
 class RewardShapingConfig:
     """Penalty for answers near or over the length limit (DAPO)."""
 
-    enabled: Annotated[bool, Honours(False, reason="reward shaping is not built yet")]
+    enabled: bool
     """shape rewards by length"""
-    overlong_buffer_length: Annotated[
-        int, Ge(1), Unit("tokens"), NoEffect("until grpo.reward_shaping.enabled is built")
-    ]
+    overlong_buffer_length: Annotated[int, Ge(1), Unit("tokens")]
     """tokens before the limit over which the penalty grows"""
-    overlong_buffer_penalty: Annotated[
-        float, Ge(0), Unit("reward"), NoEffect("until grpo.reward_shaping.enabled is built")
-    ]
+    overlong_buffer_penalty: Annotated[float, Ge(0), Unit("reward")]
     """penalty, in reward, at the limit"""
-    max_response_length: Annotated[int, Ge(1), Unit("tokens"), NoEffect("until grpo.reward_shaping.enabled is built")]
+    max_response_length: Annotated[int, Ge(1), Unit("tokens")]
     """the length limit, in generated tokens"""
-    stop_properly_penalty_coef: Annotated[
-        float | None, Ge(0), Le(1), Unit("ratio"), NoEffect("until grpo.reward_shaping.enabled is built")
-    ]
+    stop_properly_penalty_coef: Annotated[float | None, Ge(0), Le(1), Unit("ratio")]
     """factor on the reward of truncated answers, replaces the above; null = off"""
 
 

@@ -351,7 +351,6 @@ def test_stage_names_everything_that_is_still_to_come(stage: str, directory: str
         (f"{MEGATRON}.pipeline_model_parallel_size=1", None),
         (f"{MEGATRON}.mtp_num_layers=5", "multi-token prediction is not built yet"),
         (f"{MEGATRON}.fp8_cfg.enabled=true", "fp8 training is not built yet"),
-        ("env.nemo_gym.effort_levels={low_weight: 0.5, low_string: brief}", "effort shaping is not built yet"),
         ("loss_fn.reference_policy_kl_penalty=1e-4", "the reference model is not built yet"),
         ("grpo.use_dynamic_sampling=true", "dynamic sampling is not built yet"),
     ],

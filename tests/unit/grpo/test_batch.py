@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recipes.grpo.batch import build_batch, mask_mismatched
-from recipes.grpo.reward import collect_rewards
+from recipes.grpo.reward import verdicts
 from recipes.types import Group, PromptRef, Rollout, RolloutStatus, TrainBatch, Turn
 
 
@@ -35,7 +35,7 @@ def group(*rollouts: Rollout) -> Group:
 def build(*groups: Group, overlong_filtering: bool = False, mask_flagged: bool = True) -> TrainBatch:
     return build_batch(
         groups,
-        collect_rewards(groups),
+        verdicts(groups),
         pad_token_id=9,
         divisible_by=4,
         overlong_filtering=overlong_filtering,
@@ -62,7 +62,7 @@ def test_a_failure_keeps_its_row_and_never_becomes_a_number() -> None:
 
 
 def test_an_answer_without_tokens_is_not_a_reward() -> None:
-    assert collect_rewards([group(rollout(turn((1,), ()), reward=1.0))]).isnan().all()
+    assert verdicts([group(rollout(turn((1,), ()), reward=1.0))]).isnan().all()
 
 
 @pytest.mark.parametrize(("filtering", "mask"), [(False, [1.0, 1.0, 0.0]), (True, [1.0, 0.0, 0.0])])

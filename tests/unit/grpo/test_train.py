@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from recipes.config.tree import Config
 from recipes.errors import EngineError, PolicyError, StalledError
 from recipes.grpo.checkpoint import complete_checkpoints, latest_checkpoint
 from recipes.grpo.reward import collect_rewards
@@ -68,10 +69,10 @@ def test_a_failure_beside_the_policy_loses_no_step_and_no_prompt(tmp_path: Path,
 def test_groups_taken_and_not_trained_are_in_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = iter(range(6))
 
-    def fail_in_the_third(groups: Sequence[Group]) -> Tensor:
+    def fail_in_the_third(groups: Sequence[Group], config: Config) -> tuple[Tensor, dict[str, float]]:
         if next(steps) == 2:
             raise ValueError("bug")
-        return collect_rewards(groups)
+        return collect_rewards(groups, config)
 
     with monkeypatch.context() as patch:
         patch.setattr("recipes.grpo.train.collect_rewards", fail_in_the_third)
