@@ -1,12 +1,12 @@
-"""From data to checkpoint: record splits and runs in the artifact store, and print where one came from.
+"""Lineage from data to checkpoint: record splits and runs in the artifact store, and print what they were made from.
 
-    python -m tools.lineage.record --data data/rlvr1  record the splits of a blend
-    python -m tools.lineage.record --run-dir results/NAME  record the newest export of a run and print its lineage
-    python -m tools.lineage.record super3-rl-rlvr-model:v2      print where an artifact came from
-    python -m tools.lineage.record                              list what there is
+    python -m tools.lineage.record --data data/rlvr1            record the splits of a blend
+    python -m tools.lineage.record --run-dir results/NAME       record the newest export of a run, print its lineage
+    python -m tools.lineage.record super3-rl-rlvr-model:v2      print the lineage of an artifact
+    python -m tools.lineage.record                              print the lineage of all artifacts
 
-A run is tied to its data by the hash of their manifest, and to its start weights by their hash, both as run.lock.json
-holds them. With WANDB_PROJECT set, what is recorded is logged there as well, each version with the alias `store-vN`.
+run.lock.json ties a run to its data by the hash of their manifest, and to its start weights by their hash. When
+WANDB_PROJECT is set, each recorded version is logged to W&B as well, with the alias `store-vN`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ DATA_TYPE, MODEL_TYPE = "SplitJsonlDataArtifact", "model"
 
 
 def record_data(store: Store, directory: Path) -> Artifact:
-    """Record the splits of a blend, the second of which may be missing; returns the version that says so."""
+    """Record the splits of a blend and return the artifact. The validation split may be missing."""
     manifest = _manifest(directory / "manifest.json", fix="run `make data` first")
     rows = {output["file"]: output["rows"] for output in manifest.get("outputs", []) if "rows" in output}
     if TRAIN not in rows:
-        got, fix = ", ".join(rows) or "no rows", "name a directory that `make data` or `make curriculum` wrote"
-        raise DataError(Problem(where=f"{directory}/manifest.json", got=got, expected=TRAIN, fix=fix))
+        wrong = f"it describes no {TRAIN} ({', '.join(rows) or 'no rows at all'})"
+        fix = "name a directory that `make data` or `make curriculum` wrote"
+        raise DataError(Problem(where=f"{directory}/manifest.json", wrong=wrong, fix=fix))
     metadata = {
         "path": str((directory / "manifest.json").resolve()),
         "manifest_sha256": sha256_of(directory / "manifest.json"),
@@ -59,7 +60,7 @@ def record_data(store: Store, directory: Path) -> Artifact:
 
 
 def source_datasets(manifest: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield what a step and the steps before it took from outside: data sets at a commit, files on this machine."""
+    """Yield the outside inputs of a step and of the steps before it: data sets at a commit, files on this machine."""
     parameters = manifest.get("parameters", {})
     if manifest.get("tool") == "download":
         uri = f"hf://datasets/{parameters['dataset']}@{parameters['revision']}/{parameters['file']}"
@@ -78,14 +79,14 @@ def source_datasets(manifest: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def record_run(store: Store, run_dir: Path) -> Artifact:
-    """Record the newest complete export of a run, tied to its data and to its start weights."""
+    """Record the newest complete export of a run, with references to its data and its start weights."""
     lock = _manifest(
         run_dir / "run.lock.json", fix="name the directory of a run that was started by make or the launcher"
     )
     checkpoints = complete_checkpoints(run_dir / "checkpoints")
     if not checkpoints:
-        fix = "let the run save once"
-        raise DataError(Problem(where=str(run_dir), got="no complete checkpoint", expected="one", fix=fix))
+        wrong, fix = "the run has no complete checkpoint", "let the run save once"
+        raise DataError(Problem(where=str(run_dir), wrong=wrong, fix=fix))
     step, checkpoint = max(checkpoints.items())
     export = checkpoint / "hf"
     metadata = {
@@ -117,13 +118,13 @@ def record_run(store: Store, run_dir: Path) -> Artifact:
 
 
 def model_name(stage_id: str) -> str:
-    """Return how upstream calls the model of a stage: rlvr for all three of RLVR, else the stage's own name."""
+    """Return the upstream name of a stage's model: rlvr for all three RLVR stages, else the stage's own name."""
     names = {stage.id: stage.name for stage in load_stages()}
     return re.sub(r"^(rlvr)\d$", r"\1", names.get(stage_id, stage_id or "custom"))
 
 
 def tree(store: Store, artifact: Artifact, depth: int = 0) -> Iterator[str]:
-    """Yield the lines of an artifact's lineage, what it was made from indented below it."""
+    """Yield the lines of an artifact's lineage; what it was made from is indented below it."""
     pad = "  " * depth
     made = f"by {artifact.producer}, {artifact.created_at}" if artifact.producer != "local" else artifact.created_at
     facts = artifact.metadata
@@ -136,19 +137,18 @@ def tree(store: Store, artifact: Artifact, depth: int = 0) -> Iterator[str]:
 
 
 def log_to_wandb(store: Store, artifact: Artifact) -> None:
-    """Log an artifact to W&B, tied to the versions that it was made from, where WANDB_PROJECT asks for it.
+    """Log an artifact to W&B, linked to the versions that it was made from, when WANDB_PROJECT is set.
 
-    Each version of the store is one there too, with the alias `store-vN`. Raises `DataError` when W&B cannot be used.
+    Each version of the store becomes a version in W&B with the alias `store-vN`. Raises `DataError` when W&B cannot be
+    used.
     """
     if not os.environ.get("WANDB_PROJECT"):
         return
     try:
         import wandb  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
-        problem = Problem(
-            where="WANDB_PROJECT", got="no wandb", expected="the package", fix="install wandb, or unset it"
-        )
-        raise DataError(problem) from error
+        wrong, fix = "it is set, but the package wandb is not installed", "install wandb, or unset WANDB_PROJECT"
+        raise DataError(Problem(where="WANDB_PROJECT", wrong=wrong, fix=fix)) from error
     try:
         with wandb.init(job_type="lineage", name=artifact.reference) as run:
             if not run.offline:
@@ -156,21 +156,21 @@ def log_to_wandb(store: Store, artifact: Artifact) -> None:
                     run.use_artifact(_as_wandb(wandb, used), aliases=[_alias(used)])
             elif artifact.used_artifacts:
                 print(
-                    f"lineage: W&B is offline, where nothing can be tied to another: {artifact.reference} is logged "
-                    f"without its ties to {', '.join(artifact.used_artifacts)}; repeat the command once W&B is online"
+                    f"lineage: W&B is offline, so {artifact.reference} is logged without links to "
+                    f"{', '.join(artifact.used_artifacts)}; repeat the command when W&B is online"
                 )
             aliases = [*artifact.metadata.get("aliases", ["latest"]), _alias(artifact)]
             run.log_artifact(_as_wandb(wandb, artifact), aliases=aliases)
     except wandb.Error as error:
-        got = str(error).splitlines()[0]
+        wrong = f"W&B failed ({str(error).splitlines()[0]})"
         fix = "run `wandb login`, set WANDB_MODE=offline, or unset WANDB_PROJECT; the store itself is complete"
-        raise DataError(Problem(where="WANDB_PROJECT", got=got, expected="W&B to answer", fix=fix)) from error
+        raise DataError(Problem(where="WANDB_PROJECT", wrong=wrong, fix=fix)) from error
 
 
 def _as_wandb(wandb: Any, artifact: Artifact) -> Any:
-    """Return an artifact as W&B holds it: a reference without files, and the store's manifest.
+    """Return the W&B form of an artifact: a reference to the directory, and the store's manifest as a file.
 
-    W&B tells versions by their files, and the reference is the same for all versions of a directory.
+    W&B makes a new version only when a file changes, and the reference is the same for all versions of a directory.
     """
     logged = wandb.Artifact(artifact.name, type=artifact.type, metadata=dict(artifact.metadata))
     logged.add_reference(Path(artifact.path).as_uri(), name="output", checksum=False)
@@ -186,7 +186,7 @@ def _alias(artifact: Artifact) -> str:
 def _manifest(path: Path, *, fix: str) -> dict[str, Any]:
     manifest = read_manifest(path)
     if manifest is None:
-        raise DataError(Problem(where=str(path), got="no such file", expected="a JSON file", fix=fix))
+        raise DataError(Problem(where=str(path), wrong="the file is missing or is no JSON object", fix=fix))
     return manifest
 
 

@@ -2,7 +2,7 @@
 
     python -m tools.tiny.evaluate --model models/tiny-sft --data data/tiny/val-split.jsonl [--samples 2]
 
-Samples with plain transformers and scores with the real verifiers, so it says what a run's own validation must say.
+Samples with plain transformers and scores with the real verifiers: a run's own validation must agree with it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def score(row: Mapping[str, Any], codec: ChatCodec, prompt_ids: Sequence[int], t
 
 
 def generate(model: Any, codec: ChatCodec, prompts: Sequence[Sequence[int]], *, is_greedy: bool) -> list[list[int]]:
-    """Return one completion per prompt, up to and with the end token."""
+    """Return one completion per prompt, up to and including the end token."""
     import torch
 
     longest = max(map(len, prompts))
@@ -52,7 +52,7 @@ def generate(model: Any, codec: ChatCodec, prompts: Sequence[Sequence[int]], *, 
 
 
 def evaluate(model_dir: Path, rows: Sequence[Mapping[str, Any]], *, samples: int, seed: int) -> dict[str, list[float]]:
-    """Return the rewards under `<agent> sampled` and `<agent> greedy`."""
+    """Return the rewards of all answers, by `<agent> sampled` and `<agent> greedy`."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, required=True, help="directory in Hugging Face format")
     parser.add_argument("--data", type=Path, required=True, help="rows of the four tiny agents")
     parser.add_argument("--samples", type=int, default=2, help="sampled answers per row")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
     options = parser.parse_args(arguments)
     try:
         require_file(options.data, fix="give --data a split, e.g. data/tiny/val-split.jsonl")

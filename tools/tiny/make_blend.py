@@ -1,7 +1,7 @@
-"""The tiny blend: rows of the four tiny tasks in turn, no question twice.
+"""The tiny blend: rows of the four tiny tasks in turn, each question once.
 
-The math rows are placeholders, as in the published blends: their questions lie in two generated data sets in the
-hub's layout, and the same fill step restores them.
+The math rows are placeholders, as in the published blends: their questions are in two generated data sets with the
+hub's layout, and the fill step of the published blends restores them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from recipes.files import write_atomically
 from tools.data.placeholders import PLACEHOLDER
 from tools.files.manifest import TOOL_VERSION, changes, describe, write_manifest
-from tools.tiny.tasks import TASKS, Fields, Problem, Task, make_row
+from tools.tiny.tasks import TASKS, Fields, TinyProblem, TinyTask, make_row
 
 BLEND, SOURCES = "blend.jsonl", "placeholders.yaml"
 MATH_AGENT = "math_with_judge_simple_agent"
@@ -24,8 +24,8 @@ INSTRUCTION = ". Answer in \\boxed{}"
 TEMPLATES: dict[str, object] = {"dapo": {"prefix": "", "suffix": INSTRUCTION}, "skywork": "{question}" + INSTRUCTION}
 
 
-def draw_problems(count: int, *, seed: int) -> Iterator[tuple[Task, Problem]]:
-    """Yield `count` problems, the tasks in turn, each prompt once."""
+def draw_problems(count: int, *, seed: int) -> Iterator[tuple[TinyTask, TinyProblem]]:
+    """Yield `count` problems of the tasks in turn; each prompt occurs once."""
     rng, seen = Random(seed), set()
     for index in range(count):
         task = TASKS[index % len(TASKS)]
@@ -69,10 +69,10 @@ def _source_name(style: str) -> str:
 def _hide(row: Fields, style: str, questions: list[Fields]) -> Fields:
     """Move the question of a math row into its source; return the placeholder row."""
     question, answer = row["question"], row["expected_answer"]
-    if style == "dapo":  # this source wraps its questions in instructions of its own
+    if style == "dapo":  # such a source wraps its questions in instructions of its own
         question = f"Solve this problem step by step.\n\n{question}\n\nWrite the answer on its own line."
         truth = answer
-    else:  # this one holds answers as JSON text
+    else:  # a skywork source holds answers as JSON text
         truth = json.dumps([answer])
     questions.append(
         {
@@ -109,6 +109,6 @@ def _sources_file() -> str:
         }
         for style in TEMPLATES
     }
-    return "# Written by tools/tiny: where the questions of the tiny blend are.\n" + yaml.safe_dump(
+    return "# Written by tools/tiny: the sources of the questions of the tiny blend.\n" + yaml.safe_dump(
         {"sources": sources}
     )

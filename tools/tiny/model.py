@@ -7,7 +7,7 @@ from typing import Any
 from tools.tiny.tokenizer import MAX_TOKENS
 
 VOCABULARY_MULTIPLE = 64  # so that the vocabulary splits over tensor-parallel ranks
-INITIAL_STD = 0.05
+INITIAL_STD = 0.05  # of the initial weights
 
 
 def build_model(tokenizer: Any, *, seed: int) -> Any:
@@ -22,7 +22,7 @@ def build_model(tokenizer: Any, *, seed: int) -> Any:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,  # vLLM's CPU attention takes multiples of 32 only
+        head_dim=32,  # vLLM's CPU attention supports only multiples of 32
         max_position_embeddings=MAX_TOKENS,
         rope_theta=10000.0,
         tie_word_embeddings=False,

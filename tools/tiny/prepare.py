@@ -2,7 +2,7 @@
 
     python -m tools.tiny.prepare --data data [--models models] [--seed 42]
 
-Makes only what is missing or out of date. The rows go through the tools that production uses: blend, fill, split.
+Makes only what is missing or out of date. The rows are filled and split by the tools that the published blends use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tools.files.locks import only_one
 from tools.tiny.make_blend import SOURCES, make_blend
 from tools.tiny.sft import SftSettings, make_sft_checkpoint
 
-TRAIN_ROWS = 1920  # 120 steps of 16 prompts before one comes again
+TRAIN_ROWS = 1920  # an epoch of 120 steps with 16 prompts each
 VAL_ROWS = 200
 CHECKPOINT = "tiny-sft"
 
@@ -44,10 +44,8 @@ def prompts_of(rows_file: Path) -> frozenset[str]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.tiny.prepare", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--data", type=Path, required=True, help="directory in which tiny/ is made")
-    parser.add_argument(
-        "--models", type=Path, help=f"directory in which {CHECKPOINT}/ is made; left out: only the data"
-    )
+    parser.add_argument("--data", type=Path, required=True, help="directory to write tiny/ to")
+    parser.add_argument("--models", type=Path, help=f"directory to write {CHECKPOINT}/ to; default: make only the data")
     parser.add_argument("--seed", type=int, default=42, help="of the rows, the conversations and the weights")
     options = parser.parse_args(arguments)
     with only_one(options.data / ".prepare.lock"):

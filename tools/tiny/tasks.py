@@ -1,8 +1,8 @@
 """The four tiny tasks: rows in the production row format, and demonstrations for the warm-up SFT.
 
-Each task names the real verifier that scores it. Demonstrations are imperfect on purpose: for three tasks most of
-them are corrupted, so that the SFT checkpoint can do the task but rarely does (RL sharpens); for the
-multiple-choice task the option is picked at random, so that which one is right is a skill only RL can give.
+Each task names the real verifier that scores it. Most demonstrations are wrong on purpose. For three tasks they are
+corrupted, so that the SFT checkpoint can solve the task but rarely does, and RL raises how often. For the
+multiple-choice task the option is random, so that only RL can teach which one is right.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ FIELD_TYPES = {"name": "string", "age": "integer", "city": "string", "member": "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """One question with what its verifier needs."""
+class TinyProblem:
+    """One question, with the fields that its verifier reads."""
 
     prompt: str  # content of the user message
     fields: Fields  # top-level fields of the row that the verifier reads
-    facts: Fields = field(default_factory=dict)  # what a demonstration needs and the row must not tell
+    facts: Fields = field(default_factory=dict)  # what a demonstration needs; not part of the row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """How one verifier's problems and demonstrations are made."""
+class TinyTask:
+    """How the problems and demonstrations of one verifier are made."""
 
     agent: str
-    draw: Callable[[Random], Problem]
-    right: Callable[[Problem], str]  # what a correct policy writes after the opened thinking block
-    wrong: Callable[[Problem, Random], str]
+    draw: Callable[[Random], TinyProblem]
+    right: Callable[[TinyProblem], str]  # a correct answer: the text after "<think>"
+    wrong: Callable[[TinyProblem, Random], str]
     wrong_share: float
 
 
-def make_row(task: Task, problem: Problem) -> Fields:
+def make_row(task: TinyTask, problem: TinyProblem) -> Fields:
     """Return the complete row of `problem`."""
     return {
         "responses_create_params": {"input": [{"role": "user", "content": problem.prompt}]},
@@ -52,30 +52,30 @@ def make_row(task: Task, problem: Problem) -> Fields:
     }
 
 
-def demonstrate(task: Task, problem: Problem, rng: Random) -> str:
+def demonstrate(task: TinyTask, problem: TinyProblem, rng: Random) -> str:
     """Return an assistant turn for the warm-up SFT, without the opening of the thinking block."""
     return task.wrong(problem, rng) if rng.random() < task.wrong_share else task.right(problem)
 
 
-# Sums of hundreds, tens and ones, answer in \\boxed{}.
+# Sums of hundreds, tens and ones; the answer stands in \\boxed{}.
 
 
-def _draw_sum(rng: Random) -> Problem:
+def _draw_sum(rng: Random) -> TinyProblem:
     hundreds, tens, ones = (rng.randint(1, 9) for _ in range(3))
     question = f"Compute {hundreds}00+{tens}0+{ones}"
-    return Problem(
+    return TinyProblem(
         prompt=f"{question}. Answer in \\boxed{{}}",
         fields={"question": question, "expected_answer": f"{hundreds}{tens}{ones}"},
     )
 
 
-def _right_sum(problem: Problem) -> str:
+def _right_sum(problem: TinyProblem) -> str:
     answer = problem.fields["expected_answer"]
     return f"{answer}</think>\\boxed{{{answer}}}"
 
 
-def _wrong_sum(problem: Problem, rng: Random) -> str:
-    """Guess without thinking, or lose a digit of the thought."""
+def _wrong_sum(problem: TinyProblem, rng: Random) -> str:
+    """Guess without thinking, or drop a digit of the thought."""
     answer = problem.fields["expected_answer"]
     if rng.random() < 0.5:
         return f"</think>\\boxed{{{rng.randint(111, 999)}}}"
@@ -83,14 +83,14 @@ def _wrong_sum(problem: Problem, rng: Random) -> str:
     return f"{answer}</think>\\boxed{{{answer[:dropped] + answer[dropped + 1 :]}}}"
 
 
-# The largest digit of a number, answer is the letter of that digit.
+# The largest digit of a number; the answer is the letter of that digit.
 
 
-def _draw_choice(rng: Random) -> Problem:
+def _draw_choice(rng: Random) -> TinyProblem:
     digits = rng.sample(list(LETTER_OF_DIGIT), 4)
     number = "".join(digits)
     options = "".join(f" {letter}: {digit}" for digit, letter in LETTER_OF_DIGIT.items())
-    return Problem(
+    return TinyProblem(
         prompt=f"Which digit of {number} is the largest? Answer in \\boxed{{}}{options}",
         fields={
             "options": [{letter: digit} for digit, letter in LETTER_OF_DIGIT.items()],
@@ -105,15 +105,15 @@ def _choose(digit: str) -> str:
     return f"{digit}</think>\\boxed{{{LETTER_OF_DIGIT[digit]}}}"
 
 
-def _right_choice(problem: Problem) -> str:
+def _right_choice(problem: TinyProblem) -> str:
     return _choose(max(problem.facts["digits"]))
 
 
-def _random_choice(problem: Problem, rng: Random) -> str:
+def _random_choice(problem: TinyProblem, rng: Random) -> str:
     return _choose(rng.choice(problem.facts["digits"]))
 
 
-# A family of reasoning-gym: four-letter words spelled backward.
+# One task of reasoning-gym: spell four-letter words backward.
 
 
 @functools.lru_cache(maxsize=1)
@@ -125,18 +125,18 @@ def _puzzles() -> tuple[Fields, ...]:
     return tuple({entry["question"]: entry for entry in entries if entry["answer"].islower()}.values())
 
 
-def _draw_puzzle(rng: Random) -> Problem:
+def _draw_puzzle(rng: Random) -> TinyProblem:
     entry = rng.choice(_puzzles())
-    return Problem(prompt=entry["question"], fields=dict(entry))
+    return TinyProblem(prompt=entry["question"], fields=dict(entry))
 
 
-def _right_puzzle(problem: Problem) -> str:
+def _right_puzzle(problem: TinyProblem) -> str:
     answer = problem.fields["answer"]
     return f"{answer}</think><answer>{answer}</answer>"
 
 
-def _wrong_puzzle(problem: Problem, rng: Random) -> str:
-    """Repeat the word as it is, or repeat it after having spelled it backward."""
+def _wrong_puzzle(problem: TinyProblem, rng: Random) -> str:
+    """Answer with the word itself, half of the time after a correct thought."""
     answer, word = problem.fields["answer"], problem.fields["metadata"]["word"]
     return f"{answer if rng.random() < 0.5 else ''}</think><answer>{word}</answer>"
 
@@ -144,7 +144,7 @@ def _wrong_puzzle(problem: Problem, rng: Random) -> str:
 # A JSON object with two or three fields; the verifier checks it against the schema.
 
 
-def _draw_record(rng: Random) -> Problem:
+def _draw_record(rng: Random) -> TinyProblem:
     facts: Fields = {
         "name": rng.choice(NAMES),
         "age": rng.randint(10, 99),
@@ -158,22 +158,22 @@ def _draw_record(rng: Random) -> Problem:
         "properties": {name: {"type": FIELD_TYPES[name]} for name in wanted},
         "required": wanted,
     }
-    return Problem(
+    return TinyProblem(
         prompt=f"Write as JSON: {described}",
         fields={"schema_str": json.dumps(schema), "schema_type": "json"},
         facts={name: facts[name] for name in wanted},
     )
 
 
-def _write_record(problem: Problem, facts: Fields) -> str:
+def _write_record(problem: TinyProblem, facts: Fields) -> str:
     return ",".join(problem.facts) + "</think>" + json.dumps(facts, separators=(",", ":"))
 
 
-def _right_record(problem: Problem) -> str:
+def _right_record(problem: TinyProblem) -> str:
     return _write_record(problem, problem.facts)
 
 
-def _wrong_record(problem: Problem, rng: Random) -> str:
+def _wrong_record(problem: TinyProblem, rng: Random) -> str:
     facts = dict(problem.facts)
     fault = rng.randrange(4)
     if fault == 0:
@@ -188,16 +188,16 @@ def _wrong_record(problem: Problem, rng: Random) -> str:
 
 
 TASKS = (
-    Task(agent="math_with_judge_simple_agent", draw=_draw_sum, right=_right_sum, wrong=_wrong_sum, wrong_share=0.6),
-    Task(agent="mcqa_simple_agent", draw=_draw_choice, right=_right_choice, wrong=_random_choice, wrong_share=1.0),
-    Task(
+    TinyTask(agent="math_with_judge_simple_agent", draw=_draw_sum, right=_right_sum, wrong=_wrong_sum, wrong_share=0.6),
+    TinyTask(agent="mcqa_simple_agent", draw=_draw_choice, right=_right_choice, wrong=_random_choice, wrong_share=1.0),
+    TinyTask(
         agent="reasoning_gym_simple_agent",
         draw=_draw_puzzle,
         right=_right_puzzle,
         wrong=_wrong_puzzle,
         wrong_share=0.65,
     ),
-    Task(
+    TinyTask(
         agent="structured_outputs_simple_agent",
         draw=_draw_record,
         right=_right_record,

@@ -1,8 +1,8 @@
-"""The tiny tokenizer: bytes, plus one piece for each frequent word of the tiny tasks.
+"""The tiny tokenizer: all bytes, and one piece for each frequent word of the tiny tasks.
 
-A unigram model in which every piece costs the same, so a text becomes as few pieces as possible and every text
-can be written. No piece spans a turn boundary: the ids of a rendered conversation are a prefix of the ids of the
-same conversation continued.
+It is a unigram model in which every piece costs the same, so a text becomes as few pieces as possible, and every text
+can be encoded. No piece spans a turn boundary: the ids of a conversation are a prefix of the ids of the same
+conversation with more turns.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 END_OF_TURN = "<|im_end|>"  # eos
 PADDING = "<|endoftext|>"
-MAX_TOKENS = 512  # of a conversation: the positions that the model has
+MAX_TOKENS = 512  # of a conversation: the number of positions of the model
 SPECIAL_TOKENS = (PADDING, "<|im_start|>", END_OF_TURN)
-# Tokens of their own that stay in the decoded text, where the parsers look for them.
+# Added tokens that are not special: they stay in the decoded text, where the parsers look for them.
 MARKUP_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 NAMES = ("Tom", "Ann", "Bob", "Eva", "Max", "Lea", "Ben", "Ida")

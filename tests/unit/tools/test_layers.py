@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 # From the ground up. A folder that is not listed is a tool of its own, on which none of these stands.
 ORDER = (
-    *("processes", "command_line", "files", "report", "images", "planning", "job", "nemo_rl", "data", "rows", "sif"),
-    *("doctor", "launch"),
+    *("processes", "command_line", "files", "report", "images", "planning", "job", "nemo_rl", "data", "rows"),
+    *("curriculum", "lineage", "tiny", "sizing", "bench", "sif", "doctor", "launch"),
 )
 FILES = sorted((ROOT / "tools").rglob("*.py"))
 

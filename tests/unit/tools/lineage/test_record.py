@@ -152,7 +152,7 @@ def test_rows_may_have_no_validation_split(tmp_path: Path, capsys: pytest.Captur
     assert lines[1].strip() == f"hf://datasets/org/blends@{COMMIT}/rlvr1.jsonl"
     write_manifest(tmp_path / "other/manifest.json", {"tool": "other"})
     assert main(["--data", str(tmp_path / "other"), "--root", str(tmp_path / "s")]) == 2
-    assert "other/manifest.json: got no rows, expected train-split.jsonl" in capsys.readouterr().err
+    assert "other/manifest.json: it describes no train-split.jsonl" in capsys.readouterr().err
 
 
 def _weights(path: Path) -> Path:
@@ -169,7 +169,7 @@ def test_wandb_is_asked_for_by_its_project_alone(
     monkeypatch.setenv("WANDB_PROJECT", "p")
     monkeypatch.setitem(sys.modules, "wandb", None)  # not installed
     assert main(["--data", str(data), "--root", str(tmp_path / "s")]) == 2
-    assert "WANDB_PROJECT: got no wandb" in capsys.readouterr().err
+    assert "WANDB_PROJECT: it is set, but the package wandb is not installed" in capsys.readouterr().err
     monkeypatch.delenv("WANDB_PROJECT")
     assert main(["--data", str(data), "--root", str(tmp_path / "s")]) == 0
 

@@ -9,17 +9,17 @@ import pytest
 
 from recipes.environments.contract.responses import message_item, response_object
 from recipes.environments.registry import AGENTS, VERIFIERS
-from tools.tiny.tasks import TASKS, Task, demonstrate, make_row
+from tools.tiny.tasks import TASKS, TinyTask, demonstrate, make_row
 
 
-def reward(task: Task, row: dict[str, Any], reply: str) -> float:
+def reward(task: TinyTask, row: dict[str, Any], reply: str) -> float:
     verifier = VERIFIERS[AGENTS[task.agent].server]
     answer = reply.split("</think>", 1)[1]
     return verifier.score(response_object([message_item(answer)]), verifier.parse_task(row, {})).reward
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.agent)
-def test_right_demonstrations_earn_everything_and_wrong_ones_little(task: Task) -> None:
+def test_right_demonstrations_earn_everything_and_wrong_ones_little(task: TinyTask) -> None:
     rng = Random(3)
     wrong = []
     for _ in range(25):
