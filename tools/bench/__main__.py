@@ -1,4 +1,4 @@
-"""`python -m tools.bench`: start a one-node Ray cluster for the bench driver and return its verdict as exit status."""
+"""`python -m tools.bench`: start a one-node Ray cluster, run the bench on it, and return its exit status."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tools.job.local import LocalRun, supervise
 from tools.planning.stage_env import TINY_DATA, TINY_MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
-INPUTS = (  # what `make tiny` makes; overrides on the command line come after them and win
+INPUTS = (  # made by `make tiny`; overrides on the command line come later and win
     f"policy.model_name={ROOT / TINY_MODEL}",
     f"data.train.data_path={ROOT / TINY_DATA}/train-split.jsonl",
     f"data.validation.data_path={ROOT / TINY_DATA}/val-split.jsonl",
@@ -20,11 +20,16 @@ NUM_UNITS = 2  # one policy worker, one engine: the tiny stage
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the bench: 0 when every limit is kept, 1 when one is not or the bench failed, 2 for a wrong input."""
+    """Run the bench. Return 0 when every limit is kept, 1 when one is not or the bench failed, 2 for a wrong input."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
     parser.add_argument("--config", type=Path, default=Path("configs/tiny/stage1_rlvr.yaml"), help="stage to measure")
     parser.add_argument("--run-dir", type=Path, default=Path("build/bench"), help="logs and metrics of the bench")
-    parser.add_argument("--out", type=Path, default=Path("results/bench.json"), help="result; the plot goes beside it")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("results/bench.json"),
+        help="JSON result; a page is written beside it",
+    )
     parser.add_argument("--steps", type=int, default=8, help="measured steps of each of the twelve training runs")
     parser.add_argument("--rounds", type=int, default=9, help="rounds of each way to generate")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="configuration overrides, the last wins")

@@ -1,9 +1,9 @@
-"""`python -m tools.bench.data`: split, fill and validate against the plain commands, on files made for it.
+"""`python -m tools.bench.data`: the speed of split, fill and validate, compared with plain commands on generated files.
 
-Splitting writes a file again and hashes it, so it is held against `cat` into a file and `sha256sum` together; the ratio
-to a `cat` that writes nothing is printed too. Filling and validating with all cores are held against one process. Every
-round runs every command in turn; what is read is in the page cache. CPU seconds are what other work on the machine
-changes least. A peak is the sum of what each process of a command held at most.
+Splitting copies and hashes a file, so it is compared with `cat` into a file and `sha256sum` together; the ratio to a
+`cat` that writes nothing is printed too. Filling and validating on all cores are compared with one process. Each round
+runs every command once; the files are in the page cache. CPU seconds depend least on other work on the machine. The
+peak of a command is the sum of the peak memory of its processes.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from tools.processes import descendants
 
 AGENTS = ("math_with_judge_simple_agent", "mcqa_simple_agent", "reasoning_gym_simple_agent")
 NUM_QUESTIONS = 5_000
-PATTERN_BYTES = 4 << 20  # the large file repeats so many bytes of rows
+PATTERN_BYTES = 4 << 20  # the large file repeats rows of so many bytes
 VAL_ROWS = 100
 CAT, READ, SHA, SPLIT = "cat into a file", "cat", "sha256sum", "split"
 FILL, PART, VALIDATE = "fill", "fill of a part", "validate"
-SAMPLE_SECONDS = 0.1  # between looks at the memory of a command
+SAMPLE_SECONDS = 0.1  # between two readings of the memory of a command
 PEAK = re.compile(r"^VmHWM:\s*(\d+) kB", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFile:
-    """A file that is read by a command."""
+    """A file that a command reads."""
 
     name: str
     num_bytes: int
@@ -69,7 +69,7 @@ class Case:
     command: str  # for bash, in the directory of the files
     workers: int = 1
     seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)  # what other work on the machine does not change
+    cpu_seconds: list[float] = field(default_factory=list)  # one value per round, too
     peak_bytes: int = 0
 
     @property
@@ -78,7 +78,7 @@ class Case:
         return statistics.median(self.seconds)
 
     def run(self, place: Path) -> None:
-        """Run it once, with what earlier commands wrote out of the way and on the disk."""
+        """Run the command once, after the outputs of earlier commands are removed and all writes are on the disk."""
         for name in ("copy", "split", "filled.jsonl", "filled.jsonl.manifest.json"):
             subprocess.run(["rm", "-rf", name], cwd=place, check=True)
         os.sync()
@@ -97,7 +97,7 @@ class Case:
 
 
 def peak_until_end(root: int) -> int:
-    """Wait for the end of a process; return the sum of what it and each one below it held at most, in bytes."""
+    """Wait for the end of a process; return the sum of the peak memory of it and its descendants, in bytes."""
     peaks: dict[int, int] = {}
     end = os.pidfd_open(root)
     try:
@@ -112,7 +112,7 @@ def peak_until_end(root: int) -> int:
 
 
 def make_row(number: int, rng: Random, words: Sequence[str]) -> bytes:
-    """Return one valid row of a few kilobytes; `number` makes it unlike all others."""
+    """Return one valid row of a few kilobytes; `number` makes it unique."""
     agent = AGENTS[number % len(AGENTS)]
     text = " ".join(rng.choices(words, k=rng.choice((70, 280, 850))))
     fields: dict[str, object] = {"question": "q", "expected_answer": "1"}
@@ -126,14 +126,14 @@ def make_row(number: int, rng: Random, words: Sequence[str]) -> bytes:
 
 
 def make_placeholder(number: int) -> bytes:
-    """Return one row without its question."""
+    """Return one placeholder row."""
     reference = {"row": number % NUM_QUESTIONS, "question_template": "Solve it: {question}"}
     row = {"dataset": "bench", "agent_ref": {"name": AGENTS[0]}, "n": number, "_hf_placeholder": reference}
     return json.dumps(row).encode() + b"\n"
 
 
 def write_rows(path: Path, num_bytes: int, *, seed: int, placeholder_every: int = 0) -> RowFile:
-    """Write valid rows of random words, some of them without their question."""
+    """Write valid rows of random words; every `placeholder_every`-th one is a placeholder row."""
     rng = Random(seed)
     words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(4000)]
     size = number = 0
@@ -146,7 +146,7 @@ def write_rows(path: Path, num_bytes: int, *, seed: int, placeholder_every: int 
 
 
 def repeat_rows(source: Path, path: Path, num_bytes: int) -> RowFile:
-    """Write the first rows of `source` again and again."""
+    """Write the first rows of `source` again and again, until the file has `num_bytes`."""
     with source.open("rb") as file:
         pattern = file.read(PATTERN_BYTES)
     pattern = pattern[: pattern.rindex(b"\n") + 1]
@@ -158,7 +158,7 @@ def repeat_rows(source: Path, path: Path, num_bytes: int) -> RowFile:
 
 
 def make_cases(place: Path, *, large_bytes: int, small_bytes: int) -> list[Case]:
-    """Write the files of the bench; return what is measured on them."""
+    """Write the files of the bench; return the commands to measure."""
     rows = write_rows(place / "rows.jsonl", small_bytes, seed=0)
     blend = write_rows(place / "blend.jsonl", small_bytes, seed=1, placeholder_every=5)
     write_rows(place / "val.jsonl", 200_000, seed=2)
@@ -193,12 +193,12 @@ def make_cases(place: Path, *, large_bytes: int, small_bytes: int) -> list[Case]
 
 
 def with_workers(name: str, count: int) -> str:
-    """Return what a command is called with so many processes."""
+    """Return the name of a command with a number of processes."""
     return f"{name}, {count} processes"
 
 
 def make_checks(cases: Sequence[Case]) -> list[Check]:
-    """Return every ratio that has a limit; with one core there is nothing to compare one process with."""
+    """Return every ratio that has a limit. With one core, several processes are not compared with one."""
     seconds = {case.name: case.seconds for case in cases}
     plain, read = ([a + b for a, b in zip(seconds[cat], seconds[SHA], strict=True)] for cat in (CAT, READ))
     note = f"; over a {READ} that writes nothing {median_ratio(read, seconds[SPLIT]):.2f}"
@@ -242,11 +242,11 @@ def costs(cases: Sequence[Case]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run the bench: 0 when every limit is kept, 1 when one is not or a command failed."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench.data", description=__doc__)
-    parser.add_argument("--large-mb", type=int, default=2000, help="files that are split and filled")
-    parser.add_argument("--small-mb", type=int, default=200, help="files that are validated and filled for comparison")
-    parser.add_argument("--rounds", type=int, default=3, help="of every command in turn")
-    parser.add_argument("--place", type=Path, default=Path("build"), help="directory on the disk that is measured")
-    parser.add_argument("--out", type=Path, default=Path("results/bench_data.json"), help="result")
+    parser.add_argument("--large-mb", type=int, default=2000, help="MB of the files to split and fill")
+    parser.add_argument("--small-mb", type=int, default=200, help="MB of the files to validate")
+    parser.add_argument("--rounds", type=int, default=3, help="number of runs of each command")
+    parser.add_argument("--place", type=Path, default=Path("build"), help="directory for the files")
+    parser.add_argument("--out", type=Path, default=Path("results/bench_data.json"), help="JSON file of the result")
     args = parser.parse_args(argv)
     found = machine()
     args.place.mkdir(parents=True, exist_ok=True)

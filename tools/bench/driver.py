@@ -1,4 +1,4 @@
-"""The bench itself, on a Ray cluster that is already there (RAY_ADDRESS): measure, print, write, judge."""
+"""The part of the bench that runs on the Ray cluster at RAY_ADDRESS: measure, print, write and compare with limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tools.bench.rollouts import OURS, measure_rollouts
 from tools.bench.training import measure_training
 from tools.bench.verdict import Check, load_warning, machine, rollout_check, table, training_checks, write
 
-# The bench decides these; everything else is the stage's.
+# Set by the bench; every other key has the stage's value.
 SETTINGS = (
     "grpo.val_period=0",
     "grpo.val_at_start=false",
@@ -46,7 +46,7 @@ def _bench(args: argparse.Namespace) -> list[Check]:
     found = machine()
     config = require_runnable(load_config(args.config, [*args.overrides, *SETTINGS]))
 
-    # Heavy imports after the checks, as in run_grpo.
+    # Imported after the checks: these load torch and vLLM.
     from recipes.config.derive import derive
     from recipes.grpo.setup import setup
     from recipes.stop import StopRequest
@@ -57,13 +57,13 @@ def _bench(args: argparse.Namespace) -> list[Check]:
     run = setup(config, derive(config), args.run_dir, stop)
     try:
         # Before training: our engine then holds the weights that plain vLLM loads.
-        rungs = measure_rollouts(run, args.run_dir, num_rounds=args.rounds)
+        ways = measure_rollouts(run, args.run_dir, num_rounds=args.rounds)
         runs = measure_training(run, args.run_dir, num_steps=args.steps)
     finally:
         run.close()
-    checks = [*training_checks(runs), rollout_check(rungs, OURS)]
-    print(table(checks, rungs))
-    write(args.out, runs, rungs, checks, found)
+    checks = [*training_checks(runs), rollout_check(ways, OURS)]
+    print(table(checks, ways))
+    write(args.out, runs, ways, checks, found)
     if warning := load_warning(found):
         print(f"bench: {warning}")
     print(f"bench: {args.out}, {args.out.with_suffix('.html')}")

@@ -1,11 +1,11 @@
-"""vLLM by itself, in a process of its own: reads one job, then generates all its prompts once per line of input.
+"""Plain vLLM in a process of its own: reads one job, then generates all its prompts once per line of input.
 
     {"kind": "llm" | "async", "engine": {...}, "sampling": {...}, "prompts": [[...], ...]}    the job
     {"logprobs": 0 | null}                                         one round -> {"tokens": N, "seconds": S}
 
-`llm` is `LLM.generate`, the way vLLM's own benchmarks measure throughput; `async` is `AsyncLLM` with one task per
-prompt, which anything that generates while it does something else needs. Standard output carries answers only; what
-vLLM prints goes to standard error.
+`llm` is `LLM.generate`, as in vLLM's own throughput benchmarks. `async` is `AsyncLLM` with one task per prompt, as a
+program needs that does other work while it generates. Standard output carries only answers; vLLM's own output goes to
+standard error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 def main() -> int:
     """Serve rounds until the input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever prints from here on, prints to standard error
+    os.dup2(2, 1)  # from here on everything is printed to standard error
     job = json.loads(sys.stdin.readline())
     asyncio.run(_serve(job, answers))
     return 0
@@ -30,7 +30,7 @@ def main() -> int:
 async def _serve(job: dict[str, Any], answers: Any) -> None:
     engine = _Async(job) if job["kind"] == "async" else _Offline(job)
     print(json.dumps({"ready": True}), file=answers)
-    # No request is in flight between two rounds, so a blocking read holds nothing up.
+    # No request is in flight between two rounds, so a blocking read delays nothing.
     for line in sys.stdin:
         start = time.perf_counter()
         tokens = await engine.generate(json.loads(line)["logprobs"])

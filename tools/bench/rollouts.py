@@ -1,7 +1,7 @@
-"""Our rollout path against plain vLLM: the same prompts, the same number of samples in flight, rounds taken in turn.
+"""Our rollout path compared with plain vLLM: the same prompts and samples in flight, with rounds in turn.
 
-The rungs between the two say where the difference goes. All engines stay up; one generates at a time, and a round of
-each follows a round of the others, so that a slow minute of the machine hits all of them.
+The ways between the two show where the time goes. All engines stay up and generate one at a time. A round of each way
+follows a round of the others, so that a slow minute of the machine changes all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from recipes.errors import RunError, StalledError
 from recipes.types import Completion, Sampling
-from tools.bench.verdict import Rung
+from tools.bench.verdict import GenerationSpeed
 
 if TYPE_CHECKING:
     from recipes.config.tree import Config
@@ -40,7 +40,7 @@ ADDS: Mapping[str, str] = {
     OURS: "the Ray actor, weight versions, prompts grouped by call",
     ENVIRONMENT: "chat template, decoding, the verifiers' scores",
 }
-STEPS_PER_ROUND = 4  # a round generates the rollouts of so many training steps, all submitted at once
+STEPS_PER_ROUND = 4  # a round submits the rollouts of so many training steps at once
 START_SECONDS, ROUND_SECONDS = 180.0, 120.0
 DROPPED_ARGUMENTS = (
     "scheduler_cls",
@@ -49,14 +49,14 @@ DROPPED_ARGUMENTS = (
     "logprobs_mode",
     "distributed_executor_backend",
 )
-OUR_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # what our engine sets; plain vLLM keeps its default
+OUR_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # our engine sets it; plain vLLM keeps its default
 
 Round = Callable[[], tuple[int, float]]
 """Generates everything once; returns sampled tokens and seconds."""
 
 
-def measure_rollouts(run: Run, run_dir: Path, *, num_rounds: int) -> list[Rung]:
-    """Return the tokens per second of each rung, slowest addition last."""
+def measure_rollouts(run: Run, run_dir: Path, *, num_rounds: int) -> list[GenerationSpeed]:
+    """Return the tokens per second of each way, from plain vLLM to our whole rollout path."""
     from recipes.environments.chat.codec import ChatCodec
 
     rows = _rows(run)
@@ -80,13 +80,13 @@ def measure_rollouts(run: Run, run_dir: Path, *, num_rounds: int) -> list[Rung]:
             ENVIRONMENT: lambda: _on_loop(run, lambda: _roll_out_all(run, rows, sampling, group_size)),
         }
         for generate in rounds.values():
-            generate()  # warm-up: compiles, fills the prefix caches
+            generate()  # warm-up: compile, and fill the prefix caches
         speeds: dict[str, list[float]] = {name: [] for name in rounds}
         for _ in range(num_rounds):
             for name, generate in rounds.items():
                 tokens, seconds = generate()
                 speeds[name].append(tokens / seconds)
-    return [Rung(name=name, adds=ADDS[name], tokens_per_second=tuple(speeds[name])) for name in rounds]
+    return [GenerationSpeed(name=name, adds=ADDS[name], tokens_per_second=tuple(speeds[name])) for name in rounds]
 
 
 class PlainVllm:
@@ -162,7 +162,7 @@ async def _roll_out_all(run: Run, rows: Sequence[Any], sampling: Sampling, group
 
 
 def _rows(run: Run) -> list[Any]:
-    """Return the rows of a round: enough that the engine's batch is full most of the time."""
+    """Return the rows of a round: enough to keep the engine's batch full most of the time."""
     from recipes.grpo.data import PromptDataset
 
     rows = PromptDataset(Path(run.config.data.train.data_path))
@@ -196,7 +196,7 @@ def _sampling_arguments(config: Config, sampling: Sampling) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, str]:
-    """Return the settings without which vLLM on a CPU is not itself: they only make it faster."""
+    """Return the settings that vLLM on a CPU needs for its full speed; they change nothing else."""
     from recipes.generation.engine_args import CPU_ENV, ENV
 
     return {name: value for name, value in {**ENV, **CPU_ENV}.items() if name not in OUR_ENVIRONMENT}

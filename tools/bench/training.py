@@ -1,7 +1,7 @@
-"""Trains the same prompts from the same weights four times: synchronous and asynchronous, without and with latency.
+"""Trains on the same prompts from the same weights in four ways: sync and async, each with and without latency.
 
-One policy and one engine serve all four: between two runs only the weights and the collector are new. All four are
-run three times, in turn: a run is compared with its neighbour, so that a slow minute of the machine hits both.
+One policy and one engine serve all runs; each run has fresh weights and a collector of its own. Each way runs three
+times, in turn: a run is compared with its neighbour, so that a slow minute of the machine changes both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tools.report.summary import phase_seconds, trained
 if TYPE_CHECKING:
     from recipes.grpo.run import Run
 
-WARMUP_STEPS = 2  # the first has no overlap yet, the second still fills the pipeline
+WARMUP_STEPS = 2  # the first step has no overlap yet, and the second still fills the pipeline
 NUM_PASSES = 3
 SPREAD = (0.2, 1.8)  # a latency is uniform between these multiples of its mean
 
@@ -43,11 +43,11 @@ class SlowEnvironments:
 
 
 def measure_training(run: Run, run_dir: Path, *, num_steps: int) -> list[TrainingTimes]:
-    """Return the step times of synchronous and asynchronous training at each latency of the limits, pass by pass.
+    """Return the step times of synchronous and asynchronous training at each latency in `LIMITS`, pass by pass.
 
-    Every pass takes `num_steps` steps of each after the warm-up.
+    Each run takes `num_steps` steps after the warm-up.
     """
-    _measure(run, run_dir, max_age=1, latency=0.0, num_steps=WARMUP_STEPS + 1)  # first calls of everything
+    _measure(run, run_dir, max_age=1, latency=0.0, num_steps=WARMUP_STEPS + 1)  # warm-up of every code path
     start = run_dir / "start_weights"
     shutil.rmtree(start, ignore_errors=True)
     run.policy.save(start)

@@ -1,4 +1,4 @@
-"""What the bench concludes: ratios against limits, as a table for people, JSON for machines, and one plot."""
+"""The results of the bench: ratios and their limits, as a table, as JSON and as a page with plots."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
 
+from recipes.files import write_atomically
 from recipes.grpo.metrics import PHASES
 from tools.report.axis import format_number
 from tools.report.chart import stacked_chart
 from tools.report.page import STYLE_FILE
 
 LIMITS: Mapping[float, float] = {0.0: 1.1, 0.5: 1.8}
-"""Mean environment latency in seconds -> how many times faster an asynchronous step must be."""
+"""Mean environment latency in seconds -> the smallest ratio of a synchronous to an asynchronous step time."""
 ROLLOUT_LIMIT = 0.85  # of plain vLLM's tokens per second
-SPLIT_LIMIT = 0.8  # of the speed of cat into a file and sha256sum together
-FILL_LIMIT, VALIDATE_LIMIT = 1.1, 1.5  # times one process's speed, from two cores on
-FILL_MEMORY_LIMIT = 0.8  # of the memory on a tenth of the rows over that on all: it does not grow with the file
+SPLIT_LIMIT = 0.8  # of the speed of `cat` into a file and `sha256sum` together
+FILL_LIMIT, VALIDATE_LIMIT = 1.1, 1.5  # times the speed of one process, with two cores or more
+FILL_MEMORY_LIMIT = 0.8  # memory for a tenth of the rows / memory for all: memory must not grow with the file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingTimes:
-    """Measured steps of one way to train, without those that warm up."""
+    """The measured steps of one way to train, without the warm-up steps."""
 
     max_age: int  # grpo.async_grpo.max_trajectory_age_steps; 0 is synchronous
-    latency: float  # mean seconds an environment takes per rollout, added to what it takes anyway
+    latency: float  # mean seconds per rollout that are added to the environment's own time
     step_seconds: tuple[float, ...]
     phase_seconds: Mapping[str, tuple[float, ...]]  # short name of the phase -> one value per step
     generated_tokens: tuple[float, ...]  # per sample, mean of the step
@@ -39,10 +40,10 @@ class TrainingTimes:
 
     @property
     def seconds_per_step(self) -> float:
-        """The median, over all max_age + 1 consecutive steps, of their mean.
+        """The median of the mean over every max_age + 1 consecutive steps.
 
-        The max_age + 1 batches of the pipeline take turns: when environments are slow, a step that waits is followed
-        by steps that do not, and the median of single steps would be one or the other by chance.
+        When environments are slow, a step that waits is followed by max_age steps that do not wait. The median of
+        single steps would be one or the other by chance.
         """
         width = min(self.max_age + 1, len(self.step_seconds))
         windows = zip(*(self.step_seconds[start:] for start in range(width)), strict=False)
@@ -50,8 +51,8 @@ class TrainingTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rung:
-    """One way to generate the same samples; each rung adds something to the one before."""
+class GenerationSpeed:
+    """The speed of one way to generate the same samples; each way adds something to the one before."""
 
     name: str
     adds: str
@@ -64,7 +65,7 @@ class Rung:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One ratio and the limit it has to reach."""
+    """One ratio, and the limit that it must reach."""
 
     name: str
     ratio: float
@@ -77,12 +78,12 @@ class Check:
 
 
 def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
-    """Return the median over the rounds of their own ratios: a slow minute hits both sides of a round."""
+    """Return the median of the ratios of all rounds: a slow minute of the machine changes both sides of a round."""
     return statistics.median(above / below for above, below in zip(over, under, strict=True))
 
 
 def training_checks(runs: Sequence[TrainingTimes]) -> list[Check]:
-    """Compare asynchronous with synchronous steps at every latency: the median over the passes of their ratio."""
+    """Compare asynchronous with synchronous steps at each latency, by the median of the ratios of all passes."""
     checks = []
     for latency, limit in LIMITS.items():
         sync, overlapped = (
@@ -100,10 +101,10 @@ def training_checks(runs: Sequence[TrainingTimes]) -> list[Check]:
     return checks
 
 
-def rollout_check(rungs: Sequence[Rung], ours: str) -> Check:
-    """Compare the rung named `ours` with the first one, plain vLLM."""
-    plain = rungs[0]
-    mine = next(rung for rung in rungs if rung.name == ours)
+def rollout_check(ways: Sequence[GenerationSpeed], ours: str) -> Check:
+    """Compare the way named `ours` with the first one, which is plain vLLM."""
+    plain = ways[0]
+    mine = next(way for way in ways if way.name == ours)
     return Check(
         name=f"{ours} over {plain.name}",
         ratio=median_ratio(mine.tokens_per_second, plain.tokens_per_second),
@@ -112,41 +113,41 @@ def rollout_check(rungs: Sequence[Rung], ours: str) -> Check:
     )
 
 
-def breakdown(rungs: Sequence[Rung]) -> list[tuple[Rung, float, float]]:
-    """Return (rung, its share of the first one's speed, what it costs per token over the rung before, in percent).
+def breakdown(ways: Sequence[GenerationSpeed]) -> list[tuple[GenerationSpeed, float, float]]:
+    """Return (way, its speed over that of the first way, the time per token that it adds to the way before).
 
-    The cost is of the first rung's time per token, so that the costs of all rungs add up.
+    The added time is in percent of the first way's time per token, so that the times of all ways add up.
     """
     before, rows = 1.0, []
-    for rung in rungs:
-        share = median_ratio(rung.tokens_per_second, rungs[0].tokens_per_second)
-        rows.append((rung, share, 100.0 * (1.0 / share - before)))
+    for way in ways:
+        share = median_ratio(way.tokens_per_second, ways[0].tokens_per_second)
+        rows.append((way, share, 100.0 * (1.0 / share - before)))
         before = 1.0 / share
     return rows
 
 
-def table(checks: Sequence[Check], rungs: Sequence[Rung]) -> str:
-    """Return the verdicts and the breakdown as aligned text."""
+def table(checks: Sequence[Check], ways: Sequence[GenerationSpeed]) -> str:
+    """Return the checks and the breakdown as aligned text."""
     width = max(len(check.name) for check in checks)
     lines = [f"{'what':<{width}}  ratio  limit  verdict  measured"]
     for check in checks:
         verdict = "ok" if check.is_kept else "BELOW"
         lines.append(f"{check.name:<{width}}  {check.ratio:5.2f}  {check.limit:5.2f}  {verdict:<7}  {check.detail}")
-    if rungs:
-        width = max(len(rung.name) for rung in rungs)
+    if ways:
+        width = max(len(way.name) for way in ways)
         lines += ["", f"{'where the tokens/s go':<{width}}  tokens/s  of plain  time per token  adds"]
-        for rung, share, cost in breakdown(rungs):
-            lines.append(f"{rung.name:<{width}}  {rung.median:8.0f}  {share:8.2f}  {cost:+12.1f} %  {rung.adds}")
+        for way, share, cost in breakdown(ways):
+            lines.append(f"{way.name:<{width}}  {way.median:8.0f}  {share:8.2f}  {cost:+12.1f} %  {way.adds}")
     return "\n".join(lines)
 
 
 def machine() -> dict[str, float]:
-    """Return the cores and how many processes have wanted one over the last minute, before the bench adds its own."""
+    """Return the number of cores, and the load of the last minute; called before the bench adds its own load."""
     return {"cores": float(os.cpu_count() or 1), "load": os.getloadavg()[0]}
 
 
 def load_warning(found: Mapping[str, float]) -> str:
-    """Say that the machine is busy with something else; empty when it is not."""
+    """Return a warning when other work keeps the machine busy, else an empty text."""
     if found["load"] <= 0.5 * found["cores"]:
         return ""
     return (
@@ -158,7 +159,7 @@ def load_warning(found: Mapping[str, float]) -> str:
 def write(
     out: Path,
     runs: Sequence[TrainingTimes],
-    rungs: Sequence[Rung],
+    ways: Sequence[GenerationSpeed],
     checks: Sequence[Check],
     found: Mapping[str, float],
 ) -> None:
@@ -167,19 +168,13 @@ def write(
         "machine": dict(found),
         "checks": [{**asdict(check), "is_kept": check.is_kept} for check in checks],
         "training": [{**asdict(run), "seconds_per_step": run.seconds_per_step} for run in runs],
-        "rollouts": [{**asdict(rung), "median_tokens_per_second": rung.median} for rung in rungs],
+        "rollouts": [{**asdict(way), "median_tokens_per_second": way.median} for way in ways],
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    for path, text in (
-        (out, json.dumps(result, indent=1) + "\n"),
-        (out.with_suffix(".html"), _page(runs, rungs, checks, load_warning(found))),
-    ):
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+    write_atomically(out, (json.dumps(result, indent=1) + "\n").encode())
+    write_atomically(out.with_suffix(".html"), _page(runs, ways, checks, load_warning(found)).encode())
 
 
-def _page(runs: Sequence[TrainingTimes], rungs: Sequence[Rung], checks: Sequence[Check], warning: str) -> str:
+def _page(runs: Sequence[TrainingTimes], ways: Sequence[GenerationSpeed], checks: Sequence[Check], warning: str) -> str:
     names = [*(name for name in PHASES.values() if name != "wait"), "other", "wait"]
     charts = []
     highest = max((max(run.step_seconds) for run in runs), default=0.0)
@@ -195,9 +190,9 @@ def _page(runs: Sequence[TrainingTimes], rungs: Sequence[Rung], checks: Sequence
         for check in checks
     )
     ladder = "".join(
-        f"<tr><td>{escape(rung.name)}</td><td>{format_number(rung.median)}</td><td>{share:.2f}</td>"
-        f"<td>{cost:+.1f} %</td><td class='reason'>{escape(rung.adds)}</td></tr>"
-        for rung, share, cost in breakdown(rungs)
+        f"<tr><td>{escape(way.name)}</td><td>{format_number(way.median)}</td><td>{share:.2f}</td>"
+        f"<td>{cost:+.1f} %</td><td class='reason'>{escape(way.adds)}</td></tr>"
+        for way, share, cost in breakdown(ways)
     )
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>bench</title>'

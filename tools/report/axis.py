@@ -1,4 +1,4 @@
-"""Axes: round tick values, numbers as a reader writes them, and data coordinates to pixels."""
+"""Axes: round tick values, numbers as text, and pixels of data coordinates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Axis:
     is_log: bool = False
 
     def pixel(self, value: float) -> float:
-        """Return the pixel of a data value; outside values are drawn at the border."""
+        """Return the pixel of a data value; a value outside the range gets the pixel of the nearer end."""
         to: Callable[[float], float] = math.log10 if self.is_log else float
         clipped = min(max(value, self.low), self.high)
         share = (to(clipped) - to(self.low)) / (to(self.high) - to(self.low))
@@ -29,7 +29,7 @@ class Axis:
 def linear_axis(
     values: Sequence[float], *, start: float, end: float, num_ticks: int = 5, include: Sequence[float] = ()
 ) -> Axis:
-    """Return an axis from one round value to another that holds all `values` and `include`."""
+    """Return an axis between two round values that contains all `values` and `include`."""
     low, high = min([*values, *include]), max([*values, *include])
     if low == high:
         pad = abs(low) * 0.1 or 1.0
@@ -41,7 +41,7 @@ def linear_axis(
 
 
 def step_axis(steps: Sequence[int], *, start: float, end: float) -> Axis:
-    """Return the axis of training steps: exactly from the first to the last one, ticks at whole steps."""
+    """Return the axis of training steps, from the first to the last step, with ticks at whole steps."""
     low, high = min(steps), max(steps)
     if low == high:
         return Axis(low=low - 1, high=high + 1, ticks=(float(low),), start=start, end=end)
@@ -71,7 +71,7 @@ def nice_step(raw: float) -> float:
 
 
 def format_number(value: float, *, digits: int = 3) -> str:
-    """Write a number with `digits` significant digits, thousands as k and M, tiny ones with an exponent."""
+    """Return a number as text with `digits` significant digits: k and M for large, an exponent for tiny numbers."""
     size = abs(value)
     if size == 0:
         return "0"
@@ -87,7 +87,7 @@ def format_number(value: float, *, digits: int = 3) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration: 0.42 s, 5.3 s, 3 min 20 s, 40 min, 2 h 05 min."""
+    """Return a duration as text: 0.42 s, 5.3 s, 3 min 20 s, 40 min or 2 h 05 min."""
     if seconds < 1:
         return f"{seconds:.2f} s"
     if seconds < 60:

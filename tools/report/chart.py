@@ -1,7 +1,7 @@
 """Small charts as inline SVG: no script, no network, colours from the page's style so that dark mode works.
 
-A chart is drawn in a fixed coordinate system and scaled by the browser. Hovering a step shows its values: each step has
-an invisible band whose tip the style sheet reveals.
+A chart is drawn in fixed coordinates, which the browser scales. Hovering over a step shows its values: each step has an
+invisible band whose tip the style sheet reveals.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tools.report.load import Column
 WIDTH, HEIGHT = 560, 236
 LEFT, RIGHT, TOP, BOTTOM = 50, 14, 20, 34
 MAX_BANDS = 160  # hover bands of one chart; more steps share a band
-SMOOTH_OVER = 24  # points from which a noisy curve gets a running mean
+SMOOTH_OVER = 24  # a noisy curve with at least so many points gets a running mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Series:
     color: int
     is_dashed: bool = False
     has_points: bool = False
-    is_smoothed: bool = False  # draw the raw values faint under a running mean
+    is_smoothed: bool = False  # draw a running mean over faint raw values
 
 
 def line_chart(
@@ -41,7 +41,7 @@ def line_chart(
     include: Sequence[float] = (),
     note: str = "",
 ) -> str:
-    """Return a figure with one curve per series; empty series are left out, no data at all is said so."""
+    """Return a figure with one curve per series. Empty series are left out; without any data the figure says so."""
     series = [one for one in series if one.column.values]
     if not series:
         return _figure(title, unit, note, "", '<p class="nothing">not measured in this run</p>')
@@ -71,10 +71,10 @@ def stacked_chart(
     note: str = "",
     highest: float = 0.0,
 ) -> str:
-    """Return a figure with one bar per step (neighbouring steps averaged when there are many), parts on top.
+    """Return a figure with one bar per step and its parts stacked; many steps share bars, which show their means.
 
-    The colour of a part is its place in `parts`; one that is always zero is left out. The legend shows means. Charts
-    that are compared share an axis by the same `highest` value.
+    The place of a part in `parts` decides its colour; a part that is always zero is left out. The legend shows means.
+    Charts with the same `highest` value have the same axis, so that they can be compared.
     """
     colors = {label: color for color, label in enumerate(parts)}
     parts = {label: values for label, values in parts.items() if any(values)}
@@ -108,7 +108,7 @@ def stacked_chart(
 
 
 def share_bar(parts: Sequence[tuple[str, float, str]]) -> str:
-    """Return one horizontal bar of (label, share, style class) with the labels of the parts that are wide enough."""
+    """Return one horizontal bar of (label, share, style class) parts; only wide parts show their labels."""
     cells = []
     for label, share, style in parts:
         if share <= 0.0005:
@@ -120,7 +120,7 @@ def share_bar(parts: Sequence[tuple[str, float, str]]) -> str:
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Return the mean of up to `window` values ending at each one."""
+    """Return for each value the mean of the last `window` values up to it."""
     means = []
     for end in range(1, len(values) + 1):
         part = values[max(0, end - window) : end]

@@ -1,4 +1,4 @@
-"""Reads a run directory, whatever its state: running, killed in the middle of a line, or one step old."""
+"""Reads a run directory in any state: a run in progress, one killed in the middle of a line, one with a single step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """The steps that have one metric, and its values there."""
+    """One metric over the steps that have it."""
 
     steps: tuple[int, ...]
     values: tuple[float, ...]
@@ -35,17 +35,17 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """All that the page shows of one run."""
+    """All data of one run that the page shows."""
 
     name: str
-    records: tuple[StepRecord, ...]  # by step, each once
+    records: tuple[StepRecord, ...]  # one per step, ascending
     rollouts: Mapping[str, Sequence[Mapping[str, Any]]]  # "train" | "val" -> sampled rollouts
-    resolved: Mapping[str, Any]  # resolved.json; empty when it is not there
-    lock: Mapping[str, Any]  # run.lock.json; empty when it is not there
+    resolved: Mapping[str, Any]  # resolved.json; empty when the file is missing
+    lock: Mapping[str, Any]  # run.lock.json; empty when the file is missing
     warnings: tuple[str, ...]
 
     def column(self, key: str) -> Column:
-        """Return the course of one metric; empty when no step has it."""
+        """Return one metric over all steps; empty when no step has it."""
         found = [(record.step, record.values[key]) for record in self.records if key in record.values]
         return Column(steps=tuple(step for step, _ in found), values=tuple(value for _, value in found))
 
@@ -68,14 +68,14 @@ class RunData:
 def load_run(run_dir: Path) -> RunData:
     """Read everything under `run_dir`; raises `InputError` when there is no run or no finished step."""
     if not run_dir.is_dir():
-        raise _no_run(run_dir, "no such directory", "the directory of a run, results/<EXP_NAME>")
+        raise _no_run(run_dir, "there is no such directory")
     metrics_path = run_dir / "metrics.jsonl"
     if not metrics_path.exists():
-        raise _no_run(run_dir, "no metrics.jsonl in it", "a run that has logged its first step")
+        raise _no_run(run_dir, "it holds no metrics.jsonl")
     warnings: list[str] = []
     records = _merge_steps(_read_lines(metrics_path, warnings))
     if not records:
-        raise _no_run(metrics_path, "no complete line", "a run that has logged its first step")
+        raise _no_run(metrics_path, "it has no complete line")
     return RunData(
         name=run_dir.resolve().name,
         records=records,
@@ -90,28 +90,22 @@ def load_run(run_dir: Path) -> RunData:
 
 
 def load_steps(metrics_path: Path) -> tuple[StepRecord, ...]:
-    """Return the steps logged so far, none when there is no file yet; what cannot be read is left out."""
+    """Return the steps logged so far; empty without a file. Lines that cannot be read are left out."""
     return _merge_steps(_read_lines(metrics_path, [], missing_is_fine=True))
 
 
-def _no_run(where: Path, got: str, expected: str) -> InputError:
-    return InputError(
-        Problem(
-            where=str(where),
-            got=got,
-            expected=expected,
-            fix="check --run-dir; a run that has just started logs its first line after its first step (see logs/)",
-        )
-    )
+def _no_run(where: Path, wrong: str) -> InputError:
+    fix = "give results/<EXP_NAME> of a run that has done a step; logs/ in it shows what a run does before that"
+    return InputError(Problem(where=str(where), wrong=wrong, fix=fix))
 
 
 def _read_lines(path: Path, warnings: list[str], *, missing_is_fine: bool = False) -> list[dict[str, Any]]:
-    """Return the JSON objects of a file; a last line still being written is skipped, a damaged one is reported."""
+    """Return the JSON objects of a file; an incomplete last line is skipped, a damaged line adds a warning."""
     if missing_is_fine and not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")
     objects = []
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is not a whole line
+    for number, line in enumerate(lines[:-1], start=1):  # the text after the last newline is an incomplete line
         try:
             record = json.loads(line)
             record["step"] = int(record["step"])
@@ -144,7 +138,7 @@ def _merge_steps(lines: Sequence[Mapping[str, Any]]) -> tuple[StepRecord, ...]:
 
 def _read_object(path: Path, warnings: list[str]) -> dict[str, Any]:
     if not path.exists():
-        warnings.append(f"{path.name} is not there: the page cannot say what produced this run")
+        warnings.append(f"{path.name} is missing: the page cannot say what produced this run")
         return {}
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))

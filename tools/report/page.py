@@ -1,4 +1,4 @@
-"""Puts the page together: summary, curves, tables, samples, provenance, in the order a reader asks."""
+"""Assembles the page: summary, curves, tables, samples and provenance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools.report.load import Column, RunData
 from tools.report.samples import samples
 
 STYLE_FILE = Path(__file__).with_name("report.css")
-MAX_NON_FINITE = 8  # steps named per metric
+MAX_NON_FINITE = 8  # steps listed per metric
 
 
 def render(run: RunData, *, min_gain: float | None = None) -> str:
@@ -98,7 +98,7 @@ def _off_policy_charts(run: RunData) -> Iterator[str]:
         ],
         unit="nats, log scale",
         is_log=True,
-        note="At the current weights, so one push of weight lag is part of it.",
+        note="The policy has its current weights, so a lag of one refit is included.",
     )
     yield line_chart(
         "Trajectory age",
@@ -109,7 +109,7 @@ def _off_policy_charts(run: RunData) -> Iterator[str]:
         ],
         unit="weight versions",
         include=(0.0, 1.0),
-        note="Tokens are younger than their group when weights were pushed while it was generating.",
+        note="Tokens are younger than their group when a refit came while the group was generated.",
     )
 
 
@@ -146,7 +146,7 @@ def _agent_chart(run: RunData) -> str:
 def _phase_chart(run: RunData) -> str:
     steps = summary.trained(run)
     per_step = [summary.phase_seconds(record) for record in steps]
-    names = [*(name for name in PHASES.values() if name != "wait"), "other", "wait"]  # waiting on top, in grey
+    names = [*(name for name in PHASES.values() if name != "wait"), "other", "wait"]  # waiting is drawn on top, in grey
     parts = {name: [seconds.get(name, 0.0) for seconds in per_step] for name in names}
     return stacked_chart(
         "Seconds per step",
@@ -180,7 +180,7 @@ def _warnings(run: RunData) -> str:
 
 
 def _provenance(run: RunData) -> str:
-    """Return the lock as a table and the resolved configuration folded."""
+    """Return run.lock.json as a table, and the resolved configuration folded."""
     rows = "".join(
         f"<tr><td>{escape(key)}</td><td><code>{escape(value)}</code></td></tr>" for key, value in _lock_rows(run.lock)
     )
@@ -190,7 +190,7 @@ def _provenance(run: RunData) -> str:
 
 
 def _lock_rows(lock: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the leaves under dotted keys; the packages are one row."""
+    """Yield (dotted key, text) of every leaf; all packages are one row."""
     for key, value in lock.items():
         if key == "packages" and isinstance(value, Mapping):
             yield key, ", ".join(f"{name} {version}" for name, version in value.items())

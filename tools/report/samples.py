@@ -1,6 +1,6 @@
-"""Sampled rollouts as cards: the same held-out prompts before and after training, then training prompts early and late.
+"""Sampled rollouts as cards: held-out prompts before and after training, then training prompts early and late.
 
-Text comes from a model: it is escaped, special tokens are shown as tokens, control characters by their code.
+The text comes from a model: it is escaped, special tokens are marked, control characters are shown by their code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tools.report.load import RunData
 
 MAX_PAIRS = 4
 MAX_TRAIN = 3  # of the first and of the last step each
-MAX_CHARACTERS = 3000  # of one text; the end of an answer is kept, the verdict is usually there
+MAX_CHARACTERS = 3000  # of one text; its end is kept, where the final answer usually is
 SPECIAL_TOKEN = re.compile(r"&lt;/?(?:\|[\w .:-]{1,40}\||think|tools?|tool_call|tool_response|s|pad|unk|bos|eos)&gt;")
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
@@ -40,7 +40,7 @@ def samples(run: RunData) -> str:
 
 
 def before_and_after(rollouts: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
-    """Return (first, last) rollout of each prompt that has two steps: agents in turn, changed rewards first."""
+    """Return (first, last) rollout of each prompt sampled at two steps: agents in turn, changed rewards first."""
     by_prompt: dict[str, list[Sample]] = {}
     for rollout in rollouts:
         by_prompt.setdefault(str(rollout.get("prompt_id")), []).append(rollout)
@@ -75,7 +75,7 @@ def _agents_in_turn(pairs: Iterable[tuple[Sample, Sample]]) -> list[tuple[Sample
 
 
 def _varied(rollouts: Sequence[Sample]) -> list[Sample]:
-    """Order rollouts so that the first few differ: one without a verdict, a best, a worst, then the rest."""
+    """Order rollouts so that the first ones differ: a best, a worst, one without a verdict, then the rest."""
     scored = sorted((one for one in rollouts if one.get("reward") is not None), key=lambda one: -float(one["reward"]))
     failed = [one for one in rollouts if one.get("reward") is None]
     picked = [*scored[:1], *scored[:0:-1][:1], *failed[:1]]

@@ -1,4 +1,4 @@
-"""The top of the page: what the run is, whether it learned, and the numbers a reader asks for first."""
+"""The top of the page: the run's name and state, whether it learned, and the most important numbers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def gain_of(run: RunData, metric: str, agent: str = "") -> Gain | None:
 
 
 def phase_seconds(record: StepRecord) -> dict[str, float]:
-    """Return the seconds of one step per short phase name; what no phase covers is `other`."""
+    """Return the seconds of one step per short phase name; `other` is the time outside all phases."""
     values = record.values
     seconds = {short: values[TIMING_PREFIX + name] for name, short in PHASES.items() if TIMING_PREFIX + name in values}
     total = values.get(TIMING_PREFIX + "total_step_time")
@@ -52,7 +52,7 @@ def phase_seconds(record: StepRecord) -> dict[str, float]:
 
 
 def trained(run: RunData) -> list[StepRecord]:
-    """Return the records of optimizer steps: not the validation before training."""
+    """Return the records of optimizer steps, without the validation before training."""
     return [record for record in run.records if record.step > 0 and TIMING_PREFIX + "policy_training" in record.values]
 
 
@@ -68,7 +68,7 @@ def header(run: RunData, *, min_gain: float | None) -> str:
 
 
 def tiles(run: RunData) -> str:
-    """Return the row of headline numbers."""
+    """Return the tiles with the headline numbers."""
     steps = trained(run)
     found: list[tuple[str, str, str]] = []
     for label, metric in (("held-out reward", SAMPLED), ("held-out, greedy", GREEDY)):
@@ -103,7 +103,7 @@ def tiles(run: RunData) -> str:
 
 
 def shares(run: RunData) -> str:
-    """Return where the time of the training steps went, for the policy and for the engines."""
+    """Return the shares of the step time by activity, for the policy and for the engines."""
     steps = trained(run)
     spent: dict[str, float] = {}
     for record in steps:
@@ -112,7 +112,7 @@ def shares(run: RunData) -> str:
     total = sum(spent.values())
     if not total:
         return ""
-    # The class names pick the same colours as in the chart of seconds per step.
+    # These classes give the colours of the chart of seconds per step.
     names = [
         ("train", "train", "c4"),
         ("log-probs", "logp", "c3"),
@@ -133,7 +133,7 @@ def shares(run: RunData) -> str:
 
 
 def validation_table(run: RunData) -> str:
-    """Return held-out reward per agent, first and last measurement, sampled and greedy."""
+    """Return the table of held-out rewards per agent: first and last measurement, sampled and greedy."""
     overall = gain_of(run, SAMPLED)
     if overall is None:
         return ""
@@ -150,7 +150,7 @@ def validation_table(run: RunData) -> str:
 
 
 def status_table(run: RunData) -> str:
-    """Return how the rollouts of all steps ended, and reasons of sampled ones that got no verdict."""
+    """Return the table of how rollouts ended, with the reason of a sampled one for each status."""
     prefix = "train/rollout_status/"
     names = sorted({key[len(prefix) :] for record in run.records for key in record.values if key.startswith(prefix)})
     counts = {name: sum(run.column(prefix + name).values) for name in names}
@@ -172,7 +172,7 @@ def status_table(run: RunData) -> str:
 
 def _verdict(gain: Gain | None, min_gain: float | None) -> tuple[str, str]:
     if gain is None:
-        return "neutral", "no validation was run, so there is no held-out gain to report"
+        return "neutral", "the run has no validation, so it has no held-out gain"
     if gain.first_step == gain.last_step:
         return "neutral", f"held-out reward {gain.after:.3f} at step {gain.last_step}; a gain needs a second validation"
     text = (
@@ -225,7 +225,7 @@ def _lost(run: RunData) -> tuple[float, float]:
 
 
 def _weighted(steps: Sequence[StepRecord], key: str) -> float | None:
-    """Return the mean of a share over the steps that have it, weighted with their seconds."""
+    """Return the mean of a share over the steps that have it, weighted by their seconds."""
     found = [(record.values[key], _total(record)) for record in steps if key in record.values]
     seconds = sum(weight for _, weight in found)
     return sum(value * weight for value, weight in found) / seconds if seconds else None
@@ -261,7 +261,7 @@ def _gain_cells(gain: Gain | None, *, has_bar: bool = False) -> str:
 
 
 def track(before: float, after: float) -> str:
-    """Draw two values on a 0..1 track; those outside are drawn at its ends."""
+    """Draw two values on a track from 0 to 1; values outside are drawn at its ends."""
     before, after = (100 * min(max(value, 0.0), 1.0) for value in (before, after))
     low, high = min(before, after), max(before, after)
     style = "up" if after >= before else "down"

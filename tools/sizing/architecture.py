@@ -1,6 +1,7 @@
-"""The sizes of a model that memory and speed follow from: read from a Hugging Face config.json, or as published.
+"""The sizes of a model that decide memory and speed: read from a Hugging Face config.json, or as published.
 
-A layer is one of four kinds: attention, Mamba-2, experts, or a plain MLP. A usual transformer layer counts as two.
+A layer is one of four kinds: attention, Mamba-2, experts (MoE), or MLP. A usual transformer layer counts as two layers:
+attention, and experts or an MLP.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from typing import Any
 from recipes.errors import InputError, Problem
 
 _PATTERN = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}  # characters of hybrid_override_pattern
-_GATED = ("silu", "swiglu", "gelu_pytorch_tanh")  # activations of gated MLPs: three matrices instead of two
+_GATED = ("silu", "swiglu", "gelu_pytorch_tanh")  # activations of gated MLPs, which have three matrices, not two
 _DENSE = ("qwen2", "qwen3", "llama", "mistral")
 _SPARSE = ("qwen3_moe", "qwen2_moe")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """One model. Sizes are elements; sizes of kinds of layers that it lacks are 0."""
+    """One model. Sizes are numbers of elements; those of kinds of layers that the model lacks are 0."""
 
     name: str
     hidden: int
     vocab: int
-    is_tied: bool  # output layer = embedding
+    is_tied: bool  # the output layer shares the weights of the embedding
     attention_layers: int
     query_heads: int = 0
     kv_heads: int = 0
@@ -39,7 +40,7 @@ class Architecture:
     experts: int = 0
     experts_per_token: int = 0
     expert_size: int = 0  # intermediate size of one expert
-    expert_hidden: int = 0  # what goes in and out of an expert: the latent size, else hidden
+    expert_hidden: int = 0  # input and output size of an expert: the latent size if there is one, else hidden
     shared_size: int = 0  # intermediate size of the shared expert
     mamba_layers: int = 0
     mamba_heads: int = 0
@@ -58,7 +59,7 @@ class Architecture:
 
     @property
     def matrices(self) -> int:
-        """Matrices of an MLP: up and down, and a gate."""
+        """Number of matrices of an MLP: up, down, and a gate if it is gated."""
         return 3 if self.is_gated else 2
 
     @property
@@ -80,13 +81,13 @@ class Architecture:
 
     @property
     def moe_shared_parameters(self) -> int:
-        """Parameters of one layer of experts besides the experts: router, shared expert, to and from the latent."""
+        """Parameters of an MoE layer apart from its experts: router, shared expert, latent projections."""
         latent = 2 * self.hidden * self.expert_hidden if self.expert_hidden != self.hidden else 0
         return self.hidden * self.experts + self.matrices * self.hidden * self.shared_size + latent
 
     @property
     def dense_parameters(self) -> int:
-        """Parameters that tensor parallelism splits: everything but the experts."""
+        """Parameters that tensor parallelism splits: all but those of the experts."""
         return (
             (1 if self.is_tied else 2) * self.vocab * self.hidden
             + self.attention_layers * self.attention_parameters
@@ -106,7 +107,7 @@ class Architecture:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token is multiplied with; its embedding is a look-up."""
+        """Parameters that one token is multiplied with. The embedding does not count: it is a look-up."""
         used = self.moe_layers * self.experts_per_token * self.expert_parameters
         return self.dense_parameters - (0 if self.is_tied else self.vocab * self.hidden) + used
 
@@ -136,12 +137,12 @@ SUPER = Architecture(
 
 
 def read_architecture(model: Path) -> Architecture:
-    """Read a model directory's config.json; raises `InputError` for a kind of model that is not known here."""
+    """Read a model directory's config.json; raises `InputError` for an unknown kind of model."""
     path = model / "config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        problem = Problem(where=str(path), got=str(error), expected="a config.json", fix="check MODEL_PATH")
+        problem = Problem(where=str(path), wrong=f"it cannot be read ({error})", fix="check MODEL_PATH")
         raise InputError(problem) from error
     kind = str(config.get("model_type"))
     try:
@@ -150,18 +151,18 @@ def read_architecture(model: Path) -> Architecture:
         if kind in _DENSE + _SPARSE:
             return _transformer(config, model.name)
     except KeyError as error:
-        problem = Problem(where=str(path), got=f"no key {error}", expected=f"what {kind} has", fix="check the model")
+        problem = Problem(where=str(path), wrong=f"a {kind} model needs the key {error}", fix="check the model")
         raise InputError(problem) from error
     known = ", ".join(("nemotron_h", *_DENSE, *_SPARSE))
     raise InputError(
         Problem(
-            where=f"{path}: model_type", got=kind, expected=known, fix="memory cannot be told for this kind of model"
+            where=f"{path}: model_type", got=kind, expected=known, fix="sizes are known only for these kinds of models"
         )
     )
 
 
 def _hybrid(config: Mapping[str, Any], name: str) -> Architecture:
-    """Return a Nemotron-H model: a pattern says which kind each layer is."""
+    """Return a Nemotron-H model, whose layer pattern names the kind of each layer."""
     pattern = config.get("hybrid_override_pattern")
     kinds = [_PATTERN[mark] for mark in pattern] if pattern else config["layers_block_type"]
     count = Counter(str(kind) for kind in kinds)
@@ -194,7 +195,7 @@ def _hybrid(config: Mapping[str, Any], name: str) -> Architecture:
 
 
 def _transformer(config: Mapping[str, Any], name: str) -> Architecture:
-    """Return a usual transformer, with experts in every layer when it has experts."""
+    """Return a transformer whose layers all have an MLP, or all have experts."""
     hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
     is_sparse = config["model_type"] in _SPARSE
     return Architecture(

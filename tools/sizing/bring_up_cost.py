@@ -1,10 +1,10 @@
-"""What starting a job on 64 or 183 nodes costs, without the nodes: controller calls, barrier time, logs.
+"""The cost of starting a job on 64 or 183 nodes, measured without the nodes: controller calls, barrier time, logs.
 
     python -m tools.sizing.bring_up_cost [--nodes 64 183]
 
-A real Ray head is started on this machine with the settings of that many nodes, and as many light nodes as the job has
-workers register with its GCS, all at once: they speak the control protocol and nothing else. The launcher's own barrier
-then waits for all of them. What this measures is printed as measured, what it cannot measure as assumed.
+It starts a real Ray head on this machine with the settings for that many nodes. For each worker of the job a light node
+registers with the head's GCS, all at once; light nodes speak the control protocol and do nothing else. Then the barrier
+of a real job waits for all of them. The output separates measured from assumed numbers.
 
     who                 asks whom           what, how often
     sbatch, 3 x srun    slurmctld           CONTROLLER_CALLS in all: one step for all workers, whatever their number
@@ -15,9 +15,9 @@ then waits for all of them. What this measures is printed as measured, what it c
     the barrier         GCS                 the list of nodes, 4 times per second, from one process
     the barrier         driver.log          one line per node that joined, and per sandbox
 
-The controller's calls are counted by tests/functional/test_bringup.py with a real slurmctld at 2 and at 64 nodes: the
-same number, of the same kinds; the same was seen by hand with 183 slurmds on two cores. Slurm's own messages come on
-top: at the end of any job MESSAGE_EPILOG_COMPLETE, one per node.
+tests/functional/test_bringup.py counts the calls to a real slurmctld at 2 and at 64 nodes: their number and kinds are
+the same, as they were by hand with 183 slurmds on two cores. Slurm's own messages are not counted: at the end of a job
+each node sends MESSAGE_EPILOG_COMPLETE.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from tools.command_line import exit_status
 from tools.job.barrier import wait_for_nodes
 from tools.job.bring_up import Timeline
 
-CONTROLLER_CALLS = 13  # of a job without containers and sandbox: 3 for each of 3 steps; submission, 2 queries, end
+CONTROLLER_CALLS = 13  # without containers and sandbox: 3 for each of 3 steps, submission, 2 queries, end
 NODE_LOG_BYTES = 1264  # ray_worker_NODE.log of a healthy node, measured on the two-node test cluster
-RAY_LOG_BYTES, RAY_LOG_FILES = 81211, 19  # of ray_NODE, copied off the node when the job ends; the same cluster
+RAY_LOG_BYTES, RAY_LOG_FILES = 81211, 19  # ray_NODE, copied from each node when the job ends; the same cluster
 GPUS_PER_NODE, CORES_PER_NODE = 8, 112
 _STEADY_SECONDS = 10.0
 _DEADLINE_SECONDS = 120.0
@@ -58,32 +58,32 @@ _ATTEMPT_SECONDS = 300.0  # for one cluster, from its head to its figures
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What was measured with one number of nodes."""
+    """The measurements with one number of nodes."""
 
     num_nodes: int
     register_seconds: float  # for all light nodes at once, until GCS has answered the last
-    barrier_seconds: float  # of the barrier, from its connection to the head to the last node
-    poll_seconds: float  # of one question for the list of nodes
-    reply_bytes: int  # of the answer
+    barrier_seconds: float  # from the barrier's connection to the head until it has seen the last node
+    poll_seconds: float  # of one request for the list of nodes
+    reply_bytes: int  # of its answer
     barrier_log_bytes: int
     checks_per_second: float  # health checks from GCS, all nodes together
-    loads_per_second: float  # questions for the load
+    loads_per_second: float  # requests for the load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumed:
-    """What no test here can measure; every field is an option."""
+    """Assumed numbers, which nothing on this machine can measure; each field is an option of the command."""
 
     slurm_seconds: float = (
         4.0  # from the submission until the last node's program runs; 3.9 s at 183 nodes on two cores
     )
-    image_gb: float = 3.0  # that a node reads of its container image before Python runs
+    image_gb: float = 3.0  # read by each node from its container image before Python runs
     file_system_gb_per_second: float = 50.0  # for all nodes together
     ray_seconds: float = 10.0  # from Python's start until a node has registered; 8 s on two cores for two nodes
 
 
 def measure(num_nodes: int) -> Figures:
-    """Start a head, register light nodes, wait with the barrier; raises `RunError` when that fails."""
+    """Measure one number of nodes in a process of its own; raises `RunError` when that fails."""
     with tempfile.TemporaryDirectory(prefix="bringup-") as directory:
         out = Path(directory) / "figures.json"
         inside = (sys.executable, "-m", "tools.sizing.bring_up_cost", "--inside", str(out), "--nodes", str(num_nodes))
@@ -104,14 +104,14 @@ def measure(num_nodes: int) -> Figures:
 
 
 class LightNodes:
-    """Nodes that register with a GCS and answer its health checks; all share one server."""
+    """Nodes that register with a GCS and answer its health checks; one server answers for all of them."""
 
     def __init__(self, address: str, token: str) -> None:
-        # Imported here: a login node plans without them.
+        # Imported here: `make plan` on a login node has no Ray.
         from ray.core.generated import gcs_service_pb2_grpc
 
         grpc: Any = importlib.import_module("grpc")  # has no types
-        self.asked: Counter[str] = Counter()  # by method
+        self.asked: Counter[str] = Counter()  # number of requests by method
         self._metadata = (("authorization", f"Bearer {token}"),)
         self._server = grpc.server(ThreadPoolExecutor(max_workers=4))
         self._server.add_generic_rpc_handlers((self._handler(grpc),))
@@ -124,7 +124,7 @@ class LightNodes:
         asked = self.asked
 
         class Raylet(grpc.GenericRpcHandler):  # type: ignore[misc]
-            """Says that it serves; every other method is not implemented."""
+            """Answers health checks; every other method is not implemented."""
 
             def service(self, details: Any) -> Any:
                 asked[details.method.rsplit("/", 1)[-1]] += 1
@@ -161,7 +161,7 @@ class LightNodes:
         self._gcs.RegisterNode(request, metadata=self._metadata, timeout=_DEADLINE_SECONDS)
 
     def reply_bytes(self) -> int:
-        """Return the size of the answer that the barrier asks for."""
+        """Return the size of the answer to the barrier's request."""
         from ray.core.generated import gcs_service_pb2
 
         request = gcs_service_pb2.GetAllNodeInfoRequest()
@@ -169,13 +169,13 @@ class LightNodes:
         return int(reply.ByteSize())
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop the server."""
         self._channel.close()
         self._server.stop(None).wait()
 
 
 def measure_inside(num_nodes: int) -> Figures:
-    """Measure against the head at RAY_ADDRESS."""
+    """Measure with the head at RAY_ADDRESS."""
     import ray
 
     address = os.environ["RAY_ADDRESS"]
@@ -224,12 +224,12 @@ def start_seconds(found: Figures, assumed: Assumed) -> float:
 
 
 def table(found: Sequence[Figures], assumed: Assumed) -> str:
-    """Return the figures of all sizes side by side."""
+    """Return the measurements of all sizes side by side."""
     rows = [
         ("nodes", [f"{one.num_nodes}" for one in found]),
         ("calls to slurmctld", [f"{CONTROLLER_CALLS}" for _ in found]),
         ("all nodes registered with GCS in", [f"{one.register_seconds:.2f} s" for one in found]),
-        ("barrier, when all are there already", [f"{one.barrier_seconds:.2f} s" for one in found]),
+        ("barrier, after all have registered", [f"{one.barrier_seconds:.2f} s" for one in found]),
         ("one poll of the barrier", [f"{1000 * one.poll_seconds:.1f} ms" for one in found]),
         ("its answer", [f"{one.reply_bytes / 1000:.1f} kB" for one in found]),
         ("health checks of GCS", [f"{one.checks_per_second:.0f}/s" for one in found]),
@@ -254,9 +254,9 @@ def table(found: Sequence[Figures], assumed: Assumed) -> str:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, nargs="+", default=[64, 183], help="sizes to measure")
-    parser.add_argument("--json", action="store_true", help="for scripts")
-    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)  # beside the head, writes the figures there
+    parser.add_argument("--nodes", type=int, nargs="+", default=[64, 183], help="numbers of nodes to measure")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)  # the file to write to
     for field in fields(Assumed):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=float, default=field.default)
     return parser.parse_args(argv)

@@ -1,10 +1,10 @@
-"""Speeds for the simulator from a run that was measured, and what it then predicts for other settings of the loop.
+"""Take the speeds of the simulator from a measured run, and compare its forecast with another measured run.
 
     python -m tools.sizing.calibrate --from RUN_DIR --against RUN_DIR [--max-age N --environment-seconds S]
 
-The decode speed comes from a wave of rollouts that start together, n(i) of which are still running at their i-th token:
-the median and the longest rollout of a step last a*L + b*sum(n(i)) up to their own length, two equations for the
-seconds of one iteration, decode_seconds(n) = a + b*n. Lengths are drawn from the sampled rollouts of the run.
+One iteration of an engine with n sequences takes decode_seconds(n) = a + b*n. All rollouts of a step start together,
+and n(i) of them still run at their i-th token. So a rollout of length L lasts a*L + b*sum(n(i), i <= L): the durations
+of the median and of the longest rollout give two equations for a and b. Lengths are drawn from the sampled rollouts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tools.command_line import exit_status
 from tools.report.load import RunData, StepRecord, load_run
 from tools.sizing.simulator import Forecast, Loop, forecast
 
-WARMUP_STEPS = 2  # of a measured run: the pipeline fills, and everything is called for the first time
-_EXTRA = ("validation", "checkpointing")  # phases of some steps only: such steps are left out
+WARMUP_STEPS = 2  # left out: the pipeline still fills
+_EXTRA = ("validation", "checkpointing")  # steps with these phases are left out
 _NOT_TRAINING = ("exposed_generation", "weight_sync", "total_step_time", *_EXTRA)
 
 
@@ -39,7 +39,7 @@ class Measured:
 
 
 def steady_steps(run: RunData) -> list[StepRecord]:
-    """Return the training steps without the first ones and without those that validated or saved."""
+    """Return the training steps after the warm-up that neither validated nor saved."""
     steps = [record for record in run.records if TIMING_PREFIX + "policy_training" in record.values][WARMUP_STEPS:]
     kept = [step for step in steps if not any(step.values.get(TIMING_PREFIX + name, 0.0) > 0.0 for name in _EXTRA)]
     if kept:
@@ -47,15 +47,14 @@ def steady_steps(run: RunData) -> list[StepRecord]:
     raise InputError(
         Problem(
             where=run.name,
-            got=f"{len(steps)} steps after the first {WARMUP_STEPS}, each with a validation or a save",
-            expected="steps that only generate and train",
+            wrong=f"each of its {len(steps)} steps after the first {WARMUP_STEPS} validates or saves",
             fix="choose a longer run, or one with grpo.val_period=0",
         )
     )
 
 
 def measured(run: RunData) -> Measured:
-    """Return what the simulator is to predict."""
+    """Return the averages that the simulator predicts."""
     steps = steady_steps(run)
     seconds = [step.values[TIMING_PREFIX + "total_step_time"] for step in steps]
     waits = [step.values[TIMING_PREFIX + "exposed_generation"] for step in steps]
@@ -73,7 +72,10 @@ def measured(run: RunData) -> Measured:
 
 
 def measured_loop(run: RunData, *, max_age: int, environment_seconds: float = 0.0, num_engines: int = 1) -> Loop:
-    """Return the loop of a run with the speeds it had; environments take uniformly 0.2 to 1.8 of the extra seconds."""
+    """Return the loop of a run with its measured speeds.
+
+    An environment takes `environment_seconds` longer on average, uniformly between 0.2 and 1.8 of them.
+    """
     steps = steady_steps(run)
     lengths = [float(rollout["num_generated_tokens"]) for rollout in run.rollouts["train"]]
     prompts = round(_mean(steps, "train/num_groups"))
@@ -88,7 +90,7 @@ def measured_loop(run: RunData, *, max_age: int, environment_seconds: float = 0.
         num_engines=num_engines,
         max_num_seqs=rollouts,
         decode_seconds=lambda n: fixed + per_sequence * n,
-        prefill_seconds=0.0,  # it is within the measured waves
+        prefill_seconds=0.0,  # included in the measured durations
         draw_tokens=lambda random: random.choice(lengths),
         turns=1,
         draw_environment_seconds=lambda random: verifier + environment_seconds * random.uniform(0.2, 1.8),
@@ -98,7 +100,7 @@ def measured_loop(run: RunData, *, max_age: int, environment_seconds: float = 0.
 
 
 def decode_speed(steps: Sequence[StepRecord], lengths: Sequence[float], *, wave: int) -> tuple[float, float]:
-    """Return seconds of one iteration, a + b * n, of an engine that starts `wave` rollouts at once."""
+    """Return (a, b) of decode_seconds(n) = a + b * n, in seconds, for an engine that starts `wave` rollouts at once."""
     # The expected number of rollouts still running at their i-th token, and its sum up to the median and the longest.
     longest = round(_mean(steps, "train/gen_tokens_per_sample/max"))
     median = max(1, round(statistics.median(lengths)))
@@ -111,13 +113,13 @@ def decode_speed(steps: Sequence[StepRecord], lengths: Sequence[float], *, wave:
     determinant = median * late - (longest - median) * early
     a = (first * late - rest * early) / determinant if determinant else 0.0
     b = (median * rest - (longest - median) * first) / determinant if determinant else first / early
-    if a < 0 or b < 0:  # noise: one of the two explains the whole wave
+    if a < 0 or b < 0:  # noise: let one of the two terms explain everything
         a, b = (0.0, end / (early + late)) if a < 0 else (end / longest, 0.0)
     return a, b
 
 
 def _training_seconds(step: StepRecord) -> float:
-    """Return what the loop does between having its groups and pushing the weights."""
+    """Return the seconds between having all groups and the refit."""
     waits = step.values[TIMING_PREFIX + "exposed_generation"] + step.values[TIMING_PREFIX + "weight_sync"]
     return step.values[TIMING_PREFIX + "total_step_time"] - waits
 
@@ -127,7 +129,7 @@ def _mean(steps: Sequence[StepRecord], key: str) -> float:
 
 
 def compare(found: Measured, predicted: Forecast) -> list[tuple[str, float, float]]:
-    """Return (what, measured, predicted) for everything that both have."""
+    """Return (name, measured, predicted) of each number."""
     speed = predicted.tokens_per_step / predicted.step_seconds
     return [
         ("seconds per step", found.step_seconds, predicted.step_seconds),

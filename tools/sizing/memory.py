@@ -1,10 +1,10 @@
 """Memory per GPU of a policy worker and of an engine, part by part, in bytes.
 
 Trainer: weights, gradients and optimizer state as Megatron's distributed optimizer keeps them, and the activations of
-one packed micro-batch. Engine: weights, and what is left of `gpu_memory_utilization` for KV cache and Mamba states.
-These are estimates; buffers of libraries are one assumed number. Compared with what the tiny policy allocates in a step
-on a CPU (tests/functional/test_memory.py), activations and logits came out 6 % too high with recomputation and 28 % too
-low without it, where the CPU's attention keeps its scores.
+one packed micro-batch. Engine: weights, and the rest of `gpu_memory_utilization` for KV cache and Mamba states.
+These are estimates; buffers of libraries are one assumed number. Compared with a step of the tiny policy on a CPU
+(tests/functional/test_memory.py), the estimate of activations and logits is 6 % too high with recomputation, and 28 %
+too low without it, because attention on the CPU keeps its scores.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from tools.sizing.architecture import Architecture
 
 GIB = 2**30
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1}
-_MAMBA_CHUNK = 128  # tokens; a state is kept for each chunk of a sequence during training
+_MAMBA_CHUNK = 128  # tokens; training keeps one state per chunk of a sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerMemory:
-    """Of one policy worker's GPU, in bytes."""
+    """Memory of one policy worker's GPU, in bytes."""
 
     weights: float
     gradients: float
     optimizer: float
     activations: float
     logits: float
-    other: float  # CUDA context, NCCL and allocator: an assumption
+    other: float  # assumed: CUDA context, NCCL and allocator
 
     @property
     def total(self) -> float:
@@ -38,10 +38,10 @@ class TrainerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """Of one GPU of an engine, in bytes, and how many sequences its caches hold."""
+    """Memory of one GPU of an engine, in bytes, and how many sequences its caches hold."""
 
     weights: float
-    other: float  # activations, graphs, communication: an assumption
+    other: float  # assumed: activations, graphs, communication
     cache: float
     cache_per_token: float
     state_per_sequence: float
@@ -51,25 +51,25 @@ class EngineMemory:
         return self.weights + self.other + self.cache
 
     def sequences(self, tokens: float) -> int:
-        """Return how many sequences of that length fit at once."""
+        """Return how many sequences of `tokens` tokens fit at once."""
         each = self.cache_per_token * tokens + self.state_per_sequence
         return max(0, int(self.cache / each)) if each else 0
 
 
 def trainer_memory(model: Architecture, config: Config, sizes: Derived, *, other: float) -> TrainerMemory:
-    """Return what one policy worker keeps while it trains a full micro-batch."""
+    """Return the memory of one policy worker while it trains a full micro-batch."""
     policy, megatron = config.policy, config.policy.megatron_cfg
     width = _BYTES[policy.precision]
     dense, experts, dense_copies, expert_copies = _local_parameters(model, megatron, sizes.train_gpus)
     optimizer = megatron.optimizer
-    # Adam: two moments in float32, and a float32 copy of weights that are kept in 16 bits.
+    # Adam keeps two float32 moments; weights in 16 bits have a float32 copy as well.
     each = (8 if optimizer.optimizer == "adam" else 4) + (4 if width < 4 else 0)
     shards = (dense_copies, expert_copies) if optimizer.use_distributed_optimizer else (1, 1)
     offloaded = optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0
     in_fp32 = megatron.distributed_data_parallel_config.grad_reduce_in_fp32
     tokens = policy.sequence_packing.train_mb_tokens / megatron.context_parallel_size
     vocabulary = model.vocab / megatron.tensor_model_parallel_size
-    # 16-bit logits and their gradient, and in 32 bits as many as are turned into log-probabilities at once.
+    # Logits and their gradient at the model's width, and one chunk of float32 logits for the log-probabilities.
     chunk = min(policy.logprob_chunk_size or tokens, tokens)
     logits = vocabulary * (tokens * 2 * width + chunk * 8) if megatron.defer_fp32_logits else vocabulary * tokens * 12
     return TrainerMemory(
@@ -83,10 +83,10 @@ def trainer_memory(model: Architecture, config: Config, sizes: Derived, *, other
 
 
 def _local_parameters(model: Architecture, megatron: MegatronConfig, gpus: int) -> tuple[float, float, int, int]:
-    """Return parameters of one GPU, dense and in experts, and how many GPUs hold a copy of each."""
+    """Return (dense parameters, expert parameters) of one GPU, and how many GPUs hold a copy of each."""
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     dense, experts = float(model.dense_parameters), float(model.all_expert_parameters)
-    if megatron.mtp_num_layers and megatron.mtp_use_repeated_layer:  # one attention layer and one of experts, repeated
+    if megatron.mtp_num_layers and megatron.mtp_use_repeated_layer:  # one attention and one MoE layer
         dense += model.attention_parameters + model.moe_shared_parameters + 2 * model.hidden**2
         experts += model.experts * model.expert_parameters
     expert_ways = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
@@ -99,30 +99,33 @@ def _local_parameters(model: Architecture, megatron: MegatronConfig, gpus: int) 
 
 
 def _activations(model: Architecture, megatron: MegatronConfig, tokens: float, width: int) -> float:
-    """Return the activations of `tokens` per GPU: the inputs of all layers and one layer's own, or those of all."""
+    """Return the bytes of activations for `tokens` tokens per GPU.
+
+    With recomputation these are the inputs of all layers and the activations of one; else the activations of all.
+    """
     tensor = megatron.tensor_model_parallel_size
     of_stream = tokens * model.hidden * width / (tensor if megatron.sequence_parallel else 1)
     own = layer_activations(model, tokens, width, tensor)
     counts = (model.attention_layers, model.mamba_layers, model.mlp_layers, model.moe_layers)
     stage = megatron.pipeline_model_parallel_size
     if megatron.activation_checkpointing:
-        # The largest layer is computed again with its gradients: twice its activations.
+        # The largest layer needs twice its activations, because it is computed again together with its gradients.
         largest = max((size for size, count in zip(own, counts, strict=True) if count), default=0.0)
         return model.num_layers / stage * of_stream + 2 * largest
-    # What goes into a layer and what its norm makes of it.
+    # Each layer also keeps its input and the output of its norm.
     return sum((2 * of_stream + size) * count for size, count in zip(own, counts, strict=True)) / stage
 
 
 def layer_activations(model: Architecture, tokens: float, width: int, tensor: int) -> tuple[float, float, float, float]:
-    """Return what one layer of each kind keeps on one GPU: attention, Mamba-2, MLP, experts."""
+    """Return the bytes that one layer of each kind keeps on one GPU: attention, Mamba-2, MLP, experts."""
     heads = 3 * (model.query_heads + model.kv_heads)  # queries and keys before and after rotation, values, output
     attention = tokens * heads * model.head_size * width / tensor
     mixed = model.mamba_inner + 2 * model.mamba_groups * model.mamba_state
     states = tokens / _MAMBA_CHUNK * model.mamba_inner * model.mamba_state * 4
     mamba = (tokens * (2 * mixed + 3 * model.mamba_inner) * width + states) / tensor
-    inner = model.matrices + 1  # what comes out of the matrices but the last, the activation, and the product or square
+    inner = model.matrices + 1  # outputs of all matrices but the last, of the activation and of the product
     mlp = tokens * inner * model.mlp_size * width / tensor
-    # Tokens are split over the tensor ranks before they are sent to experts; evenly routed, as many come back.
+    # Tokens are split over the tensor ranks before routing; with even routing each rank receives as many as it sends.
     routed = tokens / tensor * model.experts_per_token
     experts = routed * (2 * model.expert_hidden + inner * model.expert_size) * width
     shared = tokens * inner * model.shared_size * width / tensor
@@ -130,7 +133,7 @@ def layer_activations(model: Architecture, tokens: float, width: int, tensor: in
 
 
 def engine_memory(model: Architecture, config: Config, *, gpu: float, other: float) -> EngineMemory:
-    """Return what one GPU of an engine holds; `gpu` is its memory."""
+    """Return the memory of one GPU of an engine; `gpu` is the size of its memory in bytes."""
     vllm, extra = config.policy.generation.vllm_cfg, config.policy.generation.vllm_kwargs
     tensor, pipeline = vllm.tensor_parallel_size, vllm.pipeline_parallel_size
     width = _BYTES[vllm.precision]
@@ -138,7 +141,7 @@ def engine_memory(model: Architecture, config: Config, *, gpu: float, other: flo
     fixed = extra.get("kv_cache_memory_bytes")
     cache = float(fixed) if fixed else max(0.0, gpu * vllm.gpu_memory_utilization - weights - other)
     kv_width = _BYTES.get(vllm.kv_cache_dtype, width)
-    kv_heads = max(model.kv_heads / tensor, 1) if model.kv_heads else 0  # fewer heads than GPUs: copies
+    kv_heads = max(model.kv_heads / tensor, 1) if model.kv_heads else 0  # with fewer heads than GPUs: copies
     state_width = _BYTES.get(str(extra.get("mamba_ssm_cache_dtype")), width)
     mixed = model.mamba_inner + 2 * model.mamba_groups * model.mamba_state
     state = model.mamba_inner * model.mamba_state * state_width + mixed * max(model.mamba_kernel - 1, 0) * width

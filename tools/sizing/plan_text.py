@@ -1,4 +1,4 @@
-"""The plan of a stage as text that a person reads before asking for a hundred nodes."""
+"""The plan of a stage as text, for a person who decides whether to submit it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tools.sizing.memory import GIB
 from tools.sizing.speed import Assumptions
 from tools.sizing.stage_plan import StagePlan, WhatIf
 
-_FULL = 0.95  # of a GPU's memory; above it a plan is called too large
+_FULL = 0.95  # share of a GPU's memory above which a plan does not fit
 
 
 def render(plan: StagePlan) -> str:
@@ -43,11 +43,11 @@ def _machines(plan: StagePlan) -> list[str]:
     return [
         f"nodes     {nodes}",
         f"trainer   TP {megatron.tensor_model_parallel_size} x CP {megatron.context_parallel_size} x "
-        f"PP {megatron.pipeline_model_parallel_size} = {sizes.model_parallel_size} {gpu} a copy, "
+        f"PP {megatron.pipeline_model_parallel_size} = {sizes.model_parallel_size} {gpu} per copy, "
         f"{sizes.data_parallel_size} copies, experts over {megatron.expert_model_parallel_size}",
-        f"engines   {sizes.num_engines} of {sizes.gpus_per_engine} {gpu}; a step is "
-        f"{sizes.samples_per_step / sizes.num_engines:.1f} rollouts each, "
-        f"{sizes.max_requests_in_flight / sizes.num_engines:.1f} at most in flight",
+        f"engines   {sizes.num_engines} of {sizes.gpus_per_engine} {gpu}; each generates "
+        f"{sizes.samples_per_step / sizes.num_engines:.1f} rollouts per step, with at most "
+        f"{sizes.max_requests_in_flight / sizes.num_engines:.1f} in flight",
     ]
 
 
@@ -149,7 +149,7 @@ def _conclusion(plan: StagePlan) -> list[str]:
 
 
 def _assumed(plan: StagePlan) -> list[str]:
-    lines = ['assumed, none of it measured on a cluster; change any with ARGS="--NAME VALUE" or --from-run RUN_DIR:']
+    lines = ['assumed, not measured on a cluster; change a number with ARGS="--NAME VALUE" or --from-run RUN_DIR:']
     for field in fields(Assumptions):
         name = "--" + field.name.replace("_", "-")
         lines.append(f"  {name:<22}{getattr(plan.given, field.name):>10g}  {field.metadata['meaning']}")

@@ -2,9 +2,10 @@
 
     python -m tools.sizing.planner --stage stage1.1 --scale prod [--json] [--generated-tokens 20000 ...] [KEY=VALUE ...]
 
-Sizes come from the configuration of the stage or, where CONFIG_PATH is set, from that file; the model's come from
-MODEL_PATH/config.json or are those published. Times come from a simulation of the loop with assumed speeds, all
-printed; `--from-run` takes lengths and waits of a run that was made. Exit status: 0, or 2 when an input is wrong.
+The sizes come from the stage's configuration, or from the file in CONFIG_PATH; those of the model from
+MODEL_PATH/config.json, or as published. The times come from a simulation of the loop with assumed speeds, which the
+plan prints; `--from-run` takes lengths and environment times from a finished run. Exit status: 0, or 2 when an input is
+wrong.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from tools.sizing.speed import GPUS, OF_STAGE, OF_TINY, Assumptions, loop, roofl
 from tools.sizing.stage_plan import StagePlan, WhatIf
 
 ROOT = Path(__file__).resolve().parents[2]
-_SHARES = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of the planned generation nodes: the what-if
+_SHARES = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of the configured generation nodes, for the what-if table
 _CHECKPOINT_BYTES = 16  # per parameter: weights in 16 bits, Adam's state in 32, and the export
 _SIMULATED_STEPS, _SEED = 10, 0
 
 
 def make_plan(args: argparse.Namespace) -> StagePlan:
-    """Plan; raises `InputError` with what is wrong."""
+    """Return the plan of a stage; raises `InputError` for wrong inputs."""
     stage = find_stage(args.stage)
     path = os.environ.get("CONFIG_PATH") or config_path(stage, args.scale, args.platform)
     config = require_valid(load_config(path, args.overrides))
@@ -52,9 +53,10 @@ def make_plan(args: argparse.Namespace) -> StagePlan:
     trainer = trainer_memory(model, config, sizes, other=given.trainer_other_gib * GIB)
     engine = engine_memory(model, config, gpu=gpu.memory_gib * GIB, other=given.engine_other_gib * GIB)
     if not engine.sequences(given.prompt_tokens + given.generated_tokens):
-        got = f"{engine.cache / GIB:.1f} GiB for caches beside {engine.weights / GIB:.1f} GiB of weights on one GPU"
+        room = f"{engine.cache / GIB:.1f} GiB for caches beside {engine.weights / GIB:.1f} GiB of weights"
+        wrong = f"no sequence of the expected length fits on an engine: one GPU has {room}"
         fix = "raise tensor_parallel_size of the engines or gpu_memory_utilization"
-        raise InputError(Problem(where="policy.generation.vllm_cfg", got=got, expected="room for a sequence", fix=fix))
+        raise InputError(Problem(where="policy.generation.vllm_cfg", wrong=wrong, fix=fix))
     speeds = tiny_speeds(sizes) if is_tiny else roofline(model, config, sizes, gpu, engine, given)
     checkpoint = float(model.parameters * _CHECKPOINT_BYTES)
     save_seconds = checkpoint / (given.save_gb_per_second * 1e9)
@@ -88,7 +90,7 @@ def make_plan(args: argparse.Namespace) -> StagePlan:
 
 def what_if(configured: Loop, sizes: Derived) -> list[WhatIf]:
     """Simulate other numbers of generation nodes with the same trainer."""
-    if sizes.num_nodes == 1:  # it trains as well: nothing to add or take away
+    if sizes.num_nodes == 1:  # the node trains as well, so its engines are fixed
         return [_simulate(configured, sizes, 1, configured.max_age)]
     counts = sorted({max(1, round(share * sizes.num_generation_nodes)) for share in _SHARES})
     return [_simulate(configured, sizes, count, configured.max_age) for count in counts]
@@ -108,7 +110,7 @@ def _simulate(configured: Loop, sizes: Derived, nodes: int, max_age: int) -> Wha
 
 
 def architecture(is_tiny: bool) -> Architecture:
-    """Return the model's sizes: of MODEL_PATH when given, else of the scale's own model."""
+    """Return the sizes of the model in MODEL_PATH, else of the scale's own model."""
     given = os.environ.get("MODEL_PATH", "")
     if given:
         return read_architecture(Path(given))
@@ -116,7 +118,7 @@ def architecture(is_tiny: bool) -> Architecture:
 
 
 def assumptions(args: argparse.Namespace, stage: Stage, is_tiny: bool) -> Assumptions:
-    """Return what to take for granted: defaults, the stage's, a run's, the command line's; later ones win."""
+    """Return the assumptions: defaults, then those of the stage, a run and the command line; the last one wins."""
     values = OF_TINY if is_tiny else OF_STAGE.get(stage.name, {})
     if args.from_run:
         values = values | lengths_of_run(args.from_run)
@@ -125,7 +127,7 @@ def assumptions(args: argparse.Namespace, stage: Stage, is_tiny: bool) -> Assump
 
 
 def lengths_of_run(run_dir: Path) -> dict[str, float]:
-    """Return lengths, turns and environment seconds that a run had in its newest ten steps."""
+    """Return lengths, turns and environment seconds of a run, averaged over its last ten steps."""
     run = load_run(run_dir)
     keys = {
         "generated_tokens": "train/gen_tokens_per_sample/mean",
@@ -138,12 +140,12 @@ def lengths_of_run(run_dir: Path) -> dict[str, float]:
     if total and "generated_tokens" in found:
         found["prompt_tokens"] = sum(total) / len(total) - found["generated_tokens"]
     if "turns" in found and "environment_seconds" in found:
-        found["environment_seconds"] /= max(found["turns"], 1.0)  # a rollout's, of all its turns
+        found["environment_seconds"] /= max(found["turns"], 1.0)  # the metric is the sum over the turns of a rollout
     return found
 
 
 def as_json(plan: StagePlan) -> dict[str, Any]:
-    """Return the plan for scripts."""
+    """Return the plan as JSON values."""
     return {
         "stage": plan.stage.id,
         "scale": plan.scale,
@@ -175,7 +177,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--stage", required=True, help="id or name of a stage")
     parser.add_argument("--scale", choices=SCALES, default="prod")
     parser.add_argument("--platform", choices=PLATFORMS, default="h100")
-    parser.add_argument("--json", action="store_true", help="for scripts")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--from-run", type=Path, metavar="RUN_DIR", help="take lengths and environment times of a run")
     parser.add_argument("--gpu-memory-gib", type=float, help="memory of one GPU; default: the platform's")
     group = parser.add_argument_group("assumptions")

@@ -1,15 +1,15 @@
-"""A discrete-event simulation of the training loop: the rules of collector, buffer and loop, with given speeds.
+"""A discrete-event simulation of the training loop: collector, buffer and loop, with given speeds.
 
 Rules, as in recipes/grpo/{rollout,buffer,train}.py:
 
-    window     with the engines at weights v, groups are drawn for the steps v .. v + max_age, P for each, never beyond
+    window     with the engines at weights v, P groups are drawn for each of the steps v .. v + max_age, and no more
     a group    its G rollouts start together on one engine, chosen by the prompt; it is ready when all have a verdict
     a rollout  `turns` times: generate, then wait for the environment
-    the loop   waits for the P groups of its step, trains, pushes the weights (engines pause and keep what they have),
-               opens the window by one step, saves now and then
+    the loop   waits for the P groups of its step, trains, refits (engines pause and keep their sequences), moves the
+               window by one step, and saves every `save_period` steps
 
-Speeds: an engine with n running sequences produces n tokens per iteration of `decode_seconds(n)`; what is beyond
-`max_num_seqs` queues; a prompt's prefill holds the engine up. Times are simulated seconds. Pure and seeded: the same
+Speeds: an engine with n running sequences produces n tokens in an iteration of `decode_seconds(n)`; sequences beyond
+`max_num_seqs` queue; the prefill of a prompt stops the engine for its duration. Times are simulated seconds. The same
 loop and seed give the same steps.
 """
 
@@ -27,34 +27,34 @@ Draw = Callable[[Random], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """What is simulated: sizes, limits and speeds."""
+    """The loop to simulate: sizes, limits and speeds."""
 
     num_prompts: int  # groups of a step
     num_generations: int  # rollouts of a group
     max_age: int  # max_trajectory_age_steps; 0 is synchronous
     num_engines: int
     max_num_seqs: int  # sequences that run in one engine at once
-    decode_seconds: Callable[[int], float]  # of one iteration with that many sequences
-    prefill_seconds: float  # of one group's prompt, once: the G rollouts share it
+    decode_seconds: Callable[[int], float]  # of one iteration with so many sequences
+    prefill_seconds: float  # of one group's prompt, which its G rollouts share
     draw_tokens: Draw  # generated tokens of a rollout, all turns together
     turns: int
     draw_environment_seconds: Draw  # after each turn
-    train_seconds: Callable[[float], float]  # of a step with that many generated tokens
+    train_seconds: Callable[[float], float]  # of a step with so many generated tokens
     refit_seconds: float
     save_seconds: float = 0.0
-    save_period: int = 0  # steps; 0 never
+    save_period: int = 0  # in steps; 0: never
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class SimulatedStep:
     """One training step, in simulated seconds."""
 
-    seconds: float  # from the end of the step before
-    waited: float  # of the loop for its groups
-    trained: float
+    seconds: float  # since the end of the step before
+    waited: float  # seconds in which the loop waited for its groups
+    trained: float  # seconds
     tokens: float  # generated for this step
-    age: float  # weight versions between the start of its groups and their use, mean
-    busy: float  # share of the step in which an engine had a sequence to generate or a rollout in flight, mean
+    age: float  # mean number of weight versions between the start of a group and its use
+    busy: float  # share of the step in which an engine had a rollout in flight, mean over engines
 
 
 @dataclass(slots=True)
@@ -75,20 +75,20 @@ class _Group:
 
 @dataclass(slots=True)
 class _Engine:
-    """Sequences that share one engine: all advance one token per iteration."""
+    """The sequences of one engine. Each running sequence advances by one token per iteration."""
 
-    running: list[tuple[float, int, _Rollout]] = field(default_factory=list)  # heap by the token count they end at
+    running: list[tuple[float, int, _Rollout]] = field(default_factory=list)  # heap by the `produced` of their end
     waiting: deque[_Rollout] = field(default_factory=deque)
     produced: float = 0.0  # tokens per sequence since the start: the clock of `running`
-    until: float = 0.0  # `produced` is right at this time; later than now while the engine is held up
-    alarm: int = 0  # of the newest scheduled event; older ones are ignored
-    in_flight: int = 0  # rollouts that this engine generates, or that are with an environment
+    until: float = 0.0  # the time for which `produced` is valid; later than now while the engine is stopped
+    alarm: int = 0  # number of the newest scheduled event; older events are ignored
+    in_flight: int = 0  # rollouts of this engine that run or wait to run
     busy_since: float = 0.0
     busy: float = 0.0
 
 
 class Simulation:
-    """Events in order of time; `run` gives the steps."""
+    """The simulation: a queue of events in order of time."""
 
     def __init__(self, loop: Loop, *, seed: int) -> None:
         self.loop = loop
@@ -105,10 +105,10 @@ class Simulation:
         self._waiting_since: float | None = 0.0
         self._last_end = 0.0
         self._last_busy = 0.0
-        self.steps: list[Step] = []
+        self.steps: list[SimulatedStep] = []
 
-    def run(self, num_steps: int) -> list[Step]:
-        """Simulate that many steps."""
+    def run(self, num_steps: int) -> list[SimulatedStep]:
+        """Simulate `num_steps` steps and return them."""
         self._num_steps = num_steps
         self._fill()
         while len(self.steps) < num_steps:
@@ -171,14 +171,14 @@ class Simulation:
     # -- engines ------------------------------------------------------------------------------------------------
 
     def _advance(self, engine: _Engine) -> None:
-        """Bring the engine's clock to now; while it is held up, `until` lies ahead and nothing is produced."""
+        """Advance the engine's clock to now. While the engine is stopped, `until` lies ahead: nothing is produced."""
         if engine.until < self._now:
             if engine.running:
                 engine.produced += (self._now - engine.until) / self.loop.decode_seconds(len(engine.running))
             engine.until = self._now
 
     def _schedule(self, engine: _Engine) -> None:
-        """Admit what fits and set the alarm for the first sequence that ends. The clock must be right."""
+        """Start queued sequences and schedule the end of the next sequence; the engine's clock must be at now."""
         while engine.waiting and len(engine.running) < self.loop.max_num_seqs:
             rollout = engine.waiting.popleft()
             heapq.heappush(engine.running, (engine.produced + rollout.tokens_per_turn, next(self._order), rollout))
@@ -193,7 +193,7 @@ class Simulation:
         if alarm != engine.alarm:
             return
         self._advance(engine)
-        engine.produced = max(engine.produced, engine.running[0][0])  # against rounding: at least one has ended
+        engine.produced = max(engine.produced, engine.running[0][0])  # despite rounding, at least one has ended
         while engine.running and engine.running[0][0] <= engine.produced:
             self._turn_done(heapq.heappop(engine.running)[2])
         self._schedule(engine)
@@ -230,7 +230,9 @@ class Simulation:
             engine.busy + (self._now - engine.busy_since if engine.in_flight else 0.0) for engine in self._engines
         )
         share = (busy - self._last_busy) / (seconds * len(self._engines))
-        self.steps.append(Step(seconds=seconds, waited=waited, trained=trained, tokens=tokens, age=age, busy=share))
+        self.steps.append(
+            SimulatedStep(seconds=seconds, waited=waited, trained=trained, tokens=tokens, age=age, busy=share)
+        )
         self._last_end, self._last_busy, self._waiting_since = self._now, busy, self._now
         self._try_to_train()
 
@@ -241,14 +243,14 @@ class Forecast:
 
     step_seconds: float
     policy_busy: float  # share of the time in which the policy trains
-    policy_waits: float  # ... in which the loop waits for rollouts
-    engines_busy: float  # ... in which an engine has something to generate, mean over engines
+    policy_waits: float  # share of the time in which the loop waits for rollouts
+    engines_busy: float  # share of the time in which an engine has a rollout in flight, mean over engines
     tokens_per_step: float  # generated
     age: float  # mean trajectory age
 
 
 def forecast(loop: Loop, *, seed: int, num_steps: int = 12, warmup: int = 4) -> Forecast:
-    """Simulate and summarise; the steps that fill the pipeline do not count, nor do the last ones, which drain it."""
+    """Simulate, and average the steps between the first ones, which fill the pipeline, and the last, which drain it."""
     steps = Simulation(loop, seed=seed).run(warmup + num_steps + loop.max_age)[warmup : warmup + num_steps]
     seconds = sum(step.seconds for step in steps)
     return Forecast(

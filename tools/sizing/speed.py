@@ -1,9 +1,9 @@
 """Seconds of training and generation from the sizes of a model and a GPU: rooflines with assumed efficiencies.
 
-Nothing here was measured on a large cluster. With the defaults a step of stage 1.1 on 183 nodes comes out at 11 minutes
-and one of stage 2.2 on 64 at 25; NVIDIA's case study of SWE training names 20 for its own steps, 7 for those of other
-environments. Every number is an assumption that `make plan` prints and ARGS overrides; the tiny scale has the speeds
-that `make bench` measured on two CPU cores.
+Nothing here was measured on a large cluster. With the defaults a step of stage 1.1 on 183 nodes takes 11 minutes and a
+step of stage 2.2 on 64 nodes 25 minutes; NVIDIA's case study reports 20 minutes for its SWE steps and 7 minutes for the
+steps of other environments. `make plan` prints every assumption, and ARGS overrides it. The speeds of the tiny scale
+were measured with `make bench` on two CPU cores.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tools.sizing.architecture import Architecture
 from tools.sizing.memory import EngineMemory
 from tools.sizing.simulator import Loop
 
-_MAX_TURNS = 12  # simulated; more turns become longer ones, so that the number of events stays small
+_MAX_TURNS = 12  # simulated; more turns are merged into longer ones, to limit the number of events
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """What a platform's accelerator can do, per its data sheet."""
+    """The numbers of a platform's GPU in its data sheet."""
 
     memory_gib: float
     tflops: float  # dense, 16 bits
@@ -45,7 +45,7 @@ def _assume(default: float, meaning: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """What the plan takes for granted; each field is an option of the command."""
+    """The assumptions of a plan; each field is an option of the command."""
 
     prompt_tokens: float = _assume(1000.0, "tokens of a prompt, mean")
     generated_tokens: float = _assume(12000.0, "tokens that a rollout generates, mean over all its turns")
@@ -62,8 +62,8 @@ class Assumptions:
     engine_other_gib: float = _assume(5.0, "GiB per generating GPU for activations, graphs and NCCL")
 
 
-# What is typical of a stage, where it differs. The 31,600 of swe2 is published for such rollouts of Nemotron 3 Nano;
-# the other lengths are guesses until a run has shown its own.
+# Typical values of a stage, when they differ from the defaults. The 31,600 tokens of a swe2 rollout are published for
+# Nemotron 3 Nano; the other lengths are guesses, which `--from-run` replaces.
 OF_STAGE: dict[str, dict[str, float]] = {
     "swe1": {"prompt_tokens": 20000.0, "generated_tokens": 2000.0, "environment_seconds": 0.1},
     "swe2": {"prompt_tokens": 4000.0, "generated_tokens": 27600.0, "turns": 60.0, "environment_seconds": 5.0},
@@ -79,13 +79,13 @@ OF_TINY: dict[str, float] = {
     "trainer_other_gib": 0.0,
     "engine_other_gib": 0.0,
 }
-# Measured with `make bench` on two CPU cores: seconds of an iteration with n sequences, and of training per rollout.
+# Measured with `make bench` on two CPU cores, in seconds: an iteration takes the first plus n times the second.
 _TINY_ITERATION, _TINY_PER_SEQUENCE, _TINY_TRAIN_PER_ROLLOUT = 0.0010, 0.000106, 0.0044
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """Seconds that the simulator asks for."""
+    """The durations that the simulator needs, in seconds."""
 
     decode_seconds: Callable[[int], float]  # one iteration with n sequences
     prefill_seconds: float  # one prompt
@@ -95,7 +95,7 @@ class Speeds:
 def roofline(
     model: Architecture, config: Config, sizes: Derived, gpu: Gpu, engine: EngineMemory, given: Assumptions
 ) -> Speeds:
-    """Return the speeds that a GPU's peak numbers and the assumed shares of them give."""
+    """Return the speeds that follow from a GPU's peak numbers and the assumed efficiencies."""
     vllm, megatron = config.policy.generation.vllm_cfg, config.policy.megatron_cfg
     gpus = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
     bandwidth = gpu.bandwidth_tb * 1e12 * given.bandwidth_share
@@ -105,12 +105,12 @@ def roofline(
 
     @cache
     def decode_seconds(n: int) -> float:
-        # The share of experts that at least one of n tokens is sent to.
+        # The expected share of experts that receive at least one of n tokens.
         used = 1.0 - (1.0 - model.experts_per_token / model.experts) ** n if model.experts else 1.0
         read = engine.weights * (1.0 - expert_share + expert_share * used) + n * per_sequence
         return read / bandwidth + given.iteration_ms / 1000
 
-    # Log-probabilities are one forward pass; training is three, and one more when activations are computed again.
+    # In forward passes: log-probabilities 1, training 3, recomputation 1, the reference policy 1.
     passes = 4 + megatron.activation_checkpointing + (config.loss_fn.reference_policy_kl_penalty > 0)
     length = given.prompt_tokens + given.generated_tokens
     attention = 2 * model.attention_layers * model.query_heads * model.head_size * length  # half of 4: causal
@@ -128,7 +128,7 @@ def roofline(
 
 
 def tiny_speeds(sizes: Derived) -> Speeds:
-    """Return what was measured with the tiny model on two CPU cores."""
+    """Return the speeds of the tiny model, measured on two CPU cores."""
     return Speeds(
         decode_seconds=lambda n: _TINY_ITERATION + _TINY_PER_SEQUENCE * n,
         prefill_seconds=0.0,

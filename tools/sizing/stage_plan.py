@@ -1,4 +1,4 @@
-"""What is known or expected of a stage before it runs: the numbers that `make plan` prints."""
+"""The known and expected numbers of a stage before it runs, as `make plan` prints them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BUSY = 0.1  # a trainer that waits for less than this share of the time counts a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """The forecast with another number of generation nodes (engines, on one node), or another age limit."""
+    """A forecast with one number of generation nodes (on one node: of engines) and one limit of the trajectory age."""
 
     generation_nodes: int
     num_engines: int
@@ -33,7 +33,7 @@ class WhatIf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """Everything that is known or expected of a stage."""
+    """All known and expected numbers of a stage."""
 
     stage: Stage
     scale: str
@@ -54,11 +54,11 @@ class StagePlan:
 
     @property
     def enough(self) -> WhatIf | None:
-        """Return the fewest generation nodes that keep the trainer busy; None when none of those tried do."""
+        """The row with the fewest generation nodes that keep the trainer busy; None when no simulated number does."""
         return next((row for row in self.what_if if row.forecast.policy_waits <= BUSY), None)
 
     @property
     def longest_rollout_seconds(self) -> float:
-        """Return how long the longest possible rollout takes on an engine of its own."""
+        """How long the longest possible rollout takes on an engine without other sequences."""
         longest = self.config.policy.max_total_sequence_length - self.given.prompt_tokens
         return longest * self.loop.decode_seconds(1) + self.given.turns * self.given.environment_seconds

@@ -11,7 +11,7 @@ import pytest
 from recipes.types import Rollout, RolloutStatus
 from tools.bench.training import SlowEnvironments
 from tools.bench.verdict import (
-    Rung,
+    GenerationSpeed,
     TrainingTimes,
     breakdown,
     load_warning,
@@ -44,12 +44,12 @@ def runs() -> list[TrainingTimes]:
 
 
 @pytest.fixture
-def rungs() -> list[Rung]:
+def ways() -> list[GenerationSpeed]:
     """Three rounds, the last on a machine that got faster: 0.8 and 0.5 of plain, 1.25 and 2 times its time."""
     return [
-        Rung(name="plain", adds="nothing", tokens_per_second=(900.0, 1000.0, 5000.0)),
-        Rung(name="logprobs", adds="log-probs", tokens_per_second=(720.0, 800.0, 4500.0)),
-        Rung(name="ours", adds="ray", tokens_per_second=(450.0, 100.0, 2500.0)),
+        GenerationSpeed(name="plain", adds="nothing", tokens_per_second=(900.0, 1000.0, 5000.0)),
+        GenerationSpeed(name="logprobs", adds="log-probs", tokens_per_second=(720.0, 800.0, 4500.0)),
+        GenerationSpeed(name="ours", adds="ray", tokens_per_second=(450.0, 100.0, 2500.0)),
     ]
 
 
@@ -59,21 +59,23 @@ def test_step_times_are_compared_by_medians_over_whole_turns_of_the_pipeline(run
     assert (slow.ratio, slow.limit, slow.is_kept) == (1.6, 1.8, False)
 
 
-def test_the_costs_of_the_rungs_add_up_to_the_whole_difference(rungs: list[Rung]) -> None:
-    rows = breakdown(rungs)
+def test_the_costs_of_the_ways_add_up_to_the_whole_difference(ways: list[GenerationSpeed]) -> None:
+    rows = breakdown(ways)
     assert [share for _, share, _ in rows] == [1.0, 0.8, 0.5]
     assert [cost for _, _, cost in rows] == pytest.approx([0.0, 25.0, 75.0])
-    check = rollout_check(rungs, "ours")
+    check = rollout_check(ways, "ours")
     assert (check.ratio, check.limit, check.is_kept) == (0.5, 0.85, False)
 
 
-def test_table_and_files_state_the_verdicts(runs: list[TrainingTimes], rungs: list[Rung], tmp_path: Path) -> None:
-    checks = [*training_checks(runs), rollout_check(rungs, "ours")]
-    text = table(checks, rungs)
+def test_table_and_files_state_the_verdicts(
+    runs: list[TrainingTimes], ways: list[GenerationSpeed], tmp_path: Path
+) -> None:
+    checks = [*training_checks(runs), rollout_check(ways, "ours")]
+    text = table(checks, ways)
     assert "async over sync, 0.5 s environment   1.60   1.80  BELOW" in text
     assert "async over sync, 0 s environment     1.50   1.10  ok" in text
     out = tmp_path / "results" / "bench.json"
-    write(out, runs, rungs, checks, {"cores": 2.0, "load": 1.5})
+    write(out, runs, ways, checks, {"cores": 2.0, "load": 1.5})
     result = json.loads(out.read_text())
     assert [check["is_kept"] for check in result["checks"]] == [True, False, False]
     assert [run["seconds_per_step"] for run in result["training"]] == [3, 2, 4, 2.5]

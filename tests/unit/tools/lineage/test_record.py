@@ -36,7 +36,7 @@ def test_versions_count_up_and_repeats_add_none(tmp_path: Path, kind: str) -> No
     assert store.find("super3-rl-rlvr1-data:v1").metadata == {"rows": 1}
     data = "super3-rl-rlvr1-data"
     for wrong, there in ((f"{data}:v3", "v1, v2"), (f"{data}:step_1", "v1, v2"), ("other", data)):
-        with pytest.raises(DataError, match=f"one of: {there}"):
+        with pytest.raises(DataError, match=f"known: {there}"):
             store.find(wrong)
     if kind == "directory":
         place = tmp_path / "store" / "super3-rl-rlvr1-data"

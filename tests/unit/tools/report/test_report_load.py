@@ -54,14 +54,14 @@ def test_settings_are_read_by_dotted_key(tmp_path: Path) -> None:
     assert run.setting("grpo.max_num_steps") == 40
     assert run.setting("grpo.max_num_steps.more") is None
     assert run.setting("policy.model_name") is None
-    assert any("run.lock.json is not there" in warning for warning in run.warnings)
+    assert any("run.lock.json is missing" in warning for warning in run.warnings)
 
 
 @pytest.mark.parametrize("content", [None, "", '{"step": 1'])
 def test_no_finished_step_is_a_clear_error(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
-    with pytest.raises(InputError, match=r"logged its first step.*check --run-dir"):
+    with pytest.raises(InputError, match=r"give results/<EXP_NAME> of a run that has done a step"):
         load_run(tmp_path)
     with pytest.raises(InputError, match="no such directory"):
         load_run(tmp_path / "nowhere")

@@ -109,7 +109,7 @@ def test_main_writes_the_page_beside_the_run_or_exits_2(make_run: MakeRun, capsy
     assert text_of((run_dir / "report.html").read_text()).startswith("smoke-s42")
     (run_dir / "metrics.jsonl").unlink()
     assert main(["--run-dir", str(run_dir)]) == 2
-    assert "no metrics.jsonl in it" in capsys.readouterr().err
+    assert "it holds no metrics.jsonl" in capsys.readouterr().err
 
 
 def test_a_value_that_was_not_finite_is_announced(make_run: MakeRun) -> None:

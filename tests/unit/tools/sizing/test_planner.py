@@ -106,7 +106,7 @@ def test_a_dense_model_counts_as_its_weight_file_does(tmp_path):
 def test_an_unknown_kind_of_model_is_refused(tmp_path):
     with pytest.raises(InputError, match="got mamba, expected nemotron_h"):
         read_architecture(write_config(tmp_path, {"model_type": "mamba"}))
-    with pytest.raises(InputError, match="no key 'hidden_size'"):
+    with pytest.raises(InputError, match="needs the key 'hidden_size'"):
         read_architecture(write_config(tmp_path, {"model_type": "qwen3"}))
     with pytest.raises(InputError, match=r"config\.json"):
         read_architecture(tmp_path / "nowhere")
@@ -250,7 +250,7 @@ def test_lengths_of_a_real_run_replace_the_assumed_ones(capsys, tmp_path):
     ("words", "message"),
     [
         (["--stage", "stage9"], "STAGE: got stage9"),
-        (["--stage", "stage1.1", "--gpu-memory-gib", "24"], "room for a sequence"),
+        (["--stage", "stage1.1", "--gpu-memory-gib", "24"], "no sequence of the expected length fits"),
         (["--stage", "stage1.1", "grpo.nonsense=1"], "grpo.nonsense"),
         (["--stage", "stage1.1", "--from-run", "/nowhere"], "/nowhere"),
     ],
