@@ -106,7 +106,7 @@ def test_eight_defects_at_once_have_eight_codes(cluster, case):
     """An unset variable, a typo, a missing image, a placeholder, few nodes, a busy port, cut weights, no container."""
     case.write_task_rows()
     case.sif.unlink()
-    case.write_rows("train.jsonl", json.loads((case.directory / "val.jsonl").read_text()), PLACEHOLDER_ROW)
+    case.write_rows("train.jsonl", json.loads((case.directory / "train.jsonl").read_text()), PLACEHOLDER_ROW)
     weights = case.export / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-3])
     (case.directory / "training.sqsh").write_text("<html>404 Not Found</html>")

@@ -27,6 +27,7 @@ from tools.files.manifest import manifest_of, read_manifest
 from tools.planning.draft import Draft
 from tools.planning.findings import Finding, as_findings, found
 from tools.rows.checks import FAILURES, schema_problem
+from tools.rows.overlap import text_digest, text_of
 
 EFFORT_MARKER = "{reasoning effort: low}"  # what the published template appends to a prompt that asks for low effort
 MAX_LISTED = 10  # different problems per file and code
@@ -46,6 +47,7 @@ class FileScan:
     num_bytes: int = 0
     num_rows: int = 0
     num_marked: int = 0  # rows that ask for low effort
+    texts: dict[bytes, int] = field(default_factory=dict)  # digest of a row's text -> its line
     first: dict[tuple[str, str], int] = field(default_factory=dict)  # (code, text) -> line
     count: dict[tuple[str, str], int] = field(default_factory=dict)
 
@@ -120,6 +122,7 @@ def check(draft: Draft) -> Iterator[Finding]:
     """Check both files, and the configuration of the environments that read them."""
     check_row = RowCheck(draft.config, is_native=draft.contract["ENGINE"] == "native")
     yield from check_row.findings
+    scans: dict[Path, FileScan] = {}
     for variable in ("TRAIN_PATH", "VAL_PATH"):
         path = draft.path(variable)
         if path is None:
@@ -128,11 +131,13 @@ def check(draft: Draft) -> Iterator[Finding]:
             wrong = "this is a directory, and a JSONL file is needed" if path.is_dir() else "no such file"
             yield found("DAT001", where=str(path), wrong=wrong, fix=f"run `make data`, or set {variable}")
             continue
-        scan = scan_file(path, check_row, marker_of(draft.config))
+        scan = scans[path] = scan_file(path, check_row, marker_of(draft.config))
         yield from scan_findings(path, scan)
         yield from manifest_findings(path, scan)
         if variable == "TRAIN_PATH" and draft.config is not None:
             yield from effort_findings(path, scan, draft.config)
+    if len(scans) == 2:
+        yield from contamination_findings(*scans.items())
 
 
 def marker_of(config: Config | None) -> str:
@@ -156,8 +161,10 @@ def scan_file(path: Path, check_row: Callable[[bytes], RowProblems], marker: str
             row, problems = check_row(line)
             for code, text in problems:
                 scan.add(code, text, number)
-            if row is not None and needle in line and marker in last_user_text(row):
-                scan.num_marked += 1
+            if row is not None:
+                scan.num_marked += needle in line and marker in last_user_text(row)
+                if text := readable_text(row):
+                    scan.texts.setdefault(text_digest(text), number)
     scan.sha256 = digest.hexdigest()
     return scan
 
@@ -199,6 +206,28 @@ def manifest_findings(path: Path, scan: FileScan) -> Iterator[Finding]:
 def entry_of(outputs: Sequence[Any], name: str) -> Mapping[str, Any] | None:
     """Return the entry of a file in a manifest."""
     return next((entry for entry in outputs if isinstance(entry, Mapping) and entry.get("file") == name), None)
+
+
+def contamination_findings(training: tuple[Path, FileScan], validation: tuple[Path, FileScan]) -> Iterator[Finding]:
+    """Note validation rows whose text is also a training row's: the held-out reward then measures memory as well."""
+    (train_path, train), (path, held_out) = training, validation
+    lines = [(line, train.texts[key]) for key, line in held_out.texts.items() if key in train.texts]
+    if lines:
+        line, train_line = min(lines)
+        wrong = (
+            f"{len(lines)} of {held_out.num_rows} validation rows have the text of a training row, "
+            f"the first that of {train_path}:{train_line}"
+        )
+        fix = "remove the training rows; `make data-validate` lists them, and rows that are nearly equal"
+        yield found("DAT010", where=f"{path}:{line}", wrong=wrong, fix=fix)
+
+
+def readable_text(row: Row) -> str:
+    """Return the text of a row, "" for a row in which it cannot be read."""
+    try:
+        return text_of(row)
+    except FAILURES:
+        return ""
 
 
 def effort_findings(path: Path, scan: FileScan, config: Config) -> Iterator[Finding]:

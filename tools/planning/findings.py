@@ -63,6 +63,7 @@ CODES = {
     "DAT007": Kind("rows ask for low effort, but effort shaping is off", severity="note"),
     "DAT008": Kind("a data file has no manifest, so its origin is unknown", severity="note"),
     "DAT009": Kind("effort shaping is on, but no row asks for low effort", can_force=True),
+    "DAT010": Kind("validation rows are training rows, too, so the held-out reward is too high", severity="note"),
     "MDL001": Kind("the start weights are not there or not complete"),
     "MDL002": Kind("a weight file has not the size that its header declares: a cut copy"),
     "MDL003": Kind("the parent's checkpoint was not finished, or a file of it was changed since"),

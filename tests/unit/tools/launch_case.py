@@ -22,6 +22,11 @@ ROW = {
     "expected_answer": "A",
     "grading_mode": "strict_single_letter_boxed",
 }
+HELD_OUT_ROW = {
+    **ROW,
+    "responses_create_params": {"input": [{"role": "user", "content": "Which is the last letter? A or B"}]},
+    "expected_answer": "B",
+}
 PLACEHOLDER_ROW = {
     "_hf_placeholder": {"row": 7, "question_template": "{question}"},
     "agent_ref": {"name": "math_with_judge_simple_agent"},
@@ -61,12 +66,9 @@ class LaunchCase:
 
     def write_task_rows(self) -> None:
         """Replace the data by rows of one SWE task."""
-        row = {
-            **ROW,
-            "responses_create_params": {"input": "fix it", "metadata": {"instance_id": "django__django-11099"}},
-        }
-        for name in ("train.jsonl", "val.jsonl"):
-            self.write_rows(name, row)
+        metadata = {"instance_id": "django__django-11099"}
+        for name, prompt in (("train.jsonl", "fix it"), ("val.jsonl", "fix that")):
+            self.write_rows(name, {**ROW, "responses_create_params": {"input": prompt, "metadata": metadata}})
 
     def examine(self, stage: str = "", *overrides: str, **variables: str) -> list[Finding]:
         """Return what the doctor finds; `variables` are set on top of the environment, empty ones removed."""
@@ -82,8 +84,8 @@ def write_case(directory: Path) -> LaunchCase:
     """Write weights, rows, images and return them with the environment of a launch on Slurm."""
     case = LaunchCase(directory, {})
     _write_export(case.export)
-    for name in ("train.jsonl", "val.jsonl"):
-        case.write_rows(name, ROW)
+    case.write_rows("train.jsonl", ROW)
+    case.write_rows("val.jsonl", HELD_OUT_ROW)
     squashfs = b"hsqs" + bytes(36) + struct.pack("<Q", 128) + bytes(80)
     for name in ("training.sqsh", "sandbox.sqsh"):
         (directory / name).write_bytes(squashfs)

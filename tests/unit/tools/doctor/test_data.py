@@ -122,3 +122,17 @@ def test_another_engine_routes_rows_by_its_own_table():
     row = {**ROW, "agent_ref": {"name": "an_agent_of_another_engine"}}
     assert check(json.dumps(row).encode())[1] == []
     assert [code for code, _ in check(json.dumps(PLACEHOLDER_ROW).encode())[1]] == ["DAT002"]
+
+
+def test_validation_rows_that_are_training_rows_are_a_note(case):
+    case.write_rows("train.jsonl", asking("Pick one."), asking("What IS\n2 + 2?"), asking("And 3 + 3?"))
+    case.write_rows("val.jsonl", asking("Something else?"), asking("what is 2 + 2?"), asking("And 3 +  3?"))
+    (finding,) = [finding for finding in case.examine() if finding.code == "DAT010"]
+    assert finding.severity == "note"
+    assert finding.problem.where == str(case.directory / "val.jsonl:2")
+    expected = (
+        f"2 of 3 validation rows have the text of a training row, the first that of {case.directory}/train.jsonl:2"
+    )
+    assert finding.problem.wrong == expected
+    case.write_rows("val.jsonl", asking("Something else?"))
+    assert "DAT010" not in case.codes()

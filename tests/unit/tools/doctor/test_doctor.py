@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from recipes.cluster.ports import ray_ports
-from tests.unit.tools.launch_case import PLACEHOLDER_ROW, ROW, LaunchCase, write_case
+from tests.unit.tools.launch_case import HELD_OUT_ROW, PLACEHOLDER_ROW, ROW, LaunchCase, write_case
 from tools.doctor import allocation, machine
 from tools.doctor import examine as examine_module
 from tools.doctor.__main__ import main, table
@@ -56,7 +56,7 @@ DEFECTS: dict[str, Callable[[LaunchCase], object]] = {
     "MDL001": lambda case: (case.export / "tokenizer.json").unlink(),
     "MDL003": lambda case: (case.export.parent / "COMPLETE").unlink(),
     "DAT001": lambda case: (case.directory / "val.jsonl").unlink(),
-    "DAT006": lambda case: (case.directory / "val.jsonl").open("a").write(json.dumps(ROW) + "\n"),
+    "DAT006": lambda case: (case.directory / "val.jsonl").open("a").write(json.dumps(HELD_OUT_ROW) + "\n"),
     "DAT008": lambda case: (case.directory / "val.jsonl.manifest.json").unlink(),
     "IMG001": lambda case: (case.directory / "sandbox.sqsh").unlink(),
     "IMG003": lambda case: (case.directory / "sandbox.sqsh").open("r+b").truncate(100),
