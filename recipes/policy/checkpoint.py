@@ -1,7 +1,12 @@
 """Save and restore a trainer with Megatron's distributed checkpoints: model, optimizer, schedule, random generators.
 
-A checkpoint can be read back under another parallel layout. Under the same one, training goes on bit for bit.
-All ranks take part in both calls; making the directory appear atomically is the caller's business.
+Every rank writes its own part of the optimizer and a share of the weights, without sending either to another rank.
+Such a checkpoint can be read back under any number of data-parallel ranks. Under the same layout training goes on bit
+for bit. All ranks take part in both calls; making the directory appear atomically is the caller's business.
+
+To go on under another tensor-parallel size, load the checkpoint under its own layout and save it once with
+`fully_reshardable`. That form holds the optimizer per parameter, so any layout reads it. To write it, one rank of each
+data-parallel group collects the group's optimizer in its host memory (12 bytes per parameter that it computes with).
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.utils import unwrap_model
 
@@ -22,20 +28,25 @@ from recipes.errors import CheckpointError, Problem
 from recipes.policy.step import Trainer, gather_params
 
 _FORMAT = ("torch_dist", 1)
+_DATA_PARALLEL_RESHARDABLE, _FULLY_RESHARDABLE = "dp_reshardable", "fully_reshardable"  # Megatron's names
+_MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
-def save(trainer: Trainer, path: Path) -> None:
+def save(trainer: Trainer, path: Path, *, fully_reshardable: bool = False) -> None:
     """Write the state of all ranks into `path`, an existing empty directory."""
     gather_params(trainer)
     _make_moments(trainer.optimizer)
-    state = _sharded_state(trainer, is_loading=False)
+    in_parts = trainer.cfg.megatron_cfg.optimizer.use_distributed_optimizer and not fully_reshardable
+    form = _DATA_PARALLEL_RESHARDABLE if in_parts else _FULLY_RESHARDABLE
+    state = _sharded_state(trainer, form, is_loading=False)
     state["scheduler"] = trainer.scheduler.state_dict()
-    state["rng"] = {"layout": _layout(), "states": _all_rng_states()}
-    dist_checkpointing.save(state, str(path), _InProcessSave(*_FORMAT, thread_count=1))
+    state["saved"] = {"form": form, "layout": _layout(), "rng": _all_rng_states()}
+    strategy = FullyParallelSaveStrategyWrapper(_InProcessSave(*_FORMAT, thread_count=1), _replicas())
+    dist_checkpointing.save(state, str(path), strategy)
 
 
 def load(trainer: Trainer, path: Path) -> None:
-    """Restore what `save` wrote."""
+    """Restore what `save` wrote; raises `CheckpointError` when this layout cannot read it."""
     if not (path / "metadata.json").is_file():
         raise CheckpointError(
             Problem(
@@ -44,14 +55,16 @@ def load(trainer: Trainer, path: Path) -> None:
                 fix="resume from another step",
             )
         )
-    state = dist_checkpointing.load(_sharded_state(trainer, is_loading=True), str(path))
+    saved = dist_checkpointing.load_common_state_dict(str(path))["saved"]
+    _require_readable(saved["form"], saved["layout"], path)
+    state = dist_checkpointing.load(_sharded_state(trainer, saved["form"], is_loading=True), str(path))
     unwrap_model(trainer.model).load_state_dict(state["model"])
     with torch.no_grad():  # in float32 the optimizer's shards are views of the parameters
         trainer.optimizer.load_state_dict(state["optimizer"])
     trainer.scheduler.num_steps = 0  # Megatron adds the steps of the checkpoint to those that were taken here
     trainer.scheduler.load_state_dict(state["scheduler"])
-    if state["rng"]["layout"] == _layout():
-        _restore_rng(state["rng"]["states"][dist.get_rank()])
+    if saved["layout"] == _layout():
+        _restore_rng(saved["rng"][dist.get_rank()])
 
 
 class _InProcessSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]
@@ -95,23 +108,46 @@ def _make_moments(optimizer: Any) -> None:
         part.init_state_fn(part.optimizer, part.config)
 
 
-def _sharded_state(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:
+def _sharded_state(trainer: Trainer, form: str, *, is_loading: bool) -> dict[str, Any]:
     metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",  # may be read back with other parallel sizes
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "distrib_optim_sharding_type": form,
+        "distrib_optim_fully_reshardable_mem_efficient": True,  # else every rank gets the whole group's optimizer
+        "dp_cp_group": _replicas(),
     }
     model = unwrap_model(trainer.model).sharded_state_dict(metadata=metadata)
     optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {"model": model, "optimizer": optimizer}
 
 
-def _layout() -> list[int]:
-    """Sizes that decide which rank owns which random state."""
-    return [
-        dist.get_world_size(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
+def _require_readable(form: str, layout: dict[str, int], path: Path) -> None:
+    """Refuse a layout whose ranks hold other parts of the model than those that wrote the optimizer."""
+    problems = [
+        Problem(
+            where=f"policy.megatron_cfg.{key}",
+            got=str(now),
+            expected=f"{layout[key]}, as when {path} was saved: its optimizer is divided by it",
+            fix="resume with that value, or start a new run with the checkpoint's export as MODEL_PATH",
+        )
+        for key, now in _layout().items()
+        if form == _DATA_PARALLEL_RESHARDABLE and key in _MODEL_PARALLEL and layout[key] != now
     ]
+    if problems:
+        raise CheckpointError(problems)
+
+
+def _replicas() -> dist.ProcessGroup:
+    """Return the ranks that hold the same weights as this one."""
+    group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return group
+
+
+def _layout() -> dict[str, int]:
+    """Sizes that decide which rank holds which part of the model and which random state."""
+    return {
+        "world_size": dist.get_world_size(),
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+    }
 
 
 def _all_rng_states() -> list[dict[str, Any]]:

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from recipes.config.tree import MegatronConfig, PolicyConfig, SchedulerConfig
 
 
+# Parameters per bucket of an overlapped reduction: Megatron's own value up to 40 data-parallel ranks. Above, its value
+# grows with the ranks; a constant lets another number of ranks read the optimizer's checkpoint, which lies in buckets.
+_BUCKET_SIZE = 40_000_000
+
+
 def wrap_ddp(model: torch.nn.Module, config: TransformerConfig, cfg: MegatronConfig) -> DistributedDataParallel:
     """Give the model gradient buffers that are summed over data-parallel ranks."""
     return DistributedDataParallel(config, ddp_config(cfg), model)
@@ -30,6 +35,7 @@ def ddp_config(cfg: MegatronConfig) -> DistributedDataParallelConfig:
         grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
         overlap_grad_reduce=ddp.overlap_grad_reduce,
         overlap_param_gather=ddp.overlap_param_gather,
+        bucket_size=_BUCKET_SIZE,
         average_in_collective=False,  # the loss is divided by counts of the whole batch: ranks add up
         check_for_nan_in_grad=True,
     )

@@ -117,13 +117,16 @@ class Policy:
         """Return a Ray reference to what `send_weights` has written, for engines that do not see the file."""
         return self._workers[0].weight_content.remote()
 
-    def save(self, path: Path) -> None:
-        """Write model, optimizer, schedule and random generators into `path`, which is made."""
+    def save(self, path: Path, *, fully_reshardable: bool = False) -> None:
+        """Write model, optimizer, schedule and random generators into `path`, which is made.
+
+        Any number of data-parallel ranks can load it; with `fully_reshardable`, slower to write, any layout.
+        """
         path.mkdir(parents=True, exist_ok=True)
-        self._call("save", path, deadline=self._deadlines.checkpoint)
+        self._call("save", path, fully_reshardable, deadline=self._deadlines.checkpoint)
 
     def load(self, path: Path) -> None:
-        """Restore what `save` wrote, under this or another parallel layout."""
+        """Restore what `save` wrote; raises `CheckpointError` when this layout cannot read it."""
         self._call("load", path, deadline=self._deadlines.checkpoint)
 
     def export_hf(self, path: Path) -> None:

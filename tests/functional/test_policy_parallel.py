@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from recipes.config.tree import Config
-from recipes.errors import PolicyError
+from recipes.errors import CheckpointError, PolicyError
 from recipes.grpo.loss import grpo_loss
 from recipes.policy.shards import global_counts
 from recipes.types import LossInputs
@@ -141,10 +141,33 @@ def test_a_tensor_parallel_checkpoint_continues_on_one_rank(model: Path, tmp_pat
     first, second = random_batch(8, seed=1), random_batch(8, seed=2)
     with running(load_case(model, **_SEQUENCE), num_ranks=2) as policy:
         policy.train(first)
-        policy.save(tmp_path / "checkpoint")
+        policy.save(tmp_path / "usual")
+        policy.save(tmp_path / "checkpoint", fully_reshardable=True)
         saved = exported(policy, tmp_path / "saved")
         metrics = policy.train(second)
     with running(load_case(model)) as policy:
+        with pytest.raises(CheckpointError, match=r"tensor_model_parallel_size: got 1, expected 2, as when .*usual"):
+            policy.load(tmp_path / "usual")
+        policy.load(tmp_path / "checkpoint")
+        loaded = exported(policy, tmp_path / "loaded")
+        assert policy.train(second) == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
+
+
+@pytest.mark.parametrize("fully_reshardable", [False, True], ids=["usual", "fully-reshardable"])
+def test_a_checkpoint_of_two_data_parallel_ranks_continues_on_one(
+    model: Path, tmp_path: Path, fully_reshardable: bool
+) -> None:
+    first, second = random_batch(8, seed=1), random_batch(8, seed=2)
+    with running(load_case(model, **_OVERLAP), num_ranks=2) as policy:
+        policy.train(first)
+        policy.save(tmp_path / "checkpoint", fully_reshardable=fully_reshardable)
+        policy.load(tmp_path / "checkpoint")
+        saved = exported(policy, tmp_path / "saved")
+        metrics = policy.train(second)
+    written = sorted(path.name for path in (tmp_path / "checkpoint").glob("*.distcp"))
+    assert len({name.split("_")[2] for name in written}) == 2, "both ranks write"
+    with running(load_case(model, **_OVERLAP)) as policy:
         policy.load(tmp_path / "checkpoint")
         loaded = exported(policy, tmp_path / "loaded")
         assert policy.train(second) == pytest.approx(metrics, rel=1e-4, abs=1e-5)

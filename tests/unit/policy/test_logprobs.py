@@ -43,3 +43,15 @@ def test_large_logits_do_not_overflow(group: dist.ProcessGroup) -> None:
     weight = torch.tensor([[400.0], [0.0]])
     got = label_logprobs(torch.ones(2, 1), weight, torch.tensor([0, 1]), temperature=1.0, chunk_size=None, group=group)
     assert got.tolist() == [0.0, -400.0]
+
+
+def test_the_temperature_divides_float32_logits(group: dist.ProcessGroup) -> None:
+    """Logits of float16 stand for those of bfloat16, which not every CPU multiplies; the rounding is of one kind."""
+    generator = torch.Generator().manual_seed(1)
+    logits_TV = (torch.randn(64, 32, generator=generator) * 8).half()
+    labels_T = torch.randint(0, 32, (64,), generator=generator)
+    exact = (logits_TV.double() / 0.7).log_softmax(-1).gather(-1, labels_T[:, None])[:, 0]
+    rounded = (logits_TV / 0.7).double().log_softmax(-1).gather(-1, labels_T[:, None])[:, 0]
+    got = label_logprobs(logits_TV, torch.eye(32).half(), labels_T, temperature=0.7, chunk_size=None, group=group)
+    assert (got - exact).abs().max() < 1e-5
+    assert (rounded - exact).abs().max() > 1e-3, "the case must show the error that rounding before the division makes"
