@@ -155,39 +155,44 @@ class TrainBatch:
     rewards_B: Tensor  # float64, NaN where there was no verdict
     group_B: Tensor  # int64, number of the row's group
     turn_spans: tuple[TurnSpan, ...] = ()  # every sampled turn
-    prev_logprobs_BS: Tensor | None = None  # policy log-probabilities before the step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
     """What a loss needs beside the current log-probabilities; constants with respect to the gradient.
 
-    B rows of a microbatch, T = padded length - 1: entry t belongs to token t + 1.
+    B rows of a microbatch, T = padded length - 1: entry t belongs to token t + 1. Every row is a whole sequence.
     """
 
     token_mask_BT: Tensor  # 1 on sampled tokens
     sample_mask_B: Tensor  # 0 removes a sample
     advantages_BT: Tensor
+    rewards_B: Tensor  # float64, NaN where there was no verdict
     prev_logprobs_BT: Tensor  # of the policy before the step
     generation_logprobs_BT: Tensor
     reference_logprobs_BT: Tensor | None = None  # needed when the KL penalty is on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GlobalCounts:
-    """Denominators over the whole global batch and all data-parallel ranks, after all masking."""
+class LossSums:
+    """What one microbatch adds to the loss of the whole batch; all tensors are scalars.
 
-    tokens: float
-    sequences: float
+    How many tokens and sequences stay in the loss is known only after the last microbatch. So nothing is divided here:
+    the loss of the batch is the sum of all `loss` divided by the sum of all `count`, and so is its gradient.
+    """
+
+    loss: Tensor  # with gradient
+    count: Tensor  # tokens, or sequences, that stay in the loss
+    metrics: Mapping[str, Tensor | tuple[Tensor, Tensor]]
+    """A pair is a mean: both entries add up over the batch, then the first is divided by the second. Other metrics add
+    up, except names with `min` or `max` at one end, which combine by it and are infinite where there is no value."""
 
 
 class LossFunction(Protocol):
     """The loss that a policy is given: picklable, because every rank gets its copy."""
 
-    def __call__(
-        self, logprobs_BT: Tensor, inputs: LossInputs, *, counts: GlobalCounts
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return this microbatch's share of the loss, a scalar with gradient, and of its metrics."""
+    def __call__(self, logprobs_BT: Tensor, inputs: LossInputs) -> LossSums:
+        """Return the sums of one microbatch."""
         ...
 
 

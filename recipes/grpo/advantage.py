@@ -113,8 +113,6 @@ def add_advantages(batch: TrainBatch, cfg: GrpoConfig) -> tuple[TrainBatch, dict
     values = clipped_BS[trained]
     num_turns = max(len(batch.turn_spans), 1)
     metrics = {
-        "global_valid_seqs": float(valid_B.sum()),
-        "global_valid_toks": float(trained[:, 1:].sum()),
         "advantages/mean": values.mean().item() if values.numel() else 0.0,
         "advantages/max": values.max().item() if values.numel() else 0.0,
         "advantages/min": values.min().item() if values.numel() else 0.0,

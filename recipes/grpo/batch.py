@@ -6,7 +6,6 @@ Shape suffixes: B rollouts, S padded length; entry [b, t] belongs to token t. A 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -83,37 +82,6 @@ def build_batch(
         group_B=torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(sizes)),
         turn_spans=tuple(span for row, rollout in enumerate(rollouts) for span in _spans(row, rollout)),
     )
-
-
-def mask_mismatched(batch: TrainBatch, threshold: float | None) -> tuple[TrainBatch, dict[str, float]]:
-    """Mask sequences whose mean per-token exp(|g - p|) exceeds `threshold`; report the mismatch either way.
-
-    The threshold is `grpo.seq_logprob_error_threshold`. The test is two-sided: the engine's log-probability g may be
-    above or below the policy's p.
-    """
-    if batch.prev_logprobs_BS is None:
-        raise ValueError("the mismatch needs the policy's log-probabilities (prev_logprobs_BS)")
-    mask_BS = batch.token_mask_BS * batch.sample_mask_B[:, None]
-    tokens_B = mask_BS.sum(dim=1)
-    gap_BS = ((batch.generation_logprobs_BS - batch.prev_logprobs_BS) * mask_BS).abs()
-    error_B = (gap_BS.exp() * mask_BS).sum(dim=1) / tokens_B.clamp(min=1)
-    kept_B = torch.ones_like(error_B, dtype=torch.bool) if threshold is None else error_B <= threshold
-    masked = (batch.sample_mask_B > 0) & ~kept_B
-    correct = (batch.rewards_B[masked] == 1.0).double()
-    metrics = {
-        **_spread(error_B[tokens_B > 0], ""),
-        **_spread(error_B[(tokens_B > 0) & kept_B], "_after_mask"),
-        "num_masked_seqs_by_logprob_error": float(masked.sum()),
-        "masked_correct_pct": correct.mean().item() if masked.any() else 0.0,
-        "logprob_error_max": gap_BS.max().item(),
-    }
-    return replace(batch, sample_mask_B=batch.sample_mask_B * kept_B), metrics
-
-
-def _spread(error_n: Tensor, suffix: str) -> dict[str, float]:
-    names = ("max", "mean", "min")
-    values = (error_n.max(), error_n.mean(), error_n.min()) if error_n.numel() else (torch.tensor(0.0),) * 3
-    return {f"{name}_seq_mult_prob_error{suffix}": float(v) for name, v in zip(names, values, strict=True)}
 
 
 def _pieces(rollout: Rollout, pad_token_id: int) -> list[Piece]:

@@ -2,35 +2,36 @@
 
 Formulas: NeMo RL's clipped policy-gradient loss; the golden vectors recorded from it pin every option.
 Every [B, T] array is aligned to *predicted* tokens: T = padded length - 1, entry t belongs to token t + 1.
-Sums are divided by counts over the whole global batch, so losses, metrics and gradients of microbatches and of
-data-parallel ranks simply add up.
+Sums and the counts that they are divided by are returned side by side: both add up over microbatches and over
+data-parallel ranks, and the division comes after the last of them.
 
 Letters: c current, p before the step ("prev"), g generation engine, r reference log-probability of the token.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from recipes.types import GlobalCounts, LossInputs
+from recipes.types import LossInputs, LossSums
 
 if TYPE_CHECKING:
     from recipes.config.tree import LossConfig
 
 _EPS = 1e-8  # keeps 0/0 at 0 when everything is masked
 
+Mean = tuple[Tensor, Tensor]  # a sum and what it is divided by, scalars
+Metrics = dict[str, Tensor | Mean]
+
 
 def grpo_loss(
-    logprobs_BT: Tensor, inputs: LossInputs, cfg: LossConfig, counts: GlobalCounts
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return this microbatch's share of the loss and of its metrics.
-
-    Metrics add up over microbatches, except names that end in `_min` / `_max`, which combine by min / max
-    (+-inf when the microbatch has no valid token).
-    """
+    logprobs_BT: Tensor, inputs: LossInputs, *, cfg: LossConfig, mismatch_threshold: float | None
+) -> LossSums:
+    """Return the sums of this microbatch, without the sequences that engine and policy disagree about."""
+    inputs, mismatch = mask_mismatched(inputs, mismatch_threshold)
     mask_BT = inputs.token_mask_BT * inputs.sample_mask_B[:, None]
     prev_BT = logprobs_BT.detach() if cfg.force_on_policy_ratio else inputs.prev_logprobs_BT
 
@@ -40,26 +41,52 @@ def grpo_loss(
         clamped_BT = ratio_BT.clamp(1.0 - cfg.ratio_clip_min, 1.0 + cfg.ratio_clip_max)
     surrogate_BT = clipped_surrogate(logprobs_BT, ratio_BT, clamped_BT, inputs.advantages_BT, cfg)
 
-    weight_BT, out_of_bounds = importance_weights(prev_BT, inputs, counts, cfg)
+    weight_BT, out_of_bounds = importance_weights(prev_BT, inputs, cfg)
     applied_BT = weight_BT if cfg.use_importance_sampling_correction else torch.ones_like(surrogate_BT)
-    actor = _reduce(applied_BT * surrogate_BT, inputs, counts, cfg)
+    actor, count = _mean(applied_BT * surrogate_BT, inputs, cfg)
 
     penalty = actor.new_zeros(())
     if cfg.reference_policy_kl_penalty > 0 and not cfg.use_kl_in_reward:
-        penalty = _reduce(reference_kl(logprobs_BT, inputs, cfg), inputs, counts, cfg)
+        penalty, _ = _mean(reference_kl(logprobs_BT, inputs, cfg), inputs, cfg)
     loss = actor + cfg.reference_policy_kl_penalty * penalty
 
     with torch.no_grad():
-        metrics = _mismatch_metrics(logprobs_BT, prev_BT, inputs, counts, cfg)
-        metrics |= _ratio_metrics(ratio_BT.detach(), clamped_BT.detach(), mask_BT, counts)
+        metrics = mismatch | _divergence_metrics(logprobs_BT, prev_BT, inputs, cfg)
+        metrics |= _ratio_metrics(ratio_BT.detach(), clamped_BT.detach(), mask_BT)
         metrics |= {
-            "loss": loss.detach(),
-            "kl_penalty": penalty.detach(),
-            "sampling_importance_ratio": _mean_tokens(weight_BT.expand_as(mask_BT), mask_BT, counts),
+            "loss": (loss.detach(), count),
+            "kl_penalty": (penalty.detach(), count),
+            "sampling_importance_ratio": _mean_tokens(weight_BT.expand_as(mask_BT), mask_BT),
             "is_oob_ratio": out_of_bounds,
             "num_valid_samples": inputs.sample_mask_B.sum(),
+            "global_valid_seqs": inputs.sample_mask_B.sum(),
+            "global_valid_toks": mask_BT.sum(),
         }
-    return loss, metrics
+    return LossSums(loss=loss, count=count, metrics=metrics)
+
+
+@torch.no_grad()
+def mask_mismatched(inputs: LossInputs, threshold: float | None) -> tuple[LossInputs, Metrics]:
+    """Mask sequences whose mean per-token exp(|g - p|) exceeds `threshold`, and report this error either way.
+
+    The threshold is `grpo.seq_logprob_error_threshold`. The test is two-sided: the engine's log-probability g may be
+    too high or too low against the policy's p. Statistics are over sequences that have a token in the loss.
+    """
+    mask_BT = inputs.token_mask_BT * inputs.sample_mask_B[:, None]
+    tokens_B = mask_BT.sum(dim=1)
+    gap_BT = ((inputs.generation_logprobs_BT - inputs.prev_logprobs_BT) * mask_BT).abs()
+    error_B = (gap_BT.exp() * mask_BT).sum(dim=1) / tokens_B.clamp(min=1)
+    kept_B = torch.ones_like(error_B, dtype=torch.bool) if threshold is None else error_B <= threshold
+    masked_B = (inputs.sample_mask_B > 0) & ~kept_B
+    masked = masked_B.sum()
+    metrics: Metrics = {
+        **_error_metrics(error_B[tokens_B > 0], ""),
+        **_error_metrics(error_B[(tokens_B > 0) & kept_B], "_after_mask"),
+        "num_masked_seqs_by_logprob_error": masked,
+        "masked_correct_pct": ((masked_B & (inputs.rewards_B == 1.0)).sum(), masked),
+        "logprob_error_max": gap_BT.max() if gap_BT.numel() else gap_BT.new_zeros(()),
+    }
+    return replace(inputs, sample_mask_B=inputs.sample_mask_B * kept_B), metrics
 
 
 def policy_ratio(logprobs_BT: Tensor, prev_BT: Tensor, token_mask_BT: Tensor, cfg: LossConfig) -> Tensor:
@@ -86,9 +113,7 @@ def clipped_surrogate(
     return surrogate_BT
 
 
-def importance_weights(
-    prev_BT: Tensor, inputs: LossInputs, counts: GlobalCounts, cfg: LossConfig
-) -> tuple[Tensor, Tensor]:
+def importance_weights(prev_BT: Tensor, inputs: LossInputs, cfg: LossConfig) -> tuple[Tensor, Mean]:
     """Return exp(p - g), truncated as configured, and the share of tokens or sequences out of bounds.
 
     The weight is [B, T], or [B, 1] for sequence-level ratios. `tis` clamps it, `icepop` zeroes it outside
@@ -104,15 +129,15 @@ def importance_weights(
     low = cfg.truncated_importance_sampling_ratio_min
     kind = cfg.truncated_importance_sampling_type
     if high is None:
-        return weight_BT, weight_BT.new_zeros(())
+        return weight_BT, _mean_tokens(torch.zeros_like(mask_BT), mask_BT)
     if kind == "seq-mask-tis":
         tokens_B = inputs.token_mask_BT.sum(dim=1)
         mean_B = ((prev_BT - inputs.generation_logprobs_BT) * inputs.token_mask_BT).sum(dim=1) / (tokens_B + _EPS)
         inside_B = ((mean_B.exp() >= (low or 0.0)) & (mean_B.exp() <= high)).float()
-        out = ((1.0 - inside_B) * inputs.sample_mask_B).sum() / (counts.sequences + _EPS)
-        return weight_BT * inside_B[:, None], out
+        outside = ((1.0 - inside_B) * inputs.sample_mask_B).sum()
+        return weight_BT * inside_B[:, None], (outside, inputs.sample_mask_B.sum())
     inside_BT = (weight_BT >= (low or 0.0)) & (weight_BT <= high)
-    out = _mean_tokens((~inside_BT).float().expand_as(mask_BT), mask_BT, counts)
+    out = _mean_tokens((~inside_BT).float().expand_as(mask_BT), mask_BT)
     if kind == "icepop":
         return weight_BT * inside_BT, out
     return weight_BT.clamp(low or 0.0, high), out
@@ -153,36 +178,50 @@ def reference_kl(logprobs_BT: Tensor, inputs: LossInputs, cfg: LossConfig) -> Te
     return kl_BT
 
 
-def _mean_tokens(values_BT: Tensor, mask_BT: Tensor, counts: GlobalCounts) -> Tensor:
-    return (values_BT * mask_BT).sum() / (counts.tokens + _EPS)
+def _mean_tokens(values_BT: Tensor, mask_BT: Tensor) -> Mean:
+    return (values_BT * mask_BT).sum(), mask_BT.sum()
 
 
-def _mean_sequences(values_BT: Tensor, inputs: LossInputs, counts: GlobalCounts) -> Tensor:
+def _mean_sequences(values_BT: Tensor, inputs: LossInputs) -> Mean:
     tokens_B = inputs.token_mask_BT.sum(dim=1)
     mean_B = (values_BT * inputs.token_mask_BT).sum(dim=1) / (tokens_B + _EPS)
-    return (mean_B * inputs.sample_mask_B).sum() / (counts.sequences + _EPS)
+    return (mean_B * inputs.sample_mask_B).sum(), inputs.sample_mask_B.sum()
 
 
-def _reduce(values_BT: Tensor, inputs: LossInputs, counts: GlobalCounts, cfg: LossConfig) -> Tensor:
+def _mean(values_BT: Tensor, inputs: LossInputs, cfg: LossConfig) -> Mean:
     if cfg.token_level_loss:
-        return _mean_tokens(values_BT, inputs.token_mask_BT * inputs.sample_mask_B[:, None], counts)
-    return _mean_sequences(values_BT, inputs, counts)
+        return _mean_tokens(values_BT, inputs.token_mask_BT * inputs.sample_mask_B[:, None])
+    return _mean_sequences(values_BT, inputs)
 
 
-def _ratio_metrics(ratio_BT: Tensor, clamped_BT: Tensor, mask_BT: Tensor, counts: GlobalCounts) -> dict[str, Tensor]:
-    metrics = {}
+def _smallest(values: Tensor) -> Tensor:
+    return values.min() if values.numel() else values.new_tensor(torch.inf)
+
+
+def _largest(values: Tensor) -> Tensor:
+    return values.max() if values.numel() else values.new_tensor(-torch.inf)
+
+
+def _error_metrics(error_n: Tensor, suffix: str) -> Metrics:
+    name = f"seq_mult_prob_error{suffix}"
+    return {
+        f"max_{name}": _largest(error_n),
+        f"mean_{name}": (error_n.sum(), error_n.new_tensor(error_n.numel())),
+        f"min_{name}": _smallest(error_n),
+    }
+
+
+def _ratio_metrics(ratio_BT: Tensor, clamped_BT: Tensor, mask_BT: Tensor) -> Metrics:
+    metrics: Metrics = {}
     for name, values_BT in (("probs_ratio", ratio_BT), ("probs_ratio_clamped", clamped_BT)):
         values = values_BT.expand_as(mask_BT)[mask_BT > 0]
-        infinite = values_BT.new_tensor(torch.inf)
-        metrics[name] = _mean_tokens(values_BT.expand_as(mask_BT), mask_BT, counts)
-        metrics[f"{name}_min"] = values.min() if values.numel() else infinite
-        metrics[f"{name}_max"] = values.max() if values.numel() else -infinite
+        metrics[name] = _mean_tokens(values_BT.expand_as(mask_BT), mask_BT)
+        metrics[f"{name}_min"] = _smallest(values)
+        metrics[f"{name}_max"] = _largest(values)
     return metrics
 
 
-def _mismatch_metrics(
-    logprobs_BT: Tensor, prev_BT: Tensor, inputs: LossInputs, counts: GlobalCounts, cfg: LossConfig
-) -> dict[str, Tensor]:
+def _divergence_metrics(logprobs_BT: Tensor, prev_BT: Tensor, inputs: LossInputs, cfg: LossConfig) -> Metrics:
     """How far the engine's probabilities are from the trainer's: multiplicative error, KL both ways, JS."""
     mask_BT = inputs.token_mask_BT * inputs.sample_mask_B[:, None]
     # Unsampled tokens have g = 0 and any p: exp of their gap may overflow, and inf * 0 is NaN.
@@ -190,14 +229,14 @@ def _mismatch_metrics(
     g_BT = inputs.generation_logprobs_BT * mask_BT
     gap_BT = g_BT - prev_BT
     middle_BT = torch.logaddexp(prev_BT, g_BT) - torch.log(prev_BT.new_tensor(2.0))
-    js_BT = _k3(prev_BT - middle_BT) + _k3(g_BT - middle_BT)
-    return {
-        "token_mult_prob_error": _mean_tokens(gap_BT.abs().exp(), mask_BT, counts),
-        "gen_kl_error": _mean_tokens(kl_estimate(g_BT, prev_BT, cfg.reference_policy_kl_type), mask_BT, counts),
-        "policy_kl_error": _mean_tokens(kl_estimate(prev_BT, g_BT, cfg.reference_policy_kl_type), mask_BT, counts),
-        "js_divergence_error": _mean_tokens(js_BT / 2, mask_BT, counts),
-        "approx_entropy": -_mean_tokens((logprobs_BT - g_BT).exp() * logprobs_BT, mask_BT, counts),
+    values = {
+        "token_mult_prob_error": gap_BT.abs().exp(),
+        "gen_kl_error": kl_estimate(g_BT, prev_BT, cfg.reference_policy_kl_type),
+        "policy_kl_error": kl_estimate(prev_BT, g_BT, cfg.reference_policy_kl_type),
+        "js_divergence_error": (_k3(prev_BT - middle_BT) + _k3(g_BT - middle_BT)) / 2,
+        "approx_entropy": -(logprobs_BT - g_BT).exp() * logprobs_BT,
     }
+    return {name: _mean_tokens(values_BT, mask_BT) for name, values_BT in values.items()}
 
 
 def _k3(d: Tensor) -> Tensor:

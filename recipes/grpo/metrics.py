@@ -23,7 +23,6 @@ PHASES: Mapping[str, str] = {
     "reward_calculation": "reward",
     "advantage_calculation": "adv",
     "data_processing": "data",
-    "policy_and_reference_logprobs": "logp",
     "policy_training": "train",
     "weight_sync": "refit",
     "validation": "val",

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from recipes.config.tree import Config
 from recipes.errors import PolicyError, RecipeError, StalledError
 from recipes.grpo.buffer import ReplayBuffer
@@ -31,8 +29,6 @@ _ROLLOUTS_LOGGED = 8  # per step: enough to see what the policy writes, while th
 
 class PolicyHandle(WeightSource, Protocol):
     """What the run asks of the policy; `policy.Policy` has it."""
-
-    def logprobs(self, batch: TrainBatch) -> torch.Tensor: ...
 
     def train(self, batch: TrainBatch) -> dict[str, float]: ...
 
@@ -251,7 +247,7 @@ class Run:
         """Tokens per second and the share of the step in which each side had nothing to do."""
         totals: dict[str, float] = {}
         timing = metrics.as_dict()
-        trained = timing["timing/train/policy_training"] + timing["timing/train/policy_and_reference_logprobs"]
+        trained = timing["timing/train/policy_training"]
         shares = {
             "performance/train_tokens_per_sec": timing["train/global_valid_toks"] / seconds,
             "idle/policy": max(0.0, 1.0 - trained / seconds),

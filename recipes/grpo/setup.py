@@ -103,7 +103,7 @@ def _start_models(config: Config, derived: Derived) -> tuple[Policy, Generation]
         policy_future = pool.submit(
             Policy.start,
             config.policy,
-            loss=partial(grpo_loss, cfg=config.loss_fn),
+            loss=partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=config.grpo.seq_logprob_error_threshold),
             placement=policy_options,
             deadlines=config.deadlines,
             seed=config.grpo.seed,

@@ -1,8 +1,8 @@
 """The GRPO train loop, top to bottom.
 
-    prompts -> collector -> replay buffer -> reward -> batch -> logprobs -> advantage -> policy.train
-                  ^                                                                          |
-                  +------------------------------- refit <-----------------------------------+
+    prompts -> collector -> replay buffer -> reward -> batch -> advantage -> policy.train
+                  ^                                                              |
+                  +--------------------------- refit <---------------------------+
 
 The collector generates ahead, at most `max_trajectory_age_steps` steps; this loop is the only clock. With 0 the
 collector waits for each refit, so training is synchronous with the same code.
@@ -13,10 +13,8 @@ the same count: the record of the first step says 1.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from recipes.grpo.advantage import add_advantages
-from recipes.grpo.batch import build_batch, mask_mismatched
+from recipes.grpo.batch import build_batch
 from recipes.grpo.metrics import StepMetrics
 from recipes.grpo.refit import refit
 from recipes.grpo.reward import collect_rewards
@@ -55,11 +53,6 @@ def train(run: Run) -> None:
                 overlong_filtering=cfg.grpo.overlong_filtering,
                 mask_flagged=cfg.env.should_mask_flagged_samples,
             )
-
-        with metrics.timed("policy_and_reference_logprobs"):
-            batch = replace(batch, prev_logprobs_BS=run.policy.logprobs(batch))
-        batch, mismatch = mask_mismatched(batch, cfg.grpo.seq_logprob_error_threshold)
-        metrics.add(mismatch)
 
         with metrics.timed("advantage_calculation"):
             batch, advantages = add_advantages(batch, cfg.grpo)

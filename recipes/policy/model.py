@@ -49,7 +49,7 @@ def transformer_config(family: Family, hf: Any, cfg: PolicyConfig) -> Transforme
         pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
         context_parallel_size=megatron.context_parallel_size,
         sequence_parallel=megatron.sequence_parallel and megatron.tensor_model_parallel_size > 1,
-        calculate_per_token_loss=True,  # Megatron then leaves the gradients unscaled
+        calculate_per_token_loss=True,  # gradients are divided once, by what the loss counted over all ranks
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # variable lengths ask for it, dense models too
         # Fused kernels need CUDA extensions that the CPU lock does not have.

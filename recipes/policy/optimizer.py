@@ -36,7 +36,7 @@ def ddp_config(cfg: MegatronConfig) -> DistributedDataParallelConfig:
         overlap_grad_reduce=ddp.overlap_grad_reduce,
         overlap_param_gather=ddp.overlap_param_gather,
         bucket_size=_BUCKET_SIZE,
-        average_in_collective=False,  # the loss is divided by counts of the whole batch: ranks add up
+        average_in_collective=False,  # gradients of ranks add up and are divided afterwards
         check_for_nan_in_grad=True,
     )
 

@@ -6,7 +6,7 @@ Shape legend: B rows of the whole batch, S padded length.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -14,7 +14,10 @@ from torch import Tensor
 
 from recipes.config.tree import PolicyConfig
 from recipes.policy.packing import Shard, round_up, shard_packed, shard_plain
-from recipes.types import GlobalCounts, TrainBatch
+from recipes.types import TrainBatch
+
+Measured = float | tuple[float, float]
+"""One metric of `LossSums`; a pair is a sum and what it is divided by at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +26,6 @@ class BatchShard:
 
     batch: TrainBatch  # this rank's rows, in the order of `microbatches`
     microbatches: tuple[tuple[int, ...], ...]  # rows of `batch`
-    counts: GlobalCounts  # of the whole batch
-
-
-def global_counts(batch: TrainBatch) -> GlobalCounts:
-    """Count what the loss divides by, over the whole batch: the first token of a row is never predicted."""
-    mask_BS = batch.token_mask_BS[:, 1:].double() * batch.sample_mask_B.double()[:, None]
-    return GlobalCounts(tokens=mask_BS.sum().item(), sequences=batch.sample_mask_B.double().sum().item())
 
 
 def plan(batch: TrainBatch, cfg: PolicyConfig, *, num_shards: int, training: bool) -> list[Shard]:
@@ -46,7 +42,6 @@ def plan(batch: TrainBatch, cfg: PolicyConfig, *, num_shards: int, training: boo
 
 def split(batch: TrainBatch, shards: Sequence[Shard]) -> list[BatchShard]:
     """Copy out the rows of every shard."""
-    counts = global_counts(batch)
     result = []
     for shard in shards:
         first = 0
@@ -55,7 +50,7 @@ def split(batch: TrainBatch, shards: Sequence[Shard]) -> list[BatchShard]:
             microbatches.append(tuple(range(first, first + len(microbatch))))
             first += len(microbatch)
         rows = torch.tensor(shard.rows, dtype=torch.int64)
-        result.append(BatchShard(batch=_take(batch, rows), microbatches=tuple(microbatches), counts=counts))
+        result.append(BatchShard(batch=_take(batch, rows), microbatches=tuple(microbatches)))
     return result
 
 
@@ -67,22 +62,41 @@ def scatter_rows(parts_BS: Sequence[Tensor], shards: Sequence[Shard], *, shape: 
     return result_BS
 
 
-def merge_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Combine what microbatches or ranks measured: sums, and minima / maxima for `_min` / `_max` names."""
-    merged: dict[str, float] = {}
-    for name in parts[0]:
-        values = [part[name] for part in parts]
-        combine = min if name.endswith("_min") else max if name.endswith("_max") else math.fsum
-        merged[name] = combine(values)
-    return merged
+def merge_metrics(parts: Sequence[Mapping[str, Measured]]) -> dict[str, Measured]:
+    """Combine what microbatches or ranks measured, as `LossSums` says."""
+    return {name: _merged(name, [part[name] for part in parts]) for name in parts[0]}
 
 
-def merge_step_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Combine the answers of all data-parallel ranks to one training step; the extremes of no token at all are -1."""
+def merge_step_metrics(parts: Sequence[Mapping[str, Measured]]) -> dict[str, float]:
+    """Combine the answers of all data-parallel ranks to one training step.
+
+    A mean of nothing is 0. The extremes of nothing are -1, those of `min_` and `max_` names are 0, as in the reference.
+    """
     shared = {name: parts[0][name] for name in ("grad_norm", "lr")}  # equal on all ranks
     merged = merge_metrics([{name: part[name] for name in part if name not in shared} for part in parts])
-    nothing = {"_min": math.inf, "_max": -math.inf}
-    return {name: -1.0 if value == nothing.get(name[-4:]) else value for name, value in merged.items()} | shared
+    metrics = {name: _divided(value) for name, value in (merged | shared).items()}
+    nothing = {"min": math.inf, "max": -math.inf}
+    empty = [name for name in metrics for kind, value in nothing.items() if _is(kind, name) and metrics[name] == value]
+    return metrics | {name: 0.0 if name.startswith(("min_", "max_")) else -1.0 for name in empty}
+
+
+def _merged(name: str, values: Sequence[Measured]) -> Measured:
+    pairs = [value for value in values if isinstance(value, tuple)]
+    if pairs:
+        return math.fsum(total for total, _ in pairs), math.fsum(count for _, count in pairs)
+    combine = min if _is("min", name) else max if _is("max", name) else math.fsum
+    return combine(value for value in values if not isinstance(value, tuple))
+
+
+def _divided(value: Measured) -> float:
+    if not isinstance(value, tuple):
+        return value
+    total, count = value
+    return total / count if count else 0.0
+
+
+def _is(kind: str, name: str) -> bool:
+    return name.startswith(f"{kind}_") or name.endswith(f"_{kind}")
 
 
 def _take(batch: TrainBatch, rows: Tensor) -> TrainBatch:

@@ -1,14 +1,14 @@
 """The trainer of one rank: log-probabilities of a batch, and one optimizer step over it.
 
-Losses are sums divided by counts of the whole batch, so microbatches and data-parallel ranks add up: Megatron is told
-not to divide by tokens, microbatches or ranks.
+Each microbatch adds the sum of its loss to the gradients, and counts what stays in the loss. After the last one
+Megatron adds up gradients and counts over the data-parallel ranks and divides once, as for a loss per token.
 
 Shape legend: B rows of the shard, S their padded length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from recipes.policy.microbatch import Microbatch, pack_microbatch
 from recipes.policy.model import build_model, forward, transformer_config
 from recipes.policy.optimizer import build_optimizer, wrap_ddp
 from recipes.policy.parallel import device, finish_queued_work
-from recipes.policy.shards import BatchShard, merge_metrics
+from recipes.policy.shards import BatchShard, Measured, merge_metrics
 from recipes.types import LossFunction, LossInputs
 
 
@@ -71,45 +71,51 @@ def build_trainer(cfg: PolicyConfig, loss: LossFunction) -> Trainer:
     wrapped = wrap_ddp(model, config, cfg.megatron_cfg)
     optimizer, scheduler = build_optimizer(wrapped, cfg)
     config.grad_scale_func = optimizer.scale_loss
-    config.finalize_model_grads_func = _finalize_without_scaling
+    config.finalize_model_grads_func = finalize_model_grads
     if wrapped.ddp_config.overlap_grad_reduce:
         config.no_sync_func = wrapped.no_sync
     return Trainer(cfg=cfg, loss=loss, model=wrapped, weights=weights, optimizer=optimizer, scheduler=scheduler)
 
 
-def train_step(trainer: Trainer, shard: BatchShard) -> dict[str, float]:
+def train_step(trainer: Trainer, shard: BatchShard) -> dict[str, Measured]:
     """Take one optimizer step over the whole batch; return this rank's share of the loss metrics, and the step's."""
-    accumulate_gradients_metrics = accumulate_gradients(trainer, shard)
+    metrics = accumulate_gradients(trainer, shard)
     lr = get_canonical_lr_for_logging(trainer.optimizer.param_groups)
     updated, grad_norm, _ = trainer.optimizer.step()
     if not updated:
         raise RuntimeError("the optimizer skipped the step: its gradients were not finite")
     trainer.scheduler.step(increment=1)
     gather_params(trainer)
-    return accumulate_gradients_metrics | {"grad_norm": float(grad_norm), "lr": float(lr)}
+    return metrics | {"grad_norm": float(grad_norm), "lr": float(lr)}
 
 
-def accumulate_gradients(trainer: Trainer, shard: BatchShard) -> dict[str, float]:
-    """Run forward and backward over all microbatches and reduce the gradients; return the summed loss metrics."""
+def accumulate_gradients(trainer: Trainer, shard: BatchShard) -> dict[str, Measured]:
+    """Run forward and backward over all microbatches and reduce the gradients; return this rank's loss metrics."""
     trainer.model.train()
     trainer.model.zero_grad_buffer()
     trainer.optimizer.zero_grad()
 
     def loss_function(packed: Microbatch) -> Callable[..., Any]:
-        def loss(logprobs_1T: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        def loss(logprobs_1T: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Any]]:
             inputs, current_BT = loss_inputs(shard, packed, logprobs_1T)
-            value, metrics = trainer.loss(current_BT, inputs, counts=shard.counts)
-            unused_token_count = torch.zeros((), dtype=torch.int, device=value.device)
-            return value, unused_token_count, metrics
+            sums = trainer.loss(current_BT, inputs)
+            return sums.loss, sums.count.to(torch.int), sums.metrics
 
         return loss
 
     outputs = _run(trainer, shard, loss_function, forward_only=False)
-    if not outputs:
-        return {}
-    names = list(outputs[0])
-    values = torch.stack([torch.stack([output[name].double() for name in names]) for output in outputs])
-    return merge_metrics([dict(zip(names, row, strict=True)) for row in values.tolist()])
+    return merge_metrics(_on_host(outputs)) if outputs else {}
+
+
+def _on_host(outputs: Sequence[Mapping[str, Tensor | tuple[Tensor, Tensor]]]) -> list[dict[str, Measured]]:
+    """Copy the metrics of all microbatches from the device, all at once."""
+    tensors = [value for output in outputs for value in output.values()]
+    pairs = [value if isinstance(value, tuple) else (value, value) for value in tensors]
+    numbers = iter(torch.stack([part.double() for pair in pairs for part in pair]).view(-1, 2).tolist())
+    return [
+        {name: tuple(next(numbers)) if isinstance(value, tuple) else next(numbers)[0] for name, value in output.items()}
+        for output in outputs
+    ]
 
 
 def logprobs(trainer: Trainer, shard: BatchShard) -> Tensor:
@@ -150,7 +156,8 @@ def loss_inputs(shard: BatchShard, packed: Microbatch, logprobs_1T: Tensor) -> t
         token_mask_BT=take(batch.token_mask_BS),
         sample_mask_B=batch.sample_mask_B.index_select(0, rows_B).to(logprobs_1T.device),
         advantages_BT=take(batch.advantages_BS),
-        prev_logprobs_BT=current_BT.detach() if batch.prev_logprobs_BS is None else take(batch.prev_logprobs_BS),
+        rewards_B=batch.rewards_B.index_select(0, rows_B).to(logprobs_1T.device),
+        prev_logprobs_BT=current_BT.detach(),  # one optimizer step per batch: this pass has the weights before it
         generation_logprobs_BT=take(batch.generation_logprobs_BS),
     )
     return inputs, current_BT
@@ -190,9 +197,3 @@ def _microbatches(trainer: Trainer, shard: BatchShard) -> Iterator[Microbatch]:
             multiple=trainer.cfg.make_sequence_length_divisible_by,
             row_multiple=megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1,
         )
-
-
-def _finalize_without_scaling(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Reduce gradients over ranks; `num_tokens` would divide them, which the loss has done."""
-    del num_tokens
-    finalize_model_grads(model, None, **kwargs)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from recipes.config.tree import PolicyConfig
     from recipes.policy.layout import Coordinates
-    from recipes.policy.shards import BatchShard
+    from recipes.policy.shards import BatchShard, Measured
     from recipes.policy.weights import NcclSender, SharedMemoryWriter
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class PolicyWorker:
         self._trainer = step.build_trainer(spec.policy_cfg, spec.loss)
         return coordinates
 
-    def train(self, shard: BatchShard) -> dict[str, float]:
+    def train(self, shard: BatchShard) -> dict[str, Measured]:
         """Take one optimizer step; returns this rank's share of the metrics."""
         from recipes.policy.step import train_step
 

@@ -22,7 +22,7 @@ from recipes.config.derive import derive
 from recipes.config.load import load_config, require_valid
 from recipes.grpo.loss import grpo_loss
 from recipes.policy import parallel, step
-from recipes.policy.shards import BatchShard, global_counts
+from recipes.policy.shards import BatchShard
 from tools.sizing.architecture import read_architecture
 from tools.sizing.memory import trainer_memory
 
@@ -35,7 +35,7 @@ def full_batch(vocab: int) -> BatchShard:
     ids_BS = torch.randint(0, vocab, (NUM_ROWS, WIDTH), generator=torch.Generator().manual_seed(0))
     lengths_B = torch.full((NUM_ROWS,), WIDTH)
     batch = replace(random_batch(NUM_ROWS, width=WIDTH, vocab=vocab), input_ids_BS=ids_BS, input_lengths_B=lengths_B)
-    return BatchShard(batch=batch, microbatches=(tuple(range(NUM_ROWS)),), counts=global_counts(batch))
+    return BatchShard(batch=batch, microbatches=(tuple(range(NUM_ROWS)),))
 
 
 def peak_bytes(trainer: step.Trainer, shard: BatchShard) -> int:
@@ -57,7 +57,7 @@ def main() -> None:
     overrides = [f"policy.model_name={model}", f"policy.megatron_cfg.activation_checkpointing={recompute}"]
     config = require_valid(load_config(CONFIG, overrides))
     parallel.join_groups(HashStore(), rank=0, world_size=1, cfg=config.policy.megatron_cfg, seed=1, timeout_s=60)
-    trainer = step.build_trainer(config.policy, partial(grpo_loss, cfg=config.loss_fn))
+    trainer = step.build_trainer(config.policy, partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=None))
     architecture = read_architecture(model)
     shard = full_batch(architecture.vocab)
     step.train_step(trainer, shard)  # makes what is made once

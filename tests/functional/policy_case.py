@@ -88,7 +88,7 @@ def running(config: Config, *, num_ranks: int = 1, **deadlines: float) -> Iterat
     limits = replace(config.deadlines, **({"placement": 60.0, "engine_start": 180.0, "shutdown": 5.0} | deadlines))
     policy = Policy.start(
         config.policy,
-        loss=partial(grpo_loss, cfg=config.loss_fn),
+        loss=partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=None),
         placement=[{"num_cpus": 1}] * num_ranks,
         deadlines=limits,
         seed=1,

@@ -124,7 +124,7 @@ def test_wrong_inputs_keep_their_own_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"pipeline_model_parallel_size: got 2, expected 1"):
         Policy.start(
             config.policy,
-            loss=partial(grpo_loss, cfg=config.loss_fn),
+            loss=partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=None),
             placement=[{}, {}],
             deadlines=config.deadlines,
             seed=1,

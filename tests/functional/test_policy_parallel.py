@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 from recipes.config.tree import Config
 from recipes.errors import CheckpointError, PolicyError
 from recipes.grpo.loss import grpo_loss
-from recipes.policy.shards import global_counts
 from recipes.types import LossInputs
 
 pytestmark = pytest.mark.functional
@@ -105,10 +104,12 @@ def test_one_rank_equals_transformers(model: Path, one_rank: Outcome) -> None:
         token_mask_BT=batch.token_mask_BS[:, 1:],
         sample_mask_B=batch.sample_mask_B,
         advantages_BT=batch.advantages_BS[:, 1:],
+        rewards_B=batch.rewards_B,
         prev_logprobs_BT=torch.zeros_like(current_BT),
         generation_logprobs_BT=batch.generation_logprobs_BS[:, 1:],
     )
-    loss, _ = grpo_loss(current_BT, inputs, load_case(model).loss_fn, global_counts(batch))
+    sums = grpo_loss(current_BT, inputs, cfg=load_case(model).loss_fn, mismatch_threshold=None)
+    loss = sums.loss / sums.count
     loss.backward()
     expected = {name: param.grad for name, param in reference.named_parameters()}
     norm = torch.stack([gradient.square().sum() for gradient in expected.values()]).sum().sqrt()

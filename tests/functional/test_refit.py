@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -61,7 +60,7 @@ def policy(config: Config) -> Iterator[Policy]:
     with local_ray(num_cpus=3):
         policy = Policy.start(
             config.policy,
-            loss=partial(grpo_loss, cfg=config.loss_fn),
+            loss=partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=None),
             placement=[{"num_cpus": 1}],
             deadlines=config.deadlines,
             seed=1,
@@ -113,8 +112,7 @@ def as_batch(completions: list[Completion]) -> TrainBatch:
 
 def difference(policy: Policy, completions: list[Completion]) -> tuple[float, TrainBatch]:
     batch = as_batch(completions)
-    batch = replace(batch, prev_logprobs_BS=policy.logprobs(batch))
-    gap = (batch.prev_logprobs_BS - batch.generation_logprobs_BS) * batch.token_mask_BS
+    gap = (policy.logprobs(batch) - batch.generation_logprobs_BS) * batch.token_mask_BS
     return float(gap.abs().max()), batch
 
 

@@ -16,11 +16,12 @@ import torch
 
 from recipes.environments.chat.tool_calls import FlagPatterns, turn_flags
 from recipes.grpo.advantage import estimate_advantages, group_baseline, overwrite_flagged_turns
-from recipes.grpo.batch import mask_mismatched, pad_turns, sample_masks
+from recipes.grpo.batch import pad_turns, sample_masks
 from recipes.grpo.checkpoint import steps_to_keep
-from recipes.grpo.loss import grpo_loss, kl_estimate
+from recipes.grpo.loss import grpo_loss, kl_estimate, mask_mismatched
 from recipes.grpo.reward import AnswerFacts, is_on, scale, shape_effort, shape_length
-from recipes.types import GlobalCounts, LossInputs, TrainBatch, TurnSpan
+from recipes.policy.shards import merge_step_metrics
+from recipes.types import LossInputs, TurnSpan
 from tests.recorded import recorded
 
 # The reference broadcasts [B, 1] against [B] here and logs a sum; ours is the mean over tokens.
@@ -83,6 +84,16 @@ def test_every_recorded_file_is_accounted_for(golden_dir: Path) -> None:
         assert (Path(__file__).parent / path).is_file(), path
 
 
+def merged(parts: list[Any]) -> dict[str, float]:
+    """Return the metrics of a step whose microbatches measured `parts`."""
+
+    def number_of(value: Any) -> Any:
+        return tuple(part.item() for part in value) if isinstance(value, tuple) else value.item()
+
+    numbers = [{name: number_of(value) for name, value in part.items()} for part in parts]
+    return merge_step_metrics([part | {"grad_norm": 0.0, "lr": 0.0} for part in numbers])
+
+
 def loss_config(config: dict[str, Any]) -> Any:
     return SimpleNamespace(**{"use_cispo": False, **config})
 
@@ -101,42 +112,52 @@ def test_loss(case: dict[str, Any]) -> None:
         prev_logprobs_BT=tensor(given["prev_logprobs"])[:, 1:],
         generation_logprobs_BT=tensor(given["generation_logprobs"])[:, 1:],
         reference_logprobs_BT=tensor(given["reference_policy_logprobs"])[:, 1:],
+        rewards_B=torch.zeros(len(ids)),
     )
-    counts = GlobalCounts(tokens=given["global_valid_toks"], sequences=given["global_valid_seqs"])
-    loss, metrics = grpo_loss(logprobs, inputs, loss_config(case["config"]), counts)
+    sums = grpo_loss(logprobs, inputs, cfg=loss_config(case["config"]), mismatch_threshold=None)
+    loss = sums.loss / sums.count.clamp(min=1)
     loss.backward()
+    metrics = merged([sums.metrics])
+    assert metrics["global_valid_toks"] == given["global_valid_toks"]
+    assert metrics["global_valid_seqs"] == given["global_valid_seqs"]
     assert loss.item() == pytest.approx(number(expected["loss"]), rel=2e-5, abs=2e-5)
     torch.testing.assert_close(logprobs.grad, tensor(expected["grad_next_token_logprobs"]), rtol=2e-5, atol=2e-5)
     for name, value in expected["metrics"].items():
         if f"loss metric {name}" in NOT_BUILT:
             assert name not in metrics
         elif (case["name"], name) in DIFFERENT_METRICS:
-            assert metrics[name].item() != pytest.approx(number(value), rel=1e-4)
+            assert metrics[name] != pytest.approx(number(value), rel=1e-4)
         else:
-            assert metrics[name].item() == pytest.approx(number(value), rel=1e-4, abs=1e-4), name
+            assert metrics[name] == pytest.approx(number(value), rel=1e-4, abs=1e-4), name
 
 
-def test_microbatches_add_up() -> None:
+@pytest.mark.parametrize("threshold", [None, 1.3])
+def test_microbatches_add_up(threshold: float | None) -> None:
     case = next(case for case in GOLDEN["loss_clipped_pg"] if case["name"] == "tis_cap5_offpolicy")
     given, cfg = case["inputs"], loss_config(case["config"])
     ids = torch.tensor(given["input_ids"])
     logprobs = torch.log_softmax(tensor(given["logits"]), -1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
-    counts = GlobalCounts(tokens=given["global_valid_toks"], sequences=given["global_valid_seqs"])
 
-    def part(rows: slice) -> dict[str, float]:
+    def part(rows: slice) -> tuple[Any, Any]:
+        current = logprobs[rows].clone().requires_grad_()
         inputs = LossInputs(
             token_mask_BT=tensor(given["token_mask"])[rows, 1:],
             sample_mask_B=tensor(given["sample_mask"])[rows],
             advantages_BT=tensor(given["advantages"])[rows, 1:],
+            rewards_B=torch.zeros(len(current)),
             prev_logprobs_BT=tensor(given["prev_logprobs"])[rows, 1:],
             generation_logprobs_BT=tensor(given["generation_logprobs"])[rows, 1:],
         )
-        return {name: value.item() for name, value in grpo_loss(logprobs[rows], inputs, cfg, counts)[1].items()}
+        sums = grpo_loss(current, inputs, cfg=cfg, mismatch_threshold=threshold)
+        return sums, torch.autograd.grad(sums.loss, current)[0]
 
-    whole, first, rest = part(slice(None)), part(slice(0, 1)), part(slice(1, None))
-    for name, value in whole.items():
-        combine = {"min": min, "max": max}.get(name.rsplit("_", 1)[-1], lambda a, b: a + b)
-        assert combine(first[name], rest[name]) == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    (whole, gradient), (first, first_gradient) = part(slice(None)), part(slice(1))
+    rest, rest_gradient = part(slice(1, None))
+    torch.testing.assert_close(torch.cat([first_gradient, rest_gradient]), gradient)
+    assert first.count + rest.count == whole.count
+    assert merged([first.metrics, rest.metrics]) == pytest.approx(merged([whole.metrics]), rel=1e-5, abs=1e-6)
+    masked = merged([whole.metrics])["num_masked_seqs_by_logprob_error"]
+    assert masked > 0 if threshold else masked == 0
 
 
 @pytest.mark.parametrize("case", cases("kl_estimators"))
@@ -237,20 +258,17 @@ def test_penalties_overwrite_exactly_the_flagged_turn(case: dict[str, Any]) -> N
 @pytest.mark.parametrize("case", cases("seq_logprob_error"))
 def test_mismatch_mask(case: dict[str, Any]) -> None:
     given, expected = case["inputs"], case["expected"]
-    mask = tensor(given["token_mask"])
-    batch = TrainBatch(
-        input_ids_BS=torch.zeros_like(mask, dtype=torch.int64),
-        input_lengths_B=torch.full((len(mask),), mask.shape[1]),
-        token_mask_BS=mask,
+    inputs = LossInputs(
+        token_mask_BT=tensor(given["token_mask"]),
         sample_mask_B=tensor(given["sample_mask"]),
-        generation_logprobs_BS=tensor(given["generation_logprobs"]),
-        advantages_BS=torch.zeros_like(mask),
+        advantages_BT=torch.zeros_like(tensor(given["token_mask"])),
         rewards_B=tensor(given["rewards"]).double(),
-        group_B=torch.zeros(len(mask), dtype=torch.int64),
-        prev_logprobs_BS=tensor(given["prev_logprobs"]),
+        prev_logprobs_BT=tensor(given["prev_logprobs"]),
+        generation_logprobs_BT=tensor(given["generation_logprobs"]),
     )
-    batch, metrics = mask_mismatched(batch, case["config"]["seq_logprob_error_threshold"])
-    assert batch.sample_mask_B.tolist() == expected["sample_mask"]
+    kept, sums = mask_mismatched(inputs, case["config"]["seq_logprob_error_threshold"])
+    assert kept.sample_mask_B.tolist() == expected["sample_mask"]
+    metrics = merged([sums])
     names = {"num_masked_seqs": "num_masked_seqs_by_logprob_error"}
     for name, value in expected["metrics"].items():
         assert metrics[names.get(name, name)] == pytest.approx(number(value), rel=1e-4, abs=1e-4), name

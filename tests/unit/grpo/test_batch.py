@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-import torch
 
-from recipes.grpo.batch import build_batch, mask_mismatched
+from recipes.grpo.batch import build_batch
 from recipes.grpo.reward import verdicts
 from recipes.types import Group, PromptRef, Rollout, RolloutStatus, TrainBatch, Turn
 
@@ -78,14 +75,3 @@ def test_overlong_filter_and_flags(filtering: bool, mask: list[float]) -> None:
 def test_flags_are_ignored_when_asked_to() -> None:
     flagged = rollout(turn((1,), (2,)), is_flagged=True)
     assert build(group(flagged), mask_flagged=False).sample_mask_B.tolist() == [1.0]
-
-
-def test_mismatch_is_measured_on_sampled_tokens_only() -> None:
-    batch = build(group(rollout(turn((1, 1), (2,))), rollout(turn((1, 1), (2,)))))
-    prev = torch.full((2, 4), -200.0)  # prompt and padding: far from the engine's 0, and irrelevant
-    prev[:, 2] = torch.tensor([-0.5, -0.5 - torch.log(torch.tensor(3.0))])
-    masked, metrics = mask_mismatched(replace(batch, prev_logprobs_BS=prev), threshold=2.0)
-    assert masked.sample_mask_B.tolist() == [1.0, 0.0]
-    assert metrics["max_seq_mult_prob_error"] == pytest.approx(3.0)
-    assert metrics["masked_correct_pct"] == 1.0
-    assert metrics["logprob_error_max"] == pytest.approx(1.0986123)

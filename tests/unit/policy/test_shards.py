@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recipes.policy.packing import Shard
-from recipes.policy.shards import global_counts, merge_step_metrics, scatter_rows, split
+from recipes.policy.shards import merge_step_metrics, scatter_rows, split
 from recipes.types import TrainBatch
 
 
@@ -26,19 +26,12 @@ def _batch() -> TrainBatch:
     )
 
 
-def test_counts_leave_out_first_tokens_and_masked_samples() -> None:
-    counts = global_counts(_batch())
-    assert (counts.tokens, counts.sequences) == (3.0, 3.0)
-
-
-def test_every_shard_knows_the_counts_of_the_whole_batch() -> None:
+def test_every_shard_gets_its_rows_in_the_order_of_its_microbatches() -> None:
     plan = [Shard(microbatches=((2, 0), (3,))), Shard(microbatches=((1,),))]
     first, second = split(_batch(), plan)
     assert first.microbatches == ((0, 1), (2,))
     assert first.batch.input_ids_BS[:, 0].tolist() == [6, 0, 9]
-    assert first.batch.prev_logprobs_BS is None
     assert second.batch.input_lengths_B.tolist() == [2]
-    assert first.counts == second.counts == global_counts(_batch())
 
 
 def test_results_return_to_the_order_of_the_batch() -> None:
@@ -54,6 +47,15 @@ def test_metrics_add_up_and_extremes_stay_extremes() -> None:
         {"loss": 0.75, "probs_ratio_min": 0.5, "probs_ratio_max": 1.5, "grad_norm": 2.0, "lr": 1e-6}
     )
     assert merge_step_metrics([second])["probs_ratio_min"] == merge_step_metrics([second])["probs_ratio_max"] == -1.0
+
+
+def test_means_are_divided_after_the_last_rank() -> None:
+    shared = {"grad_norm": 2.0, "lr": 1e-6}
+    first = {"loss": (6.0, 2.0), "masked_correct_pct": (0.0, 0.0), "max_error": 3.0, "min_error": math.inf} | shared
+    second = {"loss": (3.0, 1.0), "masked_correct_pct": (0.0, 0.0), "max_error": 5.0, "min_error": math.inf} | shared
+    assert merge_step_metrics([first, second]) == pytest.approx(
+        {"loss": 3.0, "masked_correct_pct": 0.0, "max_error": 5.0, "min_error": 0.0} | shared
+    )
 
 
 def test_a_loss_that_is_no_number_stays_none() -> None:

@@ -1,0 +1,77 @@
+"""Which sequences enter the loss, and what is counted; the formulas are pinned by the golden vectors."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from recipes.grpo.loss import grpo_loss, mask_mismatched
+from recipes.types import LossInputs
+
+CONFIG: Any = SimpleNamespace(
+    force_on_policy_ratio=True,
+    sequence_level_importance_ratios=False,
+    use_cispo=False,
+    ratio_clip_c=None,
+    use_importance_sampling_correction=True,
+    truncated_importance_sampling_type="tis",
+    truncated_importance_sampling_ratio=5.0,
+    truncated_importance_sampling_ratio_min=None,
+    token_level_loss=True,
+    reference_policy_kl_penalty=0.0,
+    reference_policy_kl_type="k3",
+    use_kl_in_reward=False,
+)
+
+
+def inputs_of(generation: list[list[float]], current: torch.Tensor) -> LossInputs:
+    mask_BT = torch.tensor([[0.0, 1.0, 1.0]] * len(generation))
+    return LossInputs(
+        token_mask_BT=mask_BT,
+        sample_mask_B=torch.ones(len(generation)),
+        advantages_BT=torch.ones_like(mask_BT),
+        rewards_B=torch.tensor([1.0] * len(generation), dtype=torch.float64),
+        prev_logprobs_BT=current.detach(),
+        generation_logprobs_BT=torch.tensor(generation) * mask_BT,
+    )
+
+
+def test_mismatch_is_measured_on_sampled_tokens_only() -> None:
+    prev = torch.tensor([[-200.0, -0.5, -0.5], [-200.0, -0.5 - math.log(3.0), -0.5 - math.log(3.0)]])
+    kept, metrics = mask_mismatched(inputs_of([[0.0, -0.5, -0.5]] * 2, prev), threshold=2.0)
+    assert kept.sample_mask_B.tolist() == [1.0, 0.0]
+    assert metrics["max_seq_mult_prob_error"] == pytest.approx(3.0)
+    assert metrics["masked_correct_pct"] == (1, 1)
+    assert metrics["logprob_error_max"] == pytest.approx(math.log(3.0))
+
+
+@pytest.mark.parametrize(("token_level", "count"), [(True, 2), (False, 1)])
+def test_a_masked_sequence_leaves_the_loss_its_count_and_its_gradient(token_level: bool, count: int) -> None:
+    current = torch.tensor([[-9.0, -0.5, -0.5], [-9.0, -2.5, -2.5]]).requires_grad_()
+    config: Any = SimpleNamespace(**{**vars(CONFIG), "token_level_loss": token_level})
+    sums = grpo_loss(current, inputs_of([[0.0, -0.5, -0.5]] * 2, current), cfg=config, mismatch_threshold=2.0)
+    (gradient,) = torch.autograd.grad(sums.loss, current)
+    assert sums.count == count
+    share = count / 2  # the two tokens of a sequence share its weight where sequences count
+    assert gradient.tolist() == [[0.0, -share, -share], [0.0, 0.0, 0.0]]
+    assert (sums.metrics["global_valid_seqs"], sums.metrics["global_valid_toks"]) == (1, 2)
+
+
+def test_a_microbatch_without_a_predicted_token_adds_nothing() -> None:
+    empty = torch.zeros(2, 0).requires_grad_()
+    inputs = LossInputs(
+        token_mask_BT=torch.zeros(2, 0),
+        sample_mask_B=torch.zeros(2),
+        advantages_BT=torch.zeros(2, 0),
+        rewards_B=torch.full((2,), torch.nan, dtype=torch.float64),
+        prev_logprobs_BT=empty.detach(),
+        generation_logprobs_BT=torch.zeros(2, 0),
+    )
+    sums = grpo_loss(empty, inputs, cfg=CONFIG, mismatch_threshold=2.0)
+    assert (sums.loss, sums.count) == (0, 0)
+    assert sums.metrics["logprob_error_max"] == 0
+    assert sums.metrics["probs_ratio_max"] == -torch.inf
