@@ -114,19 +114,18 @@ def shares(run: RunData) -> str:
         return ""
     # These classes give the colours of the chart of seconds per step.
     names = [
-        ("train", "train", "c4"),
-        ("log-probs", "logp", "c3"),
-        ("refit", "refit", "c5"),
-        ("validation", "val", "c6"),
-        ("checkpoint", "save", "c7"),
-        ("idle", "wait", "c9"),
+        ("train", "train", "c3"),
+        ("refit", "refit", "c4"),
+        ("validation", "val", "c5"),
+        ("checkpoint", "save", "c6"),
+        ("idle", "wait", "c8"),
     ]
     policy = [(label, spent.get(phase, 0.0) / total, style) for label, phase, style in names]
-    policy.insert(-1, ("other", 1.0 - sum(share for _, share, _ in policy), "c8"))
+    policy.insert(-1, ("other", 1.0 - sum(share for _, share, _ in policy), "c7"))
     bars = [("Policy", policy)]
     idle = _weighted(steps, "idle/generation")
     if idle is not None:
-        bars.append(("Generation", [("generate", 1.0 - idle, "c4"), ("idle", idle, "c9")]))
+        bars.append(("Generation", [("generate", 1.0 - idle, "c3"), ("idle", idle, "c8")]))
     rows = "".join(f'<div class="sharerow"><span>{label}</span>{share_bar(parts)}</div>' for label, parts in bars)
     line = _share_line(spent, total, idle)
     return f'<section><h2>Where the time went</h2>{rows}<p class="note">{escape(line)}</p></section>'
@@ -232,12 +231,12 @@ def _weighted(steps: Sequence[StepRecord], key: str) -> float | None:
 
 
 def _share_line(spent: dict[str, float], total: float, idle: float | None) -> str:
-    train = (spent.get("train", 0.0) + spent.get("logp", 0.0)) / total
+    train = spent.get("train", 0.0) / total
     refit, wait = spent.get("refit", 0.0) / total, spent.get("wait", 0.0) / total
     generate = "" if idle is None else f"generate {1 - idle:.0%}, "
     engines = "" if idle is None else f"; engines idle {idle:.0%}"
     return (
-        f"{generate}train {train:.0%} (log-probs included), refit {refit:.0%}, "
+        f"{generate}train {train:.0%}, refit {refit:.0%}, "
         f"policy idle {wait:.0%} (waits for rollouts){engines}. "
         f"Shares of {format_seconds(total)} of training steps; both sides work at the same time."
     )

@@ -135,7 +135,6 @@ def add_training(metrics: StepMetrics, groups: list[Group], rng: random.Random) 
         "reward_calculation": 0.01,
         "advantage_calculation": 0.01,
         "data_processing": 0.03,
-        "policy_and_reference_logprobs": rng.uniform(0.5, 0.6),
         "policy_training": rng.uniform(1.8, 2.2),
         "weight_sync": rng.uniform(0.1, 0.15),
     }
