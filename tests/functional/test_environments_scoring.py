@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -42,83 +44,92 @@ def boxed(text: str) -> dict[str, Any]:
 
 @pytest.fixture
 def pool() -> Iterator[ScoringPool]:
-    made = ScoringPool(num_workers=1, limit_seconds=1.5)
+    made = ScoringPool(num_workers=1, cpu_seconds=1.5)
     yield made
     made.close()
 
 
+def below(parent: int) -> list[int]:
+    """Return the ids of all processes below one, nearest first."""
+    try:
+        tasks = list(Path(f"/proc/{parent}/task").iterdir())
+        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:
+        return []
+    return children + [process for child in children for process in below(child)]
+
+
 def workers_of(parent: int) -> list[int]:
-    """Return the ids of the scoring workers a process has."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            status = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            command = (entry / "cmdline").read_bytes()
-        except (OSError, IndexError):
-            continue
-        if int(status[1]) == parent and b"scoring.worker" in command:
-            found.append(int(entry.name))
-    return found
+    """Return the ids of a process's loaders and scorers, nearest first."""
+    return [process for process in below(parent) if is_running(process) and b"scoring.worker" in command_of(process)]
+
+
+def command_of(process: int) -> bytes:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 async def test_scores_and_remembers(pool: ScoringPool) -> None:
-    assert (await pool.score("math_with_judge", math_task(), boxed("10/2"))) == Verdict(
+    assert (await pool.score(VERIFIERS["math_with_judge"], math_task(), boxed("10/2"))) == Verdict(
         reward=1.0,
         reason="5 equals 5",
         metrics={"library_reward": 1.0},
         details={"extracted_answer": "5"},
     )
     pool.close()  # from here on only what is remembered can be answered
-    assert isinstance(await pool.score("math_with_judge", math_task(), boxed("10/2")), Verdict)
+    assert isinstance(await pool.score(VERIFIERS["math_with_judge"], math_task(), boxed("10/2")), Verdict)
     with pytest.raises(RuntimeError):
-        await pool.score("math_with_judge", math_task("6"), boxed("10/2"))
+        await pool.score(VERIFIERS["math_with_judge"], math_task("6"), boxed("10/2"))
 
 
-async def test_an_endless_score_earns_nothing_and_its_worker_is_replaced(pool: ScoringPool) -> None:
-    start = time.monotonic()
-    assert await pool.score("math_with_judge", math_task(), boxed("5"))
-    (before,) = workers_of(os.getpid())
-    verdict = await pool.score("reasoning_gym", countdown_task(), ENDLESS)
-    assert verdict == Verdict(reward=0.0, reason="no score within 1.5 s")
-    after = await pool.score("math_with_judge", math_task("7"), boxed("7"))
+async def test_an_endless_score_earns_nothing_and_only_its_scorer_is_replaced(pool: ScoringPool) -> None:
+    assert await pool.score(VERIFIERS["math_with_judge"], math_task(), boxed("5"))
+    *loaders, before = workers_of(os.getpid())
+    verdict = await pool.score(VERIFIERS["reasoning_gym"], countdown_task(), ENDLESS)
+    assert verdict == Verdict(reward=0.0, reason="scoring used more than 1.5 s of processor time")
+    after = await pool.score(VERIFIERS["math_with_judge"], math_task("7"), boxed("7"))
     assert isinstance(after, Verdict)
     assert after.reward == 1.0
-    assert workers_of(os.getpid()) not in ([], [before])
-    assert time.monotonic() - start < 60.0
+    assert workers_of(os.getpid())[:-1] == loaders
+    assert workers_of(os.getpid())[-1] != before
 
 
-async def test_a_worker_that_crashes_once_is_replaced(pool: ScoringPool) -> None:
-    await pool.score("math_with_judge", math_task(), boxed("5"))
-    (worker,) = workers_of(os.getpid())
-    os.kill(worker, signal.SIGKILL)
-    verdict = await pool.score("math_with_judge", math_task("7"), boxed("7"))
+@pytest.mark.parametrize("which", [0, -1], ids=["loader", "scorer"])
+async def test_a_process_that_dies_once_is_replaced(pool: ScoringPool, which: int) -> None:
+    await pool.score(VERIFIERS["math_with_judge"], math_task(), boxed("5"))
+    os.kill(workers_of(os.getpid())[which], signal.SIGKILL)
+    verdict = await pool.score(VERIFIERS["math_with_judge"], math_task("7"), boxed("7"))
     assert isinstance(verdict, Verdict)
     assert verdict.reward == 1.0
 
 
-async def test_a_worker_that_keeps_dying_is_no_verdict(pool: ScoringPool) -> None:
+async def test_a_process_that_keeps_dying_is_no_verdict(pool: ScoringPool) -> None:
     async def kill_workers() -> None:
         while True:
-            for worker in workers_of(os.getpid()):
-                os.kill(worker, signal.SIGKILL)
+            for worker in workers_of(os.getpid())[:1]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker, signal.SIGKILL)
             await asyncio.sleep(0.01)
 
     killer = asyncio.create_task(kill_workers())
-    verdict = await pool.score("math_with_judge", math_task(), boxed("5"))
+    verdict = await pool.score(VERIFIERS["math_with_judge"], math_task(), boxed("5"))
+    assert not killer.done(), killer.exception()
     killer.cancel()
     assert isinstance(verdict, NoVerdict)
     assert verdict.status is RolloutStatus.ENV_FAILED
-    assert "the scoring worker died (exit status -9)" in verdict.reason
+    assert re.search(r"the scoring process died \(exit status -9.*\)", verdict.reason)
 
 
 async def test_an_error_in_a_verifier_is_no_verdict(pool: ScoringPool) -> None:
-    verdict = await pool.score("structured_outputs", "no task", boxed("5"))
+    verdict = await pool.score(VERIFIERS["mcqa"], math_task(), boxed("5"))  # a task that is not its own
     assert isinstance(verdict, NoVerdict)
-    assert "structured_outputs: AttributeError" in verdict.reason
+    assert "mcqa: TypeError" in verdict.reason
 
 
 async def test_close_ends_a_score_in_flight(pool: ScoringPool) -> None:
-    waiting = asyncio.create_task(pool.score("reasoning_gym", countdown_task(), ENDLESS))
+    waiting = asyncio.create_task(pool.score(VERIFIERS["reasoning_gym"], countdown_task(), ENDLESS))
     while not workers_of(os.getpid()):
         await asyncio.sleep(0.05)
     await asyncio.to_thread(pool.close)
@@ -129,13 +140,13 @@ async def test_close_ends_a_score_in_flight(pool: ScoringPool) -> None:
 def is_running(process: int) -> bool:
     try:
         state = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
+    except (OSError, IndexError):
         return False
     return state != "Z"
 
 
 def test_workers_end_with_their_parent(tmp_path: Path) -> None:
-    """An idle worker sees its socket close; one that is stuck in a C call is ended by the kernel's timer."""
+    """The kernel ends them, also the one that is stuck in a C call."""
     script = tmp_path / "parent.py"
     script.write_text(
         "import asyncio, os, threading, time\n"
@@ -144,9 +155,9 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
         "from recipes.environments.scoring.pool import ScoringPool\n"
         f"row = {{'question': 'q', 'answer': '9', 'metadata': {COUNTDOWN!r}}}\n"
         "task = VERIFIERS['reasoning_gym'].parse_task(row, {})\n"
-        "pool = ScoringPool(num_workers=2, limit_seconds=1.0)\n"
+        "pool = ScoringPool(num_workers=2, cpu_seconds=1.0)\n"
         "async def score(text):\n"
-        "    return await pool.score('reasoning_gym', task, {'output': [message_item(text)]})\n"
+        "    return await pool.score(VERIFIERS['reasoning_gym'], task, {'output': [message_item(text)]})\n"
         "async def both():\n"
         "    await asyncio.gather(score('9'), score('8'))\n"
         "    stuck = asyncio.create_task(score('9**9**9**9'))\n"
@@ -159,10 +170,10 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "ready\n"
         workers = workers_of(parent.pid)
-        assert len(workers) == 2
+        assert len(workers) >= 4  # two loaders, two scorers
         parent.kill()
         parent.wait(timeout=20)
-    deadline = time.monotonic() + 60.0  # the timer counts processor time, which a busy machine gives slowly
+    deadline = time.monotonic() + 20.0
     while any(is_running(worker) for worker in workers):
         assert time.monotonic() < deadline, "a scoring worker outlived its parent"
         time.sleep(0.1)

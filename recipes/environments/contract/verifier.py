@@ -39,6 +39,10 @@ class Verifier:
     servers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # instance name -> settings, likewise
     settings: frozenset[str] = frozenset()  # keys that the configuration of its server may set
     imports: tuple[str, ...] = ()  # libraries to load before the first score
+    kind_of: Callable[[Any], str] = lambda _task: ""
+    """Name the kind of a task, for `prepare`."""
+    prepare: Callable[[str], None] = lambda _kind: None
+    """Build and keep what scores of a kind of task share. It runs where no model text is seen; "" is every task."""
     is_cheap: Callable[[Any], bool] = lambda _task: False
     """Whether scoring a task takes little time on any text, so that it needs no scoring process."""
 

@@ -32,7 +32,7 @@ class VerifierClient(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InProcessVerifier:
-    """Scores here, or in this process's scoring workers."""
+    """Scores in this process when that is cheap, else in a scoring process of the pool."""
 
     name: str
     verifier: Verifier
@@ -46,10 +46,7 @@ class InProcessVerifier:
             task = self.verifier.parse_task(row, self.settings)
             if self.verifier.is_cheap(task):
                 return self.verifier.score(response, task)
-            async with asyncio.timeout(self.timeout_seconds):
-                return await self.pool.score(self.name, task, response)
-        except TimeoutError:
-            return env_failed(f"{self.name}: no verdict within {self.timeout_seconds:g} s")
+            return await self.pool.score(self.verifier, task, response, seconds=self.timeout_seconds)
         except Exception as error:  # an environment that fails is a value with a reason, not the end of the run
             return env_failed(f"{self.name}: {type(error).__name__}: {error}")
 

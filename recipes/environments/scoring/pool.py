@@ -1,176 +1,157 @@
-"""Scoring in worker processes, with a hard deadline for each response.
+"""Scoring in jailed processes, for verifiers that run libraries on model text.
 
-Verifiers that run libraries on model text may hang, use SIGALRM (main thread only) or eat memory. They run in a few
-persistent processes; one that does not answer in time is killed and replaced, and the response earns nothing. Equal
-responses to equal tasks are scored once.
+Such a library may hang, use SIGALRM (main thread only), eat memory, or run what it reads. What happens to a response:
+
+    more than `cpu_seconds` of processor time     reward 0: a busy node takes longer, but does not use more
+    no answer by the caller's time-out            no verdict: the machine may be the cause
+    the process died, twice                       no verdict
+    its libraries cannot be loaded, three times   no verdict
+    no process is free for QUEUE_SECONDS          no verdict; waiting does not count against the caller's time-out
+
+Equal responses to equal tasks are scored once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import hashlib
+import json
 import logging
 import os
 import queue
-import socket
-import subprocess
-import sys
 import threading
+import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-import orjson
-
-from recipes.environments.contract.verdict import NoVerdict, Response, Verdict
-from recipes.types import RolloutStatus
+from recipes.environments.contract.verdict import NoVerdict, Response, Verdict, env_failed
+from recipes.environments.contract.verifier import Verifier
+from recipes.environments.scoring.jail import jail
+from recipes.environments.scoring.process import Body, OutOfTime, ProcessDied, ScoringProcess
 
 logger = logging.getLogger(__name__)
 
-_ROOT = Path(__file__).resolve().parents[3]
-_START_SECONDS = 60.0  # to start a process and import a verifier's libraries
-_MAX_WORKERS = 32
-
-
-class WorkerDied(Exception):  # noqa: N818 (names what happened to the process)
-    """A worker process ended before it answered."""
-
-
-class _Worker:
-    """One process, started on first use; used by one thread at a time."""
-
-    def __init__(self, limit_seconds: float) -> None:
-        self._limit_seconds = limit_seconds
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection[Any, Any] | None = None
-        self._loaded: set[str] = set()
-
-    def score(self, name: str, task: Any, response: Response) -> tuple[str, Any]:
-        """Return the worker's answer; raises `TimeoutError` after the limit, `WorkerDied` when it crashes."""
-        if self._process is None:
-            self._start()
-        if name not in self._loaded:
-            kind, answer = self._ask(("load", name, None, None), _START_SECONDS)
-            if kind == "error":
-                return kind, answer
-            self._loaded.add(name)
-        return self._ask(("score", name, task, response), self._limit_seconds)
-
-    def kill(self) -> None:
-        """End the process; a thread that waits for it sees it die."""
-        if self._process is not None:
-            self._process.kill()
-
-    def stop(self) -> None:
-        """End the process and forget it; the next score starts another."""
-        self.kill()
-        if self._process is not None:
-            self._process.wait()
-        if self._connection is not None:
-            self._connection.close()
-        self._process, self._connection, self._loaded = None, None, set()
-
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            arguments = ["-m", "recipes.environments.scoring.worker", str(theirs.fileno()), str(self._limit_seconds)]
-            path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-            self._process = subprocess.Popen(
-                [sys.executable, *arguments],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-            )
-        self._connection = Connection(ours.detach())
-
-    def _ask(self, request: tuple[str, str, Any, Any], seconds: float) -> tuple[str, Any]:
-        assert self._process is not None and self._connection is not None
-        try:
-            self._connection.send(request)
-            if self._connection.poll(seconds):
-                kind, answer = self._connection.recv()
-                return kind, answer
-        except (EOFError, OSError) as error:
-            self.kill()
-            status = self._process.wait()
-            self.stop()
-            raise WorkerDied(f"exit status {status}") from error
-        self.stop()
-        raise TimeoutError
+LOAD_SECONDS = 60.0  # to start a process and import a verifier's libraries; a cold file system takes long
+LOAD_ATTEMPTS = 3
+SCORE_ATTEMPTS = 2
+QUEUE_SECONDS = 1800.0
+MAX_PROCESSES = 32
 
 
 class ScoringPool:
-    """Scores responses in up to `num_workers` processes, `limit_seconds` each."""
+    """Scores responses in up to `num_workers` processes, each with `cpu_seconds` of processor time for one score."""
 
     def __init__(
-        self, *, num_workers: int | None = None, limit_seconds: float = 10.0, cached_verdicts: int = 16384
+        self, *, num_workers: int | None = None, cpu_seconds: float = 10.0, cached_verdicts: int = 16384
     ) -> None:
-        count = num_workers or min(_MAX_WORKERS, max(1, (os.cpu_count() or 1) // 2))
-        self.limit_seconds = limit_seconds
-        self._workers = [_Worker(limit_seconds) for _ in range(count)]
-        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
-        for worker in self._workers:
-            self._idle.put(worker)
+        count = num_workers or min(MAX_PROCESSES, max(1, (os.cpu_count() or 1) // 2))
+        self.cpu_seconds = cpu_seconds
+        self._processes = [ScoringProcess() for _ in range(count)]
+        self._idle: queue.LifoQueue[ScoringProcess] = queue.LifoQueue()  # the last used first: it has most loaded
+        for process in self._processes:
+            self._idle.put(process)
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="scoring")
         self._cache: OrderedDict[bytes, Verdict] = OrderedDict()
         self._cached_verdicts = cached_verdicts
         self._lock = threading.Lock()
         self._is_closed = False
+        self._has_warned = False
 
-    async def score(self, name: str, task: Any, response: Response) -> Verdict | NoVerdict:
-        """Return the verdict of verifier `name`; 0 with a reason when it takes too long."""
+    async def score(
+        self, verifier: Verifier, task: Any, response: Response, *, seconds: float = 120.0
+    ) -> Verdict | NoVerdict:
+        """Return the verdict on a response; `seconds` bounds the scoring itself on the clock."""
         needed = {"output": response.get("output"), "error": response.get("error")}
-        key = hashlib.blake2b(f"{name} {task!r} ".encode() + orjson.dumps(needed), digest_size=16).digest()
+        fields = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
+        body = json.dumps(fields).encode(), json.dumps(needed).encode()
+        key = hashlib.blake2b(b" ".join((verifier.module.encode(), *body)), digest_size=16).digest()
         with self._lock:
             if key in self._cache:
                 self._cache.move_to_end(key)
                 return self._cache[key]
-        verdict, is_final = await asyncio.wrap_future(self._threads.submit(self._score, name, task, needed))
-        if is_final and isinstance(verdict, Verdict):
+        asked = time.monotonic()
+        scoring = self._threads.submit(self._score, verifier, verifier.kind_of(task), body, asked, seconds)
+        verdict = await asyncio.wrap_future(scoring)
+        if isinstance(verdict, Verdict):
             self._remember(key, verdict)
         return verdict
 
     def close(self) -> None:
-        """Kill the workers; scores in flight end without a verdict."""
+        """Kill the processes; scores in flight end without a verdict."""
         self._is_closed = True
-        for worker in self._workers:
-            worker.kill()
+        for process in self._processes:
+            process.kill()
         self._threads.shutdown(wait=True, cancel_futures=True)
-        for worker in self._workers:
-            worker.stop()
+        for process in self._processes:
+            process.stop()
 
-    def _score(self, name: str, task: Any, response: Response) -> tuple[Verdict | NoVerdict, bool]:
-        """Return the verdict and whether it would be the same again."""
-        worker = self._idle.get()
+    def _score(self, verifier: Verifier, kind: str, body: Body, asked: float, seconds: float) -> Verdict | NoVerdict:
+        self._warn()
+        if time.monotonic() - asked > QUEUE_SECONDS:
+            return env_failed(f"{_name(verifier)}: no scoring process was free within {QUEUE_SECONDS:g} s")
+        process = self._idle.get()
         try:
-            return self._with_retry(worker, name, task, response)
+            return self._with_retries(process, verifier, kind, body, seconds)
         finally:
-            self._idle.put(worker)
+            self._idle.put(process)
 
-    def _with_retry(
-        self, worker: _Worker, name: str, task: Any, response: Response
-    ) -> tuple[Verdict | NoVerdict, bool]:
-        for is_last in (False, True):
+    def _with_retries(
+        self, process: ScoringProcess, verifier: Verifier, kind: str, body: Body, seconds: float
+    ) -> Verdict | NoVerdict:
+        name, death = _name(verifier), "it was never started"
+        for _ in range(SCORE_ATTEMPTS):
+            if self._is_closed:
+                break
+            if problem := self._load(process, verifier):
+                return env_failed(f"{name}: its libraries could not be loaded: {problem}")
             try:
-                kind, answer = worker.score(name, task, response)
+                return process.score(verifier, kind, body, cpu_seconds=self.cpu_seconds, seconds=seconds)
+            except OutOfTime:
+                return Verdict(reward=0.0, reason=f"scoring used more than {self.cpu_seconds:g} s of processor time")
             except TimeoutError:
-                logger.warning("%s: no score within %g s, worker replaced", name, self.limit_seconds)
-                return Verdict(reward=0.0, reason=f"no score within {self.limit_seconds:g} s"), False
-            except WorkerDied as death:
-                if is_last or self._is_closed:
-                    reason = f"{name}: the scoring worker died ({death})"
-                    return NoVerdict(status=RolloutStatus.ENV_FAILED, reason=reason), False
-                continue
-            if kind == "error":
-                return NoVerdict(status=RolloutStatus.ENV_FAILED, reason=f"{name}: {answer}"), False
-            return answer, True
-        raise AssertionError("unreachable")
+                return env_failed(f"{name}: no score within {seconds:g} s")
+            except (ValueError, RuntimeError, ImportError) as error:
+                return env_failed(f"{name}: {error}")
+            except ProcessDied as error:
+                death = str(error)
+        return env_failed(f"{name}: the scoring process died ({death})")
+
+    def _load(self, process: ScoringProcess, verifier: Verifier) -> str:
+        """Load a verifier's libraries; returns why that failed, "" when they are loaded."""
+        problem = ""
+        for _ in range(LOAD_ATTEMPTS):
+            if self._is_closed:
+                return "the pool is closed"
+            try:
+                process.load(verifier, LOAD_SECONDS)
+                return ""
+            except TimeoutError:
+                problem = f"not within {LOAD_SECONDS:g} s"
+            except ProcessDied as error:
+                problem = f"the scoring process died ({error})"
+            except (ImportError, ValueError, RuntimeError) as error:  # another attempt would end the same way
+                return str(error)
+            logger.warning("%s: loading failed: %s", _name(verifier), problem)
+        return f"{problem} ({LOAD_ATTEMPTS} attempts)"
+
+    def _warn(self) -> None:
+        """Say once when this machine confines scoring less than it should."""
+        with self._lock:
+            is_first, self._has_warned = not self._has_warned, True
+        if is_first:
+            with contextlib.suppress(RuntimeError):  # starting a process reports it, for every score that it costs
+                if jail().warning:
+                    logger.warning("%s", jail().warning)
 
     def _remember(self, key: bytes, verdict: Verdict) -> None:
         with self._lock:
             self._cache[key] = verdict
             while len(self._cache) > self._cached_verdicts:
                 self._cache.popitem(last=False)
+
+
+def _name(verifier: Verifier) -> str:
+    return verifier.module.rpartition(".")[2]

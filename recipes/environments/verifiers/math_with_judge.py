@@ -72,6 +72,25 @@ def boxed_gold(expected: str) -> str:
     return f"\\boxed{{{gold}}}"
 
 
+WARM_UP = (
+    "\\frac{1}{2}",
+    "x^2+\\sqrt{3}",
+    "(1, 2]",
+    "\\{1,2\\}",
+    "-3.5",
+    "x=5\\pi",
+    "10\\%",
+    "2\\cdot 10^{-3}",
+    "\\sin(x)",
+)
+
+
+def prepare(_kind: str) -> None:
+    """Read some constant answers: math-verify's parser builds its tables as it meets new notation, which is slow."""
+    for text in WARM_UP:
+        _compare(f"So the answer is \\boxed{{{text}}} or ${text}$ or {text}.", text)
+
+
 def _compare(text: str, expected: str) -> tuple[bool, str | None]:
     """Return whether any extracted prediction equals the gold answer, and the prediction that decided."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
@@ -95,4 +114,5 @@ VERIFIER = Verifier(
     agents={"math_with_judge_simple_agent": Agent(kind="single_turn", server="math_with_judge")},
     settings=frozenset({"should_use_judge"}),
     imports=("math_verify",),
+    prepare=prepare,
 )

@@ -1,10 +1,13 @@
 """Procedural reasoning tasks of the reasoning-gym library. Reward in [0, 1], as the library's scorer of the task says.
 
-Many scorers give partial credit. Some evaluate the answer as an expression, so scoring runs in a jailed process.
+Many scorers give partial credit. Some families evaluate text as Python or SymPy (EVALUATED): there, an answer that is
+no literal or plain expression is replaced by one that no parser reads, so that the scorer gives what it gives to
+nonsense, and a row whose own text is none has no verdict. Everything runs in a jailed process as well.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
@@ -13,11 +16,44 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from recipes.environments.checks.expressions import is_expression, is_literal
 from recipes.environments.contract.responses import all_text
 from recipes.environments.contract.rows import optional_str, require_str, wrong
 from recipes.environments.contract.verdict import Response, Verdict
 from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.types import Row
+
+NONSENSE = "="  # neither Python nor SymPy reads it
+
+
+def _is_formula(text: str) -> bool:
+    functions = importlib.import_module("sympy.functions")
+    return is_expression(text, {*functions.__all__, "Float", "Integer", "Rational"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """What a family's scorer evaluates, and what text it may be given."""
+
+    is_safe: Callable[[str], bool]
+    evaluates_answer: bool = True
+    compares_first: bool = False  # an answer that equals a known one is not evaluated
+    row_texts: tuple[str, ...] = ()  # fields of the row or its metadata that the scorer evaluates as well
+
+
+EVALUATED: Mapping[str, Evaluated] = {
+    "binary_matrix": Evaluated(is_safe=is_literal, compares_first=True),
+    "bitwise_arithmetic": Evaluated(is_safe=is_literal, evaluates_answer=False, row_texts=("problem",)),
+    "countdown": Evaluated(is_safe=_is_formula),
+    "intermediate_integration": Evaluated(is_safe=_is_formula, row_texts=("integrand",)),
+    "n_queens": Evaluated(is_safe=is_literal, compares_first=True),
+    "number_sorting": Evaluated(is_safe=is_literal, evaluates_answer=False, row_texts=("answer",)),
+    "polynomial_multiplication": Evaluated(is_safe=_is_formula, row_texts=("answer",)),
+    "puzzle24": Evaluated(is_safe=_is_formula),
+    "simple_integration": Evaluated(is_safe=_is_formula, row_texts=("integrand",)),
+    "spiral_matrix": Evaluated(is_safe=is_literal, compares_first=True),
+    "string_insertion": Evaluated(is_safe=is_literal, compares_first=True),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +80,38 @@ def score(response: Response, task: Task) -> Verdict:
     """Extract the answer and let the task's own scorer judge it."""
     answer = extract_answer(all_text(response))
     details = {"extracted_answer": answer, "task_name": task.task_name}
+    entry = json.loads(task.entry)
+    graded = answer if _may_be_evaluated(answer, task.task_name, entry) else NONSENSE
     try:
-        reward = float(_scorer(task.task_name)(answer, json.loads(task.entry)))
+        reward = float(_scorer(task.task_name)(graded, entry))
     except Exception as error:  # the scorer cannot read the model's text, which earns no credit
         reason = f"{task.task_name}: the scorer failed: {type(error).__name__}: {error}"[:200]
         return Verdict(reward=0.0, reason=reason, details=details)
     if not math.isfinite(reward):
         return Verdict(reward=0.0, reason=f"{task.task_name}: the scorer returned {reward}", details=details)
     return Verdict(reward=reward, reason=f"{task.task_name}: {answer[:80]!r} scored {reward:.3g}", details=details)
+
+
+def _may_be_evaluated(answer: str, task_name: str, entry: Mapping[str, Any]) -> bool:
+    """Return whether a family's scorer may see the answer; raises `ValueError` when it must not see the row."""
+    family = EVALUATED.get(task_name)
+    if family is None:
+        return True
+    for key in family.row_texts:
+        text = entry["metadata"].get(key) if key in entry["metadata"] else entry.get(key)
+        if isinstance(text, str) and not family.is_safe(text):
+            raise ValueError(f"field '{key}': {text[:80]!r} is not safe to evaluate")
+    known = entry["metadata"].get("valid_answers")
+    is_known = answer == str(entry["answer"]).strip() or (isinstance(known, list) and answer in known)
+    if family.compares_first and is_known:
+        return True  # the scorer compares it, and evaluates nothing
+    return not family.evaluates_answer or family.is_safe(answer)
+
+
+def prepare(task_name: str) -> None:
+    """Build the scorer of a family of tasks, which reads data files for some."""
+    if task_name:
+        _scorer(task_name)
 
 
 def extract_answer(text: str) -> str:
@@ -79,4 +139,6 @@ VERIFIER = Verifier(
     rewards=(0.0, 1.0),
     agents={"reasoning_gym_simple_agent": Agent(kind="single_turn", server="reasoning_gym")},
     imports=("reasoning_gym",),
+    kind_of=lambda task: task.task_name,
+    prepare=prepare,
 )
