@@ -101,6 +101,8 @@ def observe(run: Run) -> dict[str, Any]:
         "max_age": run.config.grpo.async_grpo.max_trajectory_age_steps,
         "ready": {str(step): count for step, count in sorted(ready.items())},  # groups in the buffer, per step
         "in_flight": in_flight,  # groups being sampled
+        "paused": run.collector.paused(),  # environments, with their seconds so far
+        "set_aside": run.collector.num_set_aside(),  # prompts that wait for them
         "waiting_for": run.collector.waiting_for() if in_flight else "",
     }
 

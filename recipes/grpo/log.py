@@ -364,8 +364,18 @@ def _segments(metrics: StepMetrics, num_steps: int) -> list[tuple[str, str]]:
     if "train/token_mult_prob_error" in values:
         mean = format(values["train/token_mult_prob_error"] - 1.0, "7.1e")
     column("mismatch", None if worst is None and mean is None else f"max {worst or '?'} mean {mean or '?'}", "magenta")
+    alive, total = values.get("performance/num_engines_alive"), values.get("performance/num_engines")
+    column("engines", None if alive is None or alive == total else f"{alive:.0f} of {total:.0f}", "bold red")
+    column("paused", _paused(values), "bold red")
     segments.extend(_phase_segments(values))
     return segments
+
+
+def _paused(values: Mapping[str, float]) -> str | None:
+    """Return the environments that are paused; None when there are none."""
+    prefix, suffix = "train/", "/paused_seconds"
+    names = [key[len(prefix) : -len(suffix)] for key in values if key.startswith(prefix) and key.endswith(suffix)]
+    return ", ".join(sorted(names)) or None
 
 
 def _phase_segments(values: Mapping[str, float]) -> list[tuple[str, str]]:

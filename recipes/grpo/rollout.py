@@ -22,12 +22,16 @@ from collections import Counter
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from recipes.errors import RunError, StalledError
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.data import PromptStream, last_user_text
+from recipes.grpo.draw import CircuitBreaker, Prompt, PromptQueue
 from recipes.types import Completion, Group, ModelClient, PromptRef, Rollout, RolloutStatus, Row, Sampling
+
+if TYPE_CHECKING:
+    from recipes.config.tree import CircuitBreakerConfig
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -57,6 +61,7 @@ class RolloutSettings:
     sampling: Sampling
     max_model_len: int  # tokens, prompt and answer together
     rollout_seconds: float  # deadline of one rollout
+    circuit_breaker: CircuitBreakerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +82,12 @@ class CollectorState:
     finished: tuple[Group, ...]  # groups that wait in the buffer
     failed: tuple[tuple[PromptRef, str], ...]  # prompts that never trained, with the reason
     skipped: tuple[int, ...] = ()  # positions that are not drawn: their prompts were trained before the data changed
+    set_aside: tuple[int, ...] = ()  # positions of prompts that wait for their environment
 
     def num_left(self, num_prompts: int) -> int:
         """Return how many of the stream's `num_prompts` can still be trained on."""
         ahead = num_prompts - self.position - sum(position >= self.position for position in self.skipped)
-        return ahead + len(self.in_flight) + len(self.finished)
+        return ahead + len(self.in_flight) + len(self.finished) + len(self.set_aside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +118,22 @@ class RolloutCollector:
         buffer: ReplayBuffer,
         settings: RolloutSettings,
     ) -> None:
-        self._stream, self._sampler, self._runner, self._buffer = stream, sampler, runner, buffer
+        self._sampler, self._runner, self._buffer = sampler, runner, buffer
         self.settings = settings
         self._version = 0
         self._last_step = 0  # targets from here on are never drawn
-        self._position = 0
         self._assigned: Counter[int] = Counter()  # groups drawn per target, in flight or finished
         self._in_flight: dict[int, tuple[int, PromptRef, float]] = {}  # position -> target, prompt, start time
         self._retry: list[DrawnPrompt] = []  # restored from a checkpoint, sampled first
-        self._skipped: frozenset[int] = frozenset()
-        self._failed: list[tuple[PromptRef, str]] = []
         self._consecutive_failures = 0
+        self._has_ended = False
+        self._queue = PromptQueue(
+            stream,
+            CircuitBreaker(settings.circuit_breaker),
+            prompts_per_step=settings.num_prompts_per_step,
+            window=-(-settings.circuit_breaker.window_rollouts // settings.num_generations_per_prompt),
+        )
+        self._probe_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._lock = threading.Lock()  # held by each change of what a checkpoint keeps
         self._loop = asyncio.new_event_loop()
@@ -168,21 +179,21 @@ class RolloutCollector:
                 for position, (target, ref, _) in self._in_flight.items()
             ]
             return CollectorState(
-                position=self._position,
+                position=self._queue.position,
                 in_flight=tuple(sorted(waiting + self._retry, key=lambda drawn: drawn.position)),
                 finished=tuple(self._buffer.groups()),
-                failed=tuple(self._failed),
-                skipped=tuple(sorted(position for position in self._skipped if position >= self._position)),
+                failed=tuple(self._queue.failed),
+                skipped=self._queue.skipped(),
+                set_aside=self._queue.set_aside(),
             )
         finally:
             self._lock.release()
 
     def restore(self, state: CollectorState) -> None:
         """Continue from a checkpoint: keep its finished groups, sample what was in flight again."""
-        self._position = state.position
-        self._failed = list(state.failed)
+        self._queue.restore(state.position, skipped=state.skipped, set_aside=state.set_aside)
+        self._queue.failed = list(state.failed)
         self._retry = list(state.in_flight)
-        self._skipped = frozenset(state.skipped)
         for group in state.finished:
             self._assigned[group.target_step] += 1
             self._buffer.add(group)
@@ -193,11 +204,31 @@ class RolloutCollector:
         """Return how many prompts have no finished group yet."""
         return len(self._in_flight)
 
+    def environment_metrics(self) -> dict[str, float]:
+        """Return, per environment, the share of its last rollouts without a verdict, and what is paused."""
+        paused = self.paused()
+        return {
+            **{f"{name}/no_verdict_share": share for name, share in self._queue.breaker.shares().items()},
+            **{f"{name}/paused_seconds": seconds for name, seconds in paused.items()},
+            "num_paused_environments": float(len(paused)),
+            "num_prompts_set_aside": float(self.num_set_aside()),
+        }
+
+    def paused(self) -> dict[str, float]:
+        """Return the environments that are paused, each with its seconds so far."""
+        return self._queue.breaker.paused()
+
+    def num_set_aside(self) -> int:
+        """Return how many prompts wait for their environment."""
+        return len(self._queue.set_aside())
+
     def waiting_for(self) -> str:
         """Name the oldest work in flight, for a stall's message."""
         oldest = sorted(list(self._in_flight.values()), key=lambda item: item[2])[:3]
         if not oldest:
-            return "nothing is in flight: no prompt could be started"
+            paused = ", ".join(self.paused())
+            why = f"{self.num_set_aside()} prompts wait for paused environments: {paused}" if paused else ""
+            return f"nothing is in flight: {why or 'no prompt could be started'}"
         now = time.monotonic()
         return "oldest in flight: " + ", ".join(
             f"prompt {ref.key} for step {target + 1} since {now - since:.0f} s" for target, ref, since in oldest
@@ -225,39 +256,46 @@ class RolloutCollector:
 
     def _fill(self) -> None:
         """Draw prompts until every target of the window has its P groups."""
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
+            self._probe_timer = None
         with self._lock:
             self._draw()
+            seconds = self._queue.breaker.seconds_to_probe()
+        if seconds:  # a probe that is due already waits for a free place, and the group that frees it calls this again
+            self._probe_timer = self._loop.call_later(seconds, self._fill)
 
     def _draw(self) -> None:
-        for drawn in self._retry:
-            self._launch(drawn.position, drawn.target_step)
+        for again in self._retry:
+            if (prompt := self._queue.at(again.position)) is not None:
+                self._launch(again.position, again.target_step, prompt)
         self._retry = []
         newest = min(self._version + self.settings.max_trajectory_age_steps, self._last_step - 1)
         for target in range(self._version, newest + 1):
             while self._assigned[target] < self.settings.num_prompts_per_step:
-                while self._position in self._skipped:
-                    self._position += 1
-                if not self._launch(self._position, target):
+                drawn = self._queue.next()
+                if drawn is None:
                     self._end_of_data(target)
                     return
-                self._position += 1
+                self._launch(drawn[0], target, drawn[1])
                 self._assigned[target] += 1
 
-    def _launch(self, position: int, target: int) -> bool:
-        drawn = self._stream.draw(position)
-        if drawn is None:
-            return False
-        ref, row = drawn
+    def _launch(self, position: int, target: int, prompt: Prompt) -> None:
+        ref, row = prompt
         self._in_flight[position] = (target, ref, time.monotonic())
         task = self._loop.create_task(self._group(position, target, ref, row))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return True
 
     def _end_of_data(self, target: int) -> None:
-        """No prompts are left for `target`: let the train loop end once the complete targets are used."""
-        if target == self._version:
-            logger.info("end of data: %d prompts drawn, none left for step %d", self._position, target + 1)
+        """No prompts are left for `target`: let the train loop end once the complete targets are used.
+
+        While an environment is paused this is not the end, as long as prompts may come back.
+        """
+        may_come_back = bool(self.paused()) and bool(self._queue.set_aside() or self._in_flight)
+        if target == self._version and not self._has_ended and not may_come_back:
+            self._has_ended = True
+            logger.info("end of data: %d prompts drawn, none left for step %d", self._queue.position, target + 1)
             self._buffer.close()
 
     async def _group(self, position: int, target: int, ref: PromptRef, row: Row) -> None:
@@ -283,14 +321,18 @@ class RolloutCollector:
         counts = Counter(f"{rollout.status}: {rollout.reason}" for rollout in group.rollouts if not rollout.is_valid)
         with self._lock:
             del self._in_flight[position]
-            if group.num_valid >= min(2, len(group.rollouts)):
-                self._consecutive_failures = 0
+            self._queue.record(group)
+            is_valid = group.num_valid >= min(2, len(group.rollouts))
+            reason, count = ("", 0) if is_valid else counts.most_common(1)[0]
+            if is_valid:
                 self._buffer.add(group)
-                return
-            reason, count = counts.most_common(1)[0]
-            self._failed.append((group.prompt, reason))
-            self._consecutive_failures += 1
-            self._assigned[group.target_step] -= 1
+            else:
+                self._assigned[group.target_step] -= 1
+            is_failed = not is_valid and self._queue.give_back(position, group, reason)
+            self._consecutive_failures = self._consecutive_failures + 1 if is_failed else 0
+        if not is_failed:
+            self._fill()  # the environment may have been paused or resumed
+            return
         logger.warning("prompt %s failed (%d of %d rollouts: %s)", group.prompt.key, count, len(group.rollouts), reason)
         if self._consecutive_failures > self.settings.max_generation_failures * self.settings.num_prompts_per_step:
             self._buffer.fail(

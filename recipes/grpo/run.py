@@ -147,6 +147,7 @@ class Run:
             self.state.step_seconds = 0.8 * (self.state.step_seconds or seconds) + 0.2 * seconds
             metrics.add(aggregate_rollouts(groups, self.state.step - 1))
             metrics.add({"buffer_size": float(len(self.buffer))})
+            metrics.add(self.collector.environment_metrics())
             metrics.add(self._shares(metrics, seconds), prefix="")
             self.logger.log_rollouts("train", self.state.step, groups, limit=_ROLLOUTS_LOGGED)
         # A checkpoint holds the metrics of its step, so it is written after them: its seconds are in the next record.

@@ -134,6 +134,7 @@ def _rollout_settings(config: Config) -> RolloutSettings:
         ),
         max_model_len=generation.vllm_cfg.max_model_len,
         rollout_seconds=config.deadlines.rollout,
+        circuit_breaker=config.env.circuit_breaker,
     )
 
 

@@ -116,6 +116,7 @@ def _collector(
         sampling=Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_tokens=cfg.max_new_tokens),
         max_model_len=cfg.vllm_cfg.max_model_len,
         rollout_seconds=config.deadlines.rollout,
+        circuit_breaker=config.env.circuit_breaker,
     )
     stream = PromptStream(dataset, num_epochs=1, shuffle=False, seed=0)
     buffer = ReplayBuffer(num_prompts_per_step=1, max_trajectory_age_steps=0)

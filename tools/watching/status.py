@@ -65,6 +65,7 @@ def lines(run: ObservedRun) -> list[Line]:
         Line("held-out", _held_out(run), "green"),
         Line("staleness", _staleness(run)),
         Line("failures", _failures(run)),
+        Line("paused", _paused(run), "red"),
         Line("saved", _saved(run)),
         Line("a step", _shares(run)),
         *(Line("note", note, "yellow") for note in run.queue.notes),
@@ -264,6 +265,15 @@ def _failures(run: ObservedRun) -> str:
     what = ", ".join(f"{count:.0f} {name}" for name, count in sorted(lost.items()))
     text = f"{sum(lost.values()):.0f} of {total:,.0f} rollouts without a verdict" + (f" ({what})" if what else "")
     return text + (f"; {masked:.0f} masked by the log-prob gap" if masked else "")
+
+
+def _paused(run: ObservedRun) -> str:
+    """Name the environments whose prompts wait because their rollouts ended without a verdict."""
+    paused = run.pulse.get("paused", {})
+    if not paused or run.status.is_over:
+        return ""
+    names = ", ".join(f"{name} for {format_seconds(seconds)}" for name, seconds in paused.items())
+    return f"{names}: too many rollouts without a verdict; {run.pulse['set_aside']} prompts wait, one is tried at times"
 
 
 def _saved(run: ObservedRun) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from recipes.config.tree.data import (
+    CircuitBreakerConfig,
     DataConfig,
     EffortLevelsConfig,
     EnvConfig,
@@ -43,6 +44,7 @@ __all__ = [
     "AdvEstimatorConfig",
     "AsyncGrpoConfig",
     "CheckpointingConfig",
+    "CircuitBreakerConfig",
     "ClusterConfig",
     "ColocatedConfig",
     "Config",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, MinLen
+from annotated_types import Ge, Gt, Le, MinLen
 
 from recipes.config.tree.marks import FurtherKeys, Honours, Text, Unit
 
@@ -75,6 +75,18 @@ class NemoGymConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CircuitBreakerConfig:
+    """When an environment is paused because its rollouts end without a verdict, and how it is tried again."""
+
+    window_rollouts: Annotated[int, Ge(1), Unit("rollouts")]
+    """rollouts of one environment over which the share without a verdict is taken"""
+    max_no_verdict_share: Annotated[float, Ge(0), Le(1), Unit("share")]
+    """share above which the environment is paused: its prompts wait, unconsumed; 1 = never"""
+    probe_seconds: Annotated[float, Gt(0), Unit("seconds")]
+    """time between two prompts that try a paused environment; a group with verdicts resumes it"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnvConfig:
     """How rollouts are scored."""
 
@@ -82,4 +94,5 @@ class EnvConfig:
     """rows are NeMo Gym rows routed by agent_ref.name; the only kind there is"""
     should_mask_flagged_samples: bool
     """drop from the loss and its group's statistics a rollout whose environment set mask_sample"""
+    circuit_breaker: CircuitBreakerConfig
     nemo_gym: NemoGymConfig

@@ -30,7 +30,9 @@ def make_run(*, reason: str = "", in_flight: int = 3) -> Any:
         num_steps=60,
         metrics=StepMetrics(5, clock=iter((100.0, 107.5, 107.5)).__next__),
         buffer=buffer,
-        collector=SimpleNamespace(num_in_flight=lambda: in_flight, waiting_for=lambda: "oldest in flight: x"),
+        collector=SimpleNamespace(
+            num_in_flight=lambda: in_flight, waiting_for=lambda: "oldest in flight: x", paused=dict, num_set_aside=int
+        ),
         stop=SimpleNamespace(reason=reason),
         is_complete=not reason,
         config=SimpleNamespace(

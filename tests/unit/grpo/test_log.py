@@ -218,6 +218,16 @@ def test_progress_line_reads_left_to_right_and_aligns() -> None:
     assert validation_line(metrics) == ""
 
 
+def test_progress_line_names_paused_environments_and_lost_engines() -> None:
+    metrics = StepMetrics(7)
+    metrics.add({"code/paused_seconds": 12.0, "art/paused_seconds": 1.0, "math/no_verdict_share": 0.25})
+    metrics.add({"num_engines_alive": 3.0, "num_engines": 4.0}, prefix="performance/")
+    assert progress_line(metrics, 9) == "step 7/9 | engines 3 of 4 | paused art, code"
+    metrics = StepMetrics(7)
+    metrics.add({"num_engines_alive": 4.0, "num_engines": 4.0}, prefix="performance/")
+    assert progress_line(metrics, 9) == "step 7/9"
+
+
 def test_validation_has_its_own_line_per_agent() -> None:
     metrics = StepMetrics(0)
     values = {"accuracy": 0.3125, "greedy_accuracy": 0.25, "mcqa/accuracy": 0.5, "math/accuracy": 0.125}

@@ -15,6 +15,7 @@ from pathlib import Path
 import orjson
 import pytest
 
+from recipes.config.tree import CircuitBreakerConfig
 from recipes.errors import EngineError, RunError, StalledError
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.data import PromptDataset, PromptStream
@@ -96,6 +97,7 @@ class Setup:
             sampling=Sampling(temperature=1.0, top_p=1.0, max_tokens=8),
             max_model_len=16,
             rollout_seconds=0.3,
+            circuit_breaker=CircuitBreakerConfig(window_rollouts=60, max_no_verdict_share=1.0, probe_seconds=60.0),
         )
         return RolloutCollector(self.stream, self.sampler, Runner(), self.buffer, settings)
 

@@ -188,6 +188,13 @@ def test_waiting_names_what_is_waited_for(tmp_path):
     ]
 
 
+def test_a_paused_environment_is_named_with_what_waits_for_it(tmp_path):
+    run_dir = make_run(tmp_path / "mine", paused={"code": 90.0}, set_aside=7)
+    text = plain(read_run(run_dir, Queue(), machine=ALIVE, now=NOW))
+    assert "code for 1 min 30 s: too many rollouts without a verdict; 7 prompts wait" in text
+    assert "prompts wait" not in plain(read_run(make_run(tmp_path / "other"), Queue(), machine=ALIVE, now=NOW))
+
+
 def test_a_phase_that_takes_far_too_long_is_pointed_out(tmp_path):
     state = read_run(make_run(tmp_path / "mine", phase_seconds=100.0), Queue(), machine=ALIVE, now=NOW)
     assert waits(state)[0].endswith("of step 5 (usually 6.0 s)")
