@@ -51,9 +51,24 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
+def children(parent: int) -> list[int]:
+    """List the process ids of the children of a process."""
+    return _children().get(parent, [])
+
+
 def descendants(root: int) -> list[int]:
     """List the process ids below `root`, children before grandchildren."""
-    children: dict[int, list[int]] = {}
+    below, found, pending = _children(), list[int](), [root]
+    while pending:
+        next_ones = below.get(pending.pop(0), [])
+        found += next_ones
+        pending += next_ones
+    return found
+
+
+def _children() -> dict[int, list[int]]:
+    """Return the process ids by parent."""
+    found: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             stat = (entry / "stat").read_text()
@@ -61,13 +76,7 @@ def descendants(root: int) -> list[int]:
             continue
         # The command is in parentheses and may hold spaces; state and parent follow it.
         parent = int(stat.rpartition(")")[2].split()[1])
-        children.setdefault(parent, []).append(int(entry.name))
-    found: list[int] = []
-    pending = [root]
-    while pending:
-        below = children.get(pending.pop(0), [])
-        found += below
-        pending += below
+        found.setdefault(parent, []).append(int(entry.name))
     return found
 
 

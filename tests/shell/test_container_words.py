@@ -57,7 +57,6 @@ def test_pyxis_is_asked_for_by_srun_options():
         "--container-env=HF_HUB_OFFLINE,PYTHONPATH,RAY_AUTH_TOKEN",
         "--container-image=/images/train.sqsh",
         "--container-mounts=/a:/a,/b:/c:ro",
-        "--container-name=ray-head-7-0",
         "--container-workdir=/code dir",
         "--container-writable",
         "--no-container-entrypoint",
@@ -97,11 +96,21 @@ def test_a_sandbox_gets_no_token_of_the_job(runtime):
 
 
 @pytest.mark.parametrize("runtime", ["pyxis", "podman"])
-def test_no_two_starts_share_a_container_name(runtime):
+def test_a_step_gets_the_variables_of_the_profile_and_a_sandbox_does_not(runtime):
+    def crossing(role: str) -> str:
+        call = ("container_words", runtime, "image", "", role, "", "MY_MIRROR,OTHER")
+        return " ".join(word for part in words(*call, MY_MIRROR="m")[:2] for word in part)
+
+    assert "MY_MIRROR" in crossing("ray-head")
+    assert "OTHER" not in crossing("ray-head")  # it is not set
+    assert "MY_MIRROR" not in crossing("sandbox")
+
+
+def test_no_two_starts_share_a_container_name():
     names = {
         word
         for variables in ({}, {"SLURM_JOB_ID": "8"}, {"SLURM_RESTART_COUNT": "1"})
-        for words_of_step in step(runtime, **variables)
+        for words_of_step in step("podman", **variables)
         for word in words_of_step
         if "name=" in word
     }
@@ -115,28 +124,9 @@ def test_without_mounts_and_variables_no_empty_option_is_given():
 
 
 def test_removal_names_the_containers_of_this_job():
-    assert words("container_remove", "pyxis", "ray-head", "sandbox")[2] == [
-        *(str(FILE.with_name("enroot_remove.sh")), "pyxis_ray-head-7-0", "pyxis_sandbox-7-0")
-    ]
     assert words("container_remove", "podman", "sandbox", SLURM_RESTART_COUNT="2")[2][-1] == "sandbox-7-2"
-    for runtime in ("apptainer", "none"):
+    for runtime in ("pyxis", "apptainer", "none"):
         assert words("container_remove", runtime, "sandbox")[2] == []
-
-
-def test_a_node_removes_what_it_has_of_the_jobs_containers(tmp_path):
-    enroot = tmp_path / "enroot"
-    enroot.write_text(
-        """#!/usr/bin/env bash
-        [[ $1 == list ]] && printf 'pyxis_old\\npyxis_driver-7-0\\npyxis_sandbox-7-0\\n' && exit
-        echo "$*" >>"${0%/*}/removed"
-        """
-    )
-    enroot.chmod(0o755)
-    names = ["pyxis_ray-worker-7-0", "pyxis_driver-7-0", "pyxis_sandbox-7-0"]
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    subprocess.run([str(FILE.with_name("enroot_remove.sh")), *names], env=env, check=True, timeout=20)
-    removed = (tmp_path / "removed").read_text().splitlines()
-    assert removed == ["remove --force pyxis_driver-7-0", "remove --force pyxis_sandbox-7-0"]
 
 
 def test_unknown_runtime_is_refused():

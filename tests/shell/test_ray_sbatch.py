@@ -22,7 +22,7 @@ JOB_FILE = ROOT / "tools" / "job" / "ray.sbatch"
 SRUN = """#!/usr/bin/env bash
 printf '%s\\n' "$*" >>"${SHIM_DIR}/calls" # one write: the steps are started at the same time
 case "$*" in
-  *enroot*) exit ;;
+  *'podman rm'*) exit ;;
   *ray_node.sh*--role=head*) name=head ;;
   *ray_node.sh*--role=worker*) name=worker ;;
   *tools.job.barrier*) name=driver ;;
@@ -55,13 +55,22 @@ if [[ $* == requeue* && -s ${SHIM_DIR}/away ]]; then # for so many calls
   exit 1
 fi
 case "$1 $2" in
-  'show hostnames') printf '127.0.0.1\\n127.0.0.2\\n127.0.0.3\\n' ;;
+  'show hostnames') if [[ $3 == n* ]]; then printf '127.0.0.%s\\n' 1 2 3; else tr , '\\n' <<<"$3"; fi ;;
   'show config') printf 'SlurmdPort = %s\\nSlurmdTimeout = 0 sec\\n' "$(<"${SHIM_DIR}/port")" ;;
   'show job')
     [[ -z ${SLURM_TIME_FORMAT:-} ]] || echo 'JobId=7 StartTime=Today 03:04 EndTime=Tomorr 02:00 '
-    printf 'JobId=7 JobState=%s StartTime=2026-01-02T03:04:05 EndTime=%s Deadline=N/A\\n' \\
+    printf 'JobId=7 ExcNodeList=%s JobState=%s StartTime=2026-01-02T03:04:05 EndTime=%s Deadline=N/A\\n' \\
+    "$(cat "${SHIM_DIR}/excluded" 2>/dev/null || echo '(null)')" \\
     "$(cat "${SHIM_DIR}/state" 2>/dev/null || echo RUNNING)" \\
     "$(cat "${SHIM_DIR}/end" 2>/dev/null || echo 2026-01-02T04:04:05)" ;;
+esac
+"""
+
+# The partition has a node more than the job, unless the test writes another list.
+SINFO = """#!/usr/bin/env bash
+case "$*" in
+  *--partition=batch*) cat "${SHIM_DIR}/partition" 2>/dev/null || printf '127.0.0.%s\\n' 1 2 3 4 ;;
+  *) echo n2 is down ;;
 esac
 """
 
@@ -74,7 +83,7 @@ class Job:
         (directory / "run" / "logs").mkdir(parents=True)
         self.slurmd = socket.create_server(("0.0.0.0", 0))
         (directory / "port").write_text(str(self.slurmd.getsockname()[1]))
-        for name, text in {"srun": SRUN, "scontrol": SCONTROL, "sinfo": "#!/bin/sh\necho n2 is down\n"}.items():
+        for name, text in {"srun": SRUN, "scontrol": SCONTROL, "sinfo": SINFO}.items():
             shim = directory / "bin" / name
             shim.parent.mkdir(exist_ok=True)
             shim.write_text(text)
@@ -87,6 +96,8 @@ class Job:
             "SHIM_STEPS": "4" if any("--sandbox-command=/" in option for option in options) else "3",
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NODELIST": "n[1-3]",
+            "SLURM_JOB_NUM_NODES": "3",
+            "SLURM_JOB_PARTITION": "batch",
             "SLURM_TIME_FORMAT": "relative",
             "REQUEUE_SECONDS": "0",
         }
@@ -117,6 +128,9 @@ class Job:
     def calls(self) -> list[str]:
         return (self.directory / "calls").read_text().splitlines()
 
+    def updates(self) -> list[str]:
+        return [line for line in (self.directory / "control").read_text().splitlines() if line.startswith("update")]
+
     def was_requeued(self) -> bool:
         return self.requeues() > 0
 
@@ -140,7 +154,7 @@ def test_one_step_per_role_however_many_nodes(job):
     job.run(
         "--runtime=pyxis", "--container=image", "--sandbox=box", "--sandbox-command=/start", "--mounts=/a:/a", driver=0
     )
-    calls = [call for call in job.calls() if "enroot" not in call]
+    calls = job.calls()
     assert len(calls) == 4
     worker = next(call for call in calls if "--role=worker" in call)
     assert "--nodes=2 --ntasks-per-node=1 --exclude=127.0.0.1" in worker
@@ -151,8 +165,28 @@ def test_one_step_per_role_however_many_nodes(job):
     driver = next(call for call in calls if "barrier" in call)
     assert "--sandboxes" in driver
     assert driver.rstrip().endswith("-- python run_grpo.py key=two words")
-    # A node keeps named containers; the last call removes this job's.
-    assert [call for call in job.calls() if "enroot_remove.sh pyxis_ray-head-7-0" in call]
+    assert "--container-name" not in " ".join(calls)  # a node would keep it when the job is cancelled
+
+
+def test_the_last_call_removes_what_a_killed_podman_has_left(job):
+    job.run("--runtime=podman", "--container=image", driver=0)
+    assert "podman rm --force --ignore --time=10 ray-head-7-0" in job.calls()[-1]
+
+
+def test_steps_get_the_variables_of_the_profile(job):
+    job.run("--runtime=podman", "--container=image", "--variables=MIRROR", driver=0, environment={"MIRROR": "x"})
+    assert [call for call in job.calls() if "--role=head" in call and "--env=MIRROR" in call]
+
+
+def test_every_node_gets_the_same_temporary_directory_and_every_start_another(job):
+    found = []
+    for _ in range(2):
+        job.run(driver=0)
+        nodes = [call for call in job.calls()[-3:] if "--role=" in call]
+        (words,) = {re.search(r"--temp-dir=(\S+)", call)[1] for call in nodes}
+        found.append(words)
+    assert found[0] != found[1]
+    assert all(re.fullmatch(r"/tmp/rl-7-0-[0-9a-f]{8}", path) for path in found)
 
 
 def test_no_container_options_without_a_container(job):
@@ -281,13 +315,73 @@ def test_a_cancelled_job_stays_cancelled(job):
     assert "the job's state is CANCELLED" in output
 
 
-def test_a_failed_driver_is_not_restarted_when_all_nodes_answer(job):
-    (job.directory / "saves").touch()
+def test_a_failure_that_saved_nothing_is_the_end(job):
     code, output = job.run(driver=1)
     assert code == 1
     assert re.search(r"the driver ended with status 1; .*/driver.log:\n\S+   begin: what was wrong\n", output), output
+    assert "saved no new checkpoint (newest: none)" in output
     assert "is lost" not in output
     assert not job.was_requeued()
+
+
+def test_a_failure_after_a_save_is_followed_by_another_start(job):
+    (job.directory / "saves").touch()
+    code, output = job.run(driver=1)
+    assert code == 1
+    assert job.was_requeued()
+    assert "requeued: failed with status 1 after it had saved step_05, restart 1 of at most 3" in output
+    assert "ExcNodeList" not in " ".join(job.updates())  # its message names no node
+
+
+def test_failures_count_as_restarts(job):
+    (job.directory / "saves").touch()
+    code, output = job.run(driver=1, environment={"SLURM_RESTART_COUNT": "3"})
+    assert code == 1
+    assert not job.was_requeued()
+    assert "restart 3 of at most 3 (MAX_RESTARTS)" in output
+
+
+@pytest.mark.parametrize(
+    ("message", "left_out"),
+    [
+        ("EngineError: generation engine 0 (node 127.0.0.2, actor pid 7, EngineCore pid 8) died", "127.0.0.2"),
+        ("PolicyError: rank 3 (pid 7 on node ab12, 127.0.0.3) died", "127.0.0.3"),
+        ("RunError: 127.0.0.1 and 127.0.0.2 and 127.0.0.3 do not answer", ""),
+        ("RunError: node 127.0.0.22 is not one of these", ""),
+    ],
+)
+def test_the_next_start_runs_without_the_node_that_the_failure_names(job, message, left_out):
+    (job.directory / "saves").touch()
+    srun = job.directory / "bin" / "srun"
+    srun.write_text(SRUN.replace("begin: what was wrong", message))
+    output = job.run(driver=1)[1]
+    assert job.was_requeued()
+    assert job.updates() == ([f"update JobId=7 ExcNodeList={left_out}"] if left_out else [])
+    assert (f"the next start runs without {left_out}" in output) == bool(left_out)
+
+
+def test_a_step_that_failed_names_its_node_and_earlier_ones_stay_left_out(job):
+    (job.directory / "saves").touch()
+    (job.directory / "excluded").write_text("n[8-9]")
+    code, output = job.run(worker=1)
+    assert code == 1
+    assert "a Ray worker ended with status 1 before the driver" in output
+    assert job.updates() == ["update JobId=7 ExcNodeList=127.0.0.2,n[8-9]"]
+
+
+def test_a_node_is_used_again_where_the_partition_has_no_other(job):
+    (job.directory / "saves").touch()
+    (job.directory / "partition").write_text("127.0.0.1\n127.0.0.2\n127.0.0.3\n")
+    output = job.run(worker=1)[1]
+    assert job.was_requeued()
+    assert job.updates() == []
+    assert "127.0.0.2 failed and is used again: the partition has no other node" in output
+
+
+def test_names_beside_the_checkpoints_are_no_checkpoints(job):
+    for name in ("step_000007", "step_000009.bak", "step_x"):
+        (job.directory / "run" / "checkpoints" / name).mkdir(parents=True)
+    assert "saved no new checkpoint (newest: step_000007)" in job.run(driver=75)[1]
 
 
 def test_a_lost_node_is_named_and_the_requeue_left_to_slurm(job):

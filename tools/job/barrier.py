@@ -1,7 +1,7 @@
 """Wait until every node of a job has joined the Ray cluster and its sandbox answers, then become the driver.
 
-What is still missing at the deadline is named, each node with the last line of its log. `bring_up.json` beside the
-logs, and the driver's log, say how long after the job's start each part was there.
+At the deadline the barrier names every node that is missing, with the last line of its log. `bring_up.json` beside
+the logs, and the driver's log, say how many seconds after the job's start each part was there.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from pathlib import Path
 
 from recipes.cluster.ports import SANDBOX_PORT, ray_ports
 from recipes.stop import EXIT_RESUME, SIGNALS
-from tools.job.bring_up import Timeline, report_missing
+from tools.job.bring_up import Timeline, bring_up_seconds, report_missing
 
-DEADLINE_SECONDS = 1800.0  # containers are imported, and the first job of a cluster fills its caches
 _POLL_SECONDS = 0.25
 _PROBE_SECONDS = 5.0
 
@@ -91,7 +90,7 @@ def short(host: str) -> str:
 
 
 def hold_signals() -> None:
-    """Keep a request to stop for the driver, which has no handler while Python starts: `StopRequest` takes it."""
+    """Hold requests to stop until the driver's `StopRequest` takes them: it has no handler while Python starts."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
@@ -101,7 +100,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--nodes", type=Path, required=True, help="file with one host name per line, the head first")
     parser.add_argument("--units", type=int, required=True, help="worker units of each node")
     parser.add_argument("--sandboxes", action="store_true", help="also wait for the sandbox of every node")
-    parser.add_argument("--deadline", type=float, default=DEADLINE_SECONDS, help="seconds")
+    parser.add_argument("--deadline", type=float, help="seconds; without it they grow with the number of nodes")
     parser.add_argument("command", nargs="+", help="the driver, after --")
     return parser.parse_args(argv)
 
@@ -116,14 +115,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     address = f"{names[0]}:{ray_ports().gcs}"
     timeline = Timeline(job_start=float(os.environ.get("SLURM_JOB_START_TIME", time.time())))
     timeline.mark("the barrier waits")
-    end = time.monotonic() + args.deadline
+    seconds = bring_up_seconds(len(names)) if args.deadline is None else args.deadline
+    end = time.monotonic() + seconds
     missing = wait_for_nodes(address, names, args.units, end, timeline)
     report_missing(names[:1] if names[0] in missing else (), "has no Ray head", log_dir, "ray_head_{node}.log")
     report_missing([name for name in missing if name != names[0]], "is not in Ray", log_dir, "ray_worker_{node}.log")
     closed = wait_for_sandboxes(names, end, timeline) if args.sandboxes else []
     report_missing(closed, "has no sandbox that answers", log_dir, "sandbox_{node}.log")
     if missing or closed:
-        print(f"barrier: given up after {args.deadline:g} s", file=sys.stderr)
+        print(f"barrier: given up after {seconds:g} s", file=sys.stderr)
         return 1
     timeline.mark("the driver starts")
     timeline.write(log_dir / "bring_up.json")

@@ -25,10 +25,16 @@ from recipes.grpo.checkpoint import complete_export, is_export
 from recipes.stop import EXIT_RESUME, SIGNALS
 from tools.planning.live_jobs import in_progress, live_jobs
 from tools.planning.provenance import data_digest, read_run_lock, record_start_weights
-from tools.planning.run_dir import lock_run, point_latest, read_holder, this_process
+from tools.planning.run_dir import RunInProgressError, lock_run, point_latest, read_holder, this_process
 
 MODEL_KEY = "policy.model_name="
 DATA_KEYS = ("data.train.data_path=", "data.validation.data_path=")
+
+
+class StaleLockError(LaunchError):
+    """Another job has the lock of the run, but Slurm does not say that it lives: a later start may get it."""
+
+    exit_code = EXIT_RESUME
 
 
 def begin(log_dir: Path, command: Sequence[str]) -> tuple[str, ...]:
@@ -37,14 +43,29 @@ def begin(log_dir: Path, command: Sequence[str]) -> tuple[str, ...]:
     `log_dir` is logs/attempt_N of the run.
     """
     run_dir = log_dir.parent.parent
-    before = read_holder(run_dir)
-    os.set_inheritable(lock_run(run_dir), True)
-    # A file system whose locks do not reach other nodes lets two in: Slurm knows whether the other one lives.
-    if before is not None and before.job_id not in ("", this_process().job_id):
-        refuse_beside(run_dir.name, before.job_id)
+    lock_alone(run_dir)
     point_latest(log_dir)
     require_same_data(run_dir, command)
     return with_start_weights(run_dir, command)
+
+
+def lock_alone(run_dir: Path) -> None:
+    """Lock the run; raises `LaunchError` beside a job that lives, `StaleLockError` when only its lock is left."""
+    before = read_holder(run_dir)
+    is_other = before is not None and before.job_id not in ("", this_process().job_id)
+    refused: RunInProgressError | None = None
+    try:
+        os.set_inheritable(lock_run(run_dir), True)
+    except RunInProgressError as error:
+        if not is_other:
+            raise
+        refused = error
+    # Slurm knows whether the other job lives. On a file system whose locks do not reach other nodes only Slurm does.
+    if is_other and before is not None:
+        refuse_beside(run_dir.name, before.job_id)
+    if refused is not None:
+        wrong = f"{before} has its lock, which a file server may keep for a while after the loss of a node"
+        raise StaleLockError(Problem(where=run_dir.name, wrong=wrong, fix="this job starts again")) from refused
 
 
 def refuse_beside(name: str, job_id: str) -> None:

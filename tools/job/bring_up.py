@@ -1,4 +1,4 @@
-"""What the barrier of a job says: when each part was there, and of what is missing the last line of its log."""
+"""How long a job's parts may take to come up, when each was there, and what the log of a missing one says last."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ from pathlib import Path
 from recipes.files import write_atomically
 
 
+def bring_up_seconds(num_nodes: int) -> float:
+    """Return the time in which all parts must be there: images are imported, and a first job fills the caches."""
+    return 1800.0 + 10.0 * num_nodes
+
+
 @dataclass(slots=True)
 class Timeline:
-    """When each part was there, in seconds since the job started; printed as it happens."""
+    """When each part was there, in seconds since the job started; each is printed when it happens."""
 
     job_start: float  # Unix seconds
     events: dict[str, float] = field(default_factory=dict)
 
     def mark(self, event: str) -> None:
-        """Note that something has happened now."""
+        """Record that something has happened now."""
         self.events[event] = round(time.time() - self.job_start, 1)
         print(f"barrier: +{self.events[event]:.1f} s: {event}", flush=True)
 

@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -32,6 +31,7 @@ from types import FrameType
 from recipes.cluster.ports import NUM_SLOTS, RayPorts, hold, node_problems, ray_ports
 from recipes.errors import LaunchError, Problem, RecipeError, RunError
 from tools.job.begin import with_start_weights
+from tools.job.ray_temp import RAY, is_own, keep_logs, remove_sessions
 from tools.planning.run_dir import lock_run, new_attempt
 from tools.processes import (
     adopt_orphans,
@@ -43,23 +43,28 @@ from tools.processes import (
     shared_memory_inodes,
 )
 
+PREFIX = "rl-"  # of the directories below /tmp
 HEAD_SECONDS = 120.0  # for the Ray head to start
-_HEAD_STARTED = b"Ray runtime started"  # the last thing that `ray start` of Ray 2 does: its node has registered itself
+RAY_STARTED = b"Ray runtime started"  # what `ray start` of Ray 2 prints last, when its node has registered itself
 STOP_SECONDS = 600.0  # for the driver to finish its step and save after a signal
 _POLL_SECONDS = 0.1
 _SHM_SCAN_SECONDS = 1.0  # a scan takes about 15 ms
 OBJECT_STORE_BYTES = 256 * 2**20  # a tiny run's batches are a few MiB; Ray's default is 30 % of the memory
 
+LOOPBACK = "127.0.0.1"
 CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # spinning OpenMP threads of two processes on two cores cost a factor of ten
     "TOKENIZERS_PARALLELISM": "false",
-    "GLOO_SOCKET_IFNAME": "lo",
 }
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # everything a run reads is on disk before it starts
     "RAY_USAGE_STATS_ENABLED": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "RAY_AUTH_MODE": "token",  # others on this machine cannot run code in the cluster
+    # Nothing of a local run listens on another interface, or asks for this machine's address in the network.
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": LOOPBACK,
 }
 
 
@@ -98,7 +103,7 @@ def take_slot() -> tuple[RayPorts, socket.socket]:
     for slot in range(NUM_SLOTS):
         ports = ray_ports(slot)
         try:
-            held = hold(ports.lock)
+            held = hold(ports.lock, host=LOOPBACK)
         except LaunchError:
             continue
         if problems := node_problems(ports, head=True):
@@ -114,14 +119,15 @@ def take_slot() -> tuple[RayPorts, socket.socket]:
     )
 
 
-def make_temp(run_dir: Path) -> Path:
-    """Make the directory of Ray's sockets and all temporary files; remove that of a killed earlier start."""
+def make_temp(run_dir: Path, attempt: Path) -> Path:
+    """Make the private directory of Ray and of all temporary files; clear that of an earlier start that was killed."""
     pointer = run_dir / ".temp"
     if pointer.is_symlink():
-        shutil.rmtree(pointer.readlink(), ignore_errors=True)
+        earlier = pointer.readlink()
+        if earlier.name.startswith(PREFIX) and is_own(earlier):
+            keep_logs(earlier, attempt / "ray_earlier")
         pointer.unlink()
-    # Not in the run directory: Unix sockets below it may have paths of at most 107 bytes.
-    temp = Path(tempfile.mkdtemp(prefix="rl-", dir="/tmp"))
+    temp = Path(tempfile.mkdtemp(prefix=PREFIX, dir="/tmp"))  # for this user alone; short: see ray_temp.py
     (temp / "tmp").mkdir()
     pointer.symlink_to(temp)
     return temp
@@ -136,7 +142,7 @@ def run_environment(temp: Path, ports: RayPorts) -> dict[str, str]:
     """Return the environment of head and driver; what the user has set wins over the defaults."""
     defaults = ENVIRONMENT | ({} if count_gpus() else CPU_ENVIRONMENT)
     fixed = {
-        "RAY_ADDRESS": f"127.0.0.1:{ports.gcs}",
+        "RAY_ADDRESS": f"{LOOPBACK}:{ports.gcs}",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "TMPDIR": str(temp / "tmp"),
     }
@@ -150,7 +156,8 @@ def start_head(run: LocalRun, ports: RayPorts, env: dict[str, str], log: Path) -
     command = [
         *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--disable-usage-stats"),
         "--include-dashboard=false",
-        f"--temp-dir={temp}",
+        f"--node-ip-address={LOOPBACK}",
+        f"--temp-dir={temp / RAY}",
         f"--num-gpus={count_gpus()}",
         f"--resources={json.dumps({'worker_units': run.num_units})}",
         *memory,
@@ -172,7 +179,7 @@ def start_head(run: LocalRun, ports: RayPorts, env: dict[str, str], log: Path) -
 def wait_for_head(head: subprocess.Popen[bytes], signals: Signals, log: Path) -> None:
     """Wait until `ray start` is done; the driver, started earlier, would take its time on a machine of few cores."""
     end = time.monotonic() + HEAD_SECONDS
-    while _HEAD_STARTED not in log.read_bytes() and not signals.received:
+    while RAY_STARTED not in log.read_bytes() and not signals.received:
         if head.poll() is not None:
             raise RunError(f"the Ray head exited with status {head.returncode}: {_last_line(log)} (log: {log})")
         if time.monotonic() >= end:
@@ -192,8 +199,7 @@ def bring_up_head(
             raise
         print(f"local: {error}; starting it once more", file=sys.stderr, flush=True)
         kill_descendants(deadline_seconds=20)
-        for session in Path(env["TMPDIR"]).parent.glob("session_2*"):
-            shutil.rmtree(session)  # its log has said what there is to say
+        remove_sessions(Path(env["TMPDIR"]).parent)
         head = start_head(run, ports, env, log)
         wait_for_head(head, signals, log)
     return head
@@ -267,12 +273,7 @@ def tear_down(temp: Path, attempt: Path, shm: set[int]) -> None:
     shm |= shared_memory_inodes(descendants(os.getpid()))
     if left := kill_descendants(deadline_seconds=20):
         print(f"local: processes {left} could not be killed", file=sys.stderr)
-    for session in temp.glob("session_2*"):
-        try:
-            shutil.move(session / "logs", attempt / "ray")
-        except OSError as error:
-            print(f"local: the logs of Ray are not kept: {error}", file=sys.stderr)
-    shutil.rmtree(temp, ignore_errors=True)
+    keep_logs(temp, attempt / "ray")
     attempt.parent.with_name(".temp").unlink(missing_ok=True)
     remove_shared_memory(shm)
 
@@ -286,12 +287,12 @@ def supervise(run: LocalRun) -> int:
     signals.install()
     adopt_orphans()
     attempt = new_attempt(run.run_dir)
-    temp = make_temp(run.run_dir)
+    temp = make_temp(run.run_dir, attempt)
     env = run_environment(temp, ports)
     log = attempt / "driver.log"
     shm: set[int] = set()
     print(f"local: {run.run_dir.name}, {attempt.name}, {run.num_units} worker units")
-    print(f"  tail -F {log}\n  tail -F {temp}/session_latest/logs/worker-*", flush=True)
+    print(f"  tail -F {log}\n  tail -F {temp}/{RAY}/session_latest/logs/worker-*", flush=True)
     try:
         head = bring_up_head(run, ports, env, signals, attempt / "ray_head.log")
         if signals.received:

@@ -1,21 +1,16 @@
 """One Ray node of a job: check this machine, start Ray, stay until it ends, keep its logs.
 
-    python -m tools.job.node --role head|worker --head HOST --num-nodes N --units N --log-dir DIR
+    python -m tools.job.node --role head|worker --head HOST --num-nodes N --units N --log-dir DIR --temp-dir DIR
 
-Started by `ray_node.sh` on every node. USR2 ends the node in order; it ends with status 1 when a process of Ray ends
-before that, and with 2 when this machine cannot be used, saying why.
+`ray_node.sh` starts it on every node. USR2 and TERM end it in order. It ends with status 1 when a process of Ray ends
+before that, and with 2 when this machine cannot be used; it says why.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import resource
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -24,98 +19,56 @@ from pathlib import Path
 from types import FrameType
 
 from recipes.cluster.ports import ray_ports
-from recipes.cluster.tuning import ray_environment
 from recipes.errors import RecipeError, RunError
-from tools.job.local import OBJECT_STORE_BYTES, count_gpus
-from tools.job.node_check import Node, own_address, require_usable
+from tools.job.bring_up import bring_up_seconds
+from tools.job.node_check import Node, require_usable
+from tools.job.ray_start import end_ray, run_ray
+from tools.job.ray_temp import earlier_starts, keep_logs, make_private
+from tools.processes import adopt_orphans
 
-HEAD_SECONDS = 1800.0  # for the head to listen: its container may have to be imported first; as in barrier.py
-STOP_SECONDS = 10.0
+STOPS = (signal.SIGUSR2, signal.SIGTERM)
 _POLL_SECONDS = 0.25
-_OPEN_FILES = 65536  # Ray keeps connections from every worker to every other; Slurm's soft limit is often 1024
 
 
-def start_command(node: Node, temp: Path) -> list[str]:
-    """Return the `ray start` of this node; it never guesses what the job has decided."""
-    ports = ray_ports()
-    address = own_address()
-    gpus = node.units if count_gpus() else 0
-    return [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
-        *(("--head", "--include-dashboard=false") if node.is_head else (f"--address={node.head}:{ports.gcs}",)),
-        *((f"--node-ip-address={address}",) if address else ()),
-        *((f"--temp-dir={temp}",) if node.is_head else ()),  # the others take the head's
-        f"--num-cpus={node.units}",
-        f"--num-gpus={gpus}",
-        f"--resources={json.dumps({'worker_units': node.units})}",
-        *(() if gpus else (f"--object-store-memory={OBJECT_STORE_BYTES}",)),
-        *ports.flags(head=node.is_head),
-    ]
-
-
-def wait_for_head(head: str) -> None:
-    """Wait until the head listens; Ray's own attempt gives up too early."""
-    port = ray_ports().gcs
-    end = time.monotonic() + HEAD_SECONDS
+def wait_for_head(node: Node) -> None:
+    """Wait until the head listens: Ray's own attempt gives up too early. Raises `RunError` at the deadline."""
+    port, seconds = ray_ports().gcs, bring_up_seconds(node.num_nodes)
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
-        with suppress(OSError), socket.create_connection((head, port), timeout=5):
+        with suppress(OSError), socket.create_connection((node.head, port), timeout=5):
             return
         time.sleep(_POLL_SECONDS)
-    raise RunError(f"the head does not answer at {head}:{port} after {HEAD_SECONDS:g} s; see ray_head_{head}.log")
+    raise RunError(f"no answer of the head at {node.head}:{port} after {seconds:g} s; see ray_head_{node.head}.log")
 
 
 def run(node: Node) -> int:
-    """Start Ray and return the exit status when it has ended."""
+    """Start Ray and return the exit status when it has ended; its logs leave the node in every case."""
+    for number in STOPS:
+        signal.signal(number, stop)
+    adopt_orphans()
+    host = socket.gethostname()
+    for earlier in earlier_starts(node.temp):
+        keep_logs(earlier, node.log_dir / f"ray_{host}_earlier")
     require_usable(node)
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _OPEN_FILES) if hard > 0 else _OPEN_FILES, hard))
-    if not node.is_head:
-        wait_for_head(node.head)
-    stop_requested = False
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        nonlocal stop_requested
-        stop_requested = True
-
-    signal.signal(signal.SIGUSR2, stop)
-    # The same on every node, and not TMPDIR: the paths of Ray's sockets below it may have at most 107 bytes.
-    temp = Path("/tmp", f"ray-{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', '0')}")
-    tuned = ray_environment(node.num_nodes, os.cpu_count() or 1)
-    # Slurm's own variables would make libraries in the actors think that they are its tasks.
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PMI_", "PMIX_"))}
-    threads = {} if count_gpus() else {"OMP_NUM_THREADS": "1"}  # idle ones spin, and the actors share the cores
-    ray = subprocess.Popen(start_command(node, temp), env=tuned | threads | env, stdin=subprocess.DEVNULL)
+    make_private(node.temp)
     try:
-        while ray.poll() is None and not stop_requested:
-            time.sleep(_POLL_SECONDS)
-        if stop_requested:
-            return 0
-        print(f"node: Ray ended with status {ray.returncode} on {socket.gethostname()}", file=sys.stderr)
+        if not node.is_head:
+            wait_for_head(node)
+        status = run_ray(node)
+        print(f"node: Ray ended with status {status} on {host}", file=sys.stderr)
         return 1
     finally:
-        end_ray(ray)
-        keep_logs(temp, node.log_dir / f"ray_{socket.gethostname()}")
+        for number in STOPS:
+            signal.signal(number, signal.SIG_IGN)
+        end_ray()
+        keep_logs(node.temp, node.log_dir / f"ray_{host}")
 
 
-def end_ray(ray: subprocess.Popen[bytes]) -> None:
-    """End `ray start --block`, which ends the node's processes; kill it when that takes long."""
-    if ray.poll() is None:
-        ray.terminate()
-    try:
-        ray.wait(timeout=STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        ray.kill()
-        ray.wait()
-
-
-def keep_logs(temp: Path, target: Path) -> None:
-    """Copy the logs of Ray and its workers off the node, and remove the rest."""
-    for logs in temp.glob("session_2*/logs"):
-        try:
-            shutil.copytree(logs, target, dirs_exist_ok=True, ignore_dangling_symlinks=True)
-        except (OSError, shutil.Error) as error:  # a full disk must not hide how the run ended
-            print(f"node: logs in {logs} were not all copied: {error}", file=sys.stderr)
-    shutil.rmtree(temp, ignore_errors=True)
+def stop(_number: int, _frame: FrameType | None) -> None:
+    """End this program in order: `run` ends Ray and keeps its logs."""
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(0)
 
 
 def parse(argv: Sequence[str] | None) -> Node:
@@ -125,7 +78,8 @@ def parse(argv: Sequence[str] | None) -> Node:
     parser.add_argument("--head", required=True, help="host name of the head")
     parser.add_argument("--num-nodes", type=int, required=True)
     parser.add_argument("--units", type=int, required=True, help="accelerators per node")
-    parser.add_argument("--log-dir", type=Path, required=True)
+    parser.add_argument("--log-dir", type=Path, required=True, help="of this start: results/EXP_NAME/logs/attempt_N")
+    parser.add_argument("--temp-dir", type=Path, required=True, help="to be made on this node, the same on every node")
     args = parser.parse_args(argv)
     return Node(
         is_head=args.role == "head",
@@ -133,6 +87,7 @@ def parse(argv: Sequence[str] | None) -> Node:
         num_nodes=args.num_nodes,
         units=args.units,
         log_dir=args.log_dir,
+        temp=args.temp_dir,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a Ray node must know of its machine: whether it can start here (ports, GPUs, run directory), its address."""
+"""Whether a Ray node can start on its machine (ports, GPUs, run directory), and the address of that machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recipes.cluster.ports import EPHEMERAL_RANGE, busy_ports, ephemeral_overlap
 from recipes.errors import LaunchError, Problem
 from tools.job.local import count_gpus
 
-PORT_SECONDS = 90.0  # for the processes of a requeued job's last start to free their ports
+PORT_SECONDS = 90.0  # in which the processes of a requeued job's last start free their ports
 NODES_FILE = "nodes"  # in the log directory: the names of the job's nodes
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -27,6 +27,7 @@ class Node:
     num_nodes: int
     units: int  # accelerators of this node that the job uses
     log_dir: Path
+    temp: Path  # to be made on this node: see ray_temp.py
 
 
 def gpu_problems(units: int, devices: int, *, has_driver: bool) -> list[Problem]:
@@ -38,7 +39,7 @@ def gpu_problems(units: int, devices: int, *, has_driver: bool) -> list[Problem]
 
 
 def sight_problems(log_dir: Path) -> list[Problem]:
-    """Look for a file that the head's node has written before any node was started."""
+    """Return a problem when this node does not see the file that the job wrote before it started any node."""
     if (log_dir / NODES_FILE).is_file():
         return []
     fix = "put RESULTS_DIR on a file system that all nodes share, or mount it there"
@@ -49,7 +50,7 @@ def sight_problems(log_dir: Path) -> list[Problem]:
 def require_usable(node: Node) -> None:
     """Raise `LaunchError` with everything that keeps a Ray node from starting here.
 
-    Ports that a last start of the job still has are waited for.
+    Ports are waited for: processes of the job's last start may still have them.
     """
     problems = ephemeral_overlap(EPHEMERAL_RANGE.read_text())
     problems += sight_problems(node.log_dir)

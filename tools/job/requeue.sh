@@ -1,19 +1,24 @@
 # shellcheck shell=bash
 #
-# How a job ends: with the driver's status, or back in the queue under the same id, so that what depends on it
-# (afterok) still does. To be sourced by the job file, which has `say`.
+# How a job ends: with the driver's status, or back in the queue under the same id, so that the jobs that depend on it
+# (afterok) still wait for it. The job file sources this and nodes.sh; it provides `say`, `log_dir`, `driver_pid`.
 #
 #   ask_driver SIGNAL         ask the driver to save and stop
 #   newest_checkpoint DIR     print what DIR/latest names, nothing when there is none
-#   down_nodes LIST           print what Slurm says of the nodes of LIST that it cannot use
 #   resume_or_end STATUS SAVED_BEFORE SAVED_NOW MAX_RESTARTS NODE...
-#                             requeue after a save (75), an interruption before the first one, or the loss of a node;
-#                             returns the status to end with
+#                             put the job back into the queue when another start can go on; return the status to end with
+#
+# After which end a job starts again, at most MAX_RESTARTS times:
+#   75, with a new checkpoint       the driver saved and stopped: a signal, or the time limit
+#   75, without one                 only when it was interrupted before its time was up
+#   another error, new checkpoint   a rank, an engine or a GPU failed: again without the node that the message names
+#   a node that does not answer     Slurm itself puts the job back when it has noticed
+# After 0 the run is done; after 2 an input is wrong, and the next start would end in the same way.
 
-readonly EXIT_RESUME=75 PROBE_SECONDS=5 DOWN_MARGIN_SECONDS=60
+readonly EXIT_RESUME=75 DOWN_MARGIN_SECONDS=60
 # A controller that restarts is away for a minute.
 readonly REQUEUE_TRIES=8 REQUEUE_SECONDS="${REQUEUE_SECONDS:-15}"
-readonly LIMIT_SECONDS=720 # before the end of a job Slurm signals it, up to a minute early: see walltime.py
+readonly LIMIT_SECONDS=720 # Slurm signals a job so long before its end, up to a minute early: see walltime.py
 
 # srun takes TERM as an order to kill its step, but forwards USR1.
 ask_driver() {
@@ -23,40 +28,11 @@ ask_driver() {
   down_nodes "${SLURM_JOB_NODELIST}"
 }
 
-# An engine that makes no link has its checkpoints in step_N.
+# An engine that makes no link has its checkpoints in step_N; other names beside them, such as step_5.bak, are not ours.
 newest_checkpoint() {
   readlink -- "$1/latest" ||
-    find "$1" -maxdepth 1 -name 'step_[0-9]*' -printf '%f\n' 2>/dev/null | sort --version-sort | tail -n 1 ||
+    find "$1" -maxdepth 1 -regex '.*/step_[0-9]+' -printf '%f\n' 2>/dev/null | sort --version-sort | tail -n 1 ||
     true
-}
-
-down_nodes() {
-  timeout 10 sinfo --noheader --Node --nodes="$1" --states=down,drain,fail,no_respond --format='%N is %T: %E' || true
-}
-
-# Print a number of the controller's configuration: setting NAME DEFAULT.
-setting() {
-  local text
-  text="$(timeout 10 scontrol show config | sed -n "s/^$1 *= *\([0-9][0-9]*\).*/\1/p")" || true
-  printf '%s' "${text:-$2}"
-}
-
-# Print the nodes on which no slurmd answers: switched off, cut off, or crashed.
-silent_nodes() {
-  local node port seconds
-  local -A probes=()
-  port="$(setting SlurmdPort 6818)"
-  for node in "$@"; do
-    (: <"/dev/tcp/${node}/${port}") 2>/dev/null &
-    probes[${node}]=$!
-  done
-  for ((seconds = 0; seconds < PROBE_SECONDS; seconds++)); do
-    [[ -z $(jobs -rp) ]] || sleep 1
-  done
-  for node in "$@"; do
-    kill -TERM "${probes[${node}]}" 2>/dev/null || true # the kernel itself would try for minutes
-    wait "${probes[${node}]}" || printf '%s\n' "${node}"
-  done
 }
 
 # What NeMo RL says before it ends with status 0 because of checkpointing.checkpoint_must_save_by.
@@ -70,44 +46,64 @@ was_interrupted() {
 }
 
 resume_or_end() {
-  local status=$1 before=$2 now=$3 most=$4 restarts=${SLURM_RESTART_COUNT:-0} saved="saved $3" node seconds
-  local -a silent=()
+  local status=$1 before=$2 now=$3 most=$4 restarts=${SLURM_RESTART_COUNT:-0} saved='' reason=''
+  local -a silent=() failed=()
   shift 4
+  [[ -z ${now} || ${now} == "${before}" ]] || saved="saved ${now}"
   if ((status == 0)) && grep -qs "${STOPPED_EARLY}" "${log_dir}/driver.log"; then status=${EXIT_RESUME}; fi
   case "${status}" in
-    0 | 2) return "${status}" ;; # done; or an input is wrong, and the same start would end the same way
+    0 | 2) return "${status}" ;;
     "${EXIT_RESUME}")
-      if [[ -z ${now} || ${now} == "${before}" ]]; then saved=''; fi
-      if [[ -z ${saved} ]] && ! was_interrupted; then
-        say "not restarted: this start saved no new checkpoint (newest: ${now:-none}), and the next one would not either"
-      elif ((restarts >= most)); then
-        say "not restarted: this was restart ${restarts} of at most ${most} (MAX_RESTARTS); submit again to go on"
-      else
-        requeue "${saved:-interrupted before its first save}, restart $((restarts + 1)) of at most ${most}"
+      reason=${saved}
+      if [[ -z ${saved} ]] && was_interrupted; then reason='interrupted before its first save'; fi
+      ;;
+    *)
+      mapfile -t silent < <(silent_nodes "$@")
+      wait "$!"
+      if ((${#silent[@]})); then
+        wait_for_slurm "${status}" "${restarts}" "${most}" "${silent[@]}"
+        return "${status}"
       fi
-      return "${status}"
+      [[ -z ${saved} ]] || reason="failed with status ${status} after it had ${saved}"
+      mapfile -t failed < <(named_nodes "$@")
       ;;
   esac
-  mapfile -t silent < <(silent_nodes "$@")
-  wait "$!"
-  ((${#silent[@]})) || return "${status}"
-  for node in "${silent[@]}"; do say "node ${node} is lost: no slurmd answers there"; done
+  if [[ -z ${reason} ]]; then
+    say "not restarted: this start saved no new checkpoint (newest: ${now:-none}), and the next one would not either"
+  elif ((restarts >= most)); then
+    say "not restarted: this was restart ${restarts} of at most ${most} (MAX_RESTARTS); submit again to go on"
+  else
+    requeue "${reason}, restart $((restarts + 1)) of at most ${most}" "${failed[@]}"
+  fi
+  return "${status}"
+}
+
+# Wait for Slurm to put back a job whose node is lost: put back earlier, it could get the same node again.
+wait_for_slurm() {
+  local status=$1 restarts=$2 most=$3 node seconds
+  shift 3
+  for node in "$@"; do say "node ${node} is lost: no slurmd answers there"; done
   if ((restarts >= most)); then
     say "not restarted: this was restart ${restarts} of at most ${most} (MAX_RESTARTS); submit again to go on"
-    return "${status}"
+    return
   fi
-  # Put back before Slurm has noticed, the job could get the same node again. Slurm requeues it when it has.
   seconds=$(($(setting SlurmdTimeout 300) + DOWN_MARGIN_SECONDS))
   say "waiting at most ${seconds} s for Slurm to notice, too, and to requeue the job"
   trap 'say "Slurm ends this start"; exit "${status}"' TERM
   sleep "${seconds}" >/dev/null 2>&1 &
   wait "$!"
   say 'Slurm has not requeued the job; submit again to go on'
-  return "${status}"
 }
 
+# Run a program for at most a minute. The TERM that Slurm sends to this script does not end it.
+shielded() {
+  timeout --kill-after=5 60 bash -c "trap '' TERM; exec \"\$@\"" bash "$@"
+}
+
+# requeue REASON [NODE...]: put the job back, to run without these nodes.
 requeue() {
-  local state tries
+  local reason=$1 state tries
+  shift
   for ((tries = 0; tries < REQUEUE_TRIES; tries++)); do
     ((tries == 0)) || sleep "${REQUEUE_SECONDS}"
     # A job that was cancelled meanwhile stays cancelled: Slurm would requeue that one, too.
@@ -116,11 +112,27 @@ requeue() {
       say "not restarted: the job's state is ${state#JobState=}"
       return
     fi
-    # Slurm may send this job its TERM before scontrol has its answer.
-    if timeout 60 bash -c "trap '' TERM && exec scontrol requeue ${SLURM_JOB_ID}"; then
-      say "requeued: $1"
+    if shielded scontrol requeue "${SLURM_JOB_ID}"; then
+      say "requeued: ${reason}"
+      # Slurm takes this list only of a job that waits, and starts no job whose batch script still runs: it is in time.
+      (($# == 0)) || leave_out "$@"
       return
     fi
   done
   say 'not restarted: Slurm did not take the requeue; submit again to go on'
+}
+
+# Have the next start use other nodes than these, and than those that earlier starts have left out.
+leave_out() {
+  local text list
+  text="$(timeout 30 scontrol show job --oneliner "${SLURM_JOB_ID}")" || true
+  list="$(printf '%s\n' "$@" | paste -sd,)"
+  if [[ ${text} =~ \ ExcNodeList=([^ ]+) && ${BASH_REMATCH[1]} != '(null)' ]]; then list+=",${BASH_REMATCH[1]}"; fi
+  if ! has_enough_nodes "${list}"; then
+    say "$* failed and is used again: the partition has no other node"
+  elif shielded scontrol update "JobId=${SLURM_JOB_ID}" "ExcNodeList=${list}"; then
+    say "the next start runs without $*"
+  else
+    say "$* failed and may be used again: Slurm did not take the list of nodes to leave out"
+  fi
 }

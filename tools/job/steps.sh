@@ -1,17 +1,20 @@
 # shellcheck shell=bash
+# shellcheck disable=SC2034,SC2154 # the job file has these variables
 #
-# The steps of a job: what they are started with, which one ended, and why. To be sourced by the job file, which has
+# The steps of a job: what they are started with, which one ended, and why. The job file sources this; it provides
 # `say`, `die`, container.sh, and the variables named here.
 #
 #   make_log_dir                                make logs/attempt_N of `given[run_dir]` and set `log_dir`; begin.py
 #                                               points logs/latest at it once this job has the run to itself
-#   export_environment                          export all names that the job's programs read
+#   export_environment                          export the variables that the job's programs read, set `temp_dir`
 #   step LABEL ROLE SRUN_OPTIONS -- COMMAND     start a step in the background; sets steps[PID] and roles[PID]
+#   watch                                       wait for the first step to end, end the others; sets `status` and
+#                                               `ended_role`
 #   say_end PID STATUS                          say which step ended, on which node, and the last lines of its log
-#   say_last_lines FILE                         say these of one log
+#   say_last_lines FILE                         say the last lines of one log
 
-# shellcheck disable=SC2154 # given and log_dir are the job file's
-readonly CAUSE_LINES=5
+# Nodes that were asked to end have this time to copy their logs, and half a second more for each node of the job.
+readonly CAUSE_LINES=5 END_SECONDS=20
 
 # One directory per start, also per requeue: nothing is overwritten.
 make_log_dir() {
@@ -26,6 +29,8 @@ make_log_dir() {
 export_environment() {
   local token times name cache=${given[cache]}
   token="$(od -vAn -N32 -tx1 /dev/urandom | tr -d ' \n')"
+  # Nobody else can make this directory of the nodes before the job does. Short: Ray's sockets lie below it.
+  temp_dir="/tmp/rl-${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}-$(od -vAn -N4 -tx1 /dev/urandom | tr -d ' \n')"
   export RAY_AUTH_MODE=token RAY_AUTH_TOKEN="${token}" # nobody else on the network can run code in the cluster
   export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
   export PYTHONPATH="${PWD}" # the snapshot, before what is installed
@@ -50,13 +55,39 @@ step() {
   if [[ ${role} == sandbox ]]; then
     container_words "${given[runtime]}" "${given[sandbox]}" '' sandbox ''
   else
-    container_words "${given[runtime]}" "${given[container]}" "${given[mounts]}" "${role//_/-}" "${PWD}"
+    container_words "${given[runtime]}" "${given[container]}" "${given[mounts]}" "${role//_/-}" "${PWD}" \
+      "${given[variables]}"
   fi
   # Every step may use all cores of its node. What srun itself says goes to a file: it names the node that failed.
   srun --overlap --kill-on-bad-exit=1 --wait=60 --cpu-bind=none --output="${log_dir}/${role}_%N.log" \
     "${options[@]}" "${srun_options[@]}" "${prefix[@]}" "${@:2}" 2>"${log_dir}/srun_${role}.log" &
   steps[$!]=${label}
   roles[$!]=${role}
+}
+
+# Wait until a step ends: it decides the status. A trapped signal interrupts `wait`, and no step has ended then.
+watch() {
+  local ended='' tries
+  while [[ -z ${ended:-} ]]; do
+    wait -n -p ended "${!steps[@]}" && status=0 || status=$?
+    if [[ -n ${ended:-} ]] && kill -0 "${ended}" 2>/dev/null; then ended=''; fi
+  done
+  if [[ ${ended} != "${driver_pid}" ]]; then
+    say_end "${ended}" "${status}"
+    status=1 # only the driver may say 0 or 75
+  elif ((status != 0 && status != EXIT_RESUME)); then
+    say "the driver ended with status ${status}; the last lines of ${log_dir}/driver.log:"
+    say_last_lines "${log_dir}/driver.log"
+  fi
+  ended_role=${roles[${ended}]}
+  unset "steps[${ended}]"
+  # USR2 lets a node keep the logs of its Ray; what that does not end is killed.
+  kill -USR2 "${!steps[@]}" 2>/dev/null || true
+  for ((tries = 0; tries < (END_SECONDS + ${#nodes[@]} / 2) * 4; tries++)); do
+    [[ -n $(jobs -rp) ]] || return 0
+    sleep 0.25
+  done
+  kill -TERM "${!steps[@]}" 2>/dev/null || true
 }
 
 say_last_lines() {

@@ -54,8 +54,7 @@ def plan_draft(draft: Draft) -> Plan:
     if contract.is_local:
         argv = local_argv(run_dir, draft.sizes, driver)
     else:
-        checkpoints = run_dir / (draft.config.checkpointing.checkpoint_dir if draft.config else "checkpoints")
-        argv = sbatch_argv(contract, draft.sizes, run_dir, code_dir, checkpoints, driver)
+        argv = sbatch_argv(draft, draft.sizes, run_dir, code_dir, driver)
     return Plan(
         root=root,
         contract=contract,

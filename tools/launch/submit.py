@@ -9,6 +9,7 @@ from pathlib import Path
 from recipes.config.derive import Derived
 from recipes.errors import LaunchError, Problem
 from tools.planning.contract import Contract
+from tools.planning.draft import Draft
 from tools.planning.mounts import container_arguments
 from tools.planning.walltime import signal_option
 
@@ -26,10 +27,10 @@ def local_argv(run_dir: Path, sizes: Derived, driver: Sequence[str]) -> tuple[st
     )
 
 
-def sbatch_argv(
-    contract: Contract, sizes: Derived, run_dir: Path, code_dir: Path, checkpoints: Path, driver: Sequence[str]
-) -> tuple[str, ...]:
+def sbatch_argv(draft: Draft, sizes: Derived, run_dir: Path, code_dir: Path, driver: Sequence[str]) -> tuple[str, ...]:
     """Return the submission: resources computed from the configuration, then the job file and its arguments."""
+    contract = draft.contract
+    checkpoints = run_dir / (draft.config.checkpointing.checkpoint_dir if draft.config else "checkpoints")
     gpus_per_node = sizes.total_gpus // sizes.num_nodes
     submit = (
         "sbatch",
@@ -57,6 +58,7 @@ def sbatch_argv(
         f"--cache={contract['PERSISTENT_CACHE']}",
         f"--max-restarts={contract['MAX_RESTARTS']}",
         *container_arguments(contract, run_dir, code_dir),
+        *((f"--variables={','.join(draft.profile_variables)}",) if draft.profile_variables else ()),
         f"--sandbox-command={sandbox}",
     )
     return (*submit, str(code_dir / JOB_FILE), *job, "--", python, *driver)

@@ -53,6 +53,7 @@ class Draft:
     sizes: Derived | None  # None where wrong keys would make them wrong
     findings: tuple[Finding, ...]  # of variables and configuration
     job_variables: Mapping[str, str]  # of the cluster's profile: what the job gets beside the environment
+    profile_variables: tuple[str, ...]  # names of all that the profile sets for the job, also those set in the shell
 
     @property
     def run_dir(self) -> Path | None:
@@ -100,6 +101,7 @@ def draft_launch(stage: str, overrides: Sequence[str], environ: Mapping[str, str
         sizes=derive(config) if config and loaded and not _is_size_wrong(loaded.problems) else None,
         findings=tuple(findings),
         job_variables=variables,
+        profile_variables=tuple(sorted(profile.job_environment)),
     )
 
 

@@ -18,11 +18,15 @@ from pathlib import Path
 from recipes.errors import LaunchError, Problem
 
 LOCK_FILE = ".lock"
-# A requeued job may start while its own last driver still dies, or a file server still holds a dead node's lock (NFS
-# gives it up after 90 s).
+# So long a requeued job waits for its own last start: its driver may still be dying. A file server may hold the lock of
+# a dead node longer, or for ever.
 OWN_SECONDS = 180.0
 _POLL_SECONDS = 0.5
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # Lustre mounted without -o flock answers ENOSYS
+
+
+class RunInProgressError(LaunchError):
+    """Another process has the lock of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +36,7 @@ class Holder:
     pid: int
     host: str
     job_id: str = ""  # of Slurm; empty when started without it
+    restart: int = 0  # how often Slurm had started that job again
     started: float = 0.0  # Unix seconds
 
     def __str__(self) -> str:
@@ -41,8 +46,8 @@ class Holder:
 
 def this_process() -> Holder:
     """Return the record of the process that runs this."""
-    job_id = os.environ.get("SLURM_JOB_ID", "")
-    return Holder(pid=os.getpid(), host=socket.gethostname(), job_id=job_id, started=time.time())
+    job_id, restart = os.environ.get("SLURM_JOB_ID", ""), int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    return Holder(pid=os.getpid(), host=socket.gethostname(), job_id=job_id, restart=restart, started=time.time())
 
 
 def read_holder(run_dir: Path) -> Holder | None:
@@ -54,10 +59,11 @@ def read_holder(run_dir: Path) -> Holder | None:
 
 
 def lock_run(run_dir: Path, *, own_seconds: float = OWN_SECONDS) -> int:
-    """Lock the run and return the open descriptor; raises `LaunchError` when it is in progress.
+    """Lock the run and return the open descriptor; raises `RunInProgressError` when another process has the lock.
 
     The lock lasts as long as any process has the descriptor, so the driver inherits it: a supervisor that was killed
-    does not free a run whose driver still trains. A lock that an earlier start of the same job holds is waited for.
+    does not free a run whose driver still trains. An earlier start of the same job is waited for; after `own_seconds`
+    this start takes over, because Slurm starts a job again only when the nodes of its last start are gone.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + own_seconds
@@ -65,12 +71,17 @@ def lock_run(run_dir: Path, *, own_seconds: float = OWN_SECONDS) -> int:
         try:
             descriptor = _try_lock(run_dir)
             break
-        except LaunchError:
+        except RunInProgressError:
             holder, own = read_holder(run_dir), this_process()
-            is_own = holder is not None and bool(own.job_id) and holder.job_id == own.job_id
-            if not is_own or time.monotonic() >= end:
+            if holder is None or not own.job_id or holder.job_id != own.job_id:
                 raise
-            time.sleep(_POLL_SECONDS)
+            if time.monotonic() < end:
+                time.sleep(_POLL_SECONDS)
+            elif own.restart > holder.restart:
+                descriptor = _take_over(run_dir, own, holder)
+                break
+            else:
+                raise
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(asdict(this_process())).encode(), 0)
     os.fsync(descriptor)
@@ -88,13 +99,26 @@ def lock_problems(run_dir: Path) -> list[Problem]:
     return []
 
 
+def _take_over(run_dir: Path, own: Holder, earlier: Holder) -> int:
+    """Put a new, locked file in the place of the lock that a lost node seems to hold; return its descriptor."""
+    path = run_dir / f"{LOCK_FILE}.{own.job_id}.{own.restart}"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    path.replace(run_dir / LOCK_FILE)
+    print(f"lock: taken over from restart {earlier.restart} of this job ({earlier}), which is lost", flush=True)
+    return descriptor
+
+
 def _try_lock(run_dir: Path) -> int:
-    descriptor = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    path = run_dir / LOCK_FILE
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_ino != path.stat().st_ino:  # a later start took over between these two calls
+            raise BlockingIOError(errno.EWOULDBLOCK, "replaced")
     except BlockingIOError as error:
         os.close(descriptor)
-        raise LaunchError(
+        raise RunInProgressError(
             Problem(
                 where=f"EXP_NAME={run_dir.name}",
                 wrong=f"a run is in progress in {run_dir} (started by {read_holder(run_dir) or 'another process'})",

@@ -103,7 +103,18 @@ def attempt(tmp_path):
     return path
 
 
-def test_lock_is_inherited_by_the_program_that_follows_and_a_refused_start_leaves_latest_alone(attempt):
+@pytest.mark.parametrize(
+    ("squeue", "status", "message"),
+    [
+        ("echo '42|RUNNING'", 2, "EXP_NAME=run: job 42 of this run is RUNNING"),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", 75, "run: job 42, pid "),
+        ("exit 127", 75, "run: job 42, pid "),  # nobody knows: a later start asks again
+    ],
+)
+def test_the_next_program_inherits_the_lock_and_a_refused_start_leaves_latest_alone(
+    attempt, path_with_squeue, squeue, status, message
+):
+    shim(path_with_squeue, squeue)
     run_dir, refused_attempt = attempt.parent.parent, attempt.with_name("attempt_2")
     refused_attempt.mkdir()
     command = (sys.executable, "-m", "tools.job.begin", f"--log-dir={attempt}", "--", "sleep", "60")
@@ -116,8 +127,8 @@ def test_lock_is_inherited_by_the_program_that_follows_and_a_refused_start_leave
             refused = subprocess.run(
                 again, env={**env, "SLURM_JOB_ID": "43"}, capture_output=True, text=True, timeout=60, check=False
             )
-            assert refused.returncode == 2
-            assert f"a run is in progress in {run_dir} (started by job 42, pid {first.pid} on " in refused.stderr
+            assert refused.returncode == status
+            assert message in refused.stderr
             assert attempt.with_name("latest").readlink() == Path("attempt_1")
         finally:
             first.kill()

@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from recipes.errors import Problem
-from tools.job import node, node_check
-from tools.job.node import keep_logs, start_command
+from recipes.errors import LaunchError, Problem
+from tools.job import node, node_check, ray_start, ray_temp
 from tools.job.node_check import Node, gpu_problems
+from tools.job.ray_start import start_command
+from tools.job.ray_temp import earlier_starts, keep_logs, make_private, remove_sessions
+
+TEMP = "--temp-dir=/tmp/rl-7-0-ab"
 
 
 def make_node(tmp_path: Path, *, is_head: bool) -> Node:
-    return Node(is_head=is_head, head="n1", num_nodes=2, units=8, log_dir=tmp_path)
+    return Node(is_head=is_head, head="n1", num_nodes=2, units=8, log_dir=tmp_path, temp=Path("/tmp/rl-7-0-ab"))
 
 
 @pytest.mark.parametrize(
@@ -28,38 +31,66 @@ def test_missing_gpus_are_named_and_a_machine_without_a_driver_uses_its_cpus(dev
 
 
 def test_a_node_says_what_the_job_decided(tmp_path, monkeypatch):
-    monkeypatch.setattr(node, "count_gpus", lambda: 8)
-    monkeypatch.setattr(node, "own_address", lambda: "10.0.0.7")
-    head = start_command(make_node(tmp_path, is_head=True), Path("/tmp/ray-7-0"))
-    worker = start_command(make_node(tmp_path, is_head=False), Path("/tmp/ray-7-0"))
+    monkeypatch.setattr(ray_start, "count_gpus", lambda: 8)
+    monkeypatch.setattr(ray_start, "own_address", lambda: "10.0.0.7")
+    head = start_command(make_node(tmp_path, is_head=True))
+    worker = start_command(make_node(tmp_path, is_head=False))
     for command in (head, worker):
         assert "--num-gpus=8" in command
         assert '--resources={"worker_units": 8}' in command
         assert "--node-ip-address=10.0.0.7" in command
         assert not [word for word in command if word.startswith("--object-store-memory")]  # Ray's own share
-    assert "--port=1200" in head and "--temp-dir=/tmp/ray-7-0" in head
+    assert "--port=1200" in head and "--temp-dir=/tmp/rl-7-0-ab/ray" in head
     assert "--address=n1:1200" in worker
 
 
 def test_a_node_without_gpus_offers_none_and_keeps_its_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(node, "count_gpus", lambda: 0)
-    monkeypatch.setattr(node, "own_address", lambda: "")
-    command = start_command(make_node(tmp_path, is_head=True), Path("/tmp/ray-7-0"))
+    monkeypatch.setattr(ray_start, "count_gpus", lambda: 0)
+    monkeypatch.setattr(ray_start, "own_address", lambda: "")
+    command = start_command(make_node(tmp_path, is_head=True))
     assert "--num-gpus=0" in command
     assert f"--object-store-memory={256 * 2**20}" in command
     assert not [word for word in command if word.startswith("--node-ip-address")]  # Ray finds it out itself
 
 
-def test_logs_are_kept_and_the_rest_is_removed(tmp_path):
-    temp, target = tmp_path / "ray-7-0", tmp_path / "logs" / "ray_n1"
-    logs = temp / "session_2026-01-01" / "logs"
+def write_logs(temp: Path) -> None:
+    logs = temp / "ray" / "session_2026-01-01" / "logs"
     logs.mkdir(parents=True)
     (logs / "raylet.out").write_text("x")
     (logs / "gone").symlink_to("nowhere")
-    (temp / "session_latest").symlink_to("session_2026-01-01")
+    (temp / "ray" / "session_latest").symlink_to("session_2026-01-01")
+
+
+def test_logs_are_kept_and_the_rest_is_removed(tmp_path):
+    temp, target = tmp_path / "rl-7-0-ab", tmp_path / "logs" / "ray_n1"
+    write_logs(temp)
     keep_logs(temp, target)
     assert (target / "raylet.out").read_text() == "x"
     assert not temp.exists()
+
+
+def test_a_ray_that_did_not_start_leaves_nothing_to_the_next(tmp_path):
+    write_logs(tmp_path)
+    remove_sessions(tmp_path)
+    assert list((tmp_path / "ray").iterdir()) == []
+
+
+def test_the_directory_of_ray_is_private_and_nobody_elses(tmp_path):
+    temp = tmp_path / "rl-7-0-ab"
+    make_private(temp)
+    assert temp.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(LaunchError, match="it exists already and belongs to user"):
+        make_private(temp)
+
+
+def test_earlier_starts_are_those_of_this_job_and_of_this_user(tmp_path, monkeypatch):
+    for name in ("rl-7-0-ab", "rl-7-1-cd", "rl-71-0-ef", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "rl-7-0-link").symlink_to(tmp_path / "other")
+    (tmp_path / "rl-7-0-file").touch()
+    assert list(earlier_starts(tmp_path / "rl-7-1-cd")) == [tmp_path / "rl-7-0-ab"]
+    monkeypatch.setattr(ray_temp.os, "getuid", lambda: 12345)
+    assert list(earlier_starts(tmp_path / "rl-7-1-cd")) == []
 
 
 def test_a_busy_port_ends_the_node_with_its_owner(tmp_path, monkeypatch, capsys):
@@ -71,13 +102,17 @@ def test_a_busy_port_ends_the_node_with_its_owner(tmp_path, monkeypatch, capsys)
         lambda _ports: [Problem(where="port 1200", got="in use by pid 7", expected="a free port", fix="x")],
     )
     monkeypatch.setattr(node_check, "count_gpus", lambda: 0)
-    arguments = ["--role=worker", "--head=n1", "--num-nodes=2", "--units=1", f"--log-dir={tmp_path}"]
+    arguments = ["--role=worker", "--head=n1", "--num-nodes=2", "--units=1", f"--log-dir={tmp_path}", TEMP]
+    monkeypatch.setattr(node, "STOPS", ())
+    monkeypatch.setattr(node, "adopt_orphans", lambda: None)  # of the process that runs these tests
     assert node.main(arguments) == 2
     assert "node: port 1200: got in use by pid 7" in capsys.readouterr().err
 
 
 def test_a_node_that_does_not_see_the_run_directory_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(node_check, "busy_ports", lambda _ports: [])
-    arguments = ["--role=worker", "--head=n1", "--num-nodes=2", "--units=1", f"--log-dir={tmp_path}/elsewhere"]
+    arguments = ["--role=worker", "--head=n1", "--num-nodes=2", "--units=1", f"--log-dir={tmp_path}/elsewhere", TEMP]
+    monkeypatch.setattr(node, "STOPS", ())
+    monkeypatch.setattr(node, "adopt_orphans", lambda: None)  # of the process that runs these tests
     assert node.main(arguments) == 2
     assert f"no file {tmp_path}/elsewhere/nodes, which the job's first node has written" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 
 from recipes.errors import LaunchError
 from tools.job.local import make_temp
-from tools.planning.run_dir import Holder, lock_problems, lock_run, new_attempt, read_holder
+from tools.planning.run_dir import Holder, RunInProgressError, lock_problems, lock_run, new_attempt, read_holder
 
 
 def test_second_start_is_refused_and_names_the_first(tmp_path):
@@ -56,14 +57,17 @@ def test_attempts_are_numbered_and_latest_points_at_the_newest(tmp_path):
 
 
 def test_temporary_directory_of_a_killed_start_is_removed(tmp_path):
-    first = make_temp(tmp_path)
-    (first / "socket").touch()
-    second = make_temp(tmp_path)
+    first = make_temp(tmp_path, tmp_path / "attempt_1")
+    (first / "ray" / "session_2026" / "logs").mkdir(parents=True)
+    (first / "ray" / "session_2026" / "logs" / "raylet.out").touch()
+    second = make_temp(tmp_path, tmp_path / "attempt_2")
     assert not first.exists()
+    assert (tmp_path / "attempt_2" / "ray_earlier" / "raylet.out").exists()  # its logs come first
+    assert second.stat().st_mode & 0o777 == 0o700
     assert (second / "tmp").is_dir()
     # Ray appends session_<date>_<pid>/sockets/plasma_store; a Unix socket's path has at most 107 bytes.
-    assert len(str(second)) + len("/session_2026-11-20_19-06-06_529727_4194304/sockets/plasma_store") <= 107
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(str(second)) + len("/ray/session_2026-11-20_19-06-06_529727_4194304/sockets/plasma_store") <= 107
+    assert [path.name for path in tmp_path.iterdir() if path.is_symlink()] == [".temp"]
     (second / "tmp").rmdir()
     second.rmdir()
 
@@ -96,6 +100,39 @@ def test_requeued_job_waits_for_its_own_last_start_and_another_job_is_refused_at
     second = lock_run(tmp_path, own_seconds=60.0)
     closer.join()
     os.close(second)
+
+
+def test_a_directory_of_somebody_else_is_not_removed(tmp_path):
+    other = tmp_path / "rl-other"
+    other.mkdir()
+    (tmp_path / "link").symlink_to(other)
+    for name in ("elsewhere", "rl-none", "link"):
+        (tmp_path / "elsewhere").mkdir(exist_ok=True)
+        (tmp_path / ".temp").symlink_to(tmp_path / name)
+        shutil.rmtree(make_temp(tmp_path, tmp_path / "attempt_1"))
+        (tmp_path / ".temp").unlink()
+    assert other.exists()
+    assert (tmp_path / "elsewhere").exists()
+
+
+def test_a_later_start_of_a_job_takes_over_the_lock_of_a_lost_node(tmp_path, monkeypatch, capsys):
+    """The descriptor that stays open stands for the lock that a file server keeps for a node which is gone."""
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    lost = lock_run(tmp_path)
+    with pytest.raises(RunInProgressError):
+        lock_run(tmp_path, own_seconds=0.0)  # the same start, twice
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    second = lock_run(tmp_path, own_seconds=0.0)
+    assert "taken over from restart 1 of this job" in capsys.readouterr().out
+    assert read_holder(tmp_path).restart == 2
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    monkeypatch.setenv("SLURM_JOB_ID", "43")
+    with pytest.raises(RunInProgressError, match="started by job 42"):
+        lock_run(tmp_path)
+    os.close(second)
+    os.close(lock_run(tmp_path))  # the lost one holds nothing any more
+    os.close(lost)
 
 
 def test_stale_record_of_an_ended_run_is_no_lock(tmp_path):

@@ -1,0 +1,67 @@
+# shellcheck shell=bash
+#
+# Which nodes of a job cannot be used. The job file sources this; it provides `log_dir` and `ended_role`.
+#
+#   down_nodes LIST           print what Slurm says of those nodes of LIST that it cannot use
+#   silent_nodes NODE...      print the nodes on which no slurmd answers
+#   named_nodes NODE...       print the nodes that the failure of the job names
+#   has_enough_nodes LIST     whether the partition has enough nodes when those of LIST are left out
+#   setting NAME DEFAULT      print a number of the controller's configuration
+
+readonly PROBE_SECONDS=5
+
+down_nodes() {
+  timeout 10 sinfo --noheader --Node --nodes="$1" --states=down,drain,fail,no_respond --format='%N is %T: %E' || true
+}
+
+# Print a number of the controller's configuration: setting NAME DEFAULT.
+setting() {
+  local text
+  text="$(timeout 10 scontrol show config | sed -n "s/^$1 *= *\([0-9][0-9]*\).*/\1/p")" || true
+  printf '%s' "${text:-$2}"
+}
+
+# Print the nodes on which no slurmd answers: switched off, cut off, or crashed.
+silent_nodes() {
+  local node port seconds
+  local -A probes=()
+  port="$(setting SlurmdPort 6818)"
+  for node in "$@"; do
+    (: <"/dev/tcp/${node}/${port}") 2>/dev/null &
+    probes[${node}]=$!
+  done
+  for ((seconds = 0; seconds < PROBE_SECONDS; seconds++)); do
+    [[ -z $(jobs -rp) ]] || sleep 1
+  done
+  for node in "$@"; do
+    kill -TERM "${probes[${node}]}" 2>/dev/null || true # the kernel itself would try for minutes
+    wait "${probes[${node}]}" || printf '%s\n' "${node}"
+  done
+}
+
+# Print the nodes that a failure names: of a step, those on which srun says that it failed; of the driver, those in its
+# last message, by name ("node n2") or by address. Nothing when the failure names none of them, or all.
+named_nodes() {
+  local node address said=''
+  local -a named=()
+  # shellcheck disable=SC2154 # ended_role and log_dir are the job file's
+  if [[ ${ended_role} == driver ]]; then said="$(tail -n 3 "${log_dir}/driver.log" 2>/dev/null)" || true; fi
+  for node in "$@"; do
+    address="$(getent ahostsv4 "${node}" | awk 'NR == 1 { print $1 }')" || true
+    if [[ ${ended_role} == driver ]]; then
+      [[ ${said} =~ (^|[^[:alnum:]_.-])(node ${node}|${address:-node ${node}})($|[^[:alnum:]_-]) ]] || continue
+    else
+      grep -qs "^srun: error: ${node}: " "${log_dir}/srun_${ended_role}.log" || continue
+    fi
+    named+=("${node}")
+  done
+  if ((${#named[@]} && ${#named[@]} < $#)); then printf '%s\n' "${named[@]}"; fi
+}
+
+# Whether the partition of this job has enough nodes when those of a list are left out: has_enough_nodes NODE,NODE...
+has_enough_nodes() {
+  local others
+  others="$(timeout 30 sinfo --noheader --Node --partition="${SLURM_JOB_PARTITION}" --format=%N |
+    sort -u | grep -cvxF -f <(timeout 30 scontrol show hostnames "$1"))" || true
+  ((${others:-0} >= ${SLURM_JOB_NUM_NODES:-1}))
+}
