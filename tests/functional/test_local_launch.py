@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,8 @@ def launched() -> Iterator[list[Launch]]:
     yield launches
     for launch in launches:
         for pid in launch.alive():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it ended with another
+                os.kill(pid, signal.SIGKILL)
         launch.process.communicate()
         if (temp := launch.run_dir / ".temp").is_symlink():
             shutil.rmtree(temp.readlink())
@@ -119,6 +121,34 @@ def assert_gone(launch: Launch, shared: str, *, within: float) -> None:
     assert not Path("/dev/shm", shared).exists()
 
 
+def listening(pids: list[int]) -> dict[str, str]:
+    """Return address:port -> command of everything that these processes listen on beyond the loopback interface."""
+    inodes: dict[str, str] = {}
+    for pid in pids:
+        command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                inodes[str(descriptor.readlink())] = command
+    found = {}
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            is_loopback = local.split(":")[0].endswith(("0100007F", "00000000000000000000000001000000"))
+            if state == "0A" and not is_loopback and f"socket:[{inode}]" in inodes:
+                found[local] = inodes[f"socket:[{inode}]"]
+    return found
+
+
+def test_nothing_listens_beyond_this_machine_and_rays_directory_is_private(launched, tmp_path):
+    launch = Launch(tmp_path / "run", seconds=600, status=0)
+    launched.append(launch)
+    launch.wait_until_ready()
+    assert listening(launch.alive()) == {}
+    temp = (launch.run_dir / ".temp").readlink()
+    assert temp.stat().st_mode & 0o777 == 0o700
+    assert list(temp.glob("ray/session_2*/sockets/raylet"))
+
+
 def test_exit_status_is_the_drivers_and_nothing_is_left(launched, tmp_path):
     launch = Launch(tmp_path / "run", seconds=0.5, status=7)
     launched.append(launch)
@@ -130,7 +160,7 @@ def test_exit_status_is_the_drivers_and_nothing_is_left(launched, tmp_path):
     logs = launch.run_dir / "logs"
     assert (logs / "latest").readlink() == Path("attempt_1")
     assert list((logs / "latest" / "ray").glob("worker-*.out"))  # Ray's logs are kept
-    temp = output.split("tail -F ")[2].split("/session_latest")[0]
+    temp = output.split("tail -F ")[2].split("/ray/session_latest")[0]
     assert not Path(temp).exists()
 
 

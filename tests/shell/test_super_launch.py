@@ -158,7 +158,7 @@ def test_everything_wrong_on_disk_is_listed_at_once(launch):
     assert "val.jsonl: no such file" in text
     assert "tokenizer.json" in text
     assert "model.safetensors: got" in text
-    assert "CONTAINER: got /no/such.sqsh" in text
+    assert "CONTAINER: there is no file /no/such.sqsh" in text
     assert not (launch.directory / "argv").exists()
 
 

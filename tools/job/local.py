@@ -65,6 +65,7 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": LOOPBACK,
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # with this Ray itself uses the loopback address, as on a desktop
 }
 
 
@@ -156,7 +157,6 @@ def start_head(run: LocalRun, ports: RayPorts, env: dict[str, str], log: Path) -
     command = [
         *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--disable-usage-stats"),
         "--include-dashboard=false",
-        f"--node-ip-address={LOOPBACK}",
         f"--temp-dir={temp / RAY}",
         f"--num-gpus={count_gpus()}",
         f"--resources={json.dumps({'worker_units': run.num_units})}",

@@ -1,6 +1,7 @@
-"""The environment contract of `super_launch.sh`: every variable, what it means, who needs it, its default.
+"""The environment contract of `super_launch.sh`: every variable, its meaning, its default, and which launch needs it.
 
-The names are the published recipe's; LAUNCHER, CONTAINER_RUNTIME, ENGINE, SEED and RESULTS_DIR are ours.
+The names are the published recipe's; LAUNCHER, CONTAINER_RUNTIME, ENGINE, SEED and RESULTS_DIR are ours. The tables in
+tools/launch/README.md are written from this file: `python -m tools.launch.variables_table --write README`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,15 @@ from dataclasses import dataclass
 from recipes.errors import Problem, nearest
 from tools.command_line import FALSE, TRUE
 from tools.planning.findings import Finding, as_findings
+
+
+@dataclass(frozen=True, slots=True)
+class Optional:
+    """A variable that need not be set."""
+
+    default: str
+    meaning: str
+
 
 REQUIRED = {
     "EXP_NAME": "name of the run; checkpoints and logs go to results/EXP_NAME",
@@ -32,31 +42,31 @@ REQUIRED_WITH_CONTAINERS = {
     "SANDBOX_CONTAINER": "image of the sandbox that runs model-written code",
 }
 OPTIONAL = {
-    "LAUNCHER": "slurm",  # or local: a one-node Ray cluster on this machine
-    "ENGINE": "native",  # or nemo_rl: NeMo RL's own entrypoint in its container, which CONTAINER then is
-    "NEMO_RL_DIR": "/opt/nemo-rl",  # with ENGINE=nemo_rl: its checkout in that container
-    "GYM_VENV_DIR": "/opt/gym_venvs",  # with ENGINE=nemo_rl: where that container has NeMo Gym's environments
-    "ENABLE_MTP_INFERENCE": "false",  # with ENGINE=nemo_rl: decode speculatively with the model's own heads
-    "NUM_SPECULATIVE_TOKENS": "5",  # tokens guessed ahead with ENABLE_MTP_INFERENCE
-    "MAX_NUM_BATCHED_TOKENS": "8480",  # tokens of one engine step with ENABLE_MTP_INFERENCE
-    "CONTAINER_RUNTIME": "pyxis",  # or apptainer, podman, none: what is installed on the nodes
-    "SEED": "",  # grpo.seed; empty = the configuration's
-    "RESULTS_DIR": "results",
-    "DRY_RUN": "false",  # print what would be started
-    "EXTRA_HYDRA_ARGS": "",  # further KEY=VALUE overrides, the last to apply; in the engine's own grammar
-    "WANDB_PROJ": "nemotron-3-super-posttraining",
-    "SLURM_TIME_LIMIT": "4:00:00",
-    "MAX_RESTARTS": "20",  # of one job: after it saved at its time limit or on a signal, and after the loss of a node
-    "SANDBOX_COMMAND": "",  # server of the sandbox on every node; empty = the sandbox image's own
-    "SBATCH_NUM_NODES": "",  # more nodes than the configuration needs; empty = as many
-    "EXTRA_MOUNTS": "",  # SRC[:DST[:ro]],... on top of what the launch mounts itself
-    "HF_HOME": "",  # cache of the Hugging Face hub, mounted where it is set
-    "SWE_CONTAINER": "",  # training image of the stages that run SWE tasks; empty = CONTAINER
-    "SIF_DIR": "",  # directory of the images of SWE tasks
-    "CONTAINER_FORMATTER": "",  # names of those images with {instance_id}: one, or a JSON list; empty = the recipe's
-    "CODE_SNAPSHOT_DIRNAME": "code_snapshots",
-    "SKIP_CODE_SNAPSHOT": "false",  # run from this checkout
-    "REFRESH_CODE_SNAPSHOT": "true",  # false: take the run's newest snapshot again
+    "LAUNCHER": Optional("slurm", "`local`: a one-node Ray cluster on this machine"),
+    "ENGINE": Optional("native", "`nemo_rl`: NeMo RL's own entrypoint in its container, which `CONTAINER` then names"),
+    "CONTAINER_RUNTIME": Optional("pyxis", "`apptainer`, `podman` or `none`: what starts containers on the nodes"),
+    "SLURM_TIME_LIMIT": Optional("4:00:00", "time limit of one start of the job"),
+    "MAX_RESTARTS": Optional("20", "how often one job starts again: after a save, a failure, or the loss of a node"),
+    "SBATCH_NUM_NODES": Optional("", "nodes to ask for; empty: what the configuration needs; fewer are refused"),
+    "EXTRA_MOUNTS": Optional("", "`SRC[:DST[:ro]],...`, besides what the launch itself mounts"),
+    "SEED": Optional("", "`grpo.seed`; empty: the configuration's"),
+    "EXTRA_HYDRA_ARGS": Optional("", "further `KEY=VALUE` overrides, applied last, in the grammar of the engine"),
+    "RESULTS_DIR": Optional("results", "directory of the runs"),
+    "DRY_RUN": Optional("false", "`true`: print the command and stop"),
+    "SKIP_CODE_SNAPSHOT": Optional("false", "`true`: the job runs from this checkout, not from a copy"),
+    "REFRESH_CODE_SNAPSHOT": Optional("true", "`false`: use the newest copy that this run has"),
+    "CODE_SNAPSHOT_DIRNAME": Optional("code_snapshots", "directory of the copies"),
+    "WANDB_PROJ": Optional("nemotron-3-super-posttraining", "project in Weights & Biases"),
+    "HF_HOME": Optional("", "cache of the Hugging Face hub, which the containers then see"),
+    "SANDBOX_COMMAND": Optional("", "server of the sandbox on every node; empty: the one of the sandbox image"),
+    "SWE_CONTAINER": Optional("", "training image of the stages with SWE tasks; empty: `CONTAINER`"),
+    "SIF_DIR": Optional("", "directory of the images of SWE tasks"),
+    "CONTAINER_FORMATTER": Optional("", "file names of those images with `{instance_id}`: one, or a JSON list"),
+    "NEMO_RL_DIR": Optional("/opt/nemo-rl", "with `ENGINE=nemo_rl`: its checkout in that container"),
+    "GYM_VENV_DIR": Optional("/opt/gym_venvs", "with `ENGINE=nemo_rl`: NeMo Gym's environments in that container"),
+    "ENABLE_MTP_INFERENCE": Optional("false", "with `ENGINE=nemo_rl`: speculative decoding with the model's own heads"),
+    "NUM_SPECULATIVE_TOKENS": Optional("5", "tokens guessed ahead with `ENABLE_MTP_INFERENCE`"),
+    "MAX_NUM_BATCHED_TOKENS": Optional("8480", "tokens of one engine step with `ENABLE_MTP_INFERENCE`"),
 }
 NOT_BUILT = {
     "ENABLE_MTP_INFERENCE": "speculative decoding with the model's own heads",
@@ -67,14 +77,15 @@ CHOICES = {
     "CONTAINER_RUNTIME": ("pyxis", "apptainer", "podman", "none"),
 }
 _SWITCHES = ("DRY_RUN", "ENABLE_MTP_INFERENCE", "SKIP_CODE_SNAPSHOT", "REFRESH_CODE_SNAPSHOT")
-OF_MAKE = ("STAGE", "STAGES", "SCALE", "PLATFORM", "CLUSTER", "ENV_TOML", "NEMOTRON_ENV_FILE")  # read elsewhere
-_MIN_NAME, _ALIKE = 8, 0.86  # letters of a name that may be misspelt, and the share of them that two names have
+# Read elsewhere: by make, by the stage table, and by the profiles.
+OF_MAKE = ("STAGE", "STAGES", "SCALE", "PLATFORM", "CLUSTER", "ENV_TOML", "NEMOTRON_ENV_FILE")
+_MIN_NAME, _ALIKE = 8, 0.86  # a shorter name is not called misspelt; from this similarity on (`nearest`) it is
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """A complete set of the variables: those not given have their default."""
+    """A value for every variable: the default where none is given."""
 
     values: Mapping[str, str]
 
@@ -105,15 +116,15 @@ def required(launcher: str, runtime: str) -> dict[str, str]:
 
 
 def read_contract(environ: Mapping[str, str]) -> tuple[Contract, list[Finding]]:
-    """Read the variables; return them with every missing or wrong one. In place of a wrong value stands the default."""
-    values = {name: environ.get(name) or default for name, default in OPTIONAL.items()}
+    """Return the variables with a finding for every missing or wrong one; a wrong value is replaced by its default."""
+    values = {name: environ.get(name) or variable.default for name, variable in OPTIONAL.items()}
     everything = {**REQUIRED, **REQUIRED_ON_SLURM, **REQUIRED_WITH_CONTAINERS}
     values |= {name: environ.get(name, "") for name in everything}
     values["MODEL_PATH"] = values["MODEL_PATH"].rstrip("/")
     wrong = _wrong_values(values)
-    values |= {problem.where: OPTIONAL.get(problem.where, "") for problem in wrong}
+    values |= {problem.where: OPTIONAL[problem.where].default if problem.where in OPTIONAL else "" for problem in wrong}
     misnamed = {problem.where for problem in wrong}
-    # Of a launcher or a runtime that does not exist nobody knows what else it needs.
+    # Nobody knows what a launcher or a runtime needs that does not exist: then only the common variables are required.
     launcher = "local" if "LAUNCHER" in misnamed else values["LAUNCHER"]
     runtime = "none" if "CONTAINER_RUNTIME" in misnamed else values["CONTAINER_RUNTIME"]
     missing = [
@@ -159,7 +170,7 @@ def _wrong_values(values: Mapping[str, str]) -> list[Problem]:
 
 
 def _misspelt(environ: Mapping[str, str], known: Sequence[str]) -> list[Problem]:
-    """Return a problem for each variable whose name is almost one of the contract; make refuses those on its line."""
+    """Return a problem for each variable of the shell whose name is almost one of the contract."""
     problems = []
     for name in environ:
         close = nearest(name, known, cutoff=_ALIKE)

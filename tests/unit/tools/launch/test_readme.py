@@ -1,0 +1,42 @@
+"""The README of the launcher says what the contract says, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tools.launch import variables_table
+from tools.launch.variables_table import END, main, replaced, tables
+from tools.planning.contract import OPTIONAL, required
+
+ROOT = Path(__file__).resolve().parents[4]
+READMES = [ROOT / "tools" / folder / "README.md" for folder in ("launch", "job", "doctor", "watching")]
+
+
+def test_the_tables_are_those_of_the_contract():
+    readme = READMES[0].read_text()
+    assert END in readme
+    assert replaced(readme) == readme, "run: python -m tools.launch.variables_table --write tools/launch/README.md"
+    for name in (*required("slurm", "pyxis"), *OPTIONAL):
+        assert f"| `{name}` |" in tables()
+
+
+def test_writing_the_tables_changes_nothing_else(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{variables_table.BEGIN}\nold\n{END}\nafter\n")
+    assert main(["--write", str(readme)]) == 0
+    text = readme.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n")
+    assert "old" not in text and "`MODEL_PATH`" in text
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: path.parent.name)
+def test_a_readme_is_short_and_what_it_names_exists(path):
+    text = path.read_text()
+    assert text.count("\n") < 80
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (path.parent / link).exists(), link
+    for name in re.findall(r"`(tools/[\w/.]+)`", text):
+        assert (ROOT / name).exists(), name
