@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
@@ -21,6 +21,8 @@ from loopback_registry import Pusher, login, start_proxy, start_registry
 from small_root import require, write_root
 
 from tools.sif import run as sif_run
+from tools.sif.history import Repository, strip_history
+from tools.sif.registry.errors import ImageError
 from tools.sif.run import Container, run_in
 
 pytestmark = pytest.mark.functional
@@ -179,25 +181,156 @@ def test_a_command_writes_in_its_own_layer_only(made):
     assert str(made.stripped) not in loops  # no mount outlives its command
 
 
-def test_a_user_without_rights_runs_it_too(made, monkeypatch):
-    require("squashfuse", "setpriv")
-    with tempfile.TemporaryDirectory() as name:  # pytest's own directories are closed to other users
-        place = Path(name)
-        place.chmod(0o755)
-        for directory in ("work", "inputs"):
-            (place / directory).mkdir(mode=0o777)
-            (place / directory).chmod(0o777)
-        shutil.copy(made.stripped, place / "image.sif")
-        script = shutil.copy(sif_run.SCRIPT, place / "run.sh")
-        monkeypatch.setattr(sif_run, "SCRIPT", script)
-        monkeypatch.setattr(os, "geteuid", lambda: 65534)
-        words = sif_run.words_of(CONTAINER, place / "image.sif", place / "work", place / "inputs")
-        command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *words, "sh", "-c"]
+def test_a_user_without_rights_runs_it_too(made):
+    require("setpriv")
+    with sif_run.work_directory() as place:
+        image = place / "image.sif"
+        shutil.copy(made.stripped, image)
+        words = sif_run.words_of(CONTAINER, image, place / "user" / "work", place / "inputs")
+        script = shutil.copy(sif_run.RUN, place / "run.sh")
+        start = [shutil.copy(sif_run.AS_NOBODY, place), *words[1:]]
+        start[start.index(str(sif_run.RUN))] = script
+        (place / "user").mkdir()
+        (place / "user/work").mkdir()
+        for directory in (place / "user", place / "user/work"):
+            os.chown(directory, 65534, 65534)
+        command = [*open_fuse(place), "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *start, "sh", "-c"]
         command.append("touch /made && cat /testbed/calc.py")
-        result = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=60, check=False)
+        result = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60, check=False)
         assert (result.returncode, result.stdout) == (0, WRONG), result.stderr
-        served = subprocess.run(["pgrep", "-f", f"squashfuse .*{place}"], capture_output=True, text=True, check=False)
-        assert served.stdout == ""
+        assert programs_with(f"squashfuse -f -o offset={sif_run.offset_of(image)} {place}") == []
+
+
+def open_fuse(place: Path) -> list[str]:
+    """Return the words of a command that may use FUSE as every user may where udev runs, on this machine, too."""
+    script = 'mknod --mode=666 "$0/fuse" c 10 229; mount --bind "$0/fuse" /dev/fuse; exec "$@"'
+    return ["unshare", "--mount", "--", "bash", "-euc", script, str(place)]
+
+
+def programs_with(words: str) -> list[str]:
+    """Return the pids of the processes whose command line begins with these words."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if line.startswith(words):
+            found.append(entry.name)
+    return found
+
+
+HOSTILE = r"""
+exec 2>&1
+echo "rights: $(grep -E '^(CapEff|CapBnd|NoNewPrivs):' /proc/self/status | tr -d '\n\t')"
+echo "outside: $(tr -s ' ' </proc/self/uid_map)"
+for file in /proc/sys/kernel/core_pattern /proc/sys/vm/drop_caches /proc/sys/net/ipv4/ip_forward /proc/sysrq-trigger; do
+  (echo 1 >"$file") 2>/dev/null && echo "written: $file"
+done
+mkdir -p /tmp/m && mount -t tmpfs tmpfs /tmp/m 2>/dev/null && echo mounted
+mknod /tmp/disk b 254 0 2>/dev/null && echo "made a device"
+ls /proc | grep -c '^[0-9]' | sed 's/^/processes: /'
+cat /proc/1/environ | tr '\0' '\n' | grep -i canary
+cat /proc/net/dev | grep -c : | sed 's/^/interfaces: /'
+(echo x >/inputs/x) 2>/dev/null && echo "wrote to inputs"
+ls /root /home /work /etc/shadow 2>/dev/null
+ls /dev | tr '\n' ' '
+sleep 61.803 &
+"""
+
+
+def test_a_hostile_image_has_no_rights_on_this_machine(made, tmp_path, monkeypatch):
+    monkeypatch.setenv("APPTAINER_DOCKER_PASSWORD", "canary")
+    inputs = tmp_path / "inputs"
+    inputs.mkdir()
+    for directory in (tmp_path.parent, tmp_path):
+        directory.chmod(0o711)
+    lines = run_in(CONTAINER, made.stripped, ["sh", "-c", HOSTILE], inputs=inputs).splitlines()
+    assert lines[0] == "rights: CapEff:0000000000000000CapBnd:0000000000000000NoNewPrivs:1"
+    assert lines[1].split()[1:] == ["0", "0", "1"]  # root inside is one user outside, in two steps
+    assert int(lines[2].removeprefix("processes: ")) <= 6
+    assert lines[3] == "interfaces: 1"
+    assert set(lines[4].split()) <= {
+        "console",
+        "core",
+        "fd",
+        "full",
+        "null",
+        "ptmx",
+        "pts",
+        "random",
+        "shm",
+        "stderr",
+    } | {"stdin", "stdout", "tty", "urandom", "zero"}, lines
+    assert lines[5:] == []
+    assert list(inputs.iterdir()) == []
+    assert programs_with("sleep 61.803") == []  # it ended with the command
+
+
+def test_a_root_in_an_image_is_nobody_outside(made):
+    with sif_run.work_directory() as place:
+        words = sif_run.words_of(CONTAINER, made.stripped, place / "work", place / "inputs")
+        process = subprocess.Popen([*words, "sh", "-c", "id -u; exec sleep 62.831"], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None and process.stdout.readline() == "0\n"
+        end = time.monotonic() + 20
+        while not (found := programs_with("sleep 62.831")):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        try:
+            for pid in (*found, *programs_with("squashfuse -f")):
+                status = Path(f"/proc/{pid}/status").read_text()
+                assert re.search(r"^Uid:\s+65534\s+65534\s+65534\s+65534$", status, re.MULTILINE), status
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_a_directory_that_is_made_again_is_empty(made):
+    script = "rm -r /testbed && mkdir /testbed && ls -A /testbed && echo end"
+    assert run_in(CONTAINER, made.stripped, ["sh", "-c", script]) == "end\n"
+
+
+HOSTILE_SETTINGS = {
+    "core.hooksPath": "/repository/hooks",
+    "core.fsmonitor": "touch /repository/ran",
+    "core.sshCommand": "touch /repository/ran",
+    "core.alternateRefsCommand": "touch /repository/ran",
+    "core.repositoryFormatVersion": "1",
+    "extensions.partialClone": "origin",
+    "protocol.ext.allow": "always",
+    "remote.origin.promisor": "true",
+    "remote.origin.url": "ext::touch /repository/ran",
+    "alias.rev-list": "!touch /repository/ran",
+    "include.path": "/etc/passwd",
+}
+ATTACK = """!exec 2>&1; id -u; grep CapEff /proc/self/status; ls / | tr '\\n' ' '; echo; grep -c : /proc/net/dev;
+(echo 1 >/proc/sys/vm/drop_caches) 2>/dev/null && echo written; (echo x >/usr/x) 2>/dev/null && echo written; true"""
+
+
+def test_a_hostile_configuration_of_git_gets_no_rights(tmp_path):
+    require("bwrap", "git", "unshare", "setpriv")
+    project = write_project(tmp_path / "testbed")
+    for hook in ("reference-transaction", "post-rewrite", "pre-auto-gc"):
+        (tmp_path / "testbed/.git/hooks" / hook).write_text("#!/bin/sh\ntouch /repository/ran\n")
+        (tmp_path / "testbed/.git/hooks" / hook).chmod(0o755)
+    for name, value in HOSTILE_SETTINGS.items():
+        git(tmp_path / "testbed", "config", name, value)
+    for link in ("FETCH_HEAD", "escape"):
+        (tmp_path / "testbed/.git" / link).symlink_to("/etc/passwd")
+    owner = Path("/etc/passwd").stat().st_uid
+    strip_history(tmp_path, {"base_commit": project.base}, seconds=60)
+    repository = Repository(tmp_path, 60)
+    with repository.writable():
+        with pytest.raises(ImageError):
+            repository.git("cat-file", "-p", "1" * 40)  # it would be fetched from the hostile remote
+        assert not (tmp_path / "testbed/.git/ran").exists()
+        # As if one of them had run after all:
+        user, rights, places, *others = repository.git("-c", f"alias.attack={ATTACK}", "attack").splitlines()
+    assert (user, rights.split()) == ("65534", ["CapEff:", "0000000000000000"])
+    assert set(places.split()) <= {"bin", "dev", "lib", "lib32", "lib64", "proc", "repository", "sbin", "tmp", "usr"}
+    assert others == ["1"]  # one network interface, and nothing written
+    assert Path("/etc/passwd").stat().st_uid == owner
+    assert (tmp_path / "testbed/.git/HEAD").stat().st_uid == os.getuid()
 
 
 NO_APPTAINER = "NOT CHECKED WITH REAL APPTAINER: it is not installed on this machine"

@@ -176,6 +176,7 @@ def check_patches(instance: Instance, path: Path, container: Container) -> None:
 def run_tests(instance: Instance, path: Path, container: Container, patch: str) -> dict[str, bool]:
     """Return test -> whether it passed, with a patch and the instance's own tests applied."""
     with tempfile.TemporaryDirectory(prefix="sif-patch-") as place:
+        Path(place).chmod(0o755)  # the command in the image is another user
         lines = [ENTER]
         for name, text in (("solution.patch", patch), ("tests.patch", str(instance.facts.get("test_patch") or ""))):
             if text.strip():
@@ -206,7 +207,7 @@ def container_of(options: argparse.Namespace) -> Container:
     """Return how commands run in images; raises `LaunchError` with every missing program."""
     apptainer = (options.runner or ("apptainer" if shutil.which("apptainer") else "")) == "apptainer"
     container = Container(apptainer=apptainer, network=options.network, seconds=options.timeout)
-    fix = "install it (Debian: siftool util-linux mount bubblewrap), or apptainer"
+    fix = "install it (Debian: siftool squashfuse util-linux mount bubblewrap), or apptainer"
     if missing := container.missing_tools:
         raise LaunchError([Problem(where=tool, wrong="not on PATH", fix=fix) for tool in missing])
     return container

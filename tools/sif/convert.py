@@ -47,7 +47,7 @@ class Conversion:
         """Return the missing programs."""
         needed = ("skopeo", "apptainer") if self.name == "apptainer" else OWN_TOOLS
         if self.strip_history:
-            needed = (*needed, "bwrap", "git")
+            needed = (*needed, "bwrap", "git", "unshare", "setpriv")
         return [tool for tool in needed if shutil.which(tool) is None]
 
 

@@ -1,6 +1,9 @@
-"""Run a command in a SIF file with a writable layer that ends with it, as the agents do: by Apptainer, or without.
+"""Run a command in a SIF file, with a writable layer that ends with it, by Apptainer or by bubblewrap.
 
-python -m tools.sif.run IMAGE COMMAND...
+    python -m tools.sif.run IMAGE COMMAND...
+
+The image is not trusted. By bubblewrap the command has no rights on this machine, and a root that is nobody outside. By
+Apptainer it is the user who starts it, without root's rights and without this process's environment.
 """
 
 from __future__ import annotations
@@ -11,69 +14,75 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tools.sif.programs import run_program
 from tools.sif.registry.errors import ImageError
 
-SCRIPT = Path(__file__).with_name("run.sh")
+RUN, AS_NOBODY = (Path(__file__).with_name(name) for name in ("run.sh", "as_nobody.sh"))
 PARTITION = re.compile(r"\|(\d+)-\d+\s*\|FS \(Squashfs/\*System")
 LIST_SECONDS = 60.0
-OWN_TOOLS = ("siftool", "unshare", "mount", "bwrap")
+OWN_TOOLS = ("siftool", "squashfuse", "unshare", "setpriv", "mount", "bwrap")
+KEPT_VARIABLES = ("PATH", "HOME", "TMPDIR", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR", "APPTAINER_CONFIGDIR")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
-    """How commands are run."""
+    """How commands run in images."""
 
     apptainer: bool
     network: bool = False
     size: str = "8g"  # of the writable layer, in memory
-    seconds: float = 1800.0
+    seconds: float = 1800.0  # that one command may take
 
     @property
     def missing_tools(self) -> list[str]:
-        """The programs that this machine lacks."""
+        """The missing programs."""
         return [tool for tool in (("apptainer",) if self.apptainer else OWN_TOOLS) if shutil.which(tool) is None]
+
+
+@contextmanager
+def work_directory() -> Iterator[Path]:
+    """Yield an empty directory that other users can pass through, with the empty directories work and inputs in it."""
+    with tempfile.TemporaryDirectory(prefix="sif-run-") as name:
+        place = Path(name)
+        place.chmod(0o711)
+        for directory in ("work", "inputs"):
+            (place / directory).mkdir(mode=0o755)
+        yield place
 
 
 def run_in(container: Container, image: Path, command: Sequence[str], *, inputs: Path | None = None) -> str:
     """Return what a command printed; raises `ImageError` when it fails. It sees `inputs` as /inputs."""
-    with tempfile.TemporaryDirectory(prefix="sif-run-") as place:
-        work, empty = Path(place) / "work", Path(place) / "inputs"
-        work.mkdir()
-        empty.mkdir()
-        words = words_of(container, image.resolve(), work, (inputs or empty).resolve())
-        return run_program([*words, *command], seconds=container.seconds, cause="run")
+    with work_directory() as place:
+        words = words_of(container, image.resolve(), place / "work", (inputs or place / "inputs").resolve())
+        return run_program([*words, *command], seconds=container.seconds, environ=environment(), cause="run")
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of what runs an image: a command in it can read that of the process that started it."""
+    return {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
 
 
 def words_of(container: Container, image: Path, work: Path, inputs: Path) -> list[str]:
     """Return the command line before the command."""
     if container.apptainer:
         words = ["apptainer", "exec", "--writable-tmpfs", "--cleanenv", "--pid", "--no-mount", "home,tmp,bind-paths"]
-        words += ["--no-privs"] if lacks_rights() else []
+        words += ["--no-privs"] if os.geteuid() == 0 else []
         return [*words, "--bind", f"{inputs}:/inputs:ro", "--pwd", "/", str(image)]
-    user = [] if os.geteuid() == 0 else ["--map-root-user"]
     network = "yes" if container.network else "no"
-    words = ["unshare", "--mount", *user, str(SCRIPT), str(image), str(offset_of(image)), str(work)]
-    return [*words, str(inputs), network, container.size]
-
-
-def lacks_rights() -> bool:
-    """Return whether this is a root without all rights, as in a container, for whom Apptainer asks for too many."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    last = int(Path("/proc/sys/kernel/cap_last_cap").read_text(encoding="utf-8"))
-    found = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
-    return os.geteuid() == 0 and found is not None and int(found[1], 16) != (1 << (last + 1)) - 1
+    words = [str(AS_NOBODY), str(work), str(image), str(inputs), str(RUN), "--"]
+    return [*words, "bash", str(work / "2"), str(work), str(offset_of(image)), network, container.size]
 
 
 def offset_of(image: Path) -> int:
-    """Return where the root file system of a SIF file begins; raises `ImageError` for a file without one."""
+    """Return where the root file system of a SIF file begins, in bytes; raises `ImageError` for a file without one."""
     found = PARTITION.search(run_program(["siftool", "list", image], seconds=LIST_SECONDS, cause="run"))
     if found is None:
-        raise ImageError("run", f"{image}: no squashfs partition with a system")
+        raise ImageError("run", f"{image} has no squashfs partition with a root file system")
     return int(found[1])
 
 
@@ -81,11 +90,9 @@ def main() -> int:
     """Run the command line; return the exit status."""
     image, *command = sys.argv[1:]
     container = Container(apptainer=shutil.which("apptainer") is not None)
-    with tempfile.TemporaryDirectory(prefix="sif-run-") as place:
-        for name in ("work", "inputs"):
-            (Path(place) / name).mkdir()
-        words = words_of(container, Path(image).resolve(), Path(place) / "work", Path(place) / "inputs")
-        return subprocess.run([*words, *command], check=False).returncode
+    with work_directory() as place:
+        words = words_of(container, Path(image).resolve(), place / "work", place / "inputs")
+        return subprocess.run([*words, *command], env=environment(), check=False).returncode
 
 
 if __name__ == "__main__":

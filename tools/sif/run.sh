@@ -1,42 +1,61 @@
 #!/usr/bin/env bash
 #
-# Run a command in a SIF file without Apptainer: its file system read-only, over it a writable layer in memory that
-# ends with the command. To be started in a mount namespace of its own (unshare --mount), so that the mounts end too.
+# Run a command in a SIF file without Apptainer. Its file system is read-only; what the command writes goes to a layer in
+# memory that ends with it. The image is not trusted: it is mounted and run without any rights on this machine.
 #
-# Usage: unshare --mount run.sh IMAGE OFFSET WORK INPUTS NETWORK SIZE COMMAND...
+# Usage: as_nobody.sh WORK IMAGE INPUTS run.sh -- bash WORK/2 WORK OFFSET NETWORK SIZE COMMAND...
 #
-#   OFFSET   where in the file its squashfs begins
-#   WORK     an empty directory to mount in
 #   INPUTS   a directory that the command sees read-only as /inputs
+#   OFFSET   where in the file its squashfs begins, in bytes
 #   NETWORK  yes or no
-#   SIZE     of the writable layer, as tmpfs takes it (4g)
+#   SIZE     of the writable layer, in the notation of tmpfs (4g)
 
 set -euo pipefail
 shopt -s inherit_errexit
 
-readonly IMAGE=$1 OFFSET=$2 WORK=$3 INPUTS=$4 NETWORK=$5 SIZE=$6
-shift 6
+readonly MAX_PROCESSES=4096 # of one command; a fork bomb ends there
+readonly MOUNT_STEPS=100    # of 0.05 s
 
-mount --make-rprivate /
-mount -t tmpfs -o "size=${SIZE}" tmpfs "${WORK}"
-mkdir -- "${WORK}/"{image,upper,work,root}
-server=''
-if ! mount -t squashfs -o "loop,ro,offset=${OFFSET}" -- "${IMAGE}" "${WORK}/image" 2>/dev/null; then
-  # Its server outlives the namespace, so it is ended here.
-  squashfuse -f -o "offset=${OFFSET}" "${IMAGE}" "${WORK}/image" &
+main() {
+  local work=$1 offset=$2 network=$3 size=$4 place
+  shift 4
+  place="${work}/mounts"
+  mkdir -p -- "${place}"
+  mount -t tmpfs -o "size=${size}" tmpfs "${place}"
+  mkdir -- "${place}/"{image,upper,work,root}
+  mount_image "${work}/0" "${offset}" "${place}/image"
+  mount -t overlay -o "userxattr,lowerdir=${place}/image,upperdir=${place}/upper,workdir=${place}/work" overlay \
+    "${place}/root"
+
+  local -a sandbox=(bwrap --unshare-all --unshare-user --cap-drop ALL --die-with-parent --new-session)
+  sandbox+=(--bind "${place}/root" / --proc /proc --dev /dev --ro-bind "${work}/1" /inputs)
+  sandbox+=(--chdir / --setenv HOME /root)
+  [[ ${network} != yes ]] || sandbox+=(--share-net)
+  # shellcheck disable=SC2016 # the shell of the image expands it
+  local enter='for file in /.singularity.d/env/*.sh; do [ -f "$file" ] && . "$file"; done; exec "$@"'
+  env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    prlimit --core=0 --nproc="${MAX_PROCESSES}" -- "${sandbox[@]}" /bin/sh -c "${enter}" sh "$@"
+}
+
+# Mount a squashfs by a program of its own, without the kernel's driver: a damaged one cannot harm the kernel.
+mount_image() {
+  local step
+  squashfuse -f -o "offset=$2" "$1" "$3" &
   server=$!
-  trap 'kill -- "${server}" 2>/dev/null || true' EXIT
-  for _ in {1..100}; do
-    mountpoint --quiet -- "${WORK}/image" && break
+  trap 'kill -- "${server}" 2>/dev/null || true' EXIT # it outlives the namespace
+  for ((step = 0; step < MOUNT_STEPS; step++)); do
+    if mountpoint --quiet -- "$3"; then return; fi
+    kill -0 "${server}" 2>/dev/null || break
     sleep 0.05
   done
-  mountpoint --quiet -- "${WORK}/image"
-fi
-mount -t overlay -o "lowerdir=${WORK}/image,upperdir=${WORK}/upper,workdir=${WORK}/work" overlay "${WORK}/root"
+  printf 'run.sh: the image cannot be mounted: is it readable to everybody, and /dev/fuse there?\n' >&2
+  exit 1
+}
 
-sandbox=(bwrap --bind "${WORK}/root" / --proc /proc --dev /dev --ro-bind "${INPUTS}" /inputs)
-sandbox+=(--unshare-all --die-with-parent --new-session --chdir / --setenv HOME /root)
-[[ ${NETWORK} == yes ]] && sandbox+=(--share-net)
-# shellcheck disable=SC2016 # the shell of the image expands it
-readonly ENTER='for file in /.singularity.d/env/*.sh; do [ -f "$file" ] && . "$file"; done; exec "$@"'
-env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin "${sandbox[@]}" /bin/sh -c "${ENTER}" sh "$@"
+# The mounts need a user namespace in which the caller is root.
+if [[ $1 == --mounted ]]; then
+  shift
+  main "$@"
+else
+  exec unshare --user --map-root-user --mount -- bash "${BASH_SOURCE[0]}" --mounted "$@"
+fi
