@@ -1,19 +1,26 @@
-"""Execute code for the trainer over HTTP, in the protocol of the NeMo-Skills sandbox; every execution is jailed.
+"""Execute code for the trainer over HTTP, in the protocol of the NeMo-Skills sandbox, each execution in a jail.
 
     POST /execute   {generated_code, timeout, language, std_input, max_output_characters}; X-Session-ID for ipython
                     -> {process_status: completed | error | timeout, stdout, stderr, new_session_created (ipython)}
-    GET /sessions, DELETE /sessions/ID, GET /health
+    DELETE /sessions/ID, GET /sessions (how many), GET /health (needs no token)
 
-Languages: ipython (one Python session per X-Session-ID, no magics), python, python3, shell, and pypy3 where the image
-has it. Lean 4 is only in the image of NeMo-Skills.
+Every other request needs the job's token: `Authorization: Bearer TOKEN`, or, for a client that can only be given a
+URL, http://job:TOKEN@HOST:PORT.
 
-Usage: python3 server.py. Environment: NGINX_PORT or LISTEN_PORT (6000), SANDBOX_HOST (0.0.0.0: the driver's node asks
-those of the others), SANDBOX_MEMORY_MIB, SANDBOX_PROCESSES, SANDBOX_DISK_MIB, SANDBOX_CONCURRENCY (executions at a
-time), SANDBOX_SESSIONS.
+Languages: ipython (one Python session per X-Session-ID, without magics), python, python3, shell, and pypy3 where it is
+installed. Lean 4 is only in the image of NeMo-Skills.
+
+Usage: python3 server.py. Environment: SANDBOX_TOKEN (required), NGINX_PORT or LISTEN_PORT (6000), SANDBOX_HOST
+(0.0.0.0, because the driver's node asks those of the other nodes), SANDBOX_MEMORY_MIB, SANDBOX_PROCESSES,
+SANDBOX_DISK_MIB, SANDBOX_CONCURRENCY (executions at a time), SANDBOX_SESSIONS, SANDBOX_IDLE_SECONDS (after which an
+unused session ends).
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import hmac
 import json
 import logging
 import os
@@ -30,7 +37,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import FrameType
 from typing import Any
 
-from jail import Limits, Outcome, no_namespaces, run
+from jail import Limits, Outcome, run
 from sessions import Sessions
 
 log = logging.getLogger("sandbox")
@@ -45,17 +52,26 @@ CUT = "<output cut>"
 MAX_BODY_BYTES = 16 * 2**20
 MAX_SECONDS = 3600.0
 QUEUE_SECONDS = 4.0  # a client waits for the timeout and five seconds more
-IDLE_SECONDS = 3600.0
+IDLE_SECONDS = "1800"
+MIN_TOKEN_CHARACTERS = 16
+MAX_CONNECTIONS = 2048
 SESSION_NAME = re.compile(r"[\w.:-]{1,200}")
 KILLED = {
     "memory": "Killed: more than {memory} MiB of memory\n",
     "output": "Killed: too much output\n",
+    "sockets": "Killed: too many sockets\n",
+    "files": "Killed: too many files\n",
+    "idle": "The session was ended: what it left running used too much CPU time, or it was not used for too long\n",
     "end": "The process of the session ended; its variables are lost\n",
 }
 
 
 class RequestError(ValueError):
-    """A request that the protocol does not know."""
+    """A request that the protocol does not have; `status` is the answer's."""
+
+    def __init__(self, text: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +105,12 @@ class Execution:
                 raise RequestError("X-Session-ID is needed for ipython: letters, digits and . _ : -")
         elif shutil.which(COMMANDS.get(execution.language, [""])[0]) is None:
             have = ", ".join(["ipython", *(name for name, words in COMMANDS.items() if shutil.which(words[0]))])
-            raise RequestError(f"no language {execution.language!r} here; there are {have}")
+            raise RequestError(f"language {execution.language!r} is not installed here; installed: {have}")
         return execution
 
 
 class Sandbox:
-    """Executes requests, so many at a time."""
+    """Executes requests, a limited number at a time."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.limits = Limits(
@@ -103,22 +119,33 @@ class Sandbox:
             disk_mib=int(environ.get("SANDBOX_DISK_MIB", "256")),
         )
         self.places = threading.BoundedSemaphore(int(environ.get("SANDBOX_CONCURRENCY", 4 * (os.cpu_count() or 1))))
-        most = int(environ.get("SANDBOX_SESSIONS", "512"))
-        self.sessions = Sessions(self.limits, most=most, idle_seconds=IDLE_SECONDS)
+        self.token = environ.get("SANDBOX_TOKEN", "")
+        most, idle_seconds = environ.get("SANDBOX_SESSIONS", "512"), environ.get("SANDBOX_IDLE_SECONDS", IDLE_SECONDS)
+        self.sessions = Sessions(self.limits, most=int(most), idle_seconds=float(idle_seconds))
 
     def check(self) -> None:
-        """Run a first program; ends the server where a jail cannot be made."""
-        if not no_namespaces():
-            log.warning(
-                "programs can mount memory without a limit: bubblewrap is older than 0.8, or /proc/sys read-only"
-            )
+        """End the server where it has no token or cannot make a jail."""
+        if len(self.token) < MIN_TOKEN_CHARACTERS:
+            sys.exit(f"sandbox: SANDBOX_TOKEN: missing or short; set at least {MIN_TOKEN_CHARACTERS} random characters")
         outcome = run(COMMANDS["python3"], "print(6 * 7)", "", 30, self.limits)
         if outcome.status != 0 or outcome.stdout != "42\n":
             sys.exit(
-                f"sandbox: a jail cannot be made here: {outcome.stderr.strip() or outcome}\n"
+                f"sandbox: no jail can be made here: {outcome.stderr.strip() or outcome}\n"
                 "sandbox: bubblewrap needs user namespaces; in a container that is --security-opt=seccomp=unconfined "
                 "--security-opt=unmask=ALL for podman and docker, and nothing for enroot"
             )
+
+    def accepts(self, authorization: str) -> bool:
+        """Whether a header "Authorization" holds the job's token."""
+        kind, _, given = authorization.partition(" ")
+        if kind.lower() == "basic":  # base64 of USER:TOKEN, of a URL with both
+            try:
+                given = base64.b64decode(given, validate=True).decode().partition(":")[2]
+            except (binascii.Error, UnicodeDecodeError):
+                return False
+        elif kind.lower() != "bearer":
+            return False
+        return hmac.compare_digest(given.encode(errors="replace"), self.token.encode())
 
     def execute(self, request: Execution) -> dict[str, Any]:
         """Execute a request; the answer is that of the protocol."""
@@ -147,37 +174,37 @@ class Handler(BaseHTTPRequestHandler):
     """One connection."""
 
     protocol_version = "HTTP/1.1"
-    timeout = 120.0  # of a client that says nothing
+    timeout = 60.0  # seconds without a byte from the client
     sandbox: Sandbox
 
     def do_GET(self) -> None:
         if self.path == "/health":
             self._send(HTTPStatus.OK, {"status": "healthy"})
-        elif self.path == "/sessions":
-            ages = self.sandbox.sessions.ages()
-            self._send(HTTPStatus.OK, {"sessions": {name: {"idle_seconds": age} for name, age in ages.items()}})
+        elif self._is_allowed():
+            if self.path == "/sessions":
+                self._send(HTTPStatus.OK, {"num_sessions": len(self.sandbox.sessions)})
+            else:
+                self._send(HTTPStatus.NOT_FOUND, {"error": f"no {self.path}"})
+
+    def do_DELETE(self) -> None:
+        if not self._is_allowed():
+            return
+        prefix, name = self.path[: len("/sessions/")], self.path[len("/sessions/") :]
+        if prefix == "/sessions/" and self.sandbox.sessions.delete(name):
+            self._send(HTTPStatus.OK, {"message": f"session {name} deleted"})
         else:
             self._send(HTTPStatus.NOT_FOUND, {"error": f"no {self.path}"})
 
-    def do_DELETE(self) -> None:
-        name = self.path.removeprefix("/sessions/")
-        if self.sandbox.sessions.delete(name):
-            self._send(HTTPStatus.OK, {"message": f"session {name} deleted"})
-        else:
-            self._send(HTTPStatus.NOT_FOUND, {"error": f"no session {name}"})
-
     def do_POST(self) -> None:
-        size = int(self.headers.get("Content-Length") or 0)
-        if size > MAX_BODY_BYTES:
-            self.close_connection = True
-            return self._send(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": f"more than {MAX_BODY_BYTES} bytes"})
-        body = self.rfile.read(size)
-        if self.path != "/execute":
-            return self._send(HTTPStatus.NOT_FOUND, {"error": f"no {self.path}"})
+        if not self._is_allowed():
+            return
         try:
+            body = self._body()
+            if self.path != "/execute":
+                raise RequestError(f"no {self.path}", HTTPStatus.NOT_FOUND)
             request = Execution.parse(body, self.headers.get("X-Session-ID") or "")
         except RequestError as error:
-            return self._send(HTTPStatus.BAD_REQUEST, {"error": str(error)})
+            return self._send(error.status, {"error": str(error)})
         if not self.sandbox.places.acquire(timeout=QUEUE_SECONDS):
             return self._send(HTTPStatus.SERVICE_UNAVAILABLE, {"error": "all places are taken"})
         try:
@@ -186,11 +213,33 @@ class Handler(BaseHTTPRequestHandler):
             self.sandbox.places.release()
         self._send(HTTPStatus.OK, answer)
 
+    def _is_allowed(self) -> bool:
+        """Whether the request has the token; if not, answer it without reading its body."""
+        if self.sandbox.accepts(self.headers.get("Authorization") or ""):
+            return True
+        self.close_connection = True
+        self._send(HTTPStatus.UNAUTHORIZED, {"error": "this needs the job's token: Authorization: Bearer TOKEN"})
+        return False
+
+    def _body(self) -> bytes:
+        """Read the body; raises `RequestError` unless its length is known and allowed. The connection then closes."""
+        text = self.headers.get("Content-Length") or ""
+        is_number = text.isascii() and text.isdecimal()
+        if not is_number or "Transfer-Encoding" in self.headers:
+            self.close_connection = True
+            raise RequestError(f"Content-Length is {text!r} and must be a number", HTTPStatus.LENGTH_REQUIRED)
+        if len(text) > len(str(MAX_BODY_BYTES)) or int(text) > MAX_BODY_BYTES:
+            self.close_connection = True
+            raise RequestError(f"more than {MAX_BODY_BYTES} bytes", HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+        return self.rfile.read(int(text))
+
     def _send(self, status: HTTPStatus, answer: Mapping[str, Any]) -> None:
         data = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(data)
 
@@ -199,15 +248,37 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
+    """One thread per connection, up to a limit; further clients are turned away."""
+
     daemon_threads = True
     request_queue_size = 512
+
+    def __init__(self, address: tuple[str, int], handler: type[Handler]) -> None:
+        super().__init__(address, handler)
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.debug("the connection of %s broke off", client_address)
 
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a session has two, a connection one
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a session needs three, a connection one
     sandbox = Handler.sandbox = Sandbox(os.environ)
+    os.environ.pop("SANDBOX_TOKEN", None)
     sandbox.check()
     port = int(os.environ.get("NGINX_PORT") or os.environ.get("LISTEN_PORT") or 6000)
     server = Server((os.environ.get("SANDBOX_HOST", "0.0.0.0"), port), Handler)

@@ -1,4 +1,8 @@
-"""Python sessions that keep their variables between calls, each a worker in a jail of its own."""
+"""Python sessions that keep their variables between calls, each a worker in a jail of its own.
+
+The limits also hold between calls: a watcher looks at every session, and ends one that breaks a limit, whose leftover
+processes go on computing, or that nobody uses.
+"""
 
 from __future__ import annotations
 
@@ -8,34 +12,38 @@ import select
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from jail import Limits, Outcome, jail_words, kill, resident_bytes, start
+from jail import CHECK_SECONDS, Limits, Outcome, broken_limit, kill, start
+from usage import usage_of
 
 WORKER = Path(__file__).with_name("worker.py")
 GRACE_SECONDS = 0.5  # from the interrupt of a cell to the end of its session
-CHECK_SECONDS = 0.25
+IDLE_CHECK_SECONDS = 1.0  # between two looks at a session that runs no cell
+IDLE_CPU_SECONDS = 5.0  # CPU time that what cells left running may use until the next cell
 STATUS = {"completed": 0, "error": 1}
 
 
 class Session:
-    """One worker. Calls wait for each other."""
+    """One worker in its jail; of several calls at once each waits for the one before it."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # held while a cell runs
         self.used = time.monotonic()
-        files = ["--ro-bind", str(WORKER), "/worker.py"]
-        words = jail_words(["python3", "-I", "/worker.py"], limits, cpu_seconds=None, files=files)
-        self.process: subprocess.Popen[bytes] = start(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.end_reason = ""  # the limit for which the watcher ended it
+        self._idle_cpu_seconds: float | None = None  # what it had used when the watcher first saw it idle
+        self._next_check = 0.0
+        files = {"/worker.py": WORKER.read_bytes()}
+        self.process = start(["python3", "-I", "/worker.py"], limits, files=files, stdin=subprocess.PIPE)
 
     @property
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
     def run(self, code: str, seconds: float) -> Outcome:
-        """Execute a cell; the session is over when the cell could not be interrupted, or ended its process."""
+        """Execute a cell; the session ends where the cell cannot be interrupted, or ends its process."""
         with self.lock:
             self.used = time.monotonic()
             request = {"code": code, "seconds": seconds, "output_bytes": self.limits.output_bytes}
@@ -44,101 +52,133 @@ class Session:
                 self.process.stdin.write(json.dumps(request).encode() + b"\n")
                 self.process.stdin.flush()
                 line, reason = self._answer(time.monotonic() + seconds + GRACE_SECONDS)
-            except (OSError, ValueError):  # ended, or closed by another call
+            except (OSError, ValueError):  # the process has ended, or another thread closed the session
                 line, reason = b"", "end"
             self.used = time.monotonic()
+            self._idle_cpu_seconds = None
         answer = _parse(line)
         if answer is None:
             self.close()
-            return Outcome(status=None, stdout="", stderr="", reason=reason or "end")
+            return Outcome(status=None, stdout="", stderr="", reason=self.end_reason or reason or "end")
         reason = "time" if answer["status"] == "timeout" else ""
         status = None if reason else STATUS.get(answer["status"], 1)
         return Outcome(status=status, stdout=answer["stdout"], stderr=answer["stderr"], reason=reason)
 
     def _answer(self, deadline: float) -> tuple[bytes, str]:
-        """Read one line; return it, or why there is none."""
+        """Read one line; return it, or an empty one and why there is none."""
         assert self.process.stdout is not None
         descriptor, line = self.process.stdout.fileno(), bytearray()
-        poll = select.poll()  # select() knows no descriptor above 1023
+        poll = select.poll()  # select() fails for descriptors above 1023
         poll.register(descriptor, select.POLLIN)
-        limit = 16 * self.limits.output_bytes  # JSON may write six bytes for one, twice
+        limit = 16 * self.limits.output_bytes  # JSON may write six bytes for one, for each of two streams
         while not line.endswith(b"\n"):
             left = deadline - time.monotonic()
             if left <= 0:
                 return b"", "time"
-            ready = poll.poll(1000 * min(left, CHECK_SECONDS))
-            if not ready and resident_bytes(self.process.pid) > self.limits.memory_mib * 2**20:
-                return b"", "memory"
-            data = os.read(descriptor, 65536) if ready else b""
+            if not poll.poll(1000 * left):
+                continue
+            data = os.read(descriptor, 65536)
             line += data
-            if (ready and not data) or len(line) > limit:
+            if not data or len(line) > limit:
                 return b"", "end"
         return bytes(line), ""
 
-    def close(self) -> None:
-        """End the worker with everything it has started."""
+    def watch(self, idle_seconds: float) -> None:
+        """End the session when it breaks a limit, or has not been used for `idle_seconds`; look only when it is due."""
+        now, is_busy = time.monotonic(), self.lock.locked()
+        if now < self._next_check and not is_busy:
+            return
+        self._next_check = now + IDLE_CHECK_SECONDS
+        if reason := broken_limit(self.process, self.limits):
+            self.end(reason)
+        elif not is_busy:
+            used = usage_of(self.process.pid).cpu_seconds
+            if self._idle_cpu_seconds is None:
+                self._idle_cpu_seconds = used
+            if now - self.used > idle_seconds or used - self._idle_cpu_seconds > IDLE_CPU_SECONDS:
+                self.end("idle")
+
+    def end(self, reason: str) -> None:
+        """End the worker for a limit; whoever waits for its answer sees that it has ended."""
+        self.end_reason = reason
         kill(self.process)
-        for stream in (self.process.stdin, self.process.stdout):
+
+    def close(self) -> None:
+        """End the worker with everything it has started, and close its streams."""
+        kill(self.process)
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             if stream is not None:
-                try:
+                with suppress(OSError):  # a rest that could not be written any more
                     stream.close()
-                except OSError:  # what could not be written any more
-                    continue
 
 
 def _parse(line: bytes) -> dict[str, str] | None:
-    """Read an answer, which the user's code could have written."""
+    """Read an answer, which the user's code may have written."""
     try:
         answer = json.loads(line)
         return {name: str(answer[name]) for name in ("status", "stdout", "stderr")}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
 class Sessions:
-    """The sessions by name; above `most`, and after `idle_seconds`, the one unused for longest goes."""
+    """The sessions by name, at most `most`: for another one, the session that was unused for longest is ended."""
 
     def __init__(self, limits: Limits, *, most: int, idle_seconds: float) -> None:
         self.limits, self.most, self.idle_seconds = limits, most, idle_seconds
-        self.lock = threading.Lock()
-        self.by_name: dict[str, Session] = {}
+        self._lock = threading.Lock()
+        self._by_name: dict[str, Session] = {}
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._watch, name="watcher", daemon=True).start()
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._by_name)
 
     def run(self, name: str, code: str, seconds: float) -> tuple[Outcome, bool]:
         """Execute a cell in a session; return how it ended and whether the session was new."""
-        with self.lock:
-            session = self.by_name.get(name)
+        with self._lock:
+            session = self._by_name.get(name)
             is_new = session is None or not session.is_alive
             if session is None or is_new:
+                if session is not None:
+                    self._by_name.pop(name).close()
                 self._make_room()
-                session = self.by_name[name] = Session(self.limits)
+                session = self._by_name[name] = Session(self.limits)
         outcome = session.run(code, seconds)
         if not session.is_alive:
             self.delete(name, session)
         return outcome, is_new
 
     def _make_room(self) -> None:
-        now = time.monotonic()
-        idle = sorted((session.used, name) for name, session in self.by_name.items() if not session.lock.locked())
-        for number, (used, name) in enumerate(idle):
-            if now - used > self.idle_seconds or len(idle) - number >= self.most:
-                self.by_name.pop(name).close()
+        """End the session that was unused for longest where there are too many; one that runs a cell stays."""
+        idle = sorted((session.used, name) for name, session in self._by_name.items() if not session.lock.locked())
+        for _, name in idle[: max(0, len(self._by_name) - self.most + 1)]:
+            self._by_name.pop(name).close()
 
     def delete(self, name: str, session: Session | None = None) -> bool:
-        """End a session; False when there is none of that name, or another one by now."""
-        with self.lock:
-            found = self.by_name.get(name)
+        """End a session; False where no session has that name, or by now another one than `session`."""
+        with self._lock:
+            found = self._by_name.get(name)
             if found is None or (session is not None and found is not session):
                 return False
-            del self.by_name[name]
+            del self._by_name[name]
         found.close()
         return True
 
-    def ages(self) -> Mapping[str, float]:
-        """Return for how many seconds each session has not been used."""
-        with self.lock:
-            return {name: round(time.monotonic() - session.used, 1) for name, session in self.by_name.items()}
+    def _watch(self) -> None:
+        while not self._is_closed.wait(CHECK_SECONDS):
+            with self._lock:
+                sessions = dict(self._by_name)
+            for name, session in sessions.items():
+                session.watch(self.idle_seconds)
+                if not session.is_alive and not session.lock.locked():
+                    self.delete(name, session)
 
     def close(self) -> None:
         """End all sessions."""
-        for name in list(self.ages()):
+        self._is_closed.set()
+        with self._lock:
+            names = list(self._by_name)
+        for name in names:
             self.delete(name)

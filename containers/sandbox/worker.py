@@ -1,4 +1,4 @@
-"""Runs inside a jail: executes cells in one namespace, one JSON line in, one out.
+"""Executes cells inside a jail, all in one namespace: reads one JSON line per cell and writes one.
 
 In: {"code", "seconds", "output_bytes"}. Out: {"status": completed | error | timeout, "stdout", "stderr"}. As in a
 notebook, a cell whose last statement is an expression prints its value.
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class Expired(KeyboardInterrupt):
-    """The time of a cell is over."""
+    """A cell has taken too long."""
 
 
 def expire(_number: int, _frame: FrameType | None) -> None:
@@ -57,21 +57,21 @@ def attempt(request: dict[str, Any], name: str, namespace: dict[str, Any]) -> st
 
 
 def answer(request: dict[str, Any], name: str, namespace: dict[str, Any]) -> dict[str, str]:
-    """Execute a cell with its output caught, also that of programs that it starts."""
-    captured = {1: os.memfd_create("stdout"), 2: os.memfd_create("stderr")}
-    for target, memory in captured.items():
-        os.dup2(memory, target)
+    """Execute a cell and return its status and output, with that of the programs that it starts."""
+    captured = {number: os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR) for number in (1, 2)}
+    for target, file in captured.items():
+        os.dup2(file, target)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in captured)  # noqa: SIM115
     try:
         status = attempt(request, name, namespace)
         sys.stdout.flush()
         sys.stderr.flush()
-    except (OSError, Expired, ValueError) as error:  # too much output, or the user closed a stream
+    except (OSError, Expired, ValueError) as error:  # too much output, or the cell closed a stream
         status = "timeout" if isinstance(error, Expired) else "error"
     texts = []
-    for memory in captured.values():
-        texts.append(os.pread(memory, request["output_bytes"], 0).decode(errors="replace"))
-        os.close(memory)
+    for file in captured.values():
+        texts.append(os.pread(file, request["output_bytes"], 0).decode(errors="replace"))
+        os.close(file)
     return {"status": status, "stdout": texts[0], "stderr": texts[1]}
 
 
@@ -84,7 +84,7 @@ def main() -> None:
     namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
     for number, line in enumerate(requests, start=1):
         result = answer(json.loads(line), f"<cell {number}>", namespace)
-        if os.getpid() != me:  # a child that the cell forked and let return
+        if os.getpid() != me:  # a child that the cell forked and that returned here
             os._exit(0)
         responses.write(json.dumps(result).encode() + b"\n")
         responses.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.functional
 def modules(monkeypatch: pytest.MonkeyPatch) -> None:
     require("bwrap", "prlimit", "setpriv")
     monkeypatch.syspath_prepend(str(ROOT / "containers/sandbox"))
-    for name in ("jail", "sessions"):
+    for name in ("jail", "seccomp", "sessions", "usage"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -63,3 +64,18 @@ def test_a_program_gets_no_namespaces_of_its_own():
     outcome = run(["bash", "/main"], "unshare --user --map-root-user --mount true && echo made", "", 20, Limits())
     assert (outcome.status, outcome.stdout) == (1, "")
     assert "unshare failed" in outcome.stderr
+
+
+def test_an_unused_session_ends_by_itself():
+    from jail import Limits
+    from sessions import Sessions
+
+    sessions = Sessions(Limits(), most=4, idle_seconds=2)
+    for name in ("a", "b"):
+        sessions.run(name, "import os, time\nif os.fork() == 0:\n    time.sleep(1000)", 20)
+    assert len(sessions) == 2
+    end = time.monotonic() + 30
+    while len(sessions):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    sessions.close()

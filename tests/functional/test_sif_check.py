@@ -233,7 +233,7 @@ ls /proc | grep -c '^[0-9]' | sed 's/^/processes: /'
 cat /proc/1/environ | tr '\0' '\n' | grep -i canary
 cat /proc/net/dev | grep -c : | sed 's/^/interfaces: /'
 (echo x >/inputs/x) 2>/dev/null && echo "wrote to inputs"
-ls /root /home /work /etc/shadow 2>/dev/null
+ls -d /home /work /opt /mnt /etc/shadow 2>/dev/null
 ls /dev | tr '\n' ' '
 sleep 61.803 &
 """
