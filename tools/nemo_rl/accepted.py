@@ -1,6 +1,6 @@
-"""What NeMo RL's GRPO entrypoint accepts, from configs/engines/nemo_rl_keys.yaml.
+"""Which keys NeMo RL's GRPO entrypoint reads, from configs/engines/nemo_rl_keys.yaml.
 
-Its own configuration classes allow further keys everywhere, so a misspelled one is read by nothing and nobody is told.
+Its own configuration classes accept any further key, so it never says that a key is misspelled. We do.
 """
 
 from __future__ import annotations
@@ -8,17 +8,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import yaml
 
 from recipes.config.schema import CONFIG_DIR, INSTANCES, SERVER_KINDS, UNSET, lookup, show
 from recipes.config.yaml_files import leaves, read_yaml
-from recipes.errors import ConfigError, Problem
+from recipes.errors import ConfigError, Problem, nearest
 
 KEYS = CONFIG_DIR / "engines" / "nemo_rl_keys.yaml"
-_KINDS: dict[str, tuple[type, ...]] = {
+KINDS = f"one of {', '.join(SERVER_KINDS)}"
+_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "boolean": (bool,),
     "integer": (int,),
@@ -30,8 +30,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
-    """One key of theirs."""
+class NemoRlKey:
+    """One key of NeMo RL."""
 
     types: tuple[str, ...]
     is_required: bool
@@ -39,12 +39,12 @@ class Key:
     default: Any  # what an absent key means
 
     def takes(self, value: Any) -> bool:
-        """Whether the value has one of the types; what is made from others or given at launch is not known yet."""
+        """Return whether the value has one of the types, as has one that is not known yet (`${...}`, `???`)."""
         if isinstance(value, str) and ("${" in value or value == UNSET):
             return True
         if isinstance(value, bool):
             return "boolean" in self.types
-        return any(isinstance(value, _KINDS[name]) for name in self.types)
+        return any(isinstance(value, _TYPES[name]) for name in self.types)
 
     def __str__(self) -> str:
         return " or ".join(self.types)
@@ -59,17 +59,17 @@ def _document() -> Mapping[str, Any]:
 
 
 @functools.cache
-def accepted() -> dict[str, Key]:
-    """Return every key by its dotted name, free blocks included."""
+def accepted() -> dict[str, NemoRlKey]:
+    """Return every key by its dotted name, blocks with free keys included."""
     return {key: _parse(str(text)) for key, text in leaves(_document()["keys"]).items()}
 
 
-def _parse(text: str) -> Key:
-    """Read `required integer or null = 5`."""
+def _parse(text: str) -> NemoRlKey:
+    """Return the key that `required integer or null = 5` describes."""
     types, _, default = text.partition(" = ")
     is_required = types.startswith("required ")
     names = tuple(types.removeprefix("required ").split(" or "))
-    return Key(names, is_required, bool(default), yaml.safe_load(default) if default else None)
+    return NemoRlKey(names, is_required, bool(default), yaml.safe_load(default) if default else None)
 
 
 @functools.cache
@@ -84,19 +84,19 @@ def instances_of(path: str) -> tuple[str, ...]:
 
 
 def is_known(key: str) -> bool:
-    """Whether they read the key: one of their own, a key inside a free block, or a block of theirs."""
+    """Return whether NeMo RL reads the key: one of its own, one inside a block with free keys, or a block."""
     return _spec(key) is not None or key in _blocks()
 
 
 @functools.cache
 def _blocks() -> frozenset[str]:
-    """Return their keys that hold further keys of theirs."""
+    """Return the keys of NeMo RL that hold further ones."""
     parts = [key.split(".") for key in accepted()]
     return frozenset(".".join(names[:end]) for names in parts for end in range(1, len(names)))
 
 
-def _spec(key: str) -> Key | None:
-    """Return the description of a key or, inside a free block, of the block."""
+def _spec(key: str) -> NemoRlKey | None:
+    """Return the description of a key or, inside a block with free keys, of that block."""
     parts = key.split(".")
     for end in range(len(parts), 0, -1):
         spec = accepted().get(".".join(parts[:end]))
@@ -109,9 +109,9 @@ def key_problem(key: str, value: Any, where: str) -> Problem | None:
     """Return what is wrong with one key outside the server instances."""
     spec = _spec(key)
     if spec is None:
-        if isinstance(value, Mapping) and is_known(key):  # an empty block of theirs
+        if isinstance(value, Mapping) and is_known(key):  # an empty block of NeMo RL
             return None
-        return Problem(where=where, got="a key that NeMo RL does not read", expected="one of its keys", fix=_near(key))
+        return Problem(where=where, wrong="NeMo RL does not read this key", fix=_near(key))
     if key in accepted() and not spec.takes(value):
         return Problem(where=where, got=show(value), expected=str(spec), fix="correct the value")
     return None
@@ -122,8 +122,9 @@ def _near(key: str) -> str:
     siblings = {k.rpartition(".")[2]: k for k in accepted() if k.rpartition(".")[0] == parent}
     elsewhere = {k.rpartition(".")[2]: k for k in reversed(accepted())}
     for names, cutoff in ((siblings, 0.6), (elsewhere, 0.85)):
-        if close := get_close_matches(name, names, n=1, cutoff=cutoff):
-            return f"did you mean {names[close[0]]}?"
+        close = nearest(name, names, cutoff=cutoff)
+        if close is not None:
+            return f"did you mean {names[close]}?"
     return "delete it"
 
 
@@ -139,7 +140,7 @@ def check(tree: Mapping[str, Any], sources: Mapping[str, str]) -> list[Problem]:
         block, value = key.rpartition(".")[0], lookup(tree, key)
         is_there = isinstance(value, Mapping) or key in flat
         if spec.is_required and not is_there and isinstance(lookup(tree, block) if block else tree, Mapping):
-            problems.append(Problem(where=key, got="no value", expected=str(spec), fix="NeMo RL needs it"))
+            problems.append(Problem(where=key, wrong="NeMo RL needs this key", fix=f"set it to: {spec}"))
     return [*problems, *_instance_problems(tree, sources)]
 
 
@@ -155,9 +156,9 @@ def _instance_problems(tree: Mapping[str, Any], sources: Mapping[str, str]) -> I
     gym: Mapping[str, Any] = lookup(tree, INSTANCES) or {}
     listed = [str(path) for path in gym.get("config_paths") or []]
     for path in listed:
-        if path not in gym_files() and (close := get_close_matches(path, gym_files(), n=1, cutoff=0.9)):
-            where = f"{INSTANCES}.config_paths"
-            yield Problem(where=where, got=path, expected="a file of NeMo Gym", fix=f"did you mean {close[0]}?")
+        if path not in gym_files() and (close := nearest(path, gym_files(), cutoff=0.9)):
+            where, wrong = f"{INSTANCES}.config_paths", f"NeMo Gym has no file {path}"
+            yield Problem(where=where, wrong=wrong, fix=f"did you mean {close}?")
     own = {name: block for name, block in gym.items() if instance_of(f"{INSTANCES}.{name}")}
     declared = {name for path in listed for name in gym_files().get(path, ())} | {
         name for name, block in own.items() if _is_complete(block)
@@ -168,25 +169,24 @@ def _instance_problems(tree: Mapping[str, Any], sources: Mapping[str, str]) -> I
         where = next((f"{source}: {key}" for known, source in sources.items() if known.startswith(f"{key}.")), key)
         if not isinstance(block, Mapping):
             fix = _near(key)
-            yield Problem(where=where, got=show(block), expected="a server instance, or a key of its own", fix=fix)
+            yield Problem(where=where, got=show(block), expected="a server instance, or a key of NeMo RL", fix=fix)
             continue
         if can_tell and name not in declared:
-            close = get_close_matches(name, sorted(declared), n=1)
-            fix = f"did you mean {close[0]}?" if close else "add the file that declares it to config_paths"
-            expected = "an instance that a file of config_paths declares"
-            yield Problem(where=where, got="an instance that nothing declares", expected=expected, fix=fix)
+            close = nearest(name, declared)
+            fix = f"did you mean {close}?" if close else "add the file that declares it to config_paths"
+            yield Problem(where=where, wrong="no file of config_paths declares this instance", fix=fix)
         yield from _setting_problems(where, block)
 
 
 def is_setting(key: str) -> bool:
-    """Whether the key of a server instance is, or is below, a setting that its server reads; unknown servers do."""
+    """Return whether the server of an instance reads this setting; of a server that is not known, every one."""
     kind, server, name = (*key.removeprefix(f"{INSTANCES}.").split(".")[1:4], "", "", "")[:3]
     known = _document()["servers"].get(kind, {}).get(server)
     return known is None or not name or name in (*known, *_document()["servers"]["common"])
 
 
 def _is_complete(block: Any) -> bool:
-    """Whether an instance is declared where it stands: a copy of another, or with a program of its own."""
+    """Return whether an instance needs no file of NeMo Gym: it copies another, or names its program."""
     if not isinstance(block, Mapping):
         return False
     servers = [server for kind in SERVER_KINDS for server in (block.get(kind) or {}).values()]
@@ -199,7 +199,7 @@ def _setting_problems(where: str, block: Mapping[str, Any]) -> Iterator[Problem]
         if kind == "_copy":
             continue
         if kind not in SERVER_KINDS or not isinstance(named, Mapping):
-            yield Problem(where=f"{where}.{kind}", got=show(named), expected=", ".join(SERVER_KINDS), fix="correct it")
+            yield Problem(where=f"{where}.{kind}", got=show(named), expected=KINDS, fix="name the kind of server")
             continue
         for server, settings in named.items():
             known = servers[kind].get(server)
@@ -207,7 +207,7 @@ def _setting_problems(where: str, block: Mapping[str, Any]) -> Iterator[Problem]
                 continue
             for name in settings:
                 if name not in (*known, *servers["common"]):
-                    close = get_close_matches(name, [*known, *servers["common"]], n=1)
-                    fix = f"did you mean {close[0]}?" if close else "delete it"
-                    got = "a setting that the server does not read"
-                    yield Problem(where=f"{where}.{kind}.{server}.{name}", got=got, expected="one of its own", fix=fix)
+                    close = nearest(name, [*known, *servers["common"]])
+                    fix = f"did you mean {close}?" if close else "delete it"
+                    wrong = "the server does not read this setting"
+                    yield Problem(where=f"{where}.{kind}.{server}.{name}", wrong=wrong, fix=fix)

@@ -2,8 +2,8 @@
 
     begin -> barrier -> this -> examples/nemo_gym/run_grpo_nemo_gym.py --config FILE OVERRIDE...
 
-Its code, not this repository's, comes first in the workers' module path. Configuration and tokenizer of the model are
-loaded once before, so that the workers of all nodes find the modules that a model brings in the shared cache.
+NeMo RL's code, not this repository's, comes first in the module path of the workers. A model may bring code of its own:
+it is loaded once here, which copies it into the shared cache, where the workers of all nodes find it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _PART = re.compile(r"^(MAJOR|MINOR) = (\d+)", re.MULTILINE)
 
 
 def installed_version(home: Path) -> str:
-    """Return MAJOR.MINOR of a checkout of NeMo RL, empty when it says none."""
+    """Return MAJOR.MINOR of a checkout of NeMo RL, empty where it does not say."""
     info = home / "nemo_rl" / "package_info.py"
     parts = dict(_PART.findall(info.read_text())) if info.is_file() else {}
     return f"{parts['MAJOR']}.{parts['MINOR']}" if len(parts) == 2 else ""
 
 
 def home_problems(home: Path) -> list[Problem]:
-    """Return what keeps this checkout from being the one that the configuration was written for."""
+    """Return a problem where this checkout is not the one that the configuration was written for."""
     program = home / rules()["entrypoint"]
     fix = f"start in its container, {rules()['container']}, or set NEMO_RL_DIR"
     if not program.is_file():
-        return [Problem(where="ENGINE=nemo_rl", got=f"no {program}", expected=f"{engine()}'s entrypoint", fix=fix)]
+        return [Problem(where="ENGINE=nemo_rl", wrong=f"there is no {program}", fix=fix)]
     version = installed_version(home)
     if not str(rules()["version"]).startswith(f"{version}.") or not version:
         got = f"version {version or 'unknown'} in {home}"
@@ -45,7 +45,7 @@ def home_problems(home: Path) -> list[Problem]:
 
 
 def load_model_modules(model: str) -> None:
-    """Load configuration and tokenizer of a model that brings code of its own, which copies it into the cache."""
+    """Load configuration and tokenizer of a model that brings code of its own; this copies the code into the cache."""
     config = Path(model) / "config.json"
     if not config.is_file() or "auto_map" not in json.loads(config.read_text()):
         return

@@ -1,8 +1,9 @@
-"""A stage as NeMo RL's own GRPO entrypoint takes it, and what is lost on the way. Pure: configurations in and out.
+"""A stage in the form of NeMo RL's own GRPO entrypoint, and what that form cannot say. Pure: no files are written.
 
-    our resolved configuration -> rules of configs/engines/nemo_rl.yaml -> their tree + notes + what refuses a launch
+    our resolved configuration -> rules of configs/engines/nemo_rl.yaml -> NeMo RL's tree, notes, refusals
 
-`to_theirs` and `to_ours` are the two directions of what no table says; tools/nemo_rl/importing.py is the way back.
+"Theirs" is NeMo RL's here. `to_theirs` and `to_ours` translate what no table can state, in the two directions;
+tools/nemo_rl/importing.py translates back.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ CONFIG_PATHS = f"{INSTANCES}.config_paths"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Export:
-    """One configuration in their form."""
+class ExportedConfig:
+    """One configuration in NeMo RL's form."""
 
     tree: Mapping[str, Any]
-    sources: Mapping[str, str]  # their dotted key -> the file that set it
-    notes: tuple[Problem, ...]  # what they have no key for, or do differently
-    problems: tuple[Problem, ...]  # what refuses a launch
+    sources: Mapping[str, str]  # dotted key of NeMo RL -> the file that set it
+    notes: tuple[Problem, ...]  # settings that NeMo RL lacks or treats differently
+    problems: tuple[Problem, ...]  # each stops a launch
 
 
 @functools.cache
@@ -48,18 +49,18 @@ def rules() -> Mapping[str, Any]:
 
 
 def engine() -> str:
-    """Return what the engine is called in messages."""
+    """Return the name of the engine for messages."""
     return f"NeMo RL {rules()['version']}"
 
 
-def export(loaded: LoadedConfig) -> Export:
+def export(loaded: LoadedConfig) -> ExportedConfig:
     """Translate a configuration that has no problems; values given at launch may still be missing in it."""
     layers = Layers()
     notes: list[Problem] = []
     for key, value in leaves(loaded.tree).items():
         instead, different = _missing(key), _different(key, value)
         if instead is not None:
-            notes.append(_note(loaded, key, f"a key that {engine()} has", instead))
+            notes.append(_note(loaded, key, "has no such setting", instead))
         elif key == CONFIG_PATHS:
             layers.add(_nested(key, gym_files(value)), source_of(loaded.sources, key) or SOURCE)
         elif value is not None or key not in rules()["leave_out_null"]:
@@ -67,7 +68,7 @@ def export(loaded: LoadedConfig) -> Export:
             raw = lookup(loaded.raw, key) if UNSET_TOKEN in str(value) else mapped  # made from what a launch gives
             layers.add(_nested(key, raw), source_of(loaded.sources, key) or SOURCE)
         if different is not None:
-            notes.append(_note(loaded, key, f"the same effect with {engine()}", different))
+            notes.append(_note(loaded, key, "treats it differently", different))
     tree, sources = layers.tree, layers.sources
     for theirs, ours in rules()["copy"].items():
         put(tree, theirs, lookup(loaded.tree, ours))
@@ -78,7 +79,7 @@ def export(loaded: LoadedConfig) -> Export:
         for key in [key for key, value in leaves(further).items() if value == {} and lookup(tree, key) is None]:
             put(tree, key, {})
     problems = (*_value_problems(loaded), *_file_problems(loaded), *check(tree, sources))
-    return Export(tree=tree, sources=sources, notes=tuple(notes), problems=problems)
+    return ExportedConfig(tree=tree, sources=sources, notes=tuple(notes), problems=problems)
 
 
 def gym_files(paths: Iterable[Any]) -> list[str]:
@@ -87,7 +88,7 @@ def gym_files(paths: Iterable[Any]) -> list[str]:
 
 
 def additions(tree: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield what is laid under a tree of theirs, the more special first."""
+    """Yield what is laid under an exported tree, the more special first."""
     for server, block in rules()["add_with"].items():
         if has_server(tree, server):
             yield block
@@ -109,27 +110,25 @@ def _programs(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _file_problems(loaded: LoadedConfig) -> Iterator[Problem]:
-    """Yield a problem for each file of ours that NeMo Gym has no counterpart of."""
+    """Yield a problem for each file of ours without a counterpart in NeMo Gym."""
     paths = lookup(loaded.tree, CONFIG_PATHS) or []
     for path in paths:
         if path not in rules()["gym_files"]:
             yield Problem(
                 where=f"{source_of(loaded.sources, CONFIG_PATHS)}: {CONFIG_PATHS}",
-                got=show(path),
-                expected="a file that NeMo Gym has a counterpart of",
-                fix=f"name that under `gym_files` in {SOURCE}",
+                wrong=f"NeMo Gym has no counterpart of {path}",
+                fix=f"name one under `gym_files` in {SOURCE}",
             )
     if not gym_files(paths):
         yield Problem(
             where=f"{loaded.files[-1]}: {CONFIG_PATHS}",
-            got="no file",
-            expected="the environments of the stage",
+            wrong="no environment is listed",
             fix="list the files of its blend's environments, at least environments/policy_model.yaml",
         )
 
 
 def _missing(key: str) -> str | None:
-    """Return what they do instead of a key or setting that they have not; None when they have it."""
+    """Return what NeMo RL does in place of a key or setting that it lacks; None when it has it."""
     rule = rules()["ours_only"].get(key)
     if rule is None and is_instance(key):
         instead = rules()["ours_only_settings"].get(key.rpartition(".")[2])
@@ -140,7 +139,7 @@ def _missing(key: str) -> str | None:
 
 
 def is_instance(key: str) -> bool:
-    """Whether a key of ours belongs to a server instance."""
+    """Return whether a key of ours belongs to a server instance."""
     name = key.removeprefix(f"{INSTANCES}.").partition(".")[0]
     return key.startswith(f"{INSTANCES}.") and f"{INSTANCES}.{name}" not in declared()
 
@@ -152,22 +151,18 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 
 
 def _different(key: str, value: Any) -> str | None:
-    """Return what they do differently with a key that both have, None when it makes no difference."""
+    """Return what NeMo RL does differently with a key that both have, None when it makes no difference."""
     rule = rules()["differs"].get(key)
     return None if rule is None or value in rule.get("unless", ()) else str(rule["instead"])
 
 
-def _note(loaded: LoadedConfig, key: str, expected: str, instead: str) -> Problem:
-    return Problem(
-        where=f"{source_of(loaded.sources, key)}: {key}",
-        got=show(lookup(loaded.tree, key)),
-        expected=expected,
-        fix=f"it {instead}",
-    )
+def _note(loaded: LoadedConfig, key: str, how: str, instead: str) -> Problem:
+    wrong = f"{engine()} {how} (value {show(lookup(loaded.tree, key))})"
+    return Problem(where=f"{source_of(loaded.sources, key)}: {key}", wrong=wrong, fix=f"it {instead}")
 
 
 def _value_problems(loaded: LoadedConfig) -> Iterator[Problem]:
-    """Yield a problem for each value that would train something else there."""
+    """Yield a problem for each value with which NeMo RL would train differently."""
     for key, rule in rules()["ours_only"].items():
         value = lookup(loaded.tree, key)
         is_met = "with" not in rule or has_server(loaded.tree, rule["with"])
@@ -181,9 +176,8 @@ def _value_problems(loaded: LoadedConfig) -> Iterator[Problem]:
         if not is_instance(key) and key not in rules()["ours_only"] and not is_known(key):
             yield Problem(
                 where=f"{source_of(loaded.sources, key)}: {key}",
-                got=show(value),
-                expected=f"a key that {engine()} has or that the rules say how to leave out",
-                fix=f"say so in {SOURCE}",
+                wrong=f"{engine()} has no such key, and no rule says how to leave it out (value {show(value)})",
+                fix=f"add a rule to {SOURCE}",
             )
 
 
@@ -197,13 +191,13 @@ def _refused(loaded: LoadedConfig, key: str, only: Any, reason: str) -> Problem:
 
 
 def has_server(tree: Mapping[str, Any], server: str) -> bool:
-    """Whether an instance of the configuration is a server of this type."""
+    """Return whether an instance of the configuration is a server of this type."""
     blocks = [block for block in (lookup(tree, INSTANCES) or {}).values() if isinstance(block, Mapping)]
     return any(server in (block.get(kind) or {}) for block in blocks for kind in SERVER_KINDS)
 
 
 def to_theirs(tree: dict[str, Any], sources: dict[str, str]) -> None:
-    """Make their form of what no table says, in place."""
+    """Bring into NeMo RL's form, in place, what no table can state."""
     if lookup(tree, AGE) == 0:  # ours is synchronous without leaving the one train loop
         put(tree, IS_ASYNC, False)
     epochs = lookup(tree, EPOCHS)
@@ -229,8 +223,8 @@ def to_ours(tree: dict[str, Any]) -> None:
         put(tree, VAL_DATA, None)
 
 
-def render_export(loaded: LoadedConfig, exported: Export) -> Iterator[str]:
-    """Yield the export as YAML with the source of each key, then what is lost, as comments."""
+def render_export(loaded: LoadedConfig, exported: ExportedConfig) -> Iterator[str]:
+    """Yield the export as YAML with the source of each key; notes and refusals follow as comments."""
     yield f"# {engine()}: {' <- '.join(loaded.files)}, with {SOURCE}"
     yield from yaml_lines(exported.tree, lambda key: source_of(exported.sources, key) or "")
     yield ""

@@ -1,8 +1,8 @@
-"""A stage file of NeMo RL as an overlay of ours: what differs from the nearest of our stages, what has no counterpart.
+"""A stage file of NeMo RL as an overlay of the nearest of our stages, with what has no counterpart here.
 
     their file and its `defaults:` -> one tree -> our keys -> compared with our files -> the overlay of the nearest
 
-The translation is the one of tools/nemo_rl/export.py backwards, from the same rules.
+"Theirs" is NeMo RL's here. The rules are those of tools/nemo_rl/export.py, read backwards.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from recipes.errors import ConfigError, Problem
 from tools.nemo_rl.accepted import accepted, instance_of, is_known, is_setting
 from tools.nemo_rl.export import CONFIG_PATHS, gym_files, is_instance, rules, to_ours
 
-KEEPS_ALL = 1_000_000  # checkpoints: what published files say for all
+KEEPS_ALL = 1_000_000  # checkpoints: the number with which published files keep all
 COMPLETE = ("policy.megatron_cfg", "grpo.num_prompts_per_step", "cluster.num_nodes")  # a whole stage has these
 ROUNDS = 5
 _ABSENT = object()
@@ -37,28 +37,30 @@ _VARIABLE = re.compile(r"\$\{oc\.env:([^,}]+)[^}]*\}")
 
 
 @dataclass(slots=True)
-class Theirs:
-    """One configuration of theirs with our names."""
+class TranslatedFile:
+    """One configuration of NeMo RL under our names."""
 
     name: str
     values: dict[str, Any] = field(default_factory=dict)  # our dotted key -> value
     lost: dict[str, str] = field(default_factory=dict)  # their dotted key -> what to do about it
-    is_complete: bool = True  # what it leaves out has the value of their code, not that of a file we cannot see
+    is_complete: bool = (
+        True  # a key it leaves out has the default of NeMo RL's code, not a value from a file that we lack
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Import:
-    """The overlay that makes one of our files theirs."""
+class ImportedOverlay:
+    """The overlay that gives one of our files the values of theirs."""
 
     base: LoadedConfig
     overlay: Mapping[str, Any]  # nested; `~key` deletes
     lost: Mapping[str, str]  # their dotted key -> what to do about it
 
 
-def read_file(path: Path, *, is_partial: bool = False) -> Theirs:
+def read_file(path: Path, *, is_partial: bool = False) -> TranslatedFile:
     """Return a file of theirs under our names; raises `ConfigError` when it or one of its parents cannot be read.
 
-    With `is_partial` a parent that is not there is left out.
+    With `is_partial` a parent that does not exist is left out.
     """
     tree, missing = _read(path, is_partial=is_partial)
     theirs = translate(tree, display_name(path))
@@ -69,11 +71,11 @@ def read_file(path: Path, *, is_partial: bool = False) -> Theirs:
     return theirs
 
 
-def import_over(theirs: Theirs, bases: Sequence[LoadedConfig]) -> Import:
+def import_over(theirs: TranslatedFile, bases: Sequence[LoadedConfig]) -> ImportedOverlay:
     """Return the overlay over the base with the fewest differences."""
     base = min(bases, key=lambda base: len(_differences(base.tree, _with_files(theirs, base)[0])))
     values, lost = _with_files(theirs, base)
-    return Import(base=base, overlay=_overlay(base, theirs, values), lost=theirs.lost | lost)
+    return ImportedOverlay(base=base, overlay=_overlay(base, theirs, values), lost=theirs.lost | lost)
 
 
 def _read(path: Path, *, is_partial: bool) -> tuple[dict[str, Any], list[str]]:
@@ -90,20 +92,20 @@ def _merged(path: Path, missing: list[str], seen: list[Path], *, is_partial: boo
     try:
         config = OmegaConf.load(path)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
-        got = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
-        raise _unreadable(where, str(got), "check the path, or the YAML") from error
+        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        raise _unreadable(where, f"this file cannot be read ({reason})", "check the path, or the YAML") from error
     if not isinstance(config, DictConfig) or not config:
-        raise _unreadable(where, "no mapping", "give a NeMo RL configuration")
+        raise _unreadable(where, "this file has no `key: value` lines", "give a configuration of NeMo RL")
     parents = config.pop("defaults", [])
     below = OmegaConf.create({})
     for name in [parents] if isinstance(parents, str) else parents:
         parent = Path(path.parent, str(name))
         if parent.resolve() in [known.resolve() for known in (*seen, path)]:
-            raise _unreadable(f"{where}: defaults", f"{name}, a circle", "break the circle")
+            raise _unreadable(f"{where}: defaults", f"{name} is among the parents already", "remove it here")
         if not parent.is_file():
             if not is_partial:
                 fix = "put it there, or name the stage of ours that stands for it: BASE=..."
-                raise _unreadable(f"{where}: defaults", f"{name}, which does not exist", fix)
+                raise _unreadable(f"{where}: defaults", f"{name} does not exist", fix)
             missing.append(str(name))
             continue
         below = _over(below, _merged(parent, missing, [*seen, path], is_partial=is_partial))
@@ -120,23 +122,23 @@ def _over(below: DictConfig, config: DictConfig) -> DictConfig:
     return merged
 
 
-def _unreadable(where: str, got: str, fix: str) -> ConfigError:
-    return ConfigError(Problem(where=where, got=got, expected="a configuration of NeMo RL", fix=fix))
+def _unreadable(where: str, wrong: str, fix: str) -> ConfigError:
+    return ConfigError(Problem(where=where, wrong=wrong, fix=fix))
 
 
-def translate(tree: Mapping[str, Any], name: str) -> Theirs:
-    """Return a tree of theirs under our names, with what has none."""
-    theirs = Theirs(name)
+def translate(tree: Mapping[str, Any], name: str) -> TranslatedFile:
+    """Return a tree of NeMo RL under our names, and what has no name here."""
+    theirs = TranslatedFile(name)
     if isinstance(lookup(tree, "data.train"), list):
-        raise _unreadable(f"{name}: data.train", "several datasets", "blend them into one file first")
+        raise _unreadable(f"{name}: data.train", "several datasets are listed", "blend them into one file first")
     raw: dict[str, Any] = _mapped(tree, lambda text: _VARIABLE.sub(r"$\1", text))
     for key, variable in rules()["given_at_launch"].items():
         value = lookup(raw, key)
         if value not in (None, UNSET):
             theirs.lost[key] = f"given at launch by {variable}"
-            if str(value).startswith("/"):  # also where it is typed again
+            if str(value).startswith("/"):  # also in other keys that repeat it
                 raw = _mapped(raw, functools.partial(_unset, given=str(value)))
-            put(raw, key, UNSET)  # and so what is made from it
+            put(raw, key, UNSET)  # and so in values made from it
     plain, failures = resolve(raw)
     for key, reason in failures.items():
         drop(plain, key)
@@ -158,8 +160,8 @@ def translate(tree: Mapping[str, Any], name: str) -> Theirs:
     return theirs
 
 
-def _take(theirs: Theirs, key: str, value: Any) -> None:
-    """Add a value, unless it is one that our files cannot have."""
+def _take(theirs: TranslatedFile, key: str, value: Any) -> None:
+    """Add a value, unless our schema refuses it."""
     node = declared().get(key)
     if node is None or value == UNSET or Draft202012Validator(node).is_valid(value):
         theirs.values[key] = value
@@ -183,8 +185,8 @@ def _unset(text: str, *, given: str) -> str:
     return f"{UNSET_TOKEN}{text.removeprefix(given)}" if text.startswith(f"{given}/") else text
 
 
-def _restore_copies(plain: dict[str, Any], theirs: Theirs) -> None:
-    """Give our key the value that their code reads: its own, or where that is absent that of the copy."""
+def _restore_copies(plain: dict[str, Any], theirs: TranslatedFile) -> None:
+    """Give our key the value that NeMo RL's code reads: its own, or that of the older copy where it has none."""
     for copied, ours in rules()["copy"].items():
         value = lookup(plain, copied)
         if value is not None and lookup(plain, ours) is None:
@@ -215,7 +217,7 @@ def _our_value(key: str, value: Any) -> Any:
 
 
 def _advice(key: str, value: Any) -> tuple[str, str]:
-    """Return the key, or the block around it that has no counterpart as a whole, and what to do about it."""
+    """Return what to do about a key without a counterpart, under its name or that of a whole block without one."""
     for name in (key, *_parents(key)):
         if hint := upstream_hint(name):
             return (name, f"{show(value)}: {hint}" if name == key else hint)
@@ -230,16 +232,16 @@ def _parents(key: str) -> Iterator[str]:
         yield key
 
 
-def _add_defaults(theirs: Theirs) -> None:
-    """Add what their code does where a complete file says nothing."""
+def _add_defaults(theirs: TranslatedFile) -> None:
+    """Add the defaults of NeMo RL's code for keys that a complete file leaves out."""
     said = {*theirs.values, *theirs.lost}
     for key, spec in accepted().items():
         if spec.has_default and key in declared() and not any(k == key or k.startswith(f"{key}.") for k in said):
             _take(theirs, key, _our_value(key, spec.default))
 
 
-def _with_files(theirs: Theirs, base: LoadedConfig) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values with our files for those of NeMo Gym, and what has no counterpart beside this base."""
+def _with_files(theirs: TranslatedFile, base: LoadedConfig) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values with our environment files in place of NeMo Gym's, and what has no counterpart in this base."""
     values: dict[str, Any] = dict(theirs.values)
     lost: dict[str, str] = {}
     listed = values.pop(CONFIG_PATHS, None)
@@ -269,14 +271,14 @@ def _differences(tree: Mapping[str, Any], values: Mapping[str, Any]) -> list[str
     return [key for key, value in values.items() if flat.get(key, lookup(tree, key)) != value]
 
 
-def _overlay(base: LoadedConfig, theirs: Theirs, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the smallest overlay: what follows from other keys is written only where it does not follow."""
+def _overlay(base: LoadedConfig, theirs: TranslatedFile, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the smallest overlay: a computed value is written only where it differs from what is computed."""
     raw = copy.deepcopy(dict(base.raw))
     chosen: dict[str, Any] = {}
     for round_ in range(ROUNDS):
         tree = resolve(raw)[0]
         wrong = _differences(tree, values)
-        if round_ == 0:  # first what is typed in the base, then what is still wrong of what is made from it
+        if round_ == 0:  # first the values that the base states, then the computed ones that still differ
             wrong = [key for key in wrong if "${" not in str(lookup(base.raw, key))] or wrong
         if not wrong:
             break
@@ -292,8 +294,8 @@ def _overlay(base: LoadedConfig, theirs: Theirs, values: Mapping[str, Any]) -> d
     return overlay
 
 
-def _surplus(base: LoadedConfig, theirs: Theirs, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys of free blocks that the base has and a complete configuration of theirs has not."""
+def _surplus(base: LoadedConfig, theirs: TranslatedFile, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys of blocks with free keys that the base has and a complete configuration of NeMo RL lacks."""
     if not theirs.is_complete:
         return
     for key, value in leaves(base.tree).items():

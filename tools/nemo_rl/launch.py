@@ -1,4 +1,4 @@
-"""A launch of NeMo RL's own entrypoint: what the launch adds to its configuration, its environment, its command."""
+"""A launch of NeMo RL's own entrypoint: configuration with what only a launch knows, environment, command."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from recipes.config.merge import OVERRIDE, drop, put
 from recipes.config.schema import lookup
 from recipes.config.yaml_files import parse_value
 from recipes.errors import Problem
+from recipes.files import write_atomically
 from tools.nemo_rl.accepted import instance_of, is_known, key_problem
-from tools.nemo_rl.export import Export, engine, export, render_export, rules
+from tools.nemo_rl.export import ExportedConfig, engine, export, render_export, rules
 from tools.planning.contract import Contract
 
 FILE_NAME = "nemo_rl.yaml"
 PARSER = "policy.generation.vllm_cfg.reasoning_parser_plugin"
 VLLM = "policy.generation.vllm_kwargs"
-SIZES = ("cluster", "policy.generation.colocated", "env.nemo_gym.num_gpu_nodes")  # what node totals are made of
+SIZES = ("cluster", "policy.generation.colocated", "env.nemo_gym.num_gpu_nodes")  # node totals follow from these
 
 
-def exported_for(loaded: LoadedConfig, contract: Contract, run_dir: Path) -> Export:
-    """Return the configuration in their form, with what the launch knows."""
+def exported_for(loaded: LoadedConfig, contract: Contract, run_dir: Path) -> ExportedConfig:
+    """Return the configuration in NeMo RL's form, with the values that only a launch knows."""
     plain = export(loaded)
     tree, sources = copy.deepcopy(dict(plain.tree)), dict(plain.sources)
     changes: dict[str, Any] = {
@@ -35,7 +36,9 @@ def exported_for(loaded: LoadedConfig, contract: Contract, run_dir: Path) -> Exp
         PARSER: str(Path(contract["NEMO_RL_DIR"]) / lookup(tree, PARSER)),
     }
     if lookup(tree, "policy.tokenizer.name") == lookup(tree, "policy.model_name"):
-        changes["policy.tokenizer.name"] = "${policy.model_name}"  # which the beginning of a job may still replace
+        changes["policy.tokenizer.name"] = (
+            "${policy.model_name}"  # the job may replace it at its start by a newer export
+        )
     if contract.is_set("ENABLE_MTP_INFERENCE"):
         changes |= {
             "policy.generation.vllm_cfg.enable_prefix_caching": False,
@@ -51,20 +54,19 @@ def exported_for(loaded: LoadedConfig, contract: Contract, run_dir: Path) -> Exp
     for key, value in changes.items():
         put(tree, key, value)
         sources[key] = "launch"
-    return Export(tree=tree, sources=sources, notes=plain.notes, problems=plain.problems)
+    return ExportedConfig(tree=tree, sources=sources, notes=plain.notes, problems=plain.problems)
 
 
 def write_config(loaded: LoadedConfig, contract: Contract, run_dir: Path) -> Path:
     """Write the file that the driver reads into the run directory; return its path."""
     path = run_dir / FILE_NAME
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("\n".join(render_export(loaded, exported_for(loaded, contract, run_dir))) + "\n")
-    partial.replace(path)
+    lines = render_export(loaded, exported_for(loaded, contract, run_dir))
+    write_atomically(path, ("\n".join(lines) + "\n").encode())
     return path
 
 
 def environment(contract: Contract, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that their driver needs; those that the user has set win."""
+    """Return the variables that NeMo RL's driver needs; those that the user has set win."""
     values = {"cache": contract["PERSISTENT_CACHE"], "name": contract["EXP_NAME"], "venvs": contract["GYM_VENV_DIR"]}
     return {name: environ.get(name) or text.format(**values) for name, text in rules()["environment"].items()}
 
@@ -72,7 +74,7 @@ def environment(contract: Contract, environ: Mapping[str, str]) -> dict[str, str
 def driver_words(contract: Contract, environ: Mapping[str, str], run_dir: Path) -> tuple[str, ...]:
     """Return the driver's command after the interpreter; the user's own overrides come last and win.
 
-    The start weights stand in the command, where the beginning of a job replaces them by the checkpoint they are then.
+    The start weights stand in the command because a job that waits for its parent stage replaces them when it begins.
     """
     return (
         *("-m", "tools.nemo_rl.driver"),
@@ -86,24 +88,24 @@ def driver_words(contract: Contract, environ: Mapping[str, str], run_dir: Path) 
 
 
 def override_problems(tree: Mapping[str, Any], words: Sequence[str]) -> Iterator[Problem]:
-    """Yield a problem for each word that their override parser would refuse, or would take and nobody would read."""
+    """Yield a problem for each word that NeMo RL's override parser refuses, or takes although nothing reads the key."""
     for word in words:
         where, match = f"EXTRA_HYDRA_ARGS: {word}", OVERRIDE.fullmatch(word)
         if match is None or (match["value"] is None and match["sign"] != "~"):
-            expected = f"key=value, +key=value, ++key=value or ~key ({engine()})"
-            yield Problem(where=where, got="no override", expected=expected, fix="correct it")
+            fix = "write key=value, +key=value, ++key=value or ~key"
+            yield Problem(where=where, wrong=f"this is not an override of {engine()}", fix=fix)
             continue
         key, sign = match["key"], match["sign"] or ""
         if any(key == name or key.startswith(f"{name}.") for name in SIZES):
             fix = f"give {key}=... to super_launch.sh or as ARGS of make, where nodes are counted"
-            yield Problem(where=where, got="a size", expected="a key that decides no allocation", fix=fix)
+            yield Problem(where=where, wrong="this key decides how many nodes the job asks for", fix=fix)
             continue
         is_there = _has(tree, key)
         if sign in ("", "~") and not is_there:
             fix = f"write ++{key}=..." if is_known(key) or instance_of(key) else "correct the name"
-            yield Problem(where=where, got="no such key", expected="a key of the configuration", fix=fix)
+            yield Problem(where=where, wrong="there is no such key", fix=fix)
         elif sign == "+" and is_there:
-            yield Problem(where=where, got="a key that is there", expected="a new key", fix=f"write {key}=...")
+            yield Problem(where=where, wrong="this key is there already", fix=f"write {key}=...")
         elif sign != "~" and not instance_of(key):
             value, unreadable = parse_value(match["value"], where=where)
             found = None if unreadable else key_problem(key, value, where)

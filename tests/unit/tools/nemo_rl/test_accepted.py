@@ -10,23 +10,23 @@ import pytest
 from recipes.config.load import load_config
 from recipes.config.merge import drop, put
 from recipes.config.schema import CONFIG_DIR
-from tools.nemo_rl.accepted import Key, accepted, check, gym_files, is_known, is_setting
-from tools.nemo_rl.export import Export, export
+from tools.nemo_rl.accepted import NemoRlKey, accepted, check, gym_files, is_known, is_setting
+from tools.nemo_rl.export import ExportedConfig, export
 
 
 @pytest.fixture(scope="module")
-def exported() -> Export:
+def exported() -> ExportedConfig:
     return export(load_config(CONFIG_DIR / "stage1_rlvr.yaml"))
 
 
 @pytest.fixture
-def tree(exported: Export) -> dict[str, Any]:
+def tree(exported: ExportedConfig) -> dict[str, Any]:
     return copy.deepcopy(dict(exported.tree))
 
 
 def test_types_are_read_from_the_text() -> None:
-    assert accepted()["loss_fn.kl_input_clamp_value"] == Key(("number", "null"), False, True, 20.0)
-    assert accepted()["grpo.num_prompts_per_step"] == Key(("integer",), True, False, None)
+    assert accepted()["loss_fn.kl_input_clamp_value"] == NemoRlKey(("number", "null"), False, True, 20.0)
+    assert accepted()["grpo.num_prompts_per_step"] == NemoRlKey(("integer",), True, False, None)
     assert accepted()["policy.megatron_cfg.env_vars"].default is None
 
 
@@ -42,7 +42,7 @@ def test_types_are_read_from_the_text() -> None:
     ],
 )
 def test_type_takes_its_values_only(types: tuple[str, ...], good: list[Any], bad: list[Any]) -> None:
-    key = Key(types, False, False, None)
+    key = NemoRlKey(types, False, False, None)
     assert all(key.takes(value) for value in good)
     assert not any(key.takes(value) for value in bad)
 
@@ -52,26 +52,26 @@ def test_export_is_accepted(tree: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "got", "fix"),
+    ("key", "value", "what", "fix"),
     [
-        ("grpo.num_prompts_per_stp", 4, "a key that NeMo RL does not read", "did you mean grpo.num_prompts_per_step?"),
-        ("grpo.lr", 1.0, "a key that NeMo RL does not read", "did you mean policy.megatron_cfg.optimizer.lr?"),
-        ("frobnicate", 1, "a key that NeMo RL does not read", "delete it"),
+        ("grpo.num_prompts_per_stp", 4, "NeMo RL does not read this key", "did you mean grpo.num_prompts_per_step?"),
+        ("grpo.lr", 1.0, "NeMo RL does not read this key", "did you mean policy.megatron_cfg.optimizer.lr?"),
+        ("frobnicate", 1, "NeMo RL does not read this key", "delete it"),
         ("grpo.seed", "many", '"many"', "correct the value"),
         ("checkpointing.keep_top_k", None, "null", "correct the value"),
         ("env.nemo_gym.polcy_model", 4, "4", "delete it"),
-        ("env.nemo_gym.code_gn", {"resources_servers": {"code_gen": {}}}, "an instance that nothing declares",
-         "did you mean code_gen?"),
-        ("env.nemo_gym.code_gen.resource_servers", {}, "{}", "correct it"),
-        ("env.nemo_gym.code_gen.resources_servers.code_gen.debugg", True, "a setting that the server does not read",
+        ("env.nemo_gym.code_gn", {"resources_servers": {"code_gen": {}}},
+         "no file of config_paths declares this instance", "did you mean code_gen?"),
+        ("env.nemo_gym.code_gen.resource_servers", {}, "{}", "name the kind of server"),
+        ("env.nemo_gym.code_gen.resources_servers.code_gen.debugg", True, "the server does not read this setting",
          "did you mean debug?"),
     ],
 )  # fmt: skip
-def test_wrong_key_is_named_with_the_fix(tree: dict[str, Any], key: str, value: Any, got: str, fix: str) -> None:
+def test_wrong_key_is_named_with_the_fix(tree: dict[str, Any], key: str, value: Any, what: str, fix: str) -> None:
     put(tree, key, value)
     (problem,) = check(tree, {key: "their.yaml"})
     assert key in problem.where
-    assert (problem.got, problem.fix) == (got, fix)
+    assert (problem.got or problem.wrong, problem.fix) == (what, fix)
 
 
 def test_missing_key_is_named(tree: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ def test_missing_key_is_named(tree: dict[str, Any]) -> None:
     drop(tree, "policy.dtensor_cfg")
     problems = check(tree, {})
     assert {problem.where for problem in problems} == {"policy.dtensor_cfg", "grpo.max_rollout_turns"}
-    assert all(problem.got == "no value" for problem in problems)
+    assert all(problem.wrong == "NeMo RL needs this key" for problem in problems)
 
 
 def test_misspelled_file_of_nemo_gym_is_named(tree: dict[str, Any]) -> None:

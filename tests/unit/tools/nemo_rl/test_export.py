@@ -13,24 +13,24 @@ from recipes.config.schema import CONFIG_DIR, declared, lookup
 from recipes.config.yaml_files import leaves
 from tools.config.show import main
 from tools.nemo_rl.accepted import accepted, is_known
-from tools.nemo_rl.export import Export, export, gym_files, is_instance, rules
+from tools.nemo_rl.export import ExportedConfig, export, gym_files, is_instance, rules
 
 SWE2 = CONFIG_DIR / "stage2_swe2.yaml"
 RLVR = CONFIG_DIR / "stage1_rlvr.yaml"
 
 
 @functools.cache
-def exported(path: Path = RLVR, *overrides: str) -> Export:
+def exported(path: Path = RLVR, *overrides: str) -> ExportedConfig:
     loaded: LoadedConfig = load_config(path, overrides)
     assert not loaded.problems
     return export(loaded)
 
 
-def noted(found: Export) -> dict[str, str]:
+def noted(found: ExportedConfig) -> dict[str, str]:
     return {problem.where.rpartition(": ")[2]: problem.fix for problem in found.notes}
 
 
-def refused(found: Export) -> list[str]:
+def refused(found: ExportedConfig) -> list[str]:
     return [problem.where.rpartition(": ")[2] for problem in found.problems]
 
 
@@ -149,7 +149,7 @@ def test_environment_without_a_counterpart_is_refused() -> None:
     found = exported(
         SWE2, "env.nemo_gym.config_paths=[environments/policy_model.yaml, environments/served.yaml]", "sif_dir=null"
     )
-    assert any("environments/served.yaml" in problem.got for problem in found.problems)
+    assert any("environments/served.yaml" in problem.wrong for problem in found.problems)
 
 
 def test_connection_of_a_served_verifier_is_lost_and_said() -> None:
@@ -165,7 +165,8 @@ def test_printed_export_is_yaml_and_the_losses_go_to_stderr(capsys: pytest.Captu
     tree = yaml.safe_load(printed.out)
     assert tree == exported(SWE2, "grpo.seed=43").tree
     assert tree["grpo"]["seed"] == 43
-    assert "config: not the same: configs/grpo_base.yaml: deadlines.refit: got 1800" in printed.err
+    deadline = "deadlines.refit: NeMo RL 0.7.0 has no such setting (value 1800); it has no such deadline"
+    assert f"config: not the same: configs/grpo_base.yaml: {deadline}" in printed.err
     assert "config: refused at launch: configs/grpo_base.yaml: env.should_mask_flagged_samples: got true" in printed.err
     assert "  seed: 43" + " " * 60 in printed.out and "# command line" in printed.out
 

@@ -14,8 +14,8 @@ from recipes.config.schema import CONFIG_DIR, lookup
 from recipes.config.stages import PLATFORMS, SCALES, config_path, load_stages
 from recipes.errors import ConfigError
 from tools.nemo_rl.export import export, render_export
-from tools.nemo_rl.import_file import main, overlays
-from tools.nemo_rl.importing import Import, import_over, read_file
+from tools.nemo_rl.import_file import main, overlays, problems_of
+from tools.nemo_rl.importing import ImportedOverlay, import_over, read_file
 
 SWE2 = CONFIG_DIR / "stage2_swe2.yaml"
 
@@ -39,7 +39,7 @@ def loaded(path: Path) -> LoadedConfig:
     return load_config(path)
 
 
-def over(base: Path, file: Path, *, is_partial: bool = False) -> Import:
+def over(base: Path, file: Path, *, is_partial: bool = False) -> ImportedOverlay:
     return import_over(read_file(file, is_partial=is_partial), [loaded(base)])
 
 
@@ -172,12 +172,12 @@ def test_baseline_and_normalisation_are_what_their_code_reads(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", "theirs.yaml: got"),
-        ("- 1\n", "theirs.yaml: got no mapping"),
-        ("", "theirs.yaml: got no mapping"),
-        ("defaults: gone.yaml\ngrpo: {seed: 1}\n", "theirs.yaml: defaults: got gone.yaml, which does not exist"),
-        ("defaults: theirs.yaml\ngrpo: {seed: 1}\n", "theirs.yaml, a circle"),
-        ("data: {train: [{data_path: a}]}\n", "theirs.yaml: data.train: got several datasets"),
+        ("a: [", "theirs.yaml: this file cannot be read ("),
+        ("- 1\n", "theirs.yaml: this file has no `key: value` lines"),
+        ("", "theirs.yaml: this file has no `key: value` lines"),
+        ("defaults: gone.yaml\ngrpo: {seed: 1}\n", "theirs.yaml: defaults: gone.yaml does not exist"),
+        ("defaults: theirs.yaml\ngrpo: {seed: 1}\n", "theirs.yaml is among the parents already"),
+        ("data: {train: [{data_path: a}]}\n", "theirs.yaml: data.train: several datasets are listed"),
     ],
 )
 def test_unreadable_file_is_one_clear_error(
@@ -193,7 +193,7 @@ def test_unreadable_file_is_one_clear_error(
 
 
 def test_file_that_is_not_there_is_one_clear_error() -> None:
-    with pytest.raises(ConfigError, match="got No such file or directory, expected a configuration of NeMo RL"):
+    with pytest.raises(ConfigError, match=r"this file cannot be read \(No such file or directory\)"):
         over(SWE2, Path("/no/such.yaml"))
 
 
@@ -218,6 +218,15 @@ def test_overlay_that_breaks_a_rule_says_what_to_correct(tmp_path: Path, capsys:
     theirs.write_text(text)
     assert main(["--file", str(theirs), "--base", "stage2.2"]) == 0
     assert "config-import: to correct: imported.yaml: policy.generation.colocated" in capsys.readouterr().err
+
+
+def test_a_problem_of_either_form_names_the_imported_file() -> None:
+    found = problems_of("# theirs\ndefaults: stage2_swe2.yaml\ngrpo: {sed: 1, seed: x}\n")
+    assert [str(problem) for problem in found] == [
+        "imported.yaml: grpo.sed: there is no such key; did you mean grpo.seed?",
+        'imported.yaml: grpo.seed: got "x", expected an integer >= 0; meaning: seed of data order, sampling and '
+        "initialisation",
+    ]
 
 
 @pytest.mark.parametrize("base", ["stage2.2/huge", "stage2.2/prod/a100", "stage9"])
