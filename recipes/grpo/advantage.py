@@ -111,7 +111,9 @@ def add_advantages(batch: TrainBatch, cfg: GrpoConfig) -> tuple[TrainBatch, dict
     clipped_BS = advantages_BS.clamp(-math.inf if low is None else low, math.inf if high is None else high)
     trained = (batch.token_mask_BS * valid_B[:, None]) > 0
     values = clipped_BS[trained]
-    num_turns = max(len(batch.turn_spans), 1)
+    num_turns = len(batch.turn_spans)
+    num_invalid = sum(span.is_invalid_tool_call for span in batch.turn_spans)
+    num_malformed = sum(span.has_malformed_thinking for span in batch.turn_spans)
     metrics = {
         "advantages/mean": values.mean().item() if values.numel() else 0.0,
         "advantages/max": values.max().item() if values.numel() else 0.0,
@@ -119,8 +121,11 @@ def add_advantages(batch: TrainBatch, cfg: GrpoConfig) -> tuple[TrainBatch, dict
         "advantages/clip_fraction": (clipped_BS != advantages_BS)[trained].double().mean().item()
         if values.numel()
         else 0.0,
-        "invalid_tool_call_rate": sum(span.is_invalid_tool_call for span in batch.turn_spans) / num_turns,
-        "malformed_thinking_rate": sum(span.has_malformed_thinking for span in batch.turn_spans) / num_turns,
+        "num_assistant_messages": float(num_turns),
+        "num_invalid_tool_calls": float(num_invalid),
+        "num_malformed_thinking": float(num_malformed),
+        "invalid_tool_call_rate": num_invalid / max(num_turns, 1),
+        "malformed_thinking_rate": num_malformed / max(num_turns, 1),
         "num_zero_advantage_groups": float(
             sum(not advantages_B[batch.group_B == group].any() for group in set(batch.group_B.tolist()))
         ),

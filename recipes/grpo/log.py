@@ -364,6 +364,8 @@ def _segments(metrics: StepMetrics, num_steps: int) -> list[tuple[str, str]]:
     if "train/token_mult_prob_error" in values:
         mean = format(values["train/token_mult_prob_error"] - 1.0, "7.1e")
     column("mismatch", None if worst is None and mean is None else f"max {worst or '?'} mean {mean or '?'}", "magenta")
+    alarm, share = values.get("train/mismatch_alarm_steps", 0.0), values.get("train/masked_seqs_share", 0.0)
+    column("MASKED", f"{share:.0%} for {alarm:.0f} steps" if alarm >= 2 else None, "bold red")
     alive, total = values.get("performance/num_engines_alive"), values.get("performance/num_engines")
     column("engines", None if alive is None or alive == total else f"{alive:.0f} of {total:.0f}", "bold red")
     column("paused", _paused(values), "bold red")

@@ -94,6 +94,26 @@ def aggregate_rollouts(groups: Sequence[Group], version: int) -> dict[str, float
     return {**metrics, **_counts(groups, rollouts), **_ages(groups, version)}
 
 
+def rates(values: Mapping[str, float], seconds: float, *, train_gpus: int, generation_gpus: int) -> dict[str, float]:
+    """Return what a step of `seconds` did per second, and per second and GPU, from its other metrics.
+
+    Where there are no GPUs, a worker of the policy and an engine count as one each.
+    """
+    tokens, samples = values["train/total_num_tokens"], values["train/num_rollouts"]
+    training = values["timing/train/policy_training"]
+    found = {
+        "performance/samples_per_sec": samples / seconds,
+        "performance/tokens_per_sec": tokens / seconds,
+        "performance/tokens_per_sec_per_gpu": tokens / seconds / (train_gpus + generation_gpus),
+        "performance/train_tokens_per_sec": values["train/global_valid_toks"] / seconds,
+        "timing/train/valid_tokens_per_sec_per_gpu": values["train/global_valid_toks"] / seconds / train_gpus,
+    }
+    if training > 0:
+        found["performance/policy_training_tokens_per_sec"] = tokens / training
+        found["performance/policy_training_tokens_per_sec_per_gpu"] = tokens / training / train_gpus
+    return found
+
+
 def merge_groups(columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     """Reduce per-group values by name: extrema stay extrema, `total_turns` is summed, the rest is averaged.
 
@@ -177,11 +197,16 @@ def _counts(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict[str, f
     """Count how the rollouts ended, and the groups without a training signal."""
     statuses = Counter(rollout.status for rollout in rollouts)
     counts = {f"rollout_status/{status.value}": float(statuses[status]) for status in RolloutStatus}
+    prompts = [len(rollout.turns[0].prompt_token_ids) for rollout in rollouts if rollout.turns]
+    if prompts:
+        counts["mean_prompt_length"] = sum(prompts) / len(prompts)  # tokens before the first answer
     rewards = [{rollout.reward for rollout in group.rollouts if rollout.is_valid} for group in groups]
     trainable = [group.num_valid >= 2 for group in groups]
     return {
         **counts,
         "num_rollouts": float(len(rollouts)),
+        "num_flagged_samples": float(sum(rollout.is_flagged for rollout in rollouts)),
+        "total_num_tokens": float(sum(_num_tokens(rollout) for rollout in rollouts)),  # unpadded, prompts included
         "num_groups": float(len(groups)),
         "num_groups_too_few_valid": float(trainable.count(False)),
         "num_groups_zero_variance": float(

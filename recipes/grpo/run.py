@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from recipes.config.derive import derive
 from recipes.config.tree import Config
 from recipes.errors import PolicyError, RecipeError, StalledError
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.checkpoint import LedgerEntry, SavedState, prune, save_checkpoint
 from recipes.grpo.data import DataIdentity
 from recipes.grpo.log import RunLogger
-from recipes.grpo.metrics import StepMetrics, aggregate_rollouts
+from recipes.grpo.metrics import StepMetrics, aggregate_rollouts, rates
 from recipes.grpo.refit import WeightSink, WeightSource
 from recipes.grpo.rollout import RolloutCollector, Sampler
 from recipes.grpo.validate import ValidationSet
@@ -24,6 +25,7 @@ from recipes.types import Group, TrainBatch
 
 logger = logging.getLogger(__name__)
 
+_MAX_MASKED_SHARE, _MASKED_STEPS = 0.1, 5  # the alarm: of the sequences, for this many steps in a row
 _ROLLOUTS_LOGGED = 8  # per step: enough to see what the policy writes, while the log stays smaller than the checkpoints
 
 
@@ -92,6 +94,7 @@ class Run:
     metrics: StepMetrics = field(default_factory=lambda: StepMetrics(0))  # of the step in progress
     _groups: list[Group] = field(default_factory=list)  # of the step in progress
     _logged_step: int = -1
+    _masked_steps: int = 0  # in a row, with too many sequences masked by the mismatch test
     _logged_at: float = field(default_factory=time.monotonic)
     _save_seconds: float = 0.0  # of the checkpoint written since the last record
     _last_stats: dict[str, float] = field(default_factory=dict)
@@ -147,6 +150,8 @@ class Run:
             self.state.step_seconds = 0.8 * (self.state.step_seconds or seconds) + 0.2 * seconds
             metrics.add(aggregate_rollouts(groups, self.state.step - 1))
             metrics.add({"buffer_size": float(len(self.buffer))})
+            metrics.add({"wd": self.config.policy.megatron_cfg.optimizer.weight_decay})
+            metrics.add(self._mismatch_alarm(metrics.as_dict()))
             metrics.add(self.collector.environment_metrics())
             metrics.add(self._shares(metrics, seconds), prefix="")
             self.logger.log_rollouts("train", self.state.step, groups, limit=_ROLLOUTS_LOGGED)
@@ -154,6 +159,23 @@ class Run:
         times = {"total_step_time": seconds, "checkpointing": self._save_seconds}
         metrics.add(times, prefix="timing/train/")
         self._save_seconds = 0.0
+
+    def _mismatch_alarm(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Count the steps in a row in which the mismatch test masks more than a tenth of the sequences; say so.
+
+        Training then goes on with what engine and policy agree on: silently, it would learn from easy prompts only.
+        """
+        share = values.get("train/num_masked_seqs_by_logprob_error", 0.0) / values["train/num_rollouts"]
+        self._masked_steps = self._masked_steps + 1 if share > _MAX_MASKED_SHARE else 0
+        if self._masked_steps >= _MASKED_STEPS:
+            logger.error(
+                "step %d: %.0f%% of the sequences are masked because engine and policy disagree on their tokens "
+                "(grpo.seq_logprob_error_threshold), more than a tenth in each of the last %d steps",
+                self.state.step,
+                100 * share,
+                self._masked_steps,
+            )
+        return {"masked_seqs_share": share, "mismatch_alarm_steps": float(self._masked_steps)}
 
     def save(self) -> None:
         """Write a checkpoint of everything up to the step just logged."""
@@ -249,10 +271,10 @@ class Run:
         totals: dict[str, float] = {}
         timing = metrics.as_dict()
         trained = timing["timing/train/policy_training"]
-        shares = {
-            "performance/train_tokens_per_sec": timing["train/global_valid_toks"] / seconds,
-            "idle/policy": max(0.0, 1.0 - trained / seconds),
-        }
+        sizes = derive(self.config)
+        shares = rates(timing, seconds, train_gpus=sizes.train_gpus, generation_gpus=sizes.generation_gpus)
+        shares["idle/policy"] = max(0.0, 1.0 - trained / seconds)
+        shares["idle/buffer_starvation"] = timing["timing/train/exposed_generation"] / seconds
         try:
             stats = self.generation.stats()
         except RecipeError as error:  # only what is measured of the engines is missing then
@@ -265,6 +287,9 @@ class Run:
         self._last_stats = totals
         return shares | {
             "performance/generation_tokens_per_sec": gained["generated_tokens"] / seconds,
+            "performance/generation_tokens_per_sec_per_gpu": gained["generated_tokens"]
+            / seconds
+            / sizes.generation_gpus,
             "idle/generation": max(0.0, 1.0 - gained["busy_seconds"] / (seconds * len(stats))),
         }
 

@@ -116,4 +116,6 @@ def test_flagged_turn_then_clip() -> None:
     got, metrics = add_advantages(batch([1.0, 0.0], [0, 0], [1.0, 1.0], spans), config(advantage_clip_low=-0.5))
     assert got.advantages_BS.tolist() == [[1.0, -0.5, -0.5, 1.0], [-0.5, -0.5, -0.5, -0.5]]
     assert metrics["invalid_tool_call_rate"] == 0.5
+    assert (metrics["num_assistant_messages"], metrics["num_invalid_tool_calls"]) == (2.0, 1.0)
+    assert metrics["num_malformed_thinking"] == metrics["malformed_thinking_rate"] == 0.0
     assert metrics["advantages/clip_fraction"] == pytest.approx(5 / 6)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.grpo.metrics import StepMetrics, aggregate_rollouts, merge_groups, percentile
+from recipes.grpo.metrics import StepMetrics, aggregate_rollouts, merge_groups, percentile, rates
 from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
 
 
@@ -89,6 +89,34 @@ def test_lengths_ends_and_verifier_extras(groups: list[Group]) -> None:
     assert metrics["natural_termination_rate"] == pytest.approx((2 / 3 + 1) / 2)
     assert metrics["math/exact/mean"] == 0.5
     assert "mcqa/exact/mean" not in metrics
+
+
+def test_tokens_and_flags_are_counted_over_all_rollouts(groups: list[Group]) -> None:
+    flagged = make_group(2, [make_rollout(1.0, make_turn({5: 1}, prompt=11), is_flagged=True), make_rollout(None)])
+    metrics = aggregate_rollouts([*groups, flagged], version=5)
+    # Sampled: 10 + 6 + 100 + 1 + 3 + 6 + 8 + 1; prompts: seven turns of 3 but one of 1, and 11.
+    assert metrics["total_num_tokens"] == 135 + 6 * 3 + 1 + 11
+    assert metrics["mean_prompt_length"] == pytest.approx((6 * 3 + 11) / 7)  # of seven rollouts that have a turn
+    assert metrics["num_flagged_samples"] == 1.0
+    assert "mean_prompt_length" not in aggregate_rollouts([make_group(0, [make_rollout(None)])], version=0)
+
+
+def test_rates_per_second_and_gpu() -> None:
+    values = {
+        "train/total_num_tokens": 1200.0,
+        "train/num_rollouts": 12.0,
+        "train/global_valid_toks": 600.0,
+        "timing/train/policy_training": 2.0,
+    }
+    assert rates(values, 4.0, train_gpus=3, generation_gpus=2) == {
+        "performance/samples_per_sec": 3.0,
+        "performance/tokens_per_sec": 300.0,
+        "performance/tokens_per_sec_per_gpu": 60.0,
+        "performance/train_tokens_per_sec": 150.0,
+        "timing/train/valid_tokens_per_sec_per_gpu": 50.0,
+        "performance/policy_training_tokens_per_sec": 600.0,
+        "performance/policy_training_tokens_per_sec_per_gpu": 200.0,
+    }
 
 
 def test_ages_are_per_group_and_per_token(groups: list[Group]) -> None:

@@ -253,3 +253,20 @@ def test_an_environment_that_stays_down_ends_the_run_by_name_and_saved(tmp_path:
     assert isinstance(failure, StalledError)
     assert "code" in str(failure)
     assert policy_step(tmp_path) == 4
+
+
+def test_many_masked_sequences_in_a_row_raise_an_alarm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = make_run(tmp_path, [str(number) for number in range(20)])
+    masked = iter([1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0])  # of four sequences
+    train_step = run.policy.train
+    run.policy.train = lambda batch: {  # type: ignore[method-assign]
+        **train_step(batch),
+        "num_masked_seqs_by_logprob_error": next(masked),
+    }
+    assert drive(run) is None
+    counts = [record["train/mismatch_alarm_steps"] for record in records(tmp_path)]
+    assert counts == [1, 0, 1, 2, 3, 4, 5, 6, 0, 1]
+    alarms = [entry.message for entry in caplog.records if "are masked because" in entry.message]
+    assert [alarm.split(":")[0] for alarm in alarms] == ["step 7", "step 8"]
+    assert "25% of the sequences" in alarms[0]
+    assert records(tmp_path)[0]["train/wd"] == run.config.policy.megatron_cfg.optimizer.weight_decay
