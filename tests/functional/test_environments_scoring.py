@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -19,7 +17,9 @@ import pytest
 from recipes.environments.contract.responses import message_item
 from recipes.environments.contract.verdict import NoVerdict, Verdict
 from recipes.environments.registry import VERIFIERS
+from recipes.environments.scoring.jail import Jail
 from recipes.environments.scoring.pool import ScoringPool
+from recipes.environments.scoring.process import ScoringProcess
 from recipes.types import RolloutStatus
 
 pytestmark = pytest.mark.functional
@@ -105,21 +105,57 @@ async def test_a_process_that_dies_once_is_replaced(pool: ScoringPool, which: in
     assert verdict.reward == 1.0
 
 
-async def test_a_process_that_keeps_dying_is_no_verdict(pool: ScoringPool) -> None:
-    async def kill_workers() -> None:
-        while True:
-            for worker in workers_of(os.getpid())[:1]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(worker, signal.SIGKILL)
-            await asyncio.sleep(0.01)
-
-    killer = asyncio.create_task(kill_workers())
+async def test_a_process_that_keeps_dying_is_no_verdict(pool: ScoringPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Jail, "command", lambda *_: ["/bin/sh", "-c", "echo out of order >&2; kill -9 $$"])
     verdict = await pool.score(VERIFIERS["math_with_judge"], math_task(), boxed("5"))
-    assert not killer.done(), killer.exception()
-    killer.cancel()
     assert isinstance(verdict, NoVerdict)
     assert verdict.status is RolloutStatus.ENV_FAILED
-    assert re.search(r"the scoring process died \(exit status -9.*\)", verdict.reason)
+    assert "the scoring process died (exit status -9: out of order) (3 attempts)" in verdict.reason
+
+
+async def test_a_busy_machine_costs_no_reward(pool: ScoringPool) -> None:
+    """What is too slow is decided by processor time: a scorer that gets none is not blamed."""
+    await pool.score(VERIFIERS["math_with_judge"], math_task(), boxed("5"))
+    scorer = workers_of(os.getpid())[-1]
+    os.kill(scorer, signal.SIGSTOP)
+    scoring = asyncio.create_task(pool.score(VERIFIERS["math_with_judge"], math_task("7"), boxed("7")))
+    await asyncio.sleep(2.0)  # longer than cpu_seconds
+    os.kill(scorer, signal.SIGCONT)
+    assert (await scoring).reason == "7 equals 7"
+
+
+async def test_waiting_for_a_free_process_is_not_scoring(pool: ScoringPool) -> None:
+    await pool.score(VERIFIERS["math_with_judge"], math_task(), boxed("5"))
+    scorer = workers_of(os.getpid())[-1]
+    os.kill(scorer, signal.SIGSTOP)
+    first = asyncio.create_task(pool.score(VERIFIERS["math_with_judge"], math_task("6"), boxed("6"), seconds=2.0))
+    await asyncio.sleep(0.2)
+    second = asyncio.create_task(pool.score(VERIFIERS["math_with_judge"], math_task("7"), boxed("7"), seconds=30.0))
+    late = await first
+    assert isinstance(late, NoVerdict), "no time on the clock is a failure of the machine, not of the answer"
+    assert "no score within 2 s" in late.reason
+    assert (await second).reason == "7 equals 7"
+
+
+async def test_loading_is_tried_again_and_then_gives_no_verdict(
+    pool: ScoringPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+    load = ScoringProcess.load
+
+    def slow_twice(process: ScoringProcess, verifier: Any, seconds: float) -> None:
+        tried.append(seconds)
+        load(process, verifier, 0.01 if len(tried) <= too_slow else seconds)
+
+    monkeypatch.setattr(ScoringProcess, "load", slow_twice)
+    too_slow = 2
+    assert (await pool.score(VERIFIERS["math_with_judge"], math_task(), boxed("5"))).reason == "5 equals 5"
+    pool._processes[0].stop()
+    tried.clear()
+    too_slow = 3
+    verdict = await pool.score(VERIFIERS["math_with_judge"], math_task("6"), boxed("6"))
+    assert isinstance(verdict, NoVerdict)
+    assert verdict.reason.endswith("could not be loaded: not within 60 s (3 attempts)")
 
 
 async def test_an_error_in_a_verifier_is_no_verdict(pool: ScoringPool) -> None:

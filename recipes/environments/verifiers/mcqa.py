@@ -29,7 +29,9 @@ SERVER_MODES = (*ROW_MODES, ANSWER_COLON_MARKDOWN)
 FOREIGN = ("\u0623\u0628\u062c\u062f", "\u0985\u09ac\u09a1\u09a2", "\uff21\uff22\uff23\uff24")
 FOREIGN_LETTERS = {ord(char): f" {latin}" for letters in FOREIGN for char, latin in zip(letters, "ABCD", strict=True)}
 ALONE = r"(?<![A-Za-z0-9])[A-Za-z](?![A-Za-z0-9])"
-LIST_SEPARATOR = r"\W*(?:[/|&,;]|\bor\b|\band\b)\W*|\s+"  # between letters offered as a list
+LIST_SIGNS = frozenset("/|&,;")  # between letters offered as a list; so are the words below, and mere space
+LIST_WORDS = frozenset({"or", "and"})
+WRAPPER = "\\text{"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +110,16 @@ def _normal(text: str) -> str:
 
 
 def _without_wrappers(text: str) -> str:
-    r"""Remove outer `\text{...}` around the whole text."""
-    while match := re.fullmatch(r"\\text\{(.*)\}", text := text.strip(), re.DOTALL):
-        text = match.group(1)
-    return text
+    r"""Remove outer `\text{...}` around the whole text, in one pass however deep they are."""
+    text = text.strip()
+    start, end = 0, len(text)
+    while end - start > len(WRAPPER) and text.startswith(WRAPPER, start) and text[end - 1] == "}":
+        start, end = start + len(WRAPPER), end - 1
+        while start < end and text[start].isspace():
+            start += 1
+        while start < end and text[end - 1].isspace():
+            end -= 1
+    return text[start:end]
 
 
 def _last_boxed(text: str) -> str | None:
@@ -185,12 +193,20 @@ def _letter_of_line(line: str, letters: frozenset[str]) -> str | None:
     named = [match for match in re.finditer(ALONE, line) if match.group().upper() in letters]
     for left, right in pairwise(named):
         between = line[left.end() : right.start()]
-        if left.group().upper() != right.group().upper() and re.fullmatch(LIST_SEPARATOR, between, re.IGNORECASE):
+        if left.group().upper() != right.group().upper() and _separates(between):
             return None
     capitals = [match.group() for match in re.finditer(ALONE, line) if match.group().isupper()]
     leading = re.match(ALONE, line)
     letter = leading.group().upper() if leading else capitals[-1] if capitals else None
     return letter if letter in letters else None
+
+
+def _separates(between: str) -> bool:
+    """Return whether what stands between two letters makes them a list."""
+    words = re.findall(r"\w+", between)
+    if words:
+        return len(words) == 1 and words[0].lower() in LIST_WORDS
+    return between.isspace() or not LIST_SIGNS.isdisjoint(between)
 
 
 READERS = {

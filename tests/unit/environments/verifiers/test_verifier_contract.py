@@ -14,6 +14,7 @@ import pytest
 from recipes.environments.contract.responses import function_call_item, message_item, reasoning_item
 from recipes.environments.contract.verdict import Verdict
 from recipes.environments.registry import AGENTS, LATER_AGENTS, VERIFIERS, find_agent
+from recipes.environments.verifiers import mcqa
 
 ROWS: dict[str, dict[str, Any]] = {
     "math_with_judge": {"question": "q", "expected_answer": "\\frac{1}{2}"},
@@ -67,6 +68,59 @@ def test_junk_gives_a_finite_reward_in_range_twice_the_same_in_bounded_time(name
         assert verdict.reason
         assert verdict == verifier.score(response, task)
         assert all(isinstance(value, float) for value in verdict.metrics.values())
+
+
+# What is slow for some way of reading text: repeated, nested, or never closed. 100 kB each.
+WORST = (
+    *("A,", ",", "A or ", " ", "\n", "\\text{", "\\boxed{", "answer:", "answer ", "**", "A", "[", "]", "{", "[{", "("),
+    *(
+        ")",
+        '"',
+        "<<",
+        ">>",
+        "*",
+        "*a*",
+        "a ",
+        "```",
+        "P.S",
+        "\\text{A}",
+        "<think>",
+        "-",
+        "a-",
+        "1:",
+        "am",
+        "\u200b",
+        "***",
+    ),
+)
+CHEAP_SECONDS = 1.0  # on a busy machine; it runs in the collector's thread
+
+
+def worst_responses() -> list[Any]:
+    texts = [text for piece in WORST for text in (piece * (100_000 // len(piece)), f"answer: A{piece * 50_000}B")]
+    nested = "\\text{" * 14_000 + "A" + "}" * 14_000
+    texts += [f"\\boxed{{{nested}}}", "answer: " + nested, "[" + '{"a": 1}, ' * 10_000 + "]"]
+    calls = [[function_call_item("f", json.dumps({"q": text}), call_id="c")] for text in texts[::7]]
+    return [{"output": [message_item(text)]} for text in texts] + [{"output": call} for call in calls]
+
+
+def cheap_tasks() -> list[Any]:
+    settings: dict[str, list[dict[str, Any]]] = {"mcqa": [{"grading_mode": mode} for mode in mcqa.SERVER_MODES]}
+    tasks = []
+    for name, verifier in VERIFIERS.items():
+        for setting in settings.get(name, [{}]):
+            task = verifier.parse_task(ROWS[name], setting)
+            if verifier.is_cheap(task):
+                tasks.append(pytest.param(name, task, id="-".join([name, *setting.values()])))
+    return tasks
+
+
+@pytest.mark.parametrize(("name", "task"), cheap_tasks())
+def test_what_is_cheap_is_cheap_on_the_worst_text(name: str, task: Any) -> None:
+    for response in worst_responses():
+        start = time.process_time()
+        VERIFIERS[name].score(response, task)
+        assert time.process_time() - start < CHEAP_SECONDS, str(response)[:300]
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
