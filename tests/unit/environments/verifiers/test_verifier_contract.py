@@ -98,6 +98,7 @@ CHEAP_SECONDS = 1.0  # on a busy machine; it runs in the collector's thread
 
 def worst_responses() -> list[Any]:
     texts = [text for piece in WORST for text in (piece * (100_000 // len(piece)), f"answer: A{piece * 50_000}B")]
+    texts += [f"answer: A{piece * (100_000 // len(piece))}no B" for piece in WORST]
     nested = "\\text{" * 14_000 + "A" + "}" * 14_000
     texts += [f"\\boxed{{{nested}}}", "answer: " + nested, "[" + '{"a": 1}, ' * 10_000 + "]"]
     calls = [[function_call_item("f", json.dumps({"q": text}), call_id="c")] for text in texts[::7]]
