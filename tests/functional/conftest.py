@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from slurm.cluster import Cluster
+from speed import patiently
+
+HERE = Path(__file__).resolve().parent
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give the tests of this folder time by the speed of the machine."""
+    for item in items:
+        if HERE in item.path.parents:
+            marker = item.get_closest_marker("timeout")
+            seconds = float(marker.args[0] if marker else config.getini("timeout"))
+            item.add_marker(pytest.mark.timeout(patiently(seconds)), append=False)
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,14 @@
 """A stand-in for `srun` with the pyxis plugin: checks what it is asked for, enters the root with bubblewrap.
 
-It does what pyxis 0.16 and later do, where a job can trip over it: an unknown option is an error, a named container
-that exists is used as it is whatever image is asked for, the image's variables win over the job's unless named, and
-mounts are lines of words. An image is a squashfs file or a directory, with its variables in etc/image-environment;
-PYXIS_STATE keeps the named containers. With PYXIS_SRUN, a real `srun` starts the step, and this program stands in for
-the plugin on its node.
+It does what pyxis 0.16 and later do, where a job can trip over it: an unknown option is an error, the image's variables
+win over the job's unless named, mounts are lines of words, and a container goes with its step. An image is a squashfs
+file or a directory, with its variables in etc/image-environment; PYXIS_STATE has the containers. With PYXIS_SRUN, a
+real `srun` starts the step, and this program stands in for the plugin on its node.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import re
 import shutil
@@ -18,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 PLAIN_WORD = re.compile(r"[^\s\"$`\\]+")
@@ -38,7 +37,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="srun", allow_abbrev=False)
     parser.add_argument("--container-image")
     parser.add_argument("--container-mounts", default="")
-    parser.add_argument("--container-name")
     parser.add_argument("--container-workdir")
     parser.add_argument("--container-env", default="")
     parser.add_argument("--container-writable", action="store_true")
@@ -63,19 +61,19 @@ def environment(args: argparse.Namespace, job: dict[str, str], root: Path) -> di
 
 
 def container(args: argparse.Namespace) -> Path:
-    """Return the root of the container on this node: the one of that name, or a new copy of the image."""
+    """Return the root of a new container on this node: a copy of the image."""
     state = Path(os.environ["PYXIS_STATE"]) / socket.gethostname()
     state.mkdir(exist_ok=True)
-    home, image = state / f"pyxis_{args.container_name}", Path(args.container_image)
-    with (state / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not home.exists():
-            if not image.is_absolute():
-                sys.exit(f"srun: error: pyxis: failed to import docker image {image}: 401 Unauthorized")
-            if image.is_dir():
-                shutil.copytree(image, home, symlinks=True)
-            elif subprocess.run(["unsquashfs", "-no-progress", "-quiet", "-dest", home, image], check=False).returncode:
-                sys.exit(f"srun: error: pyxis: failed to create container filesystem from {image}")
+    home, image = Path(tempfile.mkdtemp(prefix="pyxis_", dir=state)), Path(args.container_image)
+    if not image.is_absolute():
+        sys.exit(f"srun: error: pyxis: failed to import docker image {image}: 401 Unauthorized")
+    if image.is_dir():
+        shutil.copytree(image, home, symlinks=True, dirs_exist_ok=True)
+    elif subprocess.run(
+        ["unsquashfs", "-no-progress", "-quiet", "-force", "-dest", home, image], check=False
+    ).returncode:
+        sys.exit(f"srun: error: pyxis: failed to create container filesystem from {image}")
+    home.chmod(0o755)
     return home
 
 
@@ -103,6 +101,12 @@ def enter(args: argparse.Namespace, command: list[str], job: dict[str, str]) -> 
     # Bubblewrap stays as the parent, where pyxis leaves none: it must not die of a signal that is for the command.
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    if os.fork():  # the plugin removes the container when the step has ended, however it ended
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        status = os.waitstatus_to_exitcode(os.wait()[1])
+        shutil.rmtree(root, ignore_errors=True)
+        sys.exit(status if status >= 0 else 128 - status)
     os.execve(shutil.which("bwrap") or "bwrap", words, environment(args, job, root))
 
 

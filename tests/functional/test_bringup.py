@@ -19,8 +19,8 @@ from tools.sizing.bring_up_cost import CONTROLLER_CALLS, measure
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(300)]
 
 SMALL, LARGE = 2, 64
-# Nodes answer late when two cores run all of them: Slurm shall not give them up.
-PATIENCE = "SlurmdTimeout=300\nMessageTimeout=100\nTCPTimeout=60"
+# Nodes answer late when two cores run all of them: Slurm must not give them up.
+SLOW_NODES = "SlurmdTimeout=300\nMessageTimeout=100\nTCPTimeout=60"
 NODE = """\
 #!/usr/bin/env bash
 # A node that joins by a file and stays until the job ends it.
@@ -78,7 +78,7 @@ def bring_up(directory: Path, num_nodes: int) -> tuple[Counter[str], Path]:
     (directory / "run" / "logs").mkdir(parents=True)
     cluster = Cluster(num_nodes=num_nodes, shared=[directory])
     conf = cluster.directory / "etc" / "slurm.conf"
-    conf.write_text(re.sub(r"^SlurmdTimeout=.*$", PATIENCE, conf.read_text(), flags=re.MULTILINE))
+    conf.write_text(re.sub(r"^SlurmdTimeout=.*$", SLOW_NODES, conf.read_text(), flags=re.MULTILINE))
     log = directory / "job.log"
     with cluster:
         cluster.run(["sdiag", "--reset"])

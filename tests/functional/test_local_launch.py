@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from listening import beyond_loopback
+from speed import patiently
 
 pytestmark = pytest.mark.functional
 
@@ -71,7 +73,7 @@ class Launch:
     def wait_until_ready(self) -> list[str]:
         """Return the words that the driver printed: actor pid, pid of its child, shared-memory name."""
         log = self.run_dir / "logs" / "latest" / "driver.log"
-        end = time.monotonic() + 90
+        end = time.monotonic() + patiently(90)
         while time.monotonic() < end and self.process.poll() is None:
             words = log.read_text().split() if log.exists() else []
             if "ready" in words and len(words) >= 4:
@@ -121,29 +123,11 @@ def assert_gone(launch: Launch, shared: str, *, within: float) -> None:
     assert not Path("/dev/shm", shared).exists()
 
 
-def listening(pids: list[int]) -> dict[str, str]:
-    """Return address:port -> command of everything that these processes listen on beyond the loopback interface."""
-    inodes: dict[str, str] = {}
-    for pid in pids:
-        command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):
-                inodes[str(descriptor.readlink())] = command
-    found = {}
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            _, local, _, state, *_, inode = line.split()[:10]
-            is_loopback = local.split(":")[0].endswith(("0100007F", "00000000000000000000000001000000"))
-            if state == "0A" and not is_loopback and f"socket:[{inode}]" in inodes:
-                found[local] = inodes[f"socket:[{inode}]"]
-    return found
-
-
 def test_nothing_listens_beyond_this_machine_and_rays_directory_is_private(launched, tmp_path):
     launch = Launch(tmp_path / "run", seconds=600, status=0)
     launched.append(launch)
     launch.wait_until_ready()
-    assert listening(launch.alive()) == {}
+    assert beyond_loopback(launch.alive()) == {}
     temp = (launch.run_dir / ".temp").readlink()
     assert temp.stat().st_mode & 0o777 == 0o700
     assert list(temp.glob("ray/session_2*/sockets/raylet"))
@@ -153,7 +137,7 @@ def test_exit_status_is_the_drivers_and_nothing_is_left(launched, tmp_path):
     launch = Launch(tmp_path / "run", seconds=0.5, status=7)
     launched.append(launch)
     _, _, shared = launch.wait_until_ready()
-    output, _ = launch.process.communicate(timeout=60)
+    output, _ = launch.process.communicate(timeout=patiently(60))
     assert launch.process.returncode == 7
     assert "ready" in output  # the driver's output is copied to the terminal
     assert_gone(launch, shared, within=0)
@@ -172,15 +156,15 @@ def test_signal_reaches_the_driver_and_two_runs_live_side_by_side(launched, tmp_
     launched.append(second)
     again = Launch(first.run_dir, seconds=0, status=0)
     launched.append(again)
-    refusal, _ = again.process.communicate(timeout=30)
+    refusal, _ = again.process.communicate(timeout=patiently(30))
     assert again.process.returncode == 2
     assert f"started by pid {first.process.pid} on" in refusal
-    second.process.communicate(timeout=120)
+    second.process.communicate(timeout=patiently(120))
     assert second.process.returncode == 0
     assert first.process.poll() is None
 
     first.process.send_signal(signal.SIGTERM)
-    output, _ = first.process.communicate(timeout=60)
+    output, _ = first.process.communicate(timeout=patiently(60))
     assert first.process.returncode == 75
     assert "got TERM" in output
     assert first.alive() == []
@@ -192,7 +176,7 @@ def test_nothing_is_left_when_the_driver_is_killed(launched, tmp_path):
     _, _, shared = launch.wait_until_ready()
     time.sleep(2)  # the supervisor notes once a second which files the run has in shared memory
     os.kill(launch.driver_pid(), signal.SIGKILL)
-    launch.process.communicate(timeout=60)
+    launch.process.communicate(timeout=patiently(60))
     assert launch.process.returncode == 128 + signal.SIGKILL
     assert_gone(launch, shared, within=0)
 
@@ -204,7 +188,7 @@ def test_everything_ends_when_the_supervisor_is_killed(launched, tmp_path):
     launch.process.kill()
     launch.process.wait()
     # What left the session on purpose and watches nobody is out of reach without a supervisor.
-    end = time.monotonic() + 45
+    end = time.monotonic() + patiently(45)
     while set(launch.alive()) - {int(orphan)} and time.monotonic() < end:
         time.sleep(0.1)
     Path("/dev/shm", shared).unlink(missing_ok=True)
@@ -214,12 +198,12 @@ def test_everything_ends_when_the_supervisor_is_killed(launched, tmp_path):
 def test_a_head_that_does_not_start_is_started_once_more(launched, tmp_path):
     launch = Launch(tmp_path / "run", seconds=0, status=7)
     launched.append(launch)
-    end = time.monotonic() + 60
+    end = time.monotonic() + patiently(60)
     while not (heads := launch.find(b"start", b"--head")):
         assert time.monotonic() < end
         time.sleep(0.02)
     os.kill(heads[0], signal.SIGKILL)
-    output, _ = launch.process.communicate(timeout=180)
+    output, _ = launch.process.communicate(timeout=patiently(180))
     assert launch.process.returncode == 7, output
     assert "the Ray head exited with status -9" in output
     assert output.count("starting it once more") == 1
@@ -234,7 +218,7 @@ def test_a_dead_head_ends_the_run_with_a_message(launched, tmp_path):
         pid for pid in launch.alive() if b"gcs_server" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
     ]
     os.kill(gcs, signal.SIGKILL)
-    output, _ = launch.process.communicate(timeout=60)
+    output, _ = launch.process.communicate(timeout=patiently(60))
     assert launch.process.returncode == 1
     assert "the Ray head exited" in output
     assert launch.alive() == []

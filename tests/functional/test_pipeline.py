@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from speed import patiently
 from tiny_run import TWO_STEPS, launch_environment
 
 from tools.planning.provenance import model_digest
@@ -20,7 +21,9 @@ STAGES = {"stage1.1": "rlvr1", "stage1.2": "rlvr2", "stage1.3": "rlvr3"}
 
 def make_pipeline(env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = ["make", "pipeline", f"STAGES={' '.join(STAGES)}"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=580, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=patiently(580), check=False
+    )
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-4000:]}"
     return done
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from slurm.cluster import ROOT, Cluster
+from speed import patiently
 from tiny_run import launch_environment
 
 from tools.report.load import load_run
@@ -59,7 +60,7 @@ def status(results: Path, *words: str) -> tuple[int, dict[str, Any]]:
         [sys.executable, "-m", "tools.watching.status", "--results", str(results), "--json", *words],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patiently(60),
         cwd=ROOT,
         check=False,
     )
@@ -95,13 +96,13 @@ class Runs:
 
     def wait_for_save(self, launched: subprocess.Popen[str]) -> dict[str, Any]:
         """Return the status when the first checkpoint is there; the run is in its next steps then."""
-        end = time.monotonic() + START_SECONDS
+        end = time.monotonic() + patiently(START_SECONDS)
         while time.monotonic() < end and launched.poll() is None:
             if list(self.run_dir.glob("checkpoints/step_*/COMPLETE")):
                 return status(self.results)[1]
             time.sleep(0.2)
         launched.terminate()
-        raise AssertionError(launched.communicate(timeout=END_SECONDS)[0][-4000:])
+        raise AssertionError(launched.communicate(timeout=patiently(END_SECONDS))[0][-4000:])
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +112,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     for process in found.started:
         if process.poll() is None:
             process.terminate()
-            process.wait(timeout=END_SECONDS)
+            process.wait(timeout=patiently(END_SECONDS))
 
 
 def test_no_run_is_exit_status_2_with_what_to_do(tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ def test_a_run_that_trains_and_is_killed_without_a_last_word(runs: Runs) -> None
     assert seen["eta_seconds"] is not None and seen["max_trajectory_age"] == 0.0
 
     os.kill(json.loads((runs.run_dir / "status.json").read_text())["pid"], signal.SIGKILL)
-    launched.communicate(timeout=END_SECONDS)
+    launched.communicate(timeout=patiently(END_SECONDS))
     code, dead = status(runs.results)
     assert (code, dead["state"]) == (1, "dead")
     assert "is gone without a last word" in dead["why"]
@@ -138,13 +139,13 @@ def test_a_run_that_trains_and_is_killed_without_a_last_word(runs: Runs) -> None
 
 
 def test_watching_the_resumed_run_to_its_end(runs: Runs) -> None:
-    launched, end = runs.launch(), time.monotonic() + START_SECONDS
+    launched, end = runs.launch(), time.monotonic() + patiently(START_SECONDS)
     while read_run(runs.run_dir, Queue()).status not in (RunStatus.STARTING, RunStatus.RUNNING):
         assert launched.poll() is None
         assert time.monotonic() < end
         time.sleep(0.2)
-    output, _ = runs.watch().communicate(timeout=START_SECONDS)
-    output += launched.communicate(timeout=END_SECONDS)[0][-2000:]  # shown when something is missing
+    output, _ = runs.watch().communicate(timeout=patiently(START_SECONDS))
+    output += launched.communicate(timeout=patiently(END_SECONDS))[0][-2000:]  # shown when something is missing
     lines = output.splitlines()
     assert lines[0].startswith("watched  stage1.1  ")
     assert any("running" in line and "engines" in line for line in lines), output

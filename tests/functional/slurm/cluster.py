@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from speed import patiently
+
 from slurm.conf import address, write_conf
 from tools.processes import dies_with_parent
 
@@ -142,10 +144,10 @@ class Cluster:
     def wait_until(self, condition: Callable[[], bool], what: str, *, seconds: float) -> None:
         """Poll `condition` until it holds; fails with the controller's last lines at the deadline."""
         assert self._outer is not None, "the cluster is not up"
-        end = time.monotonic() + seconds
+        end = time.monotonic() + patiently(seconds)
         while not condition():
             assert self._outer.poll() is None, f"the cluster ended while waiting for {what}:\n{self.log()}"
-            assert time.monotonic() < end, f"no {what} within {seconds:g} s:\n{self.log()}"
+            assert time.monotonic() < end, f"no {what} within {patiently(seconds):.0f} s:\n{self.log()}"
             time.sleep(0.05)
 
     def log(self) -> str:
@@ -163,6 +165,7 @@ class Cluster:
         seconds: float = 60.0,
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
+        seconds = patiently(seconds)
         # `timeout` inside, too: ours would end nsenter and leave its child.
         inside = ["timeout", "--kill-after=5", f"{seconds:g}", *argv]
         done = subprocess.run(

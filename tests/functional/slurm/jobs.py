@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from speed import patiently
 
 from slurm.cluster import ROOT, Cluster
 
@@ -45,19 +48,22 @@ class Job:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def wait_until(self, condition: Callable[[], bool], what: str, *, seconds: float) -> None:
-        """Poll until `condition` holds; fails at the deadline, and when the job is over before."""
-        end = time.monotonic() + seconds
+        """Poll until `condition` holds; fails at the deadline, and when the job is over before.
+
+        `seconds` are those of a quiet machine, here and below.
+        """
+        end = time.monotonic() + patiently(seconds)
         while not condition():
             if self.show("JobState") in OVER and not condition():
                 raise AssertionError(f"the job ended while waiting for {what}:\n{self.everything()}")
-            assert time.monotonic() < end, f"no {what} within {seconds:g} s:\n{self.everything()}"
+            assert time.monotonic() < end, f"no {what} within {patiently(seconds):.0f} s:\n{self.everything()}"
             time.sleep(_POLL_SECONDS)
 
     def wait(self, *, seconds: float) -> str:
         """Wait until the job is over and return its state."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + patiently(seconds)
         while (state := self.show("JobState")) not in OVER:
-            assert time.monotonic() < end, f"still {state} after {seconds:g} s:\n{self.everything()}"
+            assert time.monotonic() < end, f"still {state} after {patiently(seconds):.0f} s:\n{self.everything()}"
             time.sleep(_POLL_SECONDS)
         return state
 
@@ -69,13 +75,18 @@ class Job:
         return "\n".join(parts)
 
 
+def minutes(quiet: float) -> str:
+    """Return the time limit of a job that has `quiet` minutes of work on a quiet machine."""
+    return str(math.ceil(patiently(quiet)))
+
+
 def slurm_environment(directory: Path) -> dict[str, str]:
     """Return what a launch on the throw-away cluster needs besides `launch_environment`."""
     return {
         "LAUNCHER": "slurm",
         "SLURM_PARTITION": "batch",
         "SLURM_ACCOUNT": "lab",
-        "SLURM_TIME_LIMIT": "20",
+        "SLURM_TIME_LIMIT": minutes(20),
         "PERSISTENT_CACHE": str(directory / "cache"),
         "CODE_SNAPSHOT_DIRNAME": str(directory / "snapshots"),
         "MODEL_PATH": str(directory / "model"),
@@ -86,7 +97,7 @@ def slurm_environment(directory: Path) -> dict[str, str]:
 def submit(cluster: Cluster, run_dir: Path, *options: str, driver: Sequence[str], **sbatch: str) -> Job:
     """Submit the job file as super_launch.sh does, with `driver` (words after `python`) for the real one."""
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    defaults = {"nodes": "2", "gres": "gpu:1", "time": "10", "open-mode": "append", "chdir": str(ROOT)}
+    defaults = {"nodes": "2", "gres": "gpu:1", "time": minutes(10), "open-mode": "append", "chdir": str(ROOT)}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in (defaults | sbatch).items()]
     words = [
         *("sbatch", "--parsable", "--exclusive", "--requeue", f"--output={run_dir}/logs/slurm-%j.log", *flags),
