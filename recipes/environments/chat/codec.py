@@ -250,5 +250,5 @@ def template_of(directory: Path, config: Mapping[str, Any]) -> str:
         template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
     if not isinstance(template, str):
         fix = "use a chat model's tokenizer, or set policy.tokenizer.chat_template"
-        raise InputError(Problem(where=str(directory), got="no chat template", expected="one", fix=fix))
+        raise InputError(Problem(where=str(directory), wrong="it has no chat template", fix=fix))
     return template

@@ -177,7 +177,7 @@ def test_missing_files_say_what_to_set(tmp_path: Path, tokenizer_dir: Path) -> N
         ChatCodec(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((tokenizer_dir / name).read_bytes())
-    with pytest.raises(InputError, match=r"got no chat template.*policy.tokenizer.chat_template"):
+    with pytest.raises(InputError, match=r"it has no chat template.*policy.tokenizer.chat_template"):
         ChatCodec(tmp_path)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {
         "chat_template": "{{ messages[0].content }}"

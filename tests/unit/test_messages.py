@@ -1,0 +1,98 @@
+"""What a message says it expected must be a value: what is missing or impossible has the second form of `Problem`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted(path for package in ("recipes", "tools") for path in (ROOT / package).rglob("*.py"))
+# Texts that name no value which could stand in place of the wrong one.
+SAYS_NOTHING = re.compile(
+    r"(?:it|its|that|this|those|ones?|any|some|all|another|anything|something)"
+    r"(?:[,:;(].*| (?:of (?:it|them|these|those)|for (?:it|every|each)|here|there|that)\b.*)?"
+    r"|(?:no|none|nothing|not)\b.*",
+    re.IGNORECASE,
+)
+
+GOT_NOTHING = re.compile(r"(no|none|nothing|not)\b", re.IGNORECASE)
+
+
+def text_of(node: ast.expr) -> str:
+    """Return a literal text, an f-string with {} for each value; empty for what only runs know."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(part) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+    return ""
+
+
+def assigned(function: ast.AST, name: str) -> Iterator[str]:
+    """Return the texts that a function gives to a variable."""
+    for node in ast.walk(function):
+        if not isinstance(node, ast.Assign):
+            continue
+        for target in node.targets:
+            if isinstance(target, ast.Name) and target.id == name:
+                yield text_of(node.value)
+            elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                for place, value in zip(target.elts, node.value.elts, strict=True):
+                    if isinstance(place, ast.Name) and place.id == name:
+                        yield text_of(value)
+
+
+def given(path: Path, name: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of everything that calls get as `got` or `expected`."""
+    tree = ast.parse(path.read_text())
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for call in ast.walk(function):
+            for keyword in call.keywords if isinstance(call, ast.Call) else ():
+                if keyword.arg != name:
+                    continue
+                values = [keyword.value]
+                if isinstance(keyword.value, ast.IfExp):
+                    values = [keyword.value.body, keyword.value.orelse]
+                for value in values:
+                    texts = assigned(function, value.id) if isinstance(value, ast.Name) else [text_of(value)]
+                    yield from ((call.lineno, text) for text in texts if text)
+
+
+@pytest.mark.parametrize(
+    ("text", "says_nothing"),
+    [
+        ("it", True),
+        ("one", True),
+        ("one of them", True),
+        ("none", True),
+        ("nothing", True),
+        ("nothing for {} stages", True),
+        ("one for every row", True),
+        ("no such thing", True),
+        ("no secret", True),
+        ("all of them", True),
+        ("one of {}", False),
+        ("one mount for each place", False),
+        ("at least {}", False),
+        ("a whole number", False),
+        ("some, since {} is on", True),
+        ("{}", False),
+        ("none of {}", True),
+        ("nothing new", True),
+    ],
+)
+def test_a_text_that_says_nothing_is_seen(text, says_nothing):
+    assert bool(SAYS_NOTHING.fullmatch(text)) == says_nothing
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_is_expected_is_a_value(path):
+    texts = [(line, text) for line, text in given(path, "expected") if SAYS_NOTHING.fullmatch(text)]
+    # `got no file` is no value either.
+    texts += [(line, text) for line, text in given(path, "got") if GOT_NOTHING.match(text)]
+    assert not [f"{path.name}:{line}: {text!r}" for line, text in texts], "use Problem(where=..., wrong=..., fix=...)"
