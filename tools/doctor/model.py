@@ -143,7 +143,7 @@ def fit_findings(path: Path, config: Config) -> Iterator[Finding]:
     longest, wanted = model.get("max_position_embeddings"), config.policy.max_total_sequence_length
     if isinstance(longest, int) and longest < wanted:
         expected = f"at most max_position_embeddings = {longest} of {path / 'config.json'}"
-        fix = "lower it, or say more in policy.hf_config_overrides"
+        fix = "lower it, or take a model with a longer context"
         yield found("MDL004", where="policy.max_total_sequence_length", got=str(wanted), expected=expected, fix=fix)
 
 

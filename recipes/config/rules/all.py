@@ -71,4 +71,5 @@ REFUSALS: tuple[Rule, ...] = (
     batch.several_optimizer_steps,
     environments.environments_to_come,
     judges.models_to_come,
+    generation.template_has_one_source_of_arguments,
 )

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 from recipes.cluster.ports import PORT_TABLE
 from recipes.config.rules.keys import GENERATION, VLLM
-from recipes.config.schema import KeyProblem
+from recipes.config.schema import KeyProblem, show
 from recipes.config.tree import Config
 
 ENGINE_PORTS = "generation HTTP servers"  # their row of the port table
+TEMPLATE = "policy.tokenizer.chat_template_kwargs"
 HAVE_A_KEY = {
     "tensor_parallel_size": f"{VLLM}.tensor_parallel_size",
     "pipeline_parallel_size": f"{VLLM}.pipeline_parallel_size",
@@ -42,6 +43,17 @@ def engine_arguments_have_one_place(config: Config) -> Iterator[KeyProblem]:
         if name in HAVE_A_KEY:
             wrong, fix = "this engine argument has a key of its own", f"set {HAVE_A_KEY[name]}"
             yield KeyProblem(key=f"{GENERATION}.vllm_kwargs.{name}", wrong=wrong, fix=fix)
+
+
+def template_has_one_source_of_arguments(config: Config) -> Iterator[KeyProblem]:
+    """Refuse template arguments of the engines' HTTP servers that rollouts of the run itself would not have."""
+    own = config.policy.tokenizer.chat_template_kwargs
+    served = config.policy.generation.vllm_cfg.http_server_serving_chat_kwargs.default_chat_template_kwargs
+    if served is not None and served != own:
+        key = f"{VLLM}.http_server_serving_chat_kwargs.default_chat_template_kwargs"
+        expected = f"{TEMPLATE} = {show(own)} (native engine)"
+        fix = "rollouts take the template's arguments from there; set both to the same"
+        yield KeyProblem(key=key, got=show(served), expected=expected, fix=fix, also=(TEMPLATE,))
 
 
 def ports_do_not_collide(config: Config) -> Iterator[KeyProblem]:

@@ -93,7 +93,13 @@ class GenerationConfig:
     """tokens sampled for one request at most; a row may ask for fewer"""
     temperature: Annotated[float, Gt(0), Unit("temperature")]
     """sampling temperature of training rollouts"""
-    top_p: Annotated[float, Gt(0), Le(1), Unit("probability")]
+    top_p: Annotated[
+        float,
+        Gt(0),
+        Le(1),
+        Unit("probability"),
+        Honours(1, reason="the trainer does not filter as the engine would: every importance weight would be biased"),
+    ]
     """nucleus sampling of training rollouts; 1 = off"""
     top_k: Annotated[int | None, Ge(1), Unit("tokens")]
     """top-k sampling of training rollouts; null = off"""

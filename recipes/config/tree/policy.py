@@ -48,7 +48,9 @@ class PolicyConfig:
     model_name: Text
     """Hugging Face directory of the start weights; the launcher sets it from MODEL_PATH"""
     tokenizer: TokenizerConfig
-    hf_config_overrides: Mapping[str, Any]
+    hf_config_overrides: Annotated[
+        Mapping[str, Any], Honours({}, reason="the trainer alone would follow them, not the engines and the export")
+    ]
     """values that replace those of the model's config.json"""
     precision: Annotated[
         Literal["bfloat16", "float16", "float32"],

@@ -203,7 +203,7 @@ DISPUTED = [
     ("stage1_rlvr.yaml", "policy.max_total_sequence_length", "report"),
     ("stage1_rlvr.yaml", "policy.megatron_cfg.expert_model_parallel_size", "B200"),
     ("stage1_rlvr.yaml", "policy.generation.colocated.resources.num_nodes", "B200"),
-    ("stage1_rlvr.yaml", None, "Effort shaping stays off"),
+    ("stage1_rlvr.yaml", None, "Effort shaping is off"),
     ("stage1_rlvr.yaml", None, "keep_top_k 1000000"),
     ("stage2_swe1.yaml", "grpo.overlong_filtering", "published"),
     ("stage2_swe1.yaml", "policy.megatron_cfg.context_parallel_size", "B200"),

@@ -254,6 +254,7 @@ def test_every_rule_is_tested() -> None:
 
 
 TO_COME = "the native engine does not have the "
+TEMPLATE = f"{VLLM}.http_server_serving_chat_kwargs.default_chat_template_kwargs"
 POLICY_MODEL = "env.nemo_gym.policy_model.responses_api_models.vllm_model"
 NATIVE_CASES = {
     "several_optimizer_steps": (
@@ -266,6 +267,12 @@ NATIVE_CASES = {
         f'{POLICY_MODEL}.chat_template_kwargs: got {{"enable_thinking": false}}, expected '
         "policy.tokenizer.chat_template_kwargs = null (native engine); rollouts take the template's arguments from "
         "there; set both or neither",
+    ),
+    "template_has_one_source_of_arguments": (
+        [f"{TEMPLATE}.enable_thinking=true", "policy.tokenizer.chat_template_kwargs.enable_thinking=false"],
+        f'{TEMPLATE}: got {{"enable_thinking": true}}, expected policy.tokenizer.chat_template_kwargs = '
+        '{"enable_thinking": false} (native engine); rollouts take the template\'s arguments from there; set both to '
+        "the same",
     ),
     "environments_to_come": (
         ["env.nemo_gym.mine={resources_servers: {swerl_gen: {}}}"],
@@ -351,6 +358,14 @@ def test_stage_names_everything_that_is_still_to_come(stage: str, directory: str
         (f"{MEGATRON}.pipeline_model_parallel_size=1", None),
         (f"{MEGATRON}.mtp_num_layers=5", "multi-token prediction is not built yet"),
         (f"{MEGATRON}.fp8_cfg.enabled=true", "fp8 training is not built yet"),
+        (
+            "policy.generation.top_p=0.9",
+            "the trainer does not filter as the engine would: every importance weight would be biased",
+        ),
+        (
+            "policy.hf_config_overrides.rope_theta=1",
+            "the trainer alone would follow them, not the engines and the export",
+        ),
         ("loss_fn.reference_policy_kl_penalty=1e-4", "the reference model is not built yet"),
         ("grpo.use_dynamic_sampling=true", "dynamic sampling is not built yet"),
     ],
