@@ -50,7 +50,7 @@ class ModelClient(Protocol):
     """How an agent samples from the policy: token ids in, one completion out."""
 
     async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
-        """Sample one completion; raises `EngineError` when the engine is gone or late."""
+        """Sample one completion; raises `RequestError` when this fails, `EngineError` when no engine is left."""
         ...
 
 

@@ -1,7 +1,9 @@
 """One generation engine: a Ray actor around vLLM's `AsyncLLM`. Token ids in; token ids and log-probabilities out.
 
-The engine's model runs in a subprocess of the actor, vLLM's EngineCore. Requests and weight pushes interleave on the
-actor's event loop; a push keeps the requests in flight and their KV, and vLLM reports which weights made which token.
+The model runs in a subprocess of the actor, vLLM's EngineCore. The actor's event loop takes requests and weight pushes
+side by side. A push keeps running requests and their KV, and vLLM reports which weights sampled which token.
+
+A request that fails has its failure as its answer. Only when the EngineCore process ends do the actor's methods raise.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +24,7 @@ import ray
 
 from recipes.errors import EngineError
 from recipes.generation.engine_args import CPU_ENV, ENV, engine_args, stop_token_ids, top_k
+from recipes.generation.requests import Answer, Request, Sample, request_seed
 from recipes.types import Sampling
 
 if TYPE_CHECKING:
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CORE_POLL_SECONDS = 0.5
+_GATHER_SECONDS = 0.005  # answers that come within this time travel together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,37 +57,8 @@ class EngineInfo:
         return f"generation engine {self.index} (node {self.node}, actor pid {self.pid}, EngineCore pid {cores})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One completion on its way from the actor to the driver; arrays as bytes, which cross processes fastest."""
-
-    token_ids: bytes  # int32 [T]
-    logprobs: bytes  # float32 [T]
-    versions: tuple[tuple[int, int, int], ...]  # version, start, end
-    finish_reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """Some completions of one prompt."""
-
-    id: int  # unique per engine; the driver counts
-    prompt_token_ids: tuple[int, ...]
-    sampling: Sampling
-    num_samples: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What became of a request: its samples, or why there are none."""
-
-    id: int
-    samples: list[Sample]
-    failure: str | None
-
-
 class Usage:
-    """Running totals of one engine. `busy_seconds` counts the time with at least one request in flight."""
+    """Running totals of one actor. `busy_seconds` is the time with at least one request in flight."""
 
     def __init__(self) -> None:
         self._busy_seconds = 0.0
@@ -116,17 +92,19 @@ class EngineActor:
         self._cfg = cfg
         self._index = index
         self._model_path = model_path
-        self._seed = seed + index  # engines of one run must not repeat each other's samples
+        self._seed = seed
         self._num_pushes = 0
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # by request id
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # of unanswered requests, by request id
+        self._answers: list[Answer] = []  # that the driver has not fetched
+        self._wake = asyncio.Event()  # set when there is something for `answers` to return or to raise
         self._usage = Usage()
         self._server: HttpServer | None = None
-        # Before torch and vLLM are imported, here and in the EngineCore process, which inherits them.
+        # These must be set before torch and vLLM are imported. The EngineCore process inherits them.
         for name, value in (ENV if ray.get_gpu_ids() else {**ENV, **CPU_ENV}).items():
             os.environ.setdefault(name, value)
 
     async def start(self) -> EngineInfo:
-        """Load the model and, if asked for, open the HTTP server."""
+        """Load the model and, when the configuration has one, open the HTTP server."""
         began = time.monotonic()
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
@@ -134,7 +112,9 @@ class EngineActor:
 
         imported = time.monotonic()
         is_cpu = current_platform.is_cpu()
-        args = engine_args(self._cfg, model_path=self._model_path, seed=self._seed, is_cpu=is_cpu)
+        # vLLM's own seed is for HTTP requests, which bring none: two engines must not repeat each other's samples.
+        seed = self._seed + self._index
+        args = engine_args(self._cfg, model_path=self._model_path, seed=seed, is_cpu=is_cpu)
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
         self._stop_token_ids = list(stop_token_ids(Path(self._model_path)))
         await self._llm.update_weight_version("0")
@@ -159,7 +139,7 @@ class EngineActor:
         return self._info
 
     async def connect_weights(self, init_info: dict[str, Any], *, is_copied: bool = False) -> None:
-        """Prepare the transfer; see `weight_transfer`. With `is_copied` the policy's file is on another host."""
+        """Prepare the weight transfer. `is_copied` says that the policy's file is on another host."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         if is_copied:
@@ -172,9 +152,9 @@ class EngineActor:
     async def update_weights(
         self, version: int, update_info: dict[str, Any], content: np.ndarray[Any, np.dtype[np.uint8]] | None = None
     ) -> None:
-        """Load the policy's current weights as `version`, keeping requests in flight and their KV.
+        """Load the policy's current weights as `version`; running requests and their KV are kept.
 
-        Should a step fail the engine stays paused: its weights may be half old, half new.
+        When this raises, the engine stays paused and must be replaced: its weights may be partly old, partly new.
         """
         began = time.monotonic()
         if content is not None:
@@ -205,61 +185,70 @@ class EngineActor:
             await asyncio.wait({task}, timeout=_CORE_POLL_SECONDS)
         await task
 
-    async def generate(self, requests: Sequence[Request], deadline_seconds: float) -> AsyncIterator[list[Answer]]:
-        """Yield the answers to all requests as they come, those that are ready together in one list."""
-        answers: asyncio.Queue[Answer] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._answer(request, deadline_seconds, answers)) for request in requests]
-        left = len(tasks)
-        while left:
-            ready = [await answers.get()]
-            while not answers.empty():
-                ready.append(answers.get_nowait())
-            left -= len(ready)
-            yield ready
+    async def submit(self, requests: Sequence[Request], deadline_seconds: float) -> None:
+        """Begin to sample; each request is answered within its deadline, unless it is aborted."""
+        for request in requests:
+            task = asyncio.create_task(self._answer(request, deadline_seconds))
+            self._tasks[request.id] = task
+            task.add_done_callback(partial(self._forget, request.id))
+
+    async def answers(self, wait_seconds: float) -> list[Answer]:
+        """Return the answers that are ready, waiting up to `wait_seconds` for the first of them.
+
+        Raises `EngineError` when the EngineCore process has ended and all answers were fetched.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_seconds):
+                await self._wake.wait()
+                await asyncio.sleep(_GATHER_SECONDS)
+        ready, self._answers = self._answers, []
+        if self._llm.errored:
+            if not ready:
+                raise EngineError(f"{self._info} is dead: its EngineCore process ended")
+        else:
+            self._wake.clear()
+        return ready
 
     async def abort(self, request_id: int) -> None:
-        """End a request that nobody waits for any more; its answer says so."""
+        """End a request that nobody waits for; it gets no answer."""
         if task := self._tasks.get(request_id):
             task.cancel()
 
-    async def _answer(self, request: Request, deadline_seconds: float, answers: asyncio.Queue[Answer]) -> None:
-        """Put the outcome of one request into the queue: always one, whatever happens."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks[request.id] = task  # from here on: a task cancelled before its start would answer nothing
-        samples: list[Sample] = []
-        failure = None
+    def _forget(self, request_id: int, _: asyncio.Task[None]) -> None:
+        del self._tasks[request_id]
+
+    async def _answer(self, request: Request, deadline_seconds: float) -> None:
+        """Sample one request and keep its answer, whatever that is, for `answers`."""
         try:
             async with asyncio.timeout(deadline_seconds):
-                samples = await self._complete(request)
+                answer = Answer(id=request.id, sample=await self._complete(request))
         except TimeoutError:
-            failure = f"did not answer within {deadline_seconds:g} s; aborted"
-        except asyncio.CancelledError:
-            failure = "was told to abort the request"
-        except Exception as error:  # crosses to the driver as a value: the other requests of the call go on
-            failure = (
-                "is dead: its EngineCore process ended" if self._llm.errored else f"{type(error).__name__}: {error}"
-            )
-        del self._tasks[request.id]
-        answers.put_nowait(Answer(id=request.id, samples=samples, failure=failure))
+            failure = f"{self._info} did not answer within {deadline_seconds:g} s (deadlines.generation)"
+            answer = Answer(id=request.id, failure=failure, is_late=True)
+        except Exception as error:  # a value for the driver: it concerns this request only, unless the engine is dead
+            answer = Answer(id=request.id, failure=f"{self._info}: {type(error).__name__}: {error}")
+        if answer.sample is not None or not self._llm.errored:
+            self._answers.append(answer)
+        self._wake.set()
 
-    async def _complete(self, request: Request) -> list[Sample]:
-        """Return the completions of one prompt; cancelling aborts them in the engine."""
+    async def _complete(self, request: Request) -> Sample:
+        """Return one completion; cancelling aborts it in vLLM."""
         from vllm.inputs.engine import tokens_input
 
         from recipes.generation.core import push_salt
 
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=push_salt(self._num_pushes))
-        params = self._params(request.sampling, request.num_samples)
-        with self._usage.request(request.num_samples):
+        params = self._params(request.sampling, seed=request_seed(self._seed, request))
+        with self._usage.request(1):
             async for output in self._llm.generate(prompt, params, str(request.id)):
                 final = output
+        [completion] = final.outputs
         totals = self._usage.totals
-        totals["requests"] += request.num_samples
-        totals["prompt_tokens"] += len(request.prompt_token_ids) * request.num_samples
-        totals["cached_prompt_tokens"] += (final.num_cached_tokens or 0) * request.num_samples
-        totals["generated_tokens"] += sum(len(completion.token_ids) for completion in final.outputs)
-        return [_sample(completion) for completion in final.outputs]
+        totals["requests"] += 1
+        totals["prompt_tokens"] += len(request.prompt_token_ids)
+        totals["cached_prompt_tokens"] += final.num_cached_tokens or 0
+        totals["generated_tokens"] += len(completion.token_ids)
+        return _sample(completion)
 
     async def stats(self) -> dict[str, float]:
         """Return running totals and the sequences in flight, split by the engine's batch limit."""
@@ -272,27 +261,22 @@ class EngineActor:
             **usage.totals,
         }
 
-    async def check_health(self) -> None:
-        """Raise when the EngineCore process is gone."""
-        if self._llm.errored:
-            raise EngineError(f"{self._info} is dead: its EngineCore process ended")
-
     async def shutdown(self) -> None:
         """Close the server and end the EngineCore process."""
         if self._server is not None:
             await self._server.stop()
         self._llm.shutdown()
 
-    def _params(self, sampling: Sampling, n: int) -> Any:
+    def _params(self, sampling: Sampling, *, seed: int) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         return SamplingParams(
-            n=n,
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=top_k(self._cfg),
+            seed=seed,
             stop_token_ids=self._stop_token_ids,
             logprobs=0,  # of the sampled token only
             flat_logprobs=True,  # lists instead of an object per token

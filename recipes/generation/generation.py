@@ -1,61 +1,68 @@
 """The driver's handle on all engines: requests in, completions out, weights pushed to all at once.
 
-Requests that are made in one tick of an event loop travel to their engine as one call, whose answers stream back as
-they come; those for the same prompt and sampling become one request with n samples: a group's G rollouts start
-together, and the engine computes their common prompt once.
+What happens when something fails:
+
+    a request        is late or fails in vLLM       `generate` raises `RequestError`; its rollout fails, the run goes on
+    an engine        dies, or is silent for         it is closed and its requests are sampled on the others; a new actor
+                     `SILENCE_SECONDS`              starts in its place and takes requests again after the next push
+    all engines      are closed                     `generate` and `update_weights` raise `EngineError`
+
+One thread fetches the answers of all engines. Its loops, one per engine:
+
+    consumes                  waits for                             unblocked by
+    the engine's answers      the next ones, `POLL_SECONDS` long    an answer, the end of the poll, the engine's death
+    the engine's death        a new actor that can generate         its start, or `deadlines.engine_start`
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import ray
 
 from recipes.errors import EngineError
-from recipes.generation.engine import Answer, EngineActor, EngineInfo, Request, Sample
+from recipes.generation.engine import EngineActor, EngineInfo
+from recipes.generation.handle import EngineHandle, failure
 from recipes.generation.handshake import nccl_init, nccl_update, shared_memory_init
-from recipes.types import Completion, Sampling, VersionSpan, WeightLayout
+from recipes.generation.requests import Request
+from recipes.generation.router import Router
+from recipes.types import Completion, Sampling, WeightLayout
 
 if TYPE_CHECKING:
     from recipes.config.tree import DeadlinesConfig, GenerationConfig, VllmConfig
 
 logger = logging.getLogger(__name__)
 
-GRACE_SECONDS = 5.0  # beyond a deadline that the actor itself keeps, before the driver gives the actor up
-HEALTH_SECONDS = 10.0
-
-Waiters = list[asyncio.Future[Completion]]
-"""Who waits for the samples of one request."""
+POLL_SECONDS = 5.0
+SILENCE_SECONDS = 60.0  # without any answer to a poll, after which an actor counts as dead
+STATS_SECONDS = 10.0
+MAX_STARTS = 3  # in a row that fail, after which an engine stays closed
 
 
 class Generation:
     """Engines as one. Methods block unless they are coroutines; all may be called from any thread."""
 
-    def __init__(
-        self, actors: Sequence[Any], infos: Sequence[EngineInfo], *, vllm_cfg: VllmConfig, deadlines: DeadlinesConfig
-    ) -> None:
-        self.infos = infos
-        self._actors = actors
+    def __init__(self, engines: Sequence[EngineHandle], *, vllm_cfg: VllmConfig, deadlines: DeadlinesConfig) -> None:
+        self._engines = engines
         self._max_model_len = vllm_cfg.max_model_len
         self._ranks_per_engine = vllm_cfg.tensor_parallel_size * vllm_cfg.pipeline_parallel_size
         self._deadlines = deadlines
+        self._router = Router(len(engines), send=self._send, abort=self._abort)
+        self._connected: frozenset[tuple[int, int]] = frozenset()  # keys of the engines that can receive weights
         self._update_info: dict[str, Any] = {}
-        self._sees_file = [True] * len(actors)
-        self._update_lock = threading.Lock()
-        self._request_ids = itertools.count()
-        # Per event loop and engine: what this tick asks for.
-        self._gathered: dict[
-            tuple[asyncio.AbstractEventLoop, int], dict[tuple[tuple[int, ...], Sampling], Waiters]
-        ] = {}
-        self._calls: set[asyncio.Task[None]] = set()
+        self._has_pushed = False
+        self._push_lock = threading.Lock()
+        self._state_lock = threading.Lock()  # of the engines' ups and downs
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="generation", daemon=True)
+        self._thread.start()
+        for engine in engines:
+            asyncio.run_coroutine_threadsafe(self._watch(engine), self._loop)
 
     @classmethod
     def start(
@@ -67,196 +74,250 @@ class Generation:
         placement: Sequence[dict[str, Any]],
         deadlines: DeadlinesConfig,
     ) -> Generation:
-        """Start one engine per entry of `placement` (options of a Ray actor) and wait until all can generate."""
-        remote = ray.remote(EngineActor)
-        actors = [
-            remote.options(**options).remote(cfg, index=index, model_path=model_path, seed=seed)
-            for index, options in enumerate(placement)
-        ]
-        names = [f"generation engine {index}" for index in range(len(actors))]
-        try:
-            infos: list[EngineInfo] = _collect(
-                [actor.start.remote() for actor in actors], names, deadlines.engine_start
-            )
-        except EngineError:
-            for actor in actors:
-                ray.kill(actor)
-            raise
-        for info in infos:
-            logger.info("%s: import %.1f s, engine %.1f s", info, info.import_seconds, info.engine_seconds)
-        return cls(actors, infos, vllm_cfg=cfg.vllm_cfg, deadlines=deadlines)
+        """Start one engine per entry of `placement` (options of a Ray actor) and wait until all can generate.
 
-    def connect_weights(self, layout: WeightLayout, *, rendezvous: tuple[str, int] | None = None) -> None:
-        """Tell every engine how the policy sends its weights: by the layout's file, or by NCCL where one is given.
-
-        With `rendezvous`, the policy's host and port, this blocks until the policy has joined as rank 0.
+        Raises `EngineError` as soon as one of them fails or is late.
         """
-        num_engines = len(self._actors)
-        if rendezvous is None:
-            self._update_info = {}
-            infos = [shared_memory_init(layout)] * num_engines
-            self._sees_file = [layout.host in ("", info.node) for info in self.infos]
-        else:
-            self._update_info = nccl_update(layout)
-            infos = [
-                nccl_init(rendezvous, engine=index, num_engines=num_engines, ranks_per_engine=self._ranks_per_engine)
-                for index in range(num_engines)
-            ]
-        engines = zip(self._actors, infos, self._sees_file, strict=True)
-        calls = [actor.connect_weights.remote(info, is_copied=not sees) for actor, info, sees in engines]
-        self._collect(calls, self._deadlines.refit)
+        remote = ray.remote(EngineActor)
+
+        def make_actor(index: int) -> Any:
+            return remote.options(**placement[index]).remote(cfg, index=index, model_path=model_path, seed=seed)
+
+        engines = [EngineHandle(index, make_actor) for index in range(len(placement))]
+        calls = {engine: engine.launch() for engine in engines}
+        for engine, outcome in _outcomes(calls, deadlines.engine_start, stop_at_failure=True).items():
+            if isinstance(outcome, EngineError):
+                for other in engines:
+                    other.kill()
+                raise outcome
+            engine.started(outcome)
+            logger.info("%s: import %.1f s, engine %.1f s", engine, outcome.import_seconds, outcome.engine_seconds)
+        return cls(engines, vllm_cfg=cfg.vllm_cfg, deadlines=deadlines)
+
+    # -- weights ------------------------------------------------------------------------------------------------
+
+    @property
+    def needs_connect(self) -> bool:
+        """Whether engines have died or come back since `connect_weights`, which must then be called before a push."""
+        return frozenset(engine.key for engine in self._up()) != self._connected
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks all engines together add to the policy's NCCL group."""
-        return len(self._actors) * self._ranks_per_engine
+        """How many ranks the engines that are up add to the policy's NCCL group."""
+        return len(self._up()) * self._ranks_per_engine
 
     @property
     def needs_weight_content(self) -> bool:
         """Whether an engine is on another host than the policy's shared-memory file."""
-        return not all(self._sees_file)
+        return not all(engine.can_see_file for engine in self._up())
+
+    def connect_weights(self, layout: WeightLayout, *, rendezvous: tuple[str, int] | None = None) -> None:
+        """Tell the engines how the policy sends its weights: by the layout's file, or by NCCL where one is given.
+
+        With `rendezvous`, the policy's host and port, this blocks until the policy has joined as rank 0. All engines
+        that are up then form a new NCCL group; a file is made known only to engines that do not know it yet.
+        """
+        with self._push_lock:
+            up = self._up()
+            if rendezvous is None:
+                self._update_info = {}
+                new = [engine for engine in up if engine.key not in self._connected]
+                for engine in new:
+                    engine.can_see_file = layout.host in ("", engine.info.node if engine.info else "")
+                infos = [shared_memory_init(layout)] * len(new)
+            else:
+                self._update_info, new = nccl_update(layout), up
+                infos = [
+                    nccl_init(rendezvous, engine=n, num_engines=len(up), ranks_per_engine=self._ranks_per_engine)
+                    for n in range(len(up))
+                ]
+            calls = {
+                engine: engine.actor.connect_weights.remote(info, is_copied=not engine.can_see_file)
+                for engine, info in zip(new, infos, strict=True)
+            }
+            keys = {engine: engine.key for engine in up}
+            failed = self._eject_failed(calls, stop_at_failure=rendezvous is not None)
+            if failed and rendezvous is not None:  # the group is incomplete and cannot be used
+                raise failed[0]
+            self._connected = frozenset(key for engine, key in keys.items() if engine.is_up and engine.key == key)
+            self._require_one(failed)
 
     def update_weights(self, version: int, content: Any = None) -> None:
         """Load the weights the policy has sent as `version`, on all engines at once; returns when all use them.
 
-        `content` is a Ray reference to the bytes of the file, for the engines that do not see it.
+        `content` is a Ray reference to the bytes of the file, for the engines that do not see it. An engine that fails
+        is replaced; raises `EngineError` when none is left.
         """
-        with self._update_lock:
-            calls = [
-                actor.update_weights.remote(version, self._update_info, None if sees else content)
-                for actor, sees in zip(self._actors, self._sees_file, strict=True)
-            ]
-            self._collect(calls, self._deadlines.refit)
+        with self._push_lock:
+            with self._state_lock:
+                self._has_pushed = True
+                keys = {engine: engine.key for engine in self._up() if engine.key in self._connected}
+            calls = {
+                engine: engine.actor.update_weights.remote(
+                    version, self._update_info, None if engine.can_see_file else content
+                )
+                for engine in keys
+            }
+            failed = self._eject_failed(calls)
+            with self._state_lock:
+                for engine, key in keys.items():
+                    if engine.is_up and engine.key == key:  # else it was started again and has the weights of the start
+                        self._router.open(engine.index)
+            self._require_one(failed)
 
-    async def generate(self, prompt_token_ids: tuple[int, ...], sampling: Sampling, *, affinity: int) -> Completion:
-        """Sample one completion on the engine that `affinity` picks; raises `EngineError` when it is dead or late."""
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, prompt_token_ids: tuple[int, ...], sampling: Sampling, *, affinity: int, sample: tuple[int, ...] = ()
+    ) -> Completion:
+        """Sample one completion.
+
+        `affinity` is the number of the prompt and picks the engine; `sample` tells this request from others for the
+        same prompt. With the run's seed and the prompt they determine the random numbers of the request.
+        Raises `RequestError` when the request fails or is late, `EngineError` when no engine is left.
+        """
         if len(prompt_token_ids) >= self._max_model_len:
             raise ValueError(
                 f"prompt has {len(prompt_token_ids)} tokens; with policy.generation.vllm_cfg.max_model_len"
                 f" {self._max_model_len} it must be shorter than that"
             )
-        loop = asyncio.get_running_loop()
-        index = affinity % len(self._actors)
-        gathered = self._gathered.get((loop, index))
-        if gathered is None:
-            gathered = self._gathered[loop, index] = {}
-            loop.call_soon(self._submit, loop, index)
-        future: asyncio.Future[Completion] = loop.create_future()
-        gathered.setdefault((prompt_token_ids, sampling), []).append(future)
-        return await future
+        return await self._router.generate(prompt_token_ids, sampling, affinity=affinity, sample=sample)
+
+    def _send(self, index: int, requests: Sequence[Request]) -> None:
+        submit = self._engines[index].actor.submit.options(num_returns=0)
+        submit.remote(requests, self._deadlines.generation)
+
+    def _abort(self, index: int, request_id: int) -> None:
+        self._engines[index].actor.abort.options(num_returns=0).remote(request_id)
+
+    # -- what is known about the engines ------------------------------------------------------------------------
+
+    @property
+    def infos(self) -> list[EngineInfo]:
+        """Where each engine runs, or ran last."""
+        return [engine.info for engine in self._engines if engine.info]
+
+    @property
+    def num_engines(self) -> int:
+        """How many engines the run has, dead or alive."""
+        return len(self._engines)
+
+    @property
+    def num_open_engines(self) -> int:
+        """How many engines take requests: those that are alive and hold the current weights."""
+        return self._router.num_open()
 
     def stats(self) -> list[dict[str, float]]:
-        """Return each engine's running totals."""
-        return self._collect([actor.stats.remote() for actor in self._actors], HEALTH_SECONDS)
+        """Return each engine's running totals; of an engine that does not answer, those that were known last."""
+        calls = {engine: engine.actor.stats.remote() for engine in self._up()}
+        outcomes = _outcomes(calls, STATS_SECONDS)
+        return [
+            engine.totals(latest if isinstance(latest := outcomes.get(engine), Mapping) else None)
+            for engine in self._engines
+        ]
 
     def base_urls(self) -> list[str]:
-        """Return the address of each engine's OpenAI-compatible server."""
-        return [info.base_url for info in self.infos if info.base_url]
-
-    def check_health(self) -> None:
-        """Raise `EngineError` naming an engine that is dead or does not answer."""
-        self._collect([actor.check_health.remote() for actor in self._actors], HEALTH_SECONDS)
+        """Return the address of the OpenAI-compatible server of each engine that is up."""
+        return [engine.info.base_url for engine in self._up() if engine.info and engine.info.base_url]
 
     def shutdown(self) -> None:
         """Stop all engines, by force when they do not stop within the deadline."""
-        calls = [actor.shutdown.remote() for actor in self._actors]
-        ray.wait(calls, num_returns=len(calls), timeout=self._deadlines.shutdown)
-        for actor in self._actors:
-            ray.kill(actor)
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(timeout=self._deadlines.shutdown)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=self._deadlines.shutdown)
+        calls = [engine.actor.shutdown.remote() for engine in self._up()]
+        if calls:
+            ray.wait(calls, num_returns=len(calls), timeout=self._deadlines.shutdown)
+        for engine in self._engines:
+            engine.kill()
 
-    def _submit(self, loop: asyncio.AbstractEventLoop, index: int) -> None:
-        """Send everything that this tick has gathered for one engine as one call."""
-        gathered = self._gathered.pop((loop, index))
-        waiters: dict[int, Waiters] = {}
-        requests = []
-        for (prompt, sampling), futures in gathered.items():
-            # Greedy samples are equal: one serves all.
-            num_samples = len(futures) if sampling.temperature > 0 else 1
-            request = Request(
-                id=next(self._request_ids), prompt_token_ids=prompt, sampling=sampling, num_samples=num_samples
-            )
-            requests.append(request)
-            waiters[request.id] = futures
-            for future in futures:
-                future.add_done_callback(partial(self._abort_unwanted, index, request.id, waiters))
-        call = loop.create_task(self._receive(index, requests, waiters))
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
+    # -- failures -----------------------------------------------------------------------------------------------
 
-    def _abort_unwanted(self, index: int, request_id: int, waiters: dict[int, Waiters], _: object) -> None:
-        """Abort a request in the engine once all who waited for it were cancelled."""
-        if request_id in waiters and all(future.cancelled() for future in waiters[request_id]):
-            self._actors[index].abort.remote(request_id)
+    def _up(self) -> list[EngineHandle]:
+        return [engine for engine in self._engines if engine.is_up]
 
-    async def _receive(self, index: int, requests: Sequence[Request], waiters: dict[int, Waiters]) -> None:
-        """Hand the answers of one call to those who wait for them; what is left when it fails, fails."""
-        deadline = self._deadlines.generation
-        generate = self._actors[index].generate.options(num_returns="streaming")
-        try:
-            stream = aiter(generate.remote(requests, deadline))
-            while waiters:
-                for answer in await asyncio.wait_for(_next(stream), deadline + GRACE_SECONDS):
-                    self._resolve(index, answer, waiters.pop(answer.id))
-        except Exception as error:
-            failure = self._failure(index, error, deadline)
-            for future in (future for futures in waiters.values() for future in futures):
-                if not future.done():
-                    future.set_exception(failure)
+    def _eject(self, engine: EngineHandle, key: tuple[int, int], error: EngineError) -> None:
+        """Close an engine and end its actor, once; `_watch` then starts another."""
+        with self._state_lock:
+            if engine.key != key or not engine.is_up:
+                return
+            engine.kill()
+            num_moved = self._router.close(engine.index, str(error))
+        left = f"{self.num_open_engines} of {self.num_engines} engines are left"
+        logger.warning("%s; %d requests are sampled elsewhere; %s", error, num_moved, left)
 
-    def _resolve(self, index: int, answer: Answer, futures: Waiters) -> None:
-        for number, future in enumerate(futures):
-            if future.done():
-                continue
-            if answer.failure is not None:
-                future.set_exception(EngineError(f"{self.infos[index]} {answer.failure}"))
-            else:
-                future.set_result(_completion(answer.samples[number % len(answer.samples)]))
+    def _eject_failed(self, calls: Mapping[EngineHandle, Any], *, stop_at_failure: bool = False) -> list[EngineError]:
+        """Wait for one call per engine, eject the engines whose call fails, and return the failures."""
+        keys = {engine: engine.key for engine in calls}
+        outcomes = _outcomes(calls, self._deadlines.refit, stop_at_failure=stop_at_failure)
+        failed = {engine: outcome for engine, outcome in outcomes.items() if isinstance(outcome, EngineError)}
+        for engine, error in failed.items():
+            self._eject(engine, keys[engine], error)
+        return list(failed.values())
 
-    def _collect(self, calls: Sequence[Any], deadline: float) -> list[Any]:
-        return _collect(calls, [str(info) for info in self.infos], deadline)
+    def _require_one(self, failed: Sequence[EngineError]) -> None:
+        if not self._up():
+            reasons = "; ".join(map(str, failed)) or "all died before"
+            raise EngineError(f"no generation engine is left: {reasons}")
 
-    def _failure(self, index: int, error: Exception, deadline: float) -> EngineError:
-        return _failure(str(self.infos[index]), error, deadline)
-
-
-def _collect(calls: Sequence[Any], names: Sequence[str], deadline: float) -> list[Any]:
-    """Return the results of one call per engine; raises `EngineError` naming the first that fails or is late."""
-    end = time.monotonic() + deadline
-    waiting = list(calls)
-    results = {}
-    while waiting:
-        done, waiting = ray.wait(waiting, timeout=max(end - time.monotonic(), 0.0))
-        for call in done or waiting[:1]:  # none done: the first one is late
+    async def _watch(self, engine: EngineHandle) -> None:
+        """Pass on the answers of one engine, and replace its actor whenever it fails."""
+        while engine.is_up:
+            key, actor = engine.key, engine.actor
             try:
-                results[call] = ray.get(call, timeout=0)
+                while True:
+                    poll = actor.answers.remote(POLL_SECONDS)
+                    self._router.deliver(engine.index, await asyncio.wait_for(poll, POLL_SECONDS + SILENCE_SECONDS))
+            except Exception as error:  # whatever it is, this actor's answers can no longer be had
+                self._eject(engine, key, failure(str(engine), error, POLL_SECONDS + SILENCE_SECONDS))
+            await self._restart(engine)
+
+    async def _restart(self, engine: EngineHandle) -> None:
+        """Start a new actor. The next push opens it, or its start does as long as nothing has been pushed."""
+        for attempt in range(1, MAX_STARTS + 1):
+            try:
+                info = await asyncio.wait_for(engine.launch(), self._deadlines.engine_start)
             except Exception as error:
-                raise _failure(names[calls.index(call)], error, deadline) from error
-    return [results[call] for call in calls]
+                engine.kill()
+                reason = failure(f"generation engine {engine.index}", error, self._deadlines.engine_start)
+                logger.warning("start %d of %d failed: %s", attempt, MAX_STARTS, reason)
+                continue
+            with self._state_lock:
+                engine.started(info)
+                if not self._has_pushed:
+                    self._router.open(engine.index)
+            logger.info("%s has been started again", engine)
+            return
+        logger.error("generation engine %d stays closed after %d failed starts", engine.index, MAX_STARTS)
 
 
-def _failure(name: str, error: Exception, deadline: float) -> EngineError:
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, EngineError):  # the actor has named itself
-        return EngineError(str(cause))
-    if isinstance(error, TimeoutError | ray.exceptions.GetTimeoutError):
-        reason = f"no answer within {deadline:g} s"
-    elif isinstance(error, ray.exceptions.RayActorError):
-        reason = "its actor process died"
-    else:
-        reason = f"{type(cause or error).__name__}: {cause or error}"
-    return EngineError(f"{name}: {reason}")
+async def _cancel_all() -> None:
+    """End all tasks of the running loop, the caller's apart."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _next(stream: AsyncIterator[Any]) -> list[Answer]:
-    """Return the next list of answers of a call."""
-    answers: list[Answer] = await (await anext(stream))
-    return answers
+def _outcomes(
+    calls: Mapping[EngineHandle, Any], deadline_seconds: float, *, stop_at_failure: bool = False
+) -> dict[EngineHandle, Any]:
+    """Wait for one call per engine; return the result or the `EngineError` of each, failures first.
 
-
-def _completion(sample: Sample) -> Completion:
-    return Completion(
-        token_ids=tuple(np.frombuffer(sample.token_ids, dtype=np.int32).tolist()),
-        logprobs=tuple(np.frombuffer(sample.logprobs, dtype=np.float32).tolist()),
-        versions=tuple(VersionSpan(version=v, start=start, end=end) for v, start, end in sample.versions),
-        finish_reason=sample.finish_reason,
-    )
+    With `stop_at_failure` the first failure ends the wait, and calls that are not finished then have no entry.
+    """
+    end = time.monotonic() + deadline_seconds
+    engines = {call: engine for engine, call in calls.items()}
+    waiting = list(engines)
+    results: dict[EngineHandle, Any] = {}
+    errors: dict[EngineHandle, EngineError] = {}
+    while waiting and not (errors and stop_at_failure):
+        done, waiting = ray.wait(waiting, timeout=max(end - time.monotonic(), 0.0))
+        for call in done or waiting:  # none is done: all that are left are late
+            try:
+                results[engines[call]] = ray.get(call, timeout=0)
+            except Exception as error:
+                errors[engines[call]] = failure(str(engines[call]), error, deadline_seconds)
+        if not done:
+            break
+    return errors | results

@@ -8,7 +8,8 @@ In-flight requests keep their KV cache; the prefix cache never serves KV of olde
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, Protocol
 
 from recipes.types import WeightLayout
@@ -32,6 +33,9 @@ class WeightSink(Protocol):
     """The part of `Generation` that a refit uses."""
 
     @property
+    def needs_connect(self) -> bool: ...
+
+    @property
     def num_ranks(self) -> int: ...
 
     def connect_weights(self, layout: WeightLayout, *, rendezvous: tuple[str, int] | None = None) -> None: ...
@@ -43,29 +47,51 @@ class WeightSink(Protocol):
 
 
 def connect(policy: WeightSource, generation: WeightSink) -> None:
-    """Tell the engines where each tensor lies, once per run; both sides raise within their deadlines."""
+    """Tell the engines where each tensor lies; both sides raise within their deadlines."""
     layout = policy.weight_layout()
     if layout.path:
         generation.connect_weights(layout)
         return
-    address = policy.open_rendezvous()
-    _together(
-        lambda: policy.connect_engines(num_engine_ranks=generation.num_ranks),
+    address, num_ranks = policy.open_rendezvous(), generation.num_ranks
+    together(
+        lambda: policy.connect_engines(num_engine_ranks=num_ranks),
         lambda: generation.connect_weights(layout, rendezvous=address),
     )
 
 
 def refit(policy: WeightSource, generation: WeightSink, *, version: int) -> None:
-    """Push the policy's weights; afterwards every new token is sampled with `version`."""
+    """Push the policy's weights; afterwards every new token is sampled with `version`.
+
+    An engine that was started again since the last push takes part, and takes requests from then on.
+    """
+    if generation.needs_connect:
+        connect(policy, generation)
     if policy.weight_layout().path:
         policy.send_weights()
         generation.update_weights(version, policy.weight_content() if generation.needs_weight_content else None)
     else:
-        _together(policy.send_weights, lambda: generation.update_weights(version))
+        together(policy.send_weights, lambda: generation.update_weights(version))
 
 
-def _together(*calls: Callable[[], None]) -> None:
-    """Run blocking calls side by side; each has its own deadline, the first failure is raised."""
-    with ThreadPoolExecutor(max_workers=len(calls)) as pool:
-        for future in [pool.submit(call) for call in calls]:
-            future.result()
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Run blocking calls at the same time and return their results; the first failure is raised at once.
+
+    Each call has a deadline of its own. After a failure the other calls go on, in threads that do not keep the process.
+    """
+    outcomes: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+
+    def run(number: int, call: Callable[[], Any]) -> None:
+        try:
+            outcomes.put((number, call(), None))
+        except BaseException as error:  # raised below, in the caller's thread
+            outcomes.put((number, None, error))
+
+    for number, call in enumerate(calls):
+        Thread(target=run, args=(number, call), daemon=True).start()
+    results: dict[int, Any] = {}
+    for _ in calls:
+        number, result, error = outcomes.get()
+        if error is not None:
+            raise error
+        results[number] = result
+    return [results[number] for number in range(len(calls))]

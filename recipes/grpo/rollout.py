@@ -15,16 +15,17 @@ that say so. A prompt is drawn once, for one target step; the ledger then says t
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from recipes.errors import RunError, StalledError
+from recipes.errors import RequestError, RunError, StalledError
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.data import PromptStream, last_user_text
 from recipes.grpo.draw import CircuitBreaker, Prompt, PromptQueue
@@ -41,7 +42,9 @@ _SNAPSHOT_SECONDS = 60.0  # a change of the state reads a few rows of the data f
 class Sampler(Protocol):
     """The part of `Generation` that rollouts use."""
 
-    async def generate(self, prompt_token_ids: tuple[int, ...], sampling: Sampling, *, affinity: int) -> Completion: ...
+    async def generate(
+        self, prompt_token_ids: tuple[int, ...], sampling: Sampling, *, affinity: int, sample: tuple[int, ...]
+    ) -> Completion: ...
 
 
 class AgentRunner(Protocol):
@@ -97,14 +100,17 @@ class PolicyClient:
     sampler: Sampler
     sampling: Sampling
     max_model_len: int
-    affinity: int
+    affinity: int  # of the prompt
+    rollout: int  # number of the rollout among those of its prompt
+    calls: Iterator[int] = field(default_factory=itertools.count)
 
     async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
         room = self.max_model_len - len(prompt_token_ids)
         if room <= 0:
             return Completion(token_ids=(), logprobs=(), versions=(), finish_reason="length")
         sampling = replace(self.sampling, max_tokens=min(max_tokens, self.sampling.max_tokens, room))
-        return await self.sampler.generate(prompt_token_ids, sampling, affinity=self.affinity)
+        sample = (self.rollout, next(self.calls))
+        return await self.sampler.generate(prompt_token_ids, sampling, affinity=self.affinity, sample=sample)
 
 
 class RolloutCollector:
@@ -302,7 +308,7 @@ class RolloutCollector:
         """Sample one prompt G times; hand the group over, or replace the prompt when it gave no signal."""
         version = self._version
         try:
-            rollouts = await self.run_rollouts(row, self.settings.sampling, affinity=ref.row_index)
+            rollouts = await self.run_rollouts(row, self.settings.sampling, affinity=position)
             group = Group(
                 prompt=ref,
                 agent=row["agent_ref"]["name"],
@@ -347,18 +353,24 @@ class RolloutCollector:
 
     async def run_rollouts(self, row: Row, sampling: Sampling, *, affinity: int, num: int = 0) -> tuple[Rollout, ...]:
         """Sample `num` (default G) rollouts of one row side by side, each with the rollout deadline."""
-        client = PolicyClient(self._sampler, sampling, self.settings.max_model_len, affinity)
         count = num or self.settings.num_generations_per_prompt
-        return tuple(await asyncio.gather(*(self._one(row, client) for _ in range(count))))
+        length = self.settings.max_model_len
+        clients = [PolicyClient(self._sampler, sampling, length, affinity, rollout) for rollout in range(count)]
+        return tuple(await asyncio.gather(*(self._one(row, client) for client in clients)))
 
     async def _one(self, row: Row, client: PolicyClient) -> Rollout:
-        seconds = self.settings.rollout_seconds
+        """Run one rollout; that it is late, or that a request of it fails, is a rollout without a reward."""
+        seconds, start = self.settings.rollout_seconds, time.monotonic()
         try:
             run = self._runner.run(row, client, max_tokens=client.sampling.max_tokens)
             return await asyncio.wait_for(run, timeout=seconds)
         except TimeoutError:
             reason = f"no verdict within {seconds:g} s (deadlines.rollout)"
-            return Rollout(turns=(), status=RolloutStatus.TIMED_OUT, reason=reason, reward=None, seconds=seconds)
+            status = RolloutStatus.TIMED_OUT
+        except RequestError as failure:
+            reason = str(failure)
+            status = RolloutStatus.TIMED_OUT if failure.is_late else RolloutStatus.ABORTED
+        return Rollout(turns=(), status=status, reason=reason, reward=None, seconds=time.monotonic() - start)
 
 
 def gather_results(futures: Sequence[Future[T]], *, deadline_seconds: float, what: str) -> list[T]:

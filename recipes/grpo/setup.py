@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -99,24 +98,22 @@ def _start_models(config: Config, derived: Derived) -> tuple[Policy, Generation]
     )
     policy_options, engine_options = place(counts, deadline_seconds=config.deadlines.placement)
     start = time.monotonic()
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        policy_future = pool.submit(
-            Policy.start,
+    policy, generation = refit.together(
+        lambda: Policy.start(
             config.policy,
             loss=partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=config.grpo.seq_logprob_error_threshold),
             placement=policy_options,
             deadlines=config.deadlines,
             seed=config.grpo.seed,
-        )
-        generation_future = pool.submit(
-            Generation.start,
+        ),
+        lambda: Generation.start(
             config.policy.generation,
             model_path=config.policy.model_name,
             seed=config.grpo.seed,
             placement=engine_options,
             deadlines=config.deadlines,
-        )
-        policy, generation = policy_future.result(), generation_future.result()
+        ),
+    )
     refit.connect(policy, generation)
     logger.info("policy and engines are up after %.1f s", time.monotonic() - start)
     return policy, generation

@@ -27,6 +27,7 @@ from recipes.types import Completion, Sampling
 pytestmark = pytest.mark.functional
 
 TOLERANCE = 1e-4
+NUMBERS = itertools.count()  # no two samples of these tests are the same
 BATCH_LIMIT = 4  # sequences an engine runs at once; more wait
 PROMPT = tuple(10 + (7 * index) % 100 for index in range(3 * tiny_engine.BLOCK + 5))  # three full KV blocks and a rest
 
@@ -99,7 +100,9 @@ async def sample(
     setup: Setup, *, n: int, max_tokens: int, prompt: tuple[int, ...] = PROMPT, temperature: float = 1.0
 ) -> list[Completion]:
     sampling = Sampling(temperature=temperature, top_p=1.0, max_tokens=max_tokens)
-    return await asyncio.gather(*[setup.generation.generate(prompt, sampling, affinity=0) for _ in range(n)])
+    samples = [(next(NUMBERS),) for _ in range(n)]
+    calls = [setup.generation.generate(prompt, sampling, affinity=0, sample=sample) for sample in samples]
+    return await asyncio.gather(*calls)
 
 
 def gap(
@@ -145,6 +148,18 @@ def test_greedy_takes_the_most_likely_token(untied: Setup) -> None:
     for token in completion.token_ids:
         assert token == int(untied.model(torch.tensor([ids])).logits[0, -1].argmax())
         ids += (token,)
+
+
+async def test_samples_of_one_prompt_come_one_by_one(tied: Setup) -> None:
+    sampling = Sampling(temperature=1.0, top_p=1.0, max_tokens=300)
+    work = [tied.generation.generate(PROMPT, sampling, affinity=0, sample=(next(NUMBERS),)) for _ in range(32)]
+    tasks = [asyncio.create_task(one) for one in work]
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    assert 0 < len(done) <= BATCH_LIMIT < len(pending), "only so many run at once, so no more can be done together"
+    completions = await asyncio.gather(*tasks)
+    assert len({completion.token_ids for completion in completions}) == 32
+    prompts_cached = tied.generation.stats()[0]["cached_prompt_tokens"]
+    assert prompts_cached >= 31 * 3 * tiny_engine.BLOCK, "the prompt must be computed once"
 
 
 def test_samples_of_one_prompt_differ(untied: Setup) -> None:

@@ -1,13 +1,15 @@
-"""What happens when an engine is late, stopped or killed. One module-wide pair of engines; the tests run in order."""
+"""What happens when a request or an engine is late, stopped or killed. One pair of engines; the tests run in order."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import psutil
@@ -15,8 +17,10 @@ import pytest
 import ray
 import tiny_engine
 
-from recipes.errors import EngineError
-from recipes.generation.generation import GRACE_SECONDS, Generation
+from recipes.errors import EngineError, RequestError
+from recipes.generation import generation as module
+from recipes.generation.engine import EngineInfo
+from recipes.generation.generation import Generation
 from recipes.types import Completion, Sampling
 
 pytestmark = pytest.mark.functional
@@ -27,8 +31,42 @@ SHORT = Sampling(temperature=1.0, top_p=1.0, max_tokens=4)
 PROMPT = (5, 6, 7)
 
 
+@dataclass
+class Pair:
+    """Two engines and the weights that are pushed to them."""
+
+    generation: Generation
+    weights: tiny_engine.WeightFile
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def push(self, version: int) -> None:
+        """Push the same weights again, as `refit` does."""
+        if self.generation.needs_connect:
+            self.generation.connect_weights(self.weights.layout)
+        self.generation.update_weights(version)
+
+    def start(self, sampling: Sampling, *, engine: int, sample: int = -1) -> asyncio.Task[Completion]:
+        number = next(self.numbers) if sample < 0 else sample
+        work = self.generation.generate(PROMPT, sampling, affinity=engine, sample=(number,))
+        return asyncio.get_running_loop().create_task(work)
+
+    def generate(self, sampling: Sampling, *, engine: int, sample: int = -1) -> Completion:
+        async def one() -> Completion:
+            return await self.start(sampling, engine=engine, sample=sample)
+
+        return asyncio.run(one())
+
+    def wait_for_start(self, engine: int, dead: EngineInfo) -> EngineInfo:
+        """Wait until another actor runs the engine."""
+        deadline = time.monotonic() + 120
+        while self.generation.infos[engine].pid == dead.pid:
+            assert time.monotonic() < deadline, f"engine {engine} was not started again"
+            time.sleep(0.1)
+        return self.generation.infos[engine]
+
+
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Generation]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     path = tmp_path_factory.mktemp("model")
     tiny_engine.build_model(path, seed=0, is_tied=True, eos=None)
     with tempfile.TemporaryDirectory(prefix="ray_") as directory:
@@ -40,19 +78,17 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Generation]:
             placement=[{"num_cpus": 0}, {"num_cpus": 0}],
             deadlines=LIMITS,
         )
-        yield generation
+        model = tiny_engine.load(path)
+        weights = tiny_engine.WeightFile(path / "weights", model)
+        weights.write(model)
+        yield Pair(generation, weights)
         generation.shutdown()
         ray.shutdown()
 
 
-def generate(generation: Generation, sampling: Sampling, *, engine: int) -> Completion:
-    return asyncio.run(generation.generate(PROMPT, sampling, affinity=engine))
-
-
-def is_named(generation: Generation, engine: int, message: str) -> bool:
+def is_named(info: EngineInfo, message: str) -> bool:
     """Whether the message says which engine, on which node, with which process ids."""
-    info = generation.infos[engine]
-    return all(part in message for part in (f"engine {engine}", info.node, str(info.pid), str(info.core_pids[0])))
+    return all(part in message for part in (f"engine {info.index}", info.node, str(info.pid), str(info.core_pids[0])))
 
 
 def wait_until_gone(pid: int, *, seconds: float) -> None:
@@ -62,34 +98,59 @@ def wait_until_gone(pid: int, *, seconds: float) -> None:
         time.sleep(0.05)
 
 
-def test_engines_do_not_repeat_each_other(pair: Generation) -> None:
-    assert generate(pair, LONG, engine=0).token_ids != generate(pair, LONG, engine=1).token_ids
+def test_engines_do_not_repeat_each_other(pair: Pair) -> None:
+    zero, one = (pair.generate(LONG, engine=engine, sample=0) for engine in (0, 1))
+    assert zero.token_ids != one.token_ids
 
 
-def test_a_late_request_is_aborted_in_the_engine(pair: Generation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LIMITS, "generation", 0.1)
+def test_a_sample_is_repeated_by_its_numbers_whatever_else_is_sampled(pair: Pair) -> None:
+    async def among_others() -> Completion:
+        others = [pair.start(LONG, engine=0) for _ in range(20)]
+        await asyncio.sleep(0.05)
+        completion = await pair.start(LONG, engine=0, sample=0)
+        for other in others:
+            other.cancel()
+        return completion
+
+    alone, other = (pair.generate(LONG, engine=0, sample=sample) for sample in (0, 1))
+    crowded = asyncio.run(among_others())
+    assert crowded.token_ids == alone.token_ids != other.token_ids
+    assert len(alone.token_ids) == LONG.max_tokens
+
+
+def test_a_late_request_fails_alone_and_is_aborted(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def late_and_good() -> tuple[RequestError, Completion]:
+        good = pair.start(LONG, engine=0)
+        await asyncio.sleep(0.05)  # it was sent with the longer deadline
+        monkeypatch.setattr(LIMITS, "generation", 0.1)
+        with pytest.raises(RequestError, match=r"did not answer within 0\.1 s \(deadlines\.generation\)") as raised:
+            await pair.start(LONG, engine=0)
+        return raised.value, await good
+
     began = time.monotonic()
-    with pytest.raises(EngineError, match=r"did not answer within 0\.1 s") as raised:
-        generate(pair, LONG, engine=0)
-    assert time.monotonic() - began < 5
-    assert is_named(pair, 0, str(raised.value))
-    assert pair.stats()[0]["running"] == 0
-    monkeypatch.undo()
-    assert len(generate(pair, SHORT, engine=0).token_ids) == 4
+    late, good = asyncio.run(late_and_good())
+    assert time.monotonic() - began < 10
+    assert late.is_late and is_named(pair.generation.infos[0], str(late))
+    assert len(good.token_ids) == LONG.max_tokens
+    assert pair.generation.stats()[0]["running"] == 0
+    assert pair.generation.num_open_engines == 2
 
 
-def test_a_cancelled_request_is_aborted_in_the_engine(pair: Generation) -> None:
+def test_a_cancelled_request_is_aborted_in_the_engine(pair: Pair) -> None:
+    async def running() -> float:
+        return (await asyncio.to_thread(pair.generation.stats))[0]["running"]
+
     async def cancel() -> None:
-        tasks = [asyncio.create_task(pair.generate(PROMPT, LONG, affinity=0)) for _ in range(2)]
+        tasks = [pair.start(LONG, engine=0) for _ in range(2)]
         await asyncio.sleep(0.1)
-        tasks[0].cancel()  # the other one still wants its answer
+        tasks[0].cancel()
         await asyncio.wait([tasks[0]])
         await asyncio.sleep(0.1)
-        assert (await asyncio.to_thread(pair.stats))[0]["running"] == 2
+        assert await running() == 1
         tasks[1].cancel()
         await asyncio.wait(tasks)
         for _ in range(100):
-            if (await asyncio.to_thread(pair.stats))[0]["running"] == 0:
+            if await running() == 0:
                 return
             await asyncio.sleep(0.05)
         pytest.fail("the requests nobody wants still run")
@@ -97,59 +158,114 @@ def test_a_cancelled_request_is_aborted_in_the_engine(pair: Generation) -> None:
     asyncio.run(cancel())
 
 
-def test_a_prompt_without_room_for_an_answer_is_refused(pair: Generation) -> None:
+def test_a_prompt_without_room_for_an_answer_is_refused(pair: Pair) -> None:
     with pytest.raises(ValueError, match="prompt has 512 tokens"):
-        asyncio.run(pair.generate((5,) * 512, SHORT, affinity=0))
+        asyncio.run(pair.generation.generate((5,) * 512, SHORT, affinity=0))
 
 
-def test_a_hanging_actor_is_given_up(pair: Generation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LIMITS, "generation", 0.5)
-    os.kill(pair.infos[1].pid, signal.SIGSTOP)
-    try:
+def test_an_engine_that_dies_before_any_push_opens_when_it_is_back(pair: Pair) -> None:
+    expected = pair.generate(LONG, engine=0, sample=7)
+    dead = pair.generation.infos[0]
+
+    async def killed() -> Completion:
+        task = pair.start(LONG, engine=0, sample=7)
+        await asyncio.sleep(0.1)
+        os.kill(dead.core_pids[0], signal.SIGKILL)
         began = time.monotonic()
-        with pytest.raises(EngineError, match="no answer within") as raised:
-            generate(pair, SHORT, engine=1)
-        assert time.monotonic() - began < 0.5 + GRACE_SECONDS + 3
-    finally:
-        os.kill(pair.infos[1].pid, signal.SIGCONT)
-    assert is_named(pair, 1, str(raised.value))
+        completion = await task
+        assert time.monotonic() - began < 30
+        return completion
+
+    totals = pair.generation.stats()[0]
+    assert asyncio.run(killed()).token_ids == expected.token_ids, "the other engine must sample the same"
+    assert pair.generation.num_open_engines == 1
+    info = pair.wait_for_start(0, dead)
+    assert pair.generation.num_open_engines == 2
+    wait_until_gone(dead.pid, seconds=10)
+    assert info.core_pids != dead.core_pids
+    assert pair.generate(LONG, engine=0, sample=7).token_ids == expected.token_ids
+    after = pair.generation.stats()[0]
+    assert after["generated_tokens"] >= totals["generated_tokens"], "a new actor's totals start where the old one's end"
 
 
-async def killed(generation: Generation, pid: int, *, engine: int) -> str:
-    """Kill a process while its engine generates; return the error of the request."""
-    task = asyncio.create_task(generation.generate(PROMPT, LONG, affinity=engine))
-    await asyncio.sleep(0.1)
-    os.kill(pid, signal.SIGKILL)
-    began = time.monotonic()
-    with pytest.raises(EngineError) as raised:
-        await task
-    assert time.monotonic() - began < 30
-    return str(raised.value)
-
-
-def test_a_killed_engine_core_fails_its_requests_at_once(pair: Generation) -> None:
-    pair.check_health()
-    assert is_named(pair, 0, asyncio.run(killed(pair, pair.infos[0].core_pids[0], engine=0)))
-    with pytest.raises(EngineError) as raised:
-        pair.check_health()
-    assert is_named(pair, 0, str(raised.value))
-    with pytest.raises(EngineError):
-        pair.update_weights(1)
-
-
-def test_a_killed_actor_fails_its_requests_and_leaves_no_process(pair: Generation) -> None:
-    info = pair.infos[1]
+def test_an_engine_that_dies_later_opens_with_the_next_push(pair: Pair) -> None:
+    pair.push(1)
+    dead = pair.generation.infos[1]
     [raylet] = [child for child in psutil.Process().children(recursive=True) if child.name() == "raylet"]
 
-    async def kill_both() -> str:
-        failing = asyncio.create_task(killed(pair, info.pid, engine=1))
+    async def kill_actor() -> Completion:
+        task = pair.start(LONG, engine=1)
+        await asyncio.sleep(0.1)
         raylet.suspend()  # it would clean up; a node that loses its raylet too must not depend on that
         try:
-            await asyncio.to_thread(wait_until_gone, info.core_pids[0], seconds=10)
+            os.kill(dead.pid, signal.SIGKILL)
+            await asyncio.to_thread(wait_until_gone, dead.core_pids[0], seconds=10)
         finally:
             raylet.resume()
-        return await failing
+        return await task
 
-    assert is_named(pair, 1, asyncio.run(kill_both()))
-    with pytest.raises(EngineError):
-        generate(pair, SHORT, engine=1)
+    assert len(asyncio.run(kill_actor()).token_ids) == LONG.max_tokens
+    pair.push(2)  # with one engine
+    assert pair.generation.num_open_engines == 1
+    pair.wait_for_start(1, dead)
+    assert pair.generation.num_open_engines == 1, "its weights are those of the start, not of version 2"
+    assert {span.version for span in pair.generate(SHORT, engine=1).versions} == {2}
+    pair.push(3)
+    assert pair.generation.num_open_engines == 2
+    before = pair.generation.stats()[1]["requests"]
+    assert {span.version for span in pair.generate(SHORT, engine=1).versions} == {3}
+    assert pair.generation.stats()[1]["requests"] == before + 1
+
+
+def test_an_engine_that_dies_in_a_push_is_left_out(pair: Pair) -> None:
+    dead = pair.generation.infos[0]
+    os.kill(dead.core_pids[0], signal.SIGSTOP)  # its part of the push waits until it is killed
+
+    async def push_and_kill() -> None:
+        push = asyncio.create_task(asyncio.to_thread(pair.push, 4))
+        await asyncio.sleep(0.5)
+        assert not push.done()
+        os.kill(dead.core_pids[0], signal.SIGKILL)
+        await push
+
+    asyncio.run(push_and_kill())
+    assert pair.generation.num_open_engines == 1
+    assert {span.version for span in pair.generate(SHORT, engine=0).versions} == {4}
+    pair.wait_for_start(0, dead)
+    pair.push(5)
+    assert pair.generation.num_open_engines == 2
+
+
+def test_a_silent_actor_is_replaced(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SILENCE_SECONDS", 2.0)
+    dead = pair.generation.infos[1]
+    time.sleep(module.POLL_SECONDS)  # the poll in progress has the longer limit
+
+    async def stop() -> Completion:
+        os.kill(dead.pid, signal.SIGSTOP)
+        return await asyncio.wait_for(pair.start(SHORT, engine=1), module.POLL_SECONDS + 20)
+
+    assert len(asyncio.run(stop()).token_ids) == 4
+    wait_until_gone(dead.pid, seconds=10)
+    pair.wait_for_start(1, dead)
+    pair.push(6)
+    assert pair.generation.num_open_engines == 2
+
+
+def test_without_any_engine_requests_and_pushes_fail_and_name_the_engines(pair: Pair) -> None:
+    infos = pair.generation.infos
+
+    async def kill_both() -> str:
+        task = pair.start(LONG, engine=0)
+        await asyncio.sleep(0.1)
+        for info in infos:
+            os.kill(info.core_pids[0], signal.SIGKILL)
+        with pytest.raises(EngineError, match="no generation engine is left") as raised:
+            await task
+        return str(raised.value)
+
+    message = asyncio.run(kill_both())
+    assert all(is_named(info, message) for info in infos)
+    with pytest.raises(EngineError, match="no generation engine is left"):
+        pair.push(7)
+    assert [engine["running"] for engine in pair.generation.stats()] == [0, 0]  # and does not raise

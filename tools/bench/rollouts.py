@@ -37,7 +37,7 @@ ADDS: Mapping[str, str] = {
     PLAIN: "plain vLLM: a list of prompts in, token ids out",
     LOGPROBS: "the log-probability of each sampled token",
     ASYNC: "an engine that takes requests at any time; our scheduler and engine arguments",
-    OURS: "the Ray actor, weight versions, prompts grouped by call",
+    OURS: "the Ray actor, weight versions, a seed per sample",
     ENVIRONMENT: "chat template, decoding, the verifiers' scores",
 }
 STEPS_PER_ROUND = 4  # a round submits the rollouts of so many training steps at once
@@ -146,9 +146,9 @@ def _on_loop(run: Run, work: Callable[[], Awaitable[int]]) -> tuple[int, float]:
 
 async def _generate_all(run: Run, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> int:
     calls = [
-        run.generation.generate(tuple(prompt), sampling, affinity=index)
+        run.generation.generate(tuple(prompt), sampling, affinity=index, sample=(number,))
         for index, prompt in enumerate(prompts)
-        for _ in range(group_size)
+        for number in range(group_size)
     ]
     completions: list[Completion] = await asyncio.gather(*calls)
     return sum(len(completion.token_ids) for completion in completions)

@@ -34,7 +34,9 @@ class Sampler:
         self.requests: list[tuple[int, Sampling]] = []
         self.failure: Exception | None = None
 
-    async def generate(self, prompt_token_ids: tuple[int, ...], sampling: Sampling, *, affinity: int) -> Completion:
+    async def generate(
+        self, prompt_token_ids: tuple[int, ...], sampling: Sampling, *, affinity: int, sample: tuple[int, ...]
+    ) -> Completion:
         self.requests.append((affinity, sampling))
         if self.failure is not None:
             raise self.failure
@@ -274,7 +276,7 @@ def test_skipped_positions_are_never_drawn(make: Callable[..., Setup]) -> None:
 
 def test_sampling_is_clamped_to_the_context() -> None:
     sampler = Sampler()
-    client = PolicyClient(sampler, Sampling(temperature=1.0, top_p=1.0, max_tokens=100), 16, 0)
+    client = PolicyClient(sampler, Sampling(temperature=1.0, top_p=1.0, max_tokens=100), 16, 0, 0)
     asyncio.run(client.generate((1,) * 10, max_tokens=50))
     assert sampler.requests[0][1].max_tokens == 6
     full = asyncio.run(client.generate((1,) * 16, max_tokens=50))

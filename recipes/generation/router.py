@@ -1,0 +1,162 @@
+"""Which engine samples a request, and what becomes of the requests of an engine that dies. Imports no Ray.
+
+Requests that are made in one tick of an event loop travel to their engine as one call. Each is answered by itself, as
+soon as it is done. The requests of one prompt go to one engine, whose prefix cache then computes the prompt once.
+
+When an engine dies, its requests are sampled again on the others. A request that has lost `MAX_ENGINES_LOST` engines
+fails, since it may be what kills them. While all engines are closed, every request raises `EngineError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from recipes.errors import EngineError, RequestError
+from recipes.generation.requests import Answer, Request, to_completion
+from recipes.types import Completion, Sampling
+
+MAX_ENGINES_LOST = 3
+
+Send = Callable[[int, Sequence[Request]], None]
+Abort = Callable[[int, int], None]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Waiter:
+    """A request whose completion a coroutine of `loop` waits for."""
+
+    request: Request
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Completion]
+    engine: int | None = None  # that samples it now
+    num_engines_lost: int = 0
+
+
+class Router:
+    """Routes requests to engines by number. All methods may be called from any thread; none blocks."""
+
+    def __init__(self, num_engines: int, *, send: Send, abort: Abort) -> None:
+        self._send, self._abort = send, abort
+        self._lock = threading.Lock()
+        self._closed: dict[int, str] = {}  # why an engine takes no requests
+        self._waiting: list[dict[int, _Waiter]] = [{} for _ in range(num_engines)]  # per engine, by request id
+        self._unsent: dict[asyncio.AbstractEventLoop, list[_Waiter]] = {}
+        self._ids = itertools.count()
+
+    async def generate(
+        self, prompt_token_ids: tuple[int, ...], sampling: Sampling, *, affinity: int, sample: tuple[int, ...]
+    ) -> Completion:
+        """Return one completion; raises `RequestError` when this request fails, `EngineError` without an engine.
+
+        Cancelling aborts the request in its engine.
+        """
+        loop = asyncio.get_running_loop()
+        request = Request(
+            id=next(self._ids), prompt_token_ids=prompt_token_ids, sampling=sampling, affinity=affinity, sample=sample
+        )
+        waiter = _Waiter(request=request, loop=loop, future=loop.create_future())
+        if loop not in self._unsent:
+            self._unsent[loop] = []
+            loop.call_soon(self._send_gathered, loop)
+        self._unsent[loop].append(waiter)
+        try:
+            return await waiter.future
+        finally:
+            self._forget(waiter)
+
+    def deliver(self, engine: int, answers: Iterable[Answer]) -> None:
+        """Hand each answer to the coroutine that waits for it; answers that nobody waits for are dropped."""
+        with self._lock:
+            waiters = [(self._waiting[engine].pop(answer.id, None), answer) for answer in answers]
+        _settle([(waiter, answer) for waiter, answer in waiters if waiter is not None])
+
+    def close(self, engine: int, reason: str) -> int:
+        """Send no more requests to an engine, and its present ones elsewhere; returns how many those are."""
+        with self._lock:
+            self._closed[engine] = reason
+            waiters = list(self._waiting[engine].values())
+            self._waiting[engine].clear()
+        again = []
+        for waiter in waiters:
+            waiter.num_engines_lost += 1
+            if waiter.num_engines_lost < MAX_ENGINES_LOST:
+                again.append(waiter)
+        given_up = RequestError(f"{MAX_ENGINES_LOST} generation engines died while they sampled it, the last: {reason}")
+        _settle([(waiter, given_up) for waiter in waiters if waiter.num_engines_lost >= MAX_ENGINES_LOST])
+        self._dispatch(again)
+        return len(waiters)
+
+    def open(self, engine: int) -> None:
+        """Send requests to an engine again."""
+        with self._lock:
+            self._closed.pop(engine, None)
+
+    def num_open(self) -> int:
+        """Return how many engines take requests."""
+        with self._lock:
+            return len(self._waiting) - len(self._closed)
+
+    def _send_gathered(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._dispatch(self._unsent.pop(loop))
+
+    def _dispatch(self, waiters: Iterable[_Waiter]) -> None:
+        batches: defaultdict[int, list[Request]] = defaultdict(list)
+        stranded = []
+        with self._lock:
+            for waiter in waiters:
+                if waiter.future.done():  # cancelled before it was sent
+                    continue
+                waiter.engine = self._choose(waiter.request.affinity)
+                if waiter.engine is None:
+                    stranded.append(waiter)
+                else:
+                    self._waiting[waiter.engine][waiter.request.id] = waiter
+                    batches[waiter.engine].append(waiter.request)
+            reasons = "; ".join(reason for _, reason in sorted(self._closed.items()))
+        for engine, requests in batches.items():
+            self._send(engine, requests)
+        _settle([(waiter, EngineError(f"no generation engine is left: {reasons}")) for waiter in stranded])
+
+    def _choose(self, affinity: int) -> int | None:
+        """Return the engine of a prompt, or another one while that is closed; None when all are."""
+        engine = affinity % len(self._waiting)
+        if engine not in self._closed:
+            return engine
+        others = [other for other in range(len(self._waiting)) if other not in self._closed]
+        return others[affinity % len(others)] if others else None
+
+    def _forget(self, waiter: _Waiter) -> None:
+        """Abort a request in its engine unless it has been answered."""
+        with self._lock:
+            engine = waiter.engine
+            is_sampled = engine is not None and self._waiting[engine].pop(waiter.request.id, None) is not None
+        if is_sampled and engine is not None:
+            self._abort(engine, waiter.request.id)
+
+
+def _settle(outcomes: Iterable[tuple[_Waiter, Answer | Exception]]) -> None:
+    """Give each waiter its outcome, in the thread of its event loop: one call per loop."""
+    by_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[_Waiter, Answer | Exception]]] = defaultdict(list)
+    for waiter, outcome in outcomes:
+        by_loop[waiter.loop].append((waiter, outcome))
+    for loop, pairs in by_loop.items():
+        with suppress(RuntimeError):  # the loop is closed, so nobody waits any more
+            loop.call_soon_threadsafe(_resolve, pairs)
+
+
+def _resolve(pairs: Sequence[tuple[_Waiter, Answer | Exception]]) -> None:
+    for waiter, outcome in pairs:
+        if waiter.future.done():
+            continue
+        if isinstance(outcome, Exception):
+            waiter.future.set_exception(outcome)
+        elif outcome.sample is None:
+            waiter.future.set_exception(RequestError(outcome.failure, is_late=outcome.is_late))
+        else:
+            waiter.future.set_result(to_completion(outcome.sample))
