@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from recipes.errors import EngineError
-from recipes.generation.engine_args import CPU_ENV, ENV, engine_args, stop_token_ids, top_k
+from recipes.generation.engine_args import CPU_ENV, ENV, engine_args, stop_token_ids
 from recipes.generation.requests import Answer, Request, Sample, request_seed
 from recipes.types import Sampling
 
@@ -275,7 +275,6 @@ class EngineActor:
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            top_k=top_k(self._cfg),
             seed=seed,
             stop_token_ids=self._stop_token_ids,
             logprobs=0,  # of the sampled token only

@@ -32,9 +32,11 @@ ENV: Mapping[str, str] = {
 def engine_args(cfg: GenerationConfig, *, model_path: str, seed: int, is_cpu: bool) -> dict[str, Any]:
     """Return the keyword arguments of vLLM's `AsyncEngineArgs`.
 
-    `logprobs_mode` is "processed": the log-probability of a token under the distribution it was sampled from, that is
-    after temperature, top-p and top-k. At temperature T with neither filter this is the policy's log-softmax of
-    logits / T, which is what the trainer computes.
+    `logprobs_mode` is "processed": the log-probability of a token under the distribution from which it was sampled. At
+    temperature T this is the log-softmax of logits / T, which is what the trainer computes. With top-p or top-k it
+    would be that of the filtered distribution, which the trainer does not compute; the configuration refuses both.
+
+    Raises `ConfigError` when `vllm_kwargs` sets an argument that belongs to the recipe.
     """
     vllm_cfg = cfg.vllm_cfg
     taken = OURS & set(cfg.vllm_kwargs)
@@ -72,18 +74,13 @@ def engine_args(cfg: GenerationConfig, *, model_path: str, seed: int, is_cpu: bo
         "scheduler_cls": f"recipes.generation.core.Rollout{'' if is_cpu else 'Async'}Scheduler",
         "skip_tokenizer_init": not vllm_cfg.expose_http_server,  # token ids in, token ids out
         "disable_log_stats": True,
-        # What an HTTP request that does not say gets; else the model's generation_config.json would decide.
-        "override_generation_config": {"temperature": cfg.temperature, "top_p": cfg.top_p, "top_k": top_k(cfg)},
+        # For HTTP requests that leave these open. Otherwise the model's generation_config.json would decide.
+        "override_generation_config": {"temperature": cfg.temperature, "top_p": cfg.top_p, "top_k": 0},  # 0 is off
     }
     reasoning_parser = vllm_cfg.http_server_serving_chat_kwargs.reasoning_parser
     if vllm_cfg.expose_http_server and reasoning_parser is not None:
         args["reasoning_parser"] = reasoning_parser
     return args | dict(cfg.vllm_kwargs)
-
-
-def top_k(cfg: GenerationConfig) -> int:
-    """Return `top_k` as vLLM writes it: 0 is off."""
-    return max(cfg.top_k or 0, 0)
 
 
 def stop_token_ids(model_path: Path) -> tuple[int, ...]:

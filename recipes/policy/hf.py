@@ -33,9 +33,9 @@ def model_directory(name: str) -> Path:
     return Path(snapshot_download(name))
 
 
-def read_config(directory: Path, overrides: dict[str, Any]) -> tuple[Any, Family]:
+def read_config(directory: Path) -> tuple[Any, Family]:
     """Read a transformers configuration and find its family; raises `ConfigError` for what the policy cannot build."""
-    config = AutoConfig.from_pretrained(directory, **overrides)
+    config = AutoConfig.from_pretrained(directory)
     architecture = (getattr(config, "architectures", None) or ["none"])[0]
     family = family_of(architecture)
     if family is None:

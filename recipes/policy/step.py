@@ -60,7 +60,7 @@ class Trainer:
 def build_trainer(cfg: PolicyConfig, loss: LossFunction) -> Trainer:
     """Build the model of `policy.model_name`, load its weights, and make the optimizer."""
     directory = hf.model_directory(cfg.model_name)
-    hf_config, family = hf.read_config(directory, dict(cfg.hf_config_overrides))
+    hf_config, family = hf.read_config(directory)
     config = transformer_config(family, hf_config, cfg)
     model = build_model(family, hf_config, config, cfg)
     weights = family.weights(unwrap_model(model))

@@ -1,7 +1,7 @@
 """Policy and engine hold the same model: at the start, after every push, and after the hand-over by export.
 
 A real Megatron policy and a real vLLM engine, prefix cache on. The difference is the largest absolute one between
-the log-probabilities the engine sampled with and the policy's, float32.
+the log-probabilities the engine sampled with and the policy's, float32, at a temperature other than 1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 1e-4
-SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=24)
+TEMPERATURE = 0.7  # not 1, so that forgetting it on one side shows
+SAMPLING = Sampling(temperature=TEMPERATURE, top_p=1.0, max_tokens=24)
 PROMPTS = [
     tuple(10 + (7 * row + 3 * place) % 200 for place in range(70)) for row in range(6)
 ]  # two full KV blocks each
@@ -46,6 +47,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     model.save_pretrained(path)
     overrides = {
         "policy.model_name": path,
+        "policy.generation.temperature": TEMPERATURE,
         "policy.generation.vllm_cfg.expose_http_server": "false",
         "policy.megatron_cfg.optimizer.lr": 2.0e-3,
         "policy.megatron_cfg.scheduler.lr_warmup_iters": 0,
@@ -142,7 +144,7 @@ def test_engine_and_policy_agree_before_and_after_pushes_and_after_export(
     policy.export_hf(tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
     with torch.no_grad():
-        logprobs = torch.log_softmax(model(batch.input_ids_BS).logits[:, :-1], dim=-1)
+        logprobs = torch.log_softmax(model(batch.input_ids_BS).logits[:, :-1] / TEMPERATURE, dim=-1)
     theirs = logprobs.gather(-1, batch.input_ids_BS[:, 1:, None])[..., 0]
     ours = policy.logprobs(batch)[:, 1:]
     assert ((theirs - ours) * batch.token_mask_BS[:, 1:]).abs().max() < LIMIT, "transformers reads the export otherwise"

@@ -183,13 +183,12 @@ def _plain(engine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sampling_arguments(config: Config, sampling: Sampling) -> dict[str, Any]:
-    from recipes.generation.engine_args import stop_token_ids, top_k
+    from recipes.generation.engine_args import stop_token_ids
 
     return {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": top_k(config.policy.generation),
         "stop_token_ids": list(stop_token_ids(Path(config.policy.model_name))),
         "detokenize": False,
     }

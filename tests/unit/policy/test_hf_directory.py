@@ -52,10 +52,11 @@ def test_what_the_policy_cannot_build_is_refused_with_all_reasons(tmp_path: Path
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError) as refused:
-        hf.read_config(tmp_path, {})
+        hf.read_config(tmp_path)
     assert [problem.where.split(": ")[1] for problem in refused.value.problems] == ["attention_bias", "hidden_act"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["OtherModel"]}))
     with pytest.raises(ConfigError, match="architectures: got OtherModel, expected one of Qwen3ForCausalLM"):
-        hf.read_config(tmp_path, {"architectures": ["OtherModel"]})
+        hf.read_config(tmp_path)
 
 
 def test_the_tokenizer_replaces_files_of_the_model_but_not_its_configuration(tmp_path: Path) -> None:
