@@ -203,8 +203,8 @@ class Generation:
         return len(self._engines)
 
     @property
-    def num_open_engines(self) -> int:
-        """How many engines take requests: those that are alive and hold the current weights."""
+    def num_engines_alive(self) -> int:
+        """How many engines take requests: one that was started again does so only with the current weights."""
         return self._router.num_open()
 
     def stats(self) -> list[dict[str, float]]:
@@ -243,7 +243,7 @@ class Generation:
                 return
             engine.kill()
             num_moved = self._router.close(engine.index, str(error))
-        left = f"{self.num_open_engines} of {self.num_engines} engines are left"
+        left = f"{self.num_engines_alive} of {self.num_engines} engines are left"
         logger.warning("%s; %d requests are sampled elsewhere; %s", error, num_moved, left)
 
     def _eject_failed(self, calls: Mapping[EngineHandle, Any], *, stop_at_failure: bool = False) -> list[EngineError]:

@@ -46,6 +46,12 @@ class PolicyHandle(WeightSource, Protocol):
 class GenerationHandle(WeightSink, Sampler, Protocol):
     """What the run asks of the engines; `generation.Generation` has it."""
 
+    @property
+    def num_engines(self) -> int: ...
+
+    @property
+    def num_engines_alive(self) -> int: ...
+
     def stats(self) -> list[dict[str, float]]: ...
 
     def shutdown(self) -> None: ...
@@ -275,6 +281,8 @@ class Run:
         shares = rates(timing, seconds, train_gpus=sizes.train_gpus, generation_gpus=sizes.generation_gpus)
         shares["idle/policy"] = max(0.0, 1.0 - trained / seconds)
         shares["idle/buffer_starvation"] = timing["timing/train/exposed_generation"] / seconds
+        shares["performance/num_engines"] = float(self.generation.num_engines)
+        shares["performance/num_engines_alive"] = float(self.generation.num_engines_alive)
         try:
             stats = self.generation.stats()
         except RecipeError as error:  # only what is measured of the engines is missing then

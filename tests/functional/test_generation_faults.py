@@ -133,7 +133,7 @@ def test_a_late_request_fails_alone_and_is_aborted(pair: Pair, monkeypatch: pyte
     assert late.is_late and is_named(pair.generation.infos[0], str(late))
     assert len(good.token_ids) == LONG.max_tokens
     assert pair.generation.stats()[0]["running"] == 0
-    assert pair.generation.num_open_engines == 2
+    assert pair.generation.num_engines_alive == 2
 
 
 def test_a_cancelled_request_is_aborted_in_the_engine(pair: Pair) -> None:
@@ -178,9 +178,9 @@ def test_an_engine_that_dies_before_any_push_opens_when_it_is_back(pair: Pair) -
 
     totals = pair.generation.stats()[0]
     assert asyncio.run(killed()).token_ids == expected.token_ids, "the other engine must sample the same"
-    assert pair.generation.num_open_engines == 1
+    assert pair.generation.num_engines_alive == 1
     info = pair.wait_for_start(0, dead)
-    assert pair.generation.num_open_engines == 2
+    assert pair.generation.num_engines_alive == 2
     wait_until_gone(dead.pid, seconds=10)
     assert info.core_pids != dead.core_pids
     assert pair.generate(LONG, engine=0, sample=7).token_ids == expected.token_ids
@@ -206,12 +206,12 @@ def test_an_engine_that_dies_later_opens_with_the_next_push(pair: Pair) -> None:
 
     assert len(asyncio.run(kill_actor()).token_ids) == LONG.max_tokens
     pair.push(2)  # with one engine
-    assert pair.generation.num_open_engines == 1
+    assert pair.generation.num_engines_alive == 1
     pair.wait_for_start(1, dead)
-    assert pair.generation.num_open_engines == 1, "its weights are those of the start, not of version 2"
+    assert pair.generation.num_engines_alive == 1, "its weights are those of the start, not of version 2"
     assert {span.version for span in pair.generate(SHORT, engine=1).versions} == {2}
     pair.push(3)
-    assert pair.generation.num_open_engines == 2
+    assert pair.generation.num_engines_alive == 2
     before = pair.generation.stats()[1]["requests"]
     assert {span.version for span in pair.generate(SHORT, engine=1).versions} == {3}
     assert pair.generation.stats()[1]["requests"] == before + 1
@@ -229,11 +229,11 @@ def test_an_engine_that_dies_in_a_push_is_left_out(pair: Pair) -> None:
         await push
 
     asyncio.run(push_and_kill())
-    assert pair.generation.num_open_engines == 1
+    assert pair.generation.num_engines_alive == 1
     assert {span.version for span in pair.generate(SHORT, engine=0).versions} == {4}
     pair.wait_for_start(0, dead)
     pair.push(5)
-    assert pair.generation.num_open_engines == 2
+    assert pair.generation.num_engines_alive == 2
 
 
 def test_a_silent_actor_is_replaced(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +249,7 @@ def test_a_silent_actor_is_replaced(pair: Pair, monkeypatch: pytest.MonkeyPatch)
     wait_until_gone(dead.pid, seconds=10)
     pair.wait_for_start(1, dead)
     pair.push(6)
-    assert pair.generation.num_open_engines == 2
+    assert pair.generation.num_engines_alive == 2
 
 
 def test_without_any_engine_requests_and_pushes_fail_and_name_the_engines(pair: Pair) -> None:

@@ -82,7 +82,8 @@ class LoopPolicy:
 class LoopGeneration:
     """Answers every prompt with two tokens."""
 
-    needs_weight_content = False
+    needs_weight_content = needs_connect = False
+    num_engines = num_engines_alive = 1
 
     def __init__(self, failures: Failures) -> None:
         self.failures = failures

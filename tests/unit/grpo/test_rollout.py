@@ -16,7 +16,7 @@ import orjson
 import pytest
 
 from recipes.config.tree import CircuitBreakerConfig
-from recipes.errors import EngineError, RunError, StalledError
+from recipes.errors import EngineError, RequestError, RunError, StalledError
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.data import PromptDataset, PromptStream
 from recipes.grpo.rollout import CollectorState, PolicyClient, RolloutCollector, RolloutSettings
@@ -33,13 +33,16 @@ class Sampler:
         self.open.set()
         self.requests: list[tuple[int, Sampling]] = []
         self.failure: Exception | None = None
+        self.failures: dict[tuple[int, ...], Exception] = {}  # by sample
+        self.samples: set[tuple[int, ...]] = set()
 
     async def generate(
         self, prompt_token_ids: tuple[int, ...], sampling: Sampling, *, affinity: int, sample: tuple[int, ...]
     ) -> Completion:
         self.requests.append((affinity, sampling))
-        if self.failure is not None:
-            raise self.failure
+        self.samples.add((affinity, *sample))
+        if failure := self.failures.get(sample, self.failure):
+            raise failure
         while not self.open.is_set():
             await asyncio.sleep(0.001)
         return Completion(
@@ -214,6 +217,22 @@ def test_a_rollout_over_its_deadline_has_no_reward(make: Callable[..., Setup]) -
     ((ref, reason),) = setup.collector.state().failed
     assert ref.row_index == 0
     assert reason == "timed_out: no verdict within 0.3 s (deadlines.rollout)"
+
+
+def test_a_failed_request_costs_its_rollout_only(make: Callable[..., Setup]) -> None:
+    setup = make(4, age=0)
+    setup.sampler.failures = {
+        (0, 0): RequestError("no answer within 5 s (deadlines.generation)", is_late=True),
+        (2, 0): RequestError("ValueError: odd"),
+    }
+    sampling = setup.collector.settings.sampling
+    work = setup.collector.run_rollouts({"row": 0}, sampling, affinity=7)
+    late, good, broken = setup.collector.submit(work).result(timeout=60)
+    assert (late.status, late.reward) == (RolloutStatus.TIMED_OUT, None)
+    assert late.reason == "no answer within 5 s (deadlines.generation)"
+    assert (broken.status, broken.reason, broken.reward) == (RolloutStatus.ABORTED, "ValueError: odd", None)
+    assert good.reward == 1.0
+    assert setup.sampler.samples == {(7, rollout, 0) for rollout in range(G)}, "each has numbers of its own"
 
 
 def test_a_dead_engine_reaches_the_train_loop_at_once(make: Callable[..., Setup]) -> None:

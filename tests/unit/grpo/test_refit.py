@@ -1,0 +1,78 @@
+"""Calls to both sides: the first failure is raised at once, and an engine that came back is connected first."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from recipes.errors import EngineError
+from recipes.grpo.refit import refit, together
+from recipes.types import WeightLayout
+
+
+def test_the_first_failure_does_not_wait_for_the_slower_side() -> None:
+    slow = threading.Event()
+
+    def fail() -> None:
+        raise EngineError("engine 1 is dead")
+
+    began = time.monotonic()
+    with pytest.raises(EngineError, match="engine 1 is dead"):
+        together(lambda: slow.wait(30), fail)
+    assert time.monotonic() - began < 5
+    slow.set()
+
+
+def test_results_come_in_the_order_of_the_calls() -> None:
+    first_may_end = threading.Event()
+
+    def second() -> str:
+        first_may_end.set()
+        return "second"
+
+    assert together(lambda: first_may_end.wait(30) and "first", second) == ["first", "second"]
+
+
+class Sides:
+    """Policy and engines at once; remembers what was called."""
+
+    needs_weight_content = False
+    num_ranks = 2
+
+    def __init__(self, path: str) -> None:
+        self.calls: list[str] = []
+        self.needs_connect = True
+        self._layout = WeightLayout(path=path, names=(), dtypes=(), shapes=(), offsets=(), num_bytes=0)
+
+    def weight_layout(self) -> WeightLayout:
+        return self._layout
+
+    def open_rendezvous(self) -> tuple[str, int]:
+        return "host", 1400
+
+    def connect_engines(self, *, num_engine_ranks: int) -> None:
+        self.calls.append(f"connect_engines {num_engine_ranks}")
+
+    def connect_weights(self, _layout: WeightLayout, *, rendezvous: Any = None) -> None:
+        self.calls.append(f"connect_weights {rendezvous}")
+        self.needs_connect = False
+
+    def send_weights(self) -> None:
+        self.calls.append("send")
+
+    def update_weights(self, version: int, _content: Any = None) -> None:
+        self.calls.append(f"update {version}")
+
+
+@pytest.mark.parametrize(
+    ("path", "connected"),
+    [("/dev/shm/x", ["connect_weights None"]), ("", ["connect_engines 2", "connect_weights ('host', 1400)"])],
+)
+def test_engines_are_connected_when_they_have_changed(path: str, connected: list[str]) -> None:
+    sides = Sides(path)
+    refit(sides, sides, version=3)
+    refit(sides, sides, version=4)
+    num = len(connected)
+    assert sorted(sides.calls[:num]) == connected
+    assert [sorted(sides.calls[n : n + 2]) for n in (num, num + 2)] == [["send", "update 3"], ["send", "update 4"]]
