@@ -30,6 +30,7 @@ PINNED = {  # rules hold them to the value that is read in their place
     "policy.train_global_batch_size",
     "policy.megatron_cfg.pipeline_dtype",
     "policy.megatron_cfg.optimizer.clip_grad",
+    "policy.generation.top_k",
     "policy.generation.val_top_k",
 }
 ROOT = CONFIG_DIR.parent
