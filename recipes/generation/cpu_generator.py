@@ -20,9 +20,9 @@ class RewindingGenerator(torch.Generator):
         """Return 0: the offset of the start."""
         return 0
 
-    def set_offset(self, _offset: int) -> None:
+    def set_offset(self, _offset: int) -> torch.Generator:
         """Go back to the seed."""
-        self.manual_seed(self.initial_seed())
+        return self.manual_seed(self.initial_seed())
 
 
 def install() -> None:

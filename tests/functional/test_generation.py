@@ -65,10 +65,12 @@ def local_ray() -> Iterator[None]:
         ray.shutdown()
 
 
-def start(path: Path, *, is_tied: bool, eos: int | None, expose_http_server: bool) -> Setup:
+def start(path: Path, *, is_tied: bool, eos: int | None, expose_http_server: bool, batch_tokens: int = 2048) -> Setup:
     tiny_engine.build_model(path, seed=0, is_tied=is_tied, eos=eos)
     generation = Generation.start(
-        tiny_engine.generation_config(max_num_seqs=BATCH_LIMIT, expose_http_server=expose_http_server),
+        tiny_engine.generation_config(
+            max_num_seqs=BATCH_LIMIT, max_num_batched_tokens=batch_tokens, expose_http_server=expose_http_server
+        ),
         model_path=str(path),
         seed=1,
         placement=[{"num_cpus": 0}],
@@ -90,8 +92,9 @@ def untied(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="module")
 def tied(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
-    """An engine with tied embeddings, an end-of-sequence token and the HTTP server."""
-    setup = start(tmp_path_factory.mktemp("tied"), is_tied=True, eos=tiny_engine.EOS, expose_http_server=True)
+    """An engine with tied embeddings, an end of sequence and the HTTP server; it computes a long prompt in parts."""
+    path = tmp_path_factory.mktemp("tied")
+    setup = start(path, is_tied=True, eos=tiny_engine.EOS, expose_http_server=True, batch_tokens=2 * tiny_engine.BLOCK)
     yield setup
     setup.generation.shutdown()
 
@@ -160,6 +163,18 @@ async def test_samples_of_one_prompt_come_one_by_one(tied: Setup) -> None:
     assert len({completion.token_ids for completion in completions}) == 32
     prompts_cached = tied.generation.stats()[0]["cached_prompt_tokens"]
     assert prompts_cached >= 31 * 3 * tiny_engine.BLOCK, "the prompt must be computed once"
+
+
+def test_a_prompt_that_is_computed_in_parts_gives_the_sample_of_its_seed(tied: Setup) -> None:
+    sampling = Sampling(temperature=1.0, top_p=1.0, max_tokens=16)
+
+    async def one() -> Completion:
+        return await tied.generation.generate(PROMPT, sampling, affinity=0, sample=(7, 7))
+
+    tied.push()  # empties the prefix cache: the first request computes the prompt in parts, the second finds it
+    first, second = asyncio.run(one()), asyncio.run(one())
+    assert first.token_ids == second.token_ids
+    assert tied.generation.num_engines_alive == 1
 
 
 def test_samples_of_one_prompt_differ(untied: Setup) -> None:

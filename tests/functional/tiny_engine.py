@@ -108,7 +108,12 @@ def generation_config(**changes: Any) -> Any:
             enable_auto_tools=False, tool_parser=None, reasoning_parser=None, default_chat_template_kwargs=None
         ),
     }
-    vllm_kwargs = {"block_size": BLOCK, "kv_cache_memory_bytes": 32 << 20, "max_num_seqs": 64}
+    vllm_kwargs = {
+        "block_size": BLOCK,
+        "kv_cache_memory_bytes": 32 << 20,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 2048,
+    }
     cfg = {
         "max_new_tokens": 256,
         "temperature": 1.0,
