@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from recipes.config.tree import Config
+from recipes.config.tree import Config, PolicyConfig
+
+
+def template_kwargs(policy: PolicyConfig) -> dict[str, Any]:
+    """Return the chat template's arguments where a row sets none; the tokenizer's win over the HTTP server's."""
+    served = policy.generation.vllm_cfg.http_server_serving_chat_kwargs.default_chat_template_kwargs
+    return {**(served or {}), **(policy.tokenizer.chat_template_kwargs or {})}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from recipes.environments.agents.episode import Episode, unscored
 from recipes.environments.agents.single_turn import single_turn
-from recipes.environments.chat.codec import ChatCodec, row_template_kwargs
+from recipes.environments.chat.codec import ChatCodec, callable_tools, row_template_kwargs
 from recipes.environments.chat.messages import chat_request
 from recipes.environments.chat.tool_calls import FlagPatterns
 from recipes.environments.contract.verifier import Agent
@@ -177,3 +177,4 @@ def _check_request(row: Row) -> None:
     if not request["messages"]:
         raise ValueError("field 'input': got no message, expected at least one")
     row_template_kwargs(params)
+    callable_tools(params)

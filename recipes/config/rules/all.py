@@ -68,8 +68,9 @@ RULES: tuple[Rule, ...] = (
 )
 
 REFUSALS: tuple[Rule, ...] = (
+    generation.requests_share_the_template,
+    generation.parsers_are_built,
     batch.several_optimizer_steps,
     environments.environments_to_come,
     judges.models_to_come,
-    generation.template_has_one_source_of_arguments,
 )

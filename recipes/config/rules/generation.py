@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from recipes.cluster.ports import PORT_TABLE
+from recipes.config.derive import template_kwargs
 from recipes.config.rules.keys import GENERATION, VLLM
 from recipes.config.schema import KeyProblem, show
 from recipes.config.tree import Config
 
 ENGINE_PORTS = "generation HTTP servers"  # their row of the port table
-TEMPLATE = "policy.tokenizer.chat_template_kwargs"
+TOOL_PARSERS = ("qwen3_coder", "hermes")  # vLLM's names of the two notations of environments/chat/tool_calls.py
+REASONING_PARSERS = ("nemotron_v3", "qwen3")  # both read <think> ... </think>
 HAVE_A_KEY = {
     "tensor_parallel_size": f"{VLLM}.tensor_parallel_size",
     "pipeline_parallel_size": f"{VLLM}.pipeline_parallel_size",
@@ -37,23 +39,36 @@ def sampling_is_whole_distribution(config: Config) -> Iterator[KeyProblem]:
             return  # val_top_k follows top_k
 
 
+def requests_share_the_template(config: Config) -> Iterator[KeyProblem]:
+    """Require the HTTP server to render requests with the arguments of all other rollouts."""
+    vllm = config.policy.generation.vllm_cfg
+    served = vllm.http_server_serving_chat_kwargs.default_chat_template_kwargs or {}
+    used = template_kwargs(config.policy)
+    if vllm.expose_http_server and served != used:
+        key = f"{VLLM}.http_server_serving_chat_kwargs.default_chat_template_kwargs"
+        also = ("policy.tokenizer.chat_template_kwargs",)
+        fix = "requests over HTTP would get other prompts than rollouts; write the same in both keys"
+        yield KeyProblem(key=key, got=show(served), expected=f"{also[0]} = {show(used)}", fix=fix, also=also)
+
+
+def parsers_are_built(config: Config) -> Iterator[KeyProblem]:
+    """Refuse parsers of tool calls and of reasoning whose notation rollouts do not read."""
+    chat = config.policy.generation.vllm_cfg.http_server_serving_chat_kwargs
+    for name, known in (("tool_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+        value = getattr(chat, name)
+        if value is not None and value not in known:
+            key = f"{VLLM}.http_server_serving_chat_kwargs.{name}"
+            fix = "rollouts read no other notation; correct the name, or launch with ENGINE=nemo_rl"
+            expected = f"{', '.join(known)} or null (native engine)"
+            yield KeyProblem(key=key, got=value, expected=expected, fix=fix)
+
+
 def engine_arguments_have_one_place(config: Config) -> Iterator[KeyProblem]:
     """Refuse engine arguments that have a key of their own."""
     for name in config.policy.generation.vllm_kwargs:
         if name in HAVE_A_KEY:
             wrong, fix = "this engine argument has a key of its own", f"set {HAVE_A_KEY[name]}"
             yield KeyProblem(key=f"{GENERATION}.vllm_kwargs.{name}", wrong=wrong, fix=fix)
-
-
-def template_has_one_source_of_arguments(config: Config) -> Iterator[KeyProblem]:
-    """Refuse template arguments of the engines' HTTP servers that rollouts of the run itself would not have."""
-    own = config.policy.tokenizer.chat_template_kwargs
-    served = config.policy.generation.vllm_cfg.http_server_serving_chat_kwargs.default_chat_template_kwargs
-    if served is not None and served != own:
-        key = f"{VLLM}.http_server_serving_chat_kwargs.default_chat_template_kwargs"
-        expected = f"{TEMPLATE} = {show(own)} (native engine)"
-        fix = "rollouts take the template's arguments from there; set both to the same"
-        yield KeyProblem(key=key, got=show(served), expected=expected, fix=fix, also=(TEMPLATE,))
 
 
 def ports_do_not_collide(config: Config) -> Iterator[KeyProblem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
+from recipes.config.derive import template_kwargs
 from recipes.config.rules.keys import GPUS, G
 from recipes.config.schema import INSTANCES, KeyProblem, show
 from recipes.config.servers import MODELS, POLICY, RESOURCES, references, servers
@@ -62,7 +63,7 @@ def judges_can_answer(config: Config) -> Iterator[KeyProblem]:
 
 def models_to_come(config: Config) -> Iterator[KeyProblem]:
     """Refuse judges and variants of the policy; the policy's own server is the run's, with its chat template."""
-    own = config.policy.tokenizer.chat_template_kwargs
+    own = template_kwargs(config.policy)
     for name, server, settings in sorted(servers(config, MODELS)):
         asked = settings.get("chat_template_kwargs")
         if name != POLICY:
@@ -70,7 +71,7 @@ def models_to_come(config: Config) -> Iterator[KeyProblem]:
             yield to_come(kind, name)
         elif asked is not None and asked != own:
             key = f"{INSTANCES}.{name}.{MODELS}.{server}.chat_template_kwargs"
-            expected = f"policy.tokenizer.chat_template_kwargs = {show(own)} (native engine)"
+            expected = f"policy.tokenizer.chat_template_kwargs = {show(own or None)} (native engine)"
             fix = "rollouts take the template's arguments from there; set both or neither"
             yield KeyProblem(key=key, got=show(asked), expected=expected, fix=fix)
 

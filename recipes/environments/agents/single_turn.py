@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 
 from recipes.environments.agents.episode import Episode, make_turn, scored, unscored, unusable
+from recipes.environments.chat.codec import callable_tools
 from recipes.environments.contract.responses import response_object
 from recipes.environments.contract.verdict import NoVerdict
 from recipes.types import Rollout, RolloutStatus
@@ -19,7 +20,7 @@ async def single_turn(episode: Episode) -> Rollout:
     if problem := unusable(completion, num_prompt_tokens=len(prompt_ids)):
         return unscored((), RolloutStatus.ABORTED, problem, seconds=time.monotonic() - start)
 
-    decoded = episode.codec.decode(completion.token_ids, prompt_ids=prompt_ids, tools=episode.params.get("tools") or ())
+    decoded = episode.codec.decode(completion.token_ids, prompt_ids=prompt_ids, tools=callable_tools(episode.params))
     turns = (make_turn(prompt_ids, completion, decoded, episode.patterns),)
     is_cut = completion.finish_reason == "length"
     response = response_object(decoded.items, incomplete_reason="max_output_tokens" if is_cut else None)

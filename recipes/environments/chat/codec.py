@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from recipes.config.derive import template_kwargs
 from recipes.environments.chat.messages import assistant_items, chat_messages, chat_tools, flat_text, is_assistants
 from recipes.environments.chat.template import compile_template
 from recipes.environments.chat.tool_calls import parse_tool_calls
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from recipes.config.tree import PolicyConfig
 
 KEPT_SPECIAL_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # the parsers look for them
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # what a request may ask for, as in vLLM
 _CACHED_PROMPTS = 64  # the G rollouts of a prompt render and tokenize it once
 _DIFF_TOKENS = 24  # shown on each side of the first difference
 
@@ -51,6 +53,8 @@ class ChatCodec:
         *,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        reads_tool_calls: bool = True,
+        reads_reasoning: bool = True,
     ) -> None:
         from tokenizers import Tokenizer
 
@@ -60,6 +64,7 @@ class ChatCodec:
         self._encode_request = lru_cache(maxsize=_CACHED_PROMPTS)(self._encode_json)
         self._template = compile_template(chat_template or template_of(directory, config))
         self._template_kwargs = dict(chat_template_kwargs or {})
+        self._reads_tool_calls, self._reads_reasoning = reads_tool_calls, reads_reasoning
         self._special_tokens = {
             name: token["content"] if isinstance(token, Mapping) else token
             for name, token in config.items()
@@ -74,10 +79,15 @@ class ChatCodec:
 
     @classmethod
     def from_config(cls, policy: PolicyConfig) -> ChatCodec:
-        """Return the codec of a policy's tokenizer."""
-        tokenizer = policy.tokenizer
-        template = _read_text(Path(tokenizer.chat_template)) if tokenizer.chat_template else None
-        return cls(tokenizer.name, chat_template=template, chat_template_kwargs=tokenizer.chat_template_kwargs)
+        """Return the codec of a policy: its tokenizer, template arguments and parsers."""
+        tokenizer, chat = policy.tokenizer, policy.generation.vllm_cfg.http_server_serving_chat_kwargs
+        return cls(
+            tokenizer.name,
+            chat_template=_read_text(Path(tokenizer.chat_template)) if tokenizer.chat_template else None,
+            chat_template_kwargs=template_kwargs(policy),
+            reads_tool_calls=chat.enable_auto_tools and chat.tool_parser is not None,
+            reads_reasoning=chat.reasoning_parser is not None,
+        )
 
     def encode(self, params: Mapping[str, Any], items: Sequence[Item] = ()) -> tuple[int, ...]:
         """Return the prompt of the next model call: the request, then `items`, then the generation prompt."""
@@ -120,8 +130,9 @@ class ChatCodec:
         visible = [token_id for token_id in token_ids if token_id not in self._hidden_ids]
         text = self.text(visible)
         is_open = self.text(prompt_ids[-8:]).rstrip().endswith("<think>")
-        reasoning, answer = split_reasoning(text, is_open=is_open)
-        content, calls = parse_tool_calls(answer, chat_tools({"tools": list(tools)}))
+        reasoning, answer = split_reasoning(text, is_open=is_open) if self._reads_reasoning else ("", text)
+        readable = list(tools) if self._reads_tool_calls else []
+        content, calls = parse_tool_calls(answer, chat_tools({"tools": readable}))
         message = {
             "content": (f"<think>{reasoning}</think>" if reasoning else "") + content,
             "tool_calls": [
@@ -166,18 +177,38 @@ class ChatCodec:
         return text
 
 
+def callable_tools(params: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the tools whose calls are read in an answer: none for a request with tool_choice "none".
+
+    Such a request shows its tools to the model all the same, as vLLM does. Raises `ValueError` for a choice that forces
+    a call: sampling is not constrained, so the model could ignore it.
+    """
+    choice = params.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise wrong("tool_choice", choice, "auto or none: rollouts cannot force a call")
+    return () if choice == "none" else params.get("tools") or ()
+
+
 def row_template_kwargs(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the template arguments that a row sets in `metadata.chat_template_kwargs` (JSON text)."""
+    """Return the template arguments that a row sets, by `reasoning.effort` and `metadata.chat_template_kwargs`.
+
+    An effort sets `reasoning_effort`, and `enable_thinking` unless it is "none", as vLLM's chat completions do. The
+    metadata is JSON text of an object; what it says wins.
+    """
+    effort = (params.get("reasoning") or {}).get("effort")
+    if effort is not None and effort not in EFFORTS:
+        raise wrong("reasoning.effort", effort, f"one of {', '.join(EFFORTS)}")
+    of_effort = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     text = (params.get("metadata") or {}).get("chat_template_kwargs")
     if text is None:
-        return {}
+        return of_effort
     try:
         value = json.loads(text)
     except (TypeError, ValueError):
         value = None
     if not isinstance(value, dict):
         raise wrong("metadata.chat_template_kwargs", text, "JSON text of an object")
-    return value
+    return of_effort | value
 
 
 def split_reasoning(text: str, *, is_open: bool) -> tuple[str, str]:

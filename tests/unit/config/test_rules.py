@@ -254,8 +254,8 @@ def test_every_rule_is_tested() -> None:
 
 
 TO_COME = "the native engine does not have the "
-TEMPLATE = f"{VLLM}.http_server_serving_chat_kwargs.default_chat_template_kwargs"
 POLICY_MODEL = "env.nemo_gym.policy_model.responses_api_models.vllm_model"
+CHAT = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
 NATIVE_CASES = {
     "several_optimizer_steps": (
         ["policy.train_global_batch_size=64", f"{ON_POLICY}=false"],
@@ -268,16 +268,25 @@ NATIVE_CASES = {
         "policy.tokenizer.chat_template_kwargs = null (native engine); rollouts take the template's arguments from "
         "there; set both or neither",
     ),
-    "template_has_one_source_of_arguments": (
-        [f"{TEMPLATE}.enable_thinking=true", "policy.tokenizer.chat_template_kwargs.enable_thinking=false"],
-        f'{TEMPLATE}: got {{"enable_thinking": true}}, expected policy.tokenizer.chat_template_kwargs = '
-        '{"enable_thinking": false} (native engine); rollouts take the template\'s arguments from there; set both to '
-        "the same",
-    ),
     "environments_to_come": (
         ["env.nemo_gym.mine={resources_servers: {swerl_gen: {}}}"],
         "env.nemo_gym.mine: the native engine does not have the environment mine yet; leave it and its rows out, or "
         "launch with ENGINE=nemo_rl",
+    ),
+    "requests_share_the_template": (
+        [
+            "policy.tokenizer.chat_template_kwargs={enable_thinking: true}",
+            f"{CHAT}.default_chat_template_kwargs={{enable_thinking: false}}",
+        ],
+        f'{CHAT}.default_chat_template_kwargs: got {{"enable_thinking": false}}, expected '
+        "policy.tokenizer.chat_template_kwargs = "
+        '{"enable_thinking": true}; requests over HTTP would get other prompts than rollouts; write the same in both '
+        "keys",
+    ),
+    "parsers_are_built": (
+        [f"{CHAT}.tool_parser=llama3_json"],
+        f"{CHAT}.tool_parser: got llama3_json, expected qwen3_coder, hermes or null (native engine); rollouts read no "
+        "other notation; correct the name, or launch with ENGINE=nemo_rl",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""What the native engine refuses, because engine and policy would then not compute the same log-probabilities."""
+"""What the native engine refuses, because its parts would then not agree on a prompt or on a log-probability."""
 
 from pathlib import Path
 
@@ -9,7 +9,18 @@ from recipes.config.load import load_config, refusals
 STAGE = Path(__file__).resolve().parents[3] / "configs/tiny/stage1_rlvr.yaml"
 
 
-@pytest.mark.parametrize("override", ["policy.generation.top_p=0.9", "policy.hf_config_overrides={rope_theta: 1}"])
+CHAT = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "policy.generation.top_p=0.9",
+        "policy.hf_config_overrides={rope_theta: 1}",
+        f"{CHAT}.tool_parser=llama3_json",
+        f"{CHAT}.reasoning_parser=granite",
+    ],
+)
 def test_what_only_one_side_would_do_is_refused(override: str) -> None:
     key = override.partition("=")[0]
     assert [key in problem.where for problem in refusals(load_config(STAGE, [override]))] == [True]
@@ -17,3 +28,17 @@ def test_what_only_one_side_would_do_is_refused(override: str) -> None:
 
 def test_validation_may_filter() -> None:
     assert refusals(load_config(STAGE, ["policy.generation.val_top_p=0.9"])) == []
+
+
+def test_http_requests_and_rollouts_get_the_same_template_arguments() -> None:
+    tokenizer, served = "policy.tokenizer.chat_template_kwargs", f"{CHAT}.default_chat_template_kwargs"
+    one, other = "{enable_thinking: true}", "{enable_thinking: false}"
+    for overrides, is_refused in (
+        ([f"{served}={one}"], False),
+        ([f"{tokenizer}={one}", f"{served}={one}"], False),
+        ([f"{tokenizer}={one}"], True),
+        ([f"{tokenizer}={one}", f"{served}={other}"], True),
+        ([f"{tokenizer}={one}", "policy.generation.vllm_cfg.expose_http_server=false"], False),
+    ):
+        problems = [problem for problem in refusals(load_config(STAGE, overrides)) if served in problem.where]
+        assert bool(problems) is is_refused, overrides

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.chat.codec import ChatCodec, PrefixError, split_reasoning
+from recipes.config.load import load_config, require_valid
+from recipes.environments.chat.codec import ChatCodec, PrefixError, callable_tools, split_reasoning
 from recipes.environments.chat.messages import assistant_items, chat_tools
 from recipes.environments.chat.tool_calls import parse_tool_calls
 from recipes.environments.contract.responses import Item
@@ -58,6 +59,63 @@ def test_model_wide_template_arguments_yield_to_the_rows(tokenizer_dir: Path) ->
     assert off.text(off.encode(ASK)).endswith("<think></think>")
     on = ASK | {"metadata": {"chat_template_kwargs": '{"enable_thinking": true}'}}
     assert off.text(off.encode(on)) == PROMPT
+
+
+@pytest.mark.parametrize(
+    ("effort", "metadata", "is_thinking"),
+    [("none", {}, False), ("low", {}, True), ("none", {"chat_template_kwargs": '{"enable_thinking": true}'}, True)],
+)
+def test_a_rows_effort_switches_thinking(tokenizer_dir: Path, effort: str, metadata: dict, is_thinking: bool) -> None:
+    for default in (True, False):
+        codec = ChatCodec(tokenizer_dir, chat_template_kwargs={"enable_thinking": default})
+        text = codec.text(codec.encode(ASK | {"reasoning": {"effort": effort}, "metadata": metadata}))
+        assert text.endswith("<think></think>") is not is_thinking
+
+
+def test_an_unknown_effort_is_refused(codec: ChatCodec) -> None:
+    with pytest.raises(ValueError, match=r"reasoning\.effort.*huge"):
+        codec.encode(ASK | {"reasoning": {"effort": "huge"}})
+
+
+def test_the_configuration_gives_template_arguments_and_parsers(tokenizer_dir: Path) -> None:
+    chat = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
+
+    def codec_of(*overrides: str) -> ChatCodec:
+        inputs = (f"policy.model_name={tokenizer_dir}", "data.train.data_path=x", "data.validation.data_path=x")
+        stage = Path(__file__).resolve().parents[4] / "configs/tiny/stage1_rlvr.yaml"
+        return ChatCodec.from_config(require_valid(load_config(stage, [*inputs, *overrides])).policy)
+
+    def prompt(codec: ChatCodec) -> str:
+        return codec.text(codec.encode(ASK))
+
+    assert prompt(codec_of()) == PROMPT
+    served = codec_of(f"{chat}.default_chat_template_kwargs={{enable_thinking: false}}")
+    assert prompt(served).endswith("<think></think>")
+    both = codec_of(
+        f"{chat}.default_chat_template_kwargs={{enable_thinking: false}}",
+        "policy.tokenizer.chat_template_kwargs={enable_thinking: true}",
+    )
+    assert prompt(both) == PROMPT
+
+    answer = ids(served, "why</think>" + CALL)
+    full = codec_of().decode(answer, prompt_ids=codec_of().encode(ASK), tools=[TOOL])
+    assert [kind for kind, _ in kinds(full.items)] == ["reasoning", "function_call"]
+    for override in (f"{chat}.tool_parser=null", f"{chat}.enable_auto_tools=false"):
+        codec = codec_of(override)
+        assert kinds(codec.decode(answer, prompt_ids=codec.encode(ASK), tools=[TOOL]).items)[1] == ("message", CALL)
+    codec = codec_of(f"{chat}.reasoning_parser=null")
+    items = codec.decode(ids(codec, "why</think>4"), prompt_ids=codec.encode(ASK)).items
+    assert kinds(items) == [("message", "why</think>4")]
+
+
+def test_a_request_says_whether_its_tools_may_be_called() -> None:
+    tools = {"tools": [TOOL]}
+    assert callable_tools(ASK) == ()
+    assert callable_tools(tools) == callable_tools(tools | {"tool_choice": "auto"}) == [TOOL]
+    assert callable_tools(tools | {"tool_choice": "none"}) == ()
+    for forced in ("required", {"type": "function", "name": "add"}):
+        with pytest.raises(ValueError, match="rollouts cannot force a call"):
+            callable_tools(tools | {"tool_choice": forced})
 
 
 def test_tools_are_shown_without_strict(codec: ChatCodec) -> None:
