@@ -42,7 +42,7 @@ class Derived:
 
 
 def derive(config: Config) -> Derived:
-    """Return the sizes that follow from the configuration; sizes that do not divide are rounded down."""
+    """Return the sizes that follow from the configuration; a quotient that is not whole is rounded down."""
     policy, cluster = config.policy, config.cluster
     megatron, vllm = policy.megatron_cfg, policy.generation.vllm_cfg
     resources = policy.generation.colocated.resources

@@ -1,6 +1,7 @@
 """Keys of NeMo RL that this recipe leaves out, and what to do about them.
 
-Users bring NeMo RL files. A key of theirs that nothing would read is an error here as any other, but with the reason.
+Users bring NeMo RL files. A key of such a file that nothing here reads is an error, like every unknown key; for these
+the message says why the key is left out.
 """
 
 from __future__ import annotations
@@ -72,5 +73,5 @@ HINTS = {
 
 
 def upstream_hint(key: str) -> str | None:
-    """Return what to do about a NeMo RL key that is not ours, None for any other."""
+    """Return what to do about a key of NeMo RL that this recipe leaves out, None for any other key."""
     return HINTS.get(key)

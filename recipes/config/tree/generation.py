@@ -32,7 +32,7 @@ class ColocatedConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingChatConfig:
-    """Chat completions of that server."""
+    """How the engines' HTTP servers answer chat completions."""
 
     enable_auto_tools: bool
     """parse tool calls when the request leaves the choice to the model"""
@@ -79,7 +79,7 @@ class VllmConfig:
     vllm_metrics_logger_interval: Annotated[
         float, Gt(0), Unit("seconds"), NoEffect("until enable_vllm_metrics_logger is built")
     ]
-    """seconds between those samples"""
+    """seconds between two samples of an engine's queue and cache"""
     expose_http_server: bool
     """OpenAI-compatible server on every engine, for agents that speak HTTP"""
     http_server_serving_chat_kwargs: ServingChatConfig
@@ -112,7 +112,7 @@ class GenerationConfig:
     port_range_low: Annotated[int, Ge(1024), Le(8999), Unit("TCP port")]
     """first TCP port of the engines' HTTP servers"""
     port_range_high: Annotated[int, Ge(1024), Le(8999), Unit("TCP port")]
-    """end of that range, exclusive"""
+    """end of the range of ports, exclusive"""
     colocated: ColocatedConfig
     vllm_cfg: VllmConfig
     vllm_kwargs: Mapping[str, Any]

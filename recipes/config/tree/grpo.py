@@ -28,7 +28,7 @@ class AsyncGrpoConfig:
     max_generation_failures: Annotated[int, Ge(0), Unit("batches")]
     """consecutive failed batches of rollouts before the run ends"""
     in_flight_weight_updates: Annotated[bool, Honours(True, reason="draining the engines before a push is not built")]
-    """push weights without waiting for running requests to finish"""
+    """push new weights to the engines without waiting for running requests to finish"""
     recompute_kv_cache_after_weight_updates: Annotated[
         bool, Honours(False, reason="recomputing the KV cache after a push is not built")
     ]
@@ -64,7 +64,7 @@ class RewardShapingConfig:
     max_response_length: Annotated[int, Ge(1), Unit("tokens")]
     """the length limit, in generated tokens"""
     stop_properly_penalty_coef: Annotated[float | None, Ge(0), Le(1), Unit("ratio")]
-    """factor on the reward of truncated answers, replaces the above; null = off"""
+    """factor on the reward of truncated answers, in place of the length penalty; null = off"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ class GrpoConfig:
     stop_at_validation_threshold: Annotated[
         float | None, Unit("the metric's"), NoEffect("until grpo.stop_at_validation_metric is built")
     ]
-    """value of that metric at which the run ends"""
+    """value of stop_at_validation_metric at which the run ends"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,11 +162,11 @@ class LossConfig:
     use_importance_sampling_correction: bool
     """weight each token by exp(trainer - engine log-prob); needed when weights may lag"""
     truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None
-    """what bounds that weight: tis clamps, icepop drops tokens, seq-mask-tis drops rollouts"""
+    """how the importance weight is bounded: tis clamps it, icepop drops tokens, seq-mask-tis drops rollouts"""
     truncated_importance_sampling_ratio: Annotated[float | None, Gt(0), Unit("ratio")]
-    """upper bound of the weight; null = unbounded"""
+    """upper bound of the importance weight; null = unbounded"""
     truncated_importance_sampling_ratio_min: Annotated[float | None, Ge(0), Unit("ratio")]
-    """lower bound of the weight; null = 0"""
+    """lower bound of the importance weight; null = 0"""
     token_level_loss: bool
     """mean over all tokens of the batch; false = mean over rollouts of their token means"""
     reference_policy_kl_penalty: Annotated[float, Ge(0), Unit("weight"), Honours(0, reason=REFERENCE)]

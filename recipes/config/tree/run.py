@@ -25,7 +25,7 @@ class CheckpointingConfig:
     metric_name: Annotated[str | None, Like(r"^(val|train):.+")]
     """metric that ranks checkpoints, val:NAME or train:NAME; null = the newest is best"""
     higher_is_better: bool
-    """direction of that metric"""
+    """whether a higher value of metric_name is better"""
     checkpoint_must_save_by: Annotated[str | None, Like(r"^[0-9]{2}:[0-9]{2}:[0-9]{2}:[0-9]{2}$")]
     """save and stop after this long, DD:HH:MM:SS since the job started; null = no limit"""
     save_optimizer: Annotated[

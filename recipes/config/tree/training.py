@@ -53,9 +53,9 @@ class OptimizerConfig:
     optimizer_cpu_offload: Annotated[bool, Honours(False, reason=OFFLOAD)]
     """keep optimizer state in CPU memory"""
     optimizer_offload_fraction: Annotated[float, Ge(0), Le(1), Unit("share")]
-    """share of the state that is kept there"""
+    """share of the optimizer state that is kept in CPU memory"""
     overlap_cpu_optimizer_d2h_h2d: bool
-    """overlap its copies with the step"""
+    """overlap the copies between CPU and GPU with the optimizer step"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class SchedulerConfig:
     lr_warmup_iters: Annotated[int, Ge(0), Unit("steps")]
     """steps from lr_warmup_init to lr"""
     lr_warmup_init: Annotated[float, Ge(0), Le(1), Unit("per step")]
-    """learning rate of the first step when there is a warm-up"""
+    """learning rate of the first step, where lr_warmup_iters is above 0"""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"]
     """shape of the decay after warm-up"""
     lr_decay_iters: Annotated[int | None, Ge(1), Unit("steps")]
@@ -75,7 +75,7 @@ class SchedulerConfig:
     end_weight_decay: Annotated[float, Ge(0), Unit("per step and learning rate")]
     """weight decay at the last step"""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"]
-    """how it moves between the two"""
+    """how weight decay changes from the first step to the last"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +83,9 @@ class DdpConfig:
     """Gradient reduction over data-parallel ranks."""
 
     grad_reduce_in_fp32: bool
-    """reduce gradients in float32"""
+    """reduce gradients over data-parallel ranks in float32"""
     overlap_grad_reduce: bool
-    """overlap the reduction with the backward pass"""
+    """overlap the reduction of gradients with the backward pass"""
     overlap_param_gather: bool
     """overlap the gather of sharded weights with the forward pass"""
 
@@ -171,11 +171,11 @@ class MegatronConfig:
     mtp_num_layers: Annotated[int, Ge(0), Unit("heads"), Honours(0, reason="multi-token prediction is not built yet")]
     """multi-token-prediction heads trained beside the policy; 0 = none"""
     mtp_loss_scaling_factor: Annotated[float, Ge(0), Unit("weight"), NoEffect("until mtp_num_layers is built")]
-    """weight of their loss"""
+    """weight of the loss of the multi-token-prediction heads"""
     mtp_use_repeated_layer: Annotated[bool, NoEffect("until mtp_num_layers is built")]
     """one layer applied mtp_num_layers times"""
     mtp_detach_heads: Annotated[bool, NoEffect("until mtp_num_layers is built")]
-    """no gradient from them into the trunk"""
+    """keep the gradient of these heads out of the policy"""
     optimizer: OptimizerConfig
     scheduler: SchedulerConfig
     distributed_data_parallel_config: DdpConfig

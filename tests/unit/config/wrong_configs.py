@@ -248,7 +248,7 @@ FILES = {
     "port out of range": (
         "policy: {generation: {port_range_high: 70000}}",
         "x.yaml: policy.generation.port_range_high: got 70000, expected an integer >= 1024 and <= 8999; "
-        "meaning: end of that range, exclusive",
+        "meaning: end of the range of ports, exclusive",
     ),
     "probability out of range": (
         "policy: {generation: {top_p: 1.5}}",
