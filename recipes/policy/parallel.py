@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import socket
 from typing import TYPE_CHECKING
 
@@ -63,7 +62,6 @@ def join_groups(
     use_cuda = torch.cuda.is_available()
     if use_cuda:
         torch.cuda.set_device(0)  # Ray shows each worker only its own device
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     dist.init_process_group(
         "nccl" if use_cuda else "gloo",
         store=PrefixStore("policy", store),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from recipes.config.tree import DeadlinesConfig, PolicyConfig
 
 logger = logging.getLogger(__name__)
+
+# Idle OpenMP threads sleep: the engines and verifiers beside a CPU policy need the cores between its steps.
+_ENV = {"OMP_WAIT_POLICY": "PASSIVE"}
+_MOST_THREADS = 4  # of one rank: the operations of a model that trains on a CPU are too small for more
 
 
 class Policy:
@@ -56,8 +61,8 @@ class Policy:
         """
         check_layout(policy_cfg, world_size=len(placement))
         remote = ray.remote(PolicyWorker)
-        env = {key: str(value) for key, value in (policy_cfg.megatron_cfg.env_vars or {}).items()}
-        extra = {"runtime_env": {"env_vars": env}} if env else {}
+        env = _ENV | {key: str(value) for key, value in (policy_cfg.megatron_cfg.env_vars or {}).items()}
+        extra = {"runtime_env": {"env_vars": env}}
         workers = [remote.options(**options, **extra).remote(rank) for rank, options in enumerate(placement)]
         policy = cls(workers, policy_cfg, deadlines)
         try:
@@ -72,6 +77,7 @@ class Policy:
                 ),
                 driver_pid=os.getpid(),
                 is_one_node=len({identity.node_id for identity in policy._identities}) == 1,
+                num_threads=int(env.get("OMP_NUM_THREADS", threads_per_rank(policy._identities))),
             )
             policy._join(spec)
         except BaseException:
@@ -208,6 +214,13 @@ class Policy:
     def _kill(self) -> None:
         for worker in self._workers:
             ray.kill(worker)
+
+
+def threads_per_rank(identities: Sequence[WorkerIdentity]) -> int:
+    """Return how many threads each rank computes with: the cores of its node, divided among the node's ranks."""
+    ranks = Counter(identity.node_id for identity in identities)
+    cores = min(identity.num_cores // ranks[identity.node_id] for identity in identities)
+    return min(max(cores, 1), _MOST_THREADS)
 
 
 def _first_line(error: Exception) -> str:

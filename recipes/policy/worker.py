@@ -38,6 +38,7 @@ class WorkerIdentity:
     node_id: str
     node_ip: str
     pid: int
+    num_cores: int  # that the process may run on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,7 @@ class WorkerSpec:
     collective_timeout_s: float  # how long one rank waits for the others
     driver_pid: int
     is_one_node: bool
+    num_threads: int  # of torch on the CPU
 
 
 class PolicyWorker:
@@ -66,7 +68,12 @@ class PolicyWorker:
     def identity(self) -> WorkerIdentity:
         """Tell where this process runs."""
         context = ray.get_runtime_context()
-        return WorkerIdentity(node_id=context.get_node_id(), node_ip=ray.util.get_node_ip_address(), pid=os.getpid())
+        return WorkerIdentity(
+            node_id=context.get_node_id(),
+            node_ip=ray.util.get_node_ip_address(),
+            pid=os.getpid(),
+            num_cores=len(os.sched_getaffinity(0)),
+        )
 
     def open_store(self, host: str, timeout_s: float) -> int:
         """Open the store that all ranks meet at (rank 0 only); returns its port."""
@@ -77,8 +84,11 @@ class PolicyWorker:
 
     def start(self, spec: WorkerSpec, host: str, port: int) -> Coordinates:
         """Join the other ranks, build the model and load its weights."""
+        import torch
+
         from recipes.policy import parallel, step
 
+        torch.set_num_threads(spec.num_threads)
         if spec.is_one_node:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo depends on how the host name resolves
         if self._store is None:
