@@ -280,6 +280,11 @@ test-functional: $(READY) ## run the tests that start something real: Ray, vLLM,
 	@tools/setup/test_tools.sh
 	$(PYTHON) -m pytest -m 'functional and not gpu and not slow' -n 2 --dist loadfile --durations 40 $(ARGS)
 
+.PHONY: test-gpu
+test-gpu: $(READY) ## run the tests of one GPU and print what they measured; see tests/gpu/conftest.py
+#= ARGS
+	$(PYTHON) -m pytest tests/gpu -m gpu $(ARGS)
+
 .PHONY: test-all
 test-all: lint ## run every test, also those that take hours: long matrices, many kills, mutations
 #= ARGS

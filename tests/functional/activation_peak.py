@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from policy_case import random_batch
+from random_batch import random_batch
 from torch.distributed import HashStore
 from torch.profiler import ProfilerActivity, profile
 

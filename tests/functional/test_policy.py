@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from policy_case import exported, load_case, local_ray, random_batch, running, save_model
+from policy_case import exported, load_case, local_ray, running, save_model
+from random_batch import random_batch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from policy_case import exported, load_case, local_ray, random_batch, running, save_model
+from policy_case import exported, load_case, local_ray, running, save_model
+from random_batch import random_batch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

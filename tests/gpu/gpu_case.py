@@ -1,0 +1,115 @@
+"""A random Qwen3 model on one GPU, its configuration and its batches.
+
+The configuration is read without the loader, and nothing here needs Ray or vLLM: a machine with torch, transformers and
+megatron-core (its directory on PYTHONPATH is enough) can run the tests.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import yaml
+from random_batch import random_batch
+from torch.distributed import HashStore
+
+from recipes.grpo.loss import grpo_loss
+from recipes.types import TrainBatch
+
+BASE = Path(__file__).resolve().parents[2] / "configs" / "grpo_base.yaml"
+VOCAB = 32768
+SMALL = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
+LARGE = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 16, "num_attention_heads": 16}  # 0.9 B
+
+
+def save_model(directory: Path, sizes: dict[str, int]) -> Path:
+    """Write a random model of these sizes in bfloat16, so that both precisions start from equal weights."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        **sizes,
+        vocab_size=VOCAB,
+        num_key_value_heads=sizes["num_attention_heads"] // 2,
+        head_dim=128,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+    )
+    with torch.device("cuda"):
+        model = Qwen3ForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def config_of(model: Path, *, precision: str, micro_batch_tokens: int, recompute: bool) -> Any:
+    """Return the published configuration for one GPU without tensor parallelism."""
+    config = _namespace(yaml.safe_load(BASE.read_text()))
+    policy, megatron = config.policy, config.policy.megatron_cfg
+    policy.model_name, policy.precision, policy.hf_config_overrides = str(model), precision, {}
+    policy.make_sequence_length_divisible_by = 1
+    policy.sequence_packing.train_mb_tokens = micro_batch_tokens
+    policy.generation.temperature = 1.0
+    megatron.tensor_model_parallel_size, megatron.sequence_parallel = 1, False
+    megatron.activation_checkpointing = recompute
+    megatron.optimizer.use_precision_aware_optimizer = False  # it needs Transformer Engine
+    megatron.optimizer.lr = megatron.optimizer.min_lr = 1e-4
+    megatron.scheduler.start_weight_decay = megatron.scheduler.end_weight_decay = 0.0
+    megatron.scheduler.lr_warmup_iters, megatron.scheduler.lr_warmup_init = 0, 0.0
+    return config
+
+
+def join_groups() -> None:
+    """Form the process groups of one rank; harmless to repeat."""
+    from recipes.policy import parallel
+
+    if not torch.distributed.is_initialized():
+        megatron = SimpleNamespace(
+            tensor_model_parallel_size=1,
+            pipeline_model_parallel_size=1,
+            context_parallel_size=1,
+            expert_model_parallel_size=1,
+        )
+        parallel.join_groups(HashStore(), rank=0, world_size=1, cfg=megatron, seed=1, timeout_s=60)  # type: ignore[arg-type]
+
+
+def build_trainer(config: Any) -> Any:
+    """Build a trainer on this GPU; the one before must be gone, or its memory counts as well."""
+    from recipes.policy import step
+
+    join_groups()
+    loss = partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=None)
+    return step.build_trainer(config.policy, loss)
+
+
+def full_shard(*, tokens: int, width: int, num_microbatches: int = 1) -> Any:
+    """Return rows of `width` tokens without padding, `tokens` of them in each micro-batch."""
+    from recipes.policy.shards import BatchShard
+
+    rows = tokens // width
+    batch = random_batch(rows * num_microbatches, width=width, vocab=VOCAB)
+    ids_BS = torch.randint(0, VOCAB, batch.input_ids_BS.shape, generator=torch.Generator().manual_seed(0))
+    full: TrainBatch = replace(batch, input_ids_BS=ids_BS, input_lengths_B=torch.full((len(ids_BS),), width))
+    microbatches = tuple(tuple(range(i * rows, (i + 1) * rows)) for i in range(num_microbatches))
+    return BatchShard(batch=full, microbatches=microbatches)
+
+
+@contextmanager
+def fresh_memory() -> Any:
+    """Free what earlier tests left, and forget their peak."""
+    import gc
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    yield
+
+
+def _namespace(value: Any) -> Any:
+    if isinstance(value, dict):
+        return SimpleNamespace(**{key: _namespace(child) for key, child in value.items()})
+    return value

@@ -1,0 +1,128 @@
+"""The trainer on one GPU: bfloat16 against float32, speed, memory against the planner, and a checkpoint."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from recipes.policy.shards import merge_step_metrics
+from tests.gpu import gpu_case
+from tests.gpu.conftest import Record
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return gpu_case.save_model(tmp_path_factory.mktemp("small"), gpu_case.SMALL)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return gpu_case.save_model(tmp_path_factory.mktemp("large"), gpu_case.LARGE)
+
+
+def trainer_of(model: Path, *, precision: str = "bfloat16", tokens: int = 4096, recompute: bool = False) -> Any:
+    config = gpu_case.config_of(model, precision=precision, micro_batch_tokens=tokens, recompute=recompute)
+    return gpu_case.build_trainer(config)
+
+
+def train(trainer: Any, shard: Any, steps: int) -> list[dict[str, float]]:
+    from recipes.policy import step
+
+    return [merge_step_metrics([step.train_step(trainer, shard)]) for _ in range(steps)]
+
+
+def test_bfloat16_logprobs_and_steps_follow_float32(small: Path, record: Record) -> None:
+    from recipes.policy import step
+
+    shard = gpu_case.full_shard(tokens=4096, width=256, num_microbatches=2)
+    logprobs, losses = {}, {}
+    for precision in ("float32", "bfloat16"):
+        with gpu_case.fresh_memory():
+            trainer = trainer_of(small, precision=precision)
+            logprobs[precision] = step.logprobs(trainer, shard)
+            losses[precision] = train(trainer, shard, 6)
+            del trainer
+    mask = shard.batch.token_mask_BS > 0
+    gap = (logprobs["bfloat16"] - logprobs["float32"])[mask].abs()
+    norms = {name: steps[0]["grad_norm"] for name, steps in losses.items()}
+    record("log-probability gap bf16 - fp32", f"mean {gap.mean():.2e}, max {gap.max():.2e}")
+    record("gradient norm of the first step", f"bf16 {norms['bfloat16']:.5g}, fp32 {norms['float32']:.5g}")
+    record("loss of the last step", ", ".join(f"{name} {steps[-1]['loss']:.5g}" for name, steps in losses.items()))
+    assert gap.mean() < 0.02
+    assert norms["bfloat16"] == pytest.approx(norms["float32"], rel=0.03)
+    assert losses["bfloat16"][-1]["loss"] == pytest.approx(losses["float32"][-1]["loss"], rel=0.1, abs=0.02)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_speed_and_memory_of_a_step(large: Path, record: Record, recompute: bool) -> None:
+    from tools.sizing.architecture import read_architecture
+    from tools.sizing.memory import trainer_memory
+
+    tokens = 16384
+    model = read_architecture(large)
+    config = gpu_case.config_of(large, precision="bfloat16", micro_batch_tokens=tokens, recompute=recompute)
+    shard = gpu_case.full_shard(tokens=tokens, width=2048)
+    with gpu_case.fresh_memory():
+        trainer = gpu_case.build_trainer(config)
+        train(trainer, shard, 2)
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        train(trainer, shard, 5)
+        torch.cuda.synchronize()
+        seconds = (time.monotonic() - began) / 5
+        peak = torch.cuda.max_memory_allocated()
+        del trainer
+    planned = trainer_memory(model, config, SimpleNamespace(train_gpus=1), other=0.0)  # type: ignore[arg-type]
+    expected = sum(getattr(planned, part) for part in ("weights", "gradients", "optimizer", "activations", "logits"))
+    rate = 6 * model.active_parameters * tokens / seconds  # forward and backward, without attention and recomputation
+    name = "recomputed" if recompute else "kept"
+    record(f"step of {tokens} tokens, activations {name}", f"{seconds:.3f} s, {tokens / seconds:.0f} tokens/s")
+    limit = matrix_rate()
+    record(f"share of the matrix rate, activations {name}", f"{rate / limit:.0%} of {limit / 1e12:.0f} TFLOP/s")
+    record(f"peak memory, activations {name}", f"{peak / 2**30:.2f} GiB, planned {expected / 2**30:.2f} GiB")
+    assert 0.6 < expected / peak < 1.6
+
+
+def matrix_rate() -> float:
+    """Return the FLOP/s of a large bfloat16 matrix product on this GPU."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for repeats in (3, 20):  # the first is a warm-up
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        for _ in range(repeats):
+            a @ b
+        torch.cuda.synchronize()
+    return 20 * 2 * 8192**3 / (time.monotonic() - began)
+
+
+@pytest.mark.parametrize("fully_reshardable", [False, True], ids=["usual", "fully-reshardable"])
+def test_a_bfloat16_checkpoint_continues(small: Path, record: Record, tmp_path: Path, fully_reshardable: bool) -> None:
+    from recipes.policy import checkpoint
+
+    shard = gpu_case.full_shard(tokens=4096, width=256)
+    with gpu_case.fresh_memory():
+        trainer = trainer_of(small)
+        train(trainer, shard, 2)
+        began = time.monotonic()
+        checkpoint.save(trainer, tmp_path, fully_reshardable=fully_reshardable)
+        saved = time.monotonic() - began
+        weights = {name: tensor.cpu() for name, tensor in trainer.export()}
+        (straight,) = train(trainer, shard, 1)
+        began = time.monotonic()
+        checkpoint.load(trainer, tmp_path)
+        loaded = time.monotonic() - began
+        assert all(torch.equal(tensor.cpu(), weights[name]) for name, tensor in trainer.export())
+        (resumed,) = train(trainer, shard, 1)
+        del trainer
+    size = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    kind = "fully reshardable" if fully_reshardable else "usual"
+    record(f"checkpoint, {kind}", f"{size / 2**30:.2f} GiB, save {saved:.1f} s, load {loaded:.1f} s")
+    assert resumed["loss"] == pytest.approx(straight["loss"], rel=1e-3, abs=1e-5)
+    assert resumed["grad_norm"] == pytest.approx(straight["grad_norm"], rel=1e-3)
