@@ -4,9 +4,10 @@ Every rank writes its own part of the optimizer and a share of the weights, with
 Such a checkpoint can be read back under any number of data-parallel ranks. Under the same layout training goes on bit
 for bit. All ranks take part in both calls; making the directory appear atomically is the caller's business.
 
-To go on under another tensor-parallel size, load the checkpoint under its own layout and save it once with
-`fully_reshardable`. That form holds the optimizer per parameter, so any layout reads it. To write it, one rank of each
-data-parallel group collects the group's optimizer in its host memory (12 bytes per parameter that it computes with).
+To go on under another tensor-parallel size, resume once under the old one with
+`policy.megatron_cfg.dist_ckpt_optim_fully_reshardable: true` and let the run save. That form holds the optimizer per
+parameter, so any layout reads it. To write it, one rank of each data-parallel group collects the group's optimizer in
+its host memory (12 bytes per parameter of its part of the model).
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ _DATA_PARALLEL_RESHARDABLE, _FULLY_RESHARDABLE = "dp_reshardable", "fully_reshar
 _MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
-def save(trainer: Trainer, path: Path, *, fully_reshardable: bool = False) -> None:
+def save(trainer: Trainer, path: Path) -> None:
     """Write the state of all ranks into `path`, an existing empty directory."""
     gather_params(trainer)
     _make_moments(trainer.optimizer)
-    in_parts = trainer.cfg.megatron_cfg.optimizer.use_distributed_optimizer and not fully_reshardable
+    megatron = trainer.cfg.megatron_cfg
+    in_parts = megatron.optimizer.use_distributed_optimizer and not megatron.dist_ckpt_optim_fully_reshardable
     form = _DATA_PARALLEL_RESHARDABLE if in_parts else _FULLY_RESHARDABLE
     state = _sharded_state(trainer, form, is_loading=False)
     state["scheduler"] = trainer.scheduler.state_dict()
@@ -126,7 +128,8 @@ def _require_readable(form: str, layout: dict[str, int], path: Path) -> None:
             where=f"policy.megatron_cfg.{key}",
             got=str(now),
             expected=f"{layout[key]}, as when {path} was saved: its optimizer is divided by it",
-            fix="resume with that value, or start a new run with the checkpoint's export as MODEL_PATH",
+            fix="resume with that value; a save with policy.megatron_cfg.dist_ckpt_optim_fully_reshardable=true can be"
+            " resumed with any",
         )
         for key, now in _layout().items()
         if form == _DATA_PARALLEL_RESHARDABLE and key in _MODEL_PARALLEL and layout[key] != now

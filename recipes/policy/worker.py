@@ -177,11 +177,11 @@ class PolicyWorker:
         assert isinstance(self._sink, weights.SharedMemoryWriter), "with CUDA there is no file"
         return self._sink.content()
 
-    def save(self, path: Path, fully_reshardable: bool) -> None:
+    def save(self, path: Path) -> None:
         """Write a distributed checkpoint."""
         from recipes.policy import checkpoint
 
-        checkpoint.save(self._trainer, path, fully_reshardable=fully_reshardable)
+        checkpoint.save(self._trainer, path)
         if self._rank == 0:
             sync_tree(path)  # each rank has flushed its own data; this is the metadata, and the names
 

@@ -33,6 +33,7 @@ _OVERLAP = {
     "megatron_cfg__distributed_data_parallel_config__overlap_grad_reduce": "true",
     "megatron_cfg__distributed_data_parallel_config__overlap_param_gather": "true",
 }
+_ANY_LAYOUT = {"megatron_cfg__dist_ckpt_optim_fully_reshardable": "true"}
 _RECOMPUTE = {"megatron_cfg__activation_checkpointing": "true", "logprob_chunk_size": 24}
 
 
@@ -144,7 +145,9 @@ def test_a_tensor_parallel_checkpoint_continues_on_one_rank(model: Path, tmp_pat
     with running(load_case(model, **_SEQUENCE), num_ranks=2) as policy:
         policy.train(first)
         policy.save(tmp_path / "usual")
-        policy.save(tmp_path / "checkpoint", fully_reshardable=True)
+    with running(load_case(model, **_SEQUENCE, **_ANY_LAYOUT), num_ranks=2) as policy:
+        policy.load(tmp_path / "usual")
+        policy.save(tmp_path / "checkpoint")
         saved = exported(policy, tmp_path / "saved")
         metrics = policy.train(second)
     with running(load_case(model)) as policy:
@@ -156,14 +159,14 @@ def test_a_tensor_parallel_checkpoint_continues_on_one_rank(model: Path, tmp_pat
     assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
 
 
-@pytest.mark.parametrize("fully_reshardable", [False, True], ids=["usual", "fully-reshardable"])
+@pytest.mark.parametrize("form", [{}, _ANY_LAYOUT], ids=["usual", "any-layout"])
 def test_a_checkpoint_of_two_data_parallel_ranks_continues_on_one(
-    model: Path, tmp_path: Path, fully_reshardable: bool
+    model: Path, tmp_path: Path, form: dict[str, str]
 ) -> None:
     first, second = random_batch(8, seed=1), random_batch(8, seed=2)
-    with running(load_case(model, **_OVERLAP), num_ranks=2) as policy:
+    with running(load_case(model, **_OVERLAP, **form), num_ranks=2) as policy:
         policy.train(first)
-        policy.save(tmp_path / "checkpoint", fully_reshardable=fully_reshardable)
+        policy.save(tmp_path / "checkpoint")
         policy.load(tmp_path / "checkpoint")
         saved = exported(policy, tmp_path / "saved")
         metrics = policy.train(second)

@@ -108,10 +108,12 @@ def test_a_bfloat16_checkpoint_continues(small: Path, record: Record, tmp_path: 
 
     shard = gpu_case.full_shard(tokens=4096, width=256)
     with gpu_case.fresh_memory():
-        trainer = trainer_of(small)
+        config = gpu_case.config_of(small, precision="bfloat16", micro_batch_tokens=4096, recompute=False)
+        config.policy.megatron_cfg.dist_ckpt_optim_fully_reshardable = fully_reshardable
+        trainer = gpu_case.build_trainer(config)
         train(trainer, shard, 2)
         began = time.monotonic()
-        checkpoint.save(trainer, tmp_path, fully_reshardable=fully_reshardable)
+        checkpoint.save(trainer, tmp_path)
         saved = time.monotonic() - began
         weights = {name: tensor.cpu() for name, tensor in trainer.export()}
         (straight,) = train(trainer, shard, 1)

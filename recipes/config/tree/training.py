@@ -136,6 +136,8 @@ class MegatronConfig:
         Literal[0, 1, 2], Unit("level"), Honours(0, reason="emptying the CUDA cache is not built yet")
     ]
     """empty the CUDA cache: 0 never, 1 after the backward pass, 2 also after the step"""
+    dist_ckpt_optim_fully_reshardable: bool
+    """write optimizer checkpoints that any layout can resume from, not only another DP; slower, more host memory"""
     defer_fp32_logits: Annotated[bool, Honours(True, reason="the native policy never makes float32 logits as a whole")]
     """keep logits in `precision` until the chunked log-softmax"""
     apply_rope_fusion: Annotated[bool, Honours(False, reason=FUSED)]
