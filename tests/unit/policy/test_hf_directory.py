@@ -9,10 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from recipes.config.native import ARCHITECTURES
 from recipes.errors import CheckpointError, ConfigError
 from recipes.policy import hf
-from recipes.policy.families.family import FAMILIES
 
 
 def test_weights_are_cut_into_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +68,3 @@ def test_the_tokenizer_replaces_files_of_the_model_but_not_its_configuration(tmp
     assert json.loads((target / "config.json").read_text()) == {"from": "model", "dtype": "float32"}
     assert (target / "tokenizer.json").read_text() == "tokenizer"
     assert not (target / "model.safetensors.index.json").exists()
-
-
-def test_the_launcher_and_the_policy_know_the_same_architectures() -> None:
-    assert tuple(name for family in FAMILIES for name in family.architectures) == ARCHITECTURES
