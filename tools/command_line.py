@@ -1,4 +1,4 @@
-"""What command lines share: numbers that make sense, switches, and one message at the end that says what is wrong."""
+"""What the command lines share: reading numbers and switches, and one message when a command fails."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Arguments = ParamSpec("Arguments")
 
 
 def positive(text: str) -> int:
-    """Read a number of things from the command line."""
+    """Read a whole number of 1 or more from the command line."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number, 1 or more")
     return int(text)
 
 
 def amount(text: str) -> float:
-    """Read what may be a fraction from the command line."""
+    """Read a number above 0 from the command line."""
     try:
         number = float(text)
     except ValueError:
@@ -42,7 +42,7 @@ def amount(text: str) -> float:
 
 
 def exit_status(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
-    """Make a command print what it raises: its own errors, what the machine refuses, an interrupt."""
+    """Wrap a command: its errors, those of the machine, and an interrupt become a message and an exit status."""
 
     @functools.wraps(main)
     def ended(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
@@ -53,7 +53,7 @@ def exit_status(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
         except RecipeError as error:
             print(error, file=sys.stderr)
             return error.exit_code
-        except BrokenPipeError:  # whoever read the output has gone, as `| head` does
+        except BrokenPipeError:  # the program that reads the output has ended, as in `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return READER_GONE
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Find and end every process that a supervisor has started, however deep and however orphaned.
+"""Find and end every process below a supervisor, at any depth, also those whose parents have died.
 
 A supervisor that calls `adopt_orphans` becomes the parent of each descendant whose own parent died (Linux child
 subreaper), also of those that left its session. Walking /proc from the supervisor therefore finds them all, and
@@ -22,7 +22,7 @@ _SHM = "/dev/shm/"
 
 
 def caught(*numbers: signal.Signals) -> list[signal.Signals]:
-    """Return the signals that this process may handle: a hang-up that is ignored (nohup) stays so."""
+    """Return those of the signals that this process may handle: under nohup, a hang-up stays ignored."""
     return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
@@ -41,7 +41,7 @@ def dies_with_parent(number: signal.Signals) -> Callable[[], None]:
 
 def _die_with(parent: int, number: signal.Signals) -> None:
     _prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it died before that
+    if os.getppid() != parent:  # the parent has died before the call above
         os._exit(1)
 
 

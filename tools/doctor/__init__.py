@@ -1,5 +1,5 @@
 """Find everything that would end a planned launch, before anything is queued: one file per subject. No torch, no Ray.
 
-A subject is a function from a `Draft` to findings. It looks at what it is given, and at nothing where that is
-missing: `draft.py` and the contract name what is missing. A subject that fails itself is a finding, too.
+A subject is a function from a `Draft` to findings. It checks what the draft has; `draft.py` and `contract.py` report
+what is missing. A subject that fails itself becomes a finding, too.
 """

@@ -30,7 +30,7 @@ def check(draft: Draft) -> Iterator[Finding]:
 
 
 def code_of(problem: Problem) -> str:
-    """Return the code of what keeps a node from its ports."""
+    """Return the code of a problem with ports."""
     if problem.where.startswith("net."):
         return "PRT002"
     return "PRT003" if str(NUM_SLOTS) in problem.wrong else "PRT001"

@@ -13,7 +13,7 @@ from tools.planning.findings import Finding, as_findings, found
 from tools.planning.mounts import mount_problems
 
 MIN_FREE_BYTES = 2**30
-MANY = 20  # checkpoints of a run that keeps all: with fewer there is reason to look
+MANY = 20  # a run that keeps all of its checkpoints should have room for so many
 CHECKPOINT_FACTOR = 8  # bytes of one checkpoint per byte of bfloat16 weights: float32 master, two moments, export
 
 

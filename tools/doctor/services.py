@@ -60,7 +60,7 @@ def probes(instances: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def probe(url: str) -> str:
-    """Return why a server does not answer; any answer of its own is one, also "not found"."""
+    """Return why a server does not answer; empty when it does, be it with "not found"."""
     if not url.startswith(("http://", "https://")):
         return "no http address"
     try:

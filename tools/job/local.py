@@ -75,12 +75,12 @@ class LocalRun:
 
     run_dir: Path
     command: tuple[str, ...]  # the driver
-    num_units: int  # policy workers plus engine workers: what placement may hand out
+    num_units: int  # policy workers plus engine workers: placement gives one to each
 
 
 @dataclass(slots=True)
 class Signals:
-    """Forwards TERM, INT and USR1 to the driver, HUP as TERM; those that come before it started end the run."""
+    """Forwards TERM, INT and USR1 to the driver, HUP as TERM. One that comes before the driver starts ends the run."""
 
     driver: subprocess.Popen[bytes] | None = None
     received: list[signal.Signals] = field(default_factory=list)

@@ -1,9 +1,9 @@
-"""The command of every stage, scale and platform, for the recorded files in tests/golden/launch: one word per line.
+"""Record the command of every stage, scale and platform in tests/golden/launch, one word per line.
 
     python -m tools.launch.golden --write tests/golden/launch
 
-The environment is fixed and names no machine; the checkout stands as /repo, its interpreter as PYTHON, the code
-snapshot as CODE. Scale tiny is recorded twice, for a run on this machine and for one on Slurm.
+The environment is fixed and names no machine. The checkout is written as /repo, its interpreter as PYTHON, the code
+snapshot as CODE. Scale tiny is recorded twice: for a run on this machine and for one on Slurm.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def golden_files() -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the files that changed, and remove those of no stage."""
+    """Write the files that have changed, and remove files that belong to no stage."""
     parser = argparse.ArgumentParser(prog="tools.launch.golden", description="Record the command of every stage.")
     parser.add_argument("--write", type=Path, required=True, metavar="DIR", help="directory of the recorded files")
     directory = parser.parse_args(argv).write

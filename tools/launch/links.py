@@ -1,4 +1,4 @@
-"""The stages of a pipeline and how they hang together: names, start weights, and which have reached their end."""
+"""The stages of a pipeline: the name and the start weights of each, and whether it has reached its end."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Link:
     """One stage of the pipeline."""
 
     stage: Stage
-    variables: Mapping[str, str]  # that this stage has besides the user's: EXP_NAME, MODEL_PATH
+    variables: Mapping[str, str]  # of this stage, besides the user's: EXP_NAME, MODEL_PATH
     draft: Draft  # what is submitted
-    checked: Draft  # what the doctor looks at: the same, with start weights that are there
+    checked: Draft  # what the doctor examines: the same, with start weights that exist already
     run_dir: Path
-    parent: Link | None  # in this pipeline; None = the start weights are there
+    parent: Link | None  # in this pipeline; None = the start weights exist already
     is_finished: bool
 
     @property
@@ -54,7 +54,8 @@ def make_links(
         variables = stage_variables(stage, parent, environ if not links else without_model(environ), results)
         draft = checked = draft_launch(stage.id, overrides, {**environ, **variables}, root)
         if parent is not None and not parent.is_finished:
-            # Its tokenizer and its shape are those of the weights that the first unfinished stage starts from.
+            # The export is still to come. Its tokenizer and its shape are those of the weights that the first
+            # unfinished stage starts from.
             there = {**environ, **variables, "MODEL_PATH": parent.checked.contract["MODEL_PATH"]}
             checked = draft_launch(stage.id, overrides, there, root)
         run_dir = draft.run_dir or results / variables["EXP_NAME"]
@@ -86,12 +87,12 @@ def stage_variables(stage: Stage, parent: Link | None, environ: Mapping[str, str
 
 
 def without_model(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a stage that is not the first: the user's start weights are not its own."""
+    """Return the variables without MODEL_PATH, which is for the first stage alone."""
     return {name: value for name, value in environ.items() if name != "MODEL_PATH"}
 
 
 def is_finished(run_dir: Path, draft: Draft) -> bool:
-    """Whether a run has reached its end: its driver said so, under the number of steps that is asked for now."""
+    """Whether a run has reached its end: its driver said so, and it had as many steps to do as are asked for now."""
     if draft.config is None or not complete_checkpoints(checkpoint_dir(run_dir, draft)):
         return False
     trained = _read(run_dir / "resolved.json").get("config", {}).get("grpo", {}).get("max_num_steps")

@@ -25,7 +25,7 @@ from tools.planning.findings import Finding, errors, forced, found
 from tools.planning.profiles import with_variables
 from tools.planning.snapshot import read_code, snapshot_path
 
-LATER = ("CFG002", "CFG003", "CFG004")  # what a command can be made of, though it must not be started
+LATER = ("CFG002", "CFG003", "CFG004")  # errors in spite of which a dry run can print the command
 
 
 def make_plan(stage: str, overrides: Sequence[str], environ: Mapping[str, str], root: Path = ROOT) -> Plan:
@@ -69,7 +69,7 @@ def plan_draft(draft: Draft) -> Plan:
 
 
 def start_findings(draft: Draft) -> list[Finding]:
-    """Return what keeps a launch from being started on this machine, though it can be planned here."""
+    """Return what keeps a planned launch from starting on this machine."""
     if draft.contract.is_local or shutil.which("sbatch") is not None:
         return []
     fix = "start it on a login node of the cluster, or set LAUNCHER=local to run on this machine"
@@ -77,7 +77,7 @@ def start_findings(draft: Draft) -> list[Finding]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the words that super_launch.sh has sorted."""
+    """Parse the words that super_launch.sh passes on."""
     parser = argparse.ArgumentParser(prog="tools.launch.plan", description="Plan one launch.")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--force", action="store_true")

@@ -73,7 +73,7 @@ def prepare(plan: Plan, *, is_model_there: bool = True) -> list[str]:
 
 
 def unprepared(plan: Plan) -> list[str]:
-    """Return what a printed command needs and only a launch writes."""
+    """Return what a printed command needs and a dry run does not write."""
     if plan.code_dir.is_dir():
         return []
     return [f"{plan.code_dir} is written by the launch itself; SKIP_CODE_SNAPSHOT=true prints what needs no copy"]

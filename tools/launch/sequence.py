@@ -18,7 +18,7 @@ from tools.processes import caught, dies_with_parent
 SBATCH_SECONDS = 120.0  # a busy controller may take long, a dead one for ever
 KILL = "--kill-on-invalid-dep=yes"  # else a job whose parent failed waits for ever
 
-# Set by make, so not in the user's shell.
+# make sets these for its programs; the user's shell does not have them.
 _OF_MAKE = ("SCALE", "PLATFORM", "LAUNCHER", "SEED", "RESULTS_DIR", "CLUSTER", "ENV_TOML")
 
 

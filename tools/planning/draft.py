@@ -1,9 +1,9 @@
-"""What is known of a launch before it is planned: as much as its variables and its configuration give.
+"""A launch as far as its variables and its configuration describe it, before it is planned.
 
     stage table -> environment contract -> configuration -> sizes
 
-Nothing is raised: a variable that is missing takes away what follows from it, not what others say. What is wrong is
-collected; `plan.py` refuses to make a command of a draft with errors, the doctor goes on to look at the rest.
+Nothing is raised. A missing variable leaves open only what follows from it. Problems are collected: `plan.py` makes no
+command of a draft with errors, and the doctor examines everything else all the same.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ OVERRIDES = {
     "EXP_NAME": "logger.wandb.name",
 }  # variable -> the key that it sets
 FORMATTER = "env.nemo_gym.swe_agents_train.responses_api_agents.swe_agents.container_formatter"
-SIZE_KEYS = ("cluster", "policy.generation.colocated", "env.nemo_gym.num_gpu_nodes")  # what node totals are made of
+SIZE_KEYS = (
+    "cluster",
+    "policy.generation.colocated",
+    "env.nemo_gym.num_gpu_nodes",
+)  # node totals come from these
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +54,7 @@ class Draft:
     overrides: tuple[str, ...]  # those of the environment, then the user's
     loaded: LoadedConfig | None  # None without a file to load
     config: Config | None  # wrong keys have the base's value
-    sizes: Derived | None  # None where wrong keys would make them wrong
+    sizes: Derived | None  # None when a key that they are computed from is wrong
     findings: tuple[Finding, ...]  # of variables and configuration
     job_variables: Mapping[str, str]  # of the cluster's profile: what the job gets beside the environment
     profile_variables: tuple[str, ...]  # names of all that the profile sets for the job, also those set in the shell
@@ -81,7 +85,7 @@ def draft_launch(stage: str, overrides: Sequence[str], environ: Mapping[str, str
         except InputError as error:
             findings += as_findings("ENV003", error.problems)
     contract, wrong = read_contract(environ)
-    # What the stage table or the profile would have given is not missing on top of what keeps them from giving it.
+    # When the stage table or the profile has an error, the variables that it would have filled are not missing, too.
     given = (*(FILLED if findings else ()), *(FILLED_BY_PROFILE if profile.problems else ()))
     findings = [*as_findings("ENV005", profile.problems), *as_findings("ENV006", profile.notes), *findings]
     findings += [finding for finding in wrong if finding.code != "ENV001" or finding.problem.where not in given]
@@ -142,7 +146,7 @@ def launch_overrides(contract: Contract, stage: Stage | None = None) -> list[str
 
 
 def as_text(value: str) -> str:
-    """Return a text as YAML that reads as this text: a run named 42 is no number."""
+    """Return a text as YAML that is read as the same text: a run may be named 42."""
     try:
         return value if yaml.safe_load(value) == value else json.dumps(value)
     except yaml.YAMLError:

@@ -26,7 +26,7 @@ class LiveJob:
 def live_jobs(*selection: str) -> list[LiveJob]:
     """Return the jobs that squeue lists for a selection; none where there is no Slurm.
 
-    Raises `LaunchError` when the controller does not answer: then nobody knows.
+    Raises `LaunchError` when the controller does not answer: then it is unknown.
     """
     command = ["squeue", "--noheader", "--format=%i|%T", *selection]
     try:
@@ -47,9 +47,9 @@ def _no_answer(wrong: str) -> LaunchError:
 
 
 def run_problems(name: str, run_dir: Path) -> list[Problem]:
-    """Return a problem for a live job of this run: one of its name, or the one that its directory records.
+    """Return a problem for each live job of this run, and for a local run that holds the lock of its directory.
 
-    Also for a run of it without Slurm, which holds the lock of the directory.
+    The jobs are those of its name, and the one that its directory records.
 
     Raises `LaunchError` when the controller does not answer.
     """

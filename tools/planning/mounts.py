@@ -1,7 +1,7 @@
-"""What a container of the run sees of the host: the mounts, and whether every path of the launch lies behind one.
+"""The mounts of a run's containers, and whether the containers see every path of the launch.
 
-A container follows a symbolic link by itself: a mounted directory whose links lead out of it is not seen whole, as a
-snapshot in the Hugging Face cache is not. `seen` looks up a path as a process in the container would.
+A container follows symbolic links itself. So it does not see the whole of a mounted directory whose links lead out of
+it, such as a snapshot in the Hugging Face cache. `seen` looks up a path as a process in the container would.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def run_mounts(contract: Contract, run_dir: Path, code_dir: Path) -> list[Mount]
     mounts, _ = parse_mounts(contract["EXTRA_MOUNTS"])
     extra = list(mounts)
     for mount in _own_mounts(contract, run_dir, code_dir):
-        # What the user's mounts put there themselves stays as they say; `mount_problems` tells where it is wrong.
+        # A place that EXTRA_MOUNTS fills stays as the user says; `mount_problems` reports where that is wrong.
         if not any(mount.target.is_relative_to(other.target) for other in extra) and _host(mounts, mount.target) != (
             mount.source
         ):
@@ -109,7 +109,7 @@ def _input_paths(contract: Contract) -> dict[str, Path]:
 
 
 def place_of(path: Path) -> Iterator[Mount]:
-    """Return what shows `path` under its own name, and the files that its directory links to under theirs."""
+    """Yield the mounts that show `path` and the files that its links lead to, each under its own name."""
     parts = path.parts
     if "latest" in parts[1:] and parts[parts.index("latest") - 1] == "checkpoints":
         # The newest checkpoint when the job starts, not the one of today: the whole run of the parent stage.
@@ -189,7 +189,7 @@ def _needed(draft: Draft) -> Iterator[tuple[str, Path]]:
 
 
 def _paths(tree: Mapping[str, Any] | Sequence[Any], key: str = "") -> Iterator[tuple[str, Path]]:
-    """Find the values of a configuration that name something on this machine which no image brings itself."""
+    """Yield key and path of the values that name a file of this machine, but not one that every image has."""
     for name, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
         inner = f"{key}.{name}" if key else str(name)
         if isinstance(value, Mapping) or (isinstance(value, Sequence) and not isinstance(value, str)):
@@ -203,7 +203,7 @@ def _paths(tree: Mapping[str, Any] | Sequence[Any], key: str = "") -> Iterator[t
 
 def _sight_problems(where: str, path: Path, mounts: Sequence[Mount]) -> Iterator[Problem]:
     if not path.exists():
-        return  # the check of that input says so
+        return  # another check reports it
     found = seen(mounts, path)
     if found is None:
         place = path if path.is_dir() else path.parent

@@ -105,7 +105,7 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(slots=True)
 class Profile:
-    """What a profile says, as variables of the launcher; without CLUSTER nothing."""
+    """What a profile says, as variables of the launcher; empty without CLUSTER."""
 
     variables: dict[str, str] = field(default_factory=dict)  # of the launcher
     job_environment: dict[str, str] = field(default_factory=dict)  # of the job
@@ -114,7 +114,7 @@ class Profile:
     notes: list[Problem] = field(default_factory=list)  # fields that have no effect here
 
     def over(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return `environ` with what it does not set."""
+        """Return `environ`, with the values of the profile for what it does not set."""
         return self.variables | self.job_environment | {name: value for name, value in environ.items() if value}
 
     def job_variables(self, environ: Mapping[str, str]) -> dict[str, str]:
@@ -239,7 +239,7 @@ def _fill(fields: Fields, profile: Profile) -> None:
 
 
 def _refused(key: str, value: Any, where: str) -> list[Problem]:
-    """Return what a field of the right type cannot say here."""
+    """Return a problem for a value of the right type that this launcher cannot use."""
     choices = {"executor": EXECUTORS, "runtime": CHOICES["CONTAINER_RUNTIME"]}.get(key)
     if choices and value not in choices:
         close = nearest(value, choices)

@@ -1,4 +1,4 @@
-"""What a run was made from: run.lock.json in the run directory, compared with the last start on every further one."""
+"""What a run was made from: run.lock.json in its directory. Every start is compared with the one before."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from recipes.errors import LaunchError, Problem
 
-# What a user's git configuration could change: the diff must apply, and its hash must not depend on who takes it.
+# Whatever the user's git configuration says: the diff must apply, and its hash must be the same for everybody.
 _DIFF = ("-c", "core.quotePath=true", "diff", "--binary", "--no-ext-diff", "--no-textconv", "--no-color")
 _PLAIN = ("--src-prefix=a/", "--dst-prefix=b/", "--no-renames", "--submodule=short", "HEAD")
 
@@ -68,7 +68,7 @@ def read_snapshot(path: Path) -> CodeVersion:
 
 
 def snapshot_path(home: Path, code: CodeVersion, *, reuse_newest: bool) -> Path:
-    """Return where the snapshot of this code is, or the newest in `home` when that is to be taken again."""
+    """Return where the snapshot of this code is, or the newest in `home` when that is to be used again."""
     if reuse_newest and home.is_dir():
         existing = [path for path in home.iterdir() if (path / "COMMIT").is_file() and not path.name.startswith(".")]
         if existing:

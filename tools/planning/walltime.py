@@ -28,7 +28,7 @@ def walltime_problems(must_save_by: str | None, time_limit: str) -> list[Problem
 
 
 def slurm_seconds(text: str) -> int | None:
-    """Return the seconds of a Slurm time, None for what is none."""
+    """Return the seconds of a Slurm time, None for a text that is not one."""
     match = SLURM_TIME.fullmatch(text)
     if match is None:
         return None
@@ -43,7 +43,7 @@ def slurm_seconds(text: str) -> int | None:
 
 
 def signal_option(time_limit: str) -> tuple[str, ...]:
-    """Return the option that has Slurm signal the job before its end; none for a limit that is short against it.
+    """Return the option that makes Slurm signal the job before its end; nothing for a short limit.
 
     The driver itself stops in time for the end that the job had when it started; this is for a limit that was changed
     since. Slurm sends it up to a minute early.

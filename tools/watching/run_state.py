@@ -27,7 +27,7 @@ from tools.report.load import StepRecord, load_steps
 from tools.watching.job_state import Queue, SlurmJob, read_queue
 
 _MARKS = (STATUS_FILE, "metrics.jsonl")  # a directory that has one of them is a run's
-SILENT_SECONDS = 30.0  # of a beat per second: a shared file system may show a file's new content half a minute late
+SILENT_SECONDS = 30.0  # the driver writes once a second, and a shared file system may show it half a minute late
 _CLOCK_SECONDS = 10.0  # by which the clocks of nodes and controller may differ
 
 
@@ -96,7 +96,7 @@ class ObservedRun:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a machine can tell about processes and locks."""
+    """What the machine that asks knows of processes and locks; a test gives another."""
 
     host: str
     pid_namespace: str
