@@ -6,5 +6,12 @@ A test compares the environments' part with recipes/environments/registry.py and
 from __future__ import annotations
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)  # models that the policy builds: `architectures` of a model's config.json
-RESOURCES_TYPES = ("math_with_judge", "mcqa", "reasoning_gym", "structured_outputs")  # resources servers
-AGENT_TYPES = ("simple_agent",)  # agent servers
+RESOURCES_TYPES = (
+    "calendar",
+    "math_with_judge",
+    "mcqa",
+    "reasoning_gym",
+    "single_step_tool_use_with_argument_comparison",
+    "structured_outputs",
+)  # resources servers
+AGENT_TYPES = ("simple_agent", "tool_simulation_agent")  # agent servers

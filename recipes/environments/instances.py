@@ -15,7 +15,7 @@ from recipes.environments.contract.verifier import Agent
 from recipes.environments.registry import VERIFIERS
 from recipes.errors import ConfigError, Problem, suggestion
 
-AGENT_TYPES = ("simple_agent",)  # the types of agent server that run here
+AGENT_TYPES = ("simple_agent", "tool_simulation_agent")  # the types of agent server that run here
 DESCRIPTIVE = frozenset({"description", "domain", "entrypoint", "host", "name", "num_workers", "value", "verified"})
 CONNECTION = frozenset({"url", "timeout_seconds"})
 JUDGE = frozenset({"judge_model_server", "judge_responses_create_params"})  # read only when the judge is on

@@ -9,13 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from recipes.environments.contract.verifier import Agent, Verifier
-from recipes.environments.verifiers import math_with_judge, mcqa, reasoning_gym, structured_outputs
+from recipes.environments.verifiers import (
+    calendar,
+    math_with_judge,
+    mcqa,
+    reasoning_gym,
+    single_step_tool_use_with_argument_comparison,
+    structured_outputs,
+)
 from recipes.errors import suggestion
 
 VERIFIERS: Mapping[str, Verifier] = {
+    "calendar": calendar.VERIFIER,
     "math_with_judge": math_with_judge.VERIFIER,
     "mcqa": mcqa.VERIFIER,
     "reasoning_gym": reasoning_gym.VERIFIER,
+    "single_step_tool_use_with_argument_comparison": single_step_tool_use_with_argument_comparison.VERIFIER,
     "structured_outputs": structured_outputs.VERIFIER,
 }
 
@@ -25,7 +34,6 @@ AGENTS: Mapping[str, Agent] = {
 
 LATER_AGENTS = frozenset(
     {
-        "calendar_simple_agent",
         "code_gen_simple_agent",
         "equivalence_llm_judge_simple_agent",
         "genrm_simple_agent",
@@ -42,15 +50,11 @@ LATER_AGENTS = frozenset(
         "multichallenge_simple_agent",
         "ns_tools_simple_agent",
         "over_refusal_detection_simple_agent",
-        "search_pivot_single_step_tool_use_with_argument_comparison_agent",
         "search_pivot_tool_simulation_agent",
-        "single_step_tool_use_with_argument_comparison_agent",
         "swe_agents_train",
         "swe_agents_val",
-        "swe_pivot_single_step_tool_use_with_argument_comparison_agent",
         "swe_pivot_tool_simulation_agent",
         "swerl_gen_simple_agent",
-        "toolcall_schema_single_step_tool_use_with_argument_comparison_agent",
         "toolcall_schema_tool_simulation_agent",
         "workplace_assistant_simple_agent",
         "xstest_eval_agent",

@@ -88,8 +88,8 @@ def check_without_codec(row: Row) -> list[str]:
     except FAILURES as error:
         problems.append(f"responses_create_params: {error}")
     try:
-        verifier = find_agent(row["agent_ref"]["name"], {}).server
-        VERIFIERS[verifier].parse_task(row, {})
+        server = servers_of({})[find_agent(row["agent_ref"]["name"], {}).server]
+        VERIFIERS[server.verifier].parse_task(row, server.settings)
     except FAILURES as error:
         problems.append(str(error))
     return problems

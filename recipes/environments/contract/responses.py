@@ -78,8 +78,7 @@ def _parts(item: Mapping[str, Any]) -> Iterator[str]:
 
 def all_text(response: Mapping[str, Any]) -> str:
     """Return every text part of every message, concatenated."""
-    messages = (item for item in output_items(response) if item.get("type") == "message")
-    return "".join(text for item in messages for text in _parts(item))
+    return "".join(message_texts(response))
 
 
 def last_item_text(response: Mapping[str, Any]) -> str:
@@ -92,6 +91,11 @@ def last_message_text(response: Mapping[str, Any]) -> str:
     """Return the text parts of the last assistant message, joined by newlines, stripped."""
     messages = [item for item in output_items(response) if item.get("type") == "message"]
     return "\n".join(_parts(messages[-1])).strip() if messages else ""
+
+
+def message_texts(response: Mapping[str, Any]) -> list[str]:
+    """Return every text part of every message, in order."""
+    return [text for item in output_items(response) if item.get("type") == "message" for text in _parts(item)]
 
 
 def function_calls(response: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -20,7 +20,21 @@ from tests.recorded import recorded
 GOLDEN = recorded("GOLDEN_DIR", "golden") / "env"
 
 # file -> (verifier, settings of the server)
+TOOL_USE = "single_step_tool_use_with_argument_comparison"
+PARALLEL = {"word_count_similarity_threshold": 0.1, "parallel_tool_call_rewarding": True}
+SURPLUS = {**PARALLEL, "allow_subset": True, "allow_superset": True}
+TOOL_USE_FILES = {
+    "parallel_f1": {**SURPLUS, "parallel_tool_call_reward_mode": "f1"},
+    "parallel_fractional": {**SURPLUS, "parallel_tool_call_reward_mode": "fractional"},
+    "parallel_strict": PARALLEL,
+    **{f"thr{threshold}": {"word_count_similarity_threshold": threshold} for threshold in (0.0, 0.1, 0.3)},
+}
 REWARD_FILES: dict[str, tuple[str, dict[str, Any]]] = {
+    "calendar": ("calendar", {}),
+    **{
+        f"single_step_tool_use_{name}": (TOOL_USE, {"tool_call_comparator_config": config})
+        for name, config in TOOL_USE_FILES.items()
+    },
     "math_with_judge_library": ("math_with_judge", {"should_use_judge": False}),
     "mcqa": ("mcqa", {"grading_mode": None}),
     "mcqa_md": ("mcqa", {"grading_mode": "lenient_answer_colon_md"}),

@@ -13,10 +13,15 @@ import pytest
 
 from recipes.environments.contract.responses import function_call_item, message_item, reasoning_item
 from recipes.environments.contract.verdict import Verdict
+from recipes.environments.instances import servers_of
 from recipes.environments.registry import AGENTS, LATER_AGENTS, VERIFIERS, find_agent
 from recipes.environments.verifiers import mcqa
 
+EVENT = {"event_id": 0, "duration": 60, "constraint": "before 1pm", "min_time": "10:00", "max_time": "16:00"}
+ACTION = {"type": "function_call", "name": "f", "arguments": '{"q": "two words"}'}
 ROWS: dict[str, dict[str, Any]] = {
+    "calendar": {"exp_cal_state": {"0": EVENT}},
+    "single_step_tool_use_with_argument_comparison": {"expected_action": ACTION},
     "math_with_judge": {"question": "q", "expected_answer": "\\frac{1}{2}"},
     "mcqa": {"options": [{"A": "x"}, {"B": "y"}], "expected_answer": "A", "grading_mode": "lenient_boxed"},
     "reasoning_gym": {"question": "q", "answer": "12", "metadata": {"source_dataset": "chain_sum"}},
@@ -140,7 +145,7 @@ def test_a_row_of_another_kind_is_refused_with_the_field(name: str) -> None:
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_every_agent_has_its_verifier(name: str) -> None:
-    assert find_agent(name, {}).server in VERIFIERS
+    assert find_agent(name, {}).server in servers_of({})
 
 
 def test_no_agent_is_both_built_and_to_come() -> None:
