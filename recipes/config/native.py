@@ -8,6 +8,7 @@ from __future__ import annotations
 ARCHITECTURES = ("Qwen3ForCausalLM",)  # models that the policy builds: `architectures` of a model's config.json
 RESOURCES_TYPES = (
     "calendar",
+    "instruction_following",
     "math_with_judge",
     "mcqa",
     "reasoning_gym",

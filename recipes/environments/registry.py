@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.environments.verifiers import (
     calendar,
+    instruction_following,
     math_with_judge,
     mcqa,
     reasoning_gym,
@@ -21,6 +22,7 @@ from recipes.errors import suggestion
 
 VERIFIERS: Mapping[str, Verifier] = {
     "calendar": calendar.VERIFIER,
+    "instruction_following": instruction_following.VERIFIER,
     "math_with_judge": math_with_judge.VERIFIER,
     "mcqa": mcqa.VERIFIER,
     "reasoning_gym": reasoning_gym.VERIFIER,
@@ -38,7 +40,6 @@ LATER_AGENTS = frozenset(
         "equivalence_llm_judge_simple_agent",
         "genrm_simple_agent",
         "genrm_simple_agent_reasoning_off",
-        "instruction_following_simple_agent",
         "inverse_if_simple_agent",
         "jailbreak_detection_simple_agent",
         "jailbreak_engagement_with_disclaimer",

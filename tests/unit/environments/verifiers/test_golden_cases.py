@@ -31,6 +31,7 @@ TOOL_USE_FILES = {
 }
 REWARD_FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "calendar": ("calendar", {}),
+    "instruction_following": ("instruction_following", {}),
     **{
         f"single_step_tool_use_{name}": (TOOL_USE, {"tool_call_comparator_config": config})
         for name, config in TOOL_USE_FILES.items()

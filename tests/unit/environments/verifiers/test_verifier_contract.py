@@ -21,6 +21,7 @@ EVENT = {"event_id": 0, "duration": 60, "constraint": "before 1pm", "min_time": 
 ACTION = {"type": "function_call", "name": "f", "arguments": '{"q": "two words"}'}
 ROWS: dict[str, dict[str, Any]] = {
     "calendar": {"exp_cal_state": {"0": EVENT}},
+    "instruction_following": {"instruction_id_list": ["detectable_format:title"], "kwargs": [{}]},
     "single_step_tool_use_with_argument_comparison": {"expected_action": ACTION},
     "math_with_judge": {"question": "q", "expected_answer": "\\frac{1}{2}"},
     "mcqa": {"options": [{"A": "x"}, {"B": "y"}], "expected_answer": "A", "grading_mode": "lenient_boxed"},

@@ -1,0 +1,127 @@
+"""Instructions that a program can check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from recipes.environments.checks.instructions import CHECKS
+from recipes.environments.checks.languages import language_of, sentences_of
+from recipes.environments.verifiers.instruction_following import parse_task, score
+
+Answer = Callable[..., dict[str, Any]]
+
+
+def row(*instructions: tuple[str, dict[str, Any] | None], mode: str | None = None) -> dict[str, Any]:
+    names, arguments = [name for name, _ in instructions], [given for _, given in instructions]
+    return {"verifier_metadata": {"instruction_id_list": names, "kwargs": arguments, "grading_mode": mode}}
+
+
+# (instruction, its arguments, an answer that follows it, one that does not); what no recorded case covers
+CASES: list[tuple[str, dict[str, Any], str, str]] = [
+    (
+        "length_constraints:number_sentences",
+        {"num_sentences": 2, "relation": "at least"},
+        "One. Dr. No is two!",
+        "One.",
+    ),
+    ("count:count_unique", {}, "all words differ", "the cat the dog"),
+    ("count:counting_composition", {"n_sent": 1, "n_words": 3}, "Go on.\n***\nI am.\n***\nWe do.", "Go.\n***\nI am."),
+    (
+        "keywords:keyword_specific_position",
+        {"keyword": "cat", "n": 2, "m": 3},
+        "Hi. The big cat? No: the",
+        "The big cat.",
+    ),
+    ("keywords:start_end", {}, "Yes and yes", "Yes and no"),
+    (
+        "change_case:capital_word_frequency",
+        {"capital_frequency": 2, "capital_relation": "less than"},
+        "A dog",
+        "A NEW DOG",
+    ),
+    ("copy:repeat_phrase", {"phrase": "go to the sea", "small_n": 1}, "go to a sea", "go to the sea"),
+    ("new:copy_span_idx", {"prompt_to_repeat": "abcdef", "n_start": 1, "n_end": 3}, " BC ", "abc"),
+    ("detectable_format:bigram_wrapping", {}, "<<a b>> <<c d>>", "<<a b"),
+    ("detectable_format:constrained_response", {}, "Well. My answer is no.", "no"),
+    ("keywords:existence", {"keywords": ["a+b", "c"]}, "aab C", "ab"),
+    (
+        "language:response_language",
+        {"language": "de"},
+        "Das ist nicht der Hund, und die Katze auch nicht.",
+        "This is the dog.",
+    ),
+    ("paragraphs:paragraphs2", {}, "a\n\nb", "a"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "good", "bad"), CASES, ids=[case[0] for case in CASES])
+def test_checks(answer: Answer, name: str, arguments: dict[str, Any], good: str, bad: str) -> None:
+    task = parse_task(row((name, arguments)), {})
+    assert [score(answer(text), task).reward for text in (good, bad)] == [1.0, 0.0]
+
+
+def test_modes_and_reasons(answer: Answer) -> None:
+    both = (("punctuation:no_comma", None), ("detectable_format:title", {}))
+    assert score(answer("x"), parse_task(row(*both), {})).reward == 0.0
+    verdict = score(answer("x"), parse_task(row(*both, mode="fraction"), {}))
+    assert (verdict.reward, verdict.reason) == (0.5, "not followed: detectable_format:title")
+
+
+@pytest.mark.parametrize("arguments", [{}, {"keyword": None}, {"other": 1}, {"keyword": "("}])
+def test_arguments_that_do_not_fit_are_not_followed(answer: Answer, arguments: dict[str, Any]) -> None:
+    assert score(answer("x"), parse_task(row(("keywords:word_once", arguments)), {})).reward == 0.0
+
+
+@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("text", ["", " ", "*" * 20_000, "<<" * 10_000, "[" * 20_000, "a" * 20_000])
+def test_no_check_fails_on_odd_text(answer: Answer, name: str, text: str) -> None:
+    score(answer(text), parse_task(row((name, {})), {}))
+
+
+@pytest.mark.parametrize(
+    ("text", "language"),
+    [
+        ("This is the weather of today and it is cold", "en"),
+        ("Le chat est dans la maison et il ne dort pas", "fr"),
+        ("El perro no es para los que viven en la casa", "es"),
+        ("\u042d\u0442\u043e \u0440\u0443\u0441\u0441\u043a\u0438\u0439 \u044f\u0437\u044b\u043a", "ru"),
+        ("\u3053\u308c\u306f\u65e5\u672c\u8a9e\u3067\u3059", "ja"),
+        ("\u8fd9\u662f\u4e2d\u6587", "zh-cn"),
+        ("12 34", None),
+    ],
+)
+def test_languages(text: str, language: str | None) -> None:
+    assert language_of(text) == language
+
+
+def test_sentences() -> None:
+    assert sentences_of('Mr. A. B. Smith paid 3.50 dollars. "Why?" he said! And I') == [
+        "Mr. A. B. Smith paid 3.50 dollars.",
+        '"Why?"',
+        "he said!",
+        "And I",
+    ]
+
+
+def test_real_rows(gym_row: Callable[..., dict[str, Any]], answer: Answer) -> None:
+    for index in range(5):
+        task = parse_task(gym_row("instruction_following", index), {})
+        assert {name for name, _ in task.instructions} <= CHECKS.keys()
+        assert score(answer("one, two"), task).reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"instruction_id_list": "x"}, "field 'instruction_id_list': got string 'x', expected a list of strings"),
+        ({"kwargs": [1]}, "field 'kwargs': got list"),
+        ({"grading_mode": "mean"}, "field 'grading_mode': got string 'mean', expected one of binary, fraction"),
+    ],
+)
+def test_bad_row(fields: dict[str, Any], message: str) -> None:
+    good = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [None]}
+    with pytest.raises(ValueError, match="^" + message):
+        parse_task({**good, **fields}, {})
