@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from recipes.policy.packing import Shard
-from recipes.policy.shards import merge_step_metrics, scatter_rows, split
+from recipes.policy.shards import merge_step_metrics, plan, scatter_rows, split
 from recipes.types import TrainBatch
 
 
@@ -63,3 +65,46 @@ def test_a_loss_that_is_no_number_stays_none() -> None:
     merged = merge_step_metrics([step, step | {"loss": float("nan"), "probs_ratio_max": float("inf")}])
     assert math.isnan(merged["loss"])
     assert merged["probs_ratio_max"] == float("inf")
+
+
+def policy_config(*, is_packed: bool) -> Any:
+    packing = SimpleNamespace(
+        enabled=is_packed, train_mb_tokens=8, logprob_mb_tokens=16, algorithm="first_fit_decreasing"
+    )
+    return SimpleNamespace(
+        sequence_packing=packing,
+        train_micro_batch_size=1,
+        logprob_batch_size=2,
+        make_sequence_length_divisible_by=4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("is_packed", "training", "expected"),
+    [
+        (False, True, [((0,), (1,)), ((2,), (3,))]),
+        (False, False, [((0, 1),), ((2, 3),)]),
+        (True, True, [((3, 2),), ((1, 0),)]),  # each of 3, 2, 3, 1 tokens takes 4 of a bin's 8
+        (True, False, [((3, 2, 1),), ((0,),)]),  # one bin of 16 holds all; the second rank gets one of them
+    ],
+)
+def test_the_plan_follows_the_configuration_of_training_or_log_probabilities(
+    is_packed: bool, training: bool, expected: list[tuple[tuple[int, ...], ...]]
+) -> None:
+    shards = plan(_batch(), policy_config(is_packed=is_packed), num_shards=2, training=training)
+    assert [shard.microbatches for shard in shards] == expected
+
+
+def test_microbatches_follow_each_other_within_a_shard_and_a_shard_may_be_empty() -> None:
+    shards = [Shard(microbatches=((2, 0), (3,), (1,))), Shard(microbatches=())]
+    first, second = split(_batch(), shards)
+    assert first.microbatches == ((0, 1), (2,), (3,))
+    assert (second.microbatches, second.batch.input_ids_BS.shape) == ((), (0, 3))
+    parts = [torch.tensor([[2.0], [0.0], [3.0], [1.0]]), torch.zeros(0, 1)]
+    assert scatter_rows(parts, shards, shape=(4, 1)).tolist() == [[0.0], [1.0], [2.0], [3.0]]
+
+
+def test_a_rank_without_an_answer_is_an_error() -> None:
+    shards = [Shard(microbatches=((0, 1),)), Shard(microbatches=((2, 3),))]
+    with pytest.raises(ValueError, match="zip"):
+        scatter_rows([torch.zeros(2, 1)], shards, shape=(4, 1))

@@ -1,0 +1,50 @@
+"""The modules that are mutated, the tests that must notice, and the mutants that no test can notice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Equivalent:
+    """A mutant that behaves like the original: one line and what it becomes."""
+
+    module: str
+    before: str
+    after: str
+    reason: str
+
+
+TARGETS: dict[str, tuple[str, ...]] = {
+    "recipes/grpo/loss.py": ("tests/unit/test_golden.py",),
+    "recipes/grpo/advantage.py": ("tests/unit/grpo/test_advantage.py", "tests/unit/test_golden.py"),
+    "recipes/grpo/batch.py": ("tests/unit/grpo/test_batch.py", "tests/unit/test_golden.py"),
+    "recipes/policy/packing.py": ("tests/unit/policy/test_packing.py",),
+    "recipes/policy/shards.py": ("tests/unit/policy/test_shards.py",),
+    "tools/data/split.py": ("tests/unit/tools/data/test_split.py",),
+}
+
+PACKING, SHARDS = "recipes/policy/packing.py", "recipes/policy/shards.py"
+_ASSERTION = 'assert position is not None, "{}"'
+_ZEROS = "result_BS = torch.zeros(shape, {})"
+
+EQUIVALENT = (
+    *(
+        Equivalent(
+            module=PACKING,
+            before=_ASSERTION.format("the second smallest was checked to fit"),
+            after=_ASSERTION.format(text),
+            reason="the text of an assertion that never fails",
+        )
+        for text in ("XXthe second smallest was checked to fitXX", "THE SECOND SMALLEST WAS CHECKED TO FIT")
+    ),
+    *(
+        Equivalent(
+            module=SHARDS,
+            before=_ZEROS.format("dtype=torch.float32"),
+            after=_ZEROS.format(argument),
+            reason="float32 is torch's default",
+        )
+        for argument in ("dtype=None", "")
+    ),
+)
