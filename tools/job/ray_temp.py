@@ -51,6 +51,9 @@ def keep_logs(temp: Path, target: Path) -> None:
             shutil.copytree(logs, target, dirs_exist_ok=True, ignore_dangling_symlinks=True)
         except (OSError, shutil.Error) as error:  # a full disk must not hide how the run ended
             print(f"the logs in {logs} were not all copied: {error}", file=sys.stderr, flush=True)
+    for path in (target, *target.rglob("*")):
+        if not path.is_symlink() and path.exists():  # Ray lets everybody write its directories
+            path.chmod(path.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))
     shutil.rmtree(temp, ignore_errors=True)
 
 

@@ -64,8 +64,10 @@ def write_logs(temp: Path) -> None:
 def test_logs_are_kept_and_the_rest_is_removed(tmp_path):
     temp, target = tmp_path / "rl-7-0-ab", tmp_path / "logs" / "ray_n1"
     write_logs(temp)
+    (temp / "ray" / "session_2026-01-01" / "logs").chmod(0o777)  # as Ray does
     keep_logs(temp, target)
     assert (target / "raylet.out").read_text() == "x"
+    assert target.stat().st_mode & 0o777 == 0o755
     assert not temp.exists()
 
 
