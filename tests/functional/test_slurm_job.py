@@ -87,7 +87,7 @@ def test_four_nodes_come_up_and_their_logs_are_kept(cluster, tmp_path, driver):
     for node, role in (("n1", "head"), ("n2", "worker"), ("n3", "worker"), ("n4", "worker")):
         assert (logs / f"ray_{role}_{node}.log").stat().st_size
         assert (logs / f"ray_{node}" / "raylet.out").stat().st_size  # Ray's own logs leave the node
-        assert not cluster.on_node(node, ["find", "/tmp", "-maxdepth", "1", "-name", "ray-*"]).stdout
+        assert not cluster.on_node(node, ["find", "/tmp", "-maxdepth", "1", "-name", "rl-*"]).stdout
 
 
 def test_a_node_whose_ephemeral_ports_overlap_is_named_with_the_fix(cluster, tmp_path, driver):
@@ -130,6 +130,30 @@ def test_a_node_that_is_switched_off_is_named_and_the_job_runs_again_without_it(
         cluster.wait_for_nodes(cluster.nodes)
     assert (job.show("JobState"), job.restarts) == ("CANCELLED", 1)  # the user's word is the last
     assert (tmp_path / "logs" / "attempt_1" / "driver.log").stat().st_size  # not overwritten
+
+
+def test_a_node_that_failed_is_left_out_of_the_next_start(cluster, tmp_path, driver):
+    job = submit(cluster, tmp_path, driver=[driver, "2", "fail", f"{tmp_path}/checkpoints"])
+    assert job.wait(seconds=200) == "COMPLETED", job.everything()
+    first, second = ((tmp_path / f"logs/attempt_{n}/nodes").read_text().split() for n in (1, 2))
+    assert f"the next start runs without {first[-1]}" in job.log, job.everything()
+    assert "requeued: failed with status 1 after it had saved step_000001, restart 1 of at most 3" in job.log
+    assert len(second) == 2
+    assert first[-1] not in second
+    assert job.show("ExcNodeList") == first[-1]
+
+
+def test_a_cancelled_job_leaves_its_logs_and_nothing_on_its_nodes(cluster, tmp_path, driver):
+    job = start(cluster, tmp_path, driver, nodelist="n1,n2")
+    cluster.run(["scancel", job.id])
+    assert job.wait(seconds=60) == "CANCELLED"
+
+    def left(node: str) -> str:
+        return cluster.on_node(node, ["find", "/tmp", "-maxdepth", "1", "-name", "rl-*"]).stdout
+
+    cluster.wait_until(lambda: not (left("n1") or left("n2")), "the end of both nodes", seconds=40)
+    for node in ("n1", "n2"):
+        assert (tmp_path / "logs" / "attempt_1" / f"ray_{node}" / "raylet.out").stat().st_size
 
 
 def test_sandboxes_are_waited_for_and_a_dead_one_ends_the_job(cluster, tmp_path, driver):
