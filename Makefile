@@ -176,12 +176,12 @@ SQSH ?=
 export SQSH
 .PHONY: container
 container: $(READY) ##* build the training image and import its packages inside
-#= ENGINE BUILDER REGISTRY TAG PUSH=1 SQSH=FILE BUILD_FLAGS BASE CUDA VLLM_VERSION
+#= ENGINE BUILDER REGISTRY TAG PUSH=1 SQSH=FILE BUILD_FLAGS BASE
 	@$(PYTHON) -m tools.images.build $(ENGINE)
 
 .PHONY: swe-container
 swe-container: $(READY) ## build the image of stage 2.2: a training image with Apptainer
-#= BASE BUILDER REGISTRY TAG PUSH=1 SQSH=FILE
+#= APPTAINER_SHA256 BASE BUILDER REGISTRY TAG PUSH=1 SQSH=FILE
 	@$(PYTHON) -m tools.images.build swe
 
 .PHONY: sandbox

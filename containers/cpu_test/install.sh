@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 #
-# Install what the tests need: the programs that they start, and the CPU lock. Runs while the image is built.
+# Install the programs that the tests start and the packages of the CPU lock. Runs while the image is built.
 
 set -euo pipefail
 shopt -s inherit_errexit
@@ -11,12 +11,12 @@ main() {
     python3.11 python3.11-dev python3.11-venv
   tools/setup/test_tools.sh
   rm -rf /var/lib/apt/lists/*
-  # What fails here leaves no container whose log could be read.
+  # A failed build leaves no container in which the log could be read.
   VENV=/opt/venv tools/setup/setup.sh || {
     cat /opt/venv/setup.log >&2
     exit 1
   }
-  git config --system safe.directory /opt/recipe # a mounted checkout belongs to somebody else
+  git config --system safe.directory /opt/recipe # a mounted checkout belongs to another user
 }
 
 main "$@"

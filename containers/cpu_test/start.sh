@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 #
-# Run a command in the mounted checkout, with the image's environment as its .venv: in this container only.
+# Run a command in the mounted checkout, with the environment of the image as its .venv, in this container only.
 
 set -euo pipefail
 shopt -s inherit_errexit
@@ -8,12 +8,12 @@ shopt -s inherit_errexit
 main() {
   cd /opt/recipe
   [[ -f Makefile ]] || {
-    printf 'start.sh: /opt/recipe: got no checkout, expected one; mount it there\n' >&2
+    printf 'start.sh: /opt/recipe: no checkout is mounted there; add -v "$PWD:/opt/recipe" to podman run\n' >&2
     exit 2
   }
   mkdir -p .venv
   mount --bind /opt/venv .venv || {
-    printf 'start.sh: .venv: got no right to mount, expected --privileged; add it to podman run\n' >&2
+    printf 'start.sh: .venv: it cannot be mounted; add --privileged to podman run\n' >&2
     exit 2
   }
   exec "$@"

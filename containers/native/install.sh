@@ -1,39 +1,38 @@
 #!/usr/bin/env bash
 #
-# Install Python and exactly the packages of the GPU lock. Runs while the image is built; needs uv and nvcc.
+# Install Python and exactly the packages of the GPU lock, by their hashes. Runs while the image is built; needs uv and
+# nvcc.
 #
-# Environment: CUDA (cu130), VLLM_VERSION (empty = the lock's), PYTHON_VERSION, VENV, LOCK, MAX_JOBS.
+# Environment: VENV, LOCK, MAX_JOBS.
 
 set -euo pipefail
 shopt -s inherit_errexit
 
-readonly WHEELS=https://download.pytorch.org/whl
-# Compiled against the torch of the lock, so they come last.
-readonly -a COMPILED=(causal-conv1d mamba-ssm transformer-engine-torch)
+readonly BUILD_TOOLS='^(setuptools|wheel|packaging|ninja)=='
+# They compile against the torch of the lock, so they come after it.
+readonly COMPILED='^(causal-conv1d|mamba-ssm|transformer-engine-torch)=='
 
 main() {
-  local wheels compiled pattern
-  pattern="^($(
-    IFS='|'
-    printf '%s' "${COMPILED[*]}"
-  ))=="
-  wheels="$(mktemp)" compiled="$(mktemp)"
-  grep -v -E "${pattern}" "${LOCK}" >"${wheels}"
-  grep -E "${pattern}" "${LOCK}" >"${compiled}"
-  if [[ -n ${VLLM_VERSION} ]]; then
-    sed -i -E "s/^vllm==.*/vllm==${VLLM_VERSION}/" "${wheels}"
-  fi
+  local tools packages compiled
+  tools="$(mktemp)" packages="$(mktemp)" compiled="$(mktemp)"
+  grep -E "${BUILD_TOOLS}" "${LOCK}" >"${tools}"
+  grep -v -E "${COMPILED}" "${LOCK}" >"${packages}"
+  grep -E "${COMPILED}" "${LOCK}" >"${compiled}"
   apt-get update -qq
   DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends build-essential ca-certificates git \
     iproute2 libibverbs1 ninja-build numactl
   rm -rf /var/lib/apt/lists/*
-  uv venv --python "${PYTHON_VERSION}" --seed "${VENV}"
-  # --no-deps: the lock is complete, and what is not in it must not come.
-  uv pip install --python "${VENV}/bin/python" --no-deps --extra-index-url "${WHEELS}/${CUDA}" \
-    --index-strategy unsafe-best-match --requirement "${wheels}"
-  uv pip install --python "${VENV}/bin/python" --no-deps --no-build-isolation --requirement "${compiled}"
+  uv venv --python 3.11 "${VENV}"
+  # --no-deps: the lock is complete. No build isolation: what is built uses the build tools of the lock, installed first.
+  install_packages "${tools}"
+  install_packages "${packages}"
+  install_packages "${compiled}"
   uv cache clean
-  rm -f -- "${wheels}" "${compiled}"
+  rm -f -- "${tools}" "${packages}" "${compiled}"
+}
+
+install_packages() {
+  uv pip install --python "${VENV}/bin/python" --no-deps --require-hashes --no-build-isolation --requirement "$1"
 }
 
 main "$@"

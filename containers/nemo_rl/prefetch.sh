@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 #
-# Build the virtual environments of the Gym servers into the image, so that no node builds them at start.
-# Runs while the image is built, in the NeMo RL image.
+# Build the virtual environments of the Gym servers into the image, so that no node builds them when a job starts.
+# Runs while the image is built from the NeMo RL image.
 #
 # Environment: CUDA (cu130), VLLM_VERSION of the servers, WHEEL_ARCH (x86_64 or aarch64), PREFETCH (configuration).
 
@@ -14,7 +14,7 @@ readonly WHEELS=https://github.com/vllm-project/vllm/releases/download
 main() {
   local override wheel
   cd -- "${SOURCE}"
-  # The released wheel for this CUDA in place of the one that the lock would build.
+  # Use the released wheel for this CUDA; the lock of NeMo RL would build vLLM from source.
   wheel="vllm-${VLLM_VERSION}+${CUDA}-cp38-abi3-manylinux_2_35_${WHEEL_ARCH}.whl"
   override="$(mktemp)"
   printf 'vllm @ %s/v%s/%s\n' "${WHEELS}" "${VLLM_VERSION}" "${wheel}" >"${override}"

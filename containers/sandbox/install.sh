@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 #
-# Install what the sandbox needs and what its programs may import. Runs while the image is built.
+# Install the programs of the sandbox and the packages that code in it may import. Runs while the image is built.
 
 set -euo pipefail
 shopt -s inherit_errexit
@@ -8,7 +8,7 @@ shopt -s inherit_errexit
 readonly -a TOOLS=(bash bubblewrap ca-certificates python3 util-linux)
 
 main() {
-  # Further packages are words of the build argument, e.g. PACKAGES='python3-numpy python3-sympy'.
+  # The build argument lists further packages, as PACKAGES='python3-numpy python3-sympy'.
   local -a packages=()
   read -r -a packages <<<"${PACKAGES:-}"
   apt-get update -qq

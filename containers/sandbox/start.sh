@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 #
-# Serve the sandbox. The image has it as /start-with-nginx.sh, the name that launchers of the published recipe call;
-# without containers, SANDBOX_COMMAND=.../containers/sandbox/start.sh runs it with the node's Python and bubblewrap.
+# Serve the sandbox. In the image its name is /start-with-nginx.sh, which launchers of the published recipe start. Without
+# containers, SANDBOX_COMMAND=.../containers/sandbox/start.sh serves it by the Python and bubblewrap of the node.
 
 set -euo pipefail
 shopt -s inherit_errexit

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 #
-# Install Apptainer and what it mounts images with. Runs while the image is built.
+# Install Apptainer and the programs with which it mounts images. Runs while the image is built.
 #
-# Environment: APPTAINER_VERSION, DEB_ARCH (amd64 or arm64), APPTAINER_SHA256 (empty = not checked).
+# Environment: APPTAINER_VERSION, DEB_ARCH (amd64 or arm64), APPTAINER_SHA256 of the package.
 
 set -euo pipefail
 shopt -s inherit_errexit
@@ -16,9 +16,7 @@ main() {
     squashfs-tools squashfuse tmux
   curl --fail --location --silent --show-error --retry 5 --output "${package}" \
     "${RELEASES}/v${APPTAINER_VERSION}/apptainer_${APPTAINER_VERSION}_${DEB_ARCH}.deb"
-  if [[ -n ${APPTAINER_SHA256} ]]; then
-    sha256sum -c <<<"${APPTAINER_SHA256}  ${package}"
-  fi
+  sha256sum --check <<<"${APPTAINER_SHA256}  ${package}"
   DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends "${package}"
   rm -rf -- "${package}" /var/lib/apt/lists/*
   ln -sfn apptainer /usr/bin/singularity # the name that Gym's agents call

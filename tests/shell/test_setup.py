@@ -19,7 +19,7 @@ SETUP = ROOT / "tools" / "setup" / "setup.sh"
 
 @pytest.fixture
 def setup(tmp_path: Path):
-    (tmp_path / "lock").write_text("surely-not-a-package==1.0\n")
+    (tmp_path / "lock").write_text(f"surely-not-a-package==1.0 --hash=sha256:{'0' * 64}\n")
 
     def run(*args: str, expect: int, **variables: str) -> str:
         env = {
@@ -57,7 +57,7 @@ def test_no_python(setup, tmp_path):
 
 def test_no_headers(setup, tmp_path):
     text = setup(expect=2, PYTHON=fake_python(tmp_path, "3.11"))
-    assert "got no 3.11/Python.h, expected it; install python3.11-dev" in text
+    assert "3.11/Python.h is missing; install python3.11-dev" in text
     assert not (tmp_path / "venv").exists()
 
 
@@ -66,10 +66,10 @@ def test_no_compiler(setup, tmp_path):
     for program in ("bash", "dirname", "env", "sha256sum", "awk", "grep", "tr"):
         (tmp_path / "bin" / program).symlink_to(shutil.which(program) or "")
     text = setup(expect=2, PATH=f"{tmp_path}/bin", PYTHON=sys.executable)
-    assert text == "setup: gcc: got no such program, expected a C compiler; install gcc\n"
+    assert text == "setup: gcc: not on PATH, but a few packages are compiled; install gcc\n"
 
 
-def test_a_package_that_does_not_compile_is_said_in_the_compilers_words(setup, tmp_path):
+def test_a_source_is_checked_by_its_hash_and_a_failed_build_is_said_in_the_compilers_words(setup, tmp_path):
     files = {
         "PKG-INFO": "Metadata-Version: 2.1\nName: surely-not-a-package\nVersion: 1.0\n",
         "pyproject.toml": '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n',
@@ -81,7 +81,13 @@ def test_a_package_that_does_not_compile_is_said_in_the_compilers_words(setup, t
             entry = tarfile.TarInfo(f"surely-not-a-package-1.0/{name}")
             entry.size = len(text)
             archive.addfile(entry, io.BytesIO(text.encode()))
-    text = setup(expect=2, PIP_CONFIG_FILE=os.devnull, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path))
+    offline = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
+    pin = "surely-not-a-package==1.0"
+    (tmp_path / "lock").write_text(f"{pin} --hash=sha256:{'0' * 64}  # source\n")
+    assert "another hash than the lock" in setup(expect=2, **offline)
+    digest = hashlib.sha256((tmp_path / "surely-not-a-package-1.0.tar.gz").read_bytes()).hexdigest()
+    (tmp_path / "lock").write_text(f"{pin} --hash=sha256:{digest}  # source\n")
+    text = setup(expect=2, **offline)
     assert "fatal error: no_such_header.h: No such file or directory (log: " in text
 
 
@@ -95,7 +101,7 @@ def test_full_disk(setup, tmp_path):
 def test_cuda_lock_is_refused(setup, tmp_path):
     (tmp_path / "lock").write_text("six==1.17.0\nnvidia-cublas==13.1\ntriton==3.7.1\n")
     text = setup(expect=2)
-    assert "got CUDA packages (2:nvidia-cublas==13.1 3:triton==3.7.1), expected none" in text
+    assert "has CUDA packages (2:nvidia-cublas==13.1 3:triton==3.7.1); delete those lines" in text
 
 
 def test_no_network(setup):

@@ -4,7 +4,7 @@
 
 Variables: BUILDER (docker, podman or buildah; empty = the first that works), REGISTRY (prefix of the name), TAG,
 DRY_RUN=1 (print the commands), PUSH=1, SQSH=FILE (import the image to this file), the build arguments of the Dockerfile
-(BASE, CUDA, VLLM_VERSION, ...), and BUILD_FLAGS, further arguments of the build command, as for a proxy or a mirror.
+(BASE, APPTAINER_SHA256, ...), and BUILD_FLAGS, further arguments of the build command, as for a proxy or a mirror.
 """
 
 from __future__ import annotations
@@ -139,6 +139,9 @@ def problems(build: Build) -> list[Problem]:
     if base.startswith("localhost/") and not _succeeds(digest_words(build.builder, base)):
         wrong, fix = f"{build.builder} has no image {base}", "build it with `make container`, or name another BASE"
         found.append(Problem(where="BASE", wrong=wrong, fix=fix))
+    if "APPTAINER_SHA256" in build.image.arguments and not build.arguments.get("APPTAINER_SHA256"):
+        fix = "set it to the sha256 that Apptainer's release page gives for the .deb package of that version"
+        found.append(Problem(where="APPTAINER_SHA256", wrong="not set, so the download cannot be checked", fix=fix))
     needed = {"git": "the checkout of its source"} if build.image.source else {}
     if build.sqsh:
         needed |= {"enroot": "SQSH"} | ({"podman": "SQSH"} if build.builder == "buildah" else {})

@@ -38,7 +38,7 @@ IMAGES: Mapping[str, Image] = {
         Image(
             name="native",
             dockerfile=Path("containers/native/Dockerfile"),
-            arguments=("BASE", "CUDA", "VLLM_VERSION", "PYTHON_VERSION", "MAX_JOBS"),
+            arguments=("BASE", "UV", "MAX_JOBS"),
             check=_imports("python", "torch", "ray", "transformers", "megatron.core", "vllm"),
             inputs=(Path("containers/native"), _GPU_LOCK),
         ),

@@ -1,8 +1,8 @@
 """Compare an environment with a lock file. Runs on the standard library alone, inside that environment.
 
-Without --final it prints the pins that must be (re)installed: absent, of another version, or with files that a
-killed installation left out or cut short. With --final it fails on any such pin and on any CUDA package, imports
-the large packages and prints their versions.
+Without --final it prints the lock's lines of the packages to install: those that are absent, have another version, or
+lack files because an installation was killed. With --final it fails on any such package and on any CUDA package,
+imports the large packages and prints their versions.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import warnings
+from collections.abc import Iterator
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
@@ -26,14 +27,20 @@ def canonical(name: str) -> str:
 
 
 def read_lock(text: str) -> dict[str, str]:
-    """Map each pinned package to its version; comments and blank lines are skipped."""
-    lines = (line.split("#")[0].strip() for line in text.splitlines())
-    pins = (line.split("==") for line in lines if line)
-    return {canonical(name): version for name, version in pins}
+    """Return package -> version of a lock; hashes, comments and blank lines are skipped."""
+    return {name: version for name, version, _ in lock_entries(text)}
+
+
+def lock_entries(text: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (package, version, line) of each pin of a lock."""
+    for line in text.splitlines():
+        if pin := line.split("#")[0].split():
+            name, _, version = pin[0].partition("==")
+            yield canonical(name), version, line
 
 
 def is_intact(dist: Distribution) -> bool:
-    """Whether every file that the installer recorded is there with its size."""
+    """Whether every file that the installer recorded exists with its size."""
     if dist.read_text("RECORD") is None:
         return False
     for file in dist.files or ():
@@ -51,8 +58,7 @@ def unsatisfied(pins: dict[str, str]) -> list[str]:
     wrong = []
     for name, version in pins.items():
         dist = installed.get(name)
-        expected = {version, f"{version}+cpu"} if name != "torch" else {f"{version}+cpu"}
-        if dist is None or dist.version not in expected or not is_intact(dist):
+        if dist is None or dist.version not in (version, f"{version}+cpu") or not is_intact(dist):
             wrong.append(f"{name}=={version}")
     return wrong
 
@@ -81,8 +87,10 @@ def main() -> int:
     args = parser.parse_args()
     pins = read_lock(args.lock.read_text())
     if not args.final:
-        for pin in unsatisfied(pins):
-            print(pin)
+        missing = set(unsatisfied(pins))
+        for name, version, line in lock_entries(args.lock.read_text()):
+            if f"{name}=={version}" in missing:
+                print(line)
         return 0
     problems = final_problems(pins)
     for problem in problems:

@@ -5,7 +5,7 @@
 # Usage: tools/setup/setup.sh [--help]
 #
 #   VENV          where to build it (default .venv)
-#   LOCK          pinned packages (default containers/requirements-cpu.lock)
+#   LOCK          pinned packages with their hashes (default containers/requirements-cpu.lock)
 #   PYTHON        interpreter to build it with (default python3.11)
 #   MIN_FREE_GB   disk space that must be free before packages are installed (default 6)
 #   TORCH_INDEX   where the CPU build of torch is, when the configured index has none
@@ -39,11 +39,11 @@ require_python() {
   version="$("${PYTHON}" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" || version='none'
   [[ ${version} == 3.11 ]] || die "${PYTHON}: got Python ${version}, expected 3.11; install python3.11 or set PYTHON=/path/to/python3.11"
   "${PYTHON}" -c 'import ensurepip, venv' 2>/dev/null ||
-    die "${PYTHON}: got no venv module, expected a full Python; install the package python3.11-venv"
-  # A few packages of the lock exist as source only.
-  command -v gcc >/dev/null || die 'gcc: got no such program, expected a C compiler; install gcc'
+    die "${PYTHON}: it has no venv module; install the package python3.11-venv"
+  # The index has only the source of a few packages.
+  command -v gcc >/dev/null || die 'gcc: not on PATH, but a few packages are compiled; install gcc'
   include="$("${PYTHON}" -c 'import sysconfig; print(sysconfig.get_path("include"))')"
-  [[ -f ${include}/Python.h ]] || die "${PYTHON}: got no ${include}/Python.h, expected it; install python3.11-dev"
+  [[ -f ${include}/Python.h ]] || die "${PYTHON}: ${include}/Python.h is missing; install python3.11-dev"
 }
 
 require_disk() {
@@ -55,61 +55,14 @@ require_disk() {
 }
 
 require_cpu_lock() {
-  [[ -r ${LOCK} ]] || die "${LOCK}: got no such file, expected the lock of pinned packages; set LOCK or restore it from git"
+  [[ -r ${LOCK} ]] || die "${LOCK}: there is no such file to read; set LOCK or restore it from git"
   local cuda
   cuda="$(grep -n -i -E '^(nvidia-|triton|cuda-|pytorch-triton|torchvision|torchaudio|torchcodec)' "${LOCK}" | tr '\n' ' ')" || true
-  [[ -z ${cuda} ]] || die "${LOCK}: got CUDA packages (${cuda% }), expected none: this lock is for the CPU; delete those lines"
+  [[ -z ${cuda} ]] || die "${LOCK}: this lock is for the CPU, but has CUDA packages (${cuda% }); delete those lines"
 }
 
-# Run pip; on failure say which of the usual causes it was and end.
-pip_install() {
-  local what=$1
-  shift
-  # --use-pep517: an old pip would otherwise install sources in a way that leaves no list of files to check.
-  if ! "${VENV}/bin/python" -m pip install --disable-pip-version-check --no-input --no-deps --use-pep517 "$@" >>"${LOG}" 2>&1; then
-    die "${what}: $(explain)"
-  fi
-}
-
-explain() {
-  local recent reason
-  recent="$(tail -n 60 -- "${LOG}")"
-  if grep -q -i -E 'No space left|Errno 28|Disk quota' <<<"${recent}"; then
-    printf 'the disk is full; free some or set VENV to another disk (log: %s)' "${LOG}"
-  elif grep -q -i -E 'NewConnectionError|Max retries exceeded|name resolution|Network is unreachable|Connection (refused|reset)|timed out|ProxyError|SSLError' <<<"${recent}"; then
-    printf 'no network: the package index could not be reached; check the connection, the proxy and "pip config list" (log: %s)' "${LOG}"
-  else
-    reason="$(grep -m 1 -i 'fatal error:' <<<"${recent}" || grep -i '^error' <<<"${recent}" | tail -n 1)" || reason='for a new reason'
-    printf 'pip failed: %s (log: %s)' "${reason}" "${LOG}"
-  fi
-}
-
-install_torch() {
-  local pin=$1 cpu_pin="$1+cpu"
-  say "installing ${cpu_pin}"
-  if ! "${VENV}/bin/python" -m pip install --disable-pip-version-check --no-input --no-deps --force-reinstall \
-    --retries 1 "${cpu_pin}" >>"${LOG}" 2>&1; then
-    say "the configured index has no ${cpu_pin}; trying ${TORCH_INDEX}"
-    pip_install "${pin}" --force-reinstall --index-url "${TORCH_INDEX}" "${cpu_pin}"
-  fi
-}
-
-# Install what is missing, broken or of another version: everything on the first run.
-install_packages() {
-  local -a missing=() rest=()
-  local pin
-  # A killed installation can leave metadata without its file list, which pip can neither use nor remove.
-  find "${VENV}/lib" -maxdepth 3 -name '*.dist-info' ! -exec test -e '{}/RECORD' ';' -exec rm -r -- '{}' + -prune
-  mapfile -t missing < <("${VENV}/bin/python" -I "${CHECK}" "${LOCK}")
-  wait "$!" || die "${CHECK} failed; delete ${VENV} and run again"
-  for pin in "${missing[@]}"; do
-    if [[ ${pin} == torch==* ]]; then install_torch "${pin}"; else rest+=("${pin}"); fi
-  done
-  if ((${#rest[@]})); then
-    say "installing ${#rest[@]} packages"
-    pip_install "${#rest[@]} packages, first ${rest[0]}" --force-reinstall "${rest[@]}"
-  fi
-}
+# shellcheck source=tools/setup/packages.sh
+source "${ROOT}/tools/setup/packages.sh"
 
 main() {
   case "${1:-}" in
@@ -140,7 +93,7 @@ main() {
   : >"${LOG}"
   install_packages
   [[ $("${VENV}/bin/python" -I -c 'import recipes; print(recipes.__file__)' 2>/dev/null) == "${ROOT}/recipes/__init__.py" ]] ||
-    pip_install 'this package' --no-build-isolation --editable "${ROOT}"
+    pip_install 'this package' --no-build-isolation --use-pep517 --editable "${ROOT}"
   "${VENV}/bin/python" -I "${CHECK}" --final "${LOCK}" || die "${VENV}: the environment is wrong (see above); delete it and run again"
   printf '%s' "${digest}" >"${VENV}/.synced.new"
   mv -- "${VENV}/.synced.new" "${VENV}/.synced"

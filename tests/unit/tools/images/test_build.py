@@ -139,9 +139,10 @@ def test_what_would_fail_late_is_refused_first(monkeypatch, tmp_path):
     found = problems(plan("sandbox", {"SQSH": str(tmp_path)}, "podman"))
     assert [problem.fix for problem in found][1:] == [f"set SQSH={tmp_path}/sandbox.sqsh"]
     assert [problem.where for problem in problems(plan("nemo-skills", {}, "podman"))] == ["git"]
-    (base,) = problems(plan("swe", {}, "podman"))
+    base, checksum = problems(plan("swe", {}, "podman"))
+    assert str(checksum).startswith("APPTAINER_SHA256: not set, so the download cannot be checked; ")
     assert str(base).startswith("BASE: podman has no image localhost/super-rl/native:latest; ")
-    assert problems(plan("swe", {"BASE": "r.example/x:1"}, "podman")) == []
+    assert problems(plan("swe", {"BASE": "r.example/x:1", "APPTAINER_SHA256": "0" * 64}, "podman")) == []
     assert problems(plan("sandbox", {}, "podman")) == []
 
 

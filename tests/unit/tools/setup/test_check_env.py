@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -42,11 +43,13 @@ def install(site: Path, name: str, version: str) -> None:
     (info / "RECORD").write_text(f"{module.name},sha256={digest},{module.stat().st_size}\n")
 
 
-PINS = {"torch": "2.13.0", "some-package": "1.0"}
+PINS = {"torch": "2.13.0+cpu", "some-package": "1.0"}
 
 
 def test_lock_lines_are_read_whatever_the_spelling(check_env):
-    lock = "# head\nSome_Package==1.0  # why\n\ntorch==2.13.0\n"
+    lock = (
+        "# head\nSome_Package==1.0 --hash=sha256:00 --hash=sha256:11  # source\n\ntorch==2.13.0+cpu --hash=sha256:22\n"
+    )
     assert check_env.read_lock(lock) == PINS
 
 
@@ -62,7 +65,7 @@ def test_absent_and_other_versions_are_installed(check_env, site):
 def test_cuda_build_of_torch_is_replaced(check_env, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     install(tmp_path, "torch", "2.13.0")
-    assert check_env.unsatisfied({"torch": "2.13.0"}) == ["torch==2.13.0"]
+    assert check_env.unsatisfied({"torch": "2.13.0+cpu"}) == ["torch==2.13.0+cpu"]
 
 
 def test_what_a_killed_installation_left_is_installed_again(check_env, site):
@@ -80,3 +83,13 @@ def test_missing_record_counts_as_damaged(check_env, site):
 def test_cuda_package_is_refused(check_env, site):
     install(site, "nvidia-cublas", "13.1")
     assert check_env.final_problems(PINS) == ["nvidia-cublas: a CUDA package in a CPU environment"]
+
+
+def test_every_pin_of_both_locks_has_its_hash():
+    for name in ("cpu", "gpu"):
+        lines = (ROOT / f"containers/requirements-{name}.lock").read_text().splitlines()
+        pins = [line for line in lines if line and not line.startswith("#")]
+        assert len(pins) > 200
+        assert not [
+            pin for pin in pins if not re.fullmatch(r"\S+==\S+( --hash=sha256:[0-9a-f]{64})+(  # source)?", pin)
+        ]
