@@ -8,7 +8,7 @@ shopt -s inherit_errexit
 main() {
   cd /opt/recipe
   [[ -f Makefile ]] || {
-    printf 'start.sh: /opt/recipe: no checkout is mounted there; add -v "$PWD:/opt/recipe" to podman run\n' >&2
+    printf 'start.sh: /opt/recipe: no checkout is mounted there; mount yours with -v\n' >&2
     exit 2
   }
   mkdir -p .venv
