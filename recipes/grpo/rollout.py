@@ -206,6 +206,15 @@ class RolloutCollector:
         for drawn in self._retry:
             self._assigned[drawn.target_step] += 1
 
+    def client(self, sampling: Sampling, *, affinity: int) -> PolicyClient:
+        """Return what samples from the engines, clamped to their context."""
+        return PolicyClient(self._sampler, sampling, self.settings.max_model_len, affinity)
+
+    def prompts_ahead(self, count: int) -> list[Prompt]:
+        """Return up to `count` prompts from the position on, without drawing them; call it before `start`."""
+        ahead = (self._queue.at(self._queue.position + n) for n in range(count))
+        return [prompt for prompt in ahead if prompt is not None]
+
     def num_in_flight(self) -> int:
         """Return how many prompts have no finished group yet."""
         return len(self._in_flight)

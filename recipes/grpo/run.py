@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from recipes.config.derive import derive
 from recipes.config.tree import Config
 from recipes.errors import PolicyError, RecipeError, StalledError
@@ -31,6 +33,8 @@ _ROLLOUTS_LOGGED = 8  # per step: enough to see what the policy writes, while th
 
 class PolicyHandle(WeightSource, Protocol):
     """What the run asks of the policy; `policy.Policy` has it."""
+
+    def logprobs(self, batch: TrainBatch) -> torch.Tensor: ...
 
     def train(self, batch: TrainBatch) -> dict[str, float]: ...
 
@@ -59,6 +63,9 @@ class GenerationHandle(WeightSink, Sampler, Protocol):
 
 class EnvironmentsHandle(Protocol):
     """What the run asks of the environments once they run."""
+
+    @property
+    def codec(self) -> Any: ...
 
     def close(self) -> Any: ...
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from recipes.grpo.advantage import add_advantages
 from recipes.grpo.batch import build_batch
 from recipes.grpo.metrics import StepMetrics
+from recipes.grpo.parity import check_parity
 from recipes.grpo.refit import refit
 from recipes.grpo.reward import collect_rewards
 from recipes.grpo.run import Run
@@ -26,6 +27,7 @@ def train(run: Run) -> None:
     cfg, state = run.config, run.state
 
     refit(run.policy, run.generation, version=state.step)
+    check_parity(run)
     if state.step == 0 and run.validates_now():
         metrics = run.metrics = StepMetrics(state.step)
         run.validate(metrics)

@@ -110,6 +110,8 @@ class GrpoConfig:
     """drop truncated rollouts from the loss and their group's statistics"""
     seq_logprob_error_threshold: Annotated[float | None, Gt(0), Unit("ratio")]
     """drop a rollout whose mean exp(abs(engine - trainer log-prob)) exceeds this; null = off"""
+    parity_error_threshold: Annotated[float | None, Ge(1), Unit("ratio")]
+    """refuse to start when engine and trainer differ by more than this on a prompt, in the same mean; null = off"""
     adv_estimator: AdvEstimatorConfig
     invalid_tool_call_advantage: Annotated[float | None, Unit("advantage")]
     """advantage set on the tokens of a turn with an unparsed tool call; null = off"""

@@ -6,7 +6,10 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from recipes.config.load import load_config, require_runnable
 from recipes.grpo.buffer import ReplayBuffer
@@ -54,6 +57,9 @@ class LoopPolicy:
 
     def __init__(self, failures: Failures) -> None:
         self.failures, self.step = failures, 0
+
+    def logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        return torch.full(batch.token_mask_BS.shape, LOGPROB)
 
     def train(self, _batch: TrainBatch) -> dict[str, float]:
         self.failures.meet("policy.train")
@@ -105,6 +111,8 @@ class LoopGeneration:
 
 class LoopEnvironments:
     """Rewards 1 and 0 in turn; rows whose text is in `broken` get no verdict."""
+
+    codec = SimpleNamespace(encode=lambda params: (1,) * (2 + len(params["input"])))
 
     def __init__(self, broken: Sequence[str] = ()) -> None:
         self.broken = set(broken)
