@@ -119,3 +119,22 @@ def test_flagged_turn_then_clip() -> None:
     assert (metrics["num_assistant_messages"], metrics["num_invalid_tool_calls"]) == (2.0, 1.0)
     assert metrics["num_malformed_thinking"] == metrics["malformed_thinking_rate"] == 0.0
     assert metrics["advantages/clip_fraction"] == pytest.approx(5 / 6)
+
+
+def test_what_is_out_of_the_loss_is_in_no_statistic_of_the_advantages() -> None:
+    # Of the first group one member is masked, the second has one valid member left; the flagged turn is masked, too.
+    nan = float("nan")
+    spans = (TurnSpan(row=2, start=1, end=4, is_invalid_tool_call=True),)
+    given = batch([1.0, 0.0, 9.0, 5.0, nan], [0, 0, 0, 1, 1], [1.0, 1.0, 0.0, 1.0, 0.0], spans)
+    got, metrics = add_advantages(given, config())
+    assert got.sample_mask_B.tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert got.advantages_BS[:2].tolist() == [[1.0] * 4, [-1.0] * 4]
+    assert (metrics["advantages/min"], metrics["advantages/mean"], metrics["advantages/max"]) == (-1.0, 0.0, 1.0)
+    assert metrics["advantages/clip_fraction"] == 0.0
+    assert metrics["num_zero_advantage_groups"] == 1.0
+
+
+def test_a_valid_reward_that_is_masked_does_not_make_a_group() -> None:
+    got, metrics = add_advantages(batch([1.0, 0.0], [0, 0], [1.0, 0.0], ()), config())
+    assert got.sample_mask_B.tolist() == [0.0, 0.0]
+    assert (metrics["advantages/min"], metrics["advantages/mean"], metrics["advantages/max"]) == (0.0, 0.0, 0.0)

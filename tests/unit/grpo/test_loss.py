@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,3 +76,33 @@ def test_a_microbatch_without_a_predicted_token_adds_nothing() -> None:
     assert (sums.loss, sums.count) == (0, 0)
     assert sums.metrics["logprob_error_max"] == 0
     assert sums.metrics["probs_ratio_max"] == -torch.inf
+
+
+def test_what_is_masked_already_is_in_no_statistic_of_the_mismatch() -> None:
+    # Three sequences with mean ratios 3, 1.5 and 100; the last is masked already, and would have been correct.
+    gaps = (math.log(3.0), math.log(1.5), math.log(100.0))
+    prev = torch.tensor([[7.0, -0.5 - gap, -0.5 - gap] for gap in gaps])
+    inputs = replace(inputs_of([[0.0, -0.5, -0.5]] * 3, prev), sample_mask_B=torch.tensor([1.0, 1.0, 0.0]))
+    kept, metrics = mask_mismatched(inputs, threshold=2.0)
+    assert kept.sample_mask_B.tolist() == [0.0, 1.0, 0.0]
+    assert metrics["num_masked_seqs_by_logprob_error"] == 1
+    assert metrics["masked_correct_pct"] == (1, 1)
+    assert metrics["max_seq_mult_prob_error"] == pytest.approx(3.0)
+    assert metrics["min_seq_mult_prob_error"] == pytest.approx(1.5)
+    assert metrics["max_seq_mult_prob_error_after_mask"] == pytest.approx(1.5)
+    assert metrics["logprob_error_max"] == pytest.approx(math.log(3.0))
+
+
+def test_a_sequence_without_a_sampled_token_is_neither_masked_nor_counted() -> None:
+    inputs = inputs_of([[0.0, -0.5, -0.5]] * 2, torch.full((2, 3), -0.5))
+    inputs = replace(inputs, token_mask_BT=torch.tensor([[0.0, 1.0, 1.0], [0.0, 0.0, 0.0]]))
+    kept, metrics = mask_mismatched(inputs, threshold=2.0)
+    assert kept.sample_mask_B.tolist() == [1.0, 1.0]
+    assert metrics["min_seq_mult_prob_error"] == 1.0
+    assert metrics["logprob_error_max"] == 0.0
+
+
+def test_an_error_at_the_threshold_is_kept() -> None:
+    prev = torch.tensor([[0.0, -1.0, -1.0]])
+    kept, _ = mask_mismatched(inputs_of([[0.0, -1.0, -1.0]], prev), threshold=1.0)
+    assert kept.sample_mask_B.tolist() == [1.0]

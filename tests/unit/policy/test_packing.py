@@ -58,6 +58,24 @@ def test_shards_equal_the_golden_layouts(golden_dir: Path) -> None:
         assert tokens == [shard["micro_batch_lengths"] for shard in expected], case["name"]
 
 
+# At capacity 60: large above 30, medium above 20, small above 10. Worked out by hand from the algorithm's description.
+LIMITS = {
+    "half a bin is medium": ([30, 30], [[0, 1]]),
+    "a third of a bin is small, and pairs come before it": ([31, 20, 11, 12], [[0, 2, 3], [1]]),
+    "a sixth of a bin is tiny, and no half of a pair": ([31, 10, 11], [[0, 2, 1]]),
+    "a pair may fill the bin to the last token": ([36, 11, 13, 20], [[0, 1, 2], [3]]),
+    "a pair that is one token too long waits": ([36, 12, 13, 20], [[0, 3], [2, 1]]),
+    "pairs start from the last bin, and two are enough": ([32, 31, 11, 12], [[0], [1, 2, 3]]),
+    "a bin with a medium one gets no pair": ([31, 21, 11, 12], [[0, 1], [3, 2]]),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_sizes_at_the_limits_of_their_class(name: str) -> None:
+    lengths, bins = LIMITS[name]
+    assert pack(lengths, 60, algorithm="modified_first_fit_decreasing") == bins
+
+
 def test_a_sequence_longer_than_a_bin_is_named() -> None:
     with pytest.raises(ValueError, match="sequence 1 has 101 tokens; a bin holds 1 to 100"):
         pack([5, 101], 100, algorithm="concatenative")

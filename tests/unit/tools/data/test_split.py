@@ -291,6 +291,10 @@ def test_a_row_without_agent_cannot_be_stratified(tmp_path: Path, capsys: pytest
         (4, {"a": 15, "b": 5}, {"a": 3, "b": 1}),
         (10, {"a": 500, "b": 300, "c": 200}, {"a": 5, "b": 3, "c": 2}),
         (3, {"a": 10, "b": 10}, {"a": 2, "b": 1}),  # 1.5 each: the name decides
+        (3, {"a": 5, "b": 3, "c": 2}, {"a": 1, "b": 1, "c": 1}),  # 1.5, 0.9 and 0.6: the largest remainders first
+        (1, {"b": 4, "c": 5, "a": 4}, {"a": 0, "b": 0, "c": 1}),  # the largest remainder is neither first nor last
+        (1, {"b": 2, "a": 2}, {"a": 1, "b": 0}),  # equal: the name decides, not the order in the file
+        (5, {"a": 6, "b": 13}, {"a": 2, "b": 3}),  # 1.58 and 3.42
         (2, {"a": 3, "b": 1}, {"a": 2, "b": 0}),  # 1.5 and 0.5, but b keeps its only row
         (3, {"a": 2, "b": 2}, {"a": 2, "b": 1}),  # nobody can keep a row for ever
     ],
