@@ -81,7 +81,8 @@ class CircuitBreaker:
 
     def shares(self) -> dict[str, float]:
         """Return, per environment, the share of its last rollouts that have no verdict."""
-        return {name: recent.count(False) / len(recent) for name, recent in self._verdicts.items() if recent}
+        verdicts = list(self._verdicts.items())  # at once: the collector's thread may add an environment
+        return {name: recent.count(False) / len(recent) for name, recent in verdicts if recent}
 
 
 class PromptQueue:

@@ -82,8 +82,8 @@ class Heartbeat:
             record = {**self._fixed, "state": state, "reason": reason, "updated": time.time()}
             content = json.dumps(record | ({} if self._run is None else observe(self._run))) + "\n"
             write_atomically(self._path, content.encode(), is_durable=False)  # rewritten each second
-        except OSError as error:
-            logger.warning("%s: not written: %s", self._path, error)
+        except Exception as error:  # a missed beat is better than none from here on
+            logger.warning("%s: not written: %r", self._path, error)
 
 
 def observe(run: Run) -> dict[str, Any]:

@@ -75,6 +75,26 @@ def test_it_beats_before_the_run_is_built_and_names_its_process(tmp_path, monkey
     assert first["pid_started"] == process_start(os.getpid()) > 0
 
 
+def test_a_beat_that_fails_is_not_the_last(tmp_path, caplog):
+    run = make_run()
+    asked = iter([RuntimeError("changed during iteration"), 3, 3, 3, 3, 3])
+
+    def num_in_flight():
+        answer = next(asked)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    run.collector.num_in_flight = num_in_flight
+    run.metrics = StepMetrics(5)
+    with Heartbeat(tmp_path) as pulse:
+        pulse.watch(run)
+        pulse._write("running")
+        pulse._write("running")
+        assert read(tmp_path)["in_flight"] == 3
+    assert "changed during iteration" in caplog.text
+
+
 @pytest.mark.parametrize(("reason", "state"), [("", "done"), ("signal SIGTERM", "stopped")])
 def test_the_last_beat_says_how_it_ended(tmp_path, reason, state):
     with Heartbeat(tmp_path) as pulse:
