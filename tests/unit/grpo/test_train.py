@@ -270,3 +270,13 @@ def test_many_masked_sequences_in_a_row_raise_an_alarm(tmp_path: Path, caplog: p
     assert [alarm.split(":")[0] for alarm in alarms] == ["step 7", "step 8"]
     assert "25% of the sequences" in alarms[0]
     assert records(tmp_path)[0]["train/wd"] == run.config.policy.megatron_cfg.optimizer.weight_decay
+
+
+def test_every_progress_line_says_when_engines_are_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    run = make_run(tmp_path, ROWS)
+    run.generation.num_engines, run.generation.num_engines_alive = 2, 1  # type: ignore[misc]
+    assert drive(run) is None
+    lines = [entry.message for entry in caplog.records if "/6 | reward" in entry.message]
+    assert len(lines) == 6
+    assert all("engines 1 of 2" in line for line in lines)
