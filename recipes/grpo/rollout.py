@@ -208,7 +208,7 @@ class RolloutCollector:
 
     def client(self, sampling: Sampling, *, affinity: int) -> PolicyClient:
         """Return what samples from the engines, clamped to their context."""
-        return PolicyClient(self._sampler, sampling, self.settings.max_model_len, affinity)
+        return PolicyClient(self._sampler, sampling, self.settings.max_model_len, affinity, rollout=0)
 
     def prompts_ahead(self, count: int) -> list[Prompt]:
         """Return up to `count` prompts from the position on, without drawing them; call it before `start`."""

@@ -44,9 +44,9 @@ def policy_step(directory: Path) -> int:
 
 
 FAILURES = {
-    "an engine dies while it samples": ("generation.generate 9", EngineError("engine 0 died")),
+    "an engine dies while it samples": ("generation.generate 12", EngineError("engine 0 died")),
     "a push of weights fails": ("generation.update_weights 4", EngineError("engine 0 died")),
-    "the wait stalls": ("generation.generate 9", StalledError("nothing came")),
+    "the wait stalls": ("generation.generate 12", StalledError("nothing came")),
     "a bug in the loop": ("generation.stats 3", ValueError("bug")),
 }
 
