@@ -72,8 +72,8 @@ def load(trainer: Trainer, path: Path) -> None:
 class _InProcessSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """Writes each rank's file in its own process.
 
-    Megatron would fork writers and spawn a queue server. A Ray actor is full of threads that a fork copies in
-    an unknown state, and a writer that dies there is waited for forever.
+    Megatron would fork writers and spawn a queue server. A Ray actor has many threads, which a fork copies
+    in an unknown state, and Megatron waits without end for a writer that has died.
     """
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
@@ -87,7 +87,7 @@ class _InProcessSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]
 
 
 def _write_bucket(transforms: list[Any], rank: int, buckets: list[Any], results: queue.SimpleQueue[Any]) -> None:
-    """Write this rank's one bucket and leave the result, or the exception, where Megatron looks for it."""
+    """Write this rank's one bucket, and put the result or the exception into the queue that Megatron reads."""
     del rank
     (bucket,) = buckets  # one thread, one bucket
     done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
@@ -97,7 +97,7 @@ def _write_bucket(transforms: list[Any], rank: int, buckets: list[Any], results:
 
 
 class _NoCount:
-    """Where Megatron's writer processes sign off; there is only this one."""
+    """The queue in which Megatron counts its writer processes; here this process is the only writer."""
 
     def get(self) -> None: ...
 
@@ -105,7 +105,7 @@ class _NoCount:
 
 
 def _make_moments(optimizer: Any) -> None:
-    """Give every parameter its moments, zero, which Megatron saves but makes in the first step; harmless after it."""
+    """Give every parameter moments of zero if it has none: Megatron saves them, but makes them in the first step."""
     for part in optimizer.chained_optimizers:
         part.init_state_fn(part.optimizer, part.config)
 

@@ -230,7 +230,7 @@ class Adam(torch.optim.Optimizer):
 
 
 def use_exact_adam() -> None:
-    """Put `Adam` where Megatron fell back to torch.optim.AdamW because no fused implementation is installed."""
+    """Let Megatron use `Adam` instead of torch.optim.AdamW, its choice where no fused implementation is installed."""
     from megatron.core import optimizer as factory  # only after install()
     from megatron.core.optimizer import distrib_optimizer
 

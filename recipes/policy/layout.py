@@ -1,4 +1,4 @@
-"""Parallel layouts: which ones the policy can run, checked before any worker starts, and a rank's place in one."""
+"""Which parallel layouts the policy can run, checked before any worker starts, and where a rank stands in one."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def round_up(length: int, multiple: int) -> int:
 
 
 def _split_to(bins: Bins, count: int) -> Bins:
-    """Open bins until there are `count`, each with the last item of the fullest bin that has one to spare."""
+    """Open bins until there are `count`; each takes the last item of the fullest bin that has more than one."""
     num_items = sum(len(b) for b in bins)
     if num_items < count:
         raise ValueError(f"{num_items} sequences cannot fill {count} bins; lower the data-parallel size")

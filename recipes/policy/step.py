@@ -78,7 +78,7 @@ def build_trainer(cfg: PolicyConfig, loss: LossFunction) -> Trainer:
 
 
 def train_step(trainer: Trainer, shard: BatchShard) -> dict[str, Measured]:
-    """Take one optimizer step over the whole batch; return this rank's share of the loss metrics, and the step's."""
+    """Take one optimizer step over the whole batch; return this rank's loss metrics, `grad_norm` and `lr`."""
     metrics = accumulate_gradients(trainer, shard)
     lr = get_canonical_lr_for_logging(trainer.optimizer.param_groups)
     updated, grad_norm, _ = trainer.optimizer.step()
@@ -137,7 +137,7 @@ def logprobs(trainer: Trainer, shard: BatchShard) -> Tensor:
 
 
 def gather_params(trainer: Trainer) -> None:
-    """Complete the parameters that an overlapped gather would complete at the next forward pass."""
+    """Gather the parameters now, where an overlapped gather would end in the next forward pass."""
     if trainer.model.ddp_config.overlap_param_gather:
         trainer.model.start_param_sync(force_sync=True)
 
@@ -166,7 +166,7 @@ def loss_inputs(shard: BatchShard, packed: Microbatch, logprobs_1T: Tensor) -> t
 def _run(
     trainer: Trainer, shard: BatchShard, function_of: Callable[[Microbatch], Callable[..., Any]], *, forward_only: bool
 ) -> list[Any]:
-    """Drive Megatron's schedule over the shard's microbatches; returns what the last stage's functions returned."""
+    """Run Megatron's schedule over the microbatches; return one output of the last stage's function for each."""
 
     def forward_step(microbatches: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         packed = next(microbatches)

@@ -1,7 +1,7 @@
 """The trainer's side of a weight push: a shared-memory file on the CPU, NCCL on CUDA.
 
-The file is named after the run's driver and locked while it is in use; the kernel drops the lock with the process, so a
-later run can tell, and remove, the file of a run that was killed.
+The file is named after the run's driver and locked while it is in use. The kernel drops the lock when the process ends,
+so a later run recognizes the file of a killed run and removes it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class SharedMemoryWriter:
 
 
 def remove_stale_files() -> None:
-    """Remove files whose owner is gone: nobody holds their lock any more."""
+    """Remove the files that no process has locked: their owners are gone."""
     for path in _SHARED_MEMORY.glob(f"{_PREFIX}*[0-9]"):  # not those still being made
         try:
             with path.open("rb") as file:

@@ -113,14 +113,14 @@ class PolicyWorker:
         return train_step(self._trainer, shard)
 
     def logprobs(self, shard: BatchShard) -> torch.Tensor | None:
-        """Return [B, S] for the shard's rows; None on ranks that another one answers for."""
+        """Return [B, S] for the shard's rows; None on ranks whose replica has another rank that answers."""
         from recipes.policy import step
 
         result = step.logprobs(self._trainer, shard)
         return result if self._coordinates.is_output else None
 
     def weight_layout(self) -> WeightLayout | None:
-        """Lay out the full weights; rank 0 makes the shared-memory file, with CUDA there is none."""
+        """Lay out the full weights (rank 0 only); without CUDA, also make the shared-memory file for them."""
         import torch
 
         from recipes.policy import weights
@@ -192,7 +192,7 @@ class PolicyWorker:
         checkpoint.load(self._trainer, path)
 
     def export_hf(self, path: Path) -> None:
-        """Write a Hugging Face directory; rank 0 writes, its replica gathers."""
+        """Write a Hugging Face directory: rank 0 writes what the ranks of its replica gather."""
         from recipes.policy import hf
         from recipes.policy.model import DTYPES
 
@@ -210,6 +210,6 @@ class PolicyWorker:
         sync_tree(path)
 
     def close(self) -> None:
-        """Release what outlives the process."""
+        """Remove the shared-memory file, or leave the engines' group."""
         if self._sink is not None:
             self._sink.close()
