@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,32 @@ def test_a_node_that_does_not_see_the_run_directory_is_refused(tmp_path, monkeyp
     monkeypatch.setattr(node, "adopt_orphans", lambda: None)  # of the process that runs these tests
     assert node.main(arguments) == 2
     assert f"no file {tmp_path}/elsewhere/nodes, which the job's first node has written" in capsys.readouterr().err
+
+
+FAILS_FIRST = """
+echo x >>"$0"
+(($(wc -l <"$0") > 1)) || { echo 'no answer within 30 s'; exit 1; }
+echo 'Ray runtime started.'
+exit 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "calls", "tries"),
+    [
+        (FAILS_FIRST, 2, 1),
+        ('echo x >>"$0"; echo "Ray runtime started."; exit 3', 1, 0),
+        ('echo x >>"$0"; exit 3', 2, 1),
+    ],
+)
+def test_a_ray_that_ends_before_it_has_started_is_tried_once_more(tmp_path, monkeypatch, capfd, program, calls, tries):
+    count = tmp_path / "count"
+    monkeypatch.setattr(ray_start, "start_command", lambda _node: ["bash", "-c", program, str(count)])
+    monkeypatch.setattr(ray_start, "kill_descendants", lambda **_: None)  # of the process that runs these tests
+    monkeypatch.setattr(ray_start.resource, "setrlimit", lambda *_: None)
+    node = replace(make_node(tmp_path, is_head=True), temp=tmp_path)
+    write_logs(tmp_path)
+    assert ray_start.run_ray(node) == 3
+    assert count.read_text().count("x") == calls
+    assert capfd.readouterr().err.count("before it had started; once more") == tries
+    assert bool(list((tmp_path / "ray").iterdir())) == (tries == 0)  # the second begins afresh
