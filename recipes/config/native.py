@@ -6,13 +6,18 @@ A test compares the environments' part with recipes/environments/registry.py and
 from __future__ import annotations
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)  # models that the policy builds: `architectures` of a model's config.json
-RESOURCES_TYPES = (
+RESOURCES_TYPES = (  # resources servers
     "calendar",
+    "equivalence_llm_judge",
     "instruction_following",
+    "inverse_if",
+    "jailbreak_detection",
     "math_with_judge",
     "mcqa",
+    "multichallenge",
+    "over_refusal_detection",
     "reasoning_gym",
     "single_step_tool_use_with_argument_comparison",
     "structured_outputs",
-)  # resources servers
+)
 AGENT_TYPES = ("simple_agent", "tool_simulation_agent")  # agent servers

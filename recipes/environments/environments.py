@@ -23,6 +23,7 @@ from recipes.environments.chat.codec import ChatCodec, callable_tools, row_templ
 from recipes.environments.chat.messages import chat_request
 from recipes.environments.chat.tool_calls import FlagPatterns
 from recipes.environments.contract.verifier import Agent
+from recipes.environments.http_client import JsonClient
 from recipes.environments.instances import ServerInstance, agents_of, servers_of
 from recipes.environments.registry import VERIFIERS, find_agent
 from recipes.environments.scoring.clients import HttpVerifier, InProcessVerifier, VerifierClient
@@ -81,7 +82,8 @@ class Environments:
         self.codec = codec
         self._servers, self._agents, self._patterns = servers, agents, patterns
         self._pool = ScoringPool()
-        self._clients = {name: _client(server, self._pool) for name, server in servers.items()}
+        http = JsonClient()
+        self._clients = {name: _client(server, self._pool, http) for name, server in servers.items()}
 
     @classmethod
     def from_config(cls, env: EnvConfig, codec: ChatCodec) -> Environments:
@@ -106,7 +108,10 @@ class Environments:
         try:
             agent = find_agent(_agent_name(row), self._agents)
             server = self._servers[agent.server]
-            VERIFIERS[server.verifier].parse_task(row, server.settings)
+            verifier = VERIFIERS[server.verifier]
+            verifier.parse_task(row, server.settings)
+            if verifier.needs_judge(server.settings) and server.judge is None and server.url is None:
+                problems.append(f"agent '{_agent_name(row)}' needs a judge: {server.name} names none with a base_url")
         except ValueError as error:
             problems.append(str(error))
         return problems
@@ -142,15 +147,16 @@ class Environments:
         self._pool.close()
 
 
-def _client(server: ServerInstance, pool: ScoringPool) -> VerifierClient:
+def _client(server: ServerInstance, pool: ScoringPool, http: JsonClient) -> VerifierClient:
     if server.url:
-        return HttpVerifier(name=server.name, url=server.url, timeout_seconds=server.timeout_seconds)
+        return HttpVerifier(name=server.name, url=server.url, timeout_seconds=server.timeout_seconds, http=http)
     return InProcessVerifier(
         name=server.verifier,
         verifier=VERIFIERS[server.verifier],
         settings=server.settings,
         pool=pool,
         timeout_seconds=server.timeout_seconds,
+        judge=server.judge.client(http) if server.judge else None,
     )
 
 

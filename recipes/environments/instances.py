@@ -8,17 +8,18 @@ needs them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from recipes.environments.contract.verifier import Agent
+from recipes.environments.judges.servers import SETTINGS as JUDGE_SETTINGS
+from recipes.environments.judges.servers import JudgeServer, judge_of
 from recipes.environments.registry import VERIFIERS
 from recipes.errors import ConfigError, Problem, suggestion
 
 AGENT_TYPES = ("simple_agent", "tool_simulation_agent")  # the types of agent server that run here
 DESCRIPTIVE = frozenset({"description", "domain", "entrypoint", "host", "name", "num_workers", "value", "verified"})
 CONNECTION = frozenset({"url", "timeout_seconds"})
-JUDGE = frozenset({"judge_model_server", "judge_responses_create_params"})  # read only when the judge is on
 DEFAULT_TIMEOUT_SECONDS = 120.0  # for one verification; waiting for a free scoring process does not count
 
 
@@ -31,6 +32,7 @@ class ServerInstance:
     url: str | None
     timeout_seconds: float
     settings: Mapping[str, Any]
+    judge: JudgeServer | None = None  # of a verifier that needs one and is not asked over HTTP
 
 
 def servers_of(instances: Mapping[str, Any]) -> dict[str, ServerInstance]:
@@ -40,12 +42,13 @@ def servers_of(instances: Mapping[str, Any]) -> dict[str, ServerInstance]:
     """
     problems: list[Problem] = []
     servers = {}
+    models = {name: settings for name, _, settings in _of_kind(instances, "responses_api_models")}
     for kind, verifier in VERIFIERS.items():
         for name, settings in {kind: {}, **verifier.servers}.items():
             servers[name] = _server(name, kind, settings, problems)
     for name, kind, settings in _of_kind(instances, "resources_servers"):
         if kind in VERIFIERS:
-            servers[name] = _server(name, kind, settings, problems)
+            servers[name] = replace(_server(name, kind, settings, problems), judge=judge_of(settings, models))
     if problems:
         raise ConfigError(problems)
     return servers
@@ -70,13 +73,8 @@ def _of_kind(instances: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str
 def _server(name: str, verifier: str, settings: Mapping[str, Any], problems: list[Problem]) -> ServerInstance:
     where = f"env.nemo_gym.{name}.resources_servers.{verifier}"
     own = VERIFIERS[verifier].settings
-    unused = JUDGE if not settings.get("should_use_judge") and "should_use_judge" in own else frozenset()
-    for key, value in settings.items():
-        if key == "should_use_judge" and value and not settings.get("url"):
-            wrong = "the judge is not built yet"
-            fix = "set it to false, or serve this verifier elsewhere and set `url`"
-            problems.append(Problem(where=f"{where}.{key}", wrong=wrong, fix=fix))
-        elif key not in own | CONNECTION | DESCRIPTIVE | unused:
+    for key in settings:
+        if key not in own | CONNECTION | DESCRIPTIVE | JUDGE_SETTINGS:
             fix = suggestion(key, own | CONNECTION)
             problems.append(Problem(where=f"{where}.{key}", wrong="no code reads this setting", fix=fix))
     url, seconds = settings.get("url"), settings.get("timeout_seconds", DEFAULT_TIMEOUT_SECONDS)

@@ -11,9 +11,14 @@ from collections.abc import Mapping
 from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.environments.verifiers import (
     calendar,
+    equivalence_llm_judge,
     instruction_following,
+    inverse_if,
+    jailbreak_detection,
     math_with_judge,
     mcqa,
+    multichallenge,
+    over_refusal_detection,
     reasoning_gym,
     single_step_tool_use_with_argument_comparison,
     structured_outputs,
@@ -22,9 +27,14 @@ from recipes.errors import suggestion
 
 VERIFIERS: Mapping[str, Verifier] = {
     "calendar": calendar.VERIFIER,
+    "equivalence_llm_judge": equivalence_llm_judge.VERIFIER,
     "instruction_following": instruction_following.VERIFIER,
+    "inverse_if": inverse_if.VERIFIER,
+    "jailbreak_detection": jailbreak_detection.VERIFIER,
     "math_with_judge": math_with_judge.VERIFIER,
     "mcqa": mcqa.VERIFIER,
+    "multichallenge": multichallenge.VERIFIER,
+    "over_refusal_detection": over_refusal_detection.VERIFIER,
     "reasoning_gym": reasoning_gym.VERIFIER,
     "single_step_tool_use_with_argument_comparison": single_step_tool_use_with_argument_comparison.VERIFIER,
     "structured_outputs": structured_outputs.VERIFIER,
@@ -37,20 +47,11 @@ AGENTS: Mapping[str, Agent] = {
 LATER_AGENTS = frozenset(
     {
         "code_gen_simple_agent",
-        "equivalence_llm_judge_simple_agent",
         "genrm_simple_agent",
         "genrm_simple_agent_reasoning_off",
-        "inverse_if_simple_agent",
-        "jailbreak_detection_simple_agent",
-        "jailbreak_engagement_with_disclaimer",
-        "jailbreak_hard_refusal_no_redirection",
-        "jailbreak_hard_refusal_with_helplines",
-        "jailbreak_refusal_with_explanation",
         "lc_judge_simple_agent",
         "math_formal_lean_refinement_agent",
-        "multichallenge_simple_agent",
         "ns_tools_simple_agent",
-        "over_refusal_detection_simple_agent",
         "search_pivot_tool_simulation_agent",
         "swe_agents_train",
         "swe_agents_val",
@@ -58,7 +59,6 @@ LATER_AGENTS = frozenset(
         "swerl_gen_simple_agent",
         "toolcall_schema_tool_simulation_agent",
         "workplace_assistant_simple_agent",
-        "xstest_eval_agent",
     }
 )
 

@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.contract.asking import JudgeQuestion, answer_all
+from recipes.environments.contract.asking import JudgeQuestion
 from recipes.environments.contract.responses import message_item, response_object
+from recipes.environments.contract.verdict import NoVerdict, Verdict
 from recipes.environments.judges.client import JudgeClient, JudgeFailedError
-from recipes.environments.verifiers import multichallenge
+from recipes.environments.scoring.clients import InProcessVerifier
+from recipes.environments.scoring.pool import ScoringPool
+from recipes.environments.verifiers import math_with_judge, multichallenge
+from recipes.types import RolloutStatus
 
 pytestmark = pytest.mark.functional
 
@@ -180,12 +184,54 @@ def test_only_answers_without_chance_are_remembered(judge: JudgeClient) -> None:
 def test_a_verifier_gets_its_verdict_from_the_judge(judge: JudgeClient) -> None:
     rubric = [{"question": "q1", "pass_criteria": "YES"}, {"question": "q2", "pass_criteria": "YES"}]
     row = {"responses_create_params": {"input": "p"}, "rubric": rubric, "context": "c"}
-    task = multichallenge.parse_task(row, {"judge_prompt_template": "say {question} [[YES]]"})
+    pool = ScoringPool()
 
     async def run() -> float:
-        response = response_object([message_item("an answer")])
-        verdict = await answer_all(multichallenge.score(response, task), judge.ask)
+        client = InProcessVerifier(
+            name="multichallenge",
+            verifier=multichallenge.VERIFIER,
+            settings={"judge_prompt_template": "say {question} [[YES]]"},
+            pool=pool,
+            timeout_seconds=10.0,
+            judge=judge,
+        )
+        verdict = await client.verify(row, response_object([message_item("an answer")]))
         await judge.http.close()
+        assert isinstance(verdict, Verdict), verdict
         return verdict.reward
 
     assert asyncio.run(run()) == 1.0
+    pool.close()
+
+
+def test_a_scoring_process_asks_the_judge_and_goes_on_from_its_replies(judge: JudgeClient) -> None:
+    """math-verify runs on model text, so it runs in a jail, which reaches no judge by itself."""
+    pool = ScoringPool(num_workers=1)
+    row = {"question": "say x [[A=B]]", "expected_answer": "5"}
+
+    async def verify(text: str, **settings: Any) -> Verdict | NoVerdict:
+        client = InProcessVerifier(
+            name="math_with_judge",
+            verifier=math_with_judge.VERIFIER,
+            settings=settings,
+            pool=pool,
+            timeout_seconds=60.0,
+            judge=judge,
+        )
+        try:
+            return await client.verify(row, response_object([message_item(text)]))
+        finally:
+            await judge.http.close()
+
+    right = asyncio.run(verify("\\boxed{5}", should_use_judge=True))
+    assert isinstance(right, Verdict)
+    assert (right.reward, Judge.seen) == (1.0, [])
+    other = asyncio.run(verify("\\boxed{6}", should_use_judge=True))
+    assert isinstance(other, Verdict)
+    assert len(Judge.seen) == 2, "asked in both orders"
+    assert other.reward == 1.0  # this judge repeats the problem, and with it the label
+    judge.urls, judge.timeout_seconds = ("http://127.0.0.1:9/v1",), 1.0
+    failed = asyncio.run(verify("\\boxed{7}", should_use_judge=True))
+    assert isinstance(failed, NoVerdict)
+    assert failed.status is RolloutStatus.JUDGE_FAILED
+    pool.close()

@@ -17,6 +17,7 @@ from typing import Any
 
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.contract.responses import response_object
+from recipes.environments.contract.verdict import Verdict
 from recipes.environments.registry import AGENTS, VERIFIERS
 from recipes.errors import InputError
 from tools.files.row_files import read_lines, require_file
@@ -29,7 +30,9 @@ def score(row: Mapping[str, Any], codec: ChatCodec, prompt_ids: Sequence[int], t
     """Return the reward that the row's verifier gives to a completion."""
     verifier = VERIFIERS[AGENTS[row["agent_ref"]["name"]].server]
     decoded = codec.decode(token_ids, prompt_ids=prompt_ids)
-    return verifier.score(response_object(decoded.items), verifier.parse_task(row, {})).reward
+    verdict = verifier.score(response_object(decoded.items), verifier.parse_task(row, {}))
+    assert isinstance(verdict, Verdict), "no tiny task needs a judge"
+    return verdict.reward
 
 
 def generate(model: Any, codec: ChatCodec, prompts: Sequence[Sequence[int]], *, is_greedy: bool) -> list[list[int]]:

@@ -62,12 +62,15 @@ def judges_can_answer(config: Config) -> Iterator[KeyProblem]:
 
 
 def models_to_come(config: Config) -> Iterator[KeyProblem]:
-    """Refuse judges and variants of the policy; the policy's own server is the run's, with its chat template."""
+    """Refuse judges without an address, and variants of the policy; the policy's own server is the run's."""
     own = template_kwargs(config.policy)
     for name, server, settings in sorted(servers(config, MODELS)):
         asked = settings.get("chat_template_kwargs")
+        is_variant = "_copy" in config.env.nemo_gym.instances[name]
+        if name != POLICY and settings.get("base_url") and not is_variant:
+            continue
         if name != POLICY:
-            kind = "variant of the policy" if "_copy" in config.env.nemo_gym.instances[name] else "judge"
+            kind = "variant of the policy" if is_variant else "judge"
             yield to_come(kind, name)
         elif asked is not None and asked != own:
             key = f"{INSTANCES}.{name}.{MODELS}.{server}.chat_template_kwargs"

@@ -11,11 +11,14 @@ verdict. Who drives it decides how judges are reached; a test sends fixed replie
 
 A generator never sees a judge that failed: its driver gives up and reports no verdict, so that no failure becomes a
 number. A reply that arrives and says nothing usable is the verifier's to read; each states what it means there.
+
+Scoring is pure, so a driver may keep no generator between two questions: `advance` starts it again and sends it all
+replies so far. That is how a scoring process, which keeps nothing, scores with a judge.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,19 +38,24 @@ Scoring = Generator[Sequence[JudgeQuestion], Sequence[Response], Verdict]
 """A verdict in progress. Replies are Responses objects, one per question, in the order of the questions."""
 
 
-async def answer_all(
-    scoring: Scoring, ask: Callable[[Sequence[JudgeQuestion]], Awaitable[Sequence[Response]]]
-) -> Verdict:
-    """Drive a scoring to its verdict; what `ask` raises ends it, and the scoring is closed."""
+Replies = Sequence[Sequence[Response]]
+"""What a scoring was answered so far, one sequence per time that it asked."""
+
+
+def advance(scored: Verdict | Scoring, replies: Replies) -> Verdict | list[JudgeQuestion]:
+    """Return the verdict of what a verifier's `score` returned, or what it asks after these replies."""
+    if isinstance(scored, Verdict):
+        return scored
     try:
-        questions = next(scoring)
-        while True:
-            questions = scoring.send(await ask(questions))
+        questions = next(scored)
+        for answers in replies:
+            questions = scored.send(answers)
     except StopIteration as end:
         verdict: Verdict = end.value
         return verdict
     finally:
-        scoring.close()
+        scored.close()
+    return list(questions)
 
 
 def last_part_text(reply: Response) -> str:

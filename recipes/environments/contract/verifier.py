@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from recipes.environments.contract.asking import Scoring
 from recipes.environments.contract.verdict import Response, Verdict
 from recipes.types import Row
 
@@ -31,13 +32,15 @@ class Verifier:
     parse_task: Callable[[Row, Mapping[str, Any]], Any]
     """Read the verifier's fields of a row, under its settings. Raises `ValueError` that names the field, what was got
     and what is expected."""
-    score: Callable[[Response, Any], Verdict]
-    """Score one response to a task. Pure; takes any response."""
+    score: Callable[[Response, Any], Verdict | Scoring]
+    """Score one response to a task. Pure; takes any response. A generator where a judge is asked (`asking.py`)."""
     class_name: str  # of NeMo Gym's server, part of the name of its session cookie
     rewards: tuple[float, float]  # smallest and largest reward it can give
     agents: Mapping[str, Agent]  # agent names of rows that need no configuration
     servers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # instance name -> settings, likewise
     settings: frozenset[str] = frozenset()  # keys that the configuration of its server may set
+    needs_judge: Callable[[Mapping[str, Any]], bool] = lambda _settings: False
+    """Whether a server with these settings asks a judge, which its setting `judge_model_server` then names."""
     imports: tuple[str, ...] = ()  # libraries to load before the first score
     kind_of: Callable[[Any], str] = lambda _task: ""
     """Name the kind of a task, for `prepare`."""

@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from recipes.environments.contract.asking import Replies, advance
 from recipes.environments.contract.verdict import NoVerdict, Response, Verdict, env_failed
 from recipes.environments.contract.verifier import Verifier
 from recipes.environments.http_client import JsonClient, RefusedError, UnreachableError
-from recipes.environments.scoring.pool import ScoringPool
+from recipes.environments.judges.client import JudgeClient, JudgeFailedError
+from recipes.environments.scoring.pool import Scored, ScoringPool
 from recipes.types import RolloutStatus, Row
 
 _ATTEMPTS = 3
@@ -39,16 +41,27 @@ class InProcessVerifier:
     settings: Mapping[str, Any]
     pool: ScoringPool
     timeout_seconds: float
+    judge: JudgeClient | None = None  # of a verifier that needs one
 
     async def verify(self, row: Row, response: Response) -> Verdict | NoVerdict:
-        """Score one response to one row."""
+        """Score one response to one row, and ask the judge as often as the verifier needs."""
         try:
             task = self.verifier.parse_task(row, self.settings)
-            if self.verifier.is_cheap(task):
-                return self.verifier.score(response, task)
-            return await self.pool.score(self.verifier, task, response, seconds=self.timeout_seconds)
+            replies: list[list[Response]] = []
+            while isinstance(scored := await self._advance(task, response, replies), list):
+                if self.judge is None:
+                    return env_failed(f"{self.name}: it asks a judge, and none is configured")
+                replies.append(await self.judge.ask(scored))
+            return scored
+        except JudgeFailedError as error:
+            return NoVerdict(status=RolloutStatus.JUDGE_FAILED, reason=f"{self.name}: {error}")
         except Exception as error:  # an environment that fails is a value with a reason, not the end of the run
             return env_failed(f"{self.name}: {type(error).__name__}: {error}")
+
+    async def _advance(self, task: Any, response: Response, replies: Replies) -> Scored:
+        if self.verifier.is_cheap(task):
+            return advance(self.verifier.score(response, task), replies)
+        return await self.pool.score(self.verifier, task, response, replies=replies, seconds=self.timeout_seconds)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import struct
 import time
 from collections.abc import Sequence
 
-MAX_REPLY_BYTES = 1 << 20  # of an answer: a verdict is short
+MAX_REPLY_BYTES = 32 << 20  # of an answer: a verdict is short, questions to a judge repeat the response
 MAX_PARTS = 8
 _READ_BYTES = 1 << 16
 

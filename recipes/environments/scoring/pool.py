@@ -27,6 +27,7 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from recipes.environments.contract.asking import JudgeQuestion, Replies
 from recipes.environments.contract.verdict import NoVerdict, Response, Verdict, env_failed
 from recipes.environments.contract.verifier import Verifier
 from recipes.environments.scoring.jail import jail
@@ -39,6 +40,10 @@ LOAD_ATTEMPTS = 3
 SCORE_ATTEMPTS = 2
 QUEUE_SECONDS = 1800.0
 MAX_PROCESSES = 32
+
+
+Scored = Verdict | NoVerdict | list[JudgeQuestion]
+"""What scoring a response came to: the questions are for a judge, whose replies go into another score."""
 
 
 class ScoringPool:
@@ -61,12 +66,12 @@ class ScoringPool:
         self._has_warned = False
 
     async def score(
-        self, verifier: Verifier, task: Any, response: Response, *, seconds: float = 120.0
-    ) -> Verdict | NoVerdict:
-        """Return the verdict on a response; `seconds` bounds the scoring itself on the clock."""
+        self, verifier: Verifier, task: Any, response: Response, *, replies: Replies = (), seconds: float = 120.0
+    ) -> Scored:
+        """Return the verdict on a response, or what must be asked for it; `seconds` bounds the scoring on the clock."""
         needed = {"output": response.get("output"), "error": response.get("error")}
         fields = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
-        body = json.dumps(fields).encode(), json.dumps(needed).encode()
+        body = json.dumps(fields).encode(), json.dumps(needed).encode(), json.dumps(replies).encode()
         key = hashlib.blake2b(b" ".join((verifier.module.encode(), *body)), digest_size=16).digest()
         with self._lock:
             if key in self._cache:
@@ -88,7 +93,7 @@ class ScoringPool:
         for process in self._processes:
             process.stop()
 
-    def _score(self, verifier: Verifier, kind: str, body: Body, asked: float, seconds: float) -> Verdict | NoVerdict:
+    def _score(self, verifier: Verifier, kind: str, body: Body, asked: float, seconds: float) -> Scored:
         self._warn()
         if time.monotonic() - asked > QUEUE_SECONDS:
             return env_failed(f"{_name(verifier)}: no scoring process was free within {QUEUE_SECONDS:g} s")
@@ -100,7 +105,7 @@ class ScoringPool:
 
     def _with_retries(
         self, process: ScoringProcess, verifier: Verifier, kind: str, body: Body, seconds: float
-    ) -> Verdict | NoVerdict:
+    ) -> Scored:
         name, death = _name(verifier), "it was never started"
         for _ in range(SCORE_ATTEMPTS):
             if self._is_closed:

@@ -11,6 +11,7 @@ import subprocess
 import time
 from typing import Any
 
+from recipes.environments.contract.asking import JudgeQuestion
 from recipes.environments.contract.verdict import Verdict
 from recipes.environments.contract.verifier import Verifier
 from recipes.environments.scoring.frames import (
@@ -23,8 +24,9 @@ from recipes.environments.scoring.frames import (
 )
 from recipes.environments.scoring.jail import jail
 
-Body = tuple[bytes, bytes]  # JSON of a task and of a response to it
+Body = tuple[bytes, bytes, bytes]  # JSON of a task, of a response to it, and of the replies of a judge so far
 
+MAX_QUESTIONS = 64  # that a verifier may ask a judge at once
 SCORES_PER_PROCESS = 500  # a fork takes about 10 ms, a score often less than 1 ms
 _SHOWN_CHARS = 300  # of what a process wrote before it died
 
@@ -57,8 +59,10 @@ class ScoringProcess:
             self._once(seconds, do="prepare", module=verifier.module, kind="")
             self._num_scores = SCORES_PER_PROCESS  # the scorer of before lacks it
 
-    def score(self, verifier: Verifier, kind: str, body: Body, *, cpu_seconds: float, seconds: float) -> Verdict:
-        """Score a response to a task of a kind under a verifier that is loaded.
+    def score(
+        self, verifier: Verifier, kind: str, body: Body, *, cpu_seconds: float, seconds: float
+    ) -> Verdict | list[JudgeQuestion]:
+        """Score a response to a task of a kind under a verifier that is loaded, or return what a judge must be asked.
 
         Raises `OutOfTime` beyond `cpu_seconds` of processor time, `TimeoutError` beyond `seconds` on the clock,
         `ProcessDied`, `ValueError` for an answer that is no verdict of this verifier, and `RuntimeError` with what
@@ -82,6 +86,8 @@ class ScoringProcess:
             raise ValueError("more or other than the answer that was asked for")
         if "error" in reply:
             raise RuntimeError(str(reply["error"])[:_SHOWN_CHARS])
+        if "questions" in reply:
+            return read_questions(reply["questions"])
         return read_verdict(reply.get("verdict"), verifier.rewards)
 
     def _renew(self, seconds: float) -> None:
@@ -175,6 +181,23 @@ class ScoringProcess:
         written = os.pread(self._pipes[-1], 1 << 16, 0).decode(errors="replace").strip()
         self.stop()
         return ProcessDied(f"exit status {status}: {written[-_SHOWN_CHARS:]}" if written else f"exit status {status}")
+
+
+def read_questions(value: object) -> list[JudgeQuestion]:
+    """Return the questions in an answer; raises `ValueError` for anything else."""
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_QUESTIONS:
+        raise ValueError(f"no list of 1 to {MAX_QUESTIONS} questions to a judge")
+    questions = []
+    for entry in value:
+        messages, params = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
+        is_text = isinstance(messages, list) and all(
+            isinstance(message, list) and len(message) == 2 and all(isinstance(part, str) for part in message)
+            for message in messages
+        )
+        if not is_text or not isinstance(params, dict):
+            raise ValueError("a question to a judge of another form")
+        questions.append(JudgeQuestion(messages=tuple((role, text) for role, text in messages or ()), params=params))
+    return questions
 
 
 def read_verdict(value: object, rewards: tuple[float, float]) -> Verdict:

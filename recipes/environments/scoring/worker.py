@@ -22,6 +22,7 @@ import select
 import signal
 from typing import Any
 
+from recipes.environments.contract.asking import advance
 from recipes.environments.contract.verdict import Verdict
 from recipes.environments.contract.verifier import Verifier
 from recipes.environments.scoring import seccomp
@@ -143,10 +144,10 @@ def _score_all(becomes_nobody: bool) -> None:
         except OSError:
             os._exit(UNCONFINED)
         while True:
-            header, task, response = parts_of(read_message(requests))
+            header, task, response, replies = parts_of(read_message(requests))
             request = json.loads(header)
             signal.setitimer(signal.ITIMER_PROF, request["cpu_seconds"])  # its signal ends the process
-            answer = _answer(request["module"], task, response)
+            answer = _answer(request["module"], task, response, replies)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             write_all(answers, _as_message({"id": request["id"], **answer}))
     finally:
@@ -176,10 +177,13 @@ def _confine(becomes_nobody: bool) -> None:
     seccomp.forbid_all_but_scoring()
 
 
-def _answer(module: str, task: bytes, response: bytes) -> dict[str, Any]:
+def _answer(module: str, task: bytes, response: bytes, replies: bytes) -> dict[str, Any]:
     try:
         verifier = _verifier(module)
-        return {"verdict": _as_json(verifier.score(json.loads(response), _task(verifier, task)))}
+        scored = advance(verifier.score(json.loads(response), _task(verifier, task)), json.loads(replies))
+        if isinstance(scored, Verdict):
+            return {"verdict": _as_json(scored)}
+        return {"questions": [[question.messages, dict(question.params)] for question in scored]}
     except Exception as error:  # whatever a verifier raises is reported, and gives no verdict
         return {"error": _described(error)}
 

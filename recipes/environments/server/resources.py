@@ -19,6 +19,7 @@ from starlette.middleware.sessions import SessionMiddleware
 
 from recipes.environments.contract.rows import wrong
 from recipes.environments.contract.verdict import NoVerdict
+from recipes.environments.http_client import JsonClient
 from recipes.environments.instances import ServerInstance
 from recipes.environments.registry import VERIFIERS
 from recipes.environments.scoring.clients import InProcessVerifier
@@ -36,6 +37,7 @@ def create_app(instance: ServerInstance) -> FastAPI:
         settings=instance.settings,
         pool=pool,
         timeout_seconds=instance.timeout_seconds,
+        judge=instance.judge.client(JsonClient()) if instance.judge else None,
     )
 
     @asynccontextmanager

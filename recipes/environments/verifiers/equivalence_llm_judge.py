@@ -13,9 +13,11 @@ in a scoring process, with its limits.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from recipes.environments.checks.judged_text import last_user_text
@@ -23,8 +25,10 @@ from recipes.environments.contract.asking import JudgeQuestion, Scoring, filled,
 from recipes.environments.contract.responses import last_message_text
 from recipes.environments.contract.rows import optional_object, optional_str, wrong
 from recipes.environments.contract.verdict import Response, Verdict
+from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.types import Row
 
+SIDE_FILES = Path("data/side_files/equivalence_llm_judge")
 PROMPT = """Decide whether two answers to a question mean the same.
 
 Answer A is the reference and is right. Answer B is a student's. Compare what they state, not how: another order, unit
@@ -79,7 +83,7 @@ def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
     return Task(
         question=cut_out(question_regex, question) if question_regex else question,
         expected=expected,
-        template=settings.get("judge_prompt_template") or PROMPT,
+        template=_template(settings.get("judge_prompt_template_fpath")),
         system=settings.get("judge_system_message"),
         equal_label=settings.get("judge_equal_label", "[[A=B]]"),
         not_equal_label=settings.get("judge_not_equal_label", "[[A!=B]]"),
@@ -104,6 +108,17 @@ def score(response: Response, task: Task) -> Scoring:
     return _verdict(1.0, "the judge calls the answer equal", answer)
 
 
+@functools.cache
+def _template(file: str | None) -> str:
+    """Return the prompt in a file, as given or as `make data` has brought it; without a file, this recipe's own."""
+    if file is None:
+        return PROMPT
+    for path in (Path(file), SIDE_FILES / Path(file).name):
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    raise ValueError(f"setting 'judge_prompt_template_fpath': there is no file {file} and none in {SIDE_FILES}")
+
+
 def cut_out(regex: str, text: str) -> str:
     """Return what an expression finds in a text, the whole text when it finds nothing."""
     found = None
@@ -124,3 +139,31 @@ def _are_equal(task: Task, a: str, b: str) -> Generator[Sequence[JudgeQuestion],
 
 def _verdict(reward: float, reason: str, answer: str) -> Verdict:
     return Verdict(reward=float(reward), reason=reason, details={"extracted_answer": answer})
+
+
+VERIFIER = Verifier(
+    task=Task,
+    parse_task=parse_task,
+    score=score,
+    class_name="LLMJudgeResourcesServer",
+    rewards=(0.0, 1.0),
+    agents={"equivalence_llm_judge_simple_agent": Agent(kind="single_turn", server="equivalence_llm_judge")},
+    settings=frozenset(
+        {
+            "check_full_generation_on_fail",
+            "check_twice_swap",
+            "extraction_length_threshold",
+            "judge_equal_label",
+            "judge_not_equal_label",
+            "judge_prompt_template_fpath",
+            "judge_system_message",
+            "msg_extraction_failure",
+            "question_extract_regex",
+            "response_extract_regex",
+            "reward_if_full_generation_succeeds",
+            "reward_if_swap_fails",
+            "use_per_record_regex",
+        }
+    ),
+    needs_judge=lambda _settings: True,
+)

@@ -253,10 +253,6 @@ async def test_a_configured_agent_uses_its_own_server(codec: ChatCodec) -> None:
 @pytest.mark.parametrize(
     ("instances", "message"),
     [
-        (
-            {"math_with_judge": server("math_with_judge", should_use_judge=True)},
-            r"math_with_judge.should_use_judge: the judge is not built yet; set it to false",
-        ),
         ({"mcqa": server("mcqa", url="localhost:5000")}, r"mcqa.url: got localhost:5000, expected http://host:port"),
         ({"mcqa": server("mcqa", timeout_seconds="2m")}, r"mcqa.timeout_seconds: got '2m', expected a positive number"),
         ({"mcqa": server("mcqa", grading_mod="x")}, r"mcqa.grading_mod: no code reads this setting; .*'grading_mode'"),

@@ -17,6 +17,7 @@ from recipes.environments.verifiers import (
     genrm_compare,
     inverse_if,
     jailbreak_detection,
+    math_with_judge,
     multichallenge,
     over_refusal_detection,
 )
@@ -30,6 +31,7 @@ MODULES: dict[str, ModuleType] = {
     "over_refusal_detection_logic": over_refusal_detection,
     "multichallenge_logic": multichallenge,
     "inverse_if_logic": inverse_if,
+    "math_with_judge_judge_logic": math_with_judge,
 }
 TEMPLATES = {  # in place of the prompts, so that what the judge is shown can be compared
     "equivalence_llm_judge_logic": "{question}\x00{expected_answer}\x00{generated_answer}",
@@ -47,9 +49,12 @@ def cases(name: str, key: str = "cases") -> list[Any]:
     return [pytest.param(entry, id=f"{name}-{entry.get('name', n)}") for n, entry in enumerate(entries)]
 
 
-def answered(scoring: Scoring, replies: Sequence[dict[str, Any]]) -> tuple[Verdict, list[JudgeQuestion]]:
+def answered(scoring: Verdict | Scoring, replies: Sequence[dict[str, Any]]) -> tuple[Verdict, list[JudgeQuestion]]:
     """Drive a scoring with recorded replies; return its verdict and what was asked."""
     left, asked = list(replies), []
+    if isinstance(scoring, Verdict):
+        assert not left, "the reference asked"
+        return scoring, asked
     try:
         questions = next(scoring)
         while True:
@@ -66,10 +71,12 @@ def all_cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "case"), all_cases())
-def test_reward(name: str, case: dict[str, Any]) -> None:
+def test_reward(name: str, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {**load(name).get("config", {}), **(case.get("config") or {})}
     if name in TEMPLATES:
-        settings["judge_prompt_template"] = TEMPLATES[name]
+        monkeypatch.setattr(MODULES[name], "PROMPT", TEMPLATES[name])
+        settings.pop("judge_prompt_template_fpath", None)
+        equivalence_llm_judge._template.cache_clear()
     row = {"responses_create_params": {"input": "q"}, **case["row"]}
     task = MODULES[name].parse_task(row, settings)
     verdict, asked = answered(MODULES[name].score(case["response"], task), case.get("judge_replies", []))
@@ -81,6 +88,9 @@ def test_reward(name: str, case: dict[str, Any]) -> None:
     if "judge_saw" in case:
         seen = [(saw["question"], saw["expected"], saw["generated"]) for saw in case["judge_saw"]]
         assert [tuple(text.split("\x00")) for text in shown] == seen
+    if "judged_answer_pairs" in case:
+        pairs = [text.partition("Answer of assistant A:\n")[2].split("\n\nAnswer of assistant B:\n") for text in shown]
+        assert [[first, second.rstrip("\n")] for first, second in pairs] == case["judged_answer_pairs"]
     if "judge_prompts" in case:
         assert shown == case["judge_prompts"]
 

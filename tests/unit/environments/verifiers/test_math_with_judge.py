@@ -72,11 +72,6 @@ def test_bad_row(row: dict[str, Any], message: str) -> None:
         parse_task(row, {})
 
 
-def test_judge_is_refused() -> None:
-    with pytest.raises(ValueError, match="the judge is not built yet"):
-        parse_task(ROW, {"should_use_judge": True})
-
-
 def test_refuses_to_run_without_its_time_limit(answer: Answer) -> None:
     """SIGALRM works in the main thread only; elsewhere the library would answer 0 for everything."""
     caught: list[BaseException] = []

@@ -11,8 +11,15 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.contract.responses import function_call_item, message_item, reasoning_item
+from recipes.environments.contract.asking import advance
+from recipes.environments.contract.responses import (
+    function_call_item,
+    last_message_text,
+    message_item,
+    reasoning_item,
+)
 from recipes.environments.contract.verdict import Verdict
+from recipes.environments.contract.verifier import Verifier
 from recipes.environments.instances import servers_of
 from recipes.environments.registry import AGENTS, LATER_AGENTS, VERIFIERS, find_agent
 from recipes.environments.verifiers import mcqa
@@ -23,8 +30,13 @@ ROWS: dict[str, dict[str, Any]] = {
     "calendar": {"exp_cal_state": {"0": EVENT}},
     "instruction_following": {"instruction_id_list": ["detectable_format:title"], "kwargs": [{}]},
     "single_step_tool_use_with_argument_comparison": {"expected_action": ACTION},
+    "equivalence_llm_judge": {"responses_create_params": {"input": "q"}, "expected_answer": "4"},
+    "inverse_if": {"prompt": "p", "rubric": [{"criteria": "c"}], "reference_response": "r"},
+    "jailbreak_detection": {"adversarial_prompt": "p", "response_policy_mapped": "refusal_with_explanation"},
     "math_with_judge": {"question": "q", "expected_answer": "\\frac{1}{2}"},
     "mcqa": {"options": [{"A": "x"}, {"B": "y"}], "expected_answer": "A", "grading_mode": "lenient_boxed"},
+    "multichallenge": {"context": "c", "rubric": [{"question": "q", "pass_criteria": "YES"}]},
+    "over_refusal_detection": {"safe_prompt": "p"},
     "reasoning_gym": {"question": "q", "answer": "12", "metadata": {"source_dataset": "chain_sum"}},
     "structured_outputs": {"schema_str": '{"type": "object", "properties": {"a": {"type": "integer"}}}'},
 }
@@ -55,6 +67,15 @@ def junk_responses() -> list[Any]:
     return shapes + [{"output": [message_item(text)]} for text in junk_texts()]
 
 
+def settled(verifier: Verifier, response: Any, task: Any) -> Verdict:
+    """Return the verdict; a judge that is asked repeats the response's own text, which a hostile answer makes it do."""
+    text = last_message_text(response) if isinstance(response.get("output"), list) else ""
+    replies: list[list[Any]] = []
+    while isinstance(scored := advance(verifier.score(response, task), replies), list):
+        replies.append([{"output": [message_item(text)]} for _ in scored])
+    return scored
+
+
 def test_every_verifier_is_in_the_table() -> None:
     assert ROWS.keys() == VERIFIERS.keys()
 
@@ -66,13 +87,13 @@ def test_junk_gives_a_finite_reward_in_range_twice_the_same_in_bounded_time(name
     low, high = verifier.rewards
     for response in junk_responses():
         start = time.monotonic()
-        verdict = verifier.score(response, task)
+        verdict = settled(verifier, response, task)
         assert time.monotonic() - start < JUNK_SECONDS, response
         assert isinstance(verdict, Verdict)
         assert math.isfinite(verdict.reward)
         assert low <= verdict.reward <= high
         assert verdict.reason
-        assert verdict == verifier.score(response, task)
+        assert verdict == settled(verifier, response, task)
         assert all(isinstance(value, float) for value in verdict.metrics.values())
 
 
@@ -126,7 +147,7 @@ def cheap_tasks() -> list[Any]:
 def test_what_is_cheap_is_cheap_on_the_worst_text(name: str, task: Any) -> None:
     for response in worst_responses():
         start = time.process_time()
-        VERIFIERS[name].score(response, task)
+        settled(VERIFIERS[name], response, task)
         assert time.process_time() - start < CHEAP_SECONDS, str(response)[:300]
 
 
@@ -138,7 +159,11 @@ def test_tasks_are_values(name: str) -> None:
     assert hash(one) == hash(other)
 
 
-@pytest.mark.parametrize("name", VERIFIERS)
+# Rows of these may leave out every field of their own: the last user message is then what is judged.
+ALL_OPTIONAL = {"jailbreak_detection", "over_refusal_detection"}
+
+
+@pytest.mark.parametrize("name", VERIFIERS.keys() - ALL_OPTIONAL)
 def test_a_row_of_another_kind_is_refused_with_the_field(name: str) -> None:
     with pytest.raises(ValueError, match=r"^field '"):
         VERIFIERS[name].parse_task({"responses_create_params": {"input": "hi"}}, {})
@@ -163,5 +188,5 @@ def test_agents_that_are_missing_say_why() -> None:
 def test_example_rows_name_agents_that_are_known(gym_row: Callable[..., dict[str, Any]]) -> None:
     for name in ("structured_outputs", "structured_outputs__structured_outputs_v3_example"):
         assert gym_row(name)["agent_ref"]["name"] in AGENTS
-    for name in ("genrm_compare", "ns_tools", "swe_pivot", "swerl_gen", "multichallenge", "jailbreak_detection"):
+    for name in ("genrm_compare", "ns_tools", "swe_pivot", "swerl_gen"):
         assert gym_row(name)["agent_ref"]["name"] in LATER_AGENTS

@@ -1,0 +1,69 @@
+"""Judges of the configuration: the model servers that resources servers name, and how each is asked.
+
+A judge is given by its address (`base_url`). One without an address would be started on the run's own nodes, which
+the native engine does not do; the configuration's rules refuse it before a launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from recipes.environments.http_client import JsonClient
+from recipes.environments.judges.client import JudgeClient
+
+QUESTION_SECONDS = 600.0  # of one question with all its attempts: a judge may think for many thousand tokens
+DEFAULT_CONCURRENCY = 64
+SETTINGS = frozenset({"judge_model_server", "judge_responses_create_params", "judge_endpoint_max_concurrency"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeServer:
+    """One judge as a resources server asks it."""
+
+    name: str
+    urls: tuple[str, ...]
+    model: str
+    api_key: str = ""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    max_concurrency: int = DEFAULT_CONCURRENCY
+
+    def client(self, http: JsonClient) -> JudgeClient:
+        """Return a client of this judge over shared connections."""
+        return JudgeClient(
+            name=self.name,
+            urls=self.urls,
+            model=self.model,
+            params=self.params,
+            timeout_seconds=QUESTION_SECONDS,
+            max_concurrency=self.max_concurrency,
+            api_key=self.api_key,
+            extra=self.extra,
+            http=http,
+        )
+
+
+def judge_of(settings: Mapping[str, Any], models: Mapping[str, Mapping[str, Any]]) -> JudgeServer | None:
+    """Return the judge that a resources server names in its settings, None when that has no address.
+
+    `models` has the settings of each model server by instance name.
+    """
+    name = (settings.get("judge_model_server") or {}).get("name", "")
+    server = models.get(name) or {}
+    base = server.get("base_url")
+    urls = (base,) if isinstance(base, str) else tuple(base or ())
+    if not urls:
+        return None
+    asked = {**(settings.get("judge_responses_create_params") or {}), **(server.get("sampling_overrides") or {})}
+    return JudgeServer(
+        name=name,
+        urls=urls,
+        model=str(server.get("model", "")),
+        api_key=str(server.get("api_key", "")),
+        params={key: value for key, value in asked.items() if key != "input"}
+        | (server.get("sampling_overrides") or {}),
+        extra=server.get("extra_body") or {},
+        max_concurrency=int(settings.get("judge_endpoint_max_concurrency") or DEFAULT_CONCURRENCY),
+    )
