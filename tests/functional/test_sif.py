@@ -283,7 +283,7 @@ def test_all_instances_of_a_data_set_are_found(tmp_path):
         assert refused.returncode == 2 and hub.requests == []
         assert "datasets.R2E-Gym/R2E-Gym-Subset.revision: got 'main', expected a commit" in refused.stderr
         followed = list_all(tmp_path, hub, "main", "--allow-moving-revision")
-    assert f"R2E-Gym/R2E-Gym-Subset main is at {commit}" in followed.stdout
+    assert f"R2E-Gym/R2E-Gym-Subset main is now at commit {commit}" in followed.stdout
     pinned = list_all(tmp_path, nowhere, commit)  # the table is there
     for result in (followed, pinned):
         assert f"sif: R2E-Gym/R2E-Gym-Subset@{commit}: 2 instances so far" in result.stdout, result

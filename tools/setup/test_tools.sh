@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 #
-# Install the programs of the system that the functional tests start; what is there is left alone.
+# Install the system programs that the functional tests start; those already installed are left alone.
 #
 # Usage: tools/setup/test_tools.sh
 #
-# Needs Debian or Ubuntu and root for what is missing; elsewhere it says what to install, and ends with status 2.
+# Installing needs root on Debian or Ubuntu; otherwise it prints what to install and ends with status 2.
 
 set -euo pipefail
 shopt -s inherit_errexit
@@ -37,7 +37,7 @@ main() {
   wait "$!"
   ((${#packages[@]})) || return 0
   if ! command -v apt-get >/dev/null || ((EUID != 0)); then
-    printf 'test_tools.sh: the functional tests need the Debian packages %s (or what they are called here): %s\n' \
+    printf 'test_tools.sh: the functional tests need the Debian packages %s (names may differ here): %s\n' \
       "${packages[*]}" "install them, or run this once as root on Debian or Ubuntu" >&2
     exit 2
   fi
