@@ -16,7 +16,7 @@ main() {
     squashfs-tools squashfuse tmux
   curl --fail --location --silent --show-error --retry 5 --output "${package}" \
     "${RELEASES}/v${APPTAINER_VERSION}/apptainer_${APPTAINER_VERSION}_${DEB_ARCH}.deb"
-  sha256sum --check <<<"${APPTAINER_SHA256}  ${package}"
+  sha256sum -c <<<"${APPTAINER_SHA256}  ${package}"
   DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends "${package}"
   rm -rf -- "${package}" /var/lib/apt/lists/*
   ln -sfn apptainer /usr/bin/singularity # the name that Gym's agents call

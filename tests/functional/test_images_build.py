@@ -121,7 +121,7 @@ def test_the_native_image_installs_the_lock_and_compiles_last(engine, checkout):
     noted = calls(engine, build(engine, checkout, "native"))
     assert noted.index("setuptools==") < noted.index("torch==") < noted.index("mamba-ssm==")
     assert noted.count("mamba-ssm==") == 1
-    installs = [line for line in noted.splitlines() if "pip install" in line]
+    installs = [line for line in noted.splitlines() if line.startswith("uv pip install")]
     assert len(installs) == 3 and all("--require-hashes" in line and "index" not in line for line in installs)
     pins = [line for line in (ROOT / "containers/requirements-gpu.lock").read_text().splitlines() if "==" in line]
     wanted = [pin for pin in pins if not pin.startswith("#")]
