@@ -138,3 +138,11 @@ def test_a_valid_reward_that_is_masked_does_not_make_a_group() -> None:
     got, metrics = add_advantages(batch([1.0, 0.0], [0, 0], [1.0, 0.0], ()), config())
     assert got.sample_mask_B.tolist() == [0.0, 0.0]
     assert (metrics["advantages/min"], metrics["advantages/mean"], metrics["advantages/max"]) == (0.0, 0.0, 0.0)
+
+
+def test_rates_are_per_turn_and_groups_without_signal_are_counted() -> None:
+    spans = tuple(TurnSpan(row=row, start=1, end=4, has_malformed_thinking=row == 0) for row in range(4))
+    given = batch([1.0, 1.0, 0.0, 0.0, 1.0, 0.0], [0, 0, 1, 1, 2, 2], [1.0] * 6, spans)
+    _, metrics = add_advantages(given, config())
+    assert metrics["malformed_thinking_rate"] == 0.25
+    assert metrics["num_zero_advantage_groups"] == 2.0

@@ -90,6 +90,7 @@ def test_what_is_masked_already_is_in_no_statistic_of_the_mismatch() -> None:
     assert metrics["max_seq_mult_prob_error"] == pytest.approx(3.0)
     assert metrics["min_seq_mult_prob_error"] == pytest.approx(1.5)
     assert metrics["max_seq_mult_prob_error_after_mask"] == pytest.approx(1.5)
+    assert metrics["min_seq_mult_prob_error_after_mask"] == pytest.approx(1.5)
     assert metrics["logprob_error_max"] == pytest.approx(math.log(3.0))
 
 

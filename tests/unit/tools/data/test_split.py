@@ -295,6 +295,7 @@ def test_a_row_without_agent_cannot_be_stratified(tmp_path: Path, capsys: pytest
         (1, {"b": 4, "c": 5, "a": 4}, {"a": 0, "b": 0, "c": 1}),  # the largest remainder is neither first nor last
         (1, {"b": 2, "a": 2}, {"a": 1, "b": 0}),  # equal: the name decides, not the order in the file
         (5, {"a": 6, "b": 13}, {"a": 2, "b": 3}),  # 1.58 and 3.42
+        (2, {"b": 3, "a": 1}, {"a": 0, "b": 2}),  # the same, where the name would prefer the only row
         (2, {"a": 3, "b": 1}, {"a": 2, "b": 0}),  # 1.5 and 0.5, but b keeps its only row
         (3, {"a": 2, "b": 2}, {"a": 2, "b": 1}),  # nobody can keep a row for ever
     ],
