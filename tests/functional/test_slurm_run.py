@@ -100,7 +100,7 @@ def test_a_run_comes_to_its_end_whatever_happens_on_the_way(slurm_cluster: Clust
         job.wait_until(lambda: job.restarts == 3, "requeue after the death of the engine", seconds=ENGINE_DEATH_SECONDS)
         assert "generation engine 0 (node n2" in "".join(job.driver_log(3).splitlines()[-3:]), job.everything()
         assert "requeued: failed with status 1 after it had saved step_" in job.log, job.everything()
-        assert "n2 failed and is used again: the partition has no other node" in job.log, job.everything()
+        assert "n2 failed and may be used again: the partition has no other node" in job.log, job.everything()
         before = saved(job)
         job.wait_until(lambda: saved(job) > before, "checkpoint of the fourth start", seconds=START_SECONDS)
         slurm_cluster.run(["scancel", job.id])

@@ -375,7 +375,7 @@ def test_a_node_is_used_again_where_the_partition_has_no_other(job):
     output = job.run(worker=1)[1]
     assert job.was_requeued()
     assert job.updates() == []
-    assert "127.0.0.2 failed and is used again: the partition has no other node" in output
+    assert "127.0.0.2 failed and may be used again: the partition has no other node" in output
 
 
 def test_names_beside_the_checkpoints_are_no_checkpoints(job):

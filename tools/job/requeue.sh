@@ -102,8 +102,10 @@ shielded() {
 
 # requeue REASON [NODE...]: put the job back, to run without these nodes.
 requeue() {
-  local reason=$1 state tries
+  local reason=$1 state tries list=''
   shift
+  # Asked before the requeue: after it Slurm ends every program of this script that is not shielded.
+  (($# == 0)) || list="$(nodes_to_leave_out "$@")"
   for ((tries = 0; tries < REQUEUE_TRIES; tries++)); do
     ((tries == 0)) || sleep "${REQUEUE_SECONDS}"
     # A job that was cancelled meanwhile stays cancelled: Slurm would requeue that one, too.
@@ -113,26 +115,25 @@ requeue() {
       return
     fi
     if shielded scontrol requeue "${SLURM_JOB_ID}"; then
+      trap '' TERM # Slurm's, for what the job was
       say "requeued: ${reason}"
       # Slurm takes this list only of a job that waits, and starts no job whose batch script still runs: it is in time.
-      (($# == 0)) || leave_out "$@"
+      if [[ -n ${list} ]] && shielded scontrol update "JobId=${SLURM_JOB_ID}" "ExcNodeList=${list}"; then
+        say "the next start runs without $*"
+      elif (($#)); then
+        say "$* failed and may be used again: the partition has no other node, or Slurm did not take the list"
+      fi
       return
     fi
   done
   say 'not restarted: Slurm did not take the requeue; submit again to go on'
 }
 
-# Have the next start use other nodes than these, and than those that earlier starts have left out.
-leave_out() {
+# Print these nodes and those that earlier starts have left out; nothing when the others are too few.
+nodes_to_leave_out() {
   local text list
   text="$(timeout 30 scontrol show job --oneliner "${SLURM_JOB_ID}")" || true
   list="$(printf '%s\n' "$@" | paste -sd,)"
   if [[ ${text} =~ \ ExcNodeList=([^ ]+) && ${BASH_REMATCH[1]} != '(null)' ]]; then list+=",${BASH_REMATCH[1]}"; fi
-  if ! has_enough_nodes "${list}"; then
-    say "$* failed and is used again: the partition has no other node"
-  elif shielded scontrol update "JobId=${SLURM_JOB_ID}" "ExcNodeList=${list}"; then
-    say "the next start runs without $*"
-  else
-    say "$* failed and may be used again: Slurm did not take the list of nodes to leave out"
-  fi
+  if has_enough_nodes "${list}"; then printf '%s' "${list}"; fi
 }

@@ -31,7 +31,7 @@ export_environment() {
   token="$(od -vAn -N32 -tx1 /dev/urandom | tr -d ' \n')"
   # Nobody else can make this directory of the nodes before the job does. Short: Ray's sockets lie below it.
   temp_dir="/tmp/rl-${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}-$(od -vAn -N4 -tx1 /dev/urandom | tr -d ' \n')"
-  export RAY_AUTH_MODE=token RAY_AUTH_TOKEN="${token}" # nobody else on the network can run code in the cluster
+  export RAY_AUTH_MODE=token RAY_AUTH_TOKEN="${token}"            # nobody else on the network can run code in the cluster
   SANDBOX_TOKEN="$(od -vAn -N32 -tx1 /dev/urandom | tr -d ' \n')" # nor in its sandboxes
   export SANDBOX_TOKEN
   export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
