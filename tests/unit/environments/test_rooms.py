@@ -18,10 +18,10 @@ BELOW: dict[str, set[str]] = {
     "checks": {"contract"},
     "verifiers": {"contract", "checks"},
     "judges": {"contract", "http_client"},
-    "scoring": {"contract", "http_client"},
+    "scoring": {"contract", "http_client", "judges"},
     "chat": {"contract"},
-    "agents": {"contract", "scoring", "chat"},
-    "server": {"contract", "scoring", "instances", "registry"},
+    "agents": {"contract", "judges", "scoring", "chat"},
+    "server": {"contract", "judges", "scoring", "http_client", "instances", "registry"},
 }
 
 
