@@ -5,7 +5,8 @@ A test compares the environments' part with recipes/environments/registry.py and
 
 from __future__ import annotations
 
-ARCHITECTURES = ("Qwen3ForCausalLM",)  # models that the policy builds: `architectures` of a model's config.json
+# Models that the policy builds, as `architectures` of config.json names them.
+ARCHITECTURES = ("NemotronHForCausalLM", "Qwen3ForCausalLM")
 RESOURCES_TYPES = (  # resources servers
     "calendar",
     "equivalence_llm_judge",

@@ -46,10 +46,16 @@ _EXPECTED: dict[str, tuple[int, ...]] = {
     "optimizer.distrib_optimizer": (0, 5, 1, 0, 2, 0),
     "optimizer.optimizer": (4, 3, 2, 0, 2, 0),
     "pipeline_parallel.schedules": (3, 0, 0, 0, 0, 0),
+    "ssm.mamba_block": (1, 0, 0, 0, 0, 0),
+    "ssm.mamba_mixer": (0, 0, 0, 0, 5, 0),
     "tensor_parallel.layers": (0, 0, 0, 0, 8, 0),
     "tensor_parallel.mappings": (0, 0, 0, 0, 5, 0),
     "tensor_parallel.random": (0, 0, 0, 0, 13, 2),
+    "transformer.moe.experts": (0, 0, 0, 0, 2, 0),
     "transformer.moe.moe_utils": (1, 0, 0, 0, 1, 0),
+    "transformer.moe.router": (0, 0, 0, 0, 6, 0),
+    "transformer.moe.shared_experts": (0, 0, 0, 0, 8, 0),
+    "transformer.moe.token_dispatcher": (0, 0, 0, 0, 4, 0),
 }
 
 
@@ -109,12 +115,14 @@ def rewrite(source: str, module: str) -> str:
     if module == "jit":
         source += "\ndisable_jit_fuser()\n"  # the fuser is torch.compile, which needs a compiler and pays nothing here
     if module == "transformer.moe.moe_utils":
-        # all_to_all wants the split sizes as a list on the CPU as well.
-        source, count = re.subn(
-            r"if torch\.is_tensor\(tensor\) and tensor\.is_cuda:", "if torch.is_tensor(tensor):", source
-        )
-        if count != 1:
-            raise ImportError(f"{_PACKAGE}{module} moves split sizes differently; install {CHECKED_VERSION}")
+        # all_to_all wants the split sizes as a list on the CPU as well, and there is no stream to record them on.
+        for text, replacement in (
+            (r"if torch\.is_tensor\(tensor\) and tensor\.is_cuda:", "if torch.is_tensor(tensor):"),
+            (r"\btensor\.record_stream\([^\n]*\)$", "pass"),
+        ):
+            source, count = re.subn(text, replacement, source, flags=re.MULTILINE)
+            if count != 1:
+                raise ImportError(f"{_PACKAGE}{module} moves split sizes differently; install {CHECKED_VERSION}")
     return source
 
 
@@ -131,6 +139,9 @@ class _Stream:
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         del args, kwargs
+
+    def record_event(self) -> _Stream:
+        return self
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("__"):

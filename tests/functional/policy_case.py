@@ -14,7 +14,7 @@ from typing import Any
 import ray
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import NemotronHConfig, NemotronHForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from recipes.config.load import load_config, require_valid
 from recipes.config.tree import Config
@@ -58,6 +58,54 @@ def save_model(directory: Path, *, tied: bool = False) -> Path:
         initializer_range=0.2,  # large enough that every weight matters
     )
     Qwen3ForCausalLM(config).float().save_pretrained(directory)
+    return directory
+
+
+def save_hybrid(directory: Path, **sizes: Any) -> Path:
+    """Write a random Nemotron-H model with all four kinds of layer and latent experts, in float32."""
+    torch.manual_seed(0)
+    config = NemotronHConfig(
+        **{
+            "vocab_size": 96,
+            "hidden_size": 48,
+            "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp", "linear_attention", "moe"],
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 80,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 4,
+            "chunk_size": 16,
+            "conv_kernel": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "moe_latent_size": 24,
+            "moe_shared_expert_intermediate_size": 48,
+            "max_position_embeddings": 128,
+            "initializer_range": 0.1,
+            "routed_scaling_factor": 2.5,
+            "time_step_min": 1e-30,  # transformers bounds the step from below, the model does not
+            **sizes,
+        }
+    )
+    model = NemotronHForCausalLM(config).float()
+    with torch.no_grad():  # every weight away from its starting value, so that a wrong place shows
+        for name, value in [*model.named_parameters(), *model.named_buffers()]:
+            noise = torch.randn(value.shape)
+            if "e_score_correction_bias" in name:
+                value.copy_(0.3 * noise)
+            elif "norm" in name:
+                value.copy_(1 + 0.2 * noise)
+            elif name.endswith((".D", "A_log")):
+                value.add_(0.3 * noise)
+            elif name.endswith("dt_bias"):
+                value.copy_(1.5 * noise - 2)
+            elif "embeddings" in name or "conv1d" in name:
+                value.copy_(0.5 * noise)
+    model.save_pretrained(directory)
     return directory
 
 

@@ -8,6 +8,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from recipes.policy.families.mapping import WeightMapping
+from recipes.policy.families.nemotron_h import NemotronH
 from recipes.policy.families.qwen3 import Qwen3
 from recipes.policy.layers.head import OutputConfig
 
@@ -42,7 +43,7 @@ class Family(Protocol):
         ...
 
 
-FAMILIES: tuple[Family, ...] = (Qwen3(),)
+FAMILIES: tuple[Family, ...] = (NemotronH(), Qwen3())
 
 
 def family_of(architecture: str) -> Family | None:

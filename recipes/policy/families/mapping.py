@@ -25,14 +25,16 @@ class Sharding(StrEnum):
     GATE_UP = "gate_up"  # gate rows, then up rows; each is split
     ROWS = "rows"  # output dimension split
     COLUMNS = "columns"  # input dimension split
+    MAMBA_IN = "mamba_in"  # rows of z, x, B, C, dt; each is split
+    MAMBA_CONV = "mamba_conv"  # rows of x, B, C; each is split
     REPLICATED = "replicated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightMapping:
-    """One parameter of this rank and the full tensors that it is a part of."""
+    """One parameter or buffer of this rank and the full tensors that it is a part of."""
 
-    param: torch.nn.Parameter
+    param: Tensor
     sharding: Sharding
     names: tuple[str, ...]  # Hugging Face names
 
@@ -44,7 +46,7 @@ def load(mappings: Sequence[WeightMapping], config: TransformerConfig, read: Cal
     rank = parallel_state.get_tensor_model_parallel_rank()
     for mapping in mappings:
         full = [read(name) for name in mapping.names]
-        mapping.param.copy_(_split(mapping.sharding, full, config, size=size, rank=rank))
+        mapping.param.copy_(_split(mapping.sharding, full, config, size=size, rank=rank).view_as(mapping.param))
 
 
 @torch.no_grad()
@@ -81,6 +83,8 @@ def _split(sharding: Sharding, full: list[Tensor], config: TransformerConfig, *,
         return fused.chunk(size, dim=0)[rank].flatten(0, 1)
     if sharding is Sharding.GATE_UP:
         return torch.cat([part.chunk(size, dim=0)[rank] for part in full])
+    if sharding in (Sharding.MAMBA_IN, Sharding.MAMBA_CONV):
+        return torch.cat([part.chunk(size, dim=0)[rank] for part in _cut(full[0], _mamba_parts(sharding, config))])
     if sharding is Sharding.ROWS:
         return full[0].chunk(size, dim=0)[rank]
     if sharding is Sharding.COLUMNS:
@@ -99,11 +103,26 @@ def _join(sharding: Sharding, shards: list[Tensor], config: TransformerConfig) -
     if sharding is Sharding.GATE_UP:
         halves = [shard.chunk(2, dim=0) for shard in shards]
         return [torch.cat([gate for gate, _ in halves]), torch.cat([up for _, up in halves])]
+    if sharding in (Sharding.MAMBA_IN, Sharding.MAMBA_CONV):
+        sizes = [size // len(shards) for size in _mamba_parts(sharding, config)]
+        parts = zip(*[_cut(shard, sizes) for shard in shards], strict=True)
+        return [torch.cat([torch.cat(part) for part in parts])]
     if sharding is Sharding.ROWS:
         return [torch.cat(shards)]
     if sharding is Sharding.COLUMNS:
         return [torch.cat(shards, dim=1)]
     return [shards[0]]
+
+
+def _cut(tensor: Tensor, sizes: list[int]) -> list[Tensor]:
+    return list(torch.split(tensor, sizes))  # type: ignore[no-untyped-call]
+
+
+def _mamba_parts(sharding: Sharding, config: TransformerConfig) -> list[int]:
+    """Return the rows of each part of a Mamba mixer's input projection or convolution."""
+    inner, state = config.mamba_num_heads * config.mamba_head_dim, config.mamba_num_groups * config.mamba_state_dim
+    convolved = [inner, state, state]
+    return convolved if sharding is Sharding.MAMBA_CONV else [inner, *convolved, config.mamba_num_heads]
 
 
 def _all_gather(local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

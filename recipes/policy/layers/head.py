@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.mamba import MambaModel
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -35,18 +36,41 @@ class LogProbModel(GPTModel):  # type: ignore[misc]
             return hidden_states
         tied = self.share_embeddings_and_output_weights
         weight_VH = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        group = self.pg_collection.tp
-        if self.config.sequence_parallel:
-            # Each rank's vocabulary shard gives a part of the gradient: the backward pass must sum them.
-            hidden = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=group)
-        else:
-            hidden = copy_to_tensor_model_parallel_region(hidden_states, group=group)
-        logprobs_T = label_logprobs(
-            hidden[:, 0],
-            weight_VH,
-            labels[0],
-            temperature=self.output.temperature,
-            chunk_size=self.output.chunk_size,
-            group=group,
-        )
-        return logprobs_T[None]
+        return _logprobs(self, hidden_states, weight_VH, labels)
+
+
+class HybridLogProbModel(MambaModel):  # type: ignore[misc]
+    """Hybrid of Mamba and attention whose last stage returns log p(label) [1, T] in float32."""
+
+    def __init__(self, output: OutputConfig, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.output = output
+        if self.post_process:
+            self.output_layer.forward = _pass_on  # MambaModel has no hook between the last norm and the logits
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Return log-probabilities; what arrives as `logits` is the hidden state that `_pass_on` has passed on."""
+        return _logprobs(self, logits, self.output_layer.weight, labels)
+
+
+def _pass_on(hidden_states: Tensor, **_: object) -> tuple[Tensor, None]:
+    return hidden_states, None
+
+
+def _logprobs(model: Any, hidden_states: Tensor, weight_VH: Tensor, labels: Tensor) -> Tensor:
+    """Return log p(label) [1, T] in float32 from the last hidden state [T, 1, H] of this tensor-parallel rank."""
+    group = model.pg_collection.tp
+    if model.config.sequence_parallel:
+        # Each rank's vocabulary shard gives a part of the gradient: the backward pass must sum them.
+        hidden = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=group)
+    else:
+        hidden = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+    logprobs_T = label_logprobs(
+        hidden[:, 0],
+        weight_VH,
+        labels[0],
+        temperature=model.output.temperature,
+        chunk_size=model.output.chunk_size,
+        group=group,
+    )
+    return logprobs_T[None]

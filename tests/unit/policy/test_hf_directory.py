@@ -53,7 +53,9 @@ def test_what_the_policy_cannot_build_is_refused_with_all_reasons(tmp_path: Path
         hf.read_config(tmp_path)
     assert [problem.where.split(": ")[1] for problem in refused.value.problems] == ["attention_bias", "hidden_act"]
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["OtherModel"]}))
-    with pytest.raises(ConfigError, match="architectures: got OtherModel, expected one of Qwen3ForCausalLM"):
+    with pytest.raises(
+        ConfigError, match="architectures: got OtherModel, expected one of NemotronHForCausalLM, Qwen3ForCausalLM"
+    ):
         hf.read_config(tmp_path)
 
 
