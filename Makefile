@@ -290,6 +290,7 @@ test-all: lint ## run every test, also those that take hours: long matrices, man
 #= ARGS
 	@tools/setup/test_tools.sh
 	$(PYTHON) -m pytest -m 'not gpu' -n 2 --dist loadfile --durations 40 $(ARGS)
+	$(PYTHON) -m tests.mutation
 
 .PHONY: clean
 clean: ## remove caches and build outputs; never data, models or results

@@ -1,32 +1,56 @@
-"""Who may import whom. Direct imports are read from the source; what an import drags in is tried in a fresh process."""
+"""Who may import whom: rooms stand on floors, and every import between rooms points to a lower floor.
+
+Direct imports are read from the source, those for type checkers included. What an import loads besides is tried in a
+fresh process.
+"""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = {"torch", "ray", "vllm", "megatron", "transformers"}
+SOURCES = [*sorted((ROOT / "recipes").rglob("*.py")), *sorted((ROOT / "tools").rglob("*.py"))]
 
-# Place -> prefixes that no file in it may import, at the top or inside a function.
+# From the ground up. A room imports from floors below its own, never from its own floor or above.
+FLOORS = (
+    {"recipes.errors", "recipes.types", "recipes.stop", "recipes.files"},
+    {"recipes.cluster"},
+    {"recipes.config"},
+    {"recipes.environments", "recipes.generation", "recipes.policy"},
+    {"recipes.grpo"},
+    {"recipes.run_grpo"},
+    {"tools.command_line", "tools.processes"},
+    {"tools.files", "tools.report"},
+    {"tools.images"},
+    {"tools.planning"},
+    {"tools.job", "tools.nemo_rl", "tools.watching"},
+    {"tools.data", "tools.sizing", "tools.config"},
+    {"tools.rows", "tools.lineage", "tools.sif"},
+    {"tools.curriculum", "tools.doctor", "tools.tiny"},
+    {"tools.launch", "tools.bench", "tools.serve_env", "tools.setup"},
+)
+GROUND = FLOORS[0]
+MAX_MODULES, MAX_STEPS = 20, 18
+
+HEAVY = {"torch", "ray", "vllm", "megatron", "transformers"}
+# Place -> packages that no file in it may import, at the top or inside a function.
 NEVER = {
-    "recipes/policy": ("recipes.generation", "recipes.environments", "recipes.grpo"),
-    "recipes/generation": ("recipes.policy", "megatron"),
-    "recipes/environments": ("recipes.policy", "recipes.generation", "torch", "ray", "vllm"),
-    "recipes/grpo/train.py": ("ray", "vllm", "megatron"),
-    "recipes/grpo/advantage.py": ("ray", "vllm", "megatron", "recipes.policy", "recipes.generation"),
-    "recipes": ("tools",),
+    "recipes/environments": {"torch", "ray", "vllm"},
+    "recipes/generation": {"megatron"},
+    "recipes/grpo/train.py": {"ray", "vllm", "megatron"},
 }
-# Place -> the only modules of ours and of others, besides the standard library, that it may import.
+# Place -> the only packages and modules of ours, besides the standard library and itself, that it may import.
 ONLY = {
-    "recipes/grpo/advantage.py": {"torch", "recipes.types"},
-    "recipes/grpo/loss.py": {"torch", "recipes.types"},
-    "recipes/grpo/reward.py": {"torch", "recipes.types"},
-    "recipes/grpo/batch.py": {"torch", "recipes.types"},
+    f"recipes/grpo/{step}.py": {"torch", "recipes.types", "recipes.config.tree"}
+    for step in ("advantage", "batch", "loss", "reward")
 }
 # What must load without these packages, directly or through others.
 LIGHT = {
@@ -42,39 +66,96 @@ def files(place: str) -> list[Path]:
     return [path] if path.suffix else sorted(path.rglob("*.py"))
 
 
-def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path) for path in SOURCES}
+
+
+def room_of(module: str) -> str:
+    return ".".join(module.split(".")[:2])
 
 
 def imported(path: Path) -> set[str]:
-    """Return every module that a file imports, except for type checkers only."""
+    """Return every module that a file imports, of `from package import name` both where that is a module."""
     found: set[str] = set()
-    pending: list[ast.AST] = [ast.parse(path.read_text())]
-    while pending:
-        node = pending.pop()
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
-        pending += [
-            child
-            for child in ast.iter_child_nodes(node)
-            if not (isinstance(child, ast.stmt) and is_type_checking(child))
-        ]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names} & MODULES
+            found |= names or {node.module}
     return found
 
 
-def starts_with(module: str, prefix: str) -> bool:
-    return module == prefix or module.startswith(f"{prefix}.")
+def edges() -> Iterator[tuple[str, str]]:
+    """Yield (importing, imported) for every import of one module of ours by another."""
+    for path in SOURCES:
+        for module in imported(path) & MODULES:
+            yield module_of(path), module
 
 
-@pytest.mark.parametrize(("place", "prefixes"), NEVER.items())
-def test_never_imports(place, prefixes):
+def test_every_room_has_a_floor():
+    rooms = {room_of(module) for module in MODULES if "." in module}
+    floors = [room for floor in FLOORS for room in floor]
+    assert rooms | {"tools.setup"} == set(floors)
+    assert len(floors) == len(set(floors))
+
+
+def test_every_import_between_rooms_points_down():
+    floor_of = {room: number for number, floor in enumerate(FLOORS) for room in floor}
     wrong = [
-        f"{path.relative_to(ROOT)} imports {module}"
+        f"{importing} imports {module}"
+        for importing, module in edges()
+        if room_of(importing) != room_of(module) and floor_of[room_of(module)] >= floor_of[room_of(importing)]
+        if not {room_of(importing), room_of(module)} <= GROUND
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("unit", ["file", "folder"])
+def test_no_circle(unit):
+    graph: defaultdict[str, set[str]] = defaultdict(set)
+    for importing, module in edges():
+        ends = (importing, module)
+        if unit == "folder":
+            ends = (importing.rpartition(".")[0], module.rpartition(".")[0])
+        if not any(f"{end}.".startswith(f"{other}.") for end, other in (ends, ends[::-1])):  # a room and its corner
+            graph[ends[0]].add(ends[1])
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as circle:
+        pytest.fail(" imports ".join(reversed(circle.args[1])))
+
+
+def test_no_folder_is_a_heap():
+    folders: defaultdict[Path, list[Path]] = defaultdict(list)
+    for path in SOURCES:
+        if path.name != "__init__.py":
+            folders[path.parent].append(path)
+    assert not {str(folder): len(modules) for folder, modules in folders.items() if len(modules) > MAX_MODULES}
+    assert len(folders[ROOT / "recipes" / "grpo"]) <= MAX_STEPS
+
+
+def test_no_two_classes_of_one_name():
+    """A verifier's `Task` apart: each verifier has its own, and nobody else reads it."""
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_task = isinstance(node, ast.ClassDef) and node.name == "Task" and path.parent.name == "verifiers"
+            if isinstance(node, ast.ClassDef) and not is_task:
+                places[node.name].append(module_of(path))
+    assert not {name: modules for name, modules in places.items() if len(modules) > 1}
+
+
+@pytest.mark.parametrize(("place", "packages"), NEVER.items())
+def test_never_imports(place, packages):
+    wrong = [
+        f"{module_of(path)} imports {module}"
         for path in files(place)
         for module in imported(path)
-        if any(starts_with(module, prefix) for prefix in prefixes)
+        if module.split(".")[0] in packages
     ]
     assert files(place)
     assert not wrong
@@ -86,18 +167,16 @@ def test_imports_only(place, allowed):
         module
         for module in imported(ROOT / place)
         if module.split(".")[0] not in sys.stdlib_module_names
-        and not any(starts_with(module, prefix) for prefix in allowed)
-        and module != "recipes.grpo"
+        and not any(module == name or module.startswith(f"{name}.") for name in allowed)
     }
     assert not others
 
 
 @pytest.mark.parametrize(("place", "packages"), LIGHT.items())
 def test_loads_without(place, packages):
-    sources = files(place)
     names = [
-        ".".join(source.relative_to(ROOT).with_suffix("").parts)
-        for source in sources
+        module_of(source)
+        for source in files(place)
         if source.name not in ("__init__.py", "__main__.py") and source.parent.name != "setup"
     ]
     # One process per place, and one module at a time in it, so that the message names the first that is heavy.
