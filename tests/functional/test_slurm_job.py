@@ -36,7 +36,7 @@ class Unit:  # takes a node's only worker unit, so that no two share a node
 num_nodes, what = int(sys.argv[1]), sys.argv[2]
 units = [Unit.remote() for _ in range(num_nodes)]
 print("hosts", *sorted(ray.get([unit.host.remote() for unit in units])), flush=True)
-end = time.monotonic() + patiently(120)
+end = time.monotonic() + 120
 is_first = "SLURM_RESTART_COUNT" not in os.environ
 while (what == "stay" or (what == "save" and is_first)) and time.monotonic() < end:
     dead = [node["NodeManagerHostname"] for node in ray.nodes() if not node["Alive"]]
