@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from recipes.grpo.data import PromptStream
-from recipes.types import Group, PromptRef, Row
+from recipes.types import Group, PromptRef, RolloutStatus, Row
 
 if TYPE_CHECKING:
     from recipes.config.tree import CircuitBreakerConfig
@@ -146,7 +146,10 @@ class PromptQueue:
         """
         name = group.agent
         was_paused = self.breaker.is_paused(name)
-        self.breaker.record(name, [rollout.reward is not None for rollout in group.rollouts])
+        # What the engine gave up says nothing of the environment.
+        told = [rollout for rollout in group.rollouts if rollout.status is not RolloutStatus.ABORTED]
+        if told:
+            self.breaker.record(name, [rollout.reward is not None for rollout in told])
         is_paused = self.breaker.is_paused(name)
         if is_paused and not was_paused:
             lately = self._failed_lately.pop(name, deque())

@@ -121,3 +121,16 @@ def test_what_waited_is_tried_after_a_restore(tmp_path: Path, position: int) -> 
     got, _ = queue(tmp_path, [f"a:{number}" for number in range(6)])
     got.restore(position, skipped=(4,), set_aside=(2, 1))
     assert draw(got, 3) == [1, 2, position]
+
+
+def test_what_the_engine_gave_up_neither_pauses_nor_resumes_an_environment(tmp_path: Path) -> None:
+    got, clock = queue(tmp_path, [f"a:{number}" for number in range(6)])
+    failed = group("a", [False] * 4)
+    aborted = replace(failed, rollouts=tuple(replace(one, status=RolloutStatus.ABORTED) for one in failed.rollouts))
+    got.record(aborted)
+    assert not got.breaker.is_paused("a")
+    got.record(failed)
+    assert got.breaker.is_paused("a")
+    clock.now += 10
+    got.record(aborted)
+    assert got.breaker.is_paused("a")
