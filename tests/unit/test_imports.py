@@ -138,17 +138,6 @@ def test_no_folder_is_a_heap():
     assert len(folders[ROOT / "recipes" / "grpo"]) <= MAX_STEPS
 
 
-def test_no_two_classes_of_one_name():
-    """A verifier's `Task` apart: each verifier has its own, and nobody else reads it."""
-    places: defaultdict[str, list[str]] = defaultdict(list)
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            is_task = isinstance(node, ast.ClassDef) and node.name == "Task" and path.parent.name == "verifiers"
-            if isinstance(node, ast.ClassDef) and not is_task:
-                places[node.name].append(module_of(path))
-    assert not {name: modules for name, modules in places.items() if len(modules) > 1}
-
-
 @pytest.mark.parametrize(("place", "packages"), NEVER.items())
 def test_never_imports(place, packages):
     wrong = [
