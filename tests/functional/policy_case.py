@@ -14,12 +14,20 @@ from typing import Any
 import ray
 import torch
 from safetensors.torch import load_file
-from transformers import NemotronHConfig, NemotronHForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from recipes.config.load import load_config, require_valid
 from recipes.config.tree import Config
 from recipes.grpo.loss import grpo_loss
 from recipes.policy.policy import Policy
+from recipes.types import TrainBatch
 
 BASE = Path(__file__).resolve().parents[2] / "configs" / "grpo_base.yaml"
 
@@ -150,3 +158,15 @@ def exported(policy: Policy, directory: Path) -> dict[str, torch.Tensor]:
     """Export the policy and read the tensors back."""
     policy.export_hf(directory)
     return load_file(directory / "model.safetensors")
+
+
+def reference_logprobs(model: Path, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
+    """Compute [B, S] with transformers, one unpadded row at a time."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    result_BS = torch.zeros(batch.input_ids_BS.shape)
+    for row, length in enumerate(batch.input_lengths_B.tolist()):
+        ids_1T = batch.input_ids_BS[row : row + 1, :length]
+        with torch.no_grad():
+            scores = (reference(ids_1T).logits[0, :-1] / temperature).log_softmax(-1)
+        result_BS[row, 1:length] = scores.gather(-1, ids_1T[0, 1:, None])[:, 0]
+    return result_BS

@@ -8,15 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from policy_case import exported, load_case, local_ray, running, save_model
+from policy_case import exported, load_case, local_ray, reference_logprobs, running, save_model
 from random_batch import random_batch
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from recipes.errors import CheckpointError, ConfigError
 from recipes.grpo.loss import grpo_loss
 from recipes.policy.policy import Policy
-from recipes.types import TrainBatch
 
 pytestmark = pytest.mark.functional
 
@@ -25,18 +22,6 @@ pytestmark = pytest.mark.functional
 def ray_instance() -> Iterator[None]:
     with local_ray(num_cpus=2):
         yield
-
-
-def _reference_logprobs(model: Path, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
-    """Compute [B, S] with transformers, one unpadded row at a time."""
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    result_BS = torch.zeros(batch.input_ids_BS.shape)
-    for row, length in enumerate(batch.input_lengths_B.tolist()):
-        ids_1T = batch.input_ids_BS[row : row + 1, :length]
-        with torch.no_grad():
-            scores = (reference(ids_1T).logits[0, :-1] / temperature).log_softmax(-1)
-        result_BS[row, 1:length] = scores.gather(-1, ids_1T[0, 1:, None])[:, 0]
-    return result_BS
 
 
 def test_logprobs_and_export_agree_with_transformers(tmp_path: Path) -> None:
@@ -48,8 +33,8 @@ def test_logprobs_and_export_agree_with_transformers(tmp_path: Path) -> None:
         policy.train(batch)
         after_BS = policy.logprobs(batch)
         exported(policy, tmp_path / "hf")
-    assert torch.allclose(before_BS, _reference_logprobs(model, batch, temperature=0.7), atol=2e-5, rtol=0)
-    assert torch.allclose(after_BS, _reference_logprobs(tmp_path / "hf", batch, temperature=0.7), atol=2e-5, rtol=0)
+    assert torch.allclose(before_BS, reference_logprobs(model, batch, temperature=0.7), atol=2e-5, rtol=0)
+    assert torch.allclose(after_BS, reference_logprobs(tmp_path / "hf", batch, temperature=0.7), atol=2e-5, rtol=0)
     assert (after_BS - before_BS).abs().max() > 1e-3  # the step moved the model, so the second check is not the first
 
 
@@ -59,7 +44,7 @@ def test_rows_without_packing_give_the_same_logprobs(tmp_path: Path) -> None:
     config = load_case(model, sequence_packing__enabled="false", logprob_batch_size=3)
     with running(config) as policy:
         got_BS = policy.logprobs(batch)
-    assert torch.allclose(got_BS, _reference_logprobs(model, batch), atol=2e-5, rtol=0)
+    assert torch.allclose(got_BS, reference_logprobs(model, batch), atol=2e-5, rtol=0)
 
 
 def test_tied_export_is_bit_equal_after_a_round_trip(tmp_path: Path) -> None:

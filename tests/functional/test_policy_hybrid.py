@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from policy_case import exported, load_case, local_ray, random_batch, running, save_hybrid
-from test_policy import _reference_logprobs as reference_logprobs
+from policy_case import exported, load_case, local_ray, reference_logprobs, running, save_hybrid
+from random_batch import random_batch
 
 pytestmark = pytest.mark.functional
 
