@@ -163,7 +163,7 @@ def test_tasks_are_values(name: str) -> None:
 ALL_OPTIONAL = {"jailbreak_detection", "over_refusal_detection"}
 
 
-@pytest.mark.parametrize("name", VERIFIERS.keys() - ALL_OPTIONAL)
+@pytest.mark.parametrize("name", sorted(VERIFIERS.keys() - ALL_OPTIONAL))
 def test_a_row_of_another_kind_is_refused_with_the_field(name: str) -> None:
     with pytest.raises(ValueError, match=r"^field '"):
         VERIFIERS[name].parse_task({"responses_create_params": {"input": "hi"}}, {})
