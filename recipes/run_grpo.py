@@ -11,8 +11,10 @@ import json
 import logging
 import sys
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from recipes.config.load import LoadedConfig, load_config, require_runnable
 from recipes.errors import RecipeError
@@ -80,9 +82,17 @@ def run_stage(config_path: Path, run_dir: Path, overrides: list[str]) -> int:
     return 0
 
 
+def without_secrets(tree: Any) -> Any:
+    """Return a configuration without the keys of servers that ask for one: files of a run are shared."""
+    if isinstance(tree, Mapping):
+        hidden = {name: "(hidden)" for name in tree if name == "api_key" and tree[name]}
+        return {name: without_secrets(value) for name, value in tree.items()} | hidden
+    return tree
+
+
 def write_resolved(loaded: LoadedConfig, run_dir: Path) -> None:
     """Write resolved.json: every value that this start uses, and the file that set it."""
-    content = {"config": loaded.tree, "sources": loaded.sources, "files": loaded.files}
+    content = {"config": without_secrets(loaded.tree), "sources": loaded.sources, "files": loaded.files}
     text = json.dumps(content, indent=2, default=dict) + "\n"
     write_atomically(run_dir / "resolved.json", text.encode())
 

@@ -1,4 +1,4 @@
-"""Check a resolved configuration against configs/schema.json and say what is wrong in the words of a user."""
+"""Check a resolved configuration against configs/schema.json; report every wrong key, what it accepts, and a fix."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class Environments:
             return unscored((), RolloutStatus.ENV_FAILED, reason, seconds=time.monotonic() - start)
 
     def wrap_verifiers(self, wrap: Callable[[VerifierClient], VerifierClient]) -> None:
-        """Replace every verifier client by `wrap` of it, e.g. to measure it or to simulate a slow one."""
+        """Replace every verifier client by `wrap` of it; tests simulate slow and failing ones."""
         self._clients = {name: wrap(client) for name, client in self._clients.items()}
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """Server instances of the configuration (`env.nemo_gym.<name>`), as NeMo Gym writes them.
 
-An instance holds one server of one kind. Two kinds are read: resources servers of the verifiers that exist here, and
-the agents that use them. A setting that no code reads is refused. Servers of other types are ignored until a row
-needs them.
+An instance holds one server of one kind. Three kinds are read: resources servers of the verifiers that exist here, the
+agents that use them, and the model servers that judge for them. A setting that no code reads is refused. Servers of
+other types are ignored until a row needs them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The pulse of a run: status.json in the run directory, rewritten every second by a thread of the driver.
+"""The heartbeat of a run: status.json in the run directory, rewritten every second by a thread of the driver.
 
 It says which phase the loop is in and since when, what the collector waits for and, at the end, how the run ended.
 `make status` and `make watch` read it. When it is no longer rewritten, the driver has died or hangs.

@@ -45,7 +45,7 @@ def load_blends(path: Path) -> dict[str, Blend]:
     except (OSError, yaml.YAMLError) as error:
         text = str(error).splitlines()[0]
         fix = "give --blends a file like configs/data/blends.yaml"
-        raise DataError(Problem(where=str(path), got=text, expected="a YAML file", fix=fix)) from error
+        raise DataError(Problem(where=str(path), wrong=f"it cannot be read as YAML: {text}", fix=fix)) from error
     problems: list[Problem] = []
     blends: dict[str, Blend] = {}
     datasets = _mapping(path, content, "datasets", {"datasets"}, problems).get("datasets")

@@ -60,7 +60,7 @@ def load_sources(path: Path) -> dict[str, Source]:
     except (OSError, yaml.YAMLError) as error:
         text = str(error).splitlines()[0]
         fix = "give --sources a file like configs/data/placeholders.yaml"
-        raise DataError(Problem(where=str(path), got=text, expected="a YAML file", fix=fix)) from error
+        raise DataError(Problem(where=str(path), wrong=f"it cannot be read as YAML: {text}", fix=fix)) from error
     entries = content.get("sources") if isinstance(content, dict) else None
     if not isinstance(entries, dict):
         wrong = "it has no `sources:` with one entry per data set name"
@@ -76,8 +76,11 @@ def _source(file: Path, name: str, entry: Any, problems: list[Problem]) -> Sourc
     where, before = f"{file}: sources.{name}", len(problems)
 
     def wrong(key: str, expected: str) -> None:
-        got = repr(entry.get(key)) if isinstance(entry, dict) and key in entry else "nothing"
-        problems.append(Problem(where=f"{where}.{key}", got=got, expected=expected, fix="correct the entry"))
+        if key in entry:
+            fix = "correct the entry"
+            problems.append(Problem(where=f"{where}.{key}", got=repr(entry[key]), expected=expected, fix=fix))
+        else:
+            problems.append(Problem(where=f"{where}.{key}", wrong="this key is missing", fix=f"give {expected}"))
 
     if not isinstance(entry, dict):
         problems.append(Problem(where=where, got=repr(entry), expected="a mapping", fix="correct the entry"))

@@ -11,14 +11,14 @@
 # After which end a job starts again, at most MAX_RESTARTS times:
 #   75, with a new checkpoint       the driver saved and stopped: a signal, or the time limit
 #   75, without one                 only when it was interrupted before its time was up
-#   another error, new checkpoint   a rank, an engine or a GPU failed: again without the node that the message names
+#   another error, new checkpoint   a rank or the last engine failed: again without the node that the message names
 #   a node that does not answer     Slurm itself puts the job back when it has noticed
 # After 0 the run is done; after 2 an input is wrong, and the next start would end in the same way.
 
 readonly EXIT_RESUME=75 DOWN_MARGIN_SECONDS=60
 # A controller that restarts is away for a minute.
 readonly REQUEUE_TRIES=8 REQUEUE_SECONDS="${REQUEUE_SECONDS:-15}"
-readonly LIMIT_SECONDS=720 # Slurm signals a job so long before its end, up to a minute early: see walltime.py
+readonly LIMIT_SECONDS=720 # Slurm signals a job so long before its end, up to a minute early: see tools/planning/walltime.py
 
 # srun takes TERM as an order to kill its step, but forwards USR1.
 ask_driver() {

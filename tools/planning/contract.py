@@ -79,7 +79,7 @@ CHOICES = {
 _SWITCHES = ("DRY_RUN", "ENABLE_MTP_INFERENCE", "SKIP_CODE_SNAPSHOT", "REFRESH_CODE_SNAPSHOT")
 # Read elsewhere: by make, by the stage table, and by the profiles.
 OF_MAKE = ("STAGE", "STAGES", "SCALE", "PLATFORM", "CLUSTER", "ENV_TOML", "NEMOTRON_ENV_FILE")
-_MIN_NAME, _ALIKE = 8, 0.86  # a shorter name is not called misspelt; from this similarity on (`nearest`) it is
+_MIN_NAME, _ALIKE = 8, 0.86  # shortest name, and least similarity (`nearest`), that is reported as a misspelling
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 

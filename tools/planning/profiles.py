@@ -281,7 +281,7 @@ def _refused_variables(table: Mapping[str, Any], where: str) -> list[Problem]:
             problems.append(Problem(where=f"{where}.{name}", got=name, expected="a variable's name", fix=fix))
         elif SECRET.search(name):
             fix = f"export {name} in your shell: a job inherits it, and no command line shows it"
-            problems.append(Problem(where=f"{where}.{name}", wrong="a secret does not belong into a profile", fix=fix))
+            problems.append(Problem(where=f"{where}.{name}", wrong="a profile must not hold a secret", fix=fix))
         elif "," in str(table[name]) or "\n" in str(table[name]):
             fix = f"export {name} in your shell, which a job inherits"
             wrong = f"sbatch would split {show(table[name])} at its comma or line end"

@@ -34,9 +34,9 @@ def read_pass_rates(path: Path) -> dict[str, float]:
             if rate is not None and not 0 <= rate <= 1:
                 raise ValueError(f"pass_rate {rate}")
         except (ValueError, TypeError, KeyError) as error:
-            got, expected = f"{type(error).__name__} ({error})", "row_id, and pass_rate from 0 to 1"
+            wrong = f"it has no row_id with a pass_rate from 0 to 1 ({type(error).__name__}: {error})"
             fix = "give the file that `make profile` wrote"
-            raise DataError(Problem(where=f"{path}:{number}", got=got, expected=expected, fix=fix)) from error
+            raise DataError(Problem(where=f"{path}:{number}", wrong=wrong, fix=fix)) from error
         if rate is not None:
             rates[row] = float(rate)
     return rates

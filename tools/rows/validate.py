@@ -47,9 +47,7 @@ class RowFinding:
     def as_problem(self) -> Problem:
         """Return the problem in the form of every message."""
         where = f"{self.file}:{self.line}"
-        if self.kind in FIXES:
-            return Problem(where=where, wrong=self.text, fix=FIXES[self.kind])
-        return Problem(where=where, got=self.text, expected="a valid row", fix="correct or remove the row")
+        return Problem(where=where, wrong=self.text, fix=FIXES.get(self.kind, "correct or remove the row"))
 
 
 @dataclass(slots=True)

@@ -24,7 +24,6 @@ from tools.sizing.simulator import Forecast, Loop, forecast
 
 WARMUP_STEPS = 2  # left out: the pipeline still fills
 _EXTRA = ("validation", "checkpointing")  # steps with these phases are left out
-_NOT_TRAINING = ("exposed_generation", "weight_sync", "total_step_time", *_EXTRA)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """What state a run is in, from its directory and its jobs: queued, running, done, failed, or dead without a word.
 
-status.json    the driver's pulse (recipes/grpo/heartbeat.py)
+status.json    the driver's heartbeat (recipes/grpo/heartbeat.py)
 metrics.jsonl  every step
 checkpoints/   what a resume would start from
 logs/latest/   the last lines of a driver that ended

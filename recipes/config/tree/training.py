@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from recipes.config.tree.marks import Honours, NoEffect, Unit
 
-EXPERTS = "mixture-of-experts models are not built yet"
+EXPERTS = "the native policy builds expert layers only in this form"
 PIPELINE = "pipeline parallelism is not built yet"
 FUSED = "Transformer Engine's fused kernels are not wired in yet"
 OFFLOAD = "offloading optimizer state is not built yet"

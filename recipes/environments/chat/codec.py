@@ -264,7 +264,9 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         fix = "set policy.tokenizer.name to a model directory in Hugging Face format"
-        raise InputError(Problem(where=str(path), got=error.strerror or "", expected="a file", fix=fix)) from error
+        raise InputError(
+            Problem(where=str(path), wrong=f"this file cannot be read ({error.strerror or error})", fix=fix)
+        ) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class JudgeClient:
     urls: tuple[str, ...]  # base addresses, up to and with `/v1`
     model: str
     params: Mapping[str, Any]  # of every request, in Responses names
-    timeout_seconds: float  # of one question with all its attempts, from its turn on
+    timeout_seconds: float  # for one question with all its retries; waiting for a free place does not count
     max_concurrency: int
     api_key: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)  # further fields of every request

@@ -13,7 +13,7 @@ from typing import Any
 from recipes.environments.http_client import JsonClient
 from recipes.environments.judges.client import JudgeClient
 
-QUESTION_SECONDS = 600.0  # of one question with all its attempts: a judge may think for many thousand tokens
+QUESTION_SECONDS = 600.0  # for one question with all its retries: a judge may think for many thousand tokens
 DEFAULT_CONCURRENCY = 64
 SETTINGS = frozenset({"judge_model_server", "judge_responses_create_params", "judge_endpoint_max_concurrency"})
 

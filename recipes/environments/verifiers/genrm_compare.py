@@ -8,6 +8,8 @@ Kept from the reference: lengths are characters; the shortest reasoning that is 
 score is among the best, by a threshold that is taken before any bonus; an answer without text counts as length 0 in the
 length terms and is shown to the model as "None"; the reward is not clipped. Not kept: the group is scored when all
 comparisons are there, where the reference may miss those that still run when the last answer arrives.
+
+No agent reaches it yet: it is not in registry.py, because no agent scores a whole group.
 """
 
 from __future__ import annotations
