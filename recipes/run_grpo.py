@@ -59,7 +59,7 @@ def run_stage(config_path: Path, run_dir: Path, overrides: list[str]) -> int:
     write_resolved(loaded, run_dir)
 
     # Heavy imports come after the checks, so that a typo is reported in under a second, without torch.
-    from recipes.config.derive import derive
+    from recipes.config.keys.derive import derive
     from recipes.grpo.heartbeat import Heartbeat
     from recipes.grpo.setup import setup
     from recipes.grpo.train import train

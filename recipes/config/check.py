@@ -8,7 +8,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
-from recipes.config.schema import (
+from recipes.config.keys.schema import (
     INSTANCES,
     SERVER_KINDS,
     UNSET,
@@ -20,7 +20,7 @@ from recipes.config.schema import (
     settings_of,
     show,
 )
-from recipes.config.upstream import upstream_hint
+from recipes.config.keys.upstream import upstream_hint
 from recipes.errors import nearest
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.config import merge
+from recipes.config.keys.schema import INSTANCES, lookup, show
 from recipes.config.load import load_config
-from recipes.config.schema import INSTANCES, lookup, show
 from recipes.config.yaml_files import leaves
 from recipes.errors import Problem
 

@@ -17,9 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from recipes.config import merge
 from recipes.config.check import schema_problems
-from recipes.config.rules.all import REFUSALS, RULES
-from recipes.config.rules.environments import undecided_keys
-from recipes.config.schema import (
+from recipes.config.keys.schema import (
     CONFIG_DIR,
     UNSET,
     KeyProblem,
@@ -29,6 +27,8 @@ from recipes.config.schema import (
     refused_keys,
     show,
 )
+from recipes.config.rules.all import REFUSALS, RULES
+from recipes.config.rules.environments import undecided_keys
 from recipes.config.tree import Config, NemoGymConfig
 from recipes.config.yaml_files import leaves, read_yaml
 from recipes.errors import ConfigError, Problem

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import Container, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from recipes.config.schema import INSTANCES, UNSET, lookup, show
+from recipes.config.keys.schema import INSTANCES, UNSET, lookup, show
 from recipes.config.yaml_files import Document, leaves, parse_value, read_yaml
 from recipes.errors import Problem
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from jsonschema import Draft202012Validator
 
+from recipes.config.keys.schema import CONFIG_DIR, show
 from recipes.config.merge import display_name
-from recipes.config.schema import CONFIG_DIR, show
 from recipes.config.yaml_files import read_yaml
 from recipes.errors import ConfigError, Problem, nearest
 

@@ -23,7 +23,7 @@ from recipes.environments.chat.codec import ChatCodec, callable_tools, row_templ
 from recipes.environments.chat.messages import chat_request
 from recipes.environments.chat.tool_calls import FlagPatterns
 from recipes.environments.contract.verifier import Agent
-from recipes.environments.http_client import JsonClient
+from recipes.environments.http.client import JsonClient
 from recipes.environments.instances import ServerInstance, agents_of, servers_of
 from recipes.environments.registry import VERIFIERS, find_agent
 from recipes.environments.scoring.clients import HttpVerifier, InProcessVerifier, VerifierClient

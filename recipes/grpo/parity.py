@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recipes.config.derive import derive
+from recipes.config.keys.derive import derive
 from recipes.errors import RunError
 from recipes.grpo.batch import pad_turns
 from recipes.grpo.rollout import gather_results

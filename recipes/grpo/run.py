@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from recipes.config.derive import derive
+from recipes.config.keys.derive import derive
 from recipes.config.tree import Config
 from recipes.errors import PolicyError, RecipeError, StalledError
 from recipes.grpo.buffer import ReplayBuffer

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from recipes.cluster.connect import connect
 from recipes.cluster.placement import WorkerCounts, place
-from recipes.config.derive import Derived
+from recipes.config.keys.derive import Derived
 from recipes.config.tree import Config, GrpoConfig
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.environments import Environments

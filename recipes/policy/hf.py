@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from recipes.config.native import ARCHITECTURES
+from recipes.config.keys.native import ARCHITECTURES
 from recipes.errors import CheckpointError, ConfigError, Problem
 from recipes.policy.families.family import Family, family_of
 

@@ -18,7 +18,7 @@ from random_batch import random_batch
 from torch.distributed import HashStore
 from torch.profiler import ProfilerActivity, profile
 
-from recipes.config.derive import derive
+from recipes.config.keys.derive import derive
 from recipes.config.load import load_config, require_valid
 from recipes.grpo.loss import grpo_loss
 from recipes.policy import parallel, step

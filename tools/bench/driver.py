@@ -47,7 +47,7 @@ def _bench(args: argparse.Namespace) -> list[Check]:
     config = require_runnable(load_config(args.config, [*args.overrides, *SETTINGS]))
 
     # Imported after the checks: these load torch and vLLM.
-    from recipes.config.derive import derive
+    from recipes.config.keys.derive import derive
     from recipes.grpo.setup import setup
     from recipes.stop import StopRequest
 

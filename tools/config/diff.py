@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from recipes.config.derive import derive
+from recipes.config.keys.derive import derive
+from recipes.config.keys.schema import CONFIG_DIR
 from recipes.config.load import BASE, LoadedConfig, load_config, require_valid
-from recipes.config.schema import CONFIG_DIR
 from recipes.config.stages import config_path, load_stages
 from recipes.config.text import scalar, yaml_lines
 from recipes.config.yaml_files import leaves, read_yaml

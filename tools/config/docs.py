@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.config.merge import BASE_NAME
-from recipes.config.schema import (
+from recipes.config.keys.schema import (
     CONFIG_DIR,
     SERVER_KINDS,
     UNSET,
@@ -22,6 +21,7 @@ from recipes.config.schema import (
     schema,
     settings_of,
 )
+from recipes.config.merge import BASE_NAME
 from recipes.config.text import scalar
 from recipes.config.yaml_files import read_yaml
 from tools.command_line import exit_status

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
-from recipes.config.schema import CONFIG_DIR
+from recipes.config.keys.schema import CONFIG_DIR
 from recipes.config.tree import Config
 
 SERVERS = CONFIG_DIR / "environments" / "servers.json"  # settings of each type of server, by hand

@@ -17,9 +17,9 @@ from typing import Any
 
 import yaml
 
+from recipes.config.keys.schema import CONFIG_DIR, describe
 from recipes.config.load import BASE
 from recipes.config.merge import display_name
-from recipes.config.schema import CONFIG_DIR, describe
 from recipes.config.yaml_files import leaves
 from recipes.errors import ConfigError, Problem
 from recipes.files import write_atomically

@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from recipes.config.derive import derive
+from recipes.config.keys.derive import derive
+from recipes.config.keys.schema import lookup
 from recipes.config.load import LoadedConfig, load_config, refusals, require_valid, unset
 from recipes.config.merge import references
-from recipes.config.schema import lookup
 from recipes.config.stages import PLATFORMS, SCALES, config_path, find_stage
 from recipes.config.text import yaml_lines
 from recipes.errors import ConfigError, Problem

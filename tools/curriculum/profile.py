@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from recipes.config.derive import derive
+from recipes.config.keys.derive import derive
 from recipes.config.load import load_config, require_runnable
 from recipes.config.stages import config_path, find_stage
 from recipes.errors import CheckpointError, Problem

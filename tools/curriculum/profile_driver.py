@@ -89,7 +89,7 @@ def _collector(
     import ray
 
     from recipes.cluster.connect import connect
-    from recipes.config.derive import derive
+    from recipes.config.keys.derive import derive
     from recipes.generation.generation import Generation
     from recipes.grpo.buffer import ReplayBuffer
     from recipes.grpo.data import PromptStream

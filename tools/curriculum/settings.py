@@ -8,8 +8,8 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
+from recipes.config.keys.schema import describe, show
 from recipes.config.merge import display_name, put
-from recipes.config.schema import describe, show
 from recipes.config.yaml_files import parse_value, read_yaml
 from recipes.errors import DataError, Problem
 

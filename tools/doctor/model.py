@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from recipes.config.native import ARCHITECTURES
+from recipes.config.keys.native import ARCHITECTURES
 from recipes.config.tree import Config
 from recipes.environments.chat.codec import ChatCodec, template_of
 from recipes.errors import InputError

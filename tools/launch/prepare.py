@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.config.derive import Derived
+from recipes.config.keys.derive import Derived
 from recipes.config.load import LoadedConfig
 from tools.nemo_rl.launch import write_config
 from tools.planning.contract import REQUIRED_WITH_CONTAINERS, Contract

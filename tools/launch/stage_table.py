@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.config.derive import derive
+from recipes.config.keys.derive import derive
 from recipes.config.load import load_config, require_valid
 from recipes.config.stages import Stage, config_path, load_stages
 from tools.command_line import exit_status

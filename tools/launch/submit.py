@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.config.derive import Derived
+from recipes.config.keys.derive import Derived
 from recipes.errors import LaunchError, Problem
 from tools.planning.contract import Contract
 from tools.planning.draft import Draft

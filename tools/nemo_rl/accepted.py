@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from recipes.config.schema import CONFIG_DIR, INSTANCES, SERVER_KINDS, UNSET, lookup, show
+from recipes.config.keys.schema import CONFIG_DIR, INSTANCES, SERVER_KINDS, UNSET, lookup, show
 from recipes.config.yaml_files import leaves, read_yaml
 from recipes.errors import ConfigError, Problem, nearest
 

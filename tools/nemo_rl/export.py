@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from recipes.config.keys.schema import CONFIG_DIR, INSTANCES, SERVER_KINDS, declared, lookup, show
 from recipes.config.load import LoadedConfig
 from recipes.config.merge import UNSET_TOKEN, Layers, drop, put, source_of
-from recipes.config.schema import CONFIG_DIR, INSTANCES, SERVER_KINDS, declared, lookup, show
 from recipes.config.text import yaml_lines
 from recipes.config.yaml_files import leaves, read_yaml
 from recipes.errors import ConfigError, Problem

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from recipes.config.keys.schema import CONFIG_DIR, lookup
 from recipes.config.load import load_config, require_valid
-from recipes.config.schema import CONFIG_DIR, lookup
 from recipes.config.stages import PLATFORMS, SCALES, config_path, find_stage
 from recipes.config.text import scalar, yaml_lines
 from recipes.config.yaml_files import read_yaml

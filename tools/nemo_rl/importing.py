@@ -20,10 +20,10 @@ from jsonschema import Draft202012Validator
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from recipes.config.keys.schema import UNSET, declared, describe, lookup, show
+from recipes.config.keys.upstream import upstream_hint
 from recipes.config.load import LoadedConfig
 from recipes.config.merge import UNSET_TOKEN, display_name, drop, put, resolve
-from recipes.config.schema import UNSET, declared, describe, lookup, show
-from recipes.config.upstream import upstream_hint
 from recipes.config.yaml_files import leaves
 from recipes.errors import ConfigError, Problem
 from tools.nemo_rl.accepted import accepted, instance_of, is_known, is_setting

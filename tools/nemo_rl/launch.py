@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from recipes.config.keys.schema import lookup
 from recipes.config.load import LoadedConfig
 from recipes.config.merge import OVERRIDE, drop, put
-from recipes.config.schema import lookup
 from recipes.config.yaml_files import parse_value
 from recipes.errors import Problem
 from recipes.files import write_atomically

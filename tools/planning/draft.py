@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from recipes.config.derive import Derived, derive
+from recipes.config.keys.derive import Derived, derive
 from recipes.config.load import LoadedConfig, load_config, refusals, unset
 from recipes.config.stages import Stage, find_stage
 from recipes.config.tree import Config

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.cluster.ports import SANDBOX_PORT
+from recipes.config.keys.schema import show
 from recipes.config.merge import display_name
-from recipes.config.schema import show
 from recipes.errors import Problem, nearest
 from tools.planning.contract import CHOICES
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recipes.config.derive import Derived
+from recipes.config.keys.derive import Derived
 from recipes.config.tree import Config, MegatronConfig
 from tools.sizing.architecture import Architecture
 

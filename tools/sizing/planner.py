@@ -19,7 +19,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from recipes.config.derive import Derived, derive
+from recipes.config.keys.derive import Derived, derive
 from recipes.config.load import load_config, require_valid
 from recipes.config.stages import PLATFORMS, SCALES, Stage, config_path, find_stage
 from recipes.errors import InputError, Problem

@@ -14,7 +14,7 @@ from functools import cache
 from math import exp, log
 from random import Random
 
-from recipes.config.derive import Derived
+from recipes.config.keys.derive import Derived
 from recipes.config.tree import Config
 from tools.sizing.architecture import Architecture
 from tools.sizing.memory import EngineMemory

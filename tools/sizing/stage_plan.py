@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recipes.config.derive import Derived
+from recipes.config.keys.derive import Derived
 from recipes.config.stages import Stage
 from recipes.config.tree import Config
 from tools.sizing.architecture import Architecture

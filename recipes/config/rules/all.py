@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from recipes.config.keys.schema import KeyProblem
 from recipes.config.rules import (
     batch,
     deadlines,
@@ -21,7 +22,6 @@ from recipes.config.rules import (
     rewards,
     validation,
 )
-from recipes.config.schema import KeyProblem
 from recipes.config.tree import Config
 
 Rule = Callable[[Config], Iterator[KeyProblem]]

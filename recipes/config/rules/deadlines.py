@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from recipes.config.schema import INSTANCES, KeyProblem
-from recipes.config.servers import AGENTS, SWE_AGENTS, servers
+from recipes.config.keys.schema import INSTANCES, KeyProblem
+from recipes.config.keys.servers import AGENTS, SWE_AGENTS, servers
 from recipes.config.tree import Config
 
 CONTAINS = {"rollout": ("generation",), "progress": ("rollout", "refit", "train", "checkpoint")}

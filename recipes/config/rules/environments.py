@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from recipes.config.native import AGENT_TYPES, RESOURCES_TYPES
+from recipes.config.keys.native import AGENT_TYPES, RESOURCES_TYPES
+from recipes.config.keys.schema import INSTANCES, KeyProblem
+from recipes.config.keys.servers import AGENTS, MODELS, POLICY, REFERENCES, RESOURCES, SWE_AGENTS, references, servers
 from recipes.config.rules.judges import to_come
-from recipes.config.schema import INSTANCES, KeyProblem
-from recipes.config.servers import AGENTS, MODELS, POLICY, REFERENCES, RESOURCES, SWE_AGENTS, references, servers
 from recipes.config.tree import Config
 from recipes.errors import nearest
 

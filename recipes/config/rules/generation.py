@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from recipes.cluster.ports import PORT_TABLE
-from recipes.config.derive import template_kwargs
-from recipes.config.rules.keys import GENERATION, VLLM
-from recipes.config.schema import KeyProblem, show
+from recipes.config.keys.derive import template_kwargs
+from recipes.config.keys.schema import KeyProblem, show
+from recipes.config.rules.names import GENERATION, VLLM
 from recipes.config.tree import Config
 
 ENGINE_PORTS = "generation HTTP servers"  # their row of the port table

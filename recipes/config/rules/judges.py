@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from recipes.config.derive import template_kwargs
-from recipes.config.rules.keys import GPUS, G
-from recipes.config.schema import INSTANCES, KeyProblem, show
-from recipes.config.servers import MODELS, POLICY, RESOURCES, references, servers
+from recipes.config.keys.derive import template_kwargs
+from recipes.config.keys.schema import INSTANCES, KeyProblem, show
+from recipes.config.keys.servers import MODELS, POLICY, RESOURCES, references, servers
+from recipes.config.rules.names import GPUS, G
 from recipes.config.tree import Config
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from recipes.config.rules.keys import CP, GENERATION, MAX_LEN, MEGATRON, TP, VLLM
-from recipes.config.schema import KeyProblem
+from recipes.config.keys.schema import KeyProblem
+from recipes.config.rules.names import CP, GENERATION, MAX_LEN, MEGATRON, TP, VLLM
 from recipes.config.tree import Config
 
 

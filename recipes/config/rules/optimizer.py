@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from recipes.config.rules.keys import MEGATRON, OPTIMIZER, SCHEDULER
-from recipes.config.schema import KeyProblem
+from recipes.config.keys.schema import KeyProblem
+from recipes.config.rules.names import MEGATRON, OPTIMIZER, SCHEDULER
 from recipes.config.tree import Config
 
 

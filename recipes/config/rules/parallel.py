@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from recipes.config.derive import derive
-from recipes.config.rules.keys import EP, ETP, GENERATION_PART, GPUS, MEGATRON, NODES, PP, SIZES, TP, VLLM
-from recipes.config.schema import KeyProblem
+from recipes.config.keys.derive import derive
+from recipes.config.keys.schema import KeyProblem
+from recipes.config.rules.names import EP, ETP, GENERATION_PART, GPUS, MEGATRON, NODES, PP, SIZES, TP, VLLM
 from recipes.config.tree import Config
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from recipes.config.schema import KeyProblem
+from recipes.config.keys.schema import KeyProblem
 from recipes.config.tree import Config
 
 SCALING, SHAPING = "grpo.reward_scaling", "grpo.reward_shaping"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from recipes.config.derive import template_kwargs
+from recipes.config.keys.derive import template_kwargs
 from recipes.environments.chat.messages import assistant_items, chat_messages, chat_tools, flat_text, is_assistants
 from recipes.environments.chat.template import compile_template
 from recipes.environments.chat.tool_calls import parse_tool_calls

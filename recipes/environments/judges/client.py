@@ -20,7 +20,7 @@ import orjson
 from recipes.environments.contract.asking import JudgeQuestion
 from recipes.environments.contract.responses import message_item, reasoning_item, response_object
 from recipes.environments.contract.verdict import Response
-from recipes.environments.http_client import JsonClient, RefusedError, UnreachableError
+from recipes.environments.http.client import JsonClient, RefusedError, UnreachableError
 
 _FIRST_PAUSE_SECONDS = 0.5  # before the second attempt; doubles, with jitter, up to the last
 _LAST_PAUSE_SECONDS = 20.0

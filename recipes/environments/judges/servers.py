@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipes.environments.http_client import JsonClient
+from recipes.environments.http.client import JsonClient
 from recipes.environments.judges.client import JudgeClient
 
 QUESTION_SECONDS = 600.0  # for one question with all its retries: a judge may think for many thousand tokens

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from recipes.environments.contract.asking import Replies, advance
 from recipes.environments.contract.verdict import NoVerdict, Response, Verdict, env_failed
 from recipes.environments.contract.verifier import Verifier
-from recipes.environments.http_client import JsonClient, RefusedError, UnreachableError
+from recipes.environments.http.client import JsonClient, RefusedError, UnreachableError
 from recipes.environments.judges.client import JudgeClient, JudgeFailedError
 from recipes.environments.scoring.pool import Scored, ScoringPool
 from recipes.types import RolloutStatus, Row

@@ -19,7 +19,7 @@ from starlette.middleware.sessions import SessionMiddleware
 
 from recipes.environments.contract.rows import wrong
 from recipes.environments.contract.verdict import NoVerdict
-from recipes.environments.http_client import JsonClient
+from recipes.environments.http.client import JsonClient
 from recipes.environments.instances import ServerInstance
 from recipes.environments.registry import VERIFIERS
 from recipes.environments.scoring.clients import InProcessVerifier

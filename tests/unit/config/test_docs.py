@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
+from recipes.config.keys.schema import CONFIG_DIR, SERVER_KINDS, declared, lookup, schema, settings_of
 from recipes.config.load import BASE, load_config
-from recipes.config.schema import CONFIG_DIR, SERVER_KINDS, declared, lookup, schema, settings_of
 from recipes.config.yaml_files import leaves
 from tools.config import diff as config_diff
 from tools.config.diff import ABSENT, GOLDEN, golden_files, update_golden

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
+from recipes.config.keys.schema import CONFIG_DIR
 from recipes.config.load import load_config
-from recipes.config.schema import CONFIG_DIR
 from tests.unit.config.wrong_configs import FILES
 
 AGAIN = "remove it here, or it would be its own parent"

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from recipes.config.keys.schema import CONFIG_DIR, declared, schema
+from recipes.config.keys.upstream import HINTS
 from recipes.config.load import BASE, build, load_config, walk
-from recipes.config.schema import CONFIG_DIR, declared, schema
 from recipes.config.tree import Config
-from recipes.config.upstream import HINTS
 from recipes.errors import ConfigError
 from tools.config import keys
 from tools.config.json_schema import schema_of_keys

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from recipes.config.keys.schema import CONFIG_DIR
 from recipes.config.lint import lint_overlay
-from recipes.config.schema import CONFIG_DIR
 
 SMALL = CONFIG_DIR / "small_scale" / "stage1_rlvr_convergence_27node_h100.yaml"
 OVERLAYS = [path for path in CONFIG_DIR.rglob("*.yaml") if "defaults:" in path.read_text()]

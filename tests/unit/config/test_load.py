@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from recipes.config import merge as config_merge
+from recipes.config.keys.schema import CONFIG_DIR, lookup
 from recipes.config.load import LoadedConfig, load_config, require_runnable, require_valid
-from recipes.config.schema import CONFIG_DIR, lookup
 from recipes.errors import ConfigError
 
 STAGE1 = CONFIG_DIR / "stage1_rlvr.yaml"

@@ -3,9 +3,9 @@
 import pytest
 import yaml
 
-from recipes.config.derive import Derived, derive
+from recipes.config.keys.derive import Derived, derive
+from recipes.config.keys.schema import CONFIG_DIR, lookup
 from recipes.config.load import load_config, require_valid
-from recipes.config.schema import CONFIG_DIR, lookup
 from recipes.config.yaml_files import read_yaml
 
 STAGE1 = CONFIG_DIR / "stage1_rlvr.yaml"

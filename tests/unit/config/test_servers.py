@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from recipes.config import native
+from recipes.config.keys import native
+from recipes.config.keys.schema import CONFIG_DIR, SERVER_KINDS, schema, settings_of
 from recipes.config.load import load_config
-from recipes.config.schema import CONFIG_DIR, SERVER_KINDS, schema, settings_of
 from recipes.config.stages import config_path, load_stages
 from recipes.environments.instances import AGENT_TYPES, servers_of
 from recipes.environments.registry import AGENTS, LATER_AGENTS, VERIFIERS

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from recipes.config.keys.schema import CONFIG_DIR
 from recipes.config.load import load_config
-from recipes.config.schema import CONFIG_DIR
 from recipes.config.stages import config_path, find_stage, load_stages
 from recipes.errors import ConfigError
 from tools.config.show import main

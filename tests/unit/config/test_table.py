@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.config.derive import derive
+from recipes.config.keys.derive import derive
+from recipes.config.keys.schema import CONFIG_DIR, lookup
 from recipes.config.load import load_config, require_valid
-from recipes.config.schema import CONFIG_DIR, lookup
 from recipes.config.stages import PLATFORMS, SCALES, config_path, find_stage, load_stages
 from recipes.errors import ConfigError
 from tools.nemo_rl.export import export

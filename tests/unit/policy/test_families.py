@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from recipes.config.native import ARCHITECTURES
+from recipes.config.keys.native import ARCHITECTURES
 from recipes.policy.families import mapping
 from recipes.policy.families.family import FAMILIES, family_of
 from recipes.policy.families.mapping import Sharding

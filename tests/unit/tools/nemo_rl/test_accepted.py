@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from recipes.config.keys.schema import CONFIG_DIR
 from recipes.config.load import load_config
 from recipes.config.merge import drop, put
-from recipes.config.schema import CONFIG_DIR
 from tools.nemo_rl.accepted import NemoRlKey, accepted, check, gym_files, is_known, is_setting
 from tools.nemo_rl.export import ExportedConfig, export
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.config.schema import CONFIG_DIR
+from recipes.config.keys.schema import CONFIG_DIR
 from tools.nemo_rl.driver import home_problems, installed_version
 
 PROGRAM = """

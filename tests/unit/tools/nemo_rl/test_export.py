@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from recipes.config.keys.schema import CONFIG_DIR, declared, lookup
 from recipes.config.load import LoadedConfig, load_config
-from recipes.config.schema import CONFIG_DIR, declared, lookup
 from recipes.config.yaml_files import leaves
 from tools.config.show import main
 from tools.nemo_rl.accepted import accepted, is_known

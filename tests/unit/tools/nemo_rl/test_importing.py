@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from recipes.config.keys.schema import CONFIG_DIR, lookup
 from recipes.config.load import LoadedConfig, load_config
-from recipes.config.schema import CONFIG_DIR, lookup
 from recipes.config.stages import PLATFORMS, SCALES, config_path, load_stages
 from recipes.errors import ConfigError
 from tools.nemo_rl.export import export, render_export

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from recipes.config.keys.schema import CONFIG_DIR, lookup
 from recipes.config.load import LoadedConfig, load_config
-from recipes.config.schema import CONFIG_DIR, lookup
 from tools.nemo_rl.export import export
 from tools.nemo_rl.launch import driver_words, environment, exported_for, override_problems, write_config
 from tools.planning.contract import Contract, read_contract

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from recipes.config.derive import derive
+from recipes.config.keys.derive import derive
 from recipes.config.load import load_config, require_valid
 from recipes.config.stages import config_path, find_stage
 from recipes.errors import InputError

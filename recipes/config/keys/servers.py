@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from recipes.config.schema import SERVER_KINDS
+from recipes.config.keys.schema import SERVER_KINDS
 from recipes.config.tree import Config
 
 RESOURCES, MODELS, AGENTS = SERVER_KINDS

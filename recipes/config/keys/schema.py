@@ -17,7 +17,7 @@ from jsonschema import Draft202012Validator
 
 from recipes.errors import Problem
 
-CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
+CONFIG_DIR = Path(__file__).resolve().parents[3] / "configs"
 UNSET = "???"  # a value that is given at launch
 INSTANCES = "env.nemo_gym"  # the block that also holds server instances under free names
 SERVER_KINDS = ("resources_servers", "responses_api_models", "responses_api_agents")
