@@ -98,10 +98,6 @@ class EngineError(RunError):
 class RequestError(RecipeError):
     """One generation request failed or was late. It fails its rollout only, with the message as the reason."""
 
-    def __init__(self, message: str, *, is_late: bool = False) -> None:
-        super().__init__(message)
-        self.is_late = is_late  # whether its deadline passed: the rollout then counts as timed out
-
 
 class PolicyError(RunError):
     """A policy worker died or did not answer in time; the message names it."""

@@ -224,7 +224,7 @@ class EngineActor:
                 answer = Answer(id=request.id, sample=await self._complete(request))
         except TimeoutError:
             failure = f"{self._info} did not answer within {deadline_seconds:g} s (deadlines.generation)"
-            answer = Answer(id=request.id, failure=failure, is_late=True)
+            answer = Answer(id=request.id, failure=failure)
         except Exception as error:  # a value for the driver: it concerns this request only, unless the engine is dead
             answer = Answer(id=request.id, failure=f"{self._info}: {type(error).__name__}: {error}")
         if answer.sample is not None or not self._llm.errored:

@@ -39,7 +39,6 @@ class Answer:
     id: int
     sample: Sample | None = None
     failure: str = ""
-    is_late: bool = False  # whether the failure is a missed deadline
 
 
 def request_seed(seed: int, request: Request) -> int:

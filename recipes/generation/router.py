@@ -157,6 +157,6 @@ def _resolve(pairs: Sequence[tuple[_Waiter, Answer | Exception]]) -> None:
         if isinstance(outcome, Exception):
             waiter.future.set_exception(outcome)
         elif outcome.sample is None:
-            waiter.future.set_exception(RequestError(outcome.failure, is_late=outcome.is_late))
+            waiter.future.set_exception(RequestError(outcome.failure))
         else:
             waiter.future.set_result(to_completion(outcome.sample))

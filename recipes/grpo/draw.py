@@ -70,9 +70,10 @@ class CircuitBreaker:
         self._paused[name] = (since, now + self._cfg.probe_seconds)
         return True
 
-    def seconds_to_probe(self) -> float | None:
-        """Return the seconds until the next probe; None when no environment is paused."""
-        return max(0.0, min(due for _, due in self._paused.values()) - self._clock()) if self._paused else None
+    def seconds_to_probe(self, names: Iterable[str]) -> float | None:
+        """Return the seconds until the next probe of one of `names`; None when none of them is paused."""
+        due = [self._paused[name][1] for name in names if name in self._paused]
+        return max(0.0, min(due) - self._clock()) if due else None
 
     def paused(self) -> dict[str, float]:
         """Return the paused environments, each with its seconds so far."""
@@ -81,8 +82,9 @@ class CircuitBreaker:
 
     def shares(self) -> dict[str, float]:
         """Return, per environment, the share of its last rollouts that have no verdict."""
-        verdicts = list(self._verdicts.items())  # at once: the collector's thread may add an environment
-        return {name: recent.count(False) / len(recent) for name, recent in verdicts if recent}
+        # Copied at once: the collector's thread may add an environment or a verdict.
+        copies = [(name, list(recent)) for name, recent in list(self._verdicts.items())]
+        return {name: recent.count(False) / len(recent) for name, recent in copies if recent}
 
 
 class PromptQueue:
@@ -167,6 +169,10 @@ class PromptQueue:
         self.failed.append((group.prompt, reason))
         self._failed_lately[group.agent].append((position, group.prompt))
         return True
+
+    def seconds_to_probe(self) -> float | None:
+        """Return the seconds until a prompt that waits may be tried; None when none waits."""
+        return self.breaker.seconds_to_probe([name for name, waiting in self._waiting.items() if waiting])
 
     def _next_position(self) -> int:
         if self._returned:

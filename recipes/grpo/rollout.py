@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_MIN_PROBE_SECONDS = 1.0  # a probe that is due may have to wait for a free place
 _SNAPSHOT_SECONDS = 60.0  # a change of the state reads a few rows of the data file at most
 
 
@@ -276,9 +277,9 @@ class RolloutCollector:
             self._probe_timer = None
         with self._lock:
             self._draw()
-            seconds = self._queue.breaker.seconds_to_probe()
-        if seconds:  # a probe that is due already waits for a free place, and the group that frees it calls this again
-            self._probe_timer = self._loop.call_later(seconds, self._fill)
+            seconds = self._queue.seconds_to_probe()
+        if seconds is not None:
+            self._probe_timer = self._loop.call_later(max(seconds, _MIN_PROBE_SECONDS), self._fill)
 
     def _draw(self) -> None:
         for again in self._retry:
@@ -377,8 +378,7 @@ class RolloutCollector:
             reason = f"no verdict within {seconds:g} s (deadlines.rollout)"
             status = RolloutStatus.TIMED_OUT
         except RequestError as failure:
-            reason = str(failure)
-            status = RolloutStatus.TIMED_OUT if failure.is_late else RolloutStatus.ABORTED
+            reason, status = str(failure), RolloutStatus.ABORTED
         return Rollout(turns=(), status=status, reason=reason, reward=None, seconds=time.monotonic() - start)
 
 

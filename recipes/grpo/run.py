@@ -248,7 +248,8 @@ class Run:
     @property
     def is_complete(self) -> bool:
         """Whether nothing is left to do for another start."""
-        return self.state.step >= self.num_steps and not self.lacks_final_validation()
+        is_saved = not self.config.checkpointing.enabled or self.state.saved_step >= self.state.step
+        return self.state.step >= self.num_steps and is_saved and not self.lacks_final_validation()
 
     def save_after(self, failure: BaseException) -> None:
         """Save what a failed run has trained since its last checkpoint, unless the policy failed. Never raises.

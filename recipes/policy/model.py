@@ -24,7 +24,13 @@ def build_model(family: Family, hf: Any, config: TransformerConfig, cfg: PolicyC
     """Build this rank's part of the model; its weights are undefined until loaded."""
     output = OutputConfig(temperature=cfg.generation.temperature, chunk_size=cfg.logprob_chunk_size)
     model = family.build(hf, config, output).to(device())
-    return Float16Module(config, model) if config.bf16 else model
+    if not config.bf16:
+        return model
+    rounded: torch.nn.Module = Float16Module(config, model)
+    for module in rounded.modules():  # it rounds the routers' biases too, which stay in float32
+        if restore := getattr(module, "_maintain_float32_expert_bias", None):
+            restore()
+    return rounded
 
 
 def transformer_config(family: Family, hf: Any, cfg: PolicyConfig) -> TransformerConfig:

@@ -128,7 +128,9 @@ def response_of(completion: Mapping[str, Any]) -> Response:
 
 
 def pause_seconds(attempt: int, asked: float | None) -> float:
-    """Return how long to wait before the next attempt: as the server asks, else doubling, with jitter."""
-    if asked is not None:
-        return min(asked, _LAST_PAUSE_SECONDS)
-    return float(min(_FIRST_PAUSE_SECONDS * 2**attempt, _LAST_PAUSE_SECONDS) * random.uniform(0.5, 1.0))
+    """Return how long to wait before the next attempt: doubling, with jitter, or longer where the server asks for it.
+
+    A server that asks for no pause is not believed: it would be asked again in a tight loop.
+    """
+    own = min(_FIRST_PAUSE_SECONDS * 2 ** min(attempt, 10), _LAST_PAUSE_SECONDS) * random.uniform(0.5, 1.0)
+    return float(own if asked is None else max(own, min(asked, _LAST_PAUSE_SECONDS)))

@@ -74,9 +74,10 @@ def send(to: int, data: bytes, sources: Sequence[int], deadline: float) -> int:
         ready = {descriptor for descriptor, _ in waiting.poll(max(0.0, deadline - time.monotonic()) * 1000.0)}
         if not ready:
             raise TimeoutError
-        if found := next((source for source in sources if source in ready), None):
-            return found
-        rest = rest[os.write(to, rest) :]
+        if rest and to in ready:  # first, so that an early answer does not leave a message half sent
+            rest = rest[os.write(to, rest) :]
+            continue
+        return next(source for source in sources if source in ready)
 
 
 def is_readable(descriptor: int, seconds: float = 0.0) -> bool:

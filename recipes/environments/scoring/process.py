@@ -129,6 +129,10 @@ class ScoringProcess:
                 pass_fds=(their_commands, their_reports),
                 start_new_session=True,  # Ctrl-C is for the run to handle
             )
+        except BaseException:
+            for descriptor in (commands, reports, requests, answers, log):
+                os.close(descriptor)
+            raise
         finally:
             for descriptor in theirs:
                 os.close(descriptor)

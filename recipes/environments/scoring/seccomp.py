@@ -21,10 +21,13 @@ AUDIT_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 # machine -> (number of the call, index of its flags) of the calls that open files
 OPENING = {"x86_64": ((2, 1), (257, 2)), "aarch64": ((56, 2),)}
+# machine -> number of fcntl, and its allowed commands: F_DUPFD F_GETFD F_SETFD F_GETFL F_SETFL F_DUPFD_CLOEXEC
+FCNTL = {"x86_64": 72, "aarch64": 25}
+FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)
 # machine -> numbers, one line for each purpose
 ALLOWED = {
     "x86_64": (
-        *(0, 1, 3, 5, 8, 17, 19, 20, 32, 72),  # read write close fstat lseek pread readv writev dup fcntl
+        *(0, 1, 3, 5, 8, 17, 19, 20, 32),  # read write close fstat lseek pread readv writev dup
         *(
             4,
             6,
@@ -46,7 +49,7 @@ ALLOWED = {
         *(60, 219, 231),  # exit restart_syscall exit_group
     ),
     "aarch64": (
-        *(63, 64, 57, 80, 62, 67, 65, 66, 23, 25),
+        *(63, 64, 57, 80, 62, 67, 65, 66, 23),
         *(79, 291, 48, 439, 78),
         *(61, 17, 43, 44),
         *(222, 226, 215, 214, 216, 233),
@@ -104,6 +107,10 @@ def _program(machine: str) -> bytes:
     for number, flags in OPENING[machine]:
         lines += [step(EQUAL, number, 0, 4), step(LOAD, ARGUMENTS + 8 * flags), step(ANY_BIT, WRITING, 0, 1), refuse]
         lines.append(step(RETURN, ALLOW))
+    count = len(FCNTL_COMMANDS)
+    lines += [step(EQUAL, FCNTL[machine], 0, count + 3), step(LOAD, ARGUMENTS + 8)]
+    lines += [step(EQUAL, command, count - i, 0) for i, command in enumerate(FCNTL_COMMANDS)]
+    lines += [refuse, step(RETURN, ALLOW)]
     for number in ALLOWED[machine]:
         lines += [step(EQUAL, number, 0, 1), step(RETURN, ALLOW)]
     return b"".join([*lines, refuse])

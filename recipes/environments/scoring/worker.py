@@ -174,6 +174,7 @@ def _confine(becomes_nobody: bool) -> None:
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
+        seccomp.end_with_parent(signal.SIGKILL)  # the kernel forgot it with the change of user
     seccomp.forbid_all_but_scoring()
 
 

@@ -17,11 +17,12 @@ BELOW: dict[str, set[str]] = {
     "contract": set(),
     "checks": {"contract"},
     "verifiers": {"contract", "checks"},
-    "judges": {"contract", "http_client"},
-    "scoring": {"contract", "http_client", "judges"},
+    "http": set(),
+    "judges": {"contract", "http"},
+    "scoring": {"contract", "http", "judges"},
     "chat": {"contract"},
     "agents": {"contract", "judges", "scoring", "chat"},
-    "server": {"contract", "judges", "scoring", "http_client", "instances", "registry"},
+    "server": {"contract", "judges", "scoring", "http", "instances", "registry"},
 }
 
 

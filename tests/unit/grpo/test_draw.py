@@ -45,14 +45,15 @@ def test_pauses_above_the_share_over_a_full_window_only() -> None:
 def test_a_probe_is_due_once_per_period_and_a_verdict_resumes() -> None:
     got, clock = breaker()
     got.record("math", [False] * 4)
-    assert (got.takes_probe("math"), got.seconds_to_probe()) == (False, 10.0)
+    assert (got.takes_probe("math"), got.seconds_to_probe(["math", "code"])) == (False, 10.0)
+    assert got.seconds_to_probe(["code"]) is None
     clock.now += 10
     assert [got.takes_probe("math"), got.takes_probe("math")] == [True, False]
     got.record("math", [False, False])
     assert got.paused() == {"math": 10.0}
     got.record("math", [True, False])
     assert got.paused() == {}
-    assert got.seconds_to_probe() is None
+    assert got.seconds_to_probe(["math"]) is None
     assert not got.takes_probe("math")
     got.record("math", [False, False, False])
     assert not got.is_paused("math"), "what was before the pause does not count after it"

@@ -222,13 +222,13 @@ def test_a_rollout_over_its_deadline_has_no_reward(make: Callable[..., Setup]) -
 def test_a_failed_request_costs_its_rollout_only(make: Callable[..., Setup]) -> None:
     setup = make(4, age=0)
     setup.sampler.failures = {
-        (0, 0): RequestError("no answer within 5 s (deadlines.generation)", is_late=True),
+        (0, 0): RequestError("no answer within 5 s (deadlines.generation)"),
         (2, 0): RequestError("ValueError: odd"),
     }
     sampling = setup.collector.settings.sampling
     work = setup.collector.run_rollouts({"row": 0}, sampling, affinity=7)
     late, good, broken = setup.collector.submit(work).result(timeout=60)
-    assert (late.status, late.reward) == (RolloutStatus.TIMED_OUT, None)
+    assert (late.status, late.reward) == (RolloutStatus.ABORTED, None)
     assert late.reason == "no answer within 5 s (deadlines.generation)"
     assert (broken.status, broken.reason, broken.reward) == (RolloutStatus.ABORTED, "ValueError: odd", None)
     assert good.reward == 1.0

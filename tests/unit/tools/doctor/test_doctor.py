@@ -139,7 +139,7 @@ def test_a_busy_port_is_found_where_a_node_of_the_job_could_be(case, monkeypatch
 
 
 def test_a_model_that_the_engine_does_not_build_is_named(case):
-    config = json.loads((case.export / "config.json").read_text()) | {"architectures": ["NemotronHForCausalLM"]}
+    config = json.loads((case.export / "config.json").read_text()) | {"architectures": ["GptOssForCausalLM"]}
     (case.export / "config.json").write_text(json.dumps(config))
     (case.export.parent / "COMPLETE").write_text('{"hf/tokenizer_config.json": "0"}')
     codes = [finding.code for finding in case.examine() if finding.code.startswith("MDL")]
