@@ -42,6 +42,11 @@ def _serve(options: argparse.Namespace, listener: socket.socket) -> None:
     name = options.instance or options.name
     settings = dict(_setting(text) for text in options.set)
     instance = servers_of({name: {"resources_servers": {options.name: settings}}})[name]
+    if VERIFIERS[options.name].needs_judge(instance.settings):
+        wrong = f"it asks a judge with these settings, and a server of {options.name} alone has none"
+        raise LaunchError(
+            Problem(where=name, wrong=wrong, fix="leave its `url` out, and the run scores and asks itself")
+        )
 
     import uvicorn
 

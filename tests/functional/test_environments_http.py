@@ -172,8 +172,10 @@ def test_the_shipped_instances_are_readable() -> None:
         CONFIGS / "tiny" / "stage1_rlvr.yaml", ["env.nemo_gym.config_paths=[environments/served.yaml]"]
     )
     servers = servers_of(require_valid(loaded).env.nemo_gym.instances)
-    assert servers.keys() == VERIFIERS.keys()
-    assert len({server.url for server in servers.values()} - {None}) == len(VERIFIERS)
+    served = [server for server in servers.values() if server.url]
+    assert {server.verifier for server in served} == {"math_with_judge", "mcqa", "reasoning_gym", "structured_outputs"}
+    assert {server.verifier for server in servers.values()} == VERIFIERS.keys()
+    assert len({server.url for server in served}) == len(served)
 
 
 class Misbehaving(BaseHTTPRequestHandler):
@@ -256,7 +258,8 @@ async def test_a_foreign_servers_reward_and_numbers_are_taken() -> None:
     [
         (["--name", "mcq", "--port", "0"], "--name: there is no verifier 'mcq'; did you mean 'mcqa'?"),
         (["--name", "mcqa", "--port", "0", "--set", "x=1"], "mcqa.x: no code reads this setting"),
-        (["--name", "math_with_judge", "--port", "0", "--set", "should_use_judge=true"], "the judge is not built yet"),
+        (["--name", "math_with_judge", "--port", "0", "--set", "should_use_judge=true"], "it asks a judge"),
+        (["--name", "multichallenge", "--port", "0"], "it asks a judge"),
     ],
 )
 def test_serving_refuses_wrong_arguments(arguments: list[str], message: str) -> None:
