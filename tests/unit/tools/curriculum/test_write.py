@@ -344,11 +344,11 @@ def test_a_wrong_file_of_settings_is_named(
     [
         (
             '{"row_id": "a", "pass_rate": 50}',
-            "rates.jsonl:41: got ValueError (pass_rate 50), expected row_id, and pass_",
+            "rates.jsonl:41: it has no row_id with a pass_rate from 0 to 1 (ValueError: pass_rate 50)",
         ),
-        ('{"row_id": "a"}', "rates.jsonl:41: got KeyError ('pass_rate')"),
-        ("[]", "rates.jsonl:41: got TypeError"),
-        ("{", "rates.jsonl:41: got JSONDecodeError"),
+        ('{"row_id": "a"}', "0 to 1 (KeyError: 'pass_rate')"),
+        ("[]", "rates.jsonl:41: it has no row_id with a pass_rate from 0 to 1 (TypeError"),
+        ("{", "rates.jsonl:41: it has no row_id with a pass_rate from 0 to 1 (JSONDecodeError"),
     ],
 )
 def test_a_wrong_profile_is_named(tmp_path: Path, line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

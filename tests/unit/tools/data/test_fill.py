@@ -215,7 +215,7 @@ WRONG_SOURCES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda entry: entry | {"colour": 1}, "sources.math.colour: got 1, expected one of answer"),
     (
         lambda entry: {key: entry[key] for key in entry if key != "path"} | {"dataset": "a/b"},
-        "math.revision: got nothing",
+        "math.revision: this key is missing",
     ),
     (lambda entry: "source", "sources.math: got 'source', expected a mapping"),
 ]

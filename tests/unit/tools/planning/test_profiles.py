@@ -156,8 +156,8 @@ def test_a_profile_takes_over_what_it_does_not_say(tmp_path):
          "see recipes/cluster/ports.py"),
         ("[mine]\nsandbox = {contaner = 'x'}", "env.toml: mine.sandbox.contaner: got contaner, expected "
          "container or port or command; did you mean container?"),
-        ("[mine]\nenv_vars = {HF_TOKEN = 'x'}", "env.toml: mine.env_vars.HF_TOKEN: a secret does not belong into a "
-         "profile; export HF_TOKEN in your shell: a job inherits it, and no command line shows it"),
+        ("[mine]\nenv_vars = {HF_TOKEN = 'x'}", "env.toml: mine.env_vars.HF_TOKEN: a profile must not "
+         "hold a secret; export HF_TOKEN in your shell: a job inherits it, and no command line shows it"),
         ("[mine]\nenv_vars = {'A-B' = 'x'}", "env.toml: mine.env_vars.A-B: got A-B, expected a variable's name; "
          "letters, digits and _"),
         ("[mine]\nenv_vars = {A = 'x,y'}", 'env.toml: mine.env_vars.A: sbatch would split "x,y" at its comma or '

@@ -135,7 +135,7 @@ def test_the_command_prints_some_and_writes_all(tmp_path: Path, capsys: pytest.C
     assert main([*arguments, "--problems", str(tmp_path / "out.jsonl"), "--max-printed", "2"]) == 2
     printed = capsys.readouterr()
     assert printed.err.count("a JSON list") == 2
-    assert f"{train}:5: got a JSON list" in printed.err
+    assert f"{train}:5: a JSON list instead of an object" in printed.err
     assert "5 problems (5 x shape)" in printed.err
     written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [problem["line"] for problem in written] == [5, 6, 7, 8, 9]
