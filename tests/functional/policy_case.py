@@ -14,6 +14,7 @@ from typing import Any
 import ray
 import torch
 from safetensors.torch import load_file
+from speed import patiently
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -140,7 +141,9 @@ def local_ray(num_cpus: int) -> Iterator[None]:
 @contextmanager
 def running(config: Config, *, num_ranks: int = 1, **deadlines: float) -> Iterator[Policy]:
     """Start a policy with one CPU per rank and stop it at the end."""
-    limits = replace(config.deadlines, **({"placement": 60.0, "engine_start": 180.0, "shutdown": 5.0} | deadlines))
+    limits = replace(
+        config.deadlines, **({"placement": 60.0, "engine_start": patiently(180), "shutdown": 5.0} | deadlines)
+    )
     policy = Policy.start(
         config.policy,
         loss=partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=None),

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import ray
 import tiny_engine
+from speed import patiently
 
 from recipes.errors import EngineError, RequestError
 from recipes.generation import generation as module
@@ -58,7 +59,7 @@ class Pair:
 
     def wait_for_start(self, engine: int, dead: EngineInfo) -> EngineInfo:
         """Wait until another actor runs the engine."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + patiently(180)
         while self.generation.infos[engine].pid == dead.pid:
             assert time.monotonic() < deadline, f"engine {engine} was not started again"
             time.sleep(0.1)

@@ -107,10 +107,14 @@ def launched() -> Iterator[list[Launch]]:
     launches: list[Launch] = []
     yield launches
     for launch in launches:
+        if launch.process.poll() is None:  # it ends Ray's agents too, which carry no mark once they have their titles
+            launch.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                launch.process.communicate(timeout=patiently(60))
         for pid in launch.alive():
             with suppress(ProcessLookupError):  # it ended with another
                 os.kill(pid, signal.SIGKILL)
-        launch.process.communicate()
+        launch.process.wait()
         if (temp := launch.run_dir / ".temp").is_symlink():
             shutil.rmtree(temp.readlink())
 
@@ -198,7 +202,7 @@ def test_everything_ends_when_the_supervisor_is_killed(launched, tmp_path):
 def test_a_head_that_does_not_start_is_started_once_more(launched, tmp_path):
     launch = Launch(tmp_path / "run", seconds=0, status=7)
     launched.append(launch)
-    end = time.monotonic() + patiently(60)
+    end = time.monotonic() + patiently(120)
     while not (heads := launch.find(b"start", b"--head")):
         assert time.monotonic() < end
         time.sleep(0.02)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from speed import patiently
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -130,7 +131,9 @@ def generation_config(**changes: Any) -> Any:
 
 def deadlines(**changes: float) -> Any:
     """Return the deadlines the engine reads, in seconds."""
-    return SimpleNamespace(**({"engine_start": 180.0, "generation": 60.0, "refit": 60.0, "shutdown": 10.0} | changes))
+    return SimpleNamespace(
+        **({"engine_start": patiently(180), "generation": 60.0, "refit": 60.0, "shutdown": 10.0} | changes)
+    )
 
 
 @torch.no_grad()
