@@ -38,6 +38,11 @@ units = [Unit.remote() for _ in range(num_nodes)]
 print("hosts", *sorted(ray.get([unit.host.remote() for unit in units])), flush=True)
 end = time.monotonic() + 120
 is_first = "SLURM_RESTART_COUNT" not in os.environ
+if what == "fail" and is_first:
+    os.makedirs(sys.argv[3])
+    os.symlink("step_000001", os.path.join(sys.argv[3], "latest"))
+    nodes = sorted(node["NodeManagerHostname"] for node in ray.nodes())
+    sys.exit(f"policy worker 1 on node {nodes[-1]} died")
 while (what == "stay" or (what == "save" and is_first)) and time.monotonic() < end:
     dead = [node["NodeManagerHostname"] for node in ray.nodes() if not node["Alive"]]
     if dead:
