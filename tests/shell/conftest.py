@@ -7,12 +7,14 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models
+
+from tests.shell.job_shims import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 ROW = {
@@ -93,3 +95,10 @@ def launch(tmp_path: Path) -> Launcher:
     shim.write_text(f"#!/usr/bin/env bash\nprintf '%s\\0' \"$@\" >'{tmp_path}/argv'\n")
     shim.chmod(0o755)
     return Launcher(tmp_path, dict(base_environment(tmp_path)))
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path)
+    yield job
+    job.slurmd.close()
