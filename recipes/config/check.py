@@ -19,6 +19,7 @@ from recipes.config.keys.schema import (
     server_node,
     settings_of,
     show,
+    upwards,
 )
 from recipes.config.keys.upstream import upstream_hint
 from recipes.errors import nearest
@@ -47,19 +48,13 @@ def _problems_of(error: ValidationError) -> Iterator[KeyProblem]:
         for name in sorted(set(rule) - set(present)):
             yield _missing_key(f"{key}.{name}" if key else name, declared()[f"{key}.{name}" if key else name])
     else:
-        own = next((name for name in _upwards(key) if name in declared()), "")  # of an item of a list, the list
+        own = next((name for name in upwards(key) if name in declared()), "")  # of an item of a list, the list
         yield _wrong_value(own, declared()[own], error.instance)
 
 
 def _is_below_a_key(key: str) -> bool:
     """Return whether this is an item of one of the block's own keys, and no server instance."""
-    return any(name in declared() and name != INSTANCES for name in _upwards(key) if name.startswith(f"{INSTANCES}."))
-
-
-def _upwards(key: str) -> Iterator[str]:
-    while key:
-        yield key
-        key = key.rpartition(".")[0]
+    return any(name in declared() and name != INSTANCES for name in upwards(key) if name.startswith(f"{INSTANCES}."))
 
 
 def _wrong_value(key: str, node: Mapping[str, Any], value: Any) -> KeyProblem:
@@ -95,7 +90,7 @@ def _server_problems(key: str, error: ValidationError) -> Iterator[KeyProblem]:
         fix = "an instance is one server; see configs/environments"
         yield KeyProblem(key=key, got=show(sorted(present)), expected=expected, fix=fix)
     else:
-        own = next(above for above in _upwards(key) if server_node(above))
+        own = next(above for above in upwards(key) if server_node(above))
         yield _wrong_value(own, server_node(own), error.instance)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import Container, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from recipes.config.keys.schema import INSTANCES, UNSET, lookup, show
+from recipes.config.keys.schema import INSTANCES, UNSET, lookup, show, upwards
 from recipes.config.yaml_files import Document, leaves, parse_value, read_yaml
 from recipes.errors import Problem
 
@@ -38,9 +38,9 @@ class Layers:
 
     def add_under(self, data: Mapping[str, Any], source: str, prefix: str = "") -> None:
         """Lay `data` under what is there: only keys that no layer has set are taken."""
-        there = {above for known in self.sources for above in _upwards(known)}
+        there = {above for known in self.sources for above in upwards(known)}
         for key, value in leaves(data, prefix).items():
-            if key not in there and not under(key, set(self.sources) & set(_upwards(key))):
+            if key not in there and not under(key, set(self.sources) & set(upwards(key))):
                 put(self.tree, key, copy.deepcopy(value))
                 self.sources[key] = source
 
@@ -87,12 +87,6 @@ def lay_instances(layers: Layers, directory: Path) -> None:
         document = read_yaml(path, name=display_name(path))
         layers.problems.extend(document.problems)
         layers.add_under(document.data, document.name, INSTANCES)
-
-
-def _upwards(key: str) -> Iterator[str]:
-    while key:
-        yield key
-        key = key.rpartition(".")[0]
 
 
 def source_of(sources: Mapping[str, str], key: str) -> str | None:

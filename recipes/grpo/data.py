@@ -30,18 +30,6 @@ def row_id(row: Row) -> str:
     return hashlib.sha256(orjson.dumps(row, option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
 
 
-def last_user_text(row: Row) -> str:
-    """Return the text of the last user message, for logs."""
-    items = row["responses_create_params"]["input"]
-    if isinstance(items, str):
-        return items
-    for item in reversed(items):
-        if item.get("role") == "user":
-            content = item["content"]
-            return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
-    return ""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataIdentity:
     """What decides which prompt a position of the stream is; a checkpoint holds it."""

@@ -25,9 +25,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from recipes.environments.contract.rows import last_user_text
 from recipes.errors import RequestError, RunError, StalledError
 from recipes.grpo.buffer import ReplayBuffer
-from recipes.grpo.data import PromptStream, last_user_text
+from recipes.grpo.data import PromptStream
 from recipes.grpo.draw import CircuitBreaker, Prompt, PromptQueue
 from recipes.types import Completion, Group, ModelClient, PromptRef, Rollout, RolloutStatus, Row, Sampling
 

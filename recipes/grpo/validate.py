@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from recipes.grpo.data import PromptDataset, last_user_text, row_id
+from recipes.environments.contract.rows import last_user_text
+from recipes.grpo.data import PromptDataset, row_id
 from recipes.grpo.rollout import RolloutCollector, gather_results
 from recipes.types import Group, PromptRef, Sampling
 

@@ -16,11 +16,12 @@ import orjson
 from recipes.config.tree import Config
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.chat.tool_calls import FlagPatterns
+from recipes.environments.contract.rows import last_user_text
 from recipes.environments.environments import Environments
 from recipes.environments.instances import agents_of, servers_of
 from recipes.environments.registry import find_agent
 from recipes.errors import InputError
-from recipes.grpo.data import check_line, last_user_text
+from recipes.grpo.data import check_line
 from recipes.types import Row
 from tools.data.placeholders import PLACEHOLDER
 from tools.files.manifest import manifest_of, read_manifest

@@ -131,3 +131,10 @@ def server_node(key: str) -> dict[str, Any]:
 
 def _referenced(node: Mapping[str, Any]) -> dict[str, Any]:
     return dict(schema()["$defs"][node["$ref"].removeprefix("#/$defs/")])
+
+
+def upwards(key: str) -> Iterator[str]:
+    """Yield a dotted key, then each block above it."""
+    while key:
+        yield key
+        key = key.rpartition(".")[0]

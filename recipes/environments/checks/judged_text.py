@@ -3,24 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 _OPENING = re.compile(r"<(think|thinking)>")
 _CLOSING = re.compile(r"</think(?:ing)?>")
-
-
-def last_user_text(row: Mapping[str, Any]) -> str:
-    """Return the text of the row's last user message, its parts joined by newlines; "" without one."""
-    given = (row.get("responses_create_params") or {}).get("input", ())
-    if isinstance(given, str):
-        return given
-    for item in reversed(given):
-        if item.get("role") == "user":
-            content = item.get("content")
-            parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content or ()]
-            return "\n".join(parts)
-    return ""
 
 
 def without_thinking(text: str) -> str:

@@ -54,3 +54,16 @@ def one_of(field: str, value: object, allowed: Collection[str]) -> str:
     if not isinstance(value, str) or value not in allowed:
         raise wrong(field, value, "one of " + ", ".join(sorted(allowed)))
     return value
+
+
+def last_user_text(row: Mapping[str, Any]) -> str:
+    """Return the text of the row's last user message, its parts joined by newlines; "" without one."""
+    given = (row.get("responses_create_params") or {}).get("input", ())
+    if isinstance(given, str):
+        return given
+    for item in reversed(given):
+        if item.get("role") == "user":
+            content = item.get("content")
+            parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content or ()]
+            return "\n".join(parts)
+    return ""

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.environments.checks.judged_text import last_user_text
 from recipes.environments.contract.asking import JudgeQuestion, Scoring, filled, first_label, last_part_text
 from recipes.environments.contract.responses import last_message_text
-from recipes.environments.contract.rows import optional_object, optional_str, wrong
+from recipes.environments.contract.rows import last_user_text, optional_object, optional_str, wrong
 from recipes.environments.contract.verdict import Response, Verdict
 from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.types import Row

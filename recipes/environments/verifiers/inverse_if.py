@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.environments.checks.judged_text import last_user_text, without_thinking
+from recipes.environments.checks.judged_text import without_thinking
 from recipes.environments.checks.rubrics import AGGREGATIONS, aggregate
 from recipes.environments.contract.asking import JudgeQuestion, Scoring, filled
 from recipes.environments.contract.responses import last_message_text
-from recipes.environments.contract.rows import one_of, optional_object, optional_str, wrong
+from recipes.environments.contract.rows import last_user_text, one_of, optional_object, optional_str, wrong
 from recipes.environments.contract.verdict import Response, Verdict
 from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.types import Row

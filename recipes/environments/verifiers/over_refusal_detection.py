@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.environments.checks.judged_text import last_user_text
 from recipes.environments.contract.asking import JudgeQuestion, Scoring, filled, first_label
 from recipes.environments.contract.responses import last_message_text
-from recipes.environments.contract.rows import optional_str
+from recipes.environments.contract.rows import last_user_text, optional_str
 from recipes.environments.contract.verdict import Response, Verdict
 from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.types import Row

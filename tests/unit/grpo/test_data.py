@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from recipes.environments.contract.rows import last_user_text
 from recipes.errors import DataError
-from recipes.grpo.data import PromptDataset, PromptStream, check_file, last_user_text, require_rows, row_id
+from recipes.grpo.data import PromptDataset, PromptStream, check_file, require_rows, row_id
 
 
 def row(number: int) -> dict[str, Any]:
