@@ -259,6 +259,13 @@ def test_tags_that_never_close_are_text(tag: str) -> None:
     assert [(found.name, found.arguments) for found in calls] == ([] if tag == "<tool_call>" else [("add", "{}")])
 
 
+@pytest.mark.timeout(10)  # were a name to run on over the next tag, this text would take minutes
+def test_open_parameters_before_a_closing_tag_are_none() -> None:
+    call = f"<tool_call><function=add>{'<parameter=' * 60_000}</parameter></function></tool_call>"
+    _, calls = parse_tool_calls(call, chat_tools({"tools": [TOOL]}))
+    assert [(found.name, found.arguments) for found in calls] == [("add", "{}")]
+
+
 def test_reasoning_ends_with_the_last_closed_block() -> None:
     items = tuple(assistant_items({"content": "<think>a</think>b<think>c<think>d</think>e<think>f"}))
     assert kinds(items) == [("reasoning", "a|c<think>d"), ("message", "be<think>f")]
