@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from recipes.config.keys.native import AGENT_TYPES
 from recipes.environments.contract.verifier import Agent
 from recipes.environments.judges.servers import SETTINGS as JUDGE_SETTINGS
 from recipes.environments.judges.servers import JudgeServer, judge_of
 from recipes.environments.registry import VERIFIERS
 from recipes.errors import ConfigError, Problem, suggestion
 
-AGENT_TYPES = ("simple_agent", "tool_simulation_agent")  # the types of agent server that run here
 DESCRIPTIVE = frozenset({"description", "domain", "entrypoint", "host", "name", "num_workers", "value", "verified"})
 CONNECTION = frozenset({"url", "timeout_seconds"})
 DEFAULT_TIMEOUT_SECONDS = 120.0  # for one verification; waiting for a free scoring process does not count

@@ -1,6 +1,7 @@
 """What the native engine has, as plain data: the launcher and the rules ask without loading torch or a verifier.
 
-A test compares the environments' part with recipes/environments/registry.py and instances.py.
+recipes/environments reads the types of agent server from here; a test compares the types of resources server with its
+registry.
 """
 
 from __future__ import annotations
@@ -21,4 +22,4 @@ RESOURCES_TYPES = (  # resources servers
     "single_step_tool_use_with_argument_comparison",
     "structured_outputs",
 )
-AGENT_TYPES = ("simple_agent", "tool_simulation_agent")  # agent servers
+AGENT_TYPES = ("simple_agent", "tool_simulation_agent")  # agent servers, of recipes/environments/instances.py

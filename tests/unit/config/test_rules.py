@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from recipes.config.keys.native import AGENT_TYPES
 from recipes.config.keys.schema import CONFIG_DIR
 from recipes.config.keys.servers import AGENTS, servers
 from recipes.config.load import load_config, refusals, require_valid
 from recipes.config.rules.all import REFUSALS, RULES
-from recipes.environments.instances import AGENT_TYPES
 from recipes.environments.registry import VERIFIERS
 
 STAGE1 = CONFIG_DIR / "stage1_rlvr.yaml"

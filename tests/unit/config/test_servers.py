@@ -13,7 +13,7 @@ from recipes.config.keys import native
 from recipes.config.keys.schema import CONFIG_DIR, SERVER_KINDS, schema, settings_of
 from recipes.config.load import load_config
 from recipes.config.stages import config_path, load_stages
-from recipes.environments.instances import AGENT_TYPES, servers_of
+from recipes.environments.instances import servers_of
 from recipes.environments.registry import AGENTS, LATER_AGENTS, VERIFIERS
 from recipes.errors import ConfigError
 
@@ -68,7 +68,6 @@ def test_agents_of_the_files_are_those_that_rows_name() -> None:
 
 def test_what_the_rules_say_of_the_native_engine_is_what_it_has() -> None:
     assert set(native.RESOURCES_TYPES) == set(VERIFIERS)
-    assert set(native.AGENT_TYPES) == set(AGENT_TYPES)
 
 
 def test_every_verifier_that_exists_has_its_settings_declared() -> None:
@@ -77,7 +76,7 @@ def test_every_verifier_that_exists_has_its_settings_declared() -> None:
         assert name in known, f"declare {name} in configs/environments/servers.json"
         undeclared = verifier.settings - set(settings_of(known[name]))
         assert not undeclared, f"declare in configs/environments/servers.json: {name} {undeclared}"
-    assert set(AGENT_TYPES) <= set(KINDS["responses_api_agents"]["properties"])
+    assert set(native.AGENT_TYPES) <= set(KINDS["responses_api_agents"]["properties"])
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
