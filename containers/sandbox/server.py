@@ -286,7 +286,11 @@ def main() -> None:
     def stop(_number: int, _frame: FrameType | None) -> None:
         threading.Thread(target=server.shutdown).start()
 
-    signal.signal(signal.SIGTERM, stop)
+    for number in (signal.SIGTERM, signal.SIGUSR2):  # a job ends its steps with USR2
+        signal.signal(number, stop)
+    # `scancel --signal=USR1` reaches every process of every step, and is meant for the driver alone. What is ignored
+    # here stays ignored in the cells.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     log.info("ready on port %d: %s", port, sandbox.limits)
     server.serve_forever()
     sandbox.sessions.close()

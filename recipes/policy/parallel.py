@@ -31,14 +31,14 @@ def finish_queued_work() -> None:
         torch.cuda.synchronize()
 
 
-def hold_port() -> socket.socket:
-    """Hold a free port of the range that policy ranks meet in."""
-    return hold_in_range(_PORTS.low, _PORTS.high)
+def hold_port(host: str) -> socket.socket:
+    """Hold a free port of the range that policy ranks meet in, on this address of the machine alone."""
+    return hold_in_range(_PORTS.low, _PORTS.high, host=host)
 
 
 def open_store(host: str, *, timeout_s: float) -> TCPStore:
     """Open a store on a port of the run's own range, bound and kept: nobody can take it before it is used."""
-    held = hold_port()
+    held = hold_port(host)
     port = held.getsockname()[1]
     return TCPStore(
         host,

@@ -141,8 +141,9 @@ class PolicyWorker:
 
         if self._rank != 0:
             return None
-        self._rendezvous = parallel.hold_port()
-        return ray.util.get_node_ip_address(), self._rendezvous.getsockname()[1]
+        host = ray.util.get_node_ip_address()
+        self._rendezvous = parallel.hold_port(host)
+        return host, self._rendezvous.getsockname()[1]
 
     def connect_engines(self, num_engine_ranks: int) -> None:
         """Join the engines' NCCL group as its rank 0 (rank 0 only); returns when all engine ranks have joined."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from below import below
 
 from recipes.environments.contract.responses import message_item
 from recipes.environments.contract.verdict import NoVerdict, Verdict
@@ -47,16 +48,6 @@ def pool() -> Iterator[ScoringPool]:
     made = ScoringPool(num_workers=1, cpu_seconds=1.5)
     yield made
     made.close()
-
-
-def below(parent: int) -> list[int]:
-    """Return the ids of all processes below one, nearest first."""
-    try:
-        tasks = list(Path(f"/proc/{parent}/task").iterdir())
-        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    except OSError:
-        return []
-    return children + [process for child in children for process in below(child)]
 
 
 def workers_of(parent: int) -> list[int]:
@@ -103,6 +94,16 @@ async def test_a_process_that_dies_once_is_replaced(pool: ScoringPool, which: in
     verdict = await pool.score(VERIFIERS["math_with_judge"], math_task("7"), boxed("7"))
     assert isinstance(verdict, Verdict)
     assert verdict.reward == 1.0
+
+
+async def test_a_signal_for_the_driver_does_not_reach_the_processes(pool: ScoringPool) -> None:
+    """`scancel --signal=USR1` sends it to every process of the driver's step."""
+    assert await pool.score(VERIFIERS["math_with_judge"], math_task(), boxed("5"))
+    before = below(os.getpid())
+    for process in before:
+        os.kill(process, signal.SIGUSR1)
+    assert await pool.score(VERIFIERS["math_with_judge"], math_task("7"), boxed("7"))
+    assert set(before) <= set(below(os.getpid()))
 
 
 async def test_a_process_that_keeps_dying_is_no_verdict(pool: ScoringPool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,7 @@ def refuse_second_start(site: Site, jobs: Mapping[str, str]) -> None:
     past = site.cluster.run(["bash", "-c", line], env=site.env, cwd=ROOT).stdout.strip()
     fields = site.wait_for(past, "FAILED")
     assert fields["ExitCode"] == "2:0"
-    assert f"a run is in progress in {lock.parent} (started by job {jobs['stage1.1']}, pid " in site.log(fields)
+    assert f"begin: EXP_NAME={lock.parent.name}: job {jobs['stage1.1']} of this run is RUNNING" in site.log(fields)
     assert json.loads(lock.read_text())["job_id"] == jobs["stage1.1"]
     assert (lock.parent / "logs" / "latest").readlink() == Path("attempt_1")  # the other has attempt_2 for its own
     assert (lock.parent / "logs" / "attempt_2" / "driver.log").exists()

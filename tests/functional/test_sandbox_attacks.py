@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import base64
 import os
+import signal
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from below import below
 from sandbox_client import TOKEN, Client
 from small_root import require
 
@@ -37,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, i
     client = Client(port)
     client.wait_until_healthy(process)
     yield client, process.pid
-    process.terminate()
+    process.send_signal(signal.SIGUSR2)  # as a job ends its steps
     assert process.wait(timeout=30) == 0
 
 
@@ -52,6 +55,16 @@ def test_a_server_without_a_token_does_not_start():
         start = [ROOT / "containers/sandbox/start.sh"]
         result = subprocess.run(start, env=environ, capture_output=True, text=True, timeout=30, check=False)
         assert result.returncode == 1 and "sandbox: SANDBOX_TOKEN: missing or short; set at least 16" in result.stderr
+
+
+def test_a_signal_for_the_driver_ends_neither_server_nor_sessions(server):
+    """`scancel --signal=USR1` reaches every process of every step."""
+    sandbox, pid = server
+    sandbox.cell("kept = 7", "signalled")
+    for process in [*below(pid), pid]:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGUSR1)
+    assert sandbox.cell("print(kept)", "signalled")["stdout"] == "7\n"
 
 
 def test_only_the_token_opens_the_server(sandbox):

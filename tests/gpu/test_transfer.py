@@ -63,7 +63,7 @@ def test_vllm_sends_every_tensor_of_a_trained_model(tmp_path: Path, record: Reco
         gpu_case.config_of(model, precision="bfloat16", micro_batch_tokens=4096, recompute=False)
     )
     layout = weights.make_layout(trainer.full_shapes(), path="")
-    port = hold_port()
+    port = hold_port("127.0.0.1")
     number = port.getsockname()[1]
     port.close()
     sender = weights.NcclSender(layout, master_address="127.0.0.1", master_port=number, world_size=1)

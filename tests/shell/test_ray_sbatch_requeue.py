@@ -186,3 +186,11 @@ def test_a_lost_node_is_named_and_the_requeue_left_to_slurm(job):
     assert sum("is lost: no slurmd answers there" in line for line in lines) == 3
     assert "Slurm ends this start" in lines[-1]
     assert not job.was_requeued()
+
+
+def test_the_next_start_says_which_node_slurm_lost(job):
+    """Slurm may end the job file with the node, before it can say anything."""
+    job.run(worker=0)
+    code, output = job.run(driver=0, environment={"SLURM_RESTART_COUNT": "1"})
+    assert code == 0
+    assert output.count("srun: error: Node failure on n9") == 1

@@ -12,6 +12,7 @@
 #                                               `ended_role`
 #   say_end PID STATUS                          say which step ended, on which node, and the last lines of its log
 #   say_last_lines FILE                         say the last lines of one log
+#   say_lost_nodes DIR                          say which nodes Slurm lost in the start with the log directory DIR
 
 # Nodes that were asked to end have this time to copy their logs, and half a second more for each node of the job.
 readonly CAUSE_LINES=5 END_SECONDS=20
@@ -98,12 +99,19 @@ say_last_lines() {
 }
 
 say_end() {
-  local role=${roles[$1]} node line
+  local role=${roles[$1]} node
   say "${steps[$1]} ended with status $2 before the driver"
-  while read -r line; do say "  ${line}"; done < <(grep '^srun: error: Node failure on ' "${log_dir}/srun_${role}.log")
+  say_lost_nodes "${log_dir}"
   # srun's messages begin with "srun: error: NODE: "; one line per node is enough.
   while read -r node; do
     say "on ${node}: $(grep -m 1 "^srun: error: ${node}: " "${log_dir}/srun_${role}.log")"
     say_last_lines "${log_dir}/${role}_${node}.log"
   done < <(sed -n 's/^srun: error: \([^: ]*\): .*/\1/p' "${log_dir}/srun_${role}.log" | sort -u)
+}
+
+# Slurm often ends the job file together with the node, before it has said anything; then the next start says it.
+say_lost_nodes() {
+  local line
+  while read -r line; do say "  ${line}"; done < <(sort -u -- "$1"/srun_*.log 2>/dev/null |
+    grep '^srun: error: Node failure on ')
 }

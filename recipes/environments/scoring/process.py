@@ -119,6 +119,8 @@ class ScoringProcess:
         (their_requests, requests), (answers, their_answers) = os.pipe(), os.pipe()
         log = os.memfd_create("scoring")
         theirs = (their_requests, their_answers, their_commands, their_reports)
+        # `scancel --signal=USR1` reaches every process of a job's steps. What is held back here stays so in the child.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         try:
             self._process = subprocess.Popen(
                 confined.command(their_commands, their_reports),
@@ -134,6 +136,7 @@ class ScoringProcess:
                 os.close(descriptor)
             raise
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             for descriptor in theirs:
                 os.close(descriptor)
         os.set_blocking(commands, False)
