@@ -130,7 +130,7 @@ async def test_killed_server_is_no_verdict_within_the_deadline() -> None:
     assert isinstance(verdict, NoVerdict)
     assert verdict.status is RolloutStatus.ENV_FAILED
     assert url in verdict.reason
-    assert "3 attempts" in verdict.reason
+    assert "attempts: 3" in verdict.reason
 
 
 class Answers:
@@ -213,7 +213,7 @@ JUDGE_FAILED = {"reward": 0.0, "_ng_failure_class": "judge_failed", "_ng_failure
 @pytest.mark.parametrize(
     ("status", "body", "verify_calls", "reason"),
     [
-        (500, b"boom", 3, "/verify answered 500: boom (3 attempts)"),
+        (500, b"boom", 3, "/verify answered 500: boom (attempts: 3)"),
         (404, b"not here", 1, "/verify answered 404: not here"),
         (200, b"<html>", 1, "/verify answered no JSON: '<html>'"),
         (200, b"[1]", 1, "/verify answered '[1]', expected an object"),
@@ -242,7 +242,7 @@ async def test_slow_server_is_no_verdict_at_the_deadline() -> None:
         waited = time.monotonic() - start
     assert 0.4 < waited < 5.0
     assert isinstance(verdict, NoVerdict)
-    assert f"no verdict from {url} within 0.5 s" in verdict.reason
+    assert f"{url}: no reply within 0.5 s" in verdict.reason
 
 
 async def test_a_foreign_servers_reward_and_numbers_are_taken() -> None:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from recipes.errors import DataError, Problem
+from recipes.retry import RetryPolicy
 from tools.command_line import exit_status, positive
 from tools.data.blends import BLENDS_FILE
 from tools.data.download import download, find_blend
@@ -19,7 +20,6 @@ from tools.data.fill import DEFAULT_SOURCES, fill
 from tools.data.side_files import SIDE_FILES, fetch, load_side_files
 from tools.data.split import DEFAULT_VAL_ROWS, split
 from tools.files.locks import only_one
-from tools.files.retry import RetryPolicy
 
 
 def prepare(options: argparse.Namespace) -> Path:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from recipes.errors import DataError, Problem, suggestion
+from recipes.retry import RetryPolicy
 from tools.command_line import exit_status
 from tools.files.hosts import GITHUB
 from tools.files.manifest import TOOL_VERSION, changes, write_manifest
-from tools.files.retry import RetryPolicy
 from tools.files.revisions import is_commit, no_commit
 from tools.files.transfer import RemoteFile, download_file
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from recipes.errors import DataError, Problem
+from recipes.retry import RetryPolicy
 from tools.files.hub import commit_of, list_all_files
 from tools.files.manifest import TOOL_VERSION, changes, read_manifest, write_manifest
-from tools.files.retry import RetryPolicy
 from tools.files.revisions import is_commit, no_commit
 from tools.files.transfer import download_file
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from recipes.errors import DataError, Problem
-from tools.files.retry import RETRIED_STATUSES, RetryPolicy, TransientError, retry_after
+from recipes.retry import RetryPolicy, TransientError, is_transient, retry_after
 
 if TYPE_CHECKING:
     import httpx2
@@ -88,7 +88,7 @@ def session_with(host: Host, where: str) -> Iterator[httpx2.Client]:
         raise DataError(Problem(where=where, wrong=wrong, fix="unset HF_HUB_OFFLINE")) from error
     except HfHubHTTPError as error:
         status = error.response.status_code
-        if status in RETRIED_STATUSES:
+        if is_transient(status):
             raise TransientError(f"HTTP {status}", retry_after=retry_after(error.response.headers)) from error
         refusal = hub_refusal if host is HUB else file_refusal
         raise DataError(refusal(where, status, error)) from error

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from recipes.errors import DataError, Problem
+from recipes.retry import Answer, RetryPolicy, TransientError, call_with_retries
 from tools.files.hosts import HUB, session_with, wait_or_raise
-from tools.files.retry import Answer, RetryPolicy, TransientError, call_with_retries
 from tools.files.revisions import is_commit
 from tools.files.transfer import RemoteFile
 

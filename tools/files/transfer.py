@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from recipes.errors import DataError, Problem
+from recipes.retry import RetryPolicy, TransientError
 from tools.files.hosts import GITHUB, HUB, Host, session_with, wait_or_raise
 from tools.files.progress import Progress
-from tools.files.retry import RetryPolicy, TransientError
 from tools.files.row_files import CHUNK
 
 if TYPE_CHECKING:

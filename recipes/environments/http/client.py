@@ -1,6 +1,6 @@
 """The HTTP client of environments and judges: JSON out, JSON in, over thousands of kept connections at once.
 
-A failure is one of two kinds. `UnreachableError`: the server could not be reached, failed on its side or is busy, so
+A failure is one of two kinds. `TransientError`: the server could not be reached, failed on its side or is busy, so
 another attempt may succeed. `RefusedError`: the server gave an answer that no further attempt would change.
 """
 
@@ -15,17 +15,10 @@ from weakref import WeakKeyDictionary
 import aiohttp
 import orjson
 
+from recipes.retry import TransientError, is_transient, retry_after
+
 MAX_REPLY_BYTES = 64 << 20  # a server that sends more is refused, so that it cannot fill this machine's memory
 SHOWN_CHARS = 200  # of a server's error text
-_BUSY = frozenset({408, 425, 429})  # statuses below 500 that ask for another attempt
-
-
-class UnreachableError(Exception):
-    """Another attempt may succeed. `retry_after` is how many seconds the server asks to wait, if it says."""
-
-    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
 
 
 class RefusedError(Exception):
@@ -57,7 +50,7 @@ class JsonClient:
         headers: Mapping[str, str] | None = None,
         cookies: Mapping[str, str] | None = None,
     ) -> JsonReply:
-        """Post one object and return the object in the reply; raises `UnreachableError` or `RefusedError`.
+        """Post one object and return the object in the reply; raises `TransientError` or `RefusedError`.
 
         The caller bounds the time with `asyncio.timeout`. Proxies of the environment are not used and redirects are
         not followed: requests go to the address that the configuration names, and nowhere else.
@@ -74,7 +67,7 @@ class JsonClient:
                 _raise_for_status(reply, content, url)
                 given = {name: morsel.value for name, morsel in reply.cookies.items()}
         except (aiohttp.ClientError, OSError) as error:
-            raise UnreachableError(f"{url}: {type(error).__name__}: {error}") from error
+            raise TransientError(f"{url}: {type(error).__name__}: {error}", is_reached=False) from error
         try:
             value = orjson.loads(content)
         except orjson.JSONDecodeError as error:
@@ -118,14 +111,9 @@ def _raise_for_status(reply: aiohttp.ClientResponse, content: bytes, url: str) -
     if 200 <= reply.status < 300:
         return
     message = f"{url} answered {reply.status}: {_shown(content)}"
-    if reply.status >= 500 or reply.status in _BUSY:
-        raise UnreachableError(message, retry_after=_seconds(reply.headers.get("retry-after")))
+    if is_transient(reply.status):
+        raise TransientError(message, retry_after=retry_after(reply.headers))
     raise RefusedError(message)
-
-
-def _seconds(value: str | None) -> float | None:
-    """Read a Retry-After header in seconds; its form as a date is not read."""
-    return float(value) if value is not None and value.strip().isdigit() else None
 
 
 def _shown(content: bytes) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-import random
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +19,13 @@ import orjson
 from recipes.environments.contract.asking import JudgeQuestion
 from recipes.environments.contract.responses import message_item, reasoning_item, response_object
 from recipes.environments.contract.verdict import Response
-from recipes.environments.http.client import JsonClient, RefusedError, UnreachableError
+from recipes.environments.http.client import JsonClient, RefusedError
+from recipes.retry import ALWAYS, NoReplyError, RetryPolicy, reply_within
 
-_FIRST_PAUSE_SECONDS = 0.5  # before the second attempt; doubles, with jitter, up to the last
-_LAST_PAUSE_SECONDS = 20.0
+# The time of a question is the only limit.
+RETRIES = RetryPolicy(
+    max_retries=ALWAYS, max_unreached_retries=ALWAYS, first_seconds=0.4, max_seconds=16.0, jitter=0.25
+)
 _CHAT_NAMES = {"max_output_tokens": "max_tokens"}  # Responses name -> chat completions name
 
 
@@ -65,20 +67,10 @@ class JudgeClient:
         if is_fixed and key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
-        problem = "the server has not answered"
         try:
-            async with self._gate(), asyncio.timeout(self.timeout_seconds):
-                reply, attempt = None, 0
-                while reply is None:
-                    try:
-                        reply = await self._post(request)
-                    except UnreachableError as error:
-                        problem = str(error)
-                        await asyncio.sleep(pause_seconds(attempt, error.retry_after))
-                        attempt += 1
-        except TimeoutError as error:
-            raise JudgeFailedError(f"{self.name}: no reply within {self.timeout_seconds:g} s; {problem}") from error
-        except RefusedError as error:
+            async with self._gate():
+                reply = await reply_within(self.timeout_seconds, lambda: self._post(request), RETRIES)
+        except (NoReplyError, RefusedError) as error:
             raise JudgeFailedError(f"{self.name}: {error}") from error
         if is_fixed:
             self._cache[key] = reply
@@ -125,12 +117,3 @@ def response_of(completion: Mapping[str, Any]) -> Response:
     items += [message_item(text)] if isinstance(text, str) and text else []
     is_cut = choice.get("finish_reason") == "length"
     return response_object(items, incomplete_reason="max_output_tokens" if is_cut else None)
-
-
-def pause_seconds(attempt: int, asked: float | None) -> float:
-    """Return how long to wait before the next attempt: doubling, with jitter, or longer where the server asks for it.
-
-    A server that asks for no pause is not believed: it would be asked again in a tight loop.
-    """
-    own = min(_FIRST_PAUSE_SECONDS * 2 ** min(attempt, 10), _LAST_PAUSE_SECONDS) * random.uniform(0.5, 1.0)
-    return float(own if asked is None else max(own, min(asked, _LAST_PAUSE_SECONDS)))

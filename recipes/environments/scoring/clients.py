@@ -5,9 +5,7 @@ A client always answers, within its deadline: with a verdict, or with the reason
 
 from __future__ import annotations
 
-import asyncio
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,13 +13,13 @@ from typing import Any, Protocol
 from recipes.environments.contract.asking import Replies, advance
 from recipes.environments.contract.verdict import NoVerdict, Response, Verdict, env_failed
 from recipes.environments.contract.verifier import Verifier
-from recipes.environments.http.client import JsonClient, RefusedError, UnreachableError
+from recipes.environments.http.client import JsonClient, JsonReply, RefusedError
 from recipes.environments.judges.client import JudgeClient, JudgeFailedError
 from recipes.environments.scoring.pool import Scored, ScoringPool
+from recipes.retry import NoReplyError, RetryPolicy, reply_within
 from recipes.types import RolloutStatus, Row
 
-_ATTEMPTS = 3
-_FIRST_PAUSE_SECONDS = 0.2  # before the second attempt; doubles
+RETRIES = RetryPolicy(max_retries=2, first_seconds=0.2, jitter=0.25)
 
 
 class VerifierClient(Protocol):
@@ -68,7 +66,7 @@ class InProcessVerifier:
 class HttpVerifier:
     """Asks a resources server: `POST /seed_session`, then `POST /verify` with the session's cookies.
 
-    Transport errors and statuses of 500 and above are tried again, within the deadline; other answers are final.
+    Transport errors and statuses that may pass are tried again, within the deadline; other answers are final.
     """
 
     name: str
@@ -78,25 +76,17 @@ class HttpVerifier:
 
     async def verify(self, row: Row, response: Response) -> Verdict | NoVerdict:
         """Score one response to one row on the server."""
-        deadline = time.monotonic() + self.timeout_seconds
-        problem = "no attempt was made"
-        for attempt in range(_ATTEMPTS):
-            try:
-                async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
-                    if attempt:
-                        await asyncio.sleep(_FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
-                    session = await self.http.post(f"{self._base}/seed_session", row)
-                    sent = {**row, "response": response}
-                    reply = await self.http.post(f"{self._base}/verify", sent, cookies=session.cookies)
-                return self._read(reply.body, sent)
-            except TimeoutError:
-                late = f"{self.name}: no verdict from {self.url} within {self.timeout_seconds:g} s"
-                return env_failed(late if attempt == 0 else f"{late}; before that {problem}")
-            except UnreachableError as error:
-                problem = str(error)
-            except (RefusedError, ValueError, TypeError) as error:  # TypeError: a row that JSON cannot carry
-                return env_failed(f"{self.name}: {self.url}: {error}")
-        return env_failed(f"{self.name}: {self.url}: {problem} ({_ATTEMPTS} attempts)")
+        sent = {**row, "response": response}
+
+        async def ask() -> JsonReply:
+            session = await self.http.post(f"{self._base}/seed_session", row)
+            return await self.http.post(f"{self._base}/verify", sent, cookies=session.cookies)
+
+        try:
+            reply = await reply_within(self.timeout_seconds, ask, RETRIES)
+            return self._read(reply.body, sent)
+        except (NoReplyError, RefusedError, ValueError, TypeError) as error:  # TypeError: a row that JSON cannot carry
+            return env_failed(f"{self.name}: {self.url}: {error}")
 
     @property
     def _base(self) -> str:

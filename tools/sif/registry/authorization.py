@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import httpx2
 
-from tools.files.retry import RETRIED_STATUSES, TransientError, retry_after
+from recipes.retry import TransientError, is_transient, retry_after
 from tools.sif.registry.credentials import LOGIN_HOST, PASSWORD, USER, Credentials
 from tools.sif.registry.errors import ImageError
 from tools.sif.registry.references import DOCKER_HUB, REGISTRIES, Reference, is_loopback
@@ -74,7 +74,7 @@ class Authorizer:
         query = {"scope": f"repository:{reference.repository}:pull", "service": parts.get("service", "")}
         headers = {"Authorization": basic} if basic else {}
         answer = self._client.get(realm, params=query, headers=headers, follow_redirects=False)
-        if answer.status_code in RETRIED_STATUSES:
+        if is_transient(answer.status_code):
             reason = f"HTTP {answer.status_code} from the token server"
             raise TransientError(reason, retry_after=retry_after(answer.headers))
         if answer.status_code != 200:

@@ -21,7 +21,7 @@ from typing import Any
 import httpx2
 
 from recipes.errors import LaunchError, Problem
-from tools.files.retry import RETRIED_STATUSES, Answer, RetryPolicy, TransientError, call_with_retries, retry_after
+from recipes.retry import Answer, RetryPolicy, TransientError, call_with_retries, is_transient, retry_after
 from tools.sif.registry.authorization import LOGIN_FIX, Authorizer
 from tools.sif.registry.credentials import Credentials
 from tools.sif.registry.errors import ImageError
@@ -212,7 +212,7 @@ class Registry:
 
     def _require_ok(self, answer: httpx2.Response, reference: Reference) -> None:
         status = answer.status_code
-        if status in RETRIED_STATUSES:
+        if is_transient(status):
             raise TransientError(f"HTTP {status}", retry_after=retry_after(answer.headers))
         if status in (401, 403):
             raise ImageError("access", f"{reference}: HTTP {status} ({LOGIN_FIX})")

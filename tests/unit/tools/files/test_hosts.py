@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from recipes.errors import DataError
+from recipes.retry import RetryPolicy, TransientError
 from tools.files.hosts import HUB, session_with, wait_or_raise
-from tools.files.retry import RetryPolicy, TransientError
 
 SECRET = "hf_secret"
 

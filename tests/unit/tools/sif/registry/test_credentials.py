@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler
 import pytest
 
 from recipes.errors import LaunchError
+from recipes.retry import RetryPolicy
 from tests.unit.tools.sif.registry.loopback_server import serving
-from tools.files.retry import RetryPolicy
 from tools.sif.registry.authorization import token_server
 from tools.sif.registry.client import Registry
 from tools.sif.registry.credentials import Credentials

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import email.utils
 import time
 
 import pytest
 
-from tools.files.retry import RetryPolicy, TransientError, call_with_retries, retry_after
+from recipes.retry import (
+    ALWAYS,
+    NoReplyError,
+    RetryPolicy,
+    TransientError,
+    call_with_retries,
+    is_transient,
+    reply_within,
+    retry_after,
+)
 
 BROKEN = TransientError("HTTP 503")
 
@@ -65,3 +75,49 @@ def test_retry_after_is_a_number_or_a_date():
     assert retry_after({"Retry-After": date}) == pytest.approx(60, abs=2)
     assert [retry_after({"Retry-After": value}) for value in ("", "soon")] == [None, None]
     assert retry_after({}) is None
+
+
+def test_a_wait_stays_finite_however_often_a_request_has_failed():
+    policy = RetryPolicy(max_retries=ALWAYS, max_seconds=16.0)
+    assert policy.seconds_until_retry(5000, BROKEN) == 16.0
+
+
+def test_a_busy_or_failed_server_is_asked_again_and_no_other():
+    statuses = (400, 404, 408, 425, 429, 500, 501, 503, 505, 522)
+    assert [status for status in statuses if is_transient(status)] == [408, 425, 429, 500, 503, 522]
+
+
+def asked(*answers: str | Exception, seconds: float = 60.0, policy: RetryPolicy) -> tuple[str, int]:
+    """Return the reply and the number of attempts; each attempt takes the next answer, and the last one hangs."""
+    attempts = 0
+
+    async def ask() -> str:
+        nonlocal attempts
+        attempts += 1
+        if attempts > len(answers):
+            await asyncio.sleep(600)
+        answer = answers[attempts - 1]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    reply = asyncio.run(reply_within(seconds, ask, policy))
+    return reply, attempts
+
+
+def test_a_reply_is_waited_for_through_failures_that_pass():
+    policy = RetryPolicy(max_retries=2, first_seconds=0.001)
+    assert asked(BROKEN, BROKEN, "answer", policy=policy) == ("answer", 3)
+    with pytest.raises(NoReplyError, match=r"^HTTP 503 \(attempts: 3\)$"):
+        asked(BROKEN, BROKEN, BROKEN, policy=policy)
+    with pytest.raises(ValueError, match="final"):
+        asked(ValueError("final"), "answer", policy=policy)
+    with pytest.raises(NoReplyError, match=r"^HTTP 429 \(it asks to wait 7200 s, attempts: 1\)$"):
+        asked(TransientError("HTTP 429", retry_after=7200.0), policy=policy)
+
+
+@pytest.mark.parametrize(("answers", "message"), [((), r"^no reply within 0\.05 s$"),
+                                                  ((BROKEN,), r"^no reply within 0\.05 s; HTTP 503$")])  # fmt: skip
+def test_a_reply_that_is_late_is_given_up_with_the_last_failure(answers, message):
+    with pytest.raises(NoReplyError, match=message):
+        asked(*answers, seconds=0.05, policy=RetryPolicy(first_seconds=0.001))

@@ -1,23 +1,26 @@
-"""Trying again what failed for a reason that may pass: one policy for every host that files and images come from.
+"""Trying again what failed for a reason that may pass: one policy for every host, environment and judge.
 
-`call_with_retries` repeats a request. A transfer that can go on where it broke off has a loop of its own, and asks
-`RetryPolicy.seconds_until_retry` after each failure; it starts to count again when more bytes came.
+`call_with_retries` repeats a blocking request, `reply_within` a coroutine within a deadline. A transfer that can go on
+where it broke off has a loop of its own, and asks `RetryPolicy.seconds_until_retry` after each failure; it starts to
+count again when more bytes came.
 """
 
 from __future__ import annotations
 
+import asyncio
 import email.utils
 import itertools
 import random
 import re
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 Answer = TypeVar("Answer")
 
-RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504})  # of HTTP; every other error status is final
+ALWAYS = sys.maxsize  # as a number of retries
 
 
 class TransientError(Exception):
@@ -33,11 +36,15 @@ class TransientError(Exception):
         self.is_reached = is_reached
 
 
+class NoReplyError(Exception):
+    """A server gave no usable reply in the time and the attempts it had; the message says how the last one failed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
     """How often a request is tried again, and how long to wait before each retry."""
 
-    max_retries: int = 8  # in a row, without progress
+    max_retries: int = 8  # in a row, without progress; `ALWAYS` where a deadline ends the attempts
     max_unreached_retries: int = 3  # the same for a host that has never answered
     first_seconds: float = 1.0  # before the first retry; doubles with each retry
     max_seconds: float = 60.0  # the longest wait, unless the host asks for a longer one
@@ -57,7 +64,8 @@ class RetryPolicy:
         """Return how long to wait after `num_failures` failures in a row, the last of them `failure`; None: give up."""
         if self.asks_too_long(failure) or num_failures > self.retries_after(failure):
             return None
-        back_off = min(self.first_seconds * 2.0 ** (num_failures - 1), self.max_seconds)
+        doublings = min(num_failures - 1, 64)  # more would overflow a float long after the longest wait is reached
+        back_off = min(self.first_seconds * 2.0**doublings, self.max_seconds)
         return max(back_off * random.uniform(1 - self.jitter, 1 + self.jitter), failure.retry_after or 0.0)
 
 
@@ -74,6 +82,36 @@ def call_with_retries(ask: Callable[[], Answer], wait_or_raise: Callable[[Transi
     raise AssertionError("unreachable: `wait_or_raise` ends the loop")
 
 
+async def reply_within(seconds: float, ask: Callable[[], Awaitable[Answer]], policy: RetryPolicy) -> Answer:
+    """Return what `ask` returns, called again after each `TransientError`, all within `seconds`.
+
+    Raises `NoReplyError` when the time or the policy's retries are used up. Other errors of `ask` end the attempts.
+    """
+    cause, num_failures = "", 0
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                try:
+                    return await ask()
+                except TransientError as failure:
+                    cause, num_failures = f"; {failure}", num_failures + 1
+                    wait = policy.seconds_until_retry(num_failures, failure)
+                    if wait is None:
+                        asked = f"it asks to wait {failure.retry_after:g} s, " if policy.asks_too_long(failure) else ""
+                        raise NoReplyError(f"{failure} ({asked}attempts: {num_failures})") from failure
+                await asyncio.sleep(wait)
+    except TimeoutError as error:
+        raise NoReplyError(f"no reply within {seconds:g} s{cause}") from error
+
+
+def is_transient(status: int) -> bool:
+    """Return whether an HTTP error status may pass: the server is busy, or failed, and did not say that it never will.
+
+    501 (not implemented) and 505 (another version of HTTP) are final although they are above 500.
+    """
+    return status in (408, 425, 429) or (status >= 500 and status not in (501, 505))
+
+
 def retry_after(headers: Mapping[str, str]) -> float | None:
     """Return the seconds that a Retry-After header asks for, given as a number or as a date; None without one."""
     value = str(headers.get("Retry-After") or "").strip()
@@ -81,5 +119,5 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
         return float(value)
     try:
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
