@@ -111,15 +111,15 @@ class Generation:
         """Whether an engine is on another host than the policy's shared-memory file."""
         return not all(engine.can_see_file for engine in self._up())
 
-    def connect_weights(self, layout: WeightLayout, *, rendezvous: tuple[str, int] | None = None) -> None:
+    def connect_weights(self, layout: WeightLayout, *, nccl_id: bytes | None = None) -> None:
         """Tell the engines how the policy sends its weights: by the layout's file, or by NCCL where one is given.
 
-        With `rendezvous`, the policy's host and port, this blocks until the policy has joined as rank 0. All engines
+        With `nccl_id`, the id that the policy has made, this blocks until the policy has joined as rank 0. All engines
         that are up then form a new NCCL group; a file is made known only to engines that do not know it yet.
         """
         with self._push_lock:
             up = self._up()
-            if rendezvous is None:
+            if nccl_id is None:
                 self._update_info = {}
                 new = [engine for engine in up if engine.key not in self._connected]
                 for engine in new:
@@ -128,7 +128,7 @@ class Generation:
             else:
                 self._update_info, new = nccl_update(layout), up
                 infos = [
-                    nccl_init(rendezvous, engine=n, num_engines=len(up), ranks_per_engine=self._ranks_per_engine)
+                    nccl_init(nccl_id, engine=n, num_engines=len(up), ranks_per_engine=self._ranks_per_engine)
                     for n in range(len(up))
                 ]
             calls = {
@@ -136,8 +136,8 @@ class Generation:
                 for engine, info in zip(new, infos, strict=True)
             }
             keys = {engine: engine.key for engine in up}
-            failed = self._eject_failed(calls, stop_at_failure=rendezvous is not None)
-            if failed and rendezvous is not None:  # the group is incomplete and cannot be used
+            failed = self._eject_failed(calls, stop_at_failure=nccl_id is not None)
+            if failed and nccl_id is not None:  # the group is incomplete and cannot be used
                 raise failed[0]
             self._connected = frozenset(key for engine, key in keys.items() if engine.is_up and engine.key == key)
             self._require_one(failed)

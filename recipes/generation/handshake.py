@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 from recipes.types import WeightLayout
@@ -19,12 +20,13 @@ def shared_memory_init(layout: WeightLayout) -> dict[str, Any]:
     }
 
 
-def nccl_init(rendezvous: tuple[str, int], *, engine: int, num_engines: int, ranks_per_engine: int) -> dict[str, Any]:
-    """Return the init info of vLLM's NCCL transfer for one engine; rank 0 is the policy, the engines follow."""
-    host, port = rendezvous
+def nccl_init(nccl_id: bytes, *, engine: int, num_engines: int, ranks_per_engine: int) -> dict[str, Any]:
+    """Return the init info of vLLM's NCCL transfer for one engine; rank 0 is the policy, the engines follow.
+
+    `nccl_id` are the 128 bytes of the id that the policy has made for this group.
+    """
     return {
-        "master_address": host,
-        "master_port": port,
+        "nccl_unique_id_b64": base64.b64encode(nccl_id).decode(),
         "rank_offset": 1 + engine * ranks_per_engine,
         "world_size": 1 + num_engines * ranks_per_engine,
         "packed": True,

@@ -24,9 +24,9 @@ class WeightSource(Protocol):
 
     def weight_content(self) -> Any: ...
 
-    def open_rendezvous(self) -> tuple[str, int]: ...
+    def make_nccl_id(self) -> bytes: ...
 
-    def connect_engines(self, *, num_engine_ranks: int) -> None: ...
+    def connect_engines(self, nccl_id: bytes, *, num_engine_ranks: int) -> None: ...
 
 
 class WeightSink(Protocol):
@@ -38,7 +38,7 @@ class WeightSink(Protocol):
     @property
     def num_ranks(self) -> int: ...
 
-    def connect_weights(self, layout: WeightLayout, *, rendezvous: tuple[str, int] | None = None) -> None: ...
+    def connect_weights(self, layout: WeightLayout, *, nccl_id: bytes | None = None) -> None: ...
 
     @property
     def needs_weight_content(self) -> bool: ...
@@ -47,15 +47,19 @@ class WeightSink(Protocol):
 
 
 def connect(policy: WeightSource, generation: WeightSink) -> None:
-    """Tell the engines where each tensor lies; both sides raise within their deadlines."""
+    """Tell the engines where each tensor lies; both sides raise within their deadlines.
+
+    On CUDA the policy and all engines that are up form a new NCCL group. They meet by an id that travels through Ray,
+    and NCCL has no barrier before it: so both sides are called at the same time.
+    """
     layout = policy.weight_layout()
     if layout.path:
         generation.connect_weights(layout)
         return
-    address, num_ranks = policy.open_rendezvous(), generation.num_ranks
+    nccl_id, num_ranks = policy.make_nccl_id(), generation.num_ranks
     together(
-        lambda: policy.connect_engines(num_engine_ranks=num_ranks),
-        lambda: generation.connect_weights(layout, rendezvous=address),
+        lambda: policy.connect_engines(nccl_id, num_engine_ranks=num_ranks),
+        lambda: generation.connect_weights(layout, nccl_id=nccl_id),
     )
 
 

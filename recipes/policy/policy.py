@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 # Idle OpenMP threads sleep: the engines and verifiers beside a CPU policy need the cores between its steps.
 _ENV = {"OMP_WAIT_POLICY": "PASSIVE"}
+_ANSWER_SECONDS = 10.0  # for a worker to say that the deadline it was given is over
 _MOST_THREADS = 4  # of one rank: the operations of a model that trains on a CPU are too small for more
 
 
@@ -105,14 +106,15 @@ class Policy:
             assert self._layout is not None
         return self._layout
 
-    def open_rendezvous(self) -> tuple[str, int]:
-        """Return host and port, held by rank 0, where engines join the NCCL group of `connect_engines`."""
-        address: tuple[str, int] = self._call("open_rendezvous", deadline=self._deadlines.refit)[0]
-        return address
+    def make_nccl_id(self) -> bytes:
+        """Return a new NCCL id, by which engines join the group of `connect_engines`."""
+        nccl_id: bytes = self._call("make_nccl_id", deadline=self._deadlines.refit)[0]
+        return nccl_id
 
-    def connect_engines(self, *, num_engine_ranks: int) -> None:
+    def connect_engines(self, nccl_id: bytes, *, num_engine_ranks: int) -> None:
         """Form the NCCL group that `send_weights` broadcasts in on CUDA; blocks until all engine ranks have joined."""
-        self._call("connect_engines", num_engine_ranks, deadline=self._deadlines.refit)
+        deadline = self._deadlines.refit
+        self._call("connect_engines", nccl_id, num_engine_ranks, deadline, deadline=deadline + _ANSWER_SECONDS)
 
     def send_weights(self) -> None:
         """Write all full tensors to where `weight_layout` says, or broadcast them to the connected engines."""

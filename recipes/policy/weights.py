@@ -10,9 +10,11 @@ import fcntl
 import mmap
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +22,8 @@ from torch import Tensor
 
 from recipes.errors import PolicyError
 from recipes.types import WeightLayout
+
+T = TypeVar("T")
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "recipe-weights-"
@@ -96,15 +100,21 @@ class NcclSender:
     which `write` is called, after everything that was queued there before, and each side stream waits for it.
     """
 
-    def __init__(self, layout: WeightLayout, *, master_address: str, master_port: int, world_size: int) -> None:
+    def __init__(self, layout: WeightLayout, *, nccl_id: bytes, world_size: int, timeout_s: float) -> None:
         """Join as rank 0; blocks until all engine ranks (`world_size` - 1) have joined.
 
-        `layout` is what the engines were told to expect.
+        `layout` is what the engines were told to expect, `nccl_id` what `make_nccl_id` returned in this process.
+        Raises `PolicyError` when an engine rank has not joined after `timeout_s`.
         """
-        from vllm.distributed.weight_transfer.nccl_common import trainer_init  # needs CUDA libraries
+        from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group  # needs CUDA libraries
 
         self._layout = layout
-        self._group: Any = trainer_init(nccl_trainer_info(master_address, master_port, world_size))
+        device = torch.cuda.current_device()
+        self._group: Any = within(
+            timeout_s,
+            lambda: uid_init_process_group(nccl_id, rank=0, world_size=world_size, device=device),
+            what=f"weight push: the NCCL group of the policy and {world_size - 1} engine ranks",
+        )
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Broadcast in the packed form that the engines' update request announced; returns when all is sent."""
@@ -123,13 +133,36 @@ class NcclSender:
         self._group.destroy()
 
 
-def nccl_trainer_info(master_address: str, master_port: int, world_size: int) -> Any:
-    """Return what vLLM needs to let the policy join the engines' NCCL group as its rank 0."""
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+def make_nccl_id() -> bytes:
+    """Return a new NCCL id, 128 bytes: who has it can join the group that this process, its rank 0, waits for."""
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary  # needs CUDA libraries
 
-    return NCCLTrainerInitInfo(
-        rank=0, master_address=master_address, master_port=master_port, world_size=world_size, packed=True
-    )
+    return bytes(NCCLLibrary().ncclGetUniqueId().internal)
+
+
+def within(timeout_s: float, call: Callable[[], T], *, what: str) -> T:
+    """Return what `call` returns; raises `PolicyError` when that takes longer than `timeout_s`.
+
+    For calls into libraries that wait without a deadline. The call then goes on, in a thread that does not keep the
+    process, and the caller's process can still save what it holds.
+    """
+    outcome: SimpleQueue[tuple[bool, Any]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((True, call()))
+        except Exception as error:  # raised below, in the caller's thread
+            outcome.put((False, error))
+
+    Thread(target=run, daemon=True).start()
+    try:
+        is_result, value = outcome.get(timeout=timeout_s)
+    except Empty:
+        raise PolicyError(f"{what} not complete within {timeout_s:g} s") from None
+    if not is_result:
+        raise value
+    result: T = value
+    return result
 
 
 def checked(weights: Iterable[tuple[str, Tensor]], layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:

@@ -135,28 +135,20 @@ class PolicyWorker:
             self._layout = self._sink.layout
         return self._layout
 
-    def open_rendezvous(self) -> tuple[str, int] | None:
-        """Hold a port where the engines will meet rank 0; returns its address (rank 0 only)."""
-        from recipes.policy import parallel
+    def make_nccl_id(self) -> bytes | None:
+        """Return a new NCCL id, by which the engines find this process (rank 0 only)."""
+        from recipes.policy import weights
 
-        if self._rank != 0:
-            return None
-        host = ray.util.get_node_ip_address()
-        self._rendezvous = parallel.hold_port(host)
-        return host, self._rendezvous.getsockname()[1]
+        return weights.make_nccl_id() if self._rank == 0 else None
 
-    def connect_engines(self, num_engine_ranks: int) -> None:
+    def connect_engines(self, nccl_id: bytes, num_engine_ranks: int, timeout_s: float) -> None:
         """Join the engines' NCCL group as its rank 0 (rank 0 only); returns when all engine ranks have joined."""
         from recipes.policy import weights
 
-        if self._rank != 0:
-            return
-        port = self._rendezvous.getsockname()[1]
-        self._rendezvous.close()  # vLLM binds it itself, at once
-        host = ray.util.get_node_ip_address()
-        self._sink = weights.NcclSender(
-            self._layout, master_address=host, master_port=port, world_size=1 + num_engine_ranks
-        )
+        if self._rank == 0:
+            self._sink = weights.NcclSender(
+                self._layout, nccl_id=nccl_id, world_size=1 + num_engine_ranks, timeout_s=timeout_s
+            )
 
     def send_weights(self) -> None:
         """Gather each full tensor; rank 0 writes it to the shared-memory file, or broadcasts it."""

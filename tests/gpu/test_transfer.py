@@ -55,18 +55,15 @@ def test_a_reader_on_another_stream_sees_finished_weights(record: Record) -> Non
 @needs_vllm
 def test_vllm_sends_every_tensor_of_a_trained_model(tmp_path: Path, record: Record) -> None:
     """NCCL refuses two processes on one GPU, so the sender is alone in its group; it packs and sends as always."""
-    from recipes.policy.parallel import hold_port
-
     gpu_case.join_groups()
     model = gpu_case.save_model(tmp_path, gpu_case.SMALL)
     trainer = gpu_case.build_trainer(
         gpu_case.config_of(model, precision="bfloat16", micro_batch_tokens=4096, recompute=False)
     )
     layout = weights.make_layout(trainer.full_shapes(), path="")
-    port = hold_port("127.0.0.1")
-    number = port.getsockname()[1]
-    port.close()
-    sender = weights.NcclSender(layout, master_address="127.0.0.1", master_port=number, world_size=1)
+    nccl_id = weights.make_nccl_id()
+    assert len(nccl_id) == 128
+    sender = weights.NcclSender(layout, nccl_id=nccl_id, world_size=1, timeout_s=60)
     began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     began.record()
     sender.write(trainer.export())

@@ -1,3 +1,5 @@
+import base64
+
 from recipes.generation.handshake import nccl_init, nccl_update, shared_memory_init
 from recipes.types import WeightLayout
 
@@ -12,11 +14,11 @@ LAYOUT = WeightLayout(
 
 
 def test_engine_ranks_follow_the_policy_without_gap_or_overlap() -> None:
-    infos = [nccl_init(("10.0.0.1", 1400), engine=e, num_engines=3, ranks_per_engine=8) for e in range(3)]
+    infos = [nccl_init(bytes(range(128)), engine=e, num_engines=3, ranks_per_engine=8) for e in range(3)]
     ranks = [0] + [info["rank_offset"] + rank for info in infos for rank in range(8)]
     assert ranks == list(range(25))
     assert {info["world_size"] for info in infos} == {25}
-    assert {(info["master_address"], info["master_port"]) for info in infos} == {("10.0.0.1", 1400)}
+    assert {base64.b64decode(info["nccl_unique_id_b64"]) for info in infos} == {bytes(range(128))}
 
 
 def test_updates_name_what_is_sent_in_order() -> None:

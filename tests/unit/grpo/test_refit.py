@@ -48,14 +48,14 @@ class Sides:
     def weight_layout(self) -> WeightLayout:
         return self._layout
 
-    def open_rendezvous(self) -> tuple[str, int]:
-        return "host", 1400
+    def make_nccl_id(self) -> bytes:
+        return b"id"
 
-    def connect_engines(self, *, num_engine_ranks: int) -> None:
-        self.calls.append(f"connect_engines {num_engine_ranks}")
+    def connect_engines(self, nccl_id: bytes, *, num_engine_ranks: int) -> None:
+        self.calls.append(f"connect_engines {num_engine_ranks} by {nccl_id!r}")
 
-    def connect_weights(self, _layout: WeightLayout, *, rendezvous: Any = None) -> None:
-        self.calls.append(f"connect_weights {rendezvous}")
+    def connect_weights(self, _layout: WeightLayout, *, nccl_id: bytes | None = None) -> None:
+        self.calls.append(f"connect_weights by {nccl_id!r}")
         self.needs_connect = False
 
     def send_weights(self) -> None:
@@ -67,7 +67,7 @@ class Sides:
 
 @pytest.mark.parametrize(
     ("path", "connected"),
-    [("/dev/shm/x", ["connect_weights None"]), ("", ["connect_engines 2", "connect_weights ('host', 1400)"])],
+    [("/dev/shm/x", ["connect_weights by None"]), ("", ["connect_engines 2 by b'id'", "connect_weights by b'id'"])],
 )
 def test_engines_are_connected_when_they_have_changed(path: str, connected: list[str]) -> None:
     sides = Sides(path)

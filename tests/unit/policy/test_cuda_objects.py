@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from transformers import Qwen3Config
-from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, trainer_init
-from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLWeightTransferUpdateInfo
+from vllm.distributed.device_communicators.pynccl_wrapper import NCCL_UNIQUE_ID_BYTES, NCCLLibrary, ncclUniqueId
+from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, uid_init_process_group
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
 from recipes.config.load import load_config, require_valid
@@ -19,7 +20,7 @@ from recipes.generation.handshake import nccl_init, nccl_update
 from recipes.policy.families.qwen3 import Qwen3
 from recipes.policy.model import transformer_config
 from recipes.policy.optimizer import ddp_config, optimizer_config
-from recipes.policy.weights import make_layout, nccl_trainer_info
+from recipes.policy.weights import make_layout
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SHAPES = [("a", torch.bfloat16, (3, 5)), ("b", torch.float32, (2,))]
@@ -38,16 +39,16 @@ def cfg() -> PolicyConfig:
 
 
 def test_policy_and_engines_join_one_nccl_group() -> None:
-    address = ("10.0.0.1", 1400)
-    policy = nccl_trainer_info(*address, world_size=9)
+    nccl_id = bytes(range(128))
     engines = [
-        NCCLWeightTransferInitInfo(**nccl_init(address, engine=e, num_engines=2, ranks_per_engine=4)) for e in range(2)
+        NCCLWeightTransferInitInfo(**nccl_init(nccl_id, engine=e, num_engines=2, ranks_per_engine=4)) for e in range(2)
     ]
-    assert isinstance(policy, NCCLTrainerInitInfo)
+    sender = inspect.signature(packed_nccl_broadcast_producer).parameters
     for engine in engines:
-        for field in ("master_address", "master_port", "world_size", "packed", "packed_buffer_size_bytes"):
-            assert getattr(engine, field) == getattr(policy, field), field
-    assert [policy.rank] + [engine.rank_offset for engine in engines] == [0, 1, 5]
+        assert (engine.nccl_unique_id_bytes, engine.world_size, engine.packed) == (nccl_id, 9, True)
+        assert engine.packed_buffer_size_bytes == sender["buffer_size_bytes"].default
+        assert engine.packed_num_buffers == sender["num_buffers"].default
+    assert [engine.rank_offset for engine in engines] == [1, 5]
 
 
 def test_a_push_can_be_announced() -> None:
@@ -56,7 +57,9 @@ def test_a_push_can_be_announced() -> None:
 
 
 def test_vllm_takes_the_arguments_that_the_sender_gives() -> None:
-    inspect.signature(trainer_init).bind(nccl_trainer_info("10.0.0.1", 1400, 2))
+    inspect.signature(uid_init_process_group).bind(bytes(128), rank=0, world_size=2, device=0)
+    inspect.signature(NCCLLibrary.ncclGetUniqueId).bind(None)
+    assert len(bytes(ncclUniqueId().internal)) == NCCL_UNIQUE_ID_BYTES
     inspect.signature(packed_nccl_broadcast_producer).bind(
         iterator=iter(()), group=None, src=0, post_iter_func=lambda item: item[1]
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from recipes.errors import PolicyError
-from recipes.policy.weights import SharedMemoryWriter, checked, make_layout, remove_stale_files
+from recipes.policy.weights import SharedMemoryWriter, checked, make_layout, remove_stale_files, within
 
 SHAPES = [("a", torch.float32, (3, 5)), ("b", torch.bfloat16, (2,)), ("c", torch.float32, (16,))]
 
@@ -81,3 +82,17 @@ def test_the_file_of_a_killed_run_is_removed() -> None:
     assert path.exists()
     remove_stale_files()
     assert not path.exists()
+
+
+def test_a_group_that_never_forms_ends_at_its_deadline() -> None:
+    never = threading.Event()
+    with pytest.raises(PolicyError, match=r"the group not complete within 0\.1 s"):
+        within(0.1, lambda: never.wait(30), what="the group")
+    never.set()
+    assert within(30, lambda: 7, what="the group") == 7
+    with pytest.raises(ValueError, match="NCCL says no"):
+        within(30, lambda: _fail("NCCL says no"), what="the group")
+
+
+def _fail(message: str) -> None:
+    raise ValueError(message)
