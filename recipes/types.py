@@ -155,6 +155,7 @@ class TrainBatch:
     rewards_B: Tensor  # float64, NaN where there was no verdict
     group_B: Tensor  # int64, number of the row's group
     turn_spans: tuple[TurnSpan, ...] = ()  # every sampled turn
+    nll_weight_B: Tensor | None = None  # float32, factor on the row's negative log-likelihood in the loss; None = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +172,7 @@ class LossInputs:
     prev_logprobs_BT: Tensor  # of the policy before the step
     generation_logprobs_BT: Tensor
     reference_logprobs_BT: Tensor | None = None  # needed when the KL penalty is on
+    nll_weight_B: Tensor | None = None  # factor on the row's negative log-likelihood; None = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
-"""Group-relative advantages: reward minus what the other answers to the same prompt earned. Pure functions.
+"""From rewards to advantages: relative to the group (GRPO), or to the batch (Reinforce++). Pure functions.
 
 Statistics are computed in float64, in two passes, over valid members only: a rollout that has no verdict or is removed
-from the loss enters no mean. Sources: DeepSeekMath (Shao et al. 2024) for GRPO, Ahmadian et al. 2024 for leave-one-out.
+from the loss enters no mean. Sources: DeepSeekMath (Shao et al. 2024) for GRPO, Ahmadian et al. 2024 for leave-one-out,
+Hu et al. 2025 (arXiv 2501.03262) for Reinforce++.
 Shape suffixes: G members of one group, B rollouts of the batch, S padded tokens.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,12 +19,15 @@ from torch import Tensor
 from recipes.types import TrainBatch, TurnSpan
 
 if TYPE_CHECKING:
-    from recipes.config.tree import GrpoConfig
+    from recipes.config.tree import AdvEstimatorConfig, Config, LossConfig
 
 _EPS = 1e-6  # added to the deviation, as in the reference
 # A deviation below this share of the group's reward range is rounding noise. Dividing by it would give one member whose
 # reward differs from equal others an advantage of thousands, so the difference is then not divided.
 _MIN_RELATIVE_STD = 1e-3
+_MIN_VARIANCE = 1e-8  # of a batch's tokens in Reinforce++, as in the reference
+
+REINFORCE = "reinforce_plus_plus"
 
 
 def group_baseline(rewards_G: Tensor, valid_G: Tensor, *, leave_one_out: bool) -> tuple[Tensor, Tensor]:
@@ -70,6 +74,58 @@ def estimate_advantages(
     return advantages_B
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whitening:
+    """A linear map to mean 0 and variance 1 over the tokens of a batch: (value - mean) * scale."""
+
+    mean: float
+    scale: float
+
+
+def subtract_group_mean(rewards_B: Tensor, group_B: Tensor, valid_B: Tensor) -> Tensor:
+    """Return each reward minus the mean of its group's valid members, float64; 0 for invalid members."""
+    return estimate_advantages(rewards_B, group_B, valid_B, normalize=False, leave_one_out=False)
+
+
+def whitening(
+    advantages_B: Tensor, tokens_B: Tensor, *, kl_sums_B: Tensor | None = None, kl_squares_B: Tensor | None = None
+) -> Whitening:
+    """Return the map that Reinforce++ applies to the advantage of every token in the loss.
+
+    A rollout has the advantage `advantages_B` on each of its `tokens_B` tokens in the loss (0 when it is out of it).
+    With the KL in the reward, a token has this minus its weighted KL, of which a rollout has the sum `kl_sums_B` and
+    the sum of squares `kl_squares_B`.
+    """
+    tokens_B, advantages_B = tokens_B.double(), advantages_B.double()
+    kl_B = torch.zeros_like(tokens_B) if kl_sums_B is None else kl_sums_B.double()
+    squares_B = torch.zeros_like(tokens_B) if kl_squares_B is None else kl_squares_B.double()
+    count = tokens_B.sum().clamp(min=1)
+    mean = (tokens_B * advantages_B - kl_B).sum() / count
+    gap_B = advantages_B - mean
+    variance = (tokens_B * gap_B.square() - 2 * gap_B * kl_B + squares_B).sum() / count
+    return Whitening(mean=mean.item(), scale=variance.clamp(min=_MIN_VARIANCE).rsqrt().item())
+
+
+def rollout_advantages(
+    rewards_B: Tensor, group_B: Tensor, valid_B: Tensor, tokens_B: Tensor, cfg: AdvEstimatorConfig
+) -> Tensor:
+    """Return one advantage per rollout by the configured estimator, float64; 0 for invalid members."""
+    if cfg.name != REINFORCE:
+        return estimate_advantages(
+            rewards_B,
+            group_B,
+            valid_B,
+            normalize=cfg.normalize_rewards,
+            leave_one_out=cfg.use_leave_one_out_baseline,
+        )
+    if cfg.minus_baseline:
+        advantages_B = subtract_group_mean(rewards_B, group_B, valid_B)
+    else:
+        advantages_B = torch.where(valid_B, rewards_B.double(), 0.0)
+    batch = whitening(advantages_B, tokens_B * valid_B)
+    return torch.where(valid_B, (advantages_B - batch.mean) * batch.scale, 0.0)
+
+
 def overwrite_flagged_turns(
     advantages_BS: Tensor,
     spans: Sequence[TurnSpan],
@@ -85,21 +141,38 @@ def overwrite_flagged_turns(
             advantages_BS[span.row, span.start : span.end] = malformed_thinking
 
 
-def add_advantages(batch: TrainBatch, cfg: GrpoConfig) -> tuple[TrainBatch, dict[str, float]]:
+def nll_weights(rewards_B: Tensor, tokens_B: Tensor, cfg: LossConfig) -> Tensor:
+    """Return, per rollout of the whole batch, the factor on the summed negative log-likelihood of its tokens, [B].
+
+    `tokens_B` counts the tokens in the loss, 0 for rollouts that are out of it. VAPO (arXiv 2504.05118) adds to the
+    loss `positive_example_nll_weight` times the mean over the tokens of all rollouts with reward > 0. The sums of a
+    batch are divided by its count at the end, so the factor holds this count over the number of those tokens. The
+    mismatch test may take out further rollouts later: it then changes both numbers, and the factor stays.
+    """
+    positive_B = (rewards_B > 0) & (tokens_B > 0)
+    count = tokens_B.sum() if cfg.token_level_loss else (tokens_B > 0).sum()
+    scale = count / tokens_B[positive_B].sum().clamp(min=1)
+    return torch.where(positive_B, cfg.positive_example_nll_weight * scale, 0.0).float()
+
+
+def has_group_baseline(cfg: AdvEstimatorConfig) -> bool:
+    """Whether a rollout is compared with the others of its group, so that one alone teaches nothing."""
+    return cfg.name != REINFORCE or cfg.minus_baseline
+
+
+def add_advantages(batch: TrainBatch, config: Config) -> tuple[TrainBatch, dict[str, float]]:
     """Fill in `advantages_BS`: estimate, overwrite flagged turns, clip; mask groups left with one valid member.
 
-    The sample mask is final after this, so the counts of what is trained on are reported here.
+    The sample mask is final after this, so the counts of what is trained on are reported here, and the factors of the
+    positive-example loss are set.
     """
+    cfg = config.grpo
     valid_B = (batch.sample_mask_B > 0) & ~batch.rewards_B.isnan()
-    partners_B = (batch.group_B[:, None] == batch.group_B[None, :]).double() @ valid_B.double()
-    valid_B &= partners_B >= 2
-    advantages_B = estimate_advantages(
-        batch.rewards_B,
-        batch.group_B,
-        valid_B,
-        normalize=cfg.adv_estimator.normalize_rewards,
-        leave_one_out=cfg.adv_estimator.use_leave_one_out_baseline,
-    )
+    if has_group_baseline(cfg.adv_estimator):
+        partners_B = (batch.group_B[:, None] == batch.group_B[None, :]).double() @ valid_B.double()
+        valid_B &= partners_B >= 2
+    tokens_B = batch.token_mask_BS[:, 1:].sum(dim=1) * valid_B
+    advantages_B = rollout_advantages(batch.rewards_B, batch.group_B, valid_B, tokens_B, cfg.adv_estimator)
     advantages_BS = advantages_B.float()[:, None].expand_as(batch.token_mask_BS).clone()
     overwrite_flagged_turns(
         advantages_BS,
@@ -130,4 +203,13 @@ def add_advantages(batch: TrainBatch, cfg: GrpoConfig) -> tuple[TrainBatch, dict
             sum(not advantages_B[batch.group_B == group].any() for group in set(batch.group_B.tolist()))
         ),
     }
-    return replace(batch, advantages_BS=clipped_BS, sample_mask_B=batch.sample_mask_B * valid_B), metrics
+    with_nll = config.loss_fn.positive_example_nll_weight > 0
+    return (
+        replace(
+            batch,
+            advantages_BS=clipped_BS,
+            sample_mask_B=batch.sample_mask_B * valid_B,
+            nll_weight_B=nll_weights(batch.rewards_B, tokens_B, config.loss_fn) if with_nll else None,
+        ),
+        metrics,
+    )

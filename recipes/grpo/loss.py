@@ -37,7 +37,8 @@ def grpo_loss(
 
     ratio_BT = policy_ratio(logprobs_BT, prev_BT, inputs.token_mask_BT, cfg)
     clamped_BT = ratio_BT
-    if not cfg.force_on_policy_ratio:  # the forced ratio is 1: clipping it would only cost the gradient
+    # The forced ratio is 1 and REINFORCE has none: clipping would only cost the gradient.
+    if not cfg.force_on_policy_ratio and not cfg.disable_ppo_ratio:
         clamped_BT = ratio_BT.clamp(1.0 - cfg.ratio_clip_min, 1.0 + cfg.ratio_clip_max)
     surrogate_BT = clipped_surrogate(logprobs_BT, ratio_BT, clamped_BT, inputs.advantages_BT, cfg)
 
@@ -49,6 +50,10 @@ def grpo_loss(
     if cfg.reference_policy_kl_penalty > 0 and not cfg.use_kl_in_reward:
         penalty, _ = _mean(reference_kl(logprobs_BT, inputs, cfg), inputs, cfg)
     loss = actor + cfg.reference_policy_kl_penalty * penalty
+    nll = actor.new_zeros(()), actor.new_zeros(())
+    if inputs.nll_weight_B is not None:
+        loss = loss - (logprobs_BT * mask_BT * inputs.nll_weight_B[:, None]).sum()
+        nll = _mean_tokens(-logprobs_BT.detach(), mask_BT * (inputs.nll_weight_B > 0)[:, None])
 
     with torch.no_grad():
         metrics = mismatch | _divergence_metrics(logprobs_BT, prev_BT, inputs, cfg)
@@ -56,6 +61,7 @@ def grpo_loss(
         metrics |= {
             "loss": (loss.detach(), count),
             "kl_penalty": (penalty.detach(), count),
+            "positive_nll_loss": nll,
             "sampling_importance_ratio": _mean_tokens(weight_BT.expand_as(mask_BT), mask_BT),
             "is_oob_ratio": out_of_bounds,
             "num_valid_samples": inputs.sample_mask_B.sum(),
@@ -90,7 +96,12 @@ def mask_mismatched(inputs: LossInputs, threshold: float | None) -> tuple[LossIn
 
 
 def policy_ratio(logprobs_BT: Tensor, prev_BT: Tensor, token_mask_BT: Tensor, cfg: LossConfig) -> Tensor:
-    """exp(c - p) per token, or per sequence (GSPO: exp of the mean over its tokens), broadcast to [B, T]."""
+    """exp(c - p) per token, or per sequence (GSPO: exp of the mean over its tokens), broadcast to [B, T].
+
+    With `disable_ppo_ratio` it is c itself: REINFORCE, whose gradient is that of the log-probability.
+    """
+    if cfg.disable_ppo_ratio:
+        return logprobs_BT
     difference_BT = logprobs_BT - prev_BT
     if cfg.sequence_level_importance_ratios:
         tokens_B1 = token_mask_BT.sum(dim=1, keepdim=True)

@@ -57,7 +57,7 @@ def train(run: Run) -> None:
             )
 
         with metrics.timed("advantage_calculation"):
-            batch, advantages = add_advantages(batch, cfg.grpo)
+            batch, advantages = add_advantages(batch, cfg)
         metrics.add(advantages)
 
         with metrics.timed("policy_training"):

@@ -159,6 +159,9 @@ def loss_inputs(shard: BatchShard, packed: Microbatch, logprobs_1T: Tensor) -> t
         rewards_B=batch.rewards_B.index_select(0, rows_B).to(logprobs_1T.device),
         prev_logprobs_BT=current_BT.detach(),  # one optimizer step per batch: this pass has the weights before it
         generation_logprobs_BT=take(batch.generation_logprobs_BS),
+        nll_weight_B=None
+        if batch.nll_weight_B is None
+        else batch.nll_weight_B.index_select(0, rows_B).to(logprobs_1T.device),
     )
     return inputs, current_BT
 

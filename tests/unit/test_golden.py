@@ -15,7 +15,14 @@ import pytest
 import torch
 
 from recipes.environments.chat.tool_calls import FlagPatterns, turn_flags
-from recipes.grpo.advantage import estimate_advantages, group_baseline, overwrite_flagged_turns
+from recipes.grpo.advantage import (
+    estimate_advantages,
+    group_baseline,
+    overwrite_flagged_turns,
+    rollout_advantages,
+    subtract_group_mean,
+    whitening,
+)
 from recipes.grpo.batch import pad_turns, sample_masks
 from recipes.grpo.checkpoint import steps_to_keep
 from recipes.grpo.loss import grpo_loss, kl_estimate, mask_mismatched
@@ -29,8 +36,6 @@ DIFFERENT_METRICS = {("gspo", "sampling_importance_ratio"), ("gspo_no_is", "samp
 # Options that no stage of this recipe has: named here so that nobody believes they are covered.
 NOT_BUILT = {
     "ft_keep_latest": "checkpointing.ft_keep_latest_k has no key here: keep_top_k and the newest always stay",
-    "loss metric positive_nll_loss": "positive_example_nll_weight is 0 in every stage and has no key here",
-    "advantages_reinforce_pp.json": "adv_estimator.name is grpo in every stage; another value is refused",
     "dynamic_batching.json": "policy.dynamic_batching is off in every stage and refused",
     "replay_buffer_traces.json": "our buffer orders groups by target and regenerates what is lost; see grpo/buffer.py",
 }
@@ -41,6 +46,7 @@ GOLDEN: dict[str, list[Any]] = {
         "loss_clipped_pg",
         "kl_estimators",
         "advantages_grpo",
+        "advantages_reinforce_pp",
         "baseline_valid_mask",
         "advantage_penalties",
         "seq_logprob_error",
@@ -95,7 +101,7 @@ def merged(parts: list[Any]) -> dict[str, float]:
 
 
 def loss_config(config: dict[str, Any]) -> Any:
-    return SimpleNamespace(**{"use_cispo": False, **config})
+    return SimpleNamespace(**{"use_cispo": False, "disable_ppo_ratio": False, **config})
 
 
 @pytest.mark.parametrize("case", cases("loss_clipped_pg"))
@@ -123,9 +129,7 @@ def test_loss(case: dict[str, Any]) -> None:
     assert loss.item() == pytest.approx(number(expected["loss"]), rel=2e-5, abs=2e-5)
     torch.testing.assert_close(logprobs.grad, tensor(expected["grad_next_token_logprobs"]), rtol=2e-5, atol=2e-5)
     for name, value in expected["metrics"].items():
-        if f"loss metric {name}" in NOT_BUILT:
-            assert name not in metrics
-        elif (case["name"], name) in DIFFERENT_METRICS:
+        if (case["name"], name) in DIFFERENT_METRICS:
             assert metrics[name] != pytest.approx(number(value), rel=1e-4)
         else:
             assert metrics[name] == pytest.approx(number(value), rel=1e-4, abs=1e-4), name
@@ -215,6 +219,31 @@ def test_advantages(case: dict[str, Any]) -> None:
     torch.testing.assert_close(
         clipped, torch.tensor(expected["clipped_per_sample"], dtype=torch.float64), rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("case", cases("advantages_reinforce_pp"))
+def test_advantages_of_reinforce_plus_plus(case: dict[str, Any]) -> None:
+    given, cfg = case["inputs"], case["config"]
+    groups, mask = torch.tensor(given["group"]), tensor(given["mask"]).double()
+    rewards, valid = torch.tensor(given["rewards"], dtype=torch.float64), torch.ones(len(groups), dtype=torch.bool)
+    advantages = subtract_group_mean(rewards, groups, valid) if cfg["minus_baseline"] else rewards
+    kl = torch.zeros_like(mask)
+    if cfg["use_kl_in_reward"]:
+        logprobs, reference = (tensor(given[name]).double() for name in ("logprobs", "reference"))
+        kl = kl_estimate(logprobs, reference, cfg["kl_type"], input_clamp=cfg["input_clamp"])
+        kl = cfg["kl_coef"] * kl.clamp(-cfg["output_clamp"], cfg["output_clamp"])
+    batch = whitening(
+        advantages,
+        mask.sum(dim=1),
+        kl_sums_B=(kl * mask).sum(dim=1),
+        kl_squares_B=(kl.square() * mask).sum(dim=1),
+    )
+    got = (advantages[:, None] - kl - batch.mean) * batch.scale
+    torch.testing.assert_close(got, tensor(case["expected"]["advantages"]).double(), rtol=2e-5, atol=2e-5)
+    if not cfg["use_kl_in_reward"]:
+        estimator: Any = SimpleNamespace(name="reinforce_plus_plus", minus_baseline=cfg["minus_baseline"])
+        per_rollout = rollout_advantages(rewards, groups, valid, mask.sum(dim=1), estimator)
+        torch.testing.assert_close(per_rollout[:, None].expand_as(got), got)
 
 
 @pytest.mark.parametrize("case", cases("baseline_valid_mask"))

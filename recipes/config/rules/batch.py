@@ -29,8 +29,10 @@ def batch_is_prompts_times_generations(config: Config) -> Iterator[KeyProblem]:
 
 def group_has_a_baseline(config: Config) -> Iterator[KeyProblem]:
     """Require groups of two or more: the baseline of a single rollout is its own reward, so nothing is learned."""
-    if config.grpo.num_generations_per_prompt < 2:
-        baseline = "leave-one-out" if config.grpo.adv_estimator.use_leave_one_out_baseline else "group"
+    estimator = config.grpo.adv_estimator
+    has_baseline = estimator.name == "grpo" or estimator.minus_baseline
+    if config.grpo.num_generations_per_prompt < 2 and has_baseline:
+        baseline = "leave-one-out" if estimator.name == "grpo" and estimator.use_leave_one_out_baseline else "group"
         fix = f"the {baseline} baseline of a group of 1 leaves no advantage; set it to 2 or more"
         yield KeyProblem(key=G, got=str(config.grpo.num_generations_per_prompt), expected="2 or more", fix=fix)
 

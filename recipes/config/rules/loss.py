@@ -67,6 +67,11 @@ def ratio_is_one_kind(config: Config) -> Iterator[KeyProblem]:
         wrong, also = "cannot be combined with loss_fn.force_on_policy_ratio", ("loss_fn.force_on_policy_ratio",)
         fix = "force_on_policy_ratio would win; set one to false"
         yield KeyProblem(key="loss_fn.disable_ppo_ratio", wrong=wrong, fix=fix, also=also)
+    for name in ("sequence_level_importance_ratios", "ratio_clip_c"):
+        if loss.disable_ppo_ratio and switched[name]:
+            fix = f"there is no ratio then; set loss_fn.{name} to {'null' if name == 'ratio_clip_c' else 'false'}"
+            wrong, also = f"cannot be combined with loss_fn.{name}", (f"loss_fn.{name}",)
+            yield KeyProblem(key="loss_fn.disable_ppo_ratio", wrong=wrong, fix=fix, also=also)
     if loss.use_cispo and not loss.token_level_loss:
         fix = "use_cispo weights single tokens; set this to true"
         key, also = "loss_fn.token_level_loss", ("loss_fn.use_cispo",)

@@ -71,12 +71,14 @@ class RewardShapingConfig:
 class AdvEstimatorConfig:
     """From rewards to advantages."""
 
-    name: Annotated[Literal["grpo", "reinforce_plus_plus"], Honours("grpo", reason="Reinforce++ is not built yet")]
-    """advantage estimator: grpo (group baseline) or reinforce_plus_plus"""
+    name: Literal["grpo", "reinforce_plus_plus"]
+    """advantage estimator: grpo (relative to the group) or reinforce_plus_plus (relative to the batch)"""
     normalize_rewards: bool
-    """divide by the standard deviation of the group's rewards"""
+    """grpo: divide by the standard deviation of the group's rewards"""
     use_leave_one_out_baseline: bool
-    """baseline = mean of the group's other rewards; false = mean of all"""
+    """grpo: baseline = mean of the group's other rewards; false = mean of all"""
+    minus_baseline: bool
+    """reinforce_plus_plus: subtract the mean of the group's rewards before the batch is normalised"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +151,7 @@ class LossConfig:
 
     force_on_policy_ratio: bool
     """one optimizer step per batch: ratio is exactly 1, clipping is inert"""
-    disable_ppo_ratio: Annotated[bool, Honours(False, reason="REINFORCE is not built yet")]
+    disable_ppo_ratio: bool
     """REINFORCE: use the log-probability itself in place of the ratio"""
     sequence_level_importance_ratios: bool
     """one ratio per rollout, the geometric mean over its tokens (GSPO)"""
@@ -183,7 +185,5 @@ class LossConfig:
     """weight the KL by exp(trainer - engine log-prob)"""
     use_kl_in_reward: Annotated[bool, Honours(False, reason=REFERENCE)]
     """subtract the KL from the advantages in place of adding it to the loss"""
-    positive_example_nll_weight: Annotated[
-        float, Ge(0), Unit("weight"), Honours(0, reason="the positive-example loss is not built yet")
-    ]
-    """weight of the negative log-likelihood of rollouts with reward > 0"""
+    positive_example_nll_weight: Annotated[float, Ge(0), Unit("weight")]
+    """weight of the mean negative log-likelihood over the tokens of rollouts with reward > 0 (VAPO); 0 = off"""

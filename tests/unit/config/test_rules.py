@@ -62,6 +62,9 @@ CASES = [
     ("ratio_is_one_kind", TINY, ["loss_fn.disable_ppo_ratio=true"],
      "loss_fn.disable_ppo_ratio: cannot be combined with loss_fn.force_on_policy_ratio; force_on_policy_ratio would "
      "win; set one to false"),
+    ("ratio_is_one_kind", TINY, ["loss_fn.disable_ppo_ratio=true", f"{ON_POLICY}=false", "loss_fn.ratio_clip_c=3"],
+     "loss_fn.disable_ppo_ratio: cannot be combined with loss_fn.ratio_clip_c; there is no ratio then; set "
+     "loss_fn.ratio_clip_c to null"),
     ("ratio_is_one_kind", TINY, ["loss_fn.sequence_level_importance_ratios=true"],
      "loss_fn.token_level_loss: got true, expected false; one weight per rollout needs the mean per rollout; "
      "set this to false"),

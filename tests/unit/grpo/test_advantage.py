@@ -88,9 +88,10 @@ def config(**options: Any) -> Any:
         "advantage_clip_high": 50.0,
         "invalid_tool_call_advantage": -5.0,
         "malformed_thinking_advantage": None,
-        "adv_estimator": SimpleNamespace(normalize_rewards=False, use_leave_one_out_baseline=True),
+        "adv_estimator": SimpleNamespace(name="grpo", normalize_rewards=False, use_leave_one_out_baseline=True),
     }
-    return SimpleNamespace(**{**defaults, **options})
+    loss = SimpleNamespace(token_level_loss=True, positive_example_nll_weight=options.pop("nll", 0.0))
+    return SimpleNamespace(grpo=SimpleNamespace(**{**defaults, **options}), loss_fn=loss)
 
 
 def test_a_group_left_with_one_member_does_not_train() -> None:
@@ -146,3 +147,56 @@ def test_rates_are_per_turn_and_groups_without_signal_are_counted() -> None:
     _, metrics = add_advantages(given, config())
     assert metrics["malformed_thinking_rate"] == 0.25
     assert metrics["num_zero_advantage_groups"] == 2.0
+
+
+REINFORCE = {"name": "reinforce_plus_plus", "minus_baseline": False}
+
+
+def test_reinforce_plus_plus_by_hand() -> None:
+    # Three tokens each: the batch's mean is 3/4, its variance (1/16 + 9/16 + 1/16 + 1/16) / 4 = 3/16.
+    got, metrics = add_advantages(
+        batch([1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1], [1.0] * 4, ()), config(adv_estimator=SimpleNamespace(**REINFORCE))
+    )
+    deviation = (3 / 16) ** 0.5
+    assert got.advantages_BS[:, 1].tolist() == pytest.approx(
+        [0.25 / deviation, -0.75 / deviation] + [0.25 / deviation] * 2
+    )
+    assert metrics["advantages/mean"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["num_zero_advantage_groups"] == 0.0
+
+
+def test_reinforce_plus_plus_weighs_rollouts_by_their_tokens_in_the_loss() -> None:
+    # With 1 and 3 tokens the mean of rewards 1 and 0 is 1/4, the variance 1/4 * 9/16 + 3/4 * 1/16 = 3/16.
+    given = batch([1.0, 0.0, 9.0], [0, 0, 0], [1.0, 1.0, 0.0], ())
+    given.token_mask_BS[0, 2:] = 0.0
+    got, _ = add_advantages(given, config(adv_estimator=SimpleNamespace(**REINFORCE)))
+    deviation = (3 / 16) ** 0.5
+    assert got.advantages_BS[:2, 1].tolist() == pytest.approx([0.75 / deviation, -0.25 / deviation])
+
+
+def test_the_baseline_of_the_group_leaves_only_differences_inside_groups() -> None:
+    estimator = SimpleNamespace(**REINFORCE | {"minus_baseline": True})
+    got, _ = add_advantages(batch([1.0, 0.0, 7.0, 7.0], [0, 0, 1, 1], [1.0] * 4, ()), config(adv_estimator=estimator))
+    assert got.advantages_BS[:, 1].tolist() == pytest.approx([2**0.5, -(2**0.5), 0.0, 0.0], abs=1e-6)
+
+
+@pytest.mark.parametrize(("minus_baseline", "mask"), [(False, [1.0, 1.0, 1.0]), (True, [0.0, 1.0, 1.0])])
+def test_a_lone_member_trains_only_where_no_group_is_its_baseline(minus_baseline: bool, mask: list[float]) -> None:
+    estimator = SimpleNamespace(**REINFORCE | {"minus_baseline": minus_baseline})
+    got, _ = add_advantages(batch([1.0, 0.0, 1.0], [0, 1, 1], [1.0] * 3, ()), config(adv_estimator=estimator))
+    assert got.sample_mask_B.tolist() == mask
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 1.0], [float("nan"), float("nan")]])
+def test_a_batch_that_says_nothing_gives_no_advantage(rewards: list[float]) -> None:
+    mask = [0.0 if value != value else 1.0 for value in rewards]
+    got, _ = add_advantages(batch(rewards, [0, 0], mask, ()), config(adv_estimator=SimpleNamespace(**REINFORCE)))
+    assert got.advantages_BS.abs().max() == 0.0
+
+
+def test_positive_examples_share_their_weight_by_tokens() -> None:
+    # 9 tokens in the loss, 3 of them in the one rollout with a reward: its sum is weighed 9/3 and divided by 9 later.
+    got, _ = add_advantages(batch([1.0, 0.0, -1.0], [0, 0, 0], [1.0] * 3, ()), config(nll=0.1))
+    assert got.nll_weight_B is not None
+    assert got.nll_weight_B.tolist() == pytest.approx([0.3, 0.0, 0.0])
+    assert add_advantages(batch([1.0, 0.0], [0, 0], [1.0] * 2, ()), config())[0].nll_weight_B is None

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from recipes.grpo.advantage import nll_weights
 from recipes.grpo.loss import grpo_loss, mask_mismatched
 from recipes.types import LossInputs
 
 CONFIG: Any = SimpleNamespace(
     force_on_policy_ratio=True,
+    disable_ppo_ratio=False,
     sequence_level_importance_ratios=False,
     use_cispo=False,
     ratio_clip_c=None,
@@ -107,3 +109,48 @@ def test_an_error_at_the_threshold_is_kept() -> None:
     prev = torch.tensor([[0.0, -1.0, -1.0]])
     kept, _ = mask_mismatched(inputs_of([[0.0, -1.0, -1.0]], prev), threshold=1.0)
     assert kept.sample_mask_B.tolist() == [1.0]
+
+
+def options(**values: Any) -> Any:
+    return SimpleNamespace(**{**vars(CONFIG), **values})
+
+
+def test_reinforce_has_the_gradient_of_the_log_probability() -> None:
+    current = torch.tensor([[-9.0, -0.5, -0.7], [-9.0, -2.5, -0.1]]).requires_grad_()
+    given = replace(
+        inputs_of([[0.0, -0.5, -0.7], [0.0, -2.5, -0.1]], current), advantages_BT=torch.tensor([[2.0] * 3, [-1.0] * 3])
+    )
+    cfg = options(force_on_policy_ratio=False, disable_ppo_ratio=True, ratio_clip_min=0.2, ratio_clip_max=0.2)
+    sums = grpo_loss(current, given, cfg=cfg, mismatch_threshold=None)
+    (gradient,) = torch.autograd.grad(sums.loss, current)
+    assert gradient.tolist() == [[0.0, -2.0, -2.0], [0.0, 1.0, 1.0]]
+    assert sums.loss.item() == pytest.approx(2.0 * 1.2 - 2.6)  # -A times the log-probability, summed
+    forced = grpo_loss(current, given, cfg=options(), mismatch_threshold=None)
+    torch.testing.assert_close(torch.autograd.grad(forced.loss, current)[0], gradient)
+
+
+def test_positive_examples_are_made_more_likely_by_their_mean_negative_log_likelihood() -> None:
+    current = torch.tensor([[-9.0, -0.5, -0.7], [-9.0, -2.5, -0.1], [-9.0, -1.0, -3.0]]).requires_grad_()
+    generation = [[0.0, -0.5, -0.7], [0.0, -2.5, -0.1], [0.0, -1.0, -3.0]]
+    rewards = torch.tensor([1.0, 0.5, 0.0], dtype=torch.float64)
+    cfg = options(positive_example_nll_weight=0.25)
+    given = replace(inputs_of(generation, current), advantages_BT=torch.zeros(3, 3), rewards_B=rewards)
+    given = replace(given, nll_weight_B=nll_weights(rewards, given.token_mask_BT.sum(dim=1), cfg))
+    sums = grpo_loss(current, given, cfg=cfg, mismatch_threshold=None)
+    mean = (0.5 + 0.7 + 2.5 + 0.1) / 4  # of the four tokens with a reward
+    loss = sums.loss / sums.count
+    assert loss.item() == pytest.approx(0.25 * mean)
+    (gradient,) = torch.autograd.grad(loss, current)
+    assert gradient.tolist() == [[0.0, -0.0625, -0.0625], [0.0, -0.0625, -0.0625], [0.0, 0.0, 0.0]]
+    total, count = sums.metrics["positive_nll_loss"]
+    assert total / count == pytest.approx(mean)
+
+
+def test_no_positive_example_adds_nothing() -> None:
+    current = torch.tensor([[-9.0, -0.5, -0.7]]).requires_grad_()
+    given = inputs_of([[0.0, -0.5, -0.7]], current)
+    weights = nll_weights(torch.tensor([float("nan")]), torch.tensor([2.0]), options(positive_example_nll_weight=1.0))
+    assert weights.tolist() == [0.0]
+    sums = grpo_loss(current, replace(given, nll_weight_B=weights), cfg=CONFIG, mismatch_threshold=None)
+    assert sums.loss.item() == pytest.approx(-2.0)
+    assert sums.metrics["positive_nll_loss"] == (0.0, 0.0)
