@@ -8,13 +8,15 @@ ledger in which every prompt was trained once.
 from __future__ import annotations
 
 import json
+import math
 import re
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from slurm.cluster import Cluster
-from slurm.jobs import Job, launch, minutes, slurm_environment
+from slurm.jobs import Job, launch, slurm_environment
 from story import step
 from tiny_run import launch_environment
 
@@ -22,8 +24,9 @@ from recipes.grpo.checkpoint import complete_checkpoints, load_state
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(1500)]
 
-STEPS, PROMPTS, SAVE_PERIOD = 300, 2, 1
+STEPS, PROMPTS, SAVE_PERIOD = 400, 2, 1
 START_SECONDS = 300.0  # until the first steps are saved, on a busy machine
+STEPS_SECONDS = 30.0  # of a start: a few steps, and the 20 s that it keeps free for its save
 ENGINE_DEATH_SECONDS = 180.0  # deadlines.generation and deadlines.shutdown of the tiny scale, then the end of the job
 
 
@@ -65,10 +68,12 @@ def assert_exact(job: Job) -> None:
 
 def test_a_run_comes_to_its_end_whatever_happens_on_the_way(slurm_cluster: Cluster, tmp_path: Path) -> None:
     env = environment(tmp_path)
+    began = time.monotonic()
     job = launch(slurm_cluster, "stage1.1", env)
 
     with step("driver and engine are on different nodes"):
         job.wait_until(lambda: saved(job) >= SAVE_PERIOD, "first checkpoint", seconds=START_SECONDS)
+        start_seconds = time.monotonic() - began
         log = job.driver_log(1)
         assert "generation engine 0 (node n2," in log, log[-3000:]
         assert (job.run_dir / "logs" / "attempt_1" / "ray_head_n1.log").exists()  # the driver runs beside the head
@@ -109,8 +114,9 @@ def test_a_run_comes_to_its_end_whatever_happens_on_the_way(slurm_cluster: Clust
         assert job.wait(seconds=60) == "CANCELLED"
 
     with step("a job that is too short for the rest saves, requeues and finishes"):
-        again = launch(slurm_cluster, "stage1.1", env | {"SLURM_TIME_LIMIT": minutes(2)})
-        again.wait_until(lambda: again.restarts == 1, "requeue at the time limit", seconds=240)
+        limit = math.ceil((1.5 * start_seconds + STEPS_SECONDS) / 60)
+        again = launch(slurm_cluster, "stage1.1", env | {"SLURM_TIME_LIMIT": str(limit)})
+        again.wait_until(lambda: again.restarts == 1, "requeue at the time limit", seconds=START_SECONDS)
         assert "(the job's time limit); start again to resume" in again.driver_log(5), again.everything()
         assert "requeued: saved step_" in again.log
         slurm_cluster.run(["scontrol", "update", f"JobId={again.id}", "TimeLimit=60"])  # the rest in one go
