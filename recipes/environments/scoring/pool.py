@@ -139,7 +139,8 @@ class ScoringPool:
                 problem = f"the scoring process died ({error})"
             except (ImportError, ValueError, RuntimeError) as error:  # another attempt would end the same way
                 return str(error)
-            logger.warning("%s: loading failed: %s", _name(verifier), problem)
+            if not self._is_closed:  # `close` kills what still loads
+                logger.warning("%s: loading failed: %s", _name(verifier), problem)
         return f"{problem} ({LOAD_ATTEMPTS} attempts)"
 
     def _warn(self) -> None:
