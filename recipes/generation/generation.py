@@ -172,8 +172,9 @@ class Generation:
     ) -> Completion:
         """Sample one completion.
 
-        `affinity` is the number of the prompt and picks the engine; `sample` tells this request from others for the
-        same prompt. With the run's seed and the prompt they determine the random numbers of the request.
+        `affinity` is the number of the prompt; `sample` tells this request from others for the same prompt, and begins
+        with the number of the rollout. With the run's seed and the prompt they determine the random numbers of the
+        request, whichever engine samples it.
         Raises `RequestError` when the request fails or is late, `EngineError` when no engine is left.
         """
         if len(prompt_token_ids) >= self._max_model_len:

@@ -19,7 +19,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     sampling: Sampling
     affinity: int  # number of the prompt, from the caller
-    sample: tuple[int, ...]  # tells it from the caller's other requests for the prompt
+    sample: tuple[int, ...]  # rollout and turn: tells it from the caller's other requests for the prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Which engine samples a request, and what becomes of the requests of an engine that dies. Imports no Ray.
 
 Requests that are made in one tick of an event loop travel to their engine as one call. Each is answered by itself, as
-soon as it is done. The requests of one prompt go to one engine, whose prefix cache then computes the prompt once.
+soon as it is done. `balance.py` chooses the engine of each.
 
 When an engine dies, its requests are sampled again on the others. A request that has lost `MAX_ENGINES_LOST` engines
 fails, since it may be what kills them. While all engines are closed, every request raises `EngineError`.
@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from recipes.errors import EngineError, RequestError
+from recipes.generation.balance import Balance
 from recipes.generation.requests import Answer, Request, to_completion
 from recipes.types import Completion, Sampling
 
@@ -46,6 +47,7 @@ class Router:
         self._lock = threading.Lock()
         self._closed: dict[int, str] = {}  # why an engine takes no requests
         self._waiting: list[dict[int, _Waiter]] = [{} for _ in range(num_engines)]  # per engine, by request id
+        self._balance = Balance(num_engines)  # counts what is in `_waiting`
         self._unsent: dict[asyncio.AbstractEventLoop, list[_Waiter]] = {}
         self._ids = itertools.count()
 
@@ -73,15 +75,15 @@ class Router:
     def deliver(self, engine: int, answers: Iterable[Answer]) -> None:
         """Hand each answer to the coroutine that waits for it; answers that nobody waits for are dropped."""
         with self._lock:
-            waiters = [(self._waiting[engine].pop(answer.id, None), answer) for answer in answers]
+            waiters = [(self._take(engine, answer.id), answer) for answer in answers]
         _settle([(waiter, answer) for waiter, answer in waiters if waiter is not None])
 
     def close(self, engine: int, reason: str) -> int:
         """Send no more requests to an engine, and its present ones elsewhere; returns how many those are."""
         with self._lock:
             self._closed[engine] = reason
-            waiters = list(self._waiting[engine].values())
-            self._waiting[engine].clear()
+            taken = [self._take(engine, number) for number in list(self._waiting[engine])]
+            waiters = [waiter for waiter in taken if waiter is not None]
         again = []
         for waiter in waiters:
             waiter.num_engines_lost += 1
@@ -112,7 +114,7 @@ class Router:
             for waiter in waiters:
                 if waiter.future.done():  # cancelled before it was sent
                     continue
-                waiter.engine = self._choose(waiter.request.affinity)
+                waiter.engine = self._balance.place(waiter.request, self._closed)
                 if waiter.engine is None:
                     stranded.append(waiter)
                 else:
@@ -123,19 +125,18 @@ class Router:
             self._send(engine, requests)
         _settle([(waiter, EngineError(f"no generation engine is left: {reasons}")) for waiter in stranded])
 
-    def _choose(self, affinity: int) -> int | None:
-        """Return the engine of a prompt, or another one while that is closed; None when all are."""
-        engine = affinity % len(self._waiting)
-        if engine not in self._closed:
-            return engine
-        others = [other for other in range(len(self._waiting)) if other not in self._closed]
-        return others[affinity % len(others)] if others else None
+    def _take(self, engine: int, request_id: int) -> _Waiter | None:
+        """Remove a request from its engine; None when it is not there. The lock is held."""
+        waiter = self._waiting[engine].pop(request_id, None)
+        if waiter is not None:
+            self._balance.release(engine, waiter.request)
+        return waiter
 
     def _forget(self, waiter: _Waiter) -> None:
         """Abort a request in its engine unless it has been answered."""
         with self._lock:
             engine = waiter.engine
-            is_sampled = engine is not None and self._waiting[engine].pop(waiter.request.id, None) is not None
+            is_sampled = engine is not None and self._take(engine, waiter.request.id) is not None
         if is_sampled and engine is not None:
             self._abort(engine, waiter.request.id)
 

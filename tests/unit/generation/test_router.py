@@ -135,6 +135,36 @@ async def test_without_an_engine_every_request_is_an_engine_error() -> None:
             await failing
 
 
+async def test_no_work_is_left_counted_whatever_becomes_of_a_request() -> None:
+    """Answered, failed, cancelled before and after it was sent, moved, given up, stranded: an idle engine has none."""
+    engines = Engines()
+    tasks = [engines.ask(affinity=n, sample=n) for n in range(6)]
+    await tick()
+    requests = [request for _, asked in engines.calls for request in asked]
+    assert len(requests) == 6 and all(engines.router._balance.work)
+    engines.answer(0, engines.calls[0][1][0], 1)
+    engines.router.deliver(1, [Answer(id=engines.calls[1][1][0].id, failure="slow")])
+    engines.router.deliver(1, [Answer(id=engines.calls[1][1][0].id, failure="twice")])
+    tasks[4].cancel()
+    unsent = engines.ask(sample=9)
+    await asyncio.sleep(0)
+    unsent.cancel()
+    for engine in (0, 1):
+        for _ in range(MAX_ENGINES_LOST):  # the rest moves to and fro until it is given up
+            engines.router.close(engine, "dead")
+            engines.router.open(engine)
+    engines.router.close(0, "dead")
+    engines.router.close(1, "dead")
+    outcomes = await asyncio.gather(*tasks, unsent, engines.ask(sample=10), return_exceptions=True)
+    assert {type(outcome) for outcome in outcomes} == {
+        Completion,
+        RequestError,
+        asyncio.CancelledError,
+        EngineError,
+    }
+    assert engines.router._balance.work == [0, 0]
+
+
 def test_answers_reach_the_thread_of_each_event_loop() -> None:
     engines = Engines()
     for _ in range(2):  # a new loop each time, the old one closed with a request open

@@ -1,0 +1,145 @@
+"""Work is spread evenly over engines, siblings and turns stay together, and engines that are closed get nothing."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter, defaultdict
+
+import pytest
+
+from recipes.generation import balance as module
+from recipes.generation.balance import Balance
+from recipes.generation.requests import Request
+from recipes.types import Sampling
+
+IDS = itertools.count()
+GROUP = 16
+
+
+def request(prompt: int, rollout: int = 0, turn: int = 0, *, num_prompt: int = 100, max_tokens: int = 900) -> Request:
+    return Request(
+        id=next(IDS),
+        prompt_token_ids=(1,) * num_prompt,
+        sampling=Sampling(temperature=1.0, top_p=1.0, max_tokens=max_tokens),
+        affinity=prompt,
+        sample=(rollout, turn),
+    )
+
+
+def groups_per_engine(engine_of: dict[tuple[int, int], int | None], num_engines: int) -> list[int]:
+    """Return how many groups each engine has; every group must lie on one engine."""
+    by_group = defaultdict(set)
+    for (prompt, _), engine in engine_of.items():
+        by_group[prompt].add(engine)
+    assert all(len(engines) == 1 for engines in by_group.values())
+    counts = Counter(next(iter(engines)) for engines in by_group.values())
+    return [counts[engine] for engine in range(num_engines)]
+
+
+def test_256_groups_on_144_engines_differ_by_one_group_at_most() -> None:
+    asked = [(prompt, rollout) for prompt in range(256) for rollout in range(GROUP)]
+    balance = Balance(144)
+    counts = groups_per_engine({key: balance.place(request(*key), ()) for key in asked}, 144)
+    assert sum(counts) == 256
+    assert max(counts) - min(counts) <= 1
+
+
+def test_groups_whose_siblings_come_one_by_one_stay_together_too() -> None:
+    """A group counts by the siblings that have come, so the spread is larger; but no group is split."""
+    asked = [(prompt, rollout) for prompt in range(256) for rollout in range(GROUP)]
+    random.Random(0).shuffle(asked)
+    balance = Balance(144)
+    counts = groups_per_engine({key: balance.place(request(*key), ()) for key in asked}, 144)
+    assert sum(counts) == 256
+    assert max(counts) - min(counts) <= 2
+
+
+def test_uneven_groups_differ_by_the_largest_group_at_most() -> None:
+    lengths = random.Random(1)
+    balance, largest = Balance(24), 0
+    for prompt in range(100):
+        length = int(lengths.lognormvariate(8, 1.2))
+        for rollout in range(GROUP):
+            balance.place(request(prompt, rollout, num_prompt=length), ())
+        largest = max(largest, GROUP * (length + 900))
+        assert max(balance.work) - min(balance.work) <= largest
+
+
+def test_work_stays_even_while_answers_of_uneven_length_come_and_new_groups_follow() -> None:
+    """An engine whose answers are short gets more groups: what counts is what is left, not what was given."""
+    chance = random.Random(2)
+    balance = Balance(12)
+    open_requests: list[tuple[int, Request]] = []
+    for prompt in range(400):
+        while len(open_requests) > 24 * GROUP:  # two groups an engine; engine 0 answers three times as fast
+            weights = [3 if engine == 0 else 1 for engine, _ in open_requests]
+            [number] = chance.choices(range(len(open_requests)), weights)
+            balance.release(*open_requests.pop(number))
+        for rollout in range(GROUP):
+            asked = request(prompt, rollout)
+            engine = balance.place(asked, ())
+            assert engine is not None
+            open_requests.append((engine, asked))
+        assert max(balance.work) - min(balance.work) <= 2 * GROUP * 1000
+
+
+def test_a_late_sibling_leaves_an_overloaded_engine_and_later_ones_follow_it() -> None:
+    balance = Balance(3)
+    first = balance.place(request(0), ())
+    assert first == 0 == balance.place(request(0, 1), ())
+    for prompt in (3, 6):  # other work comes to each engine, three times as much to the first
+        balance.place(request(prompt, num_prompt=2100), (1, 2))
+    for prompt in (1, 2):
+        balance.place(request(prompt), ())
+    moved = balance.place(request(0, 2), ())
+    assert moved in (1, 2)
+    assert balance.place(request(0, 3), ()) == moved
+
+
+def test_a_group_alone_stays_together_beside_idle_engines() -> None:
+    balance = Balance(8)
+    assert {balance.place(request(5, rollout), ()) for rollout in range(64)} == {5}
+
+
+def test_turns_stay_with_their_session_also_when_its_engine_is_busy() -> None:
+    balance = Balance(4)
+    turn = request(0)
+    assert balance.place(turn, ()) == 0
+    balance.release(0, turn)  # the agent runs a tool now
+    for prompt in range(4, 40, 4):
+        balance.place(request(prompt), (1, 2, 3))
+    assert balance.place(request(0, 0, 1), ()) == 0
+    assert balance.place(request(0, 1), ()) != 0  # a new rollout of the same prompt is free to go
+
+
+def test_a_closed_engine_gets_nothing_and_is_filled_first_when_it_is_back() -> None:
+    balance = Balance(4)
+    placed = [(balance.place(asked, ()), asked) for asked in (request(prompt) for prompt in range(8))]
+    lost = [asked for engine, asked in placed if engine == 1]
+    for asked in lost:
+        balance.release(1, asked)
+    assert balance.work[1] == 0
+    again = [balance.place(asked, {1: "dead"}) for asked in lost]
+    assert 1 not in again and len(again) == 2
+    assert [balance.place(request(1, 0, turn), {1: "dead"}) for turn in (1, 2)] == [again[0]] * 2  # its new session
+    assert balance.place(request(20), ()) == 1
+    assert balance.place(request(21), range(4)) is None
+
+
+def test_nothing_is_left_when_all_is_answered() -> None:
+    balance = Balance(5)
+    open_requests = [(balance.place(asked, ()), asked) for asked in (request(n % 7, n) for n in range(200))]
+    for engine, asked in open_requests:
+        assert engine is not None
+        balance.release(engine, asked)
+    assert balance.work == [0] * 5
+    assert not balance._of_prompt
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_HOMES", 10)
+    balance = Balance(2)
+    for prompt in range(100):
+        balance.place(request(prompt), ())
+    assert len(balance._homes) == 10
