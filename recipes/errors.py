@@ -48,7 +48,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     """Return "did you mean X?", or the known names when none is close."""
     names = sorted(known)
     close = nearest(name, names)
-    return f"did you mean '{close}'?" if close else f"known: {', '.join(names)}"
+    return f"did you mean '{close}'?" if close else f"choose from: {', '.join(names)}"
 
 
 class RecipeError(Exception):

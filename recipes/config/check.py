@@ -87,7 +87,7 @@ def _server_problems(key: str, error: ValidationError) -> Iterator[KeyProblem]:
         yield unknown_key(key)
     elif error.validator in ("minProperties", "maxProperties"):
         expected = "one type of server" if "." in name else f"one of {', '.join(SERVER_KINDS)}"
-        fix = "an instance is one server; see configs/environments"
+        fix = "write an instance with one server, as configs/environments has them"
         yield KeyProblem(key=key, got=show(sorted(present)), expected=expected, fix=fix)
     else:
         own = next(above for above in upwards(key) if server_node(above))

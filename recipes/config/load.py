@@ -117,7 +117,10 @@ def refusals(loaded: LoadedConfig) -> list[Problem]:
     """Return a problem for each value that a native launch would have to ignore, with the reason it is refused."""
     found = [
         KeyProblem(
-            key=key, got=show(value), expected=f"{describe(native['honours'])} (native engine)", fix=native["reason"]
+            key=key,
+            got=show(value),
+            expected=f"{describe(native['honours'])} (native engine)",
+            fix=f"{native['reason']}; change it, or launch with ENGINE=nemo_rl",
         )
         for key, value, native in refused_keys(loaded.tree)
     ]
@@ -136,7 +139,7 @@ def _check(
     """
     problems = [problem for problem in schema_problems(tree) if problem.key not in failures]
     problems.extend(
-        KeyProblem(key=key, wrong=f"{show(lookup(raw, key))} cannot be resolved", fix=reason)
+        KeyProblem(key=key, wrong=f"{show(lookup(raw, key))} cannot be resolved ({reason})", fix="correct it")
         for key, reason in failures.items()
     )
     wrong = {problem.key for problem in problems}

@@ -72,7 +72,7 @@ def load_stages(path: Path = STAGES) -> list[Stage]:
             Problem(
                 where=".".join([where, *(str(part) for part in error.absolute_path)]),
                 wrong=error.message,
-                fix="see the head of the file",
+                fix="write it as the head of the file says",
             )
             for error in Draft202012Validator(_ROW_SCHEMA).iter_errors(row)
         )
@@ -93,7 +93,7 @@ def find_stage(name: str, stages: Sequence[Stage] | None = None) -> Stage:
             return stage
     known = [word for stage in stages for word in (stage.id, stage.name)]
     close = nearest(name, known)
-    fix = f"did you mean {close}?" if close else "make stages prints them"
+    fix = f"did you mean {close}?" if close else "choose from what `make stages` prints"
     expected = f"one of {', '.join(f'{stage.id} ({stage.name})' for stage in stages)}"
     raise ConfigError(Problem(where="STAGE", got=name, expected=expected, fix=fix))
 
@@ -105,7 +105,7 @@ def config_path(stage: Stage, scale: str, platform: str) -> Path:
     where = f"{display_name(STAGES)}: {stage.id}.configs.{scale}.{platform}"
     if name is None:
         there = [f"{s} on {p}" for s, platforms in stage.configs.items() for p in platforms]
-        fix = f"{stage.id} has: {', '.join(there)}" if there else f"{stage.id} has no configuration yet"
+        fix = f"choose from: {', '.join(there)}" if there else "choose another stage: this one has no file yet"
         wrong = "the stage has no file for this scale and platform"
         raise ConfigError(Problem(where=where, wrong=wrong, fix=fix))
     path = CONFIG_DIR / name
@@ -126,7 +126,7 @@ def _table_problems(stages: Sequence[Stage], name: str) -> list[Problem]:
     for stage in stages:
         if stage.after is not None and stage.after not in earlier:
             expected = f"null or one of {', '.join(earlier)}" if earlier else "null"
-            fix = "a stage starts from one above it"
+            fix = "name a stage above it, whose weights it starts from"
             problems.append(Problem(where=f"{name}: {stage.id}.after", got=stage.after, expected=expected, fix=fix))
         earlier.append(stage.id)
     return problems

@@ -254,7 +254,11 @@ def prune(root: Path, *, keep_top_k: int | None, metric: str | None, higher_is_b
         save_period=save_period,
     )
     doomed = sorted(set(found) - kept)
-    if doomed and (problems := _damage(found[max(found)], fix="nothing older is removed while it is damaged")):
+    if doomed and (
+        problems := _damage(
+            found[max(found)], fix="copy it from elsewhere, or remove it; until then no older one is removed"
+        )
+    ):
         for problem in problems:
             logger.error("damaged checkpoint: %s", problem)
         return

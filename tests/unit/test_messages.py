@@ -1,4 +1,4 @@
-"""What a message says it expected must be a value: what is missing or impossible has the second form of `Problem`."""
+"""A message says what was expected as a value, or what is missing or impossible, and always what to do about it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ SAYS_NOTHING = re.compile(
     re.IGNORECASE,
 )
 
+# The verbs of instructions; `did` of "did you mean", and `meaning` of a key whose accepted values stand before it.
+VERBS = re.compile(
+    r"""accept|add|ask|build|change|check|choose|compare|copy|correct|create|declare|decompress|delete|did|end|export|fetch
+    |fill|free|git|give|import|install|launch|leave|let|list|load|lower|make|meaning|move|name|pip|print|profile|put|quote
+    |raise|record|remove|rename|repair|report|restore|resume|run|say|scancel|see|set|start|submit|sysctl|take|train|try
+    |undo|unset|use|wait|write""",
+    re.VERBOSE | re.IGNORECASE,
+)
 GOT_NOTHING = re.compile(r"(no|none|nothing|not)\b", re.IGNORECASE)
 
 
@@ -31,6 +39,15 @@ def text_of(node: ast.expr) -> str:
     return ""
 
 
+def branches(node: ast.expr) -> Iterator[str]:
+    """Return the texts of both sides of `X if ... else Y`, or the one text."""
+    if isinstance(node, ast.IfExp):
+        yield from branches(node.body)
+        yield from branches(node.orelse)
+    else:
+        yield text_of(node)
+
+
 def assigned(function: ast.AST, name: str) -> Iterator[str]:
     """Return the texts that a function gives to a variable."""
     for node in ast.walk(function):
@@ -38,11 +55,18 @@ def assigned(function: ast.AST, name: str) -> Iterator[str]:
             continue
         for target in node.targets:
             if isinstance(target, ast.Name) and target.id == name:
-                yield text_of(node.value)
+                yield from branches(node.value)
             elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
                 for place, value in zip(target.elts, node.value.elts, strict=True):
                     if isinstance(place, ast.Name) and place.id == name:
-                        yield text_of(value)
+                        yield from branches(value)
+
+
+def tells_what_to_do(text: str) -> bool:
+    """Return whether one part of a text, between commas, colons and semicolons, begins with a verb; {} may hold one."""
+    parts = [part.strip() for part in re.split(r"[;:,]| or | and ", text)]
+    words = (re.match(r"\W*(\w+)", part) for part in parts)
+    return "{}" in parts or any(word is not None and VERBS.fullmatch(word[1]) for word in words)
 
 
 def given(path: Path, name: str) -> Iterator[tuple[int, str]]:
@@ -55,12 +79,9 @@ def given(path: Path, name: str) -> Iterator[tuple[int, str]]:
             for keyword in call.keywords if isinstance(call, ast.Call) else ():
                 if keyword.arg != name:
                     continue
-                values = [keyword.value]
-                if isinstance(keyword.value, ast.IfExp):
-                    values = [keyword.value.body, keyword.value.orelse]
-                for value in values:
-                    texts = assigned(function, value.id) if isinstance(value, ast.Name) else [text_of(value)]
-                    yield from ((call.lineno, text) for text in texts if text)
+                value = keyword.value
+                texts = assigned(function, value.id) if isinstance(value, ast.Name) else branches(value)
+                yield from ((call.lineno, text) for text in texts if text)
 
 
 @pytest.mark.parametrize(
@@ -96,3 +117,24 @@ def test_what_is_expected_is_a_value(path):
     # `got no file` is no value either.
     texts += [(line, text) for line, text in given(path, "got") if GOT_NOTHING.match(text)]
     assert not [f"{path.name}:{line}: {text!r}" for line, text in texts], "use Problem(where=..., wrong=..., fix=...)"
+
+
+@pytest.mark.parametrize(
+    ("text", "does"),
+    [
+        ("delete this key", True),
+        ("the job would end before it saves; lower it", True),
+        ("did you mean {}?", True),
+        ("vLLM's EP is DP * TP", False),
+        ("e.g. 4:00:00", False),
+        ("`sinfo` lists them", False),
+    ],
+)
+def test_a_text_that_tells_nothing_to_do_is_seen(text, does):
+    assert tells_what_to_do(text) == does
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_fix_tells_what_to_do(path):
+    fixes = [(line, text) for line, text in given(path, "fix") if text.strip("{}")]
+    assert not [f"{path.name}:{line}: {text!r}" for line, text in fixes if not tells_what_to_do(text)]

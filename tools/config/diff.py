@@ -66,7 +66,7 @@ def _golden_export(path: Path) -> str:
         f"# {path.name} for NeMo RL {rules()['version']}: python -m tools.config.show --update-golden",
         *yaml_lines(exported.tree),
         "",
-        *(f"# {note.where.rpartition(': ')[2]}: {note.fix}" for note in notes),
+        *(f"# {note.where.rpartition(': ')[2]}: {note.what.partition('): ')[2] or note.fix}" for note in notes),
     ]
     return "\n".join(lines) + "\n"
 

@@ -237,7 +237,7 @@ def effort_findings(path: Path, scan: FileScan, config: Config) -> Iterator[Find
     is_on = effort.low_weight > 0 and effort.low_string != ""
     share = f"{scan.num_marked} of {scan.num_rows} rows with {marker_of(config)!r}"
     if scan.num_marked and not is_on:
-        fix = "to reward short answers set low_weight 0.2, low_penalty 1, low_ub 3000 and low_string"
+        fix = "set, to reward short answers, low_weight 0.2, low_penalty 1, low_ub 3000 and low_string"
         yield found("DAT007", where=str(path), wrong=f"{share}, and {EFFORT} is off", fix=fix)
     elif is_on and scan.num_rows and not scan.num_marked:
         fix = "make the data again if the marker was lost, e.g. in the fill step; else set low_weight to 0"

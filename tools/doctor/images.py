@@ -73,7 +73,7 @@ def file_findings(variable: str, image: str, runtime: str) -> Iterator[Finding]:
         yield found("IMG002", where=variable, got=got, expected=expected, fix=MAKE[runtime])
     elif file.is_cut:
         got, expected = f"{image}: {file.size} bytes", f"{file.declared} bytes, as its header says"
-        yield found("IMG003", where=variable, got=got, expected=expected, fix=f"again, then: {MAKE[runtime]}")
+        yield found("IMG003", where=variable, got=got, expected=expected, fix=f"remove the file and {MAKE[runtime]}")
 
 
 def name_findings(variable: str, image: str, runtime: str) -> Iterator[Finding]:

@@ -107,9 +107,10 @@ def export_findings(path: Path, known: Collection[str] = ()) -> Iterator[Finding
             differs = f"the file differs from its checksum in {COMPLETE}"
             yield found("MDL003", where=str(file), wrong=differs if file.is_file() else "no such file", fix=AGAIN)
     if skipped:
-        limit = f"checksums are read up to {MAX_HASHED_BYTES / 2**30:g} GiB"
-        wrong = f"{skipped} of {len(digests)} files were compared by size alone"
-        yield found("MDL006", where=str(path), wrong=wrong, fix=f"{limit}; a cut file would be found")
+        limit = f"beyond {MAX_HASHED_BYTES / 2**30:g} GiB no checksum is read"
+        wrong = f"{skipped} of {len(digests)} files were compared by size alone: {limit}"
+        fix = f"compare `sha256sum` of them with {COMPLETE} if you doubt the copy"
+        yield found("MDL006", where=str(path), wrong=wrong, fix=fix)
 
 
 def architecture_findings(path: Path) -> Iterator[Finding]:
@@ -169,7 +170,7 @@ def template_findings(path: Path, config: Config) -> Iterator[Finding]:
     except InputError as error:
         yield from as_findings("MDL007", error.problems)
         return
-    expected, fix = f"the same as in {path}", "rows would be rendered otherwise than the model has learned; unset it"
+    expected, fix = f"the same as in {path}", "unset it: rows would be rendered otherwise than the model has learned"
     if directory != path and sha256_of(directory / "tokenizer.json") != sha256_of(path / "tokenizer.json"):
         got = f"another tokenizer.json in {directory}"
         yield found("MDL005", where="policy.tokenizer.name", got=got, expected=expected, fix=fix)

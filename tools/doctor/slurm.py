@@ -108,7 +108,9 @@ def partition_findings(draft: Draft, name: str, partition: Mapping[str, str] | N
     """Compare a job with one partition."""
     where = "SLURM_PARTITION"
     if partition is None:
-        yield found("SLM001", where=where, got=name, expected="a partition of this cluster", fix="`sinfo` lists them")
+        yield found(
+            "SLM001", where=where, got=name, expected="a partition of this cluster", fix="choose one that `sinfo` lists"
+        )
         return
     if partition.get("State", "UP") != "UP":
         got, fix = f"{name}, which is {partition['State']}", "choose another one, or wait"
@@ -173,5 +175,5 @@ def account_findings(account: str) -> Iterator[Finding]:
     enforced = re.search(r"^AccountingStorageEnforce\s*=\s*(\S+)", settings, re.MULTILINE)
     if enforced and "associations" in enforced[1]:
         expected = f"an account of user {user}"
-        fix = f"`sacctmgr show associations user={user}` lists them"
+        fix = f"choose one that `sacctmgr show associations user={user}` lists"
         yield found("SLM005", where="SLURM_ACCOUNT", got=account, expected=expected, fix=fix)

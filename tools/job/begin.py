@@ -65,7 +65,7 @@ def lock_alone(run_dir: Path) -> None:
         refuse_beside(run_dir.name, before.job_id)
     if refused is not None:
         wrong = f"{before} has its lock, which a file server may keep for a while after the loss of a node"
-        raise StaleLockError(Problem(where=run_dir.name, wrong=wrong, fix="this job starts again")) from refused
+        raise StaleLockError(Problem(where=run_dir.name, wrong=wrong, fix="wait: this job starts again")) from refused
 
 
 def refuse_beside(name: str, job_id: str) -> None:

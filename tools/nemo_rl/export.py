@@ -157,8 +157,9 @@ def _different(key: str, value: Any) -> str | None:
 
 
 def _note(loaded: LoadedConfig, key: str, how: str, instead: str) -> Problem:
-    wrong = f"{engine()} {how} (value {show(lookup(loaded.tree, key))})"
-    return Problem(where=f"{source_of(loaded.sources, key)}: {key}", wrong=wrong, fix=f"it {instead}")
+    wrong = f"{engine()} {how} (value {show(lookup(loaded.tree, key))}): it {instead}"
+    where = f"{source_of(loaded.sources, key)}: {key}"
+    return Problem(where=where, wrong=wrong, fix="accept that, or use ENGINE=native")
 
 
 def _value_problems(loaded: LoadedConfig) -> Iterator[Problem]:
@@ -167,7 +168,7 @@ def _value_problems(loaded: LoadedConfig) -> Iterator[Problem]:
         value = lookup(loaded.tree, key)
         is_met = "with" not in rule or has_server(loaded.tree, rule["with"])
         if "neutral" in rule and value != rule["neutral"] and is_met:
-            yield _refused(loaded, key, rule["neutral"], f"it {rule['instead']}; set it to that to accept it")
+            yield _refused(loaded, key, rule["neutral"], f"it {rule['instead']}")
     for key, rule in rules()["refused"].items():
         is_met = not rule.get("asynchronous") or lookup(loaded.tree, AGE) != 0
         if lookup(loaded.tree, key) != rule["only"] and is_met:
@@ -186,7 +187,7 @@ def _refused(loaded: LoadedConfig, key: str, only: Any, reason: str) -> Problem:
         where=f"{source_of(loaded.sources, key)}: {key}",
         got=show(lookup(loaded.tree, key)),
         expected=f"{show(only)} ({engine()})",
-        fix=reason,
+        fix=f"{reason}; set it to {show(only)}, or use ENGINE=native",
     )
 
 

@@ -58,7 +58,9 @@ def base_path(name: str) -> Path:
     for value, choices in ((scale, SCALES), (platform, PLATFORMS)):
         if value and value not in choices:
             expected = f"one of {', '.join(choices)}"
-            raise ConfigError(Problem(where="--base", got=value, expected=expected, fix="STAGE[/SCALE[/PLATFORM]]"))
+            raise ConfigError(
+                Problem(where="--base", got=value, expected=expected, fix="write STAGE[/SCALE[/PLATFORM]]")
+            )
     return config_path(find_stage(stage), scale or "prod", platform or "h100")
 
 

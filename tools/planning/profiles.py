@@ -81,14 +81,14 @@ VARIABLES = {
 }
 FILLED_BY_PROFILE = (*dict.fromkeys(VARIABLES.values()), "SANDBOX_CONTAINER")
 WITHOUT_EFFECT = {
-    "run_partition": "a launch is a batch job: batch_partition and partition count",
+    "run_partition": "a launch is a batch job, which goes to batch_partition or partition",
     "ntasks_per_node": "the job takes whole nodes and starts one task on each",
     "nproc_per_node": "the configuration says how many workers a node has",
     "cpus_per_task": "the job takes whole nodes",
     "mem": "the job takes all memory of its nodes",
     "exclusive": "the job always takes whole nodes",
     "apptainer": "the image of the SWE stage has it",
-    "tunnel": "sbatch is called on this machine: start it on a login node of the cluster",
+    "tunnel": "sbatch is called on this machine, which must be a login node of the cluster",
     "host": "sbatch is called on this machine",
     "user": "sbatch is called on this machine",
     "identity": "sbatch is called on this machine",
@@ -178,7 +178,7 @@ def _inherited(name: str, tables: Mapping[str, Any], where: str, profile: Profil
     while name:
         if name not in known or name in seen:
             close = nearest(name, known)
-            there = f"did you mean {close}?" if close else f"profiles there: {', '.join(known) or 'none'}"
+            there = f"did you mean {close}?" if close else f"choose from: {', '.join(known)}" if known else "add it"
             circle = Problem(where=asked, wrong=f"{name} extends itself through others", fix="remove one `extends`")
             missing = Problem(where=asked, wrong=f"{where} has no profile {name}", fix=there)
             profile.problems.append(circle if name in seen else missing)
@@ -234,7 +234,9 @@ def _fill(fields: Fields, profile: Profile) -> None:
     profile.job_environment |= {name: str(value) for name, value in (values.get("env_vars") or {}).items()}
     for key, (value, where) in fields.items():
         if key in WITHOUT_EFFECT:
-            profile.notes.append(Problem(where=where, wrong=f"{show(value)} has no effect", fix=WITHOUT_EFFECT[key]))
+            profile.notes.append(
+                Problem(where=where, wrong=f"{show(value)} has no effect", fix=f"remove it: {WITHOUT_EFFECT[key]}")
+            )
         profile.problems.extend(_refused(key, value, where))
 
 
@@ -243,7 +245,7 @@ def _refused(key: str, value: Any, where: str) -> list[Problem]:
     choices = {"executor": EXECUTORS, "runtime": CHOICES["CONTAINER_RUNTIME"]}.get(key)
     if choices and value not in choices:
         close = nearest(value, choices)
-        fix = f"did you mean {close}?" if close else "this recipe starts nothing else"
+        fix = f"did you mean {close}?" if close else "choose one of those: this recipe starts nothing else"
         return [Problem(where=where, got=value, expected=" or ".join(choices), fix=fix)]
     if key == "startup_commands" and value:
         wrong = f"nothing is installed when a job starts, so {show(value)} would not run"
@@ -267,7 +269,7 @@ def _refused_sandbox(table: Mapping[str, Any], where: str) -> list[Problem]:
         fix = f"did you mean {close}?" if close else "delete it"
         problems.append(Problem(where=f"{where}.{key}", got=key, expected=" or ".join(known), fix=fix))
     if table.get("port", SANDBOX_PORT) != SANDBOX_PORT:
-        fix = "the port is fixed; see recipes/cluster/ports.py"
+        fix = "remove it: recipes/cluster/ports.py fixes the port"
         got = show(table["port"])
         problems.append(Problem(where=f"{where}.port", got=got, expected=str(SANDBOX_PORT), fix=fix))
     return problems
@@ -277,7 +279,7 @@ def _refused_variables(table: Mapping[str, Any], where: str) -> list[Problem]:
     problems = []
     for name in table:
         if not NAME.fullmatch(name):
-            fix = "letters, digits and _"
+            fix = "use letters, digits and _"
             problems.append(Problem(where=f"{where}.{name}", got=name, expected="a variable's name", fix=fix))
         elif SECRET.search(name):
             fix = f"export {name} in your shell: a job inherits it, and no command line shows it"

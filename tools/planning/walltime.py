@@ -20,7 +20,7 @@ def walltime_problems(must_save_by: str | None, time_limit: str) -> list[Problem
     seconds = slurm_seconds(time_limit)
     if seconds is None:
         expected = "minutes, [D-]H:M:S, M:S, D-H or D-H:M"
-        return [Problem(where="SLURM_TIME_LIMIT", got=time_limit, expected=expected, fix="e.g. 4:00:00")]
+        return [Problem(where="SLURM_TIME_LIMIT", got=time_limit, expected=expected, fix="write e.g. 4:00:00")]
     if must_save_by is None or parse_duration(must_save_by) < seconds:
         return []
     expected = f"less than SLURM_TIME_LIMIT = {time_limit}"

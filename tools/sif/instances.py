@@ -23,7 +23,7 @@ MAX_PROBLEMS = 20  # shown one by one
 IMAGE_KEYS = ("docker_image", "image_name")  # under which a row names its image
 SWE_BENCH, SWE_GYM, R2E_GYM = "swebench", "swegym", "r2egym"  # families, as the file names begin
 TEMPLATE = {template.partition("_")[0]: template for template in TEMPLATES}
-VALIDATE = "`make data-validate` names every wrong row"
+VALIDATE = "run `make data-validate`, which names every wrong row"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,7 +156,10 @@ def read_architecture(model: Path) -> Architecture:
     known = ", ".join(("nemotron_h", *_DENSE, *_SPARSE))
     raise InputError(
         Problem(
-            where=f"{path}: model_type", got=kind, expected=known, fix="sizes are known only for these kinds of models"
+            where=f"{path}: model_type",
+            got=kind,
+            expected=known,
+            fix="choose one of these models: the sizes of others are not known",
         )
     )
 

@@ -131,7 +131,7 @@ def find_run(results: Path, name: str) -> Path:
         Problem(
             where=f"EXP_NAME={name}" if name else str(results),
             wrong=f"there is no run of this name in {results}" if name else "there is no run yet",
-            fix=f"runs there: {there}"
+            fix=f"choose from: {there}"
             if there
             else "start one: make smoke, or make stage1.1 SCALE=tiny LAUNCHER=local",
         )

@@ -51,5 +51,5 @@ def several_optimizer_steps(config: Config) -> Iterator[KeyProblem]:
     samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
     batch = config.policy.train_global_batch_size
     if batch != samples:
-        fix = "several optimizer steps on one batch are not built yet"
+        fix = "several optimizer steps on one batch are not built yet; delete this key, or launch with ENGINE=nemo_rl"
         yield KeyProblem(key=BATCH, got=str(batch), expected=f"{P} * {G} = {samples} (native engine)", fix=fix)

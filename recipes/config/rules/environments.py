@@ -47,7 +47,7 @@ def undecided_keys(config: Config) -> Iterator[KeyProblem]:
     """
     if any(server == SWE_AGENTS for _, server, _ in servers(config, AGENTS)):
         wrong = "a stage with agents on repositories must set this key itself"
-        fix = "tasks that hit the context limit are common there: say whether they train (published: true)"
+        fix = "say whether tasks that hit the context limit train, since many do there; the published value is true"
         yield KeyProblem(key=OVERLONG, wrong=wrong, fix=fix)
 
 

@@ -76,10 +76,10 @@ def ports_do_not_collide(config: Config) -> Iterator[KeyProblem]:
     low, high = config.policy.generation.port_range_low, config.policy.generation.port_range_high
     key, also = f"{GENERATION}.port_range_high", (f"{GENERATION}.port_range_low",)
     if low >= high:
-        expected, fix = f"more than {also[0]} = {low}", "the range is half-open and would be empty"
+        expected, fix = f"more than {also[0]} = {low}", "no port would lie in the range; raise it"
         yield KeyProblem(key=key, got=str(high), expected=expected, fix=fix, also=also)
     for other in PORT_TABLE:
         if other.name != ENGINE_PORTS and low < other.high and other.low < high:
-            fix = f"those belong to: {other.name}; see recipes/cluster/ports.py"
+            fix = f"those belong to: {other.name}; choose others, see recipes/cluster/ports.py"
             expected = f"a range outside [{other.low}, {other.high})"
             yield KeyProblem(key=key, got=f"[{low}, {high})", expected=expected, fix=fix, also=also)

@@ -19,7 +19,9 @@ def cohort_is_the_group(config: Config) -> Iterator[KeyProblem]:
         cohort = settings.get("num_rollouts_per_prompt", generations)
         if server == "genrm_compare" and cohort != generations:
             key, expected = f"{INSTANCES}.{name}.{RESOURCES}.{server}.num_rollouts_per_prompt", f"{G} = {generations}"
-            yield KeyProblem(key=key, got=str(cohort), expected=expected, fix="a cohort is one group", also=(G,))
+            yield KeyProblem(
+                key=key, got=str(cohort), expected=expected, fix="compare whole groups: delete this key", also=(G,)
+            )
 
 
 def judges_fill_their_nodes(config: Config) -> Iterator[KeyProblem]:
@@ -34,7 +36,11 @@ def judges_fill_their_nodes(config: Config) -> Iterator[KeyProblem]:
     need, have = sum(parts.values()), config.env.nemo_gym.num_gpu_nodes
     if need != have:
         formula = " + ".join(f"{nodes} ({name})" for name, nodes in parts.items())
-        fix = "judges that find no node are never placed" if need > have else "the others would stand idle"
+        fix = (
+            "raise it: judges without a node never start"
+            if need > have
+            else "lower it: the other nodes would stand idle"
+        )
         also = (GPUS, *(f"{INSTANCES}.{name}" for name in parts))
         expected = f"{need} = {formula}" if parts else "0: this stage starts no judge"
         yield KeyProblem(key=f"{INSTANCES}.num_gpu_nodes", got=str(have), expected=expected, fix=fix, also=also)

@@ -32,12 +32,12 @@ def lengths_are_divisible(config: Config) -> Iterator[KeyProblem]:
     key = "policy.make_sequence_length_divisible_by"
     if multiple % need:
         expected = f"a multiple of {need} (2 * CP {cp} if CP > 1, times TP {tp} if sequence_parallel)"
-        also, fix = (CP, TP, f"{MEGATRON}.sequence_parallel"), "delete this key: it is 2*CP*TP"
+        also, fix = (CP, TP, f"{MEGATRON}.sequence_parallel"), "delete this key: it follows from CP and TP"
         yield KeyProblem(key=key, got=str(multiple), expected=expected, fix=fix, also=also)
     longest = policy.max_total_sequence_length
     if longest % multiple:
         expected = f"a multiple of {key} = {multiple}"
-        fix = f"the longest rollout would be padded past it; {longest // multiple * multiple} is the next lower"
+        fix = f"the longest rollout would be padded past it; lower it to {longest // multiple * multiple}"
         yield KeyProblem(key=MAX_LEN, got=str(longest), expected=expected, fix=fix, also=(key, CP, TP))
 
 

@@ -16,7 +16,7 @@ def dtypes_agree(config: Config) -> Iterator[KeyProblem]:
     for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
         value = getattr(megatron.optimizer, name)
         if value != (precision == dtype):
-            expected, fix = str(precision == dtype).lower(), f"policy.precision is {precision}"
+            expected, fix = str(precision == dtype).lower(), f"delete this key: policy.precision is {precision}"
             key, got = f"{OPTIMIZER}.{name}", str(value).lower()
             yield KeyProblem(key=key, got=got, expected=expected, fix=fix, also=also)
     if megatron.pipeline_dtype != precision:
@@ -44,7 +44,10 @@ def schedule_is_ordered(config: Config) -> Iterator[KeyProblem]:
     decay, warmup = scheduler.lr_decay_iters, scheduler.lr_warmup_iters
     key, style = f"{SCHEDULER}.lr_decay_iters", scheduler.lr_decay_style
     if decay is None and style != "constant":
-        also, fix = (f"{SCHEDULER}.lr_decay_style",), f"lr_decay_style is {style}: say over how many steps"
+        also, fix = (
+            (f"{SCHEDULER}.lr_decay_style",),
+            f"lr_decay_style is {style}; give the number of steps of the decay",
+        )
         yield KeyProblem(key=key, got="null", expected="a number of steps", fix=fix, also=also)
     if decay is not None and decay <= warmup:
         also = (f"{SCHEDULER}.lr_warmup_iters",)
@@ -64,7 +67,7 @@ def distributed_optimizer_is_there(config: Config) -> Iterator[KeyProblem]:
         f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather": ddp.overlap_param_gather,
     }
     for key in (key for key, is_on in dependants.items() if is_on):
-        fix = f"it needs {needed}, which is false"
+        fix = f"set it to false, or {needed} to true"
         yield KeyProblem(key=key, got="true", expected="false", fix=fix, also=(needed,))
 
 

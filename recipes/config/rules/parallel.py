@@ -16,7 +16,7 @@ def nodes_are_shared_out(config: Config) -> Iterator[KeyProblem]:
     nodes, gpus = f"{GENERATION_PART}.num_nodes", f"{GENERATION_PART}.gpus_per_node"
     if cluster.num_nodes == 1:
         if part.num_nodes != 1:
-            fix = "a one-node cluster is divided by GPUs"
+            fix = "set it to 1: the GPUs of the one node are divided"
             yield KeyProblem(key=nodes, got=str(part.num_nodes), expected="1", fix=fix, also=(NODES,))
         if part.gpus_per_node >= cluster.gpus_per_node:
             expected = f"less than {GPUS} = {cluster.gpus_per_node}"
@@ -25,10 +25,10 @@ def nodes_are_shared_out(config: Config) -> Iterator[KeyProblem]:
         return
     if part.num_nodes >= cluster.num_nodes:
         expected = f"less than {NODES} = {cluster.num_nodes}"
-        fix = f"train nodes = {NODES} - generation nodes; judges are not part of either"
+        fix = f"lower it: {NODES} less the generation nodes train; judges are not part of either"
         yield KeyProblem(key=nodes, got=str(part.num_nodes), expected=expected, fix=fix, also=(NODES,))
     if part.gpus_per_node != cluster.gpus_per_node:
-        expected, fix = f"{GPUS} = {cluster.gpus_per_node}", "only a one-node cluster divides a node"
+        expected, fix = f"{GPUS} = {cluster.gpus_per_node}", "delete this key: only a one-node cluster divides a node"
         yield KeyProblem(key=gpus, got=str(part.gpus_per_node), expected=expected, fix=fix, also=(NODES, GPUS))
 
 
@@ -73,10 +73,10 @@ def engines_divide_the_gpus(config: Config) -> Iterator[KeyProblem]:
         yield KeyProblem(key=key, got=str(tp), expected=expected, fix=fix, also=also)
     elif per_node % sizes.gpus_per_engine and sizes.gpus_per_engine % per_node:
         expected = f"TP * PP = {sizes.gpus_per_engine} to divide {GPUS} = {per_node}, or to be a multiple of it"
-        fix = "an engine must not lie across a part of a node"
+        fix = "an engine must not end within a node that it shares; change TP or PP"
         yield KeyProblem(key=key, got=str(tp), expected=expected, fix=fix, also=also)
     if ep > 1 and ep % tp:
-        expected, fix = f"1 or a multiple of {key} = {tp}", "vLLM's EP is DP * TP"
+        expected, fix = f"1 or a multiple of {key} = {tp}", "change one of them: vLLM's EP is DP * TP"
         yield KeyProblem(key=f"{VLLM}.expert_parallel_size", got=str(ep), expected=expected, fix=fix, also=(key,))
 
 

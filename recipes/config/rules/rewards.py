@@ -16,7 +16,10 @@ def scaling_has_a_range(config: Config) -> Iterator[KeyProblem]:
     scaling = config.grpo.reward_scaling
     if scaling.enabled and scaling.source_min >= scaling.source_max:
         expected = f"less than {SCALING}.source_max = {scaling.source_max}"
-        also, fix = (f"{SCALING}.source_max", f"{SCALING}.enabled"), "the map divides by their difference"
+        also, fix = (
+            (f"{SCALING}.source_max", f"{SCALING}.enabled"),
+            "the map divides by their difference; change one of them",
+        )
         yield KeyProblem(
             key=f"{SCALING}.source_min", got=str(scaling.source_min), expected=expected, fix=fix, also=also
         )

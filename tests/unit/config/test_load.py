@@ -60,7 +60,7 @@ def test_production_is_refused_natively_with_reasons(monkeypatch: pytest.MonkeyP
         require_runnable(load_config(STAGE1, GIVEN))
     assert str(caught.value).splitlines()[0] == (
         "configs/stage1_rlvr.yaml: env.nemo_gym.num_gpu_nodes: got 7, expected 0 (native engine); "
-        "judge models on extra nodes are not started yet"
+        "judge models on extra nodes are not started yet; change it, or launch with ENGINE=nemo_rl"
     )
 
 

@@ -81,7 +81,7 @@ CASES = [
      "grpo.advantage_clip_low..high; the clip comes last and would change it; change this value or the bounds"),
     ("scaling_has_a_range", TINY, ["grpo.reward_scaling.enabled=true", "grpo.reward_scaling.source_min=1"],
      "grpo.reward_scaling.source_min: got 1.0, expected less than grpo.reward_scaling.source_max = 1.0; "
-     "the map divides by their difference"),
+     "the map divides by their difference; change one of them"),
     ("effort_shaping_is_on_or_off", TINY, ["env.nemo_gym.effort_levels.low_weight=0.5"],
      'env.nemo_gym.effort_levels.low_string: is "", which is off, although env.nemo_gym.effort_levels.low_weight is '
      "set; set both or neither"),
@@ -104,21 +104,22 @@ CASES = [
      "that long; lower it"),
     ("lengths_are_divisible", STAGE1, ["policy.make_sequence_length_divisible_by=32"],
      "policy.make_sequence_length_divisible_by: got 32, expected a multiple of 64 (2 * CP 8 if CP > 1, times TP 4 if "
-     "sequence_parallel); delete this key: it is 2*CP*TP"),
+     "sequence_parallel); delete this key: it follows from CP and TP"),
     ("lengths_are_divisible", STAGE1, ["policy.max_total_sequence_length=50000"],
      "policy.max_total_sequence_length: got 50000, expected a multiple of "
-     "policy.make_sequence_length_divisible_by = 64; the longest rollout would be padded past it; 49984 is the next "
-     "lower"),
+     "policy.make_sequence_length_divisible_by = 64; the longest rollout would be padded past it; lower it to "
+     "49984"),
     ("packing_fits_one_rollout", TINY, ["policy.sequence_packing.train_mb_tokens=128"],
      "policy.sequence_packing.train_mb_tokens: got 128, expected policy.max_total_sequence_length = 256 or more; "
      "the longest rollout must fit one micro-batch; delete this key"),
     ("nodes_are_shared_out", SMALL, [f"{RESOURCES}.num_nodes=20"],
-     f"{RESOURCES}.num_nodes: got 20, expected less than cluster.num_nodes = 20; train nodes = cluster.num_nodes - "
-     "generation nodes; judges are not part of either"),
+     f"{RESOURCES}.num_nodes: got 20, expected less than cluster.num_nodes = 20; lower it: cluster.num_nodes less the "
+     "generation nodes train; judges are not part of either"),
     ("nodes_are_shared_out", SMALL, [f"{RESOURCES}.gpus_per_node=4"],
-     f"{RESOURCES}.gpus_per_node: got 4, expected cluster.gpus_per_node = 8; only a one-node cluster divides a node"),
+     f"{RESOURCES}.gpus_per_node: got 4, expected cluster.gpus_per_node = 8; delete this key: only a "
+     "one-node cluster divides a node"),
     ("nodes_are_shared_out", TINY, [f"{RESOURCES}.num_nodes=2"],
-     f"{RESOURCES}.num_nodes: got 2, expected 1; a one-node cluster is divided by GPUs"),
+     f"{RESOURCES}.num_nodes: got 2, expected 1; set it to 1: the GPUs of the one node are divided"),
     ("nodes_are_shared_out", TINY, [f"{RESOURCES}.gpus_per_node=2"],
      f"{RESOURCES}.gpus_per_node: got 2, expected less than cluster.gpus_per_node = 2; the rest of the node's GPUs "
      "train; lower it"),
@@ -136,15 +137,15 @@ CASES = [
      "TP * PP GPUs; change its size or the generation nodes"),
     ("engines_divide_the_gpus", SMALL, [f"{VLLM}.tensor_parallel_size=6"],
      "policy.generation.vllm_cfg.tensor_parallel_size: got 6, expected TP * PP = 6 to divide cluster.gpus_per_node "
-     "= 8, or to be a multiple of it; an engine must not lie across a part of a node"),
+     "= 8, or to be a multiple of it; an engine must not end within a node that it shares; change TP or PP"),
     ("engines_divide_the_gpus", SMALL, [f"{VLLM}.expert_parallel_size=4"],
      f"{VLLM}.expert_parallel_size: got 4, expected 1 or a multiple of {VLLM}.tensor_parallel_size = 8; "
-     "vLLM's EP is DP * TP"),
+     "change one of them: vLLM's EP is DP * TP"),
     ("sequence_parallel_has_ranks", TINY, [f"{MEGATRON}.sequence_parallel=true"],
      f"{MEGATRON}.sequence_parallel: got true, expected false; {MEGATRON}.tensor_model_parallel_size is 1, so there "
      "are no ranks to split between; set it to false"),
     ("dtypes_agree", TINY, [f"{MEGATRON}.optimizer.bf16=true"],
-     f"{MEGATRON}.optimizer.bf16: got true, expected false; policy.precision is float32"),
+     f"{MEGATRON}.optimizer.bf16: got true, expected false; delete this key: policy.precision is float32"),
     ("dtypes_agree", STAGE1, [f"{MEGATRON}.pipeline_dtype=float32"],
      f"{MEGATRON}.pipeline_dtype: got float32, expected bfloat16; delete this key"),
     ("clip_norm_is_stated_once", TINY, [f"{MEGATRON}.optimizer.clip_grad=0.5"],
@@ -152,25 +153,25 @@ CASES = [
     ("schedule_is_ordered", TINY, [f"{MEGATRON}.optimizer.min_lr=0.1"],
      f"{MEGATRON}.optimizer.min_lr: got 0.1, expected at most {MEGATRON}.optimizer.lr = 0.0002; lower it"),
     ("schedule_is_ordered", TINY, [f"{MEGATRON}.scheduler.lr_decay_style=cosine"],
-     f"{MEGATRON}.scheduler.lr_decay_iters: got null, expected a number of steps; lr_decay_style is cosine: say over "
-     "how many steps"),
+     f"{MEGATRON}.scheduler.lr_decay_iters: got null, expected a number of steps; lr_decay_style is cosine; give "
+     "the number of steps of the decay"),
     ("schedule_is_ordered", TINY, [f"{MEGATRON}.scheduler.lr_decay_iters=2"],
      "policy.megatron_cfg.scheduler.lr_decay_iters: got 2, expected more than "
      "policy.megatron_cfg.scheduler.lr_warmup_iters = 2; raise it, or set it to null for no decay"),
     ("distributed_optimizer_is_there", STAGE1,
      [f"{MEGATRON}.optimizer.use_distributed_optimizer=false",
       f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather=false"],
-     f"{MEGATRON}.optimizer.use_precision_aware_optimizer: got true, expected false; it needs "
-     f"{MEGATRON}.optimizer.use_distributed_optimizer, which is false"),
+     f"{MEGATRON}.optimizer.use_precision_aware_optimizer: got true, expected false; "
+     f"set it to false, or {MEGATRON}.optimizer.use_distributed_optimizer to true"),
     ("chunked_logprobs_defer_logits", TINY, ["policy.logprob_chunk_size=2048", f"{MEGATRON}.defer_fp32_logits=false"],
      f"{MEGATRON}.defer_fp32_logits: got false, expected true; policy.logprob_chunk_size is 2048: float32 logits are "
      "made per chunk; set one of them"),
     ("ports_do_not_collide", TINY, ["policy.generation.port_range_low=4999"],
-     "policy.generation.port_range_high: got 4999, expected more than policy.generation.port_range_low = 4999; the "
-     "range is half-open and would be empty"),
+     "policy.generation.port_range_high: got 4999, expected more than policy.generation.port_range_low = 4999; no "
+     "port would lie in the range; raise it"),
     ("ports_do_not_collide", TINY, ["policy.generation.port_range_high=5500"],
      "policy.generation.port_range_high: got [3000, 5500), expected a range outside [5000, 6000); those belong to: "
-     "environment servers; see recipes/cluster/ports.py"),
+     "environment servers; choose others, see recipes/cluster/ports.py"),
     ("waits_are_nested", TINY, ["deadlines.rollout=30"],
      "deadlines.rollout: got 30 s, expected at least deadlines.generation = 60 s; it contains that wait; raise it or "
      "lower the other"),
@@ -180,9 +181,10 @@ CASES = [
     ("cohort_is_the_group", TINY,
      ["env.nemo_gym.genrm.resources_servers.genrm_compare.num_rollouts_per_prompt=16"],
      "env.nemo_gym.genrm.resources_servers.genrm_compare.num_rollouts_per_prompt: got 16, expected "
-     "grpo.num_generations_per_prompt = 8; a cohort is one group"),
+     "grpo.num_generations_per_prompt = 8; compare whole groups: delete this key"),
     ("cohort_is_the_group", CONFIG_DIR / "stage3_rlhf.yaml", [f"{GENRM}.num_rollouts_per_prompt=8"],
-     f"{GENRM}.num_rollouts_per_prompt: got 8, expected grpo.num_generations_per_prompt = 16; a cohort is one group"),
+     f"{GENRM}.num_rollouts_per_prompt: got 8, expected grpo.num_generations_per_prompt = 16; compare "
+     "whole groups: delete this key"),
     ("batch_multiplier_has_dynamic_sampling", TINY, ["grpo.batch_multiplier=1.5"],
      "grpo.batch_multiplier: got 1.5, expected 1; the further prompts would be dropped; set "
      "grpo.use_dynamic_sampling, or this to 1"),
@@ -203,10 +205,10 @@ CASES = [
      f"{MEGATRON}.optimizer.optimizer_cpu_offload is false; set both or neither"),
     ("judges_fill_their_nodes", STAGE1, ["env.nemo_gym.num_gpu_nodes=6"],
      "env.nemo_gym.num_gpu_nodes: got 6, expected 7 = 4 (genrm_model) + 2 (nl2bash_judge_model) + "
-     "1 (safety_judge_model); judges that find no node are never placed"),
+     "1 (safety_judge_model); raise it: judges without a node never start"),
     ("judges_fill_their_nodes", STAGE1, ["env.nemo_gym.num_gpu_nodes=8"],
      "env.nemo_gym.num_gpu_nodes: got 8, expected 7 = 4 (genrm_model) + 2 (nl2bash_judge_model) + "
-     "1 (safety_judge_model); the others would stand idle"),
+     "1 (safety_judge_model); lower it: the other nodes would stand idle"),
     ("references_exist", STAGE1,
      ["env.nemo_gym.inverse_if.resources_servers.inverse_if.judge_model_server.name=safety_judge"],
      "env.nemo_gym.inverse_if.resources_servers.inverse_if.judge_model_server: no server is called safety_judge; "
@@ -263,7 +265,8 @@ NATIVE_CASES = {
     "several_optimizer_steps": (
         ["policy.train_global_batch_size=64", f"{ON_POLICY}=false"],
         "policy.train_global_batch_size: got 64, expected grpo.num_prompts_per_step * "
-        "grpo.num_generations_per_prompt = 128 (native engine); several optimizer steps on one batch are not built yet",
+        "grpo.num_generations_per_prompt = 128 (native engine); several optimizer steps on one batch are not "
+        "built yet; delete this key, or launch with ENGINE=nemo_rl",
     ),
     "models_to_come": (
         [f"{POLICY_MODEL}.chat_template_kwargs.enable_thinking=false"],
@@ -310,8 +313,8 @@ def test_stage_with_repository_agents_decides_overlong_filtering() -> None:
     agents = ["env.nemo_gym.swe={responses_api_agents: {swe_agents: {}}}", "sif_dir=images"]
     (problem,) = load_config(TINY, agents).problems
     assert str(problem).split(": ", 1)[1] == (
-        "grpo.overlong_filtering: a stage with agents on repositories must set this key itself; tasks that hit the "
-        "context limit are common there: say whether they train (published: true)"
+        "grpo.overlong_filtering: a stage with agents on repositories must set this key itself; say whether tasks "
+        "that hit the context limit train, since many do there; the published value is true"
     )
     assert load_config(TINY, [*agents, "grpo.overlong_filtering=false"]).problems == ()
 
@@ -386,4 +389,6 @@ def test_stage_names_everything_that_is_still_to_come(stage: str, directory: str
 def test_value_that_would_be_ignored_is_refused(override: str, reason: str | None) -> None:
     loaded = load_config(TINY, [override])
     assert loaded.problems == ()
-    assert [problem.fix for problem in refusals(loaded)] == ([reason] if reason else [])
+    assert [problem.fix for problem in refusals(loaded)] == (
+        [f"{reason}; change it, or launch with ENGINE=nemo_rl"] if reason else []
+    )

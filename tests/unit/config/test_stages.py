@@ -60,7 +60,7 @@ def test_unknown_stage_lists_them() -> None:
 
 def test_configuration_that_is_not_there_is_named() -> None:
     with pytest.raises(
-        ConfigError, match=r"stage1.1.configs.small.b200: the stage has no file.*stage1.1 has: prod on h100"
+        ConfigError, match=r"stage1.1.configs.small.b200: the stage has no file.*choose from: prod on h100"
     ):
         config_path(find_stage("stage1.1"), "small", "b200")
 

@@ -67,8 +67,8 @@ FILES = {
     ),
     "instance of two servers": (
         "env: {nemo_gym: {x: {resources_servers: {mcqa: {}, calendar: {}}}}}",
-        'x.yaml: env.nemo_gym.x.resources_servers: got ["calendar", "mcqa"], expected one type of server; an instance '
-        "is one server; see configs/environments",
+        'x.yaml: env.nemo_gym.x.resources_servers: got ["calendar", "mcqa"], expected one type of server; write an '
+        "instance with one server, as configs/environments has them",
     ),
     "judge that is not there": (
         "env: {nemo_gym: {x: {resources_servers: {inverse_if: {judge_model_server: {name: policy_modle}}}}}}",
@@ -77,8 +77,8 @@ FILES = {
     ),
     "nodes without a judge": (
         "env: {nemo_gym: {num_gpu_nodes: 2}}",
-        "x.yaml: env.nemo_gym.num_gpu_nodes: got 2, expected 0: this stage starts no judge; the others would stand "
-        "idle",
+        "x.yaml: env.nemo_gym.num_gpu_nodes: got 2, expected 0: this stage starts no judge; lower it: the other "
+        "nodes would stand idle",
     ),
     "repository agents without images": (
         "grpo: {overlong_filtering: true}\nenv: {nemo_gym: {swe: {responses_api_agents: {swe_agents: {}}}}}",
@@ -200,12 +200,12 @@ FILES = {
     ),
     "reference to nothing": (
         "grpo: {seed: '${grpo.sed}'}",
-        'x.yaml: grpo.seed: "${grpo.sed}" cannot be resolved; Interpolation key \'grpo.sed\' not found',
+        'x.yaml: grpo.seed: "${grpo.sed}" cannot be resolved (Interpolation key \'grpo.sed\' not found); correct it',
     ),
     "malformed reference": (
         "grpo: {seed: '${grpo.val_period'}",
-        'x.yaml: grpo.seed: "${grpo.val_period" cannot be resolved; no viable alternative at input '
-        "'${grpo.val_period'",
+        'x.yaml: grpo.seed: "${grpo.val_period" cannot be resolved (no viable alternative at input '
+        "'${grpo.val_period'); correct it",
     ),
     "wrong value by reference, reported where it was made": (
         "policy: {precision: '${grpo.seed}'}",
@@ -310,12 +310,12 @@ FILES = {
     "cohort of another size": (
         "env: {nemo_gym: {g: {resources_servers: {genrm_compare: {num_rollouts_per_prompt: 16}}}}}",
         "x.yaml: env.nemo_gym.g.resources_servers.genrm_compare.num_rollouts_per_prompt: got 16, expected "
-        "grpo.num_generations_per_prompt = 8; a cohort is one group",
+        "grpo.num_generations_per_prompt = 8; compare whole groups: delete this key",
     ),
     "repository agents without a decision": (
         "sif_dir: images\nenv: {nemo_gym: {swe: {responses_api_agents: {swe_agents: {}}}}}",
         "grpo_base.yaml: grpo.overlong_filtering: a stage with agents on repositories must set this key itself; "
-        "tasks that hit the context limit are common there: say whether they train (published: true)",
+        "say whether tasks that hit the context limit train, since many do there; the published value is true",
     ),
     "instance file that is not there": (
         "env: {nemo_gym: {config_paths: [/no/such.yaml]}}",

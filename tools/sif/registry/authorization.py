@@ -23,7 +23,9 @@ from tools.sif.registry.references import DOCKER_HUB, REGISTRIES, Reference, is_
 
 CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
 HUB_TOKEN_SERVER = "auth.docker.io"
-LOGIN_FIX = f"not there, or private: `docker login`, or set {USER} and {PASSWORD} (and {LOGIN_HOST} for another host)"
+LOGIN_FIX = (
+    f"not there, or private: run `docker login`, or set {USER} and {PASSWORD} (and {LOGIN_HOST} for another host)"
+)
 TOKEN_SECONDS = 240.0  # registries give tokens for five minutes where they do not say how long
 TOKEN_SHARE = 0.8  # of its life, after which a token is replaced
 

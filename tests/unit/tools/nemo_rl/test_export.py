@@ -27,7 +27,7 @@ def exported(path: Path = RLVR, *overrides: str) -> ExportedConfig:
 
 
 def noted(found: ExportedConfig) -> dict[str, str]:
-    return {problem.where.rpartition(": ")[2]: problem.fix for problem in found.notes}
+    return {problem.where.rpartition(": ")[2]: problem.what.partition("): ")[2] for problem in found.notes}
 
 
 def refused(found: ExportedConfig) -> list[str]:
@@ -165,7 +165,7 @@ def test_printed_export_is_yaml_and_the_losses_go_to_stderr(capsys: pytest.Captu
     tree = yaml.safe_load(printed.out)
     assert tree == exported(SWE2, "grpo.seed=43").tree
     assert tree["grpo"]["seed"] == 43
-    deadline = "deadlines.refit: NeMo RL 0.7.0 has no such setting (value 1800); it has no such deadline"
+    deadline = "deadlines.refit: NeMo RL 0.7.0 has no such setting (value 1800): it has no such deadline"
     assert f"config: not the same: configs/grpo_base.yaml: {deadline}" in printed.err
     assert "config: refused at launch: configs/grpo_base.yaml: env.should_mask_flagged_samples: got true" in printed.err
     assert "  seed: 43" + " " * 60 in printed.out and "# command line" in printed.out

@@ -145,21 +145,21 @@ def test_a_profile_takes_over_what_it_does_not_say(tmp_path):
         ("[mine]\naccount = ''", 'env.toml: mine.account: got "", expected a text; correct it; '
          "see configs/env.example.toml"),
         ("[mine]\nexecutor = 'lepton'", "env.toml: mine.executor: got lepton, expected slurm or local; "
-         "this recipe starts nothing else"),
+         "choose one of those: this recipe starts nothing else"),
         ("[mine]\nruntime = 'pixis'", "env.toml: mine.runtime: got pixis, expected pyxis or apptainer or podman or "
          "none; did you mean pyxis?"),
         ("[mine]\nstartup_commands = ['pip install x']", "env.toml: mine.startup_commands: nothing is installed when a "
          'job starts, so ["pip install x"] would not run; build it into the image, and remove it here'),
         ("[mine]\nmounts = ['/a:/b,/c:/d']", "env.toml: mine.mounts: got /a:/b,/c:/d, expected "
          "SOURCE[:TARGET[:ro]]; write one mount per item"),
-        ("[mine]\nsandbox = {port = 7000}", "env.toml: mine.sandbox.port: got 7000, expected 6000; the port is fixed; "
-         "see recipes/cluster/ports.py"),
+        ("[mine]\nsandbox = {port = 7000}", "env.toml: mine.sandbox.port: got 7000, expected 6000; remove it: "
+         "recipes/cluster/ports.py fixes the port"),
         ("[mine]\nsandbox = {contaner = 'x'}", "env.toml: mine.sandbox.contaner: got contaner, expected "
          "container or port or command; did you mean container?"),
         ("[mine]\nenv_vars = {HF_TOKEN = 'x'}", "env.toml: mine.env_vars.HF_TOKEN: a profile must not "
          "hold a secret; export HF_TOKEN in your shell: a job inherits it, and no command line shows it"),
         ("[mine]\nenv_vars = {'A-B' = 'x'}", "env.toml: mine.env_vars.A-B: got A-B, expected a variable's name; "
-         "letters, digits and _"),
+         "use letters, digits and _"),
         ("[mine]\nenv_vars = {A = 'x,y'}", 'env.toml: mine.env_vars.A: sbatch would split "x,y" at its comma or '
          "line end; export A in your shell, which a job inherits"),
         ("[mine]\ncontainer = 'a'\ncontainer_image = 'b'", "env.toml: mine: container and container_image are "
@@ -169,7 +169,7 @@ def test_a_profile_takes_over_what_it_does_not_say(tmp_path):
         ("[mine]\nextends = 'other'\n[other]\nextends = 'mine'", "env.toml: other.extends: mine extends itself "
          "through others; remove one `extends`"),
         ("[min]\naccount = 'x'", "CLUSTER: env.toml has no profile mine; did you mean min?"),
-        ("[wandb]\nproject = 'x'", "CLUSTER: env.toml has no profile mine; profiles there: none"),
+        ("[wandb]\nproject = 'x'", "CLUSTER: env.toml has no profile mine; add it"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_gives_one_line(tmp_path, monkeypatch, text, line):
@@ -204,7 +204,7 @@ def test_a_field_without_effect_is_accepted_and_said(tmp_path, field):
     assert found.problems == []
     assert found.variables == {}
     (note,) = found.notes
-    assert note.fix == WITHOUT_EFFECT[field]
+    assert note.fix == f"remove it: {WITHOUT_EFFECT[field]}"
 
 
 def test_every_field_has_one_meaning():

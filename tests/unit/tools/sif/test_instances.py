@@ -87,7 +87,9 @@ def test_many_wrong_rows_are_counted(tmp_path):
         instances_of_rows([tmp_path / "rows.jsonl"])
     lines = str(failure.value).splitlines()
     assert [line.split(":")[1] for line in lines[:20]] == [str(number) for number in range(1, 21)]
-    assert lines[20:] == [f"{tmp_path}/rows.jsonl: 10 more rows are wrong; `make data-validate` names every wrong row"]
+    assert lines[20:] == [
+        f"{tmp_path}/rows.jsonl: 10 more rows are wrong; run `make data-validate`, which names every wrong row"
+    ]
 
 
 def test_every_wrong_row_is_named(tmp_path):

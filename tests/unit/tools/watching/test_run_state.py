@@ -247,7 +247,7 @@ def test_the_newest_run_is_taken_and_a_wrong_name_is_refused(tmp_path, monkeypat
     (tmp_path / "not-a-run").mkdir()
     assert find_run(tmp_path, "") == tmp_path / "new"
     assert find_run(tmp_path, "old") == tmp_path / "old"
-    with pytest.raises(LaunchError, match="runs there: new, old"):
+    with pytest.raises(LaunchError, match="choose from: new, old"):
         find_run(tmp_path, "odl")
     with pytest.raises(LaunchError, match="make smoke"):
         find_run(tmp_path / "empty", "")
