@@ -32,19 +32,45 @@ class PortRange:
     name: str
     low: int
     high: int
+    is_open: bool  # on a node of a job: all interfaces, else the node's own address in the job
+    guard: str  # what a program that connects must have
 
 
 PORT_TABLE = (
-    PortRange(name="Ray control: GCS, node and object managers, agents", low=1200, high=1400),
-    PortRange(name="torch rendezvous of the policy ranks", low=1400, high=2000),
-    PortRange(name="Ray workers", low=2000, high=3000),
-    PortRange(name="generation HTTP servers", low=3000, high=5000),
-    PortRange(name="environment servers", low=5000, high=6000),
-    PortRange(name="sandbox entry", low=SANDBOX_PORT, high=SANDBOX_PORT + 1),
-    PortRange(name="sandbox workers", low=6001, high=7000),
-    PortRange(name="vLLM rendezvous, 100 per engine", low=7000, high=8200),
-    PortRange(name="Ray dashboard", low=8265, high=8266),
+    PortRange(
+        name="Ray control: GCS, node and object managers, agents",
+        low=1200,
+        high=1400,
+        is_open=True,
+        guard="the job's token; whoever connects can read Ray's metrics",
+    ),
+    PortRange(name="torch rendezvous of the policy ranks", low=1400, high=2000, is_open=False, guard="nothing"),
+    PortRange(name="Ray workers", low=2000, high=3000, is_open=True, guard="the job's token"),
+    PortRange(
+        name="generation HTTP servers", low=3000, high=5000, is_open=False, guard="a random key, or VLLM_API_KEY"
+    ),
+    PortRange(name="environment servers", low=5000, high=6000, is_open=False, guard="nothing"),
+    PortRange(name="sandbox entry", low=SANDBOX_PORT, high=SANDBOX_PORT + 1, is_open=True, guard="the sandbox's token"),
+    PortRange(name="sandbox workers of NeMo-Skills", low=6001, high=7000, is_open=True, guard="nothing"),
+    PortRange(name="vLLM rendezvous, 100 per engine", low=7000, high=8200, is_open=False, guard="nothing"),
+    PortRange(name="Ray dashboard; never started", low=8265, high=8266, is_open=False, guard="the job's token"),
 )
+
+
+def port_rows() -> list[tuple[str, str, str, str]]:
+    """Return ports, program, address in a Slurm job, and guard of each range, for people to read.
+
+    A local run has every port on the loopback interface.
+    """
+    return [
+        (
+            f"{ports.low}-{ports.high - 1}" if ports.high > ports.low + 1 else f"{ports.low}",
+            ports.name,
+            "all interfaces" if ports.is_open else "the node's address",
+            ports.guard,
+        )
+        for ports in PORT_TABLE
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +86,8 @@ class RayPorts:
     metrics: int
     dashboard_agent_listen: int
     dashboard: int
+    autoscaler_metrics: int
+    dashboard_metrics: int
     lock: int  # bound by the supervisor of a one-node cluster for as long as the cluster runs
     min_worker: int
     max_worker: int  # inclusive, as in Ray's own flag
@@ -85,6 +113,13 @@ class RayPorts:
             *flags,
         ]
 
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables that fix the ports for which `ray start` has no flag; the head has these."""
+        return {
+            "AUTOSCALER_METRIC_PORT": str(self.autoscaler_metrics),
+            "DASHBOARD_METRIC_PORT": str(self.dashboard_metrics),
+        }
+
     def fixed(self, *, head: bool) -> list[int]:
         """List the ports that the node binds at its start, worker ports excepted."""
         node = [
@@ -95,7 +130,9 @@ class RayPorts:
             self.metrics,
             self.dashboard_agent_listen,
         ]
-        return [self.gcs, self.client, *node] if head else node
+        if not head:
+            return node
+        return [self.gcs, self.client, self.autoscaler_metrics, self.dashboard_metrics, *node]
 
 
 def ray_ports(slot: int | None = None) -> RayPorts:
@@ -112,6 +149,8 @@ def ray_ports(slot: int | None = None) -> RayPorts:
         metrics=base + 6,
         dashboard_agent_listen=base + 7,
         dashboard=8265 if slot is None else base + 8,
+        autoscaler_metrics=base + 9,
+        dashboard_metrics=base + 10,
         lock=base + _SLOT_WIDTH - 1,
         min_worker=workers[0],
         max_worker=workers[1],

@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,7 @@ class EngineInfo:
     pid: int  # of the actor
     core_pids: tuple[int, ...]  # of its EngineCore processes
     base_url: str | None  # of its OpenAI-compatible server
+    api_key: str | None = field(repr=False)  # of that server
     import_seconds: float
     engine_seconds: float
     server_seconds: float
@@ -131,6 +132,7 @@ class EngineActor:
             pid=os.getpid(),
             core_pids=tuple(process.pid for process in processes),
             base_url=self._server.base_url if self._server else None,
+            api_key=self._server.api_key if self._server else None,
             import_seconds=imported - began,
             engine_seconds=loaded - imported,
             server_seconds=time.monotonic() - loaded,

@@ -217,9 +217,10 @@ class Generation:
             for engine in self._engines
         ]
 
-    def base_urls(self) -> list[str]:
-        """Return the address of the OpenAI-compatible server of each engine that is up."""
-        return [engine.info.base_url for engine in self._up() if engine.info and engine.info.base_url]
+    def servers(self) -> list[tuple[str, str]]:
+        """Return the address and the key of the OpenAI-compatible server of each engine that is up."""
+        infos = [engine.info for engine in self._up() if engine.info]
+        return [(info.base_url, info.api_key) for info in infos if info.base_url and info.api_key]
 
     def shutdown(self) -> None:
         """Stop all engines, by force when they do not stop within the deadline."""

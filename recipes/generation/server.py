@@ -1,13 +1,16 @@
 """The OpenAI-compatible HTTP server of an engine, for agents that speak HTTP.
 
 It is vLLM's own web application on the engine's `AsyncLLM`: its requests are sampled from the same weights, and a
-weight push pauses and resumes them like all others.
+weight push pauses and resumes them like all others. Others on the network reach it: it answers nobody without the key,
+and only the paths that an agent needs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -27,18 +30,25 @@ if TYPE_CHECKING:
 Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 Count = Callable[[int], AbstractContextManager[None]]
 
+PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models"})
+
 
 class HttpServer:
     """A running server. It belongs to the event loop on which it was started."""
 
-    def __init__(self, server: uvicorn.Server, task: asyncio.Task[None], base_url: str) -> None:
+    def __init__(self, server: uvicorn.Server, task: asyncio.Task[None], base_url: str, api_key: str) -> None:
         self._server = server
         self._task = task
         self.base_url = base_url
+        self.api_key = api_key
 
     @classmethod
     async def start(cls, llm: Any, cfg: GenerationConfig, *, host: str, count: Count) -> HttpServer:
-        """Serve `llm` on the first free port of the configured range; `count` wraps each request."""
+        """Serve `llm` on the first free port of the configured range; `count` wraps each request.
+
+        The key is VLLM_API_KEY where it is set, as for `vllm serve`, else a random one.
+        """
+        api_key = os.environ.get("VLLM_API_KEY") or secrets.token_hex(32)
         socket = hold_in_range(cfg.port_range_low, cfg.port_range_high, host=host)
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(
             command_line(llm.model_config.model, cfg.vllm_cfg.http_server_serving_chat_kwargs)
@@ -47,7 +57,8 @@ class HttpServer:
         tasks = await llm.get_supported_tasks()
         app = build_app(args, tasks, llm.model_config)
         await init_app_state(llm, app.state, args, tasks)
-        config = uvicorn.Config(counted(app, count), log_level="warning", access_log=False, timeout_keep_alive=60)
+        app = guarded(counted(app, count), api_key)
+        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=60)
         server = uvicorn.Server(config)
         task = asyncio.create_task(server.serve(sockets=[socket]))
         while not server.started:
@@ -55,7 +66,7 @@ class HttpServer:
                 task.result()
                 raise RuntimeError("the HTTP server ended while it was starting")
             await asyncio.sleep(0.01)
-        return cls(server, task, f"http://{host}:{socket.getsockname()[1]}/v1")
+        return cls(server, task, f"http://{host}:{socket.getsockname()[1]}/v1", api_key)
 
     async def stop(self) -> None:
         """Close the server without waiting for open requests."""
@@ -86,3 +97,34 @@ def counted(app: Asgi, count: Count) -> Asgi:
             await app(scope, receive, send)
 
     return wrapped
+
+
+def guarded(app: Asgi, api_key: str) -> Asgi:
+    """Return `app` for requests with the key (`Authorization: Bearer KEY`) to the known paths.
+
+    Without the key a request gets 401, to another path 404; a websocket is closed.
+    """
+    expected = f"Bearer {api_key}".encode()
+
+    async def wrapped(scope: Any, receive: Any, send: Any) -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] == "lifespan":
+            await app(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+        elif not secrets.compare_digest(given, expected):
+            await refuse(send, 401, "give the server's key as Authorization: Bearer KEY")
+        elif scope["path"] not in PATHS:
+            await refuse(send, 404, f"the paths are {', '.join(sorted(PATHS))}")
+        else:
+            await app(scope, receive, send)
+
+    return wrapped
+
+
+async def refuse(send: Any, status: int, message: str) -> None:
+    """Answer with an error in the form of the OpenAI API."""
+    body = json.dumps({"error": {"message": message, "code": status}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

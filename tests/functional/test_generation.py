@@ -288,8 +288,23 @@ def test_memory_is_stable_over_20_pushes(untied: Setup) -> None:
     assert growth < 10 * untied.weights.layout.num_bytes, "a leak of one copy per push would be 20"
 
 
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_the_openai_server_answers_only_who_has_its_key_and_only_the_known_paths(tied: Setup) -> None:
+    [(base_url, key)] = tied.generation.servers()
+    root = base_url.removesuffix("/v1")
+    for headers in ({}, bearer("wrong"), {"Authorization": b"Bearer \xff"}):
+        for path in ("/v1/models", "/v1/chat/completions", "/metrics", "/docs"):
+            assert httpx.get(f"{root}{path}", headers=headers, timeout=60).status_code == 401
+    assert httpx.get(f"{base_url}/models", headers=bearer(key), timeout=60).status_code == 200
+    for path in ("/metrics", "/docs", "/v1/load_lora_adapter", "//v1/models"):
+        assert httpx.get(f"{root}{path}", headers=bearer(key), timeout=60).status_code == 404
+
+
 def test_the_openai_server_answers_from_the_same_weights(tied: Setup) -> None:
-    [base_url] = tied.generation.base_urls()
+    [(base_url, key)] = tied.generation.servers()
     body = {
         "model": "policy",
         "messages": [{"role": "user", "content": " ".join(f"w{token}" for token in PROMPT)}],
@@ -300,7 +315,7 @@ def test_the_openai_server_answers_from_the_same_weights(tied: Setup) -> None:
     for push in range(2):
         if push:
             tied.push()
-        answer = httpx.post(f"{base_url}/chat/completions", json=body, timeout=60)
+        answer = httpx.post(f"{base_url}/chat/completions", json=body, headers=bearer(key), timeout=60)
         assert answer.status_code == 200, answer.text
         reply = answer.json()
         [choice] = reply["choices"]

@@ -7,19 +7,23 @@ ledger in which every prompt was trained once.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import math
 import re
+import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from slurm.cluster import Cluster
+from slurm.conf import address
 from slurm.jobs import Job, launch, slurm_environment
 from story import step
 from tiny_run import launch_environment
 
+from recipes.cluster.ports import PORT_TABLE
 from recipes.grpo.checkpoint import complete_checkpoints, load_state
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(1500)]
@@ -66,6 +70,20 @@ def assert_exact(job: Job) -> None:
     )
 
 
+def outside_the_table(cluster: Cluster, node: str) -> list[str]:
+    """Return what the programs of a job listen on that the port table does not have, or not on that address."""
+    own = address(cluster.nodes.index(node) + 1)
+    shown = cluster.on_node(node, [sys.executable, str(Path(__file__).with_name("listening.py"))]).stdout
+    found = []
+    for place, port, command in json.loads(shown):
+        if ipaddress.ip_address(place).is_loopback or command.startswith(("slurm", "srun", "munged")):
+            continue
+        is_ours = any(ports.low <= port < ports.high and (ports.is_open or place == own) for ports in PORT_TABLE)
+        if not is_ours:
+            found.append(f"{place}:{port} {command}")
+    return found
+
+
 def test_a_run_comes_to_its_end_whatever_happens_on_the_way(slurm_cluster: Cluster, tmp_path: Path) -> None:
     env = environment(tmp_path)
     began = time.monotonic()
@@ -78,6 +96,9 @@ def test_a_run_comes_to_its_end_whatever_happens_on_the_way(slurm_cluster: Clust
         assert "generation engine 0 (node n2," in log, log[-3000:]
         assert (job.run_dir / "logs" / "attempt_1" / "ray_head_n1.log").exists()  # the driver runs beside the head
         assert re.search(r"\+[0-9.]+ s: the driver starts", log)
+
+    with step("every port is in the table, with its address"):
+        assert [outside_the_table(slurm_cluster, node) for node in slurm_cluster.nodes] == [[], []]
 
     with step("USR1 saves and requeues"):
         slurm_cluster.run(["scancel", "--signal=USR1", job.id])

@@ -146,6 +146,7 @@ def run_environment(temp: Path, ports: RayPorts) -> dict[str, str]:
         "RAY_ADDRESS": f"{LOOPBACK}:{ports.gcs}",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "TMPDIR": str(temp / "tmp"),
+        **ports.variables(),
     }
     return defaults | os.environ | fixed
 

@@ -52,7 +52,10 @@ def run_ray(node: Node) -> int:
     threads = {} if count_gpus() else {"OMP_NUM_THREADS": "1"}  # idle ones spin, and the actors share the cores
     for is_last in (False, True):
         ray = subprocess.Popen(
-            start_command(node), env=tuned | threads | env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+            start_command(node),
+            env=tuned | threads | env | ray_ports().variables(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
         )
         started = threading.Event()
         threading.Thread(target=copy_output, args=(ray, started), daemon=True).start()

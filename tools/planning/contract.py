@@ -1,7 +1,7 @@
 """The environment contract of `super_launch.sh`: every variable, its meaning, its default, and which launch needs it.
 
 The names are the published recipe's; LAUNCHER, CONTAINER_RUNTIME, ENGINE, SEED and RESULTS_DIR are ours. The tables in
-tools/launch/README.md are written from this file: `python -m tools.launch.variables_table --write README`.
+tools/launch/README.md are written from this file: `python -m tools.launch.readme_tables --write README`.
 """
 
 from __future__ import annotations

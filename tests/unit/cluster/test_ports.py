@@ -37,7 +37,7 @@ def test_slots_never_share_a_port():
     for slot in range(ports.NUM_SLOTS):
         node = ports.ray_ports(slot)
         taken = {*node.fixed(head=True), node.dashboard, node.lock, *range(node.min_worker, node.max_worker + 1)}
-        assert len(taken) == 8 + 2 + 100
+        assert len(taken) == 10 + 2 + 100
         assert not taken & seen
         assert all(in_table(port) for port in taken)
         seen |= taken

@@ -7,25 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from tools.launch import variables_table
-from tools.launch.variables_table import END, main, replaced, tables
+from tools.launch.readme_tables import main, replaced, variables
 from tools.planning.contract import OPTIONAL, required
 
 ROOT = Path(__file__).resolve().parents[4]
 READMES = [ROOT / "tools" / folder / "README.md" for folder in ("launch", "job", "doctor", "watching")]
 
 
-def test_the_tables_are_those_of_the_contract():
-    readme = READMES[0].read_text()
-    assert END in readme
-    assert replaced(readme) == readme, "run: python -m tools.launch.variables_table --write tools/launch/README.md"
+def test_the_tables_are_those_of_the_contract_and_of_the_ports():
+    for path, name in ((READMES[0], "variables"), (READMES[1], "ports")):
+        readme = path.read_text()
+        assert f"<!-- {name}: end -->" in readme
+        assert replaced(readme) == readme, f"run: python -m tools.launch.readme_tables --write {path}"
     for name in (*required("slurm", "pyxis"), *OPTIONAL):
-        assert f"| `{name}` |" in tables()
+        assert f"| `{name}` |" in variables()
 
 
 def test_writing_the_tables_changes_nothing_else(tmp_path):
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{variables_table.BEGIN}\nold\n{END}\nafter\n")
+    readme.write_text("before\n<!-- variables: begin -->\nold\n<!-- variables: end -->\nafter\n")
     assert main(["--write", str(readme)]) == 0
     text = readme.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n")
