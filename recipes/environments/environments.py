@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from recipes.environments.agents.episode import Episode, unscored
 from recipes.environments.agents.single_turn import single_turn
+from recipes.environments.agents.tool_loop import tool_loop
 from recipes.environments.chat.codec import ChatCodec, callable_tools, row_template_kwargs
 from recipes.environments.chat.messages import chat_request
 from recipes.environments.chat.tool_calls import FlagPatterns
@@ -36,7 +37,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-AGENT_KINDS: Mapping[str, Callable[[Episode], Awaitable[Rollout]]] = {"single_turn": single_turn}
+AGENT_KINDS: Mapping[str, Callable[[Episode], Awaitable[Rollout]]] = {
+    "single_turn": single_turn,
+    "tool_loop": tool_loop,
+}
 
 # The keys that a Responses create request may have.
 REQUEST_KEYS = frozenset(
@@ -129,6 +133,7 @@ class Environments:
                 verifier=self._clients[agent.server],
                 patterns=self._patterns,
                 max_tokens=min(limit, max_tokens) if limit else max_tokens,
+                max_steps=agent.max_steps,
             )
             return await AGENT_KINDS[agent.kind](episode)
         except RecipeError:

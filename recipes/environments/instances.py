@@ -60,7 +60,13 @@ def agents_of(instances: Mapping[str, Any], servers: Mapping[str, ServerInstance
     for name, kind, settings in _of_kind(instances, "responses_api_agents"):
         reference = settings.get("resources_server") or {}
         if kind in AGENT_TYPES and reference.get("name") in servers:
-            agents[name] = Agent(kind="single_turn", server=reference["name"])
+            server = servers[reference["name"]]
+            has_tools = kind == "simple_agent" and VERIFIERS[server.verifier].tools is not None
+            agents[name] = Agent(
+                kind="tool_loop" if has_tools else "single_turn",
+                server=server.name,
+                max_steps=settings.get("max_steps"),
+            )
     return agents
 
 

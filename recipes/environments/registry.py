@@ -22,6 +22,7 @@ from recipes.environments.verifiers import (
     reasoning_gym,
     single_step_tool_use_with_argument_comparison,
     structured_outputs,
+    workplace_assistant,
 )
 from recipes.errors import suggestion
 
@@ -38,6 +39,7 @@ VERIFIERS: Mapping[str, Verifier] = {
     "reasoning_gym": reasoning_gym.VERIFIER,
     "single_step_tool_use_with_argument_comparison": single_step_tool_use_with_argument_comparison.VERIFIER,
     "structured_outputs": structured_outputs.VERIFIER,
+    "workplace_assistant": workplace_assistant.VERIFIER,
 }
 
 AGENTS: Mapping[str, Agent] = {
@@ -58,7 +60,6 @@ LATER_AGENTS = frozenset(
         "swe_pivot_tool_simulation_agent",
         "swerl_gen_simple_agent",
         "toolcall_schema_tool_simulation_agent",
-        "workplace_assistant_simple_agent",
     }
 )
 

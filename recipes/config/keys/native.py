@@ -21,5 +21,6 @@ RESOURCES_TYPES = (  # resources servers
     "reasoning_gym",
     "single_step_tool_use_with_argument_comparison",
     "structured_outputs",
+    "workplace_assistant",
 )
 AGENT_TYPES = ("simple_agent", "tool_simulation_agent")  # agent servers, of recipes/environments/instances.py

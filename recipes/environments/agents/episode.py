@@ -28,6 +28,7 @@ class Episode:
     verifier: VerifierClient
     patterns: FlagPatterns
     max_tokens: int  # of one model call
+    max_steps: int | None = None  # model calls at most, for an agent that makes several; None = no limit
 
     @property
     def params(self) -> Mapping[str, Any]:

@@ -30,6 +30,7 @@ KEPT_SPECIAL_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # what a request may ask for, as in vLLM
 _CACHED_PROMPTS = 64  # the G rollouts of a prompt render and tokenize it once
 _DIFF_TOKENS = 24  # shown on each side of the first difference
+_DIFF_CHARS = 80  # likewise, of two renderings
 
 
 class PrefixError(ValueError):
@@ -97,20 +98,28 @@ class ChatCodec:
         """Return only the ids that follow `seen_ids` in the prompt of the next turn.
 
         `items` are all items since the request. What lies behind the last assistant message is found by counting
-        end tokens, which also works when the template drops or re-renders earlier reasoning.
+        end tokens, which also works when the template drops or re-renders earlier reasoning. Only what follows the
+        last end token that both renderings share is tokenized, so that a long conversation costs its new part.
+        Raises `PrefixError` when the prompt does not go on from there.
         """
-        prompt = self.encode(params, items)
         last = max(index for index, item in enumerate(items) if is_assistants(item))
-        until_assistant = self._tokenize(self._render(params, items[: last + 1], add_generation_prompt=False))
-        full = replace_prefix(seen_ids, until_assistant, prompt, eos=self.eos_token_id)
+        before = self._render(params, items[: last + 1], add_generation_prompt=False)
+        prompt = self._render(params, items, add_generation_prompt=True)
+        shared = len(before) if prompt.startswith(before) else first_difference(before, prompt)
+        cut = max(before.rfind(self._special_tokens["eos_token"], 0, shared), 0)
+        tails = self._tokenize(before[cut:]), self._tokenize(prompt[cut:])
+        try:
+            full = replace_prefix(seen_ids, *tails, eos=self.eos_token_id)
+        except PrefixError as error:
+            seen, new = (text[shared : shared + _DIFF_CHARS] for text in (before, prompt))
+            raise PrefixError(f"{error}: seen {seen!r}, now {new!r}") from error
         return self.new_ids(seen_ids, full)
 
     def new_ids(self, seen_ids: tuple[int, ...], prompt_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Return `prompt_ids` behind `seen_ids`; raises `PrefixError` with a decoded diff otherwise."""
         if prompt_ids[: len(seen_ids)] == seen_ids:
             return prompt_ids[len(seen_ids) :]
-        pairs = zip(seen_ids, prompt_ids, strict=False)
-        at = next((n for n, (seen, new) in enumerate(pairs) if seen != new), min(len(seen_ids), len(prompt_ids)))
+        at = first_difference(seen_ids, prompt_ids)
         seen_text, new_text = (self.text(ids[at : at + _DIFF_TOKENS]) for ids in (seen_ids, prompt_ids))
         raise PrefixError(f"token {at} of the prompt differs from what was seen: seen {seen_text!r}, now {new_text!r}")
 
@@ -209,6 +218,12 @@ def row_template_kwargs(params: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise wrong("metadata.chat_template_kwargs", text, "JSON text of an object")
     return of_effort | value
+
+
+def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the first place where two sequences differ; where none does, the length of the shorter one."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def split_reasoning(text: str, *, is_open: bool) -> tuple[str, str]:

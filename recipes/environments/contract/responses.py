@@ -42,6 +42,11 @@ def function_call_item(name: str, arguments: str, *, call_id: str) -> Item:
     }
 
 
+def function_call_output_item(output: str, *, call_id: str) -> Item:
+    """Return what a tool answered to a call, as text."""
+    return {"type": "function_call_output", "call_id": call_id, "output": output}
+
+
 def response_object(output: Sequence[Item], *, incomplete_reason: str | None = None) -> dict[str, Any]:
     """Return a Responses object around output items; a reason marks it incomplete."""
     return {

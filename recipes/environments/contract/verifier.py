@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipes.environments.contract.asking import Scoring
+from recipes.environments.contract.tools import Tools
 from recipes.environments.contract.verdict import Response, Verdict
 from recipes.types import Row
 
@@ -22,6 +23,7 @@ class Agent:
 
     kind: str  # a key of environments.AGENT_KINDS
     server: str
+    max_steps: int | None = None  # model calls of one rollout at most, for an agent that makes several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,7 @@ class Verifier:
     settings: frozenset[str] = frozenset()  # keys that the configuration of its server may set
     needs_judge: Callable[[Mapping[str, Any]], bool] = lambda _settings: False
     """Whether a server with these settings asks a judge, which its setting `judge_model_server` then names."""
+    tools: Tools | None = None  # that the model can call during a rollout, beside the scoring
     imports: tuple[str, ...] = ()  # libraries to load before the first score
     kind_of: Callable[[Any], str] = lambda _task: ""
     """Name the kind of a task, for `prepare`."""

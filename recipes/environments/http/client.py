@@ -55,6 +55,26 @@ class JsonClient:
         The caller bounds the time with `asyncio.timeout`. Proxies of the environment are not used and redirects are
         not followed: requests go to the address that the configuration names, and nowhere else.
         """
+        reply, content = await self._exchange(url, body, headers, cookies)
+        _raise_for_status(reply, content, url)
+        try:
+            value = orjson.loads(content)
+        except orjson.JSONDecodeError as error:
+            raise RefusedError(f"{url} answered no JSON: {_shown(content)!r}") from error
+        if not isinstance(value, dict):
+            raise RefusedError(f"{url} answered {_shown(content)!r}, expected an object")
+        return JsonReply(body=value, cookies={name: morsel.value for name, morsel in reply.cookies.items()})
+
+    async def post_for_text(self, url: str, body: Mapping[str, Any], *, cookies: Mapping[str, str]) -> str:
+        """Post one object and return the reply as text, that of a refusal too; raises `TransientError`."""
+        reply, content = await self._exchange(url, body, None, cookies)
+        if is_transient(reply.status):
+            _raise_for_status(reply, content, url)
+        return content.decode(errors="replace")
+
+    async def _exchange(
+        self, url: str, body: Mapping[str, Any], headers: Mapping[str, str] | None, cookies: Mapping[str, str] | None
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
         try:
             async with self._session().post(
                 url,
@@ -63,18 +83,9 @@ class JsonClient:
                 cookies=dict(cookies or {}),
                 allow_redirects=False,
             ) as reply:
-                content = await _read(reply)
-                _raise_for_status(reply, content, url)
-                given = {name: morsel.value for name, morsel in reply.cookies.items()}
+                return reply, await _read(reply)
         except (aiohttp.ClientError, OSError) as error:
             raise TransientError(f"{url}: {type(error).__name__}: {error}", is_reached=False) from error
-        try:
-            value = orjson.loads(content)
-        except orjson.JSONDecodeError as error:
-            raise RefusedError(f"{url} answered no JSON: {_shown(content)!r}") from error
-        if not isinstance(value, dict):
-            raise RefusedError(f"{url} answered {_shown(content)!r}, expected an object")
-        return JsonReply(body=value, cookies=given)
 
     async def close(self) -> None:
         """Close the connections of the running event loop."""

@@ -1,16 +1,20 @@
 """How an agent reaches a verifier: in this process, or a resources server over HTTP. Both give the same verdicts.
 
-A client always answers, within its deadline: with a verdict, or with the reason why there is none.
+A client always answers, within its deadline: with a verdict, or with the reason why there is none. An agent that calls
+tools opens a session first, in which they keep their state until the verdict.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+from urllib.parse import quote
 
 from recipes.environments.contract.asking import Replies, advance
+from recipes.environments.contract.tools import Tools
 from recipes.environments.contract.verdict import NoVerdict, Response, Verdict, env_failed
 from recipes.environments.contract.verifier import Verifier
 from recipes.environments.http.client import JsonClient, JsonReply, RefusedError
@@ -20,6 +24,24 @@ from recipes.retry import NoReplyError, RetryPolicy, reply_within
 from recipes.types import RolloutStatus, Row
 
 RETRIES = RetryPolicy(max_retries=2, first_seconds=0.2, jitter=0.25)
+ONCE = RetryPolicy(max_retries=0, first_seconds=0.2)
+T = TypeVar("T")
+
+
+class ToolFailedError(Exception):
+    """A tool gave no answer, which is the environment's failure and not the model's."""
+
+
+class Session(Protocol):
+    """One rollout's tools and its verdict."""
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Return what the model is shown of one call; raises `ToolFailedError` when there was no answer."""
+        ...
+
+    async def verify(self, response: Response) -> Verdict | NoVerdict:
+        """Score the response to the session's row. Never raises for a failed environment."""
+        ...
 
 
 class VerifierClient(Protocol):
@@ -27,6 +49,10 @@ class VerifierClient(Protocol):
 
     async def verify(self, row: Row, response: Response) -> Verdict | NoVerdict:
         """Score one response to one row. Never raises for a failed environment."""
+        ...
+
+    async def open(self, row: Row) -> Session | NoVerdict:
+        """Begin a session with tools. Never raises for a failed environment."""
         ...
 
 
@@ -56,6 +82,17 @@ class InProcessVerifier:
         except Exception as error:  # an environment that fails is a value with a reason, not the end of the run
             return env_failed(f"{self.name}: {type(error).__name__}: {error}")
 
+    async def open(self, row: Row) -> Session | NoVerdict:
+        """Begin a session whose tools run in this process."""
+        if self.verifier.tools is None:
+            return env_failed(f"{self.name}: it has no tools")
+        try:
+            self.verifier.parse_task(row, self.settings)  # a row that cannot be scored costs no model calls
+            state = self.verifier.tools.start(self.settings)
+        except ValueError as error:
+            return env_failed(f"{self.name}: {error}")
+        return LocalSession(client=self, tools=self.verifier.tools, row=row, state=state)
+
     async def _advance(self, task: Any, response: Response, replies: Replies) -> Scored:
         if self.verifier.is_cheap(task):
             return advance(self.verifier.score(response, task), replies)
@@ -63,10 +100,31 @@ class InProcessVerifier:
 
 
 @dataclass(slots=True, kw_only=True)
+class LocalSession:
+    """A session whose state is in this process."""
+
+    client: InProcessVerifier
+    tools: Tools
+    row: Row
+    state: Any
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Run one tool, and let others of this thread go on."""
+        self.state, text = self.tools.call(self.state, name, arguments)
+        await asyncio.sleep(0)
+        return text
+
+    async def verify(self, response: Response) -> Verdict | NoVerdict:
+        """Score the response to the session's row."""
+        return await self.client.verify(self.row, response)
+
+
+@dataclass(slots=True, kw_only=True)
 class HttpVerifier:
     """Asks a resources server: `POST /seed_session`, then `POST /verify` with the session's cookies.
 
-    Transport errors and statuses that may pass are tried again, within the deadline; other answers are final.
+    Transport errors and statuses that may pass are tried again, within the deadline; other answers are final. A tool is
+    asked once, since it may have done its work before its answer was lost.
     """
 
     name: str
@@ -75,18 +133,48 @@ class HttpVerifier:
     http: JsonClient = field(default_factory=JsonClient)
 
     async def verify(self, row: Row, response: Response) -> Verdict | NoVerdict:
-        """Score one response to one row on the server."""
-        sent = {**row, "response": response}
+        """Score one response to one row on the server, in a session of its own."""
 
-        async def ask() -> JsonReply:
-            session = await self.http.post(f"{self._base}/seed_session", row)
-            return await self.http.post(f"{self._base}/verify", sent, cookies=session.cookies)
+        async def ask() -> Verdict | NoVerdict:
+            session = await self._post("seed_session", row)
+            return await self.ask_verdict(row, response, session.cookies)
+
+        return await self.with_retries(ask)
+
+    async def open(self, row: Row) -> Session | NoVerdict:
+        """Begin a session on the server."""
+
+        async def seed() -> Session:
+            reply = await self._post("seed_session", row)
+            return HttpSession(client=self, row=row, cookies=reply.cookies)
+
+        return await self.with_retries(seed)
+
+    async def ask_verdict(self, row: Row, response: Response, cookies: Mapping[str, str]) -> Verdict | NoVerdict:
+        """Ask once for the verdict on a response; raises what `JsonClient.post` raises."""
+        sent = {**row, "response": response}
+        return self._read((await self._post("verify", sent, cookies)).body, sent)
+
+    async def ask_tool(self, name: str, arguments: Mapping[str, Any], cookies: Mapping[str, str]) -> str:
+        """Ask once for what a tool answers; raises `ToolFailedError`."""
+
+        async def ask() -> str:
+            return await self.http.post_for_text(f"{self._base}/{quote(name, safe='')}", arguments, cookies=cookies)
 
         try:
-            reply = await reply_within(self.timeout_seconds, ask, RETRIES)
-            return self._read(reply.body, sent)
+            return await reply_within(self.timeout_seconds, ask, ONCE)
+        except (NoReplyError, RefusedError, TypeError) as error:
+            raise ToolFailedError(f"{self.name}: {name}: {self.url}: {error}") from error
+
+    async def with_retries(self, ask: Callable[[], Awaitable[T]]) -> T | NoVerdict:
+        """Ask until there is an answer, within the deadline; return why there is none otherwise."""
+        try:
+            return await reply_within(self.timeout_seconds, ask, RETRIES)
         except (NoReplyError, RefusedError, ValueError, TypeError) as error:  # TypeError: a row that JSON cannot carry
             return env_failed(f"{self.name}: {self.url}: {error}")
+
+    async def _post(self, path: str, body: Mapping[str, Any], cookies: Mapping[str, str] | None = None) -> JsonReply:
+        return await self.http.post(f"{self._base}/{path}", body, cookies=cookies)
 
     @property
     def _base(self) -> str:
@@ -111,3 +199,20 @@ class HttpVerifier:
             details={key: value for key, value in extras.items() if value is None or isinstance(value, str)},
             is_flagged=isinstance(instance, Mapping) and bool(instance.get("mask_sample")),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpSession:
+    """A session whose state is on a resources server."""
+
+    client: HttpVerifier
+    row: Row
+    cookies: Mapping[str, str]
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Ask one tool of the server."""
+        return await self.client.ask_tool(name, arguments, self.cookies)
+
+    async def verify(self, response: Response) -> Verdict | NoVerdict:
+        """Score the response on the server that has the session."""
+        return await self.client.with_retries(lambda: self.client.ask_verdict(self.row, response, self.cookies))

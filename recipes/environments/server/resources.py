@@ -1,9 +1,9 @@
 """A verifier as a resources server that speaks NeMo Gym's HTTP protocol.
 
-`GET /` says it is up, `POST /seed_session` opens a session (a signed cookie), `POST /verify` takes a row with its
-`response` and answers both with `reward`, `reason` and the verifier's extras, `POST /aggregate_metrics` averages
-such answers. A row that cannot be read is 422; an environment that failed is 500, a judge that failed 200 with
-`_ng_failure_class`: neither carries a number that could be taken for a reward.
+`GET /` says it is up, `POST /seed_session` opens a session (a signed cookie), `POST /<tool>` calls a tool in it,
+`POST /verify` ends it: it takes a row with its `response` and answers both with `reward`, `reason` and the verifier's
+extras. `POST /aggregate_metrics` averages such answers. A row that cannot be read is 422; an environment that failed
+is 500, a judge that failed 200 with `_ng_failure_class`: neither carries a number that could be taken for a reward.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from recipes.environments.instances import ServerInstance
 from recipes.environments.registry import VERIFIERS
 from recipes.environments.scoring.clients import InProcessVerifier
 from recipes.environments.scoring.pool import ScoringPool
+from recipes.environments.server.sessions import Sessions
 from recipes.types import RolloutStatus
 
 
@@ -49,18 +50,20 @@ def create_app(instance: ServerInstance) -> FastAPI:
     cookie = f"{verifier.class_name}___{instance.name}"
     app.add_middleware(SessionMiddleware, secret_key=cookie, session_cookie=cookie)
 
-    @app.get("/")
-    async def status() -> Response:
-        return _json({"status": "ok"})
+    sessions = Sessions(verifier.tools, instance.settings)
 
     @app.post("/seed_session")
     async def seed_session(request: Request) -> Response:
-        request.session.setdefault("session_id", str(uuid.uuid4()))
+        session_id = _session_id(request)
+        try:
+            sessions.seed(session_id)
+        except ValueError as error:
+            return _json({"detail": str(error)}, status=500)
         return _json({})
 
     @app.post("/verify")
     async def verify(request: Request) -> Response:
-        request.session.setdefault("session_id", str(uuid.uuid4()))
+        session_id = _session_id(request)
         try:
             body = _object(await request.body())
             if not isinstance(body.get("response"), Mapping):
@@ -69,10 +72,24 @@ def create_app(instance: ServerInstance) -> FastAPI:
         except ValueError as error:
             return _json({"detail": str(error)}, status=422)
         verdict = await client.verify(body, body["response"])
+        sessions.end(session_id)
         if isinstance(verdict, NoVerdict):
             return _failure(body, verdict)
         extras = {**verdict.details, **verdict.metrics}
         return _json({**body, **extras, "reward": verdict.reward, "reason": verdict.reason})
+
+    _serve_common(app)
+    if verifier.tools is not None:
+        _serve_tools(app, sessions)
+    return app
+
+
+def _serve_common(app: FastAPI) -> None:
+    """Answer what needs no verifier."""
+
+    @app.get("/")
+    async def status() -> Response:
+        return _json({"status": "ok"})
 
     @app.post("/aggregate_metrics")
     async def aggregate(request: Request) -> Response:
@@ -81,7 +98,26 @@ def create_app(instance: ServerInstance) -> FastAPI:
         means = mean_metrics(replies)
         return _json({"agent_metrics": means, "key_metrics": {"mean/reward": means.get("mean/reward")}})
 
-    return app
+
+def _serve_tools(app: FastAPI, sessions: Sessions) -> None:
+    """Answer `POST /<tool>`; a tool's own complaint is its answer, so that the model can read it."""
+
+    @app.post("/{tool}")
+    async def call_tool(tool: str, request: Request) -> Response:
+        try:
+            arguments = _object(await request.body())
+            text = sessions.call(_session_id(request), tool, arguments)
+        except KeyError:
+            return _json({"detail": "the session is not open; call seed_session first"}, status=400)
+        except ValueError as error:
+            return _json({"detail": str(error)}, status=422)
+        return Response(content=text, media_type="application/json")
+
+
+def _session_id(request: Request) -> str:
+    """Return the id in the request's cookie, a new one for a request without it."""
+    session_id: str = request.session.setdefault("session_id", str(uuid.uuid4()))
+    return session_id
 
 
 def mean_metrics(replies: Sequence[Mapping[str, Any]]) -> dict[str, float]:

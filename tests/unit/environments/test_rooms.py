@@ -16,7 +16,8 @@ PREFIX = "recipes.environments."
 BELOW: dict[str, set[str]] = {
     "contract": set(),
     "checks": {"contract"},
-    "verifiers": {"contract", "checks"},
+    "office": set(),
+    "verifiers": {"contract", "checks", "office"},
     "http": set(),
     "judges": {"contract", "http"},
     "scoring": {"contract", "http", "judges"},

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from recipes.config.load import load_config, require_valid
-from recipes.environments.chat.codec import ChatCodec, PrefixError, callable_tools, split_reasoning
+from recipes.environments.chat.codec import ChatCodec, PrefixError, callable_tools, replace_prefix, split_reasoning
 from recipes.environments.chat.messages import assistant_items, chat_tools
 from recipes.environments.chat.tool_calls import parse_tool_calls
 from recipes.environments.contract.responses import Item
@@ -223,6 +223,43 @@ def test_next_turn_keeps_what_was_sampled_when_the_template_would_write_it_other
 def test_next_turn_after_a_missing_end_token_adds_it(codec: ChatCodec) -> None:
     _, new, _, _ = two_turns(codec, "add</think>" + CALL)
     assert codec.text(new).startswith("<|im_end|>\n<|im_start|>tool\n")
+
+
+@pytest.mark.parametrize("drops_thinking", [False, True])
+def test_next_turn_is_cut_from_the_whole_rendering(tokenizer_dir: Path, drops_thinking: bool) -> None:
+    """What is tokenized is the end of the conversation; the ids are those of the whole."""
+    kept = {"truncate_history_thinking": drops_thinking}
+    codec = ChatCodec(tokenizer_dir, chat_template_kwargs=kept)
+    request = {"input": "2+2?", "tools": [TOOL]}
+    seen, items = codec.encode(request), []
+    for turn in range(4):
+        said = codec._tokenize("add</think>" + CALL + "<|im_end|>")
+        items += codec.decode(said, prompt_ids=seen, tools=[TOOL], num_calls=turn).items
+        prefix = codec._tokenize(codec._render(request, items, add_generation_prompt=False))
+        items.append({"type": "function_call_output", "call_id": f"call_{turn}", "output": "4 <|im_end|> " * 3})
+        if drops_thinking:  # a later user's message makes the template drop the thinking before it
+            items.append({"role": "user", "content": "go on"})
+        seen += said
+        whole = replace_prefix(seen, prefix, codec.encode(request, items), eos=codec.eos_token_id)
+        new = codec.extend(seen, request, items)
+        assert seen + new == whole
+        seen += new
+
+
+def test_next_turn_costs_its_own_length(codec: ChatCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = {"input": "x" * 100_000, "tools": [TOOL]}
+    seen, tokenize, lengths = codec.encode(request), codec._tokenize, []
+    said = tokenize("add</think>" + CALL + "<|im_end|>")
+    items = [*codec.decode(said, prompt_ids=seen, tools=[TOOL]).items]
+    items.append({"type": "function_call_output", "call_id": "call_0", "output": "4"})
+
+    def counted(text: str) -> tuple[int, ...]:
+        lengths.append(len(text))
+        return tokenize(text)
+
+    monkeypatch.setattr(codec, "_tokenize", counted)
+    codec.extend(seen + said, request, items)
+    assert sum(lengths) < 200
 
 
 def test_special_ids(codec: ChatCodec) -> None:

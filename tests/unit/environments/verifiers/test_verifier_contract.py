@@ -23,6 +23,7 @@ from recipes.environments.contract.verifier import Verifier
 from recipes.environments.instances import servers_of
 from recipes.environments.registry import AGENTS, LATER_AGENTS, VERIFIERS, find_agent
 from recipes.environments.verifiers import mcqa
+from tests.office import small_office
 
 EVENT = {"event_id": 0, "duration": 60, "constraint": "before 1pm", "min_time": "10:00", "max_time": "16:00"}
 ACTION = {"type": "function_call", "name": "f", "arguments": '{"q": "two words"}'}
@@ -39,7 +40,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "over_refusal_detection": {"safe_prompt": "p"},
     "reasoning_gym": {"question": "q", "answer": "12", "metadata": {"source_dataset": "chain_sum"}},
     "structured_outputs": {"schema_str": '{"type": "object", "properties": {"a": {"type": "integer"}}}'},
+    "workplace_assistant": {"ground_truth": [{"name": "email_delete_email", "arguments": '{"email_id": "00000001"}'}]},
 }
+SETTINGS: dict[str, dict[str, Any]] = {"workplace_assistant": {"tables": small_office()}}  # others need none
 JUNK_SECONDS = 5.0
 
 
@@ -83,7 +86,7 @@ def test_every_verifier_is_in_the_table() -> None:
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_junk_gives_a_finite_reward_in_range_twice_the_same_in_bounded_time(name: str) -> None:
     verifier = VERIFIERS[name]
-    task = verifier.parse_task(ROWS[name], {})
+    task = verifier.parse_task(ROWS[name], SETTINGS.get(name, {}))
     low, high = verifier.rewards
     for response in junk_responses():
         start = time.monotonic()
@@ -137,7 +140,7 @@ def cheap_tasks() -> list[Any]:
     tasks = []
     for name, verifier in VERIFIERS.items():
         for setting in settings.get(name, [{}]):
-            task = verifier.parse_task(ROWS[name], setting)
+            task = verifier.parse_task(ROWS[name], {**SETTINGS.get(name, {}), **setting})
             if verifier.is_cheap(task):
                 tasks.append(pytest.param(name, task, id="-".join([name, *setting.values()])))
     return tasks
@@ -154,7 +157,8 @@ def test_what_is_cheap_is_cheap_on_the_worst_text(name: str, task: Any) -> None:
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_tasks_are_values(name: str) -> None:
     """Equal rows give equal, hashable tasks: verdicts are cached by task."""
-    one, other = (VERIFIERS[name].parse_task(json.loads(json.dumps(ROWS[name])), {}) for _ in range(2))
+    rows = (json.loads(json.dumps(ROWS[name])) for _ in range(2))
+    one, other = (VERIFIERS[name].parse_task(row, SETTINGS.get(name, {})) for row in rows)
     assert one == other
     assert hash(one) == hash(other)
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from recipes.environments.registry import AGENTS, LATER_AGENTS
+from recipes.environments.verifiers import workplace_assistant
 from recipes.grpo.data import check_line
+from tests.office import real_office
 from tools.rows.checks import RowChecker
 
 AGENT_OF = {  # rows of these files have no agent_ref: the step that makes blends puts it in
@@ -40,7 +42,8 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [row if "agent_ref" in row else row | {"agent_ref": {"name": AGENT_OF[kind]}} for row in rows]
 
 
-def test_every_example_row_validates(gym_examples_dir: Path) -> None:
+def test_every_example_row_validates(gym_examples_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workplace_assistant, "TABLES", real_office())
     checker = RowChecker.for_tokenizer(None)
     wrong, num_full = [], 0
     for path in example_files(gym_examples_dir):

@@ -1,0 +1,34 @@
+"""Tools that a verifier answers itself, over a state that belongs to one rollout.
+
+A state is a value: a call returns the next one, so a session is one variable and a test needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from recipes.environments.contract.rows import shown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """How a session with tools begins and goes on."""
+
+    start: Callable[[Mapping[str, Any]], Any]
+    """Return the first state, under the server's settings. Raises `ValueError` that says what is missing."""
+    call: Callable[[Any, str, Mapping[str, Any]], tuple[Any, str]]
+    """Return the next state and the text that the model is shown. Pure; takes any name and arguments, never raises."""
+
+
+def read_arguments(text: object) -> dict[str, Any]:
+    """Return the arguments in a function call; raises `ValueError` for text that is no JSON object."""
+    if not isinstance(text, str):
+        raise ValueError(f"got {shown(text)}, expected JSON text")
+    value = orjson.loads(text.encode("utf-8", "replace"))  # its error is a ValueError, for deep nesting too
+    if not isinstance(value, dict):
+        raise ValueError(f"got {shown(value)}, expected an object")
+    return value

@@ -1,0 +1,122 @@
+"""The tables of the made-up office and one state of it. All are immutable, so rollouts share what none has changed.
+
+A cell is a text as the file has it; an empty cell is None. A cell that a tool call filled may also be a number or a
+truth value, as the model wrote it.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+Cell = str | int | float | bool | None
+Record = Mapping[str, Cell]
+
+NOW = "2023-11-30 23:59:00"  # the office's clock stands still
+CASE_COUNTS = frozenset({"status", "list_name", "board"})  # columns whose texts are compared as they are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Records in order. Each has a label, which equality compares too: see `appended`."""
+
+    records: tuple[Record, ...]
+    labels: tuple[int, ...]
+
+    def find(self, column: str, value: Cell) -> Record | None:
+        """Return the first record with this value, None without one."""
+        return next((record for record in self.records if record[column] == value), None)
+
+    def next_id(self, column: str) -> int:
+        """Return the greatest id as text, read as a number, plus one; raises `ValueError` when it is no number."""
+        return int(max(str(record[column]) for record in self.records)) + 1
+
+    def appended(self, record: Record, *, is_renumbered: bool) -> Table:
+        """Return the table with one more record. Labels are then counted anew, or the new one is 0."""
+        records = (*self.records, record)
+        return Table(records=records, labels=tuple(range(len(records))) if is_renumbered else (*self.labels, 0))
+
+    def without(self, column: str, value: Cell) -> Table:
+        """Return the table without the records that have this value; the others keep their labels."""
+        kept = [pair for pair in zip(self.records, self.labels, strict=True) if pair[0][column] != value]
+        return Table(records=tuple(record for record, _ in kept), labels=tuple(label for _, label in kept))
+
+    def changed(self, column: str, value: Cell, *, field: str, to: Cell) -> Table:
+        """Return the table with one field of all records that have this value set anew."""
+        records = tuple(record if record[column] != value else {**record, field: to} for record in self.records)
+        return replace(self, records=records)
+
+    def is_same(self, other: Table) -> bool:
+        """Return whether both hold the same records in the same order under the same labels.
+
+        Case does not matter outside CASE_COUNTS, and every cell that is no text equals every other.
+        """
+        if self.labels != other.labels:
+            return False
+        pairs = zip(self.records, other.records, strict=True)
+        return all(one is another or _compared(one) == _compared(another) for one, another in pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Office:
+    """One state of the office."""
+
+    addresses: tuple[str, ...]
+    emails: Table
+    events: Table
+    visits: Table  # no tool changes it
+    tasks: Table
+    customers: Table
+    plots: tuple[str, ...] = ()  # paths of the plots that were made
+    num_changes: int = 0
+
+    def is_same(self, other: Office) -> bool:
+        """Return whether what tools can change is the same."""
+        return self.plots_in_lower_case() == other.plots_in_lower_case() and all(
+            getattr(self, name).is_same(getattr(other, name)) for name in ("emails", "events", "tasks", "customers")
+        )
+
+    def plots_in_lower_case(self) -> list[str]:
+        """Return the paths of the plots as they are compared."""
+        return [path.lower() for path in self.plots]
+
+
+@functools.lru_cache(maxsize=4)
+def load_office(directory: str) -> Office:
+    """Read the office of a directory; raises `ValueError` that names the file which is missing or malformed."""
+    root = Path(directory)
+    return Office(
+        addresses=tuple(row[0] for row in _read_rows(root / "raw/email_addresses.csv")),
+        emails=_read_table(root / "processed/emails.csv"),
+        events=_read_table(root / "processed/calendar_events.csv"),
+        visits=_read_table(root / "processed/analytics_data.csv"),
+        tasks=_read_table(root / "processed/project_tasks.csv"),
+        customers=_read_table(root / "processed/customer_relationship_manager_data.csv"),
+    )
+
+
+def _read_table(path: Path) -> Table:
+    header, *rows = _read_rows(path)
+    records = tuple({column: cell or None for column, cell in zip(header, row, strict=True)} for row in rows)
+    return Table(records=records, labels=tuple(range(len(records))))
+
+
+def _read_rows(path: Path) -> list[list[str]]:
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = [row for row in csv.reader(file) if row]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path}: the office's tables cannot be read ({error}); `make data` brings them") from error
+    if not rows or any(len(row) != len(rows[0]) for row in rows):
+        raise ValueError(f"{path}: got rows of different lengths or none; download the office's tables again")
+    return rows
+
+
+def _compared(record: Record) -> list[str | None]:
+    return [
+        None if not isinstance(cell, str) else cell if column in CASE_COUNTS else cell.lower()
+        for column, cell in record.items()
+    ]
