@@ -33,11 +33,11 @@ class Layers:
     problems: list[Problem] = field(default_factory=list)
 
     def add(self, data: Mapping[str, Any], source: str) -> None:
-        """Lay `data` over what is there: blocks merge, other values replace, `~key` deletes."""
+        """Lay `data` over the tree: blocks are merged, other values replaced, and `~key` deletes a key."""
         self._merge(self.tree, data, source, "")
 
     def add_under(self, data: Mapping[str, Any], source: str, prefix: str = "") -> None:
-        """Lay `data` under what is there: only keys that no layer has set are taken."""
+        """Lay `data` under the tree: take only the keys that no layer has set."""
         there = {above for known in self.sources for above in upwards(known)}
         for key, value in leaves(data, prefix).items():
             if key not in there and not under(key, set(self.sources) & set(upwards(key))):
@@ -96,13 +96,13 @@ def source_of(sources: Mapping[str, str], key: str) -> str | None:
 
 
 def display_name(path: Path) -> str:
-    """Return the path as messages show it: relative to the working directory where it lies below."""
+    """Return the path for messages: relative to the working directory if it lies below that."""
     path = path.resolve()
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def read_chain(path: Path) -> tuple[list[tuple[Path, Document]], list[Problem]]:
-    """Read a file and what its `defaults:` names, base first; a list is one parent and what is laid over it."""
+    """Read a file and the files that its `defaults:` names, base first; a list is a parent and files to lay over it."""
     chain: list[tuple[Path, Document]] = []
     problems: list[Problem] = []
     current: Path | None = path
@@ -128,7 +128,7 @@ def read_chain(path: Path) -> tuple[list[tuple[Path, Document]], list[Problem]]:
 
 
 def _targets(path: Path, names: Any, document: Document, seen: Sequence[Path]) -> tuple[list[Path], list[Problem]]:
-    """Return the existing files that a `defaults:` names."""
+    """Return the existing files that `defaults:` names, and a problem for each other name."""
     where = document.where("defaults")
     listed = names if isinstance(names, list) else [names]
     if not listed or not all(isinstance(name, str) for name in listed):
@@ -150,7 +150,7 @@ def _targets(path: Path, names: Any, document: Document, seen: Sequence[Path]) -
 
 
 def _has_parent(laid: Document) -> list[Problem]:
-    """Return a problem for a file that is laid over a parent and names one of its own."""
+    """Return a problem when a file that is laid over a parent names a parent itself."""
     if "defaults" not in laid.data:
         return []
     wrong = f"{show(laid.data.pop('defaults'))} cannot be the parent of a file that is laid over another one"
@@ -185,7 +185,7 @@ def apply_override(layers: Layers, text: str) -> None:
 
 
 def product(*factors: Any) -> int | float:
-    """Return the product; the `${mul:a,b}` of configuration files."""
+    """Return the product of the factors; configuration files write it `${mul:a,b}`."""
     result: int | float = 1
     for factor in factors:
         if isinstance(factor, bool) or not isinstance(factor, int | float):
@@ -195,7 +195,7 @@ def product(*factors: Any) -> int | float:
 
 
 def resolve(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the tree with every `${...}` replaced; where that fails, None and the reason by key."""
+    """Return the tree with every `${...}` resolved, and the reasons by key where that fails; such a value is None."""
     OmegaConf.register_resolver("mul", product, replace=True)
     raw = _swap(tree, UNSET, UNSET_TOKEN)
     quickly = _resolved_parts(raw)
@@ -218,9 +218,9 @@ def resolve(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _resolved_parts(raw: dict[str, Any]) -> dict[str, Any] | None:
-    """Resolve only the values with a `${...}` and what they name: most of a tree has none, and OmegaConf is slow.
+    """Resolve only the values with a `${...}` and those that they name: most values have none, and OmegaConf is slow.
 
-    None when that fails: then the whole tree says why.
+    Return None when that fails; resolving the whole tree then gives the reasons.
     """
     flat = leaves(raw)
     made = {key: value for key, value in flat.items() if "${" in str(value)}
@@ -234,7 +234,7 @@ def _resolved_parts(raw: dict[str, Any]) -> dict[str, Any] | None:
                     queue.append(found)
     part: dict[str, Any] = {}
     for key, value in needed.items():
-        if lookup(raw, key) is not value:  # a dot within a name
+        if lookup(raw, key) is not value:  # a name contains a dot
             return None
         put(part, key, value)
     try:
@@ -262,7 +262,7 @@ def _failures(raw: dict[str, Any]) -> dict[str, str]:
     for key in made:
         try:
             value = OmegaConf.select(config, key)
-            if isinstance(value, Container):  # a list resolves where it stands
+            if isinstance(value, Container):  # relative references in a list need its place in the tree
                 OmegaConf.to_container(value, resolve=True)
         except OmegaConfBaseException as error:
             failures[key] = str(error).splitlines()[0]
@@ -288,7 +288,7 @@ def references(key: str, value: Any) -> Iterator[str]:
 
 
 def tainted_keys(tree: Mapping[str, Any], bad: set[str]) -> set[str]:
-    """Return the keys of `bad` and all that are made from them by interpolation."""
+    """Return the keys of `bad` and all keys whose values interpolate them, directly or through others."""
     raw = leaves(tree)
     tainted = set(bad)
     grown = True
@@ -302,7 +302,7 @@ def tainted_keys(tree: Mapping[str, Any], bad: set[str]) -> set[str]:
 
 
 def origins(tree: Mapping[str, Any], wrong: set[str]) -> set[str]:
-    """Return the keys of `wrong` that are wrong by themselves: not made by interpolation from another wrong one."""
+    """Return the keys of `wrong` whose values interpolate no other wrong key; all of them when they form a circle."""
     return {key for key in wrong if key not in tainted_keys(tree, wrong - {key})} or wrong
 
 

@@ -1,4 +1,4 @@
-"""YAML files and command-line values as plain data, with every trap of YAML 1.1 an error that names its line.
+"""Read YAML files and command-line values as plain data; every trap of YAML 1.1 is a problem that names its key.
 
 YAML 1.1 reads `1e-6` as text, `4:00:00` as 14400, `0755` as 493, `no` as false, and keeps the last of two equal keys.
 A value here is what it looks like, or a `Problem`.
@@ -17,9 +17,8 @@ import yaml
 
 from recipes.errors import Problem
 
-EXPONENT = re.compile(
-    r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+"
-)  # a number to a reader; YAML 1.1 wants a dot and a sign
+# A reader takes it for a number; YAML 1.1 does so only with a dot and a sign.
+EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+")
 DECIMAL_INT = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 
 
@@ -72,7 +71,7 @@ def read_yaml(path: Path, *, name: str) -> Document:
 
 
 def parse_value(text: str, *, where: str) -> tuple[Any, list[Problem]]:
-    """Read the right side of `key=value` as YAML; `1e-6` is a number here, since no file shows it otherwise."""
+    """Read the right side of `key=value` as YAML. Unlike in a file, `1e-6` is a number: nothing else reads it."""
     document = Document(name="command line")
     if EXPONENT.fullmatch(text):
         return float(text), []
@@ -89,7 +88,7 @@ def parse_value(text: str, *, where: str) -> tuple[Any, list[Problem]]:
 
 
 def _mapping(node: yaml.MappingNode, prefix: str, document: Document) -> dict[str, Any]:
-    """Return the mapping as a dict, keys as text; equal keys are a problem."""
+    """Return a mapping as a dict with text keys; a key that stands twice is a problem."""
     data: dict[str, Any] = {}
     for key_node, value_node in node.value:
         name = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "<a key that is no text>"
@@ -126,7 +125,7 @@ Trap = tuple[str, str, str]  # what was got, what is expected, the fix
 
 
 def _scalar(node: yaml.Node) -> tuple[Any, Trap | None]:
-    """Return a scalar's value and, where it is not what it looks like, the trap."""
+    """Return the value of a scalar and, where YAML reads something else than a reader would, the trap."""
     text, kind = str(node.value), node.tag.rsplit(":", 1)[-1]
     if node.style:  # type: ignore[attr-defined]  # quoted or block: text, whatever it looks like
         return text, None
@@ -177,7 +176,7 @@ def _with_dot(text: str) -> str:
 
 
 def leaves(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return every dotted key with a value that is no non-empty mapping."""
+    """Return the value of every dotted key that is not a block; an empty mapping counts as a value."""
     flat: dict[str, Any] = {}
     for name, value in data.items():
         key = f"{prefix}.{name}" if prefix else name

@@ -1,7 +1,7 @@
-"""Between Responses items and token ids, with the model's own tokenizer and chat template. No torch, no transformers.
+"""Convert between Responses items and token ids with the model's own tokenizer and chat template, without torch.
 
-Token in, token out: what was sampled is never rendered again. The prompt of a later turn is the ids seen so far
-plus only what the template adds behind them.
+Token in, token out: sampled ids are never rendered from text again. The prompt of a later turn is the ids seen so far,
+followed by what the template adds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KEPT_SPECIAL_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # what a request may ask for, as in vLLM
 _CACHED_PROMPTS = 64  # the G rollouts of a prompt render and tokenize it once
 _DIFF_TOKENS = 24  # shown on each side of the first difference
-_DIFF_CHARS = 80  # likewise, of two renderings
+_DIFF_CHARS = 80  # shown of each of two renderings that differ
 
 
 class PrefixError(ValueError):
@@ -97,10 +97,10 @@ class ChatCodec:
     def extend(self, seen_ids: tuple[int, ...], params: Mapping[str, Any], items: Sequence[Item]) -> tuple[int, ...]:
         """Return only the ids that follow `seen_ids` in the prompt of the next turn.
 
-        `items` are all items since the request. What lies behind the last assistant message is found by counting
-        end tokens, which also works when the template drops or re-renders earlier reasoning. Only what follows the
-        last end token that both renderings share is tokenized, so that a long conversation costs its new part.
-        Raises `PrefixError` when the prompt does not go on from there.
+        `items` are all items since the request. The new part begins after the last assistant message, which is found
+        by counting end tokens: that works even when the template drops or changes earlier reasoning. Only the text
+        after the last end token that both renderings share is tokenized, so the cost is that of the new part.
+        Raises `PrefixError` when the prompt does not continue the ids seen.
         """
         last = max(index for index, item in enumerate(items) if is_assistants(item))
         before = self._render(params, items[: last + 1], add_generation_prompt=False)
@@ -133,8 +133,8 @@ class ChatCodec:
     ) -> Decoded:
         """Return one completion as Responses items: reasoning, message, function calls.
 
-        `prompt_ids` tells whether the generation prompt has opened a thinking block; `num_calls` function calls
-        came before in this rollout, and number these.
+        `prompt_ids` shows whether the generation prompt opened a thinking block. `num_calls` is the number of function
+        calls before this completion in the rollout; the ids of the new calls count on from it.
         """
         visible = [token_id for token_id in token_ids if token_id not in self._hidden_ids]
         text = self.text(visible)
@@ -189,7 +189,7 @@ class ChatCodec:
 def callable_tools(params: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Return the tools whose calls are read in an answer: none for a request with tool_choice "none".
 
-    Such a request shows its tools to the model all the same, as vLLM does. Raises `ValueError` for a choice that forces
+    Such a request still shows its tools to the model, as in vLLM. Raises `ValueError` for a choice that forces
     a call: sampling is not constrained, so the model could ignore it.
     """
     choice = params.get("tool_choice")
@@ -202,7 +202,7 @@ def row_template_kwargs(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the template arguments that a row sets, by `reasoning.effort` and `metadata.chat_template_kwargs`.
 
     An effort sets `reasoning_effort`, and `enable_thinking` unless it is "none", as vLLM's chat completions do. The
-    metadata is JSON text of an object; what it says wins.
+    metadata holds an object as JSON text; its values win.
     """
     effort = (params.get("reasoning") or {}).get("effort")
     if effort is not None and effort not in EFFORTS:
@@ -241,8 +241,8 @@ def replace_prefix(
 ) -> tuple[int, ...]:
     """Return `template` with the part up to its last assistant message replaced by the ids that were seen.
 
-    `template_prefix` is the rendering up to and including that message; its k end tokens tell at which end token
-    of `template` the part ends.
+    `template_prefix` is the rendering up to and including that message. If it has k end tokens, the replaced part ends
+    at the k-th end token of `template`.
     """
     if not seen:
         return template
@@ -255,7 +255,7 @@ def replace_prefix(
 
 
 def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a chat message as templates expect it: flat text, reasoning apart, arguments as objects."""
+    """Return a chat message in the form that templates expect: flat text, reasoning apart, arguments as objects."""
     flat = {**message, "content": flat_text(message.get("content"))}
     if message["role"] == "assistant" and "<think>" in flat["content"]:
         thinking = assistant_items({"content": flat["content"]})
@@ -270,7 +270,7 @@ def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
 def _with_object_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return {**function, "arguments": json.loads(function["arguments"])}
-    except ValueError:  # a past call with broken arguments: shown as it was written
+    except ValueError:  # a past call with malformed arguments is shown as it was written
         return dict(function)
 
 

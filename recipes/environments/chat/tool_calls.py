@@ -1,8 +1,8 @@
-"""Tool calls as models write them in text, and the flags of a turn whose text is not what it should be.
+"""Read tool calls from the text of a turn, and flag a turn whose text holds unread calls or stray thinking tags.
 
 Two notations are read, both between `<tool_call>` tags: a JSON object with `name` and `arguments`, and XML-like
 `<function=NAME><parameter=KEY>value</parameter></function>`, whose values get the types of the tool's schema.
-A turn in which any call cannot be read has no calls: its text stays as it is, where the flags find it.
+When one call of a turn cannot be read, the turn has no calls: its text stays unchanged, and the flags see it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class ToolCall:
 
 
 def parse_tool_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[ToolCall, ...]]:
-    """Return the text before the first call, and the calls; the whole text and none when any is malformed.
+    """Return the text before the first call, and the calls; when a call is malformed, the whole text and no calls.
 
-    `tools` are the request's, in the nested form of the chat API; without tools nothing is a call.
+    `tools` are the tools of the request, in the nested form of the chat API; without tools nothing is a call.
     """
     start = text.find("<tool_call>")
     if start < 0 or not tools:
@@ -45,7 +45,7 @@ def parse_tool_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str
 
 
 def _closed(pattern: re.Pattern[str], text: str, closing: str) -> list[Any]:
-    """Find all up to the last closing tag; beyond it, each open tag would be searched to the end of the text."""
+    """Return all matches up to the last closing tag: beyond it, every open tag costs a search to the end."""
     return pattern.findall(text, 0, text.rfind(closing) + len(closing))
 
 
