@@ -23,7 +23,7 @@ from usage import usage_of
 
 PATH = "/usr/local/bin:/usr/bin:/bin"
 NOBODY = 65534
-KILL_FACTOR = 64  # a program is ended after this many times the kept output
+MAX_OUTPUT_BYTES = 64 * 2**20  # of both streams; a program that prints more is ended
 # Process 1 of a jail, which collects what its parents left. That of bubblewrap has no filter, and could be traced.
 INIT = '"$@"; exit $?'
 CHECK_SECONDS = 0.25  # between two looks at what a jail uses
@@ -182,7 +182,7 @@ def _collect(process: subprocess.Popen[bytes], deadline: float, limits: Limits) 
                 total += len(data)
                 kept[key.data] += data[: limits.output_bytes - len(kept[key.data])]
             now = time.monotonic()
-            reason = "time" if now >= deadline else "output" if total > KILL_FACTOR * limits.output_bytes else ""
+            reason = "time" if now >= deadline else "output" if total > MAX_OUTPUT_BYTES else ""
             if not reason and now >= next_check:
                 next_check = now + CHECK_SECONDS
                 reason = broken_limit(process, limits)

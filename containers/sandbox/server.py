@@ -13,13 +13,15 @@ installed. Lean 4 is only in the image of NeMo-Skills.
 Usage: python3 server.py. Environment: SANDBOX_TOKEN (required), NGINX_PORT or LISTEN_PORT (6000), SANDBOX_HOST
 (0.0.0.0, because the driver's node asks those of the other nodes), SANDBOX_MEMORY_MIB, SANDBOX_PROCESSES,
 SANDBOX_DISK_MIB, SANDBOX_CONCURRENCY (executions at a time), SANDBOX_SESSIONS, SANDBOX_IDLE_SECONDS (after which an
-unused session ends).
+unused session ends). SANDBOX_LISTEN_FD: a listening socket that another process hands over; the server then says
+"ready" on standard output, and ends when standard input does.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 import hmac
 import json
 import logging
@@ -28,6 +30,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Mapping
@@ -49,6 +52,8 @@ COMMANDS = {
     "shell": ["bash", "/main"],
 }
 CUT = "<output cut>"
+UTF8_BYTES = 4  # of one character, at most
+MAX_KEPT_BYTES = 32 * 2**20  # of each stream of a program
 MAX_BODY_BYTES = 16 * 2**20
 MAX_SECONDS = 3600.0
 QUEUE_SECONDS = 4.0  # a client waits for the timeout and five seconds more
@@ -154,7 +159,9 @@ class Sandbox:
             outcome, is_new = self.sessions.run(request.session, request.code, request.seconds)
             extra["new_session_created"] = is_new
         else:
-            outcome = run(COMMANDS[request.language], request.code, request.stdin, request.seconds, self.limits)
+            kept = min(UTF8_BYTES * (request.max_characters + 1), MAX_KEPT_BYTES)
+            limits = dataclasses.replace(self.limits, output_bytes=kept)
+            outcome = run(COMMANDS[request.language], request.code, request.stdin, request.seconds, limits)
         status = "timeout" if outcome.timed_out else "completed" if outcome.status == 0 else "error"
         streams = {"stdout": outcome.stdout, "stderr": outcome.stderr + self._reason(outcome, request)}
         cut = {name: _cut(text, request.max_characters) for name, text in streams.items()}
@@ -253,8 +260,12 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 512
 
-    def __init__(self, address: tuple[str, int], handler: type[Handler]) -> None:
-        super().__init__(address, handler)
+    def __init__(self, address: tuple[str, int], handler: type[Handler], listening: str = "") -> None:
+        """Listen at an address, or on the socket whose descriptor `listening` names."""
+        super().__init__(address, handler, bind_and_activate=not listening)
+        if listening:
+            self.socket.close()
+            self.socket = socket.socket(fileno=int(listening))
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -281,7 +292,8 @@ def main() -> None:
     os.environ.pop("SANDBOX_TOKEN", None)
     sandbox.check()
     port = int(os.environ.get("NGINX_PORT") or os.environ.get("LISTEN_PORT") or 6000)
-    server = Server((os.environ.get("SANDBOX_HOST", "0.0.0.0"), port), Handler)
+    listening = os.environ.get("SANDBOX_LISTEN_FD", "")
+    server = Server((os.environ.get("SANDBOX_HOST", "0.0.0.0"), port), Handler, listening)
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         threading.Thread(target=server.shutdown).start()
@@ -291,7 +303,11 @@ def main() -> None:
     # `scancel --signal=USR1` reaches every process of every step, and is meant for the driver alone. What is ignored
     # here stays ignored in the cells.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    log.info("ready on port %d: %s", port, sandbox.limits)
+    if listening:
+        threading.Thread(target=lambda: stop(len(sys.stdin.buffer.read()), None), daemon=True).start()
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+    log.info("ready on port %d: %s", server.socket.getsockname()[1], sandbox.limits)
     server.serve_forever()
     sandbox.sessions.close()
 

@@ -27,6 +27,8 @@ from recipes.environments.contract.verifier import Agent
 from recipes.environments.http.client import JsonClient
 from recipes.environments.instances import ServerInstance, agents_of, servers_of
 from recipes.environments.registry import VERIFIERS, find_agent
+from recipes.environments.sandbox.client import client_of
+from recipes.environments.sandbox.server import SandboxServer
 from recipes.environments.scoring.clients import HttpVerifier, InProcessVerifier, VerifierClient
 from recipes.environments.scoring.pool import ScoringPool
 from recipes.errors import RecipeError, suggestion
@@ -86,8 +88,9 @@ class Environments:
         self.codec = codec
         self._servers, self._agents, self._patterns = servers, agents, patterns
         self._pool = ScoringPool()
+        self._sandbox = SandboxServer()
         http = JsonClient()
-        self._clients = {name: _client(server, self._pool, http) for name, server in servers.items()}
+        self._clients = {name: _client(server, self._pool, self._sandbox, http) for name, server in servers.items()}
 
     @classmethod
     def from_config(cls, env: EnvConfig, codec: ChatCodec) -> Environments:
@@ -148,20 +151,23 @@ class Environments:
         self._clients = {name: wrap(client) for name, client in self._clients.items()}
 
     def close(self) -> None:
-        """End the scoring workers."""
+        """End the scoring workers and the sandbox."""
         self._pool.close()
+        self._sandbox.close()
 
 
-def _client(server: ServerInstance, pool: ScoringPool, http: JsonClient) -> VerifierClient:
+def _client(server: ServerInstance, pool: ScoringPool, sandbox: SandboxServer, http: JsonClient) -> VerifierClient:
     if server.url:
         return HttpVerifier(name=server.name, url=server.url, timeout_seconds=server.timeout_seconds, http=http)
+    verifier = VERIFIERS[server.verifier]
     return InProcessVerifier(
         name=server.verifier,
-        verifier=VERIFIERS[server.verifier],
+        verifier=verifier,
         settings=server.settings,
         pool=pool,
         timeout_seconds=server.timeout_seconds,
         judge=server.judge.client(http) if server.judge else None,
+        sandbox=client_of(server.settings, sandbox, http) if verifier.needs_sandbox else None,
     )
 
 

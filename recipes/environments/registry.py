@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.environments.verifiers import (
     calendar,
+    code_gen,
     equivalence_llm_judge,
     instruction_following,
     inverse_if,
@@ -28,6 +29,7 @@ from recipes.errors import suggestion
 
 VERIFIERS: Mapping[str, Verifier] = {
     "calendar": calendar.VERIFIER,
+    "code_gen": code_gen.VERIFIER,
     "equivalence_llm_judge": equivalence_llm_judge.VERIFIER,
     "instruction_following": instruction_following.VERIFIER,
     "inverse_if": inverse_if.VERIFIER,
@@ -48,7 +50,6 @@ AGENTS: Mapping[str, Agent] = {
 
 LATER_AGENTS = frozenset(
     {
-        "code_gen_simple_agent",
         "genrm_simple_agent",
         "genrm_simple_agent_reasoning_off",
         "lc_judge_simple_agent",

@@ -10,6 +10,7 @@ from __future__ import annotations
 ARCHITECTURES = ("NemotronHForCausalLM", "Qwen3ForCausalLM")
 RESOURCES_TYPES = (  # resources servers
     "calendar",
+    "code_gen",
     "equivalence_llm_judge",
     "instruction_following",
     "inverse_if",

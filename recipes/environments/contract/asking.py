@@ -1,18 +1,20 @@
-"""How a verifier asks a judge model while it scores, without doing any input or output itself.
+"""How a verifier asks a judge model or runs a program while it scores, without doing any input or output itself.
 
-A verifier that needs nobody else is a function: `score(response, task) -> Verdict`. One that needs a judge is a
-generator: it yields the questions that may be asked at the same time, is sent one reply for each, and returns its
-verdict. Who drives it decides how judges are reached; a test sends fixed replies.
+A verifier that needs nobody else is a function: `score(response, task) -> Verdict`. One that needs a judge, or a
+sandbox, is a generator: it yields the requests that may be made at the same time, all of one kind, is sent one reply
+for each, and returns its verdict. Who drives it decides how judges and sandboxes are reached; a test sends fixed
+replies.
 
     def score(response: Response, task: Task) -> Scoring:
         (reply,) = yield [JudgeQuestion(messages=(("user", "Is it right? [[YES]] or [[NO]]"),))]
         is_right = first_label(last_part_text(reply), "[[YES]]", "[[NO]]") == "[[YES]]"
         return Verdict(reward=float(is_right), reason="the judge says yes" if is_right else "the judge says no")
 
-A generator never sees a judge that failed: its driver gives up and reports no verdict, so that no failure becomes a
-number. A reply that arrives and says nothing usable is the verifier's to read; each states what it means there.
+A generator never sees a judge or a sandbox that failed: its driver gives up and reports no verdict, so that no failure
+becomes a number. A reply that arrives and says nothing usable is the verifier's to read; each states what it means
+there.
 
-Scoring is pure, so a driver may keep no generator between two questions: `advance` starts it again and sends it all
+Scoring is pure, so a driver may keep no generator between two requests: `advance` starts it again and sends it all
 replies so far. That is how a scoring process, which keeps nothing, scores with a judge.
 """
 
@@ -34,28 +36,45 @@ class JudgeQuestion:
     params: Mapping[str, Any] = field(default_factory=dict)  # over those of the server: temperature, top_p, ...
 
 
-Scoring = Generator[Sequence[JudgeQuestion], Sequence[Response], Verdict]
-"""A verdict in progress. Replies are Responses objects, one per question, in the order of the questions."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """One program to run in a sandbox.
+
+    Its reply has `process_status` (completed, error, failed or timeout), `stdout` and `stderr`.
+    """
+
+    language: str  # as the sandbox names it: python3, shell, lean4
+    code: str
+    seconds: float  # on the clock, once it has started
+    stdin: str = ""
+    max_characters: int = 1000  # kept of each of stdout and stderr
+
+
+Scoring = Generator[Sequence[JudgeQuestion] | Sequence[Execution], Sequence[Response], Verdict]
+"""A verdict in progress. Replies are one per request, in the order of the requests: of a judge a Responses object."""
+
+
+Requests = list[JudgeQuestion] | list[Execution]
 
 
 Replies = Sequence[Sequence[Response]]
 """What a scoring was answered so far, one sequence per time that it asked."""
 
 
-def advance(scored: Verdict | Scoring, replies: Replies) -> Verdict | list[JudgeQuestion]:
-    """Return the verdict of what a verifier's `score` returned, or what it asks after these replies."""
+def advance(scored: Verdict | Scoring, replies: Replies) -> Verdict | Requests:
+    """Return the verdict of what a verifier's `score` returned, or what it requests after these replies."""
     if isinstance(scored, Verdict):
         return scored
     try:
-        questions = next(scored)
+        requests = next(scored)
         for answers in replies:
-            questions = scored.send(answers)
+            requests = scored.send(answers)
     except StopIteration as end:
         verdict: Verdict = end.value
         return verdict
     finally:
         scored.close()
-    return list(questions)
+    return list(requests)  # type: ignore[return-value]  # all are of one kind
 
 
 def last_part_text(reply: Response) -> str:

@@ -35,7 +35,8 @@ class Verifier:
     """Read the verifier's fields of a row, under its settings. Raises `ValueError` that names the field, what was got
     and what is expected."""
     score: Callable[[Response, Any], Verdict | Scoring]
-    """Score one response to a task. Pure; takes any response. A generator where a judge is asked (`asking.py`)."""
+    """Score one response to a task. Pure; takes any response. A generator where it asks a judge or runs a program
+    (`asking.py`)."""
     class_name: str  # of NeMo Gym's server, part of the name of its session cookie
     rewards: tuple[float, float]  # smallest and largest reward it can give
     agents: Mapping[str, Agent]  # agent names of rows that need no configuration
@@ -44,6 +45,7 @@ class Verifier:
     needs_judge: Callable[[Mapping[str, Any]], bool] = lambda _settings: False
     """Whether a server with these settings asks a judge, which its setting `judge_model_server` then names."""
     tools: Tools | None = None  # that the model can call during a rollout, beside the scoring
+    needs_sandbox: bool = False  # whether it runs programs
     imports: tuple[str, ...] = ()  # libraries to load before the first score
     kind_of: Callable[[Any], str] = lambda _task: ""
     """Name the kind of a task, for `prepare`."""

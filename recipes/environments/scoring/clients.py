@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
-from recipes.environments.contract.asking import Replies, advance
+from recipes.environments.contract.asking import Execution, JudgeQuestion, Replies, Requests, advance
 from recipes.environments.contract.tools import Tools
 from recipes.environments.contract.verdict import NoVerdict, Response, Verdict, env_failed
 from recipes.environments.contract.verifier import Verifier
 from recipes.environments.http.client import JsonClient, JsonReply, RefusedError
 from recipes.environments.judges.client import JudgeClient, JudgeFailedError
+from recipes.environments.sandbox.client import SandboxClient
+from recipes.environments.sandbox.server import SandboxFailedError
 from recipes.environments.scoring.pool import Scored, ScoringPool
 from recipes.retry import NoReplyError, RetryPolicy, reply_within
 from recipes.types import RolloutStatus, Row
@@ -66,19 +68,23 @@ class InProcessVerifier:
     pool: ScoringPool
     timeout_seconds: float
     judge: JudgeClient | None = None  # of a verifier that needs one
+    sandbox: SandboxClient | None = None  # likewise
 
     async def verify(self, row: Row, response: Response) -> Verdict | NoVerdict:
-        """Score one response to one row, and ask the judge as often as the verifier needs."""
+        """Score one response to one row; ask the judge or the sandbox as often as the verifier needs."""
         try:
             task = self.verifier.parse_task(row, self.settings)
             replies: list[list[Response]] = []
             while isinstance(scored := await self._advance(task, response, replies), list):
-                if self.judge is None:
-                    return env_failed(f"{self.name}: it asks a judge, and none is configured")
-                replies.append(await self.judge.ask(scored))
+                answers = await self._replies_to(scored)
+                if isinstance(answers, NoVerdict):
+                    return answers
+                replies.append(answers)
             return scored
         except JudgeFailedError as error:
             return NoVerdict(status=RolloutStatus.JUDGE_FAILED, reason=f"{self.name}: {error}")
+        except SandboxFailedError as error:
+            return env_failed(f"{self.name}: {error}")
         except Exception as error:  # an environment that fails is a value with a reason, not the end of the run
             return env_failed(f"{self.name}: {type(error).__name__}: {error}")
 
@@ -92,6 +98,15 @@ class InProcessVerifier:
         except ValueError as error:
             return env_failed(f"{self.name}: {error}")
         return LocalSession(client=self, tools=self.verifier.tools, row=row, state=state)
+
+    async def _replies_to(self, requests: Requests) -> list[Response] | NoVerdict:
+        questions = [request for request in requests if isinstance(request, JudgeQuestion)]
+        executions = [request for request in requests if isinstance(request, Execution)]
+        if questions and self.judge is not None:
+            return await self.judge.ask(questions)
+        if executions and self.sandbox is not None:
+            return await self.sandbox.run(executions)
+        return env_failed(f"{self.name}: it asks a {'judge' if questions else 'sandbox'}, and none is configured")
 
     async def _advance(self, task: Any, response: Response, replies: Replies) -> Scored:
         if self.verifier.is_cheap(task):

@@ -27,7 +27,7 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from recipes.environments.contract.asking import JudgeQuestion, Replies
+from recipes.environments.contract.asking import Replies, Requests
 from recipes.environments.contract.verdict import NoVerdict, Response, Verdict, env_failed
 from recipes.environments.contract.verifier import Verifier
 from recipes.environments.scoring.jail import jail
@@ -42,8 +42,8 @@ QUEUE_SECONDS = 1800.0
 MAX_PROCESSES = 32
 
 
-Scored = Verdict | NoVerdict | list[JudgeQuestion]
-"""What scoring a response came to: the questions are for a judge, whose replies go into another score."""
+Scored = Verdict | NoVerdict | Requests
+"""What scoring a response came to: requests are for a judge or a sandbox, whose replies go into another score."""
 
 
 class ScoringPool:

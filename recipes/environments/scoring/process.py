@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -11,7 +12,7 @@ import subprocess
 import time
 from typing import Any
 
-from recipes.environments.contract.asking import JudgeQuestion
+from recipes.environments.contract.asking import Execution, JudgeQuestion, Requests
 from recipes.environments.contract.verdict import Verdict
 from recipes.environments.contract.verifier import Verifier
 from recipes.environments.scoring.frames import (
@@ -26,7 +27,7 @@ from recipes.environments.scoring.jail import jail
 
 Body = tuple[bytes, bytes, bytes]  # JSON of a task, of a response to it, and of the replies of a judge so far
 
-MAX_QUESTIONS = 64  # that a verifier may ask a judge at once
+MAX_QUESTIONS = 64  # that a verifier may ask a judge, or programs that it may have run, at once
 SCORES_PER_PROCESS = 500  # a fork takes about 10 ms, a score often less than 1 ms
 _SHOWN_CHARS = 300  # of what a process wrote before it died
 
@@ -61,8 +62,8 @@ class ScoringProcess:
 
     def score(
         self, verifier: Verifier, kind: str, body: Body, *, cpu_seconds: float, seconds: float
-    ) -> Verdict | list[JudgeQuestion]:
-        """Score a response to a task of a kind under a verifier that is loaded, or return what a judge must be asked.
+    ) -> Verdict | Requests:
+        """Score a response to a task of a kind under a verifier that is loaded, or return what it requests.
 
         Raises `OutOfTime` beyond `cpu_seconds` of processor time, `TimeoutError` beyond `seconds` on the clock,
         `ProcessDied`, `ValueError` for an answer that is no verdict of this verifier, and `RuntimeError` with what
@@ -88,6 +89,8 @@ class ScoringProcess:
             raise RuntimeError(str(reply["error"])[:_SHOWN_CHARS])
         if "questions" in reply:
             return read_questions(reply["questions"])
+        if "executions" in reply:
+            return read_executions(reply["executions"])
         return read_verdict(reply.get("verdict"), verifier.rewards)
 
     def _renew(self, seconds: float) -> None:
@@ -205,6 +208,21 @@ def read_questions(value: object) -> list[JudgeQuestion]:
             raise ValueError("a question to a judge of another form")
         questions.append(JudgeQuestion(messages=tuple((role, text) for role, text in messages or ()), params=params))
     return questions
+
+
+def read_executions(value: object) -> list[Execution]:
+    """Return the programs to run in an answer; raises `ValueError` for anything else."""
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_QUESTIONS:
+        raise ValueError(f"no list of 1 to {MAX_QUESTIONS} programs to run")
+    executions = []
+    for entry in value:
+        if not isinstance(entry, dict) or entry.keys() != {field.name for field in dataclasses.fields(Execution)}:
+            raise ValueError("a program to run of another form")
+        is_text = all(isinstance(entry[name], str) for name in ("language", "code", "stdin"))
+        if not is_text or not _is_number(entry["seconds"]) or not _is_number(entry["max_characters"]):
+            raise ValueError("a program to run of another form")
+        executions.append(Execution(**{**entry, "max_characters": int(entry["max_characters"])}))
+    return executions
 
 
 def read_verdict(value: object, rewards: tuple[float, float]) -> Verdict:

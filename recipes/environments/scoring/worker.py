@@ -12,6 +12,7 @@ of task share; {"do": "renew"} replaces the scorer. Each is answered. The loader
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib
 import json
@@ -22,7 +23,7 @@ import select
 import signal
 from typing import Any
 
-from recipes.environments.contract.asking import advance
+from recipes.environments.contract.asking import Execution, advance
 from recipes.environments.contract.verdict import Verdict
 from recipes.environments.contract.verifier import Verifier
 from recipes.environments.scoring import seccomp
@@ -184,7 +185,10 @@ def _answer(module: str, task: bytes, response: bytes, replies: bytes) -> dict[s
         scored = advance(verifier.score(json.loads(response), _task(verifier, task)), json.loads(replies))
         if isinstance(scored, Verdict):
             return {"verdict": _as_json(scored)}
-        return {"questions": [[question.messages, dict(question.params)] for question in scored]}
+        executions = [dataclasses.asdict(request) for request in scored if isinstance(request, Execution)]
+        if executions:
+            return {"executions": executions}
+        return {"questions": [[request.messages, dict(request.params)] for request in scored]}  # type: ignore[union-attr]
     except Exception as error:  # whatever a verifier raises is reported, and gives no verdict
         return {"error": _described(error)}
 

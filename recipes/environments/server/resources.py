@@ -22,6 +22,8 @@ from recipes.environments.contract.verdict import NoVerdict
 from recipes.environments.http.client import JsonClient
 from recipes.environments.instances import ServerInstance
 from recipes.environments.registry import VERIFIERS
+from recipes.environments.sandbox.client import client_of
+from recipes.environments.sandbox.server import SandboxServer
 from recipes.environments.scoring.clients import InProcessVerifier
 from recipes.environments.scoring.pool import ScoringPool
 from recipes.environments.server.sessions import Sessions
@@ -31,7 +33,7 @@ from recipes.types import RolloutStatus
 def create_app(instance: ServerInstance) -> FastAPI:
     """Return the server of one instance; its scoring workers live as long as the app."""
     verifier = VERIFIERS[instance.verifier]
-    pool = ScoringPool()
+    pool, sandbox = ScoringPool(), SandboxServer()
     client = InProcessVerifier(
         name=instance.verifier,
         verifier=verifier,
@@ -39,12 +41,14 @@ def create_app(instance: ServerInstance) -> FastAPI:
         pool=pool,
         timeout_seconds=instance.timeout_seconds,
         judge=instance.judge.client(JsonClient()) if instance.judge else None,
+        sandbox=client_of(instance.settings, sandbox, JsonClient()) if verifier.needs_sandbox else None,
     )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         pool.close()
+        sandbox.close()
 
     app = FastAPI(title=instance.name, lifespan=lifespan)
     cookie = f"{verifier.class_name}___{instance.name}"

@@ -20,10 +20,11 @@ BELOW: dict[str, set[str]] = {
     "verifiers": {"contract", "checks", "office"},
     "http": set(),
     "judges": {"contract", "http"},
-    "scoring": {"contract", "http", "judges"},
+    "sandbox": {"contract", "http"},
+    "scoring": {"contract", "http", "judges", "sandbox"},
     "chat": {"contract"},
     "agents": {"contract", "judges", "scoring", "chat"},
-    "server": {"contract", "judges", "scoring", "http", "instances", "registry"},
+    "server": {"contract", "judges", "sandbox", "scoring", "http", "instances", "registry"},
 }
 
 

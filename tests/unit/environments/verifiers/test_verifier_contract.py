@@ -29,6 +29,7 @@ EVENT = {"event_id": 0, "duration": 60, "constraint": "before 1pm", "min_time": 
 ACTION = {"type": "function_call", "name": "f", "arguments": '{"q": "two words"}'}
 ROWS: dict[str, dict[str, Any]] = {
     "calendar": {"exp_cal_state": {"0": EVENT}},
+    "code_gen": {"verifier_metadata": {"unit_tests": {"inputs": ["1"], "outputs": ["2"]}}},
     "instruction_following": {"instruction_id_list": ["detectable_format:title"], "kwargs": [{}]},
     "single_step_tool_use_with_argument_comparison": {"expected_action": ACTION},
     "equivalence_llm_judge": {"responses_create_params": {"input": "q"}, "expected_answer": "4"},
@@ -71,11 +72,12 @@ def junk_responses() -> list[Any]:
 
 
 def settled(verifier: Verifier, response: Any, task: Any) -> Verdict:
-    """Return the verdict; a judge that is asked repeats the response's own text, which a hostile answer makes it do."""
+    """Return the verdict; whoever is asked repeats the response's own text, which a hostile answer makes it do."""
     text = last_message_text(response) if isinstance(response.get("output"), list) else ""
     replies: list[list[Any]] = []
     while isinstance(scored := advance(verifier.score(response, task), replies), list):
-        replies.append([{"output": [message_item(text)]} for _ in scored])
+        printed = '{"ready": true}\n' + text
+        replies.append([{"output": [message_item(text)], "stdout": printed} for _ in scored])
     return scored
 
 
@@ -183,8 +185,8 @@ def test_no_agent_is_both_built_and_to_come() -> None:
 
 
 def test_agents_that_are_missing_say_why() -> None:
-    with pytest.raises(ValueError, match="'code_gen_simple_agent' comes with a later release"):
-        find_agent("code_gen_simple_agent", {})
+    with pytest.raises(ValueError, match="'swe_agents_train' comes with a later release"):
+        find_agent("swe_agents_train", {})
     with pytest.raises(ValueError, match="unknown agent 'mcqa_simple_agnt'; did you mean 'mcqa_simple_agent'"):
         find_agent("mcqa_simple_agnt", {})
 

@@ -1,0 +1,84 @@
+"""The client of a sandbox, in the protocol of the NeMo-Skills sandbox (`containers/sandbox/server.py`).
+
+A program that fails, or runs out of its time, is an answer like any other. `SandboxFailedError` is for a sandbox that
+gives none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from recipes.environments.contract.asking import Execution
+from recipes.environments.contract.verdict import Response
+from recipes.environments.http.client import JsonClient, RefusedError
+from recipes.environments.sandbox.server import Place, SandboxFailedError, SandboxServer
+from recipes.retry import ALWAYS, NoReplyError, RetryPolicy, reply_within
+
+SETTINGS = frozenset({"num_processes", "sandbox_host", "sandbox_port"})
+DEFAULT_PLACE = ("127.0.0.1", 6000)
+DEFAULT_CONCURRENCY = 1024
+QUEUE_SECONDS = 600.0  # for a place in a sandbox that others use too
+ANSWER_SECONDS = 30.0  # from the end of a program to its answer, and for the end of a session
+# A program can be run again; a server that is gone is looked for again with each attempt.
+RETRIES = RetryPolicy(max_retries=ALWAYS, max_unreached_retries=5, first_seconds=0.2, max_seconds=8.0, jitter=0.25)
+
+
+@dataclass(slots=True, kw_only=True)
+class SandboxClient:
+    """Runs programs, at most `max_concurrency` at a time; further ones wait here."""
+
+    server: SandboxServer
+    place: Place  # of the job's sandbox
+    max_concurrency: int
+    http: JsonClient = field(default_factory=JsonClient)
+    _gates: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(default_factory=dict)
+
+    async def run(self, executions: Sequence[Execution]) -> list[Response]:
+        """Return one answer per program, in their order; raises `SandboxFailedError` when one has none."""
+        tasks = [asyncio.ensure_future(self._run(execution)) for execution in executions]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _run(self, execution: Execution) -> Response:
+        body = {
+            "generated_code": execution.code,
+            "std_input": execution.stdin,
+            "language": execution.language,
+            "timeout": execution.seconds,
+            "max_output_characters": execution.max_characters,
+        }
+
+        async def ask() -> Response:
+            address = await self.server.address(self.place)
+            headers = {"authorization": f"Bearer {address.token}"}
+            async with asyncio.timeout(execution.seconds + ANSWER_SECONDS):
+                reply = await self.http.post(f"{address.url}/execute", body, headers=headers)
+            if not isinstance(reply.body.get("process_status"), str):
+                raise RefusedError(f"{address.url}/execute answered no process_status: {str(reply.body)[:200]}")
+            return reply.body
+
+        try:
+            async with self._gate():
+                seconds = execution.seconds + QUEUE_SECONDS
+                return await reply_within(seconds, ask, RETRIES)
+        except (NoReplyError, RefusedError) as error:
+            raise SandboxFailedError(f"the sandbox gave no answer: {error}") from error
+
+    def _gate(self) -> asyncio.Semaphore:
+        loop = asyncio.get_running_loop()
+        if loop not in self._gates:
+            self._gates[loop] = asyncio.Semaphore(min(self.max_concurrency, self.server.places))
+        return self._gates[loop]
+
+
+def client_of(settings: Mapping[str, Any], server: SandboxServer, http: JsonClient) -> SandboxClient:
+    """Return the client of a resources server with these settings."""
+    host, port = settings.get("sandbox_host") or DEFAULT_PLACE[0], settings.get("sandbox_port") or DEFAULT_PLACE[1]
+    most = settings.get("num_processes") or DEFAULT_CONCURRENCY
+    return SandboxClient(server=server, place=(str(host), int(port)), max_concurrency=int(most), http=http)

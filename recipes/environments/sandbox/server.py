@@ -1,0 +1,157 @@
+"""Where programs run: the sandbox that a job has on every node, else a server of our own on this machine.
+
+Both are servers of one protocol (`containers/sandbox/server.py`), so there is one way to run a program. Our own is
+started when it is first needed, and ends with this process, however that ends. It needs bubblewrap and a kernel that
+lets an account make namespaces; without them a program is not run, and gives no verdict.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = Path(__file__).resolve().parents[3] / "containers" / "sandbox" / "server.py"
+START_SECONDS = 60.0  # of our own server, which tries one jail first
+CONNECT_SECONDS = 5.0  # to the job's
+END_SECONDS = 10.0
+KEPT_VARIABLES = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH")  # of ours, for the server; programs get none of them
+_SHOWN_CHARACTERS = 300
+
+
+Place = tuple[str, int]
+"""Host and port."""
+
+
+class SandboxFailedError(Exception):
+    """No sandbox answered; the message says which and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """One server, and the token that opens it."""
+
+    url: str
+    token: str
+
+
+class SandboxServer:
+    """The servers that this process asks; a job's is opened by the job's token, and our own by one of its own."""
+
+    def __init__(self) -> None:
+        self._token = os.environ.get("SANDBOX_TOKEN", "")  # "" outside of a job
+        self._jobs: dict[Place, bool] = {}  # whether the job's sandbox answered there
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = -1  # what our own server writes to standard error
+        self._own: Address | None = None
+
+    @property
+    def places(self) -> int:
+        """How many programs may run at the same time."""
+        return max(2, os.cpu_count() or 1)
+
+    async def address(self, place: Place) -> Address:
+        """Return where to ask: at the place of the job's sandbox, or at our own, which is started if need be.
+
+        Raises `SandboxFailedError`.
+        """
+        if self._jobs.get(place):
+            return self._address_of(place)
+        return await asyncio.to_thread(self._find, place)
+
+    def close(self) -> None:
+        """End our own server, if there is one."""
+        with self._lock:
+            self._end()
+
+    def _address_of(self, place: Place) -> Address:
+        return Address(url=f"http://{place[0]}:{place[1]}", token=self._token)
+
+    def _find(self, place: Place) -> Address:
+        with self._lock:
+            if self._process is not None and self._process.poll() is not None:
+                logger.warning("the sandbox of this process ended with status %d; it is started again", self._end())
+            if self._token and place not in self._jobs:
+                self._jobs[place] = answers(place)
+            if self._jobs.get(place):
+                return self._address_of(place)
+            if self._own is None:
+                self._own = self._start()
+            return self._own
+
+    def _start(self) -> Address:
+        """Start our own server on a socket that is ours from the start."""
+        token = secrets.token_hex(32)
+        self._log = os.memfd_create("sandbox")
+        with socket.create_server(("127.0.0.1", 0), backlog=512) as listening:
+            descriptor = listening.fileno()
+            given = {"SANDBOX_TOKEN": token, "SANDBOX_LISTEN_FD": str(descriptor)}
+            kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+            self._process = subprocess.Popen(
+                [sys.executable, str(PROGRAM)],
+                env={**kept, **given, "SANDBOX_CONCURRENCY": str(self.places)},
+                stdin=subprocess.PIPE,  # its end tells the server that this process has ended
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                pass_fds=(descriptor,),
+                start_new_session=True,  # Ctrl-C is for the run to handle
+            )
+            port = listening.getsockname()[1]
+        self._wait_until_ready(self._process)
+        return Address(url=f"http://127.0.0.1:{port}", token=token)
+
+    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        deadline, said = time.monotonic() + START_SECONDS, b""
+        waiting = select.poll()
+        waiting.register(process.stdout, select.POLLIN)
+        while not said.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            data = os.read(process.stdout.fileno(), 64) if left > 0 and waiting.poll(1000 * left) else b""
+            if not data:
+                process.kill()
+                process.wait()
+                why = os.pread(self._log, 1 << 16, 0).decode(errors="replace").strip()[-_SHOWN_CHARACTERS:]
+                self._end()
+                raise SandboxFailedError(f"no sandbox could be started here: {why or 'it did not become ready'}")
+            said += data
+
+    def _end(self) -> int:
+        """End the server and forget it; returns its exit status."""
+        process, self._process, self._own = self._process, None, None
+        if process is None:
+            return 0
+        os.close(self._log)
+        with process:
+            assert process.stdin is not None
+            with suppress(OSError):
+                process.stdin.close()
+            try:
+                return process.wait(timeout=END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return process.wait()
+
+
+def answers(place: Place) -> bool:
+    """Return whether the job's sandbox listens at a place, and log a warning where it does not."""
+    try:
+        socket.create_connection(place, timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        where = ":".join(map(str, place))
+        logger.warning("no sandbox of the job listens at %s (%s); programs run in one of our own", where, error)
+        return False
+    return True

@@ -1,0 +1,197 @@
+"""Programs for problems with unit tests. Reward 1.0 when a program passes every test, else 0.0.
+
+The program is what stands between the last two lines with three backticks; an answer whose last fence is not closed
+gives other lines than it means. It runs in a sandbox (`checks/program_harness.py` says what it finds there), which is
+sent the inputs of the tests and never what they expect; the comparison (`checks/program_outputs.py`) happens here. The
+tests go in growing batches, each in a process of its own, so that a wrong program stops early.
+
+A program that fails, hangs, floods its output or breaks its process earns 0. A sandbox that does not start it gives no
+verdict. Kept from the reference, because rewards depend on it:
+
+* The answer earns `reasoning_format_penalty` in place of its reward when a thinking tag stands in its text, or one of
+  the tags more than once in its reasoning. Its program is then not run.
+* A row without tests rewards every program that Python accepts. A test whose values are no JSON, in a row that calls a
+  function, cannot be passed.
+
+Other than there, the time limit of a test counts processor time: a busy machine takes longer, but does not use more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.environments.checks import program_harness
+from recipes.environments.checks.program_outputs import is_same_output, is_same_value
+from recipes.environments.contract.asking import Execution, Scoring
+from recipes.environments.contract.responses import all_text, output_items
+from recipes.environments.contract.rows import optional_object, optional_str, wrong
+from recipes.environments.contract.verdict import Response, Verdict
+from recipes.environments.contract.verifier import Agent, Verifier
+from recipes.types import Row
+
+HARNESS = Path(program_harness.__file__).read_text(encoding="utf-8")
+FENCE = "```"
+TAGS = ("<think>", "</think>")
+BATCH_GROWTH = 4  # 1 test, then 4, then 16
+START_SECONDS = 5.0  # to start Python in a sandbox that is busy
+MAX_CHARACTERS = 8_000_000  # of a batch's answers
+SHOWN_CHARACTERS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """The tests of one problem."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    fn_name: str | None  # what is called; None = the program reads standard input
+    seconds: float  # of processor time, for one test
+    format_reward: float  # of an answer with misplaced thinking tags
+
+
+def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
+    """Read `verifier_metadata.unit_tests`; of lists of different lengths the surplus is left out."""
+    tests = optional_object(row, "verifier_metadata").get("unit_tests")
+    if not isinstance(tests, Mapping):
+        raise wrong("verifier_metadata.unit_tests", tests, "an object")
+    inputs, outputs = (_texts(tests, name) for name in ("inputs", "outputs"))
+    count = min(len(inputs), len(outputs))
+    return Task(
+        inputs=inputs[:count],
+        outputs=outputs[:count],
+        fn_name=optional_str(tests, "fn_name"),
+        seconds=float(settings.get("unit_test_timeout_secs", 10)),
+        format_reward=float(settings.get("reasoning_format_penalty", 0.0)),
+    )
+
+
+def score(response: Response, task: Task) -> Verdict | Scoring:
+    """Run the program of an answer on the tests."""
+    code = program_in(all_text(response))
+    if code is None:
+        return Verdict(reward=0.0, reason="no program: fewer than two lines with three backticks, or nothing between")
+    if has_misplaced_tags(response):
+        reason = "a thinking tag in the text, or twice in the reasoning"
+        return Verdict(reward=task.format_reward, reason=reason, metrics={"reasoning_format_violation": 1.0})
+    return _score_by_running(code, task)
+
+
+def program_in(text: str) -> str | None:
+    """Return the lines between the last two that hold three backticks, None when there are none."""
+    lines = text.split("\n")
+    fences = [number for number, line in enumerate(lines) if FENCE in line]
+    return "\n".join(lines[fences[-2] + 1 : fences[-1]]) or None if len(fences) > 1 else None
+
+
+def has_misplaced_tags(response: Response) -> bool:
+    """Return whether a thinking tag is in the text, or the same one more than once in the reasoning."""
+    text = all_text(response)
+    parts = [
+        part.get("text")
+        for item in output_items(response)
+        if item.get("type") == "reasoning" and isinstance(item.get("summary"), list)
+        for part in item["summary"]
+        if isinstance(part, Mapping)
+    ]
+    reasoning = "".join(part for part in parts if isinstance(part, str))
+    return any(tag in text or reasoning.count(tag) > 1 for tag in TAGS)
+
+
+def _score_by_running(code: str, task: Task) -> Scoring:
+    total, start, size = len(task.inputs), 0, 1
+    while True:
+        inputs = task.inputs[start : start + size]
+        (reply,) = yield [_execution(code, inputs, task)]
+        answers = _answers(reply)
+        if not inputs and answers:  # the definitions of the program failed
+            return _failed(code, f"without a test: {_problem(answers[0], '', task)}", 0)
+        for number, expected in enumerate(task.outputs[start : start + size]):
+            answer = answers[number] if number < len(answers) else {"error": _end_of(reply)}
+            if problem := _problem(answer, expected, task):
+                return _failed(code, f"test {start + number + 1} of {total}: {problem}", start + number)
+        start, size = start + len(inputs), size * BATCH_GROWTH
+        if start == total:
+            return Verdict(
+                reward=1.0,
+                reason=f"passes all {total} tests",
+                metrics={"tests_passed": float(total)},
+                details={"extracted_model_code": code},
+            )
+
+
+def _failed(code: str, reason: str, passed: int) -> Verdict:
+    metrics = {"tests_passed": float(passed)}
+    return Verdict(reward=0.0, reason=reason, metrics=metrics, details={"extracted_model_code": code})
+
+
+def _execution(code: str, inputs: Sequence[str], task: Task) -> Execution:
+    request = {"code": code, "inputs": inputs, "fn_name": task.fn_name, "seconds": task.seconds}
+    return Execution(
+        language="python3",
+        code=HARNESS,
+        stdin=json.dumps(request),
+        seconds=START_SECONDS + (2 * task.seconds + 1) * (len(inputs) + 1),
+        max_characters=MAX_CHARACTERS,
+    )
+
+
+def _answers(reply: Response) -> list[Any]:
+    """Return the harness's lines after its first; raises `RuntimeError` when it did not get to run the program."""
+    first, *rest = str(reply.get("stdout") or "").split("\n")
+    if first != json.dumps({"ready": True}):
+        said = str(reply.get("stderr") or reply.get("stdout") or "nothing")
+        raise RuntimeError(f"the sandbox did not start the program: it said {said[-SHOWN_CHARACTERS:]!r}")
+    answers = []
+    for line in rest[:-1]:  # what follows the last end of a line was cut
+        try:
+            answers.append(json.loads(line))
+        except (ValueError, RecursionError):
+            answers.append(None)
+    return answers
+
+
+def _problem(answer: Any, expected: str, task: Task) -> str:
+    """Return what is wrong with the answer to one test, "" when it is right."""
+    if not isinstance(answer, Mapping):
+        return "the program broke its report"
+    if "time" in answer:
+        return f"more than {task.seconds:g} s"
+    if "error" in answer:
+        return str(answer["error"])[:SHOWN_CHARACTERS]
+    if task.fn_name is None:
+        return "" if is_same_output(str(answer.get("output", "")), expected) else "wrong output"
+    try:
+        wanted = json.loads(expected)
+    except (ValueError, RecursionError):
+        return "what the row expects is no JSON"
+    return "" if is_same_value(answer.get("value", answer.get("number")), wanted) else "wrong value"
+
+
+def _end_of(reply: Response) -> str:
+    """Return how a run ended that left out answers."""
+    if reply.get("process_status") == "timeout":
+        return "no end within its time"
+    return f"the program ended its process: {str(reply.get('stderr') or 'silently').strip()[-SHOWN_CHARACTERS:]}"
+
+
+def _texts(tests: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    values = tests.get(name)
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise wrong(f"verifier_metadata.unit_tests.{name}", values, "a list of strings")
+    return tuple(values)
+
+
+VERIFIER = Verifier(
+    task=Task,
+    parse_task=parse_task,
+    score=score,
+    class_name="CompCodingResourcesServer",
+    rewards=(-1.0, 1.0),
+    agents={"code_gen_simple_agent": Agent(kind="single_turn", server="code_gen")},
+    settings=frozenset({"debug", "num_processes", "reasoning_format_penalty", "unit_test_timeout_secs"}),
+    needs_sandbox=True,
+)

@@ -1,0 +1,273 @@
+"""Programs of answers in a real sandbox: every recorded case, programs that cheat or attack, servers that end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from small_root import require
+
+from recipes.environments.contract.asking import Execution, advance
+from recipes.environments.contract.responses import message_item
+from recipes.environments.contract.verdict import NoVerdict, Verdict
+from recipes.environments.http.client import JsonClient
+from recipes.environments.registry import VERIFIERS
+from recipes.environments.sandbox import server as sandbox_server
+from recipes.environments.sandbox.client import SandboxClient, client_of
+from recipes.environments.sandbox.server import SandboxFailedError, SandboxServer
+from recipes.environments.scoring.clients import InProcessVerifier
+from recipes.environments.scoring.pool import ScoringPool
+from tests.recorded import recorded
+
+pytestmark = pytest.mark.functional
+
+GOLDEN = recorded("GOLDEN_DIR", "golden") / "env" / "code_gen.json"
+SECRET = "the-answer-that-nobody-may-see"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[SandboxServer]:
+    require("bwrap", "prlimit", "setpriv")
+    made = SandboxServer()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ScoringPool]:
+    made = ScoringPool(num_workers=1)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[JsonClient]:
+    client = JsonClient()
+    yield client
+    await client.close()
+
+
+@pytest.fixture
+def code_gen(server: SandboxServer, pool: ScoringPool, http: JsonClient) -> InProcessVerifier:
+    settings = {"unit_test_timeout_secs": 0.5}
+    return InProcessVerifier(
+        name="code_gen",
+        verifier=VERIFIERS["code_gen"],
+        settings=settings,
+        pool=pool,
+        timeout_seconds=60,
+        sandbox=client_of(settings, server, http),
+    )
+
+
+async def scored(
+    verifier: InProcessVerifier, code: str, outputs: tuple[str, ...] = (SECRET,), fn_name: str | None = None
+) -> Verdict | NoVerdict:
+    tests = {"inputs": [str(n) for n in range(len(outputs))], "outputs": list(outputs), "fn_name": fn_name}
+    answer = {"output": [message_item(f"```python\n{code}\n```")]}
+    return await verifier.verify({"verifier_metadata": {"unit_tests": tests}}, answer)
+
+
+@pytest.mark.timeout(300)
+async def test_every_recorded_case(code_gen: InProcessVerifier) -> None:
+    cases = json.loads(GOLDEN.read_text(encoding="utf-8"))["cases"]
+    assert cases
+    verdicts = await asyncio.gather(*(code_gen.verify(case["row"], case["response"]) for case in cases))
+    for case, verdict in zip(cases, verdicts, strict=True):
+        assert isinstance(verdict, Verdict), (case["name"], verdict)
+        assert verdict.reward == case["reward"], (case["name"], verdict.reason)
+
+
+# Where a program could look for what its tests expect. Each prints what it finds, and must not find SECRET.
+SEARCHES = {
+    "objects": "import gc\nprint([o for o in gc.get_objects() if 'the-answer' in repr(o)][:1])",
+    "frames": "f = sys._getframe()\nwhile f:\n    print(f.f_locals, f.f_globals)\n    f = f.f_back",
+    "files": "import glob\nfor p in glob.glob('/tmp/*') + glob.glob('/proc/*/[ce][mn][dv]*'):\n"
+    "    print(io.open(p, 'rb').read())",
+    "descriptors": "import os\nfor fd in range(3, 40):\n    try: print(os.pread(fd, 1 << 20, 0))\n"
+    "    except OSError: pass",
+    "the memory of its process": "for line in io.open('/proc/self/maps'):\n    if 'rw-p' in line:\n"
+    "        low, high = (int(x, 16) for x in line.split()[0].split('-'))\n"
+    "        with io.open('/proc/self/mem', 'rb') as m:\n            m.seek(low)\n"
+    "            print(b'the-answer-that' in m.read(high - low))",
+    "the rows on the disk": "import subprocess\nprint(subprocess.run(['grep', '-rhs', 'the-answer', 'PLACE', '/tmp', "
+    "'/home', '/root', '/var'], capture_output=True).stdout)",
+}
+# Programs that try to be called right, to take the harness apart, or to hurt the machine.
+CHEATS = {
+    "a printed verdict": "print('{\"reward\": 1.0}')\nprint('True')\nprint('PASSED')",
+    "a clean exit": "sys.exit(0)",
+    "a hard exit": "import os\nos._exit(0)",
+    "an exit at the end": "import atexit\natexit.register(lambda: print('passed'))",
+    "a signal to itself": "import _posixsubprocess, signal\nsignal.raise_signal(9)",
+    "its parents": "import posix\nfor p in (1, posix.getppid(), -1):\n    try: posix.kill(p, 9)\n"
+    "    except OSError: pass",
+    "a report of its own": "import os\nfor fd in range(3, 40):\n"
+    '    try: os.write(fd, b\'{"output": "", "passed": true, "reward": 1}\\n\')\n    except OSError: pass',
+    "equality of its own": "class E(str):\n    __eq__ = lambda *_: True\n    __hash__ = None\nprint(E('x'))",
+    "other builtins": "import builtins\nbuiltins.print = builtins.len = builtins.str = lambda *_, **__: 'yes'\n"
+    "builtins.all = builtins.any = lambda *_: True",
+    "another json": "import json\njson.dumps = lambda *_, **__: '{\"value\": true}'\n"
+    "json.loads = lambda *_, **__: True",
+    "the harness's own functions": "import __main__\n__main__.answer_of = lambda *_: {'output': 'x'}\n"
+    "__main__.Reporter.say = lambda *_: None",
+    "no clocks": "import signal\nsignal.setitimer(signal.ITIMER_PROF, 0)\nsignal.alarm(0)\n"
+    "signal.signal(signal.SIGPROF, signal.SIG_IGN)\nwhile True: pass",
+    "caught time": "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+    "a long sleep": "import time\ntime.sleep(1000)",
+    "a long expression": "print(9**9**9**9)",
+    "a fork bomb": "import posix\nwhile True:\n    try: posix.fork()\n    except OSError: pass",
+    "a thread bomb": "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(1000,)).start()",
+    "a memory hog": "x = []\nwhile True: x.append(bytearray(1 << 26))",
+    "a flood": "while True: print('x' * 1000000)",
+    "a flood past its output": "import os\nwhile True: os.write(2, b'x' * 1000000)",
+    "a flood of reports": "import os\nwhile True:\n    for fd in range(3, 10):\n"
+    "        try: os.write(fd, b'x' * 1000000)\n        except OSError: pass",
+    "a full disk": "n = 0\nwhile True:\n    io.open(f'/tmp/{n}', 'wb').write(b'x' * (1 << 24))\n    n += 1",
+    "deep recursion": "def f(n): return f(n + 1) + f(n + 1)\nf(0)",
+    "a deep value": "x = []\nfor _ in range(10**6): x = [x]\nprint(x)",
+    "a process left behind": "import posix, time\nif posix.fork() == 0: time.sleep(1000)",
+}
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+async def test_what_a_test_expects_is_nowhere_to_be_found(
+    server: SandboxServer, http: JsonClient, name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(SECRET)
+    row = {"verifier_metadata": {"unit_tests": {"inputs": ["1"], "outputs": [SECRET]}}}
+    verifier = VERIFIERS["code_gen"]
+    code = SEARCHES[name].replace("PLACE", str(tmp_path))
+    answer = {"output": [message_item(f"```python\n{code}\n```")]}
+    requests = advance(verifier.score(answer, verifier.parse_task(row, {"unit_test_timeout_secs": 5})), [])
+    assert isinstance(requests, list)
+    (reply,) = await client_of({}, server, http).run(requests)  # type: ignore[arg-type]  # a program
+    assert '{"output": ' in reply["stdout"] or '{"error": ' in reply["stdout"], reply
+    assert SECRET not in reply["stdout"]
+
+
+@pytest.mark.timeout(300)
+async def test_no_cheat_earns_anything_and_the_sandbox_goes_on(code_gen: InProcessVerifier) -> None:
+    verdicts = await asyncio.gather(*(scored(code_gen, code) for code in CHEATS.values()))
+    for name, verdict in zip(CHEATS, verdicts, strict=True):
+        assert isinstance(verdict, Verdict), (name, verdict)
+        assert verdict.reward == 0.0, (name, verdict.reason)
+    honest = await scored(code_gen, "print(int(input()) * 2)", ("0", "2", "4", "6", "8", "10"))
+    assert isinstance(honest, Verdict)
+    assert honest.reward == 1.0
+
+
+CALLED = {
+    "no function": "x = 1",
+    "no such class": "class Solution: pass",
+    "an exit": "def f(n): sys.exit(0)",
+    "a hard exit": "import os\ndef f(n): os._exit(0)",
+    "a report of its own": "import os\ndef f(n): os.write(3, b'{\"passed\": true}\\n')",
+    "itself": "def f(n): return f",
+    "no JSON": "def f(n): return {1, 2}",
+    "a class that fails everywhere": "class E:\n    def __getattribute__(self, name): raise RuntimeError\n"
+    "    def __float__(self): raise KeyboardInterrupt\ndef f(n): return E()",
+}
+
+
+@pytest.mark.parametrize("name", CALLED)
+async def test_a_function_that_cheats_earns_nothing(code_gen: InProcessVerifier, name: str) -> None:
+    verdict = await scored(code_gen, CALLED[name], ('"x"',), fn_name="f")
+    assert isinstance(verdict, Verdict)
+    assert verdict.reward == 0.0, verdict.reason
+
+
+async def test_a_value_that_equals_everything_is_not_believed(code_gen: InProcessVerifier) -> None:
+    code = "class E(int):\n    __eq__ = lambda *_: True\n    __hash__ = None\ndef f(n): return E(3)"
+    verdict = await scored(code_gen, code, ("7",), fn_name="f")
+    assert isinstance(verdict, Verdict)
+    assert verdict.reward == 0.0, verdict.reason
+
+
+async def test_a_server_that_died_is_replaced(code_gen: InProcessVerifier, server: SandboxServer) -> None:
+    first = await scored(code_gen, "print(1)", ("1",))
+    assert server._process is not None
+    os.killpg(server._process.pid, signal.SIGKILL)
+    second = await scored(code_gen, "print(1)", ("1",))
+    assert isinstance(first, Verdict)
+    assert isinstance(second, Verdict), second
+    assert first.reward == second.reward == 1.0
+
+
+async def test_a_machine_that_makes_no_jail_gives_no_verdict(
+    pool: ScoringPool, http: JsonClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    lacking = SandboxServer()
+    verifier = InProcessVerifier(
+        name="code_gen",
+        verifier=VERIFIERS["code_gen"],
+        settings={},
+        pool=pool,
+        timeout_seconds=60,
+        sandbox=client_of({}, lacking, http),
+    )
+    verdict = await scored(verifier, "print(1)", ("1",))
+    assert isinstance(verdict, NoVerdict)
+    assert "no sandbox could be started here" in verdict.reason
+    lacking.close()
+
+
+async def test_a_verifier_without_a_sandbox_gives_no_verdict(pool: ScoringPool) -> None:
+    verifier = InProcessVerifier(
+        name="code_gen", verifier=VERIFIERS["code_gen"], settings={}, pool=pool, timeout_seconds=60
+    )
+    verdict = await scored(verifier, "print(1)")
+    assert isinstance(verdict, NoVerdict)
+    assert "it asks a sandbox, and none is configured" in verdict.reason
+
+
+async def test_the_sandbox_of_a_job_is_asked_where_there_is_one(
+    server: SandboxServer, http: JsonClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = await server.address(("127.0.0.1", 1))  # nobody listens there, and there is no token: it is our own
+    monkeypatch.setenv("SANDBOX_TOKEN", own.token)
+    in_job = SandboxServer()
+    host, port = own.url.removeprefix("http://").split(":")
+    program = Execution(language="python3", code="print(input() * 2)", stdin="ab", seconds=20)
+    (answer,) = await client_of({"sandbox_host": host, "sandbox_port": port}, in_job, http).run([program])
+    assert (answer["process_status"], answer["stdout"], in_job._process) == ("completed", "abab\n", None)
+    (answer,) = await client_of({"sandbox_host": host, "sandbox_port": 1}, in_job, http).run([program])
+    assert answer["stdout"] == "abab\n"
+    assert "no sandbox of the job listens at 127.0.0.1:1" in caplog.text
+    in_job.close()
+
+
+async def test_a_language_that_is_not_there_is_refused(server: SandboxServer, http: JsonClient) -> None:
+    client = SandboxClient(server=server, place=("127.0.0.1", 6000), max_concurrency=1, http=http)
+    with pytest.raises(SandboxFailedError, match="language 'lean4' is not installed here"):
+        await client.run([Execution(language="lean4", code="", seconds=5)])
+
+
+START = """
+import asyncio
+from recipes.environments.sandbox.server import SandboxServer
+server = SandboxServer()
+print(asyncio.run(server.address(("127.0.0.1", 6000))).url, server._process.pid, flush=True)
+asyncio.run(asyncio.sleep(1000))
+"""
+
+
+def test_the_server_ends_with_a_process_that_is_killed() -> None:
+    root = Path(sandbox_server.__file__).parents[3]
+    with subprocess.Popen([sys.executable, "-c", START], cwd=root, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline().split()[1])
+        process.kill()
+    end = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]:
+        assert time.monotonic() < end, "the server lives on"
+        time.sleep(0.05)
