@@ -59,11 +59,9 @@ class WeightReader:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._file_of: dict[str, Path] = {}
-        self._unread: set[str] = set()
         for file in sorted(directory.glob("*.safetensors")):
             with safe_open(file, framework="pt") as tensors:
                 self._file_of |= dict.fromkeys(tensors.keys(), file)
-        self._unread = set(self._file_of)
         if not self._file_of:
             raise CheckpointError(
                 Problem(
@@ -84,14 +82,13 @@ class WeightReader:
                     fix="check that weights and config.json belong together",
                 )
             )
-        self._unread.discard(name)
         with safe_open(file, framework="pt") as tensors:
             tensor: Tensor = tensors.get_tensor(name)
         return tensor
 
-    def check_all_read(self, *, optional: set[str]) -> None:
-        """Refuse a directory with weights that the model did not take and that are not `optional`."""
-        left = self._unread - optional
+    def check_all_used(self, names: set[str]) -> None:
+        """Refuse a directory with other weights than `names`: training would lose them."""
+        left = set(self._file_of) - names
         if left:
             raise CheckpointError(
                 Problem(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recipes.policy.layers.attention import PackedSequences, packed_sequences
+from recipes.policy.layers.packed import PackedSequences, packed_sequences
 from recipes.policy.packing import round_up
 
 

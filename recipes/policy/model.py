@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from recipes.policy.families.family import Family
-from recipes.policy.layers.attention import PackedSequences
+from recipes.policy.layers.context import ContextSequences, gather_row
 from recipes.policy.layers.head import OutputConfig
+from recipes.policy.layers.packed import PackedSequences
 from recipes.policy.parallel import device
 
 if TYPE_CHECKING:
@@ -53,7 +55,11 @@ def transformer_config(family: Family, hf: Any, cfg: PolicyConfig) -> Transforme
         embedding_init_method=_keep,
         tensor_model_parallel_size=megatron.tensor_model_parallel_size,
         pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
+        num_layers_in_first_pipeline_stage=megatron.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=megatron.num_layers_in_last_pipeline_stage,
         context_parallel_size=megatron.context_parallel_size,
+        expert_model_parallel_size=megatron.expert_model_parallel_size,
+        expert_tensor_parallel_size=megatron.expert_tensor_parallel_size,
         sequence_parallel=megatron.sequence_parallel and megatron.tensor_model_parallel_size > 1,
         calculate_per_token_loss=True,  # gradients are divided once, by what the loss counted over all ranks
         variable_seq_lengths=True,
@@ -69,7 +75,12 @@ def transformer_config(family: Family, hf: Any, cfg: PolicyConfig) -> Transforme
 
 
 def forward(model: torch.nn.Module, tokens_1T: Tensor, labels_1T: Tensor, sequences: PackedSequences) -> Tensor:
-    """Return log p(label) [1, T] on the last pipeline stage, the hidden state elsewhere."""
+    """Return log p(label) [1, T] on the last pipeline stage, the hidden state elsewhere.
+
+    With context parallelism each rank computes its share of the tokens and gets the log-probabilities of all.
+    """
+    if isinstance(sequences, ContextSequences):
+        tokens_1T, labels_1T = tokens_1T[:, sequences.own_O], labels_1T[:, sequences.own_O]
     result: Tensor = model(
         input_ids=tokens_1T,
         position_ids=None,  # the rotary embedding takes positions from `sequences`
@@ -77,6 +88,8 @@ def forward(model: torch.nn.Module, tokens_1T: Tensor, labels_1T: Tensor, sequen
         labels=labels_1T,
         packed_seq_params=sequences,
     )
+    if isinstance(sequences, ContextSequences) and parallel_state.is_pipeline_last_stage():
+        return gather_row(result, sequences, parallel_state.get_context_parallel_group())
     return result
 
 

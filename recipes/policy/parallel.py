@@ -12,6 +12,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from recipes.cluster.ports import PORT_TABLE, hold_in_range
+from recipes.policy.families import gather
 from recipes.policy.layout import Coordinates
 
 if TYPE_CHECKING:
@@ -74,9 +75,13 @@ def join_groups(
         pipeline_model_parallel_size=cfg.pipeline_model_parallel_size,
         context_parallel_size=cfg.context_parallel_size,
         expert_model_parallel_size=cfg.expert_model_parallel_size,
+        expert_tensor_parallel_size=cfg.expert_tensor_parallel_size,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return Coordinates(
         data=parallel_state.get_data_parallel_rank(),
-        is_output=parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0,
+        is_output=parallel_state.is_pipeline_last_stage()
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0,
+        exports=gather.takes_part(),
     )

@@ -9,10 +9,11 @@ Shape legend: B rows of the shard, S their padded length.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -22,7 +23,9 @@ from torch import Tensor
 from recipes.config.tree import PolicyConfig
 from recipes.policy import hf
 from recipes.policy.families import mapping
-from recipes.policy.families.mapping import WeightMapping
+from recipes.policy.families.gather import FullWeights
+from recipes.policy.layers.context import share_over_context
+from recipes.policy.layout import check_model_fits
 from recipes.policy.microbatch import Microbatch, pack_microbatch
 from recipes.policy.model import build_model, forward, transformer_config
 from recipes.policy.optimizer import build_optimizer, wrap_ddp
@@ -38,35 +41,37 @@ class Trainer:
     cfg: PolicyConfig
     loss: LossFunction
     model: DistributedDataParallel
-    weights: Sequence[WeightMapping]
+    weights: FullWeights
     optimizer: Any
     scheduler: OptimizerParamScheduler
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, full tensor) on every rank of a replica, which all must iterate to the end.
+        """Yield (Hugging Face name, full tensor) on the ranks of `Coordinates.exports`; all iterate to the end.
 
         The optimizer writes parameters, and an overlapped gather completes them, by kernels that may still be queued
         when `train_step` returns. A reader on another stream would not wait for them and could read weights that are
         one step old. So this waits for the device first, and all that reads parameters after a step reads them here.
         """
         finish_queued_work()
-        return mapping.export(self.weights, self.model.config)
+        return self.weights.export()
 
     def full_shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Return name, dtype and shape of what `export` yields, in its order."""
-        return mapping.full_shapes(self.weights, self.model.config)
+        return self.weights.shapes()
 
 
 def build_trainer(cfg: PolicyConfig, loss: LossFunction) -> Trainer:
     """Build the model of `policy.model_name`, load its weights, and make the optimizer."""
     directory = hf.model_directory(cfg.model_name)
     hf_config, family = hf.read_config(directory)
+    check_model_fits(family.config(hf_config), hf_config.vocab_size, cfg.megatron_cfg)
     config = transformer_config(family, hf_config, cfg)
     model = build_model(family, hf_config, config, cfg)
-    weights = family.weights(unwrap_model(model))
+    own = family.weights(unwrap_model(model))
+    weights = FullWeights(own, config)
     reader = hf.WeightReader(directory)
-    mapping.load(weights, config, reader)
-    reader.check_all_read(optional=family.unread_weights(hf_config))
+    reader.check_all_used(weights.names() | family.unread_weights(hf_config))
+    mapping.load(own, config, reader)
 
     wrapped = wrap_ddp(model, config, cfg.megatron_cfg)
     optimizer, scheduler = build_optimizer(wrapped, cfg)
@@ -95,11 +100,14 @@ def accumulate_gradients(trainer: Trainer, shard: BatchShard) -> dict[str, Measu
     trainer.model.zero_grad_buffer()
     trainer.optimizer.zero_grad()
 
+    # All context-parallel ranks compute the same loss, and Megatron adds up what they count.
+    counts = int(parallel_state.get_context_parallel_rank() == 0)
+
     def loss_function(packed: Microbatch) -> Callable[..., Any]:
         def loss(logprobs_1T: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Any]]:
             inputs, current_BT = loss_inputs(shard, packed, logprobs_1T)
             sums = trainer.loss(current_BT, inputs)
-            return sums.loss, sums.count.to(torch.int), sums.metrics
+            return sums.loss, sums.count.to(torch.int) * counts, sums.metrics
 
         return loss
 
@@ -190,13 +198,18 @@ def _run(
 
 def _microbatches(trainer: Trainer, shard: BatchShard) -> Iterator[Microbatch]:
     megatron = trainer.cfg.megatron_cfg
+    context = parallel_state.get_context_parallel_group()
+    chunks = 2 * context.size() if context.size() > 1 else 1
     ids_BS = shard.batch.input_ids_BS.to(device())
     lengths = shard.batch.input_lengths_B.tolist()
     for rows in shard.microbatches:
-        yield pack_microbatch(
+        packed = pack_microbatch(
             ids_BS,
             lengths,
             rows,
             multiple=trainer.cfg.make_sequence_length_divisible_by,
-            row_multiple=megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1,
+            row_multiple=chunks * (megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1),
         )
+        if context.size() > 1:
+            packed = replace(packed, sequences=share_over_context(packed.sequences, context))
+        yield packed

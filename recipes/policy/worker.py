@@ -153,8 +153,8 @@ class PolicyWorker:
     def send_weights(self) -> None:
         """Gather each full tensor; rank 0 writes it to the shared-memory file, or broadcasts it."""
 
-        if self._coordinates.data != 0:
-            return  # another replica has the same weights
+        if not self._coordinates.exports:
+            return  # other ranks have the same weights
         exported = self._trainer.export()
         if self._rank == 0:
             assert self._sink is not None, "weight_layout or connect_engines comes first"
@@ -189,7 +189,7 @@ class PolicyWorker:
         from recipes.policy import hf
         from recipes.policy.model import DTYPES
 
-        if self._coordinates.data != 0:
+        if not self._coordinates.exports:
             return
         exported = self._trainer.export()
         if self._rank != 0:

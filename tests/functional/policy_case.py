@@ -22,6 +22,8 @@ from transformers import (
     NemotronHForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from recipes.config.load import load_config, require_valid
@@ -31,6 +33,7 @@ from recipes.policy.policy import Policy
 from recipes.types import TrainBatch
 
 BASE = Path(__file__).resolve().parents[2] / "configs" / "grpo_base.yaml"
+GRADIENT_SCALE = 1e3
 
 _CPU = {
     "policy.precision": "float32",
@@ -67,6 +70,38 @@ def save_model(directory: Path, *, tied: bool = False) -> Path:
         initializer_range=0.2,  # large enough that every weight matters
     )
     Qwen3ForCausalLM(config).float().save_pretrained(directory)
+    return directory
+
+
+def save_experts(directory: Path, **sizes: Any) -> Path:
+    """Write a random Qwen3 model with a mixture of experts in every layer, in float32."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        **{
+            "vocab_size": 96,
+            "hidden_size": 48,
+            "moe_intermediate_size": 32,
+            "intermediate_size": 80,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 128,
+            "rope_theta": 1e6,
+            "rms_norm_eps": 1e-6,
+            "initializer_range": 0.2,
+            **sizes,
+        }
+    )
+    model = Qwen3MoeForCausalLM(config).float()
+    with torch.no_grad():  # routers start at 0, where the choice of experts would be a tie
+        for name, value in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                value.normal_(std=0.3)
+    model.save_pretrained(directory)
     return directory
 
 
@@ -123,6 +158,20 @@ def load_case(model: Path, **overrides: Any) -> Config:
     values = _CPU | {f"policy.{key.replace('__', '.')}": value for key, value in overrides.items()}
     texts = [f"{key}={value}" for key, value in values.items()]
     return require_valid(load_config(BASE, [f"policy.model_name={model}", *texts]))
+
+
+def showing_gradients(config: Config) -> Config:
+    """Give Adam a huge epsilon, so that one step moves every weight by -GRADIENT_SCALE times its gradient.
+
+    The weights then show the gradients that the optimizer was given, after the same reductions as in training.
+    """
+    megatron = config.policy.megatron_cfg
+    megatron = replace(
+        megatron,
+        optimizer=replace(megatron.optimizer, lr=1e9, min_lr=1e9, adam_eps=1e9 / GRADIENT_SCALE),
+        scheduler=replace(megatron.scheduler, lr_warmup_iters=0, lr_warmup_init=0.0),
+    )
+    return replace(config, policy=replace(config.policy, megatron_cfg=megatron, max_grad_norm=1e9))
 
 
 @contextmanager

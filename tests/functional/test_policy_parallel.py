@@ -6,25 +6,23 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from policy_case import exported, load_case, local_ray, running, save_model
+from policy_case import GRADIENT_SCALE, exported, load_case, local_ray, running, save_model, showing_gradients
 from random_batch import random_batch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from recipes.config.tree import Config
 from recipes.errors import CheckpointError, PolicyError
 from recipes.grpo.loss import grpo_loss
 from recipes.types import LossInputs
 
 pytestmark = pytest.mark.functional
 
-_SCALE = 1e3
 _TENSOR = {"megatron_cfg__tensor_model_parallel_size": 2}
 _SEQUENCE = _TENSOR | {"megatron_cfg__sequence_parallel": "true"}
 _GATHER_AFTER = {"megatron_cfg__distributed_data_parallel_config__overlap_param_gather": "false"}
@@ -62,28 +60,14 @@ def one_rank(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return _step(model, tmp_path_factory.mktemp("one"), num_ranks=1)
 
 
-def _showing_gradients(config: Config) -> Config:
-    """Give Adam a huge epsilon, so that one step moves every weight by -_SCALE times its gradient.
-
-    The weights then show the gradients that the optimizer was given, after the same reductions as in training.
-    """
-    megatron = config.policy.megatron_cfg
-    megatron = replace(
-        megatron,
-        optimizer=replace(megatron.optimizer, lr=1e9, min_lr=1e9, adam_eps=1e9 / _SCALE),
-        scheduler=replace(megatron.scheduler, lr_warmup_iters=0, lr_warmup_init=0.0),
-    )
-    return replace(config, policy=replace(config.policy, megatron_cfg=megatron, max_grad_norm=1e9))
-
-
 def _step(model: Path, directory: Path, *, num_ranks: int, **overrides: Any) -> Outcome:
     batch = random_batch(10)
-    with running(_showing_gradients(load_case(model, **overrides)), num_ranks=num_ranks) as policy:
+    with running(showing_gradients(load_case(model, **overrides)), num_ranks=num_ranks) as policy:
         logprobs_BS = policy.logprobs(batch)
         before = exported(policy, directory / "before")
         metrics = policy.train(batch)
         after = exported(policy, directory / "after")
-    gradients = {name: (before[name] - after[name]) / _SCALE for name in before}
+    gradients = {name: (before[name] - after[name]) / GRADIENT_SCALE for name in before}
     return Outcome(metrics=metrics, gradients=gradients, logprobs_BS=logprobs_BS)
 
 

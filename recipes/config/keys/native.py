@@ -7,7 +7,7 @@ registry.
 from __future__ import annotations
 
 # Models that the policy builds, as `architectures` of config.json names them.
-ARCHITECTURES = ("NemotronHForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = ("NemotronHForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 RESOURCES_TYPES = (  # resources servers
     "calendar",
     "code_gen",

@@ -11,7 +11,6 @@ from annotated_types import Ge, Gt, Le, Lt
 from recipes.config.tree.marks import Honours, NoEffect, Unit
 
 EXPERTS = "the native policy builds expert layers only in this form"
-PIPELINE = "pipeline parallelism is not built yet"
 FUSED = "Transformer Engine's fused kernels are not wired in yet"
 OFFLOAD = "offloading optimizer state is not built yet"
 
@@ -114,19 +113,17 @@ class MegatronConfig:
     """TP: GPUs that share each layer"""
     sequence_parallel: bool
     """split activations along the sequence between TP ranks"""
-    context_parallel_size: Annotated[
-        int, Ge(1), Unit("GPUs"), Honours(1, reason="context parallelism is not built yet")
-    ]
+    context_parallel_size: Annotated[int, Ge(1), Unit("GPUs")]
     """CP: GPUs that share one sequence"""
-    pipeline_model_parallel_size: Annotated[int, Ge(1), Unit("GPUs"), Honours(1, reason=PIPELINE)]
+    pipeline_model_parallel_size: Annotated[int, Ge(1), Unit("GPUs")]
     """PP: GPUs that hold successive layers"""
-    num_layers_in_first_pipeline_stage: Annotated[int | None, Ge(1), Unit("layers"), Honours(None, reason=PIPELINE)]
+    num_layers_in_first_pipeline_stage: Annotated[int | None, Ge(1), Unit("layers")]
     """layers on the first PP stage; null = even"""
-    num_layers_in_last_pipeline_stage: Annotated[int | None, Ge(1), Unit("layers"), Honours(None, reason=PIPELINE)]
+    num_layers_in_last_pipeline_stage: Annotated[int | None, Ge(1), Unit("layers")]
     """layers on the last PP stage; null = even"""
     pipeline_dtype: Literal["bfloat16", "float16", "float32"]
     """dtype of activations sent between PP stages"""
-    expert_model_parallel_size: Annotated[int, Ge(1), Unit("GPUs"), Honours(1, reason=EXPERTS)]
+    expert_model_parallel_size: Annotated[int, Ge(1), Unit("GPUs")]
     """EP: GPUs that share a layer's experts"""
     expert_tensor_parallel_size: Annotated[int, Ge(1), Unit("GPUs"), Honours(1, reason=EXPERTS)]
     """ETP: GPUs that share one expert"""

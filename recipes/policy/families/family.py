@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from recipes.policy.families.mapping import WeightMapping
 from recipes.policy.families.nemotron_h import NemotronH
 from recipes.policy.families.qwen3 import Qwen3
+from recipes.policy.families.qwen3_moe import Qwen3Moe
 from recipes.policy.layers.head import OutputConfig
 
 
@@ -43,7 +44,7 @@ class Family(Protocol):
         ...
 
 
-FAMILIES: tuple[Family, ...] = (NemotronH(), Qwen3())
+FAMILIES: tuple[Family, ...] = (NemotronH(), Qwen3(), Qwen3Moe())
 
 
 def family_of(architecture: str) -> Family | None:

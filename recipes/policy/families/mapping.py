@@ -1,13 +1,13 @@
 """Hugging Face <-> Megatron weights, one parameter at a time, whatever the model family.
 
 Megatron fuses query, key and value per query group, and gate with up projection; tensor parallelism then splits them.
-A family lists its parameters as `WeightMapping`s; `load` fills them from full tensors, `export` yields full tensors
-under Hugging Face names on every rank of a data-parallel replica.
+A family lists its parameters as `WeightMapping`s; `load` fills them from full tensors, and `FullWeights` of `gather.py`
+makes full tensors of them again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -21,7 +21,7 @@ from torch import Tensor
 class Sharding(StrEnum):
     """How a Megatron parameter is made of its Hugging Face tensors, and what tensor parallelism splits."""
 
-    QKV = "qkv"  # per query group: its query heads, key, value; groups are split
+    QKV = "qkv"  # per query group: its query heads, key, value; these rows are split
     GATE_UP = "gate_up"  # gate rows, then up rows; each is split
     ROWS = "rows"  # output dimension split
     COLUMNS = "columns"  # input dimension split
@@ -37,50 +37,50 @@ class WeightMapping:
     param: Tensor
     sharding: Sharding
     names: tuple[str, ...]  # Hugging Face names
+    is_expert: bool = False  # of a routed expert: other ranks hold other experts
 
 
 @torch.no_grad()
 def load(mappings: Sequence[WeightMapping], config: TransformerConfig, read: Callable[[str], Tensor]) -> None:
     """Fill every parameter from full tensors that `read` returns by Hugging Face name."""
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    rank = parallel_state.get_tensor_model_parallel_rank()
     for mapping in mappings:
+        group = tensor_group(is_expert=mapping.is_expert)
         full = [read(name) for name in mapping.names]
-        mapping.param.copy_(_split(mapping.sharding, full, config, size=size, rank=rank).view_as(mapping.param))
+        shard = split(mapping.sharding, full, config, size=group.size(), rank=group.rank())
+        mapping.param.copy_(shard.view_as(mapping.param))
 
 
-@torch.no_grad()
-def export(mappings: Sequence[WeightMapping], config: TransformerConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, full tensor); collective over the tensor-parallel group."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    for mapping in mappings:
-        local = mapping.param.data
-        shards = [local] if mapping.sharding is Sharding.REPLICATED else _all_gather(local, group)
-        yield from zip(mapping.names, _join(mapping.sharding, shards, config), strict=True)
+def tensor_group(*, is_expert: bool) -> dist.ProcessGroup:
+    """Return the ranks that share a parameter by tensor parallelism."""
+    if is_expert:
+        return parallel_state.get_expert_tensor_parallel_group()  # type: ignore[no-any-return]
+    return parallel_state.get_tensor_model_parallel_group()  # type: ignore[no-any-return]
 
 
-def full_shapes(
-    mappings: Sequence[WeightMapping], config: TransformerConfig
-) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """Return name, dtype and shape of what `export` yields, in its order and without communication."""
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    result = []
-    for mapping in mappings:
-        shards = [torch.empty(mapping.param.shape, dtype=mapping.param.dtype, device="meta")] * (
-            1 if mapping.sharding is Sharding.REPLICATED else size
-        )
-        for name, full in zip(mapping.names, _join(mapping.sharding, shards, config), strict=True):
-            result.append((name, full.dtype, tuple(full.shape)))
-    return result
+def first_local_expert(config: TransformerConfig) -> int:
+    """Return the number, in the whole layer, of the first expert that this rank holds."""
+    num_local = config.num_moe_experts // config.expert_model_parallel_size
+    return int(parallel_state.get_expert_model_parallel_rank() * num_local)
 
 
-def _split(sharding: Sharding, full: list[Tensor], config: TransformerConfig, *, size: int, rank: int) -> Tensor:
+def sum_experts_apart(model: torch.nn.Module) -> None:
+    """Have the gradients of experts summed over the ranks that hold the same experts.
+
+    Megatron does so where experts are divided over ranks. Where only tensor parallelism divides the other layers, it
+    takes an expert for a part of them and adds nothing up, without any error.
+    """
+    for name, param in model.named_parameters():
+        if ".experts." in name:
+            param.allreduce = False  # type: ignore[attr-defined]
+
+
+def split(sharding: Sharding, full: list[Tensor], config: TransformerConfig, *, size: int, rank: int) -> Tensor:
     """Return this rank's shard of full Hugging Face tensors."""
     if sharding is Sharding.QKV:
         groups, head = config.num_query_groups, config.kv_channels
         fused = torch.cat([part.view(groups, -1, part.shape[-1]) for part in full], dim=1)
         assert fused.shape[1] == (config.num_attention_heads // groups + 2) * head, "q, k, v do not fit the config"
-        return fused.chunk(size, dim=0)[rank].flatten(0, 1)
+        return fused.flatten(0, 1).chunk(size, dim=0)[rank]  # also where ranks share a group
     if sharding is Sharding.GATE_UP:
         return torch.cat([part.chunk(size, dim=0)[rank] for part in full])
     if sharding in (Sharding.MAMBA_IN, Sharding.MAMBA_CONV):
@@ -92,8 +92,8 @@ def _split(sharding: Sharding, full: list[Tensor], config: TransformerConfig, *,
     return full[0]
 
 
-def _join(sharding: Sharding, shards: list[Tensor], config: TransformerConfig) -> list[Tensor]:
-    """Return full Hugging Face tensors from the shards of all ranks; the inverse of `_split`."""
+def join(sharding: Sharding, shards: list[Tensor], config: TransformerConfig) -> list[Tensor]:
+    """Return full Hugging Face tensors from the shards of all ranks; the inverse of `split`."""
     if sharding is Sharding.QKV:
         groups, head = config.num_query_groups, config.kv_channels
         joined = torch.cat(shards)
@@ -123,11 +123,3 @@ def _mamba_parts(sharding: Sharding, config: TransformerConfig) -> list[int]:
     inner, state = config.mamba_num_heads * config.mamba_head_dim, config.mamba_num_groups * config.mamba_state_dim
     convolved = [inner, state, state]
     return convolved if sharding is Sharding.MAMBA_CONV else [inner, *convolved, config.mamba_num_heads]
-
-
-def _all_gather(local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    if group.size() == 1:
-        return [local]
-    shards = [torch.empty_like(local) for _ in range(group.size())]
-    dist.all_gather(shards, local.contiguous(), group=group)
-    return shards

@@ -26,12 +26,12 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from recipes.errors import ConfigError, Problem
-from recipes.policy.families.mapping import Sharding, WeightMapping
+from recipes.policy.families.mapping import Sharding, WeightMapping, first_local_expert, sum_experts_apart
 from recipes.policy.layers import mamba_cpu
 from recipes.policy.layers.attention import CoreAttention
 from recipes.policy.layers.head import HybridLogProbModel, OutputConfig
 from recipes.policy.layers.norm import RMSNorm
+from recipes.policy.layers.recompute import recompute_in_backward
 from recipes.policy.layers.replicated import ReplicatedLinear
 
 mamba_cpu.install()  # before the modules of megatron.core.ssm are imported
@@ -152,10 +152,6 @@ class NemotronH:
 
     def build(self, hf: Any, config: TransformerConfig, output: OutputConfig) -> torch.nn.Module:
         """Build a `MambaModel` from layers in plain torch where Megatron asks for Transformer Engine."""
-        if config.tensor_model_parallel_size > 1:
-            got, fix = str(config.tensor_model_parallel_size), "use data parallelism: tensor parallelism is not built"
-            where = "policy.megatron_cfg.tensor_model_parallel_size"
-            raise ConfigError(Problem(where=where, got=got, expected="1 for Nemotron-H", fix=fix))
         mamba_block.TENorm = RMSNorm  # it takes this name for its last norm
         moe_layer.HAVE_TE, moe_layer.TELinear = True, ReplicatedLinear  # of the latent projections
         model = HybridLogProbModel(
@@ -171,9 +167,10 @@ class NemotronH:
             share_embeddings_and_output_weights=False,
             parallel_output=True,
         )
-        for name, param in model.named_parameters():
-            if ".experts." in name:
-                param.allreduce = False  # type: ignore[attr-defined]  # summed over expert data-parallel ranks
+        sum_experts_apart(model)
+        if config.recompute_granularity == "full":
+            for layer in model.decoder.layers:
+                recompute_in_backward(layer)
         return model
 
     def weights(self, model: Any) -> list[WeightMapping]:
@@ -194,9 +191,11 @@ def _mapping(model: Any, name: str, tensor: torch.Tensor) -> WeightMapping:
     index, rest = name.removeprefix("decoder.layers.").split(".", 1)
     layer = f"backbone.layers.{model.decoder.layers[int(index)].layer_number - 1}."
     if rest.startswith(_EXPERTS):
-        expert, kind = rest.removeprefix(_EXPERTS).split(".", 1)
+        local, kind = rest.removeprefix(_EXPERTS).split(".", 1)
+        expert = first_local_expert(model.config) + int(local)
         sharding, part = (_ROWS, "up_proj") if kind.startswith("linear_fc1") else (_COLUMNS, "down_proj")
-        return WeightMapping(param=tensor, sharding=sharding, names=(f"{layer}mixer.experts.{expert}.{part}.weight",))
+        names = (f"{layer}mixer.experts.{expert}.{part}.weight",)
+        return WeightMapping(param=tensor, sharding=sharding, names=names, is_expert=True)
     sharding, names = _LAYER_WEIGHTS[rest]
     return WeightMapping(param=tensor, sharding=sharding, names=tuple(layer + name for name in names))
 

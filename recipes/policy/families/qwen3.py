@@ -10,9 +10,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 from torch.nn import functional
 
-from recipes.policy.families.mapping import Sharding, WeightMapping
+from recipes.policy.families.mapping import Sharding, WeightMapping, sum_experts_apart
 from recipes.policy.layers.attention import CoreAttention
 from recipes.policy.layers.head import LogProbModel, OutputConfig
 from recipes.policy.layers.norm import RMSNorm
@@ -87,6 +88,7 @@ class Qwen3:
             share_embeddings_and_output_weights=hf.tie_word_embeddings,
             parallel_output=True,
         )
+        sum_experts_apart(model)
         return model
 
     def weights(self, model: Any) -> list[WeightMapping]:
@@ -96,12 +98,20 @@ class Qwen3:
             if name.startswith("decoder.layers."):
                 index, rest = name.removeprefix("decoder.layers.").split(".", 1)
                 layer = model.decoder.layers[int(index)].layer_number - 1
-                sharding, parts = _LAYER_WEIGHTS[rest]
-                names = tuple(f"model.layers.{layer}.{part}.weight" for part in parts)
+                result.append(self.layer_mapping(param, rest, f"model.layers.{layer}.", model.config))
+                continue
+            if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+                sharding, names = _OTHER_WEIGHTS["embedding.word_embeddings.weight"]  # the last stage's copy of it
             else:
                 sharding, names = _OTHER_WEIGHTS[name]
             result.append(WeightMapping(param=param, sharding=sharding, names=names))
         return result
+
+    def layer_mapping(self, param: Tensor, name: str, layer: str, config: TransformerConfig) -> WeightMapping:
+        """Map one parameter of a layer; `name` is Megatron's within it, `layer` the prefix of its checkpoint names."""
+        del config
+        sharding, parts = _LAYER_WEIGHTS[name]
+        return WeightMapping(param=param, sharding=sharding, names=tuple(f"{layer}{part}.weight" for part in parts))
 
     def unread_weights(self, hf: Any) -> set[str]:
         """Name the copy of the embedding that some checkpoints with tied weights carry."""
@@ -115,7 +125,12 @@ def _rope_theta(hf: Any) -> int:
 
 
 def _layer_spec(config: TransformerConfig) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from recipes.policy.layers.context import held_positions
+
 _TRITON_ONLY = "megatron.core.inference.contexts.attention_context.triton.tensor_ops"
 
 
@@ -44,12 +46,20 @@ def install() -> None:
         module.__path__ = []
         module.__dict__.update(members)
         sys.modules[name] = module
-    from megatron.core.ssm import mamba_mixer
+    from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 
     mamba_mixer._check_mamba_sequence_packing_support = lambda **_: (True, None)
+    mamba_context_parallel.tex = types.SimpleNamespace(thd_get_partitioned_indices=_partitioned_indices)
+    mamba_context_parallel.is_te_min_version = lambda *_: True
     for name in stand_ins:  # transformers and vLLM must not take them for the real package
         if name.startswith("mamba_ssm"):
             del sys.modules[name]
+
+
+def _partitioned_indices(bounds: Tensor, total: int, size: int, rank: int) -> Tensor:
+    """Do what Transformer Engine's function of this name does: positions of a context-parallel rank, int32."""
+    assert int(bounds[-1]) == total, "sequences fill the row"
+    return held_positions(bounds, rank=rank, size=size).int()
 
 
 def mamba_split_conv1d_scan_combined(

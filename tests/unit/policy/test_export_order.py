@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,6 @@ import pytest
 import torch
 
 from recipes.policy import step
-from recipes.policy.families import mapping
 
 
 def test_export_waits_for_the_device_before_the_first_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,11 +17,10 @@ def test_export_waits_for_the_device_before_the_first_read(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("waited"))
 
-    def export(weights: Any, config: Any) -> Any:
+    def export() -> Iterator[tuple[str, torch.Tensor]]:
         happened.append("read")
-        return iter(weights)
+        return iter(())
 
-    monkeypatch.setattr(mapping, "export", export)
-    trainer: Any = SimpleNamespace(weights=[], model=SimpleNamespace(config=None))
+    trainer: Any = SimpleNamespace(weights=SimpleNamespace(export=export))
     assert list(step.Trainer.export(trainer)) == []
     assert happened == ["waited", "read"]

@@ -45,8 +45,8 @@ def test_only_families_know_a_models_name() -> None:
 def test_shards_join_to_what_was_split(sharding: Sharding, rows: tuple[int, ...], size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     full = [torch.randn(count, 24, generator=generator) for count in rows]
-    shards: list[Tensor] = [mapping._split(sharding, full, CONFIG, size=size, rank=rank) for rank in range(size)]
-    joined = mapping._join(sharding, shards[:1] if sharding is Sharding.REPLICATED else shards, CONFIG)
+    shards: list[Tensor] = [mapping.split(sharding, full, CONFIG, size=size, rank=rank) for rank in range(size)]
+    joined = mapping.join(sharding, shards[:1] if sharding is Sharding.REPLICATED else shards, CONFIG)
     assert [torch.equal(got, want) for got, want in zip(joined, full, strict=True)] == [True] * len(full)
     if sharding is not Sharding.REPLICATED:
         assert sum(shard.numel() for shard in shards) == sum(tensor.numel() for tensor in full)

@@ -6,7 +6,8 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
-from recipes.policy.layers.attention import CoreAttention, packed_sequences
+from recipes.policy.layers.attention import CoreAttention
+from recipes.policy.layers.packed import packed_sequences
 from recipes.policy.microbatch import pack_microbatch
 
 

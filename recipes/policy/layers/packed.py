@@ -1,0 +1,74 @@
+"""The description of a packed row, for Megatron and for our attention over it.
+
+A packed row holds many sequences end to end. Calling the kernel once per sequence costs more than the attention itself
+when sequences are short, so sequences of similar length are gathered into one batch each. Trailing pads of a
+batch need no mask: attention is causal and their outputs are dropped.
+
+Shape legend: T tokens of a row, N sequences of a batch, L longest of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+_SHORTEST_IN_BATCH = 0.75  # share of the longest sequence of the batch; bounds the work on pads
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Sequences of similar length, attended to in one call."""
+
+    index_NL: Tensor  # positions in the row; pads repeat the sequence's last token
+    real: Tensor  # flat positions in [0, N * L) of the tokens that are not pads
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):  # type: ignore[misc]
+    """Megatron's description of a packed row, with the batches of this attention."""
+
+    batches: list[AttentionBatch] = field(default_factory=list)
+    # Where token t of the row lies in the concatenated outputs of the batches.
+    scatter_T: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+def packed_sequences(lengths: Sequence[int], device: torch.device) -> PackedSequences:
+    """Describe a row of sequences with these (padded) lengths."""
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    batches = []
+    for members in similar_lengths(lengths):
+        longest = lengths[members[0]]
+        within = torch.arange(longest)
+        lengths_N1 = torch.tensor([[lengths[i]] for i in members])
+        starts_N1 = torch.tensor([[starts[i]] for i in members])
+        index_NL = starts_N1 + torch.minimum(within, lengths_N1 - 1)
+        real = (within < lengths_N1).flatten().nonzero()[:, 0]
+        batches.append(AttentionBatch(index_NL.to(device), real.to(device)))
+    visited_T = torch.cat([batch.index_NL.flatten()[batch.real] for batch in batches])
+    bounds = torch.tensor(starts, dtype=torch.int32, device=device)
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+        batches=batches,
+        scatter_T=torch.argsort(visited_T),
+    )
+
+
+def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
+    """Group the sequences by length, longest first."""
+    groups = []
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    while order:
+        members = [i for i in order if lengths[i] >= _SHORTEST_IN_BATCH * lengths[order[0]]]
+        groups.append(members)
+        order = order[len(members) :]
+    return groups

@@ -1,0 +1,156 @@
+"""One rank of the layout tests: for each case of a job, take one step under its layout and write what it did.
+
+The ranks of a job import Megatron once and form new groups for every case; a rank that a case does not need waits for
+the next. `outcomes` starts them.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from policy_case import GRADIENT_SCALE, load_case, showing_gradients
+from random_batch import random_batch
+from torch import Tensor
+
+from recipes.grpo.loss import grpo_loss
+from recipes.policy import shards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutCase:
+    """One layout of one model."""
+
+    name: str
+    model: Path
+    num_ranks: int
+    overrides: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutJob:
+    """What all ranks read."""
+
+    cases: tuple[LayoutCase, ...]
+    num_ranks: int
+    directory: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutOutcome:
+    """What rank 0 saw of one step."""
+
+    metrics: dict[str, float]
+    before: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    logprobs_BS: Tensor
+    shapes: list[tuple[str, torch.dtype, tuple[int, ...]]]
+
+
+def run_case(case: LayoutCase, rank: int, store: dist.Store) -> LayoutOutcome | None:
+    """Take one step; returns None on the ranks other than 0."""
+    from megatron.core import parallel_state
+
+    from recipes.policy import parallel, step
+
+    config = showing_gradients(load_case(case.model, **case.overrides))
+    where = parallel.join_groups(
+        dist.PrefixStore(case.name, store),
+        rank=rank,
+        world_size=case.num_ranks,
+        cfg=config.policy.megatron_cfg,
+        seed=1,
+        timeout_s=120.0,
+    )
+    try:
+        loss = partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=None)
+        trainer = step.build_trainer(config.policy, loss)
+        batch = random_batch(10)
+        num_shards = parallel_state.get_data_parallel_world_size()
+        plans = [shards.plan(batch, config.policy, num_shards=num_shards, training=flag) for flag in (False, True)]
+        own = [shards.split(batch, plan)[where.data] for plan in plans]
+        logprobs_BS = step.logprobs(trainer, own[0])
+        before = _full_weights(trainer) if where.exports else {}
+        metrics = step.train_step(trainer, own[1])
+        after = _full_weights(trainer) if where.exports else {}
+        answers: list[Any] = [None] * case.num_ranks
+        dist.all_gather_object(answers, (where, logprobs_BS, metrics))
+        shapes = trainer.full_shapes()
+    finally:
+        dist.destroy_process_group()
+        parallel_state.destroy_model_parallel()
+    if rank != 0:
+        return None
+    outputs = {place.data: (part_BS, measured) for place, part_BS, measured in answers if place.is_output}
+    parts = [outputs[data] for data in range(num_shards)]
+    shape = (batch.input_ids_BS.shape[0], batch.input_ids_BS.shape[1])
+    return LayoutOutcome(
+        metrics=shards.merge_step_metrics([measured for _, measured in parts]),
+        before=before,
+        gradients={name: (before[name] - after[name]) / GRADIENT_SCALE for name in before},
+        logprobs_BS=shards.scatter_rows([part_BS for part_BS, _ in parts], plans[0], shape=shape),
+        shapes=shapes,
+    )
+
+
+def _full_weights(trainer: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.export()}
+
+
+def main() -> None:
+    """Run all cases of the job in argument 1 as the rank in argument 2; each outcome goes into a file of its own."""
+    job: LayoutJob = pickle.loads(Path(sys.argv[1]).read_bytes())
+    rank = int(sys.argv[2])
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(str(job.directory / "store"), job.num_ranks)
+    for case in job.cases:
+        if rank < case.num_ranks:
+            outcome = run_case(case, rank, store)
+            if outcome is not None:
+                torch.save(outcome, job.directory / f"{case.name}.pt")
+
+
+def outcomes(cases: tuple[LayoutCase, ...], directory: Path, *, timeout_s: float) -> dict[str, LayoutOutcome]:
+    """Run the cases on as many processes as the largest needs; return what each case's rank 0 saw."""
+    directory.mkdir(parents=True, exist_ok=True)
+    job = LayoutJob(cases=cases, num_ranks=max(case.num_ranks for case in cases), directory=directory)
+    path = directory / "job.pickle"
+    path.write_bytes(pickle.dumps(job))
+    command = [sys.executable, "-c", "import layout_ranks; layout_ranks.main()", str(path)]
+    folder = Path(__file__).resolve().parent
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder}:{folder.parents[1]}"}
+    with ExitStack() as stack:
+        logs = [stack.enter_context((directory / f"{rank}.log").open("w")) for rank in range(job.num_ranks)]
+        ranks = [
+            subprocess.Popen([*command, str(rank)], env=env, stdout=log, stderr=subprocess.STDOUT)
+            for rank, log in enumerate(logs)
+        ]
+        try:
+            _wait(ranks, timeout_s)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+    said = "\n".join(f"rank {rank}: {Path(log.name).read_text()[-3000:]}" for rank, log in enumerate(logs))
+    assert [process.returncode for process in ranks] == [0] * job.num_ranks, said
+    return {case.name: torch.load(directory / f"{case.name}.pt", weights_only=False) for case in cases}
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> None:
+    """Return when all ranks have ended, when one has failed (the others would wait for it), or when time is up."""
+    end = time.monotonic() + timeout_s
+    while any(process.poll() is None for process in ranks) and time.monotonic() < end:
+        if any(process.poll() for process in ranks):
+            return
+        time.sleep(0.1)
