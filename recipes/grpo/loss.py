@@ -177,9 +177,11 @@ def reference_kl(logprobs_BT: Tensor, inputs: LossInputs, cfg: LossConfig) -> Te
     if inputs.reference_logprobs_BT is None:
         raise ValueError("loss_fn.reference_policy_kl_penalty > 0 needs reference log-probabilities")
     base_BT = inputs.generation_logprobs_BT if cfg.use_on_policy_kl_approximation else logprobs_BT.detach()
+    # On a token that was not sampled the two may be any distance apart: exp of it may overflow, and inf * 0 is NaN.
+    reference_BT = torch.where(inputs.token_mask_BT > 0, inputs.reference_logprobs_BT, logprobs_BT.detach())
     kl_BT = kl_estimate(
         logprobs_BT,
-        inputs.reference_logprobs_BT,
+        reference_BT,
         cfg.reference_policy_kl_type,
         input_clamp=cfg.kl_input_clamp_value,
         weights=(logprobs_BT - base_BT).exp(),

@@ -105,6 +105,7 @@ def _start_models(config: Config, derived: Derived) -> tuple[Policy, Generation]
             placement=policy_options,
             deadlines=config.deadlines,
             seed=config.grpo.seed,
+            with_reference=config.loss_fn.reference_policy_kl_penalty > 0,
         ),
         lambda: Generation.start(
             config.policy.generation,

@@ -55,10 +55,12 @@ class Policy:
         placement: Sequence[dict[str, Any]],
         deadlines: DeadlinesConfig,
         seed: int,
+        with_reference: bool = False,
     ) -> Policy:
         """Start one worker per entry of `placement` (options of a Ray actor) and wait until all hold the model.
 
-        `loss` is sent to every worker, so it must be picklable.
+        `loss` is sent to every worker, so it must be picklable. `with_reference` keeps the weights of
+        `policy.model_name` in the host memory of every worker: the loss then gets their log-probabilities, too.
         """
         check_layout(policy_cfg, world_size=len(placement))
         remote = ray.remote(PolicyWorker)
@@ -71,6 +73,7 @@ class Policy:
             spec = WorkerSpec(
                 policy_cfg=policy_cfg,
                 loss=loss,
+                with_reference=with_reference,
                 world_size=len(workers),
                 seed=seed,
                 collective_timeout_s=max(

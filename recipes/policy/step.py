@@ -30,6 +30,7 @@ from recipes.policy.microbatch import Microbatch, pack_microbatch
 from recipes.policy.model import build_model, forward, transformer_config
 from recipes.policy.optimizer import build_optimizer, wrap_ddp
 from recipes.policy.parallel import device, finish_queued_work
+from recipes.policy.reference import ReferenceWeights
 from recipes.policy.shards import BatchShard, Measured, merge_metrics
 from recipes.types import LossFunction, LossInputs
 
@@ -44,6 +45,7 @@ class Trainer:
     weights: FullWeights
     optimizer: Any
     scheduler: OptimizerParamScheduler
+    reference: ReferenceWeights | None  # None where the loss needs no reference policy
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) on the ranks of `Coordinates.exports`; all iterate to the end.
@@ -60,8 +62,11 @@ class Trainer:
         return self.weights.shapes()
 
 
-def build_trainer(cfg: PolicyConfig, loss: LossFunction) -> Trainer:
-    """Build the model of `policy.model_name`, load its weights, and make the optimizer."""
+def build_trainer(cfg: PolicyConfig, loss: LossFunction, *, with_reference: bool = False) -> Trainer:
+    """Build the model of `policy.model_name`, load its weights, and make the optimizer.
+
+    `with_reference` also keeps these weights, as those of the reference policy.
+    """
     directory = hf.model_directory(cfg.model_name)
     hf_config, family = hf.read_config(directory)
     check_model_fits(family.config(hf_config), hf_config.vocab_size, cfg.megatron_cfg)
@@ -79,7 +84,15 @@ def build_trainer(cfg: PolicyConfig, loss: LossFunction) -> Trainer:
     config.finalize_model_grads_func = finalize_model_grads
     if wrapped.ddp_config.overlap_grad_reduce:
         config.no_sync_func = wrapped.no_sync
-    return Trainer(cfg=cfg, loss=loss, model=wrapped, weights=weights, optimizer=optimizer, scheduler=scheduler)
+    return Trainer(
+        cfg=cfg,
+        loss=loss,
+        model=wrapped,
+        weights=weights,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        reference=ReferenceWeights(unwrap_model(wrapped)) if with_reference else None,
+    )
 
 
 def train_step(trainer: Trainer, shard: BatchShard) -> dict[str, Measured]:
@@ -96,6 +109,7 @@ def train_step(trainer: Trainer, shard: BatchShard) -> dict[str, Measured]:
 
 def accumulate_gradients(trainer: Trainer, shard: BatchShard) -> dict[str, Measured]:
     """Run forward and backward over all microbatches and reduce the gradients; return this rank's loss metrics."""
+    reference_BS = reference_logprobs(trainer, shard)
     trainer.model.train()
     trainer.model.zero_grad_buffer()
     trainer.optimizer.zero_grad()
@@ -105,7 +119,7 @@ def accumulate_gradients(trainer: Trainer, shard: BatchShard) -> dict[str, Measu
 
     def loss_function(packed: Microbatch) -> Callable[..., Any]:
         def loss(logprobs_1T: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Any]]:
-            inputs, current_BT = loss_inputs(shard, packed, logprobs_1T)
+            inputs, current_BT = loss_inputs(shard, packed, logprobs_1T, reference_BS)
             sums = trainer.loss(current_BT, inputs)
             return sums.loss, sums.count.to(torch.int) * counts, sums.metrics
 
@@ -144,13 +158,24 @@ def logprobs(trainer: Trainer, shard: BatchShard) -> Tensor:
     return result_BS
 
 
+def reference_logprobs(trainer: Trainer, shard: BatchShard) -> Tensor | None:
+    """Return what `logprobs` returns, under the reference policy; None where the loss needs none."""
+    if trainer.reference is None:
+        return None
+    finish_queued_work()  # the trained weights are read and put back: none of their values may still be on its way
+    with trainer.reference.in_place():
+        return logprobs(trainer, shard)
+
+
 def gather_params(trainer: Trainer) -> None:
     """Gather the parameters now, where an overlapped gather would end in the next forward pass."""
     if trainer.model.ddp_config.overlap_param_gather:
         trainer.model.start_param_sync(force_sync=True)
 
 
-def loss_inputs(shard: BatchShard, packed: Microbatch, logprobs_1T: Tensor) -> tuple[LossInputs, Tensor]:
+def loss_inputs(
+    shard: BatchShard, packed: Microbatch, logprobs_1T: Tensor, reference_BS: Tensor | None
+) -> tuple[LossInputs, Tensor]:
     """Bring one microbatch into the padded form of the loss."""
     batch = shard.batch
     rows_B = packed.rows.cpu()
@@ -167,6 +192,7 @@ def loss_inputs(shard: BatchShard, packed: Microbatch, logprobs_1T: Tensor) -> t
         rewards_B=batch.rewards_B.index_select(0, rows_B).to(logprobs_1T.device),
         prev_logprobs_BT=current_BT.detach(),  # one optimizer step per batch: this pass has the weights before it
         generation_logprobs_BT=take(batch.generation_logprobs_BS),
+        reference_logprobs_BT=None if reference_BS is None else take(reference_BS),
         nll_weight_B=None
         if batch.nll_weight_B is None
         else batch.nll_weight_B.index_select(0, rows_B).to(logprobs_1T.device),

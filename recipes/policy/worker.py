@@ -47,6 +47,7 @@ class WorkerSpec:
 
     policy_cfg: PolicyConfig
     loss: LossFunction
+    with_reference: bool  # keep the start weights, as those of the reference policy
     world_size: int
     seed: int
     collective_timeout_s: float  # how long one rank waits for the others
@@ -103,7 +104,7 @@ class PolicyWorker:
         )
         self._spec = spec
         self._coordinates = coordinates
-        self._trainer = step.build_trainer(spec.policy_cfg, spec.loss)
+        self._trainer = step.build_trainer(spec.policy_cfg, spec.loss, with_reference=spec.with_reference)
         return coordinates
 
     def train(self, shard: BatchShard) -> dict[str, Measured]:

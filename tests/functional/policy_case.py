@@ -199,6 +199,7 @@ def running(config: Config, *, num_ranks: int = 1, **deadlines: float) -> Iterat
         placement=[{"num_cpus": 1}] * num_ranks,
         deadlines=limits,
         seed=1,
+        with_reference=config.loss_fn.reference_policy_kl_penalty > 0,
     )
     try:
         yield policy

@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt, Le
 
 from recipes.config.tree.marks import Honours, NoEffect, Text, Unit
 
-REFERENCE = "the reference model is not built yet"
+KL_IN_REWARD = "subtracting the KL to the reference policy from the advantages is not built yet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +173,7 @@ class LossConfig:
     """lower bound of the importance weight; null = 0"""
     token_level_loss: bool
     """mean over all tokens of the batch; false = mean over rollouts of their token means"""
-    reference_policy_kl_penalty: Annotated[float, Ge(0), Unit("weight"), Honours(0, reason=REFERENCE)]
+    reference_policy_kl_penalty: Annotated[float, Ge(0), Unit("weight")]
     """weight of the KL to the weights the stage started from; 0 = no reference model"""
     reference_policy_kl_type: Literal["k1", "k2", "k3"]
     """KL estimator"""
@@ -183,7 +183,7 @@ class LossConfig:
     """bound on the KL of one token, in nats; null = none"""
     use_on_policy_kl_approximation: bool
     """weight the KL by exp(trainer - engine log-prob)"""
-    use_kl_in_reward: Annotated[bool, Honours(False, reason=REFERENCE)]
+    use_kl_in_reward: Annotated[bool, Honours(False, reason=KL_IN_REWARD)]
     """subtract the KL from the advantages in place of adding it to the loss"""
     positive_example_nll_weight: Annotated[float, Ge(0), Unit("weight")]
     """weight of the mean negative log-likelihood over the tokens of rollouts with reward > 0 (VAPO); 0 = off"""

@@ -154,3 +154,23 @@ def test_no_positive_example_adds_nothing() -> None:
     sums = grpo_loss(current, replace(given, nll_weight_B=weights), cfg=CONFIG, mismatch_threshold=None)
     assert sums.loss.item() == pytest.approx(-2.0)
     assert sums.metrics["positive_nll_loss"] == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("reference", [-200.0, 0.0])
+def test_what_was_not_sampled_is_no_nan_in_the_kl(reference: float) -> None:
+    current = torch.tensor([[-300.0, -0.5, -0.7]]).requires_grad_()
+    given = replace(
+        inputs_of([[0.0, -0.5, -0.7]], current), reference_logprobs_BT=torch.tensor([[reference, -0.9, -0.7]])
+    )
+    cfg = options(
+        reference_policy_kl_penalty=0.1,
+        use_on_policy_kl_approximation=False,
+        kl_input_clamp_value=None,
+        kl_output_clamp_value=None,
+    )
+    sums = grpo_loss(current, given, cfg=cfg, mismatch_threshold=None)
+    (gradient,) = torch.autograd.grad(sums.loss, current)
+    total, count = sums.metrics["kl_penalty"]
+    assert total / count == pytest.approx((math.exp(-0.4) - 1 + 0.4) / 2)
+    assert gradient[0, 0] == 0.0
+    assert gradient.isfinite().all()
