@@ -51,7 +51,17 @@ def servers_of(instances: Mapping[str, Any]) -> dict[str, ServerInstance]:
             servers[name] = replace(_server(name, kind, settings, problems), judge=judge_of(settings, models))
     if problems:
         raise ConfigError(problems)
-    return servers
+    return {name: _with_delegate(server, servers) for name, server in servers.items()}
+
+
+def _with_delegate(server: ServerInstance, servers: Mapping[str, ServerInstance]) -> ServerInstance:
+    """Give a server that hands its verdicts to another one's verifier that one's settings and judge."""
+    settings = server.settings
+    asked = (settings.get("verifiers") or {}).get(settings.get("default_verifier")) or {}
+    delegate = servers.get(asked.get("name", ""))
+    if delegate is None:
+        return server
+    return replace(server, settings={**delegate.settings, **settings}, judge=delegate.judge)
 
 
 def agents_of(instances: Mapping[str, Any], servers: Mapping[str, ServerInstance]) -> dict[str, Agent]:

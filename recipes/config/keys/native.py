@@ -18,6 +18,7 @@ RESOURCES_TYPES = (  # resources servers
     "math_with_judge",
     "mcqa",
     "multichallenge",
+    "ns_tools",
     "over_refusal_detection",
     "reasoning_gym",
     "single_step_tool_use_with_argument_comparison",

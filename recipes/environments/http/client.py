@@ -87,6 +87,14 @@ class JsonClient:
         except (aiohttp.ClientError, OSError) as error:
             raise TransientError(f"{url}: {type(error).__name__}: {error}", is_reached=False) from error
 
+    async def delete(self, url: str, *, headers: Mapping[str, str]) -> None:
+        """Delete what a URL names; raises `TransientError` or `RefusedError`."""
+        try:
+            async with self._session().delete(url, headers=dict(headers), allow_redirects=False) as reply:
+                _raise_for_status(reply, await _read(reply), url)
+        except (aiohttp.ClientError, OSError) as error:
+            raise TransientError(f"{url}: {type(error).__name__}: {error}", is_reached=False) from error
+
     async def close(self) -> None:
         """Close the connections of the running event loop."""
         session = self._sessions.pop(asyncio.get_running_loop(), None)

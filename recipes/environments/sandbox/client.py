@@ -7,15 +7,17 @@ gives none.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from recipes.environments.contract.asking import Execution
+from recipes.environments.contract.tools import Cell
 from recipes.environments.contract.verdict import Response
 from recipes.environments.http.client import JsonClient, RefusedError
 from recipes.environments.sandbox.server import Place, SandboxFailedError, SandboxServer
-from recipes.retry import ALWAYS, NoReplyError, RetryPolicy, reply_within
+from recipes.retry import ALWAYS, NoReplyError, RetryPolicy, TransientError, reply_within
 
 SETTINGS = frozenset({"num_processes", "sandbox_host", "sandbox_port"})
 DEFAULT_PLACE = ("127.0.0.1", 6000)
@@ -24,6 +26,8 @@ QUEUE_SECONDS = 600.0  # for a place in a sandbox that others use too
 ANSWER_SECONDS = 30.0  # from the end of a program to its answer, and for the end of a session
 # A program can be run again; a server that is gone is looked for again with each attempt.
 RETRIES = RetryPolicy(max_retries=ALWAYS, max_unreached_retries=5, first_seconds=0.2, max_seconds=8.0, jitter=0.25)
+# A cell is run once: a server that refuses for want of a place has not begun it, one that cannot be reached may have.
+CELL_RETRIES = RetryPolicy(max_retries=ALWAYS, max_unreached_retries=0, first_seconds=0.2, max_seconds=8.0, jitter=0.25)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,10 +58,31 @@ class SandboxClient:
             "max_output_characters": execution.max_characters,
         }
 
-        async def ask() -> Response:
+        return await self._execute(body, "", execution.seconds, RETRIES)
+
+    async def run_cell(self, session: str, cell: Cell) -> Response:
+        """Return the answer to a cell of a session, which its first cell begins; raises `SandboxFailedError`."""
+        body = {
+            "generated_code": cell.code,
+            "language": "ipython",
+            "timeout": cell.seconds,
+            "max_output_characters": cell.max_characters,
+        }
+        return await self._execute(body, session, cell.seconds, CELL_RETRIES)
+
+    async def end_session(self, session: str) -> None:
+        """End a session. A sandbox that fails to do so ends it by itself, when it was not used for some time."""
+        with contextlib.suppress(TransientError, RefusedError, SandboxFailedError, TimeoutError):
             address = await self.server.address(self.place)
             headers = {"authorization": f"Bearer {address.token}"}
-            async with asyncio.timeout(execution.seconds + ANSWER_SECONDS):
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await self.http.delete(f"{address.url}/sessions/{session}", headers=headers)
+
+    async def _execute(self, body: Mapping[str, Any], session: str, seconds: float, retries: RetryPolicy) -> Response:
+        async def ask() -> Response:
+            address = await self.server.address(self.place)
+            headers = {"authorization": f"Bearer {address.token}", **({"X-Session-ID": session} if session else {})}
+            async with asyncio.timeout(seconds + ANSWER_SECONDS):
                 reply = await self.http.post(f"{address.url}/execute", body, headers=headers)
             if not isinstance(reply.body.get("process_status"), str):
                 raise RefusedError(f"{address.url}/execute answered no process_status: {str(reply.body)[:200]}")
@@ -65,8 +90,7 @@ class SandboxClient:
 
         try:
             async with self._gate():
-                seconds = execution.seconds + QUEUE_SECONDS
-                return await reply_within(seconds, ask, RETRIES)
+                return await reply_within(seconds + QUEUE_SECONDS, ask, retries)
         except (NoReplyError, RefusedError) as error:
             raise SandboxFailedError(f"the sandbox gave no answer: {error}") from error
 

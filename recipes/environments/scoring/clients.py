@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
 from recipes.environments.contract.asking import Execution, JudgeQuestion, Replies, Requests, advance
-from recipes.environments.contract.tools import Tools
+from recipes.environments.contract.tools import Cell, Tools
 from recipes.environments.contract.verdict import NoVerdict, Response, Verdict, env_failed
 from recipes.environments.contract.verifier import Verifier
 from recipes.environments.http.client import JsonClient, JsonReply, RefusedError
@@ -116,22 +117,45 @@ class InProcessVerifier:
 
 @dataclass(slots=True, kw_only=True)
 class LocalSession:
-    """A session whose state is in this process."""
+    """A session whose state is in this process, and the variables of its code in a sandbox."""
 
     client: InProcessVerifier
     tools: Tools
     row: Row
     state: Any
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)  # of the sandbox's session: nobody can guess it
+    _has_run: bool = False
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Run one tool, and let others of this thread go on."""
-        self.state, text = self.tools.call(self.state, name, arguments)
+        self.state, answer = self.tools.call(self.state, name, arguments)
+        if isinstance(answer, Cell):
+            reply = await self._run(answer)
+            assert self.tools.read is not None
+            self.state, answer = self.tools.read(self.state, reply)
         await asyncio.sleep(0)
-        return text
+        return answer
 
     async def verify(self, response: Response) -> Verdict | NoVerdict:
-        """Score the response to the session's row."""
-        return await self.client.verify(self.row, response)
+        """Score the response to the session's row, and end the session."""
+        verdict = await self.client.verify(self.row, response)
+        await self.close()
+        return verdict
+
+    async def close(self) -> None:
+        """End the session's part in the sandbox."""
+        if self._has_run and self.client.sandbox is not None:
+            self._has_run = False
+            await self.client.sandbox.end_session(self.name)
+
+    async def _run(self, cell: Cell) -> Response:
+        if self.client.sandbox is None:
+            raise ToolFailedError(f"{self.client.name}: its tools need a sandbox, and none is configured")
+        self._has_run = True
+        try:
+            return await self.client.sandbox.run_cell(self.name, cell)
+        except SandboxFailedError as error:
+            raise ToolFailedError(f"{self.client.name}: {error}") from error
 
 
 @dataclass(slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from recipes.environments.instances import ServerInstance
 from recipes.environments.registry import VERIFIERS
 from recipes.environments.sandbox.client import client_of
 from recipes.environments.sandbox.server import SandboxServer
-from recipes.environments.scoring.clients import InProcessVerifier
+from recipes.environments.scoring.clients import InProcessVerifier, ToolFailedError
 from recipes.environments.scoring.pool import ScoringPool
 from recipes.environments.server.sessions import Sessions
 from recipes.types import RolloutStatus
@@ -54,7 +54,7 @@ def create_app(instance: ServerInstance) -> FastAPI:
     cookie = f"{verifier.class_name}___{instance.name}"
     app.add_middleware(SessionMiddleware, secret_key=cookie, session_cookie=cookie)
 
-    sessions = Sessions(verifier.tools, instance.settings)
+    sessions = Sessions(client)
 
     @app.post("/seed_session")
     async def seed_session(request: Request) -> Response:
@@ -76,7 +76,7 @@ def create_app(instance: ServerInstance) -> FastAPI:
         except ValueError as error:
             return _json({"detail": str(error)}, status=422)
         verdict = await client.verify(body, body["response"])
-        sessions.end(session_id)
+        await sessions.end(session_id)
         if isinstance(verdict, NoVerdict):
             return _failure(body, verdict)
         extras = {**verdict.details, **verdict.metrics}
@@ -110,11 +110,13 @@ def _serve_tools(app: FastAPI, sessions: Sessions) -> None:
     async def call_tool(tool: str, request: Request) -> Response:
         try:
             arguments = _object(await request.body())
-            text = sessions.call(_session_id(request), tool, arguments)
+            text = await sessions.call(_session_id(request), tool, arguments)
         except KeyError:
             return _json({"detail": "the session is not open; call seed_session first"}, status=400)
         except ValueError as error:
             return _json({"detail": str(error)}, status=422)
+        except ToolFailedError as error:
+            return _json({"detail": str(error)}, status=500)
         return Response(content=text, media_type="application/json")
 
 

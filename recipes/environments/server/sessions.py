@@ -1,4 +1,4 @@
-"""The states of sessions that are open on a resources server."""
+"""The sessions with tools that are open on a resources server."""
 
 from __future__ import annotations
 
@@ -6,38 +6,40 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from recipes.environments.contract.tools import Tools
+from recipes.environments.scoring.clients import InProcessVerifier, LocalSession
 
 MAX_SESSIONS = 10_000  # open at once; beyond them the one that was used least recently ends
 
 
 class Sessions:
-    """Keeps one state per session, from its seed to its verdict."""
+    """Keeps each session from its seed to its verdict."""
 
-    def __init__(self, tools: Tools | None, settings: Mapping[str, Any]) -> None:
-        self._tools, self._settings = tools, settings
-        self._states: OrderedDict[str, Any] = OrderedDict()
+    def __init__(self, client: InProcessVerifier) -> None:
+        self._client = client
+        self._open: OrderedDict[str, LocalSession] = OrderedDict()
 
     def seed(self, session_id: str) -> None:
         """Begin a session, or begin it anew; raises `ValueError` when its tools cannot start.
 
         Without tools there is nothing to keep.
         """
-        if self._tools is None:
+        tools = self._client.verifier.tools
+        if tools is None:
             return
-        self._states[session_id] = self._tools.start(self._settings)
-        self._states.move_to_end(session_id)
-        while len(self._states) > MAX_SESSIONS:
-            self._states.popitem(last=False)
+        state = tools.start(self._client.settings)
+        self._open[session_id] = LocalSession(client=self._client, tools=tools, row={}, state=state)
+        self._open.move_to_end(session_id)
+        while len(self._open) > MAX_SESSIONS:
+            self._open.popitem(last=False)
 
-    def call(self, session_id: str, name: str, arguments: Mapping[str, Any]) -> str:
-        """Call a tool; raises `KeyError` for a session that is not open."""
-        assert self._tools is not None
-        state, text = self._tools.call(self._states[session_id], name, arguments)
-        self._states[session_id] = state
-        self._states.move_to_end(session_id)
-        return text
+    async def call(self, session_id: str, name: str, arguments: Mapping[str, Any]) -> str:
+        """Call a tool; raises `KeyError` for a session that is not open, `ToolFailedError` for a tool that fails."""
+        session = self._open[session_id]
+        self._open.move_to_end(session_id)
+        return await session.call(name, arguments)
 
-    def end(self, session_id: str) -> None:
-        """Forget a session; one that is not open is ignored."""
-        self._states.pop(session_id, None)
+    async def end(self, session_id: str) -> None:
+        """End a session; one that is not open is ignored."""
+        session = self._open.pop(session_id, None)
+        if session is not None:
+            await session.close()

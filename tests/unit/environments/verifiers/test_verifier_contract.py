@@ -38,6 +38,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "math_with_judge": {"question": "q", "expected_answer": "\\frac{1}{2}"},
     "mcqa": {"options": [{"A": "x"}, {"B": "y"}], "expected_answer": "A", "grading_mode": "lenient_boxed"},
     "multichallenge": {"context": "c", "rubric": [{"question": "q", "pass_criteria": "YES"}]},
+    "ns_tools": {"question": "q", "expected_answer": "\\frac{1}{2}"},
     "over_refusal_detection": {"safe_prompt": "p"},
     "reasoning_gym": {"question": "q", "answer": "12", "metadata": {"source_dataset": "chain_sum"}},
     "structured_outputs": {"schema_str": '{"type": "object", "properties": {"a": {"type": "integer"}}}'},
@@ -194,5 +195,5 @@ def test_agents_that_are_missing_say_why() -> None:
 def test_example_rows_name_agents_that_are_known(gym_row: Callable[..., dict[str, Any]]) -> None:
     for name in ("structured_outputs", "structured_outputs__structured_outputs_v3_example"):
         assert gym_row(name)["agent_ref"]["name"] in AGENTS
-    for name in ("genrm_compare", "ns_tools", "swe_pivot", "swerl_gen"):
+    for name in ("genrm_compare", "swe_pivot", "swerl_gen"):
         assert gym_row(name)["agent_ref"]["name"] in LATER_AGENTS
