@@ -10,7 +10,7 @@ from recipes.config.load import LoadedConfig
 from tools.nemo_rl.launch import write_config
 from tools.planning.contract import REQUIRED_WITH_CONTAINERS, Contract
 from tools.planning.provenance import LaunchRecord, write_run_lock
-from tools.planning.snapshot import CodeVersion, read_snapshot, write_snapshot
+from tools.planning.snapshot import CodeVersion, add_side_files, read_snapshot, write_snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,7 @@ def prepare(plan: Plan, *, is_model_there: bool = True) -> list[str]:
     code = plan.code
     if plan.code_dir != plan.root:
         write_snapshot(plan.root, plan.code_dir, plan.code)
+        add_side_files(plan.root, plan.code_dir)
         code = read_snapshot(plan.code_dir)  # an older one, with REFRESH_CODE_SNAPSHOT=false
     (plan.run_dir / "logs").mkdir(parents=True, exist_ok=True)
     if cache := plan.contract["PERSISTENT_CACHE"]:

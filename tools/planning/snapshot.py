@@ -2,7 +2,8 @@
 
     code_snapshots/<EXP_NAME>/<commit>-<hash of the diff>/     COMMIT and DIFF beside the files
 
-The name changes with the code, so a relaunch never writes into the snapshot of a running job.
+The name changes with the code, so a relaunch never writes into the snapshot of a running job. Only what verifiers read
+besides the rows is added later, where it is missing: it is data, which git does not track.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.errors import LaunchError, Problem
+
+SIDE_FILES = Path("data") / "side_files"  # a directory per verifier, written whole by `make data`
 
 # Whatever the user's git configuration says: the diff must apply, and its hash must be the same for everybody.
 _DIFF = ("-c", "core.quotePath=true", "diff", "--binary", "--no-ext-diff", "--no-textconv", "--no-color")
@@ -118,3 +121,21 @@ def write_snapshot(root: Path, target: Path, code: CodeVersion) -> None:
     if not target.is_dir():
         fix = "check permissions and space there"
         raise LaunchError(Problem(where=str(target), wrong="the copy of the code could not be made", fix=fix))
+
+
+def add_side_files(root: Path, target: Path) -> None:
+    """Copy the side files of each verifier from the checkout into its snapshot, unless they are there already."""
+    source = root / SIDE_FILES
+    for directory in sorted(source.iterdir()) if source.is_dir() else ():
+        copy = target / SIDE_FILES / directory.name
+        if copy.exists() or not directory.is_dir() or directory.name.startswith("."):
+            continue
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{copy.name}.", dir=copy.parent))
+        try:
+            partial.chmod(0o755)
+            shutil.copytree(directory, partial, dirs_exist_ok=True)
+            with suppress(OSError):  # another launch of the same code was first
+                partial.rename(copy)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from recipes.errors import LaunchError
-from tools.planning.snapshot import CodeVersion, read_code, read_snapshot, snapshot_path, untracked, write_snapshot
+from tools.planning.snapshot import (
+    CodeVersion,
+    add_side_files,
+    read_code,
+    read_snapshot,
+    snapshot_path,
+    untracked,
+    write_snapshot,
+)
 
 
 @pytest.fixture
@@ -139,3 +147,20 @@ def test_outside_git_the_message_says_what_to_do(tmp_path):
     assert read_code(tmp_path) == CodeVersion(commit="", diff="")
     with pytest.raises(LaunchError, match="SKIP_CODE_SNAPSHOT=true"):
         write_snapshot(tmp_path, tmp_path / "snapshots" / "x", CodeVersion(commit="", diff=""))
+
+
+def test_side_files_are_added_once_per_verifier(checkout, tmp_path):
+    """The job runs in the snapshot, and its verifiers look for their tables there."""
+    target = take(checkout, tmp_path / "snapshots")
+    add_side_files(checkout, target)  # none yet
+    assert not (target / "data").exists()
+    table = Path("data/side_files/office/processed/table.csv")
+    (checkout / table).parent.mkdir(parents=True)
+    (checkout / table).write_text("one")
+    add_side_files(checkout, target)
+    assert (target / table).read_text() == "one"
+    (checkout / table).write_text("two")
+    (checkout / "data/side_files/judge").mkdir()
+    add_side_files(checkout, target)
+    assert (target / table).read_text() == "one"  # a running job reads it
+    assert sorted(path.name for path in (target / "data/side_files").iterdir()) == ["judge", "office"]
