@@ -78,6 +78,9 @@ class Turn:
     has_malformed_thinking: bool = False
 
 
+PREFIX_BREAKS = "prefix_breaks"  # metric of a rollout that ended because a prompt did not extend the ids seen
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One answer to one prompt with its turns. `reward` is None exactly when there was no verdict."""

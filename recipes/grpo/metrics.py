@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from recipes.types import Group, Rollout, RolloutStatus
+from recipes.types import PREFIX_BREAKS, Group, Rollout, RolloutStatus
 
 TIMING_PREFIX = "timing/train/"
 
@@ -205,6 +205,7 @@ def _counts(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict[str, f
     return {
         **counts,
         "num_rollouts": float(len(rollouts)),
+        "num_prefix_breaks": math.fsum(rollout.metrics.get(PREFIX_BREAKS, 0.0) for rollout in rollouts),
         "num_flagged_samples": float(sum(rollout.is_flagged for rollout in rollouts)),
         "total_num_tokens": float(sum(_num_tokens(rollout) for rollout in rollouts)),  # unpadded, prompts included
         "num_groups": float(len(groups)),

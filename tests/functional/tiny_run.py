@@ -37,6 +37,11 @@ def launch_environment(directory: Path, *, num_rows: int, overrides: Mapping[str
     lines = [json.dumps({**make_row(task, task.draw(rng)), "uuid": index}) + "\n" for index, task in enumerate(tasks)]
     (directory / "train.jsonl").write_text("".join(lines[NUM_VALIDATION_ROWS:]))
     (directory / "val.jsonl").write_text("".join(lines[:NUM_VALIDATION_ROWS]))
+    return run_environment(directory, overrides)
+
+
+def run_environment(directory: Path, overrides: Mapping[str, Any]) -> dict[str, str]:
+    """Return what `make stage...` needs to run on the rows that lie in `directory`."""
     return {
         **os.environ,
         "SCALE": "tiny",

@@ -26,15 +26,15 @@ from recipes.environments.contract.responses import Item, function_call_output_i
 from recipes.environments.contract.tools import read_arguments
 from recipes.environments.contract.verdict import NoVerdict
 from recipes.environments.scoring.clients import Session, ToolFailedError
-from recipes.types import Completion, Rollout, RolloutStatus, Turn
+from recipes.types import PREFIX_BREAKS, Completion, Rollout, RolloutStatus, Turn
 
 
 class _EndedError(Exception):
     """The rollout has no reward, for this reason."""
 
-    def __init__(self, status: RolloutStatus, reason: str) -> None:
+    def __init__(self, status: RolloutStatus, reason: str, metrics: Mapping[str, float] | None = None) -> None:
         super().__init__(reason)
-        self.status = status
+        self.status, self.metrics = status, metrics or {}
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ async def tool_loop(episode: Episode) -> Rollout:
         is_cut = await _converse(episode, session, conversation, waited)
     except _EndedError as end:
         rollout = unscored((), end.status, str(end), seconds=time.monotonic() - start)
-        return replace(rollout, output_text=conversation.text, env_seconds=sum(waited))
+        return replace(rollout, metrics=end.metrics, output_text=conversation.text, env_seconds=sum(waited))
     response = response_object(conversation.items, incomplete_reason="max_output_tokens" if is_cut else None)
     asked = time.monotonic()
     verdict = await session.verify(response)
@@ -107,9 +107,8 @@ async def _converse(episode: Episode, session: Session, said: _Conversation, wai
         try:
             new_ids = episode.codec.extend(said.seen_ids, episode.params, said.items)
         except PrefixError as error:
-            raise _EndedError(
-                RolloutStatus.ABORTED, f"prefix break before turn {len(said.turns) + 1}: {error}"
-            ) from error
+            reason = f"prefix break before turn {len(said.turns) + 1}: {error}"
+            raise _EndedError(RolloutStatus.ABORTED, reason, {PREFIX_BREAKS: 1.0}) from error
 
 
 async def _answered(call: Item, session: Session, names: set[str]) -> Item:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from recipes.grpo.metrics import StepMetrics, aggregate_rollouts, merge_groups, percentile, rates
-from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
+from recipes.types import PREFIX_BREAKS, Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
 
 
 def make_turn(versions: dict[int, int], *, prompt: int = 3, finish_reason: str = "stop") -> Turn:
@@ -98,6 +99,9 @@ def test_tokens_and_flags_are_counted_over_all_rollouts(groups: list[Group]) -> 
     assert metrics["total_num_tokens"] == 135 + 6 * 3 + 1 + 11
     assert metrics["mean_prompt_length"] == pytest.approx((6 * 3 + 11) / 7)  # of seven rollouts that have a turn
     assert metrics["num_flagged_samples"] == 1.0
+    assert metrics["num_prefix_breaks"] == 0.0
+    broken = make_group(2, [make_rollout(1.0), replace(make_rollout(None), metrics={PREFIX_BREAKS: 1.0})])
+    assert aggregate_rollouts([flagged, broken], version=5)["num_prefix_breaks"] == 1.0
     assert "mean_prompt_length" not in aggregate_rollouts([make_group(0, [make_rollout(None)])], version=0)
 
 

@@ -204,6 +204,7 @@ async def test_a_prompt_that_does_not_go_on_ends_the_rollout(tokenizer_dir: Path
         "prefix break before turn 2: the prompt has 0 end tokens, the conversation before it 1: "
         "seen 'assistant<|im_end|>', now 'tool'"
     )
+    assert rollout.metrics == {"prefix_breaks": 1.0}
     environments.close()
 
 
