@@ -11,6 +11,7 @@ import sys
 import tarfile
 from pathlib import Path
 
+import pip
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +36,14 @@ def setup(tmp_path: Path):
         return result.stderr + result.stdout
 
     return run
+
+
+@pytest.fixture
+def empty_environment(tmp_path: Path) -> None:
+    """Give setup.sh an environment that has pip and nothing else; making one with ensurepip takes seconds."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True, timeout=60)
+    (packages,) = (tmp_path / "venv" / "lib").glob("python3.*/site-packages")
+    (packages / "pip").symlink_to(Path(pip.__file__).parent)
 
 
 def fake_python(tmp_path: Path, version: str) -> str:
@@ -69,6 +78,7 @@ def test_no_compiler(setup, tmp_path):
     assert text == "setup: gcc: not on PATH, but a few packages are compiled; install gcc\n"
 
 
+@pytest.mark.usefixtures("empty_environment")
 def test_a_source_is_checked_by_its_hash_and_a_failed_build_is_said_in_the_compilers_words(setup, tmp_path):
     files = {
         "PKG-INFO": "Metadata-Version: 2.1\nName: surely-not-a-package\nVersion: 1.0\n",
@@ -104,6 +114,7 @@ def test_cuda_lock_is_refused(setup, tmp_path):
     assert "has CUDA packages (2:nvidia-cublas==13.1 3:triton==3.7.1); delete those lines" in text
 
 
+@pytest.mark.usefixtures("empty_environment")
 def test_no_network(setup):
     # Nothing listens on the discard port: the index cannot be reached.
     index = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "1"}

@@ -34,7 +34,7 @@ from tools.sizing.speed import GPUS, OF_STAGE, OF_TINY, Assumptions, loop, roofl
 from tools.sizing.stage_plan import StagePlan, WhatIf
 
 ROOT = Path(__file__).resolve().parents[2]
-_SHARES = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of the configured generation nodes, for the what-if table
+_SHARES = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of the generation nodes, of the what-if table; 1: as configured
 _CHECKPOINT_BYTES = 16  # per parameter: weights in 16 bits, Adam's state in 32, and the export
 _SIMULATED_STEPS, _SEED = 10, 0
 
@@ -64,6 +64,7 @@ def make_plan(args: argparse.Namespace) -> StagePlan:
     configured = replace(
         loop(config, sizes, engine, speeds, given), save_seconds=save_seconds, save_period=max(period, 0)
     )
+    table = what_if(configured, sizes)
     return StagePlan(
         stage=stage,
         scale=args.scale,
@@ -76,8 +77,8 @@ def make_plan(args: argparse.Namespace) -> StagePlan:
         gpu_bytes=None if is_tiny else gpu.memory_gib * GIB,
         given=given,
         loop=configured,
-        expected=_simulate(configured, sizes, sizes.num_generation_nodes, configured.max_age),
-        what_if=tuple(what_if(configured, sizes)),
+        expected=next(row for row in table if row.generation_nodes == sizes.num_generation_nodes),
+        what_if=tuple(table),
         other_ages=tuple(
             _simulate(configured, sizes, sizes.num_generation_nodes, age)
             for age in (0, 1, 2)
@@ -89,7 +90,7 @@ def make_plan(args: argparse.Namespace) -> StagePlan:
 
 
 def what_if(configured: Loop, sizes: Derived) -> list[WhatIf]:
-    """Simulate other numbers of generation nodes with the same trainer."""
+    """Simulate the configured and other numbers of generation nodes with the same trainer."""
     if sizes.num_nodes == 1:  # the node trains as well, so its engines are fixed
         return [_simulate(configured, sizes, 1, configured.max_age)]
     counts = sorted({max(1, round(share * sizes.num_generation_nodes)) for share in _SHARES})

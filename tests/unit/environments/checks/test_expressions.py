@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -57,17 +58,20 @@ def test_formulas_of_the_library_pass() -> None:
 
 def test_every_family_that_evaluates_is_guarded() -> None:
     """An upgrade of the library that evaluates elsewhere must be seen here."""
-    import reasoning_gym
-
+    evaluators = {"eval", "exec", "parse_expr", "sympify", "parse_latex", "compile", "__import__"}
     names = set()
-    root = Path(reasoning_gym.__file__).parent
-    for path in root.rglob("*.py"):
-        for function in ast.walk(ast.parse(path.read_text())):
+    spec = importlib.util.find_spec("reasoning_gym")
+    assert spec is not None and spec.origin is not None
+    for path in Path(spec.origin).parent.rglob("*.py"):
+        source = path.read_text()
+        if not any(word in source for word in evaluators):  # most files: not worth parsing
+            continue
+        for function in ast.walk(ast.parse(source)):
             if isinstance(function, ast.FunctionDef) and function.name in ("score_answer", "verify_solution"):
                 for node in ast.walk(function):
                     if isinstance(node, ast.Call):
                         called = ast.unparse(node.func).rpartition(".")[2]
-                        if called in ("eval", "exec", "parse_expr", "sympify", "parse_latex", "compile", "__import__"):
+                        if called in evaluators:
                             names.add(path.stem)
     assert names == EVALUATED.keys()
 

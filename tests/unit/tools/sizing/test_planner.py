@@ -191,6 +191,7 @@ def test_lengths_have_the_assumed_mean_and_never_exceed_the_context(production):
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch):
     monkeypatch.setattr(planner, "_SIMULATED_STEPS", 2)
+    monkeypatch.setattr(planner, "_SHARES", (0.125, 1.0, 2.0))
 
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str) -> str:
