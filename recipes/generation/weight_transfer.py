@@ -3,7 +3,7 @@
 On GPUs, vLLM's NCCL transfer is used as it is. On CPU none of vLLM's transfers works, so this module registers one more
 under the name `shm`: the policy writes all tensors, whole and under their Hugging Face names, into a file in shared
 memory (`WeightLayout`), and each engine maps that file and loads from it. vLLM's worker processes import this module
-because the engine arguments name it as `worker_extension_cls`; on CPU this also installs their random generator.
+because the engine arguments name it as `worker_extension_cls`; on CPU this also installs what vLLM lacks there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from recipes.generation import cpu_generator
+from recipes.generation import cpu_generator, cpu_hybrid
 
 SHM_BACKEND = "shm"
 
@@ -118,6 +118,7 @@ def pack_tied_head(model: torch.nn.Module) -> None:
 
 if current_platform.is_cpu():
     cpu_generator.install()
+    cpu_hybrid.install()
 if SHM_BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(SHM_BACKEND, SharedMemoryWeightTransfer)
 

@@ -65,7 +65,7 @@ def pack_microbatch(
         rows=rows_B,
         tokens_1T=tokens_T[None],
         labels_1T=labels_T[None],
-        sequences=packed_sequences(padded, where),
+        sequences=packed_sequences(padded, where, unpadded=own),
         source_BS=torch.where(has_next_BS, at_BS[:, :-1], 0),
         real_BS=has_next_BS,
     )

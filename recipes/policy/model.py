@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from recipes.policy.families.family import Family
 from recipes.policy.layers.context import ContextSequences, gather_row
 from recipes.policy.layers.head import OutputConfig
 from recipes.policy.layers.packed import PackedSequences
+from recipes.policy.layers.router import freeze_routers, leave_pads_uncounted, pads_of_rank
 from recipes.policy.parallel import device
 
 if TYPE_CHECKING:
-    from recipes.config.tree import PolicyConfig
+    from recipes.config.tree import MegatronConfig, PolicyConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -26,6 +29,9 @@ def build_model(family: Family, hf: Any, config: TransformerConfig, cfg: PolicyC
     """Build this rank's part of the model; its weights are undefined until loaded."""
     output = OutputConfig(temperature=cfg.generation.temperature, chunk_size=cfg.logprob_chunk_size)
     model = family.build(hf, config, output).to(device())
+    leave_pads_uncounted(model)
+    if cfg.megatron_cfg.freeze_moe_router:
+        freeze_routers(model)
     if not config.bf16:
         return model
     rounded: torch.nn.Module = Float16Module(config, model)
@@ -44,8 +50,10 @@ def transformer_config(family: Family, hf: Any, cfg: PolicyConfig) -> Transforme
         if megatron.activation_checkpointing
         else {}
     )
+    sizes = family.config(hf)
     return TransformerConfig(
-        **family.config(hf),
+        **sizes,
+        **(_expert_config(sizes, megatron) if sizes.get("num_moe_experts") else {}),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -64,6 +72,7 @@ def transformer_config(family: Family, hf: Any, cfg: PolicyConfig) -> Transforme
         calculate_per_token_loss=True,  # gradients are divided once, by what the loss counted over all ranks
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # variable lengths ask for it, dense models too
+        apply_rope_fusion=megatron.apply_rope_fusion,
         # Fused kernels need CUDA extensions that the CPU lock does not have.
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -74,19 +83,37 @@ def transformer_config(family: Family, hf: Any, cfg: PolicyConfig) -> Transforme
     )
 
 
+def _expert_config(sizes: Mapping[str, Any], megatron: MegatronConfig) -> dict[str, Any]:
+    """Return what the configuration says of experts."""
+    has_bias = sizes.get("moe_router_enable_expert_bias", False)
+    return {
+        "moe_router_dtype": megatron.moe_router_dtype,
+        "moe_router_load_balancing_type": megatron.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_bias_update_rate": megatron.moe_router_bias_update_rate if has_bias else 0.0,
+        "moe_permute_fusion": megatron.moe_permute_fusion,
+        "moe_grouped_gemm": False,
+        "moe_shared_expert_overlap": False,
+    }
+
+
 def forward(model: torch.nn.Module, tokens_1T: Tensor, labels_1T: Tensor, sequences: PackedSequences) -> Tensor:
     """Return log p(label) [1, T] on the last pipeline stage, the hidden state elsewhere.
 
     With context parallelism each rank computes its share of the tokens and gets the log-probabilities of all.
     """
+    pads_1T = sequences.pads_1T
     if isinstance(sequences, ContextSequences):
-        tokens_1T, labels_1T = tokens_1T[:, sequences.own_O], labels_1T[:, sequences.own_O]
+        tokens_1T, labels_1T, pads_1T = (row_1T[:, sequences.own_O] for row_1T in (tokens_1T, labels_1T, pads_1T))
+    config = get_model_config(model)
+    counted = config.moe_router_enable_expert_bias
     result: Tensor = model(
         input_ids=tokens_1T,
         position_ids=None,  # the rotary embedding takes positions from `sequences`
         attention_mask=None,
         labels=labels_1T,
         packed_seq_params=sequences,
+        padding_mask=pads_of_rank(pads_1T, is_divided=config.sequence_parallel) if counted else None,
     )
     if isinstance(sequences, ContextSequences) and parallel_state.is_pipeline_last_stage():
         return gather_row(result, sequences, parallel_state.get_context_parallel_group())

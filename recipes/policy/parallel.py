@@ -32,6 +32,12 @@ def finish_queued_work() -> None:
         torch.cuda.synchronize()
 
 
+def release_unused_memory() -> None:
+    """Give device memory that torch keeps for later back to the device; on a CPU there is none to give."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def hold_port(host: str) -> socket.socket:
     """Hold a free port of the range that policy ranks meet in, on this address of the machine alone."""
     return hold_in_range(_PORTS.low, _PORTS.high, host=host)

@@ -29,10 +29,13 @@ from recipes.policy.layout import check_model_fits
 from recipes.policy.microbatch import Microbatch, pack_microbatch
 from recipes.policy.model import build_model, forward, transformer_config
 from recipes.policy.optimizer import build_optimizer, wrap_ddp
-from recipes.policy.parallel import device, finish_queued_work
+from recipes.policy.packages import check_packages
+from recipes.policy.parallel import device, finish_queued_work, release_unused_memory
 from recipes.policy.reference import ReferenceWeights
 from recipes.policy.shards import BatchShard, Measured, merge_metrics
 from recipes.types import LossFunction, LossInputs
+
+_AFTER_BACKWARD, _AFTER_STEP = 1, 2  # levels of empty_unused_memory_level
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +72,7 @@ def build_trainer(cfg: PolicyConfig, loss: LossFunction, *, with_reference: bool
     """
     directory = hf.model_directory(cfg.model_name)
     hf_config, family = hf.read_config(directory)
+    check_packages(cfg.megatron_cfg)
     check_model_fits(family.config(hf_config), hf_config.vocab_size, cfg.megatron_cfg)
     config = transformer_config(family, hf_config, cfg)
     model = build_model(family, hf_config, config, cfg)
@@ -97,13 +101,18 @@ def build_trainer(cfg: PolicyConfig, loss: LossFunction, *, with_reference: bool
 
 def train_step(trainer: Trainer, shard: BatchShard) -> dict[str, Measured]:
     """Take one optimizer step over the whole batch; return this rank's loss metrics, `grad_norm` and `lr`."""
+    level = trainer.cfg.megatron_cfg.empty_unused_memory_level
     metrics = accumulate_gradients(trainer, shard)
+    if level >= _AFTER_BACKWARD:
+        release_unused_memory()
     lr = get_canonical_lr_for_logging(trainer.optimizer.param_groups)
     updated, grad_norm, _ = trainer.optimizer.step()
     if not updated:
         raise RuntimeError("the optimizer skipped the step: its gradients were not finite")
     trainer.scheduler.step(increment=1)
     gather_params(trainer)
+    if level >= _AFTER_STEP:
+        release_unused_memory()
     return metrics | {"grad_norm": float(grad_norm), "lr": float(lr)}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from layout_ranks import LayoutCase, LayoutOutcome, outcomes
-from policy_case import reference_logprobs, save_experts, save_hybrid, save_model
+from policy_case import GRADIENT_SCALE, reference_logprobs, save_experts, save_hybrid, save_model
 from random_batch import random_batch
 from safetensors.torch import load_file
 from speed import patiently
@@ -33,6 +33,7 @@ _HYBRID: _Layouts = {
     "context-expert": (2, _CONTEXT | _EXPERT),
     "pipeline": (2, _PIPELINE | _RECOMPUTE),
     "data": (2, {}),
+    "frozen": (1, {"megatron_cfg__freeze_moe_router": "true"}),
 }
 _FOUR: _Layouts = {
     "tensor-data": (4, _TENSOR),
@@ -78,12 +79,23 @@ def _check(model: Path, directory: Path, layouts: _Layouts) -> None:
     )
     found = outcomes(cases, directory, timeout_s=patiently(120))
     one = found.pop("one")
+    if frozen := found.pop("frozen", None):
+        _check_frozen_routers(frozen)
     assert torch.allclose(one.logprobs_BS, reference_logprobs(model, random_batch(10)), atol=2e-5, rtol=0)
     on_disk = load_file(model / "model.safetensors")
     differences = {
         name: problems for name, outcome in found.items() if (problems := _differences(outcome, one, on_disk))
     }
     assert not differences
+
+
+def _check_frozen_routers(outcome: LayoutOutcome) -> None:
+    """Weights of routers stay, their biases move by the update rate, up for experts with few tokens, else down."""
+    moved = {name: gradient for name, gradient in outcome.gradients.items() if ".gate." in name}
+    weights = [gradient for name, gradient in moved.items() if name.endswith("gate.weight")]
+    biases = [gradient * GRADIENT_SCALE for name, gradient in moved.items() if name.endswith("bias")]
+    assert weights and not any(gradient.any() for gradient in weights)
+    assert biases and all(torch.allclose(bias.abs(), torch.tensor(1e-3), rtol=1e-3) for bias in biases)
 
 
 def _differences(outcome: LayoutOutcome, one: LayoutOutcome, on_disk: dict[str, Tensor]) -> list[str]:

@@ -23,7 +23,7 @@ from recipes.grpo.loss import grpo_loss
 from recipes.grpo.refit import connect, refit
 from recipes.policy.policy import Policy
 from recipes.types import Completion, Sampling, TrainBatch
-from tools.tiny.model import build_model
+from tools.tiny.model import build_hybrid_model, build_model
 from tools.tiny.tokenizer import build_tokenizer
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
@@ -37,11 +37,11 @@ PROMPTS = [
 ]  # two full KV blocks each
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+@pytest.fixture(scope="module", params=[build_model, build_hybrid_model], ids=["dense", "hybrid"])
+def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Config:
     path = tmp_path_factory.mktemp("model")
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, seed=3)
+    model = request.param(tokenizer, seed=3)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     tokenizer.save_pretrained(path)
     model.save_pretrained(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,10 +25,16 @@ TWO_STEPS = {  # of a stage whose export differs from its start weights
 }
 
 
-def launch_environment(directory: Path, *, num_rows: int, overrides: Mapping[str, Any]) -> dict[str, str]:
+def launch_environment(
+    directory: Path,
+    *,
+    num_rows: int,
+    overrides: Mapping[str, Any],
+    build: Callable[..., Any] = build_model,
+) -> dict[str, str]:
     """Write model and rows into `directory`; return what `make stage...` needs to run on them there."""
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, seed=0)
+    model = build(tokenizer, seed=0)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     tokenizer.save_pretrained(directory / "model")
     model.save_pretrained(directory / "model")

@@ -45,10 +45,8 @@ class OptimizerConfig:
     """dtype of the master weights"""
     use_distributed_optimizer: bool
     """shard optimizer state over data-parallel ranks"""
-    use_precision_aware_optimizer: Annotated[
-        bool, Honours(False, reason="it needs Transformer Engine's optimizer, which is not wired in yet")
-    ]
-    """Transformer Engine's fused Adam with typed state"""
+    use_precision_aware_optimizer: bool
+    """Transformer Engine's fused Adam with typed state; needs that package"""
     optimizer_cpu_offload: Annotated[bool, Honours(False, reason=OFFLOAD)]
     """keep optimizer state in CPU memory"""
     optimizer_offload_fraction: Annotated[float, Ge(0), Le(1), Unit("share")]
@@ -129,36 +127,32 @@ class MegatronConfig:
     """ETP: GPUs that share one expert"""
     activation_checkpointing: bool
     """recompute every layer's activations in the backward pass"""
-    empty_unused_memory_level: Annotated[
-        Literal[0, 1, 2], Unit("level"), Honours(0, reason="emptying the CUDA cache is not built yet")
-    ]
+    empty_unused_memory_level: Annotated[Literal[0, 1, 2], Unit("level")]
     """empty the CUDA cache: 0 never, 1 after the backward pass, 2 also after the step"""
     dist_ckpt_optim_fully_reshardable: bool
     """write optimizer checkpoints that any layout can resume from, not only another DP; slower, more host memory"""
     defer_fp32_logits: Annotated[bool, Honours(True, reason="the native policy never makes float32 logits as a whole")]
     """keep logits in `precision` until the chunked log-softmax"""
-    apply_rope_fusion: Annotated[bool, Honours(False, reason=FUSED)]
-    """fused rotary embedding kernel"""
+    apply_rope_fusion: bool
+    """fused rotary embedding kernel; needs Transformer Engine"""
     bias_activation_fusion: Annotated[bool, Honours(False, reason=FUSED)]
     """fused bias and activation kernel"""
     gradient_accumulation_fusion: Annotated[bool, Honours(False, reason=FUSED)]
     """accumulate weight gradients inside the GEMM kernel"""
     use_fused_weighted_squared_relu: Annotated[bool, Honours(False, reason=EXPERTS)]
     """fused squared-ReLU kernel of the experts"""
-    freeze_moe_router: Annotated[bool, Honours(False, reason=EXPERTS)]
+    freeze_moe_router: bool
     """do not train router weights"""
-    moe_router_dtype: Annotated[
-        Literal["fp32", "fp64"], NoEffect("the native policy refuses mixture-of-experts models")
-    ]
+    moe_router_dtype: Literal["fp32", "fp64"]
     """dtype of the router"""
     moe_router_load_balancing_type: Annotated[
         Literal["none", "aux_loss", "seq_aux_loss"], Honours("none", reason=EXPERTS)
     ]
     """auxiliary balancing loss of the router"""
-    moe_router_bias_update_rate: Annotated[float, Ge(0), Unit("per step"), Honours(0, reason=EXPERTS)]
-    """step of the expert bias that balances load, per optimizer step"""
-    moe_permute_fusion: Annotated[bool, Honours(False, reason=EXPERTS)]
-    """fused token permutation kernel"""
+    moe_router_bias_update_rate: Annotated[float, Ge(0), Unit("per step")]
+    """step of the expert bias that balances load, per optimizer step; for models with such a bias"""
+    moe_permute_fusion: bool
+    """fused token permutation kernel; needs Transformer Engine"""
     moe_enable_deepep: Annotated[bool, Honours(False, reason=EXPERTS)]
     """DeepEP all-to-all kernels"""
     moe_token_dispatcher_type: Annotated[Literal["alltoall", "allgather", "flex"], Honours("alltoall", reason=EXPERTS)]

@@ -135,19 +135,13 @@ class NemotronH:
             "moe_ffn_hidden_size": hf.moe_intermediate_size,
             "moe_latent_size": hf.moe_latent_size,
             "moe_shared_expert_intermediate_size": hf.moe_shared_expert_intermediate_size * hf.n_shared_experts,
-            "moe_shared_expert_overlap": False,
             "moe_router_topk": hf.num_experts_per_tok,
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
-            "moe_router_bias_update_rate": 0.0,  # the bias stays as loaded
             "moe_router_topk_scaling_factor": float(hf.routed_scaling_factor),
             "moe_router_num_groups": hf.n_group if has_groups else None,
             "moe_router_group_topk": hf.topk_group if has_groups else None,
             "moe_router_pre_softmax": False,
-            "moe_router_dtype": "fp32",
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
-            "moe_grouped_gemm": False,
         }
 
     def build(self, hf: Any, config: TransformerConfig, output: OutputConfig) -> torch.nn.Module:

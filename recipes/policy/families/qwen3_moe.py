@@ -36,7 +36,6 @@ class Qwen3Moe(Qwen3):
             "moe_router_score_function": "softmax",
             # Softmax over the chosen scores alone is that over all, divided by the sum of the chosen ones.
             "moe_router_pre_softmax": not hf.norm_topk_prob,
-            "moe_grouped_gemm": False,
         }
 
     def layer_mapping(self, param: Tensor, name: str, layer: str, config: TransformerConfig) -> WeightMapping:

@@ -34,10 +34,17 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
     batches: list[AttentionBatch] = field(default_factory=list)
     # Where token t of the row lies in the concatenated outputs of the batches.
     scatter_T: Tensor = field(default_factory=lambda: torch.empty(0))
+    pads_1T: Tensor = field(default_factory=lambda: torch.empty(0))  # bool, True on pads
 
 
-def packed_sequences(lengths: Sequence[int], device: torch.device) -> PackedSequences:
-    """Describe a row of sequences with these (padded) lengths."""
+def packed_sequences(
+    lengths: Sequence[int], device: torch.device, *, unpadded: Sequence[int] | None = None
+) -> PackedSequences:
+    """Describe a row of sequences with these (padded) lengths.
+
+    Args:
+        unpadded: how many tokens of each sequence are no pads; 0 for those at the end that it leaves out.
+    """
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)
@@ -60,7 +67,13 @@ def packed_sequences(lengths: Sequence[int], device: torch.device) -> PackedSequ
         max_seqlen_kv=max(lengths),
         batches=batches,
         scatter_T=torch.argsort(visited_T),
+        pads_1T=_pads(lengths, lengths if unpadded is None else unpadded).to(device)[None],
     )
+
+
+def _pads(lengths: Sequence[int], unpadded: Sequence[int]) -> Tensor:
+    real = [*unpadded, *[0] * (len(lengths) - len(unpadded))]
+    return torch.cat([torch.arange(length) >= own for length, own in zip(lengths, real, strict=True)])
 
 
 def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:

@@ -28,10 +28,11 @@ SHAPES = [("a", torch.bfloat16, (3, 5)), ("b", torch.float32, (2,))]
 
 @pytest.fixture(scope="module")
 def cfg() -> PolicyConfig:
-    """The published values, but for a fused optimizer that Megatron refuses to describe without Transformer Engine."""
+    """The published values, but for what Megatron refuses to describe without Transformer Engine."""
     values = {
         "context_parallel_size": 1,
         "expert_model_parallel_size": 1,
+        "apply_rope_fusion": "false",
         "optimizer.use_precision_aware_optimizer": "false",
     }
     overrides = ["policy.model_name=any", *(f"policy.megatron_cfg.{key}={value}" for key, value in values.items())]

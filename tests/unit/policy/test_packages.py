@@ -1,0 +1,28 @@
+"""Keys that need a package which is not installed are refused by the package's name, before the model is built."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from recipes.config.load import load_config, require_valid
+from recipes.errors import ConfigError
+from recipes.policy import packages
+
+BASE = Path(__file__).resolve().parents[3] / "configs" / "grpo_base.yaml"
+FUSED = {"apply_rope_fusion", "moe_permute_fusion", "optimizer.use_precision_aware_optimizer"}
+
+
+def test_every_fused_key_names_the_package_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    megatron = require_valid(load_config(BASE, ["policy.model_name=any"])).policy.megatron_cfg
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="the package transformer_engine is not installed") as refused:
+        packages.check_packages(megatron)
+    assert {problem.where.removeprefix("policy.megatron_cfg.") for problem in refused.value.problems} == FUSED
+
+    optimizer = replace(megatron.optimizer, use_precision_aware_optimizer=False)
+    packages.check_packages(replace(megatron, apply_rope_fusion=False, moe_permute_fusion=False, optimizer=optimizer))
+    monkeypatch.setattr(packages, "find_spec", lambda name: object())
+    packages.check_packages(megatron)
