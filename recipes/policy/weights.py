@@ -59,7 +59,8 @@ class SharedMemoryWriter:
         path = _SHARED_MEMORY / f"{_PREFIX}{driver_pid}-{os.getpid()}"
         self.layout = make_layout(shapes, path=str(path))
         temporary = path.with_name(f"{path.name}.tmp")
-        self._file = temporary.open("w+b")
+        # Other users of the machine shall not read weights.
+        self._file = os.fdopen(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, mode=0o600), "w+b")
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.posix_fallocate(self._file.fileno(), 0, self.layout.num_bytes)  # fails here, not with SIGBUS at a write
         self._bytes = torch.frombuffer(mmap.mmap(self._file.fileno(), self.layout.num_bytes), dtype=torch.uint8)

@@ -1,14 +1,17 @@
 """No secret of a run reaches a file of it or a command line, and a local run is closed to others.
 
-One tiny run on this machine with planted keys. While it runs, every process of it is looked at; afterwards every file.
+One tiny run on this machine with planted keys. While it runs, every process of it is looked at, and another user tries
+what can be got; afterwards every file is looked at.
 """
 
 from __future__ import annotations
 
+import json
 import stat
 import subprocess
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -42,6 +45,16 @@ def command_line(pid: int) -> str:
         return ""
 
 
+def what_a_neighbour_gets(seen: Mapping[int, Mapping[str, str]], run_dir: Path) -> set[str]:
+    """Let another user of this machine try what it can do to these processes and to the files of the run."""
+    places = {str(run_dir), *(environ["TMPDIR"] for environ in seen.values() if "TMPDIR" in environ)}
+    given = json.dumps({"pids": list(seen), "places": sorted(places)})
+    program = Path(__file__).with_name("neighbour.py").read_text()
+    nobody = ["setpriv", "--reuid=65533", "--regid=65533", "--clear-groups", "/usr/bin/python3", "-I", "-c", program]
+    done = subprocess.run(nobody, cwd="/", input=given, capture_output=True, text=True, check=True, timeout=60)
+    return set(json.loads(done.stdout))
+
+
 def test_no_secret_is_in_a_file_or_a_command_line_and_nothing_listens_beyond_this_machine(tmp_path: Path) -> None:
     planted = {"WANDB_API_KEY": uuid.uuid4().hex, "HF_TOKEN": f"hf_{uuid.uuid4().hex}"}
     mark = uuid.uuid4().hex
@@ -50,6 +63,7 @@ def test_no_secret_is_in_a_file_or_a_command_line_and_nothing_listens_beyond_thi
     tokens: set[str] = set()
     lines: set[str] = set()
     open_ports: dict[str, str] = {}
+    got: set[str] = set()
     with (tmp_path / "make.log").open("wb") as log:
         process = subprocess.Popen(
             ["make", "stage1.1"], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
@@ -59,6 +73,7 @@ def test_no_secret_is_in_a_file_or_a_command_line_and_nothing_listens_beyond_thi
             tokens |= {environ["RAY_AUTH_TOKEN"] for environ in seen.values() if "RAY_AUTH_TOKEN" in environ}
             lines |= {command_line(pid) for pid in seen}
             open_ports |= beyond_loopback(seen)
+            got |= what_a_neighbour_gets(seen, tmp_path / "run")
             time.sleep(LOOK_SECONDS)
     output = (tmp_path / "make.log").read_text(errors="replace")
     assert process.returncode == 0, output[-3000:]
@@ -74,6 +89,7 @@ def test_no_secret_is_in_a_file_or_a_command_line_and_nothing_listens_beyond_thi
     writable = [path for path in (tmp_path / "run").rglob("*") if not path.is_symlink() and is_open(path)]
     assert not writable, "others could change the run"
     assert open_ports == {}
+    assert got == set()
 
 
 def is_open(path: Path) -> bool:

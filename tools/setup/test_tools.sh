@@ -12,6 +12,8 @@ shopt -s inherit_errexit
 # program=package
 readonly TOOLS=(
   flock=util-linux ip=iproute2 pgrep=procps
+  # Another user of the machine: it cannot read the Python of root.
+  /usr/bin/python3=python3
   # The throw-away Slurm cluster, with accounting.
   munged=munge slurmctld=slurm-wlm slurmdbd=slurmdbd mariadbd=mariadb-server
   # Containers and sandboxes.

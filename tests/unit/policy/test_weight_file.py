@@ -27,6 +27,7 @@ def test_tensors_start_on_aligned_offsets() -> None:
 def test_a_push_overwrites_every_tensor_and_the_file_goes_at_the_end() -> None:
     writer = SharedMemoryWriter(SHAPES, driver_pid=1)
     path = Path(writer.layout.path)
+    assert path.stat().st_mode & 0o777 == 0o600  # other users of the machine cannot read it
     for value in (1.0, 2.0):
         tensors = [(name, torch.full(shape, value, dtype=dtype)) for name, dtype, shape in SHAPES]
         writer.write(tensors)

@@ -1,0 +1,54 @@
+"""What another user of the machine can do to a run: a program for that user, which prints what it should not have got.
+
+It reads {"pids": [...], "places": [...]} from standard input and uses the standard library alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+
+def processes(pids: list[int]) -> Iterator[str]:
+    """Try what one process can do to another."""
+    for pid in pids:
+        for name in ("environ", "maps", "fd"):
+            with suppress(OSError):
+                path = Path(f"/proc/{pid}/{name}")
+                if list(path.iterdir()) if name == "fd" else path.read_bytes():  # of a process that ends, it is empty
+                    yield f"read {path}"
+        with suppress(OSError):
+            os.kill(pid, 0)
+            yield f"signal {pid}"
+
+
+def files(places: list[str]) -> Iterator[str]:
+    """Try to change what lies in these places, and to connect to their sockets."""
+    walks = (walk for place in places for walk in os.walk(place))  # passes over what it cannot open
+    below = (Path(folder, name) for folder, folders, names in walks for name in [*folders, *names])
+    for path in (*map(Path, places), *below):
+        with suppress(OSError):
+            if os.access(path, os.W_OK) and not path.is_symlink():
+                yield f"write {path}"
+            if path.is_socket():
+                socket.socket(socket.AF_UNIX).connect(str(path))
+                yield f"connect to {path}"
+
+
+def shared_memory() -> Iterator[str]:
+    """Try to read or change memory that others share."""
+    for path in Path("/dev/shm").iterdir():
+        with suppress(OSError):
+            is_open = os.access(path, os.R_OK) or os.access(path, os.W_OK)
+            if is_open and path.stat().st_uid != os.getuid():
+                yield f"open {path}"
+
+
+if __name__ == "__main__":
+    given = json.load(sys.stdin)
+    json.dump([*processes(given["pids"]), *files(given["places"]), *shared_memory()], sys.stdout)
