@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
 from recipes.environments.agents.episode import Episode, unscored
+from recipes.environments.agents.refinement import refinement
 from recipes.environments.agents.single_turn import single_turn
 from recipes.environments.agents.tool_loop import tool_loop
 from recipes.environments.chat.codec import ChatCodec, callable_tools, row_template_kwargs
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 AGENT_KINDS: Mapping[str, Callable[[Episode], Awaitable[Rollout]]] = {
+    "refinement": refinement,
     "single_turn": single_turn,
     "tool_loop": tool_loop,
 }

@@ -18,6 +18,7 @@ from recipes.environments.judges.servers import JudgeServer, judge_of
 from recipes.environments.registry import VERIFIERS
 from recipes.errors import ConfigError, Problem, suggestion
 
+REFINEMENT = "proof_refinement_agent"
 DESCRIPTIVE = frozenset({"description", "domain", "entrypoint", "host", "name", "num_workers", "value", "verified"})
 CONNECTION = frozenset({"url", "timeout_seconds"})
 DEFAULT_TIMEOUT_SECONDS = 120.0  # for one verification; waiting for a free scoring process does not count
@@ -70,14 +71,18 @@ def agents_of(instances: Mapping[str, Any], servers: Mapping[str, ServerInstance
     for name, kind, settings in _of_kind(instances, "responses_api_agents"):
         reference = settings.get("resources_server") or {}
         if kind in AGENT_TYPES and reference.get("name") in servers:
-            server = servers[reference["name"]]
-            has_tools = kind == "simple_agent" and VERIFIERS[server.verifier].tools is not None
-            agents[name] = Agent(
-                kind="tool_loop" if has_tools else "single_turn",
-                server=server.name,
-                max_steps=settings.get("max_steps"),
-            )
+            agents[name] = _agent(kind, settings, servers[reference["name"]])
     return agents
+
+
+def _agent(kind: str, settings: Mapping[str, Any], server: ServerInstance) -> Agent:
+    """Return one agent as its type and its environment have it run."""
+    if kind == REFINEMENT:
+        return Agent(kind="refinement", server=server.name, max_steps=1 + int(settings.get("max_correction_turns", 2)))
+    has_tools = kind == "simple_agent" and VERIFIERS[server.verifier].tools is not None
+    return Agent(
+        kind="tool_loop" if has_tools else "single_turn", server=server.name, max_steps=settings.get("max_steps")
+    )
 
 
 def _of_kind(instances: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str, Mapping[str, Any]]]:

@@ -15,6 +15,7 @@ RESOURCES_TYPES = (  # resources servers
     "instruction_following",
     "inverse_if",
     "jailbreak_detection",
+    "math_formal_lean",
     "math_with_judge",
     "mcqa",
     "multichallenge",
@@ -25,4 +26,5 @@ RESOURCES_TYPES = (  # resources servers
     "structured_outputs",
     "workplace_assistant",
 )
-AGENT_TYPES = ("simple_agent", "tool_simulation_agent")  # agent servers, of recipes/environments/instances.py
+# Agent servers, of recipes/environments/instances.py.
+AGENT_TYPES = ("proof_refinement_agent", "simple_agent", "tool_simulation_agent")

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from recipes.environments.agents.episode import Episode, make_turn, scored, unscored, unusable
 from recipes.environments.chat.codec import callable_tools
 from recipes.environments.contract.responses import response_object
-from recipes.environments.contract.verdict import NoVerdict
+from recipes.environments.contract.verdict import NoVerdict, Verdict
 from recipes.types import Rollout, RolloutStatus
 
 
 async def single_turn(episode: Episode) -> Rollout:
-    """Call the model once and score its answer. A call cut off by its length is scored as it stands."""
+    """Call the model once and score its answer."""
+    rollout, _ = await attempt(episode, episode.params)
+    return rollout
+
+
+async def attempt(episode: Episode, params: Mapping[str, Any]) -> tuple[Rollout, Verdict | None]:
+    """Call the model once with a request and score its answer; returns the rollout, and its verdict if there is one.
+
+    A call cut off by its length is scored as it stands.
+    """
     start = time.monotonic()
-    prompt_ids = episode.codec.encode(episode.params)
+    prompt_ids = episode.codec.encode(params)
     completion = await episode.model.generate(prompt_ids, max_tokens=episode.max_tokens)
     if problem := unusable(completion, num_prompt_tokens=len(prompt_ids)):
-        return unscored((), RolloutStatus.ABORTED, problem, seconds=time.monotonic() - start)
+        return unscored((), RolloutStatus.ABORTED, problem, seconds=time.monotonic() - start), None
 
-    decoded = episode.codec.decode(completion.token_ids, prompt_ids=prompt_ids, tools=callable_tools(episode.params))
+    decoded = episode.codec.decode(completion.token_ids, prompt_ids=prompt_ids, tools=callable_tools(params))
     turns = (make_turn(prompt_ids, completion, decoded, episode.patterns),)
     is_cut = completion.finish_reason == "length"
     response = response_object(decoded.items, incomplete_reason="max_output_tokens" if is_cut else None)
@@ -31,4 +42,5 @@ async def single_turn(episode: Episode) -> Rollout:
         rollout = unscored(turns, verdict.status, verdict.reason, seconds=end - start)
     else:
         rollout = scored(turns, verdict, is_cut=is_cut, seconds=end - start)
-    return replace(rollout, output_text=decoded.text, env_seconds=end - asked)
+    rollout = replace(rollout, output_text=decoded.text, env_seconds=end - asked)
+    return rollout, None if isinstance(verdict, NoVerdict) else verdict

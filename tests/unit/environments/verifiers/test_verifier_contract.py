@@ -35,6 +35,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "equivalence_llm_judge": {"responses_create_params": {"input": "q"}, "expected_answer": "4"},
     "inverse_if": {"prompt": "p", "rubric": [{"criteria": "c"}], "reference_response": "r"},
     "jailbreak_detection": {"adversarial_prompt": "p", "response_policy_mapped": "refusal_with_explanation"},
+    "math_formal_lean": {"header": "h", "formal_statement": "theorem t : a := by"},
     "math_with_judge": {"question": "q", "expected_answer": "\\frac{1}{2}"},
     "mcqa": {"options": [{"A": "x"}, {"B": "y"}], "expected_answer": "A", "grading_mode": "lenient_boxed"},
     "multichallenge": {"context": "c", "rubric": [{"question": "q", "pass_criteria": "YES"}]},

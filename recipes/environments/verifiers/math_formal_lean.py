@@ -1,0 +1,122 @@
+"""Statements in Lean 4 to be proven. Reward 1.0 when the compiler accepts the proof without a gap, else 0.0.
+
+`checks/lean.py` says what is taken from an answer and compiled. The compiler runs in the sandbox, where that has Lean:
+the image of NeMo-Skills does. A sandbox without Lean, or one that fails, gives no verdict.
+
+A failed proof's verdict carries a prompt that asks to correct it (`correction_prompt`): the agent of refinement
+(`agents/refinement.py`) begins a new conversation with it. An answer without text earns 0 and is not compiled; it can
+be corrected too. Decided as the reference has it: the word "sorry" anywhere in what the compiler says is a gap.
+Decided otherwise: a proof that turns that warning or the kernel's check off, or prints so much that the warning could
+be cut away, earns 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from recipes.environments.checks.lean import (
+    COMPLETED,
+    HAS_SORRY,
+    TIMEOUT,
+    check_turned_off,
+    feedback,
+    is_whole,
+    shown,
+    status_of,
+    whole_proof,
+)
+from recipes.environments.contract.asking import Execution, Scoring, filled
+from recipes.environments.contract.responses import all_text
+from recipes.environments.contract.rows import optional_str, require_str
+from recipes.environments.contract.verdict import Response, Verdict
+from recipes.environments.contract.verifier import Agent, Verifier
+from recipes.types import Row
+
+EMPTY, FAILED = "empty_generation", "failed"
+REASONS = {
+    EMPTY: "the answer is empty",
+    FAILED: "the compiler does not accept the proof",
+    HAS_SORRY: "the proof has a gap (sorry)",
+    TIMEOUT: "compiling the proof takes too long",
+}
+MAX_CHARACTERS = 200_000  # of each of the compiler's streams; the model is shown less
+MAX_STEPS = 3  # an attempt and two corrections, where the agent's configuration names no other number
+PROMPT = """This attempt to prove a theorem in Lean 4 does not compile.
+
+{proof_attempt}
+
+The compiler's answer:
+
+{error_message}
+
+Find out what each error means and how to mend it, then write the whole theorem with a proof that compiles. End with
+one block that starts with ```lean4 and ends with ```, and write nothing after it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One statement, and what stands before it in its file."""
+
+    header: str
+    statement: str
+    seconds: float  # for a compilation, on the clock
+    prompt: str
+
+
+def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
+    """Read `header` and `formal_statement`, which ends where the proof begins."""
+    return Task(
+        header=require_str(row, "header"),
+        statement=require_str(row, "formal_statement"),
+        seconds=float(settings.get("compilation_timeout", 30)),
+        prompt=optional_str(settings, "refinement_prompt_template") or PROMPT,
+    )
+
+
+def score(response: Response, task: Task) -> Verdict | Scoring:
+    """Compile the proof of an answer."""
+    answer = all_text(response)
+    if not answer.strip():
+        return _failed(EMPTY, "", "The attempt was empty: it held no proof.", task)
+    return _score_by_compiling(answer, task)
+
+
+def _score_by_compiling(answer: str, task: Task) -> Scoring:
+    code = whole_proof(answer, task.header, task.statement)
+    if option := check_turned_off(code):
+        return _failed(FAILED, answer, f"A proof must not set the option {option}.", task)
+    execution = Execution(language="lean4", code=code, seconds=task.seconds, max_characters=MAX_CHARACTERS)
+    (reply,) = yield [execution]
+    status = status_of(reply)
+    if status == COMPLETED and not is_whole(reply):
+        return _failed(FAILED, answer, "The proof prints too much.", task)
+    if status == COMPLETED:
+        return Verdict(reward=1.0, reason="the compiler accepts the proof", details={"proof_status": status})
+    if status not in (HAS_SORRY, TIMEOUT, FAILED):
+        raise RuntimeError(f"the sandbox did not compile: {status}: {str(reply.get('stderr'))[:200]}")
+    return _failed(status, answer, feedback(shown(reply), code), task)
+
+
+def _failed(status: str, answer: str, errors: str, task: Task) -> Verdict:
+    prompt = filled(task.prompt, {"proof_attempt": answer, "error_message": errors})
+    return Verdict(
+        reward=0.0,
+        reason=REASONS[status],
+        details={"proof_status": status, "error_feedback": errors, "correction_prompt": prompt},
+    )
+
+
+VERIFIER = Verifier(
+    task=Task,
+    parse_task=parse_task,
+    score=score,
+    class_name="MathFormalLeanResourcesServer",
+    rewards=(0.0, 1.0),
+    agents={
+        "math_formal_lean_refinement_agent": Agent(kind="refinement", server="math_formal_lean", max_steps=MAX_STEPS)
+    },
+    settings=frozenset({"compilation_timeout", "refinement_prompt_template", "sandbox_host", "sandbox_port"}),
+    needs_sandbox=True,
+)

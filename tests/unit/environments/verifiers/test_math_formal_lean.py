@@ -1,0 +1,179 @@
+"""Proofs in Lean: every recorded case, what each end of a compilation earns, and corrections by the agent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recipes.environments.agents.refinement import corrected
+from recipes.environments.chat.codec import ChatCodec
+from recipes.environments.checks.lean import errors_in, feedback, status_of, whole_proof
+from recipes.environments.contract.asking import Execution, advance
+from recipes.environments.contract.responses import message_item
+from recipes.environments.contract.verdict import Verdict
+from recipes.environments.environments import Environments
+from recipes.environments.verifiers.math_formal_lean import VERIFIER
+from recipes.types import Completion, Rollout, RolloutStatus, VersionSpan
+from tests.recorded import recorded
+
+GOLDEN = recorded("GOLDEN_DIR", "golden") / "env" / "lean_proof_assembly.json"
+ROW = {
+    "header": "import Mathlib\n\n",
+    "formal_statement": "theorem t : 1 = 1 := by\n",
+    "responses_create_params": {"input": "Prove it.", "metadata": {"a": "b"}, "tools": []},
+    "agent_ref": {"name": "math_formal_lean_refinement_agent"},
+}
+RIGHT = {"process_status": "completed", "stdout": "", "stderr": ""}
+WRONG = {"process_status": "failed", "stdout": "", "stderr": "/lean4/my_project/x.lean:4:2: error: unsolved goals\n"}
+
+
+def golden(key: str) -> list[Any]:
+    return json.loads(GOLDEN.read_text(encoding="utf-8")).get(key, []) if GOLDEN.is_file() else []
+
+
+@pytest.mark.parametrize("case", golden("cases"))
+def test_the_file_to_compile(case: dict[str, str]) -> None:
+    assert whole_proof(case["generation"], case["header"], case["formal_statement"]) == case["proof"]
+
+
+@pytest.mark.parametrize("case", golden("status"))
+def test_status(case: dict[str, Any]) -> None:
+    assert status_of(case["compiler_output"]) == case["status"]
+
+
+@pytest.mark.parametrize("case", golden("feedback"))
+def test_feedback(case: dict[str, Any]) -> None:
+    assert feedback(case["compiler_output"], case["code"]) == case["feedback"]
+    for error, parsed in zip(errors_in(case["compiler_output"]["stderr"]), case.get("parsed", ()), strict=False):
+        assert (error.line, error.column, error.text) == (*parsed["pos"].values(), parsed["data"])
+
+
+def test_there_are_recorded_cases() -> None:
+    assert all(golden(key) for key in ("cases", "status", "feedback"))
+
+
+def test_every_real_row_is_read() -> None:
+    for name in ("math_formal_lean", "math_formal_lean__minif2f_test"):
+        path: Path = recorded("GYM_EXAMPLES_DIR", "gym_examples") / f"{name}.jsonl"
+        for line in path.read_text(encoding="utf-8").splitlines():
+            assert VERIFIER.parse_task(json.loads(line), {}).statement.rstrip().endswith(":= by")
+
+
+def scored(text: str, *replies: dict[str, Any]) -> Verdict | list[Any]:
+    response = {"output": [message_item(text)]}
+    return advance(VERIFIER.score(response, VERIFIER.parse_task(ROW, {})), [[reply] for reply in replies])
+
+
+def verdict_of(text: str, *replies: dict[str, Any]) -> Verdict:
+    verdict = scored(text, *replies)
+    assert isinstance(verdict, Verdict)
+    return verdict
+
+
+def test_only_the_proof_of_an_answer_is_compiled() -> None:
+    (execution,) = scored("```lean4\naxiom no : False\ntheorem t : 1 = 2 := by\n  exact no.elim\n```")  # type: ignore[misc]
+    assert isinstance(execution, Execution)
+    assert execution.code == "import Mathlib\n\ntheorem t : 1 = 1 := by\n  exact no.elim"
+    assert (execution.language, execution.seconds) == ("lean4", 30.0)
+
+
+@pytest.mark.parametrize(
+    ("reply", "reward", "status"),
+    [
+        (RIGHT, 1.0, "completed"),
+        (WRONG, 0.0, "failed"),
+        ({"process_status": "timeout"}, 0.0, "timeout"),
+        ({**RIGHT, "stdout": "x.lean:3:0: warning: declaration uses 'sorry'"}, 0.0, "has_sorry"),
+        ({**RIGHT, "stdout": "a" * 200_000 + "<output cut>"}, 0.0, "failed"),  # the warning may be what was cut away
+        ({**RIGHT, "stdout": "a" * 100_000 + "declaration uses 'sorry'"}, 0.0, "has_sorry"),
+    ],
+)
+def test_reward(reply: dict[str, Any], reward: float, status: str) -> None:
+    verdict = verdict_of("```lean4\nrfl\n```", reply)
+    assert (verdict.reward, verdict.details["proof_status"]) == (reward, status)
+    assert ("correction_prompt" in verdict.details) is (reward == 0.0)
+    assert len(verdict.details.get("error_feedback") or "") < 3000
+
+
+@pytest.mark.parametrize("reply", [{}, {"process_status": "error", "stderr": "Sandbox 502 error"}])
+def test_a_sandbox_that_does_not_compile_gives_no_verdict(reply: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match="the sandbox did not compile"):
+        scored("rfl", reply)
+
+
+@pytest.mark.parametrize("text", ["set_option warn.sorry false in sorry", "set_option debug.«skipKernelTC» true in x"])
+def test_a_proof_that_turns_a_check_off_is_not_compiled(text: str) -> None:
+    assert verdict_of(text).details["proof_status"] == "failed"
+
+
+def test_an_empty_answer_is_not_compiled_and_can_be_corrected() -> None:
+    verdict = verdict_of(" \n")
+    assert (verdict.reward, verdict.details["proof_status"]) == (0.0, "empty_generation")
+    assert "empty" in str(verdict.details["correction_prompt"])
+
+
+def test_a_correction_shows_the_attempt_and_its_errors() -> None:
+    prompt = str(verdict_of("my {error_message} attempt", WRONG).details["correction_prompt"])
+    assert "my {error_message} attempt" in prompt  # what an answer says is no place to fill
+    assert "Error Message: unsolved goals" in prompt
+
+
+class Compiler:
+    """A sandbox in which the proof `rfl` compiles."""
+
+    async def run(self, executions: Sequence[Execution]) -> list[dict[str, Any]]:
+        return [RIGHT if execution.code.endswith("rfl") else WRONG for execution in executions]
+
+
+class Scripted:
+    """A policy that says one text per call, and keeps its prompts."""
+
+    def __init__(self, codec: ChatCodec, *says: str) -> None:
+        self.codec, self.says, self.prompts = codec, list(says), []
+
+    async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
+        self.prompts.append(self.codec._tokenizer.decode(list(prompt_token_ids), skip_special_tokens=False))
+        ids = self.codec._tokenize(f"so</think>{self.says.pop(0)}<|im_end|>")
+        span = VersionSpan(version=0, start=0, end=len(ids))
+        return Completion(token_ids=ids, logprobs=(-1.0,) * len(ids), versions=(span,), finish_reason="stop")
+
+
+async def proven(codec: ChatCodec, *says: str, corrections: int | None = None) -> tuple[Rollout, Scripted]:
+    agent = {"max_correction_turns": corrections, "resources_server": {"name": "math_formal_lean"}}
+    configured = {"math_formal_lean_refinement_agent": {"responses_api_agents": {"proof_refinement_agent": agent}}}
+    patterns: dict[str, Any] = {"invalid_tool_call_patterns": (), "thinking_tags": ()}
+    instances = {} if corrections is None else configured
+    config: Any = SimpleNamespace(nemo_gym=SimpleNamespace(instances=instances, **patterns))
+    environments, policy = Environments.from_config(config, codec), Scripted(codec, *says)
+    object.__setattr__(environments._clients["math_formal_lean"], "sandbox", Compiler())
+    rollout = await environments.run(ROW, policy, max_tokens=500)
+    environments.close()
+    return rollout, policy
+
+
+async def test_a_correction_is_a_conversation_of_its_own(codec: ChatCodec) -> None:
+    rollout, policy = await proven(codec, "no", "rfl")
+    assert (rollout.status, rollout.reward, rollout.metrics["num_attempts"]) == (RolloutStatus.COMPLETED, 1.0, 2.0)
+    assert "Prove it." not in policy.prompts[1]
+    assert "unsolved goals" in policy.prompts[1]
+    (turn,) = rollout.turns  # only the last attempt is trained
+    assert codec._tokenizer.decode(list(turn.prompt_token_ids), skip_special_tokens=False) == policy.prompts[1]
+
+
+@pytest.mark.parametrize(("corrections", "calls"), [(None, 3), (2, 3), (0, 1)])
+async def test_corrections_end(codec: ChatCodec, corrections: int | None, calls: int) -> None:
+    rollout, policy = await proven(codec, *["no"] * 5, corrections=corrections)
+    assert (rollout.reward, len(policy.prompts)) == (0.0, calls)
+
+
+def test_a_correction_keeps_the_rows_sampling_only() -> None:
+    assert corrected({**ROW["responses_create_params"], "top_p": 1.0}, "p") == {  # type: ignore[dict-item]
+        "metadata": {"a": "b"},
+        "top_p": 1.0,
+        "input": [{"role": "user", "content": "p"}],
+    }
