@@ -252,6 +252,26 @@ async def test_a_language_that_is_not_there_is_refused(server: SandboxServer, ht
         await client.run([Execution(language="lean4", code="", seconds=5)])
 
 
+async def test_a_proof_without_lean_gives_no_verdict(
+    server: SandboxServer, pool: ScoringPool, http: JsonClient
+) -> None:
+    verifier = InProcessVerifier(
+        name="math_formal_lean",
+        verifier=VERIFIERS["math_formal_lean"],
+        settings={},
+        pool=pool,
+        timeout_seconds=60,
+        sandbox=client_of({}, server, http),
+    )
+    row = {"header": "", "formal_statement": "theorem t : 1 = 1 := by\n"}
+    verdict = await verifier.verify(row, {"output": [message_item("rfl")]})
+    assert isinstance(verdict, NoVerdict)
+    assert "language 'lean4' is not installed here" in verdict.reason
+    empty = await verifier.verify(row, {"output": []})
+    assert isinstance(empty, Verdict)
+    assert empty.reward == 0.0
+
+
 START = """
 import asyncio
 from recipes.environments.sandbox.server import SandboxServer
