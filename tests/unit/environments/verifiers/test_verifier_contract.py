@@ -79,7 +79,8 @@ def settled(verifier: Verifier, response: Any, task: Any) -> Verdict:
     replies: list[list[Any]] = []
     while isinstance(scored := advance(verifier.score(response, task), replies), list):
         printed = '{"ready": true}\n' + text
-        replies.append([{"output": [message_item(text)], "stdout": printed} for _ in scored])
+        judged, run = {"output": [message_item(text)]}, {"process_status": "failed", "stdout": printed, "stderr": text}
+        replies.append([{**judged, **run} for _ in scored])
     return scored
 
 
