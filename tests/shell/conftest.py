@@ -15,15 +15,9 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from tests.shell.job_shims import Job
+from tests.unit.tools.launch_case import ROW
 
 ROOT = Path(__file__).resolve().parents[2]
-ROW = {
-    "responses_create_params": {"input": [{"role": "user", "content": "Which is the first letter? A or B"}]},
-    "agent_ref": {"type": "responses_api_agents", "name": "mcqa_simple_agent"},
-    "options": [{"A": "this"}, {"B": "that"}],
-    "expected_answer": "A",
-    "grading_mode": "strict_single_letter_boxed",
-}
 
 
 def write_model(path: Path) -> None:

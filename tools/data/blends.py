@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.errors import DataError, Problem
+from tools.files.tables import read_yaml_table
 
 BLENDS_FILE = Path(__file__).resolve().parents[2] / "configs" / "data" / "blends.yaml"
 BLEND_KEYS, FILE_KEYS = {"files"}, {"rows"}
@@ -38,18 +39,9 @@ class Blend:
 
 def load_blends(path: Path) -> dict[str, Blend]:
     """Read the table; raises `DataError` with every wrong entry."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        text = str(error).splitlines()[0]
-        fix = "give --blends a file like configs/data/blends.yaml"
-        raise DataError(Problem(where=str(path), wrong=f"it cannot be read as YAML: {text}", fix=fix)) from error
     problems: list[Problem] = []
     blends: dict[str, Blend] = {}
-    datasets = _mapping(path, content, "datasets", {"datasets"}, problems).get("datasets")
-    for dataset, entry in _mapping(path, datasets, "datasets", None, problems).items():
+    for dataset, entry in read_yaml_table(path, "datasets", like="configs/data/blends.yaml").items():
         where = f"datasets.{dataset}"
         entry = _mapping(path, entry, where, DATASET_KEYS, problems)
         for name, blend in _mapping(path, entry.get("blends"), f"{where}.blends", None, problems).items():

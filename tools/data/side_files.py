@@ -21,6 +21,7 @@ from tools.command_line import exit_status
 from tools.files.hosts import GITHUB
 from tools.files.manifest import TOOL_VERSION, changes, write_manifest
 from tools.files.revisions import is_commit, no_commit
+from tools.files.tables import read_yaml_table
 from tools.files.transfer import RemoteFile, download_file
 
 SIDE_FILES = Path(__file__).resolve().parents[2] / "configs" / "data" / "side_files.yaml"
@@ -41,33 +42,31 @@ class SideFiles:
 
 def load_side_files(path: Path) -> dict[str, SideFiles]:
     """Read the table; raises `DataError` with every wrong entry."""
-    import yaml
-
-    try:
-        entries = yaml.safe_load(path.read_text(encoding="utf-8"))["side_files"]
-        problems = [problem for name, entry in entries.items() for problem in _problems(path, name, entry)]
-    except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
-        wrong = f"it is no YAML file with `side_files:` and one entry per verifier ({type(error).__name__}: {error})"
-        raise DataError(Problem(where=str(path), wrong=wrong, fix="see configs/data/side_files.yaml")) from error
+    entries = read_yaml_table(path, "side_files", like="configs/data/side_files.yaml")
+    problems = [problem for name, entry in entries.items() for problem in _problems(path, name, entry)]
     if problems:
         raise DataError(problems)
     return {name: _side_files(name, entry) for name, entry in entries.items()}
 
 
-def _problems(path: Path, name: str, entry: dict[str, Any]) -> list[Problem]:
+def _problems(path: Path, name: str, entry: Any) -> list[Problem]:
     where = f"{path}: side_files.{name}"
-    if entry.keys() != KEYS:
-        got, expected = ", ".join(sorted(entry)), ", ".join(sorted(KEYS))
-        return [Problem(where=where, got=got, expected=expected, fix="correct the entry")]
+    if not isinstance(entry, dict) or entry.keys() != KEYS:
+        got = ", ".join(sorted(map(str, entry))) if isinstance(entry, dict) and entry else repr(entry)
+        return [Problem(where=where, got=got, expected=", ".join(sorted(KEYS)), fix="correct the entry")]
+    if not isinstance(entry["files"], dict):
+        got, expected = repr(entry["files"]), "a mapping of paths"
+        return [Problem(where=f"{where}.files", got=got, expected=expected, fix="correct the entry")]
     found = []
     if not is_commit(entry["revision"]):
         fix = f"take the commit from https://github.com/{entry['repository']}/commits"
         found.append(no_commit(f"{where}.revision", entry["revision"], fix=fix))
     for file, facts in entry["files"].items():
-        if file.startswith("/") or ".." in file.split("/"):
-            problem = Problem(where=f"{where}.files", got=file, expected="a path below `path`", fix="correct the entry")
-            found.append(problem)
-        if not re.fullmatch(r"[0-9a-f]{64}", str(facts.get("sha256"))) or type(facts.get("bytes")) is not int:
+        if str(file).startswith("/") or ".." in str(file).split("/"):
+            expected = "a path below `path`"
+            found.append(Problem(where=f"{where}.files", got=str(file), expected=expected, fix="correct the entry"))
+        sha256, size = (facts.get("sha256"), facts.get("bytes")) if isinstance(facts, dict) else (None, None)
+        if not re.fullmatch(r"[0-9a-f]{64}", str(sha256)) or type(size) is not int:
             expected = "`bytes` and `sha256` of the file"
             found.append(
                 Problem(where=f"{where}.files.{file}", got=repr(facts), expected=expected, fix="correct the entry")

@@ -17,6 +17,7 @@ from recipes.retry import RetryPolicy
 from tools.files.hub import commit_of, list_all_files
 from tools.files.manifest import TOOL_VERSION, changes, read_manifest, write_manifest
 from tools.files.revisions import is_commit, no_commit
+from tools.files.tables import read_yaml_table
 from tools.files.transfer import download_file
 
 STYLES = ("dapo", "skywork")
@@ -53,18 +54,7 @@ class Source:
 
 def load_sources(path: Path) -> dict[str, Source]:
     """Read a table of sources; local paths in it are relative to the table. Raises `DataError` with every problem."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        text = str(error).splitlines()[0]
-        fix = "give --sources a file like configs/data/placeholders.yaml"
-        raise DataError(Problem(where=str(path), wrong=f"it cannot be read as YAML: {text}", fix=fix)) from error
-    entries = content.get("sources") if isinstance(content, dict) else None
-    if not isinstance(entries, dict):
-        wrong = "it has no `sources:` with one entry per data set name"
-        raise DataError(Problem(where=str(path), wrong=wrong, fix="see configs/data/placeholders.yaml"))
+    entries = read_yaml_table(path, "sources", like="configs/data/placeholders.yaml")
     problems: list[Problem] = []
     sources = {name: _source(path, name, entry, problems) for name, entry in entries.items()}
     if problems:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
@@ -49,6 +49,15 @@ def phase_seconds(record: StepRecord) -> dict[str, float]:
     if total is not None:
         seconds["other"] = max(0.0, total - sum(seconds.values()))
     return seconds
+
+
+def spent_by_phase(records: Iterable[StepRecord]) -> dict[str, float]:
+    """Return the seconds of several steps together, per short phase name."""
+    spent: dict[str, float] = {}
+    for record in records:
+        for phase, seconds in phase_seconds(record).items():
+            spent[phase] = spent.get(phase, 0.0) + seconds
+    return spent
 
 
 def trained(run: RunData) -> list[StepRecord]:
@@ -105,10 +114,7 @@ def tiles(run: RunData) -> str:
 def shares(run: RunData) -> str:
     """Return the shares of the step time by activity, for the policy and for the engines."""
     steps = trained(run)
-    spent: dict[str, float] = {}
-    for record in steps:
-        for phase, seconds in phase_seconds(record).items():
-            spent[phase] = spent.get(phase, 0.0) + seconds
+    spent = spent_by_phase(steps)
     total = sum(spent.values())
     if not total:
         return ""

@@ -8,6 +8,7 @@ from typing import Any
 
 from recipes.errors import DataError, Problem
 from tools.data.sources import download_split, pinned_commit
+from tools.files.tables import read_yaml_table
 from tools.sif.instances import Instance, instance_from
 
 DATASETS_FILE = Path(__file__).resolve().parents[2] / "configs" / "data" / "swe_datasets.yaml"
@@ -35,15 +36,8 @@ def instances_of_datasets(table: Path, directory: Path, *, allow_moving: bool) -
 
 def load_datasets(path: Path) -> dict[str, dict[str, Any]]:
     """Read the table; raises `DataError` with every wrong entry."""
-    import yaml
-
-    try:
-        entries: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))["datasets"]
-        wrong = {name: entry for name, entry in entries.items() if not _is_entry(entry)}
-    except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
-        reason = f"not a table `datasets:` with one entry per data set ({error})"
-        fix = "compare it with configs/data/swe_datasets.yaml"
-        raise DataError(Problem(where=str(path), wrong=reason, fix=fix)) from error
+    entries: dict[str, dict[str, Any]] = read_yaml_table(path, "datasets", like="configs/data/swe_datasets.yaml")
+    wrong = {name: entry for name, entry in entries.items() if not _is_entry(entry)}
     if wrong:
         expected, fix = "`revision`, `split` and optionally `instances`, a number", "correct the entry"
         problems = [

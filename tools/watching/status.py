@@ -23,7 +23,7 @@ from tools.command_line import exit_status
 from tools.planning.walltime import slurm_seconds
 from tools.report.axis import format_seconds
 from tools.report.load import StepRecord
-from tools.report.summary import phase_seconds
+from tools.report.summary import spent_by_phase
 from tools.watching.run_state import ObservedRun, RunStatus, ask_slurm, find_run, read_run
 
 _RECENT = 10  # steps that "now" means
@@ -288,10 +288,7 @@ def _saved(run: ObservedRun) -> str:
 def _shares(run: ObservedRun) -> str:
     """Return where the time of the recent steps went, largest first, and how idle the engines were."""
     recent = run.trained[-_RECENT:]
-    spent: dict[str, float] = {}
-    for record in recent:
-        for phase, seconds in phase_seconds(record).items():
-            spent[phase] = spent.get(phase, 0.0) + seconds
+    spent = spent_by_phase(recent)
     total = sum(spent.values())
     if not total:
         return ""

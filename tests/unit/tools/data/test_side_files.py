@@ -40,7 +40,7 @@ WRONG: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda entry: {key: entry[key] for key in entry if key != "path"}, "side_files.x: got blends, files, repository"),
     (lambda entry: entry | {"files": {"a.csv": {"bytes": 3}}}, "side_files.x.files.a.csv: got {'bytes': 3}"),
     (lambda entry: entry | {"files": {"../a.csv": ENTRY["files"]["a.csv"]}}, "x.files: got ../a.csv, expected"),
-    (lambda entry: "text", "it is no YAML file with `side_files:` and one entry per verifier"),
+    (lambda entry: "text", "got 'text', expected blends, files, path, repository, revision"),
 ]
 
 
