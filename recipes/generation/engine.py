@@ -89,11 +89,12 @@ class Usage:
 class EngineActor:
     """Holds one `AsyncLLM`. Every method is a coroutine on the actor's one event loop."""
 
-    def __init__(self, cfg: GenerationConfig, *, index: int, model_path: str, seed: int) -> None:
+    def __init__(self, cfg: GenerationConfig, *, index: int, model_path: str, seed: int, loads_weights: bool) -> None:
         self._cfg = cfg
         self._index = index
         self._model_path = model_path
         self._seed = seed
+        self._loads_weights = loads_weights
         self._num_pushes = 0
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of unanswered requests, by request id
         self._answers: list[Answer] = []  # that the driver has not fetched
@@ -115,7 +116,9 @@ class EngineActor:
         is_cpu = current_platform.is_cpu()
         # vLLM's own seed is for HTTP requests, which bring none: two engines must not repeat each other's samples.
         seed = self._seed + self._index
-        args = engine_args(self._cfg, model_path=self._model_path, seed=seed, is_cpu=is_cpu)
+        args = engine_args(
+            self._cfg, model_path=self._model_path, seed=seed, is_cpu=is_cpu, loads_weights=self._loads_weights
+        )
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
         self._stop_token_ids = list(stop_token_ids(Path(self._model_path)))
         await self._llm.update_weight_version("0")
@@ -124,7 +127,7 @@ class EngineActor:
             from recipes.generation.server import HttpServer
 
             host = ray.util.get_node_ip_address()
-            self._server = await HttpServer.start(self._llm, self._cfg, host=host, count=self._usage.request)
+            self._server = await HttpServer.start(self._llm, self._cfg, host=host, count=self._counted)
         processes = self._llm.engine_core.resources.engine_manager.processes
         self._info = EngineInfo(
             index=self._index,
@@ -233,6 +236,14 @@ class EngineActor:
             self._answers.append(answer)
         self._wake.set()
 
+    @contextmanager
+    def _counted(self, num_sequences: int) -> Iterator[None]:
+        """Count sequences as in flight; raises `EngineError` before the push that this engine has to wait for."""
+        if not self._loads_weights and not self._num_pushes:
+            raise EngineError(f"{self._info} has no weights: nothing has been pushed to it since it was started")
+        with self._usage.request(num_sequences):
+            yield
+
     async def _complete(self, request: Request) -> Sample:
         """Return one completion; cancelling aborts it in vLLM."""
         from vllm.inputs.engine import tokens_input
@@ -241,7 +252,7 @@ class EngineActor:
 
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=push_salt(self._num_pushes))
         params = self._params(request.sampling, seed=request_seed(self._seed, request))
-        with self._usage.request(1):
+        with self._counted(1):
             async for output in self._llm.generate(prompt, params, str(request.id)):
                 final = output
         [completion] = final.outputs

@@ -16,6 +16,9 @@ SERVED_MODEL_NAME = "policy"  # what an HTTP request puts in `model`
 OURS = frozenset({"logprobs_mode", "scheduler_cls", "weight_transfer_config", "worker_extension_cls"})
 """Arguments that the refit and the log-probabilities depend on; `vllm_kwargs` may not set them."""
 
+NEED_FILES = frozenset({"load_format", "quantization", "speculative_config"})
+"""Arguments in `vllm_kwargs` with which an engine reads the model's files, also when a push follows."""
+
 CPU_ENV: Mapping[str, str] = {
     "OMP_NUM_THREADS": "1",  # unset, OpenMP threads spin against each other: stalls of 4-17 s per batch
     "TORCHDYNAMO_DISABLE": "1",  # a helper is compiled at the first request even with enforce_eager: 2.4 s
@@ -29,8 +32,15 @@ ENV: Mapping[str, str] = {
 }
 
 
-def engine_args(cfg: GenerationConfig, *, model_path: str, seed: int, is_cpu: bool) -> dict[str, Any]:
+def engine_args(
+    cfg: GenerationConfig, *, model_path: str, seed: int, is_cpu: bool, loads_weights: bool = True
+) -> dict[str, Any]:
     """Return the keyword arguments of vLLM's `AsyncEngineArgs`.
+
+    Without `loads_weights` the model is built with small random weights, and only a push makes it usable: vLLM's
+    "dummy" format, which fills parameters and saved buffers and leaves what it computes itself (rotary tables) as it
+    is. A push replaces all that a checkpoint holds. It does not reach a draft model, and vLLM derives the tensors of a
+    quantized model while it reads them: with such arguments, `NEED_FILES`, the files are read in any case.
 
     `logprobs_mode` is "processed": the log-probability of a token under the distribution from which it was sampled. At
     temperature T this is the log-softmax of logits / T, which is what the trainer computes. With top-p or top-k it
@@ -80,6 +90,8 @@ def engine_args(cfg: GenerationConfig, *, model_path: str, seed: int, is_cpu: bo
     reasoning_parser = vllm_cfg.http_server_serving_chat_kwargs.reasoning_parser
     if vllm_cfg.expose_http_server and reasoning_parser is not None:
         args["reasoning_parser"] = reasoning_parser
+    if not loads_weights and not NEED_FILES & set(cfg.vllm_kwargs):
+        args["load_format"] = "dummy"
     return args | dict(cfg.vllm_kwargs)
 
 

@@ -4,7 +4,7 @@ What happens when something fails:
 
     a request        is late or fails in vLLM       `generate` raises `RequestError`; its rollout fails, the run goes on
     an engine        dies, or is silent for         it is closed and its requests are sampled on the others; a new actor
-                     `SILENCE_SECONDS`              starts in its place and takes requests again after the next push
+                     `SILENCE_SECONDS`              starts in its place, takes part in the next push and then requests
     all engines      are closed                     `generate` and `update_weights` raise `EngineError`
 
 One thread fetches the answers of all engines. Its loops, one per engine:
@@ -47,7 +47,9 @@ MAX_STARTS = 3  # in a row that fail, after which an engine stays closed
 class Generation:
     """Engines as one. Methods block unless they are coroutines; all may be called from any thread."""
 
-    def __init__(self, engines: Sequence[EngineHandle], *, vllm_cfg: VllmConfig, deadlines: DeadlinesConfig) -> None:
+    def __init__(
+        self, engines: Sequence[EngineHandle], *, vllm_cfg: VllmConfig, deadlines: DeadlinesConfig, loads_weights: bool
+    ) -> None:
         self._engines = engines
         self._max_model_len = vllm_cfg.max_model_len
         self._ranks_per_engine = vllm_cfg.tensor_parallel_size * vllm_cfg.pipeline_parallel_size
@@ -55,7 +57,10 @@ class Generation:
         self._router = Router(len(engines), send=self._send, abort=self._abort)
         self._connected: frozenset[tuple[int, int]] = frozenset()  # keys of the engines that can receive weights
         self._update_info: dict[str, Any] = {}
-        self._has_pushed = False
+        self._needs_push = not loads_weights  # before an engine that starts may sample
+        if not loads_weights:
+            for engine in engines:
+                self._router.close(engine.index, f"{engine} has no weights before the first push")
         self._push_lock = threading.Lock()
         self._state_lock = threading.Lock()  # of the engines' ups and downs
         self._loop = asyncio.new_event_loop()
@@ -73,15 +78,20 @@ class Generation:
         seed: int,
         placement: Sequence[dict[str, Any]],
         deadlines: DeadlinesConfig,
+        loads_weights: bool,
     ) -> Generation:
-        """Start one engine per entry of `placement` (options of a Ray actor) and wait until all can generate.
+        """Start one engine per entry of `placement` (options of a Ray actor) and wait until all are up.
 
+        With `loads_weights` they read the weights of `model_path` and can generate. Without, they start faster, and
+        until the first `update_weights` every request raises `EngineError`.
         Raises `EngineError` as soon as one of them fails or is late.
         """
         remote = ray.remote(EngineActor)
 
         def make_actor(index: int) -> Any:
-            return remote.options(**placement[index]).remote(cfg, index=index, model_path=model_path, seed=seed)
+            return remote.options(**placement[index]).remote(
+                cfg, index=index, model_path=model_path, seed=seed, loads_weights=loads_weights
+            )
 
         engines = [EngineHandle(index, make_actor) for index in range(len(placement))]
         calls = {engine: engine.launch() for engine in engines}
@@ -92,7 +102,7 @@ class Generation:
                 raise outcome
             engine.started(outcome)
             logger.info("%s: import %.1f s, engine %.1f s", engine, outcome.import_seconds, outcome.engine_seconds)
-        return cls(engines, vllm_cfg=cfg.vllm_cfg, deadlines=deadlines)
+        return cls(engines, vllm_cfg=cfg.vllm_cfg, deadlines=deadlines, loads_weights=loads_weights)
 
     # -- weights ------------------------------------------------------------------------------------------------
 
@@ -150,7 +160,7 @@ class Generation:
         """
         with self._push_lock:
             with self._state_lock:
-                self._has_pushed = True
+                self._needs_push = True
                 keys = {engine: engine.key for engine in self._up() if engine.key in self._connected}
             calls = {
                 engine: engine.actor.update_weights.remote(
@@ -161,7 +171,7 @@ class Generation:
             failed = self._eject_failed(calls)
             with self._state_lock:
                 for engine, key in keys.items():
-                    if engine.is_up and engine.key == key:  # else it was started again and has the weights of the start
+                    if engine.is_up and engine.key == key:  # else it was started again and has not got these weights
                         self._router.open(engine.index)
             self._require_one(failed)
 
@@ -275,7 +285,7 @@ class Generation:
             await self._restart(engine)
 
     async def _restart(self, engine: EngineHandle) -> None:
-        """Start a new actor. The next push opens it, or its start does as long as nothing has been pushed."""
+        """Start a new actor. The next push opens it, or its start does where nothing is ever pushed."""
         for attempt in range(1, MAX_STARTS + 1):
             try:
                 info = await asyncio.wait_for(engine.launch(), self._deadlines.engine_start)
@@ -286,7 +296,7 @@ class Generation:
                 continue
             with self._state_lock:
                 engine.started(info)
-                if not self._has_pushed:
+                if not self._needs_push:
                     self._router.open(engine.index)
             logger.info("%s has been started again", engine)
             return

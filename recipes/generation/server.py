@@ -16,12 +16,14 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from starlette.responses import PlainTextResponse
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from recipes.cluster.ports import hold_in_range
+from recipes.errors import EngineError
 from recipes.generation.engine_args import SERVED_MODEL_NAME
 
 if TYPE_CHECKING:
@@ -87,12 +89,15 @@ def command_line(model_path: str, chat: ServingChatConfig) -> list[str]:
 
 
 def counted(app: Asgi, count: Count) -> Asgi:
-    """Return `app` with each request to its API counted as one sequence in flight."""
+    """Return `app` with each request to its API counted as one sequence in flight, and refused when `count` raises."""
 
     async def wrapped(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope["path"].startswith("/v1/"):
-            with count(1):
-                await app(scope, receive, send)
+            try:
+                with count(1):
+                    await app(scope, receive, send)
+            except EngineError as error:
+                await PlainTextResponse(str(error), status_code=503)(scope, receive, send)
         else:
             await app(scope, receive, send)
 

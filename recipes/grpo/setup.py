@@ -113,6 +113,7 @@ def _start_models(config: Config, derived: Derived) -> tuple[Policy, Generation]
             seed=config.grpo.seed,
             placement=engine_options,
             deadlines=config.deadlines,
+            loads_weights=False,  # the first refit comes before the first sample
         ),
     )
     refit.connect(policy, generation)

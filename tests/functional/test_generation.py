@@ -75,10 +75,16 @@ def start(path: Path, *, is_tied: bool, eos: int | None, expose_http_server: boo
         seed=1,
         placement=[{"num_cpus": 0}],
         deadlines=tiny_engine.deadlines(),
+        loads_weights=False,
     )
+    for base_url in generation.base_urls():
+        answer = httpx.post(f"{base_url}/completions", json={"model": "policy", "prompt": [5]}, timeout=60)
+        assert answer.status_code == 503 and "has no weights: nothing has been pushed to it" in answer.text
     model = tiny_engine.load(path)
     weights = tiny_engine.WeightFile(path / "weights", model)
+    weights.write(model)
     generation.connect_weights(weights.layout)
+    generation.update_weights(0)
     return Setup(generation, model, weights)
 
 

@@ -22,6 +22,7 @@ from recipes.errors import EngineError, RequestError
 from recipes.generation import generation as module
 from recipes.generation.engine import EngineInfo
 from recipes.generation.generation import Generation
+from recipes.generation.requests import Request
 from recipes.types import Completion, Sampling
 
 pytestmark = pytest.mark.functional
@@ -79,11 +80,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             seed=1,
             placement=[{"num_cpus": 0}, {"num_cpus": 0}],
             deadlines=LIMITS,
+            loads_weights=False,
         )
         model = tiny_engine.load(path)
         weights = tiny_engine.WeightFile(path / "weights", model)
         weights.write(model)
-        yield Pair(generation, weights)
+        pair = Pair(generation, weights)
+        pair.push(0)
+        yield pair
         generation.shutdown()
         ray.shutdown()
 
@@ -165,7 +169,7 @@ def test_a_prompt_without_room_for_an_answer_is_refused(pair: Pair) -> None:
         asyncio.run(pair.generation.generate((5,) * 512, SHORT, affinity=0))
 
 
-def test_an_engine_that_dies_before_any_push_opens_when_it_is_back(pair: Pair) -> None:
+def test_an_engine_that_is_started_again_has_no_weights_until_the_next_push(pair: Pair) -> None:
     expected, later = (pair.generate(LONG, engine=engine, sample=7) for engine in (0, 2))
     dead = pair.generation.infos[0]
 
@@ -182,6 +186,13 @@ def test_an_engine_that_dies_before_any_push_opens_when_it_is_back(pair: Pair) -
     assert asyncio.run(killed()).token_ids == expected.token_ids, "the other engine must sample the same"
     assert pair.generation.num_engines_alive == 1
     info = pair.wait_for_start(0, dead)
+    assert pair.generation.num_engines_alive == 1
+    request = Request(id=-1, prompt_token_ids=PROMPT, sampling=SHORT, affinity=0, sample=(0,))
+    with pytest.raises(
+        EngineError, match=rf"engine 0 \(.*{info.pid}.*\) has no weights: nothing has been pushed to it"
+    ):
+        ray.get(pair.generation._engines[0].actor._complete.remote(request))  # also when somebody asks it directly
+    pair.push(0)
     assert pair.generation.num_engines_alive == 2
     wait_until_gone(dead.pid, seconds=10)
     assert info.core_pids != dead.core_pids

@@ -7,17 +7,22 @@ the log-probabilities the engine sampled with and the policy's, float32, at a te
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from policy_case import local_ray
+from speed import patiently
 from transformers import AutoModelForCausalLM
 
 from recipes.config.load import load_config, require_valid
 from recipes.config.tree import Config
+from recipes.errors import EngineError
 from recipes.generation.generation import Generation
 from recipes.grpo.loss import grpo_loss
 from recipes.grpo.refit import connect, refit
@@ -71,13 +76,14 @@ def policy(config: Config) -> Iterator[Policy]:
         policy.shutdown()
 
 
-def start_engine(config: Config, model_path: Path | str) -> Generation:
+def start_engine(config: Config, model_path: Path | str, *, loads_weights: bool) -> Generation:
     return Generation.start(
         config.policy.generation,
         model_path=str(model_path),
         seed=1,
         placement=[{"num_cpus": 1}],
         deadlines=config.deadlines,
+        loads_weights=loads_weights,
     )
 
 
@@ -118,12 +124,22 @@ def difference(policy: Policy, completions: list[Completion]) -> tuple[float, Tr
     return float(gap.abs().max()), batch
 
 
+def wait_for(condition: Callable[[], bool]) -> bool:
+    """Return whether a condition holds within the time that an engine needs to start."""
+    deadline = time.monotonic() + patiently(180)
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
 def test_engine_and_policy_agree_before_and_after_pushes_and_after_export(
     policy: Policy, config: Config, tmp_path: Path
 ) -> None:
-    generation = start_engine(config, config.policy.model_name)
+    generation = start_engine(config, config.policy.model_name, loads_weights=False)
     try:
         connect(policy, generation)
+        with pytest.raises(EngineError, match="has no weights before the first push"):
+            sample(generation)
         refit(policy, generation, version=0)
         for version in range(1, 4):
             sample(generation)  # fills the prefix cache under the weights that are about to be replaced
@@ -149,9 +165,13 @@ def test_engine_and_policy_agree_before_and_after_pushes_and_after_export(
     ours = policy.logprobs(batch)[:, 1:]
     assert ((theirs - ours) * batch.token_mask_BS[:, 1:]).abs().max() < LIMIT, "transformers reads the export otherwise"
 
-    other = start_engine(config, tmp_path / "hf")
+    other = start_engine(config, tmp_path / "hf", loads_weights=True)
     try:
         gap, _ = difference(policy, sample(other))
         assert gap < LIMIT, "vLLM reads the export otherwise"
+        os.kill(other.infos[0].core_pids[0], signal.SIGKILL)
+        assert wait_for(lambda: other.num_engines_alive == 0) and wait_for(lambda: other.num_engines_alive == 1)
+        gap, _ = difference(policy, sample(other))
+        assert gap < LIMIT, "an engine to which nothing is ever pushed reads its weights again when it is back"
     finally:
         other.shutdown()

@@ -48,6 +48,7 @@ def _bench(args: argparse.Namespace) -> list[Check]:
 
     # Imported after the checks: these load torch and vLLM.
     from recipes.config.keys.derive import derive
+    from recipes.grpo.refit import refit
     from recipes.grpo.setup import setup
     from recipes.stop import StopRequest
 
@@ -56,6 +57,7 @@ def _bench(args: argparse.Namespace) -> list[Check]:
     shutil.rmtree(args.run_dir / config.checkpointing.checkpoint_dir, ignore_errors=True)
     run = setup(config, derive(config), args.run_dir, stop)
     try:
+        refit(run.policy, run.generation, version=run.state.step)
         # Before training: our engine then holds the weights that plain vLLM loads.
         ways = measure_rollouts(run, args.run_dir, num_rounds=args.rounds)
         runs = measure_training(run, args.run_dir, num_steps=args.steps)

@@ -107,6 +107,7 @@ def _collector(
         seed=config.grpo.seed,
         placement=[options] * derived.num_engines,
         deadlines=config.deadlines,
+        loads_weights=True,
     )
     settings = RolloutSettings(
         num_prompts_per_step=1,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from recipes.config.load import load_config, require_runnable
+from recipes.errors import EngineError
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.checkpoint import latest_checkpoint, load_state
 from recipes.grpo.data import PromptDataset, PromptStream
@@ -86,21 +87,25 @@ class LoopPolicy:
 
 
 class LoopGeneration:
-    """Answers every prompt with two tokens."""
+    """Answers every prompt with two tokens, once it has got weights: like the real one, it starts without."""
 
     needs_weight_content = needs_connect = False
     num_engines = num_engines_alive = 1
 
     def __init__(self, failures: Failures) -> None:
         self.failures = failures
+        self.has_weights = False
 
     async def generate(self, _ids: tuple[int, ...], _sampling: Sampling, **_options: Any) -> Completion:
         self.failures.meet("generation.generate")
+        if not self.has_weights:
+            raise EngineError("generation engine 0 has no weights before the first push")
         spans = (VersionSpan(version=0, start=0, end=2),)
         return Completion(token_ids=(5, 6), logprobs=(LOGPROB, LOGPROB), versions=spans, finish_reason="stop")
 
     def update_weights(self, _version: int, _content: Any = None) -> None:
         self.failures.meet("generation.update_weights")
+        self.has_weights = True
 
     def stats(self) -> list[dict[str, float]]:
         self.failures.meet("generation.stats")

@@ -43,6 +43,7 @@ def drifted(run: Run, by: float, *, longer_than: int = 0) -> None:
         return (LOGPROB + gap_B1).expand_as(batch.token_mask_BS)
 
     run.policy.logprobs = logprobs  # type: ignore[method-assign]
+    run.generation.update_weights(0)
 
 
 @pytest.mark.parametrize(
