@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from starlette.responses import PlainTextResponse
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -97,7 +96,7 @@ def counted(app: Asgi, count: Count) -> Asgi:
                 with count(1):
                     await app(scope, receive, send)
             except EngineError as error:
-                await PlainTextResponse(str(error), status_code=503)(scope, receive, send)
+                await refuse(send, 503, str(error))
         else:
             await app(scope, receive, send)
 

@@ -77,8 +77,9 @@ def start(path: Path, *, is_tied: bool, eos: int | None, expose_http_server: boo
         deadlines=tiny_engine.deadlines(),
         loads_weights=False,
     )
-    for base_url in generation.base_urls():
-        answer = httpx.post(f"{base_url}/completions", json={"model": "policy", "prompt": [5]}, timeout=60)
+    for base_url, key in generation.servers():
+        body = {"model": "policy", "messages": [{"role": "user", "content": "w5"}]}
+        answer = httpx.post(f"{base_url}/chat/completions", json=body, headers=bearer(key), timeout=60)
         assert answer.status_code == 503 and "has no weights: nothing has been pushed to it" in answer.text
     model = tiny_engine.load(path)
     weights = tiny_engine.WeightFile(path / "weights", model)
