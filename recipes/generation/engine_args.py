@@ -39,8 +39,9 @@ def engine_args(
 
     Without `loads_weights` the model is built with small random weights, and only a push makes it usable: vLLM's
     "dummy" format, which fills parameters and saved buffers and leaves what it computes itself (rotary tables) as it
-    is. A push replaces all that a checkpoint holds. It does not reach a draft model, and vLLM derives the tensors of a
-    quantized model while it reads them: with such arguments, `NEED_FILES`, the files are read in any case.
+    is. A push replaces all that a checkpoint holds; for the CPU, see `weight_transfer.py`. It does not reach a draft
+    model, and vLLM derives the tensors of a quantized model while it reads them: with such arguments, `NEED_FILES`,
+    the files are read in any case.
 
     `logprobs_mode` is "processed": the log-probability of a token under the distribution from which it was sampled. At
     temperature T this is the log-softmax of logits / T, which is what the trainer computes. With top-p or top-k it

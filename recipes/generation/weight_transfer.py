@@ -91,6 +91,7 @@ class SharedMemoryWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         """Pack the layers again."""
         finalize_layerwise_reload(self.model, self.model_config)
         pack_tied_head(self.model)
+        pack_experts(self.model)
 
     def shutdown(self) -> None:
         """Release nothing: the mapping ends with the process."""
@@ -114,6 +115,18 @@ def pack_tied_head(model: torch.nn.Module) -> None:
     head = getattr(model, "lm_head", None)
     if head is not None and hasattr(head, "cpu_linear") and head.weight.numel():
         dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+
+
+def pack_experts(model: torch.nn.Module) -> None:
+    """Pack the weights of all mixtures of experts.
+
+    A model's experts are packed when it is loaded, but a reload copies theirs in as they are. The packed kernel would
+    read them in a wrong order, and no error would say so (vLLM 0.32, CPU).
+    """
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and hasattr(layer, "w13_weight"):
+            kernel.fused_experts.process_weights_after_loading(layer)
 
 
 if current_platform.is_cpu():

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import psutil
@@ -19,6 +21,7 @@ import pytest
 import ray
 import tiny_engine
 import torch
+from safetensors.torch import load_file
 from transformers import DynamicCache, PreTrainedModel
 
 from recipes.generation.generation import Generation
@@ -104,6 +107,31 @@ def tied(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     setup = start(path, is_tied=True, eos=tiny_engine.EOS, expose_http_server=True, batch_tokens=2 * tiny_engine.BLOCK)
     yield setup
     setup.generation.shutdown()
+
+
+def test_a_mixture_of_experts_gets_all_its_weights_by_a_push(local_ray: None, tmp_path: Path) -> None:
+    models = [tiny_engine.build_mixture(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    files = [load_file(tmp_path / str(seed) / "model.safetensors") for seed in (0, 1)]
+    holders: list[Any] = [SimpleNamespace(named_parameters=file.items) for file in files]
+    generation = Generation.start(
+        tiny_engine.generation_config(max_num_seqs=BATCH_LIMIT),
+        model_path=str(tmp_path / "0"),
+        seed=1,
+        placement=[{"num_cpus": 0}],
+        deadlines=tiny_engine.deadlines(),
+        loads_weights=False,
+    )
+    try:
+        weights = tiny_engine.WeightFile(tmp_path / "weights", holders[0])
+        generation.connect_weights(weights.layout)
+        setup = Setup(generation, models[0], weights)
+        for version in (1, 0):  # first what is not in the files of the engine's model
+            weights.write(holders[version])
+            generation.update_weights(version)
+            for completion in asyncio.run(sample(setup, n=4, max_tokens=24)):
+                assert gap(completion, models[version]) < TOLERANCE < gap(completion, models[1 - version])
+    finally:
+        generation.shutdown()
 
 
 async def sample(

@@ -12,7 +12,14 @@ from speed import patiently
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from recipes.types import WeightLayout
 
@@ -48,6 +55,29 @@ def build_model(path: Path, *, seed: int, is_tied: bool, eos: int | None) -> Non
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>" if eos is not None else None)
     tokenizer.chat_template = "{% for message in messages %}{{ 'w2 ' + message['content'] + ' w3 ' }}{% endfor %}"
     tokenizer.save_pretrained(path)
+
+
+def build_mixture(path: Path, *, seed: int) -> PreTrainedModel:
+    """Write a random two-layer Qwen3 model with four experts a layer, and return it."""
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=1024,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = Qwen3MoeForCausalLM(config).float().eval()
+    model.save_pretrained(path)
+    return model
 
 
 @torch.no_grad()
