@@ -50,18 +50,7 @@ def engine_args(
     Raises `ConfigError` when `vllm_kwargs` sets an argument that belongs to the recipe.
     """
     vllm_cfg = cfg.vllm_cfg
-    taken = OURS & set(cfg.vllm_kwargs)
-    if taken:
-        raise ConfigError(
-            [
-                Problem(
-                    where=f"policy.generation.vllm_kwargs.{name}",
-                    wrong="set, but weight pushes and log-probabilities depend on the value that the recipe sets",
-                    fix="remove it",
-                )
-                for name in sorted(taken)
-            ]
-        )
+    _refuse_ours(cfg.vllm_kwargs)
     num_ranks = vllm_cfg.tensor_parallel_size * vllm_cfg.pipeline_parallel_size
     args: dict[str, Any] = {
         "model": model_path,
@@ -94,6 +83,21 @@ def engine_args(
     if not loads_weights and not NEED_FILES & set(cfg.vllm_kwargs):
         args["load_format"] = "dummy"
     return args | dict(cfg.vllm_kwargs)
+
+
+def _refuse_ours(vllm_kwargs: Mapping[str, Any]) -> None:
+    taken = OURS & set(vllm_kwargs)
+    if taken:
+        raise ConfigError(
+            [
+                Problem(
+                    where=f"policy.generation.vllm_kwargs.{name}",
+                    wrong="set, but weight pushes and log-probabilities depend on the value that the recipe sets",
+                    fix="remove it",
+                )
+                for name in sorted(taken)
+            ]
+        )
 
 
 def stop_token_ids(model_path: Path) -> tuple[int, ...]:
