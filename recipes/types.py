@@ -94,6 +94,7 @@ class Rollout:
     metrics: Mapping[str, float] = field(default_factory=dict)  # numeric extras of the verifier
     seconds: float = 0.0  # wall time from first request to verdict
     env_seconds: float = 0.0  # part of it spent in the environment
+    response: Mapping[str, Any] | None = None  # the answer, until it is scored together with those of its group
 
     @property
     def is_valid(self) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from recipes.environments.agents.episode import Episode, unscored
@@ -27,10 +27,11 @@ from recipes.environments.chat.tool_calls import FlagPatterns
 from recipes.environments.contract.verifier import Agent
 from recipes.environments.http.client import JsonClient
 from recipes.environments.instances import ServerInstance, agents_of, servers_of
-from recipes.environments.registry import VERIFIERS, find_agent
+from recipes.environments.registry import ALL_VERIFIERS, GROUP_VERIFIERS, VERIFIERS, find_agent
 from recipes.environments.sandbox.client import client_of
 from recipes.environments.sandbox.server import SandboxServer
 from recipes.environments.scoring.clients import HttpVerifier, InProcessVerifier, VerifierClient
+from recipes.environments.scoring.group import GroupClient, score_group
 from recipes.environments.scoring.pool import ScoringPool
 from recipes.errors import RecipeError, suggestion
 from recipes.types import ModelClient, Rollout, RolloutStatus, Row
@@ -93,6 +94,7 @@ class Environments:
         self._sandbox = SandboxServer()
         http = JsonClient()
         self._clients = {name: _client(server, self._pool, self._sandbox, http) for name, server in servers.items()}
+        self._groups = {name: client for name, client in self._clients.items() if isinstance(client, GroupClient)}
 
     @classmethod
     def from_config(cls, env: EnvConfig, codec: ChatCodec) -> Environments:
@@ -117,7 +119,7 @@ class Environments:
         try:
             agent = find_agent(_agent_name(row), self._agents)
             server = self._servers[agent.server]
-            verifier = VERIFIERS[server.verifier]
+            verifier = ALL_VERIFIERS[server.verifier]
             verifier.parse_task(row, server.settings)
             if verifier.needs_judge(server.settings) and server.judge is None and server.url is None:
                 problems.append(f"agent '{_agent_name(row)}' needs a judge: {server.name} names none with a base_url")
@@ -138,6 +140,7 @@ class Environments:
                 verifier=self._clients[agent.server],
                 patterns=self._patterns,
                 max_tokens=min(limit, max_tokens) if limit else max_tokens,
+                template_kwargs=agent.template_kwargs,
                 max_steps=agent.max_steps,
             )
             return await AGENT_KINDS[agent.kind](episode)
@@ -147,6 +150,15 @@ class Environments:
             logger.warning("rollout failed in its environment", exc_info=True)
             reason = f"{type(error).__name__}: {error}"
             return unscored((), RolloutStatus.ENV_FAILED, reason, seconds=time.monotonic() - start)
+
+    async def finish_group(self, row: Row, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+        """Do what can be done only once all rollouts of a row have ended; the result goes to the buffer.
+
+        Today this is one stage: answers that are scored together get their verdicts. Never raises for a failed
+        environment, and ends within the time that the row's server has for a group.
+        """
+        client = self._groups.get(find_agent(_agent_name(row), self._agents).server)
+        return tuple(rollouts) if client is None else await score_group(client, row, rollouts)
 
     def wrap_verifiers(self, wrap: Callable[[VerifierClient], VerifierClient]) -> None:
         """Replace every verifier client by `wrap` of it; tests simulate slow and failing ones."""
@@ -161,6 +173,14 @@ class Environments:
 def _client(server: ServerInstance, pool: ScoringPool, sandbox: SandboxServer, http: JsonClient) -> VerifierClient:
     if server.url:
         return HttpVerifier(name=server.name, url=server.url, timeout_seconds=server.timeout_seconds, http=http)
+    if server.verifier in GROUP_VERIFIERS:
+        return GroupClient(
+            name=server.name,
+            verifier=GROUP_VERIFIERS[server.verifier],
+            settings=server.settings,
+            judge=server.judge.client(http) if server.judge else None,
+            timeout_seconds=server.timeout_seconds,
+        )
     verifier = VERIFIERS[server.verifier]
     return InProcessVerifier(
         name=server.verifier,

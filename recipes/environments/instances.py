@@ -1,8 +1,8 @@
 """Server instances of the configuration (`env.nemo_gym.<name>`), as NeMo Gym writes them.
 
 An instance holds one server of one kind. Three kinds are read: resources servers of the verifiers that exist here, the
-agents that use them, and the model servers that judge for them. A setting that no code reads is refused. Servers of
-other types are ignored until a row needs them.
+agents that use them, and the model servers: judges, and the policy with other template arguments. A setting that no
+code reads is refused. Servers of other types are ignored until a row needs them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from recipes.config.keys.native import AGENT_TYPES
+from recipes.config.keys.servers import POLICY
 from recipes.environments.contract.verifier import Agent
 from recipes.environments.judges.servers import SETTINGS as JUDGE_SETTINGS
-from recipes.environments.judges.servers import JudgeServer, judge_of
-from recipes.environments.registry import VERIFIERS
+from recipes.environments.judges.servers import JudgeServer, judge_of, settings_of_judge
+from recipes.environments.registry import ALL_VERIFIERS, GROUP_VERIFIERS, VERIFIERS
 from recipes.errors import ConfigError, Problem, suggestion
 
 REFINEMENT = "proof_refinement_agent"
@@ -44,12 +45,16 @@ def servers_of(instances: Mapping[str, Any]) -> dict[str, ServerInstance]:
     problems: list[Problem] = []
     servers = {}
     models = {name: settings for name, _, settings in _of_kind(instances, "responses_api_models")}
-    for kind, verifier in VERIFIERS.items():
+    for kind, verifier in ALL_VERIFIERS.items():
         for name, settings in {kind: {}, **verifier.servers}.items():
             servers[name] = _server(name, kind, settings, problems)
     for name, kind, settings in _of_kind(instances, "resources_servers"):
         if kind in VERIFIERS:
             servers[name] = replace(_server(name, kind, settings, problems), judge=judge_of(settings, models))
+        elif kind in GROUP_VERIFIERS:
+            own = GROUP_VERIFIERS[kind]
+            judge = judge_of(settings, models, judge=own.judge, concurrency=own.concurrency)
+            servers[name] = replace(_server(name, kind, settings, problems), judge=judge)
     if problems:
         raise ConfigError(problems)
     return {name: _with_delegate(server, servers) for name, server in servers.items()}
@@ -71,7 +76,9 @@ def agents_of(instances: Mapping[str, Any], servers: Mapping[str, ServerInstance
     for name, kind, settings in _of_kind(instances, "responses_api_agents"):
         reference = settings.get("resources_server") or {}
         if kind in AGENT_TYPES and reference.get("name") in servers:
-            agents[name] = _agent(kind, settings, servers[reference["name"]])
+            model = instances.get((settings.get("model_server") or {}).get("name", "")) or {}
+            agent = _agent(kind, settings, servers[reference["name"]])
+            agents[name] = replace(agent, template_kwargs=_template_kwargs(model))
     return agents
 
 
@@ -79,10 +86,19 @@ def _agent(kind: str, settings: Mapping[str, Any], server: ServerInstance) -> Ag
     """Return one agent as its type and its environment have it run."""
     if kind == REFINEMENT:
         return Agent(kind="refinement", server=server.name, max_steps=1 + int(settings.get("max_correction_turns", 2)))
-    has_tools = kind == "simple_agent" and VERIFIERS[server.verifier].tools is not None
+    verifier = VERIFIERS.get(server.verifier)
+    has_tools = kind == "simple_agent" and verifier is not None and verifier.tools is not None
     return Agent(
         kind="tool_loop" if has_tools else "single_turn", server=server.name, max_steps=settings.get("max_steps")
     )
+
+
+def _template_kwargs(instance: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the template arguments of a variant of the policy; none for the policy itself, whose the codec has."""
+    if instance.get("_copy") != POLICY:
+        return {}
+    (settings,) = (instance.get("responses_api_models") or {"": {}}).values()
+    return settings.get("chat_template_kwargs") or {}
 
 
 def _of_kind(instances: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
@@ -93,19 +109,22 @@ def _of_kind(instances: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str
 
 def _server(name: str, verifier: str, settings: Mapping[str, Any], problems: list[Problem]) -> ServerInstance:
     where = f"env.nemo_gym.{name}.resources_servers.{verifier}"
-    own = VERIFIERS[verifier].settings
+    group = GROUP_VERIFIERS.get(verifier)
+    own = group.settings if group else VERIFIERS[verifier].settings
+    of_judge = settings_of_judge(group.judge) if group else JUDGE_SETTINGS
     for key in settings:
-        if key not in own | CONNECTION | DESCRIPTIVE | JUDGE_SETTINGS:
+        if key not in own | CONNECTION | DESCRIPTIVE | of_judge:
             fix = suggestion(key, own | CONNECTION)
             problems.append(Problem(where=f"{where}.{key}", wrong="no code reads this setting", fix=fix))
-    url, seconds = settings.get("url"), settings.get("timeout_seconds", DEFAULT_TIMEOUT_SECONDS)
+    default = group.seconds if group else DEFAULT_TIMEOUT_SECONDS
+    url, seconds = settings.get("url"), settings.get("timeout_seconds", default)
     if url is not None and not str(url).startswith(("http://", "https://")):
         expected, fix = "http://host:port", "give the address of the server"
         problems.append(Problem(where=f"{where}.url", got=str(url), expected=expected, fix=fix))
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds <= 0:
         expected, fix = "a positive number of seconds", "correct it"
         problems.append(Problem(where=f"{where}.timeout_seconds", got=repr(seconds), expected=expected, fix=fix))
-        seconds = DEFAULT_TIMEOUT_SECONDS
+        seconds = default
     return ServerInstance(
         name=name,
         verifier=verifier,

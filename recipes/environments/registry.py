@@ -1,18 +1,21 @@
 """All verifiers, and the routing of a row to one of them by its `agent_ref.name`.
 
 To add a verifier: write its module in `verifiers/` (`contract/verifier.py` says what it declares), add its line to
-VERIFIERS, and take its agents out of LATER_AGENTS.
+VERIFIERS, or to GROUP_VERIFIERS when it scores all answers of a group together, and take its agents out of
+LATER_AGENTS.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from recipes.environments.contract.group import GroupVerifier
 from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.environments.verifiers import (
     calendar,
     code_gen,
     equivalence_llm_judge,
+    genrm_compare,
     instruction_following,
     inverse_if,
     jailbreak_detection,
@@ -48,14 +51,16 @@ VERIFIERS: Mapping[str, Verifier] = {
     "workplace_assistant": workplace_assistant.VERIFIER,
 }
 
+GROUP_VERIFIERS: Mapping[str, GroupVerifier] = {"genrm_compare": genrm_compare.VERIFIER}
+
+ALL_VERIFIERS: Mapping[str, Verifier | GroupVerifier] = {**VERIFIERS, **GROUP_VERIFIERS}
+
 AGENTS: Mapping[str, Agent] = {
-    name: agent for verifier in VERIFIERS.values() for name, agent in verifier.agents.items()
+    name: agent for verifier in ALL_VERIFIERS.values() for name, agent in verifier.agents.items()
 }
 
 LATER_AGENTS = frozenset(
     {
-        "genrm_simple_agent",
-        "genrm_simple_agent_reasoning_off",
         "lc_judge_simple_agent",
         "search_pivot_tool_simulation_agent",
         "swe_agents_train",

@@ -54,6 +54,8 @@ class AgentRunner(Protocol):
 
     async def run(self, row: Row, model: ModelClient, *, max_tokens: int) -> Rollout: ...
 
+    async def finish_group(self, row: Row, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSettings:
@@ -367,7 +369,8 @@ class RolloutCollector:
         count = num or self.settings.num_generations_per_prompt
         length = self.settings.max_model_len
         clients = [PolicyClient(self._sampler, sampling, length, affinity, rollout) for rollout in range(count)]
-        return tuple(await asyncio.gather(*(self._one(row, client) for client in clients)))
+        rollouts = await asyncio.gather(*(self._one(row, client) for client in clients))
+        return await self._runner.finish_group(row, rollouts)
 
     async def _one(self, row: Row, client: PolicyClient) -> Rollout:
         """Run one rollout; that it is late, or that a request of it fails, is a rollout without a reward."""

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import random
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,11 @@ class SlowEnvironments:
         rollout: Rollout = await self._environments.run(row, model, max_tokens=max_tokens)
         await asyncio.sleep(self._mean_seconds * self._random.uniform(*SPREAD))
         return rollout
+
+    async def finish_group(self, row: Row, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+        """Pass the group on."""
+        finished: tuple[Rollout, ...] = await self._environments.finish_group(row, rollouts)
+        return finished
 
 
 def measure_training(run: Run, run_dir: Path, *, num_steps: int) -> list[TrainingTimes]:

@@ -14,7 +14,7 @@ from recipes.environments.chat.messages import chat_request
 from recipes.environments.chat.tool_calls import FlagPatterns
 from recipes.environments.environments import Environments
 from recipes.environments.instances import agents_of, servers_of
-from recipes.environments.registry import VERIFIERS, find_agent
+from recipes.environments.registry import ALL_VERIFIERS, find_agent
 from recipes.grpo.data import check_line as check_shape
 from recipes.types import Row
 
@@ -89,7 +89,7 @@ def check_without_codec(row: Row) -> list[str]:
         problems.append(f"responses_create_params: {error}")
     try:
         server = servers_of({})[find_agent(row["agent_ref"]["name"], {}).server]
-        VERIFIERS[server.verifier].parse_task(row, server.settings)
+        ALL_VERIFIERS[server.verifier].parse_task(row, server.settings)
     except FAILURES as error:
         problems.append(str(error))
     return problems

@@ -12,6 +12,7 @@ RESOURCES_TYPES = (  # resources servers
     "calendar",
     "code_gen",
     "equivalence_llm_judge",
+    "genrm_compare",
     "instruction_following",
     "inverse_if",
     "jailbreak_detection",

@@ -68,16 +68,16 @@ def judges_can_answer(config: Config) -> Iterator[KeyProblem]:
 
 
 def models_to_come(config: Config) -> Iterator[KeyProblem]:
-    """Refuse judges without an address, and variants of the policy; the policy's own server is the run's."""
+    """Refuse judges without an address; the policy's own server is the run's."""
     own = template_kwargs(config.policy)
     for name, server, settings in sorted(servers(config, MODELS)):
         asked = settings.get("chat_template_kwargs")
-        is_variant = "_copy" in config.env.nemo_gym.instances[name]
-        if name != POLICY and settings.get("base_url") and not is_variant:
+        if config.env.nemo_gym.instances[name].get("_copy") == POLICY:
+            continue  # its agents render prompts with its arguments
+        if name != POLICY and not settings.get("base_url"):
+            yield to_come("judge", name)
+        elif name != POLICY:
             continue
-        if name != POLICY:
-            kind = "variant of the policy" if is_variant else "judge"
-            yield to_come(kind, name)
         elif asked is not None and asked != own:
             key = f"{INSTANCES}.{name}.{MODELS}.{server}.chat_template_kwargs"
             expected = f"policy.tokenizer.chat_template_kwargs = {show(own or None)} (native engine)"

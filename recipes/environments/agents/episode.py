@@ -6,14 +6,15 @@ the episode and asks the verifier. Each kind of agent is one module here, named 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from recipes.environments.chat.codec import ChatCodec, Decoded
+from recipes.environments.chat.codec import ChatCodec, Decoded, row_template_kwargs
 from recipes.environments.chat.tool_calls import FlagPatterns, turn_flags
-from recipes.environments.contract.verdict import Verdict
+from recipes.environments.contract.verdict import Pending, Verdict
 from recipes.environments.scoring.clients import VerifierClient
 from recipes.types import Completion, ModelClient, Rollout, RolloutStatus, Row, Turn
 
@@ -28,13 +29,17 @@ class Episode:
     verifier: VerifierClient
     patterns: FlagPatterns
     max_tokens: int  # of one model call
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of the agent; a row's own win
     max_steps: int | None = None  # model calls at most, for an agent that makes several; None = no limit
 
     @property
     def params(self) -> Mapping[str, Any]:
-        """The row's Responses request."""
+        """The row's Responses request, with the template arguments of its agent."""
         params: Mapping[str, Any] = self.row["responses_create_params"]
-        return params
+        if not self.template_kwargs:
+            return params
+        arguments = json.dumps({**self.template_kwargs, **row_template_kwargs(params)})
+        return {**params, "metadata": {**(params.get("metadata") or {}), "chat_template_kwargs": arguments}}
 
 
 def unusable(completion: Completion, *, num_prompt_tokens: int) -> str | None:
@@ -79,3 +84,15 @@ def scored(turns: Sequence[Turn], verdict: Verdict, *, is_cut: bool, seconds: fl
 def unscored(turns: Sequence[Turn], status: RolloutStatus, reason: str, *, seconds: float) -> Rollout:
     """Return a rollout without a verdict, which never becomes a number."""
     return Rollout(turns=tuple(turns), status=status, reason=reason, reward=None, seconds=seconds)
+
+
+def awaiting_group(turns: Sequence[Turn], pending: Pending, *, is_cut: bool, seconds: float) -> Rollout:
+    """Return a rollout whose verdict comes once the answers of its group are there."""
+    return Rollout(
+        turns=tuple(turns),
+        status=RolloutStatus.TRUNCATED if is_cut else RolloutStatus.COMPLETED,
+        reason="its group is not scored yet",
+        reward=None,
+        seconds=seconds,
+        response=pending.response,
+    )

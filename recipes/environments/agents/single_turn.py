@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from recipes.environments.agents.episode import Episode, make_turn, scored, unscored, unusable
+from recipes.environments.agents.episode import Episode, awaiting_group, make_turn, scored, unscored, unusable
 from recipes.environments.chat.codec import callable_tools
 from recipes.environments.contract.responses import response_object
-from recipes.environments.contract.verdict import NoVerdict, Verdict
+from recipes.environments.contract.verdict import NoVerdict, Pending, Verdict
 from recipes.types import Rollout, RolloutStatus
 
 
@@ -40,7 +40,9 @@ async def attempt(episode: Episode, params: Mapping[str, Any]) -> tuple[Rollout,
     end = time.monotonic()
     if isinstance(verdict, NoVerdict):
         rollout = unscored(turns, verdict.status, verdict.reason, seconds=end - start)
+    elif isinstance(verdict, Pending):
+        rollout = awaiting_group(turns, verdict, is_cut=is_cut, seconds=end - start)
     else:
         rollout = scored(turns, verdict, is_cut=is_cut, seconds=end - start)
     rollout = replace(rollout, output_text=decoded.text, env_seconds=end - asked)
-    return rollout, None if isinstance(verdict, NoVerdict) else verdict
+    return rollout, verdict if isinstance(verdict, Verdict) else None

@@ -40,6 +40,13 @@ class NoVerdict:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """An answer that is scored together with those of its group, once all of them are there."""
+
+    response: Response
+
+
 def env_failed(reason: str) -> NoVerdict:
     """Return that the environment itself failed, and why."""
     return NoVerdict(status=RolloutStatus.ENV_FAILED, reason=reason)

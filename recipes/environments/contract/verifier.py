@@ -23,6 +23,7 @@ class Agent:
 
     kind: str  # a key of environments.AGENT_KINDS
     server: str
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # over those of the policy, under a row's own
     max_steps: int | None = None  # model calls of one rollout at most, for an agent that makes several
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import orjson
 
 from recipes.environments.contract.asking import JudgeQuestion
+from recipes.environments.contract.group import NoReply
 from recipes.environments.contract.responses import message_item, reasoning_item, response_object
 from recipes.environments.contract.verdict import Response
 from recipes.environments.http.client import JsonClient, RefusedError
@@ -60,6 +61,17 @@ class JudgeClient:
             for task in tasks:
                 task.cancel()
 
+    async def ask_each(self, questions: Sequence[JudgeQuestion], *, seconds: float) -> list[Response | NoReply]:
+        """Return one reply per question, all asked at once; `NoReply` for each that has none within `seconds`."""
+        tasks = [asyncio.ensure_future(self._ask(question)) for question in questions]
+        try:
+            if tasks:
+                await asyncio.wait(tasks, timeout=seconds)
+            return [_reply_or_reason(task, f"{self.name}: no reply in the time that its group has") for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+
     async def _ask(self, question: JudgeQuestion) -> Response:
         request = chat_request(question, self.model, {**self.params, **question.params}, self.extra)
         key = hashlib.sha256(orjson.dumps(request, option=orjson.OPT_SORT_KEYS)).digest()
@@ -89,6 +101,17 @@ class JudgeClient:
         if loop not in self._gates:
             self._gates[loop] = asyncio.Semaphore(self.max_concurrency)
         return self._gates[loop]
+
+
+def _reply_or_reason(task: asyncio.Task[Response], late: str) -> Response | NoReply:
+    if not task.done():
+        return NoReply(reason=late)
+    failure = task.exception()
+    if failure is None:
+        return task.result()
+    if isinstance(failure, JudgeFailedError):
+        return NoReply(reason=str(failure))
+    raise failure
 
 
 def chat_request(

@@ -15,7 +15,14 @@ from recipes.environments.judges.client import JudgeClient
 
 QUESTION_SECONDS = 600.0  # for one question with all its retries: a judge may think for many thousand tokens
 DEFAULT_CONCURRENCY = 64
-SETTINGS = frozenset({"judge_model_server", "judge_responses_create_params", "judge_endpoint_max_concurrency"})
+
+
+def settings_of_judge(judge: str) -> frozenset[str]:
+    """Return the settings of a resources server that name its judge and say how it is asked."""
+    return frozenset({f"{judge}_model_server", f"{judge}_responses_create_params", f"{judge}_endpoint_max_concurrency"})
+
+
+SETTINGS = settings_of_judge("judge")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,18 +52,24 @@ class JudgeServer:
         )
 
 
-def judge_of(settings: Mapping[str, Any], models: Mapping[str, Mapping[str, Any]]) -> JudgeServer | None:
+def judge_of(
+    settings: Mapping[str, Any],
+    models: Mapping[str, Mapping[str, Any]],
+    *,
+    judge: str = "judge",
+    concurrency: int = DEFAULT_CONCURRENCY,
+) -> JudgeServer | None:
     """Return the judge that a resources server names in its settings, None when that has no address.
 
-    `models` has the settings of each model server by instance name.
+    `models` has the settings of each model server by instance name, `judge` begins the names of the settings.
     """
-    name = (settings.get("judge_model_server") or {}).get("name", "")
+    name = (settings.get(f"{judge}_model_server") or {}).get("name", "")
     server = models.get(name) or {}
     base = server.get("base_url")
     urls = (base,) if isinstance(base, str) else tuple(base or ())
     if not urls:
         return None
-    asked = {**(settings.get("judge_responses_create_params") or {}), **(server.get("sampling_overrides") or {})}
+    asked = {**(settings.get(f"{judge}_responses_create_params") or {}), **(server.get("sampling_overrides") or {})}
     return JudgeServer(
         name=name,
         urls=urls,
@@ -65,5 +78,5 @@ def judge_of(settings: Mapping[str, Any], models: Mapping[str, Mapping[str, Any]
         params={key: value for key, value in asked.items() if key != "input"}
         | (server.get("sampling_overrides") or {}),
         extra=server.get("extra_body") or {},
-        max_concurrency=int(settings.get("judge_endpoint_max_concurrency") or DEFAULT_CONCURRENCY),
+        max_concurrency=int(settings.get(f"{judge}_endpoint_max_concurrency") or concurrency),
     )

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from recipes.environments.contract.asking import Execution, JudgeQuestion, Replies, Requests, advance
 from recipes.environments.contract.tools import Cell, Tools
-from recipes.environments.contract.verdict import NoVerdict, Response, Verdict, env_failed
+from recipes.environments.contract.verdict import NoVerdict, Pending, Response, Verdict, env_failed
 from recipes.environments.contract.verifier import Verifier
 from recipes.environments.http.client import JsonClient, JsonReply, RefusedError
 from recipes.environments.judges.client import JudgeClient, JudgeFailedError
@@ -50,7 +50,7 @@ class Session(Protocol):
 class VerifierClient(Protocol):
     """What agents, and wrappers such as the benchmark's, know of a verifier."""
 
-    async def verify(self, row: Row, response: Response) -> Verdict | NoVerdict:
+    async def verify(self, row: Row, response: Response) -> Verdict | NoVerdict | Pending:
         """Score one response to one row. Never raises for a failed environment."""
         ...
 

@@ -4,12 +4,14 @@ The unit is the group. `pairs` names who is compared with whom, `question` what 
 what it said, and `rewards` what follows: the mean of the scores that an answer received, where a tie is broken by the
 ranking, plus small terms for short reasoning, short answers and plain style.
 
+A comparison that fails gives no number: one that no reply came to, or whose replies cannot be read after
+`genrm_parse_retries` further attempts (which follow at once: another reply is another sample). An answer keeps the mean
+of the comparisons that it has; one that has none, like one that no other answer is there for, has no verdict.
+
 Kept from the reference: lengths are characters; the shortest reasoning that is not empty earns the bonus only if its
 score is among the best, by a threshold that is taken before any bonus; an answer without text counts as length 0 in the
-length terms and is shown to the model as "None"; the reward is not clipped. Not kept: the group is scored when all
-comparisons are there, where the reference may miss those that still run when the last answer arrives.
-
-No agent reaches it yet: it is not in registry.py, because no agent scores a whole group.
+length terms and is shown to the model as "None"; the reward is not clipped. Not kept: all comparisons are awaited,
+where the reference may miss those that still run when the last answer arrives, and counts failed ones as ties.
 """
 
 from __future__ import annotations
@@ -18,15 +20,18 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from recipes.environments.contract.asking import JudgeQuestion
-from recipes.environments.contract.responses import all_text, output_items
+from recipes.environments.contract.group import GroupScoring, GroupVerifier, NoReply
+from recipes.environments.contract.responses import all_text, last_message_text, output_items
 from recipes.environments.contract.rows import one_of, optional_str
-from recipes.environments.contract.verdict import Response
-from recipes.types import Row
+from recipes.environments.contract.verdict import NoVerdict, Response, Verdict
+from recipes.environments.contract.verifier import Agent
+from recipes.types import RolloutStatus, Row
 
 PRINCIPLE = """Be an impartial judge. First write your own answer to the request. Then compare the two responses with
 it: correctness first, then how helpful, relevant and concise they are, then creativity where the request asks for it,
@@ -43,23 +48,18 @@ _MARKS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """One prompt and how its answers are compared."""
+Place = tuple[int, int, int]
+"""Of a comparison: who was first, who was second, and the number of the opinion on the pair."""
 
-    history: tuple[tuple[str, str], ...]  # (role, text) of the conversation
-    principle: str | None
-    strategy: str  # "circular": each with its neighbour; "all_pairs"
-    num_judges: int  # comparisons per pair
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """What the model says about one pair."""
-
-    score_1: float  # 1 to 5
-    score_2: float
-    ranking: float  # 1 = the first is much better, 6 = the second is
+WEIGHTS = {  # field of `GroupWeights` -> setting
+    "reasoning_bonus": "reasoning_bonus",
+    "answer_bonus": "answer_bonus",
+    "top_percentile": "top_percentile",
+    "reasoning_length": "group_reasoning_length_penalty_coeff",
+    "answer_length": "group_answer_length_penalty_coeff",
+    "style": "group_style_penalty_coeff",
+    "default_score": "default_score",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,39 @@ class GroupWeights:
     reasoning_length: float = 0.0
     answer_length: float = 0.0
     style: float = 0.0
-    default_score: float = 3.0
+    default_score: float = 3.0  # of a reply that leaves a score out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One prompt and how its answers are compared."""
+
+    history: tuple[tuple[str, str], ...]  # (role, text) of the conversation
+    principle: str | None
+    strategy: str  # "circular": each with its neighbour; "all_pairs"
+    num_judges: int  # comparisons per pair
+    parse_retries: int  # further attempts at a reply that cannot be read
+    weights: GroupWeights
+    default_ranking: float  # of a reply with scores and no ranking
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What the model says about one pair."""
+
+    score_1: float  # 1 to 5
+    score_2: float
+    ranking: float  # 1 = the first is much better, 6 = the second is
+
+    @property
+    def is_on_scale(self) -> bool:
+        """Whether the numbers are ones that the model was asked for: an answer may talk it into any other."""
+        return all(1 <= score <= 5 for score in (self.score_1, self.score_2)) and 1 <= self.ranking <= 6
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether only the ranking tells the two apart."""
+        return self.score_1 == self.score_2
 
 
 def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
@@ -84,6 +116,9 @@ def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
         principle=principle if settings.get("use_principle", True) else None,
         strategy=strategy,
         num_judges=int(settings.get("num_judges_per_comparison", 1)),
+        parse_retries=int(settings.get("genrm_parse_retries", 3)),
+        weights=GroupWeights(**{name: float(settings[key]) for name, key in WEIGHTS.items() if key in settings}),
+        default_ranking=float(settings.get("default_ranking", 3.5)),
     )
 
 
@@ -94,6 +129,75 @@ def pairs(num_answers: int, strategy: str) -> list[tuple[int, int]]:
     if strategy == "all_pairs":
         return list(itertools.combinations(range(num_answers), 2))
     return [(first, (first + 1) % num_answers) for first in range(num_answers)]
+
+
+def score(responses: Sequence[Response], task: Task) -> GroupScoring:
+    """Ask for all comparisons at once, again for those whose reply cannot be read, and return the verdicts."""
+    chosen = pairs(len(responses), task.strategy)
+    asked = [(first, second, judge) for judge in range(task.num_judges) for first, second in chosen]
+    compared: dict[Place, Comparison] = {}
+    failed: dict[Place, str] = {}
+    left = asked
+    for _ in range(1 + task.parse_retries):
+        if not left:
+            break
+        replies = yield [question(task, responses[first], responses[second]) for first, second, _ in left]
+        unread = []
+        for place, reply in zip(left, replies, strict=True):
+            if isinstance(reply, NoReply):
+                failed[place] = reply.reason
+                continue
+            score_of_missing = task.weights.default_score
+            found = read_comparison(
+                last_message_text(reply), default_score=score_of_missing, default_ranking=task.default_ranking
+            )
+            if found is None or not found.is_on_scale:
+                failed[place] = "no scores in the reply of the reward model" if found is None else f"off scale: {found}"
+                unread.append(place)
+            else:
+                failed.pop(place, None)
+                compared[place] = found
+        left = unread
+    return verdicts(responses, compared, failed, task.weights)
+
+
+def verdicts(
+    responses: Sequence[Response],
+    compared: Mapping[Place, Comparison],
+    failed: Mapping[Place, str],
+    weights: GroupWeights,
+) -> list[Verdict | NoVerdict]:
+    """Return a verdict per answer; none for an answer without a comparison, which counts in no group term either."""
+    places = [[place for place in compared if number in place[:2]] for number in range(len(responses))]
+    scored = [number for number in range(len(responses)) if places[number]]
+    order = {number: at for at, number in enumerate(scored)}
+    among = {(order[first], order[second], judge): found for (first, second, judge), found in compared.items()}
+    final, base = rewards([responses[number] for number in scored], among, weights)
+    results: list[Verdict | NoVerdict] = []
+    for number in range(len(responses)):
+        reasons = Counter(reason for place, reason in failed.items() if number in place[:2])
+        if number in order:
+            at, ties = order[number], sum(compared[place].is_tie for place in places[number])
+            results.append(
+                Verdict(
+                    reward=final[at],
+                    reason=f"{base[at]:.2f} of {len(places[number])} comparisons, {final[at] - base[at]:+.2f} for "
+                    "length and style",
+                    metrics={
+                        "comparison_score": base[at],
+                        "tie_rate": ties / len(places[number]),
+                        "num_failed_comparisons": float(reasons.total()),
+                    },
+                )
+            )
+        elif reasons:
+            (reason, _), total = reasons.most_common(1)[0], reasons.total()
+            results.append(
+                NoVerdict(status=RolloutStatus.JUDGE_FAILED, reason=f"each of its {total} comparisons failed: {reason}")
+            )
+        else:
+            results.append(NoVerdict(status=RolloutStatus.ABORTED, reason="there is no other answer to compare with"))
+    return results
 
 
 def question(task: Task, first: Response, second: Response) -> JudgeQuestion:
@@ -161,7 +265,7 @@ def base_scores(
     """Return the mean of the scores that each answer received; the ranking moves equal scores apart."""
     received: list[list[float]] = [[] for _ in range(num_answers)]
     for (first, second, _), comparison in sorted(compared.items(), key=lambda entry: (entry[0][2], *entry[0][:2])):
-        shift = 3.5 - comparison.ranking if comparison.score_1 == comparison.score_2 else 0.0
+        shift = 3.5 - comparison.ranking if comparison.is_tie else 0.0
         received[first].append(comparison.score_1 + shift)
         received[second].append(comparison.score_2 - shift)
     return [sum(scores) / len(scores) if scores else default_score for scores in received]
@@ -227,3 +331,34 @@ def _objects(text: str) -> Iterator[str]:
         else:
             yield text[at:end]
             at = text.find("{", end)
+
+
+VERIFIER = GroupVerifier(
+    parse_task=parse_task,
+    score=score,
+    judge="genrm",
+    agents={
+        "genrm_simple_agent": Agent(kind="single_turn", server="genrm_compare"),
+        "genrm_simple_agent_reasoning_off": Agent(
+            kind="single_turn",
+            server="genrm_compare",
+            template_kwargs={"enable_thinking": False, "truncate_history_thinking": False},
+        ),
+    },
+    seconds=3600.0,
+    concurrency=256,
+    settings=frozenset(
+        {
+            *WEIGHTS.values(),
+            "aggregator_method",
+            "comparison_strategy",
+            "default_principle",
+            "default_ranking",
+            "genrm_parse_retries",
+            "genrm_parse_retry_sleep_s",
+            "num_judges_per_comparison",
+            "num_rollouts_per_prompt",
+            "use_principle",
+        }
+    ),
+)

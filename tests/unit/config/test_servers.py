@@ -14,7 +14,7 @@ from recipes.config.keys.schema import CONFIG_DIR, SERVER_KINDS, schema, setting
 from recipes.config.load import load_config
 from recipes.config.stages import config_path, load_stages
 from recipes.environments.instances import servers_of
-from recipes.environments.registry import AGENTS, LATER_AGENTS, VERIFIERS
+from recipes.environments.registry import AGENTS, ALL_VERIFIERS, LATER_AGENTS
 from recipes.errors import ConfigError
 
 FILES = sorted((CONFIG_DIR / "environments").glob("*.yaml"))
@@ -67,19 +67,19 @@ def test_agents_of_the_files_are_those_that_rows_name() -> None:
 
 
 def test_what_the_rules_say_of_the_native_engine_is_what_it_has() -> None:
-    assert set(native.RESOURCES_TYPES) == set(VERIFIERS)
+    assert set(native.RESOURCES_TYPES) == set(ALL_VERIFIERS)
 
 
 def test_every_verifier_that_exists_has_its_settings_declared() -> None:
     known = KINDS["resources_servers"]["properties"]
-    for name, verifier in VERIFIERS.items():
+    for name, verifier in ALL_VERIFIERS.items():
         assert name in known, f"declare {name} in configs/environments/servers.json"
         undeclared = verifier.settings - set(settings_of(known[name]))
         assert not undeclared, f"declare in configs/environments/servers.json: {name} {undeclared}"
     assert set(native.AGENT_TYPES) <= set(KINDS["responses_api_agents"]["properties"])
 
 
-@pytest.mark.parametrize("name", VERIFIERS)
+@pytest.mark.parametrize("name", ALL_VERIFIERS)
 def test_a_declared_setting_of_an_existing_verifier_is_read_or_refused_by_name(name: str) -> None:
     for setting, node in settings_of(KINDS["resources_servers"]["properties"][name]).items():
         kinds = node.get("type", "object")
@@ -90,7 +90,7 @@ def test_a_declared_setting_of_an_existing_verifier_is_read_or_refused_by_name(n
             (problem,) = error.problems
             assert problem.where.endswith(f".{setting}"), setting
         else:
-            assert setting not in VERIFIERS[name].settings or server.settings == {setting: value}
+            assert setting not in ALL_VERIFIERS[name].settings or server.settings == {setting: value}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -140,6 +140,9 @@ class LoopEnvironments:
         reward = float(len(self.asked) % 2)
         return Rollout(turns=(turn,), status=RolloutStatus.COMPLETED, reason="counted", reward=reward)
 
+    async def finish_group(self, _row: Row, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+        return tuple(rollouts)
+
     def close(self) -> None: ...
 
 

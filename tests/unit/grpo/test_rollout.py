@@ -9,7 +9,8 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -70,6 +71,13 @@ class Runner:
         if row.get("broken"):
             return Rollout(turns=(turn,), status=RolloutStatus.ENV_FAILED, reason="env down", reward=None)
         return Rollout(turns=(turn,), status=RolloutStatus.COMPLETED, reason="right", reward=1.0)
+
+    async def finish_group(self, row: Row, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+        """Reward the members of a `compared` row by their place, once all of them are there."""
+        if not row.get("compared"):
+            return tuple(rollouts)
+        await asyncio.sleep(0.01)
+        return tuple(replace(rollout, reward=float(place)) for place, rollout in enumerate(rollouts))
 
 
 class Setup:
@@ -233,6 +241,15 @@ def test_a_failed_request_costs_its_rollout_only(make: Callable[..., Setup]) -> 
     assert (broken.status, broken.reason, broken.reward) == (RolloutStatus.ABORTED, "ValueError: odd", None)
     assert good.reward == 1.0
     assert setup.sampler.samples == {(7, rollout, 0) for rollout in range(G)}, "each has numbers of its own"
+
+
+def test_a_group_is_finished_once_all_of_its_rollouts_have_ended(make: Callable[..., Setup]) -> None:
+    setup = make(P, age=0, marks={0: "compared"})
+    setup.sampler.failures = {(1, 0): RequestError("request lost")}
+    setup.collector.start(version=0, last_step=1)
+    groups = setup.buffer.take(0, deadline_seconds=5.0, waiting_for=setup.collector.waiting_for)
+    rewards = [[rollout.reward for rollout in group.rollouts] for group in groups]
+    assert rewards == [[0.0, 1.0, 2.0], [1.0, None, 1.0]]
 
 
 def test_a_dead_engine_reaches_the_train_loop_at_once(make: Callable[..., Setup]) -> None:

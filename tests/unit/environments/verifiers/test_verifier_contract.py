@@ -197,5 +197,6 @@ def test_agents_that_are_missing_say_why() -> None:
 def test_example_rows_name_agents_that_are_known(gym_row: Callable[..., dict[str, Any]]) -> None:
     for name in ("structured_outputs", "structured_outputs__structured_outputs_v3_example"):
         assert gym_row(name)["agent_ref"]["name"] in AGENTS
-    for name in ("genrm_compare", "swe_pivot", "swerl_gen"):
+    assert gym_row("genrm_compare")["agent_ref"]["name"] in AGENTS
+    for name in ("swe_pivot", "swerl_gen"):
         assert gym_row(name)["agent_ref"]["name"] in LATER_AGENTS
