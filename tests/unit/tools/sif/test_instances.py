@@ -167,8 +167,8 @@ def test_the_published_data_sets_are_at_commits():
         ("datasets: {a/b: {revision: main}}", "datasets.a/b: got {'revision': 'main'}, expected `revision`, `split`"),
         ("datasets: {a/b: {revision: main, split: x, rows: 3}}", "datasets.a/b: got"),
         ("datasets: {a/b: {revision: main, split: x, instances: many}}", "datasets.a/b: got"),
-        ("sets: 3", "not a table `datasets:` with one entry per data set"),
-        ("datasets: 3", "not a table `datasets:` with one entry per data set"),
+        ("sets: 3", "it has no `datasets:` with one entry per name"),
+        ("datasets: 3", "it has no `datasets:` with one entry per name"),
     ],
 )
 def test_a_wrong_table_of_data_sets_is_named(tmp_path, content, message):
