@@ -30,7 +30,7 @@ from recipes.policy.step import Trainer, gather_params
 
 _FORMAT = ("torch_dist", 1)
 _DATA_PARALLEL_RESHARDABLE, _FULLY_RESHARDABLE = "dp_reshardable", "fully_reshardable"  # Megatron's names
-_MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+_MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 
 
 def save(trainer: Trainer, path: Path) -> None:
@@ -127,12 +127,12 @@ def _require_readable(form: str, layout: dict[str, int], path: Path) -> None:
         Problem(
             where=f"policy.megatron_cfg.{key}",
             got=str(now),
-            expected=f"{layout[key]}, as when {path} was saved: its optimizer is divided by it",
+            expected=f"{layout.get(key, 1)}, as when {path} was saved: its optimizer is divided by it",
             fix="resume with that value; a save with policy.megatron_cfg.dist_ckpt_optim_fully_reshardable=true can be"
             " resumed with any",
         )
         for key, now in _layout().items()
-        if form == _DATA_PARALLEL_RESHARDABLE and key in _MODEL_PARALLEL and layout[key] != now
+        if form == _DATA_PARALLEL_RESHARDABLE and key in _MODEL_PARALLEL and layout.get(key, 1) != now
     ]
     if problems:
         raise CheckpointError(problems)
@@ -150,6 +150,7 @@ def _layout() -> dict[str, int]:
         "world_size": dist.get_world_size(),
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
     }
 
 

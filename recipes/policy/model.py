@@ -16,7 +16,7 @@ from recipes.policy.families.family import Family
 from recipes.policy.layers.context import ContextSequences, gather_row
 from recipes.policy.layers.head import OutputConfig
 from recipes.policy.layers.packed import PackedSequences
-from recipes.policy.layers.router import freeze_routers, leave_pads_uncounted, pads_of_rank
+from recipes.policy.layers.router import count_tokens, freeze_routers, pads_of_rank
 from recipes.policy.parallel import device
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def build_model(family: Family, hf: Any, config: TransformerConfig, cfg: PolicyC
     """Build this rank's part of the model; its weights are undefined until loaded."""
     output = OutputConfig(temperature=cfg.generation.temperature, chunk_size=cfg.logprob_chunk_size)
     model = family.build(hf, config, output).to(device())
-    leave_pads_uncounted(model)
+    count_tokens(model)
     if cfg.megatron_cfg.freeze_moe_router:
         freeze_routers(model)
     if not config.bf16:
@@ -106,14 +106,13 @@ def forward(model: torch.nn.Module, tokens_1T: Tensor, labels_1T: Tensor, sequen
     if isinstance(sequences, ContextSequences):
         tokens_1T, labels_1T, pads_1T = (row_1T[:, sequences.own_O] for row_1T in (tokens_1T, labels_1T, pads_1T))
     config = get_model_config(model)
-    counted = config.moe_router_enable_expert_bias
     result: Tensor = model(
         input_ids=tokens_1T,
         position_ids=None,  # the rotary embedding takes positions from `sequences`
         attention_mask=None,
         labels=labels_1T,
         packed_seq_params=sequences,
-        padding_mask=pads_of_rank(pads_1T, is_divided=config.sequence_parallel) if counted else None,
+        padding_mask=pads_of_rank(pads_1T, is_divided=config.sequence_parallel) if config.num_moe_experts else None,
     )
     if isinstance(sequences, ContextSequences) and parallel_state.is_pipeline_last_stage():
         return gather_row(result, sequences, parallel_state.get_context_parallel_group())

@@ -25,6 +25,7 @@ from recipes.policy import hf
 from recipes.policy.families import mapping
 from recipes.policy.families.gather import FullWeights
 from recipes.policy.layers.context import share_over_context
+from recipes.policy.layers.router import take_expert_loads
 from recipes.policy.layout import check_model_fits
 from recipes.policy.microbatch import Microbatch, pack_microbatch
 from recipes.policy.model import build_model, forward, transformer_config
@@ -113,6 +114,9 @@ def train_step(trainer: Trainer, shard: BatchShard) -> dict[str, Measured]:
     gather_params(trainer)
     if level >= _AFTER_STEP:
         release_unused_memory()
+    if trainer.cfg.megatron_cfg.moe_per_layer_logging:
+        loads = take_expert_loads(unwrap_model(trainer.model))
+        metrics |= {f"expert_load/layer_{number}": (ratio, 1.0) for number, ratio in loads.items()}
     return metrics | {"grad_norm": float(grad_norm), "lr": float(lr)}
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from recipes.grpo.loss import grpo_loss
 from recipes.policy import shards
+from recipes.types import TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,8 @@ class LayoutCase:
     model: Path
     num_ranks: int
     overrides: dict[str, Any]
+    saves: bool = False  # a first step is taken and saved before the one that is looked at
+    resumes: str = ""  # the case whose checkpoint is loaded first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +57,19 @@ class LayoutOutcome:
     before: dict[str, Tensor]
     gradients: dict[str, Tensor]
     logprobs_BS: Tensor
+    leak: float  # how far the other rows' log-probabilities move when the first row's tokens change
     shapes: list[tuple[str, torch.dtype, tuple[int, ...]]]
 
 
-def run_case(case: LayoutCase, rank: int, store: dist.Store) -> LayoutOutcome | None:
+def run_case(case: LayoutCase, rank: int, store: dist.Store, directory: Path) -> LayoutOutcome | None:
     """Take one step; returns None on the ranks other than 0."""
     from megatron.core import parallel_state
 
-    from recipes.policy import parallel, step
+    from recipes.policy import checkpoint, parallel, step
 
-    config = showing_gradients(load_case(case.model, **case.overrides))
+    config = load_case(case.model, **case.overrides)
+    if not case.saves and not case.resumes:
+        config = showing_gradients(config)
     where = parallel.join_groups(
         dist.PrefixStore(case.name, store),
         rank=rank,
@@ -79,28 +85,46 @@ def run_case(case: LayoutCase, rank: int, store: dist.Store) -> LayoutOutcome | 
         num_shards = parallel_state.get_data_parallel_world_size()
         plans = [shards.plan(batch, config.policy, num_shards=num_shards, training=flag) for flag in (False, True)]
         own = [shards.split(batch, plan)[where.data] for plan in plans]
+        if case.saves:
+            step.train_step(trainer, own[1])
+            (directory / f"{case.name}.checkpoint").mkdir(exist_ok=True)
+            checkpoint.save(trainer, directory / f"{case.name}.checkpoint")
+        if case.resumes:
+            checkpoint.load(trainer, directory / f"{case.resumes}.checkpoint")
         logprobs_BS = step.logprobs(trainer, own[0])
+        changed_BS = step.logprobs(trainer, shards.split(_with_another_first_row(batch), plans[0])[where.data])
         before = _full_weights(trainer) if where.exports else {}
         metrics = step.train_step(trainer, own[1])
         after = _full_weights(trainer) if where.exports else {}
         answers: list[Any] = [None] * case.num_ranks
-        dist.all_gather_object(answers, (where, logprobs_BS, metrics))
+        dist.all_gather_object(answers, (where, (logprobs_BS, changed_BS), metrics))
         shapes = trainer.full_shapes()
     finally:
         dist.destroy_process_group()
         parallel_state.destroy_model_parallel()
     if rank != 0:
         return None
-    outputs = {place.data: (part_BS, measured) for place, part_BS, measured in answers if place.is_output}
+    outputs = {place.data: (parts_BS, measured) for place, parts_BS, measured in answers if place.is_output}
     parts = [outputs[data] for data in range(num_shards)]
     shape = (batch.input_ids_BS.shape[0], batch.input_ids_BS.shape[1])
+    all_BS, changed_BS = (
+        shards.scatter_rows([parts_BS[which] for parts_BS, _ in parts], plans[0], shape=shape) for which in (0, 1)
+    )
+    assert not torch.equal(all_BS[0], changed_BS[0]), "the first row's own log-probabilities must change"
     return LayoutOutcome(
         metrics=shards.merge_step_metrics([measured for _, measured in parts]),
         before=before,
         gradients={name: (before[name] - after[name]) / GRADIENT_SCALE for name in before},
-        logprobs_BS=shards.scatter_rows([part_BS for part_BS, _ in parts], plans[0], shape=shape),
+        logprobs_BS=all_BS,
+        leak=(all_BS - changed_BS)[1:].abs().max().item(),
         shapes=shapes,
     )
+
+
+def _with_another_first_row(batch: TrainBatch) -> TrainBatch:
+    ids_BS = batch.input_ids_BS.clone()
+    ids_BS[0] = (ids_BS[0] + 7) % 96
+    return replace(batch, input_ids_BS=ids_BS)
 
 
 def _full_weights(trainer: Any) -> dict[str, Tensor]:
@@ -116,7 +140,7 @@ def main() -> None:
     store = dist.FileStore(str(job.directory / "store"), job.num_ranks)
     for case in job.cases:
         if rank < case.num_ranks:
-            outcome = run_case(case, rank, store)
+            outcome = run_case(case, rank, store, job.directory)
             if outcome is not None:
                 torch.save(outcome, job.directory / f"{case.name}.pt")
 

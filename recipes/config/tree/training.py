@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from recipes.config.tree.marks import Honours, NoEffect, Unit
 
-EXPERTS = "the native policy builds expert layers only in this form"
+EXPERTS = "the native policy computes experts only in this way"
 FUSED = "Transformer Engine's fused kernels are not wired in yet"
 OFFLOAD = "offloading optimizer state is not built yet"
 
@@ -159,8 +159,8 @@ class MegatronConfig:
     """how tokens reach their experts"""
     moe_shared_expert_overlap: Annotated[bool, Honours(False, reason=EXPERTS)]
     """overlap the shared expert with token dispatch"""
-    moe_per_layer_logging: Annotated[bool, Honours(False, reason=EXPERTS)]
-    """log the balance of each layer's experts"""
+    moe_per_layer_logging: bool
+    """log per layer how many tokens the busiest expert had, over the mean"""
     mtp_num_layers: Annotated[int, Ge(0), Unit("heads"), Honours(0, reason="multi-token prediction is not built yet")]
     """multi-token-prediction heads trained beside the policy; 0 = none"""
     mtp_loss_scaling_factor: Annotated[float, Ge(0), Unit("weight"), NoEffect("until mtp_num_layers is built")]

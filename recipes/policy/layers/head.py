@@ -15,6 +15,8 @@ from torch import Tensor
 
 from recipes.policy.layers.logprobs import label_logprobs
 
+_MASK = 5  # its place in what GPTModel prepares
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputConfig:
@@ -30,6 +32,11 @@ class LogProbModel(GPTModel):  # type: ignore[misc]
     def __init__(self, output: OutputConfig, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.output = output
+
+    def _preprocess(self, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any) -> tuple[Any, ...]:
+        """Prepare the input; `padding_mask` is of this rank's tokens, where Megatron would divide it at some stages."""
+        prepared = super()._preprocess(*args, **kwargs)
+        return (*prepared[:_MASK], padding_mask, *prepared[_MASK + 1 :])
 
     def _postprocess(self, hidden_states: Tensor, labels: Tensor, **_: object) -> Tensor:
         if not self.post_process:

@@ -1,0 +1,94 @@
+"""Parts of layers that need no process group: shares of a row, pads, recomputation, counts of tokens."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recipes.policy.layers.context import held_positions, share_over_context
+from recipes.policy.layers.packed import packed_sequences
+from recipes.policy.layers.recompute import recompute_in_backward
+from recipes.policy.layers.router import _TokenCount
+
+CPU = torch.device("cpu")
+
+
+def test_a_rank_holds_an_early_and_a_late_chunk_of_each_sequence() -> None:
+    bounds = torch.tensor([0, 8, 8, 12], dtype=torch.int32)  # an empty sequence is in between
+    assert held_positions(bounds, rank=0, size=2).tolist() == [0, 1, 6, 7, 8, 11]
+    assert held_positions(bounds, rank=1, size=2).tolist() == [2, 3, 4, 5, 9, 10]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_each_query_sees_the_tokens_before_it_and_no_pads(rank: int) -> None:
+    lengths = [12, 6, 30, 24]
+    row = packed_sequences(lengths, CPU)
+    group: Any = SimpleNamespace(size=lambda: 3, rank=lambda: rank)
+    share = share_over_context(row, group)
+    assert torch.equal(
+        torch.cat([held_positions(row.cu_seqlens_q, rank=r, size=3) for r in range(3)])[share.restore_T],
+        torch.arange(sum(lengths)),
+    )
+    starts = row.cu_seqlens_q.tolist()
+    seen: dict[int, list[int]] = {}
+    for batch in share.context_batches:
+        for queries, keys, mask in zip(batch.queries_NL, batch.keys_NK, batch.mask_N1LK[:, 0], strict=True):
+            for query, sees in zip(share.own_O[queries].tolist(), mask, strict=True):
+                seen[query] = keys[sees].tolist()
+    assert sorted(seen) == sorted(share.own_O.tolist())
+    for query, keys in seen.items():
+        first = max(start for start in starts if start <= query)
+        assert keys == list(range(first, query + 1))
+
+
+def test_pads_are_marked_within_sequences_and_after_them() -> None:
+    row = packed_sequences([4, 2, 3], CPU, unpadded=[3, 2])
+    assert row.pads_1T.tolist() == [[False, False, False, True, False, False, True, True, True]]
+    assert not packed_sequences([4, 2], CPU).pads_1T.any()
+
+
+class _Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([2.0]))
+        self.calls = 0
+
+    def forward(self, hidden_states: Tensor, bias: float) -> tuple[Tensor, None]:
+        self.calls += 1
+        return (hidden_states * self.weight).square() + bias, None
+
+
+def test_a_layer_is_computed_again_in_the_backward_pass() -> None:
+    plain, layer = _Layer(), _Layer()
+    recompute_in_backward(layer)
+    gradients = []
+    for module in (plain, layer):
+        x = torch.tensor([1.5, -0.5], requires_grad=True)
+        module(hidden_states=x, bias=1.0)[0].sum().backward()
+        gradients.append((x.grad, module.weight.grad))
+    assert (plain.calls, layer.calls) == (1, 2)
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+    with torch.no_grad():
+        layer(hidden_states=torch.ones(2), bias=1.0)
+    assert layer.calls == 3
+
+
+def test_pads_and_evaluation_are_not_counted() -> None:
+    told: list[Any] = []
+    router: Any = SimpleNamespace(
+        weight=torch.zeros(3, 1), _apply_expert_bias=lambda chosen, padding_mask: told.append(padding_mask)
+    )
+    count = _TokenCount(router)
+    chosen_TE = torch.tensor([[True, True, False], [True, False, True], [False, True, True]])
+    pads_T = torch.tensor([False, True, False])
+    count(chosen_TE, padding_mask=pads_T)
+    assert count.tokens_E.tolist() == [1, 2, 1]
+    assert torch.equal(told[0], pads_T[:, None])
+    with torch.no_grad():
+        count(chosen_TE, padding_mask=pads_T)
+    count(chosen_TE)
+    assert count.tokens_E.tolist() == [3, 4, 3]
