@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,71 +48,104 @@ _FOUR: _Layouts = {
 }
 
 
-def test_dense_layouts_equal_one_rank(tmp_path: Path) -> None:
-    _check(save_model(tmp_path / "model", tied=True), tmp_path, _DENSE)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Models:
+    """One model of each family."""
+
+    dense: Path
+    experts: Path
+    hybrid: Path
 
 
-def test_hybrid_layouts_equal_one_rank(tmp_path: Path) -> None:
-    _check(save_hybrid(tmp_path / "model"), tmp_path, _HYBRID)
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    directory = tmp_path_factory.mktemp("models")
+    return Models(
+        dense=save_model(directory / "dense", tied=True),
+        experts=save_experts(directory / "experts"),
+        hybrid=save_hybrid(directory / "hybrid"),
+    )
 
 
-def test_layouts_of_softmax_routed_experts_equal_one_rank(tmp_path: Path) -> None:
-    _check(save_experts(tmp_path / "model"), tmp_path, _EXPERTS)
-
-
-def test_checkpoints_continue_with_experts_divided_otherwise(tmp_path: Path) -> None:
-    model = save_hybrid(tmp_path / "model")
-    any_layout = {"megatron_cfg__dist_ckpt_optim_fully_reshardable": "true"}
+@pytest.fixture(scope="module")
+def found(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, LayoutOutcome]:
+    """What every case of two ranks did, all in one job: the ranks import Megatron once."""
     cases = (
-        LayoutCase(name="expert", model=model, num_ranks=2, overrides=_EXPERT | any_layout, saves=True),
-        LayoutCase(name="to-one", model=model, num_ranks=1, overrides=any_layout, resumes="expert"),
-        LayoutCase(name="to-tensor", model=model, num_ranks=2, overrides=_TENSOR | any_layout, resumes="expert"),
-        LayoutCase(name="to-stages", model=model, num_ranks=2, overrides=_PIPELINE | any_layout, resumes="expert"),
+        *_cases(models.dense, _DENSE),
+        *_cases(models.experts, _EXPERTS),
+        *_cases(models.hybrid, _HYBRID),
+        *_resumptions(models.hybrid),
     )
-    found = outcomes(cases, tmp_path, timeout_s=patiently(120))
-    saved = found.pop("expert")
-    for outcome in found.values():
-        assert all(torch.equal(outcome.before[name], tensor) for name, tensor in saved.before.items())
-        assert outcome.metrics == pytest.approx(saved.metrics, rel=1e-4, abs=1e-5)
+    return outcomes(cases, tmp_path_factory.mktemp("job"), timeout_s=patiently(140))
 
 
-@pytest.mark.slow
-def test_hybrid_layouts_of_four_ranks_equal_one_rank(tmp_path: Path) -> None:
-    _check(save_hybrid(tmp_path / "model"), tmp_path, _FOUR)
+@pytest.mark.parametrize(
+    ("family", "layouts"),
+    [("dense", _DENSE), ("experts", _EXPERTS), ("hybrid", _HYBRID)],
+    ids=["dense", "experts", "hybrid"],
+)
+def test_layouts_equal_one_rank(
+    models: Models, found: dict[str, LayoutOutcome], family: str, layouts: _Layouts
+) -> None:
+    _check(getattr(models, family), found, layouts)
 
 
-@pytest.mark.slow
-def test_uneven_stages_and_unnormalized_routing_equal_one_rank(tmp_path: Path) -> None:
-    model = save_experts(tmp_path / "model", num_hidden_layers=3, norm_topk_prob=False, tie_word_embeddings=True)
-    first = _PIPELINE | {"megatron_cfg__num_layers_in_first_pipeline_stage": 1}
-    _check(model, tmp_path, {"first": (2, first), "expert-pipeline": (4, first | _EXPERT)})
-
-
-def _check(model: Path, directory: Path, layouts: _Layouts) -> None:
-    """Compare log-probabilities, loss, gradient norm, gradients and exported weights of each layout with one rank's."""
-    cases = tuple(
-        LayoutCase(name=name, model=model, num_ranks=num_ranks, overrides=overrides)
-        for name, (num_ranks, overrides) in (_ONE | layouts).items()
-    )
-    found = outcomes(cases, directory, timeout_s=patiently(120))
-    one = found.pop("one")
-    if frozen := found.pop("frozen", None):
-        _check_frozen_routers(frozen)
-    assert torch.allclose(one.logprobs_BS, reference_logprobs(model, random_batch(10)), atol=2e-5, rtol=0)
-    on_disk = load_file(model / "model.safetensors")
-    differences = {
-        name: problems for name, outcome in found.items() if (problems := _differences(outcome, one, on_disk))
-    }
-    assert not differences
-
-
-def _check_frozen_routers(outcome: LayoutOutcome) -> None:
-    """Weights of routers stay, their biases move by the update rate, up for experts with few tokens, else down."""
-    moved = {name: gradient for name, gradient in outcome.gradients.items() if ".gate." in name}
+def test_frozen_routers_stay_and_their_biases_move(found: dict[str, LayoutOutcome]) -> None:
+    """By the update rate, up for experts with few tokens, else down."""
+    moved = {name: gradient for name, gradient in found["hybrid-frozen"].gradients.items() if ".gate." in name}
     weights = [gradient for name, gradient in moved.items() if name.endswith("gate.weight")]
     biases = [gradient * GRADIENT_SCALE for name, gradient in moved.items() if name.endswith("bias")]
     assert weights and not any(gradient.any() for gradient in weights)
     assert biases and all(torch.allclose(bias.abs(), torch.tensor(1e-3), rtol=1e-3) for bias in biases)
+
+
+def test_checkpoints_continue_with_experts_divided_otherwise(found: dict[str, LayoutOutcome]) -> None:
+    saved = found["saved"]
+    for name in ("to-one", "to-tensor", "to-stages"):
+        assert all(torch.equal(found[name].before[key], tensor) for key, tensor in saved.before.items()), name
+        assert found[name].metrics == pytest.approx(saved.metrics, rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.slow
+def test_hybrid_layouts_of_four_ranks_equal_one_rank(models: Models, tmp_path: Path) -> None:
+    _check(models.hybrid, outcomes(_cases(models.hybrid, _FOUR), tmp_path, timeout_s=patiently(140)), _FOUR)
+
+
+@pytest.mark.slow
+def test_uneven_stages_and_unnormalized_routing_equal_one_rank(tmp_path: Path) -> None:
+    model = save_experts(tmp_path / "uneven", num_hidden_layers=3, norm_topk_prob=False, tie_word_embeddings=True)
+    first = _PIPELINE | {"megatron_cfg__num_layers_in_first_pipeline_stage": 1}
+    layouts: _Layouts = {"first": (2, first), "expert-pipeline": (4, first | _EXPERT)}
+    _check(model, outcomes(_cases(model, layouts), tmp_path, timeout_s=patiently(140)), layouts)
+
+
+def _cases(model: Path, layouts: _Layouts) -> tuple[LayoutCase, ...]:
+    return tuple(
+        LayoutCase(name=f"{model.name}-{name}", model=model, num_ranks=num_ranks, overrides=overrides)
+        for name, (num_ranks, overrides) in (_ONE | layouts).items()
+    )
+
+
+def _resumptions(model: Path) -> tuple[LayoutCase, ...]:
+    any_layout = {"megatron_cfg__dist_ckpt_optim_fully_reshardable": "true"}
+    others = {"to-one": (1, {}), "to-tensor": (2, _TENSOR), "to-stages": (2, _PIPELINE)}
+    return (
+        LayoutCase(name="saved", model=model, num_ranks=2, overrides=_EXPERT | any_layout, saves=True),
+        *(
+            LayoutCase(name=name, model=model, num_ranks=num, overrides=overrides | any_layout, resumes="saved")
+            for name, (num, overrides) in others.items()
+        ),
+    )
+
+
+def _check(model: Path, found: dict[str, LayoutOutcome], layouts: _Layouts) -> None:
+    """Compare log-probabilities, loss, gradient norm, gradients and exported weights of each layout with one rank's."""
+    one = found[f"{model.name}-one"]
+    assert torch.allclose(one.logprobs_BS, reference_logprobs(model, random_batch(10)), atol=2e-5, rtol=0)
+    on_disk = load_file(model / "model.safetensors")
+    compared = {name: _differences(found[f"{model.name}-{name}"], one, on_disk) for name in layouts}
+    compared.pop("frozen", None)
+    assert not {name: differences for name, differences in compared.items() if differences}
 
 
 def _differences(outcome: LayoutOutcome, one: LayoutOutcome, on_disk: dict[str, Tensor]) -> list[str]:

@@ -1,11 +1,13 @@
 """The values of the published recipe: stage 1 at production and small scale, resolved and derived."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 
 from recipes.config.keys.derive import Derived, derive
 from recipes.config.keys.schema import CONFIG_DIR, lookup
-from recipes.config.load import load_config, require_valid
+from recipes.config.load import load_config, refusals, require_valid
 from recipes.config.yaml_files import read_yaml
 
 STAGE1 = CONFIG_DIR / "stage1_rlvr.yaml"
@@ -245,3 +247,13 @@ def test_disputed_value_says_which_source_was_taken(name: str, key: str | None, 
             first -= 1
         comments = [line.partition("#")[2] for line in lines[first : number + 1]]
     assert words in " ".join(comment.strip() for comment in comments)
+
+
+@pytest.mark.parametrize(
+    "file", sorted(CONFIG_DIR.glob("**/stage?_*.yaml")), ids=lambda file: f"{file.parent.name}-{file.stem}"
+)
+def test_training_needs_nothing_more_of_the_native_engine_than_its_heads(file: Path) -> None:
+    """Every other key of policy.megatron_cfg has its published value in every stage file."""
+    found = {problem.where.rpartition(": ")[2] for problem in refusals(load_config(file))}
+    refused = {key for key in found if key.startswith("policy.megatron_cfg.")}
+    assert refused == (set() if file.parent.name == "tiny" else {"policy.megatron_cfg.mtp_num_layers"})
