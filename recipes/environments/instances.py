@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from recipes.config.keys.native import AGENT_TYPES
-from recipes.config.keys.servers import POLICY
+from recipes.config.keys.servers import POLICY, policy_settings
 from recipes.environments.contract.verifier import Agent
 from recipes.environments.judges.servers import SETTINGS as JUDGE_SETTINGS
 from recipes.environments.judges.servers import JudgeServer, judge_of, settings_of_judge
@@ -76,9 +76,8 @@ def agents_of(instances: Mapping[str, Any], servers: Mapping[str, ServerInstance
     for name, kind, settings in _of_kind(instances, "responses_api_agents"):
         reference = settings.get("resources_server") or {}
         if kind in AGENT_TYPES and reference.get("name") in servers:
-            model = instances.get((settings.get("model_server") or {}).get("name", "")) or {}
             agent = _agent(kind, settings, servers[reference["name"]])
-            agents[name] = replace(agent, template_kwargs=_template_kwargs(model))
+            agents[name] = replace(agent, template_kwargs=_template_kwargs(instances, settings))
     return agents
 
 
@@ -93,12 +92,15 @@ def _agent(kind: str, settings: Mapping[str, Any], server: ServerInstance) -> Ag
     )
 
 
-def _template_kwargs(instance: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the template arguments of a variant of the policy; none for the policy itself, whose the codec has."""
-    if instance.get("_copy") != POLICY:
+def _template_kwargs(instances: Mapping[str, Any], agent: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the template arguments of the policy's variant that an agent samples from, those that it copies included.
+
+    There are none for the policy itself, whose arguments the codec has.
+    """
+    model = (agent.get("model_server") or {}).get("name", POLICY)
+    if model == POLICY:
         return {}
-    (settings,) = (instance.get("responses_api_models") or {"": {}}).values()
-    return settings.get("chat_template_kwargs") or {}
+    return (policy_settings(instances, model) or {}).get("chat_template_kwargs") or {}
 
 
 def _of_kind(instances: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str, Mapping[str, Any]]]:

@@ -39,3 +39,28 @@ def references(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key, reference in named.items():
         if isinstance(reference, Mapping) and isinstance(reference.get("name"), str):
             yield key, reference["name"]
+
+
+def policy_settings(instances: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+    """Return the settings of the policy's server, or of a variant: an instance that copies it and changes some.
+
+    None for a server that is neither, and for copies that go in a circle.
+    """
+    chain: list[Mapping[str, Any]] = []
+    while name != POLICY:
+        block = instances.get(name)
+        if not isinstance(block, Mapping) or "_copy" not in block or len(chain) == len(instances):
+            return None
+        chain.append(block)
+        name = block["_copy"]
+    settings: dict[str, Any] = {}
+    for block in (instances.get(POLICY) or {}, *reversed(chain)):
+        for own in (block.get(MODELS) or {}).values():
+            settings = _laid_over(settings, own or {})
+    return settings
+
+
+def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    nested = {key: _laid_over(below[key], above[key]) for key in below.keys() & above.keys()
+              if isinstance(below[key], Mapping) and isinstance(above[key], Mapping)}  # fmt: skip
+    return {**below, **above, **nested}

@@ -6,7 +6,17 @@ from collections.abc import Iterator
 
 from recipes.config.keys.native import AGENT_TYPES, RESOURCES_TYPES
 from recipes.config.keys.schema import INSTANCES, KeyProblem
-from recipes.config.keys.servers import AGENTS, MODELS, POLICY, REFERENCES, RESOURCES, SWE_AGENTS, references, servers
+from recipes.config.keys.servers import (
+    AGENTS,
+    MODELS,
+    POLICY,
+    REFERENCES,
+    RESOURCES,
+    SWE_AGENTS,
+    policy_settings,
+    references,
+    servers,
+)
 from recipes.config.rules.judges import to_come
 from recipes.config.tree import Config
 from recipes.errors import nearest
@@ -52,10 +62,18 @@ def undecided_keys(config: Config) -> Iterator[KeyProblem]:
 
 
 def environments_to_come(config: Config) -> Iterator[KeyProblem]:
-    """Refuse each environment, and each agent of an existing one, that the native engine does not have."""
+    """Refuse each environment, and each agent of an existing one, that the native engine does not have.
+
+    An agent that samples from anything but the policy is refused too.
+    """
     missing = sorted(name for name, server, _ in servers(config, RESOURCES) if server not in RESOURCES_TYPES)
     yield from (to_come("environment", name) for name in missing)
     for name, server, settings in sorted(servers(config, AGENTS)):
         reference = settings.get("resources_server") or {}
         if server not in AGENT_TYPES and reference.get("name") not in missing:
             yield to_come("agent", name)
+        model = (settings.get("model_server") or {}).get("name", POLICY)
+        if server in AGENT_TYPES and policy_settings(config.env.nemo_gym.instances, model) is None:
+            key = f"{INSTANCES}.{name}.{AGENTS}.{server}.model_server.name"
+            expected = f"{POLICY}, or a model server that copies it"
+            yield KeyProblem(key=key, got=str(model), expected=expected, fix="rollouts sample from the policy")

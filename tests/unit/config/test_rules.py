@@ -305,6 +305,40 @@ def test_combination_is_refused_natively(name: str) -> None:
     assert [str(problem) for problem in refusals(loaded)] == [f"command line: {line}"]
 
 
+OFF = "env.nemo_gym.brief={_copy: policy_model, responses_api_models: {vllm_model: {%s}}}"
+MINE = "env.nemo_gym.mine={responses_api_agents: {simple_agent: {model_server: {name: %s}}}}"
+VARIANTS = {
+    "another template": ([OFF % "chat_template_kwargs: {enable_thinking: false}", MINE % "brief"], None),
+    "the published settings": ([OFF % "sequential_reasoning_allowed: false", MINE % "policy_model"], None),
+    "a setting that is fixed": (
+        [OFF % "sequential_reasoning_allowed: true"],
+        "env.nemo_gym.brief.responses_api_models.vllm_model.sequential_reasoning_allowed: got true, expected false; "
+        "rollouts of every variant work this way (native engine); remove this key",
+    ),
+    "a setting that nothing reads": (
+        [OFF % "model: other"],
+        "env.nemo_gym.brief.responses_api_models.vllm_model.model: no code reads this setting of a variant; a variant "
+        "of the policy can set chat_template_kwargs (native engine); remove this key",
+    ),
+    "an agent of a judge": (
+        [
+            "env.nemo_gym.judge={responses_api_models: {vllm_model: {base_url: 'http://h:1/v1', model: m}}}",
+            MINE % "judge",
+        ],
+        "env.nemo_gym.mine.responses_api_agents.simple_agent.model_server.name: got judge, expected policy_model, or a "
+        "model server that copies it; rollouts sample from the policy",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_an_agent_samples_from_the_policy_or_from_a_variant_of_it(name: str) -> None:
+    overrides, line = VARIANTS[name]
+    loaded = load_config(TINY, overrides)
+    assert loaded.problems == ()
+    assert [str(problem) for problem in refusals(loaded)] == ([] if line is None else [f"command line: {line}"])
+
+
 def test_every_native_rule_is_tested() -> None:
     assert set(NATIVE_CASES) == {rule.__name__ for rule in REFUSALS}
 

@@ -86,6 +86,31 @@ async def test_a_right_answer(environments: Environments) -> None:
     assert 0.0 <= result.env_seconds <= result.seconds
 
 
+async def test_an_agent_may_sample_from_a_variant_of_the_policy(codec: ChatCodec) -> None:
+    """Its template's arguments are the variant's; the row still has the last word, and other agents keep their own."""
+    variant = {
+        "responses_api_models": {"vllm_model": {"chat_template_kwargs": {"enable_thinking": False}}},
+        "_copy": "policy_model",
+    }
+    agent = {"resources_server": {"name": "mcqa"}, "model_server": {"name": "off"}}
+    environments = Environments.from_config(
+        env_config(off=variant, again={"_copy": "off"}, mine={"responses_api_agents": {"simple_agent": agent}}), codec
+    )
+    on = {**ROW["responses_create_params"], "metadata": {"chat_template_kwargs": '{"enable_thinking": true}'}}
+    rows = [
+        {**ROW, "agent_ref": {"name": "mine"}},
+        {**ROW, "agent_ref": {"name": "mine"}, "responses_create_params": on},
+        ROW,
+    ]
+    model = Scripted(codec, "\\boxed{B}<|im_end|>")
+    for row in rows:
+        result = await environments.run(row, model, max_tokens=64)
+    assert [prompt.rpartition("assistant\n")[2] for prompt, _ in model.seen] == ["<think></think>", *["<think>\n"] * 2]
+    result = await environments.run(rows[0], model, max_tokens=64)
+    assert result.reward == 1.0  # without an open block the text is the answer
+    environments.close()
+
+
 async def test_reasoning_is_never_graded(environments: Environments) -> None:
     result = await rollout(environments, "\\boxed{B}", finish_reason="length")
     assert (result.status, result.reward) == (RolloutStatus.TRUNCATED, 0.0)
