@@ -1,14 +1,14 @@
 """The values that travel between the steps of the pipeline. Frozen, light to import (no torch at run time).
 
-Shape suffixes: B rollouts in a batch, S padded sequence length (position-aligned to tokens),
-G generations per prompt, T tokens of one span.
+Shape suffixes: B rollouts in a batch, F combinations of `TurnFlags`, G generations per prompt, P prompts of a step,
+T tokens of one span.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntFlag, StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -98,12 +98,57 @@ class Rollout:
 
     @property
     def is_valid(self) -> bool:
-        """Whether it may enter a group's statistics and the loss."""
-        return self.reward is not None and any(turn.token_ids for turn in self.turns)
+        """Whether it has a verdict on at least one sampled token."""
+        return self.reward is not None and self.num_generated_tokens > 0
 
     @property
     def num_generated_tokens(self) -> int:
         return sum(len(turn.token_ids) for turn in self.turns)
+
+
+class TurnFlags(IntFlag):
+    """What may be wrong with a turn. Where something is counted per combination of flags, this is the index."""
+
+    INVALID_TOOL_CALL = 1
+    MALFORMED_THINKING = 2
+
+
+NUM_FLAGS = 4  # combinations of `TurnFlags`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutHeader:
+    """What the driver keeps of a rollout: everything but its tokens and its text. Of one size, however long it was."""
+
+    status: RolloutStatus
+    reason: str
+    reward: float | None
+    is_flagged: bool
+    metrics: Mapping[str, float]
+    seconds: float
+    env_seconds: float
+    num_tokens: int  # of all turns, prompts included
+    num_prompt_tokens: int  # before the first answer
+    first_answer_tokens: int  # sampled in the first turn; 0 without turns, as the next two
+    last_answer_tokens: int
+    longest_answer_tokens: int
+    turns_by_flags: tuple[int, ...]  # [F] how many turns
+    generated_by_flags: tuple[int, ...]  # [F] sampled tokens of these turns
+    tokens_by_version: tuple[tuple[int, int], ...]  # weight version and how many tokens it sampled, ascending
+    finish_reason: str | None  # of the last turn
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether it may enter a group's statistics and the loss."""
+        return self.reward is not None and self.num_generated_tokens > 0
+
+    @property
+    def num_turns(self) -> int:
+        return sum(self.turns_by_flags)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return sum(self.generated_by_flags)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,14 +166,15 @@ class PromptRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """G rollouts of one prompt, earmarked for one training step."""
+    """The header of a finished group: G rollouts of one prompt, earmarked for one training step."""
 
     prompt: PromptRef
     agent: str  # agent_ref.name of the row
     prompt_text: str  # last user message, for logs
     target_step: int  # the 0-based step that trains on it
     version: int  # weight version when it was started
-    rollouts: tuple[Rollout, ...]  # [G]
+    rollouts: tuple[RolloutHeader, ...]  # [G]
+    tokens: Any = None  # reference to the group's arrays in the `TokenStore`; None in a file
 
     @property
     def num_valid(self) -> int:
@@ -136,29 +182,17 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnSpan:
-    """Where one sampled turn lies in a batch: tokens [start, end) of `row`."""
-
-    row: int
-    start: int
-    end: int
-    is_invalid_tool_call: bool = False
-    has_malformed_thinking: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """One optimizer step's samples, right-padded; entry [b, t] belongs to token t, entry 0 is unused."""
+    """One optimizer step's rows: one value per row and field, and where the rows' tokens lie."""
 
-    input_ids_BS: Tensor  # int64
-    input_lengths_B: Tensor  # int64, unpadded
-    token_mask_BS: Tensor  # float32, 1 on sampled tokens
-    sample_mask_B: Tensor  # float32, 0 removes a sample from the loss
-    generation_logprobs_BS: Tensor  # float32, 0 where token_mask is 0
-    advantages_BS: Tensor  # float32
+    tokens: tuple[Any, ...]  # [P] references into the `TokenStore`; a rank puts the arrays in their place
+    group_B: Tensor  # int64, number of the row's group: its entry of `tokens`
+    member_B: Tensor  # int64, number of the row within its group
+    lengths_B: Tensor  # int64, tokens; 1 for a row without any
+    sample_mask_B: Tensor  # float32, 0 removes a row from the loss
     rewards_B: Tensor  # float64, NaN where there was no verdict
-    group_B: Tensor  # int64, number of the row's group
-    turn_spans: tuple[TurnSpan, ...] = ()  # every sampled turn
+    advantages_B: Tensor  # float32
+    flag_advantages: tuple[float | None, ...] = (None,) * NUM_FLAGS  # [F] of flagged turns; None is the row's own
     nll_weight_B: Tensor | None = None  # float32, factor on the row's negative log-likelihood in the loss; None = 0
 
 

@@ -3,7 +3,7 @@
 Statistics are computed in float64, in two passes, over valid members only: a rollout that has no verdict or is removed
 from the loss enters no mean. Sources: DeepSeekMath (Shao et al. 2024) for GRPO, Ahmadian et al. 2024 for leave-one-out,
 Hu et al. 2025 (arXiv 2501.03262) for Reinforce++.
-Shape suffixes: G members of one group, B rollouts of the batch, S padded tokens.
+Shape suffixes: G members of one group, P groups and B rollouts of the batch, F combinations of a turn's flags.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recipes.types import TrainBatch, TurnSpan
+from recipes.types import NUM_FLAGS, Group, RolloutHeader, TrainBatch, TurnFlags
 
 if TYPE_CHECKING:
     from recipes.config.tree import AdvEstimatorConfig, Config, LossConfig
@@ -126,19 +126,20 @@ def rollout_advantages(
     return torch.where(valid_B, (advantages_B - batch.mean) * batch.scale, 0.0)
 
 
-def overwrite_flagged_turns(
-    advantages_BS: Tensor,
-    spans: Sequence[TurnSpan],
-    *,
-    invalid_tool_call: float | None,
-    malformed_thinking: float | None,
-) -> None:
-    """Set in place the advantage of the flagged turns' tokens; with both flags the invalid tool call decides."""
-    for span in spans:
-        if span.is_invalid_tool_call and invalid_tool_call is not None:
-            advantages_BS[span.row, span.start : span.end] = invalid_tool_call
-        elif span.has_malformed_thinking and malformed_thinking is not None:
-            advantages_BS[span.row, span.start : span.end] = malformed_thinking
+def advantages_of_flags(
+    *, invalid_tool_call: float | None, malformed_thinking: float | None
+) -> tuple[float | None, ...]:
+    """Return the advantage of a turn's tokens for each combination of `TurnFlags`, [F]; None is the rollout's own.
+
+    With both flags the invalid tool call decides.
+    """
+
+    def of(flags: int) -> float | None:
+        if flags & TurnFlags.INVALID_TOOL_CALL and invalid_tool_call is not None:
+            return invalid_tool_call
+        return malformed_thinking if flags & TurnFlags.MALFORMED_THINKING else None
+
+    return tuple(of(flags) for flags in range(NUM_FLAGS))
 
 
 def nll_weights(rewards_B: Tensor, tokens_B: Tensor, cfg: LossConfig) -> Tensor:
@@ -160,8 +161,8 @@ def has_group_baseline(cfg: AdvEstimatorConfig) -> bool:
     return cfg.name != REINFORCE or cfg.minus_baseline
 
 
-def add_advantages(batch: TrainBatch, config: Config) -> tuple[TrainBatch, dict[str, float]]:
-    """Fill in `advantages_BS`: estimate, overwrite flagged turns, clip; mask groups left with one valid member.
+def add_advantages(batch: TrainBatch, groups: Sequence[Group], config: Config) -> tuple[TrainBatch, dict[str, float]]:
+    """Fill in the advantages: estimate, overwrite flagged turns, clip; mask groups left with one valid member.
 
     The sample mask is final after this, so the counts of what is trained on are reported here, and the factors of the
     positive-example loss are set.
@@ -169,47 +170,69 @@ def add_advantages(batch: TrainBatch, config: Config) -> tuple[TrainBatch, dict[
     cfg = config.grpo
     valid_B = (batch.sample_mask_B > 0) & ~batch.rewards_B.isnan()
     if has_group_baseline(cfg.adv_estimator):
-        partners_B = (batch.group_B[:, None] == batch.group_B[None, :]).double() @ valid_B.double()
-        valid_B &= partners_B >= 2
-    tokens_B = batch.token_mask_BS[:, 1:].sum(dim=1) * valid_B
+        num_valid_P = torch.bincount(batch.group_B, weights=valid_B.double())
+        valid_B &= num_valid_P[batch.group_B] >= 2
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    tokens_B = torch.tensor([rollout.num_generated_tokens for rollout in rollouts]) * valid_B
     advantages_B = rollout_advantages(batch.rewards_B, batch.group_B, valid_B, tokens_B, cfg.adv_estimator)
-    advantages_BS = advantages_B.float()[:, None].expand_as(batch.token_mask_BS).clone()
-    overwrite_flagged_turns(
-        advantages_BS,
-        batch.turn_spans,
-        invalid_tool_call=cfg.invalid_tool_call_advantage,
-        malformed_thinking=cfg.malformed_thinking_advantage,
+    of_flags = advantages_of_flags(
+        invalid_tool_call=cfg.invalid_tool_call_advantage, malformed_thinking=cfg.malformed_thinking_advantage
     )
-    low, high = cfg.advantage_clip_low, cfg.advantage_clip_high  # None is no bound
-    clipped_BS = advantages_BS.clamp(-math.inf if low is None else low, math.inf if high is None else high)
-    trained = (batch.token_mask_BS * valid_B[:, None]) > 0
-    values = clipped_BS[trained]
-    num_turns = len(batch.turn_spans)
-    num_invalid = sum(span.is_invalid_tool_call for span in batch.turn_spans)
-    num_malformed = sum(span.has_malformed_thinking for span in batch.turn_spans)
-    metrics = {
-        "advantages/mean": values.mean().item() if values.numel() else 0.0,
-        "advantages/max": values.max().item() if values.numel() else 0.0,
-        "advantages/min": values.min().item() if values.numel() else 0.0,
-        "advantages/clip_fraction": (clipped_BS != advantages_BS)[trained].double().mean().item()
-        if values.numel()
-        else 0.0,
-        "num_assistant_messages": float(num_turns),
-        "num_invalid_tool_calls": float(num_invalid),
-        "num_malformed_thinking": float(num_malformed),
-        "invalid_tool_call_rate": num_invalid / max(num_turns, 1),
-        "malformed_thinking_rate": num_malformed / max(num_turns, 1),
-        "num_zero_advantage_groups": float(
-            sum(not advantages_B[batch.group_B == group].any() for group in set(batch.group_B.tolist()))
-        ),
-    }
+    low = -math.inf if cfg.advantage_clip_low is None else cfg.advantage_clip_low  # None is no bound
+    high = math.inf if cfg.advantage_clip_high is None else cfg.advantage_clip_high
     with_nll = config.loss_fn.positive_example_nll_weight > 0
-    return (
-        replace(
-            batch,
-            advantages_BS=clipped_BS,
-            sample_mask_B=batch.sample_mask_B * valid_B,
-            nll_weight_B=nll_weights(batch.rewards_B, tokens_B, config.loss_fn) if with_nll else None,
-        ),
-        metrics,
+    final = replace(
+        batch,
+        sample_mask_B=batch.sample_mask_B * valid_B,
+        advantages_B=advantages_B.float().clamp(low, high),
+        flag_advantages=tuple(None if value is None else min(max(value, low), high) for value in of_flags),
+        nll_weight_B=nll_weights(batch.rewards_B, tokens_B, config.loss_fn) if with_nll else None,
     )
+    zero_groups = [not advantages_B[batch.group_B == group].any() for group in range(len(groups))]
+    return final, {
+        **_token_metrics(advantages_B, of_flags, final, rollouts),
+        **_turn_metrics(rollouts),
+        "num_zero_advantage_groups": float(sum(zero_groups)),
+    }
+
+
+def _token_metrics(
+    advantages_B: Tensor, of_flags: Sequence[float | None], final: TrainBatch, rollouts: Sequence[RolloutHeader]
+) -> dict[str, float]:
+    """Return the statistics over the tokens in the loss, counted by rollout and flags of the turn.
+
+    `advantages_B` and `of_flags` are those before the clip, `final` has those after it.
+    """
+
+    def by_flags(own_B: Tensor, values: Sequence[float | None]) -> Tensor:
+        own = own_B.double()
+        columns = [own if value is None else torch.full_like(own, value) for value in values]
+        return torch.stack(columns, dim=1)
+
+    tokens_BF = torch.tensor([rollout.generated_by_flags for rollout in rollouts], dtype=torch.float64)
+    tokens_BF *= final.sample_mask_B[:, None] > 0
+    raw_BF, clipped_BF = by_flags(advantages_B.float(), of_flags), by_flags(final.advantages_B, final.flag_advantages)
+    count = tokens_BF.sum()
+    if not count:
+        return {f"advantages/{name}": 0.0 for name in ("mean", "max", "min", "clip_fraction")}
+    trained = clipped_BF[tokens_BF > 0]
+    return {
+        "advantages/mean": float((clipped_BF * tokens_BF).sum() / count),
+        "advantages/max": float(trained.max()),
+        "advantages/min": float(trained.min()),
+        "advantages/clip_fraction": float(((clipped_BF != raw_BF) * tokens_BF).sum() / count),
+    }
+
+
+def _turn_metrics(rollouts: Sequence[RolloutHeader]) -> dict[str, float]:
+    """Count the turns of all rollouts, and those with a flag."""
+    counts = [sum(rollout.turns_by_flags[flags] for rollout in rollouts) for flags in range(NUM_FLAGS)]
+    invalid = sum(count for flags, count in enumerate(counts) if flags & TurnFlags.INVALID_TOOL_CALL)
+    malformed = sum(count for flags, count in enumerate(counts) if flags & TurnFlags.MALFORMED_THINKING)
+    return {
+        "num_assistant_messages": float(sum(counts)),
+        "num_invalid_tool_calls": float(invalid),
+        "num_malformed_thinking": float(malformed),
+        "invalid_tool_call_rate": invalid / max(sum(counts), 1),
+        "malformed_thinking_rate": malformed / max(sum(counts), 1),
+    }

@@ -7,13 +7,21 @@ The buffer still checks it. There is one lock; the train loop waits for rollouts
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from recipes.errors import StalledError
-from recipes.types import Group
+from recipes.tokens import GroupTokens
+from recipes.types import Group, PromptRef, RolloutHeader, RolloutStatus
 
 # `take` looks again this often: a signal handler that calls `close` just before `take` begins to wait wakes nobody.
 _LOOK_SECONDS = 1.0
@@ -84,3 +92,40 @@ class ReplayBuffer:
         """Return what is stored, for a checkpoint."""
         with self._changed:
             return [group for groups in self._groups.values() for group in groups]
+
+
+_HEADERS = "headers"  # of the groups, JSON in UTF-8
+
+
+def write_groups(path: Path, groups: Sequence[Group], tokens: Sequence[GroupTokens]) -> None:
+    """Write groups and their arrays to one safetensors file; an array is named by its group's number and its field."""
+    # Reasons quote the model: json keeps half a surrogate pair, and a metric that is no number, as they are.
+    headers = json.dumps([asdict(replace(group, tokens=None)) for group in groups])
+    arrays = {_HEADERS: np.frombuffer(headers.encode(), np.uint8)}
+    for number, one in enumerate(tokens):
+        arrays |= {f"{number}.{field.name}": getattr(one, field.name) for field in fields(one)}
+    save_file(arrays, path)
+
+
+def read_groups(path: Path) -> tuple[tuple[Group, ...], tuple[GroupTokens, ...]]:
+    """Return what `write_groups` wrote; the groups have no reference yet."""
+    arrays = load_file(path)
+    groups = tuple(_group(raw) for raw in json.loads(arrays[_HEADERS].tobytes()))
+    names = [field.name for field in fields(GroupTokens)]
+    tokens = (GroupTokens(**{name: arrays[f"{n}.{name}"] for name in names}) for n in range(len(groups)))
+    return groups, tuple(tokens)
+
+
+def _group(raw: dict[str, Any]) -> Group:
+    rollouts = tuple(_header(header) for header in raw.pop("rollouts"))
+    return Group(prompt=PromptRef(**raw.pop("prompt")), rollouts=rollouts, **raw)
+
+
+def _header(raw: dict[str, Any]) -> RolloutHeader:
+    typed = {
+        "status": RolloutStatus(raw["status"]),
+        "turns_by_flags": tuple(raw["turns_by_flags"]),
+        "generated_by_flags": tuple(raw["generated_by_flags"]),
+        "tokens_by_version": tuple((version, count) for version, count in raw["tokens_by_version"]),
+    }
+    return RolloutHeader(**raw | typed)

@@ -4,7 +4,7 @@
       policy/               Megatron distributed checkpoint: weights, optimizer, scheduler, RNG
       hf/                   export that transformers, vLLM and the next stage load
       state.json            step, identity of the data, position in the prompt stream, prompts in flight, metrics
-      replay_buffer.jsonl   finished groups that no step has trained on yet
+      replay_buffer.safetensors   finished groups that no step has trained on yet: headers as JSON, tokens as arrays
       ledger.jsonl          every prompt that was trained on or failed, with its step
       COMPLETE              sha256 of every file above; a directory without it is no checkpoint
 
@@ -28,13 +28,15 @@ import orjson
 
 from recipes.errors import CheckpointError, Problem
 from recipes.files import sha256_of, sync_directory, sync_tree, write_atomically
+from recipes.grpo.buffer import read_groups, write_groups
 from recipes.grpo.data import DataIdentity
 from recipes.grpo.rollout import CollectorState, DrawnPrompt
-from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
+from recipes.types import PromptRef
 
 logger = logging.getLogger(__name__)
 _COMPLETE = "COMPLETE"
 _EXPORT = "hf"
+_BUFFER = "replay_buffer.safetensors"
 _LATEST = "latest"
 _STEP = re.compile(r"step_(\d{6,})")
 _HASH_THREADS = 16  # hashing releases the interpreter lock, and a parallel file system serves many readers
@@ -120,7 +122,7 @@ def _write_state(path: Path, state: SavedState) -> None:
             option=orjson.OPT_INDENT_2,
         )
     )
-    _write_lines(path / "replay_buffer.jsonl", collector.finished)
+    write_groups(path / _BUFFER, collector.finished, collector.finished_tokens)
     _write_lines(path / "ledger.jsonl", state.ledger)
 
 
@@ -196,7 +198,16 @@ def complete_checkpoints(root: Path) -> dict[int, Path]:
 
 def load_state(path: Path) -> SavedState:
     """Read back what `save_checkpoint` wrote, without the policy."""
+    if not (path / _BUFFER).exists():
+        raise CheckpointError(
+            Problem(
+                where=str(path),
+                wrong=f"it has no {_BUFFER}: another version of this recipe wrote it, which stored tokens as text",
+                fix=f"finish the run with that version, or start a new run with MODEL_PATH={path / _EXPORT}",
+            )
+        )
     raw = orjson.loads((path / "state.json").read_bytes())
+    finished, finished_tokens = read_groups(path / _BUFFER)
     return SavedState(
         step=raw["step"],
         data=DataIdentity(**raw["data"]),
@@ -205,7 +216,8 @@ def load_state(path: Path) -> SavedState:
             in_flight=tuple(
                 DrawnPrompt(**{**drawn, "prompt": PromptRef(**drawn["prompt"])}) for drawn in raw["in_flight"]
             ),
-            finished=tuple(_group(line) for line in _read_lines(path / "replay_buffer.jsonl")),
+            finished=finished,
+            finished_tokens=finished_tokens,
             failed=tuple((PromptRef(**ref), reason) for ref, reason in raw["failed"]),
             skipped=tuple(raw["skipped"]),
             set_aside=tuple(raw["set_aside"]),
@@ -306,21 +318,6 @@ def _write_lines(path: Path, items: Sequence[Any]) -> None:
 
 def _read_lines(path: Path) -> list[Any]:
     return [orjson.loads(line) for line in path.read_bytes().splitlines()]
-
-
-def _group(raw: dict[str, Any]) -> Group:
-    def turn(value: dict[str, Any]) -> Turn:
-        spans = tuple(VersionSpan(**span) for span in value.pop("versions"))
-        for name in ("prompt_token_ids", "token_ids", "logprobs"):
-            value[name] = tuple(value[name])
-        return Turn(versions=spans, **value)
-
-    def rollout(value: dict[str, Any]) -> Rollout:
-        turns = tuple(turn(item) for item in value.pop("turns"))
-        return Rollout(turns=turns, status=RolloutStatus(value.pop("status")), **value)
-
-    rollouts = tuple(rollout(item) for item in raw.pop("rollouts"))
-    return Group(prompt=PromptRef(**raw.pop("prompt")), rollouts=rollouts, **raw)
 
 
 def _files(path: Path) -> list[Path]:

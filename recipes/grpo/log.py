@@ -28,7 +28,8 @@ from rich.text import Text
 from recipes.errors import ConfigError, Problem, RunError, StalledError
 from recipes.files import write_atomically
 from recipes.grpo.metrics import PHASES, TIMING_PREFIX, StepMetrics
-from recipes.types import Group, Rollout
+from recipes.tokens import TokenStore
+from recipes.types import Group, RolloutHeader
 
 if TYPE_CHECKING:
     from recipes.config.tree import LoggerConfig, WandbConfig
@@ -94,18 +95,19 @@ class RunLogger:
         self._put(replace_last)
         self.show(metrics)
 
-    def log_rollouts(self, kind: str, step: int, groups: Sequence[Group], limit: int) -> None:
+    def log_rollouts(self, kind: str, step: int, groups: Sequence[Group], store: TokenStore, *, limit: int) -> None:
         """Queue at most `limit` rollouts of `groups` for rollouts/<kind>.jsonl, kind "train" or "val"."""
         path = self._rollout_path(kind)
-        picked = pick_rollouts(groups, limit)
+        samples = _with_texts(pick_rollouts(groups, limit), store)
         if kind == "val":
-            self._print_validation(step, groups)
-        self._put(lambda: self._write_lines(path, (_rollout_record(step, group, rollout) for group, rollout in picked)))
+            self._print_validation(step, groups, store)
+        self._put(lambda: self._write_lines(path, (_rollout_record(step, *sample) for sample in samples)))
 
-    def _print_validation(self, step: int, groups: Sequence[Group]) -> None:
-        for group, rollout in pick_rollouts(groups, self._cfg.num_val_samples_to_print):
+    def _print_validation(self, step: int, groups: Sequence[Group], store: TokenStore) -> None:
+        picked = pick_rollouts(groups, self._cfg.num_val_samples_to_print)
+        for group, rollout, output in _with_texts(picked, store):
             head = f"validation at step {step}, {group.agent}, reward {rollout.reward}: {rollout.reason}"
-            text = f"{head}\n{group.prompt_text}\n{rollout.output_text}"
+            text = f"{head}\n{group.prompt_text}\n{output}"
             # Sampled text may hold half a surrogate pair, which UTF-8 cannot encode.
             logger.info("%s", text.encode("utf-8", "backslashreplace").decode("utf-8"))
 
@@ -210,19 +212,26 @@ def metrics_record(step: int, now: float, values: Mapping[str, float]) -> dict[s
     return record
 
 
-def pick_rollouts(groups: Sequence[Group], limit: int) -> list[tuple[Group, Rollout]]:
-    """Choose rollouts to log, always the same: some without a verdict first, then one per prompt, agents in turn."""
-    failed = [(group, rollout) for group in groups for rollout in group.rollouts if rollout.reward is None]
+def pick_rollouts(groups: Sequence[Group], limit: int) -> list[tuple[Group, int]]:
+    """Choose rollouts to log as (group, member), always the same: some without a verdict, then agents in turn."""
+    members = [(group, member) for group in groups for member in range(len(group.rollouts))]
+    failed = [(group, member) for group, member in members if group.rollouts[member].reward is None]
     picked = failed[: limit // 4]
     for pair in _in_turn(groups):
         if len(picked) >= limit:
             break
-        if not any(pair[1] is rollout for _, rollout in picked):
+        if not any(pair[0] is group and pair[1] == member for group, member in picked):
             picked.append(pair)
     return picked[:limit]
 
 
-def _in_turn(groups: Sequence[Group]) -> Iterator[tuple[Group, Rollout]]:
+def _with_texts(picked: Sequence[tuple[Group, int]], store: TokenStore) -> list[tuple[Group, RolloutHeader, str]]:
+    stored = store.get([group.tokens for group, _ in picked])
+    pairs = zip(picked, stored, strict=True)
+    return [(group, group.rollouts[member], tokens.output_text(member)) for (group, member), tokens in pairs]
+
+
+def _in_turn(groups: Sequence[Group]) -> Iterator[tuple[Group, int]]:
     """Yield one rollout of each prompt, agents alternating, then the second of each, and so on."""
     by_agent: dict[str, list[Group]] = {}
     for group in sorted(groups, key=lambda group: (group.prompt.row_index, group.prompt.epoch)):
@@ -231,26 +240,25 @@ def _in_turn(groups: Sequence[Group]) -> Iterator[tuple[Group, Rollout]]:
     rows = max((len(mine) for mine in queues), default=0)
     order = [mine[row] for row in range(rows) for mine in queues if row < len(mine)]
     for member in range(max((len(group.rollouts) for group in groups), default=0)):
-        yield from ((group, group.rollouts[member]) for group in order if member < len(group.rollouts))
+        yield from ((group, member) for group in order if member < len(group.rollouts))
 
 
-def _rollout_record(step: int, group: Group, rollout: Rollout) -> dict[str, Any]:
-    versions = sorted({span.version for turn in rollout.turns for span in turn.versions})
+def _rollout_record(step: int, group: Group, rollout: RolloutHeader, output_text: str) -> dict[str, Any]:
     return {
         "step": step,
         "prompt": group.prompt.key,
         "prompt_id": group.prompt.prompt_id,
         "agent": group.agent,
         "prompt_text": group.prompt_text,
-        "output_text": rollout.output_text,
+        "output_text": output_text,
         "reward": rollout.reward,
         "reason": rollout.reason,
         "status": rollout.status.value,
         "group_version": group.version,
-        "versions": versions,
-        "num_turns": len(rollout.turns),
+        "versions": [version for version, _ in rollout.tokens_by_version],
+        "num_turns": rollout.num_turns,
         "num_generated_tokens": rollout.num_generated_tokens,
-        "finish_reason": rollout.turns[-1].finish_reason if rollout.turns else None,
+        "finish_reason": rollout.finish_reason,
         "seconds": rollout.seconds,
     }
 

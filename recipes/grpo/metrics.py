@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from recipes.types import PREFIX_BREAKS, Group, Rollout, RolloutStatus
+from recipes.types import PREFIX_BREAKS, Group, RolloutHeader, RolloutStatus
 
 TIMING_PREFIX = "timing/train/"
 
@@ -163,12 +163,12 @@ def _group_metrics(group: Group) -> dict[str, float]:
     metrics[f"{agent}/reward"] = math.fsum(rewards) / len(rewards)
     metrics.update(_spread("total_reward", rewards))
     metrics.update(_spread("gen_tokens_per_sample", tokens))
-    metrics.update(_spread("total_tokens_per_sample", [float(_num_tokens(rollout)) for rollout in valid]))
-    metrics.update(_spread("turns_per_sample", [float(len(rollout.turns)) for rollout in valid]))
+    metrics.update(_spread("total_tokens_per_sample", [float(rollout.num_tokens) for rollout in valid]))
+    metrics.update(_spread("turns_per_sample", [float(rollout.num_turns) for rollout in valid]))
     metrics["mean_gen_tokens_per_sample"] = math.fsum(tokens) / len(tokens)
-    metrics["max_gen_tokens_per_turn/max"] = float(max(len(turn.token_ids) for r in valid for turn in r.turns))
-    metrics["total_turns"] = float(sum(len(rollout.turns) for rollout in valid))
-    metrics["natural_termination_rate"] = sum(r.turns[-1].finish_reason == "stop" for r in valid) / len(valid)
+    metrics["max_gen_tokens_per_turn/max"] = float(max(rollout.longest_answer_tokens for rollout in valid))
+    metrics["total_turns"] = float(sum(rollout.num_turns for rollout in valid))
+    metrics["natural_termination_rate"] = sum(r.finish_reason == "stop" for r in valid) / len(valid)
     metrics["truncation_rate"] = sum(r.status is RolloutStatus.TRUNCATED for r in valid) / len(valid)
     for name in sorted({name for rollout in valid for name in rollout.metrics}):
         extras = [float(rollout.metrics[name]) for rollout in valid if name in rollout.metrics]
@@ -189,15 +189,11 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
     return spread
 
 
-def _num_tokens(rollout: Rollout) -> int:
-    return sum(len(turn.prompt_token_ids) + len(turn.token_ids) for turn in rollout.turns)
-
-
-def _counts(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict[str, float]:
+def _counts(groups: Sequence[Group], rollouts: Sequence[RolloutHeader]) -> dict[str, float]:
     """Count how the rollouts ended, and the groups without a training signal."""
     statuses = Counter(rollout.status for rollout in rollouts)
     counts = {f"rollout_status/{status.value}": float(statuses[status]) for status in RolloutStatus}
-    prompts = [len(rollout.turns[0].prompt_token_ids) for rollout in rollouts if rollout.turns]
+    prompts = [rollout.num_prompt_tokens for rollout in rollouts if rollout.num_turns]
     if prompts:
         counts["mean_prompt_length"] = sum(prompts) / len(prompts)  # tokens before the first answer
     rewards = [{rollout.reward for rollout in group.rollouts if rollout.is_valid} for group in groups]
@@ -207,7 +203,7 @@ def _counts(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict[str, f
         "num_rollouts": float(len(rollouts)),
         "num_prefix_breaks": math.fsum(rollout.metrics.get(PREFIX_BREAKS, 0.0) for rollout in rollouts),
         "num_flagged_samples": float(sum(rollout.is_flagged for rollout in rollouts)),
-        "total_num_tokens": float(sum(_num_tokens(rollout) for rollout in rollouts)),  # unpadded, prompts included
+        "total_num_tokens": float(sum(rollout.num_tokens for rollout in rollouts)),  # unpadded, prompts included
         "num_groups": float(len(groups)),
         "num_groups_too_few_valid": float(trainable.count(False)),
         "num_groups_zero_variance": float(
@@ -226,13 +222,11 @@ def _ages(groups: Sequence[Group], version: int) -> dict[str, float]:
         "max_trajectory_age": float(max(group_ages)),
     }
     spans = [
-        (version - span.version, span.end - span.start)
+        (version - sampled_at, count)
         for group in groups
         for rollout in group.rollouts
         if rollout.is_valid
-        for turn in rollout.turns
-        for span in turn.versions
-        if span.end > span.start
+        for sampled_at, count in rollout.tokens_by_version
     ]
     if spans:
         ages["token_age/mean"] = sum(age * count for age, count in spans) / sum(count for _, count in spans)

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from recipes.config.keys.derive import derive
 from recipes.errors import RunError
-from recipes.grpo.batch import pad_turns
+from recipes.grpo.batch import build_batch
 from recipes.grpo.rollout import gather_results
-from recipes.types import Completion, PromptRef, TrainBatch
+from recipes.tokens import TokenStore, store_rollouts
+from recipes.types import Completion, Group, PromptRef, Rollout, RolloutStatus, TrainBatch, Turn
 
 if TYPE_CHECKING:
     from recipes.grpo.run import Run
@@ -68,13 +69,8 @@ def check_parity(run: Run) -> None:
         )
         return
     size = derive(cfg).data_parallel_size * cfg.policy.logprob_batch_size
-    batch = probe_batch(
-        sampled,
-        num_rows=-(-len(sampled) // size) * size,
-        pad_token_id=run.pad_token_id,
-        divisible_by=cfg.policy.make_sequence_length_divisible_by,
-    )
-    errors = mult_prob_errors(batch, run.policy.logprobs(batch))[: len(sampled)].tolist()
+    batch = probe_batch(sampled, num_rows=-(-len(sampled) // size) * size, store=run.collector.token_store)
+    errors = mult_prob_errors([answer for _, answer in sampled], run.policy.logprobs(batch)[: len(sampled)])
     logger.info("engine and policy agree on %d prompts: mean probability ratio at most %.6f", len(errors), max(errors))
     wrong = [
         f"{probe}: {error:.4g}" for (probe, _), error in zip(sampled, errors, strict=True) if not error <= threshold
@@ -99,33 +95,44 @@ def pick_probes(candidates: Sequence[Probe]) -> list[Probe]:
     return picked
 
 
-def probe_batch(
-    sampled: Sequence[tuple[Probe, Completion]], *, num_rows: int, pad_token_id: int, divisible_by: int
-) -> TrainBatch:
+def probe_batch(sampled: Sequence[tuple[Probe, Completion]], *, num_rows: int, store: TokenStore) -> TrainBatch:
     """Return a batch of `num_rows` rows, the samples in turn, as the policy's ranks share rows evenly."""
     rows = [sampled[n % len(sampled)] for n in range(num_rows)]
-    ids_BS, lengths_B, mask_BS, logprobs_BS = pad_turns(
-        [[(probe.token_ids, None), (answer.token_ids, answer.logprobs)] for probe, answer in rows],
-        pad_token_id=pad_token_id,
-        divisible_by=divisible_by,
+    headers, tokens = store_rollouts([_as_rollout(probe, answer) for probe, answer in rows], store)
+    group = Group(
+        prompt=sampled[0][0].prompt,
+        agent="",
+        prompt_text="",
+        target_step=0,
+        version=0,
+        rollouts=headers,
+        tokens=tokens,
     )
-    return TrainBatch(
-        input_ids_BS=ids_BS,
-        input_lengths_B=lengths_B,
-        token_mask_BS=mask_BS,
-        sample_mask_B=torch.ones(num_rows),
-        generation_logprobs_BS=logprobs_BS,
-        advantages_BS=torch.zeros_like(mask_BS),
-        rewards_B=torch.zeros(num_rows, dtype=torch.float64),
-        group_B=torch.arange(num_rows),
-    )
+    rewards_B = torch.zeros(num_rows, dtype=torch.float64)
+    return build_batch([group], rewards_B, overlong_filtering=False, mask_flagged=False)
 
 
-def mult_prob_errors(batch: TrainBatch, logprobs_BS: Tensor) -> Tensor:
-    """Return per row the mean over sampled tokens of exp(|g - p|), [B]; NaN log-probabilities give NaN."""
-    mask_BS = batch.token_mask_BS > 0
-    gap_BS = torch.where(mask_BS, (batch.generation_logprobs_BS - logprobs_BS).abs(), 0.0)
-    return torch.where(mask_BS, gap_BS.exp(), 0.0).sum(dim=1) / mask_BS.sum(dim=1)
+def _as_rollout(probe: Probe, answer: Completion) -> Rollout:
+    turn = Turn(
+        prompt_token_ids=probe.token_ids,
+        token_ids=answer.token_ids,
+        logprobs=answer.logprobs,
+        versions=answer.versions,
+        finish_reason=answer.finish_reason,
+    )
+    return Rollout(turns=(turn,), status=RolloutStatus.COMPLETED, reason="", reward=0.0)
+
+
+def mult_prob_errors(answers: Sequence[Completion], logprobs: Sequence[Tensor]) -> list[float]:
+    """Return per answer the mean over its tokens of exp(|g - p|); NaN log-probabilities give NaN.
+
+    `logprobs` are the policy's, of the whole row; the answer is the end of it.
+    """
+    gaps = [
+        torch.tensor(answer.logprobs) - own[-len(answer.logprobs) :]
+        for answer, own in zip(answers, logprobs, strict=True)
+    ]
+    return [float(gap.abs().exp().mean()) for gap in gaps]
 
 
 def _candidates(run: Run) -> list[Probe]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recipes.types import Group, Rollout, RolloutStatus
+from recipes.types import Group, RolloutStatus
 
 if TYPE_CHECKING:
     from recipes.config.tree import Config, EffortLevelsConfig, RewardScalingConfig, RewardShapingConfig
@@ -64,15 +64,11 @@ def answer_facts(groups: Sequence[Group], *, marker: str) -> AnswerFacts:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     marked = [bool(marker) and marker in group.prompt_text for group in groups for _ in group.rollouts]
     return AnswerFacts(
-        first_lengths_B=torch.tensor([_length(rollout, 0) for rollout in rollouts], dtype=torch.float64),
-        last_lengths_B=torch.tensor([_length(rollout, -1) for rollout in rollouts], dtype=torch.float64),
+        first_lengths_B=torch.tensor([rollout.first_answer_tokens for rollout in rollouts], dtype=torch.float64),
+        last_lengths_B=torch.tensor([rollout.last_answer_tokens for rollout in rollouts], dtype=torch.float64),
         is_truncated_B=torch.tensor([rollout.status is RolloutStatus.TRUNCATED for rollout in rollouts]),
         asks_low_effort_B=torch.tensor(marked, dtype=torch.bool),
     )
-
-
-def _length(rollout: Rollout, turn: int) -> int:
-    return len(rollout.turns[turn].token_ids) if rollout.turns else 0
 
 
 def is_on(effort: EffortLevelsConfig) -> bool:

@@ -30,6 +30,7 @@ from recipes.errors import RequestError, RunError, StalledError
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.data import PromptStream
 from recipes.grpo.draw import CircuitBreaker, Prompt, PromptQueue
+from recipes.tokens import GroupTokens, TokenStore, store_rollouts
 from recipes.types import Completion, Group, ModelClient, PromptRef, Rollout, RolloutStatus, Row, Sampling
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class CollectorState:
     failed: tuple[tuple[PromptRef, str], ...]  # prompts that never trained, with the reason
     skipped: tuple[int, ...] = ()  # positions that are not drawn: their prompts were trained before the data changed
     set_aside: tuple[int, ...] = ()  # positions of prompts that wait for their environment
+    finished_tokens: tuple[GroupTokens, ...] = ()  # of `finished`
 
     def num_left(self, num_prompts: int) -> int:
         """Return how many of the stream's `num_prompts` can still be trained on."""
@@ -126,9 +128,11 @@ class RolloutCollector:
         sampler: Sampler,
         runner: AgentRunner,
         buffer: ReplayBuffer,
+        token_store: TokenStore,
         settings: RolloutSettings,
     ) -> None:
         self._sampler, self._runner, self._buffer = sampler, runner, buffer
+        self.token_store = token_store
         self.settings = settings
         self._version = 0
         self._last_step = 0  # targets from here on are never drawn
@@ -179,7 +183,7 @@ class RolloutCollector:
     def state(self) -> CollectorState:
         """Return a consistent snapshot; call it between steps. It does not need the thread, which may be stuck.
 
-        Raises `StalledError` when no change of the state ends within the deadline.
+        Raises `StalledError` when no change of the state ends within the deadline, or the tokens do not come.
         """
         if not self._lock.acquire(timeout=_SNAPSHOT_SECONDS):
             raise StalledError(f"the collector's state did not come to rest within {_SNAPSHOT_SECONDS:g} s")
@@ -188,7 +192,7 @@ class RolloutCollector:
                 DrawnPrompt(position=position, target_step=target, prompt=ref)
                 for position, (target, ref, _) in self._in_flight.items()
             ]
-            return CollectorState(
+            state = CollectorState(
                 position=self._queue.position,
                 in_flight=tuple(sorted(waiting + self._retry, key=lambda drawn: drawn.position)),
                 finished=tuple(self._buffer.groups()),
@@ -198,15 +202,16 @@ class RolloutCollector:
             )
         finally:
             self._lock.release()
+        return replace(state, finished_tokens=tuple(self.token_store.get([group.tokens for group in state.finished])))
 
     def restore(self, state: CollectorState) -> None:
         """Continue from a checkpoint: keep its finished groups, sample what was in flight again."""
         self._queue.restore(state.position, skipped=state.skipped, set_aside=state.set_aside)
         self._queue.failed = list(state.failed)
         self._retry = list(state.in_flight)
-        for group in state.finished:
+        for group, tokens in zip(state.finished, state.finished_tokens, strict=True):
             self._assigned[group.target_step] += 1
-            self._buffer.add(group)
+            self._buffer.add(replace(group, tokens=self.token_store.put(tokens)))
         for drawn in self._retry:
             self._assigned[drawn.target_step] += 1
 
@@ -322,13 +327,15 @@ class RolloutCollector:
         version = self._version
         try:
             rollouts = await self.run_rollouts(row, self.settings.sampling, affinity=position)
+            headers, tokens = store_rollouts(rollouts, self.token_store)
             group = Group(
                 prompt=ref,
                 agent=row["agent_ref"]["name"],
                 prompt_text=last_user_text(row),
                 target_step=target,
                 version=version,
-                rollouts=rollouts,
+                rollouts=headers,
+                tokens=tokens,
             )
             self._finish(position, group)
         except asyncio.CancelledError:

@@ -34,7 +34,7 @@ _ROLLOUTS_LOGGED = 8  # per step: enough to see what the policy writes, while th
 class PolicyHandle(WeightSource, Protocol):
     """What the run asks of the policy; `policy.Policy` has it."""
 
-    def logprobs(self, batch: TrainBatch) -> torch.Tensor: ...
+    def logprobs(self, batch: TrainBatch) -> list[torch.Tensor]: ...
 
     def train(self, batch: TrainBatch) -> dict[str, float]: ...
 
@@ -103,7 +103,6 @@ class Run:
     data: DataIdentity  # of the training rows
     checkpoints: Path
     num_steps: int  # the step at which the run ends
-    pad_token_id: int
     metrics: StepMetrics = field(default_factory=lambda: StepMetrics(0))  # of the step in progress
     _groups: list[Group] = field(default_factory=list)  # of the step in progress
     _logged_step: int = -1
@@ -144,7 +143,8 @@ class Run:
             return
         values, groups = self.validation.run(self.collector, step=self.state.step)
         metrics.add(values, prefix="validation/")
-        self.logger.log_rollouts("val", self.state.step, groups, limit=_ROLLOUTS_LOGGED)
+        store = self.collector.token_store
+        self.logger.log_rollouts("val", self.state.step, groups, store, limit=_ROLLOUTS_LOGGED)
 
     def log(self, metrics: StepMetrics, groups: Sequence[Group] = ()) -> None:
         """Record a step: its metrics, its rollouts', and how busy policy and engines were since the last record."""
@@ -167,7 +167,8 @@ class Run:
             metrics.add(self._mismatch_alarm(metrics.as_dict()))
             metrics.add(self.collector.environment_metrics())
             metrics.add(self._shares(metrics, seconds), prefix="")
-            self.logger.log_rollouts("train", self.state.step, groups, limit=_ROLLOUTS_LOGGED)
+            store = self.collector.token_store
+            self.logger.log_rollouts("train", self.state.step, groups, store, limit=_ROLLOUTS_LOGGED)
         # A checkpoint holds the metrics of its step, so it is written after them: its seconds are in the next record.
         times = {"total_step_time": seconds, "checkpointing": self._save_seconds}
         metrics.add(times, prefix="timing/train/")

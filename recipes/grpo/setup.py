@@ -11,6 +11,7 @@ from pathlib import Path
 
 from recipes.cluster.connect import connect
 from recipes.cluster.placement import WorkerCounts, place
+from recipes.cluster.token_store import RayTokenStore
 from recipes.config.keys.derive import Derived
 from recipes.config.tree import Config, GrpoConfig
 from recipes.environments.chat.codec import ChatCodec
@@ -47,7 +48,7 @@ def setup(config: Config, derived: Derived, run_dir: Path, stop: StopRequest) ->
         num_prompts_per_step=config.grpo.num_prompts_per_step,
         max_trajectory_age_steps=config.grpo.async_grpo.max_trajectory_age_steps,
     )
-    collector = RolloutCollector(stream, generation, environments, buffer, _rollout_settings(config))
+    collector = RolloutCollector(stream, generation, environments, buffer, RayTokenStore(), _rollout_settings(config))
     num_steps = _num_steps(config.grpo, stream, saved)
     run = Run(
         config=config,
@@ -63,7 +64,6 @@ def setup(config: Config, derived: Derived, run_dir: Path, stop: StopRequest) ->
         data=stream.identity,
         checkpoints=checkpoints,
         num_steps=num_steps,
-        pad_token_id=environments.codec.pad_token_id,
     )
     run.logger.resume(run.state.step)
     stop.wake_with(buffer.close)

@@ -7,6 +7,9 @@
 The collector generates ahead, at most `max_trajectory_age_steps` steps; this loop is the only clock. With 0 the
 collector waits for each refit, so training is synchronous with the same code.
 
+What this loop handles are headers: who was asked, how it ended, how long, which reward, where the tokens lie. The ranks
+of the policy fetch the tokens themselves.
+
 `state.step` is the number of optimizer steps done, and so the version of the weights. Metrics and checkpoint names use
 the same count: the record of the first step says 1.
 """
@@ -50,14 +53,12 @@ def train(run: Run) -> None:
             batch = build_batch(
                 groups,
                 rewards_B,
-                pad_token_id=run.pad_token_id,
-                divisible_by=cfg.policy.make_sequence_length_divisible_by,
                 overlong_filtering=cfg.grpo.overlong_filtering,
                 mask_flagged=cfg.env.should_mask_flagged_samples,
             )
 
         with metrics.timed("advantage_calculation"):
-            batch, advantages = add_advantages(batch, cfg)
+            batch, advantages = add_advantages(batch, groups, cfg)
         metrics.add(advantages)
 
         with metrics.timed("policy_training"):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from recipes.environments.contract.rows import last_user_text
 from recipes.grpo.data import PromptDataset, row_id
 from recipes.grpo.rollout import RolloutCollector, gather_results
+from recipes.tokens import store_rollouts
 from recipes.types import Group, PromptRef, Sampling
 
 
@@ -41,6 +42,7 @@ class ValidationSet:
             for index, row in enumerate(rows)
         ]
         answers = gather_results(futures, deadline_seconds=self.deadline_seconds, what="validation")
+        stored = [store_rollouts(rollouts, collector.token_store) for rollouts in answers]
         return [
             Group(
                 prompt=PromptRef(epoch=0, row_index=index, prompt_id=row_id(row)),
@@ -48,9 +50,10 @@ class ValidationSet:
                 prompt_text=last_user_text(row),
                 target_step=step,
                 version=step,
-                rollouts=rollouts,
+                rollouts=headers,
+                tokens=tokens,
             )
-            for index, (row, rollouts) in enumerate(zip(rows, answers, strict=True))
+            for index, (row, (headers, tokens)) in enumerate(zip(rows, stored, strict=True))
         ]
 
 

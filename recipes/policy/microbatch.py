@@ -1,6 +1,6 @@
-"""Lay rows of a batch end to end for the model, and bring per-token results back to padded rows.
+"""Lay rows end to end for the model, and bring per-token results and the loss's inputs into rows of one width.
 
-Shape legend: B rows of the microbatch, S their padded length, T tokens of the packed row.
+Shape legend: B rows of the microbatch, S the longest of them, T tokens of the packed row.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from recipes.policy.layers.packed import PackedSequences, packed_sequences
@@ -17,9 +19,9 @@ from recipes.policy.packing import round_up
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
-    """One forward and backward pass: a packed row and the way back to padded rows."""
+    """One forward and backward pass: a packed row and the way back to its rows."""
 
-    rows: Tensor  # int64 [B], into the shard's batch
+    rows: tuple[int, ...]  # [B], of the shard's batch
     tokens_1T: Tensor  # int64
     labels_1T: Tensor  # int64, the next token of the same sequence; 0 where there is none
     sequences: PackedSequences
@@ -31,41 +33,41 @@ class Microbatch:
         padded = logprobs_1T[0].index_select(0, self.source_BS.flatten()).view_as(self.source_BS)
         return padded * self.real_BS
 
+    def align(self, values: Sequence[NDArray[np.float32]]) -> Tensor:
+        """Return what `unpack` aligns with: [B, S-1] from one array per row, whose entry t belongs to token t."""
+        aligned_BS = torch.zeros(self.source_BS.shape)
+        for row_S, own in zip(aligned_BS, values, strict=True):
+            row_S[: len(own) - 1] = torch.tensor(own[1:])
+        return aligned_BS.to(self.source_BS.device, non_blocking=True)
+
 
 def pack_microbatch(
-    input_ids_BS: Tensor, lengths: Sequence[int], rows: Sequence[int], *, multiple: int, row_multiple: int
+    ids: Sequence[NDArray[np.int32]], rows: Sequence[int], *, multiple: int, row_multiple: int, where: torch.device
 ) -> Microbatch:
-    """Pack `rows` of a right-padded batch.
+    """Pack the token ids of `rows`, one array each, for the device `where`.
 
     Args:
-        lengths: unpadded lengths of all rows of the batch.
         multiple: each sequence is padded to it.
         row_multiple: the whole row is padded to it (sequence parallelism splits the row evenly).
     """
-    own = [lengths[row] for row in rows]
+    own = [len(row_ids) for row_ids in ids]
     padded = [round_up(length, multiple) for length in own]
-    starts = [sum(padded[:i]) for i in range(len(padded))]
+    starts = np.cumsum([0, *padded])[:-1]
     total = round_up(sum(padded), row_multiple)
     if total > sum(padded):
         padded.append(total - sum(padded))  # pads form a sequence of their own
 
-    where = input_ids_BS.device
-    rows_B = torch.tensor(list(rows), device=where)
-    ids_BS = input_ids_BS.index_select(0, rows_B)[:, : max(own)]
-    at_BS = torch.tensor(starts, device=where)[:, None] + torch.arange(max(own), device=where)
-    lengths_B1 = torch.tensor(own, device=where)[:, None]
-    inside_BS = torch.arange(max(own), device=where) < lengths_B1
-    has_next_BS = inside_BS[:, 1:]
-
-    tokens_T = ids_BS.new_zeros(total)
-    tokens_T[at_BS[inside_BS]] = ids_BS[inside_BS]
-    labels_T = ids_BS.new_zeros(total)
-    labels_T[at_BS[:, :-1][has_next_BS]] = ids_BS[:, 1:][has_next_BS]
+    tokens_T, labels_T = np.zeros(total, np.int64), np.zeros(total, np.int64)
+    for start, row_ids in zip(starts, ids, strict=True):
+        tokens_T[start : start + len(row_ids)] = row_ids
+        labels_T[start : start + len(row_ids) - 1] = row_ids[1:]
+    places_S = torch.arange(max(own) - 1, device=where)
+    real_BS = places_S < torch.tensor(own, device=where)[:, None] - 1
     return Microbatch(
-        rows=rows_B,
-        tokens_1T=tokens_T[None],
-        labels_1T=labels_T[None],
+        rows=tuple(rows),
+        tokens_1T=torch.from_numpy(tokens_T).to(where)[None],
+        labels_1T=torch.from_numpy(labels_T).to(where)[None],
         sequences=packed_sequences(padded, where, unpadded=own),
-        source_BS=torch.where(has_next_BS, at_BS[:, :-1], 0),
-        real_BS=has_next_BS,
+        source_BS=torch.where(real_BS, torch.from_numpy(starts).to(where)[:, None] + places_S, 0),
+        real_BS=real_BS,
     )

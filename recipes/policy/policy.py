@@ -1,5 +1,7 @@
 """The driver's handle on all policy ranks: batches in, metrics and log-probabilities out. Blocking; no Megatron here.
 
+A batch has one value per row. Its tokens lie in the object store, and every rank fetches those of its own rows.
+
 Every call has a deadline. When a rank dies, raises or is late, the call ends with a `PolicyError` that names it, at
 once for the first two: the other ranks may be waiting for it in a collective and are not waited for.
 """
@@ -95,12 +97,14 @@ class Policy:
         metrics = self._call("train", per_rank=self._per_rank(batch, plan), deadline=self._deadlines.train)
         return shards.merge_step_metrics(self._outputs(metrics))
 
-    def logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        """Return [B, S] log-probabilities under the current weights; entry t belongs to token t, entry 0 is 0."""
+    def logprobs(self, batch: TrainBatch) -> list[torch.Tensor]:
+        """Return one row of log-probabilities under the current weights per row of the batch.
+
+        Entry t belongs to token t of the row; the first is 0. For few rows: they pass through the driver.
+        """
         plan = shards.plan(batch, self._cfg, num_shards=self._num_shards, training=False)
         parts = self._call("logprobs", per_rank=self._per_rank(batch, plan), deadline=self._deadlines.train)
-        shape = (batch.input_ids_BS.shape[0], batch.input_ids_BS.shape[1])
-        return shards.scatter_rows(self._outputs(parts), plan, shape=shape)
+        return shards.scatter_rows(self._outputs(parts), plan, batch.lengths_B.tolist())
 
     def weight_layout(self) -> WeightLayout:
         """Return where `send_weights` puts each tensor; the path is empty on CUDA, where they are broadcast."""

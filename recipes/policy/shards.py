@@ -1,19 +1,21 @@
 """Split a batch over data-parallel ranks and bring their results together again. Runs in the driver; no Megatron.
 
-Shape legend: B rows of the whole batch, S padded length.
+Lengths alone decide. A rank is sent one value per row and field, and references to the groups in which it has rows.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from recipes.config.tree import PolicyConfig
 from recipes.policy.packing import Shard, round_up, shard_packed, shard_plain
+from recipes.tokens import GroupTokens, RowTokens, TokenStore
 from recipes.types import TrainBatch
 
 Measured = float | tuple[float, float]
@@ -27,21 +29,30 @@ class BatchShard:
     batch: TrainBatch  # this rank's rows, in the order of `microbatches`
     microbatches: tuple[tuple[int, ...], ...]  # rows of `batch`
 
+    def fetched(self, store: TokenStore) -> BatchShard:
+        """Return it with the arrays in place of the references."""
+        return replace(self, batch=replace(self.batch, tokens=tuple(store.get(self.batch.tokens))))
+
+    def row(self, row: int) -> RowTokens:
+        """Return the tokens of a row; the shard has been fetched."""
+        tokens: GroupTokens = self.batch.tokens[int(self.batch.group_B[row])]
+        return tokens.row(int(self.batch.member_B[row]))
+
 
 def plan(batch: TrainBatch, cfg: PolicyConfig, *, num_shards: int, training: bool) -> list[Shard]:
     """Choose the rows and microbatches of every data-parallel rank."""
     packing = cfg.sequence_packing
     if not packing.enabled:
         size = cfg.train_micro_batch_size if training else cfg.logprob_batch_size
-        return shard_plain(len(batch.input_lengths_B), micro_batch_size=size, num_shards=num_shards)
+        return shard_plain(len(batch.lengths_B), micro_batch_size=size, num_shards=num_shards)
     multiple = cfg.make_sequence_length_divisible_by
-    lengths = [round_up(int(length), multiple) for length in batch.input_lengths_B]
+    lengths = [round_up(length, multiple) for length in batch.lengths_B.tolist()]
     capacity = packing.train_mb_tokens if training else packing.logprob_mb_tokens
     return shard_packed(lengths, capacity, algorithm=packing.algorithm, num_shards=num_shards)
 
 
 def split(batch: TrainBatch, shards: Sequence[Shard]) -> list[BatchShard]:
-    """Copy out the rows of every shard."""
+    """Pick the rows of every shard."""
     result = []
     for shard in shards:
         first = 0
@@ -54,12 +65,14 @@ def split(batch: TrainBatch, shards: Sequence[Shard]) -> list[BatchShard]:
     return result
 
 
-def scatter_rows(parts_BS: Sequence[Tensor], shards: Sequence[Shard], *, shape: tuple[int, int]) -> Tensor:
-    """Put the rows that every shard returned back into the order of the whole batch."""
-    result_BS = torch.zeros(shape, dtype=torch.float32)
-    for part_BS, shard in zip(parts_BS, shards, strict=True):
-        result_BS[torch.tensor(shard.rows, dtype=torch.int64)] = part_BS
-    return result_BS
+def scatter_rows(parts: Sequence[Tensor], shards: Sequence[Shard], lengths: Sequence[int]) -> list[Tensor]:
+    """Return one tensor per row of the whole batch; a part holds the rows of its shard end to end."""
+    rows: list[Tensor] = [torch.empty(0)] * len(lengths)
+    for part, shard in zip(parts, shards, strict=True):
+        ends = itertools.accumulate(lengths[row] for row in shard.rows)
+        for row, end in zip(shard.rows, ends, strict=True):
+            rows[row] = part[end - lengths[row] : end]
+    return rows
 
 
 def merge_metrics(parts: Sequence[Mapping[str, Measured]]) -> dict[str, Measured]:
@@ -100,5 +113,8 @@ def _is(kind: str, name: str) -> bool:
 
 
 def _take(batch: TrainBatch, rows: Tensor) -> TrainBatch:
-    tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)}
-    return TrainBatch(**{name: tensor.index_select(0, rows) for name, tensor in tensors.items()})
+    values = {f.name: getattr(batch, f.name) for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)}
+    taken = replace(batch, **{name: value_B.index_select(0, rows) for name, value_B in values.items()})
+    groups = sorted(set(taken.group_B.tolist()))
+    own_group_B = torch.searchsorted(torch.tensor(groups, dtype=torch.int64), taken.group_B)
+    return replace(taken, group_B=own_group_B, tokens=tuple(batch.tokens[group] for group in groups))

@@ -3,7 +3,7 @@
 Each microbatch adds the sum of its loss to the gradients, and counts what stays in the loss. After the last one
 Megatron adds up gradients and counts over the data-parallel ranks and divides once, as for a loss per token.
 
-Shape legend: B rows of the shard, S their padded length.
+Shape legend: B rows of a microbatch, S the longest of them, T = S - 1.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def train_step(trainer: Trainer, shard: BatchShard) -> dict[str, Measured]:
 
 def accumulate_gradients(trainer: Trainer, shard: BatchShard) -> dict[str, Measured]:
     """Run forward and backward over all microbatches and reduce the gradients; return this rank's loss metrics."""
-    reference_BS = reference_logprobs(trainer, shard)
+    reference = reference_logprobs(trainer, shard)
     trainer.model.train()
     trainer.model.zero_grad_buffer()
     trainer.optimizer.zero_grad()
@@ -132,7 +132,7 @@ def accumulate_gradients(trainer: Trainer, shard: BatchShard) -> dict[str, Measu
 
     def loss_function(packed: Microbatch) -> Callable[..., Any]:
         def loss(logprobs_1T: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Any]]:
-            inputs, current_BT = loss_inputs(shard, packed, logprobs_1T, reference_BS)
+            inputs, current_BT = loss_inputs(shard, packed, logprobs_1T, reference)
             sums = trainer.loss(current_BT, inputs)
             return sums.loss, sums.count.to(torch.int) * counts, sums.metrics
 
@@ -153,25 +153,29 @@ def _on_host(outputs: Sequence[Mapping[str, Tensor | tuple[Tensor, Tensor]]]) ->
     ]
 
 
-def logprobs(trainer: Trainer, shard: BatchShard) -> Tensor:
-    """Return [B, S] log-probabilities under the current weights; entry t belongs to token t, entry 0 and pads are 0."""
+def logprobs(trainer: Trainer, shard: BatchShard) -> list[Tensor]:
+    """Return the log-probabilities of each row under the current weights, on the CPU.
+
+    Entry t of a row belongs to its token t; the first is 0.
+    """
     trainer.model.eval()
-    result_BS = torch.zeros(shard.batch.input_ids_BS.shape, dtype=torch.float32)
+    result = [torch.zeros(length) for length in shard.batch.lengths_B.tolist()]
 
     def collect_function(packed: Microbatch) -> Callable[..., Any]:
-        def collect(logprobs_1T: Tensor, non_loss_data: bool) -> tuple[Tensor, Tensor]:
+        def collect(logprobs_1T: Tensor, non_loss_data: bool) -> tuple[tuple[int, ...], Tensor]:
             del non_loss_data
             return packed.rows, packed.unpack(logprobs_1T)
 
         return collect
 
     with torch.no_grad():
-        for rows_B, part_BS in _run(trainer, shard, collect_function, forward_only=True):
-            result_BS[rows_B.cpu(), 1 : part_BS.shape[1] + 1] = part_BS.cpu()
-    return result_BS
+        for rows, part_BS in _run(trainer, shard, collect_function, forward_only=True):
+            for row, part_S in zip(rows, part_BS.cpu(), strict=True):
+                result[row][1:] = part_S[: len(result[row]) - 1]
+    return result
 
 
-def reference_logprobs(trainer: Trainer, shard: BatchShard) -> Tensor | None:
+def reference_logprobs(trainer: Trainer, shard: BatchShard) -> list[Tensor] | None:
     """Return what `logprobs` returns, under the reference policy; None where the loss needs none."""
     if trainer.reference is None:
         return None
@@ -187,28 +191,27 @@ def gather_params(trainer: Trainer) -> None:
 
 
 def loss_inputs(
-    shard: BatchShard, packed: Microbatch, logprobs_1T: Tensor, reference_BS: Tensor | None
+    shard: BatchShard, packed: Microbatch, logprobs_1T: Tensor, reference: Sequence[Tensor] | None
 ) -> tuple[LossInputs, Tensor]:
-    """Bring one microbatch into the padded form of the loss."""
-    batch = shard.batch
-    rows_B = packed.rows.cpu()
-    width = packed.real_BS.shape[1] + 1
+    """Bring one microbatch into the form of the loss: here a value of a row becomes one value per token.
 
-    def take(rows_BS: Tensor) -> Tensor:
-        return rows_BS.index_select(0, rows_B)[:, 1:width].to(logprobs_1T.device, non_blocking=True)
-
+    `reference` has the log-probabilities of the reference policy, one tensor per row of the shard.
+    """
+    batch, rows = shard.batch, [shard.row(row) for row in packed.rows]
+    rows_B, where = torch.tensor(packed.rows), logprobs_1T.device
+    advantages = batch.advantages_B[rows_B].tolist()
     current_BT = packed.unpack(logprobs_1T)
     inputs = LossInputs(
-        token_mask_BT=take(batch.token_mask_BS),
-        sample_mask_B=batch.sample_mask_B.index_select(0, rows_B).to(logprobs_1T.device),
-        advantages_BT=take(batch.advantages_BS),
-        rewards_B=batch.rewards_B.index_select(0, rows_B).to(logprobs_1T.device),
+        token_mask_BT=packed.align([row.token_mask() for row in rows]),
+        sample_mask_B=batch.sample_mask_B[rows_B].to(where),
+        advantages_BT=packed.align(
+            [row.advantages(own, batch.flag_advantages) for row, own in zip(rows, advantages, strict=True)]
+        ),
+        rewards_B=batch.rewards_B[rows_B].to(where),
         prev_logprobs_BT=current_BT.detach(),  # one optimizer step per batch: this pass has the weights before it
-        generation_logprobs_BT=take(batch.generation_logprobs_BS),
-        reference_logprobs_BT=None if reference_BS is None else take(reference_BS),
-        nll_weight_B=None
-        if batch.nll_weight_B is None
-        else batch.nll_weight_B.index_select(0, rows_B).to(logprobs_1T.device),
+        generation_logprobs_BT=packed.align([row.logprobs() for row in rows]),
+        reference_logprobs_BT=None if reference is None else packed.align([reference[r].numpy() for r in packed.rows]),
+        nll_weight_B=None if batch.nll_weight_B is None else batch.nll_weight_B[rows_B].to(where),
     )
     return inputs, current_BT
 
@@ -239,15 +242,13 @@ def _microbatches(trainer: Trainer, shard: BatchShard) -> Iterator[Microbatch]:
     megatron = trainer.cfg.megatron_cfg
     context = parallel_state.get_context_parallel_group()
     chunks = 2 * context.size() if context.size() > 1 else 1
-    ids_BS = shard.batch.input_ids_BS.to(device())
-    lengths = shard.batch.input_lengths_B.tolist()
     for rows in shard.microbatches:
         packed = pack_microbatch(
-            ids_BS,
-            lengths,
+            [shard.row(row).token_ids for row in rows],
             rows,
             multiple=trainer.cfg.make_sequence_length_divisible_by,
             row_multiple=chunks * (megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1),
+            where=device(),
         )
         if context.size() > 1:
             packed = replace(packed, sequences=share_over_context(packed.sequences, context))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from recipes.cluster.token_store import RayTokenStore
 from recipes.files import sync_tree
 from recipes.types import LossFunction, WeightLayout
 
@@ -111,14 +112,16 @@ class PolicyWorker:
         """Take one optimizer step; returns this rank's share of the metrics."""
         from recipes.policy.step import train_step
 
-        return train_step(self._trainer, shard)
+        return train_step(self._trainer, shard.fetched(RayTokenStore()))
 
     def logprobs(self, shard: BatchShard) -> torch.Tensor | None:
-        """Return [B, S] for the shard's rows; None on ranks whose replica has another rank that answers."""
+        """Return the log-probabilities of the shard's rows end to end; None where another rank answers."""
+        import torch
+
         from recipes.policy import step
 
-        result = step.logprobs(self._trainer, shard)
-        return result if self._coordinates.is_output else None
+        result = step.logprobs(self._trainer, shard.fetched(RayTokenStore()))
+        return torch.cat(result) if self._coordinates.is_output else None
 
     def weight_layout(self) -> WeightLayout | None:
         """Lay out the full weights (rank 0 only); without CUDA, also make the shared-memory file for them."""

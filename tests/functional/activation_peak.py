@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
-from random_batch import random_batch
+from random_batch import batch_of, full_rollouts
 from torch.distributed import HashStore
 from torch.profiler import ProfilerActivity, profile
 
@@ -23,6 +21,7 @@ from recipes.config.load import load_config, require_valid
 from recipes.grpo.loss import grpo_loss
 from recipes.policy import parallel, step
 from recipes.policy.shards import BatchShard
+from tests.groups import LocalStore
 from tools.sizing.architecture import read_architecture
 from tools.sizing.memory import trainer_memory
 
@@ -32,9 +31,7 @@ NUM_ROWS, WIDTH = 64, 64  # 4096 tokens: one full micro-batch
 
 def full_batch(vocab: int) -> BatchShard:
     """Return rows without padding, all in one micro-batch."""
-    ids_BS = torch.randint(0, vocab, (NUM_ROWS, WIDTH), generator=torch.Generator().manual_seed(0))
-    lengths_B = torch.full((NUM_ROWS,), WIDTH)
-    batch = replace(random_batch(NUM_ROWS, width=WIDTH, vocab=vocab), input_ids_BS=ids_BS, input_lengths_B=lengths_B)
+    batch = batch_of(full_rollouts(NUM_ROWS, width=WIDTH, vocab=vocab), LocalStore())
     return BatchShard(batch=batch, microbatches=(tuple(range(NUM_ROWS)),))
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from recipes.grpo.loss import grpo_loss
 from recipes.policy import shards
 from recipes.types import TrainBatch
+from tests.groups import LocalStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class LayoutOutcome:
     metrics: dict[str, float]
     before: dict[str, Tensor]
     gradients: dict[str, Tensor]
-    logprobs_BS: Tensor
+    logprobs: Tensor  # of all rows, end to end
     leak: float  # how far the other rows' log-probabilities move when the first row's tokens change
     shapes: list[tuple[str, torch.dtype, tuple[int, ...]]]
 
@@ -81,7 +82,7 @@ def run_case(case: LayoutCase, rank: int, store: dist.Store, directory: Path) ->
     try:
         loss = partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=None)
         trainer = step.build_trainer(config.policy, loss)
-        batch = random_batch(10)
+        batch = random_batch(10, LocalStore())
         num_shards = parallel_state.get_data_parallel_world_size()
         plans = [shards.plan(batch, config.policy, num_shards=num_shards, training=flag) for flag in (False, True)]
         own = [shards.split(batch, plan)[where.data] for plan in plans]
@@ -91,40 +92,43 @@ def run_case(case: LayoutCase, rank: int, store: dist.Store, directory: Path) ->
             checkpoint.save(trainer, directory / f"{case.name}.checkpoint")
         if case.resumes:
             checkpoint.load(trainer, directory / f"{case.resumes}.checkpoint")
-        logprobs_BS = step.logprobs(trainer, own[0])
-        changed_BS = step.logprobs(trainer, shards.split(_with_another_first_row(batch), plans[0])[where.data])
+        logprobs = torch.cat(step.logprobs(trainer, own[0]))
+        other = shards.split(_with_another_first_row(batch), plans[0])[where.data]
+        changed = torch.cat(step.logprobs(trainer, other))
         before = _full_weights(trainer) if where.exports else {}
         metrics = step.train_step(trainer, own[1])
         after = _full_weights(trainer) if where.exports else {}
         answers: list[Any] = [None] * case.num_ranks
-        dist.all_gather_object(answers, (where, (logprobs_BS, changed_BS), metrics))
+        dist.all_gather_object(answers, (where, (logprobs, changed), metrics))
         shapes = trainer.full_shapes()
     finally:
         dist.destroy_process_group()
         parallel_state.destroy_model_parallel()
     if rank != 0:
         return None
-    outputs = {place.data: (parts_BS, measured) for place, parts_BS, measured in answers if place.is_output}
+    outputs = {place.data: (parts, measured) for place, parts, measured in answers if place.is_output}
     parts = [outputs[data] for data in range(num_shards)]
-    shape = (batch.input_ids_BS.shape[0], batch.input_ids_BS.shape[1])
-    all_BS, changed_BS = (
-        shards.scatter_rows([parts_BS[which] for parts_BS, _ in parts], plans[0], shape=shape) for which in (0, 1)
+    lengths = batch.lengths_B.tolist()
+    rows, changed_rows = (
+        shards.scatter_rows([both[which] for both, _ in parts], plans[0], lengths) for which in (0, 1)
     )
-    assert not torch.equal(all_BS[0], changed_BS[0]), "the first row's own log-probabilities must change"
+    assert not torch.equal(rows[0], changed_rows[0]), "the first row's own log-probabilities must change"
     return LayoutOutcome(
         metrics=shards.merge_step_metrics([measured for _, measured in parts]),
         before=before,
         gradients={name: (before[name] - after[name]) / GRADIENT_SCALE for name in before},
-        logprobs_BS=all_BS,
-        leak=(all_BS - changed_BS)[1:].abs().max().item(),
+        logprobs=torch.cat(rows),
+        leak=(torch.cat(rows[1:]) - torch.cat(changed_rows[1:])).abs().max().item(),
         shapes=shapes,
     )
 
 
 def _with_another_first_row(batch: TrainBatch) -> TrainBatch:
-    ids_BS = batch.input_ids_BS.clone()
-    ids_BS[0] = (ids_BS[0] + 7) % 96
-    return replace(batch, input_ids_BS=ids_BS)
+    first = batch.tokens[0]
+    ids = first.token_ids.copy()
+    own = slice(0, first.token_ids_offsets[1])
+    ids[own] = (ids[own] + 7) % 96
+    return replace(batch, tokens=(replace(first, token_ids=ids), *batch.tokens[1:]))
 
 
 def _full_weights(trainer: Any) -> dict[str, Tensor]:

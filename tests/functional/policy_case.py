@@ -30,6 +30,8 @@ from recipes.config.load import load_config, require_valid
 from recipes.config.tree import Config
 from recipes.grpo.loss import grpo_loss
 from recipes.policy.policy import Policy
+from recipes.policy.shards import BatchShard
+from recipes.tokens import TokenStore
 from recipes.types import TrainBatch
 
 BASE = Path(__file__).resolve().parents[2] / "configs" / "grpo_base.yaml"
@@ -215,13 +217,30 @@ def exported(policy: Policy, directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory / "model.safetensors")
 
 
-def reference_logprobs(model: Path, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
-    """Compute [B, S] with transformers, one unpadded row at a time."""
+def policy_logprobs(policy: Policy, batch: TrainBatch) -> Tensor:
+    """Return the policy's log-probabilities, all rows end to end."""
+    return torch.cat(policy.logprobs(batch))
+
+
+def token_ids(batch: TrainBatch, store: TokenStore) -> list[Tensor]:
+    """Fetch the tokens of a batch, row by row."""
+    shard = BatchShard(batch=batch, microbatches=()).fetched(store)
+    return [torch.tensor(shard.row(row).token_ids, dtype=torch.int64) for row in range(len(batch.lengths_B))]
+
+
+def loss_mask(batch: TrainBatch, store: TokenStore) -> Tensor:
+    """Return 1 for every token in the loss, all rows end to end."""
+    shard = BatchShard(batch=batch, microbatches=()).fetched(store)
+    masks = batch.sample_mask_B.tolist()
+    return torch.cat([torch.tensor(shard.row(row).token_mask()) * mask for row, mask in enumerate(masks)])
+
+
+def reference_logprobs(model: Path, batch: TrainBatch, store: TokenStore, *, temperature: float = 1.0) -> Tensor:
+    """Compute the same with transformers, one row at a time."""
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    result_BS = torch.zeros(batch.input_ids_BS.shape)
-    for row, length in enumerate(batch.input_lengths_B.tolist()):
-        ids_1T = batch.input_ids_BS[row : row + 1, :length]
+    rows = []
+    for ids in token_ids(batch, store):
         with torch.no_grad():
-            scores = (reference(ids_1T).logits[0, :-1] / temperature).log_softmax(-1)
-        result_BS[row, 1:length] = scores.gather(-1, ids_1T[0, 1:, None])[:, 0]
-    return result_BS
+            scores = (reference(ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        rows.append(torch.cat([torch.zeros(1), scores.gather(-1, ids[1:, None])[:, 0]]))
+    return torch.cat(rows)

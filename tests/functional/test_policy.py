@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from policy_case import exported, load_case, local_ray, reference_logprobs, running, save_model
+from policy_case import exported, load_case, local_ray, policy_logprobs, reference_logprobs, running, save_model
 from random_batch import random_batch
 
+from recipes.cluster.token_store import RayTokenStore
 from recipes.errors import CheckpointError, ConfigError
 from recipes.grpo.loss import grpo_loss
 from recipes.policy.policy import Policy
@@ -26,31 +27,33 @@ def ray_instance() -> Iterator[None]:
 
 def test_logprobs_and_export_agree_with_transformers(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
-    batch = random_batch(9)
+    batch = random_batch(9, RayTokenStore())
     config = load_case(model, generation__temperature=0.7, logprob_chunk_size=16)
     with running(config) as policy:
-        before_BS = policy.logprobs(batch)
+        before = policy_logprobs(policy, batch)
         policy.train(batch)
-        after_BS = policy.logprobs(batch)
+        after = policy_logprobs(policy, batch)
         exported(policy, tmp_path / "hf")
-    assert torch.allclose(before_BS, reference_logprobs(model, batch, temperature=0.7), atol=2e-5, rtol=0)
-    assert torch.allclose(after_BS, reference_logprobs(tmp_path / "hf", batch, temperature=0.7), atol=2e-5, rtol=0)
-    assert (after_BS - before_BS).abs().max() > 1e-3  # the step moved the model, so the second check is not the first
+    assert torch.allclose(before, reference_logprobs(model, batch, RayTokenStore(), temperature=0.7), atol=2e-5, rtol=0)
+    assert torch.allclose(
+        after, reference_logprobs(tmp_path / "hf", batch, RayTokenStore(), temperature=0.7), atol=2e-5, rtol=0
+    )
+    assert (after - before).abs().max() > 1e-3  # the step moved the model, so the second check is not the first
 
 
 def test_rows_without_packing_give_the_same_logprobs(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
-    batch = random_batch(8)
+    batch = random_batch(8, RayTokenStore())
     config = load_case(model, sequence_packing__enabled="false", logprob_batch_size=3)
     with running(config) as policy:
-        got_BS = policy.logprobs(batch)
-    assert torch.allclose(got_BS, reference_logprobs(model, batch), atol=2e-5, rtol=0)
+        got = policy_logprobs(policy, batch)
+    assert torch.allclose(got, reference_logprobs(model, batch, RayTokenStore()), atol=2e-5, rtol=0)
 
 
 def test_tied_export_is_bit_equal_after_a_round_trip(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", tied=True)
     with running(load_case(model)) as policy:
-        policy.train(random_batch(8))
+        policy.train(random_batch(8, RayTokenStore()))
         first = exported(policy, tmp_path / "first")
         layout = policy.weight_layout()
         policy.send_weights()
@@ -68,7 +71,7 @@ def test_tied_export_is_bit_equal_after_a_round_trip(tmp_path: Path) -> None:
 
 def test_resume_is_bit_equal(tmp_path: Path) -> None:
     config = load_case(save_model(tmp_path / "model"))  # the learning rate goes from 1e-4 to 1e-3 in two steps
-    batches = [random_batch(8, seed=seed) for seed in range(4)]
+    batches = [random_batch(8, RayTokenStore(), seed=seed) for seed in range(4)]
     with running(config) as policy:
         rates = [policy.train(batch)["lr"] for batch in batches[:2]]
         policy.save(tmp_path / "checkpoint")
@@ -90,7 +93,7 @@ def test_save_before_the_first_step_is_a_start(tmp_path: Path, is_distributed: s
         megatron_cfg__optimizer__use_distributed_optimizer=is_distributed,
         megatron_cfg__distributed_data_parallel_config__overlap_param_gather=is_distributed,
     )
-    batches = [random_batch(8, seed=seed) for seed in range(3)]
+    batches = [random_batch(8, RayTokenStore(), seed=seed) for seed in range(3)]
     with running(config) as policy:
         policy.save(tmp_path / "checkpoint")
         straight_metrics = [policy.train(batch) for batch in batches]

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from policy_case import exported, load_case, local_ray, reference_logprobs, running, save_hybrid
+from policy_case import exported, load_case, local_ray, policy_logprobs, reference_logprobs, running, save_hybrid
 from random_batch import random_batch
+
+from recipes.cluster.token_store import RayTokenStore
 
 pytestmark = pytest.mark.functional
 
@@ -33,12 +35,14 @@ def ray_instance() -> Iterator[None]:
 )
 def test_logprobs_and_export_agree_with_transformers(tmp_path: Path, sizes: dict[str, Any]) -> None:
     model = save_hybrid(tmp_path / "model", **sizes)
-    batch = random_batch(9)
+    batch = random_batch(9, RayTokenStore())
     with running(load_case(model, generation__temperature=0.7, logprob_chunk_size=16)) as policy:
-        before_BS = policy.logprobs(batch)
+        before = policy_logprobs(policy, batch)
         policy.train(batch)
-        after_BS = policy.logprobs(batch)
+        after = policy_logprobs(policy, batch)
         exported(policy, tmp_path / "hf")
-    assert torch.allclose(before_BS, reference_logprobs(model, batch, temperature=0.7), atol=2e-5, rtol=0)
-    assert torch.allclose(after_BS, reference_logprobs(tmp_path / "hf", batch, temperature=0.7), atol=2e-5, rtol=0)
-    assert (after_BS - before_BS).abs().max() > 1e-3
+    assert torch.allclose(before, reference_logprobs(model, batch, RayTokenStore(), temperature=0.7), atol=2e-5, rtol=0)
+    assert torch.allclose(
+        after, reference_logprobs(tmp_path / "hf", batch, RayTokenStore(), temperature=0.7), atol=2e-5, rtol=0
+    )
+    assert (after - before).abs().max() > 1e-3

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from speed import patiently
 from torch import Tensor
 
+from tests.groups import LocalStore
+
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(900)]
 
 _TENSOR = {"megatron_cfg__tensor_model_parallel_size": 2, "megatron_cfg__sequence_parallel": "true"}
@@ -141,7 +143,8 @@ def _resumptions(model: Path) -> tuple[LayoutCase, ...]:
 def _check(model: Path, found: dict[str, LayoutOutcome], layouts: _Layouts) -> None:
     """Compare log-probabilities, loss, gradient norm, gradients and exported weights of each layout with one rank's."""
     one = found[f"{model.name}-one"]
-    assert torch.allclose(one.logprobs_BS, reference_logprobs(model, random_batch(10)), atol=2e-5, rtol=0)
+    store = LocalStore()
+    assert torch.allclose(one.logprobs, reference_logprobs(model, random_batch(10, store), store), atol=2e-5, rtol=0)
     on_disk = load_file(model / "model.safetensors")
     compared = {name: _differences(found[f"{model.name}-{name}"], one, on_disk) for name in layouts}
     compared.pop("frozen", None)
@@ -160,7 +163,7 @@ def _differences(outcome: LayoutOutcome, one: LayoutOutcome, on_disk: dict[str, 
     yielded = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in outcome.before.items()]
     if outcome.shapes != yielded:
         result.append("the announced shapes are not those of the export")
-    error = (outcome.logprobs_BS - one.logprobs_BS).abs().max().item()
+    error = (outcome.logprobs - one.logprobs).abs().max().item()
     if not error < 1e-5:
         result.append(f"log-probabilities differ by {error:.1e}")
     if not outcome.leak < 1e-6:

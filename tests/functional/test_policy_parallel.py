@@ -6,20 +6,30 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from policy_case import GRADIENT_SCALE, exported, load_case, local_ray, running, save_model, showing_gradients
-from random_batch import random_batch
+from policy_case import (
+    GRADIENT_SCALE,
+    exported,
+    load_case,
+    local_ray,
+    policy_logprobs,
+    running,
+    save_model,
+    showing_gradients,
+)
+from random_batch import batch_of, padded, random_batch, random_rollouts
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from recipes.cluster.token_store import RayTokenStore
 from recipes.errors import CheckpointError, PolicyError
 from recipes.grpo.loss import grpo_loss
-from recipes.types import LossInputs
+from tests.groups import LocalStore
 
 pytestmark = pytest.mark.functional
 
@@ -41,7 +51,7 @@ class Outcome:
 
     metrics: dict[str, float]
     gradients: dict[str, Tensor]
-    logprobs_BS: Tensor
+    logprobs: Tensor
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,14 +71,14 @@ def one_rank(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 
 def _step(model: Path, directory: Path, *, num_ranks: int, **overrides: Any) -> Outcome:
-    batch = random_batch(10)
+    batch = random_batch(10, RayTokenStore())
     with running(showing_gradients(load_case(model, **overrides)), num_ranks=num_ranks) as policy:
-        logprobs_BS = policy.logprobs(batch)
+        logprobs = policy_logprobs(policy, batch)
         before = exported(policy, directory / "before")
         metrics = policy.train(batch)
         after = exported(policy, directory / "after")
     gradients = {name: (before[name] - after[name]) / GRADIENT_SCALE for name in before}
-    return Outcome(metrics=metrics, gradients=gradients, logprobs_BS=logprobs_BS)
+    return Outcome(metrics=metrics, gradients=gradients, logprobs=logprobs)
 
 
 def _relative_errors(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
@@ -80,20 +90,13 @@ def _relative_errors(gradients: dict[str, Tensor], expected: dict[str, Tensor]) 
 
 def test_one_rank_equals_transformers(model: Path, one_rank: Outcome) -> None:
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    batch = random_batch(10)
-    ids_BS = batch.input_ids_BS
+    rollouts = random_rollouts(10)
+    ids_BS, inputs = padded(rollouts, batch_of(rollouts, LocalStore()))
     scores = (
         reference(ids_BS).logits[:, :-1].log_softmax(-1)
     )  # causal: the pads on the right change nothing before them
     current_BT = scores.gather(-1, ids_BS[:, 1:, None])[..., 0]
-    inputs = LossInputs(
-        token_mask_BT=batch.token_mask_BS[:, 1:],
-        sample_mask_B=batch.sample_mask_B,
-        advantages_BT=batch.advantages_BS[:, 1:],
-        rewards_B=batch.rewards_B,
-        prev_logprobs_BT=torch.zeros_like(current_BT),
-        generation_logprobs_BT=batch.generation_logprobs_BS[:, 1:],
-    )
+    inputs = replace(inputs, prev_logprobs_BT=current_BT.detach())
     sums = grpo_loss(current_BT, inputs, cfg=load_case(model).loss_fn, mismatch_threshold=None)
     loss = sums.loss / sums.count
     loss.backward()
@@ -117,7 +120,7 @@ def test_one_rank_equals_transformers(model: Path, one_rank: Outcome) -> None:
 )
 def test_two_ranks_equal_one(model: Path, one_rank: Outcome, tmp_path: Path, overrides: dict[str, Any]) -> None:
     two = _step(model, tmp_path, num_ranks=2, **overrides)
-    assert torch.allclose(two.logprobs_BS, one_rank.logprobs_BS, atol=2e-5, rtol=0)
+    assert torch.allclose(two.logprobs, one_rank.logprobs, atol=2e-5, rtol=0)
     assert two.metrics == pytest.approx(one_rank.metrics, rel=1e-5, abs=1e-6)
     assert two.metrics["grad_norm"] == pytest.approx(one_rank.metrics["grad_norm"], rel=1e-5)
     errors = _relative_errors(two.gradients, one_rank.gradients)
@@ -125,7 +128,7 @@ def test_two_ranks_equal_one(model: Path, one_rank: Outcome, tmp_path: Path, ove
 
 
 def test_a_tensor_parallel_checkpoint_continues_on_one_rank(model: Path, tmp_path: Path) -> None:
-    first, second = random_batch(8, seed=1), random_batch(8, seed=2)
+    first, second = random_batch(8, RayTokenStore(), seed=1), random_batch(8, RayTokenStore(), seed=2)
     with running(load_case(model, **_SEQUENCE), num_ranks=2) as policy:
         policy.train(first)
         policy.save(tmp_path / "usual")
@@ -147,7 +150,7 @@ def test_a_tensor_parallel_checkpoint_continues_on_one_rank(model: Path, tmp_pat
 def test_a_checkpoint_of_two_data_parallel_ranks_continues_on_one(
     model: Path, tmp_path: Path, form: dict[str, str]
 ) -> None:
-    first, second = random_batch(8, seed=1), random_batch(8, seed=2)
+    first, second = random_batch(8, RayTokenStore(), seed=1), random_batch(8, RayTokenStore(), seed=2)
     with running(load_case(model, **_OVERLAP, **form), num_ranks=2) as policy:
         policy.train(first)
         policy.save(tmp_path / "checkpoint")
@@ -165,7 +168,7 @@ def test_a_checkpoint_of_two_data_parallel_ranks_continues_on_one(
 
 def test_a_dead_rank_is_named_at_once(model: Path) -> None:
     with running(load_case(model), num_ranks=2, train=60.0) as policy:
-        batch = random_batch(8)
+        batch = random_batch(8, RayTokenStore())
         policy.train(batch)
         path = Path(policy.weight_layout().path)
         victim = policy.pids()[1]
@@ -179,7 +182,7 @@ def test_a_dead_rank_is_named_at_once(model: Path) -> None:
 
 def test_a_late_rank_is_named_within_the_deadline(model: Path) -> None:
     with running(load_case(model), num_ranks=2, train=10.0) as policy:
-        batch = random_batch(8)
+        batch = random_batch(8, RayTokenStore())
         policy.train(batch)
         stopped = policy.pids()[1]
         os.kill(stopped, signal.SIGSTOP)

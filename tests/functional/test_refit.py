@@ -11,15 +11,18 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from policy_case import local_ray
+from policy_case import local_ray, token_ids
+from random_batch import batch_of
 from speed import patiently
 from transformers import AutoModelForCausalLM
 
+from recipes.cluster.token_store import RayTokenStore
 from recipes.config.load import load_config, require_valid
 from recipes.config.tree import Config
 from recipes.errors import EngineError
@@ -27,7 +30,7 @@ from recipes.generation.generation import Generation
 from recipes.grpo.loss import grpo_loss
 from recipes.grpo.refit import connect, refit
 from recipes.policy.policy import Policy
-from recipes.types import Completion, Sampling, TrainBatch
+from recipes.types import Completion, Rollout, RolloutStatus, Sampling, TrainBatch, Turn
 from tools.tiny.model import build_hybrid_model, build_model
 from tools.tiny.tokenizer import build_tokenizer
 
@@ -97,31 +100,35 @@ def sample(generation: Generation) -> list[Completion]:
 
 
 def as_batch(completions: list[Completion]) -> TrainBatch:
-    width = max(len(p) + len(c.token_ids) for p, c in zip(PROMPTS, completions, strict=True))
-    shape = (len(PROMPTS), width)
-    ids, mask, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape), torch.zeros(shape)
-    for row, (prompt, completion) in enumerate(zip(PROMPTS, completions, strict=True)):
-        start, end = len(prompt), len(prompt) + len(completion.token_ids)
-        ids[row, :end] = torch.tensor(prompt + completion.token_ids)
-        mask[row, start:end] = 1.0
-        logprobs[row, start:end] = torch.tensor(completion.logprobs)
-    advantages = torch.linspace(-1.0, 1.0, len(PROMPTS))[:, None].expand(shape).contiguous()
-    return TrainBatch(
-        input_ids_BS=ids,
-        input_lengths_B=torch.tensor([len(p) + len(c.token_ids) for p, c in zip(PROMPTS, completions, strict=True)]),
-        token_mask_BS=mask,
-        sample_mask_B=torch.ones(len(PROMPTS)),
-        generation_logprobs_BS=logprobs,
-        advantages_BS=advantages,
-        rewards_B=torch.zeros(len(PROMPTS), dtype=torch.float64),
-        group_B=torch.zeros(len(PROMPTS), dtype=torch.int64),
-    )
+    rollouts = [
+        Rollout(
+            turns=(
+                Turn(
+                    prompt_token_ids=prompt,
+                    token_ids=completion.token_ids,
+                    logprobs=completion.logprobs,
+                    versions=completion.versions,
+                    finish_reason=completion.finish_reason,
+                ),
+            ),
+            status=RolloutStatus.COMPLETED,
+            reason="",
+            reward=0.0,
+        )
+        for prompt, completion in zip(PROMPTS, completions, strict=True)
+    ]
+    batch = batch_of(rollouts, RayTokenStore())
+    advantages_B = torch.linspace(-1.0, 1.0, len(PROMPTS))
+    return replace(batch, sample_mask_B=torch.ones(len(PROMPTS)), advantages_B=advantages_B)
 
 
 def difference(policy: Policy, completions: list[Completion]) -> tuple[float, TrainBatch]:
     batch = as_batch(completions)
-    gap = (policy.logprobs(batch) - batch.generation_logprobs_BS) * batch.token_mask_BS
-    return float(gap.abs().max()), batch
+    gaps = [
+        own[-len(completion.logprobs) :] - torch.tensor(completion.logprobs)
+        for own, completion in zip(policy.logprobs(batch), completions, strict=True)
+    ]
+    return max(float(gap.abs().max()) for gap in gaps), batch
 
 
 def wait_for(condition: Callable[[], bool]) -> bool:
@@ -159,11 +166,11 @@ def test_engine_and_policy_agree_before_and_after_pushes_and_after_export(
 
     policy.export_hf(tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
-    with torch.no_grad():
-        logprobs = torch.log_softmax(model(batch.input_ids_BS).logits[:, :-1] / TEMPERATURE, dim=-1)
-    theirs = logprobs.gather(-1, batch.input_ids_BS[:, 1:, None])[..., 0]
-    ours = policy.logprobs(batch)[:, 1:]
-    assert ((theirs - ours) * batch.token_mask_BS[:, 1:]).abs().max() < LIMIT, "transformers reads the export otherwise"
+    for ids, ours in zip(token_ids(batch, RayTokenStore()), policy.logprobs(batch), strict=True):
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(ids[None]).logits[0, :-1] / TEMPERATURE, dim=-1)
+        theirs = logprobs.gather(-1, ids[1:, None])[:, 0]
+        assert (theirs - ours[1:]).abs().max() < LIMIT, "transformers reads the export otherwise"
 
     other = start_engine(config, tmp_path / "hf", loads_weights=True)
     try:

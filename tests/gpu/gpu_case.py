@@ -6,8 +6,8 @@ megatron-core (its directory on PYTHONPATH is enough) can run the tests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 import yaml
-from random_batch import random_batch
+from random_batch import batch_of, full_rollouts
 from torch.distributed import HashStore
 
 from recipes.grpo.loss import grpo_loss
-from recipes.types import TrainBatch
+from recipes.types import Rollout
+from tests.groups import LocalStore
 
 BASE = Path(__file__).resolve().parents[2] / "configs" / "grpo_base.yaml"
 VOCAB = 32768
@@ -88,14 +89,17 @@ def build_trainer(config: Any) -> Any:
 
 def full_shard(*, tokens: int, width: int, num_microbatches: int = 1) -> Any:
     """Return rows of `width` tokens without padding, `tokens` of them in each micro-batch."""
+    rows = tokens // width
+    return shard_of(full_rollouts(rows * num_microbatches, width=width, vocab=VOCAB), rows_per_microbatch=rows)
+
+
+def shard_of(rollouts: Sequence[Rollout], *, rows_per_microbatch: int) -> Any:
+    """Return rollouts as what one rank trains on."""
     from recipes.policy.shards import BatchShard
 
-    rows = tokens // width
-    batch = random_batch(rows * num_microbatches, width=width, vocab=VOCAB)
-    ids_BS = torch.randint(0, VOCAB, batch.input_ids_BS.shape, generator=torch.Generator().manual_seed(0))
-    full: TrainBatch = replace(batch, input_ids_BS=ids_BS, input_lengths_B=torch.full((len(ids_BS),), width))
-    microbatches = tuple(tuple(range(i * rows, (i + 1) * rows)) for i in range(num_microbatches))
-    return BatchShard(batch=full, microbatches=microbatches)
+    batch = batch_of(rollouts, LocalStore())
+    starts = range(0, len(rollouts), rows_per_microbatch)
+    return BatchShard(batch=batch, microbatches=tuple(tuple(range(s, s + rows_per_microbatch)) for s in starts))
 
 
 @contextmanager

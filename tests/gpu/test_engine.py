@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipes.types import Rollout, RolloutStatus, Turn
 from tests.gpu import gpu_case
 from tests.gpu.conftest import Record
 
@@ -24,7 +25,6 @@ def test_engine_and_policy_agree(tmp_path: Path, record: Record) -> None:
     from vllm import LLM, SamplingParams
 
     from recipes.policy import step
-    from recipes.policy.shards import BatchShard
 
     model = gpu_case.save_model(tmp_path, gpu_case.SMALL)
     engine = LLM(
@@ -38,20 +38,34 @@ def test_engine_and_policy_agree(tmp_path: Path, record: Record) -> None:
     )
     sampling = SamplingParams(temperature=1.0, max_tokens=64, logprobs=0, ignore_eos=True, detokenize=False)
     answers = engine.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling)
-    rows = [prompt + list(answer.outputs[0].token_ids) for prompt, answer in zip(PROMPTS, answers, strict=True)]
     theirs = torch.tensor(
         [
             [entry[token].logprob for token, entry in zip(out.token_ids, out.logprobs, strict=True)]
             for out in (answer.outputs[0] for answer in answers)
         ]
     )
-    shard = gpu_case.full_shard(tokens=104 * 16, width=104)
-    shard.batch.input_ids_BS.copy_(torch.tensor(rows))
+    rollouts = [
+        Rollout(
+            turns=(
+                Turn(
+                    prompt_token_ids=tuple(prompt),
+                    token_ids=tuple(answer.outputs[0].token_ids),
+                    logprobs=(0.0,) * 64,
+                    versions=(),
+                    finish_reason="length",
+                ),
+            ),
+            status=RolloutStatus.COMPLETED,
+            reason="",
+            reward=0.0,
+        )
+        for prompt, answer in zip(PROMPTS, answers, strict=True)
+    ]
+    shard = gpu_case.shard_of(rollouts, rows_per_microbatch=len(rollouts))
     trainer = gpu_case.build_trainer(
         gpu_case.config_of(model, precision="bfloat16", micro_batch_tokens=4096, recompute=False)
     )
-    assert isinstance(shard, BatchShard)
-    ours = step.logprobs(trainer, shard)[:, 40:]
+    ours = torch.stack(step.logprobs(trainer, shard))[:, 40:]
     gap = (ours - theirs).abs()
     record("log-probability gap engine - policy, bf16", f"mean {gap.mean():.2e}, max {gap.max():.2e}")
     assert gap.mean() < 0.05

@@ -7,6 +7,7 @@ are still run: a listed case that starts to pass fails the test, so that the lis
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,19 +17,20 @@ import torch
 
 from recipes.environments.chat.tool_calls import FlagPatterns, turn_flags
 from recipes.grpo.advantage import (
+    advantages_of_flags,
     estimate_advantages,
     group_baseline,
-    overwrite_flagged_turns,
     rollout_advantages,
     subtract_group_mean,
     whitening,
 )
-from recipes.grpo.batch import pad_turns, sample_masks
+from recipes.grpo.batch import sample_masks
 from recipes.grpo.checkpoint import steps_to_keep
 from recipes.grpo.loss import grpo_loss, kl_estimate, mask_mismatched
 from recipes.grpo.reward import AnswerFacts, is_on, scale, shape_effort, shape_length
 from recipes.policy.shards import merge_step_metrics
-from recipes.types import LossInputs, TurnSpan
+from recipes.tokens import pack_rollouts
+from recipes.types import LossInputs, Rollout, RolloutStatus, Turn
 from tests.recorded import recorded
 
 # The reference broadcasts [B, 1] against [B] here and logs a sum; ours is the mean over tokens.
@@ -263,25 +265,46 @@ def test_invalid_samples_do_not_vote(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", cases("advantage_penalties"))
 def test_penalties_overwrite_exactly_the_flagged_turn(case: dict[str, Any]) -> None:
     given, cfg = case["inputs"], case["config"]
-    advantages = tensor(given["advantage_per_sample"])[:, None].expand(-1, given["seq_len"]).clone()
-    spans = []
-    for row, messages in enumerate(given["message_logs"]):
-        start = 0
-        for message in messages:
-            end = start + message["length"]
-            if message["generated"]:
-                flags = {name: message[name] for name in ("is_invalid_tool_call", "has_malformed_thinking")}
-                spans.append(TurnSpan(row=row, start=start, end=end, **flags))
-            start = end
-    overwrite_flagged_turns(
-        advantages,
-        spans,
-        invalid_tool_call=cfg["invalid_tool_call_advantage"],
-        malformed_thinking=cfg["malformed_thinking_advantage"],
+    flagged = advantages_of_flags(
+        invalid_tool_call=cfg["invalid_tool_call_advantage"], malformed_thinking=cfg["malformed_thinking_advantage"]
     )
-    torch.testing.assert_close(advantages, tensor(case["expected"]["advantages"]), rtol=2e-5, atol=2e-5)
-    clipped = advantages.clamp(cfg["advantage_clip_low"], cfg["advantage_clip_high"])
-    torch.testing.assert_close(clipped, tensor(case["expected"]["clipped"]), rtol=2e-5, atol=2e-5)
+    _, tokens = pack_rollouts([rollout_of(messages) for messages in given["message_logs"]])
+    own = given["advantage_per_sample"]
+    rows = [torch.tensor(tokens.row(row).advantages(value, flagged)) for row, value in enumerate(own)]
+    expected = tensor(case["expected"]["advantages"])
+    clipped = tensor(case["expected"]["clipped"])
+    for row, got in enumerate(rows):
+        torch.testing.assert_close(got, expected[row, : len(got)], rtol=2e-5, atol=2e-5)
+        bounded = got.clamp(cfg["advantage_clip_low"], cfg["advantage_clip_high"])
+        torch.testing.assert_close(bounded, clipped[row, : len(got)], rtol=2e-5, atol=2e-5)
+
+
+def rollout_of(messages: Sequence[dict[str, Any]]) -> Rollout:
+    """Return recorded messages as a rollout; a message gives its tokens, or only how many."""
+    turns, waiting = [], []
+    for message in messages:
+        ids = message.get("token_ids") or [0] * message["length"]
+        if not message.get("generated", message.get("generation_logprobs") is not None):
+            waiting += ids
+            continue
+        flags = {name: message.get(name, False) for name in ("is_invalid_tool_call", "has_malformed_thinking")}
+        logprobs = message.get("generation_logprobs") or [0.0] * len(ids)
+        turns.append(
+            Turn(
+                prompt_token_ids=tuple(waiting),
+                token_ids=tuple(ids),
+                logprobs=tuple(logprobs),
+                versions=(),
+                finish_reason="stop",
+                **flags,
+            )
+        )
+        waiting = []
+    if waiting:
+        turns.append(
+            Turn(prompt_token_ids=tuple(waiting), token_ids=(), logprobs=(), versions=(), finish_reason="stop")
+        )
+    return Rollout(turns=tuple(turns), status=RolloutStatus.COMPLETED, reason="", reward=0.0)
 
 
 @pytest.mark.parametrize("case", cases("seq_logprob_error"))
@@ -325,16 +348,14 @@ def test_message_flags(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", cases("flatten_messages"))
 def test_flatten(case: dict[str, Any]) -> None:
-    given, cfg, expected = case["inputs"], case["config"], case["expected"]
-    rows = [[(m["token_ids"], m["generation_logprobs"]) for m in messages] for messages in given["message_logs"]]
-    ids, lengths, mask, logprobs = pad_turns(
-        rows, pad_token_id=cfg["pad_token_id"], divisible_by=cfg["make_sequence_length_divisible_by"]
-    )
+    given, expected = case["inputs"], case["expected"]
+    _, tokens = pack_rollouts([rollout_of(messages) for messages in given["message_logs"]])
     assert set(expected) == {"token_ids", "input_lengths", "token_loss_mask", "generation_logprobs"}
-    assert ids.tolist() == expected["token_ids"]
-    assert lengths.tolist() == expected["input_lengths"]
-    assert mask.tolist() == expected["token_loss_mask"]
-    torch.testing.assert_close(logprobs, tensor(expected["generation_logprobs"]))
+    for number, length in enumerate(expected["input_lengths"]):  # beyond the length the reference has pads
+        row = tokens.row(number)
+        assert row.token_ids.tolist() == expected["token_ids"][number][:length]
+        assert row.token_mask().tolist() == expected["token_loss_mask"][number][:length]
+        assert row.logprobs().tolist() == pytest.approx(expected["generation_logprobs"][number][:length])
 
 
 @pytest.mark.parametrize("case", [c for c in cases("checkpoint_retention") if c.id not in NOT_BUILT])

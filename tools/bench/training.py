@@ -116,7 +116,7 @@ def _variant(run: Run, run_dir: Path, *, max_age: int, latency: float, num_steps
         policy=run.policy,
         generation=run.generation,
         environments=run.environments,
-        collector=RolloutCollector(stream, run.generation, environments, buffer, settings),
+        collector=RolloutCollector(stream, run.generation, environments, buffer, run.collector.token_store, settings),
         buffer=buffer,
         validation=None,
         logger=logger,
@@ -125,5 +125,4 @@ def _variant(run: Run, run_dir: Path, *, max_age: int, latency: float, num_steps
         data=stream.identity,
         checkpoints=run_dir / "checkpoints",
         num_steps=num_steps,
-        pad_token_id=run.pad_token_id,
     )

@@ -89,6 +89,7 @@ def _collector(
     import ray
 
     from recipes.cluster.connect import connect
+    from recipes.cluster.token_store import RayTokenStore
     from recipes.config.keys.derive import derive
     from recipes.generation.generation import Generation
     from recipes.grpo.buffer import ReplayBuffer
@@ -121,7 +122,7 @@ def _collector(
     )
     stream = PromptStream(dataset, num_epochs=1, shuffle=False, seed=0)
     buffer = ReplayBuffer(num_prompts_per_step=1, max_trajectory_age_steps=0)
-    collector = RolloutCollector(stream, generation, environments, buffer, settings)
+    collector = RolloutCollector(stream, generation, environments, buffer, RayTokenStore(), settings)
     try:
         yield collector, derived.num_engines
     finally:

@@ -33,6 +33,7 @@ from recipes.types import (
     VersionSpan,
     WeightLayout,
 )
+from tests.groups import LocalStore
 
 ROOT = Path(__file__).resolve().parents[3]
 P, G = 2, 2
@@ -59,8 +60,8 @@ class LoopPolicy:
     def __init__(self, failures: Failures) -> None:
         self.failures, self.step = failures, 0
 
-    def logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        return torch.full(batch.token_mask_BS.shape, LOGPROB)
+    def logprobs(self, batch: TrainBatch) -> list[torch.Tensor]:
+        return [torch.full((length,), LOGPROB) for length in batch.lengths_B.tolist()]
 
     def train(self, _batch: TrainBatch) -> dict[str, float]:
         self.failures.meet("policy.train")
@@ -191,7 +192,7 @@ def make_run(
     saved = load_state(found) if found else None
     age = config.grpo.async_grpo.max_trajectory_age_steps
     buffer = ReplayBuffer(num_prompts_per_step=P, max_trajectory_age_steps=age)
-    collector = RolloutCollector(stream, generation, environments, buffer, _rollout_settings(config))
+    collector = RolloutCollector(stream, generation, environments, buffer, LocalStore(), _rollout_settings(config))
     num_steps = _num_steps(config.grpo, stream, saved)
     run = Run(
         config=config,
@@ -207,7 +208,6 @@ def make_run(
         data=stream.identity,
         checkpoints=checkpoints,
         num_steps=num_steps,
-        pad_token_id=0,
     )
     run.logger.resume(run.state.step)
     run.stop.wake_with(buffer.close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,10 @@ import pytest
 import torch
 
 from recipes.grpo.advantage import add_advantages, estimate_advantages, group_baseline
-from recipes.types import TrainBatch, TurnSpan
+from recipes.grpo.batch import build_batch
+from recipes.policy.shards import BatchShard
+from recipes.types import Group, Rollout, RolloutStatus, TrainBatch, Turn
+from tests.groups import group_of
 
 
 def advantages(rewards: list[float], *, valid: list[bool] | None = None, **options: Any) -> list[float]:
@@ -67,19 +71,40 @@ def test_groups_are_told_apart_by_number() -> None:
     assert got.tolist() == [1.0, -1.0, 0.0, 0.0]
 
 
-def batch(rewards: list[float], groups: list[int], sample_mask: list[float], spans: tuple[TurnSpan, ...]) -> TrainBatch:
-    size = len(rewards)
-    return TrainBatch(
-        input_ids_BS=torch.zeros(size, 4, dtype=torch.int64),
-        input_lengths_B=torch.full((size,), 4),
-        token_mask_BS=torch.tensor([[0.0, 1.0, 1.0, 1.0]] * size),
-        sample_mask_B=torch.tensor(sample_mask),
-        generation_logprobs_BS=torch.zeros(size, 4),
-        advantages_BS=torch.zeros(size, 4),
-        rewards_B=torch.tensor(rewards, dtype=torch.float64),
-        group_B=torch.tensor(groups),
-        turn_spans=spans,
+def turn(sampled: int, *, prompt: int = 0, **flags: bool) -> Turn:
+    ids = tuple(range(sampled))
+    return Turn(
+        prompt_token_ids=(9,) * prompt,
+        token_ids=ids,
+        logprobs=(-1.0,) * sampled,
+        versions=(),
+        finish_reason="stop",
+        **flags,
     )
+
+
+def given(
+    rewards: list[float], groups: list[int], sample_mask: list[float], turns: dict[int, tuple[Turn, ...]] | None = None
+) -> tuple[TrainBatch, list[Group]]:
+    """Return a batch of rollouts and their groups; a row without `turns` has one prompt and three sampled tokens."""
+    rollouts = [
+        Rollout(
+            turns=(turns or {}).get(row, (turn(3, prompt=1),)), status=RolloutStatus.COMPLETED, reason="", reward=reward
+        )
+        for row, reward in enumerate(rewards)
+    ]
+    members = [[r for r, own in zip(rollouts, groups, strict=True) if own == group] for group in sorted(set(groups))]
+    headers = [group_of(one) for one in members]
+    rewards_B = torch.tensor(rewards, dtype=torch.float64)
+    batch = build_batch(headers, rewards_B, overlong_filtering=False, mask_flagged=False)
+    return replace(batch, sample_mask_B=torch.tensor(sample_mask)), headers
+
+
+def expanded(batch: TrainBatch) -> list[list[float]]:
+    """Return the advantage of every token, row by row, as a rank has it."""
+    shard = BatchShard(batch=batch, microbatches=())
+    own = batch.advantages_B.tolist()
+    return [shard.row(row).advantages(own[row], batch.flag_advantages).tolist() for row in range(len(own))]
 
 
 def config(**options: Any) -> Any:
@@ -95,56 +120,56 @@ def config(**options: Any) -> Any:
 
 
 def test_a_group_left_with_one_member_does_not_train() -> None:
-    given = batch([1.0, 0.0, 1.0, 0.0], [0, 0, 1, 1], [1.0, 1.0, 1.0, 0.0], ())
-    got, _ = add_advantages(given, config())
+    batch, groups = given([1.0, 0.0, 1.0, 0.0], [0, 0, 1, 1], [1.0, 1.0, 1.0, 0.0])
+    got, _ = add_advantages(batch, groups, config())
     assert got.sample_mask_B.tolist() == [1.0, 1.0, 0.0, 0.0]
-    assert got.advantages_BS[:, 1].tolist() == [1.0, -1.0, 0.0, 0.0]
+    assert got.advantages_B.tolist() == [1.0, -1.0, 0.0, 0.0]
 
 
 def test_a_clip_that_is_off_bounds_nothing() -> None:
-    spans = (TurnSpan(row=0, start=1, end=2, is_invalid_tool_call=True),)
-    given = batch([1.0, 0.0], [0, 0], [1.0, 1.0], spans)
+    turns = {0: (turn(1, prompt=1, is_invalid_tool_call=True), turn(2))}
+    batch, groups = given([1.0, 0.0], [0, 0], [1.0, 1.0], turns)
     off = {"advantage_clip_low": None, "advantage_clip_high": None, "invalid_tool_call_advantage": -500.0}
-    got, metrics = add_advantages(given, config(**off))
-    assert got.advantages_BS.tolist() == [[1.0, -500.0, 1.0, 1.0], [-1.0] * 4]
+    got, metrics = add_advantages(batch, groups, config(**off))
+    assert expanded(got) == [[1.0, -500.0, 1.0, 1.0], [-1.0] * 4]
     assert metrics["advantages/clip_fraction"] == 0.0
-    got, _ = add_advantages(given, config(**off | {"advantage_clip_low": -2.0}))
-    assert got.advantages_BS[0].tolist() == [1.0, -2.0, 1.0, 1.0]
+    got, _ = add_advantages(batch, groups, config(**off | {"advantage_clip_low": -2.0}))
+    assert expanded(got)[0] == [1.0, -2.0, 1.0, 1.0]
 
 
 def test_flagged_turn_then_clip() -> None:
-    spans = (TurnSpan(row=0, start=1, end=3, is_invalid_tool_call=True), TurnSpan(row=1, start=1, end=4))
-    got, metrics = add_advantages(batch([1.0, 0.0], [0, 0], [1.0, 1.0], spans), config(advantage_clip_low=-0.5))
-    assert got.advantages_BS.tolist() == [[1.0, -0.5, -0.5, 1.0], [-0.5, -0.5, -0.5, -0.5]]
-    assert metrics["invalid_tool_call_rate"] == 0.5
-    assert (metrics["num_assistant_messages"], metrics["num_invalid_tool_calls"]) == (2.0, 1.0)
+    turns = {0: (turn(2, prompt=1, is_invalid_tool_call=True), turn(0, prompt=1))}
+    got, metrics = add_advantages(*given([1.0, 0.0], [0, 0], [1.0, 1.0], turns), config(advantage_clip_low=-0.5))
+    assert expanded(got) == [[1.0, -0.5, -0.5, 1.0], [-0.5, -0.5, -0.5, -0.5]]
+    assert metrics["invalid_tool_call_rate"] == pytest.approx(1 / 3)
+    assert (metrics["num_assistant_messages"], metrics["num_invalid_tool_calls"]) == (3.0, 1.0)
     assert metrics["num_malformed_thinking"] == metrics["malformed_thinking_rate"] == 0.0
-    assert metrics["advantages/clip_fraction"] == pytest.approx(5 / 6)
+    assert metrics["advantages/clip_fraction"] == 1.0  # the two of the first row, the three of the second
 
 
 def test_what_is_out_of_the_loss_is_in_no_statistic_of_the_advantages() -> None:
     # Of the first group one member is masked, the second has one valid member left; the flagged turn is masked, too.
     nan = float("nan")
-    spans = (TurnSpan(row=2, start=1, end=4, is_invalid_tool_call=True),)
-    given = batch([1.0, 0.0, 9.0, 5.0, nan], [0, 0, 0, 1, 1], [1.0, 1.0, 0.0, 1.0, 0.0], spans)
-    got, metrics = add_advantages(given, config())
+    turns = {2: (turn(3, prompt=1, is_invalid_tool_call=True),)}
+    batch, groups = given([1.0, 0.0, 9.0, 5.0, nan], [0, 0, 0, 1, 1], [1.0, 1.0, 0.0, 1.0, 0.0], turns)
+    got, metrics = add_advantages(batch, groups, config())
     assert got.sample_mask_B.tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
-    assert got.advantages_BS[:2].tolist() == [[1.0] * 4, [-1.0] * 4]
+    assert expanded(got)[:2] == [[1.0] * 4, [-1.0] * 4]
     assert (metrics["advantages/min"], metrics["advantages/mean"], metrics["advantages/max"]) == (-1.0, 0.0, 1.0)
     assert metrics["advantages/clip_fraction"] == 0.0
     assert metrics["num_zero_advantage_groups"] == 1.0
 
 
 def test_a_valid_reward_that_is_masked_does_not_make_a_group() -> None:
-    got, metrics = add_advantages(batch([1.0, 0.0], [0, 0], [1.0, 0.0], ()), config())
+    got, metrics = add_advantages(*given([1.0, 0.0], [0, 0], [1.0, 0.0]), config())
     assert got.sample_mask_B.tolist() == [0.0, 0.0]
     assert (metrics["advantages/min"], metrics["advantages/mean"], metrics["advantages/max"]) == (0.0, 0.0, 0.0)
 
 
 def test_rates_are_per_turn_and_groups_without_signal_are_counted() -> None:
-    spans = tuple(TurnSpan(row=row, start=1, end=4, has_malformed_thinking=row == 0) for row in range(4))
-    given = batch([1.0, 1.0, 0.0, 0.0, 1.0, 0.0], [0, 0, 1, 1, 2, 2], [1.0] * 6, spans)
-    _, metrics = add_advantages(given, config())
+    turns = {0: (turn(3, prompt=1, has_malformed_thinking=True),), 4: (), 5: ()}
+    batch, groups = given([1.0, 1.0, 0.0, 0.0, 1.0, 0.0], [0, 0, 1, 1, 2, 2], [1.0] * 6, turns)
+    _, metrics = add_advantages(batch, groups, config())
     assert metrics["malformed_thinking_rate"] == 0.25
     assert metrics["num_zero_advantage_groups"] == 2.0
 
@@ -155,48 +180,45 @@ REINFORCE = {"name": "reinforce_plus_plus", "minus_baseline": False}
 def test_reinforce_plus_plus_by_hand() -> None:
     # Three tokens each: the batch's mean is 3/4, its variance (1/16 + 9/16 + 1/16 + 1/16) / 4 = 3/16.
     got, metrics = add_advantages(
-        batch([1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1], [1.0] * 4, ()), config(adv_estimator=SimpleNamespace(**REINFORCE))
+        *given([1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1], [1.0] * 4), config(adv_estimator=SimpleNamespace(**REINFORCE))
     )
     deviation = (3 / 16) ** 0.5
-    assert got.advantages_BS[:, 1].tolist() == pytest.approx(
-        [0.25 / deviation, -0.75 / deviation] + [0.25 / deviation] * 2
-    )
+    assert got.advantages_B.tolist() == pytest.approx([0.25 / deviation, -0.75 / deviation] + [0.25 / deviation] * 2)
     assert metrics["advantages/mean"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["num_zero_advantage_groups"] == 0.0
 
 
 def test_reinforce_plus_plus_weighs_rollouts_by_their_tokens_in_the_loss() -> None:
     # With 1 and 3 tokens the mean of rewards 1 and 0 is 1/4, the variance 1/4 * 9/16 + 3/4 * 1/16 = 3/16.
-    given = batch([1.0, 0.0, 9.0], [0, 0, 0], [1.0, 1.0, 0.0], ())
-    given.token_mask_BS[0, 2:] = 0.0
-    got, _ = add_advantages(given, config(adv_estimator=SimpleNamespace(**REINFORCE)))
+    batch, groups = given([1.0, 0.0, 9.0], [0, 0, 0], [1.0, 1.0, 0.0], {0: (turn(1, prompt=1),)})
+    got, _ = add_advantages(batch, groups, config(adv_estimator=SimpleNamespace(**REINFORCE)))
     deviation = (3 / 16) ** 0.5
-    assert got.advantages_BS[:2, 1].tolist() == pytest.approx([0.75 / deviation, -0.25 / deviation])
+    assert got.advantages_B[:2].tolist() == pytest.approx([0.75 / deviation, -0.25 / deviation])
 
 
 def test_the_baseline_of_the_group_leaves_only_differences_inside_groups() -> None:
     estimator = SimpleNamespace(**REINFORCE | {"minus_baseline": True})
-    got, _ = add_advantages(batch([1.0, 0.0, 7.0, 7.0], [0, 0, 1, 1], [1.0] * 4, ()), config(adv_estimator=estimator))
-    assert got.advantages_BS[:, 1].tolist() == pytest.approx([2**0.5, -(2**0.5), 0.0, 0.0], abs=1e-6)
+    got, _ = add_advantages(*given([1.0, 0.0, 7.0, 7.0], [0, 0, 1, 1], [1.0] * 4), config(adv_estimator=estimator))
+    assert got.advantages_B.tolist() == pytest.approx([2**0.5, -(2**0.5), 0.0, 0.0], abs=1e-6)
 
 
 @pytest.mark.parametrize(("minus_baseline", "mask"), [(False, [1.0, 1.0, 1.0]), (True, [0.0, 1.0, 1.0])])
 def test_a_lone_member_trains_only_where_no_group_is_its_baseline(minus_baseline: bool, mask: list[float]) -> None:
     estimator = SimpleNamespace(**REINFORCE | {"minus_baseline": minus_baseline})
-    got, _ = add_advantages(batch([1.0, 0.0, 1.0], [0, 1, 1], [1.0] * 3, ()), config(adv_estimator=estimator))
+    got, _ = add_advantages(*given([1.0, 0.0, 1.0], [0, 1, 1], [1.0] * 3), config(adv_estimator=estimator))
     assert got.sample_mask_B.tolist() == mask
 
 
 @pytest.mark.parametrize("rewards", [[1.0, 1.0], [float("nan"), float("nan")]])
 def test_a_batch_that_says_nothing_gives_no_advantage(rewards: list[float]) -> None:
     mask = [0.0 if value != value else 1.0 for value in rewards]
-    got, _ = add_advantages(batch(rewards, [0, 0], mask, ()), config(adv_estimator=SimpleNamespace(**REINFORCE)))
-    assert got.advantages_BS.abs().max() == 0.0
+    got, _ = add_advantages(*given(rewards, [0, 0], mask), config(adv_estimator=SimpleNamespace(**REINFORCE)))
+    assert got.advantages_B.abs().max() == 0.0
 
 
 def test_positive_examples_share_their_weight_by_tokens() -> None:
     # 9 tokens in the loss, 3 of them in the one rollout with a reward: its sum is weighed 9/3 and divided by 9 later.
-    got, _ = add_advantages(batch([1.0, 0.0, -1.0], [0, 0, 0], [1.0] * 3, ()), config(nll=0.1))
+    got, _ = add_advantages(*given([1.0, 0.0, -1.0], [0, 0, 0], [1.0] * 3), config(nll=0.1))
     assert got.nll_weight_B is not None
     assert got.nll_weight_B.tolist() == pytest.approx([0.3, 0.0, 0.0])
-    assert add_advantages(batch([1.0, 0.0], [0, 0], [1.0] * 2, ()), config())[0].nll_weight_B is None
+    assert add_advantages(*given([1.0, 0.0], [0, 0], [1.0] * 2), config())[0].nll_weight_B is None

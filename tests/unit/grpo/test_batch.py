@@ -1,4 +1,4 @@
-"""From rollouts to padded tensors: every sampled token once, at its place, and nothing else in the loss."""
+"""From rollouts to rows: every sampled token once, at its place, and nothing else in the loss."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import pytest
 
 from recipes.grpo.batch import build_batch
 from recipes.grpo.reward import verdicts
-from recipes.types import Group, PromptRef, Rollout, RolloutStatus, TrainBatch, Turn
+from recipes.policy.shards import BatchShard
+from recipes.tokens import RowTokens
+from recipes.types import Group, Rollout, RolloutStatus, TrainBatch, Turn
+from tests.groups import group_of
 
 
 def turn(prompt: tuple[int, ...], sampled: tuple[int, ...], logprob: float = -0.5) -> Turn:
@@ -24,28 +27,25 @@ def rollout(*turns: Turn, reward: float | None = 1.0, **options: object) -> Roll
     return Rollout(**{"turns": turns, "status": status, "reason": "r", "reward": reward, **options})  # type: ignore[arg-type]
 
 
-def group(*rollouts: Rollout) -> Group:
-    prompt = PromptRef(epoch=0, row_index=0, prompt_id="x")
-    return Group(prompt=prompt, agent="a", prompt_text="", target_step=0, version=0, rollouts=rollouts)
-
-
 def build(*groups: Group, overlong_filtering: bool = False, mask_flagged: bool = True) -> TrainBatch:
-    return build_batch(
-        groups,
-        verdicts(groups),
-        pad_token_id=9,
-        divisible_by=4,
-        overlong_filtering=overlong_filtering,
-        mask_flagged=mask_flagged,
-    )
+    return build_batch(groups, verdicts(groups), overlong_filtering=overlong_filtering, mask_flagged=mask_flagged)
+
+
+def row_of(batch: TrainBatch, row: int) -> RowTokens:
+    return BatchShard(batch=batch, microbatches=()).row(row)
+
+
+def group(*rollouts: Rollout) -> Group:
+    return group_of(rollouts)
 
 
 def test_two_turns_become_one_row() -> None:
     got = build(group(rollout(turn((1, 2), (3, 4)), turn((5,), (6,)), reward=0.25)))
-    assert got.input_ids_BS.tolist() == [[1, 2, 3, 4, 5, 6, 9, 9]]
-    assert got.token_mask_BS.tolist() == [[0, 0, 1, 1, 0, 1, 0, 0]]
-    assert got.generation_logprobs_BS.tolist() == [[0, 0, -0.5, -0.5, 0, -0.5, 0, 0]]
-    assert [(span.start, span.end) for span in got.turn_spans] == [(2, 4), (5, 6)]
+    row = row_of(got, 0)
+    assert got.lengths_B.tolist() == [6]
+    assert row.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert row.token_mask().tolist() == [0, 0, 1, 1, 0, 1]
+    assert row.logprobs().tolist() == [0, 0, -0.5, -0.5, 0, -0.5]
     assert got.rewards_B.tolist() == [0.25]
 
 
@@ -55,7 +55,8 @@ def test_a_failure_keeps_its_row_and_never_becomes_a_number() -> None:
     assert got.sample_mask_B.tolist() == [1.0, 0.0, 0.0]
     assert got.rewards_B.isnan().tolist() == [False, True, True]
     assert got.group_B.tolist() == [0, 0, 1]
-    assert got.input_ids_BS[1].tolist() == [9, 9, 9, 9]
+    assert got.lengths_B.tolist() == [2, 1, 2]
+    assert row_of(got, 1).token_mask().tolist() == [0.0]
 
 
 def test_an_answer_without_tokens_is_not_a_reward() -> None:

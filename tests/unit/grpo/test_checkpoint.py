@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from recipes.grpo.checkpoint import (
 from recipes.grpo.data import DataIdentity
 from recipes.grpo.rollout import CollectorState, DrawnPrompt
 from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
+from tests.groups import as_lists, group_of
 
 
 class Policy:
@@ -55,15 +57,20 @@ def group(row: int) -> Group:
     )
     failed = Rollout(turns=(), status=RolloutStatus.TIMED_OUT, reason="late", reward=None)
     good = Rollout(
-        turns=(turn,), status=RolloutStatus.COMPLETED, reason="right", reward=1 / 3, metrics={"library_reward": 1.0}
+        turns=(turn,),
+        status=RolloutStatus.COMPLETED,
+        reason="right",
+        reward=1 / 3,
+        metrics={"library_reward": 1.0},
+        output_text="\u2028 \ud800",
     )
-    return Group(
+    return group_of(
+        (good, failed),
         prompt=PromptRef(epoch=1, row_index=row, prompt_id="ab" * 8),
         agent="mcqa_simple_agent",
-        prompt_text="which?",
+        prompt_text="which? \ud800",  # half a surrogate pair, as JSON may hold
         target_step=5,
         version=4,
-        rollouts=(good, failed),
     )
 
 
@@ -73,13 +80,15 @@ def drawn(position: int, target_step: int) -> DrawnPrompt:
 
 
 def run_state(step: int, metrics: dict[str, float] | None = None) -> SavedState:
+    finished = (group(7), group(8))
     return SavedState(
         step=step,
         data=DataIdentity(sha256="ef" * 32, num_rows=100, shuffle=False, seed=42),
         collector=CollectorState(
             position=12,
             in_flight=(drawn(9, 5), drawn(10, 6)),
-            finished=(group(7), group(8)),
+            finished=tuple(replace(one, tokens=None) for one in finished),
+            finished_tokens=tuple(one.tokens for one in finished),
             failed=((PromptRef(epoch=0, row_index=3, prompt_id="cd" * 8), "env_failed: down"),),
             skipped=(14, 17),
         ),
@@ -90,9 +99,19 @@ def run_state(step: int, metrics: dict[str, float] | None = None) -> SavedState:
 
 def test_reads_back_what_was_written(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, run_state(4, {"train/reward": 0.5}), Policy())
-    assert load_state(path) == run_state(4, {"train/reward": 0.5})
+    got, written = load_state(path), run_state(4, {"train/reward": 0.5})
+    tokens, written_tokens = got.collector.finished_tokens, written.collector.finished_tokens
+    assert [as_lists(one) for one in tokens] == [as_lists(one) for one in written_tokens]
+    assert got == replace(written, collector=replace(written.collector, finished_tokens=tokens))
     assert (tmp_path / "latest").resolve() == path == latest_checkpoint(tmp_path)
     assert (path / "hf" / "config.json").read_text() == "{}"
+
+
+def test_an_older_form_of_the_buffer_is_refused(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, run_state(4), Policy())
+    (path / "replay_buffer.safetensors").rename(path / "replay_buffer.jsonl")
+    with pytest.raises(CheckpointError, match=r"step_000004: it has no replay_buffer\.safetensors: another version"):
+        load_state(path)
 
 
 def test_a_kill_while_writing_leaves_the_previous_one(tmp_path: Path) -> None:

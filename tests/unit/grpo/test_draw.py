@@ -11,6 +11,7 @@ from recipes.config.tree import CircuitBreakerConfig
 from recipes.grpo.data import PromptDataset, PromptStream
 from recipes.grpo.draw import CircuitBreaker, PromptQueue
 from recipes.types import Group, PromptRef, Rollout, RolloutStatus
+from tests.groups import group_of
 from tests.unit.grpo.loop_case import write_rows
 
 CFG = CircuitBreakerConfig(window_rollouts=4, max_no_verdict_share=0.5, probe_seconds=10.0)
@@ -71,7 +72,7 @@ def group(agent: str, verdicts: list[bool], row: int = 0) -> Group:
         for has_one in verdicts
     )
     ref = PromptRef(epoch=0, row_index=row, prompt_id="p")
-    return Group(prompt=ref, agent=agent, prompt_text="", target_step=0, version=0, rollouts=rollouts)
+    return group_of(rollouts, prompt=ref, agent=agent)
 
 
 def draw(got: PromptQueue, count: int) -> list[int | None]:

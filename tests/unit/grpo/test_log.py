@@ -14,6 +14,7 @@ from recipes.grpo import log
 from recipes.grpo.log import RunLogger, pick_rollouts, progress_line, validation_line
 from recipes.grpo.metrics import StepMetrics
 from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
+from tests.groups import LocalStore, group_of
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def make_group(row: int, rewards: list[float | None], agent: str = "math") -> Gr
         for member, reward in enumerate(rewards)
     )
     prompt = PromptRef(epoch=0, row_index=row, prompt_id=f"{row:016x}")
-    return Group(prompt=prompt, agent=agent, prompt_text="2+2?", target_step=7, version=6, rollouts=rollouts)
+    return group_of(rollouts, prompt=prompt, agent=agent, prompt_text="2+2?", target_step=7, version=6)
 
 
 def test_every_step_is_one_line_in_order(tmp_path: Path) -> None:
@@ -89,7 +90,7 @@ def test_resume_removes_later_steps_and_a_torn_line(tmp_path: Path) -> None:
     first = RunLogger(tmp_path, LoggerCfg(), num_steps=9)
     for step in range(5):
         first.log(step_metrics(step, 0.0))
-        first.log_rollouts("train", step, [make_group(step, [1.0])], limit=1)
+        first.log_rollouts("train", step, [make_group(step, [1.0])], LocalStore(), limit=1)
     first.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "tim')  # kill -9 in the middle of a write
@@ -109,7 +110,7 @@ def test_resume_removes_later_steps_and_a_torn_line(tmp_path: Path) -> None:
 
 def test_rollout_lines_say_what_came_out_and_why(tmp_path: Path) -> None:
     run = RunLogger(tmp_path, LoggerCfg(), num_steps=1)
-    run.log_rollouts("val", 7, [make_group(3, [0.5])], limit=4)
+    run.log_rollouts("val", 7, [make_group(3, [0.5])], LocalStore(), limit=4)
     run.close()
     (record,) = lines_of(tmp_path / "rollouts" / "val.jsonl")
     assert record["step"] == 7
@@ -118,16 +119,16 @@ def test_rollout_lines_say_what_came_out_and_why(tmp_path: Path) -> None:
     assert (record["reward"], record["reason"], record["status"]) == (0.5, "row 3 member 0", "completed")
     assert (record["group_version"], record["versions"]) == (6, [6, 7])
     with pytest.raises(ValueError, match="test"):
-        run.log_rollouts("test", 7, [], limit=1)
+        run.log_rollouts("test", 7, [], LocalStore(), limit=1)
 
 
 def test_validation_samples_are_printed_when_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = RunLogger(tmp_path, LoggerCfg(num_val_samples_to_print=2), num_steps=1)
     groups = [make_group(row, [0.5]) for row in range(3)]
     with caplog.at_level("INFO"):
-        run.log_rollouts("train", 7, groups, limit=3)
+        run.log_rollouts("train", 7, groups, LocalStore(), limit=3)
         assert not caplog.messages
-        run.log_rollouts("val", 7, groups, limit=3)
+        run.log_rollouts("val", 7, groups, LocalStore(), limit=3)
     run.close()
     assert len(caplog.messages) == 2
     assert caplog.messages[1] == (
@@ -141,9 +142,9 @@ def test_picked_rollouts_alternate_agents_and_prompts_and_keep_some_failures() -
         make_group(0, [0.0, 1.0]),
         make_group(5, [1.0, None, None, None], agent="aime"),
     ]
-    reasons = [rollout.reason for _, rollout in pick_rollouts(groups, 3)]
+    reasons = [group.rollouts[member].reason for group, member in pick_rollouts(groups, 3)]
     assert reasons == ["row 5 member 0", "row 0 member 0", "row 2 member 0"]
-    reasons = [rollout.reason for _, rollout in pick_rollouts(groups, 7)]
+    reasons = [group.rollouts[member].reason for group, member in pick_rollouts(groups, 7)]
     assert reasons[0] == "row 5 member 1"  # a quarter, rounded down, is kept for those without a verdict
     assert len(set(reasons)) == 7
     assert len(pick_rollouts(groups, 100)) == 8

@@ -10,6 +10,7 @@ import pytest
 
 from recipes.grpo.metrics import StepMetrics, aggregate_rollouts, merge_groups, percentile, rates
 from recipes.types import PREFIX_BREAKS, Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
+from tests.groups import group_of
 
 
 def make_turn(versions: dict[int, int], *, prompt: int = 3, finish_reason: str = "stop") -> Turn:
@@ -35,14 +36,7 @@ def make_rollout(reward: float | None, *turns: Turn, status: RolloutStatus | Non
 
 def make_group(row: int, rollouts: list[Rollout], *, agent: str = "math", version: int = 4) -> Group:
     prompt = PromptRef(epoch=0, row_index=row, prompt_id=f"{row:016x}")
-    return Group(
-        prompt=prompt,
-        agent=agent,
-        prompt_text=f"question {row}",
-        target_step=5,
-        version=version,
-        rollouts=tuple(rollouts),
-    )
+    return group_of(rollouts, prompt=prompt, agent=agent, prompt_text=f"question {row}", target_step=5, version=version)
 
 
 @pytest.fixture

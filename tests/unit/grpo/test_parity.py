@@ -12,6 +12,7 @@ from recipes.errors import RunError
 from recipes.grpo.parity import Probe, check_parity, mult_prob_errors, pick_probes, probe_batch
 from recipes.grpo.run import Run
 from recipes.types import Completion, PromptRef, TrainBatch
+from tests.groups import LocalStore
 from tests.unit.grpo.loop_case import LOGPROB, make_run
 
 
@@ -25,22 +26,29 @@ def test_each_environment_is_tried_at_several_lengths() -> None:
     assert picked == [("art", 1), ("art", 8), ("code", 4), ("math", 2), ("math", 5), ("math", 9)]
 
 
-def test_errors_are_means_over_sampled_tokens_and_rows_fill_every_rank() -> None:
+def test_errors_are_means_over_sampled_tokens() -> None:
     answer = Completion(token_ids=(7, 8), logprobs=(-1.0, -2.0), versions=(), finish_reason="stop")
-    batch = probe_batch([(probe("a", 2), answer), (probe("a", 1), answer)], num_rows=4, pad_token_id=0, divisible_by=4)
-    assert batch.input_ids_BS.tolist() == [[0, 1, 7, 8], [0, 7, 8, 0]] * 2
-    logprobs = torch.full((4, 4), 50.0)  # far off wherever nothing was sampled
-    logprobs[0, 2:] = torch.tensor([-1.0, -2.0])
-    logprobs[1, 1:3] = torch.tensor([-1.0 - math.log(2.0), -2.0 + math.log(4.0)])
-    logprobs[2, 2:] = torch.tensor([-1.0, math.nan])
-    assert mult_prob_errors(batch, logprobs)[:2].tolist() == pytest.approx([1.0, 3.0])
-    assert mult_prob_errors(batch, logprobs)[2].isnan()
+    logprobs = [  # far off wherever nothing was sampled
+        torch.tensor([50.0, 50.0, -1.0, -2.0]),
+        torch.tensor([50.0, -1.0 - math.log(2.0), -2.0 + math.log(4.0)]),
+        torch.tensor([50.0, 50.0, -1.0, math.nan]),
+    ]
+    equal, apart, no_number = mult_prob_errors([answer] * 3, logprobs)
+    assert (equal, apart) == pytest.approx((1.0, 3.0))
+    assert math.isnan(no_number)
+
+
+def test_rows_fill_every_rank() -> None:
+    answer = Completion(token_ids=(7, 8), logprobs=(-1.0, -2.0), versions=(), finish_reason="stop")
+    batch = probe_batch([(probe("a", 2), answer), (probe("a", 1), answer)], num_rows=4, store=LocalStore())
+    assert batch.lengths_B.tolist() == [4, 3, 4, 3]
+    assert [batch.tokens[0].row(member).token_ids.tolist() for member in range(2)] == [[0, 1, 7, 8], [0, 7, 8]]
 
 
 def drifted(run: Run, by: float, *, longer_than: int = 0) -> None:
-    def logprobs(batch: TrainBatch) -> torch.Tensor:
-        gap_B1 = torch.where(batch.input_lengths_B > longer_than, by, 0.0)[:, None]
-        return (LOGPROB + gap_B1).expand_as(batch.token_mask_BS)
+    def logprobs(batch: TrainBatch) -> list[torch.Tensor]:
+        lengths = batch.lengths_B.tolist()
+        return [torch.full((length,), LOGPROB + (by if length > longer_than else 0.0)) for length in lengths]
 
     run.policy.logprobs = logprobs  # type: ignore[method-assign]
     run.generation.update_weights(0)

@@ -12,6 +12,7 @@ from recipes.config.load import BASE, load_config
 from recipes.config.tree import Config
 from recipes.grpo.reward import AnswerFacts, collect_rewards, shape_effort
 from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
+from tests.groups import group_of
 
 MARKER = "{reasoning effort: low}"
 
@@ -41,7 +42,7 @@ def rollout(reward: float | None, *, length: int = 4, status: RolloutStatus = Ro
 
 def group(text: str, *rollouts: Rollout) -> Group:
     ref = PromptRef(epoch=0, row_index=0, prompt_id="0")
-    return Group(prompt=ref, agent="a", prompt_text=text, target_step=0, version=0, rollouts=rollouts)
+    return group_of(rollouts, prompt=ref, prompt_text=text)
 
 
 def test_without_shaping_rewards_are_the_verdicts_and_no_verdict_is_nan(config: Config) -> None:

@@ -22,6 +22,7 @@ from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.data import PromptDataset, PromptStream
 from recipes.grpo.rollout import CollectorState, PolicyClient, RolloutCollector, RolloutSettings
 from recipes.types import Completion, ModelClient, Rollout, RolloutStatus, Row, Sampling, Turn, VersionSpan
+from tests.groups import LocalStore
 
 P, G = 2, 3
 
@@ -112,7 +113,7 @@ class Setup:
             rollout_seconds=0.3,
             circuit_breaker=CircuitBreakerConfig(window_rollouts=60, max_no_verdict_share=1.0, probe_seconds=60.0),
         )
-        return RolloutCollector(self.stream, self.sampler, Runner(), self.buffer, settings)
+        return RolloutCollector(self.stream, self.sampler, Runner(), self.buffer, LocalStore(), settings)
 
     def take(self, step: int, seconds: float = 5.0) -> list[int]:
         groups = self.buffer.take(step, deadline_seconds=seconds, waiting_for=self.collector.waiting_for)

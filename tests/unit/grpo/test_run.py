@@ -22,7 +22,6 @@ def run_at(step: int) -> Run:
         stop=StopRequest(must_save_by=None, job_start=0.0),
         state=TrainState(step=step),
         num_steps=9,
-        pad_token_id=0,
         **parts,
     )
 

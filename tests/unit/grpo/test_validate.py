@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from recipes.grpo.validate import reward_metrics
-from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn
+from recipes.types import Group, Rollout, RolloutStatus, Turn
+from tests.groups import group_of
 
 TURN = Turn(prompt_token_ids=(1,), token_ids=(2, 3), logprobs=(-1.0, -1.0), versions=(), finish_reason="stop")
 
@@ -18,8 +19,7 @@ def group(agent: str, *rewards: float | None) -> Group:
         )
         for reward in rewards
     )
-    ref = PromptRef(epoch=0, row_index=0, prompt_id="ab" * 8)
-    return Group(prompt=ref, agent=agent, prompt_text="", target_step=0, version=0, rollouts=rollouts)
+    return group_of(rollouts, agent=agent)
 
 
 def test_by_hand() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
@@ -12,8 +13,8 @@ from recipes.policy.microbatch import pack_microbatch
 
 
 def test_rows_are_padded_labelled_and_found_again() -> None:
-    ids_BS = torch.tensor([[1, 2, 3, 0], [9, 9, 9, 9], [4, 5, 6, 7]])
-    packed = pack_microbatch(ids_BS, [3, 4, 2], [0, 2], multiple=2, row_multiple=4)
+    ids = [np.array([1, 2, 3], np.int32), np.array([4, 5], np.int32)]
+    packed = pack_microbatch(ids, [0, 2], multiple=2, row_multiple=4, where=torch.device("cpu"))
 
     assert packed.tokens_1T.tolist() == [[1, 2, 3, 0, 4, 5, 0, 0]]
     assert packed.labels_1T.tolist() == [[2, 3, 0, 0, 5, 0, 0, 0]]
@@ -21,6 +22,14 @@ def test_rows_are_padded_labelled_and_found_again() -> None:
     per_token_1T = torch.arange(8.0)[None] + 10
     assert packed.unpack(per_token_1T).tolist() == [[10.0, 11.0], [14.0, 0.0]]
     assert packed.real_BS.tolist() == [[True, True], [True, False]]
+    values = [np.array([9.0, 1.0, 2.0], np.float32), np.array([9.0, 3.0], np.float32)]
+    assert packed.align(values).tolist() == [[1.0, 2.0], [3.0, 0.0]]
+
+
+def test_rows_of_one_token_have_nothing_to_predict() -> None:
+    packed = pack_microbatch([np.zeros(1, np.int32)] * 2, [0, 1], multiple=4, row_multiple=1, where=torch.device("cpu"))
+    assert packed.tokens_1T.shape == (1, 8)
+    assert packed.unpack(torch.zeros(1, 8)).shape == packed.align([np.zeros(1, np.float32)] * 2).shape == (2, 0)
 
 
 def test_attention_equals_one_call_per_sequence() -> None:

@@ -15,16 +15,15 @@ from recipes.types import TrainBatch
 
 
 def _batch() -> TrainBatch:
-    ids_BS = torch.arange(12).view(4, 3)
     return TrainBatch(
-        input_ids_BS=ids_BS,
-        input_lengths_B=torch.tensor([3, 2, 3, 1]),
-        token_mask_BS=torch.tensor([[1.0, 1.0, 1.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]),
-        sample_mask_B=torch.tensor([1.0, 1.0, 0.0, 1.0]),
-        generation_logprobs_BS=torch.zeros(4, 3),
-        advantages_BS=torch.zeros(4, 3),
-        rewards_B=torch.zeros(4, dtype=torch.float64),
+        tokens=("first", "second"),
         group_B=torch.tensor([0, 0, 1, 1]),
+        member_B=torch.tensor([0, 1, 0, 1]),
+        lengths_B=torch.tensor([3, 2, 3, 1]),
+        sample_mask_B=torch.tensor([1.0, 1.0, 0.0, 1.0]),
+        advantages_B=torch.tensor([0.0, 1.0, 2.0, 3.0]),
+        rewards_B=torch.zeros(4, dtype=torch.float64),
+        flag_advantages=(None, -5.0, None, None),
     )
 
 
@@ -32,14 +31,24 @@ def test_every_shard_gets_its_rows_in_the_order_of_its_microbatches() -> None:
     plan = [Shard(microbatches=((2, 0), (3,))), Shard(microbatches=((1,),))]
     first, second = split(_batch(), plan)
     assert first.microbatches == ((0, 1), (2,))
-    assert first.batch.input_ids_BS[:, 0].tolist() == [6, 0, 9]
-    assert second.batch.input_lengths_B.tolist() == [2]
+    assert first.batch.advantages_B.tolist() == [2.0, 0.0, 3.0]
+    assert (first.batch.group_B.tolist(), first.batch.member_B.tolist()) == ([1, 0, 1], [0, 0, 1])
+    assert second.batch.lengths_B.tolist() == [2]
+    assert first.batch.flag_advantages == second.batch.flag_advantages == (None, -5.0, None, None)
+
+
+def test_a_shard_refers_to_the_groups_of_its_rows_only() -> None:
+    first, second = split(_batch(), [Shard(microbatches=((0,), (1,))), Shard(microbatches=((2, 3),))])
+    assert (first.batch.tokens, second.batch.tokens) == (("first",), ("second",))
+    assert second.batch.group_B.tolist() == [0, 0]
 
 
 def test_results_return_to_the_order_of_the_batch() -> None:
     plan = [Shard(microbatches=((2, 0), (3,))), Shard(microbatches=((1,),))]
-    parts = [torch.tensor([[2.0], [0.0], [3.0]]), torch.tensor([[1.0]])]
-    assert scatter_rows(parts, plan, shape=(4, 1)).tolist() == [[0.0], [1.0], [2.0], [3.0]]
+    parts = [torch.tensor([2.0, 2.1, 2.2, 0.0, 0.1, 0.2, 3.0]), torch.tensor([1.0, 1.1])]
+    rows = scatter_rows(parts, plan, lengths=[3, 2, 3, 1])
+    expected = [[0.0, 0.1, 0.2], [1.0, 1.1], [2.0, 2.1, 2.2], [3.0]]
+    assert [row.tolist() for row in rows] == [pytest.approx(row) for row in expected]
 
 
 def test_metrics_add_up_and_extremes_stay_extremes() -> None:
@@ -99,12 +108,12 @@ def test_microbatches_follow_each_other_within_a_shard_and_a_shard_may_be_empty(
     shards = [Shard(microbatches=((2, 0), (3,), (1,))), Shard(microbatches=())]
     first, second = split(_batch(), shards)
     assert first.microbatches == ((0, 1), (2,), (3,))
-    assert (second.microbatches, second.batch.input_ids_BS.shape) == ((), (0, 3))
-    parts = [torch.tensor([[2.0], [0.0], [3.0], [1.0]]), torch.zeros(0, 1)]
-    assert scatter_rows(parts, shards, shape=(4, 1)).tolist() == [[0.0], [1.0], [2.0], [3.0]]
+    assert (second.microbatches, second.batch.tokens, len(second.batch.lengths_B)) == ((), (), 0)
+    rows = scatter_rows([torch.tensor([2.0, 0.0, 3.0, 1.0]), torch.zeros(0)], shards, lengths=[1] * 4)
+    assert [row.tolist() for row in rows] == [[0.0], [1.0], [2.0], [3.0]]
 
 
 def test_a_rank_without_an_answer_is_an_error() -> None:
     shards = [Shard(microbatches=((0, 1),)), Shard(microbatches=((2, 3),))]
     with pytest.raises(ValueError, match="zip"):
-        scatter_rows([torch.zeros(2, 1)], shards, shape=(4, 1))
+        scatter_rows([torch.zeros(2)], shards, lengths=[1] * 4)

@@ -14,6 +14,7 @@ import pytest
 from recipes.grpo.log import RunLogger
 from recipes.grpo.metrics import StepMetrics, aggregate_rollouts
 from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
+from tests.groups import LocalStore, group_of
 
 AGENTS = ("math_with_judge", "mcqa", "reasoning_gym", "structured_outputs")
 START = {"math_with_judge": 0.30, "mcqa": 0.45, "reasoning_gym": 0.20, "structured_outputs": 0.35}
@@ -72,9 +73,7 @@ def sample_group(rng: random.Random, row: int, step: int, num_steps: int, size: 
         )
     prompt = PromptRef(epoch=0, row_index=row, prompt_id=f"{row:016x}")
     text = f"What is 7 + 5? Use \\boxed{{}} & <script>alert({row})</script>"
-    return Group(
-        prompt=prompt, agent=agent, prompt_text=text, target_step=step - 1, version=version, rollouts=tuple(rollouts)
-    )
+    return group_of(rollouts, prompt=prompt, agent=agent, prompt_text=text, target_step=step - 1, version=version)
 
 
 def validation(metrics: StepMetrics, step: int, num_steps: int) -> None:
@@ -97,10 +96,11 @@ def write_run(run_dir: Path, *, num_steps: int, planned: int = 40, val_period: i
         if step:
             groups = [sample_group(rng, 4 * step + row, step, planned) for row in range(8)]
             add_training(metrics, groups, rng)
-            run.log_rollouts("train", step, groups, limit=8)
+            run.log_rollouts("train", step, groups, LocalStore(), limit=8)
         if step % val_period == 0:
             validation(metrics, step, planned)
-            run.log_rollouts("val", step, [sample_group(rng, row, step, planned, size=1) for row in range(6)], limit=6)
+            held_out = [sample_group(rng, row, step, planned, size=1) for row in range(6)]
+            run.log_rollouts("val", step, held_out, LocalStore(), limit=6)
         phases = [value for key, value in metrics.as_dict().items() if key.startswith("timing/train/")]
         metrics.add({"total_step_time": sum(phases) + 0.1}, prefix="timing/train/")
         run.log(metrics)

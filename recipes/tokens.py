@@ -1,0 +1,188 @@
+"""The tokens of a finished group as flat arrays, which lie in the object store, and the headers that the driver keeps.
+
+Rollouts differ in length a hundredfold. So nothing is padded here: the rollouts of a group lie end to end in one array
+per field, with offsets. What a rank trains on is cut out of them when its microbatch is due.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recipes.types import NUM_FLAGS, Rollout, RolloutHeader, Turn, TurnFlags
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowTokens:
+    """One rollout, cut out of its group: L tokens, N of them sampled, in U turns. The arrays are views."""
+
+    token_ids: Array  # int32 [L], at least one
+    sampled_logprobs: Array  # float32 [N]
+    turns: Array  # int32 [U, 3], see `GroupTokens`; they cover the tokens
+
+    def token_mask(self) -> Array:
+        """Return float32 [L], 1 on sampled tokens."""
+        return self._spread(np.zeros(len(self.turns), np.float32), np.ones(len(self.turns), np.float32))
+
+    def logprobs(self) -> Array:
+        """Return float32 [L]: the engine's log-probability of sampled tokens, 0 elsewhere."""
+        logprobs = np.zeros(len(self.token_ids), np.float32)
+        logprobs[self.token_mask() > 0] = self.sampled_logprobs
+        return logprobs
+
+    def advantages(self, advantage: float, flag_advantages: Sequence[float | None]) -> Array:
+        """Return float32 [L]: on sampled tokens the entry of `flag_advantages` for the flags of their turn.
+
+        `flag_advantages` has an entry for each combination of `TurnFlags`. Where it is None, and on all other tokens,
+        the result is `advantage`.
+        """
+        by_flags = np.array([advantage if value is None else value for value in flag_advantages], np.float32)
+        own = np.full(len(self.turns), advantage, np.float32)
+        return self._spread(own, by_flags[self.turns[:, 2]])
+
+    def _spread(self, prompt_values: Array, sampled_values: Array) -> Array:
+        """Repeat one value over the prompt, and one over the sampled tokens, of every turn."""
+        values = np.stack([prompt_values, sampled_values], axis=1)
+        return np.repeat(values.ravel(), self.turns[:, :2].ravel())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GroupTokens:
+    """Everything of a group's G rollouts that is as long as their tokens.
+
+    `x_offsets` is int64 [G + 1]: rollout g owns the entries x_offsets[g] to x_offsets[g + 1] of `x`.
+    """
+
+    token_ids: Array  # int32, prompts and answers of all turns in order
+    token_ids_offsets: Array
+    logprobs: Array  # float32, natural log, of the sampled tokens
+    logprobs_offsets: Array
+    turns: Array  # int32 [U, 3]: new prompt tokens, sampled tokens, `TurnFlags`
+    turns_offsets: Array
+    versions: Array  # int32 [V, 2]: weight version, and how many sampled tokens in a row have it
+    versions_offsets: Array
+    text: Array  # uint8, the last answer in UTF-8, for logs and the report
+    text_offsets: Array
+
+    def row(self, member: int) -> RowTokens:
+        """Return one rollout. One without any token has a single token 0 that is not sampled: a row is never empty."""
+        token_ids = self._of(member, self.token_ids, self.token_ids_offsets)
+        turns = self._of(member, self.turns, self.turns_offsets)
+        return RowTokens(
+            token_ids=token_ids if len(token_ids) else np.zeros(1, np.int32),
+            sampled_logprobs=self._of(member, self.logprobs, self.logprobs_offsets),
+            turns=turns if len(token_ids) else np.array([[1, 0, 0]], np.int32),
+        )
+
+    def output_text(self, member: int) -> str:
+        """Return the decoded last answer of a rollout."""
+        return str(self._of(member, self.text, self.text_offsets).tobytes(), "utf-8", "surrogatepass")
+
+    @staticmethod
+    def _of(member: int, values: Array, offsets: Array) -> Array:
+        return values[offsets[member] : offsets[member + 1]]
+
+
+class TokenStore(Protocol):
+    """Where the arrays of groups lie, outside of the driver."""
+
+    def put(self, tokens: GroupTokens) -> Any:
+        """Store a group's arrays; returns the reference, which keeps them as long as someone holds it."""
+        ...
+
+    def get(self, references: Sequence[Any]) -> list[GroupTokens]:
+        """Return the arrays, read-only; raises `StalledError` when they do not come, `RunError` when they are lost."""
+        ...
+
+
+def pack_rollouts(rollouts: Sequence[Rollout]) -> tuple[tuple[RolloutHeader, ...], GroupTokens]:
+    """Return the headers and the arrays of a group's rollouts; raises `OverflowError` for an id beyond 32 bits."""
+    ids = [_flat((ids for turn in r.turns for ids in (turn.prompt_token_ids, turn.token_ids)), "i4") for r in rollouts]
+    logprobs = [_flat((turn.logprobs for turn in r.turns), "f4") for r in rollouts]
+    turns = [_table([_turn_entry(turn) for turn in r.turns], 3) for r in rollouts]
+    versions = [_table(_version_runs(r), 2) for r in rollouts]
+    texts = [np.frombuffer(r.output_text.encode("utf-8", "surrogatepass"), np.uint8) for r in rollouts]
+    tokens = GroupTokens(
+        token_ids=_joined(ids, "i4"),
+        token_ids_offsets=_offsets(ids),
+        logprobs=_joined(logprobs, "f4"),
+        logprobs_offsets=_offsets(logprobs),
+        turns=_joined([_table([], 3), *turns], "i4"),
+        turns_offsets=_offsets(turns),
+        versions=_joined([_table([], 2), *versions], "i4"),
+        versions_offsets=_offsets(versions),
+        text=_joined(texts, "u1"),
+        text_offsets=_offsets(texts),
+    )
+    return tuple(_header(rollout) for rollout in rollouts), tokens
+
+
+def store_rollouts(rollouts: Sequence[Rollout], store: TokenStore) -> tuple[tuple[RolloutHeader, ...], Any]:
+    """Put a group's tokens where the policy fetches them; return the headers of its rollouts and the reference."""
+    headers, tokens = pack_rollouts(rollouts)
+    return headers, store.put(tokens)
+
+
+def _header(rollout: Rollout) -> RolloutHeader:
+    turns, generated, versions = [0] * NUM_FLAGS, [0] * NUM_FLAGS, Counter[int]()
+    for turn in rollout.turns:
+        turns[_flags(turn)] += 1
+        generated[_flags(turn)] += len(turn.token_ids)
+    for version, count in _version_runs(rollout):
+        versions[version] += count
+    lengths = [len(turn.token_ids) for turn in rollout.turns] or [0]
+    return RolloutHeader(
+        status=rollout.status,
+        reason=rollout.reason,
+        reward=rollout.reward,
+        is_flagged=rollout.is_flagged,
+        metrics=rollout.metrics,
+        seconds=rollout.seconds,
+        env_seconds=rollout.env_seconds,
+        num_tokens=sum(len(turn.prompt_token_ids) for turn in rollout.turns) + sum(lengths),
+        num_prompt_tokens=len(rollout.turns[0].prompt_token_ids) if rollout.turns else 0,
+        first_answer_tokens=lengths[0],
+        last_answer_tokens=lengths[-1],
+        longest_answer_tokens=max(lengths),
+        turns_by_flags=tuple(turns),
+        generated_by_flags=tuple(generated),
+        tokens_by_version=tuple(sorted(versions.items())),
+        finish_reason=rollout.turns[-1].finish_reason if rollout.turns else None,
+    )
+
+
+def _flags(turn: Turn) -> int:
+    invalid = TurnFlags.INVALID_TOOL_CALL if turn.is_invalid_tool_call else 0
+    return int(invalid | (TurnFlags.MALFORMED_THINKING if turn.has_malformed_thinking else 0))
+
+
+def _turn_entry(turn: Turn) -> tuple[int, int, int]:
+    return len(turn.prompt_token_ids), len(turn.token_ids), _flags(turn)
+
+
+def _version_runs(rollout: Rollout) -> list[tuple[int, int]]:
+    spans = (span for turn in rollout.turns for span in turn.versions)
+    return [(span.version, span.end - span.start) for span in spans if span.end > span.start]
+
+
+def _flat(parts: Iterable[Sequence[float]], dtype: str) -> Array:
+    return _joined([np.asarray(part, dtype) for part in parts], dtype)
+
+
+def _table(entries: Sequence[tuple[int, ...]], width: int) -> Array:
+    return np.array(entries, "i4").reshape(-1, width)
+
+
+def _joined(parts: Sequence[Array], dtype: str) -> Array:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype)
+
+
+def _offsets(parts: Sequence[Array]) -> Array:
+    return np.cumsum([0, *(len(part) for part in parts)], dtype=np.int64)

@@ -1,0 +1,41 @@
+"""Groups for tests: rollouts in, headers out, with their arrays in a store that is this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from recipes.tokens import GroupTokens, pack_rollouts
+from recipes.types import Group, PromptRef, Rollout
+
+
+class LocalStore:
+    """The reference is the arrays."""
+
+    def put(self, tokens: GroupTokens) -> GroupTokens:
+        return tokens
+
+    def get(self, references: Sequence[GroupTokens]) -> list[GroupTokens]:
+        return list(references)
+
+
+def group_of(rollouts: Sequence[Rollout], **values: Any) -> Group:
+    """Return a finished group of these rollouts; `values` are its other fields, which have a default here."""
+    headers, tokens = pack_rollouts(rollouts)
+    defaults = {
+        "prompt": PromptRef(epoch=0, row_index=0, prompt_id="ab" * 8),
+        "agent": "a",
+        "prompt_text": "",
+        "target_step": 0,
+        "version": 0,
+    }
+    return Group(**{**defaults, **values}, rollouts=headers, tokens=tokens)
+
+
+def as_lists(tokens: GroupTokens) -> dict[str, Any]:
+    """Return every array with its type and its values, to compare two groups' arrays."""
+    arrays: dict[str, np.ndarray[Any, Any]] = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
+    return {name: (str(array.dtype), array.tolist()) for name, array in arrays.items()}

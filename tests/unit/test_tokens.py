@@ -1,0 +1,90 @@
+"""The arrays of a group: every token in its place, every size in the header, whatever the rollouts are like."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+
+from recipes.tokens import pack_rollouts
+from recipes.types import Rollout, RolloutStatus, Turn, VersionSpan
+from tests.groups import as_lists
+
+
+def turn(prompt: tuple[int, ...], sampled: tuple[int, ...], *spans: tuple[int, int, int], **flags: bool) -> Turn:
+    return Turn(
+        prompt_token_ids=prompt,
+        token_ids=sampled,
+        logprobs=tuple(-0.5 * (n + 1) for n in range(len(sampled))),
+        versions=tuple(VersionSpan(version=version, start=start, end=end) for version, start, end in spans),
+        finish_reason="stop" if sampled else "length",
+        **flags,
+    )
+
+
+def rollout(*turns: Turn, text: str = "", reward: float | None = 1.0) -> Rollout:
+    return Rollout(turns=turns, status=RolloutStatus.COMPLETED, reason="r", reward=reward, output_text=text)
+
+
+ROLLOUTS = [
+    rollout(
+        turn((1, 2), (3, 4, 5), (6, 0, 1), (7, 1, 3), is_invalid_tool_call=True),
+        turn((6,), (7,), (7, 0, 1), has_malformed_thinking=True),
+        turn((8, 9), ()),
+        text="half a pair \ud800, a line \u2028 and \u00e4",
+    ),
+    rollout(reward=None),
+    rollout(turn((), ())),
+    rollout(turn((1,), (2**31 - 1,), (7, 0, 1)), text="x"),
+]
+
+
+def test_rows_are_cut_out_of_the_group() -> None:
+    _, tokens = pack_rollouts(ROLLOUTS)
+    row = tokens.row(0)
+    assert row.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert row.token_mask().tolist() == [0, 0, 1, 1, 1, 0, 1, 0, 0]
+    assert row.logprobs().tolist() == [0, 0, -0.5, -1.0, -1.5, 0, -0.5, 0, 0]
+    assert row.advantages(0.25, (None, -5.0, -2.0, None)).tolist() == [0.25] * 2 + [-5] * 3 + [0.25, -2] + [0.25] * 2
+    assert tokens.row(3).token_ids.tolist() == [1, 2**31 - 1]
+    assert [tokens.output_text(member) for member in range(4)] == [one.output_text for one in ROLLOUTS]
+
+
+@pytest.mark.parametrize("member", [1, 2])
+def test_a_rollout_without_a_token_is_a_row_that_nothing_is_learned_from(member: int) -> None:
+    row = pack_rollouts(ROLLOUTS)[1].row(member)
+    assert (row.token_ids.tolist(), row.token_mask().tolist(), row.logprobs().tolist()) == ([0], [0.0], [0.0])
+    assert row.advantages(0.5, (None,) * 4).tolist() == [0.5]
+
+
+def test_a_header_has_every_size_that_the_driver_needs() -> None:
+    (first, failed, empty, last), _ = pack_rollouts(ROLLOUTS)
+    assert (first.num_tokens, first.num_prompt_tokens, first.num_generated_tokens, first.num_turns) == (9, 2, 4, 3)
+    assert (first.first_answer_tokens, first.last_answer_tokens, first.longest_answer_tokens) == (3, 0, 3)
+    assert (first.turns_by_flags, first.generated_by_flags) == ((1, 1, 1, 0), (0, 3, 1, 0))
+    assert first.tokens_by_version == ((6, 1), (7, 3))
+    assert (first.finish_reason, failed.finish_reason, last.finish_reason) == ("length", None, "stop")
+    assert [one.is_valid for one in (first, failed, empty, last)] == [True, False, False, True]
+
+
+def test_a_header_does_not_grow_with_the_tokens() -> None:
+    sizes = []
+    for length in (200, 20_000):
+        headers, tokens = pack_rollouts(
+            [rollout(turn((1,) * length, (2,) * length, (3, 0, length)), text="t" * length)]
+        )
+        assert tokens.token_ids.dtype == np.int32
+        assert tokens.logprobs.dtype == np.float32
+        sizes.append(len(pickle.dumps(headers)))
+    assert sizes[1] < sizes[0] + 50
+
+
+def test_a_group_without_rollouts_and_one_without_tokens_have_arrays() -> None:
+    assert as_lists(pack_rollouts([])[1])["token_ids_offsets"] == ("int64", [0])
+    assert as_lists(pack_rollouts([rollout()])[1])["turns"] == ("int32", [])
+
+
+def test_an_id_that_does_not_fit_is_an_error_and_not_another_token() -> None:
+    with pytest.raises(OverflowError):
+        pack_rollouts([rollout(turn((1,), (2**31,)))])
