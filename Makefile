@@ -241,6 +241,11 @@ bench-train: tiny ## measure asynchronous against synchronous training, and roll
 #= ARGS
 	$(PYTHON) -m tools.bench $(ARGS)
 
+.PHONY: bench-scale
+bench-scale: $(READY) ## measure what a step of 4,096 rollouts costs the driver, on random tokens
+#= ARGS="--ranks 2"
+	$(PYTHON) -m tools.bench.scale $(ARGS)
+
 .PHONY: bench-data
 bench-data: $(READY) ## measure split, fill and validate beside cat, sha256sum, head and tail
 #= ARGS="--rounds 5"

@@ -1,0 +1,28 @@
+"""The scale bench on a real object store: what passes through the driver grows with rollouts, not with their tokens."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from speed import patiently
+
+pytestmark = pytest.mark.functional
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_driver_does_not_see_the_tokens(tmp_path: Path) -> None:
+    out = tmp_path / "scale.json"
+    command = [sys.executable, "-m", "tools.bench.scale", "--prompts", "16", "--ranks", "1", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patiently(120))
+    assert done.returncode == 0, done.stderr[-2000:]
+    quarter, half, full, short, _ = json.loads(out.read_text())["steps"]
+    assert full["num_tokens"] > 2.5 * short["num_tokens"]
+    assert full["stored_bytes"] > 8 * full["num_tokens"]
+    assert full["driver_bytes"] < 1.1 * short["driver_bytes"]
+    assert quarter["driver_bytes"] < 0.5 * half["driver_bytes"] + 20_000
+    assert 0 < full["first_microbatch_seconds"] < patiently(60)
