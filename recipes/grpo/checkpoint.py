@@ -30,7 +30,7 @@ from recipes.errors import CheckpointError, Problem
 from recipes.files import sha256_of, sync_directory, sync_tree, write_atomically
 from recipes.grpo.buffer import read_groups, write_groups
 from recipes.grpo.data import DataIdentity
-from recipes.grpo.rollout import CollectorState, DrawnPrompt
+from recipes.grpo.draw import CollectorState, DrawnPrompt
 from recipes.types import PromptRef
 
 logger = logging.getLogger(__name__)

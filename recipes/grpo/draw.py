@@ -12,9 +12,11 @@ import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from recipes.grpo.data import PromptStream
+from recipes.tokens import GroupTokens
 from recipes.types import Group, PromptRef, RolloutStatus, Row
 
 if TYPE_CHECKING:
@@ -85,6 +87,33 @@ class CircuitBreaker:
         # Copied at once: the collector's thread may add an environment or a verdict.
         copies = [(name, list(recent)) for name, recent in list(self._verdicts.items())]
         return {name: recent.count(False) / len(recent) for name, recent in copies if recent}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnPrompt:
+    """A prompt that was drawn for a step and has no finished group yet."""
+
+    position: int  # in the prompt stream
+    target_step: int
+    prompt: PromptRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectorState:
+    """What a checkpoint keeps: everything drawn and not yet trained on, at one moment."""
+
+    position: int  # next prompt of the stream to draw
+    in_flight: tuple[DrawnPrompt, ...]
+    finished: tuple[Group, ...]  # groups that wait in the buffer
+    failed: tuple[tuple[PromptRef, str], ...]  # prompts that never trained, with the reason
+    skipped: tuple[int, ...] = ()  # positions that are not drawn: their prompts were trained before the data changed
+    set_aside: tuple[int, ...] = ()  # positions of prompts that wait for their environment
+    finished_tokens: tuple[GroupTokens, ...] = ()  # of `finished`
+
+    def num_left(self, num_prompts: int) -> int:
+        """Return how many of the stream's `num_prompts` can still be trained on."""
+        ahead = num_prompts - self.position - sum(position >= self.position for position in self.skipped)
+        return ahead + len(self.in_flight) + len(self.finished) + len(self.set_aside)
 
 
 class PromptQueue:

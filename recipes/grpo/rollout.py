@@ -29,8 +29,8 @@ from recipes.environments.contract.rows import last_user_text
 from recipes.errors import RequestError, RunError, StalledError
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.data import PromptStream
-from recipes.grpo.draw import CircuitBreaker, Prompt, PromptQueue
-from recipes.tokens import GroupTokens, TokenStore, store_rollouts
+from recipes.grpo.draw import CircuitBreaker, CollectorState, DrawnPrompt, Prompt, PromptQueue
+from recipes.tokens import TokenStore, store_rollouts
 from recipes.types import Completion, Group, ModelClient, PromptRef, Rollout, RolloutStatus, Row, Sampling
 
 if TYPE_CHECKING:
@@ -70,33 +70,6 @@ class RolloutSettings:
     max_model_len: int  # tokens, prompt and answer together
     rollout_seconds: float  # deadline of one rollout
     circuit_breaker: CircuitBreakerConfig
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnPrompt:
-    """A prompt that was drawn for a step and has no finished group yet."""
-
-    position: int  # in the prompt stream
-    target_step: int
-    prompt: PromptRef
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectorState:
-    """What a checkpoint keeps: everything drawn and not yet trained on, at one moment."""
-
-    position: int  # next prompt of the stream to draw
-    in_flight: tuple[DrawnPrompt, ...]
-    finished: tuple[Group, ...]  # groups that wait in the buffer
-    failed: tuple[tuple[PromptRef, str], ...]  # prompts that never trained, with the reason
-    skipped: tuple[int, ...] = ()  # positions that are not drawn: their prompts were trained before the data changed
-    set_aside: tuple[int, ...] = ()  # positions of prompts that wait for their environment
-    finished_tokens: tuple[GroupTokens, ...] = ()  # of `finished`
-
-    def num_left(self, num_prompts: int) -> int:
-        """Return how many of the stream's `num_prompts` can still be trained on."""
-        ahead = num_prompts - self.position - sum(position >= self.position for position in self.skipped)
-        return ahead + len(self.in_flight) + len(self.finished) + len(self.set_aside)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,10 @@ from recipes.grpo import refit
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.checkpoint import LedgerEntry, SavedState, latest_checkpoint, load_state, step_dir
 from recipes.grpo.data import PromptDataset, PromptStream, require_rows
+from recipes.grpo.draw import CollectorState
 from recipes.grpo.log import RunLogger
 from recipes.grpo.loss import grpo_loss
-from recipes.grpo.rollout import CollectorState, RolloutCollector, RolloutSettings
+from recipes.grpo.rollout import RolloutCollector, RolloutSettings
 from recipes.grpo.run import PolicyHandle, Run, TrainState
 from recipes.grpo.validate import ValidationSet
 from recipes.policy.policy import Policy

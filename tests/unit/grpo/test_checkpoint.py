@@ -24,7 +24,7 @@ from recipes.grpo.checkpoint import (
     save_checkpoint,
 )
 from recipes.grpo.data import DataIdentity
-from recipes.grpo.rollout import CollectorState, DrawnPrompt
+from recipes.grpo.draw import CollectorState, DrawnPrompt
 from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
 from tests.groups import as_lists, group_of
 

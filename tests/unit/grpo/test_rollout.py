@@ -20,7 +20,8 @@ from recipes.config.tree import CircuitBreakerConfig
 from recipes.errors import EngineError, RequestError, RunError, StalledError
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.data import PromptDataset, PromptStream
-from recipes.grpo.rollout import CollectorState, PolicyClient, RolloutCollector, RolloutSettings
+from recipes.grpo.draw import CollectorState
+from recipes.grpo.rollout import PolicyClient, RolloutCollector, RolloutSettings
 from recipes.types import Completion, ModelClient, Rollout, RolloutStatus, Row, Sampling, Turn, VersionSpan
 from tests.groups import LocalStore
 

@@ -13,7 +13,7 @@ import pytest
 from recipes.errors import CheckpointError, ConfigError, DataError
 from recipes.grpo.checkpoint import LedgerEntry, SavedState
 from recipes.grpo.data import DataIdentity, PromptDataset, PromptStream
-from recipes.grpo.rollout import CollectorState, DrawnPrompt
+from recipes.grpo.draw import CollectorState, DrawnPrompt
 from recipes.grpo.setup import _num_steps, _open_data, on_same_data, require_window
 from recipes.types import Group, PromptRef
 
