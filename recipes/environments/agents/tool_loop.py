@@ -64,6 +64,14 @@ async def tool_loop(episode: Episode) -> Rollout:
     session = await episode.verifier.open(episode.row)
     if isinstance(session, NoVerdict):
         return unscored((), session.status, session.reason, seconds=time.monotonic() - start)
+    try:
+        return await _in_session(episode, session, start)
+    finally:
+        await session.close()
+
+
+async def _in_session(episode: Episode, session: Session, start: float) -> Rollout:
+    """Run the rollout that began at `start`, in seconds of the monotonic clock."""
     conversation = _Conversation()
     waited = [time.monotonic() - start]  # seconds in the environment: the session, the tools, the verdict
     try:

@@ -46,6 +46,10 @@ class Session(Protocol):
         """Score the response to the session's row. Never raises for a failed environment."""
         ...
 
+    async def close(self) -> None:
+        """Let go of what the tools hold. Who opened a session closes it, however its rollout ended."""
+        ...
+
 
 class VerifierClient(Protocol):
     """What agents, and wrappers such as the benchmark's, know of a verifier."""
@@ -137,10 +141,8 @@ class LocalSession:
         return answer
 
     async def verify(self, response: Response) -> Verdict | NoVerdict:
-        """Score the response to the session's row, and end the session."""
-        verdict = await self.client.verify(self.row, response)
-        await self.close()
-        return verdict
+        """Score the response to the session's row."""
+        return await self.client.verify(self.row, response)
 
     async def close(self) -> None:
         """End the session's part in the sandbox."""
@@ -255,3 +257,6 @@ class HttpSession:
     async def verify(self, response: Response) -> Verdict | NoVerdict:
         """Score the response on the server that has the session."""
         return await self.client.with_retries(lambda: self.client.ask_verdict(self.row, response, self.cookies))
+
+    async def close(self) -> None:
+        """Do nothing: the server ends a session at its verdict, or when others need its place."""
