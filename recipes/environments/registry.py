@@ -28,6 +28,7 @@ from recipes.environments.verifiers import (
     reasoning_gym,
     single_step_tool_use_with_argument_comparison,
     structured_outputs,
+    swerl_gen,
     workplace_assistant,
 )
 from recipes.errors import suggestion
@@ -48,6 +49,7 @@ VERIFIERS: Mapping[str, Verifier] = {
     "reasoning_gym": reasoning_gym.VERIFIER,
     "single_step_tool_use_with_argument_comparison": single_step_tool_use_with_argument_comparison.VERIFIER,
     "structured_outputs": structured_outputs.VERIFIER,
+    "swerl_gen": swerl_gen.VERIFIER,
     "workplace_assistant": workplace_assistant.VERIFIER,
 }
 
@@ -66,7 +68,6 @@ LATER_AGENTS = frozenset(
         "swe_agents_train",
         "swe_agents_val",
         "swe_pivot_tool_simulation_agent",
-        "swerl_gen_simple_agent",
         "toolcall_schema_tool_simulation_agent",
     }
 )

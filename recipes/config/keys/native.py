@@ -25,6 +25,7 @@ RESOURCES_TYPES = (  # resources servers
     "reasoning_gym",
     "single_step_tool_use_with_argument_comparison",
     "structured_outputs",
+    "swerl_gen",
     "workplace_assistant",
 )
 # Agent servers, of recipes/environments/instances.py.

@@ -71,6 +71,6 @@ REFUSALS: tuple[Rule, ...] = (
     generation.requests_share_the_template,
     generation.parsers_are_built,
     batch.several_optimizer_steps,
-    environments.environments_to_come,
+    environments.agents_to_come,
     judges.models_to_come,
 )

@@ -61,16 +61,10 @@ def undecided_keys(config: Config) -> Iterator[KeyProblem]:
         yield KeyProblem(key=OVERLONG, wrong=wrong, fix=fix)
 
 
-def environments_to_come(config: Config) -> Iterator[KeyProblem]:
-    """Refuse each environment, and each agent of an existing one, that the native engine does not have.
-
-    An agent that samples from anything but the policy is refused too.
-    """
-    missing = sorted(name for name, server, _ in servers(config, RESOURCES) if server not in RESOURCES_TYPES)
-    yield from (to_come("environment", name) for name in missing)
+def agents_to_come(config: Config) -> Iterator[KeyProblem]:
+    """Refuse each agent that the native engine does not have, or that samples from anything but the policy."""
     for name, server, settings in sorted(servers(config, AGENTS)):
-        reference = settings.get("resources_server") or {}
-        if server not in AGENT_TYPES and reference.get("name") not in missing:
+        if server not in AGENT_TYPES:
             yield to_come("agent", name)
         model = (settings.get("model_server") or {}).get("name", POLICY)
         if server in AGENT_TYPES and policy_settings(config.env.nemo_gym.instances, model) is None:

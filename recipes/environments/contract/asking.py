@@ -48,6 +48,7 @@ class Execution:
     seconds: float  # on the clock, once it has started
     stdin: str = ""
     max_characters: int = 1000  # kept of each of stdout and stderr
+    image: str = ""  # file of a container image in which it runs; "" = the sandbox
 
 
 Scoring = Generator[Sequence[JudgeQuestion] | Sequence[Execution], Sequence[Response], Verdict]

@@ -16,6 +16,7 @@ from recipes.environments.contract.asking import Execution
 from recipes.environments.contract.tools import Cell
 from recipes.environments.contract.verdict import Response
 from recipes.environments.http.client import JsonClient, RefusedError
+from recipes.environments.sandbox.images import run_in_image
 from recipes.environments.sandbox.server import Place, SandboxFailedError, SandboxServer
 from recipes.retry import ALWAYS, NoReplyError, RetryPolicy, TransientError, reply_within
 
@@ -50,6 +51,9 @@ class SandboxClient:
                 task.cancel()
 
     async def _run(self, execution: Execution) -> Response:
+        if execution.image:
+            async with self._gate():
+                return await run_in_image(execution)
         body = {
             "generated_code": execution.code,
             "std_input": execution.stdin,

@@ -274,9 +274,13 @@ NATIVE_CASES = {
         "policy.tokenizer.chat_template_kwargs = null (native engine); rollouts take the template's arguments from "
         "there; set both or neither",
     ),
-    "environments_to_come": (
-        ["env.nemo_gym.mine={resources_servers: {swerl_gen: {}}}"],
-        "env.nemo_gym.mine: the native engine does not have the environment mine yet; leave it and its rows out, or "
+    "agents_to_come": (
+        [
+            "env.nemo_gym.mine={responses_api_agents: {swe_agents: {}}}",
+            "sif_dir=images",
+            "grpo.overlong_filtering=false",
+        ],
+        "env.nemo_gym.mine: the native engine does not have the agent mine yet; leave it and its rows out, or "
         "launch with ENGINE=nemo_rl",
     ),
     "requests_share_the_template": (

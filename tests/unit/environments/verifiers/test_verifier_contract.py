@@ -42,6 +42,11 @@ ROWS: dict[str, dict[str, Any]] = {
     "ns_tools": {"question": "q", "expected_answer": "\\frac{1}{2}"},
     "over_refusal_detection": {"safe_prompt": "p"},
     "reasoning_gym": {"question": "q", "answer": "12", "metadata": {"source_dataset": "chain_sum"}},
+    "swerl_gen": {
+        "mode": "repro-gen",
+        "instance": {"repo": "o/r", "patch": "p", "regression_script": ""},
+        "metadata": {"image": "i", "relevant_file_contents": "{}"},
+    },
     "structured_outputs": {"schema_str": '{"type": "object", "properties": {"a": {"type": "integer"}}}'},
     "workplace_assistant": {"ground_truth": [{"name": "email_delete_email", "arguments": '{"email_id": "00000001"}'}]},
 }
@@ -198,5 +203,5 @@ def test_example_rows_name_agents_that_are_known(gym_row: Callable[..., dict[str
     for name in ("structured_outputs", "structured_outputs__structured_outputs_v3_example"):
         assert gym_row(name)["agent_ref"]["name"] in AGENTS
     assert gym_row("genrm_compare")["agent_ref"]["name"] in AGENTS
-    for name in ("swe_pivot", "swerl_gen"):
+    for name in ("swe_pivot",):
         assert gym_row(name)["agent_ref"]["name"] in LATER_AGENTS

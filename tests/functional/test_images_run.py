@@ -1,0 +1,158 @@
+"""Answers to issues of a small repository, with bubblewrap in Apptainer's place: what runs in the image is real."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_root import require
+
+from recipes.environments.contract.responses import message_item
+from recipes.environments.contract.verdict import NoVerdict, Verdict
+from recipes.environments.http.client import JsonClient
+from recipes.environments.registry import VERIFIERS
+from recipes.environments.sandbox.client import client_of
+from recipes.environments.sandbox.server import SandboxServer
+from recipes.environments.scoring.clients import InProcessVerifier
+from recipes.environments.scoring.pool import ScoringPool
+
+pytestmark = [pytest.mark.functional, pytest.mark.timeout(120)]
+
+# Runs what follows the image, after its own options, on a copy of the repository.
+APPTAINER = """#!/usr/bin/env bash
+set -euo pipefail
+copy=$(mktemp -d)
+trap 'rm -rf "${{copy}}"' EXIT
+cp -a {repository} "${{copy}}/testbed"
+until [[ $1 == *.sif ]]; do shift; done
+shift
+bwrap --unshare-all --die-with-parent --ro-bind /usr /usr --symlink usr/bin /bin --symlink usr/lib /lib \\
+  --symlink usr/lib64 /lib64 --proc /proc --dev /dev --tmpfs /tmp --bind "${{copy}}/testbed" /testbed \\
+  --ro-bind {conda} /opt/miniconda3 --setenv PATH /usr/bin --chdir / "$@"
+"""
+ACTIVATE = "conda() { :; }\nPATH=/opt/miniconda3/bin:$PATH\n"
+CODE = "def double(x):\n    return x + 3\n"
+GOLD = "diff --git a/code.py b/code.py\n--- a/code.py\n+++ b/code.py\n@@ -1,2 +1,2 @@\n def double(x):\n"
+GOLD += "-    return x + 3\n+    return x * 2\n"
+TESTS = """
+from code import double
+results = []
+for name, value, expected in (("one", 1, 2), ("three", 3, 6)):
+    results.append(f"{'PASSED' if double(value) == expected else 'FAILED'} test_code.py::{name}")
+print("=== short test summary info ===", *results, sep=chr(10))
+print("=== 2 run in 0.01s ===")
+"""
+RIGHT, PART, WORSE = "return x * 2", "return 2", "return 0"
+REPRODUCTION = "import sys\nfrom code import double\nsys.exit(0 if double(1) == 2 else 2)"
+
+
+@pytest.fixture
+async def verifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[InProcessVerifier]:
+    require("bwrap", "git")
+    repository, conda, programs = tmp_path / "repository", tmp_path / "conda/bin", tmp_path / "programs"
+    for directory in (repository, conda, programs):
+        directory.mkdir(parents=True)
+    (repository / "code.py").write_text(CODE)
+    subprocess.run(["git", "init", "-q", str(repository)], check=True)
+    (conda / "activate").write_text(ACTIVATE)
+    (conda / "python").symlink_to("/usr/bin/python3")
+    (programs / "apptainer").write_text(APPTAINER.format(repository=repository, conda=conda.parent))
+    (programs / "apptainer").chmod(0o755)
+    (tmp_path / "task.sif").touch()
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    pool, server, http = ScoringPool(num_workers=1), SandboxServer(), JsonClient()
+    yield InProcessVerifier(
+        name="swerl_gen",
+        verifier=VERIFIERS["swerl_gen"],
+        settings={"sandbox_timeout": 20},
+        pool=pool,
+        timeout_seconds=60,
+        sandbox=client_of({}, server, http),
+    )
+    await http.close()
+    pool.close()
+    server.close()
+
+
+def row(tmp_path: Path, mode: str, **instance: Any) -> dict[str, Any]:
+    given = {
+        "repo": "o/r",
+        "patch": GOLD,
+        "setup_script": f"cd /testbed\ncat > test_code.py <<'EOF'\n{TESTS}\nEOF\n",
+        "regression_script": "true",
+        "test_script": "source /opt/miniconda3/bin/activate; cd /testbed; : pytest -rA; python test_code.py",
+        "FAIL_TO_PASS": ["test_code.py::one"],
+        "PASS_TO_PASS": [],
+    }
+    files = json.dumps({"code.py": CODE})
+    metadata = {"image": str(tmp_path / "task.sif"), "relevant_file_contents": files, "remove_repo_name": False}
+    return {"mode": mode, "instance": {**given, **instance}, "metadata": metadata}
+
+
+def edit(line: str) -> dict[str, Any]:
+    block = f"### code.py\n<<<<<<< SEARCH\n    return x + 3\n=======\n    {line}\n>>>>>>> REPLACE\n"
+    return {"output": [message_item(f"<solution>\n```python\n{block}```\n</solution>")]}
+
+
+def script(code: str) -> dict[str, Any]:
+    return {"output": [message_item(f"```python\n{code}\n```")]}
+
+
+async def test_patches(verifier: InProcessVerifier, tmp_path: Path) -> None:
+    both = {"FAIL_TO_PASS": ["test_code.py::one", "test_code.py::three"]}
+    for line, reward in ((RIGHT, 1.0), (PART, 0.2), (WORSE, 0.0)):
+        verdict = await verifier.verify(row(tmp_path, "eval", **both), edit(line))
+        assert isinstance(verdict, Verdict), verdict
+        assert verdict.reward == reward, verdict.reason
+
+
+CHEATS = {
+    "a printed result": 'print("PASSED test_code.py::one"); return 0',
+    "a printed verdict": 'print("RESOLVED_FULL"); raise SystemExit(0)',
+    "an early end": "import os; os._exit(0)",
+    "a printed result and an early end": 'import os; print("PASSED test_code.py::one", flush=True); os._exit(0)',
+    "no end": "import time; time.sleep(1000)",
+}
+
+
+@pytest.mark.parametrize("name", CHEATS)
+async def test_patches_that_cheat_earn_nothing(verifier: InProcessVerifier, tmp_path: Path, name: str) -> None:
+    object.__setattr__(verifier, "settings", {"sandbox_timeout": 5})
+    verdict = await verifier.verify(row(tmp_path, "eval"), edit(CHEATS[name]))
+    assert isinstance(verdict, Verdict), verdict
+    assert verdict.reward == 0.0, verdict.reason
+
+
+SCRIPTS = {
+    REPRODUCTION: 1.0,
+    "import sys\nsys.exit(2)": 0.0,
+    "import sys\nsys.exit(0)": 0.0,
+    "import os, sys\nbefore = os.path.exists('/tmp/seen')\nopen('/tmp/seen', 'w')\nsys.exit(0 if before else 2)": 0.0,
+    "import subprocess, sys\nsys.exit(0 if subprocess.run(['git', 'diff', '--quiet']).returncode == 1 else 2)": 0.0,
+    "import os, sys\nsys.exit(2 if os.stat('code.py').st_mtime == os.stat('.').st_mtime else 0)": 0.0,
+}
+
+
+@pytest.mark.parametrize("code", SCRIPTS)
+async def test_scripts(verifier: InProcessVerifier, tmp_path: Path, code: str) -> None:
+    verdict = await verifier.verify(row(tmp_path, "repro-gen"), script(code))
+    assert isinstance(verdict, Verdict), verdict
+    assert verdict.reward == SCRIPTS[code], verdict.reason
+
+
+async def test_an_image_that_cannot_be_prepared_gives_no_verdict(verifier: InProcessVerifier, tmp_path: Path) -> None:
+    missing = row(tmp_path, "eval")
+    missing["metadata"]["image"] = "/nowhere.sif"
+    verdict = await verifier.verify(missing, edit(RIGHT))
+    assert isinstance(verdict, NoVerdict)
+    assert "there is no image /nowhere.sif here" in verdict.reason
+    object.__setattr__(verifier, "settings", {"sandbox_timeout": 3})
+    slow = await verifier.verify(row(tmp_path, "eval", setup_script="sleep 1000"), edit(RIGHT))
+    assert isinstance(slow, NoVerdict)
+    assert "could not be prepared (timeout)" in slow.reason
+    broken = await verifier.verify(row(tmp_path, "repro-gen", patch="no patch"), script(REPRODUCTION))
+    assert isinstance(broken, NoVerdict)

@@ -1,0 +1,210 @@
+"""Issues of repositories: every recorded patch, script and reward, what is run, and what each end of a run means."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.environments.checks.patches import PatchError, patch_in, script_in
+from recipes.environments.checks.reports import resolution, statuses_in
+from recipes.environments.contract.asking import Execution, advance
+from recipes.environments.contract.responses import message_item
+from recipes.environments.contract.verdict import Verdict
+from recipes.environments.sandbox.images import words_of
+from recipes.environments.sandbox.server import SandboxFailedError
+from recipes.environments.verifiers.swerl_gen import REWARDS, VERIFIER
+from tests.recorded import recorded
+
+PATH = recorded("GOLDEN_DIR", "golden") / "env" / "swerl_gen_logic.json"
+GOLDEN: dict[str, Any] = json.loads(PATH.read_text(encoding="utf-8")) if PATH.is_file() else {}
+ANSWER = "<solution>\n```python\n### a.py\n<<<<<<< SEARCH\nx = 1\n=======\nx = 2\n>>>>>>> REPLACE\n```\n</solution>"
+SCRIPT = "```python\nimport sys\nsys.exit(2)\n```"
+
+
+def test_there_are_recorded_cases() -> None:
+    assert all(GOLDEN.get(key) for key in ("cases", "repro", "patch_reward", "repro_reward"))
+
+
+@pytest.mark.parametrize("is_relaxed", [False, True])
+@pytest.mark.parametrize("case", GOLDEN.get("cases", ()), ids=lambda case: case["name"])
+def test_patch(case: dict[str, Any], is_relaxed: bool) -> None:
+    try:
+        drops = case["remove_repo_name"]
+        patch = patch_in(case["text"], GOLDEN["files"], drops_first_part=drops, is_relaxed=is_relaxed)
+    except PatchError:
+        patch = None
+    assert patch == case["relaxed" if is_relaxed else "strict"]
+
+
+@pytest.mark.parametrize("case", GOLDEN.get("repro", ()))
+def test_script(case: dict[str, Any]) -> None:
+    if case["result"] is None:
+        with pytest.raises(PatchError):
+            script_in(case["text"])
+        return
+    (patch,) = case["result"]["test_patch"]
+    name, script = script_in(case["text"])
+    assert f"+++ b/{name}\n" in patch
+    assert script == "\n".join(line[1:] for line in patch.split("\n")[6:-1])
+
+
+@pytest.mark.parametrize("case", GOLDEN.get("patch_reward", ()))
+def test_reward_of_a_resolution(case: dict[str, Any]) -> None:
+    verification = case["verification"] or {}
+    if verification.get("status") == "done":  # other ends have no resolution here, and earn 0 or have no verdict
+        assert REWARDS.get(verification["resolution"], 0.0) == case["reward"]
+
+
+def row(mode: str = "eval", **instance: Any) -> dict[str, Any]:
+    given = {
+        "repo": "o/r",
+        "patch": "gold",
+        "setup_script": "setup",
+        "test_script": "tests",
+        "regression_script": "old",
+    }
+    lists = {"FAIL_TO_PASS": '["t.py::a", "t.py::b"]', "PASS_TO_PASS": ["t.py::c"]}
+    files = json.dumps({"a.py": "x = 1\n"})
+    metadata = {"image": "/i.sif", "relevant_file_contents": files, "remove_repo_name": False}
+    return {"mode": mode, "instance": {**given, **lists, **instance}, "metadata": metadata}
+
+
+def requested(given: dict[str, Any], text: str, *replies: list[dict[str, Any]], **settings: Any) -> Any:
+    task = VERIFIER.parse_task(given, settings)
+    return advance(VERIFIER.score({"output": [message_item(text)]}, task), replies)
+
+
+def printed(execution: Execution, **outputs: Any) -> dict[str, Any]:
+    """Return the reply of a run that printed these texts and then reported, as name=(text, status)."""
+    found = re.search(r'"\\n([0-9a-f]{32}) ', execution.code)
+    assert found
+    text = "".join(f"{output}\n{found[1]} {name} {status}\n" for name, (output, status) in outputs.items())
+    return {"process_status": "completed", "stdout": text, "stderr": ""}
+
+
+def summary(*lines: str) -> str:
+    return "\n".join(["PASSED t.py::b", "=== short test summary info ===", *lines, "=== 3 passed in 0.1s ===", ""])
+
+
+@pytest.mark.parametrize(
+    ("lines", "reward"),
+    [
+        (("PASSED t.py::a", "PASSED t.py::b", "PASSED t.py::c"), 1.0),
+        (("PASSED t.py::a", "FAILED t.py::b - no", "PASSED t.py::c"), 0.2),
+        (("PASSED t.py::a", "PASSED t.py::c"), 0.2),  # b is printed before the summary, by the code under test
+        (("PASSED t.py::a", "PASSED t.py::b", "FAILED t.py::c"), 0.0),
+        (("FAILED t.py::a", "FAILED t.py::b", "PASSED t.py::c"), 0.0),
+        ((), 0.0),
+    ],
+)
+def test_reward_of_a_patch(lines: tuple[str, ...], reward: float) -> None:
+    (execution,) = requested(row(), ANSWER)
+    assert (execution.image, execution.language, execution.seconds) == ("/i.sif", "shell", 600.0)
+    reply = printed(execution, ready=("", 0), applied=("Applied", 0), tested=(summary(*lines), 1))
+    verdict = requested(row(), ANSWER, [reply])
+    assert isinstance(verdict, Verdict)
+    assert verdict.reward == reward
+
+
+def test_ends_of_a_run_before_its_tests() -> None:
+    (execution,) = requested(row(), ANSWER)
+    refused = requested(row(), ANSWER, [printed(execution, ready=("", 0), applied=("error: patch", 1))])
+    hanging = requested(row(), ANSWER, [printed(execution, ready=("", 0), applied=("", 0))])
+    assert (refused.reward, hanging.reward) == (0.0, 0.0)
+    assert "does not apply" in refused.reason
+    assert "did not end" in hanging.reason
+    for reply in ({}, {"process_status": "timeout", "stdout": "pip is slow"}):
+        with pytest.raises(RuntimeError, match="could not be prepared"):
+            requested(row(), ANSWER, [reply])
+
+
+@pytest.mark.parametrize("case", GOLDEN.get("repro_reward", ()))
+def test_reward_of_a_script(case: dict[str, Any]) -> None:
+    verification = case["verification"]
+    codes = [verification.get(f"return_codes_{when}_patch") or [] for when in ("before", "after")]
+    if len(codes[0]) != len(codes[1]) or len(codes[0]) > 1:
+        return  # a run here has one status or, out of time, none
+    given = row("repro-gen")
+    runs = requested(given, SCRIPT)
+    replies = [
+        printed(run, ready=("", 0), **({"ended": ("", code[0])} if code else {}))
+        for run, code in zip(runs, codes, strict=True)
+    ]
+    verdict = requested(given, SCRIPT, replies)
+    assert verdict.reward == case["reward"]
+
+
+def test_the_right_patch_is_in_one_of_two_containers_only() -> None:
+    without, with_patch = requested(row("repro-gen"), SCRIPT)
+    assert "git apply" not in without.code
+    assert "git apply" in with_patch.code
+
+
+@pytest.mark.parametrize("text", ["", "no patch", "<solution></solution>", ANSWER.replace("x = 1", "y = 1"), SCRIPT])
+def test_an_answer_without_a_patch_starts_nothing(text: str) -> None:
+    verdict = requested(row(), text)
+    assert isinstance(verdict, Verdict)
+    assert verdict.reward == 0.0
+    assert isinstance(requested(row("repro-gen"), ANSWER.replace("python", "")), Verdict)
+
+
+def test_every_real_row_is_read(gym_row: Callable[..., dict[str, Any]]) -> None:
+    modes = [VERIFIER.parse_task(gym_row("swerl_gen", number), {}).mode for number in range(5)]
+    assert modes == ["eval", "eval", "repro-gen", "repro-gen", "eval"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mode": "other"}, "field 'mode'"),
+        ({"metadata": {}}, "field 'image'"),
+        ({"metadata": {"image": "i", "relevant_file_contents": "{"}}, "field 'metadata.relevant_file_contents'"),
+        ({"instance": {"repo": "o/r"}}, "field 'setup_script'"),
+        ({"instance": {**row()["instance"], "FAIL_TO_PASS": "x"}}, "field 'instance.FAIL_TO_PASS'"),
+    ],
+)
+def test_a_wrong_row_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        VERIFIER.parse_task({**row(), **change}, {})
+
+
+def test_reports() -> None:
+    log = "\x1b[32mPASSED\x1b[0m a.py::x[/tmp/y/z]\nFAILED a.py::w - Error\nERROR b.py\nb.py::old PASSED [ 50%]\n"
+    expected = {"a.py::x[/z]": "PASSED", "a.py::w": "FAILED", "b.py": "ERROR", "b.py::old": "PASSED"}
+    assert statuses_in(log, "o/r", has_summary=False) == expected
+    django = "test_a (m.A) ... ok\ntest_b (m.A) ... printed\nok\ntest_c (m.A) ... FAIL\ntest_d (m.A) ... skipped 'x'\n"
+    assert statuses_in(django, "django/django", has_summary=True) == {
+        "test_a (m.A)": "PASSED", "test_b (m.A)": "PASSED", "test_c (m.A)": "FAILED", "test_d (m.A)": "SKIPPED",
+    }  # fmt: skip
+    sympy = "test_a ok [OK]\ntest_b F [FAIL]\ntest_c E\n"
+    assert statuses_in(sympy, "sympy/sympy", has_summary=True) == {
+        "test_a": "PASSED",
+        "test_b": "FAILED",
+        "test_c": "ERROR",
+    }
+    assert statuses_in("x\n" * 1000 + "= " * 50_000, "o/r", has_summary=False) == {}
+    assert statuses_in(log, "o/r", has_summary=True) == {}
+
+
+def test_resolutions() -> None:
+    statuses = {"a": "PASSED", "b": "FAILED", "s": "SKIPPED"}
+    assert resolution(statuses, ["a"], []) == "RESOLVED_FULL"
+    assert resolution(statuses, ["a", "s"], ["a"]) == "RESOLVED_FULL"
+    assert resolution(statuses, ["a", "missing"], ["a"]) == "RESOLVED_PARTIAL"
+    assert resolution(statuses, ["b"], ["a"]) == "RESOLVED_NO"
+    assert resolution(statuses, ["a"], ["b"]) == "RESOLVED_NO"
+    assert resolution({}, [], []) == "RESOLVED_FULL"
+
+
+def test_a_machine_without_apptainer_or_the_image_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxFailedError, match=r"image /i\.sif needs Apptainer, and this machine has none"):
+        words_of("/i.sif")
+    (tmp_path / "apptainer").touch(mode=0o755)
+    with pytest.raises(SandboxFailedError, match=r"there is no image /i\.sif here"):
+        words_of("/i.sif")
