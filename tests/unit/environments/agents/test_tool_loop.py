@@ -17,6 +17,7 @@ from recipes.environments.contract.verdict import NoVerdict, Response, Verdict, 
 from recipes.environments.environments import Environments
 from recipes.environments.scoring.clients import LocalSession, Session, ToolFailedError, VerifierClient
 from recipes.errors import EngineError
+from recipes.tokens import pack_rollouts
 from recipes.types import Completion, Rollout, RolloutStatus, Row, VersionSpan
 from tests.office import PEOPLE, small_office
 
@@ -54,13 +55,13 @@ class Scripted:
         number = len(self.prompts)
         self.prompts.append(prompt_token_ids)
         said = self.says[min(number, len(self.says) - 1)]
-        ids = self.codec._tokenize(said) if isinstance(said, str) else said
+        sampled = ids(self.codec, said) if isinstance(said, str) else said
         if len(prompt_token_ids) >= self.room:
             return Completion(token_ids=(), logprobs=(), versions=(), finish_reason="length")
         return Completion(
-            token_ids=ids,
-            logprobs=(-0.5 - number,) * len(ids),
-            versions=(VersionSpan(version=number, start=0, end=len(ids)),),
+            token_ids=sampled,
+            logprobs=(-0.5 - number,) * len(sampled),
+            versions=(VersionSpan(version=number, start=0, end=len(sampled)),),
             finish_reason="length" if number >= self.cut_from else "stop",
         )
 
@@ -77,6 +78,10 @@ def environments(codec: ChatCodec) -> Iterator[Environments]:
     environments = made(codec)
     yield environments
     environments.close()
+
+
+def ids(codec: ChatCodec, text: str) -> tuple[int, ...]:
+    return codec._tokenize(text)
 
 
 def all_ids(rollout: Rollout) -> tuple[int, ...]:
@@ -105,6 +110,30 @@ async def test_every_turn_is_kept_and_the_tools_answers_are_prompts(environments
     for number, prompt in enumerate(model.prompts):
         before = sum(len(turn.prompt_token_ids) + len(turn.token_ids) for turn in rollout.turns[:number])
         assert prompt == all_ids(rollout)[: before + len(rollout.turns[number].prompt_token_ids)]
+
+
+async def test_every_sampled_token_is_trained_once_and_the_rest_is_masked(environments: Environments) -> None:
+    codec = environments.codec
+    says = [called("email_search_emails", query="lunch"), called("email_send_email", **SEND), DONE]
+    rollout = await environments.run(ROW, Scripted(codec, says), max_tokens=64)
+    (header,), tokens = pack_rollouts([rollout])
+    assert (header.num_turns, header.num_generated_tokens) == (3, rollout.num_generated_tokens)
+    row = tokens.row(0)
+    mask = row.token_mask() > 0
+    assert tuple(row.token_ids) == all_ids(rollout)
+    assert codec.text(row.token_ids[mask].tolist()) == "".join(says)
+    assert row.logprobs()[mask].tolist() == [
+        -0.5 - number for number, said in enumerate(says) for _ in ids(codec, said)
+    ]
+    untrained = codec.text(row.token_ids[~mask].tolist())
+    assert "Write to Ana." in untrained
+    assert "Email sent successfully." in untrained
+
+
+async def test_thinking_without_an_answer_ends_the_rollout(environments: Environments) -> None:
+    model = Scripted(environments.codec, ["still thinking<|im_end|>"])
+    rollout = await environments.run(ROW, model, max_tokens=64)
+    assert (rollout.status, len(rollout.turns), rollout.reward) == (RolloutStatus.COMPLETED, 1, 0.0)
 
 
 async def test_sampled_ids_are_never_rendered_again(environments: Environments) -> None:
