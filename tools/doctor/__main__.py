@@ -69,7 +69,8 @@ def as_text(findings: Sequence[Finding], seconds: float) -> str:
     able = sum(CODES[finding.code].can_force for finding in errors(findings))
     more = f" ({able} could be forced)" if able else ""
     notes = len(findings) - num_errors
-    lines.append(f"doctor: {num_errors} errors{more}, {notes} notes, {len(SUBJECTS)} subjects in {seconds:.1f} s")
+    counts = f"{num_errors} error{'s' * (num_errors != 1)}{more}, {notes} note{'s' * (notes != 1)}"
+    lines.append(f"doctor: {counts}, {len(SUBJECTS)} subjects in {seconds:.1f} s")
     return "\n".join(lines)
 
 

@@ -25,7 +25,8 @@ def check(draft: Draft) -> Iterator[Finding]:
     wanted = rows_by_instance(draft)
     directory = draft.path("SIF_DIR")
     if directory is None or not directory.is_dir():
-        needed = f"the data has {len(wanted)} instances, and each needs a task image"
+        needed = f"each of the {len(wanted)} instances of the data" if wanted else "each instance of a repository"
+        needed += " needs a task image"
         wrong = f"not set: {needed}" if directory is None else f"no directory {directory}: {needed}"
         yield found("SIF001", where="SIF_DIR", wrong=wrong, fix="export SIF_DIR=..., the directory of task images")
         return

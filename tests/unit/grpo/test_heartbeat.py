@@ -111,8 +111,10 @@ def test_a_failure_is_written_with_its_message_and_raised(tmp_path):
 
 
 def test_a_run_directory_that_is_gone_does_not_end_the_run(tmp_path):
-    with Heartbeat(tmp_path / "gone"):
-        pass
+    (tmp_path / "gone").write_text("a file, in which nothing can be written")
+    with Heartbeat(tmp_path / "gone") as pulse:
+        pulse.watch(make_run())
+    assert (tmp_path / "gone").is_file()
 
 
 def test_no_process_has_no_start():

@@ -107,7 +107,7 @@ def test_sampled_message_as_items(case: dict[str, Any]) -> None:
 def test_prefix_replacement(case: dict[str, Any]) -> None:
     seen, prefix, template = (tuple(case[key]) for key in ("model_prefix", "template_prefix", "template"))
     if case["error"]:
-        with pytest.raises(PrefixError):
+        with pytest.raises(PrefixError, match=r"the prompt has \d+ end tokens"):
             replace_prefix(seen, prefix, template, eos=case["eos"])
     else:
         assert list(replace_prefix(seen, prefix, template, eos=case["eos"])) == case["result"]

@@ -78,7 +78,9 @@ def test_arguments_that_do_not_fit_are_not_followed(answer: Answer, arguments: d
 @pytest.mark.parametrize("name", CHECKS)
 @pytest.mark.parametrize("text", ["", " ", "*" * 20_000, "<<" * 10_000, "[" * 20_000, "a" * 20_000])
 def test_no_check_fails_on_odd_text(answer: Answer, name: str, text: str) -> None:
-    score(answer(text), parse_task(row((name, {})), {}))
+    verdict = score(answer(text), parse_task(row((name, {})), {}))
+    assert verdict.reward in (0.0, 1.0)
+    assert verdict.reason
 
 
 @pytest.mark.parametrize(

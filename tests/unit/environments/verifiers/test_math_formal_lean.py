@@ -60,7 +60,9 @@ def test_there_are_recorded_cases() -> None:
 def test_every_real_row_is_read() -> None:
     for name in ("math_formal_lean", "math_formal_lean__minif2f_test"):
         path: Path = recorded("GYM_EXAMPLES_DIR", "gym_examples") / f"{name}.jsonl"
-        for line in path.read_text(encoding="utf-8").splitlines():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert lines
+        for line in lines:
             assert VERIFIER.parse_task(json.loads(line), {}).statement.rstrip().endswith(":= by")
 
 

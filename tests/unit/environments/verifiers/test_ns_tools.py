@@ -26,6 +26,7 @@ MATH = {"should_use_judge": True, "judge_model_server": {"type": "responses_api_
 def test_every_real_row_is_scored(name: str) -> None:
     path: Path = recorded("GYM_EXAMPLES_DIR", "gym_examples") / f"{name}.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert rows
     assert all(VERIFIER.parse_task(row, {}).expected_answer for row in rows)
 
 

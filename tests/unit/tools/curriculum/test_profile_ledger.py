@@ -83,7 +83,7 @@ def test_an_end_that_fails_loses_no_row(tmp_path: Path) -> None:
     ledger = ProfileLedger.open(tmp_path, KNOWN)
     ledger.add(entry(1, 1.0))
     (tmp_path / RESULT).mkdir()  # nothing can take its name
-    with pytest.raises(OSError):
+    with pytest.raises(IsADirectoryError):
         ledger.finish(KNOWN)
     assert sorted(ProfileLedger.open(tmp_path, KNOWN).entries) == [1]
 

@@ -210,7 +210,7 @@ def test_report_for_programs_and_for_readers(case, monkeypatch, capsys):
     assert main([]) == 2
     text = capsys.readouterr().out
     assert "  IMG002  CONTAINER: got " in text
-    assert "doctor: 1 errors" in text
+    assert "doctor: 1 error" in text
     (case.directory / "training.sqsh").write_bytes((case.directory / "sandbox.sqsh").read_bytes())
     assert main(["grpo.seed=43"]) == 0
 

@@ -64,7 +64,7 @@ def test_missing_images_are_counted_with_their_rows(case):
 
 
 def test_the_directory_itself_may_be_missing(case):
-    needed = "the data has 1 instances, and each needs a task image"
+    needed = "each of the 1 instances of the data needs a task image"
     assert found(case, SIF_DIR="") == [("SIF001", f"not set: {needed}")]
     assert found(case, SIF_DIR="/no/where") == [("SIF001", f"no directory /no/where: {needed}")]
 

@@ -120,7 +120,7 @@ def test_a_later_start_of_a_job_takes_over_the_lock_of_a_lost_node(tmp_path, mon
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     lost = lock_run(tmp_path)
-    with pytest.raises(RunInProgressError):
+    with pytest.raises(RunInProgressError, match="in progress"):
         lock_run(tmp_path, own_seconds=0.0)  # the same start, twice
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     second = lock_run(tmp_path, own_seconds=0.0)
