@@ -28,6 +28,8 @@ from recipes.environments.contract.verdict import NoVerdict
 from recipes.environments.scoring.clients import Session, ToolFailedError
 from recipes.types import PREFIX_BREAKS, Completion, Rollout, RolloutStatus, Turn
 
+MAX_ANSWERED = 1_000_000  # characters of all answers of a rollout, more than any context holds; the rest is cut off
+
 
 class _EndedError(Exception):
     """The rollout has no reward, for this reason."""
@@ -46,6 +48,7 @@ class _Conversation:
     seen_ids: tuple[int, ...] = ()
     text: str = ""  # of the last turn
     num_calls: int = 0
+    num_answered: int = 0  # characters that tools have answered
 
     def add(self, new_ids: tuple[int, ...], completion: Completion, decoded: Decoded, turn: Turn) -> list[Item]:
         """Add one turn; returns its function calls."""
@@ -56,6 +59,12 @@ class _Conversation:
         calls = [item for item in decoded.items if item["type"] == "function_call"]
         self.num_calls += len(calls)
         return calls
+
+    def add_answer(self, text: str, *, call_id: str) -> None:
+        """Add a tool's answer, or what MAX_ANSWERED leaves of it."""
+        kept = text[: max(MAX_ANSWERED - self.num_answered, 0)]
+        self.num_answered += len(kept)
+        self.items.append(function_call_output_item(kept, call_id=call_id))
 
 
 async def tool_loop(episode: Episode) -> Rollout:
@@ -108,7 +117,8 @@ async def _converse(episode: Episode, session: Session, said: _Conversation, wai
             return True
         began = time.monotonic()
         for call in calls:
-            said.items.append(await _answered(call, session, names))
+            answer = await _answer(call, session, names)
+            said.add_answer(answer, call_id=call["call_id"])
         waited.append(time.monotonic() - began)
         if not calls or len(said.turns) == episode.max_steps:
             return False
@@ -119,17 +129,16 @@ async def _converse(episode: Episode, session: Session, said: _Conversation, wai
             raise _EndedError(RolloutStatus.ABORTED, reason, {PREFIX_BREAKS: 1.0}) from error
 
 
-async def _answered(call: Item, session: Session, names: set[str]) -> Item:
+async def _answer(call: Item, session: Session, names: set[str]) -> str:
     """Run one function call; what is wrong with a call is its answer, so that the model can correct itself."""
     try:
         if call["name"] not in names:  # a name that was not offered may be another address of the server
             raise ValueError(f"Unknown tool: {call['name']}")
-        text = await session.call(call["name"], _arguments(call))
+        return await session.call(call["name"], _arguments(call))
     except ValueError as error:
-        text = orjson.dumps({"error": str(error)}).decode()
+        return orjson.dumps({"error": str(error)}).decode()
     except ToolFailedError as error:
         raise _EndedError(RolloutStatus.ENV_FAILED, str(error)) from error
-    return function_call_output_item(text, call_id=call["call_id"])
 
 
 def _arguments(call: Item) -> Mapping[str, object]:
