@@ -353,7 +353,7 @@ class RolloutCollector:
         return await self._runner.finish_group(row, rollouts)
 
     async def _one(self, row: Row, client: PolicyClient) -> Rollout:
-        """Run one rollout; that it is late, or that a request of it fails, is a rollout without a reward."""
+        """Run one rollout; one that is late, or of which a request fails, ends without a reward."""
         seconds, start = self.settings.rollout_seconds, time.monotonic()
         try:
             run = self._runner.run(row, client, max_tokens=client.sampling.max_tokens)

@@ -25,7 +25,7 @@ printf '%s\\0' "${srun_options[@]}" -- "${prefix[@]}" -- "${removal[@]}"
 """
 
 
-def words(*call: str, status: int = 0, **variables: str) -> tuple[list[str], list[str], list[str]]:
+def words(*call: str, status: int = 0, message: str = "", **variables: str) -> tuple[list[str], list[str], list[str]]:
     result = subprocess.run(
         ["bash", "-c", SCRIPT, "bash", str(FILE), *call],
         env={"PATH": os.environ["PATH"], **ENVIRONMENT, **variables},
@@ -34,6 +34,7 @@ def words(*call: str, status: int = 0, **variables: str) -> tuple[list[str], lis
         timeout=20,
     )
     assert result.returncode == status, result.stderr
+    assert message in result.stderr
     everything = result.stdout.split("\0")[:-1]
     if status:
         return [], [], []
@@ -130,4 +131,4 @@ def test_removal_names_the_containers_of_this_job():
 
 
 def test_unknown_runtime_is_refused():
-    words("container_words", "docker", "image", "", "x", "/", status=2)
+    words("container_words", "docker", "image", "", "x", "/", status=2, message="unknown runtime docker")

@@ -111,7 +111,9 @@ def test_printed_lines_are_what_is_submitted(pipeline):
 
 def test_printed_lines_name_the_snapshot_that_is_still_to_be_written(pipeline):
     text = pipeline(DRY_RUN="1", SKIP_CODE_SNAPSHOT="").stderr
-    lines = [line for line in text.splitlines() if "is written by the launch itself; SKIP_CODE_SNAPSHOT=true" in line]
+    lines = [
+        line for line in text.splitlines() if "the launch itself writes " in line and "SKIP_CODE_SNAPSHOT=true" in line
+    ]
     assert [line.split("/snapshots/")[1].split("/")[0] for line in lines] == [
         pipeline.run_dir(stage).name for stage in STAGES
     ]

@@ -30,7 +30,7 @@ class BlockSchema(GenerateJsonSchema):
     """pydantic's writer without titles, with null as one more type."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
-        """Return that no field gets a title: it would repeat the name."""
+        """Return False: the title of a field would repeat its name."""
         return False
 
     def nullable_schema(self, schema: Any) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def writable(path: Path, variable: str) -> Iterator[Finding]:
 
 
 def disk_findings(run_dir: Path, num_bytes: int, kept: int | None) -> Iterator[Finding]:
-    """Check that the file system of the run holds one more checkpoint of these weights, better all that are kept."""
+    """Check that the disk of the run has room for one more checkpoint of these weights, and for all that are kept."""
     free = shutil.disk_usage(nearest_existing(run_dir)).free
     one = CHECKPOINT_FACTOR * num_bytes
     got, where = f"{free / 2**30:.1f} GiB free", str(run_dir)

@@ -77,7 +77,7 @@ def unprepared(plan: Plan) -> list[str]:
     """Return what a printed command needs and a dry run does not write."""
     if plan.code_dir.is_dir():
         return []
-    return [f"{plan.code_dir} is written by the launch itself; SKIP_CODE_SNAPSHOT=true prints what needs no copy"]
+    return [f"the launch itself writes {plan.code_dir}; set SKIP_CODE_SNAPSHOT=true for a command that needs no copy"]
 
 
 def images(contract: Contract) -> dict[str, str]:

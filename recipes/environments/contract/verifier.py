@@ -41,7 +41,7 @@ class Verifier:
     class_name: str  # of NeMo Gym's server, part of the name of its session cookie
     rewards: tuple[float, float]  # smallest and largest reward it can give
     agents: Mapping[str, Agent]  # agent names of rows that need no configuration
-    servers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # instance name -> settings, likewise
+    servers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of instances that need no configuration
     settings: frozenset[str] = frozenset()  # keys that the configuration of its server may set
     needs_judge: Callable[[Mapping[str, Any]], bool] = lambda _settings: False
     """Whether a server with these settings asks a judge, which its setting `judge_model_server` then names."""

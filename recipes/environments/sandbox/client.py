@@ -75,7 +75,7 @@ class SandboxClient:
         return await self._execute(body, session, cell.seconds, CELL_RETRIES)
 
     async def end_session(self, session: str) -> None:
-        """End a session. A sandbox that fails to do so ends it by itself, when it was not used for some time."""
+        """End a session. A sandbox that cannot be asked ends it itself, once nobody has used it for some time."""
         with contextlib.suppress(TransientError, RefusedError, SandboxFailedError, TimeoutError):
             address = await self.server.address(self.place)
             headers = {"authorization": f"Bearer {address.token}"}

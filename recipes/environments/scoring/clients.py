@@ -73,7 +73,7 @@ class InProcessVerifier:
     pool: ScoringPool
     timeout_seconds: float
     judge: JudgeClient | None = None  # of a verifier that needs one
-    sandbox: SandboxClient | None = None  # likewise
+    sandbox: SandboxClient | None = None  # of a verifier that runs programs
 
     async def verify(self, row: Row, response: Response) -> Verdict | NoVerdict:
         """Score one response to one row; ask the judge or the sandbox as often as the verifier needs."""

@@ -69,7 +69,7 @@ def _follows(text: str, name: str, arguments: Mapping[str, Any]) -> bool:
     check = CHECKS.get(name)
     try:
         return check is not None and bool(check(text, **arguments))
-    except Exception:  # arguments that do not fit, a pattern that is none, a text without the word asked for
+    except Exception:  # arguments that do not fit, an invalid pattern, a text without the word asked for
         return False
 
 

@@ -1,8 +1,8 @@
 """Procedural reasoning tasks of the reasoning-gym library. Reward in [0, 1], as the library's scorer of the task says.
 
 Many scorers give partial credit. Some families evaluate text as Python or SymPy (EVALUATED): there, an answer that is
-no literal or plain expression is replaced by one that no parser reads, so that the scorer gives what it gives to
-nonsense, and a row whose own text is none has no verdict. Everything runs in a jailed process as well.
+no literal or plain expression is replaced by one that no parser reads, so that the scorer rates it as nonsense, and a
+row whose own text is neither has no verdict. In addition, everything runs in a jailed process.
 """
 
 from __future__ import annotations
