@@ -7,6 +7,7 @@ followed by what the template adds.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 KEPT_SPECIAL_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # the parsers look for them
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # what a request may ask for, as in vLLM
+ZERO_WIDTH_SPACE = "\u200b"  # breaks a control string inside a text
 _CACHED_PROMPTS = 64  # the G rollouts of a prompt render and tokenize it once
 _DIFF_TOKENS = 24  # shown on each side of the first difference
 _DIFF_CHARS = 80  # shown of each of two renderings that differ
@@ -74,9 +76,13 @@ class ChatCodec:
         self.eos_token_id = self._id_of("eos_token", directory)
         self.pad_token_id = self._id_of("pad_token", directory) if "pad_token" in config else self.eos_token_id
         added = self._tokenizer.get_added_tokens_decoder()
-        self._hidden_ids = {
-            token_id for token_id, token in added.items() if token.special and token.content not in KEPT_SPECIAL_TOKENS
+        hidden = {
+            token_id: token.content
+            for token_id, token in added.items()
+            if token.special and token.content not in KEPT_SPECIAL_TOKENS
         }
+        self._hidden_ids = set(hidden)
+        self._controls = re.compile("|".join(map(re.escape, hidden.values())) or "(?!)")
 
     @classmethod
     def from_config(cls, policy: PolicyConfig) -> ChatCodec:
@@ -159,6 +165,15 @@ class ChatCodec:
         params, items = orjson.loads(request)
         return self._tokenize(self._render(params, items, add_generation_prompt=True))
 
+    def _without_controls(self, value: Any) -> Any:
+        """Return JSON values whose texts hold no control string: a zero-width space breaks each.
+
+        A tool's answer, or a call's argument that the model wrote, could otherwise end a turn and begin another one.
+        """
+        text = json.dumps(value, ensure_ascii=False)
+        broken = self._controls.sub(lambda found: found[0][0] + ZERO_WIDTH_SPACE + found[0][1:], text)
+        return value if broken == text else json.loads(broken)
+
     def _tokenize(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -177,8 +192,8 @@ class ChatCodec:
             before = [{"role": "user", "content": before}] if isinstance(before, str) else before
             request = {**params, "input": [*before, *items]}
         text: str = self._template.render(
-            messages=[_template_message(message) for message in chat_messages(request)],
-            tools=chat_tools(params) or None,
+            messages=self._without_controls([_template_message(message) for message in chat_messages(request)]),
+            tools=self._without_controls(chat_tools(params)) or None,
             add_generation_prompt=add_generation_prompt,
             **self._special_tokens,
             **(self._template_kwargs | row_template_kwargs(params)),
