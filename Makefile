@@ -1,4 +1,4 @@
-# Reproduce the recipe: one target per stage. `make` prints the targets of every day, `make help-all` all of them.
+# Reproduce the recipe: one target per stage. `make` prints the targets for daily use, `make help-all` all of them.
 #
 # A target's line ends with its help: `##` for `make help-all`, `##*` for `make` as well. `#=` names its variables.
 MAKEFLAGS += --no-builtin-rules --warn-undefined-variables
@@ -49,7 +49,7 @@ RUN_DIR = $(or $(addprefix $(RESULTS_DIR)/,$(EXP_NAME)),$(firstword $(shell ls -
 
 ##@ Start here
 .PHONY: help help-all
-help: ## print the targets of every day
+help: ## print the targets for daily use
 	@awk -F ':.*##[*] ' '/^[a-z0-9._-]+:.*##[*] / { printf "  %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@printf '\nEvery target and its variables: make help-all. Start with: make smoke\n'
 
@@ -73,7 +73,7 @@ smoke: tiny ##* train stage 1.1 with a tiny model on this machine and show what 
 
 ##@ Stages (on Slurm; on this machine with LAUNCHER=local; DRY_RUN=1 prints the command)
 .PHONY: $(ALL_STAGES) pipeline
-stage1.1: ##* run a stage: RLVR, blend 1 (rlvr1); likewise stage1.2 ... stage3
+stage1.1: ##* run stage 1.1: RLVR, blend 1 (rlvr1); the others are stage1.2 to stage3
 #= SCALE=prod|small|tiny PLATFORM=h100|b200 LAUNCHER=slurm|local ENGINE=native|nemo_rl
 #= CLUSTER=profile MODEL_PATH SEED EXP_NAME DRY_RUN=1 ARGS="key=value ..."
 stage1.2: ## RLVR, blend 2 (rlvr2)
@@ -87,7 +87,7 @@ $(ALL_STAGES): $(READY)
 stage%: $(READY) # the launcher answers a stage that does not exist with the names of those that do
 	@./super_launch.sh $@ $(ARGS)
 
-pipeline: $(READY) ##* run all six stages in order, each from its parent's export; again: resume
+pipeline: $(READY) ##* run all six stages in order, each from its parent's export; run it again to resume
 #= STAGES="stage1.1 stage1.2" MODEL_PATH
 	@$(PYTHON) -m tools.launch.pipeline --stages "$(STAGES)" $(ARGS)
 
@@ -152,7 +152,7 @@ data-report: $(READY) ## count rows, lengths and pass rates per agent; write dat
 	$(PYTHON) -m tools.rows.report --data data/$(or $(BLEND),tiny) --out data/$(or $(BLEND),tiny)/report.html $(ARGS)
 
 .PHONY: profile
-profile: $(READY) ## record how often a checkpoint solves each training row; again: resume
+profile: $(READY) ## record how often a checkpoint solves each training row; run it again to resume
 #= BLEND=tiny MODEL_PATH STAGE SCALE
 	$(PYTHON) -m tools.curriculum.profile --stage $(STAGE) --model $(or $(MODEL_PATH),models/tiny-sft) --data data/$(or $(BLEND),tiny)/train-split.jsonl --run-dir $(RESULTS_DIR)/profile-$(or $(BLEND),tiny) $(ARGS)
 
@@ -206,7 +206,7 @@ MIRROR ?=
 SIF_BLEND = data/$(or $(BLEND),swe2)
 SIF_ROWS = --rows $(or $(ROWS),$(addprefix $(SIF_BLEND)/,train-split.jsonl val-split.jsonl))
 .PHONY: sif
-sif: $(READY) ##* make the SIF image of every task of a blend; again: resume
+sif: $(READY) ##* make the SIF image of every task of a blend; run it again to resume
 #= SIF_DIR BLEND=swe2 | ROWS=FILE | ALL=1, MIRROR ARGS=--retry-failed
 	@$(PYTHON) -m tools.sif.build --sif-dir $(or $(SIF_DIR),$(error give SIF_DIR=...)) $(if $(ALL),--all,$(SIF_ROWS)) $(if $(MIRROR),--mirror $(MIRROR)) $(ARGS)
 

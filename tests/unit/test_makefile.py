@@ -28,10 +28,10 @@ def help_text() -> str:
     return printed("help-all")
 
 
-def test_make_alone_prints_the_targets_of_every_day(help_text):
-    every_day = [line.split()[0] for line in printed().splitlines() if line.startswith("  ")]
-    assert {"setup", "smoke", "stage1.1", "pipeline", "doctor", "data", "status", "report", "test"} <= set(every_day)
-    assert len(every_day) <= 16
+def test_make_alone_prints_the_targets_for_daily_use(help_text):
+    daily = [line.split()[0] for line in printed().splitlines() if line.startswith("  ")]
+    assert {"setup", "smoke", "stage1.1", "pipeline", "doctor", "data", "status", "report", "test"} <= set(daily)
+    assert len(daily) <= 16
     for text in (printed(), help_text):
         assert max(len(line) for line in text.splitlines()) <= WIDTH
 
