@@ -45,7 +45,7 @@ _HASH_THREADS = 16  # hashing releases the interpreter lock, and a parallel file
 class Saveable(Protocol):
     """The part of `Policy` that a checkpoint uses."""
 
-    def save(self, path: Path) -> None: ...
+    def save(self, path: Path, *, with_optimizer: bool = True) -> None: ...
 
     def export_hf(self, path: Path) -> None: ...
 
@@ -76,7 +76,7 @@ def step_dir(root: Path, step: int) -> Path:
     return root / f"step_{step:06d}"
 
 
-def save_checkpoint(root: Path, state: SavedState, policy: Saveable) -> Path:
+def save_checkpoint(root: Path, state: SavedState, policy: Saveable, *, with_optimizer: bool = True) -> Path:
     """Write a checkpoint and point `latest` at it; returns its directory."""
     target = step_dir(root, state.step)
     root.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def save_checkpoint(root: Path, state: SavedState, policy: Saveable) -> Path:
     temporary = _unused(root / f"tmp_{target.name}")
     temporary.mkdir()
     try:
-        policy.save(temporary / "policy")
+        policy.save(temporary / "policy", with_optimizer=with_optimizer)
         policy.export_hf(temporary / _EXPORT)
         _write_state(temporary, state)
         sync_tree(temporary)
@@ -235,11 +235,12 @@ def steps_to_keep(
     by_metric: bool,
     higher_is_better: bool,
     save_period: int,
+    keep_latest: int | None = None,
 ) -> set[int]:
     """Return the steps that survive pruning: the best `keep_top_k` of those on the save period, and the newest.
 
-    A checkpoint without the metric ranks last; ties prefer the newer; without `by_metric` newer is better;
-    `keep_top_k` None keeps all.
+    `keep_latest` is how many of the newest stay, on the save period or not; None is 1. A checkpoint without the metric
+    ranks last; ties prefer the newer; without `by_metric` newer is better; `keep_top_k` None keeps all.
     """
     if not metrics or keep_top_k is None:
         return set(metrics)
@@ -251,10 +252,18 @@ def steps_to_keep(
         return (value if higher_is_better else -value, step)
 
     on_period = sorted((step for step in metrics if step % save_period == 0), key=rank, reverse=True)
-    return {*on_period[:keep_top_k], max(metrics)}
+    return {*on_period[:keep_top_k], *sorted(metrics)[-(keep_latest or 1) :]}
 
 
-def prune(root: Path, *, keep_top_k: int | None, metric: str | None, higher_is_better: bool, save_period: int) -> None:
+def prune(
+    root: Path,
+    *,
+    keep_top_k: int | None,
+    metric: str | None,
+    higher_is_better: bool,
+    save_period: int,
+    keep_latest: int | None = None,
+) -> None:
     """Delete the checkpoints that retention does not keep, once the newest is read back whole. Never ends the run."""
     found = complete_checkpoints(root)
     values = {step: _metric(path, metric) for step, path in found.items()}
@@ -264,6 +273,7 @@ def prune(root: Path, *, keep_top_k: int | None, metric: str | None, higher_is_b
         by_metric=metric is not None,
         higher_is_better=higher_is_better,
         save_period=save_period,
+        keep_latest=keep_latest,
     )
     doomed = sorted(set(found) - kept)
     if doomed and (

@@ -38,7 +38,7 @@ class PolicyHandle(WeightSource, Protocol):
 
     def train(self, batch: TrainBatch) -> dict[str, float]: ...
 
-    def save(self, path: Path) -> None: ...
+    def save(self, path: Path, *, with_optimizer: bool = True) -> None: ...
 
     def load(self, path: Path) -> None: ...
 
@@ -143,8 +143,31 @@ class Run:
             return
         values, groups = self.validation.run(self.collector, step=self.state.step)
         metrics.add(values, prefix="validation/")
+        self.end_if_good_enough(metrics.as_dict())
         store = self.collector.token_store
         self.logger.log_rollouts("val", self.state.step, groups, store, limit=_ROLLOUTS_LOGGED)
+
+    def end_if_good_enough(self, metrics: Mapping[str, float]) -> None:
+        """Make the present step the last one when its validation has reached the metric that ends the run.
+
+        `metrics` are those of the step. Before the first step nothing ends: there would be nothing to hand over.
+        """
+        name, threshold = self.config.grpo.stop_at_validation_metric, self.config.grpo.stop_at_validation_threshold
+        if name is None or threshold is None or self.state.step == 0:
+            return
+        value = metrics.get(f"validation/{name}")
+        if value is None:
+            measured = sorted(key.removeprefix("validation/") for key in metrics if key.startswith("validation/"))
+            if measured:
+                logger.error(
+                    "step %d: grpo.stop_at_validation_metric %s was not measured; there is %s",
+                    self.state.step,
+                    name,
+                    ", ".join(measured),
+                )
+        elif value >= threshold:
+            logger.info("step %d: %s is %g, the run ends at %g", self.state.step, name, value, threshold)
+            self.num_steps = self.state.step
 
     def log(self, metrics: StepMetrics, groups: Sequence[Group] = ()) -> None:
         """Record a step: its metrics, its rollouts', and how busy policy and engines were since the last record."""
@@ -213,7 +236,7 @@ class Run:
             step_seconds=self.state.step_seconds,
         )
         with self.metrics.timed("checkpointing"):  # for the heartbeat: this step's record is already written
-            path = save_checkpoint(self.checkpoints, state, self.policy)
+            path = save_checkpoint(self.checkpoints, state, self.policy, with_optimizer=cfg.save_optimizer)
         self.state.saved_step = self.state.step
         logger.info("saved %s", path)
         prune(
@@ -222,6 +245,7 @@ class Run:
             metric=_metric_key(cfg.metric_name),
             higher_is_better=cfg.higher_is_better,
             save_period=cfg.save_period,
+            keep_latest=cfg.ft_keep_latest_k,
         )
         self._save_seconds = time.monotonic() - start
         self.stop.save_seconds = max(self.stop.save_seconds, self._save_seconds)

@@ -67,6 +67,7 @@ def setup(config: Config, derived: Derived, run_dir: Path, stop: StopRequest) ->
         num_steps=num_steps,
     )
     run.logger.resume(run.state.step)
+    run.end_if_good_enough(run.state.metrics)  # of the step that was saved last: then nothing is left to do
     stop.wake_with(buffer.close)
     return run
 

@@ -12,6 +12,7 @@ its host memory (12 bytes per parameter of its part of the model).
 
 from __future__ import annotations
 
+import logging
 import queue
 from functools import partial
 from pathlib import Path
@@ -28,21 +29,24 @@ from megatron.core.utils import unwrap_model
 from recipes.errors import CheckpointError, Problem
 from recipes.policy.step import Trainer, gather_params
 
+logger = logging.getLogger(__name__)
+
 _FORMAT = ("torch_dist", 1)
 _DATA_PARALLEL_RESHARDABLE, _FULLY_RESHARDABLE = "dp_reshardable", "fully_reshardable"  # Megatron's names
 _MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 
 
-def save(trainer: Trainer, path: Path) -> None:
+def save(trainer: Trainer, path: Path, *, with_optimizer: bool = True) -> None:
     """Write the state of all ranks into `path`, an existing empty directory."""
     gather_params(trainer)
-    _make_moments(trainer.optimizer)
+    if with_optimizer:
+        _make_moments(trainer.optimizer)
     megatron = trainer.cfg.megatron_cfg
     in_parts = megatron.optimizer.use_distributed_optimizer and not megatron.dist_ckpt_optim_fully_reshardable
     form = _DATA_PARALLEL_RESHARDABLE if in_parts else _FULLY_RESHARDABLE
-    state = _sharded_state(trainer, form, is_loading=False)
+    state = _sharded_state(trainer, form if with_optimizer else None, is_loading=False)
     state["scheduler"] = trainer.scheduler.state_dict()
-    state["saved"] = {"form": form, "layout": _layout(), "rng": _all_rng_states()}
+    state["saved"] = {"form": form if with_optimizer else None, "layout": _layout(), "rng": _all_rng_states()}
     strategy = FullyParallelSaveStrategyWrapper(_InProcessSave(*_FORMAT, thread_count=1), _replicas())
     dist_checkpointing.save(state, str(path), strategy)
 
@@ -58,11 +62,18 @@ def load(trainer: Trainer, path: Path) -> None:
             )
         )
     saved = dist_checkpointing.load_common_state_dict(str(path))["saved"]
-    _require_readable(saved["form"], saved["layout"], path)
-    state = dist_checkpointing.load(_sharded_state(trainer, saved["form"], is_loading=True), str(path))
+    form: str | None = saved["form"]
+    if form is None:
+        logger.warning("%s holds no optimizer: it starts anew, so training does not go on exactly", path)
+    else:
+        _require_readable(form, saved["layout"], path)
+    state = dist_checkpointing.load(_sharded_state(trainer, form, is_loading=True), str(path))
     unwrap_model(trainer.model).load_state_dict(state["model"])
     with torch.no_grad():  # in float32 the optimizer's shards are views of the parameters
-        trainer.optimizer.load_state_dict(state["optimizer"])
+        if form is None:
+            _start_anew(trainer.optimizer)
+        else:
+            trainer.optimizer.load_state_dict(state["optimizer"])
     trainer.scheduler.num_steps = 0  # Megatron adds the steps of the checkpoint to those that were taken here
     trainer.scheduler.load_state_dict(state["scheduler"])
     if saved["layout"] == _layout():
@@ -110,13 +121,23 @@ def _make_moments(optimizer: Any) -> None:
         part.init_state_fn(part.optimizer, part.config)
 
 
-def _sharded_state(trainer: Trainer, form: str, *, is_loading: bool) -> dict[str, Any]:
+def _start_anew(optimizer: Any) -> None:
+    """Forget all moments, and take the weights that the model has now as those to go on from."""
+    for part in optimizer.chained_optimizers:
+        part.optimizer.state.clear()
+    optimizer.reload_model_params()
+
+
+def _sharded_state(trainer: Trainer, form: str | None, *, is_loading: bool) -> dict[str, Any]:
+    """Return what is saved or loaded in parts; without a form that leaves out the optimizer."""
     metadata = {
         "distrib_optim_sharding_type": form,
         "distrib_optim_fully_reshardable_mem_efficient": True,  # else every rank gets the whole group's optimizer
         "dp_cp_group": _replicas(),
     }
     model = unwrap_model(trainer.model).sharded_state_dict(metadata=metadata)
+    if form is None:
+        return {"model": model}
     optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {"model": model, "optimizer": optimizer}
 

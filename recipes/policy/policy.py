@@ -132,13 +132,16 @@ class Policy:
         """Return a Ray reference to what `send_weights` has written, for engines that do not see the file."""
         return self._workers[0].weight_content.remote()
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path, *, with_optimizer: bool = True) -> None:
         """Write model, optimizer, schedule and random generators into `path`, which is made.
+
+        What is saved without the optimizer is much smaller and loads under any layout, but training does not go on
+        exactly from it.
 
         Any number of data-parallel ranks can load it; see `policy/checkpoint.py` for other layouts.
         """
         path.mkdir(parents=True, exist_ok=True)
-        self._call("save", path, deadline=self._deadlines.checkpoint)
+        self._call("save", path, with_optimizer, deadline=self._deadlines.checkpoint)
 
     def load(self, path: Path) -> None:
         """Restore what `save` wrote; raises `CheckpointError` when this layout cannot read it."""

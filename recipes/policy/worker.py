@@ -174,11 +174,11 @@ class PolicyWorker:
         assert isinstance(self._sink, weights.SharedMemoryWriter), "with CUDA there is no file"
         return self._sink.content()
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path, with_optimizer: bool) -> None:
         """Write a distributed checkpoint."""
         from recipes.policy import checkpoint
 
-        checkpoint.save(self._trainer, path)
+        checkpoint.save(self._trainer, path, with_optimizer=with_optimizer)
         if self._rank == 0:
             sync_tree(path)  # each rank has flushed its own data; this is the metadata, and the names
 

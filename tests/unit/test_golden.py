@@ -37,7 +37,6 @@ from tests.recorded import recorded
 DIFFERENT_METRICS = {("gspo", "sampling_importance_ratio"), ("gspo_no_is", "sampling_importance_ratio")}
 # Options that no stage of this recipe has: named here so that nobody believes they are covered.
 NOT_BUILT = {
-    "ft_keep_latest": "checkpointing.ft_keep_latest_k has no key here: keep_top_k and the newest always stay",
     "dynamic_batching.json": "policy.dynamic_batching is off in every stage and refused",
     "replay_buffer_traces.json": "our buffer orders groups by target and regenerates what is lost; see grpo/buffer.py",
 }
@@ -358,7 +357,7 @@ def test_flatten(case: dict[str, Any]) -> None:
         assert row.logprobs().tolist() == pytest.approx(expected["generation_logprobs"][number][:length])
 
 
-@pytest.mark.parametrize("case", [c for c in cases("checkpoint_retention") if c.id not in NOT_BUILT])
+@pytest.mark.parametrize("case", cases("checkpoint_retention"))
 def test_retention(case: dict[str, Any]) -> None:
     given = case["inputs"]
     kept = steps_to_keep(
@@ -367,6 +366,7 @@ def test_retention(case: dict[str, Any]) -> None:
         by_metric=given["metric_name"] is not None,
         higher_is_better=given["higher_is_better"],
         save_period=given["save_period"],
+        keep_latest=given["ft_keep_latest_k"],
     )
     assert kept == set(case["expected"]["kept"])
 

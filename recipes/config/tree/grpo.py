@@ -135,14 +135,10 @@ class GrpoConfig:
     """sampled rollouts per validation row; more than 1 also gives pass_k"""
     val_greedy: bool
     """also decode each validation row once greedily"""
-    stop_at_validation_metric: Annotated[
-        Text | None, Honours(None, reason="stopping early at a validation metric is not built yet")
-    ]
-    """validation metric that ends the run early; null = none"""
-    stop_at_validation_threshold: Annotated[
-        float | None, Unit("the metric's"), NoEffect("until grpo.stop_at_validation_metric is built")
-    ]
-    """value of stop_at_validation_metric at which the run ends"""
+    stop_at_validation_metric: Text | None
+    """validation metric that ends the run once it is high enough, as accuracy or AGENT/accuracy; null = none"""
+    stop_at_validation_threshold: Annotated[float | None, Unit("the metric's")]
+    """value of stop_at_validation_metric at which the run ends, saved and complete"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

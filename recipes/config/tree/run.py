@@ -7,7 +7,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt
 
-from recipes.config.tree.marks import Honours, Like, Text, Unit
+from recipes.config.tree.marks import Like, Text, Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,16 +22,16 @@ class CheckpointingConfig:
     """steps between checkpoints"""
     keep_top_k: Annotated[int | None, Ge(1), Unit("checkpoints")]
     """checkpoints kept besides the newest: the best by metric_name; null = all"""
+    ft_keep_latest_k: Annotated[int | None, Ge(1), Unit("checkpoints")]
+    """newest checkpoints kept besides the best, on the save period or not; null = 1"""
     metric_name: Annotated[str | None, Like(r"^(val|train):.+")]
     """metric that ranks checkpoints, val:NAME or train:NAME; null = the newest is best"""
     higher_is_better: bool
     """whether a higher value of metric_name is better"""
     checkpoint_must_save_by: Annotated[str | None, Like(r"^[0-9]{2}:[0-9]{2}:[0-9]{2}:[0-9]{2}$")]
     """save and stop after this long, DD:HH:MM:SS since the job started; null = no limit"""
-    save_optimizer: Annotated[
-        bool, Honours(True, reason="a native checkpoint always holds optimizer state, so that a resume is exact")
-    ]
-    """save optimizer state; without it a run cannot resume exactly"""
+    save_optimizer: bool
+    """save optimizer state; without it a resume begins with a fresh optimizer and is not exact"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

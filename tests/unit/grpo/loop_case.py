@@ -68,7 +68,7 @@ class LoopPolicy:
         self.step += 1
         return {"loss": 0.0, "lr": 1e-3, "global_valid_toks": 8.0}
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path, *, with_optimizer: bool = True) -> None:
         path.mkdir()
         (path / "step").write_text(str(self.step))
 
@@ -210,6 +210,7 @@ def make_run(
         num_steps=num_steps,
     )
     run.logger.resume(run.state.step)
+    run.end_if_good_enough(run.state.metrics)
     run.stop.wake_with(buffer.close)
     return run
 

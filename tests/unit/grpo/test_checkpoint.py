@@ -35,7 +35,7 @@ class Policy:
     def __init__(self, *, dies: bool = False) -> None:
         self.dies = dies
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path, *, with_optimizer: bool = True) -> None:
         path.mkdir()
         (path / "weights").write_bytes(b"weights")
 

@@ -280,3 +280,47 @@ def test_every_progress_line_says_when_engines_are_lost(tmp_path: Path, caplog: 
     lines = [entry.message for entry in caplog.records if "/6 | reward" in entry.message]
     assert len(lines) == 6
     assert all("engines 1 of 2" in line for line in lines)
+
+
+class Learning(LoopEnvironments):
+    """Validation earns 0.25 more each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_held_out = 0
+
+    async def run(self, row: Row, model: ModelClient, *, max_tokens: int) -> Rollout:
+        rollout = await super().run(row, model, max_tokens=max_tokens)
+        if row["agent_ref"]["name"] != "held":
+            return rollout
+        self.num_held_out += 1
+        return replace(rollout, reward=0.25 * (self.num_held_out - 1))
+
+
+def test_a_run_ends_complete_once_its_validation_is_good_enough(tmp_path: Path) -> None:
+    options = (
+        "grpo.val_period=1",
+        "grpo.val_at_start=true",
+        "grpo.val_greedy=false",
+        "grpo.val_num_generations_per_prompt=1",
+        "grpo.stop_at_validation_metric=held/accuracy",
+        "grpo.stop_at_validation_threshold=0.5",
+    )
+    run = make_run(tmp_path, ROWS, *options, environments=Learning())
+    assert drive(run) is None
+    assert run.is_complete
+    assert policy_step(tmp_path) == run.state.step == 2  # 0 at the start, 0.25 after one step, 0.5 after two
+    assert records(tmp_path)[-1]["validation/held/accuracy"] == 0.5
+    again = make_run(tmp_path, ROWS, *options, environments=Learning())
+    assert again.is_complete, "a job that was queued behind it must not train on"
+    again.close()
+
+
+def test_a_metric_that_was_not_measured_ends_nothing_and_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ("grpo.val_period=1", "grpo.stop_at_validation_metric=acuracy", "grpo.stop_at_validation_threshold=0")
+    run = make_run(tmp_path, ROWS, *options)
+    assert drive(run) is None
+    assert run.state.step == 6
+    assert "acuracy was not measured; there is accuracy, avg_length" in caplog.text
