@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from recipes.errors import RunError
 from recipes.grpo.data import PromptStream
 from recipes.tokens import GroupTokens
 from recipes.types import Group, PromptRef, RolloutStatus, Row
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Prompt = tuple[PromptRef, Row]
+NO_VARIANCE = "no_variance: all answers earned the same"  # in the ledger, for a prompt that dynamic sampling replaced
 _MAX_READ_STEPS = 4  # steps' worth of prompts read in a row that all belong to paused environments
 
 
@@ -210,3 +212,12 @@ class PromptQueue:
             self.position += 1
         self.position += 1
         return self.position - 1
+
+
+def teaches_nothing(target: int, count: int, batches: int) -> RunError:
+    """Return why a run ends whose groups for one step had no variance, `count` of them."""
+    return RunError(
+        f"step {target + 1}: the answers to {count} prompts drawn for it earned the same, too many for "
+        f"grpo.dynamic_sampling_max_gen_batches = {batches}: the data is solved or too hard; leave such rows out "
+        "(make curriculum), or set grpo.use_dynamic_sampling=false"
+    )

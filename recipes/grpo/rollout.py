@@ -20,7 +20,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -29,7 +29,15 @@ from recipes.environments.contract.rows import last_user_text
 from recipes.errors import RequestError, RunError, StalledError
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.data import PromptStream
-from recipes.grpo.draw import CircuitBreaker, CollectorState, DrawnPrompt, Prompt, PromptQueue
+from recipes.grpo.draw import (
+    NO_VARIANCE,
+    CircuitBreaker,
+    CollectorState,
+    DrawnPrompt,
+    Prompt,
+    PromptQueue,
+    teaches_nothing,
+)
 from recipes.tokens import TokenStore, store_rollouts
 from recipes.types import Completion, Group, ModelClient, PromptRef, Rollout, RolloutStatus, Row, Sampling
 
@@ -70,6 +78,8 @@ class RolloutSettings:
     max_model_len: int  # tokens, prompt and answer together
     rollout_seconds: float  # deadline of one rollout
     circuit_breaker: CircuitBreakerConfig
+    teaches: Callable[[Group], bool] = lambda _group: True  # else the group is replaced by another prompt's
+    max_gen_batches: int = 1  # of P prompts for one step, when groups are replaced because they do not teach
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +123,8 @@ class RolloutCollector:
         self._in_flight: dict[int, tuple[int, PromptRef, float]] = {}  # position -> target, prompt, start time
         self._retry: list[DrawnPrompt] = []  # restored from a checkpoint, sampled first
         self._consecutive_failures = 0
+        self._replaced: Counter[int] = Counter()  # groups that did not teach, per target
+        self._num_replaced = 0  # of all targets
         self._has_ended = False
         self._queue = PromptQueue(
             stream,
@@ -145,6 +157,7 @@ class RolloutCollector:
             self._version = version
             for target in [target for target in self._assigned if target < version]:
                 del self._assigned[target]
+                self._replaced.pop(target, None)
             self._fill()
 
         self._loop.call_soon_threadsafe(advance)
@@ -209,6 +222,7 @@ class RolloutCollector:
             **{f"{name}/paused_seconds": seconds for name, seconds in paused.items()},
             "num_paused_environments": float(len(paused)),
             "num_prompts_set_aside": float(self.num_set_aside()),
+            "num_groups_replaced": float(self._num_replaced),
         }
 
     def paused(self) -> dict[str, float]:
@@ -318,19 +332,27 @@ class RolloutCollector:
 
     def _finish(self, position: int, group: Group) -> None:
         counts = Counter(f"{rollout.status}: {rollout.reason}" for rollout in group.rollouts if not rollout.is_valid)
+        is_valid = group.num_valid >= min(2, len(group.rollouts))
+        teaches, target = is_valid and self.settings.teaches(group), group.target_step
         with self._lock:
             del self._in_flight[position]
             self._queue.record(group)
-            is_valid = group.num_valid >= min(2, len(group.rollouts))
             reason, count = ("", 0) if is_valid else counts.most_common(1)[0]
-            if is_valid:
+            if teaches:
                 self._buffer.add(group)
             else:
-                self._assigned[group.target_step] -= 1
+                self._assigned[target] -= 1
+            if is_valid and not teaches:
+                self._queue.failed.append((group.prompt, NO_VARIANCE))
+                self._replaced[target] += 1
+                self._num_replaced += 1
             is_failed = not is_valid and self._queue.give_back(position, group, reason)
             self._consecutive_failures = self._consecutive_failures + 1 if is_failed else 0
+        if self._replaced[target] > (self.settings.max_gen_batches - 1) * self.settings.num_prompts_per_step:
+            self._buffer.fail(teaches_nothing(target, self._replaced[target], self.settings.max_gen_batches))
+            return
         if not is_failed:
-            self._fill()  # the environment may have been paused or resumed
+            self._fill()  # the environment may have been paused or resumed, or the group is to be replaced
             return
         logger.warning("prompt %s failed (%d of %d rollouts: %s)", group.prompt.key, count, len(group.rollouts), reason)
         if self._consecutive_failures > self.settings.max_generation_failures * self.settings.num_prompts_per_step:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -253,7 +254,14 @@ class Run:
     def finish(self) -> None:
         """End training: validate the last weights, if that is due and no step did, and save what is not saved yet."""
         if not self.stop.reason and self.state.step < self.num_steps:
-            logger.warning("the data ended after step %d of %d: prompts have failed", self.state.step, self.num_steps)
+            reasons = Counter(reason.partition(":")[0] for _, reason in self.collector.state().failed)
+            logger.warning(
+                "the data ended after step %d of %d: %s",
+                self.state.step,
+                self.num_steps,
+                ", ".join(f"{count} prompts {reason}" for reason, count in reasons.most_common())
+                or "no prompt is left",
+            )
             self.num_steps = self.state.step
         if self.lacks_final_validation() and not self.stop.reason:
             # Its values join the record of the last step, which is written already.

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from recipes.cluster.connect import connect
 from recipes.cluster.placement import WorkerCounts, place
@@ -25,6 +26,7 @@ from recipes.grpo.data import PromptDataset, PromptStream, require_rows
 from recipes.grpo.draw import CollectorState
 from recipes.grpo.log import RunLogger
 from recipes.grpo.loss import grpo_loss
+from recipes.grpo.reward import has_variance
 from recipes.grpo.rollout import RolloutCollector, RolloutSettings
 from recipes.grpo.run import PolicyHandle, Run, TrainState
 from recipes.grpo.validate import ValidationSet
@@ -136,7 +138,18 @@ def _rollout_settings(config: Config) -> RolloutSettings:
         max_model_len=generation.vllm_cfg.max_model_len,
         rollout_seconds=config.deadlines.rollout,
         circuit_breaker=config.env.circuit_breaker,
+        **_dynamic_sampling(config),
     )
+
+
+def _dynamic_sampling(config: Config) -> dict[str, Any]:
+    """Return the settings that replace groups without variance; none when they are trained on as they are."""
+    if not config.grpo.use_dynamic_sampling:
+        return {}
+    return {
+        "teaches": partial(has_variance, config=config),
+        "max_gen_batches": config.grpo.dynamic_sampling_max_gen_batches,
+    }
 
 
 def _validation(config: Config, rows: PromptDataset | None) -> ValidationSet | None:

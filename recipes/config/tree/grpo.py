@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from recipes.config.tree.marks import Honours, NoEffect, Text, Unit
+from recipes.config.tree.marks import Honours, Text, Unit
 
 KL_IN_REWARD = "subtracting the KL to the reference policy from the advantages is not built yet"
 
@@ -96,14 +96,15 @@ class GrpoConfig:
     seed: Annotated[int, Ge(0), Unit("seed")]
     """seed of data order, sampling and initialisation"""
     async_grpo: AsyncGrpoConfig
-    use_dynamic_sampling: Annotated[bool, Honours(False, reason="dynamic sampling is not built yet")]
-    """generate again until P groups have reward variance (DAPO)"""
-    dynamic_sampling_max_gen_batches: Annotated[
-        int, Ge(1), Unit("batches"), NoEffect("until grpo.use_dynamic_sampling is built")
-    ]
-    """batches generated for one step under dynamic sampling before it is an error"""
+    use_dynamic_sampling: bool
+    """replace each group whose rewards are all equal by another prompt, until P groups differ (DAPO)"""
+    dynamic_sampling_max_gen_batches: Annotated[int, Ge(1), Unit("batches")]
+    """batches of P prompts generated for one step under dynamic sampling before it is an error"""
     batch_multiplier: Annotated[
-        float, Ge(1), Unit("ratio"), Honours(1, reason="it belongs to dynamic sampling, which is not built yet")
+        float,
+        Ge(1),
+        Unit("ratio"),
+        Honours(1, reason="a group without variance is replaced at once, so none is generated in advance"),
     ]
     """prompts generated per prompt trained under dynamic sampling"""
     reward_scaling: RewardScalingConfig

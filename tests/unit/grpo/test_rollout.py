@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -20,9 +21,9 @@ from recipes.config.tree import CircuitBreakerConfig
 from recipes.errors import EngineError, RequestError, RunError, StalledError
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.data import PromptDataset, PromptStream
-from recipes.grpo.draw import CollectorState
+from recipes.grpo.draw import NO_VARIANCE, CollectorState
 from recipes.grpo.rollout import PolicyClient, RolloutCollector, RolloutSettings
-from recipes.types import Completion, ModelClient, Rollout, RolloutStatus, Row, Sampling, Turn, VersionSpan
+from recipes.types import Completion, Group, ModelClient, Rollout, RolloutStatus, Row, Sampling, Turn, VersionSpan
 from tests.groups import LocalStore
 
 P, G = 2, 3
@@ -103,7 +104,7 @@ class Setup:
         self.buffer = ReplayBuffer(num_prompts_per_step=P, max_trajectory_age_steps=age)
         self.collector = self.new_collector()
 
-    def new_collector(self, *, failures: int = 1) -> RolloutCollector:
+    def new_collector(self, *, failures: int = 1, **options: Any) -> RolloutCollector:
         settings = RolloutSettings(
             num_prompts_per_step=P,
             num_generations_per_prompt=G,
@@ -113,6 +114,7 @@ class Setup:
             max_model_len=16,
             rollout_seconds=0.3,
             circuit_breaker=CircuitBreakerConfig(window_rollouts=60, max_no_verdict_share=1.0, probe_seconds=60.0),
+            **options,
         )
         return RolloutCollector(self.stream, self.sampler, Runner(), self.buffer, LocalStore(), settings)
 
@@ -252,6 +254,42 @@ def test_a_group_is_finished_once_all_of_its_rollouts_have_ended(make: Callable[
     groups = setup.buffer.take(0, deadline_seconds=5.0, waiting_for=setup.collector.waiting_for)
     rewards = [[rollout.reward for rollout in group.rollouts] for group in groups]
     assert rewards == [[0.0, 1.0, 2.0], [1.0, None, 1.0]]
+
+
+def differs(group: Group) -> bool:
+    return len({rollout.reward for rollout in group.rollouts}) > 1
+
+
+def test_a_group_without_variance_is_replaced_at_once_and_stands_in_the_ledger(make: Callable[..., Setup]) -> None:
+    setup = make(8, age=0, marks=dict.fromkeys((2, 3, 6, 7), "compared"))  # the others earn 1, whoever answers
+    setup.collector.close()
+    setup.collector = setup.new_collector(teaches=differs, max_gen_batches=3)
+    setup.collector.start(version=0, last_step=2)
+    assert setup.take(0) == [2, 3]
+    setup.collector.set_version(1)
+    assert setup.take(1) == [6, 7]
+    failed = setup.collector.state().failed
+    assert [(ref.row_index, reason) for ref, reason in failed] == [(row, NO_VARIANCE) for row in (0, 1, 4, 5)]
+    assert setup.drawn() == list(range(8))
+    assert setup.collector.environment_metrics()["num_groups_replaced"] == 4.0
+
+
+def test_data_that_teaches_nothing_ends_with_a_message(make: Callable[..., Setup]) -> None:
+    setup = make(20, age=0)
+    setup.collector.close()
+    setup.collector = setup.new_collector(teaches=differs, max_gen_batches=2)
+    setup.collector.start(version=0, last_step=2)
+    with pytest.raises(RunError, match=r"step 1: the answers to 3 prompts drawn for it earned the same, too many for"):
+        setup.take(0)
+    assert len(setup.drawn()) <= 3 + P
+
+
+def test_the_end_of_data_that_teaches_nothing_ends_the_loop(make: Callable[..., Setup]) -> None:
+    setup = make(4, age=0)
+    setup.collector.close()
+    setup.collector = setup.new_collector(teaches=differs, max_gen_batches=9)
+    setup.collector.start(version=0, last_step=2)
+    assert setup.take(0) == []
 
 
 def test_a_dead_engine_reaches_the_train_loop_at_once(make: Callable[..., Setup]) -> None:

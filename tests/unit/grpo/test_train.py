@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from recipes.config.tree import Config
 from recipes.errors import EngineError, PolicyError, StalledError
-from recipes.grpo.checkpoint import complete_checkpoints, latest_checkpoint
+from recipes.grpo.checkpoint import complete_checkpoints, latest_checkpoint, load_state
 from recipes.grpo.reward import collect_rewards
 from recipes.grpo.run import Run, TrainState
 from recipes.grpo.train import train
@@ -324,3 +325,30 @@ def test_a_metric_that_was_not_measured_ends_nothing_and_is_named(
     assert drive(run) is None
     assert run.state.step == 6
     assert "acuracy was not measured; there is accuracy, avg_length" in caplog.text
+
+
+def test_dynamic_sampling_leaves_no_group_without_variance_in_a_batch(tmp_path: Path) -> None:
+    class Solved(LoopEnvironments):
+        """Of every third prompt both answers are right, of the others one."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.answers: Counter[str] = Counter()
+
+        async def run(self, row: Row, model: ModelClient, *, max_tokens: int) -> Rollout:
+            rollout = await super().run(row, model, max_tokens=max_tokens)
+            text = row["responses_create_params"]["input"]
+            self.answers[text] += 1
+            return replace(rollout, reward=1.0 if int(text) % 3 == 0 else float(self.answers[text] % 2))
+
+    rows = [str(number) for number in range(18)]
+    run = make_run(tmp_path, rows, "grpo.use_dynamic_sampling=true", environments=Solved())
+    assert drive(run) is None
+    assert len(trained(tmp_path)) == len(set(trained(tmp_path))) == 12
+    assert not {row for row in trained(tmp_path) if row % 3 == 0}
+    assert all(record["train/num_groups_zero_variance"] == 0 for record in records(tmp_path))
+    found = latest_checkpoint(tmp_path / "checkpoints")
+    assert found is not None
+    lost = [entry for entry in load_state(found).ledger if not entry.step]
+    assert {int(entry.key.split(":")[1]) for entry in lost} == {0, 3, 6, 9, 12, 15}
+    assert {entry.reason.partition(":")[0] for entry in lost} == {"no_variance"}
