@@ -232,9 +232,9 @@ report: $(READY) ##* write report.html of a run: curves, samples, provenance
 	$(PYTHON) -m tools.report --run-dir $(or $(RUN_DIR),$(error no run in $(RESULTS_DIR)/; give EXP_NAME=...))
 
 .PHONY: bench
-bench: ##* measure training, rollouts, data tools and job start against their limits
-	@$(if $(ARGS),$(error ARGS: got $(ARGS), expected nothing; each part has its own options: give them to bench-train, bench-data or bench-launch))
-	@$(MAKE) --no-print-directory bench-train bench-data bench-launch
+bench: ##* measure training, rollouts, data tools, sandbox and job start against their limits
+	@$(if $(ARGS),$(error ARGS: got $(ARGS), expected nothing; each part has its own options: give them to bench-train, bench-data, bench-sandbox or bench-launch))
+	@$(MAKE) --no-print-directory bench-train bench-data bench-sandbox bench-launch
 
 .PHONY: bench-train
 bench-train: tiny ## measure asynchronous against synchronous training, and rollouts against vLLM
@@ -250,6 +250,11 @@ bench-scale: $(READY) ## measure what a step of 4,096 rollouts costs the driver,
 bench-data: $(READY) ## measure split, fill and validate beside cat, sha256sum, head and tail
 #= ARGS="--rounds 5"
 	$(PYTHON) -m tools.bench.data $(ARGS)
+
+.PHONY: bench-sandbox
+bench-sandbox: $(READY) ## measure how many programs a second the sandbox runs, beside plain processes
+#= ARGS="--programs 400"
+	$(PYTHON) -m tools.bench.sandbox $(ARGS)
 
 .PHONY: bench-launch
 bench-launch: $(READY) ## measure how soon the driver of a job starts, on a throw-away Slurm

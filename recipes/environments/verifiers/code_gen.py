@@ -38,7 +38,8 @@ FENCE = "```"
 TAGS = ("<think>", "</think>")
 BATCH_GROWTH = 4  # 1 test, then 4, then 16
 START_SECONDS = 5.0  # to start Python in a sandbox that is busy
-MAX_CHARACTERS = 8_000_000  # of a batch's answers
+BATCH_CHARACTERS = 600_000  # of the inputs and outputs of a batch of several tests
+MAX_CHARACTERS = 5_000_000  # of a batch's answers, which JSON may write with six characters for one
 SHOWN_CHARACTERS = 200
 
 
@@ -104,6 +105,7 @@ def has_misplaced_tags(response: Response) -> bool:
 def _score_by_running(code: str, task: Task) -> Scoring:
     total, start, size = len(task.inputs), 0, 1
     while True:
+        size = _fitting(task, start, size)
         inputs = task.inputs[start : start + size]
         (reply,) = yield [_execution(code, inputs, task)]
         answers = _answers(reply)
@@ -123,6 +125,16 @@ def _score_by_running(code: str, task: Task) -> Scoring:
             )
 
 
+def _fitting(task: Task, start: int, most: int) -> int:
+    """Return how many tests from one on make a batch that is not too long: at most so many, and at least one."""
+    characters = 0
+    for size, test in enumerate(range(start, min(start + most, len(task.inputs)))):
+        characters += len(task.inputs[test]) + len(task.outputs[test])
+        if size and characters > BATCH_CHARACTERS:
+            return size
+    return most
+
+
 def _failed(code: str, reason: str, passed: int) -> Verdict:
     metrics = {"tests_passed": float(passed)}
     return Verdict(reward=0.0, reason=reason, metrics=metrics, details={"extracted_model_code": code})
@@ -134,7 +146,7 @@ def _execution(code: str, inputs: Sequence[str], task: Task) -> Execution:
         language="python3",
         code=HARNESS,
         stdin=json.dumps(request),
-        seconds=START_SECONDS + (2 * task.seconds + 1) * (len(inputs) + 1),
+        seconds=START_SECONDS + (program_harness.CLOCK_FACTOR * task.seconds + 1) * (len(inputs) + 1),
         max_characters=MAX_CHARACTERS,
     )
 
