@@ -8,9 +8,24 @@ from __future__ import annotations
 
 import csv
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+FILES = {  # table -> its file and columns
+    "emails": ("emails.csv", "email_id inbox/outbox sender/recipient subject sent_datetime body"),
+    "events": ("calendar_events.csv", "event_id event_name participant_email event_start duration"),
+    "visits": (
+        "analytics_data.csv",
+        "date_of_visit visitor_id page_views session_duration_seconds traffic_source user_engaged",
+    ),
+    "tasks": ("project_tasks.csv", "task_id task_name assigned_to_email list_name due_date board"),
+    "customers": (
+        "customer_relationship_manager_data.csv",
+        "customer_id assigned_to_email customer_name customer_email customer_phone last_contact_date product_interest"
+        " status follow_up_by notes",
+    ),
+}
 
 Cell = str | int | float | bool | None
 Record = Mapping[str, Cell]
@@ -88,18 +103,21 @@ class Office:
 def load_office(directory: str) -> Office:
     """Read the office of a directory; raises `ValueError` that names the file which is missing or malformed."""
     root = Path(directory)
+    tables = {name: _read_table(root / "processed" / file, columns.split()) for name, (file, columns) in FILES.items()}
     return Office(
-        addresses=tuple(row[0] for row in _read_rows(root / "raw/email_addresses.csv")),
-        emails=_read_table(root / "processed/emails.csv"),
-        events=_read_table(root / "processed/calendar_events.csv"),
-        visits=_read_table(root / "processed/analytics_data.csv"),
-        tasks=_read_table(root / "processed/project_tasks.csv"),
-        customers=_read_table(root / "processed/customer_relationship_manager_data.csv"),
+        addresses=tuple(row[0] for row in _read_rows(root / "raw" / "email_addresses.csv")),
+        emails=tables["emails"],
+        events=tables["events"],
+        visits=tables["visits"],
+        tasks=tables["tasks"],
+        customers=tables["customers"],
     )
 
 
-def _read_table(path: Path) -> Table:
+def _read_table(path: Path, columns: Sequence[str]) -> Table:
     header, *rows = _read_rows(path)
+    if header != columns:
+        raise ValueError(f"{path}: got columns {', '.join(header)}, expected {', '.join(columns)}")
     records = tuple({column: cell or None for column, cell in zip(header, row, strict=True)} for row in rows)
     return Table(records=records, labels=tuple(range(len(records))))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from recipes.environments.contract.responses import function_call_item, message_
 from recipes.environments.office.tables import load_office
 from recipes.environments.office.tools import ARGUMENTS, MAX_CHANGES, MAX_TEXT, call
 from recipes.environments.registry import VERIFIERS
-from tests.office import PEOPLE, real_office, small_office
+from tests.office import PEOPLE, real_office, small_office, write_small_office
 from tests.recorded import recorded
 
 VERIFIER = VERIFIERS["workplace_assistant"]
@@ -209,7 +210,22 @@ def test_a_rollout_can_fill_neither_memory_nor_time() -> None:
     assert answer == f"Error executing tool 'email_reply_email': the office takes no more than {MAX_CHANGES} changes"
 
 
-def test_a_row_without_tables_or_calls_is_refused(tmp_path: Any) -> None:
+WRONG_TABLES = {
+    "id,body\n1,x\n": "got columns id, body, expected email_id",
+    "a\n1,2\n": "got rows of different lengths",
+    "": "got rows of different lengths or none",
+}
+
+
+@pytest.mark.parametrize("content", WRONG_TABLES, ids=range(len(WRONG_TABLES)))
+def test_tables_of_another_form_are_refused(tmp_path: Path, content: str) -> None:
+    directory = write_small_office(tmp_path)
+    (tmp_path / "processed" / "emails.csv").write_text(content)
+    with pytest.raises(ValueError, match=WRONG_TABLES[content]):
+        VERIFIER.parse_task({"ground_truth": []}, {"tables": directory})
+
+
+def test_a_row_without_tables_or_calls_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"emails\.csv|email_addresses\.csv: .*`make data` brings them"):
         VERIFIER.parse_task({"ground_truth": []}, {"tables": str(tmp_path)})
     for wrong in (None, "[]", [{"name": "f"}], [5], [{"name": "f", "arguments": {}}]):
