@@ -1,0 +1,51 @@
+"""Two real steps on a task with tools: what every turn has sampled is trained, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from speed import patiently
+from tiny_run import TWO_STEPS, run_environment
+from tool_policy import AGENT, write_policy
+
+from tests.office import small_office
+
+pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLES = "env.nemo_gym.workplace_assistant.resources_servers.workplace_assistant.tables"
+
+
+def test_turns_of_a_real_run_are_trained(tmp_path: Path) -> None:
+    write_policy(tmp_path, small_office())
+    overrides = {
+        **TWO_STEPS,
+        "policy.max_total_sequence_length": 512,
+        "policy.generation.max_new_tokens": 48,
+        TABLES: small_office(),
+    }
+    env = run_environment(tmp_path, overrides) | {"MODEL_PATH": str(tmp_path / "model"), "EXP_NAME": "tools"}
+    done = subprocess.run(
+        ["make", "stage1.1"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=patiently(580), check=False
+    )
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-4000:]}"
+    records = [json.loads(line) for line in (tmp_path / "tools" / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if record["step"] > 0]
+    assert len(steps) == 2
+    for step in steps:
+        num_rollouts = step["train/num_rollouts"]
+        assert num_rollouts == 8
+        assert step[f"train/{AGENT}/valid_rate"] == 1.0
+        assert step["train/num_prefix_breaks"] == 0
+        assert step["train/turns_per_sample/mean"] >= 1.5  # a call, the tool's answer, a last word
+        assert step["train/total_turns"] == pytest.approx(step["train/turns_per_sample/mean"] * num_rollouts)
+        # Every sampled token of every turn, once; prompts and the tools' answers are more, and are not trained.
+        num_sampled = step["train/gen_tokens_per_sample/mean"] * num_rollouts
+        assert step["train/global_valid_toks"] == pytest.approx(num_sampled)
+        assert step["train/total_num_tokens"] > 2 * step["train/global_valid_toks"]
+        # The log-probabilities of the second turn agree with the engine's: its prompt was the ids that it had sampled.
+        assert step["train/logprob_error_max"] < 1e-3
+    assert 0.0 < sum(step["train/reward"] for step in steps) / 2 < 1.0

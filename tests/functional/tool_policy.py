@@ -1,0 +1,121 @@
+"""A tiny policy that has learned to call one tool of the small office, and rows for it.
+
+It is trained on rollouts that a script has made with the real agent, half of which delete the wrong email. So most of
+its own rollouts have two turns, and their rewards differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from recipes.environments.chat.codec import ChatCodec
+from recipes.environments.environments import Environments
+from recipes.types import Completion, Rollout, VersionSpan
+from tools.tiny.model import build_model
+from tools.tiny.tokenizer import build_tokenizer
+
+AGENT = "workplace_assistant_simple_agent"
+EMAILS = ("00000001", "00000002")
+TOOL = {
+    "type": "function",
+    "name": "email_delete_email",
+    "parameters": {"type": "object", "properties": {"email_id": {"type": "string"}}},
+}
+NUM_STEPS, LEARNING_RATE = 40, 3e-3
+IGNORED = -100  # label of a token that is not trained on
+
+
+@dataclass
+class Scripted:
+    """A policy that says one text per call."""
+
+    codec: ChatCodec
+    says: Sequence[str]
+    calls: int = 0
+
+    async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
+        ids = self.codec._tokenize(self.says[self.calls])
+        self.calls += 1
+        span = VersionSpan(version=0, start=0, end=len(ids))
+        return Completion(token_ids=ids, logprobs=(-1.0,) * len(ids), versions=(span,), finish_reason="stop")
+
+
+def make_row(number: int) -> dict[str, Any]:
+    """Return a row that asks for one of the emails to be deleted."""
+    email_id = EMAILS[number % len(EMAILS)]
+    return {
+        "responses_create_params": {"input": [{"role": "user", "content": f"Delete {email_id}"}], "tools": [TOOL]},
+        "agent_ref": {"type": "responses_api_agents", "name": AGENT},
+        "ground_truth": [{"name": TOOL["name"], "arguments": json.dumps({"email_id": email_id})}],
+        "uuid": number,
+    }
+
+
+def write_policy(directory: Path, office: str) -> None:
+    """Write the policy's checkpoint and the rows of a run into `directory`."""
+    import torch
+
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, seed=0)
+    tokenizer.save_pretrained(directory / "model")
+    rollouts = asyncio.run(_demonstrations(ChatCodec(directory / "model"), office))
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more would wait for each other on a busy machine
+    _train(model, rollouts, pad_token_id=tokenizer.pad_token_id)
+    torch.set_num_threads(num_threads)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(directory / "model")
+    for name, count in (("train", 32), ("val", 4)):
+        lines = [json.dumps(make_row(number)) + "\n" for number in range(count)]
+        (directory / f"{name}.jsonl").write_text("".join(lines))
+
+
+async def _demonstrations(codec: ChatCodec, office: str) -> list[Rollout]:
+    settings = {"workplace_assistant": {"resources_servers": {"workplace_assistant": {"tables": office}}}}
+    patterns: dict[str, Any] = {"invalid_tool_call_patterns": (), "thinking_tags": ()}
+    config: Any = SimpleNamespace(nemo_gym=SimpleNamespace(instances=settings, **patterns))
+    environments = Environments.from_config(config, codec)
+    rollouts = []
+    for number in range(len(EMAILS)):
+        for email_id in EMAILS:
+            parameter = f"<parameter=email_id>\n{email_id}\n</parameter>"
+            call = f"</think><tool_call><function={TOOL['name']}>{parameter}</function></tool_call><|im_end|>"
+            says = [call, "</think>Done<|im_end|>"]
+            rollouts.append(await environments.run(make_row(number), Scripted(codec, says), max_tokens=64))
+    environments.close()
+    assert sorted(rollout.reward or 0.0 for rollout in rollouts) == [0.0, 0.0, 1.0, 1.0]
+    return rollouts
+
+
+def _train(model: Any, rollouts: Sequence[Rollout], *, pad_token_id: int) -> None:
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    rows = [_ids_and_labels(rollout) for rollout in rollouts]
+    width = max(len(ids) for ids, _ in rows)
+    ids_BS = torch.tensor([ids + [pad_token_id] * (width - len(ids)) for ids, _ in rows])
+    labels_BS = torch.tensor([labels + [IGNORED] * (width - len(labels)) for _, labels in rows])
+    for _ in range(NUM_STEPS):
+        logits_BSV = model(input_ids=ids_BS).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(
+            logits_BSV.flatten(0, 1), labels_BS[:, 1:].flatten(), ignore_index=IGNORED
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def _ids_and_labels(rollout: Rollout) -> tuple[list[int], list[int]]:
+    ids: list[int] = []
+    labels: list[int] = []
+    for turn in rollout.turns:
+        ids += [*turn.prompt_token_ids, *turn.token_ids]
+        labels += [*[IGNORED] * len(turn.prompt_token_ids), *turn.token_ids]
+    return ids, labels
