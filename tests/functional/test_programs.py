@@ -23,8 +23,9 @@ from recipes.environments.registry import VERIFIERS
 from recipes.environments.sandbox import server as sandbox_server
 from recipes.environments.sandbox.client import SandboxClient, client_of
 from recipes.environments.sandbox.server import SandboxFailedError, SandboxServer
-from recipes.environments.scoring.clients import InProcessVerifier
+from recipes.environments.scoring.clients import HttpVerifier, InProcessVerifier
 from recipes.environments.scoring.pool import ScoringPool
+from tests.functional.test_environments_http import served
 from tests.recorded import recorded
 
 pytestmark = pytest.mark.functional
@@ -84,6 +85,25 @@ async def test_every_recorded_case(code_gen: InProcessVerifier) -> None:
     for case, verdict in zip(cases, verdicts, strict=True):
         assert isinstance(verdict, Verdict), (case["name"], verdict)
         assert verdict.reward == case["reward"], (case["name"], verdict.reason)
+
+
+async def test_real_rows_over_http_as_in_process(code_gen: InProcessVerifier) -> None:
+    path = recorded("GYM_EXAMPLES_DIR", "gym_examples") / "code_gen.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    programs = ["print(input())", "import sys\nprint(sys.stdin.read().count('0'))", "1/0"]
+    answers = [{"output": [message_item(f"```python\n{code}\n```")]} for code in [*programs, "x = ("]]
+    # The first tests of a row can be answered by a table of them, which only somebody who knows them can write.
+    tests = rows[0]["verifier_metadata"]["unit_tests"]
+    table = dict(zip(tests["inputs"], tests["outputs"], strict=True))
+    answers.append({"output": [message_item(f"```python\nimport sys\nprint({table!r}[sys.stdin.read()])\n```")]})
+    with served("code_gen", "--set", "unit_test_timeout_secs=0.5") as (url, _):
+        remote = HttpVerifier(name="code_gen", url=url, timeout_seconds=60)
+        pairs = [(row, answer) for row in rows for answer in answers]
+        here = await asyncio.gather(*(code_gen.verify(row, answer) for row, answer in pairs))
+        there = await asyncio.gather(*(remote.verify(row, answer) for row, answer in pairs))
+        await remote.http.close()
+    assert here == there
+    assert [verdict.reward for verdict in here if isinstance(verdict, Verdict)] == [0, 0, 0, 0, 1] + [0] * 20
 
 
 # Where a program could look for what its tests expect. Each prints what it finds, and must not find SECRET.
@@ -238,11 +258,12 @@ async def test_the_sandbox_of_a_job_is_asked_where_there_is_one(
     in_job = SandboxServer()
     host, port = own.url.removeprefix("http://").split(":")
     program = Execution(language="python3", code="print(input() * 2)", stdin="ab", seconds=20)
-    (answer,) = await client_of({"sandbox_host": host, "sandbox_port": port}, in_job, http).run([program])
-    assert (answer["process_status"], answer["stdout"], in_job._process) == ("completed", "abab\n", None)
     (answer,) = await client_of({"sandbox_host": host, "sandbox_port": 1}, in_job, http).run([program])
     assert answer["stdout"] == "abab\n"
     assert "no sandbox of the job listens at 127.0.0.1:1" in caplog.text
+    assert await in_job.address((host, int(port))) == own  # though one of its own runs by now
+    (answer,) = await client_of({"sandbox_host": host, "sandbox_port": port}, in_job, http).run([program])
+    assert (answer["process_status"], answer["stdout"]) == ("completed", "abab\n")
     in_job.close()
 
 

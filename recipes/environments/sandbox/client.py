@@ -20,7 +20,6 @@ from recipes.environments.sandbox.images import run_in_image
 from recipes.environments.sandbox.server import Place, SandboxFailedError, SandboxServer
 from recipes.retry import ALWAYS, NoReplyError, RetryPolicy, TransientError, reply_within
 
-SETTINGS = frozenset({"num_processes", "sandbox_host", "sandbox_port"})
 DEFAULT_PLACE = ("127.0.0.1", 6000)
 DEFAULT_CONCURRENCY = 1024
 QUEUE_SECONDS = 600.0  # for a place in a sandbox that others use too
@@ -61,7 +60,6 @@ class SandboxClient:
             "timeout": execution.seconds,
             "max_output_characters": execution.max_characters,
         }
-
         return await self._execute(body, "", execution.seconds, RETRIES)
 
     async def run_cell(self, session: str, cell: Cell) -> Response:

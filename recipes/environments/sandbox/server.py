@@ -71,7 +71,8 @@ class SandboxServer:
         if self._jobs.get(place):
             return self._address_of(place)
         own, process = self._own, self._process
-        if own is not None and process is not None and process.poll() is None:
+        is_known = not self._token or place in self._jobs
+        if is_known and own is not None and process is not None and process.poll() is None:
             return own
         return await asyncio.to_thread(self._find, place)
 
@@ -103,9 +104,10 @@ class SandboxServer:
             descriptor = listening.fileno()
             given = {"SANDBOX_TOKEN": token, "SANDBOX_LISTEN_FD": str(descriptor)}
             kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+            limits = {"SANDBOX_CONCURRENCY": str(self.places), "SANDBOX_MEMORY_MIB": str(memory_mib(self.places))}
             self._process = subprocess.Popen(
                 [sys.executable, str(PROGRAM)],
-                env={**kept, **given, "SANDBOX_CONCURRENCY": str(self.places)},
+                env={**kept, **given, **limits},
                 stdin=subprocess.PIPE,  # its end tells the server that this process has ended
                 stdout=subprocess.PIPE,
                 stderr=self._log,
@@ -147,6 +149,15 @@ class SandboxServer:
             except subprocess.TimeoutExpired:
                 process.kill()
                 return process.wait()
+
+
+def memory_mib(places: int) -> int:
+    """Return how much memory one program may use: all of them together get half of the machine's at most.
+
+    A program gets 1 GiB on any machine, and no more than 4 GiB.
+    """
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
+    return max(1024, min(4096, total // (2 * places)))
 
 
 def answers(place: Place) -> bool:

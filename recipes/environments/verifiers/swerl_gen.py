@@ -101,7 +101,7 @@ def _score_patch(patch: str, task: Task) -> Scoring:
     (reply,) = yield [_execution(lines, task)]
     parts = _parts(reply, mark)
     if "ready" not in parts:
-        return _unprepared(reply)
+        raise _unprepared(reply)
     details = {"model_patch": patch}
     if parts.get("applied", ("", 1))[1] != 0:
         return Verdict(reward=0.0, reason="the patch does not apply, or time was up", details=details)
@@ -126,16 +126,16 @@ def _score_script(name: str, script: str, task: Task) -> Scoring:
     for reply in (before, after):
         parts = _parts(reply, mark)
         if parts.get("ready", ("", 1))[1] != 0:
-            return _unprepared(reply)
+            raise _unprepared(reply)
         codes.append(parts["ended"][1] if "ended" in parts else None)
     is_right = codes == [REPRODUCED, SOLVED]
     reason = f"the script ends with {codes[0]} before the right patch and with {codes[1]} after it; None is out of time"
     return Verdict(reward=float(is_right), reason=reason)
 
 
-def _unprepared(reply: Response) -> Verdict:
+def _unprepared(reply: Response) -> RuntimeError:
     said = str(reply.get("stderr") or reply.get("stdout") or "nothing")
-    raise RuntimeError(f"the repository could not be prepared ({reply.get('process_status')}): {said[-200:]!r}")
+    return RuntimeError(f"the repository could not be prepared ({reply.get('process_status')}): {said[-200:]!r}")
 
 
 def _execution(lines: Sequence[str], task: Task) -> Execution:
