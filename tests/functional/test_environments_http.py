@@ -24,7 +24,7 @@ from recipes.environments.contract.responses import message_item, reasoning_item
 from recipes.environments.contract.verdict import NoVerdict, Verdict
 from recipes.environments.environments import Environments
 from recipes.environments.instances import servers_of
-from recipes.environments.registry import VERIFIERS
+from recipes.environments.registry import ALL_VERIFIERS, VERIFIERS
 from recipes.environments.scoring.clients import HttpVerifier, InProcessVerifier
 from recipes.environments.scoring.pool import ScoringPool
 from recipes.types import Completion, RolloutStatus, VersionSpan
@@ -174,7 +174,7 @@ def test_the_shipped_instances_are_readable() -> None:
     servers = servers_of(require_valid(loaded).env.nemo_gym.instances)
     served = [server for server in servers.values() if server.url]
     assert {server.verifier for server in served} == {"math_with_judge", "mcqa", "reasoning_gym", "structured_outputs"}
-    assert {server.verifier for server in servers.values()} == VERIFIERS.keys()
+    assert {server.verifier for server in servers.values()} == ALL_VERIFIERS.keys()
     assert len({server.url for server in served}) == len(served)
 
 

@@ -22,7 +22,7 @@ SAYS_NOTHING = re.compile(
 # The verbs of instructions; `did` of "did you mean", and `meaning` of a key whose accepted values stand before it.
 VERBS = re.compile(
     r"""accept|add|ask|build|change|check|choose|compare|copy|correct|create|declare|decompress|delete|did|end|export|fetch
-    |fill|free|git|give|import|install|launch|leave|let|list|load|lower|make|meaning|move|name|pip|print|profile|put|quote
+    |fill|finish|free|git|give|import|install|launch|leave|let|list|load|lower|make|meaning|move|name|pip|print|profile|put|quote
     |raise|record|remove|rename|repair|report|restore|resume|run|say|scancel|see|set|start|submit|sysctl|take|train|try
     |undo|unset|use|wait|write""",
     re.VERBOSE | re.IGNORECASE,

@@ -69,5 +69,5 @@ def agents_to_come(config: Config) -> Iterator[KeyProblem]:
         model = (settings.get("model_server") or {}).get("name", POLICY)
         if server in AGENT_TYPES and policy_settings(config.env.nemo_gym.instances, model) is None:
             key = f"{INSTANCES}.{name}.{AGENTS}.{server}.model_server.name"
-            expected = f"{POLICY}, or a model server that copies it"
-            yield KeyProblem(key=key, got=str(model), expected=expected, fix="rollouts sample from the policy")
+            expected, fix = f"{POLICY}, or a model server that copies it", "name one: rollouts sample from the policy"
+            yield KeyProblem(key=key, got=str(model), expected=expected, fix=fix)

@@ -330,7 +330,7 @@ VARIANTS = {
             MINE % "judge",
         ],
         "env.nemo_gym.mine.responses_api_agents.simple_agent.model_server.name: got judge, expected policy_model, or a "
-        "model server that copies it; rollouts sample from the policy",
+        "model server that copies it; name one: rollouts sample from the policy",
     ),
 }
 
