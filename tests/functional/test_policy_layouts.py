@@ -20,13 +20,25 @@ from tests.groups import LocalStore
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(900)]
 
 _TENSOR = {"megatron_cfg__tensor_model_parallel_size": 2, "megatron_cfg__sequence_parallel": "true"}
+_WITHOUT_SEQUENCE = {"megatron_cfg__tensor_model_parallel_size": 2}
+_REDUCTION = "megatron_cfg__distributed_data_parallel_config__"
+_GATHER_AFTER = {f"{_REDUCTION}overlap_param_gather": "false"}
+_OVERLAP = {f"{_REDUCTION}overlap_grad_reduce": "true", f"{_REDUCTION}overlap_param_gather": "true"}
 _EXPERT = {"megatron_cfg__expert_model_parallel_size": 2}
 _CONTEXT = {"megatron_cfg__context_parallel_size": 2}
 _PIPELINE = {"megatron_cfg__pipeline_model_parallel_size": 2}
 _RECOMPUTE = {"megatron_cfg__activation_checkpointing": "true", "logprob_chunk_size": 24}
 _Layouts = dict[str, tuple[int, dict[str, Any]]]
 _ONE: _Layouts = {"one": (1, {})}
-_DENSE: _Layouts = {"context": (2, _CONTEXT), "pipeline": (2, _PIPELINE)}
+_DENSE: _Layouts = {
+    "tensor": (2, _WITHOUT_SEQUENCE),
+    "sequence": (2, _TENSOR | _RECOMPUTE),
+    "context": (2, _CONTEXT),
+    "pipeline": (2, _PIPELINE),
+    "data-gather-after": (2, _GATHER_AFTER),
+    "data-overlap": (2, _OVERLAP),
+    "data-plain": (2, _GATHER_AFTER | {"megatron_cfg__optimizer__use_distributed_optimizer": "false"}),
+}
 _EXPERTS: _Layouts = {"tensor": (2, _TENSOR), "expert": (2, _EXPERT)}
 _HYBRID: _Layouts = {
     "tensor": (2, _TENSOR | _RECOMPUTE),

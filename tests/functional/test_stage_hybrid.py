@@ -14,7 +14,7 @@ from tiny_run import TWO_STEPS, launch_environment
 
 from tools.tiny.model import build_hybrid_model
 
-pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.functional, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 UPDATE_RATE = 1e-3
