@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ class LayoutCase:
     overrides: dict[str, Any]
     saves: bool = False  # a first step is taken and saved before the one that is looked at
     resumes: str = ""  # the case whose checkpoint is loaded first
+    trains: bool = True  # else the weights are loaded and exported, and nothing more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +53,14 @@ class LayoutJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutOutcome:
-    """What rank 0 saw of one step."""
+    """What rank 0 saw of one step; only `before` where a case does not train."""
 
-    metrics: dict[str, float]
     before: dict[str, Tensor]
-    gradients: dict[str, Tensor]
-    logprobs: Tensor  # of all rows, end to end
-    leak: float  # how far the other rows' log-probabilities move when the first row's tokens change
-    shapes: list[tuple[str, torch.dtype, tuple[int, ...]]]
+    metrics: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    logprobs: Tensor = field(default_factory=lambda: torch.empty(0))  # of all rows, end to end
+    leak: float = 0.0  # how far the other rows' log-probabilities move when the first row's tokens change
+    shapes: list[tuple[str, torch.dtype, tuple[int, ...]]] = field(default_factory=list)
 
 
 def run_case(case: LayoutCase, rank: int, store: dist.Store, directory: Path) -> LayoutOutcome | None:
@@ -82,6 +83,8 @@ def run_case(case: LayoutCase, rank: int, store: dist.Store, directory: Path) ->
     try:
         loss = partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=None)
         trainer = step.build_trainer(config.policy, loss)
+        if not case.trains:
+            return LayoutOutcome(before=_full_weights(trainer))
         batch = random_batch(10, LocalStore())
         num_shards = parallel_state.get_data_parallel_world_size()
         plans = [shards.plan(batch, config.policy, num_shards=num_shards, training=flag) for flag in (False, True)]

@@ -28,6 +28,7 @@ _EXPERT = {"megatron_cfg__expert_model_parallel_size": 2}
 _CONTEXT = {"megatron_cfg__context_parallel_size": 2}
 _PIPELINE = {"megatron_cfg__pipeline_model_parallel_size": 2}
 _RECOMPUTE = {"megatron_cfg__activation_checkpointing": "true", "logprob_chunk_size": 24}
+_BFLOAT16 = {"precision": "bfloat16", "megatron_cfg__optimizer__bf16": "true"}
 _Layouts = dict[str, tuple[int, dict[str, Any]]]
 _ONE: _Layouts = {"one": (1, {})}
 _DENSE: _Layouts = {
@@ -89,6 +90,7 @@ def found(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         *_cases(models.experts, _EXPERTS),
         *_cases(models.hybrid, _HYBRID),
         *_resumptions(models.hybrid),
+        LayoutCase(name="rounded", model=models.hybrid, num_ranks=1, overrides=_BFLOAT16, trains=False),
     )
     return outcomes(cases, tmp_path_factory.mktemp("job"), timeout_s=patiently(140))
 
@@ -111,6 +113,15 @@ def test_frozen_routers_stay_and_their_biases_move(found: dict[str, LayoutOutcom
     biases = [gradient * GRADIENT_SCALE for name, gradient in moved.items() if name.endswith("bias")]
     assert weights and not any(gradient.any() for gradient in weights)
     assert biases and all(torch.allclose(bias.abs(), torch.tensor(1e-3), rtol=1e-3) for bias in biases)
+
+
+def test_biases_of_routers_stay_in_float32_where_the_model_is_rounded(
+    models: Models, found: dict[str, LayoutOutcome]
+) -> None:
+    on_disk = load_file(models.hybrid / "model.safetensors")
+    for name, tensor in found["rounded"].before.items():
+        kept = on_disk[name] if name.endswith("e_score_correction_bias") else on_disk[name].bfloat16()
+        assert tensor.dtype == kept.dtype and torch.equal(tensor, kept), name
 
 
 def test_checkpoints_continue_with_experts_divided_otherwise(found: dict[str, LayoutOutcome]) -> None:

@@ -1,0 +1,61 @@
+"""What a family builds in otherwise than a checkpoint says is refused by the name of its key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import NemotronHConfig, Qwen3MoeConfig
+
+from recipes.policy.families.nemotron_h import NemotronH
+from recipes.policy.families.qwen3_moe import Qwen3Moe
+
+HYBRID = {
+    "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp"],
+    "tie_word_embeddings": False,
+    "num_experts_per_tok": 4,
+}
+
+
+def _hybrid(**values: Any) -> NemotronHConfig:
+    config = NemotronHConfig(**HYBRID)
+    for name, value in values.items():
+        setattr(config, name, value)
+    return config
+
+
+@pytest.mark.parametrize("values", [{}, {"n_group": 4, "topk_group": 2}, {"moe_latent_size": 64}, {"n_groups": 1}])
+def test_what_the_published_hybrids_say_is_built(values: dict[str, Any]) -> None:
+    assert NemotronH().refusals(_hybrid(**values)) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "refusal"),
+    [
+        ({"layer_norm_epsilon": 1e-6}, ("layer_norm_epsilon", "1e-06", "1e-05")),
+        ({"use_conv_bias": False}, ("use_conv_bias", "false", "true")),
+        ({"mamba_proj_bias": True}, ("mamba_proj_bias", "true", "false")),
+        ({"use_bias": True}, ("use_bias", "true", "false")),
+        ({"mlp_bias": True}, ("mlp_bias", "true", "false")),
+        ({"attention_bias": True}, ("attention_bias", "true", "false")),
+        ({"tie_word_embeddings": True}, ("tie_word_embeddings", "true", "false")),
+        ({"norm_topk_prob": False}, ("norm_topk_prob", "false", "true")),
+        ({"num_experts_per_tok": 1}, ("num_experts_per_tok", "1", "more")),
+        ({"n_group": 4, "topk_group": 1}, ("num_experts_per_tok / topk_group", "4", "2")),
+    ],
+)
+def test_what_a_hybrid_says_otherwise_is_refused(values: dict[str, Any], refusal: tuple[str, str, str]) -> None:
+    assert NemotronH().refusals(_hybrid(**values)) == [refusal]
+
+
+@pytest.mark.parametrize(
+    ("values", "refusal"),
+    [
+        ({"mlp_only_layers": [0]}, ("mlp_only_layers", "[0]", "[]")),
+        ({"decoder_sparse_step": 2}, ("decoder_sparse_step", "2", "1")),
+        ({"attention_bias": True}, ("attention_bias", "true", "false")),
+    ],
+)
+def test_layers_without_experts_among_others_are_refused(values: dict[str, Any], refusal: tuple[str, str, str]) -> None:
+    assert Qwen3Moe().refusals(Qwen3MoeConfig(**values)) == [refusal]
+    assert Qwen3Moe().refusals(Qwen3MoeConfig()) == []
