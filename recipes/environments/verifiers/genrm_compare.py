@@ -111,8 +111,9 @@ def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
     """Read the conversation and the row's `principle`."""
     principle = optional_str(row, "principle") or settings.get("default_principle") or PRINCIPLE
     strategy = one_of("comparison_strategy", settings.get("comparison_strategy", "circular"), ("circular", "all_pairs"))
+    params = row.get("responses_create_params")
     return Task(
-        history=tuple(_history(row["responses_create_params"]["input"])),
+        history=tuple(_history(params.get("input") if isinstance(params, Mapping) else None)),
         principle=principle if settings.get("use_principle", True) else None,
         strategy=strategy,
         num_judges=int(settings.get("num_judges_per_comparison", 1)),
@@ -293,10 +294,11 @@ def _history(given: object) -> Iterator[tuple[str, str]]:
         yield "user", given
         return
     for item in given if isinstance(given, list) else []:
-        content = item.get("content")
-        if item.get("role"):
-            parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content or ()]
-            yield item["role"], "\n".join(parts)
+        role, content = (item.get("role"), item.get("content")) if isinstance(item, Mapping) else (None, None)
+        if isinstance(role, str) and role:
+            parts = [{"text": content}] if isinstance(content, str) else content if isinstance(content, list) else []
+            texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
+            yield role, "\n".join(text for text in texts if isinstance(text, str))
 
 
 def _reasoning_text(response: Response) -> str:

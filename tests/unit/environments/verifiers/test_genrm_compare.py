@@ -159,3 +159,11 @@ def test_junk_answers_and_replies_raise_nothing() -> None:
     for given in replies[1:]:
         assert rewards(run(junk, lambda *_, given=given: given)[0]) == [None] * 4
     assert len(genrm_compare.pairs(4, "all_pairs")) == 6
+
+
+@pytest.mark.parametrize(
+    "params",
+    [None, 3, {}, {"input": ["text", 3, None, {"role": 7}, {"role": "user"}, {"role": "user", "content": [1, {}]}]}],
+)
+def test_a_conversation_of_the_wrong_shape_raises_nothing(params: Any) -> None:
+    assert all(text == "" for _, text in parse_task({"responses_create_params": params}, {}).history)
