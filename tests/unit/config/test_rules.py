@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from recipes.config.keys.native import AGENT_TYPES
-from recipes.config.keys.schema import CONFIG_DIR
+from recipes.config.keys.schema import CONFIG_DIR, declared
 from recipes.config.keys.servers import AGENTS, servers
 from recipes.config.load import load_config, refusals, require_valid
 from recipes.config.rules.all import REFUSALS, RULES
@@ -430,3 +430,28 @@ def test_value_that_would_be_ignored_is_refused(override: str, reason: str | Non
     assert [problem.fix for problem in refusals(loaded)] == (
         [f"{reason}; change it, or launch with ENGINE=nemo_rl"] if reason else []
     )
+
+
+# Keys of the algorithm that the native engine holds to one value; a key leaves the list when it is built.
+HELD = {
+    "grpo.async_grpo.enabled",  # the same loop is synchronous at age 0
+    "grpo.async_grpo.in_flight_weight_updates",
+    "grpo.async_grpo.recompute_kv_cache_after_weight_updates",
+    "grpo.batch_multiplier",  # groups without variance are replaced at once
+    "loss_fn.use_kl_in_reward",
+}
+ALGORITHM = ("grpo.", "loss_fn.", "checkpointing.", "env.nemo_gym.effort_levels.")
+
+
+def test_few_keys_of_the_algorithm_are_held_to_one_value() -> None:
+    held = {key for key, node in declared().items() if "honours" in node.get("x-native", {})}
+    assert {key for key in held if key.startswith(ALGORITHM)} == HELD
+
+
+@pytest.mark.parametrize("directory", ["", "b200/", "small_scale/", "tiny/"])
+def test_no_published_stage_is_refused_for_its_algorithm(directory: str) -> None:
+    paths = sorted((CONFIG_DIR / directory).glob("stage[123]*.yaml"))
+    assert len(paths) == 4
+    for path in paths:
+        refused = {problem.where.split(": ")[-1] for problem in refusals(load_config(path))}
+        assert not {key for key in refused if key.startswith(ALGORITHM)}, path
