@@ -7,7 +7,6 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -20,20 +19,20 @@ from recipes.environments.scoring.clients import InProcessVerifier
 from recipes.environments.scoring.pool import ScoringPool
 from recipes.environments.verifiers import math_with_judge, multichallenge
 from recipes.types import RolloutStatus
+from tests.quiet_server import QuietHandler, QuietServer
 
 pytestmark = pytest.mark.functional
 
 
-class Judge(BaseHTTPRequestHandler):
+class Judge(QuietHandler):
     """Does what the question says: `say TEXT`, `fail N TEXT` (after N errors), `busy`, `refuse`, `junk`, `hang S`."""
 
-    protocol_version = "HTTP/1.1"
     failures: dict[str, int] = {}  # noqa: RUF012 (of all connections)
     seen: list[dict[str, Any]] = []  # noqa: RUF012
     running = most = 0
     lock = threading.Lock()
 
-    def do_POST(self) -> None:
+    def do_POST(self) -> None:  # noqa: N802 (http.server gives the name)
         """Answer one question."""
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         content = body["messages"][-1]["content"]
@@ -75,18 +74,6 @@ class Judge(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
-
-
-class QuietServer(ThreadingHTTPServer):
-    """Says nothing of clients that are gone."""
-
-    daemon_threads = True
-
-    def handle_error(self, *_: object) -> None:
-        """Say nothing."""
 
 
 @pytest.fixture

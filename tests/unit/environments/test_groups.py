@@ -6,7 +6,6 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.environments import Environments
 from recipes.types import Completion, Rollout, RolloutStatus, Row, VersionSpan
+from tests.quiet_server import QuietHandler, QuietServer
 
 SERVER = "genrm_compare_resources_server"
 ROW = {
@@ -23,14 +23,13 @@ ROW = {
 }
 
 
-class RewardModel(BaseHTTPRequestHandler):
+class RewardModel(QuietHandler):
     """Gives each answer its length as score; an answer `hang` is never judged, `refuse` is an error."""
 
-    protocol_version = "HTTP/1.1"
     seen: list[dict[str, Any]] = []  # noqa: RUF012 (of all connections)
     ended = threading.Event()
 
-    def do_POST(self) -> None:
+    def do_POST(self) -> None:  # noqa: N802 (http.server gives the name)
         """Compare one pair."""
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         RewardModel.seen.append(body)
@@ -45,18 +44,6 @@ class RewardModel(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
-
-
-class QuietServer(ThreadingHTTPServer):
-    """Says nothing of clients that are gone."""
-
-    daemon_threads = True
-
-    def handle_error(self, *_: object) -> None:
-        """Say nothing."""
 
 
 @pytest.fixture
