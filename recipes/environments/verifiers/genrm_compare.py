@@ -37,12 +37,12 @@ PRINCIPLE = """Be an impartial judge. First write your own answer to the request
 it: correctness first, then how helpful, relevant and concise they are, then creativity where the request asks for it,
 and what is missing. When the request is ambiguous, a response that asks for what is missing is better than a guess."""
 NO_ANSWER = "None"
-_MAX_BRACES = 1000
-_FENCED = re.compile(r"```json\s*(.*?)```", re.DOTALL | re.IGNORECASE)
+_MAX_SCANNED = 20_000_000  # characters that are read in search of objects, some several times
+_FENCED = re.compile(r"```json(.*?)```", re.DOTALL | re.IGNORECASE)
 _CODE_BLOCK = re.compile(r"```.*?```", re.DOTALL)
 _MARKS = (
     re.compile(r"^#{1,6}\s", re.MULTILINE),  # headers
-    re.compile(r"^\s*(?:\d+\.|[-*+])\s", re.MULTILINE),  # list items
+    re.compile(r"^[^\S\n]*(?:\d+\.|[-*+])\s", re.MULTILINE),  # list items
     re.compile(r"\*\*[^*\n]+\*\*|__[^_\n]+__"),  # bold
     re.compile("[\U0001f300-\U0001faff\U0001f000-\U0001f2ff\u2600-\u27bf\ufe0f\u2b00-\u2bff]"),  # emoji
 )
@@ -322,14 +322,18 @@ def _scores_in(text: str) -> dict[str, Any] | None:
 def _objects(text: str) -> Iterator[str]:
     """Yield every object `{...}` that JSON can read and that no other such object holds, in order.
 
-    After `_MAX_BRACES` places where none starts it gives up: a reply of braces alone must not cost seconds.
+    It reads at most `_MAX_SCANNED` characters: each brace of a reply may begin an object that ends nowhere.
     """
-    decoder, at, left = json.JSONDecoder(), text.find("{"), _MAX_BRACES
+    decoder, at, left = json.JSONDecoder(), text.find("{"), _MAX_SCANNED
     while at >= 0 and left > 0:
         try:
             _, end = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            at, left = text.find("{", at + 1), left - 1
+        except json.JSONDecodeError as error:
+            left -= 1 + error.pos  # the error counts the lines before it
+            at = text.find("{", at + 1)
+        except (ValueError, RecursionError):  # a number of too many digits, or too deep
+            left -= len(text) - at
+            at = text.find("{", at + 1)
         else:
             yield text[at:end]
             at = text.find("{", end)

@@ -167,3 +167,20 @@ def test_junk_answers_and_replies_raise_nothing() -> None:
 )
 def test_a_conversation_of_the_wrong_shape_raises_nothing(params: Any) -> None:
     assert all(text == "" for _, text in parse_task({"responses_create_params": params}, {}).history)
+
+
+@pytest.mark.timeout(20)  # a search that starts anew at each character takes minutes
+@pytest.mark.parametrize(
+    "text", ["\n" * 300_000, "\n \t" * 100_000, " " * 300_000 + "x", "```json" + " " * 300_000, "```" * 99_999]
+)
+def test_long_answers_and_replies_are_read_in_linear_time(text: str) -> None:
+    assert genrm_compare.style_density(text) == 0.0
+    assert genrm_compare.read_comparison(text) is None
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "text", ['{"a":[' * 1000 + "1," * 100_000, "{" * 300_000, '{"a":' * 100_000, '{"a":' + "1" * 300_000]
+)
+def test_braces_that_never_close_are_given_up(text: str) -> None:
+    assert genrm_compare.read_comparison(text) is None
