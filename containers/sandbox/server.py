@@ -41,7 +41,7 @@ from types import FrameType
 from typing import Any
 
 from jail import Limits, Outcome, run
-from sessions import Sessions
+from sessions import NoRoomError, Sessions
 
 log = logging.getLogger("sandbox")
 
@@ -216,6 +216,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(HTTPStatus.SERVICE_UNAVAILABLE, {"error": "all places are taken"})
         try:
             answer = self.sandbox.execute(request)
+        except NoRoomError as error:  # nothing was executed: the same request may be sent again
+            return self._send(HTTPStatus.SERVICE_UNAVAILABLE, {"error": str(error)})
         finally:
             self.sandbox.places.release()
         self._send(HTTPStatus.OK, answer)

@@ -12,13 +12,13 @@ import select
 import subprocess
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from jail import CHECK_SECONDS, Limits, Outcome, broken_limit, kill, start
 from usage import usage_of
 
 WORKER = Path(__file__).with_name("worker.py")
+KEPT_SECONDS = 300.0  # a session that was used in this time is not ended for the sake of another
 GRACE_SECONDS = 0.5  # from the interrupt of a cell to the end of its session
 IDLE_CHECK_SECONDS = 1.0  # between two looks at a session that runs no cell
 IDLE_CPU_SECONDS = 5.0  # CPU time that what cells left running may use until the next cell
@@ -48,10 +48,9 @@ class Session:
             self.used = time.monotonic()
             request = {"code": code, "seconds": seconds, "output_bytes": self.limits.output_bytes}
             try:
-                assert self.process.stdin is not None
-                self.process.stdin.write(json.dumps(request).encode() + b"\n")
-                self.process.stdin.flush()
-                line, reason = self._answer(time.monotonic() + seconds + GRACE_SECONDS)
+                line, reason = self._exchange(
+                    json.dumps(request).encode() + b"\n", time.monotonic() + seconds + GRACE_SECONDS
+                )
             except (OSError, ValueError):  # the process has ended, or another thread closed the session
                 line, reason = b"", "end"
             self.used = time.monotonic()
@@ -64,24 +63,33 @@ class Session:
         status = None if reason else STATUS.get(answer["status"], 1)
         return Outcome(status=status, stdout=answer["stdout"], stderr=answer["stderr"], reason=reason)
 
-    def _answer(self, deadline: float) -> tuple[bytes, str]:
-        """Read one line; return it, or an empty one and why there is none."""
-        assert self.process.stdout is not None
-        descriptor, line = self.process.stdout.fileno(), bytearray()
+    def _exchange(self, request: bytes, deadline: float) -> tuple[bytes, str]:
+        """Write a cell and read one line; return it, or an empty one and why there is none.
+
+        What an earlier cell left running may write the line, or read nothing: neither may keep this thread.
+        """
+        assert self.process.stdin is not None and self.process.stdout is not None
+        stdin, stdout, line, unsent = self.process.stdin.fileno(), self.process.stdout.fileno(), bytearray(), request
+        os.set_blocking(stdin, False)
         poll = select.poll()  # select() fails for descriptors above 1023
-        poll.register(descriptor, select.POLLIN)
+        poll.register(stdin, select.POLLOUT)
+        poll.register(stdout, select.POLLIN)
         limit = 16 * self.limits.output_bytes  # JSON may write six bytes for one, for each of two streams
         while not line.endswith(b"\n"):
             left = deadline - time.monotonic()
             if left <= 0:
                 return b"", "time"
-            if not poll.poll(1000 * left):
-                continue
-            data = os.read(descriptor, 65536)
-            line += data
-            if not data or len(line) > limit:
-                return b"", "end"
-        return bytes(line), ""
+            for descriptor, _ in poll.poll(1000 * left):
+                if descriptor == stdin:
+                    unsent = unsent[os.write(stdin, unsent) :]
+                    if not unsent:
+                        poll.unregister(stdin)
+                    continue
+                data = os.read(stdout, 65536)
+                line += data
+                if not data or len(line) > limit:
+                    return b"", "end"
+        return (b"", "end") if unsent else (bytes(line), "")
 
     def watch(self, idle_seconds: float) -> None:
         """End the session when it breaks a limit, or has not been used for `idle_seconds`; look only when it is due."""
@@ -104,11 +112,11 @@ class Session:
         kill(self.process)
 
     def close(self) -> None:
-        """End the worker with everything it has started, and close its streams."""
+        """End the worker with everything it has started, and close its streams once nobody reads them."""
         kill(self.process)
-        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
-            if stream is not None:
-                with suppress(OSError):  # a rest that could not be written any more
+        with self.lock:
+            for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+                if stream is not None:
                     stream.close()
 
 
@@ -121,11 +129,18 @@ def _parse(line: bytes) -> dict[str, str] | None:
         return None
 
 
-class Sessions:
-    """The sessions by name, at most `most`: for another one, the session that was unused for longest is ended."""
+class NoRoomError(Exception):
+    """All sessions are in use."""
 
-    def __init__(self, limits: Limits, *, most: int, idle_seconds: float) -> None:
-        self.limits, self.most, self.idle_seconds = limits, most, idle_seconds
+
+class Sessions:
+    """The sessions by name, at most `most`.
+
+    For another one, the session that was unused for longest is ended, unless it was used in the last `kept_seconds`.
+    """
+
+    def __init__(self, limits: Limits, *, most: int, idle_seconds: float, kept_seconds: float = KEPT_SECONDS) -> None:
+        self.limits, self.most, self.idle_seconds, self.kept_seconds = limits, most, idle_seconds, kept_seconds
         self._lock = threading.Lock()
         self._by_name: dict[str, Session] = {}
         self._is_closed = threading.Event()
@@ -136,7 +151,7 @@ class Sessions:
             return len(self._by_name)
 
     def run(self, name: str, code: str, seconds: float) -> tuple[Outcome, bool]:
-        """Execute a cell in a session; return how it ended and whether the session was new."""
+        """Execute a cell in a session; return how it ended and whether the session was new. Raises `NoRoomError`."""
         with self._lock:
             session = self._by_name.get(name)
             is_new = session is None or not session.is_alive
@@ -151,9 +166,16 @@ class Sessions:
         return outcome, is_new
 
     def _make_room(self) -> None:
-        """End the session that was unused for longest where there are too many; one that runs a cell stays."""
-        idle = sorted((session.used, name) for name, session in self._by_name.items() if not session.lock.locked())
-        for _, name in idle[: max(0, len(self._by_name) - self.most + 1)]:
+        """End sessions where there are too many; raises `NoRoomError` when those that may be ended do not suffice."""
+        surplus, since = len(self._by_name) - self.most + 1, time.monotonic() - self.kept_seconds
+        idle = sorted(
+            (session.used, name)
+            for name, session in self._by_name.items()
+            if session.used < since and not session.lock.locked()
+        )
+        if surplus > len(idle):
+            raise NoRoomError(f"{len(self._by_name)} sessions are open, and at most {self.most} may be")
+        for _, name in idle[: max(0, surplus)]:
             self._by_name.pop(name).close()
 
     def delete(self, name: str, session: Session | None = None) -> bool:

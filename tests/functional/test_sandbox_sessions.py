@@ -79,3 +79,48 @@ def test_an_unused_session_ends_by_itself():
         assert time.monotonic() < end
         time.sleep(0.1)
     sessions.close()
+
+
+def test_a_cell_that_nobody_reads_ends_at_its_time():
+    """An earlier cell answered in the worker's place and goes on: the next one does not fit into the pipe."""
+    from jail import Limits
+    from sessions import Session
+
+    session = Session(Limits())
+    forged = """
+import json, os, time
+for descriptor in range(3, 64):
+    try:
+        os.write(descriptor, json.dumps({"status": "completed", "stdout": "", "stderr": ""}).encode() + b"\\n")
+    except OSError:
+        pass
+os.write(1, json.dumps({"status": "completed", "stdout": "", "stderr": ""}).encode() + b"\\n")
+time.sleep(1000)
+"""
+    try:
+        session.run(forged, 20)
+        began = time.monotonic()
+        outcome = session.run("#" * 1_000_000, 3)
+        assert outcome.status is None
+        assert time.monotonic() - began < 30
+    finally:
+        session.close()
+
+
+def test_a_session_in_use_is_not_ended_for_another():
+    from jail import Limits
+    from sessions import NoRoomError, Sessions
+
+    sessions = Sessions(Limits(), most=2, idle_seconds=1000, kept_seconds=1000)
+    try:
+        for name in ("a", "b"):
+            sessions.run(name, "kept = 7", 20)
+        with pytest.raises(NoRoomError, match="2 sessions are open, and at most 2 may be"):
+            sessions.run("c", "1", 20)
+        outcome, is_new = sessions.run("a", "print(kept)", 20)
+        assert (outcome.stdout, is_new) == ("7\n", False)
+        sessions.kept_seconds = 0.0
+        assert sessions.run("c", "1", 20)[1]
+        assert len(sessions) == 2
+    finally:
+        sessions.close()
