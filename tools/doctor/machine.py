@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 
-from recipes.cluster.ports import NUM_SLOTS, node_problems, ray_ports
+from recipes.cluster.ports import node_problems, ray_ports
 from recipes.errors import LaunchError, Problem
 from tools.doctor.slurm import NoAnswerError, ask
-from tools.job.local import take_slot
+from tools.job.local import LOCAL_RUNS, take_slot
 from tools.planning.draft import Draft
 from tools.planning.findings import Finding, as_finding, as_findings
 from tools.planning.run_dir import lock_problems
@@ -33,7 +33,7 @@ def code_of(problem: Problem) -> str:
     """Return the code of a problem with ports."""
     if problem.where.startswith("net."):
         return "PRT002"
-    return "PRT003" if str(NUM_SLOTS) in problem.wrong else "PRT001"
+    return "PRT003" if problem.where == LOCAL_RUNS else "PRT001"
 
 
 def is_node_of(partition: str) -> bool:

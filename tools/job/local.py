@@ -45,6 +45,7 @@ from tools.processes import (
 
 PREFIX = "rl-"  # of the directories below /tmp
 HEAD_SECONDS = 120.0  # for the Ray head to start
+LOCAL_RUNS = "local runs"  # where a problem is when there are too many of them
 RAY_STARTED = b"Ray runtime started"  # what `ray start` of Ray 2 prints last, when its node has registered itself
 STOP_SECONDS = 600.0  # for the driver to finish its step and save after a signal
 _POLL_SECONDS = 0.1
@@ -113,7 +114,7 @@ def take_slot() -> tuple[RayPorts, socket.socket]:
         return ports, held
     raise LaunchError(
         Problem(
-            where="local runs",
+            where=LOCAL_RUNS,
             wrong=f"{NUM_SLOTS} are in progress on this machine, and more have no ports",
             fix="wait for one to end",
         )

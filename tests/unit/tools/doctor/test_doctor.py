@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from recipes.cluster.ports import ray_ports
+from recipes.errors import Problem
 from tests.unit.tools.launch_case import HELD_OUT_ROW, PLACEHOLDER_ROW, ROW, LaunchCase, write_case
 from tools.doctor import allocation, machine
 from tools.doctor import examine as examine_module
 from tools.doctor.__main__ import main, table
+from tools.job.local import LOCAL_RUNS
 from tools.planning.findings import CODES, errors, forced, found
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -136,6 +138,15 @@ def test_a_busy_port_is_found_where_a_node_of_the_job_could_be(case, monkeypatch
         monkeypatch.setattr(machine, "is_node_of", lambda partition: partition == "batch")
         problems = [finding.problem.where for finding in case.examine() if finding.code == "PRT001"]
     assert [where for where in problems if where.startswith(f"port {port} ")]
+
+
+@pytest.mark.parametrize(
+    ("where", "code"),
+    [("port 1200 (Ray control)", "PRT001"), ("net.ipv4.ip_local_port_range", "PRT002"), (LOCAL_RUNS, "PRT003")],
+)
+def test_a_problem_with_ports_has_the_code_of_what_is_wrong(where, code):
+    problem = Problem(where=where, wrong="in use by pid 4108 (python)", fix="end it")
+    assert machine.code_of(problem) == code
 
 
 def test_a_model_that_the_engine_does_not_build_is_named(case):
