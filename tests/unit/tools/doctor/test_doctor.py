@@ -84,7 +84,7 @@ def test_a_defect_on_disk_is_found_alone(case, code):
         ("ENV004", {"ENABLE_MTP_INFERENCE": "1"}),
         ("CFG001", {"EXTRA_HYDRA_ARGS": "grpo.num_prompt_per_step=8"}),
         ("CFG001", {"CONFIG_PATH": "configs/none.yaml"}),
-        ("CFG003", {"EXTRA_HYDRA_ARGS": "grpo.use_dynamic_sampling=true"}),
+        ("CFG003", {"EXTRA_HYDRA_ARGS": "policy.megatron_cfg.fp8_cfg.enabled=true"}),
         ("CFG004", {"EXTRA_HYDRA_ARGS": "checkpointing.checkpoint_must_save_by=00:05:00:00"}),
         ("IMG002", {"CONTAINER": "image.sqsh"}),
         ("IMG004", {"CONTAINER": "docker://registry.example/Training:1"}),
