@@ -160,6 +160,10 @@ class Environments:
         client = self._groups.get(find_agent(_agent_name(row), self._agents).server)
         return tuple(rollouts) if client is None else await score_group(client, row, rollouts)
 
+    def compares(self, row: Row) -> bool:
+        """Return whether the answers to a row are scored by comparing them, so that one alone has no verdict."""
+        return find_agent(_agent_name(row), self._agents).server in self._groups
+
     def wrap_verifiers(self, wrap: Callable[[VerifierClient], VerifierClient]) -> None:
         """Replace every verifier client by `wrap` of it; tests simulate slow and failing ones."""
         self._clients = {name: wrap(client) for name, client in self._clients.items()}

@@ -41,6 +41,7 @@ def setup(config: Config, derived: Derived, run_dir: Path, stop: StopRequest) ->
     """Return a run that is ready to train, restored from its newest complete checkpoint if there is one."""
     environments = Environments.from_config(config.env, ChatCodec.from_config(config.policy))
     stream, validation_rows = _open_data(config, environments)
+    validation = _validation(config, validation_rows, environments)
     checkpoints = run_dir / config.checkpointing.checkpoint_dir
     checkpoints.mkdir(parents=True, exist_ok=True)
     saved = _saved_state(checkpoints, stream, config)  # verified before policy and engines start
@@ -60,7 +61,7 @@ def setup(config: Config, derived: Derived, run_dir: Path, stop: StopRequest) ->
         environments=environments,
         collector=collector,
         buffer=buffer,
-        validation=_validation(config, validation_rows),
+        validation=validation,
         logger=RunLogger(run_dir, config.logger, num_steps=num_steps),
         stop=stop,
         state=_restore(saved, checkpoints, policy, collector),
@@ -152,18 +153,27 @@ def _dynamic_sampling(config: Config) -> dict[str, Any]:
     }
 
 
-def _validation(config: Config, rows: PromptDataset | None) -> ValidationSet | None:
+def _validation(config: Config, rows: PromptDataset | None, environments: Environments) -> ValidationSet | None:
     if rows is None:
         return None
-    generation = config.policy.generation
+    generation, num = config.policy.generation, config.grpo.val_num_generations_per_prompt
+    if num == 1 and any(environments.compares(rows[index]) for index in range(len(rows))):
+        raise ConfigError(
+            Problem(
+                where="grpo.val_num_generations_per_prompt",
+                wrong="is 1, and answers to rows of the validation set are scored by comparing them",
+                fix="set it to 2 or more",
+            )
+        )
     return ValidationSet(
         dataset=rows,
         sampling=Sampling(
             temperature=generation.val_temperature, top_p=generation.val_top_p, max_tokens=generation.max_new_tokens
         ),
-        num_generations=config.grpo.val_num_generations_per_prompt,
+        num_generations=num,
         greedy=config.grpo.val_greedy,
         deadline_seconds=config.deadlines.progress,
+        compares=environments.compares,
     )
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from recipes.environments.contract.rows import last_user_text
 from recipes.grpo.data import PromptDataset, row_id
 from recipes.grpo.rollout import RolloutCollector, gather_results
 from recipes.tokens import store_rollouts
-from recipes.types import Group, PromptRef, Sampling
+from recipes.types import Group, PromptRef, Row, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +23,7 @@ class ValidationSet:
     num_generations: int
     greedy: bool
     deadline_seconds: float
+    compares: Callable[[Row], bool]  # whether the answers to a row are compared: one alone is not sampled
 
     def run(self, collector: RolloutCollector, *, step: int) -> tuple[dict[str, float], list[Group]]:
         """Return the metrics, their names without `validation/`, and the sampled groups for the log."""
@@ -36,10 +37,11 @@ class ValidationSet:
         return metrics, sampled
 
     def _sample(self, collector: RolloutCollector, sampling: Sampling, num: int, *, step: int) -> list[Group]:
-        rows = [self.dataset[index] for index in range(len(self.dataset))]
+        rows = {index: self.dataset[index] for index in range(len(self.dataset))}
+        rows = {index: row for index, row in rows.items() if num > 1 or not self.compares(row)}
         futures = [
             collector.submit(collector.run_rollouts(row, sampling, affinity=index, num=num))
-            for index, row in enumerate(rows)
+            for index, row in rows.items()
         ]
         answers = gather_results(futures, deadline_seconds=self.deadline_seconds, what="validation")
         stored = [store_rollouts(rollouts, collector.token_store) for rollouts in answers]
@@ -53,7 +55,7 @@ class ValidationSet:
                 rollouts=headers,
                 tokens=tokens,
             )
-            for index, (row, (headers, tokens)) in enumerate(zip(rows, stored, strict=True))
+            for (index, row), (headers, tokens) in zip(rows.items(), stored, strict=True)
         ]
 
 

@@ -159,6 +159,7 @@ def test_a_refused_comparison_is_no_number(codec: ChatCodec, address: str) -> No
 
 def test_nothing_is_scored_without_a_reward_model(codec: ChatCodec) -> None:
     made = environments(codec, None)
+    assert made.compares(ROW)
     assert made.check_row(ROW) == [
         f"agent 'genrm_simple_agent' needs a judge: {SERVER} names none with a base_url",
     ]

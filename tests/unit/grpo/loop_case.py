@@ -124,6 +124,9 @@ class LoopEnvironments:
         self.broken = set(broken)
         self.asked: list[str] = []
 
+    def compares(self, row: Row) -> bool:
+        return False
+
     async def run(self, row: Row, model: ModelClient, *, max_tokens: int) -> Rollout:
         text = row["responses_create_params"]["input"]
         self.asked.append(text)
@@ -201,7 +204,7 @@ def make_run(
         environments=environments,
         collector=collector,
         buffer=buffer,
-        validation=_validation(config, PromptDataset(directory / "val.jsonl")),
+        validation=_validation(config, PromptDataset(directory / "val.jsonl"), environments),
         logger=RunLogger(directory, config.logger, num_steps=num_steps),
         stop=StopRequest(must_save_by=None, job_start=0.0),
         state=_restore(saved, checkpoints, policy, collector),  # type: ignore[arg-type]

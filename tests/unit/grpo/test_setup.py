@@ -14,7 +14,7 @@ from recipes.errors import CheckpointError, ConfigError, DataError
 from recipes.grpo.checkpoint import LedgerEntry, SavedState
 from recipes.grpo.data import DataIdentity, PromptDataset, PromptStream
 from recipes.grpo.draw import CollectorState, DrawnPrompt
-from recipes.grpo.setup import _num_steps, _open_data, on_same_data, require_window
+from recipes.grpo.setup import _num_steps, _open_data, _validation, on_same_data, require_window
 from recipes.types import Group, PromptRef
 
 
@@ -41,6 +41,21 @@ def test_data_that_gives_no_step_is_refused(tmp_path: Path) -> None:
         _open_data(config(prompts=7, path=path), environments)
     stream, validation = _open_data(config(prompts=6, path=path), environments)
     assert (stream.num_prompts, validation) == (6, None)
+
+
+def test_one_answer_alone_cannot_be_validated_where_answers_are_compared() -> None:
+    generation = SimpleNamespace(val_temperature=1.0, val_top_p=1.0, max_new_tokens=8)
+    grpo = SimpleNamespace(val_num_generations_per_prompt=1, val_greedy=False)
+    cfg: Any = SimpleNamespace(
+        policy=SimpleNamespace(generation=generation), grpo=grpo, deadlines=SimpleNamespace(progress=1.0)
+    )
+    rows: Any = [{"agent_ref": {"name": "single"}}, {"agent_ref": {"name": "compared"}}]
+    environments: Any = SimpleNamespace(compares=lambda row: row["agent_ref"]["name"] == "compared")
+    with pytest.raises(ConfigError, match="val_num_generations_per_prompt: is 1, .* set it to 2 or more"):
+        _validation(cfg, rows, environments)
+    assert _validation(cfg, rows[:1], environments) is not None
+    grpo.val_num_generations_per_prompt = 2
+    assert _validation(cfg, rows, environments) is not None
 
 
 def group(row: int, *, target: int, version: int) -> Group:

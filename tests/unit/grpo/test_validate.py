@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from recipes.grpo.validate import reward_metrics
-from recipes.types import Group, Rollout, RolloutStatus, Turn
-from tests.groups import group_of
+from concurrent.futures import Future
+
+from recipes.grpo.validate import ValidationSet, reward_metrics
+from recipes.types import Group, Rollout, RolloutStatus, Row, Sampling, Turn
+from tests.groups import LocalStore, group_of
 
 TURN = Turn(prompt_token_ids=(1,), token_ids=(2, 3), logprobs=(-1.0, -1.0), versions=(), finish_reason="stop")
 
@@ -40,3 +42,37 @@ def test_without_a_verdict_there_is_no_reward() -> None:
     assert (got["accuracy"], got["pass_k"], got["num_failed"]) == (0.5, 1.0, 2.0)
     assert "math/accuracy" not in got
     assert reward_metrics(groups[:1], "") == {"avg_length": 2.0, "num_failed": 2.0}
+
+
+def test_rows_whose_answers_are_compared_are_left_out_of_the_greedy_pass() -> None:
+    asked: list[tuple[str, int]] = []
+
+    class Collector:
+        token_store = LocalStore()
+
+        def run_rollouts(self, row: Row, sampling: Sampling, *, affinity: int, num: int) -> tuple[Rollout, ...]:
+            asked.append((row["agent_ref"]["name"], num))
+            rollout = Rollout(turns=(TURN,), status=RolloutStatus.COMPLETED, reason="", reward=1.0)
+            return (rollout,) * num
+
+        def submit(self, rollouts: tuple[Rollout, ...]) -> Future[tuple[Rollout, ...]]:
+            future: Future[tuple[Rollout, ...]] = Future()
+            future.set_result(rollouts)
+            return future
+
+    rows = [
+        {"responses_create_params": {"input": name}, "agent_ref": {"name": name}} for name in ("math", "genrm", "mcqa")
+    ]
+    validation = ValidationSet(
+        dataset=rows,  # type: ignore[arg-type]
+        sampling=Sampling(temperature=1.0, top_p=1.0, max_tokens=8),
+        num_generations=2,
+        greedy=True,
+        deadline_seconds=30.0,
+        compares=lambda row: row["agent_ref"]["name"] == "genrm",
+    )
+    metrics, sampled = validation.run(Collector(), step=3)  # type: ignore[arg-type]
+    assert asked == [("math", 2), ("genrm", 2), ("mcqa", 2), ("math", 1), ("mcqa", 1)]
+    assert [group.prompt.row_index for group in sampled] == [0, 1, 2]
+    assert metrics["genrm/accuracy"] == 1.0 and "genrm/greedy_accuracy" not in metrics
+    assert metrics["greedy_num_failed"] == 0.0
