@@ -51,7 +51,7 @@ def test_one_answer_alone_cannot_be_validated_where_answers_are_compared() -> No
     )
     rows: Any = [{"agent_ref": {"name": "single"}}, {"agent_ref": {"name": "compared"}}]
     environments: Any = SimpleNamespace(compares=lambda row: row["agent_ref"]["name"] == "compared")
-    with pytest.raises(ConfigError, match="val_num_generations_per_prompt: is 1, .* set it to 2 or more"):
+    with pytest.raises(ConfigError, match=r"val_num_generations_per_prompt: is 1, .* set it to 2 or more"):
         _validation(cfg, rows, environments)
     assert _validation(cfg, rows[:1], environments) is not None
     grpo.val_num_generations_per_prompt = 2
