@@ -94,7 +94,10 @@ class TokenStore(Protocol):
     """Where the arrays of groups lie, outside of the driver."""
 
     def put(self, tokens: GroupTokens) -> Any:
-        """Store a group's arrays; returns the reference, which keeps them as long as someone holds it."""
+        """Store a group's arrays; returns the reference, which keeps them as long as someone holds it.
+
+        Raises `RunError` when there is no room.
+        """
         ...
 
     def get(self, references: Sequence[Any]) -> list[GroupTokens]:

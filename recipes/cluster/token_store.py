@@ -18,12 +18,18 @@ class RayTokenStore:
     """Arrays are written to shared memory once. Readers on the node map them, other nodes fetch a copy."""
 
     def put(self, tokens: GroupTokens) -> Any:
-        """Store a group's arrays; returns the reference, which keeps them as long as someone holds it."""
-        return ray.put(tokens)
+        """Store a group's arrays; returns the reference, which keeps them as long as someone holds it.
+
+        Raises `RunError` when there is no room.
+        """
+        try:
+            return ray.put(tokens)
+        except RayError as full:
+            raise RunError(f"the object store takes no more groups, in memory or on its disk: {full}") from full
 
     def get(self, references: Sequence[Any]) -> list[GroupTokens]:
         """Return the arrays, read-only; raises `StalledError` when they do not come, `RunError` when they are lost."""
-        what = f"the tokens of {len(references)} groups"
+        what = f"the tokens of {len(references)} group{'s' if len(references) != 1 else ''}"
         try:
             groups: list[GroupTokens] = ray.get(list(references), timeout=_GET_SECONDS)
         except GetTimeoutError as late:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from recipes.errors import StalledError
 from recipes.tokens import GroupTokens
@@ -104,7 +104,7 @@ def write_groups(path: Path, groups: Sequence[Group], tokens: Sequence[GroupToke
     arrays = {_HEADERS: np.frombuffer(headers.encode(), np.uint8)}
     for number, one in enumerate(tokens):
         arrays |= {f"{number}.{field.name}": getattr(one, field.name) for field in fields(one)}
-    save_file(arrays, path)
+    path.write_bytes(save(arrays))
 
 
 def read_groups(path: Path) -> tuple[tuple[Group, ...], tuple[GroupTokens, ...]]:

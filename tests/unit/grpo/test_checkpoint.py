@@ -99,6 +99,7 @@ def run_state(step: int, metrics: dict[str, float] | None = None) -> SavedState:
 
 def test_reads_back_what_was_written(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, run_state(4, {"train/reward": 0.5}), Policy())
+    assert (path / "replay_buffer.safetensors").stat().st_mode == (path / "state.json").stat().st_mode
     got, written = load_state(path), run_state(4, {"train/reward": 0.5})
     tokens, written_tokens = got.collector.finished_tokens, written.collector.finished_tokens
     assert [as_lists(one) for one in tokens] == [as_lists(one) for one in written_tokens]

@@ -24,7 +24,7 @@ from recipes.grpo.data import PromptDataset, PromptStream
 from recipes.grpo.draw import NO_VARIANCE, CollectorState
 from recipes.grpo.rollout import PolicyClient, RolloutCollector, RolloutSettings
 from recipes.types import Completion, Group, ModelClient, Rollout, RolloutStatus, Row, Sampling, Turn, VersionSpan
-from tests.groups import LocalStore
+from tests.groups import LocalStore, as_lists
 
 P, G = 2, 3
 
@@ -328,6 +328,8 @@ def test_a_resumed_run_trains_every_prompt_once(make: Callable[..., Setup]) -> N
     setup.buffer = ReplayBuffer(num_prompts_per_step=P, max_trajectory_age_steps=1)
     setup.collector = setup.new_collector()
     setup.collector.restore(state)
+    restored = setup.collector.state().finished_tokens
+    assert [as_lists(one) for one in restored] == [as_lists(one) for one in state.finished_tokens]
     setup.collector.start(version=1, last_step=10)
     for step in range(1, 10):
         trained += setup.take(step)

@@ -1,0 +1,59 @@
+"""Ray's object store as the place of tokens: read without a copy, and a loss is an error that names it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import ray
+from policy_case import local_ray
+from random_batch import random_rollouts
+
+from recipes.cluster import token_store
+from recipes.cluster.token_store import RayTokenStore
+from recipes.errors import RunError, StalledError
+from recipes.tokens import pack_rollouts
+from tests.groups import as_lists
+
+pytestmark = pytest.mark.functional
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_instance() -> Iterator[None]:
+    with local_ray(num_cpus=1):
+        yield
+
+
+def test_arrays_come_back_as_they_were_and_are_shared() -> None:
+    _, tokens = pack_rollouts(random_rollouts(64, width=400))
+    store = RayTokenStore()
+    reference = store.put(tokens)
+    first, again = store.get([reference, reference])
+    assert as_lists(first) == as_lists(tokens)
+    assert first.token_ids.ctypes.data == again.token_ids.ctypes.data != tokens.token_ids.ctypes.data
+    assert not first.token_ids.flags.writeable
+    assert isinstance(reference, ray.ObjectRef)
+
+
+def test_tokens_whose_process_died_are_named() -> None:
+    @ray.remote(max_retries=0)
+    def die() -> None:
+        os._exit(1)
+
+    with pytest.raises(RunError, match="the tokens of 1 group cannot be read from the object store"):
+        RayTokenStore().get([die.remote()])
+
+
+def test_tokens_that_do_not_come_are_waited_for_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_store, "_GET_SECONDS", 1.0)
+
+    @ray.remote
+    def sleep() -> None:
+        time.sleep(600)
+
+    never = sleep.remote()
+    with pytest.raises(StalledError, match="the tokens of 2 groups did not come from the object store within 1 s"):
+        RayTokenStore().get([never, never])
+    ray.cancel(never, force=True)
