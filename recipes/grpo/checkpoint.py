@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
@@ -35,19 +35,11 @@ from recipes.types import PromptRef
 
 logger = logging.getLogger(__name__)
 _COMPLETE = "COMPLETE"
-_EXPORT = "hf"
+EXPORT = "hf"
 _BUFFER = "replay_buffer.safetensors"
 _LATEST = "latest"
 _STEP = re.compile(r"step_(\d{6,})")
 _HASH_THREADS = 16  # hashing releases the interpreter lock, and a parallel file system serves many readers
-
-
-class Saveable(Protocol):
-    """The part of `Policy` that a checkpoint uses."""
-
-    def save(self, path: Path, *, with_optimizer: bool = True) -> None: ...
-
-    def export_hf(self, path: Path) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,34 +68,31 @@ def step_dir(root: Path, step: int) -> Path:
     return root / f"step_{step:06d}"
 
 
-def save_checkpoint(root: Path, state: SavedState, policy: Saveable, *, with_optimizer: bool = True) -> Path:
-    """Write a checkpoint and point `latest` at it; returns its directory."""
-    target = step_dir(root, state.step)
+def make_directory(root: Path, step: int) -> Path:
+    """Return a new temporary directory for a checkpoint; what killed runs have left half-done is removed."""
     root.mkdir(parents=True, exist_ok=True)
-    for left in root.glob("tmp_*"):  # of a run that was killed while it saved or pruned
-        _remove(left)
-    temporary = _unused(root / f"tmp_{target.name}")
+    for left in root.glob("tmp_*"):
+        discard(left)
+    temporary = _unused(root / f"tmp_{step_dir(root, step).name}")
     temporary.mkdir()
-    try:
-        policy.save(temporary / "policy", with_optimizer=with_optimizer)
-        policy.export_hf(temporary / _EXPORT)
-        _write_state(temporary, state)
-        sync_tree(temporary)
-        _write_complete(temporary)
-        if target.exists():  # of a run that was killed after the rename: its content is the same step
-            target.rename(_unused(root / f"tmp_replaced_{target.name}"))
-        temporary.rename(target)
-    except Exception:
-        _remove(temporary)  # a full disk has room again for the logs that say so
-        raise
+    return temporary
+
+
+def complete(root: Path, step: int, temporary: Path) -> None:
+    """Give a written checkpoint its checksums and its name, and point `latest` at it."""
+    target = step_dir(root, step)
+    sync_tree(temporary)
+    _write_complete(temporary)
+    if target.exists():  # of a run that was killed after the rename: its content is the same step
+        target.rename(_unused(root / f"tmp_replaced_{target.name}"))
+    temporary.rename(target)
     sync_directory(root)
     _swap_latest(root, target.name)
     for replaced in root.glob("tmp_replaced_*"):
-        _remove(replaced)
-    return target
+        discard(replaced)
 
 
-def _write_state(path: Path, state: SavedState) -> None:
+def write_state(path: Path, state: SavedState) -> None:
     """Write everything but the policy."""
     collector = state.collector
     (path / "state.json").write_bytes(
@@ -163,7 +152,7 @@ def _move_aside(root: Path, damaged: Sequence[Path], good: Path) -> None:
 
 def is_export(path: Path) -> bool:
     """Whether a path names the export of a checkpoint: .../latest/hf or .../step_000010/hf."""
-    return path.name == _EXPORT and (path.parent.name == _LATEST or path.parent.name.startswith("step_"))
+    return path.name == EXPORT and (path.parent.name == _LATEST or path.parent.name.startswith("step_"))
 
 
 def complete_export(path: Path) -> Path:
@@ -181,9 +170,9 @@ def complete_export(path: Path) -> Path:
             )
         )
     fix = "restore it, or set MODEL_PATH to the export of another step"
-    if problems := _damage(checkpoint, below=f"{_EXPORT}/", fix=fix):
+    if problems := _damage(checkpoint, below=f"{EXPORT}/", fix=fix):
         raise CheckpointError(problems)
-    return checkpoint / _EXPORT
+    return checkpoint / EXPORT
 
 
 def complete_checkpoints(root: Path) -> dict[int, Path]:
@@ -197,13 +186,13 @@ def complete_checkpoints(root: Path) -> dict[int, Path]:
 
 
 def load_state(path: Path) -> SavedState:
-    """Read back what `save_checkpoint` wrote, without the policy."""
+    """Read back what `write_state` wrote, without the policy."""
     if not (path / _BUFFER).exists():
         raise CheckpointError(
             Problem(
                 where=str(path),
                 wrong=f"it has no {_BUFFER}: another version of this recipe wrote it, which stored tokens as text",
-                fix=f"finish the run with that version, or start a new run with MODEL_PATH={path / _EXPORT}",
+                fix=f"finish the run with that version, or start a new run with MODEL_PATH={path / EXPORT}",
             )
         )
     raw = orjson.loads((path / "state.json").read_bytes())
@@ -291,7 +280,7 @@ def prune(
         except OSError as error:
             logger.warning("checkpoint of step %d not pruned: %s", step, error)
             continue
-        _remove(aside)
+        discard(aside)
         logger.info("pruned checkpoint of step %d", step)
 
 
@@ -307,7 +296,7 @@ def _metric(path: Path, name: str | None) -> float | None:
     return value
 
 
-def _remove(path: Path) -> None:
+def discard(path: Path) -> None:
     """Delete a directory as far as that is possible; what stays (`.nfs*`, stale handles) is logged."""
 
     def report(_function: object, left: str, failure: tuple[object, BaseException, object]) -> None:

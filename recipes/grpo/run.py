@@ -16,12 +16,13 @@ from recipes.config.keys.derive import derive
 from recipes.config.tree import Config
 from recipes.errors import PolicyError, RecipeError, StalledError
 from recipes.grpo.buffer import ReplayBuffer
-from recipes.grpo.checkpoint import LedgerEntry, SavedState, prune, save_checkpoint
+from recipes.grpo.checkpoint import LedgerEntry, SavedState, prune
 from recipes.grpo.data import DataIdentity
 from recipes.grpo.log import RunLogger
 from recipes.grpo.metrics import StepMetrics, aggregate_rollouts, rates
 from recipes.grpo.refit import WeightSink, WeightSource
 from recipes.grpo.rollout import RolloutCollector, Sampler
+from recipes.grpo.saving import CheckpointSaver, Saved
 from recipes.grpo.validate import ValidationSet
 from recipes.stop import StopRequest
 from recipes.types import Group, TrainBatch
@@ -41,9 +42,13 @@ class PolicyHandle(WeightSource, Protocol):
 
     def save(self, path: Path, *, with_optimizer: bool = True) -> None: ...
 
-    def load(self, path: Path) -> None: ...
+    def begin_save(self, path: Path, export_path: Path, *, with_optimizer: bool) -> None: ...
 
-    def export_hf(self, path: Path) -> None: ...
+    def is_save_written(self) -> bool: ...
+
+    def finish_save(self) -> float: ...
+
+    def load(self, path: Path) -> None: ...
 
     def shutdown(self) -> None: ...
 
@@ -109,8 +114,12 @@ class Run:
     _logged_step: int = -1
     _masked_steps: int = 0  # in a row, with too many sequences masked by the mismatch test
     _logged_at: float = field(default_factory=time.monotonic)
-    _save_seconds: float = 0.0  # of the checkpoint written since the last record
+    _save_seconds: float = 0.0  # for which the loop has stood still for a checkpoint since the last record
     _last_stats: dict[str, float] = field(default_factory=dict)
+    _saver: CheckpointSaver = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._saver = CheckpointSaver(self.checkpoints, self.policy, prune=self._prune)
 
     def is_due(self, period: int) -> bool:
         """Whether the step just done is a multiple of `period`; never for 0 or less."""
@@ -129,13 +138,18 @@ class Run:
         return (self.is_due(cfg.val_period) and step >= cfg.val_start_at) or (cfg.val_at_end and step == self.num_steps)
 
     def take(self) -> list[Group]:
-        """Wait for the groups of the next step and remove them from the buffer; an empty list when there are none."""
+        """Wait for the groups of the next step and remove them from the buffer; an empty list when there are none.
+
+        A save in progress goes on before and after the wait; raises what made it fail.
+        """
         self._groups = []
+        self._saved(self._saver.advance())
         self._groups = self.buffer.take(
             self.state.step,
             deadline_seconds=self.config.deadlines.progress,
             waiting_for=self.collector.waiting_for,
         )
+        self._saved(self._saver.advance())
         return self._groups
 
     def validate(self, metrics: StepMetrics) -> None:
@@ -216,30 +230,43 @@ class Run:
         return {"masked_seqs_share": share, "mismatch_alarm_steps": float(self._masked_steps)}
 
     def save(self) -> None:
-        """Write a checkpoint of everything up to the step just logged."""
+        """Begin a checkpoint of everything up to the step just logged, once the one before is complete."""
         if not self.config.checkpointing.enabled:
             return
         start = time.monotonic()
-        cfg = self.config.checkpointing
         self.logger.flush()  # so that metrics.jsonl has every step of a complete checkpoint
-        try:
-            collector = self.collector.state()
-        except StalledError as error:
-            logger.error("step %d not saved, the next save tries again: %s", self.state.step, error)
-            return
-        failed = [LedgerEntry(key=ref.key, step=0, reason=reason) for ref, reason in collector.failed]
-        state = SavedState(
-            step=self.state.step,
-            data=self.data,
-            collector=collector,
-            ledger=(*self.state.ledger, *failed),
-            metrics=self.state.metrics,
-            step_seconds=self.state.step_seconds,
-        )
         with self.metrics.timed("checkpointing"):  # for the heartbeat: this step's record is already written
-            path = save_checkpoint(self.checkpoints, state, self.policy, with_optimizer=cfg.save_optimizer)
-        self.state.saved_step = self.state.step
-        logger.info("saved %s", path)
+            self._finish_save()
+            try:
+                collector = self.collector.state()
+            except StalledError as error:
+                logger.error("step %d not saved, the next save tries again: %s", self.state.step, error)
+                return
+            failed = [LedgerEntry(key=ref.key, step=0, reason=reason) for ref, reason in collector.failed]
+            state = SavedState(
+                step=self.state.step,
+                data=self.data,
+                collector=collector,
+                ledger=(*self.state.ledger, *failed),
+                metrics=self.state.metrics,
+                step_seconds=self.state.step_seconds,
+            )
+            self._saver.begin(state, with_optimizer=self.config.checkpointing.save_optimizer)
+        self._save_seconds = time.monotonic() - start
+
+    def _finish_save(self) -> None:
+        """Wait until the save in progress is complete, if there is one."""
+        self._saved(self._saver.wait(self.config.deadlines.checkpoint))
+
+    def _saved(self, saved: Saved | None) -> None:
+        """Note a checkpoint that is complete now."""
+        if saved is not None:
+            self.state.saved_step = saved.step
+            self.stop.save_seconds = max(self.stop.save_seconds, saved.seconds)
+            logger.info("saved %s", saved.path)
+
+    def _prune(self) -> None:
+        cfg = self.config.checkpointing
         prune(
             self.checkpoints,
             keep_top_k=cfg.keep_top_k,
@@ -248,8 +275,6 @@ class Run:
             save_period=cfg.save_period,
             keep_latest=cfg.ft_keep_latest_k,
         )
-        self._save_seconds = time.monotonic() - start
-        self.stop.save_seconds = max(self.stop.save_seconds, self._save_seconds)
 
     def finish(self) -> None:
         """End training: validate the last weights, if that is due and no step did, and save what is not saved yet."""
@@ -270,8 +295,10 @@ class Run:
                 self.validate(metrics)
             self.state.metrics = {**self.state.metrics, **metrics.as_dict()}
             self.logger.amend(metrics, self.state.metrics)
+        self._finish_save()
         if self.state.step > self.state.saved_step:
             self.save()
+            self._finish_save()
 
     def lacks_final_validation(self) -> bool:
         """Whether all steps are done, and the validation after the last one was asked for and has not been."""
@@ -299,9 +326,11 @@ class Run:
                     self.buffer.add(group)
             elif self._groups and self._logged_step < self.metrics.step:
                 self.log(self.metrics, self._groups)
+            self._finish_save()
             if self.state.step > self.state.saved_step:
                 logger.warning("saving step %d before leaving: %s", self.state.step, failure)
                 self.save()
+                self._finish_save()
         except Exception:  # the first failure is the one to report
             logger.exception("step %d not saved", self.state.step)
 

@@ -21,7 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.utils import unwrap_model
@@ -38,6 +41,39 @@ _MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size",
 
 def save(trainer: Trainer, path: Path, *, with_optimizer: bool = True) -> None:
     """Write the state of all ranks into `path`, an existing empty directory."""
+    taken = snapshot(trainer, path, with_optimizer=with_optimizer)
+    taken.write()
+    taken.finish()
+
+
+class Snapshot:
+    """What this rank writes into a checkpoint, in memory of its own: training may change the state meanwhile."""
+
+    def __init__(self, request: AsyncRequest, live: set[int]) -> None:
+        """Take the tensors out of `request`; those on storages of `live` are the trainer's own, and are copied."""
+        self._request = request
+        rank, buckets, results = request.async_fn_args or (0, [], queue.SimpleQueue())
+        if request.preload_fn is not None and torch.cuda.is_available():
+            buckets = request.preload_fn()  # copies to the host
+        self._arguments: tuple[Any, ...] = (
+            rank,
+            [(name, key, (data, [_own(item, live) for item in tensors])) for name, key, (data, tensors) in buckets],
+            results,
+        )
+
+    def write(self) -> None:
+        """Write this rank's file, flushed to the disk; in any thread, without the other ranks."""
+        if self._request.async_fn is not None:
+            self._request.async_fn(*self._arguments)
+
+    def finish(self) -> None:
+        """Write what says where each tensor lies, once all ranks have written. Collective."""
+        for finalize in self._request.finalize_fns:
+            finalize()
+
+
+def snapshot(trainer: Trainer, path: Path, *, with_optimizer: bool = True) -> Snapshot:
+    """Copy the state of all ranks, to be written into `path`, an existing empty directory. Collective."""
     gather_params(trainer)
     if with_optimizer:
         _make_moments(trainer.optimizer)
@@ -48,7 +84,8 @@ def save(trainer: Trainer, path: Path, *, with_optimizer: bool = True) -> None:
     state["scheduler"] = trainer.scheduler.state_dict()
     state["saved"] = {"form": form if with_optimizer else None, "layout": _layout(), "rng": _all_rng_states()}
     strategy = FullyParallelSaveStrategyWrapper(_InProcessSave(*_FORMAT, thread_count=1), _replicas())
-    dist_checkpointing.save(state, str(path), strategy)
+    live = {value.data.untyped_storage().data_ptr() for value in nested_values(state) if _is_tensor(value)}
+    return Snapshot(dist_checkpointing.save(state, str(path), strategy, async_sharded_save=True), live)
 
 
 def load(trainer: Trainer, path: Path) -> None:
@@ -80,6 +117,16 @@ def load(trainer: Trainer, path: Path) -> None:
         _restore_rng(saved["rng"][dist.get_rank()])
 
 
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, ShardedTensor | ShardedTensorFactory) and isinstance(value.data, torch.Tensor)
+
+
+def _own(item: tuple[Any, torch.Tensor], live: set[int]) -> tuple[Any, torch.Tensor]:
+    """Return an item of a bucket whose tensor shares no memory with the trainer's."""
+    what, tensor = item
+    return what, tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
+
+
 class _InProcessSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """Writes each rank's file in its own process.
 
@@ -87,24 +134,26 @@ class _InProcessSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     in an unknown state, and Megatron waits without end for a writer that has died.
     """
 
-    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        """Plan as Megatron does, write here, let Megatron finish."""
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
+        """Plan as Megatron does; what it returns writes in the thread that calls it."""
         filesystem_async._results_queue = queue.SimpleQueue()  # else it spawns a process to hold one
-        request = self.async_save(sharded_state_dict, checkpoint_dir)
+        request = super().async_save(sharded_state_dict, checkpoint_dir)
         if request.async_fn is not None:
             transforms = request.async_fn.args[0]
             request = request._replace(async_fn=partial(_write_bucket, transforms))
-        request.execute_sync()
+        return request
 
 
 def _write_bucket(transforms: list[Any], rank: int, buckets: list[Any], results: queue.SimpleQueue[Any]) -> None:
-    """Write this rank's one bucket, and put the result or the exception into the queue that Megatron reads."""
+    """Write this rank's one bucket; the result is for Megatron, and an exception is raised here, too."""
     del rank
     (bucket,) = buckets  # one thread, one bucket
     done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
     filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, done, _NoCount(), True)
     index, written = done.get()
     results.put(written if isinstance(written, Exception) else {index: written})
+    if isinstance(written, Exception):
+        raise written
 
 
 class _NoCount:

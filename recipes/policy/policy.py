@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Idle OpenMP threads sleep: the engines and verifiers beside a CPU policy need the cores between its steps.
 _ENV = {"OMP_WAIT_POLICY": "PASSIVE"}
+_POLL_SECONDS = 0.02  # between two looks at a save that is waited for
 _ANSWER_SECONDS = 10.0  # for a worker to say that the deadline it was given is over
 _MOST_THREADS = 4  # of one rank: the operations of a model that trains on a CPU are too small for more
 
@@ -140,8 +141,33 @@ class Policy:
 
         Any number of data-parallel ranks can load it; see `policy/checkpoint.py` for other layouts.
         """
+        self.begin_save(path, with_optimizer=with_optimizer)
+        end = time.monotonic() + self._deadlines.checkpoint
+        while not self.is_save_written():
+            if time.monotonic() > end:
+                raise PolicyError(f"policy: {path} not written within {self._deadlines.checkpoint:g} s")
+            time.sleep(_POLL_SECONDS)
+        self.finish_save()
+
+    def begin_save(self, path: Path, export_path: Path | None = None, *, with_optimizer: bool = True) -> None:
+        """Begin what `save` does, and what `export_hf` does, and return once the state is copied into memory.
+
+        Training may go on. Only one save may be in progress.
+        """
         path.mkdir(parents=True, exist_ok=True)
-        self._call("save", path, with_optimizer, deadline=self._deadlines.checkpoint)
+        self._call("begin_save", path, export_path, with_optimizer, deadline=self._deadlines.checkpoint)
+
+    def is_save_written(self) -> bool:
+        """Whether all ranks have written their copies; raises `PolicyError` when one could not."""
+        return all(self._call("is_save_written", deadline=self._deadlines.checkpoint))
+
+    def finish_save(self) -> float:
+        """Complete the checkpoint, once all ranks have written. Takes milliseconds.
+
+        Returns the seconds for which the slowest rank has written.
+        """
+        seconds: float = max(self._call("finish_save", deadline=self._deadlines.checkpoint))
+        return seconds
 
     def load(self, path: Path) -> None:
         """Restore what `save` wrote; raises `CheckpointError` when this layout cannot read it."""

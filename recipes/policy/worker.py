@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from recipes.cluster.token_store import RayTokenStore
-from recipes.files import sync_tree
 from recipes.types import LossFunction, WeightLayout
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
     from recipes.config.tree import PolicyConfig
     from recipes.policy.layout import Coordinates
+    from recipes.policy.saving import BackgroundSave
     from recipes.policy.shards import BatchShard, Measured
     from recipes.policy.weights import NcclSender, SharedMemoryWriter
 
@@ -66,6 +66,7 @@ class PolicyWorker:
         logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # not used
         self._store: TCPStore | None = None
         self._sink: SharedMemoryWriter | NcclSender | None = None
+        self._saving: BackgroundSave | None = None
 
     def identity(self) -> WorkerIdentity:
         """Tell where this process runs."""
@@ -174,13 +175,28 @@ class PolicyWorker:
         assert isinstance(self._sink, weights.SharedMemoryWriter), "with CUDA there is no file"
         return self._sink.content()
 
-    def save(self, path: Path, with_optimizer: bool) -> None:
-        """Write a distributed checkpoint."""
-        from recipes.policy import checkpoint
+    def begin_save(self, path: Path, export_path: Path | None, with_optimizer: bool) -> None:
+        """Copy the state into memory and begin to write it as a distributed checkpoint, and as an export if asked."""
+        from recipes.policy import saving
 
-        checkpoint.save(self._trainer, path, with_optimizer=with_optimizer)
-        if self._rank == 0:
-            sync_tree(path)  # each rank has flushed its own data; this is the metadata, and the names
+        if self._saving is not None:
+            self._saving.wait()  # of a save that was given up, since another rank could not write
+        export = None
+        if export_path is not None and self._coordinates.exports:
+            export = saving.export_copy(self._trainer, export_path, is_writer=self._rank == 0)
+        self._saving = saving.BackgroundSave(self._trainer, path, export, with_optimizer=with_optimizer)
+
+    def is_save_written(self) -> bool:
+        """Whether this rank has written all of the save in progress; raises what kept it from that."""
+        assert self._saving is not None, "begin_save comes first"
+        return self._saving.is_written()
+
+    def finish_save(self) -> float:
+        """Complete the save that all ranks have written; returns the seconds for which this one has written."""
+        assert self._saving is not None, "begin_save comes first"
+        saving, self._saving = self._saving, None
+        saving.finish()
+        return saving.seconds
 
     def load(self, path: Path) -> None:
         """Restore a distributed checkpoint."""
@@ -190,21 +206,12 @@ class PolicyWorker:
 
     def export_hf(self, path: Path) -> None:
         """Write a Hugging Face directory: rank 0 writes what the ranks of its replica gather."""
-        from recipes.policy import hf
-        from recipes.policy.model import DTYPES
+        from recipes.policy import saving
 
-        if not self._coordinates.exports:
-            return
-        exported = self._trainer.export()
-        if self._rank != 0:
-            for _ in exported:
-                pass
-            return
-        cfg = self._spec.policy_cfg
-        source, tokenizer = hf.model_directory(cfg.model_name), hf.model_directory(cfg.tokenizer.name)
-        hf.write_weights(exported, path)
-        hf.copy_side_files(source, tokenizer, path, dtype=DTYPES[cfg.precision])
-        sync_tree(path)
+        if self._coordinates.exports:
+            write = saving.export_copy(self._trainer, path, is_writer=self._rank == 0)
+            if write is not None:
+                write()
 
     def close(self) -> None:
         """Remove the shared-memory file, or leave the engines' group."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -10,6 +14,7 @@ import pytest
 import torch
 from policy_case import exported, load_case, local_ray, policy_logprobs, reference_logprobs, running, save_model
 from random_batch import random_batch
+from safetensors.torch import load_file
 
 from recipes.cluster.token_store import RayTokenStore
 from recipes.errors import CheckpointError, ConfigError
@@ -84,6 +89,33 @@ def test_resume_is_bit_equal(tmp_path: Path) -> None:
     assert rates + [metrics["lr"] for metrics in resumed_metrics] == pytest.approx([1e-4, 5.5e-4, 1e-3, 1e-3])
     assert resumed_metrics == straight_metrics
     assert all(torch.equal(resumed[name], tensor) for name, tensor in straight.items())
+
+
+@pytest.mark.parametrize("is_distributed", ["true", "false"])
+def test_training_does_not_change_a_snapshot_that_is_written_later(tmp_path: Path, is_distributed: str) -> None:
+    script = Path(__file__).with_name("snapshot_case.py")
+    command = [sys.executable, str(script), str(tmp_path), is_distributed]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_a_save_while_training_goes_on_is_the_state_at_its_beginning(tmp_path: Path) -> None:
+    config = load_case(save_model(tmp_path / "model"))
+    batches = [random_batch(8, RayTokenStore(), seed=seed) for seed in range(3)]
+    with running(config) as policy:
+        policy.train(batches[0])
+        before = exported(policy, tmp_path / "before")
+        policy.begin_save(tmp_path / "checkpoint", tmp_path / "hf")
+        straight_metrics = [policy.train(batch) for batch in batches[1:]]
+        while not policy.is_save_written():
+            time.sleep(0.02)
+        policy.finish_save()
+    copied = load_file(tmp_path / "hf" / "model.safetensors")
+    assert before.keys() == copied.keys() and all(torch.equal(copied[name], before[name]) for name in before)
+    with running(config) as policy:
+        policy.load(tmp_path / "checkpoint")
+        assert [policy.train(batch) for batch in batches[1:]] == straight_metrics
 
 
 @pytest.mark.parametrize("is_distributed", ["true", "false"])

@@ -68,16 +68,23 @@ class LoopPolicy:
         self.step += 1
         return {"loss": 0.0, "lr": 1e-3, "global_valid_toks": 8.0}
 
-    def save(self, path: Path, *, with_optimizer: bool = True) -> None:
-        path.mkdir()
+    def begin_save(self, path: Path, export_path: Path, *, with_optimizer: bool) -> None:
+        self.failures.meet("policy.begin_save")
+        for directory in (path, export_path):
+            directory.mkdir()
         (path / "step").write_text(str(self.step))
+        (export_path / "config.json").write_text("{}")
+
+    def is_save_written(self) -> bool:
+        self.failures.meet("policy.is_save_written")
+        return True
+
+    def finish_save(self) -> float:
+        self.failures.meet("policy.finish_save")
+        return 0.5
 
     def load(self, path: Path) -> None:
         self.step = int((path / "step").read_text())
-
-    def export_hf(self, path: Path) -> None:
-        path.mkdir()
-        (path / "config.json").write_text("{}")
 
     def weight_layout(self) -> WeightLayout:
         return WeightLayout(path="shared", names=(), dtypes=(), shapes=(), offsets=(), num_bytes=0)

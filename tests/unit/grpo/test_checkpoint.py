@@ -21,10 +21,10 @@ from recipes.grpo.checkpoint import (
     latest_checkpoint,
     load_state,
     prune,
-    save_checkpoint,
 )
 from recipes.grpo.data import DataIdentity
 from recipes.grpo.draw import CollectorState, DrawnPrompt
+from recipes.grpo.saving import save_checkpoint
 from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
 from tests.groups import as_lists, group_of
 
@@ -35,15 +35,19 @@ class Policy:
     def __init__(self, *, dies: bool = False) -> None:
         self.dies = dies
 
-    def save(self, path: Path, *, with_optimizer: bool = True) -> None:
+    def begin_save(self, path: Path, export_path: Path, *, with_optimizer: bool) -> None:
         path.mkdir()
         (path / "weights").write_bytes(b"weights")
-
-    def export_hf(self, path: Path) -> None:
         if self.dies:
             raise KeyboardInterrupt
-        path.mkdir()
-        (path / "config.json").write_text("{}")
+        export_path.mkdir()
+        (export_path / "config.json").write_text("{}")
+
+    def is_save_written(self) -> bool:
+        return True
+
+    def finish_save(self) -> float:
+        return 0.5
 
 
 def group(row: int) -> Group:
@@ -267,8 +271,8 @@ def test_names_beside_the_known_ones_are_ignored(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_no_half_checkpoint(tmp_path: Path) -> None:
     class Full(Policy):
-        def export_hf(self, path: Path) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        def is_save_written(self) -> bool:
+            raise OSError(errno.ENOSPC, "No space left on device", "weights")
 
     first = save_checkpoint(tmp_path, run_state(4), Policy())
     with pytest.raises(OSError, match="No space left"):
