@@ -81,11 +81,17 @@ class SandboxClient:
                 await self.http.delete(f"{address.url}/sessions/{session}", headers=headers)
 
     async def _execute(self, body: Mapping[str, Any], session: str, seconds: float, retries: RetryPolicy) -> Response:
+        limit = seconds + ANSWER_SECONDS
+
         async def ask() -> Response:
             address = await self.server.address(self.place)
             headers = {"authorization": f"Bearer {address.token}", **({"X-Session-ID": session} if session else {})}
-            async with asyncio.timeout(seconds + ANSWER_SECONDS):
-                reply = await self.http.post(f"{address.url}/execute", body, headers=headers)
+            try:
+                async with asyncio.timeout(limit):
+                    reply = await self.http.post(f"{address.url}/execute", body, headers=headers)
+            except TimeoutError as error:
+                late = f"{address.url}/execute: no reply within {limit:g} s"
+                raise RefusedError(late) if session else TransientError(late) from error  # a cell is run once
             if not isinstance(reply.body.get("process_status"), str):
                 raise RefusedError(f"{address.url}/execute answered no process_status: {str(reply.body)[:200]}")
             return reply.body
