@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ PROGRAM = Path(__file__).resolve().parents[3] / "containers" / "sandbox" / "serv
 START_SECONDS = 60.0  # of our own server, which tries one jail first
 CONNECT_SECONDS = 5.0  # to the job's
 END_SECONDS = 10.0
+FAILED_SECONDS = 30.0  # for which a start that failed is not tried again
 KEPT_VARIABLES = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH")  # of ours, for the server; programs get none of them
 _SHOWN_CHARACTERS = 300
 
@@ -57,6 +59,10 @@ class SandboxServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._log = -1  # what our own server writes to standard error
         self._own: Address | None = None
+        self._failure = ""  # of the last start
+        self._failed_at = 0.0
+        # Searches have a thread of their own: the event loop's are for others, such as the look-up of host names.
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="sandbox")
 
     @property
     def places(self) -> int:
@@ -66,7 +72,7 @@ class SandboxServer:
     async def address(self, place: Place) -> Address:
         """Return where to ask: at the place of the job's sandbox, or at our own, which is started if need be.
 
-        Raises `SandboxFailedError`.
+        Raises `SandboxFailedError`, without another start for `FAILED_SECONDS` after one that failed.
         """
         if self._jobs.get(place):
             return self._address_of(place)
@@ -74,7 +80,7 @@ class SandboxServer:
         is_known = not self._token or place in self._jobs
         if is_known and own is not None and process is not None and process.poll() is None:
             return own
-        return await asyncio.to_thread(self._find, place)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._find, place)
 
     def close(self) -> None:
         """End our own server, if there is one."""
@@ -93,8 +99,19 @@ class SandboxServer:
             if self._jobs.get(place):
                 return self._address_of(place)
             if self._own is None:
-                self._own = self._start()
+                self._own = self._start_unless_failed()
             return self._own
+
+    def _start_unless_failed(self) -> Address:
+        if self._failure and time.monotonic() - self._failed_at < FAILED_SECONDS:
+            raise SandboxFailedError(self._failure)
+        try:
+            own = self._start()
+        except SandboxFailedError as error:
+            self._failure, self._failed_at = str(error), time.monotonic()
+            raise
+        self._failure = ""
+        return own
 
     def _start(self) -> Address:
         """Start our own server on a socket that is ours from the start."""
