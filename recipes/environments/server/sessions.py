@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -17,20 +18,26 @@ class Sessions:
     def __init__(self, client: InProcessVerifier) -> None:
         self._client = client
         self._open: OrderedDict[str, LocalSession] = OrderedDict()
+        self._ends: set[asyncio.Task[None]] = set()  # an event loop alone does not keep its tasks alive
 
     def seed(self, session_id: str) -> None:
         """Begin a session, or begin it anew; raises `ValueError` when its tools cannot start.
 
-        Without tools there is nothing to keep.
+        Without tools there is nothing to keep. A session that is given up ends in a task of the running event loop.
         """
         tools = self._client.verifier.tools
         if tools is None:
             return
         state = tools.start(self._client.settings)
+        before = self._open.pop(session_id, None)
+        given_up = [before] if before is not None else []
         self._open[session_id] = LocalSession(client=self._client, tools=tools, row={}, state=state)
-        self._open.move_to_end(session_id)
         while len(self._open) > MAX_SESSIONS:
-            self._open.popitem(last=False)
+            given_up.append(self._open.popitem(last=False)[1])
+        for session in given_up:
+            end = asyncio.get_running_loop().create_task(session.close())
+            self._ends.add(end)
+            end.add_done_callback(self._ends.discard)
 
     async def call(self, session_id: str, name: str, arguments: Mapping[str, Any]) -> str:
         """Call a tool; raises `KeyError` for a session that is not open, `ToolFailedError` for a tool that fails."""
