@@ -80,7 +80,7 @@ class EnvironmentsHandle(Protocol):
 class TrainState:
     """What training changes besides the weights."""
 
-    step: int = 0  # optimizer steps done; also the version of the weights
+    step: int = 0  # batches trained on; also the version of the weights
     saved_step: int = 0
     ledger: list[LedgerEntry] = field(default_factory=list)  # prompts trained on
     step_seconds: float = 0.0  # moving average of the wall time of a step

@@ -10,8 +10,9 @@ collector waits for each refit, so training is synchronous with the same code.
 What this loop handles are headers: who was asked, how it ended, how long, which reward, where the tokens lie. The ranks
 of the policy fetch the tokens themselves.
 
-`state.step` is the number of optimizer steps done, and so the version of the weights. Metrics and checkpoint names use
-the same count: the record of the first step says 1.
+`state.step` is the number of batches trained on, and so the version of the weights. A batch is one optimizer step, or
+several of `policy.train_global_batch_size` rollouts each. Metrics and checkpoint names use the same count: the record
+of the first step says 1.
 """
 
 from __future__ import annotations

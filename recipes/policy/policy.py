@@ -93,9 +93,17 @@ class Policy:
         return policy
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
-        """Take one optimizer step over the whole batch; returns the loss metrics, `grad_norm` and `lr`."""
-        plan = shards.plan(batch, self._cfg, num_shards=self._num_shards, training=True)
-        metrics = self._call("train", per_rank=self._per_rank(batch, plan), deadline=self._deadlines.train)
+        """Take the optimizer steps of a batch; returns the loss metrics, `grad_norm` and `lr`.
+
+        One step has `policy.train_global_batch_size` rows. Several steps share the log-probabilities from before the
+        first one.
+        """
+        steps = []
+        for part in shards.optimizer_batches(batch, self._cfg.train_global_batch_size):
+            plan = shards.plan(part, self._cfg, num_shards=self._num_shards, training=True)
+            steps.append(self._per_rank(part, plan))
+        per_rank = [tuple(own) for own in zip(*steps, strict=True)]
+        metrics = self._call("train", per_rank=per_rank, deadline=self._deadlines.train)
         return shards.merge_step_metrics(self._outputs(metrics))
 
     def logprobs(self, batch: TrainBatch) -> list[torch.Tensor]:

@@ -39,6 +39,14 @@ class BatchShard:
         return tokens.row(int(self.batch.member_B[row]))
 
 
+def optimizer_batches(batch: TrainBatch, size: int) -> list[TrainBatch]:
+    """Cut a batch into those of its optimizer steps: `size` rows each, in order; the last may have fewer."""
+    num_rows = len(batch.lengths_B)
+    if num_rows <= size:
+        return [batch]
+    return [_take(batch, torch.arange(first, min(first + size, num_rows))) for first in range(0, num_rows, size)]
+
+
 def plan(batch: TrainBatch, cfg: PolicyConfig, *, num_shards: int, training: bool) -> list[Shard]:
     """Choose the rows and microbatches of every data-parallel rank."""
     packing = cfg.sequence_packing
@@ -78,6 +86,15 @@ def scatter_rows(parts: Sequence[Tensor], shards: Sequence[Shard], lengths: Sequ
 def merge_metrics(parts: Sequence[Mapping[str, Measured]]) -> dict[str, Measured]:
     """Combine what microbatches or ranks measured, as `LossSums` says."""
     return {name: _merged(name, [part[name] for part in parts]) for name in parts[0]}
+
+
+def merge_optimizer_steps(parts: Sequence[Mapping[str, Measured]]) -> dict[str, Measured]:
+    """Combine what one rank measured in the optimizer steps of one batch.
+
+    `lr` is that of the last step, `grad_norm` the largest.
+    """
+    last = {"lr": parts[-1]["lr"], "grad_norm": max(part["grad_norm"] for part in parts)}
+    return merge_metrics([{name: part[name] for name in part if name not in last} for part in parts]) | last
 
 
 def merge_step_metrics(parts: Sequence[Mapping[str, Measured]]) -> dict[str, float]:

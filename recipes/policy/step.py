@@ -33,10 +33,14 @@ from recipes.policy.optimizer import build_optimizer, wrap_ddp
 from recipes.policy.packages import check_packages
 from recipes.policy.parallel import device, finish_queued_work, release_unused_memory
 from recipes.policy.reference import ReferenceWeights
-from recipes.policy.shards import BatchShard, Measured, merge_metrics
+from recipes.policy.shards import BatchShard, Measured, merge_metrics, merge_optimizer_steps
 from recipes.types import LossFunction, LossInputs
 
 _AFTER_BACKWARD, _AFTER_STEP = 1, 2  # levels of empty_unused_memory_level
+
+
+Rows = Sequence[Tensor]
+"""One tensor per row of a shard; entry t belongs to token t of the row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,10 +104,24 @@ def build_trainer(cfg: PolicyConfig, loss: LossFunction, *, with_reference: bool
     )
 
 
-def train_step(trainer: Trainer, shard: BatchShard) -> dict[str, Measured]:
-    """Take one optimizer step over the whole batch; return this rank's loss metrics, `grad_norm` and `lr`."""
+def train_steps(trainer: Trainer, parts: Sequence[BatchShard]) -> dict[str, Measured]:
+    """Take one optimizer step per part of a batch; return this rank's loss metrics, `grad_norm` and `lr`.
+
+    With several parts, a pass before the first step gives the log-probabilities that the ratios compare with.
+    """
+    if len(parts) == 1:
+        return train_step(trainer, parts[0])
+    previous = [logprobs(trainer, part) for part in parts]
+    return merge_optimizer_steps([train_step(trainer, *pair) for pair in zip(parts, previous, strict=True)])
+
+
+def train_step(trainer: Trainer, shard: BatchShard, previous: Rows | None = None) -> dict[str, Measured]:
+    """Take one optimizer step over all rows of all shards; return this rank's loss metrics, `grad_norm` and `lr`.
+
+    `previous` has the log-probabilities of each row before the first step of the batch; None when this is that step.
+    """
     level = trainer.cfg.megatron_cfg.empty_unused_memory_level
-    metrics = accumulate_gradients(trainer, shard)
+    metrics = accumulate_gradients(trainer, shard, previous)
     if level >= _AFTER_BACKWARD:
         release_unused_memory()
     lr = get_canonical_lr_for_logging(trainer.optimizer.param_groups)
@@ -120,7 +138,7 @@ def train_step(trainer: Trainer, shard: BatchShard) -> dict[str, Measured]:
     return metrics | {"grad_norm": float(grad_norm), "lr": float(lr)}
 
 
-def accumulate_gradients(trainer: Trainer, shard: BatchShard) -> dict[str, Measured]:
+def accumulate_gradients(trainer: Trainer, shard: BatchShard, previous: Rows | None = None) -> dict[str, Measured]:
     """Run forward and backward over all microbatches and reduce the gradients; return this rank's loss metrics."""
     reference = reference_logprobs(trainer, shard)
     trainer.model.train()
@@ -132,7 +150,7 @@ def accumulate_gradients(trainer: Trainer, shard: BatchShard) -> dict[str, Measu
 
     def loss_function(packed: Microbatch) -> Callable[..., Any]:
         def loss(logprobs_1T: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Any]]:
-            inputs, current_BT = loss_inputs(shard, packed, logprobs_1T, reference)
+            inputs, current_BT = loss_inputs(shard, packed, logprobs_1T, (previous, reference))
             sums = trainer.loss(current_BT, inputs)
             return sums.loss, sums.count.to(torch.int) * counts, sums.metrics
 
@@ -191,16 +209,22 @@ def gather_params(trainer: Trainer) -> None:
 
 
 def loss_inputs(
-    shard: BatchShard, packed: Microbatch, logprobs_1T: Tensor, reference: Sequence[Tensor] | None
+    shard: BatchShard, packed: Microbatch, logprobs_1T: Tensor, passes: tuple[Rows | None, Rows | None] = (None, None)
 ) -> tuple[LossInputs, Tensor]:
     """Bring one microbatch into the form of the loss: here a value of a row becomes one value per token.
 
-    `reference` has the log-probabilities of the reference policy, one tensor per row of the shard.
+    `passes` has the log-probabilities before the first optimizer step of the batch, and those of the reference policy,
+    one tensor per row of the shard. Without the first, this pass itself has the weights before the step.
     """
+    previous, reference = passes
     batch, rows = shard.batch, [shard.row(row) for row in packed.rows]
     rows_B, where = torch.tensor(packed.rows), logprobs_1T.device
     advantages = batch.advantages_B[rows_B].tolist()
     current_BT = packed.unpack(logprobs_1T)
+
+    def align(values: Rows) -> Tensor:
+        return packed.align([values[row].numpy() for row in packed.rows])
+
     inputs = LossInputs(
         token_mask_BT=packed.align([row.token_mask() for row in rows]),
         sample_mask_B=batch.sample_mask_B[rows_B].to(where),
@@ -208,9 +232,9 @@ def loss_inputs(
             [row.advantages(own, batch.flag_advantages) for row, own in zip(rows, advantages, strict=True)]
         ),
         rewards_B=batch.rewards_B[rows_B].to(where),
-        prev_logprobs_BT=current_BT.detach(),  # one optimizer step per batch: this pass has the weights before it
+        prev_logprobs_BT=current_BT.detach() if previous is None else align(previous),
         generation_logprobs_BT=packed.align([row.logprobs() for row in rows]),
-        reference_logprobs_BT=None if reference is None else packed.align([reference[r].numpy() for r in packed.rows]),
+        reference_logprobs_BT=None if reference is None else align(reference),
         nll_weight_B=None if batch.nll_weight_B is None else batch.nll_weight_B[rows_B].to(where),
     )
     return inputs, current_BT

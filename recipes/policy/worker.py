@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,11 +110,12 @@ class PolicyWorker:
         self._trainer = step.build_trainer(spec.policy_cfg, spec.loss, with_reference=spec.with_reference)
         return coordinates
 
-    def train(self, shard: BatchShard) -> dict[str, Measured]:
-        """Take one optimizer step; returns this rank's share of the metrics."""
-        from recipes.policy.step import train_step
+    def train(self, parts: Sequence[ray.ObjectRef[BatchShard]]) -> dict[str, Measured]:
+        """Take one optimizer step per part of a batch; returns this rank's share of the metrics."""
+        from recipes.policy.step import train_steps
 
-        return train_step(self._trainer, shard.fetched(RayTokenStore()))
+        shards: list[BatchShard] = ray.get(list(parts))
+        return train_steps(self._trainer, [shard.fetched(RayTokenStore()) for shard in shards])
 
     def logprobs(self, shard: BatchShard) -> torch.Tensor | None:
         """Return the log-probabilities of the shard's rows end to end; None where another rank answers."""

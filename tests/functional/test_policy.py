@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -159,6 +160,29 @@ def test_what_is_saved_without_the_optimizer_goes_on_with_the_weights_and_the_sc
     assert torch.equal(again, saved)
     assert rate == pytest.approx(1e-3)  # the third step of the schedule
     assert (after - again).abs().max() > 1e-4
+
+
+def test_two_optimizer_steps_on_one_batch_learn_with_the_clip_live(tmp_path: Path) -> None:
+    model, batch = save_model(tmp_path / "model"), random_batch(8, RayTokenStore())
+    schedule = {"megatron_cfg__scheduler__lr_warmup_iters": 0, "megatron_cfg__optimizer__lr": 3e-3}
+    config = load_case(model, **schedule)
+    halves = replace(config.policy, train_global_batch_size=4)
+    clipped = replace(config.loss_fn, force_on_policy_ratio=False)
+    with running(replace(config, policy=halves, loss_fn=clipped)) as policy:
+        before = policy.logprobs(batch)
+        both = policy.train(batch)
+        after = policy.logprobs(batch)
+    with running(config) as policy:
+        one = policy.train(batch)
+    assert one["probs_ratio_min"] == one["probs_ratio_max"] == 1.0
+    # The second step sees the weights after the first, and compares them with those before it.
+    assert both["probs_ratio_min"] < 0.8 < both["probs_ratio_clamped_min"] + 1e-3
+    assert both["probs_ratio_max"] > 1.28 > both["probs_ratio_clamped_max"] - 1e-3
+    assert both["global_valid_toks"] == one["global_valid_toks"]
+    gains = [float((new - old).mean()) for new, old in zip(after, before, strict=True)]
+    signs = batch.advantages_B.sign().tolist()
+    kept = [n for n, weight in enumerate(batch.sample_mask_B.tolist()) if weight]
+    assert sum(gains[n] * signs[n] for n in kept) > 0
 
 
 def test_wrong_inputs_keep_their_own_error(tmp_path: Path) -> None:

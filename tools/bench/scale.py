@@ -99,7 +99,7 @@ class Rank:
             row_multiple=1,
             where=torch.device("cpu"),
         )
-        self._loss_inputs(fetched, packed, torch.zeros(packed.tokens_1T.shape), None)
+        self._loss_inputs(fetched, packed, torch.zeros(packed.tokens_1T.shape))
         return time.monotonic()
 
 

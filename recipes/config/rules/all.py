@@ -70,7 +70,6 @@ RULES: tuple[Rule, ...] = (
 REFUSALS: tuple[Rule, ...] = (
     generation.requests_share_the_template,
     generation.parsers_are_built,
-    batch.several_optimizer_steps,
     environments.agents_to_come,
     judges.models_to_come,
 )

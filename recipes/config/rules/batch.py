@@ -44,12 +44,3 @@ def batch_multiplier_has_dynamic_sampling(config: Config) -> Iterator[KeyProblem
         key, also = "grpo.batch_multiplier", ("grpo.use_dynamic_sampling",)
         fix = "the further prompts would be dropped; set grpo.use_dynamic_sampling, or this to 1"
         yield KeyProblem(key=key, got=f"{multiplier:g}", expected="1", fix=fix, also=also)
-
-
-def several_optimizer_steps(config: Config) -> Iterator[KeyProblem]:
-    """Refuse more than one optimizer step per batch of rollouts."""
-    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
-    batch = config.policy.train_global_batch_size
-    if batch != samples:
-        fix = "several optimizer steps on one batch are not built yet; delete this key, or launch with ENGINE=nemo_rl"
-        yield KeyProblem(key=BATCH, got=str(batch), expected=f"{P} * {G} = {samples} (native engine)", fix=fix)

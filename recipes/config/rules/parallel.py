@@ -54,6 +54,11 @@ def parallel_sizes_divide_the_gpus(config: Config) -> Iterator[KeyProblem]:
         also = ("grpo.num_generations_per_prompt", *SIZES)
         got = str(config.grpo.num_prompts_per_step)
         yield KeyProblem(key="grpo.num_prompts_per_step", got=got, expected=expected, fix=fix, also=also)
+    elif config.policy.train_global_batch_size % sizes.data_parallel_size:
+        key, got = "policy.train_global_batch_size", str(config.policy.train_global_batch_size)
+        expected = f"a multiple of the data-parallel size {sizes.data_parallel_size}"
+        fix = "each rank takes as many rows of an optimizer step as the others; change it, or delete this key"
+        yield KeyProblem(key=key, got=got, expected=expected, fix=fix, also=SIZES)
     ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
     stage_gpus = sizes.train_gpus // pp
     if stage_gpus % (ep * etp):

@@ -60,7 +60,7 @@ class PolicyConfig:
     max_total_sequence_length: Annotated[int, Ge(1), Unit("tokens")]
     """longest rollout trained on, prompt and all turns, in tokens"""
     train_global_batch_size: Annotated[int, Ge(1), Unit("rollouts")]
-    """rollouts per optimizer step: P*G"""
+    """rollouts per optimizer step: P*G, or a divisor of it for several steps on one batch (the clip is then live)"""
     train_micro_batch_size: Annotated[int, Ge(1), Unit("rollouts")]
     """full-length rollouts in one training micro-batch; sets the packing budget"""
     logprob_batch_size: Annotated[int, Ge(1), Unit("rollouts")]

@@ -27,7 +27,6 @@ FREE_FORM = {
 }
 PINNED = {  # rules hold them to the value that is read in their place
     "env.nemo_gym.config_paths",  # the loader replaces it by what the files hold
-    "policy.train_global_batch_size",
     "policy.megatron_cfg.pipeline_dtype",
     "policy.megatron_cfg.optimizer.clip_grad",
     "policy.generation.top_k",

@@ -129,6 +129,9 @@ CASES = [
     ("parallel_sizes_divide_the_gpus", SMALL, ["grpo.num_prompts_per_step=7", "grpo.num_generations_per_prompt=7"],
      "grpo.num_prompts_per_step: got 7, expected P * G = 49 to be a multiple of the data-parallel size; "
      "2 = 64 training GPUs / (TP 4 * CP 8 * PP 1 = 32); change P"),
+    ("parallel_sizes_divide_the_gpus", SMALL, ["policy.train_global_batch_size=1", f"{ON_POLICY}=false"],
+     "policy.train_global_batch_size: got 1, expected a multiple of the data-parallel size 2; each rank takes as many "
+     "rows of an optimizer step as the others; change it, or delete this key"),
     ("parallel_sizes_divide_the_gpus", SMALL, [f"{MEGATRON}.expert_model_parallel_size=24"],
      f"{MEGATRON}.expert_model_parallel_size: got 24, expected EP 24 * ETP 1 = 24 to divide the 64 training GPUs of "
      "a pipeline stage; experts are spread over TP, CP and DP ranks; lower EP"),
@@ -262,12 +265,6 @@ TO_COME = "the native engine does not have the "
 POLICY_MODEL = "env.nemo_gym.policy_model.responses_api_models.vllm_model"
 CHAT = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
 NATIVE_CASES = {
-    "several_optimizer_steps": (
-        ["policy.train_global_batch_size=64", f"{ON_POLICY}=false"],
-        "policy.train_global_batch_size: got 64, expected grpo.num_prompts_per_step * "
-        "grpo.num_generations_per_prompt = 128 (native engine); several optimizer steps on one batch are not "
-        "built yet; delete this key, or launch with ENGINE=nemo_rl",
-    ),
     "models_to_come": (
         [f"{POLICY_MODEL}.chat_template_kwargs.enable_thinking=false"],
         f'{POLICY_MODEL}.chat_template_kwargs: got {{"enable_thinking": false}}, expected '

@@ -65,7 +65,7 @@ def of_ragged(
             ids = [shard.row(row).token_ids for row in rows]
             packed = pack_microbatch(ids, rows, multiple=4, row_multiple=1, where=torch.device("cpu"))
             logprobs_1T = bigram_logprobs(weights_VV, packed.tokens_1T, packed.labels_1T)
-            inputs, current_BT = loss_inputs(shard, packed, logprobs_1T, None)
+            inputs, current_BT = loss_inputs(shard, packed, logprobs_1T)
             sums = grpo_loss(current_BT, inputs, cfg=config.loss_fn, mismatch_threshold=30.0)
             losses.append(sums.loss)
             counts.append(sums.count)

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from recipes.policy.packing import Shard
-from recipes.policy.shards import merge_step_metrics, plan, scatter_rows, split
+from recipes.policy.shards import (
+    merge_optimizer_steps,
+    merge_step_metrics,
+    optimizer_batches,
+    plan,
+    scatter_rows,
+    split,
+)
 from recipes.types import TrainBatch
 
 
@@ -117,3 +124,19 @@ def test_a_rank_without_an_answer_is_an_error() -> None:
     shards = [Shard(microbatches=((0, 1),)), Shard(microbatches=((2, 3),))]
     with pytest.raises(ValueError, match="zip"):
         scatter_rows([torch.zeros(2)], shards, lengths=[1] * 4)
+
+
+def test_a_batch_is_cut_into_those_of_its_optimizer_steps() -> None:
+    assert optimizer_batches(_batch(), 4)[0].tokens == ("first", "second")
+    first, second = optimizer_batches(_batch(), 3)
+    assert (first.advantages_B.tolist(), second.advantages_B.tolist()) == ([0.0, 1.0, 2.0], [3.0])
+    assert (second.tokens, second.group_B.tolist(), second.member_B.tolist()) == (("second",), [0], [1])
+
+
+def test_metrics_of_the_optimizer_steps_of_a_batch_add_up() -> None:
+    steps = [
+        {"loss": (2.0, 4.0), "num_valid_samples": 3.0, "probs_ratio_max": 1.0, "grad_norm": 5.0, "lr": 1e-4},
+        {"loss": (4.0, 4.0), "num_valid_samples": 1.0, "probs_ratio_max": 1.5, "grad_norm": 2.0, "lr": 2e-4},
+    ]
+    merged = merge_step_metrics([merge_optimizer_steps(steps)])
+    assert merged == {"loss": 0.75, "num_valid_samples": 4.0, "probs_ratio_max": 1.5, "grad_norm": 5.0, "lr": 2e-4}
