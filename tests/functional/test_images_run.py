@@ -22,12 +22,14 @@ from recipes.environments.scoring.pool import ScoringPool
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(120)]
 
-# Runs what follows the image, after its own options, on a copy of the repository.
+# Runs what follows the image, after the options it is given, on a copy of the repository.
 APPTAINER = """#!/usr/bin/env bash
 set -euo pipefail
 copy=$(mktemp -d)
 trap 'rm -rf "${{copy}}"' EXIT
 cp -a {repository} "${{copy}}/testbed"
+printf '%s\\n' "$(pwd)" "$@" > {repository}.words
+prlimit --noheadings --output=RESOURCE,SOFT > {repository}.limits
 until [[ $1 == *.sif ]]; do shift; done
 shift
 bwrap --unshare-all --die-with-parent --ro-bind /usr /usr --symlink usr/bin /bin --symlink usr/lib /lib \\
@@ -57,6 +59,7 @@ async def verifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     for directory in (repository, conda, programs):
         directory.mkdir(parents=True)
     (repository / "code.py").write_text(CODE)
+    (repository / "a.py").write_text("")
     subprocess.run(["git", "init", "-q", str(repository)], check=True)
     (conda / "activate").write_text(ACTIVATE)
     (conda / "python").symlink_to("/usr/bin/python3")
@@ -116,6 +119,20 @@ CHEATS = {
     "an early end": "import os; os._exit(0)",
     "a printed result and an early end": 'import os; print("PASSED test_code.py::one", flush=True); os._exit(0)',
     "no end": "import time; time.sleep(1000)",
+    "the mark": """
+    import re, os, pathlib
+    shells = [pathlib.Path(f"/proc/{pid}") for pid in os.listdir("/proc") if pid.isdecimal()]
+    for place in (name for shell in shells for name in ("cmdline", "environ", "fd/3", "fd/4", "fd/255")
+                  for name in [shell / name]):
+        try:
+            text = place.read_bytes()
+        except OSError:
+            continue
+        if re.search(rb"[0-9a-f]{32} (ready|applied|tested)", text):
+            lines = "=== short test summary info ===", "PASSED test_code.py::one", "=== 1 run in 0.01s ==="
+            print(*lines, sep="\\n", flush=True)
+            os._exit(0)
+    return 0""",
 }
 
 
@@ -127,12 +144,29 @@ async def test_patches_that_cheat_earn_nothing(verifier: InProcessVerifier, tmp_
     assert verdict.reward == 0.0, verdict.reason
 
 
+# Looks for a text in all that a script can read of the processes that it sees.
+SHELLS = """
+import os, pathlib, sys
+text = b""
+for pid in {{*filter(str.isdecimal, os.listdir("/proc"))}} - {{str(os.getpid())}}:
+    for name in ("cmdline", "environ", "fd/3", "fd/4", "fd/255"):
+        try:
+            text += pathlib.Path("/proc", pid, name).read_bytes()
+        except OSError:
+            pass
+sys.exit(0 if {test} else 2)
+"""
 SCRIPTS = {
     REPRODUCTION: 1.0,
     "import sys\nsys.exit(2)": 0.0,
     "import sys\nsys.exit(0)": 0.0,
     "import os, sys\nbefore = os.path.exists('/tmp/seen')\nopen('/tmp/seen', 'w')\nsys.exit(0 if before else 2)": 0.0,
     "import subprocess, sys\nsys.exit(0 if subprocess.run(['git', 'diff', '--quiet']).returncode == 1 else 2)": 0.0,
+    SHELLS.format(test="b'apply -R -' + bytes([10]) in text or b'apply -R - ' in text"): 0.0,
+    SHELLS.format(test="b'git apply' in text"): 0.0,
+    "import os, sys\nsys.exit(2 if os.stat('code.py').st_ino < os.stat('a.py').st_ino else 0)": 0.0,
+    "import os, sys\nsys.exit(2 if os.getpid() % 2 else 0)": 0.0,
+    "import os, sys\nsys.exit(2 if os.listdir()[0] == 'code.py' else 0)": 0.0,
     "import os, sys\nsys.exit(2 if os.stat('code.py').st_mtime == os.stat('.').st_mtime else 0)": 0.0,
 }
 
@@ -156,3 +190,24 @@ async def test_an_image_that_cannot_be_prepared_gives_no_verdict(verifier: InPro
     assert "could not be prepared (timeout)" in slow.reason
     broken = await verifier.verify(row(tmp_path, "repro-gen", patch="no patch"), script(REPRODUCTION))
     assert isinstance(broken, NoVerdict)
+
+
+async def test_a_container_is_given_nothing_of_this_machine(verifier: InProcessVerifier, tmp_path: Path) -> None:
+    await verifier.verify(row(tmp_path, "eval"), edit(RIGHT))
+    directory, *words = (tmp_path / "repository.words").read_text().splitlines()
+    options = words[: words.index(str(tmp_path / "task.sif"))]
+    assert directory == "/"
+    assert options[:3] == ["exec", "--containall", "--writable-tmpfs"]
+    assert {"--no-home", "--no-mount=bind-paths,cwd,home,hostfs,tmp", "--net", "--network=none"} < {*options}
+    limits = dict(line.split() for line in (tmp_path / "repository.limits").read_text().splitlines())
+    assert limits["CORE"] == "0"
+    assert "unlimited" not in (limits["AS"], limits["FSIZE"], limits["NPROC"])
+
+
+async def test_a_container_that_is_killed_gives_no_verdict(verifier: InProcessVerifier, tmp_path: Path) -> None:
+    killed = await verifier.verify(row(tmp_path, "eval", test_script="kill -9 $PPID"), edit(RIGHT))
+    assert isinstance(killed, NoVerdict)
+    assert "the container ended before the tests did (error)" in killed.reason
+    killed = await verifier.verify(row(tmp_path, "repro-gen"), script("import os\nos.kill(os.getppid(), 9)"))
+    assert isinstance(killed, NoVerdict)
+    assert "the container ended before the script did (error)" in killed.reason

@@ -49,6 +49,8 @@ class Execution:
     stdin: str = ""
     max_characters: int = 1000  # kept of each of stdout and stderr
     image: str = ""  # file of a container image in which it runs; "" = the sandbox
+    preparation: str = ""  # in an image: script that ends, with status 0, before the program begins
+    network: bool = False  # in an image: whether it has this machine's network, its loopback too
 
 
 Scoring = Generator[Sequence[JudgeQuestion] | Sequence[Execution], Sequence[Response], Verdict]

@@ -7,15 +7,18 @@ issue: it must end with status 2 before the right patch, and with 0 after it.
 
 An answer without a usable patch or script earns 0 and starts nothing; so does one that uses up its time. The image runs
 under Apptainer. A machine without it, or without the image, gives no verdict; nor does a run that did not get to the
-tests.
+tests, or that ended before its own end for another reason than its time. The setting `sandbox_network` gives the
+containers this machine's network, which some data sets' scripts need to install packages; without it they have none.
 
 Decided otherwise than in the reference:
 
 * A patch counts as applied by the status of `git apply`, and of a report by pytest only the summary is read: code
-  under test can print, and a line that it prints is no result. Code that forges the report after its end is not kept
-  out; that would need the tests to run where the patched code does not.
-* The script runs in two containers, one with the right patch. Neither has the repository's history, and all files are
-  equally old: what the script could tell them apart by is the code.
+  under test can print, and a line that it prints is no result. What is reported before that code begins is believed
+  once, and that the tests came to their end only by the status of the container. Code that forges the report of the
+  tests is not kept out; that would need the tests to run where the patched code does not.
+* The script runs in two containers. In both the right patch is applied; in one it is taken back. The shell that did so
+  has ended, the history is gone, and the repository is a copy made in the order of its names, all files equally old:
+  what the script could tell the containers apart by is the code.
 """
 
 from __future__ import annotations
@@ -40,6 +43,12 @@ EVAL, REPRODUCE = "eval", "repro-gen"
 REWARDS = {FULL: 1.0, PARTIAL: 0.2, NO: 0.0}
 MAX_CHARACTERS = 8_000_000  # of what a run prints
 REPRODUCED, SOLVED = 2, 0  # statuses of a script before and after the right patch
+COMPLETED, TIMEOUT = "completed", "timeout"  # ends of a container: with status 0, and by its time
+# Makes the repository anew: no inode, time or place in a directory says which files a patch has written.
+COPY = (
+    "mkdir /tmp/copy && (set -o pipefail; tar --sort=name --mtime=@0 -cf - . | tar -C /tmp/copy -xpf -)"
+    " && find . -mindepth 1 -delete && (shopt -s dotglob; mv -- /tmp/copy/* .) && rmdir /tmp/copy && touch -d @0 ."
+)
 ACTIVATE = "source /opt/miniconda3/bin/activate && conda activate testbed"
 
 
@@ -59,6 +68,7 @@ class Task:
     to_pass: tuple[str, ...]
     to_keep: tuple[str, ...]
     seconds: float
+    network: bool
 
 
 def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
@@ -78,6 +88,7 @@ def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
         to_pass=_names(instance, "FAIL_TO_PASS") if mode == EVAL else (),
         to_keep=_names(instance, "PASS_TO_PASS") if mode == EVAL else (),
         seconds=float(settings.get("sandbox_timeout", 600)),
+        network=settings.get("sandbox_network") is True,
     )
 
 
@@ -97,54 +108,61 @@ def score(response: Response, task: Task) -> Verdict | Scoring:
 def _score_patch(patch: str, task: Task) -> Scoring:
     mark = _mark(task)
     lines = [_run(task.before), _say(mark, "ready"), "cd /testbed && " + _given(patch, "git apply -v -")]
-    lines += [_say(mark, "applied"), _run(task.tests), _say(mark, "tested")]
-    (reply,) = yield [_execution(lines, task)]
-    parts = _parts(reply, mark)
+    lines += [_say(mark, "applied"), "exit $status"]
+    (reply,) = yield [_execution(lines, [_run(task.tests), "exit 0"], task)]
+    parts, log = _parts(reply, mark)
     if "ready" not in parts:
-        raise _unprepared(reply)
+        raise _failed("the repository could not be prepared", reply)
     details = {"model_patch": patch}
-    if parts.get("applied", ("", 1))[1] != 0:
-        return Verdict(reward=0.0, reason="the patch does not apply, or time was up", details=details)
-    if "tested" not in parts:
+    status = reply.get("process_status")
+    if status == TIMEOUT:
         return Verdict(reward=0.0, reason="the tests did not end within their time", details=details)
-    statuses = statuses_in(parts["tested"][0], task.repository, has_summary="-rA" in task.tests)
-    result = resolution(statuses, task.to_pass, task.to_keep)
+    if parts.get("applied", 0) != 0:
+        return Verdict(reward=0.0, reason="the patch does not apply", details=details)
+    if "applied" not in parts or status != COMPLETED:
+        raise _failed("the container ended before the tests did", reply)
+    result = resolution(statuses_in(log, task.repository, has_summary="-rA" in task.tests), task.to_pass, task.to_keep)
     return Verdict(reward=REWARDS[result], reason=result, details=details)
 
 
 def _score_script(name: str, script: str, task: Task) -> Scoring:
     mark = _mark(task)
+    code = [ACTIVATE, "cd /testbed", _given(script, f"cat > {name}"), f"python {name} > /dev/null 2>&1"]
+    code += [_say(mark, "ended"), "exit 0"]
     runs = []
-    for gold in ("", task.gold):
-        lines = [_run(task.before), ACTIVATE, "cd /testbed"]
-        lines += [_given(gold, "git apply -v -")] if gold else []
-        lines += [_say(mark, "ready"), "rm -rf .git", _given(script, f"cat > {name}")]
-        lines += ["find . -exec touch -h -d @0 {} +", f"python {name} > /dev/null 2>&1", _say(mark, "ended")]
-        runs.append(_execution(lines, task))
-    before, after = yield runs
+    for taken_back in ("git apply -R -", "git apply -R --check -"):  # as many programs in both
+        patched = [_given(task.gold, "git apply -v -"), _given(task.gold, taken_back), "rm -rf .git", COPY]
+        lines = [_run(task.before), "cd /testbed && " + " && ".join(patched), _say(mark, "ready"), "exit $status"]
+        runs.append(_execution(lines, code, task))
+    replies = yield runs
     codes = []
-    for reply in (before, after):
-        parts = _parts(reply, mark)
-        if parts.get("ready", ("", 1))[1] != 0:
-            raise _unprepared(reply)
-        codes.append(parts["ended"][1] if "ended" in parts else None)
+    for reply in replies:
+        parts, _ = _parts(reply, mark)
+        if parts.get("ready", 1) != 0:
+            raise _failed("the repository could not be prepared", reply)
+        if "ended" not in parts and reply.get("process_status") != TIMEOUT:
+            raise _failed("the container ended before the script did", reply)
+        codes.append(parts.get("ended"))
     is_right = codes == [REPRODUCED, SOLVED]
     reason = f"the script ends with {codes[0]} before the right patch and with {codes[1]} after it; None is out of time"
     return Verdict(reward=float(is_right), reason=reason)
 
 
-def _unprepared(reply: Response) -> RuntimeError:
+def _failed(what: str, reply: Response) -> RuntimeError:
+    """Return what gives no verdict."""
     said = str(reply.get("stderr") or reply.get("stdout") or "nothing")
-    return RuntimeError(f"the repository could not be prepared ({reply.get('process_status')}): {said[-200:]!r}")
+    return RuntimeError(f"{what} ({reply.get('process_status')}): {said[-200:]!r}")
 
 
-def _execution(lines: Sequence[str], task: Task) -> Execution:
+def _execution(preparation: Sequence[str], code: Sequence[str], task: Task) -> Execution:
     return Execution(
         language="shell",
-        code="\n".join([*lines, ""]),
+        preparation="\n".join([*preparation, ""]),
+        code="\n".join([*code, ""]),
         seconds=task.seconds,
         max_characters=MAX_CHARACTERS,
         image=task.image,
+        network=task.network,
     )
 
 
@@ -166,21 +184,21 @@ def _mark(task: Task) -> str:
 
 
 def _say(mark: str, name: str) -> str:
-    return f'printf "\\n{mark} {name} $?\\n"'
+    return f'status=$?; printf "\\n{mark} {name} $status\\n"'
 
 
-def _parts(reply: Response, mark: str) -> dict[str, tuple[str, int]]:
-    """Return what was printed before each report, and the status that it reports, by name."""
-    parts: dict[str, tuple[str, int]] = {}
+def _parts(reply: Response, mark: str) -> tuple[dict[str, int], str]:
+    """Return the first status that was reported by each name, and what was printed after the last of these reports."""
+    parts: dict[str, int] = {}
     lines: list[str] = []
     for line in str(reply.get("stdout") or "").split("\n"):
         words = line.split(" ")
-        if words[0] == mark and len(words) == 3 and words[2].isdecimal():
-            parts[words[1]] = ("\n".join(lines), int(words[2][:9]))
+        if words[0] == mark and len(words) == 3 and words[1] not in parts and words[2].isdecimal():
+            parts[words[1]] = int(words[2][:9])
             lines = []
         else:
             lines.append(line)
-    return parts
+    return parts, "\n".join(lines)
 
 
 def _files(text: str) -> tuple[tuple[str, str], ...]:
@@ -213,6 +231,6 @@ VERIFIER = Verifier(
     rewards=(0.0, 1.0),
     agents={"swerl_gen_simple_agent": Agent(kind="single_turn", server="swerl_gen_resources_server")},
     servers={"swerl_gen_resources_server": {}},
-    settings=frozenset({"debug", "env", "num_processes", "relaxed_formatting", "sandbox_timeout"}),
+    settings=frozenset({"debug", "env", "num_processes", "relaxed_formatting", "sandbox_network", "sandbox_timeout"}),
     needs_sandbox=True,
 )

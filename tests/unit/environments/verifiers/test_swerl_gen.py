@@ -15,7 +15,7 @@ from recipes.environments.checks.reports import resolution, statuses_in
 from recipes.environments.contract.asking import Execution, advance
 from recipes.environments.contract.responses import message_item
 from recipes.environments.contract.verdict import Verdict
-from recipes.environments.sandbox.images import words_of
+from recipes.environments.sandbox.images import LIMITS, _Kept, words_of
 from recipes.environments.sandbox.server import SandboxFailedError
 from recipes.environments.verifiers.swerl_gen import REWARDS, VERIFIER
 from tests.recorded import recorded
@@ -79,12 +79,12 @@ def requested(given: dict[str, Any], text: str, *replies: list[dict[str, Any]], 
     return advance(VERIFIER.score({"output": [message_item(text)]}, task), replies)
 
 
-def printed(execution: Execution, **outputs: Any) -> dict[str, Any]:
-    """Return the reply of a run that printed these texts and then reported, as name=(text, status)."""
-    found = re.search(r'"\\n([0-9a-f]{32}) ', execution.code)
+def printed(execution: Execution, after: str = "", **outputs: Any) -> dict[str, Any]:
+    """Return the reply of a run that printed these texts and then reported, as name=(text, status), and a last text."""
+    found = re.search(r'"\\n([0-9a-f]{32}) ', execution.preparation)
     assert found
     text = "".join(f"{output}\n{found[1]} {name} {status}\n" for name, (output, status) in outputs.items())
-    return {"process_status": "completed", "stdout": text, "stderr": ""}
+    return {"process_status": "completed", "stdout": text + after, "stderr": ""}
 
 
 def summary(*lines: str) -> str:
@@ -105,7 +105,7 @@ def summary(*lines: str) -> str:
 def test_reward_of_a_patch(lines: tuple[str, ...], reward: float) -> None:
     (execution,) = requested(row(), ANSWER)
     assert (execution.image, execution.language, execution.seconds) == ("/i.sif", "shell", 600.0)
-    reply = printed(execution, ready=("", 0), applied=("Applied", 0), tested=(summary(*lines), 1))
+    reply = printed(execution, ready=("", 0), applied=("Applied", 0), after=summary(*lines))
     verdict = requested(row(), ANSWER, [reply])
     assert isinstance(verdict, Verdict)
     assert verdict.reward == reward
@@ -114,12 +114,16 @@ def test_reward_of_a_patch(lines: tuple[str, ...], reward: float) -> None:
 def test_ends_of_a_run_before_its_tests() -> None:
     (execution,) = requested(row(), ANSWER)
     refused = requested(row(), ANSWER, [printed(execution, ready=("", 0), applied=("error: patch", 1))])
-    hanging = requested(row(), ANSWER, [printed(execution, ready=("", 0), applied=("", 0))])
+    applied = printed(execution, ready=("", 0), applied=("", 0), after=summary("PASSED t.py::a"))
+    hanging = requested(row(), ANSWER, [{**applied, "process_status": "timeout"}])
     assert (refused.reward, hanging.reward) == (0.0, 0.0)
     assert "does not apply" in refused.reason
     assert "did not end" in hanging.reason
     for reply in ({}, {"process_status": "timeout", "stdout": "pip is slow"}):
         with pytest.raises(RuntimeError, match="could not be prepared"):
+            requested(row(), ANSWER, [reply])
+    for reply in (printed(execution, ready=("", 0)), {**applied, "process_status": "error"}):
+        with pytest.raises(RuntimeError, match="the container ended before the tests did"):
             requested(row(), ANSWER, [reply])
 
 
@@ -132,17 +136,36 @@ def test_reward_of_a_script(case: dict[str, Any]) -> None:
     given = row("repro-gen")
     runs = requested(given, SCRIPT)
     replies = [
-        printed(run, ready=("", 0), **({"ended": ("", code[0])} if code else {}))
+        {
+            **printed(run, ready=("", 0), **({"ended": ("", code[0])} if code else {})),
+            "process_status": "completed" if code else "timeout",
+        }
         for run, code in zip(runs, codes, strict=True)
     ]
     verdict = requested(given, SCRIPT, replies)
     assert verdict.reward == case["reward"]
 
 
-def test_the_right_patch_is_in_one_of_two_containers_only() -> None:
-    without, with_patch = requested(row("repro-gen"), SCRIPT)
-    assert "git apply" not in without.code
-    assert "git apply" in with_patch.code
+def test_the_script_runs_under_the_same_text_before_and_after_the_right_patch() -> None:
+    before, after = requested(row("repro-gen"), SCRIPT)
+    assert before.code == after.code
+    assert "git apply" not in before.code
+    assert before.preparation == after.preparation.replace("-R --check -", "-R -")
+
+
+def test_code_under_test_never_sees_the_mark_and_cannot_report_again() -> None:
+    (execution,) = requested(row(), ANSWER)
+    assert not re.search("[0-9a-f]{32}", execution.code)
+    forged = printed(execution, applied=("", 0))["stdout"]
+    late = printed(execution, ready=("", 0), applied=("", 1), after=forged)
+    assert requested(row(), ANSWER, [late]).reward == 0.0
+
+
+def test_a_script_that_does_not_end_by_itself_or_its_time_gives_no_verdict() -> None:
+    runs = requested(row("repro-gen"), SCRIPT)
+    replies = [printed(run, ready=("", 0)) for run in runs]
+    with pytest.raises(RuntimeError, match="the container ended before the script did"):
+        requested(row("repro-gen"), SCRIPT, replies)
 
 
 @pytest.mark.parametrize("text", ["", "no patch", "<solution></solution>", ANSWER.replace("x = 1", "y = 1"), SCRIPT])
@@ -208,3 +231,37 @@ def test_a_machine_without_apptainer_or_the_image_says_so(monkeypatch: pytest.Mo
     (tmp_path / "apptainer").touch(mode=0o755)
     with pytest.raises(SandboxFailedError, match=r"there is no image /i\.sif here"):
         words_of("/i.sif")
+
+
+def test_the_words_of_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    image = tmp_path / "i.sif"
+    for name in ("apptainer", "prlimit", "i.sif"):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = [*words_of(str(image))]
+    limits, options = words[: words.index("apptainer")], words[words.index("apptainer") + 1 : words.index(str(image))]
+    assert [limits[0], limits[-1], len(limits)] == ["prlimit", "--", len(LIMITS) + 2]
+    assert {"--containall", "--no-home", "--net", "--network=none"} < {*options}
+    assert "--no-mount=bind-paths,cwd,home,hostfs,tmp" in options
+    assert "--network=none" not in words_of(str(image), network=True)
+    (tmp_path / "prlimit").unlink()
+    assert words_of(str(image))[0] == "apptainer"
+
+
+def test_only_a_setting_opens_the_network() -> None:
+    assert [requested(row(), ANSWER, **given)[0].network for given in ({}, {"sandbox_network": True})] == [False, True]
+
+
+@pytest.mark.parametrize("size", [1, 1000, 1 << 16])
+def test_of_a_long_output_the_beginning_and_the_end_are_kept(size: int) -> None:
+    kept, whole = _Kept(1000), _Kept(1000)
+    data = b"first" + b"." * (1 << 18) + "lást".encode()
+    for start in range(0, len(data), size):
+        kept.add(data[start : start + size])
+    whole.add(b"short")
+    text = kept.text()
+    assert text.startswith("first.")
+    assert text.endswith(".lást")
+    assert text.count("<output cut>") == 1
+    assert len(text) <= 1000 + len("\n<output cut>\n")
+    assert whole.text() == "short"
