@@ -21,7 +21,7 @@ def test_activations_of_a_full_micro_batch(tmp_path: Path, recompute: str, low: 
     env = launch_environment(tmp_path, num_rows=8, overrides={})
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(tmp_path / "model"), recompute],
-        env=env,
+        env={**env, "PYTHONPATH": str(SCRIPT.parents[2])},  # for what all tests share
         capture_output=True,
         text=True,
         timeout=100,
