@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_root import require
@@ -25,6 +27,7 @@ from recipes.environments.sandbox.client import SandboxClient, client_of
 from recipes.environments.sandbox.server import SandboxFailedError, SandboxServer
 from recipes.environments.scoring.clients import HttpVerifier, InProcessVerifier
 from recipes.environments.scoring.pool import ScoringPool
+from recipes.environments.verifiers import code_gen as code_gen_module
 from tests.functional.test_environments_http import served
 from tests.recorded import recorded
 
@@ -210,6 +213,26 @@ async def test_a_value_that_equals_everything_is_not_believed(code_gen: InProces
     verdict = await scored(code_gen, code, ("7",), fn_name="f")
     assert isinstance(verdict, Verdict)
     assert verdict.reward == 0.0, verdict.reason
+
+
+class CountedTask(code_gen_module.Task):
+    """A task that counts how often its tests are read."""
+
+    num_reads = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        CountedTask.num_reads += name == "inputs"
+        return super().__getattribute__(name)
+
+
+async def test_a_task_is_encoded_once_for_all_runs_of_its_tests(code_gen: InProcessVerifier) -> None:
+    task = CountedTask(inputs=("1",) * 12, outputs=("1",) * 12, fn_name=None, seconds=2.0, format_reward=0.0)
+    verifier = replace(code_gen.verifier, parse_task=lambda _row, _settings: task)
+    CountedTask.num_reads = 0
+    verdict = await scored(replace(code_gen, verifier=verifier), "print(1)")
+    assert isinstance(verdict, Verdict), verdict
+    assert verdict.reward == 1.0
+    assert CountedTask.num_reads == 1
 
 
 async def test_a_server_that_died_is_replaced(code_gen: InProcessVerifier, server: SandboxServer) -> None:

@@ -22,6 +22,7 @@ from recipes.environments.http.client import JsonClient, JsonReply, RefusedError
 from recipes.environments.judges.client import JudgeClient, JudgeFailedError
 from recipes.environments.sandbox.client import SandboxClient
 from recipes.environments.sandbox.server import SandboxFailedError
+from recipes.environments.scoring.encoding import EncodedTask, encode_task
 from recipes.environments.scoring.pool import Scored, ScoringPool
 from recipes.retry import NoReplyError, RetryPolicy, reply_within
 from recipes.types import RolloutStatus, Row
@@ -79,6 +80,8 @@ class InProcessVerifier:
         """Score one response to one row; ask the judge or the sandbox as often as the verifier needs."""
         try:
             task = self.verifier.parse_task(row, self.settings)
+            if not self.verifier.is_cheap(task):
+                task = encode_task(self.verifier, task)
             replies: list[list[Response]] = []
             while isinstance(scored := await self._advance(task, response, replies), list):
                 answers = await self._replies_to(scored)
@@ -114,9 +117,9 @@ class InProcessVerifier:
         return env_failed(f"{self.name}: it asks a {'judge' if questions else 'sandbox'}, and none is configured")
 
     async def _advance(self, task: Any, response: Response, replies: Replies) -> Scored:
-        if self.verifier.is_cheap(task):
-            return advance(self.verifier.score(response, task), replies)
-        return await self.pool.score(self.verifier, task, response, replies=replies, seconds=self.timeout_seconds)
+        if isinstance(task, EncodedTask):
+            return await self.pool.score(self.verifier, task, response, replies=replies, seconds=self.timeout_seconds)
+        return advance(self.verifier.score(response, task), replies)
 
 
 @dataclass(slots=True, kw_only=True)

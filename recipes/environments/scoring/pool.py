@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import hashlib
-import json
 import logging
 import os
 import queue
@@ -30,6 +28,7 @@ from typing import Any
 from recipes.environments.contract.asking import Replies, Requests
 from recipes.environments.contract.verdict import NoVerdict, Response, Verdict, env_failed
 from recipes.environments.contract.verifier import Verifier
+from recipes.environments.scoring.encoding import EncodedTask, as_json, encode_task
 from recipes.environments.scoring.jail import jail
 from recipes.environments.scoring.process import Body, OutOfTime, ProcessDied, ScoringProcess
 
@@ -68,17 +67,20 @@ class ScoringPool:
     async def score(
         self, verifier: Verifier, task: Any, response: Response, *, replies: Replies = (), seconds: float = 120.0
     ) -> Scored:
-        """Return the verdict on a response, or what must be asked for it; `seconds` bounds the scoring on the clock."""
+        """Return the verdict on a response, or what must be asked for it; `seconds` bounds the scoring on the clock.
+
+        Who scores a response in several parts, with replies, encodes its task once and gives the `EncodedTask`.
+        """
         needed = {"output": response.get("output"), "error": response.get("error")}
-        fields = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
-        body = json.dumps(fields).encode(), json.dumps(needed).encode(), json.dumps(replies).encode()
-        key = hashlib.blake2b(b" ".join((verifier.module.encode(), *body)), digest_size=16).digest()
+        encoded = task if isinstance(task, EncodedTask) else encode_task(verifier, task)
+        body = encoded.json, as_json(needed), as_json(replies)
+        key = hashlib.blake2b(b" ".join((verifier.module.encode(), encoded.digest, *body[1:])), digest_size=16).digest()
         with self._lock:
             if key in self._cache:
                 self._cache.move_to_end(key)
                 return self._cache[key]
         asked = time.monotonic()
-        scoring = self._threads.submit(self._score, verifier, verifier.kind_of(task), body, asked, seconds)
+        scoring = self._threads.submit(self._score, verifier, encoded.kind, body, asked, seconds)
         verdict = await asyncio.wrap_future(scoring)
         if isinstance(verdict, Verdict):
             self._remember(key, verdict)
