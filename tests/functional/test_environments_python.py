@@ -13,8 +13,6 @@ from small_root import require
 
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.environments import Environments
-from recipes.environments.sandbox.client import SandboxClient
-from recipes.environments.sandbox.server import SandboxServer
 from recipes.environments.verifiers.ns_tools import LOST, TOOL
 from recipes.types import Rollout, RolloutStatus
 from tests.functional.test_environments_http import served
@@ -83,6 +81,15 @@ async def run(environments: Environments, codec: ChatCodec, says: Sequence[str])
     return rollout, policy.prompt
 
 
+async def num_sessions(environments: Environments) -> int:
+    """Return how many sessions the sandbox has."""
+    client: Any = environments._clients["ns_tools"]
+    address = await client.sandbox.server.address(client.sandbox.place)
+    headers = {"authorization": f"Bearer {address.token}"}
+    async with client.sandbox.http._session().get(f"{address.url}/sessions", headers=headers) as reply:
+        return int((await reply.json())["num_sessions"])
+
+
 async def test_all_real_rows_give_the_same_rollouts_in_process_and_over_http(
     codec: ChatCodec, here: Environments
 ) -> None:
@@ -118,12 +125,7 @@ async def test_rollouts_do_not_see_each_other_and_leave_no_session(codec: ChatCo
     for number, (rollout, prompt) in enumerate(done):
         assert rollout.reward == 1.0
         assert f"\n{1000 + number}\n" in prompt
-    client: Any = here._clients["ns_tools"]
-    address = await client.sandbox.server.address(client.sandbox.place)
-    headers = {"authorization": f"Bearer {address.token}"}
-    session = client.sandbox.http._session()
-    async with session.get(f"{address.url}/sessions", headers=headers) as reply:
-        assert await reply.json() == {"num_sessions": 0}
+    assert await num_sessions(here) == 0
 
 
 async def test_a_sandbox_that_cannot_start_fails_the_rollout(codec: ChatCodec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,18 +137,21 @@ async def test_a_sandbox_that_cannot_start_fails_the_rollout(codec: ChatCodec, m
     assert "no sandbox could be started here" in rollout.reason
 
 
-async def test_a_sandbox_that_dies_fails_the_rollouts_on_it_and_no_others(codec: ChatCodec, here: Environments) -> None:
-    client: Any = here._clients["ns_tools"]
-    sandbox: SandboxClient = client.sandbox
-    server: SandboxServer = sandbox.server
+async def test_a_sandbox_that_dies_fails_the_rollouts_on_it_and_no_others(codec: ChatCodec) -> None:
+    limit = {"nemo_skills_tool_overrides": {"DirectPythonTool": {"exec_timeout_s": 100}}}
+    environments = make_environments(codec, **limit)
 
-    async def kill_soon() -> None:
-        await asyncio.sleep(1.0)
-        assert server._process is not None
-        server._process.kill()
+    async def kill_once_begun() -> None:
+        async with asyncio.timeout(60):
+            while not await num_sessions(environments):
+                await asyncio.sleep(0.1)
+        process = environments._sandbox._process
+        assert process is not None
+        process.kill()
 
-    says = [python("import time\ntime.sleep(1.9)"), answer("70")]
-    (rollout, _), _ = await asyncio.gather(run(here, codec, says), kill_soon())
+    says = [python("import time\ntime.sleep(90)"), answer("70")]
+    (rollout, _), _ = await asyncio.gather(run(environments, codec, says), kill_once_begun())
     assert (rollout.status, rollout.reward) == (RolloutStatus.ENV_FAILED, None), rollout.reason
-    after, _ = await run(here, codec, [python("1"), answer("70")])
+    after, _ = await run(environments, codec, [python("1"), answer("70")])
+    environments.close()
     assert after.reward == 1.0
