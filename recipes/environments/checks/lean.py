@@ -6,6 +6,7 @@ the answer has before its theorem is lost.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,19 @@ LINES_BEFORE, LINES_AFTER = 4, 1  # of context around an error
 MAX_RAW_CHARACTERS = 2000
 SHOWN_CHARACTERS = 1000  # of each of the compiler's streams
 CUT = "<output cut>"
+NAMED = re.compile(r"\b(?:theorem|lemma)\s+([^\s:({\[⦃]+)")
+USED = re.compile(r"depends on axioms: \[([^\]]*)\]")
+UNUSED = "does not depend on any axioms"
+AXIOMS = frozenset({"propext", "Classical.choice", "Quot.sound"})  # those of Lean's own library
+# What runs code with input and output while a file is compiled. Such code can print anything, and end the compiler.
+RUNS_CODE = re.compile(
+    r"(?<![\w.'])(?:run_tac|run_cmd|run_elab|run_meta|by_elab|#eval|elab|elab_rules|macro|macro_rules|simproc|dsimproc"
+    r"|simproc_decl|initialize|builtin_initialize|unsafe|implemented_by|extern|delab|app_delab|term_elab|command_elab"
+    r"|println!|include_str)(?![\w'])|\b(?:IO|Lean|Elab|Meta|System)\.\w"
+)
+OPENS = frozenset({"open", "namespace", "export"})
+CODE_SPACES = frozenset({"IO", "Lean", "Elab", "Meta", "System"})
+WORD = re.compile(r"[\w.']+")
 CHECKS_OFF = ("warn.sorry", "skipKernelTC")  # options with which a proof could hide a gap
 
 
@@ -105,6 +119,54 @@ def check_turned_off(code: str) -> str | None:
     """Return the option by which a file turns a check of the compiler off, None when it has none of them."""
     plain = code.replace("«", "").replace("»", "")
     return next((option for option in CHECKS_OFF if option in plain), None)
+
+
+def code_run(proof: str) -> str | None:
+    """Return the word by which a proof would run code while it is compiled, None when it has none of them."""
+    plain = proof.replace("«", "").replace("»", "")
+    if found := RUNS_CODE.search(plain):
+        return found[0]
+    words: list[str] = WORD.findall(plain)
+    is_opened = False
+    for word in words:
+        is_opened = is_opened or word in OPENS
+        if is_opened and CODE_SPACES & set(word.split(".")):
+            return word
+    return None
+
+
+def with_end(code: str, given: str) -> str:
+    """Return a file that reports, after its proof, which axioms the theorem uses, between two words of its own.
+
+    `given` is what the row has of the file: its last theorem is the one to be proven. The words follow from the file,
+    so an answer cannot know them. Code that runs in the compiler could read them.
+    """
+    first, last = _end_words(code)
+    names = NAMED.findall(given)
+    root = "" if "namespace" in given else "_root_."  # a theorem alike in a namespace of the proof is not meant
+    lines = [f'#print "{first}"', *(f"#print axioms {root}{name}" for name in names[-1:]), f'#print "{last}"']
+    return "\n\n".join([code, *lines]) + "\n"
+
+
+def end_fault(reply: Mapping[str, Any], code: str, given: str) -> str | None:
+    """Return what is wrong with the report at a file's end, None when it is there and names no axiom beyond Lean's."""
+    first, last = _end_words(code)
+    _, begins, rest = str(reply.get("stdout") or "").rpartition(first)
+    report, ends, _ = rest.partition(last)
+    if not begins or not ends:
+        return "The compiler did not come to the end of the file."
+    if NAMED.search(given) is None or UNUSED in report:
+        return None
+    used = USED.search(report)
+    if used is None:
+        return "The compiler did not say which axioms the theorem uses."
+    others = sorted({axiom.strip() for axiom in used[1].split(",")} - AXIOMS - {""})
+    return f"The proof must not use the axioms {', '.join(others)}." if others else None
+
+
+def _end_words(code: str) -> tuple[str, str]:
+    words = hashlib.blake2b(code.encode(errors="replace")).hexdigest()
+    return words[:32], words[32:64]
 
 
 def shown(reply: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,10 @@ A failed proof's verdict carries a prompt that asks to correct it (`correction_p
 (`agents/refinement.py`) begins a new conversation with it. An answer without text earns 0 and is not compiled; it can
 be corrected too. Decided as the reference has it: the word "sorry" anywhere in what the compiler says is a gap.
 Decided otherwise: a proof that turns that warning or the kernel's check off, or prints so much that the warning could
-be cut away, earns 0.
+be cut away, earns 0. So does one that the compiler does not read to its end, that uses an axiom beyond those of Lean's
+own library (`native_decide` does), or that runs code of its own while it is compiled (`#eval`, `run_tac`, ...). The
+last is told by words: a proof that got such code in by words unknown here could read the words of the report at the
+file's end, and forge it. To keep that out, the kernel would have to check what the compiler wrote in a process apart.
 """
 
 from __future__ import annotations
@@ -21,11 +24,14 @@ from recipes.environments.checks.lean import (
     HAS_SORRY,
     TIMEOUT,
     check_turned_off,
+    code_run,
+    end_fault,
     feedback,
     is_whole,
     shown,
     status_of,
     whole_proof,
+    with_end,
 )
 from recipes.environments.contract.asking import Execution, Scoring, filled
 from recipes.environments.contract.responses import all_text
@@ -87,11 +93,17 @@ def _score_by_compiling(answer: str, task: Task) -> Scoring:
     code = whole_proof(answer, task.header, task.statement)
     if option := check_turned_off(code):
         return _failed(FAILED, answer, f"A proof must not set the option {option}.", task)
-    execution = Execution(language="lean4", code=code, seconds=task.seconds, max_characters=MAX_CHARACTERS)
+    given = f"{task.header}{task.statement}"
+    if word := code_run(code.removeprefix(given)):
+        return _failed(FAILED, answer, f"A proof must not run code of its own: {word}.", task)
+    compiled = with_end(code, given)
+    execution = Execution(language="lean4", code=compiled, seconds=task.seconds, max_characters=MAX_CHARACTERS)
     (reply,) = yield [execution]
     status = status_of(reply)
     if status == COMPLETED and not is_whole(reply):
         return _failed(FAILED, answer, "The proof prints too much.", task)
+    if status == COMPLETED and (fault := end_fault(reply, code, given)):
+        return _failed(FAILED, answer, fault, task)
     if status == COMPLETED:
         return Verdict(reward=1.0, reason="the compiler accepts the proof", details={"proof_status": status})
     if status not in (HAS_SORRY, TIMEOUT, FAILED):

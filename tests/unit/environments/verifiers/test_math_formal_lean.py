@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ ROW = {
     "agent_ref": {"name": "math_formal_lean_refinement_agent"},
 }
 RIGHT = {"process_status": "completed", "stdout": "", "stderr": ""}
+NO_AXIOM = "'t' does not depend on any axioms"
 WRONG = {"process_status": "failed", "stdout": "", "stderr": "/lean4/my_project/x.lean:4:2: error: unsolved goals\n"}
 
 
@@ -66,6 +68,12 @@ def test_every_real_row_is_read() -> None:
             assert VERIFIER.parse_task(json.loads(line), {}).statement.rstrip().endswith(":= by")
 
 
+def to_its_end(execution: Execution, axioms: str = NO_AXIOM) -> str:
+    """Return what the compiler prints for the commands after a proof."""
+    first, last = re.findall('#print "([0-9a-f]{32})"', execution.code)
+    return f"{first}\n{axioms}\n{last}\n"
+
+
 def scored(text: str, *replies: dict[str, Any]) -> Verdict | list[Any]:
     response = {"output": [message_item(text)]}
     return advance(VERIFIER.score(response, VERIFIER.parse_task(ROW, {})), [[reply] for reply in replies])
@@ -80,7 +88,9 @@ def verdict_of(text: str, *replies: dict[str, Any]) -> Verdict:
 def test_only_the_proof_of_an_answer_is_compiled() -> None:
     (execution,) = scored("```lean4\naxiom no : False\ntheorem t : 1 = 2 := by\n  exact no.elim\n```")  # type: ignore[misc]
     assert isinstance(execution, Execution)
-    assert execution.code == "import Mathlib\n\ntheorem t : 1 = 1 := by\n  exact no.elim"
+    code = "import Mathlib\n\ntheorem t : 1 = 1 := by\n  exact no.elim"
+    report = '#print "[0-9a-f]{32}"\n\n#print axioms _root_.t\n\n#print "[0-9a-f]{32}"\n'
+    assert re.fullmatch(re.escape(f"{code}\n\n") + report, execution.code)
     assert (execution.language, execution.seconds) == ("lean4", 30.0)
 
 
@@ -96,10 +106,63 @@ def test_only_the_proof_of_an_answer_is_compiled() -> None:
     ],
 )
 def test_reward(reply: dict[str, Any], reward: float, status: str) -> None:
-    verdict = verdict_of("```lean4\nrfl\n```", reply)
+    (execution,) = scored("```lean4\nrfl\n```")  # type: ignore[misc]
+    printed = to_its_end(execution) if reply["process_status"] == "completed" else ""
+    verdict = verdict_of("```lean4\nrfl\n```", {**reply, "stdout": printed + reply.get("stdout", "")})
     assert (verdict.reward, verdict.details["proof_status"]) == (reward, status)
     assert ("correction_prompt" in verdict.details) is (reward == 0.0)
     assert len(verdict.details.get("error_feedback") or "") < 3000
+
+
+@pytest.mark.parametrize(
+    ("axioms", "reward"),
+    [
+        (NO_AXIOM, 1.0),
+        ("'t' depends on axioms: [propext,\n Classical.choice,\n Quot.sound]", 1.0),
+        ("'t' depends on axioms: [propext, Lean.ofReduceBool]", 0.0),
+        ("'t' depends on axioms: [sorryAx]", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_a_theorem_uses_no_axiom_of_its_own(axioms: str, reward: float) -> None:
+    (execution,) = scored("rfl")  # type: ignore[misc]
+    assert verdict_of("rfl", {**RIGHT, "stdout": to_its_end(execution, axioms)}).reward == reward
+
+
+def test_a_file_that_is_not_compiled_to_its_end_earns_nothing() -> None:
+    (execution,) = scored("rfl")  # type: ignore[misc]
+    (other,) = scored("exact rfl")  # type: ignore[misc]
+    report = to_its_end(execution)
+    for printed in ("", NO_AXIOM, to_its_end(other), report.split("\n")[0] + NO_AXIOM, report.split("\n")[-2]):
+        verdict = verdict_of("rfl", {**RIGHT, "stdout": printed})
+        assert (verdict.reward, verdict.details["proof_status"]) == (0.0, "failed")
+        assert "did not come to the end" in str(verdict.details["error_feedback"])
+
+
+@pytest.mark.parametrize(
+    "proof",
+    [
+        "run_tac do (IO.Process.exit 0 : IO Unit)",
+        "sorry\n#eval IO.Process.exit 0",
+        "sorry\n#eval! x",
+        "sorry\nopen Nat -- a, b:\n  «IO»\n#x Process.exit 0",
+        "sorry\nnamespace Lean\nx",
+        'sorry\nmacro "#print" : command => x',
+        'simp [include_str "a"]',
+        "sorry\ndef f : Lean.Elab.Tactic.TacticM Unit := g",
+    ],
+)
+def test_a_proof_that_runs_code_of_its_own_is_not_compiled(proof: str) -> None:
+    verdict = verdict_of(f"```lean4\n{proof}\n```")
+    assert verdict.reward == 0.0
+    assert "must not run code of its own" in str(verdict.details["error_feedback"])
+
+
+@pytest.mark.parametrize(
+    "proof", ["-- In Lean 4 this is simple. IO is a line.\nrfl", "open Nat in simp", "nlinarith [h]"]
+)
+def test_a_proof_without_code_of_its_own_is_compiled(proof: str) -> None:
+    assert not isinstance(scored(f"```lean4\n{proof}\n```"), Verdict)
 
 
 @pytest.mark.parametrize("reply", [{}, {"process_status": "error", "stderr": "Sandbox 502 error"}])
@@ -129,7 +192,10 @@ class Compiler:
     """A sandbox in which the proof `rfl` compiles."""
 
     async def run(self, executions: Sequence[Execution]) -> list[dict[str, Any]]:
-        return [RIGHT if execution.code.endswith("rfl") else WRONG for execution in executions]
+        return [
+            {**RIGHT, "stdout": to_its_end(execution)} if "\nrfl\n" in execution.code else WRONG
+            for execution in executions
+        ]
 
 
 class Scripted:
