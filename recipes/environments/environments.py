@@ -92,8 +92,10 @@ class Environments:
         self._servers, self._agents, self._patterns = servers, agents, patterns
         self._pool = ScoringPool()
         self._sandbox = SandboxServer()
-        http = JsonClient()
-        self._clients = {name: _client(server, self._pool, self._sandbox, http) for name, server in servers.items()}
+        self._http = JsonClient()
+        self._clients = {
+            name: _client(server, self._pool, self._sandbox, self._http) for name, server in servers.items()
+        }
         self._groups = {name: client for name, client in self._clients.items() if isinstance(client, GroupClient)}
 
     @classmethod
@@ -169,9 +171,10 @@ class Environments:
         self._clients = {name: wrap(client) for name, client in self._clients.items()}
 
     def close(self) -> None:
-        """End the scoring workers and the sandbox."""
+        """End the scoring workers, the sandbox and the connections."""
         self._pool.close()
         self._sandbox.close()
+        self._http.close_all()
 
 
 def _client(server: ServerInstance, pool: ScoringPool, sandbox: SandboxServer, http: JsonClient) -> VerifierClient:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,6 +23,7 @@ from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.contract.responses import message_item, reasoning_item, response_object
 from recipes.environments.contract.verdict import NoVerdict, Verdict
 from recipes.environments.environments import Environments
+from recipes.environments.http.client import JsonClient
 from recipes.environments.instances import servers_of
 from recipes.environments.registry import ALL_VERIFIERS, VERIFIERS
 from recipes.environments.scoring.clients import HttpVerifier, InProcessVerifier
@@ -68,8 +69,17 @@ def pool() -> Iterator[ScoringPool]:
     made.close()
 
 
+HTTP = JsonClient()
+
+
+@pytest.fixture(autouse=True)
+async def connections() -> AsyncIterator[None]:
+    yield
+    await HTTP.close()
+
+
 def client(url: str, seconds: float = 30.0) -> HttpVerifier:
-    return HttpVerifier(name="mcqa", url=url, timeout_seconds=seconds)
+    return HttpVerifier(name="mcqa", url=url, timeout_seconds=seconds, http=HTTP)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -161,7 +171,10 @@ async def test_a_url_in_the_configuration_is_all_it_takes(tmp_path: Path) -> Non
         process.kill()
         process.wait(timeout=20)
         lost = await environments.run(row, Answers(codec), max_tokens=9)
+        session = environments._http._session()
         environments.close()
+        await asyncio.sleep(0)
+        assert session.closed
     assert (good.reward, good.reason) == (1.0, "answered B, expected B")
     assert (lost.status, lost.reward) == (RolloutStatus.ENV_FAILED, None)
     assert url in lost.reason

@@ -7,7 +7,9 @@ another attempt may succeed. `RefusedError`: the server gave an answer that no f
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,6 +20,7 @@ import orjson
 from recipes.retry import TransientError, is_transient, retry_after
 
 MAX_REPLY_BYTES = 64 << 20  # a server that sends more is refused, so that it cannot fill this machine's memory
+CLOSE_SECONDS = 10.0  # for the connections of one event loop
 SHOWN_CHARS = 200  # of a server's error text
 
 
@@ -101,6 +104,25 @@ class JsonClient:
         if session is not None:
             await session.close()
 
+    def close_all(self) -> None:
+        """Close the connections of every event loop: one that runs closes its own, another is run until that is done.
+
+        Returns within `CLOSE_SECONDS` per loop. Call it when nothing is asked any more.
+        """
+        here: asyncio.AbstractEventLoop | None = None
+        with suppress(RuntimeError):
+            here = asyncio.get_running_loop()
+        while self._sessions:
+            loop, session = self._sessions.popitem()
+            if loop is here:
+                loop.create_task(session.close())  # its first step, which closes, needs nobody to keep it
+            elif loop.is_running():
+                asyncio.run_coroutine_threadsafe(session.close(), loop)
+            else:  # in a thread, since a thread in which a loop runs can run no other
+                closing = threading.Thread(target=_close_on, args=(session, loop), daemon=True)
+                closing.start()
+                closing.join(CLOSE_SECONDS)
+
     def _session(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
         session = self._sessions.get(loop)
@@ -113,6 +135,13 @@ class JsonClient:
             )
             self._sessions[loop] = session
         return session
+
+
+def _close_on(session: aiohttp.ClientSession, loop: asyncio.AbstractEventLoop) -> None:
+    if loop.is_closed():  # its connections are closed: the session only has to learn it
+        asyncio.run(session.close())
+    else:
+        loop.run_until_complete(session.close())
 
 
 async def _read(reply: aiohttp.ClientResponse) -> bytes:

@@ -33,20 +33,21 @@ from recipes.types import RolloutStatus
 def create_app(instance: ServerInstance) -> FastAPI:
     """Return the server of one instance; its scoring workers live as long as the app."""
     verifier = VERIFIERS[instance.verifier]
-    pool, sandbox = ScoringPool(), SandboxServer()
+    pool, sandbox, http = ScoringPool(), SandboxServer(), JsonClient()
     client = InProcessVerifier(
         name=instance.verifier,
         verifier=verifier,
         settings=instance.settings,
         pool=pool,
         timeout_seconds=instance.timeout_seconds,
-        judge=instance.judge.client(JsonClient()) if instance.judge else None,
-        sandbox=client_of(instance.settings, sandbox, JsonClient()) if verifier.needs_sandbox else None,
+        judge=instance.judge.client(http) if instance.judge else None,
+        sandbox=client_of(instance.settings, sandbox, http) if verifier.needs_sandbox else None,
     )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
+        await http.close()
         pool.close()
         sandbox.close()
 

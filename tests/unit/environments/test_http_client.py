@@ -1,0 +1,83 @@
+"""The connections of the HTTP client end with it, wherever the event loop is that opened them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from recipes.environments.http.client import JsonClient
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Answers an empty object, and keeps the connection."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+async def test_the_connections_of_the_running_loop_are_closed(url: str) -> None:
+    client = JsonClient()
+    await client.post(url, {})
+    session = client._session()
+    client.close_all()
+    await asyncio.sleep(0)
+    assert session.closed
+
+
+@pytest.mark.parametrize("is_loop_closed", [False, True])
+def test_the_connections_of_a_loop_that_has_ended_are_closed(url: str, is_loop_closed: bool) -> None:
+    client, loop = JsonClient(), asyncio.new_event_loop()
+    loop.run_until_complete(client.post(url, {}))
+    session = next(iter(client._sessions.values()))
+    if is_loop_closed:
+        loop.close()
+    client.close_all()
+    assert session.closed
+    assert not client._sessions
+    loop.close()
+
+
+async def test_the_connections_of_a_stopped_loop_are_closed_from_another(url: str) -> None:
+    client, loop = JsonClient(), asyncio.new_event_loop()
+    await asyncio.to_thread(lambda: loop.run_until_complete(client.post(url, {})))
+    session = client._sessions[loop]
+    client.close_all()
+    assert session.closed
+    loop.close()
+
+
+async def test_the_connections_of_a_loop_in_another_thread_are_closed(url: str) -> None:
+    client, loop = JsonClient(), asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    asyncio.run_coroutine_threadsafe(client.post(url, {}), loop).result(timeout=60)
+    session = client._sessions[loop]
+    client.close_all()
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(timeout=60)
+    assert session.closed
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
