@@ -16,7 +16,7 @@ from recipes.config.keys.servers import POLICY, policy_settings
 from recipes.environments.contract.verifier import Agent
 from recipes.environments.judges.servers import SETTINGS as JUDGE_SETTINGS
 from recipes.environments.judges.servers import JudgeServer, judge_of, settings_of_judge
-from recipes.environments.registry import ALL_VERIFIERS, GROUP_VERIFIERS, VERIFIERS
+from recipes.environments.registry import AGENTS, ALL_VERIFIERS, GROUP_VERIFIERS, VERIFIERS
 from recipes.errors import ConfigError, Problem, suggestion
 
 REFINEMENT = "proof_refinement_agent"
@@ -71,8 +71,12 @@ def _with_delegate(server: ServerInstance, servers: Mapping[str, ServerInstance]
 
 
 def agents_of(instances: Mapping[str, Any], servers: Mapping[str, ServerInstance]) -> dict[str, Agent]:
-    """Return the configured agents whose resources server exists, by instance name."""
-    agents = {}
+    """Return the agents whose resources server exists by name: those that verifiers bring, and the configured ones.
+
+    Each renders prompts with the template's arguments of the model server that it samples from.
+    """
+    own = _template_kwargs(instances, {})
+    agents = {name: replace(agent, template_kwargs={**own, **agent.template_kwargs}) for name, agent in AGENTS.items()}
     for name, kind, settings in _of_kind(instances, "responses_api_agents"):
         reference = settings.get("resources_server") or {}
         if kind in AGENT_TYPES and reference.get("name") in servers:
@@ -93,13 +97,11 @@ def _agent(kind: str, settings: Mapping[str, Any], server: ServerInstance) -> Ag
 
 
 def _template_kwargs(instances: Mapping[str, Any], agent: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the template arguments of the policy's variant that an agent samples from, those that it copies included.
+    """Return the template arguments of the policy, or of its variant, that an agent samples from.
 
-    There are none for the policy itself, whose arguments the codec has.
+    A variant has those that it copies, too. The codec has further ones, of the run; these come before them.
     """
     model = (agent.get("model_server") or {}).get("name", POLICY)
-    if model == POLICY:
-        return {}
     return (policy_settings(instances, model) or {}).get("chat_template_kwargs") or {}
 
 

@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from recipes.config.keys.derive import template_kwargs
 from recipes.config.keys.schema import INSTANCES, KeyProblem, show
 from recipes.config.keys.servers import MODELS, POLICY, RESOURCES, policy_settings, references, servers
 from recipes.config.rules.names import GPUS, G
 from recipes.config.tree import Config
 
+# Of a variant of the policy. Its number of server processes changes nothing: rollouts need none.
+HONOURED_IN_VARIANTS = {"chat_template_kwargs", "num_workers"}
 SAME_FOR_VARIANTS = {  # settings of a variant of the policy that rollouts fix
     "return_token_id_information": True,
     "sequential_reasoning_allowed": False,
@@ -79,24 +80,17 @@ def models_to_come(config: Config) -> Iterator[KeyProblem]:
 
     The policy's own server is the run's.
     """
-    own = template_kwargs(config.policy)
     for name, server, settings in sorted(servers(config, MODELS)):
-        asked = settings.get("chat_template_kwargs")
         if name != POLICY and policy_settings(config.env.nemo_gym.instances, name) is not None:
             yield from _beyond_a_variant(f"{INSTANCES}.{name}.{MODELS}.{server}", settings)
         elif name != POLICY and not settings.get("base_url"):
             yield to_come("judge", name)
-        elif name == POLICY and asked is not None and asked != own:
-            key = f"{INSTANCES}.{name}.{MODELS}.{server}.chat_template_kwargs"
-            expected = f"policy.tokenizer.chat_template_kwargs = {show(own or None)} (native engine)"
-            fix = "rollouts take the template's arguments from there; set both or neither"
-            yield KeyProblem(key=key, got=show(asked), expected=expected, fix=fix)
 
 
 def _beyond_a_variant(where: str, settings: Mapping[str, Any]) -> Iterator[KeyProblem]:
     """Refuse what a variant of the policy sets and rollouts would not heed."""
     for key, value in sorted(settings.items()):
-        if key not in ("chat_template_kwargs", *SAME_FOR_VARIANTS):
+        if key not in HONOURED_IN_VARIANTS | SAME_FOR_VARIANTS.keys():
             fix = "a variant of the policy can set chat_template_kwargs (native engine); remove this key"
             yield KeyProblem(key=f"{where}.{key}", wrong="no code reads this setting of a variant", fix=fix)
         elif value != SAME_FOR_VARIANTS.get(key, value):

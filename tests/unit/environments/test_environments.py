@@ -86,6 +86,23 @@ async def test_a_right_answer(environments: Environments) -> None:
     assert 0.0 <= result.env_seconds <= result.seconds
 
 
+async def test_agents_render_prompts_with_the_arguments_of_the_policys_server(codec: ChatCodec) -> None:
+    """Those that the configuration names, and those that verifiers bring; a variant that copies the server, too."""
+    policy = {"responses_api_models": {"vllm_model": {"chat_template_kwargs": {"enable_thinking": False}}}}
+    agents = {
+        name: {"responses_api_agents": {"simple_agent": {"resources_server": {"name": "mcqa"}, **model}}}
+        for name, model in {"mine": {}, "copied": {"model_server": {"name": "again"}}}.items()
+    }
+    environments = Environments.from_config(
+        env_config(policy_model=policy, again={"_copy": "policy_model"}, **agents), codec
+    )
+    model = Scripted(codec, "\\boxed{B}<|im_end|>")
+    for row in (ROW, *({**ROW, "agent_ref": {"name": name}} for name in agents)):
+        await environments.run(row, model, max_tokens=64)
+    assert [prompt.rpartition("assistant\n")[2] for prompt, _ in model.seen] == ["<think></think>"] * 3
+    environments.close()
+
+
 async def test_an_agent_may_sample_from_a_variant_of_the_policy(codec: ChatCodec) -> None:
     """Its template's arguments are the variant's; the row still has the last word, and other agents keep their own."""
     variant = {
