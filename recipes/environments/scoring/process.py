@@ -218,8 +218,9 @@ def read_executions(value: object) -> list[Execution]:
     for entry in value:
         if not isinstance(entry, dict) or entry.keys() != {field.name for field in dataclasses.fields(Execution)}:
             raise ValueError("a program to run of another form")
-        is_text = all(isinstance(entry[name], str) for name in ("language", "code", "stdin", "image"))
-        if not is_text or not _is_number(entry["seconds"]) or not _is_number(entry["max_characters"]):
+        texts = ("language", "code", "stdin", "image", "preparation")
+        is_plain = all(isinstance(entry[name], str) for name in texts) and isinstance(entry["network"], bool)
+        if not is_plain or not _is_number(entry["seconds"]) or not _is_number(entry["max_characters"]):
             raise ValueError("a program to run of another form")
         executions.append(Execution(**{**entry, "max_characters": int(entry["max_characters"])}))
     return executions
