@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-_MIN_PROBE_SECONDS = 1.0  # a probe that is due may have to wait for a free place
+_DUE_PROBE_SECONDS = 1.0  # until a probe that is due, and waits for a free place, is tried again
 _SNAPSHOT_SECONDS = 60.0  # a change of the state reads a few rows of the data file at most
 
 
@@ -274,7 +274,7 @@ class RolloutCollector:
             self._draw()
             seconds = self._queue.seconds_to_probe()
         if seconds is not None:
-            self._probe_timer = self._loop.call_later(max(seconds, _MIN_PROBE_SECONDS), self._fill)
+            self._probe_timer = self._loop.call_later(seconds or _DUE_PROBE_SECONDS, self._fill)
 
     def _draw(self) -> None:
         for again in self._retry:
