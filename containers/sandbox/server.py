@@ -13,8 +13,9 @@ installed. Lean 4 is only in the image of NeMo-Skills.
 Usage: python3 server.py. Environment: SANDBOX_TOKEN (required), NGINX_PORT or LISTEN_PORT (6000), SANDBOX_HOST
 (0.0.0.0, because the driver's node asks those of the other nodes), SANDBOX_MEMORY_MIB, SANDBOX_PROCESSES,
 SANDBOX_DISK_MIB, SANDBOX_CONCURRENCY (executions at a time), SANDBOX_SESSIONS, SANDBOX_IDLE_SECONDS (after which an
-unused session ends). SANDBOX_LISTEN_FD: a listening socket that another process hands over; the server then says
-"ready" on standard output, and ends when standard input does.
+unused session ends), SANDBOX_KEPT_SECONDS (for which a session that was used is not ended to make room for another:
+that one is refused with status 503). SANDBOX_LISTEN_FD: a listening socket that another process hands over; the server
+then says "ready" on standard output, and ends when standard input does.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from types import FrameType
 from typing import Any
 
 from jail import Limits, Outcome, run
-from sessions import NoRoomError, Sessions
+from sessions import KEPT_SECONDS, NoRoomError, Sessions
 
 log = logging.getLogger("sandbox")
 
@@ -125,8 +126,12 @@ class Sandbox:
         )
         self.places = threading.BoundedSemaphore(int(environ.get("SANDBOX_CONCURRENCY", 4 * (os.cpu_count() or 1))))
         self.token = environ.get("SANDBOX_TOKEN", "")
-        most, idle_seconds = environ.get("SANDBOX_SESSIONS", "512"), environ.get("SANDBOX_IDLE_SECONDS", IDLE_SECONDS)
-        self.sessions = Sessions(self.limits, most=int(most), idle_seconds=float(idle_seconds))
+        self.sessions = Sessions(
+            self.limits,
+            most=int(environ.get("SANDBOX_SESSIONS", "512")),
+            idle_seconds=float(environ.get("SANDBOX_IDLE_SECONDS", IDLE_SECONDS)),
+            kept_seconds=float(environ.get("SANDBOX_KEPT_SECONDS", KEPT_SECONDS)),
+        )
 
     def check(self) -> None:
         """End the server where it has no token or cannot make a jail."""

@@ -198,6 +198,7 @@ def sandbox(engine: Engine, sandbox_tag: str) -> Iterator[Client]:
         f"container_words podman {sandbox_tag} '' sandbox ''; exec \"${{prefix[@]}}\" /start-with-nginx.sh"
     )
     limits = {"SANDBOX_MEMORY_MIB": "256", "SANDBOX_PROCESSES": "32", "SANDBOX_DISK_MIB": "16", "SANDBOX_SESSIONS": "3"}
+    limits["SANDBOX_KEPT_SECONDS"] = "0"
     env = {**os.environ, **limits, "SLURM_JOB_ID": "77", "NGINX_PORT": PORT, "HF_TOKEN": "canary-token"}
     env["SANDBOX_TOKEN"] = TOKEN
     process = subprocess.Popen(["bash", "-euc", script], env=env)

@@ -118,7 +118,7 @@ requeue() {
       trap '' TERM # Slurm's, for what the job was
       say "requeued: ${reason}"
       # Slurm takes this list only of a job that waits, and starts no job whose batch script still runs: it is in time.
-      if [[ -n ${list} ]] && shielded scontrol update "JobId=${SLURM_JOB_ID}" "ExcNodeList=${list}"; then
+      if [[ -n ${list} ]] && leave_out "${list}"; then
         say "the next start runs without $*"
       elif (($#)); then
         say "$* failed and may be used again: the partition has no other node, or Slurm did not take the list"
@@ -127,6 +127,15 @@ requeue() {
     fi
   done
   say 'not restarted: Slurm did not take the requeue; submit again to go on'
+}
+
+# Slurm's TERM comes once, and may end a program that has not begun to ignore it.
+leave_out() {
+  local tries
+  for ((tries = 0; tries < 3; tries++)); do
+    if shielded scontrol update "JobId=${SLURM_JOB_ID}" "ExcNodeList=$1"; then return 0; fi
+  done
+  return 1
 }
 
 # Print these nodes and those that earlier starts have left out; nothing when the others are too few.
