@@ -21,6 +21,7 @@ from tools.processes import children, kill_descendants
 
 STOP_SECONDS = 10.0
 _POLL_SECONDS = 0.25
+_LAST_LINE_SECONDS = 1.0  # for what Ray printed before it ended and nobody has read yet
 _OPEN_FILES = 65536  # Ray keeps connections from every worker to every other; Slurm's soft limit is often 1024
 
 
@@ -61,7 +62,7 @@ def run_ray(node: Node) -> int:
         threading.Thread(target=copy_output, args=(ray, started), daemon=True).start()
         while ray.poll() is None:
             time.sleep(_POLL_SECONDS)
-        if started.is_set() or is_last:
+        if started.wait(_LAST_LINE_SECONDS) or is_last:
             break
         print(f"node: Ray ended with status {ray.returncode} before it had started; once more", file=sys.stderr)
         kill_descendants(deadline_seconds=STOP_SECONDS)
