@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,3 +24,9 @@ def recorded(variable: str, name: str) -> Path:
             pytest.fail(missing, pytrace=False)
         pytest.skip(missing, allow_module_level=True)
     return path
+
+
+def cases(name: str) -> list[Any]:
+    """Return the recorded cases of one file of the algorithm, each under its name."""
+    path = recorded("GOLDEN_DIR", "golden") / "grpo" / f"{name}.json"
+    return [pytest.param(case, id=case["name"]) for case in json.loads(path.read_text())["cases"]]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +15,11 @@ import pytest
 
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.environments import Environments
-from recipes.types import Completion, Rollout, RolloutStatus, VersionSpan
+from recipes.types import Completion, Rollout, RolloutStatus
 from tests.functional.test_environments_http import served
 from tests.office import real_office, small_office
 from tests.recorded import recorded
+from tests.scripted import Scripted
 from tools.tiny.tokenizer import build_tokenizer
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(120)]
@@ -34,21 +34,6 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> ChatCodec:
     directory = tmp_path_factory.mktemp("tokenizer")
     build_tokenizer().save_pretrained(directory)
     return ChatCodec(directory)
-
-
-@dataclass
-class Scripted:
-    """A policy that says one text per call."""
-
-    codec: ChatCodec
-    says: Sequence[str]
-    calls: int = 0
-
-    async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
-        ids = self.codec._tokenize(self.says[self.calls])
-        self.calls += 1
-        span = VersionSpan(version=0, start=0, end=len(ids))
-        return Completion(token_ids=ids, logprobs=(-1.0,) * len(ids), versions=(span,), finish_reason="stop")
 
 
 def called(name: str, arguments: str) -> str:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.environments import Environments
-from recipes.types import Completion, Rollout, VersionSpan
+from recipes.types import Rollout
+from tests.scripted import Scripted
 from tools.tiny.model import build_model
 from tools.tiny.tokenizer import build_tokenizer
 
@@ -29,21 +29,6 @@ TOOL = {
 }
 NUM_STEPS, LEARNING_RATE = 40, 3e-3
 IGNORED = -100  # label of a token that is not trained on
-
-
-@dataclass
-class Scripted:
-    """A policy that says one text per call."""
-
-    codec: ChatCodec
-    says: Sequence[str]
-    calls: int = 0
-
-    async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
-        ids = self.codec._tokenize(self.says[self.calls])
-        self.calls += 1
-        span = VersionSpan(version=0, start=0, end=len(ids))
-        return Completion(token_ids=ids, logprobs=(-1.0,) * len(ids), versions=(span,), finish_reason="stop")
 
 
 def make_row(number: int) -> dict[str, Any]:

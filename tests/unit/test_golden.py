@@ -27,11 +27,10 @@ from recipes.grpo.advantage import (
 from recipes.grpo.batch import sample_masks
 from recipes.grpo.checkpoint import steps_to_keep
 from recipes.grpo.loss import grpo_loss, kl_estimate, mask_mismatched
-from recipes.grpo.reward import AnswerFacts, is_on, scale, shape_effort, shape_length
 from recipes.policy.shards import merge_step_metrics
 from recipes.tokens import pack_rollouts
 from recipes.types import LossInputs, Rollout, RolloutStatus, Turn
-from tests.recorded import recorded
+from tests.recorded import cases
 
 # The reference broadcasts [B, 1] against [B] here and logs a sum; ours is the mean over tokens.
 DIFFERENT_METRICS = {("gspo", "sampling_importance_ratio"), ("gspo_no_is", "sampling_importance_ratio")}
@@ -40,30 +39,19 @@ NOT_BUILT = {
     "dynamic_batching.json": "policy.dynamic_batching is off in every stage and refused",
     "replay_buffer_traces.json": "our buffer orders groups by target and regenerates what is lost; see grpo/buffer.py",
 }
-DIRECTORY = recorded("GOLDEN_DIR", "golden") / "grpo"
-GOLDEN: dict[str, list[Any]] = {
-    name: json.loads((DIRECTORY / f"{name}.json").read_text())["cases"]
-    for name in (
-        "loss_clipped_pg",
-        "kl_estimators",
-        "advantages_grpo",
-        "advantages_reinforce_pp",
-        "baseline_valid_mask",
-        "advantage_penalties",
-        "seq_logprob_error",
-        "sample_masks",
-        "flatten_messages",
-        "message_flags",
-        "checkpoint_retention",
-        "reward_shaping",
-        "reward_scaling",
-        "effort_levels",
-    )
-}
-
-
-def cases(name: str) -> list[Any]:
-    return [pytest.param(case, id=case["name"]) for case in GOLDEN[name]]
+NAMES = (
+    "loss_clipped_pg",
+    "kl_estimators",
+    "advantages_grpo",
+    "advantages_reinforce_pp",
+    "baseline_valid_mask",
+    "advantage_penalties",
+    "seq_logprob_error",
+    "sample_masks",
+    "flatten_messages",
+    "message_flags",
+    "checkpoint_retention",
+)
 
 
 def tensor(values: Any) -> torch.Tensor:
@@ -80,13 +68,16 @@ TESTED_ELSEWHERE = {
     "sequence_packing_shards": "policy/test_packing.py",
     "aggregate_rollout_metrics": "grpo/test_metrics.py",
     "target_weights": "grpo/test_rollout.py",
+    "reward_shaping": "test_golden_rewards.py",
+    "reward_scaling": "test_golden_rewards.py",
+    "effort_levels": "test_golden_rewards.py",
 }
 
 
 def test_every_recorded_file_is_accounted_for(golden_dir: Path) -> None:
     listed = {name.removesuffix(".json") for name in NOT_BUILT if name.endswith(".json")}
     recorded = {path.stem for path in (golden_dir / "grpo").glob("*.json")}
-    assert recorded == listed | set(GOLDEN) | set(TESTED_ELSEWHERE)
+    assert recorded == listed | set(NAMES) | set(TESTED_ELSEWHERE)
     for path in TESTED_ELSEWHERE.values():
         assert (Path(__file__).parent / path).is_file(), path
 
@@ -138,7 +129,7 @@ def test_loss(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("threshold", [None, 1.3])
 def test_microbatches_add_up(threshold: float | None) -> None:
-    case = next(case for case in GOLDEN["loss_clipped_pg"] if case["name"] == "tis_cap5_offpolicy")
+    (case,) = next(case for case in cases("loss_clipped_pg") if case.id == "tis_cap5_offpolicy").values
     given, cfg = case["inputs"], loss_config(case["config"])
     ids = torch.tensor(given["input_ids"])
     logprobs = torch.log_softmax(tensor(given["logits"]), -1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
@@ -369,52 +360,3 @@ def test_retention(case: dict[str, Any]) -> None:
         keep_latest=given["ft_keep_latest_k"],
     )
     assert kept == set(case["expected"]["kept"])
-
-
-def facts_of(lengths: list[int], truncated: list[bool], marked: list[bool]) -> AnswerFacts:
-    return AnswerFacts(
-        first_lengths_B=torch.tensor(lengths, dtype=torch.float64),
-        last_lengths_B=torch.tensor(lengths, dtype=torch.float64),
-        is_truncated_B=torch.tensor(truncated),
-        asks_low_effort_B=torch.tensor(marked),
-    )
-
-
-# The configuration's own checks refuse these before a run starts: a key without a value, a negative penalty.
-REFUSED_BEFORE = ("dapo_missing_field", "dapo_negative_penalty")
-
-
-@pytest.mark.parametrize("case", [c for c in cases("reward_shaping") if c.id not in REFUSED_BEFORE])
-def test_reward_shaping(case: dict[str, Any]) -> None:
-    given, cfg = case["inputs"], {"stop_properly_penalty_coef": None, **case["config"]}
-    facts = facts_of(given["first_assistant_lengths"], given["truncated"], [False] * len(given["rewards"]))
-    shaped = shape_length(torch.tensor(given["rewards"], dtype=torch.float64), facts, SimpleNamespace(**cfg))
-    assert shaped.tolist() == pytest.approx(case["expected"]["total_reward"], abs=1e-6)
-
-
-@pytest.mark.parametrize("case", cases("reward_scaling"))
-def test_reward_scaling(case: dict[str, Any]) -> None:
-    scaled = scale(torch.tensor(case["inputs"]["rewards"], dtype=torch.float64), SimpleNamespace(**case["config"]))
-    assert scaled.tolist() == pytest.approx(case["expected"]["total_reward"], abs=1e-6)
-
-
-@pytest.mark.parametrize("case", cases("effort_levels"))
-def test_effort_levels(case: dict[str, Any]) -> None:
-    off = {"low_weight": 0.0, "low_penalty": 1.0, "low_ub": 64000, "low_string": ""}
-    cfg = SimpleNamespace(**{**off, **(case["config"] or {}), "low_is_bounded": False})
-    samples = case["inputs"]["samples"]
-    rewards = torch.tensor([sample["reward"] for sample in samples], dtype=torch.float64)
-    metrics: dict[str, float] = {}
-    if is_on(cfg):
-        asked = [[text for role, text in sample["input"] if role == "user"][-1] for sample in samples]
-        lengths = [
-            sample["last_message_tokens"] if sample["last_message_role"] == "assistant" else 0 for sample in samples
-        ]
-        marked = [cfg.low_string in text for text in asked]
-        rewards, metrics = shape_effort(rewards, facts_of(lengths, [False] * len(samples), marked), cfg)
-    assert rewards.tolist() == pytest.approx(case["expected"]["rewards"])
-    shares = case["expected"]["length_rewards_low"]
-    if shares:
-        assert metrics["mean_length_reward_low"] == pytest.approx(sum(shares) / len(shares))
-        low = case["expected"]["low_lengths"]
-        assert metrics["mean_length_low"] == pytest.approx(sum(low) / len(low))

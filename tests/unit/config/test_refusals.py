@@ -1,0 +1,195 @@
+"""What the native engine refuses: each rule's line, what stages need that is still to come, and keys with one value."""
+
+import pytest
+
+from recipes.config.keys.native import AGENT_TYPES
+from recipes.config.keys.schema import CONFIG_DIR, declared
+from recipes.config.keys.servers import AGENTS, servers
+from recipes.config.load import load_config, refusals, require_valid
+from recipes.config.rules.all import REFUSALS
+from recipes.environments.registry import ALL_VERIFIERS
+
+TINY = CONFIG_DIR / "tiny" / "stage1_rlvr.yaml"
+MEGATRON = "policy.megatron_cfg"
+TO_COME = "the native engine does not have the "
+POLICY_MODEL = "env.nemo_gym.policy_model.responses_api_models.vllm_model"
+CHAT = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
+NATIVE_CASES = {
+    "models_to_come": (
+        ["env.nemo_gym.grader={responses_api_models: {vllm_model: {model: m}}}"],
+        "env.nemo_gym.grader: the native engine does not have the judge grader yet; leave it and its rows out, or "
+        "launch with ENGINE=nemo_rl",
+    ),
+    "agents_to_come": (
+        [
+            "env.nemo_gym.mine={responses_api_agents: {swe_agents: {}}}",
+            "sif_dir=images",
+            "grpo.overlong_filtering=false",
+        ],
+        "env.nemo_gym.mine: the native engine does not have the agent mine yet; leave it and its rows out, or "
+        "launch with ENGINE=nemo_rl",
+    ),
+    "requests_share_the_template": (
+        [
+            "policy.tokenizer.chat_template_kwargs={enable_thinking: true}",
+            f"{CHAT}.default_chat_template_kwargs={{enable_thinking: false}}",
+        ],
+        f'{CHAT}.default_chat_template_kwargs: got {{"enable_thinking": false}}, expected '
+        "policy.tokenizer.chat_template_kwargs = "
+        '{"enable_thinking": true}; requests over HTTP would get other prompts than rollouts; write the same in both '
+        "keys",
+    ),
+    "parsers_are_built": (
+        [f"{CHAT}.tool_parser=llama3_json"],
+        f"{CHAT}.tool_parser: got llama3_json, expected qwen3_coder, hermes or null (native engine); rollouts read no "
+        "other notation; correct the name, or launch with ENGINE=nemo_rl",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NATIVE_CASES)
+def test_combination_is_refused_natively(name: str) -> None:
+    overrides, line = NATIVE_CASES[name]
+    loaded = load_config(TINY, overrides)
+    assert loaded.problems == ()
+    assert [str(problem) for problem in refusals(loaded)] == [f"command line: {line}"]
+
+
+OFF = "env.nemo_gym.brief={_copy: policy_model, responses_api_models: {vllm_model: {%s}}}"
+MINE = "env.nemo_gym.mine={responses_api_agents: {simple_agent: {model_server: {name: %s}}}}"
+VARIANTS = {
+    "another template": ([OFF % "chat_template_kwargs: {enable_thinking: false}", MINE % "brief"], None),
+    "the published settings": ([OFF % "sequential_reasoning_allowed: false", MINE % "policy_model"], None),
+    "processes of its server": ([OFF % "num_workers: 8", MINE % "brief"], None),
+    "arguments of the policy itself": ([f"{POLICY_MODEL}.chat_template_kwargs.enable_thinking=false"], None),
+    "a setting that is fixed": (
+        [OFF % "sequential_reasoning_allowed: true"],
+        "env.nemo_gym.brief.responses_api_models.vllm_model.sequential_reasoning_allowed: got true, expected false; "
+        "rollouts of every variant work this way (native engine); remove this key",
+    ),
+    "a setting that nothing reads": (
+        [OFF % "model: other"],
+        "env.nemo_gym.brief.responses_api_models.vllm_model.model: no code reads this setting of a variant; a variant "
+        "of the policy can set chat_template_kwargs (native engine); remove this key",
+    ),
+    "an agent of a judge": (
+        [
+            "env.nemo_gym.judge={responses_api_models: {vllm_model: {base_url: 'http://h:1/v1', model: m}}}",
+            MINE % "judge",
+        ],
+        "env.nemo_gym.mine.responses_api_agents.simple_agent.model_server.name: got judge, expected policy_model, or a "
+        "model server that copies it; name one: rollouts sample from the policy",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_an_agent_samples_from_the_policy_or_from_a_variant_of_it(name: str) -> None:
+    overrides, line = VARIANTS[name]
+    loaded = load_config(TINY, overrides)
+    assert loaded.problems == ()
+    assert [str(problem) for problem in refusals(loaded)] == ([] if line is None else [f"command line: {line}"])
+
+
+def test_every_native_rule_is_tested() -> None:
+    assert set(NATIVE_CASES) == {rule.__name__ for rule in REFUSALS}
+
+
+# What a stage needs, written down from the published files: environments, agents of its own kind, model servers.
+PIVOT = "single_step_tool_use_with_argument_comparison_resources_server"
+NEEDS = {
+    "stage1_rlvr": {
+        "calendar", "code_gen", "equivalence_llm_judge", "genrm_compare_resources_server", "instruction_following",
+        "inverse_if", "jailbreak_detection", "lc_judge", "math_formal_lean", "math_with_judge", "mcqa",
+        "multichallenge", "ns_tools", "over_refusal_detection", "reasoning_gym", f"search_pivot_{PIVOT}", PIVOT,
+        "structured_outputs", "swerl_gen_resources_server", f"toolcall_schema_{PIVOT}", "workplace_assistant",
+        "genrm_model", "nl2bash_judge_model", "safety_judge_model", "policy_model", "policy_model_reasoning_off",
+    },
+    "stage2_swe1": {f"swe_pivot_{PIVOT}", "policy_model"},
+    "stage2_swe2": {"swe_agents_train", "swe_agents_val", "policy_model"},
+    "stage3_rlhf": {
+        PIVOT, "genrm_compare_resources_server", "genrm_model", "policy_model", "policy_model_reasoning_off",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", NEEDS)
+@pytest.mark.parametrize("directory", ["", "b200/"])
+def test_stage_has_exactly_the_published_servers(stage: str, directory: str) -> None:
+    config = require_valid(load_config(CONFIG_DIR / f"{directory}{stage}.yaml"))
+    instances = config.env.nemo_gym.instances
+    single = {name for name, block in instances.items() if "simple_agent" not in (block.get(AGENTS) or {})}
+    further = {"math_formal_lean_refinement_agent"} | {f"{name.removesuffix('_resources_server')}_agent" for name in
+                                                       NEEDS[stage] if name.endswith(PIVOT)}  # fmt: skip
+    assert single - further == NEEDS[stage]
+    named = {settings["resources_server"]["name"] for name, _, settings in servers(config, AGENTS)
+             if "resources_server" in settings}  # fmt: skip
+    assert named == {name for name, _, _ in servers(config, "resources_servers")}  # each has an agent
+
+
+@pytest.mark.parametrize("stage", NEEDS)
+@pytest.mark.parametrize("directory", ["", "tiny/"])
+def test_stage_names_everything_that_is_still_to_come(stage: str, directory: str) -> None:
+    """One line each, and none for what is there: a name leaves the list when its environment is built."""
+    loaded = load_config(CONFIG_DIR / f"{directory}{stage}.yaml")
+    config = require_valid(loaded)
+    expected = {name for name, server, _ in servers(config, "resources_servers") if server not in ALL_VERIFIERS}
+    expected |= {name for name, server, settings in servers(config, AGENTS) if server not in AGENT_TYPES
+                 and settings.get("resources_server", {}).get("name") not in expected}  # fmt: skip
+    expected |= {name for name, _, settings in servers(config, "responses_api_models")
+                 if not name.startswith("policy_model") and not settings.get("base_url")}  # fmt: skip
+    named = [problem for problem in refusals(loaded) if problem.wrong.startswith(TO_COME)]
+    assert len(named) == len(expected)
+    assert {problem.where.rpartition("env.nemo_gym.")[2] for problem in named} == expected
+    assert all(f" {problem.where.rpartition('.')[2]} yet" in problem.wrong for problem in named)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        (f"{MEGATRON}.pipeline_model_parallel_size=1", None),
+        (f"{MEGATRON}.mtp_num_layers=5", "multi-token prediction is not built yet"),
+        (f"{MEGATRON}.fp8_cfg.enabled=true", "fp8 training is not built yet"),
+        (
+            "policy.generation.top_p=0.9",
+            "the trainer does not filter as the engine would: every importance weight would be biased",
+        ),
+        (
+            "policy.hf_config_overrides.rope_theta=1",
+            "the trainer alone would follow them, not the engines and the export",
+        ),
+        ("loss_fn.reference_policy_kl_penalty=1e-4", None),
+        ("grpo.use_dynamic_sampling=true", None),
+    ],
+)
+def test_value_that_would_be_ignored_is_refused(override: str, reason: str | None) -> None:
+    loaded = load_config(TINY, [override])
+    assert loaded.problems == ()
+    assert [problem.fix for problem in refusals(loaded)] == (
+        [f"{reason}; change it, or launch with ENGINE=nemo_rl"] if reason else []
+    )
+
+
+# Keys of the algorithm that the native engine holds to one value; a key leaves the list when it is built.
+HELD = {
+    "grpo.async_grpo.enabled",  # the same loop is synchronous at age 0
+    "grpo.async_grpo.in_flight_weight_updates",
+    "grpo.async_grpo.recompute_kv_cache_after_weight_updates",
+    "grpo.batch_multiplier",  # groups without variance are replaced at once
+    "loss_fn.use_kl_in_reward",
+}
+ALGORITHM = ("grpo.", "loss_fn.", "checkpointing.", "env.nemo_gym.effort_levels.")
+
+
+def test_few_keys_of_the_algorithm_are_held_to_one_value() -> None:
+    held = {key for key, node in declared().items() if "honours" in node.get("x-native", {})}
+    assert {key for key in held if key.startswith(ALGORITHM)} == HELD
+
+
+@pytest.mark.parametrize("directory", ["", "b200/", "small_scale/", "tiny/"])
+def test_no_published_stage_is_refused_for_its_algorithm(directory: str) -> None:
+    paths = sorted((CONFIG_DIR / directory).glob("stage[123]*.yaml"))
+    assert len(paths) == 4
+    for path in paths:
+        refused = {problem.where.split(": ")[-1] for problem in refusals(load_config(path))}
+        assert not {key for key in refused if key.startswith(ALGORITHM)}, path
