@@ -59,17 +59,23 @@ async def http() -> AsyncIterator[JsonClient]:
     await client.close()
 
 
-@pytest.fixture
-def code_gen(server: SandboxServer, pool: ScoringPool, http: JsonClient) -> InProcessVerifier:
-    settings = {"unit_test_timeout_secs": 0.5}
+def verifier_in(
+    server: SandboxServer, name: str, pool: ScoringPool, http: JsonClient, **settings: Any
+) -> InProcessVerifier:
+    """Return a verifier that runs programs in the sandbox of `server`."""
     return InProcessVerifier(
-        name="code_gen",
-        verifier=VERIFIERS["code_gen"],
+        name=name,
+        verifier=VERIFIERS[name],
         settings=settings,
         pool=pool,
         timeout_seconds=60,
         sandbox=client_of(settings, server, http),
     )
+
+
+@pytest.fixture
+def code_gen(server: SandboxServer, pool: ScoringPool, http: JsonClient) -> InProcessVerifier:
+    return verifier_in(server, "code_gen", pool, http, unit_test_timeout_secs=0.5)
 
 
 async def scored(
@@ -250,15 +256,7 @@ async def test_a_machine_that_makes_no_jail_gives_no_verdict(
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     lacking = SandboxServer()
-    verifier = InProcessVerifier(
-        name="code_gen",
-        verifier=VERIFIERS["code_gen"],
-        settings={},
-        pool=pool,
-        timeout_seconds=60,
-        sandbox=client_of({}, lacking, http),
-    )
-    verdict = await scored(verifier, "print(1)", ("1",))
+    verdict = await scored(verifier_in(lacking, "code_gen", pool, http), "print(1)", ("1",))
     assert isinstance(verdict, NoVerdict)
     assert "no sandbox could be started here" in verdict.reason
     lacking.close()
@@ -299,14 +297,7 @@ async def test_a_language_that_is_not_there_is_refused(server: SandboxServer, ht
 async def test_a_proof_without_lean_gives_no_verdict(
     server: SandboxServer, pool: ScoringPool, http: JsonClient
 ) -> None:
-    verifier = InProcessVerifier(
-        name="math_formal_lean",
-        verifier=VERIFIERS["math_formal_lean"],
-        settings={},
-        pool=pool,
-        timeout_seconds=60,
-        sandbox=client_of({}, server, http),
-    )
+    verifier = verifier_in(server, "math_formal_lean", pool, http)
     row = {"header": "", "formal_statement": "theorem t : 1 = 1 := by\n"}
     verdict = await verifier.verify(row, {"output": [message_item("rfl")]})
     assert isinstance(verdict, NoVerdict)
