@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import yaml
 
 from recipes.environments.instances import servers_of
-from recipes.environments.registry import VERIFIERS
+from recipes.environments.registry import GROUP_VERIFIERS, VERIFIERS
 from recipes.errors import ConfigError, LaunchError, Problem, suggestion
 from tools.command_line import exit_status
 
@@ -36,12 +36,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(options: argparse.Namespace, listener: socket.socket) -> None:
+    if options.name in GROUP_VERIFIERS:
+        wrong = f"{options.name} scores the answers of a group together, and this protocol asks about one at a time"
+        raise LaunchError(Problem(where="--name", wrong=wrong, fix="leave its `url` out, and the run scores itself"))
     if options.name not in VERIFIERS:
         wrong, fix = f"there is no verifier '{options.name}'", suggestion(options.name, VERIFIERS)
         raise LaunchError(Problem(where="--name", wrong=wrong, fix=fix))
     name = options.instance or options.name
     settings = dict(_setting(text) for text in options.set)
     instance = servers_of({name: {"resources_servers": {options.name: settings}}})[name]
+    if (tools := VERIFIERS[options.name].tools) is not None:
+        try:
+            tools.start(instance.settings)
+        except ValueError as error:
+            fix = "correct the setting, or get what is missing"
+            raise LaunchError(Problem(where=name, wrong=str(error), fix=fix)) from error
     if VERIFIERS[options.name].needs_judge(instance.settings):
         wrong = f"it asks a judge with these settings, and a server of {options.name} alone has none"
         raise LaunchError(

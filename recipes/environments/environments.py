@@ -24,7 +24,7 @@ from recipes.environments.agents.tool_loop import tool_loop
 from recipes.environments.chat.codec import ChatCodec, callable_tools, row_template_kwargs
 from recipes.environments.chat.messages import chat_request
 from recipes.environments.chat.tool_calls import FlagPatterns
-from recipes.environments.contract.verifier import Agent
+from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.environments.http.client import JsonClient
 from recipes.environments.instances import ServerInstance, agents_of, servers_of
 from recipes.environments.registry import ALL_VERIFIERS, GROUP_VERIFIERS, VERIFIERS, find_agent
@@ -123,6 +123,8 @@ class Environments:
             server = self._servers[agent.server]
             verifier = ALL_VERIFIERS[server.verifier]
             verifier.parse_task(row, server.settings)
+            if isinstance(verifier, Verifier) and verifier.tools is not None and server.url is None:
+                verifier.tools.start(server.settings)  # a session could not begin without what they read
             if verifier.needs_judge(server.settings) and server.judge is None and server.url is None:
                 problems.append(f"agent '{_agent_name(row)}' needs a judge: {server.name} names none with a base_url")
         except ValueError as error:

@@ -20,6 +20,7 @@ from recipes.environments.scoring.clients import InProcessVerifier, VerifierClie
 from recipes.environments.scoring.pool import ScoringPool
 from recipes.errors import ConfigError, EngineError
 from recipes.types import Completion, Rollout, RolloutStatus, Row, VersionSpan
+from tests.office import small_office
 
 ROW = {
     "responses_create_params": {"input": [{"role": "user", "content": "Capital of England?"}]},
@@ -269,6 +270,17 @@ def with_params(**params: Any) -> dict[str, Any]:
 def test_check_row_names_the_problem(environments: Environments, row: Mapping[str, Any], problem: str) -> None:
     (found,) = environments.check_row(row)
     assert problem in found
+
+
+@pytest.mark.parametrize("has_tables", [True, False])
+def test_check_row_names_what_the_tools_of_a_row_lack(codec: ChatCodec, has_tables: bool) -> None:
+    row = {**ROW, "agent_ref": {"name": "workplace_assistant_simple_agent"}, "ground_truth": []}
+    tables = small_office() if has_tables else "/none"
+    office = {"resources_servers": {"workplace_assistant": {"tables": tables}}}
+    environments = Environments.from_config(env_config(workplace_assistant=office), codec)
+    expected = [] if has_tables else ["/none/processed/emails.csv: the office's tables cannot be read"]
+    assert [problem.partition(" (")[0] for problem in environments.check_row(row)] == expected
+    environments.close()
 
 
 def test_check_row_accepts_real_rows(environments: Environments, gym_row: Callable[..., dict[str, Any]]) -> None:
