@@ -25,6 +25,7 @@ import ray
 from recipes.errors import EngineError
 from recipes.generation.engine_args import CPU_ENV, ENV, engine_args, stop_token_ids
 from recipes.generation.requests import Answer, Request, Sample, request_seed
+from recipes.generation.samples import EngineSamples
 from recipes.types import Sampling
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class EngineActor:
         self._wake = asyncio.Event()  # set when there is something for `answers` to return or to raise
         self._usage = Usage()
         self._server: HttpServer | None = None
+        self._samples: EngineSamples | None = None
         # These must be set before torch and vLLM are imported. The EngineCore process inherits them.
         for name, value in (ENV if ray.get_gpu_ids() else {**ENV, **CPU_ENV}).items():
             os.environ.setdefault(name, value)
@@ -119,7 +121,11 @@ class EngineActor:
         args = engine_args(
             self._cfg, model_path=self._model_path, seed=seed, is_cpu=is_cpu, loads_weights=self._loads_weights
         )
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
+        samples = EngineSamples() if self._cfg.vllm_cfg.enable_vllm_metrics_logger else None
+        loggers: list[Any] = [lambda *_: samples] if samples else []
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args), stat_loggers=loggers)
+        if samples is not None:
+            self._begin_sampling(samples)
         self._stop_token_ids = list(stop_token_ids(Path(self._model_path)))
         await self._llm.update_weight_version("0")
         loaded = time.monotonic()
@@ -273,6 +279,19 @@ class EngineActor:
             "waiting": max(usage.in_flight - limit, 0),
             **usage.totals,
         }
+
+    def _begin_sampling(self, samples: EngineSamples) -> None:
+        from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+        # vLLM adds its Prometheus logger to every other. Nothing reads it here, and it costs time at every iteration.
+        manager = self._llm.logger_manager
+        manager.stat_loggers = [one for one in manager.stat_loggers if not isinstance(one, PrometheusStatLogger)]
+        self._samples = samples
+        self._sampling = asyncio.create_task(samples.sample_at(self._cfg.vllm_cfg.vllm_metrics_logger_interval))
+
+    async def take_samples(self) -> dict[str, float]:
+        """Return what the engine's samples say since the last call; {} where none are taken."""
+        return self._samples.take() if self._samples else {}
 
     async def shutdown(self) -> None:
         """Close the server and end the EngineCore process."""

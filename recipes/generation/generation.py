@@ -227,6 +227,15 @@ class Generation:
             for engine in self._engines
         ]
 
+    def take_samples(self) -> list[dict[str, float]]:
+        """Return what each engine's samples say since the last call; {} for one that does not answer or takes none.
+
+        `EngineSamples.take` has the names.
+        """
+        outcomes = _outcomes({engine: engine.actor.take_samples.remote() for engine in self._up()}, STATS_SECONDS)
+        found = (outcomes.get(engine) for engine in self._engines)
+        return [dict(samples) if isinstance(samples, Mapping) else {} for samples in found]
+
     def servers(self) -> list[tuple[str, str]]:
         """Return the address and the key of the OpenAI-compatible server of each engine that is up."""
         infos = [engine.info for engine in self._up() if engine.info]

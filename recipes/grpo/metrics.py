@@ -114,6 +114,23 @@ def rates(values: Mapping[str, float], seconds: float, *, train_gpus: int, gener
     return found
 
 
+def engine_samples(engines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the samples of all engines as `generation_metrics/NAME...`: of each engine, and of all together.
+
+    Of all engines together a mean is the mean over the engines, a maximum the largest, a count of tokens the sum.
+    """
+    found = {
+        f"generation_metrics/engine_{index}/{name}": value
+        for index, samples in enumerate(engines)
+        for name, value in samples.items()
+    }
+    for name in sorted({name for samples in engines for name in samples}):
+        values = [samples[name] for samples in engines if name in samples]
+        total = max(values) if name.endswith("/max") else math.fsum(values)
+        found[f"generation_metrics/{name}"] = total / len(values) if name.endswith("/mean") else total
+    return found
+
+
 def merge_groups(columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     """Reduce per-group values by name: extrema stay extrema, `total_turns` is summed, the rest is averaged.
 

@@ -19,7 +19,7 @@ from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.checkpoint import LedgerEntry, SavedState, prune
 from recipes.grpo.data import DataIdentity
 from recipes.grpo.log import RunLogger
-from recipes.grpo.metrics import StepMetrics, aggregate_rollouts, rates
+from recipes.grpo.metrics import StepMetrics, aggregate_rollouts, engine_samples, rates
 from recipes.grpo.refit import WeightSink, WeightSource
 from recipes.grpo.rollout import RolloutCollector, Sampler
 from recipes.grpo.saving import CheckpointSaver, Saved
@@ -63,6 +63,8 @@ class GenerationHandle(WeightSink, Sampler, Protocol):
     def num_engines_alive(self) -> int: ...
 
     def stats(self) -> list[dict[str, float]]: ...
+
+    def take_samples(self) -> list[dict[str, float]]: ...
 
     def shutdown(self) -> None: ...
 
@@ -354,6 +356,8 @@ class Run:
         shares["performance/num_engines"] = float(self.generation.num_engines)
         shares["performance/num_engines_alive"] = float(self.generation.num_engines_alive)
         try:
+            if self.config.policy.generation.vllm_cfg.enable_vllm_metrics_logger:
+                shares |= engine_samples(self.generation.take_samples())
             stats = self.generation.stats()
         except RecipeError as error:  # only what is measured of the engines is missing then
             logger.warning("no engine statistics of step %d: %s", metrics.step, error)

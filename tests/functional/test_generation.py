@@ -72,7 +72,10 @@ def start(path: Path, *, is_tied: bool, eos: int | None, expose_http_server: boo
     tiny_engine.build_model(path, seed=0, is_tied=is_tied, eos=eos)
     generation = Generation.start(
         tiny_engine.generation_config(
-            max_num_seqs=BATCH_LIMIT, max_num_batched_tokens=batch_tokens, expose_http_server=expose_http_server
+            max_num_seqs=BATCH_LIMIT,
+            max_num_batched_tokens=batch_tokens,
+            expose_http_server=expose_http_server,
+            enable_vllm_metrics_logger=not expose_http_server,
         ),
         model_path=str(path),
         seed=1,
@@ -369,3 +372,17 @@ def test_a_busy_engine_is_counted_as_such(untied: Setup) -> None:
     assert after["prompt_tokens"] - before["prompt_tokens"] == 8 * len(PROMPT)
     assert 0 < after["busy_seconds"] - before["busy_seconds"] <= wall
     assert after["running"] == after["waiting"] == 0
+
+
+def test_the_queue_and_the_cache_of_an_engine_are_sampled_over_time(untied: Setup, tied: Setup) -> None:
+    untied.generation.take_samples()
+    asyncio.run(sample(untied, n=8, max_tokens=200))
+    [samples] = untied.generation.take_samples()
+    assert samples["generation_tokens"] == 8 * 200
+    assert 0 < samples["inflight_batch_sizes/mean"] <= samples["inflight_batch_sizes/max"] == BATCH_LIMIT
+    assert 0 < samples["num_pending_samples/mean"] <= samples["num_pending_samples/max"] == 8 - BATCH_LIMIT
+    assert 0 < samples["kv_cache_usage_perc/mean"] <= samples["kv_cache_usage_perc/max"] <= 1
+    time.sleep(0.5)  # of many intervals
+    [idle] = untied.generation.take_samples()
+    assert set(idle) == set(samples) and set(idle.values()) == {0.0}
+    assert tied.generation.take_samples() == [{}]  # of an engine that takes none

@@ -133,6 +133,8 @@ def generation_config(**changes: Any) -> Any:
         "precision": "float32",
         "enable_prefix_caching": True,
         "expose_http_server": False,
+        "enable_vllm_metrics_logger": False,
+        "vllm_metrics_logger_interval": 0.01,
         "kv_cache_dtype": "auto",
         "expert_parallel_size": 1,
         "http_server_serving_chat_kwargs": SimpleNamespace(

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from recipes.config.tree.marks import Honours, NoEffect, Text, Unit
+from recipes.config.tree.marks import Honours, Text, Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +72,9 @@ class VllmConfig:
     """no CUDA graphs"""
     enable_prefix_caching: bool
     """reuse the KV cache of equal prefixes; reset at every weight push"""
-    enable_vllm_metrics_logger: Annotated[
-        bool, Honours(False, reason="engine statistics are kept per step; sampling them over time is not built yet")
-    ]
+    enable_vllm_metrics_logger: bool
     """sample each engine's queue and cache over time"""
-    vllm_metrics_logger_interval: Annotated[
-        float, Gt(0), Unit("seconds"), NoEffect("until enable_vllm_metrics_logger is built")
-    ]
+    vllm_metrics_logger_interval: Annotated[float, Gt(0), Unit("seconds")]
     """seconds between two samples of an engine's queue and cache"""
     expose_http_server: bool
     """OpenAI-compatible server on every engine, for agents that speak HTTP"""

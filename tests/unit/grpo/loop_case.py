@@ -119,6 +119,9 @@ class LoopGeneration:
         self.failures.meet("generation.stats")
         return [{"generated_tokens": 8.0, "busy_seconds": 0.1}]
 
+    def take_samples(self) -> list[dict[str, float]]:
+        return [{"kv_cache_usage_perc/mean": 0.5}]
+
     def shutdown(self) -> None: ...
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.grpo.metrics import StepMetrics, aggregate_rollouts, merge_groups, percentile, rates
+from recipes.grpo.metrics import StepMetrics, aggregate_rollouts, engine_samples, merge_groups, percentile, rates
 from recipes.types import PREFIX_BREAKS, Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
 from tests.groups import group_of
 
@@ -201,3 +201,23 @@ def test_the_running_phase_and_its_seconds_can_be_asked():
         assert metrics.phase() == ("policy_training", 2.5)
     assert metrics.phase() is None
     assert metrics.as_dict()["timing/train/policy_training"] == 3.0
+
+
+def test_samples_of_engines_are_kept_apart_and_taken_together() -> None:
+    engines = [
+        {"inflight_batch_sizes/mean": 2.0, "inflight_batch_sizes/max": 4.0, "generation_tokens": 10.0},
+        {},  # started a moment ago, or silent
+        {"inflight_batch_sizes/mean": 3.0, "inflight_batch_sizes/max": 3.0, "generation_tokens": 5.0},
+    ]
+    assert engine_samples(engines) == {
+        "generation_metrics/engine_0/inflight_batch_sizes/mean": 2.0,
+        "generation_metrics/engine_0/inflight_batch_sizes/max": 4.0,
+        "generation_metrics/engine_0/generation_tokens": 10.0,
+        "generation_metrics/engine_2/inflight_batch_sizes/mean": 3.0,
+        "generation_metrics/engine_2/inflight_batch_sizes/max": 3.0,
+        "generation_metrics/engine_2/generation_tokens": 5.0,
+        "generation_metrics/inflight_batch_sizes/mean": 2.5,
+        "generation_metrics/inflight_batch_sizes/max": 4.0,
+        "generation_metrics/generation_tokens": 15.0,
+    }
+    assert engine_samples([]) == engine_samples([{}]) == {}
