@@ -26,6 +26,7 @@ CPU_ENV: Mapping[str, str] = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about Triton and a reload of layers without weights, at each push
 }
 ENV: Mapping[str, str] = {
+    "GLOO_SOCKET_IFNAME": "lo",  # an engine is on one node; else each of its groups listens on the node's address
     "HF_HUB_OFFLINE": "1",  # the model is a directory
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NO_USAGE_STATS": "1",

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -154,10 +153,3 @@ async def test_a_server_that_dies_is_no_reward(codec: ChatCodec) -> None:
                 rollout = await there.run(row, Killing(codec, says), max_tokens=64)
                 assert (rollout.status, rollout.reward) == (RolloutStatus.ENV_FAILED, None)
                 assert url in rollout.reason
-
-
-def test_a_server_without_tables_refuses_its_sessions(tmp_path: Path) -> None:
-    with served("workplace_assistant", "--set", f"tables={tmp_path}") as (url, _):
-        reply = httpx.post(f"{url}/seed_session", json={}, trust_env=False)
-    assert reply.status_code == 500
-    assert "`make data` brings them" in reply.json()["detail"]

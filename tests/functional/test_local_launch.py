@@ -115,8 +115,14 @@ def launched() -> Iterator[list[Launch]]:
             with suppress(ProcessLookupError):  # it ended with another
                 os.kill(pid, signal.SIGKILL)
         launch.process.wait()
-        if (temp := launch.run_dir / ".temp").is_symlink():
-            shutil.rmtree(temp.readlink())
+        for temp in temporary(launch.run_dir):
+            shutil.rmtree(temp)
+
+
+def temporary(run_dir: Path) -> list[Path]:
+    """Return the directories below /tmp of a run that goes on or was killed."""
+    notes = Path("/tmp").glob("rl-*/logs_go_to")
+    return [note.parent for note in notes if note.read_text().startswith(f"{run_dir}/")]
 
 
 def assert_gone(launch: Launch, shared: str, *, within: float) -> None:
@@ -132,7 +138,7 @@ def test_nothing_listens_beyond_this_machine_and_rays_directory_is_private(launc
     launched.append(launch)
     launch.wait_until_ready()
     assert beyond_loopback(launch.alive()) == {}
-    temp = (launch.run_dir / ".temp").readlink()
+    (temp,) = temporary(launch.run_dir)
     assert temp.stat().st_mode & 0o777 == 0o700
     assert list(temp.glob("ray/session_2*/sockets/raylet"))
 

@@ -19,7 +19,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ from types import FrameType
 from recipes.cluster.ports import NUM_SLOTS, RayPorts, hold, node_problems, ray_ports
 from recipes.errors import LaunchError, Problem, RecipeError, RunError
 from tools.job.begin import with_start_weights
-from tools.job.ray_temp import RAY, is_own, keep_logs, remove_sessions
+from tools.job.ray_temp import PREFIX, RAY, clear_abandoned, keep_logs, make_private, remove_sessions
 from tools.planning.run_dir import lock_run, new_attempt
 from tools.processes import (
     adopt_orphans,
@@ -43,7 +42,7 @@ from tools.processes import (
     shared_memory_inodes,
 )
 
-PREFIX = "rl-"  # of the directories below /tmp
+TEMP_ROOT = Path("/tmp")
 HEAD_SECONDS = 120.0  # for the Ray head to start
 LOCAL_RUNS = "local runs"  # where a problem is when there are too many of them
 RAY_STARTED = b"Ray runtime started"  # what `ray start` of Ray 2 prints last, when its node has registered itself
@@ -121,18 +120,13 @@ def take_slot() -> tuple[RayPorts, socket.socket]:
     )
 
 
-def make_temp(run_dir: Path, attempt: Path) -> Path:
-    """Make the private directory of Ray and of all temporary files; clear that of an earlier start that was killed."""
-    pointer = run_dir / ".temp"
-    if pointer.is_symlink():
-        earlier = pointer.readlink()
-        if earlier.name.startswith(PREFIX) and is_own(earlier):
-            keep_logs(earlier, attempt / "ray_earlier")
-        pointer.unlink()
-    temp = Path(tempfile.mkdtemp(prefix=PREFIX, dir="/tmp"))  # for this user alone; short: see ray_temp.py
+def make_temp(attempt: Path) -> tuple[Path, int]:
+    """Make the private directory of Ray and of all temporary files; return it and the descriptor of its lock."""
+    clear_abandoned(TEMP_ROOT)
+    temp = TEMP_ROOT / f"{PREFIX}{secrets.token_hex(4)}"  # short: see ray_temp.py
+    lock = make_private(temp, logs=attempt / "ray")
     (temp / "tmp").mkdir()
-    pointer.symlink_to(temp)
-    return temp
+    return temp, lock
 
 
 def count_gpus() -> int:
@@ -207,8 +201,11 @@ def bring_up_head(
     return head
 
 
-def start_driver(run: LocalRun, env: dict[str, str], log: Path, lock: int) -> subprocess.Popen[bytes]:
-    """Start the driver in a session of its own: a Ctrl-C in the terminal reaches it once, through the supervisor."""
+def start_driver(run: LocalRun, env: dict[str, str], log: Path, locks: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    """Start the driver in a session of its own: a Ctrl-C in the terminal reaches it once, through the supervisor.
+
+    It holds the locks of the run and of its temporary directory, too: it may outlive a killed supervisor for a moment.
+    """
     with log.open("ab") as out:
         return subprocess.Popen(
             run.command,
@@ -217,7 +214,7 @@ def start_driver(run: LocalRun, env: dict[str, str], log: Path, lock: int) -> su
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            pass_fds=(lock,),
+            pass_fds=locks,
             preexec_fn=dies_with_parent(signal.SIGKILL),
         )
 
@@ -276,7 +273,6 @@ def tear_down(temp: Path, attempt: Path, shm: set[int]) -> None:
     if left := kill_descendants(deadline_seconds=20):
         print(f"local: processes {left} could not be killed", file=sys.stderr)
     keep_logs(temp, attempt / "ray")
-    attempt.parent.with_name(".temp").unlink(missing_ok=True)
     remove_shared_memory(shm)
 
 
@@ -289,7 +285,7 @@ def supervise(run: LocalRun) -> int:
     signals.install()
     adopt_orphans()
     attempt = new_attempt(run.run_dir)
-    temp = make_temp(run.run_dir, attempt)
+    temp, held = make_temp(attempt)
     env = run_environment(temp, ports)
     log = attempt / "driver.log"
     shm: set[int] = set()
@@ -300,10 +296,11 @@ def supervise(run: LocalRun) -> int:
         if signals.received:
             return 128 + signals.received[0]
         with echo(log):
-            signals.driver = start_driver(run, env, log, lock)
+            signals.driver = start_driver(run, env, log, (lock, held))
             return watch(signals.driver, head, signals, shm)
     finally:
         tear_down(temp, attempt, shm)
+        os.close(held)
         slot.close()
 
 

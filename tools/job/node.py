@@ -9,6 +9,7 @@ before that, and with 2 when this machine cannot be used; it says why.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import socket
 import sys
@@ -23,7 +24,7 @@ from recipes.errors import RecipeError, RunError
 from tools.job.bring_up import bring_up_seconds
 from tools.job.node_check import Node, require_usable
 from tools.job.ray_start import end_ray, run_ray
-from tools.job.ray_temp import earlier_starts, keep_logs, make_private
+from tools.job.ray_temp import clear_abandoned, keep_logs, make_private
 from tools.processes import adopt_orphans
 
 STOPS = (signal.SIGUSR2, signal.SIGTERM)
@@ -47,10 +48,10 @@ def run(node: Node) -> int:
         signal.signal(number, stop)
     adopt_orphans()
     host = socket.gethostname()
-    for earlier in earlier_starts(node.temp):
-        keep_logs(earlier, node.log_dir / f"ray_{host}_earlier")
+    clear_abandoned(node.temp.parent)
     require_usable(node)
-    make_private(node.temp)
+    logs = node.log_dir / f"ray_{host}"
+    lock = make_private(node.temp, logs=logs)
     try:
         if not node.is_head:
             wait_for_head(node)
@@ -61,7 +62,8 @@ def run(node: Node) -> int:
         for number in STOPS:
             signal.signal(number, signal.SIG_IGN)
         end_ray()
-        keep_logs(node.temp, node.log_dir / f"ray_{host}")
+        keep_logs(node.temp, logs)
+        os.close(lock)
 
 
 def stop(_number: int, _frame: FrameType | None) -> None:

@@ -19,7 +19,7 @@ from tools.job.node_check import Node, own_address
 from tools.job.ray_temp import RAY, remove_sessions
 from tools.processes import children, kill_descendants
 
-STOP_SECONDS = 10.0
+STOP_SECONDS = 5.0  # Slurm kills a cancelled job after KillWait, 30 s or less, and the logs are to be copied then
 _POLL_SECONDS = 0.25
 _LAST_LINE_SECONDS = 1.0  # for what Ray printed before it ended and nobody has read yet
 _OPEN_FILES = 65536  # Ray keeps connections from every worker to every other; Slurm's soft limit is often 1024

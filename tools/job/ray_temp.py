@@ -1,13 +1,18 @@
-"""The directory of a node below /tmp that holds Ray's sockets and logs: private, and gone when the job has ended.
+"""The directory of a job on one node, below /tmp: private, and gone when the job has ended.
 
-    /tmp/rl-<job>-<restart>-<random>/     mode 0700, this user's
+    /tmp/rl-<job>-<restart>-<random>/     mode 0700, this user's; a local run has no job and restart in its name
         ray/                              Ray's own, which Ray opens to everybody
+        logs_go_to                        the directory to which Ray's logs are copied at the end
 
 Not in the run directory: the paths of Ray's Unix sockets may have at most 107 bytes.
+
+A program that is killed cannot clear its directory. So it holds a lock on it as long as it lives, and whoever starts
+next on the node clears the directories without a lock (`clear_abandoned`).
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import stat
@@ -18,30 +23,69 @@ from pathlib import Path
 
 from recipes.errors import LaunchError, Problem
 
+PREFIX = "rl-"  # of the directories below /tmp
 RAY = "ray"
+_LOGS_GO_TO = "logs_go_to"
 
 
-def make_private(path: Path) -> None:
-    """Make the directory for this user alone; raises `LaunchError` when somebody, or an earlier start, was first."""
+def make_private(path: Path, *, logs: Path) -> int:
+    """Make the directory for this user alone and return the descriptor that holds its lock.
+
+    `logs` is where Ray's logs are to be copied. Raises `LaunchError` when somebody, or an earlier start, was first.
+    """
+    lock = None
+    while lock is None:
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError as error:
+            wrong = f"it exists already and belongs to user {path.lstat().st_uid}, so Ray's sockets cannot lie below it"
+            raise LaunchError(Problem(where=str(path), wrong=wrong, fix="remove it, and start again")) from error
+        lock = _lock(path)
+        if lock is not None and not os.fstat(lock).st_nlink:
+            os.close(lock)  # another start took the empty directory for an abandoned one
+            lock = None
+    (path / _LOGS_GO_TO).write_text(str(logs))
+    return lock
+
+
+def clear_abandoned(parent: Path) -> None:
+    """Remove this user's directories below `parent` that no program holds; copy their logs where they were to go."""
+    for path in _own(parent):
+        if (lock := _lock(path)) is None:
+            continue
+        with suppress(OSError):  # of an empty directory, whose start was killed while it made it
+            path.rmdir()
+        note = path / _LOGS_GO_TO
+        if note.is_file():  # else it is not of this program, or of a version that took no lock
+            target = Path(note.read_text())
+            if target.parent.is_dir():
+                keep_logs(path, target)
+            else:  # the run itself has been removed
+                shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _own(parent: Path) -> Iterator[Path]:
+    """Yield the directories, not links to one, that have our prefix and are this user's."""
+    for path in sorted(parent.glob(f"{PREFIX}*")):
+        with suppress(OSError):
+            found = path.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+                yield path
+
+
+def _lock(path: Path) -> int | None:
+    """Lock a directory and return the descriptor; None when another program holds it, or it is gone."""
     try:
-        path.mkdir(mode=0o700)
-    except FileExistsError as error:
-        wrong = f"it exists already and belongs to user {path.lstat().st_uid}, so Ray's sockets cannot lie below it"
-        raise LaunchError(Problem(where=str(path), wrong=wrong, fix="remove it, and start again")) from error
-
-
-def earlier_starts(path: Path) -> Iterator[Path]:
-    """Yield the directories that killed starts of the same job have left here; `path` is /tmp/rl-<job>-<restart>-..."""
-    job = "-".join(path.name.split("-")[:2])
-    yield from (other for other in path.parent.glob(f"{job}-*") if other != path and is_own(other))
-
-
-def is_own(path: Path) -> bool:
-    """Whether a path is a directory, not a link to one, of this user."""
-    with suppress(OSError):
-        found = path.lstat()
-        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-    return False
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return None
+    return lock
 
 
 def keep_logs(temp: Path, target: Path) -> None:

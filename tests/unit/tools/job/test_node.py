@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from recipes.errors import LaunchError, Problem
-from tools.job import node, node_check, ray_start, ray_temp
+from recipes.errors import Problem
+from tests.ray_logs import write_logs
+from tools.job import node, node_check, ray_start
 from tools.job.node_check import Node, gpu_problems
 from tools.job.ray_start import start_command
-from tools.job.ray_temp import earlier_starts, keep_logs, make_private, remove_sessions
 
 TEMP = "--temp-dir=/tmp/rl-7-0-ab"
 
@@ -52,48 +52,6 @@ def test_a_node_without_gpus_offers_none_and_keeps_its_memory(tmp_path, monkeypa
     assert "--num-gpus=0" in command
     assert f"--object-store-memory={256 * 2**20}" in command
     assert not [word for word in command if word.startswith("--node-ip-address")]  # Ray finds it out itself
-
-
-def write_logs(temp: Path) -> None:
-    logs = temp / "ray" / "session_2026-01-01" / "logs"
-    logs.mkdir(parents=True)
-    (logs / "raylet.out").write_text("x")
-    (logs / "gone").symlink_to("nowhere")
-    (temp / "ray" / "session_latest").symlink_to("session_2026-01-01")
-
-
-def test_logs_are_kept_and_the_rest_is_removed(tmp_path):
-    temp, target = tmp_path / "rl-7-0-ab", tmp_path / "logs" / "ray_n1"
-    write_logs(temp)
-    (temp / "ray" / "session_2026-01-01" / "logs").chmod(0o777)  # as Ray does
-    keep_logs(temp, target)
-    assert (target / "raylet.out").read_text() == "x"
-    assert target.stat().st_mode & 0o777 == 0o755
-    assert not temp.exists()
-
-
-def test_a_ray_that_did_not_start_leaves_nothing_to_the_next(tmp_path):
-    write_logs(tmp_path)
-    remove_sessions(tmp_path)
-    assert list((tmp_path / "ray").iterdir()) == []
-
-
-def test_the_directory_of_ray_is_private_and_nobody_elses(tmp_path):
-    temp = tmp_path / "rl-7-0-ab"
-    make_private(temp)
-    assert temp.stat().st_mode & 0o777 == 0o700
-    with pytest.raises(LaunchError, match="it exists already and belongs to user"):
-        make_private(temp)
-
-
-def test_earlier_starts_are_those_of_this_job_and_of_this_user(tmp_path, monkeypatch):
-    for name in ("rl-7-0-ab", "rl-7-1-cd", "rl-71-0-ef", "other"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "rl-7-0-link").symlink_to(tmp_path / "other")
-    (tmp_path / "rl-7-0-file").touch()
-    assert list(earlier_starts(tmp_path / "rl-7-1-cd")) == [tmp_path / "rl-7-0-ab"]
-    monkeypatch.setattr(ray_temp.os, "getuid", lambda: 12345)
-    assert list(earlier_starts(tmp_path / "rl-7-1-cd")) == []
 
 
 def test_a_busy_port_ends_the_node_with_its_owner(tmp_path, monkeypatch, capsys):

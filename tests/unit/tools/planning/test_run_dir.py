@@ -1,11 +1,10 @@
-"""One run of a name at a time; attempts never overwrite; what a killed start left is removed."""
+"""One run of a name at a time; attempts never overwrite."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from recipes.errors import LaunchError
-from tools.job.local import make_temp
 from tools.planning.run_dir import Holder, RunInProgressError, lock_problems, lock_run, new_attempt, read_holder
 
 
@@ -56,22 +54,6 @@ def test_attempts_are_numbered_and_latest_points_at_the_newest(tmp_path):
     assert (first / "driver.log").read_text() == "kept"
 
 
-def test_temporary_directory_of_a_killed_start_is_removed(tmp_path):
-    first = make_temp(tmp_path, tmp_path / "attempt_1")
-    (first / "ray" / "session_2026" / "logs").mkdir(parents=True)
-    (first / "ray" / "session_2026" / "logs" / "raylet.out").touch()
-    second = make_temp(tmp_path, tmp_path / "attempt_2")
-    assert not first.exists()
-    assert (tmp_path / "attempt_2" / "ray_earlier" / "raylet.out").exists()  # its logs come first
-    assert second.stat().st_mode & 0o777 == 0o700
-    assert (second / "tmp").is_dir()
-    # Ray appends session_<date>_<pid>/sockets/plasma_store; a Unix socket's path has at most 107 bytes.
-    assert len(str(second)) + len("/ray/session_2026-11-20_19-06-06_529727_4194304/sockets/plasma_store") <= 107
-    assert [path.name for path in tmp_path.iterdir() if path.is_symlink()] == [".temp"]
-    (second / "tmp").rmdir()
-    second.rmdir()
-
-
 def test_lock_says_which_job_on_which_host_has_it(tmp_path, monkeypatch):
     assert read_holder(tmp_path) is None
     monkeypatch.setenv("SLURM_JOB_ID", "42")
@@ -100,19 +82,6 @@ def test_requeued_job_waits_for_its_own_last_start_and_another_job_is_refused_at
     second = lock_run(tmp_path, own_seconds=60.0)
     closer.join()
     os.close(second)
-
-
-def test_a_directory_of_somebody_else_is_not_removed(tmp_path):
-    other = tmp_path / "rl-other"
-    other.mkdir()
-    (tmp_path / "link").symlink_to(other)
-    for name in ("elsewhere", "rl-none", "link"):
-        (tmp_path / "elsewhere").mkdir(exist_ok=True)
-        (tmp_path / ".temp").symlink_to(tmp_path / name)
-        shutil.rmtree(make_temp(tmp_path, tmp_path / "attempt_1"))
-        (tmp_path / ".temp").unlink()
-    assert other.exists()
-    assert (tmp_path / "elsewhere").exists()
 
 
 def test_a_later_start_of_a_job_takes_over_the_lock_of_a_lost_node(tmp_path, monkeypatch, capsys):
