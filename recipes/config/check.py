@@ -72,7 +72,9 @@ def _server_problems(key: str, error: ValidationError) -> Iterator[KeyProblem]:
     name = key.removeprefix(f"{INSTANCES}.")
     present: Mapping[str, Any] = error.instance if isinstance(error.instance, Mapping) else {}
     known = settings_of(error.schema)
-    if error.validator in ("additionalProperties", "unevaluatedProperties"):
+    if "url" in error.schema.get("required", ()) and "url" not in present:  # type: ignore[union-attr]
+        yield _unknown_type(key)
+    elif error.validator in ("additionalProperties", "unevaluatedProperties"):
         kind = ("kind of server", "type of server", "setting of this server")[min(name.count("."), 2)]
         for further in sorted(set(present) - set(known)):
             close = nearest(further, known)
@@ -92,6 +94,14 @@ def _server_problems(key: str, error: ValidationError) -> Iterator[KeyProblem]:
     else:
         own = next(above for above in upwards(key) if server_node(above))
         yield _wrong_value(own, server_node(own), error.instance)
+
+
+def _unknown_type(key: str) -> KeyProblem:
+    """Return the problem of a resources server of a type that is not known here, and that no address leads to."""
+    above, _, name = key.rpartition(".")
+    close = nearest(name, server_node(above)["properties"])
+    fix = f"did you mean {close}?" if close else "give the `url` at which the server of your own type answers"
+    return KeyProblem(key=key, wrong="there is no such type of server", fix=fix)
 
 
 def unknown_key(key: str) -> KeyProblem:

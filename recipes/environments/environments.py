@@ -7,6 +7,9 @@ The rest of the project uses only this module. Verifiers run on this machine unl
       timeout_seconds: 120      # a verification that takes longer gives no verdict
       ...                       # settings of the verifier itself (`Verifier.settings`)
 
+A server of a type that the registry does not have needs its `url`. It alone knows what its rows hold, so that a row is
+checked for its shape here, and its verdicts are taken as they come.
+
 A failed environment is a value: only an engine's failure and cancellation leave `run` as exceptions.
 """
 
@@ -121,7 +124,9 @@ class Environments:
         try:
             agent = find_agent(_agent_name(row), self._agents)
             server = self._servers[agent.server]
-            verifier = ALL_VERIFIERS[server.verifier]
+            verifier = ALL_VERIFIERS.get(server.verifier)
+            if verifier is None:  # a type that only its server knows
+                return problems
             verifier.parse_task(row, server.settings)
             if isinstance(verifier, Verifier) and verifier.tools is not None and server.url is None:
                 verifier.tools.start(server.settings)  # a session could not begin without what they read

@@ -2,7 +2,8 @@
 
 An instance holds one server of one kind. Three kinds are read: resources servers of the verifiers that exist here, the
 agents that use them, and the model servers: judges, and the policy with other template arguments. A setting that no
-code reads is refused. Servers of other types are ignored until a row needs them.
+code reads is refused. A resources server of any other type is asked at its `url`; without one it is ignored until a
+row needs it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from recipes.config.keys.native import AGENT_TYPES
 from recipes.config.keys.servers import POLICY, policy_settings
-from recipes.environments.contract.verifier import Agent
+from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.environments.judges.servers import SETTINGS as JUDGE_SETTINGS
 from recipes.environments.judges.servers import JudgeServer, judge_of, settings_of_judge
 from recipes.environments.registry import AGENTS, ALL_VERIFIERS, GROUP_VERIFIERS, VERIFIERS
@@ -30,7 +31,7 @@ class ServerInstance:
     """One resources server: which verifier, where, with which settings."""
 
     name: str
-    verifier: str
+    verifier: str  # a name of the registry, or the type of a server that only its `url` knows
     url: str | None
     timeout_seconds: float
     settings: Mapping[str, Any]
@@ -55,6 +56,8 @@ def servers_of(instances: Mapping[str, Any]) -> dict[str, ServerInstance]:
             own = GROUP_VERIFIERS[kind]
             judge = judge_of(settings, models, judge=own.judge, concurrency=own.concurrency)
             servers[name] = replace(_server(name, kind, settings, problems), judge=judge)
+        elif settings.get("url") is not None:
+            servers[name] = _server(name, kind, settings, problems)
     if problems:
         raise ConfigError(problems)
     return {name: _with_delegate(server, servers) for name, server in servers.items()}
@@ -89,8 +92,9 @@ def _agent(kind: str, settings: Mapping[str, Any], server: ServerInstance) -> Ag
     """Return one agent as its type and its environment have it run."""
     if kind == REFINEMENT:
         return Agent(kind="refinement", server=server.name, max_steps=1 + int(settings.get("max_correction_turns", 2)))
-    verifier = VERIFIERS.get(server.verifier)
-    has_tools = kind == "simple_agent" and verifier is not None and verifier.tools is not None
+    verifier = ALL_VERIFIERS.get(server.verifier)
+    may_have_tools = verifier is None or (isinstance(verifier, Verifier) and verifier.tools is not None)
+    has_tools = kind == "simple_agent" and may_have_tools
     return Agent(
         kind="tool_loop" if has_tools else "single_turn", server=server.name, max_steps=settings.get("max_steps")
     )
@@ -114,7 +118,7 @@ def _of_kind(instances: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str
 def _server(name: str, verifier: str, settings: Mapping[str, Any], problems: list[Problem]) -> ServerInstance:
     where = f"env.nemo_gym.{name}.resources_servers.{verifier}"
     group = GROUP_VERIFIERS.get(verifier)
-    own = group.settings if group else VERIFIERS[verifier].settings
+    own = ALL_VERIFIERS[verifier].settings if verifier in ALL_VERIFIERS else frozenset()
     of_judge = settings_of_judge(group.judge) if group else JUDGE_SETTINGS
     for key in settings:
         if key not in own | CONNECTION | DESCRIPTIVE | of_judge:

@@ -1,15 +1,21 @@
-"""Two real steps on a task with tools: what every turn has sampled is trained, and nothing else."""
+"""Two real steps on tasks with tools: what every turn has sampled is trained, and nothing else.
+
+The tools of half the rows are in this process; those of the others, and their verdicts, come by URL from a server of a
+type that this project does not know.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from mailroom import TOOL, Mailroom, mailroom, settings
 from speed import patiently
 from tiny_run import TWO_STEPS, run_environment
-from tool_policy import AGENT, write_policy
+from tool_policy import AGENT, MAIL_AGENT, write_policy
 
 from tests.office import small_office
 
@@ -19,13 +25,20 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLES = "env.nemo_gym.workplace_assistant.resources_servers.workplace_assistant.tables"
 
 
-def test_turns_of_a_real_run_are_trained(tmp_path: Path) -> None:
+@pytest.fixture
+def server() -> Iterator[Mailroom]:
+    with mailroom() as made:
+        yield made
+
+
+def test_turns_of_a_real_run_are_trained(tmp_path: Path, server: Mailroom) -> None:
     write_policy(tmp_path, small_office())
     overrides = {
         **TWO_STEPS,
         "policy.max_total_sequence_length": 512,
         "policy.generation.max_new_tokens": 48,
         TABLES: small_office(),
+        **settings(server.url),
     }
     env = run_environment(tmp_path, overrides) | {"MODEL_PATH": str(tmp_path / "model"), "EXP_NAME": "tools"}
     done = subprocess.run(
@@ -38,7 +51,8 @@ def test_turns_of_a_real_run_are_trained(tmp_path: Path) -> None:
     for step in steps:
         num_rollouts = step["train/num_rollouts"]
         assert num_rollouts == 8
-        assert step[f"train/{AGENT}/valid_rate"] == 1.0
+        agents = {name for name in (AGENT, MAIL_AGENT) if f"train/{name}/valid_rate" in step}
+        assert all(step[f"train/{name}/valid_rate"] == 1.0 for name in agents)
         assert step["train/num_prefix_breaks"] == 0
         assert step["train/turns_per_sample/mean"] >= 1.5  # a call, the tool's answer, a last word
         assert step["train/total_turns"] == pytest.approx(step["train/turns_per_sample/mean"] * num_rollouts)
@@ -48,4 +62,9 @@ def test_turns_of_a_real_run_are_trained(tmp_path: Path) -> None:
         assert step["train/total_num_tokens"] > 2 * step["train/global_valid_toks"]
         # The log-probabilities of the second turn agree with the engine's: its prompt was the ids that it had sampled.
         assert step["train/logprob_error_max"] < 1e-3
+    rewards = [step[f"train/{MAIL_AGENT}/reward"] for step in steps if f"train/{MAIL_AGENT}/reward" in step]
+    assert rewards, "no row of the server by URL was trained"
+    assert server.calls[f"/{TOOL}"] > 0
+    assert server.calls["/seed_session"] == server.calls["/verify"] >= 2
+    assert any(f"train/{AGENT}/reward" in step for step in steps)
     assert 0.0 < sum(step["train/reward"] for step in steps) / 2 < 1.0

@@ -55,7 +55,9 @@ def page() -> str:
     instance = schema()["$defs"]["server_instance"]["properties"]
     for kind in SERVER_KINDS:
         lines += ["", f"## {kind}", "", f"{str(instance[kind]['description']).capitalize()}."]
-        for server, node in instance[kind]["properties"].items():
+        others = instance[kind]["additionalProperties"]
+        further = {"any other type": schema()["$defs"][others["$ref"].rpartition("/")[2]]} if others else {}
+        for server, node in {**instance[kind]["properties"], **further}.items():
             lines += ["", f"### {server}", "", str(node["description"]), "", _line(SETTING)]
             lines += [_line(["---"] * len(SETTING)), *map(_line, _settings(settings_of(node)))]
     return "\n".join(lines) + "\n"

@@ -123,7 +123,8 @@ def server_node(key: str) -> dict[str, Any]:
     names = key.removeprefix(f"{INSTANCES}.").split(".")[1:]
     node: dict[str, Any] = schema()["$defs"]["server_instance"]
     for name in names:
-        node = settings_of(node).get(name, {})
+        others = node.get("additionalProperties")
+        node = settings_of(node).get(name, others if isinstance(others, Mapping) else {})
     if "$ref" in node:
         node = {**_referenced(node), **node}
     return node if "description" in node and names else {}

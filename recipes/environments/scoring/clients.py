@@ -7,14 +7,16 @@ tools opens a session first, in which they keep their state until the verdict.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeGuard, TypeVar
 from urllib.parse import quote
 
 from recipes.environments.contract.asking import Execution, JudgeQuestion, Replies, Requests, advance
+from recipes.environments.contract.rows import shown
 from recipes.environments.contract.tools import Cell, Tools
 from recipes.environments.contract.verdict import NoVerdict, Pending, Response, Verdict, env_failed
 from recipes.environments.contract.verifier import Verifier
@@ -27,6 +29,10 @@ from recipes.environments.scoring.pool import Scored, ScoringPool
 from recipes.retry import NoReplyError, RetryPolicy, reply_within
 from recipes.types import RolloutStatus, Row
 
+MAX_METRICS, MAX_NAME, MAX_REASON = 100, 100, 1000  # what is kept of a server's reply: numbers, characters
+MAX_REWARD = 1e6  # in size; the squares of much larger ones, which advantages need, are not finite
+FAILURE, FAILURE_REASON = "_ng_failure_class", "_ng_failure_judge_error"
+OF_A_VERDICT = frozenset({"reward", FAILURE, FAILURE_REASON})  # fields of a reply that no row may bring
 RETRIES = RetryPolicy(max_retries=2, first_seconds=0.2, jitter=0.25)
 ONCE = RetryPolicy(max_retries=0, first_seconds=0.2)
 T = TypeVar("T")
@@ -195,8 +201,11 @@ class HttpVerifier:
         return await self.with_retries(seed)
 
     async def ask_verdict(self, row: Row, response: Response, cookies: Mapping[str, str]) -> Verdict | NoVerdict:
-        """Ask once for the verdict on a response; raises what `JsonClient.post` raises."""
-        sent = {**row, "response": response}
+        """Ask once for the verdict on a response; raises what `JsonClient.post` raises.
+
+        What a row calls `reward` stays here: the echo of a server that gives no verdict would be taken for one.
+        """
+        sent = {**{key: value for key, value in row.items() if key not in OF_A_VERDICT}, "response": response}
         return self._read((await self._post("verify", sent, cookies)).body, sent)
 
     async def ask_tool(self, name: str, arguments: Mapping[str, Any], cookies: Mapping[str, str]) -> str:
@@ -226,23 +235,29 @@ class HttpVerifier:
 
     def _read(self, reply: Mapping[str, Any], sent: Mapping[str, Any]) -> Verdict | NoVerdict:
         """Return the verdict in a reply: the row and response as sent, `reward`, and the verifier's extras."""
-        failure = reply.get("_ng_failure_class")
+        failure = reply.get(FAILURE)
         if failure is not None:
             status = RolloutStatus.JUDGE_FAILED if failure == "judge_failed" else RolloutStatus.ENV_FAILED
-            reason = reply.get("_ng_failure_judge_error") or "no reason given"
-            return NoVerdict(status=status, reason=f"{self.name}: {failure}: {reason}")
+            reason = reply.get(FAILURE_REASON) or "no reason given"
+            return NoVerdict(status=status, reason=f"{self.name}: {failure}: {reason}"[:MAX_REASON])
         reward = reply.get("reward")
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise RefusedError(f"/verify answered reward {reward!r}, expected a finite number")
-        extras = {key: value for key, value in reply.items() if key not in sent and key not in ("reward", "reason")}
+        if not _is_number(reward) or abs(reward) > MAX_REWARD:
+            raise RefusedError(f"/verify answered reward {shown(reward)}, expected a number, at most {MAX_REWARD:g}")
+        known = {*sent, *OF_A_VERDICT, "reason"}
+        extras = {key: value for key, value in reply.items() if key not in known and len(key) <= MAX_NAME}
+        numbers = ((key, float(value)) for key, value in extras.items() if isinstance(value, int | float))
         instance = reply.get("instance_config")
         return Verdict(
             reward=float(reward),
-            reason=str(reply.get("reason") or f"rewarded {reward:g} by {self.url}"),
-            metrics={key: float(value) for key, value in extras.items() if isinstance(value, int | float)},
+            reason=str(reply.get("reason") or f"rewarded {reward:g} by {self.url}")[:MAX_REASON],
+            metrics=dict(itertools.islice(numbers, MAX_METRICS)),
             details={key: value for key, value in extras.items() if value is None or isinstance(value, str)},
             is_flagged=isinstance(instance, Mapping) and bool(instance.get("mask_sample")),
         )
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

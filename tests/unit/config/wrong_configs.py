@@ -39,6 +39,21 @@ FILES = {
         "env: {nemo_gym: {quiz: {resources_servers: {mqca: {}}}}}",
         "x.yaml: env.nemo_gym.quiz.resources_servers.mqca: there is no such type of server; did you mean mcqa?",
     ),
+    "server of a type of the user's own without an address": (
+        "env: {nemo_gym: {quiz: {resources_servers: {rhymes: {language: en}}}}}",
+        "x.yaml: env.nemo_gym.quiz.resources_servers.rhymes: there is no such type of server; give the `url` at which "
+        "the server of your own type answers",
+    ),
+    "setting of a server of the user's own type": (
+        "env: {nemo_gym: {quiz: {resources_servers: {rhymes: {url: http://x:1, timeout_second: 5}}}}}",
+        "x.yaml: env.nemo_gym.quiz.resources_servers.rhymes.timeout_second: there is no such setting of this server; "
+        "did you mean timeout_seconds?",
+    ),
+    "wrong address of a server of the user's own type": (
+        "env: {nemo_gym: {quiz: {resources_servers: {rhymes: {url: 5}}}}}",
+        "x.yaml: env.nemo_gym.quiz.resources_servers.rhymes.url: got 5, expected a text; meaning: address of a "
+        "running server to ask, http://host:port; without it the verifier runs in process",
+    ),
     "setting of no server": (
         "env: {nemo_gym: {code: {resources_servers: {code_gen: {num_proceses: 8}}}}}",
         "x.yaml: env.nemo_gym.code.resources_servers.code_gen.num_proceses: there is no such setting of this "
