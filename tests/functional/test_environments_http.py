@@ -112,6 +112,13 @@ def test_protocol_with_session_cookie() -> None:
         }
         averaged = http.post("/aggregate_metrics", json={"verify_responses": [reply, {**reply, "reward": 0.0}]}).json()
         assert averaged["key_metrics"] == {"mean/reward": 0.5}
+        assert http.get("/reverify_mode").json() == "stateless"
+        below = http.post("/ng-rollout/0-1-a2/verify", json=body)
+        assert (below.status_code, below.json()["reward"]) == (200, 1.0)
+        assert http.post("/ng-rollout/verify", json=body).status_code == 404
+        for path in ("seed_session", "verify", "aggregate_metrics"):
+            for content in (b"", b"{", b"[" * 100_000, b"\xff", b"NaN", b'"text"', b"[1]"):
+                assert http.post(f"/{path}", content=content).status_code == 422, (path, content[:9])
         refused = http.post("/verify", json={**body, "options": None})
         assert refused.status_code == 422
         assert refused.json()["detail"].startswith("field 'options': got nothing")
@@ -236,6 +243,7 @@ JUDGE_FAILED = {"reward": 0.0, "_ng_failure_class": "judge_failed", "_ng_failure
         (200, b'{"reward": NaN}', 1, "/verify answered no JSON"),
         (200, json.dumps(JUDGE_FAILED).encode(), 1, "judge_failed: judge is down"),
         (200, b'{"reward": 0.0, "_ng_failure_class": "sandbox"}', 1, "sandbox: no reason given"),
+        (200, b'{"reward": 1.0, "mask_sample": true, "failure_kind": "oom"}', 1, "is no measurement: oom"),
     ],
 )
 async def test_bad_answers_are_never_a_number(status: int, body: bytes, verify_calls: int, reason: str) -> None:

@@ -32,7 +32,8 @@ from recipes.types import RolloutStatus, Row
 MAX_METRICS, MAX_NAME, MAX_REASON = 100, 100, 1000  # what is kept of a server's reply: numbers, characters
 MAX_REWARD = 1e6  # in size; the squares of much larger ones, which advantages need, are not finite
 FAILURE, FAILURE_REASON = "_ng_failure_class", "_ng_failure_judge_error"
-OF_A_VERDICT = frozenset({"reward", FAILURE, FAILURE_REASON})  # fields of a reply that no row may bring
+MASKED = "mask_sample"  # the reward measures a failure of the environment, and not the answer
+OF_A_VERDICT = frozenset({"reward", MASKED, FAILURE, FAILURE_REASON})  # fields of a reply that no row may bring
 RETRIES = RetryPolicy(max_retries=2, first_seconds=0.2, jitter=0.25)
 ONCE = RetryPolicy(max_retries=0, first_seconds=0.2)
 T = TypeVar("T")
@@ -240,6 +241,9 @@ class HttpVerifier:
             status = RolloutStatus.JUDGE_FAILED if failure == "judge_failed" else RolloutStatus.ENV_FAILED
             reason = reply.get(FAILURE_REASON) or "no reason given"
             return NoVerdict(status=status, reason=f"{self.name}: {failure}: {reason}"[:MAX_REASON])
+        if reply.get(MASKED) is True:
+            reason = reply.get("failure_reason") or reply.get("failure_kind") or "no reason given"
+            return env_failed(f"{self.name}: its reward is no measurement: {reason}"[:MAX_REASON])
         reward = reply.get("reward")
         if not _is_number(reward) or abs(reward) > MAX_REWARD:
             raise RefusedError(f"/verify answered reward {shown(reward)}, expected a number, at most {MAX_REWARD:g}")

@@ -2,20 +2,25 @@
 
 `GET /` says it is up, `POST /seed_session` opens a session (a signed cookie), `POST /<tool>` calls a tool in it,
 `POST /verify` ends it: it takes a row with its `response` and answers both with `reward`, `reason` and the verifier's
-extras. `POST /aggregate_metrics` averages such answers. A row that cannot be read is 422; an environment that failed
-is 500, a judge that failed 200 with `_ng_failure_class`: neither carries a number that could be taken for a reward.
+extras. `POST /aggregate_metrics` averages such answers, and `GET /reverify_mode` says that a verdict needs the row and
+its response alone. Each address also answers below `/ng-rollout/<id>`, which names the rollout that asks.
+
+A body that cannot be read is 422; an environment that failed is 500, a judge that failed 200 with `_ng_failure_class`:
+none carries a number that could be taken for a reward.
 """
 
 from __future__ import annotations
 
+import re
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.middleware.sessions import SessionMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from recipes.environments.contract.rows import wrong
 from recipes.environments.contract.verdict import NoVerdict
@@ -26,8 +31,12 @@ from recipes.environments.sandbox.client import client_of
 from recipes.environments.sandbox.server import SandboxServer
 from recipes.environments.scoring.clients import InProcessVerifier, ToolFailedError
 from recipes.environments.scoring.pool import ScoringPool
+from recipes.environments.server.aggregate import aggregated
 from recipes.environments.server.sessions import Sessions
 from recipes.types import RolloutStatus
+
+# Of an address: which rollout asks. A mark that its tokens are captured concerns model servers alone.
+ROLLOUT_PREFIX = re.compile(r"/ng-rollout/[^/]+(?:/training-token-capture)?(?=/)")
 
 
 def create_app(instance: ServerInstance) -> FastAPI:
@@ -54,12 +63,17 @@ def create_app(instance: ServerInstance) -> FastAPI:
     app = FastAPI(title=instance.name, lifespan=lifespan)
     cookie = f"{verifier.class_name}___{instance.name}"
     app.add_middleware(SessionMiddleware, secret_key=cookie, session_cookie=cookie)
+    app.add_middleware(WithoutRolloutPrefix)
 
     sessions = Sessions(client)
 
     @app.post("/seed_session")
     async def seed_session(request: Request) -> Response:
         session_id = _session_id(request)
+        try:
+            _object(await request.body())
+        except ValueError as error:
+            return _json({"detail": str(error)}, status=422)
         try:
             sessions.seed(session_id)
         except ValueError as error:
@@ -96,12 +110,16 @@ def _serve_common(app: FastAPI) -> None:
     async def status() -> Response:
         return _json({"status": "ok"})
 
+    @app.get("/reverify_mode")
+    async def reverify_mode() -> Response:
+        return _json("stateless")
+
     @app.post("/aggregate_metrics")
     async def aggregate(request: Request) -> Response:
-        body = orjson.loads(await request.body())
-        replies = body["verify_responses"] if isinstance(body, dict) else body
-        means = mean_metrics(replies)
-        return _json({"agent_metrics": means, "key_metrics": {"mean/reward": means.get("mean/reward")}})
+        try:
+            return _json(aggregated(orjson.loads(await request.body())))
+        except (ValueError, OverflowError) as error:  # numbers whose squares are too large
+            return _json({"detail": str(error)}, status=422)
 
 
 def _serve_tools(app: FastAPI, sessions: Sessions) -> None:
@@ -127,16 +145,18 @@ def _session_id(request: Request) -> str:
     return session_id
 
 
-def mean_metrics(replies: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return `mean/<key>` of every numeric key, over the replies that have it and did not fail."""
-    values: dict[str, list[float]] = {}
-    for reply in replies:
-        if "_ng_failure_class" in reply:
-            continue
-        for key, value in reply.items():
-            if isinstance(value, int | float) and not isinstance(value, bool) and not key.startswith("_ng_"):
-                values.setdefault(key, []).append(float(value))
-    return {f"mean/{key}": sum(numbers) / len(numbers) for key, numbers in values.items()}
+class WithoutRolloutPrefix:
+    """Answers an address below `/ng-rollout/<id>` as the address itself: a verdict depends on no rollout."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] == "http":
+            path = ROLLOUT_PREFIX.sub("", scope["path"], count=1) if scope["path"].startswith("/ng-") else scope["path"]
+            scope = {**scope, "path": path, "raw_path": path.encode()}
+        await self._app(scope, receive, send)
 
 
 def _failure(body: Mapping[str, Any], verdict: NoVerdict) -> Response:
