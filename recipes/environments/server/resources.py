@@ -66,6 +66,15 @@ def create_app(instance: ServerInstance) -> FastAPI:
     app.add_middleware(WithoutRolloutPrefix)
 
     sessions = Sessions(client)
+    _serve_verdicts(app, client, sessions)
+    _serve_common(app)
+    if verifier.tools is not None:
+        _serve_tools(app, sessions)
+    return app
+
+
+def _serve_verdicts(app: FastAPI, client: InProcessVerifier, sessions: Sessions) -> None:
+    """Answer the beginning of a session and the verdict that ends it."""
 
     @app.post("/seed_session")
     async def seed_session(request: Request) -> Response:
@@ -87,7 +96,7 @@ def create_app(instance: ServerInstance) -> FastAPI:
             body = _object(await request.body())
             if not isinstance(body.get("response"), Mapping):
                 raise wrong("response", body.get("response"), "a Responses object")
-            verifier.parse_task(body, instance.settings)
+            client.verifier.parse_task(body, client.settings)
         except ValueError as error:
             return _json({"detail": str(error)}, status=422)
         verdict = await client.verify(body, body["response"])
@@ -96,11 +105,6 @@ def create_app(instance: ServerInstance) -> FastAPI:
             return _failure(body, verdict)
         extras = {**verdict.details, **verdict.metrics}
         return _json({**body, **extras, "reward": verdict.reward, "reason": verdict.reason})
-
-    _serve_common(app)
-    if verifier.tools is not None:
-        _serve_tools(app, sessions)
-    return app
 
 
 def _serve_common(app: FastAPI) -> None:
