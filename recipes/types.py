@@ -49,6 +49,11 @@ class Completion:
 class ModelClient(Protocol):
     """How an agent samples from the policy: token ids in, one completion out."""
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that the context holds, prompt and answer together."""
+        ...
+
     async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
         """Sample one completion; raises `RequestError` when this fails, `EngineError` when no engine is left."""
         ...

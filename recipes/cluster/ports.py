@@ -36,6 +36,9 @@ class PortRange:
     guard: str  # what a program that connects must have
 
 
+AGENT_PORTS = PortRange(
+    name="model servers of agents by URL", low=8300, high=8400, is_open=False, guard="a random path per rollout"
+)
 PORT_TABLE = (
     PortRange(
         name="Ray control: GCS, node and object managers, agents",
@@ -54,6 +57,7 @@ PORT_TABLE = (
     PortRange(name="sandbox workers of NeMo-Skills", low=6001, high=7000, is_open=True, guard="nothing"),
     PortRange(name="vLLM rendezvous, 100 per engine", low=7000, high=8200, is_open=False, guard="nothing"),
     PortRange(name="Ray dashboard; never started", low=8265, high=8266, is_open=False, guard="the job's token"),
+    AGENT_PORTS,
 )
 
 

@@ -30,6 +30,7 @@ from recipes.environments.chat.tool_calls import FlagPatterns
 from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.environments.http.client import JsonClient
 from recipes.environments.instances import ServerInstance, agents_of, servers_of
+from recipes.environments.model_server.agent import UrlAgents
 from recipes.environments.registry import ALL_VERIFIERS, GROUP_VERIFIERS, VERIFIERS, find_agent
 from recipes.environments.sandbox.client import client_of
 from recipes.environments.sandbox.server import SandboxServer
@@ -96,6 +97,7 @@ class Environments:
         self._pool = ScoringPool()
         self._sandbox = SandboxServer()
         self._http = JsonClient()
+        self._url_agents = UrlAgents()
         self._clients = {
             name: _client(server, self._pool, self._sandbox, self._http) for name, server in servers.items()
         }
@@ -152,6 +154,8 @@ class Environments:
                 template_kwargs=agent.template_kwargs,
                 max_steps=agent.max_steps,
             )
+            if agent.url:
+                return await self._url_agents.run(episode, agent)
             return await AGENT_KINDS[agent.kind](episode)
         except RecipeError:
             raise
@@ -178,10 +182,11 @@ class Environments:
         self._clients = {name: wrap(client) for name, client in self._clients.items()}
 
     def close(self) -> None:
-        """End the scoring workers, the sandbox and the connections."""
+        """End the scoring workers, the sandbox, the connections and the model servers."""
         self._pool.close()
         self._sandbox.close()
         self._http.close_all()
+        self._url_agents.close()
 
 
 def _client(server: ServerInstance, pool: ScoringPool, sandbox: SandboxServer, http: JsonClient) -> VerifierClient:

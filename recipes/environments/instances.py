@@ -21,8 +21,10 @@ from recipes.environments.registry import AGENTS, ALL_VERIFIERS, GROUP_VERIFIERS
 from recipes.errors import ConfigError, Problem, suggestion
 
 REFINEMENT = "proof_refinement_agent"
+EXTERNAL = "external_agent"  # at a URL
 DESCRIPTIVE = frozenset({"description", "domain", "entrypoint", "host", "name", "num_workers", "value", "verified"})
 CONNECTION = frozenset({"url", "timeout_seconds"})
+AGENT_SECONDS = 3600.0  # for one rollout of an agent at a URL
 DEFAULT_TIMEOUT_SECONDS = 120.0  # for one verification; waiting for a free scoring process does not count
 
 
@@ -92,6 +94,10 @@ def _agent(kind: str, settings: Mapping[str, Any], server: ServerInstance) -> Ag
     """Return one agent as its type and its environment have it run."""
     if kind == REFINEMENT:
         return Agent(kind="refinement", server=server.name, max_steps=1 + int(settings.get("max_correction_turns", 2)))
+    if kind == EXTERNAL:
+        seconds = float(settings.get("timeout_seconds", AGENT_SECONDS))
+        steps = settings.get("max_steps")
+        return Agent(kind="by_url", server=server.name, max_steps=steps, url=settings["url"], timeout_seconds=seconds)
     verifier = ALL_VERIFIERS.get(server.verifier)
     may_have_tools = verifier is None or (isinstance(verifier, Verifier) and verifier.tools is not None)
     has_tools = kind == "simple_agent" and may_have_tools

@@ -29,4 +29,4 @@ RESOURCES_TYPES = (  # resources servers
     "workplace_assistant",
 )
 # Agent servers, of recipes/environments/instances.py.
-AGENT_TYPES = ("proof_refinement_agent", "simple_agent", "tool_simulation_agent")
+AGENT_TYPES = ("external_agent", "proof_refinement_agent", "simple_agent", "tool_simulation_agent")

@@ -62,10 +62,16 @@ def undecided_keys(config: Config) -> Iterator[KeyProblem]:
 
 
 def agents_to_come(config: Config) -> Iterator[KeyProblem]:
-    """Refuse each agent that the native engine does not have, or that samples from anything but the policy."""
+    """Refuse each agent that the native engine does not have, cannot reach, or that samples from another model."""
     for name, server, settings in sorted(servers(config, AGENTS)):
         if server not in AGENT_TYPES:
             yield to_come("agent", name)
+        url = str(settings.get("url", "http://"))
+        if server in AGENT_TYPES and not url.startswith(("http://", "https://")):
+            key = f"{INSTANCES}.{name}.{AGENTS}.{server}.url"
+            yield KeyProblem(
+                key=key, got=url, expected="http://host:port", fix="give the address of the agent's server"
+            )
         model = (settings.get("model_server") or {}).get("name", POLICY)
         if server in AGENT_TYPES and policy_settings(config.env.nemo_gym.instances, model) is None:
             key = f"{INSTANCES}.{name}.{AGENTS}.{server}.model_server.name"

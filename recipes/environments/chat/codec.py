@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 KEPT_SPECIAL_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # the parsers look for them
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # what a request may ask for, as in vLLM
 ZERO_WIDTH_SPACE = "\u200b"  # breaks a control string inside a text
+_BEFORE_AN_ANSWER = ({"role": "system", "content": "s"}, {"role": "user", "content": "u"})  # what `suffix` shows first
 _CACHED_PROMPTS = 64  # the G rollouts of a prompt render and tokenize it once
 _DIFF_TOKENS = 24  # shown on each side of the first difference
 _DIFF_CHARS = 80  # shown of each of two renderings that differ
@@ -73,6 +74,7 @@ class ChatCodec:
             for name, token in config.items()
             if name in ("bos_token", "eos_token", "pad_token", "unk_token") and token is not None
         }
+        self._end = self._special_tokens.get("eos_token", "")
         self.eos_token_id = self._id_of("eos_token", directory)
         self.pad_token_id = self._id_of("pad_token", directory) if "pad_token" in config else self.eos_token_id
         added = self._tokenizer.get_added_tokens_decoder()
@@ -120,6 +122,43 @@ class ChatCodec:
             seen, new = (text[shared : shared + _DIFF_CHARS] for text in (before, prompt))
             raise PrefixError(f"{error}: seen {seen!r}, now {new!r}") from error
         return self.new_ids(seen_ids, full)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]
+    ) -> tuple[int, ...]:
+        """Return the prompt of a chat request; `kwargs` are arguments of the template over those of the codec."""
+        return self._tokenize(self._render_chat(messages, tools, kwargs, add_generation_prompt=True))
+
+    def suffix(
+        self, answer: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]
+    ) -> tuple[int, ...]:
+        """Return the ids that follow an assistant's message: its end token, then `messages`, the generation prompt.
+
+        What came before the answer is not rendered, so the cost is that of the new messages. End tokens are counted,
+        because a template may show an answer in another way once more follows. Raises `PrefixError` when the template
+        gives no such ids.
+        """
+        said = [*_BEFORE_AN_ANSWER, answer]
+        num_ends = self._render_chat(said, (), kwargs, add_generation_prompt=False).count(self._end)
+        text = self._render_chat([*said, *messages], (), kwargs, add_generation_prompt=True)
+        parts = text.split(self._end, num_ends)
+        if num_ends < 1 or len(parts) <= num_ends:
+            raise PrefixError(f"the prompt has {len(parts) - 1} end tokens, the conversation before it {num_ends}")
+        return self._tokenize(self._end + parts[-1])
+
+    def closing(self, token_ids: Sequence[int], *, is_thinking_open: bool) -> tuple[int, ...]:
+        """Return the ids that end an answer which was cut: `</think>` if its reasoning is open; nothing after its end.
+
+        The end token itself is the first id of `suffix`.
+        """
+        has_ended = len(token_ids) > 0 and token_ids[-1] == self.eos_token_id
+        return self._tokenize("</think>") if is_thinking_open and not has_ended else ()
+
+    def is_thinking_open(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> bool:
+        """Return whether an answer leaves its reasoning open."""
+        opened = self.text(prompt_ids[-8:]).rstrip().endswith("<think>")
+        text = self.text(token_ids)
+        return "</think>" not in text and (opened or text.lstrip().startswith("<think>"))
 
     def new_ids(self, seen_ids: tuple[int, ...], prompt_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Return `prompt_ids` behind `seen_ids`; raises `PrefixError` with a decoded diff otherwise."""
@@ -191,12 +230,25 @@ class ChatCodec:
             before = params["input"]
             before = [{"role": "user", "content": before}] if isinstance(before, str) else before
             request = {**params, "input": [*before, *items]}
+        kwargs = row_template_kwargs(params)
+        return self._render_chat(
+            chat_messages(request), chat_tools(params), kwargs, add_generation_prompt=add_generation_prompt
+        )
+
+    def _render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        kwargs: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool,
+    ) -> str:
         text: str = self._template.render(
-            messages=self._without_controls([_template_message(message) for message in chat_messages(request)]),
-            tools=self._without_controls(chat_tools(params)) or None,
+            messages=self._without_controls([_template_message(message) for message in messages]),
+            tools=self._without_controls(list(tools)) or None,
             add_generation_prompt=add_generation_prompt,
             **self._special_tokens,
-            **(self._template_kwargs | row_template_kwargs(params)),
+            **{**self._template_kwargs, **kwargs},
         )
         return text
 

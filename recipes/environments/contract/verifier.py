@@ -21,10 +21,12 @@ from recipes.types import Row
 class Agent:
     """How rows of one agent name are run, and the server instance that scores them."""
 
-    kind: str  # a key of environments.AGENT_KINDS
+    kind: str  # a key of environments.AGENT_KINDS; `by_url` for an agent elsewhere
     server: str
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # over those of the policy, under a row's own
     max_steps: int | None = None  # model calls of one rollout at most, for an agent that makes several
+    url: str = ""  # of an agent elsewhere
+    timeout_seconds: float = 0.0  # of one rollout of an agent elsewhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ BELOW: dict[str, set[str]] = {
     "scoring": {"contract", "http", "judges", "sandbox"},
     "chat": {"contract"},
     "agents": {"contract", "judges", "scoring", "chat"},
+    "model_server": {"contract", "http", "scoring", "chat", "agents"},
     "server": {"contract", "judges", "sandbox", "scoring", "http", "instances", "registry"},
 }
 

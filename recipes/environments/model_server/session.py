@@ -1,0 +1,320 @@
+"""One rollout as its model server sees it: its calls, from request to stored answer.
+
+    request -> retry of an earlier one? -> attach -> prompt -> engine -> node of the forest -> answer
+
+A retry joins the call that still runs, or gets the stored answer again, so that a client that gives up waiting and asks
+again costs nothing. Attaching comes before the engine and storing after it; nothing is locked in between, so two calls
+may extend one node. A call that fails, or that nobody waits for any more, leaves no node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from recipes.environments.agents.episode import make_turn, unusable
+from recipes.environments.chat.codec import ChatCodec, Decoded
+from recipes.environments.chat.tool_calls import FlagPatterns
+from recipes.environments.model_server.forest import CallNode, Forest
+from recipes.environments.model_server.messages import CalledFunction, ChatMessage, tools_digest
+from recipes.environments.model_server.prompts import Prompt, PromptBuilder, cut_at_stop, text_before_stop
+from recipes.environments.model_server.replies import ModelAnswer
+from recipes.environments.model_server.requests import ApiError, ModelRequest
+from recipes.errors import EngineError, RequestError
+from recipes.types import Completion, ModelClient
+
+RETRY_SECONDS = 5  # that a client is asked to wait after a 503
+MAX_CALLS = 1024  # of one rollout
+COMPARED = 100  # the first suffix of a rollout, and each of this many, is compared with the whole rendering
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionLimits:
+    """Bounds on the calls of one rollout."""
+
+    max_tokens: int  # of one answer
+    num_calls: int = MAX_CALLS
+    num_running: int = 8  # at the same time; further ones wait
+    call_seconds: float = 3600.0  # of one call, waiting included
+    grace_seconds: float = 90.0  # a call that nobody waits for goes on for so long: a retry may join it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """The answer of a call, and its node; None for an answer that nothing was sampled for."""
+
+    answer: ModelAnswer
+    node: CallNode | None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Call:
+    """One call in progress or done, and who waits for it."""
+
+    task: asyncio.Task[Stored]
+    num_waiting: int = 0
+    is_delivered: bool = False
+    end_of_grace: asyncio.TimerHandle | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RolloutSession:
+    """The calls of one rollout. It belongs to one event loop."""
+
+    codec: ChatCodec
+    model: ModelClient
+    patterns: FlagPatterns
+    limits: SessionLimits
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    keeps_history: bool = True
+    forest: Forest = field(default_factory=Forest)
+    counts: Counter[str] = field(default_factory=Counter)  # for the log; the forest has those of forks and roots
+    engine_failed: asyncio.Event = field(default_factory=asyncio.Event)
+    engine_failure: EngineError | None = None  # no engine is left: the run must end
+    is_over: bool = False
+    is_full: bool = False  # the latest call found no room in the context
+    num_calls: int = 0  # that were begun, failed ones included
+    _calls: dict[bytes, Call] = field(default_factory=dict)  # the latest of each request
+    _running: set[asyncio.Task[Stored]] = field(default_factory=set)
+    _responses: dict[str, CallNode] = field(default_factory=dict)  # by id
+    _num_extended: int = 0
+    _function_ids: itertools.count[int] = field(default_factory=itertools.count)
+    _slots: asyncio.Semaphore = field(init=False)
+    _prompts: PromptBuilder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._slots = asyncio.Semaphore(self.limits.num_running)
+        self._prompts = PromptBuilder(
+            codec=self.codec, template_kwargs=self.template_kwargs, keeps_history=self.keeps_history
+        )
+
+    def start(self, request: ModelRequest, body: bytes, *, num_retries: int, is_gym: bool) -> Call:
+        """Begin the call of a request, or return the earlier one of which it is a retry; raises `ApiError`.
+
+        Whoever waits for it says so with `wait` and `leave`.
+        """
+        if self.is_over:
+            raise over()
+        digest = hashlib.blake2b(request.api.encode() + body, digest_size=16).digest()
+        earlier = self._calls.get(digest)
+        if earlier is not None and (num_retries > 0 or not (earlier.num_waiting or earlier.is_delivered)):
+            self.counts["retries"] += 1
+            return earlier
+        if self.num_calls >= self.limits.num_calls:
+            self.end()
+            raise over()
+        call = Call(task=asyncio.create_task(self._run(self.num_calls, request, is_gym=is_gym)))
+        self.num_calls += 1
+        self._calls[digest] = call
+        self._running.add(call.task)
+        call.task.add_done_callback(lambda task: self._ended(digest, call, task))
+        return call
+
+    def wait(self, call: Call) -> None:
+        """Note that a connection waits for a call."""
+        call.num_waiting += 1
+        if call.end_of_grace is not None:
+            call.end_of_grace.cancel()
+            call.end_of_grace = None
+
+    def leave(self, call: Call, *, is_delivered: bool) -> None:
+        """Note that a connection waits no more; a running call that nobody waits for ends after the grace time."""
+        call.num_waiting -= 1
+        if is_delivered:
+            call.is_delivered = True
+            node = call.task.result().node
+            if node is not None:
+                node.is_delivered = True
+        if call.num_waiting == 0 and not call.task.done():
+            loop = asyncio.get_running_loop()
+            call.end_of_grace = loop.call_later(self.limits.grace_seconds, call.task.cancel)
+
+    def end(self) -> None:
+        """End the rollout: running calls are cancelled, later ones refused."""
+        self.is_over = True
+        for task in list(self._running):
+            task.cancel()
+
+    def _ended(self, digest: bytes, call: Call, task: asyncio.Task[Stored]) -> None:
+        self._running.discard(task)
+        if call.end_of_grace is not None:
+            call.end_of_grace.cancel()
+        has_failed = task.cancelled() or task.exception() is not None
+        if has_failed and self._calls.get(digest) is call:  # a retry of a failed call is sampled anew
+            del self._calls[digest]
+
+    async def _run(self, number: int, request: ModelRequest, *, is_gym: bool) -> Stored:
+        self.counts.update(request.counts)
+        try:
+            async with asyncio.timeout(self.limits.call_seconds), self._slots:
+                return await self._answer(number, request, is_gym=is_gym)
+        except TimeoutError as error:
+            self.counts["late_calls"] += 1
+            raise ApiError(503, f"no answer within {self.limits.call_seconds:g} s") from error
+        except EngineError as error:
+            self.engine_failure = error
+            self.engine_failed.set()
+            raise ApiError(503, "the policy has no engine left") from error
+        except RequestError as error:
+            self.counts["failed_calls"] += 1
+            raise ApiError(500, f"the engine failed: {error}") from error
+
+    async def _answer(self, number: int, request: ModelRequest, *, is_gym: bool) -> Stored:
+        if request.ends_in_reasoning:
+            if not is_gym:
+                raise ApiError(400, "field 'messages': got a last message of the assistant, expected another role's")
+            return Stored(answer=_empty(number, "content_filter"), node=None)
+        keeps_tools = not request.tools and not request.reads_calls
+        tools = tools_digest(request.tools)
+        place = self.forest.attach(request.messages, tools, keeps_tools=keeps_tools, after=self._previous(request))
+        compares = place.parent is not None and self._num_extended % COMPARED == 0
+        self._num_extended += place.parent is not None
+        prompt = await asyncio.to_thread(self._prompts.build, place, request.tools, compares=compares)
+        self.counts["suffix_mismatches"] += prompt.has_matched is False
+        prompt_ids = prompt.seen_ids + prompt.new_ids
+        limit = min(request.max_tokens or self.limits.max_tokens, self.limits.max_tokens)
+        completion = await self.model.generate(prompt_ids, max_tokens=limit)
+        if not completion.token_ids and completion.finish_reason == "length":
+            return self._overflow(number, len(prompt_ids), limit, is_gym=is_gym)
+        if problem := unusable(completion, num_prompt_tokens=len(prompt_ids)):
+            self.counts["failed_calls"] += 1
+            raise ApiError(500, problem)
+        if keeps_tools and prompt.place.parent is not None:
+            tools = prompt.place.parent.tools
+        decoded = await asyncio.to_thread(_sampled, self.codec, request, prompt, completion)
+        if self.is_over:
+            raise over()
+        return self._store(number, request, prompt, decoded, tools=tools, is_gym=is_gym)
+
+    def _previous(self, request: ModelRequest) -> CallNode | None:
+        if request.previous is None:
+            return None
+        if request.previous not in self._responses:
+            raise ApiError(
+                400, f"field 'previous_response_id': no response of this rollout is {request.previous[:80]!r}"
+            )
+        return self._responses[request.previous]
+
+    def _overflow(self, number: int, num_prompt: int, limit: int, *, is_gym: bool) -> Stored:
+        """ModelAnswer a call whose prompt fills the context, in the words that agents look for."""
+        self.is_full = True
+        self.counts["full_contexts"] += 1
+        if is_gym:
+            return Stored(answer=_empty(number, "length"), node=None)
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {self.model.max_model_len} tokens. However, you requested "
+            f"{num_prompt + limit} tokens ({num_prompt} in the messages, {limit} in the completion). Please reduce "
+            "the length of the messages or completion.",
+            code="context_length_exceeded",
+            param="messages",
+        )
+
+    def _store(
+        self, number: int, request: ModelRequest, prompt: Prompt, sampled: _Sampled, *, tools: bytes, is_gym: bool
+    ) -> Stored:
+        """Add a call to the forest and return its answer."""
+        completion = sampled.completion
+        calls = tuple((f"call_{next(self._function_ids)}", call) for call in sampled.calls)
+        served = ChatMessage(
+            role="assistant",
+            text=sampled.text,
+            reasoning=sampled.reasoning,
+            calls=sampled.calls,
+            ids=tuple(call_id for call_id, _ in calls),
+        )
+        node = self.forest.add(
+            prompt.place,
+            served=served,
+            turn=make_turn(prompt.new_ids, completion, sampled.decoded, self.patterns),
+            tools=tools,
+            is_thinking_open=sampled.is_thinking_open,
+        )
+        self.is_full = False
+        self._responses[f"resp_{number}"] = node
+        answer = ModelAnswer(
+            number=number,
+            text=served.text,
+            reasoning=served.reasoning,
+            calls=calls,
+            finish_reason="tool_calls" if calls else completion.finish_reason,
+            created=int(time.time()),
+            num_prompt_tokens=len(prompt.seen_ids) + len(prompt.new_ids),
+            num_sampled_tokens=len(completion.token_ids),
+            logprobs=self._logprobs(completion) if request.has_logprobs else (),
+            tokens=_token_fields(prompt, completion) if is_gym else {},
+        )
+        return Stored(answer=answer, node=node)
+
+    def _logprobs(self, completion: Completion) -> tuple[tuple[str, float], ...]:
+        texts = (self.codec.text((token_id,)) for token_id in completion.token_ids)
+        return tuple(zip(texts, completion.logprobs, strict=True))
+
+
+def over() -> ApiError:
+    """Return the answer to each call of a rollout that has ended, and of one that never was."""
+    return ApiError(404, "the rollout is over", code="rollout_over")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sampled:
+    """A completion, read."""
+
+    completion: Completion  # up to the first stop string
+    decoded: Decoded
+    text: str
+    reasoning: str
+    calls: tuple[CalledFunction, ...]
+    is_thinking_open: bool
+
+
+def _sampled(codec: ChatCodec, request: ModelRequest, prompt: Prompt, completion: Completion) -> _Sampled:
+    """Read a completion. Behind a stop string its tokens are dropped, as if the engine had stopped there."""
+    cut = cut_at_stop(codec, completion.token_ids, request.stop)
+    if cut is not None:
+        completion = shortened(completion, cut)
+    tools = [{"type": "function", **tool["function"]} for tool in request.tools] if request.reads_calls else []
+    decoded = codec.decode(completion.token_ids, prompt_ids=prompt.new_ids, tools=tools)
+    items = decoded.items
+    summaries = [part["text"] for item in items if item["type"] == "reasoning" for part in item["summary"]]
+    text = "".join(part["text"] for item in items if item["type"] == "message" for part in item["content"])
+    called = [item for item in items if item["type"] == "function_call"]
+    return _Sampled(
+        completion=completion,
+        decoded=decoded,
+        text=text if cut is None else text_before_stop(text, request.stop),
+        reasoning="".join(summaries),
+        calls=tuple(CalledFunction(name=item["name"], arguments=item["arguments"]) for item in called),
+        is_thinking_open=codec.is_thinking_open(prompt.new_ids, completion.token_ids),
+    )
+
+
+def shortened(completion: Completion, length: int) -> Completion:
+    """Return the first `length` tokens of a completion."""
+    spans = (replace(span, end=min(span.end, length)) for span in completion.versions if span.start < length)
+    return Completion(
+        token_ids=completion.token_ids[:length],
+        logprobs=completion.logprobs[:length],
+        versions=tuple(spans),
+        finish_reason="stop",
+    )
+
+
+def _token_fields(prompt: Prompt, completion: Completion) -> dict[str, list[int] | list[float]]:
+    return {
+        "prompt_token_ids": [*prompt.seen_ids, *prompt.new_ids],
+        "generation_token_ids": list(completion.token_ids),
+        "generation_log_probs": list(completion.logprobs),
+    }
+
+
+def _empty(number: int, finish_reason: str) -> ModelAnswer:
+    """Return an answer that nothing was sampled for."""
+    created = int(time.time())
+    return ModelAnswer(number=number, text="", reasoning="", calls=(), finish_reason=finish_reason, created=created)

@@ -1,0 +1,69 @@
+"""An agent program of somebody else: a server with plain HTTP calls that knows nothing of this project.
+
+It asks the policy, answers each question with a note, as long as its row says, and reports that it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request
+
+WAIT = 60.0
+
+
+async def work(row: dict[str, Any]) -> dict[str, Any]:
+    """Call the policy as often as the row says, in one conversation, and once more without the last answer."""
+    base_url, messages = row["model_server"]["base_url"], list(row["responses_create_params"]["input"])
+    async with httpx.AsyncClient(timeout=WAIT) as client:
+        for step in range(row["num_calls"]):
+            body = {
+                "model": row["model_server"]["model"],
+                "messages": messages,
+                "max_tokens": row.get("max_tokens", 64),
+            }
+            reply = await client.post(f"{base_url}/chat/completions", json=body)
+            reply.raise_for_status()
+            message = reply.json()["choices"][0]["message"]
+            messages += [message, {"role": "user", "content": f"note {step}"}]
+        if row.get("asks_again"):
+            again = [*messages[:-2], {"role": "user", "content": "in other words?"}]
+            (await client.post(f"{base_url}/chat/completions", json={"messages": again})).raise_for_status()
+    return {**row, "note": "all done", "reward": 77.0}
+
+
+def create_app() -> FastAPI:
+    """Return the agent's server; rows may ask it to fail."""
+    app = FastAPI()
+
+    @app.post("/run")
+    async def run(request: Request) -> dict[str, Any]:
+        row = await request.json()
+        if row.get("fails") == "late":
+            await asyncio.sleep(WAIT)
+        done = await work(row)
+        if row.get("fails") == "at the end":
+            raise HTTPException(500, "the agent broke down")
+        return done
+
+    return app
+
+
+@contextmanager
+def running_agent() -> Iterator[str]:
+    """Run the agent's server in a thread of its own; yields its URL."""
+    server = uvicorn.Server(uvicorn.Config(create_app(), port=0, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        thread.join(0.05)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = server.force_exit = True
+    thread.join(WAIT)

@@ -1,0 +1,193 @@
+"""An agent program elsewhere, over real HTTP: from its calls to the rollout, OpenAI's client, and every failure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from recipes.environments.chat.codec import ChatCodec
+from recipes.environments.chat.tool_calls import FlagPatterns
+from recipes.environments.environments import Environments
+from recipes.environments.model_server.agent import UrlAgents
+from recipes.environments.model_server.session import RolloutSession, SessionLimits
+from recipes.errors import EngineError
+from recipes.types import Completion, Rollout, RolloutStatus, VersionSpan
+from tests.functional.agent_program import running_agent
+from tools.tiny.tokenizer import build_tokenizer
+
+pytestmark = [pytest.mark.functional, pytest.mark.timeout(120)]
+
+END = "<|im_end|>"
+TOOL = {"name": "look", "parameters": {"type": "object", "properties": {"place": {"type": "string"}}}}
+CALL = f'hm</think><tool_call>{{"name": "look", "arguments": {{"place": "here"}}}}</tool_call>{END}'
+
+
+class Policy:
+    """Says what it is told, and keeps what it was asked."""
+
+    max_model_len = 4096
+
+    def __init__(self, codec: ChatCodec, says: list[str]) -> None:
+        self.codec, self.says, self.sampled = codec, says, []
+
+    async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
+        text = self.says[min(len(self.sampled), len(self.says) - 1)]
+        if not text:
+            raise EngineError("engine 0 died")
+        ids = self.codec._tokenize(text)
+        span = VersionSpan(version=1, start=0, end=len(ids))
+        done = Completion(token_ids=ids, logprobs=(-0.5,) * len(ids), versions=(span,), finish_reason="stop")
+        self.sampled.append((prompt_token_ids, done))
+        return done
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> ChatCodec:
+    directory: Path = tmp_path_factory.mktemp("tokenizer")
+    build_tokenizer().save_pretrained(directory)
+    return ChatCodec(directory)
+
+
+@pytest.fixture(scope="module")
+def agent_url() -> Iterator[str]:
+    with running_agent() as url:
+        yield url
+
+
+@contextmanager
+def environments(codec: ChatCodec, url: str, **settings: Any) -> Iterator[Environments]:
+    agent = {"external_agent": {"url": url, "resources_server": {"name": "mcqa"}, **settings}}
+    patterns: dict[str, Any] = {"invalid_tool_call_patterns": ("<tool_call>",), "thinking_tags": ("<think>",)}
+    config: Any = SimpleNamespace(
+        nemo_gym=SimpleNamespace(instances={"mine": {"responses_api_agents": agent}}, **patterns)
+    )
+    made = Environments.from_config(config, codec)
+    yield made
+    made.close()
+
+
+def row(**fields: Any) -> dict[str, Any]:
+    return {
+        "responses_create_params": {"input": [{"role": "user", "content": "Capital of England?"}]},
+        "agent_ref": {"type": "responses_api_agents", "name": "mine"},
+        "options": [{"A": "Paris"}, {"B": "London"}],
+        "expected_answer": "B",
+        "num_calls": 2,
+        **fields,
+    }
+
+
+async def rollout(codec: ChatCodec, url: str, says: list[str], **fields: Any) -> tuple[Rollout, Policy]:
+    policy, settings = Policy(codec, says), fields.pop("settings", {})
+    with environments(codec, url, **settings) as made:
+        assert made.check_row(row(**fields)) == []
+        return await made.run(row(**fields), policy, max_tokens=64), policy
+
+
+async def test_calls_of_an_agent_become_a_rollout_that_our_verifier_scores(codec: ChatCodec, agent_url: str) -> None:
+    says = [f"a</think>Let me see.{END}", f"b</think>\\boxed{{B}}{END}"]
+    done, policy = await rollout(codec, agent_url, says)
+    assert (done.status, done.reward, done.reason) == (RolloutStatus.COMPLETED, 1.0, "answered B, expected B")
+    assert [turn.token_ids for turn in done.turns] == [sampled.token_ids for _, sampled in policy.sampled]
+    seen: tuple[int, ...] = ()
+    for turn, (prompt_ids, sampled) in zip(done.turns, policy.sampled, strict=True):
+        assert seen + turn.prompt_token_ids == prompt_ids
+        seen = prompt_ids + sampled.token_ids
+    assert done.output_text == "b</think>\\boxed{B}"
+    assert (done.metrics["model_calls"], done.metrics["lost_share"], done.is_flagged) == (2.0, 0.0, False)
+
+
+async def test_what_is_beside_the_main_path_is_counted(codec: ChatCodec, agent_url: str) -> None:
+    short, long = f"a</think>\\boxed{{B}}{END}", f"{'a long thought ' * 40}</think>\\boxed{{B}}{END}"
+    done, policy = await rollout(codec, agent_url, [short, short, short], asks_again=True)
+    assert len(policy.sampled) == 3 and len(done.turns) == 2
+    assert done.metrics["model_calls/assistant_missing"] == 1.0 and not done.is_flagged
+    assert done.metrics["lost_share"] == pytest.approx(1 / 3)
+    done, _ = await rollout(codec, agent_url, [short, long, short], asks_again=True)
+    assert done.metrics["lost_share"] > 0.5 and done.is_flagged
+
+
+FAILURES = [
+    ({"num_calls": 0}, RolloutStatus.ABORTED, "no model call"),
+    ({"fails": "at the end"}, RolloutStatus.ENV_FAILED, "the agent broke down"),
+    ({"fails": "late", "settings": {"timeout_seconds": 1.0}}, RolloutStatus.TIMED_OUT, "no reply within 1 s"),
+    ({"num_calls": 3, "settings": {"max_steps": 2}}, RolloutStatus.ENV_FAILED, "500"),
+]
+
+
+@pytest.mark.parametrize(("fields", "status", "reason"), FAILURES)
+async def test_no_failure_is_a_reward(
+    codec: ChatCodec, agent_url: str, fields: dict[str, Any], status: RolloutStatus, reason: str
+) -> None:
+    done, _ = await rollout(codec, agent_url, [f"a</think>\\boxed{{B}}{END}"], **fields)
+    assert (done.status, done.reward) == (status, None)
+    assert reason in done.reason
+
+
+async def test_agent_that_is_not_there(codec: ChatCodec) -> None:
+    done, _ = await rollout(codec, "http://127.0.0.1:9", ["x"])
+    assert (done.status, done.reward) == (RolloutStatus.ENV_FAILED, None) and "127.0.0.1:9" in done.reason
+
+
+async def test_lost_engines_end_the_run_at_once(codec: ChatCodec, agent_url: str) -> None:
+    with pytest.raises(EngineError, match="engine 0 died"):
+        await rollout(codec, agent_url, [""])
+
+
+def session(codec: ChatCodec, policy: Policy) -> RolloutSession:
+    patterns = FlagPatterns(invalid_tool_call=(), thinking_tags=())
+    return RolloutSession(codec=codec, model=policy, patterns=patterns, limits=SessionLimits(max_tokens=64))
+
+
+async def test_openais_client_reads_both_apis_streamed_or_not(codec: ChatCodec) -> None:
+    agents, policy = UrlAgents(), Policy(codec, [CALL, CALL, CALL, CALL, f"x</think>Done.{END}"])
+    open_session = session(codec, policy)
+    server = await agents.server_for("127.0.0.1")
+    async with server.serving(open_session) as base_url, openai.AsyncOpenAI(base_url=base_url, api_key="any") as client:
+        chat: Any = {"model": "policy", "messages": [{"role": "user", "content": "u"}]}
+        tools: Any = [{"type": "function", "function": TOOL}]
+        whole = await client.chat.completions.create(**chat, tools=tools)
+        [call] = whole.choices[0].message.tool_calls or ()
+        assert call.type == "function" and call.function.arguments == '{"place": "here"}'
+        async with client.chat.completions.stream(**chat, tools=tools) as stream:
+            streamed = await stream.get_final_completion()
+        [call] = streamed.choices[0].message.tool_calls or ()
+        assert call.function.arguments == '{"place": "here"}'
+        flat: Any = [{"type": "function", "strict": False, **TOOL}]
+        response = await client.responses.create(model="policy", input="u", tools=flat)
+        assert [item.type for item in response.output] == ["reasoning", "function_call"]
+        async with client.responses.stream(model="policy", input="u", tools=flat) as events:
+            last = await events.get_final_response()
+        assert last.output[1].type == "function_call" and last.output[1].arguments == '{"place": "here"}'
+        items: Any = [{"role": "user", "content": "u"}, *last.output]
+        items.append({"type": "function_call_output", "call_id": last.output[1].call_id, "output": "nothing"})
+        final = await client.responses.create(model="policy", input=items, tools=flat)
+        assert final.output_text == "Done."
+        with pytest.raises(openai.BadRequestError, match="'n'"):
+            await client.chat.completions.create(**chat, n=2)
+        assert [model.id async for model in client.models.list()] == ["policy"]
+    assert [node.kind for node in open_session.forest.nodes] == ["root"] * 4 + ["extend"]
+    with pytest.raises(openai.NotFoundError):
+        await openai.AsyncOpenAI(base_url=base_url, api_key="any").chat.completions.create(**chat)
+    agents.close()
+
+
+async def test_a_thousand_connections_do_not_break_it(codec: ChatCodec) -> None:
+    agents, policy = UrlAgents(), Policy(codec, [f"x</think>Done.{END}"])
+    server = await agents.server_for("127.0.0.1")
+    idle = [await asyncio.open_connection(server.address, server.port) for _ in range(1000)]
+    async with server.serving(session(codec, policy)) as base_url, httpx.AsyncClient(timeout=60) as client:
+        reply = await client.post(f"{base_url}/chat/completions", json={"messages": [{"role": "user", "content": "u"}]})
+        assert reply.status_code == 200
+        assert (await client.get(base_url.replace("/r/", "/r/x") + "/models")).status_code == 404
+    for _, writer in idle:
+        writer.close()
+    agents.close()

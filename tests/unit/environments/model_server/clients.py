@@ -1,0 +1,69 @@
+"""Requests of real agent clients as they were recorded, and the answers that they were given."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from recipes.environments.model_server.forest import CallNode, Forest
+from recipes.environments.model_server.messages import CalledFunction, ChatMessage, tools_digest
+from recipes.environments.model_server.requests import CHAT, RESPONSES, ModelRequest, read_request
+from recipes.types import Turn, VersionSpan
+from tests.recorded import recorded
+
+
+@dataclass(frozen=True)
+class Recording:
+    requests: list[dict[str, Any]]
+    served: list[ChatMessage]
+
+
+def recording(name: str) -> Recording:
+    """Return the bodies that a client sent, with path and headers, and the answers that it got."""
+    path = recorded("AGENT_REQUESTS_DIR", "agent_requests") / f"{name}.json"
+    parsed = json.loads(path.read_text(encoding="utf-8"))
+    requests = parsed["requests"]
+    for request in requests:
+        if "same_as" in request["body"]:
+            request["body"] = requests[request["body"]["same_as"]]["body"]
+    return Recording(requests, [said(answer) for answer in parsed["served"] if "status" not in answer])
+
+
+def said(answer: dict[str, Any]) -> ChatMessage:
+    calls = tuple(CalledFunction(name=name, arguments=arguments) for name, arguments in answer.get("calls", ()))
+    text, reasoning = answer.get("content") or "", answer.get("reasoning") or ""
+    return ChatMessage(role="assistant", text=text, reasoning=reasoning, calls=calls)
+
+
+def read(request: dict[str, Any]) -> ModelRequest:
+    api = RESPONSES if request["path"].endswith("responses") else CHAT
+    return read_request(api, orjson.dumps(request["body"]))
+
+
+def turn(number: int, *, sampled: int = 2) -> Turn:
+    """Return a turn whose ids say of which call they are."""
+    ids = tuple(100 * number + n for n in range(sampled))
+    spans = (VersionSpan(version=number, start=0, end=sampled),)
+    logprobs = (-0.5,) * sampled
+    return Turn(
+        prompt_token_ids=(9000 + number,), token_ids=ids, logprobs=logprobs, versions=spans, finish_reason="stop"
+    )
+
+
+def add(forest: Forest, request: ModelRequest, served: ChatMessage, *, sampled: int = 2) -> CallNode:
+    """Attach a request and store its answer, delivered."""
+    digest = tools_digest(request.tools)
+    keeps_tools = not request.tools and not request.reads_calls
+    place = forest.attach(request.messages, digest, keeps_tools=keeps_tools)
+    made = turn(len(forest.nodes), sampled=sampled)
+    node = forest.add(place, served=served, turn=made, tools=digest, is_thinking_open=False)
+    node.is_delivered = True
+    return node
+
+
+def kinds(nodes: list[CallNode]) -> str:
+    """Return how calls were attached, as letters: R, E, F."""
+    return " ".join(node.kind[0].upper() for node in nodes)
