@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import socket
 import subprocess
 import time
@@ -19,10 +21,10 @@ case "$*" in
   *tools.job.barrier*) name=driver ;;
   *) name=sandbox ;;
 esac
-printf '%s' "$$" >"${SHIM_DIR}/${name}.pid"
 trap 'exit 75' USR1
 trap 'exit 137' TERM
 trap 'exit 0' USR2
+printf '%s' "$$" >"${SHIM_DIR}/${name}.pid"
 # Nothing ends before every step has been started.
 for ((i = 0; i < 100; i++)); do
   (($(wc -l <"${SHIM_DIR}/calls") % SHIM_STEPS == 0)) && break
@@ -129,8 +131,15 @@ class Job:
         return (self.directory / "control").read_text().splitlines().count("requeue 7")
 
 
-def wait_for(path: Path) -> None:
+def wait_for_driver(job: Job, process: subprocess.Popen[str]) -> None:
+    """Wait until the driver runs, and the job file passes TERM and USR1 on to it."""
     end = time.monotonic() + 20
-    while not path.exists() and time.monotonic() < end:
-        time.sleep(0.05)
-    time.sleep(0.3)  # for its trap
+    while not ((job.directory / "driver.pid").exists() and catches(process.pid, signal.SIGTERM, signal.SIGUSR1)):
+        assert process.poll() is None and time.monotonic() < end, "the driver was not started"
+        time.sleep(0.02)
+
+
+def catches(pid: int, *numbers: signal.Signals) -> bool:
+    """Whether a process has a handler for each of these signals."""
+    (mask,) = re.findall(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return all(int(mask, 16) >> (number - 1) & 1 for number in numbers)

@@ -11,7 +11,7 @@ import subprocess
 
 import pytest
 
-from tests.shell.job_shims import JOB_FILE, ROOT, SRUN, wait_for
+from tests.shell.job_shims import JOB_FILE, ROOT, SRUN, wait_for_driver
 
 
 @pytest.mark.parametrize("status", [0, 2, 75])
@@ -78,7 +78,7 @@ def test_a_step_that_ends_before_the_driver_ends_the_job_with_its_name(job, step
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_signal_reaches_the_driver_as_one_that_srun_forwards(job, number):
     process = job.start()
-    wait_for(job.directory / "driver.pid")
+    wait_for_driver(job, process)
     process.send_signal(number)
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 75, output  # the shim's answer to USR1; to TERM it would be 137

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import signal
-import time
 
 import pytest
 
-from tests.shell.job_shims import SRUN, wait_for
+from tests.shell.job_shims import SRUN, wait_for_driver
 
 
 def test_a_save_is_followed_by_a_requeue(job):
@@ -74,7 +73,7 @@ def test_a_start_that_was_interrupted_before_its_first_save_is_followed_by_anoth
     if end is not None:
         (job.directory / "end").write_text(end)
     process = job.start()
-    wait_for(job.directory / "driver.pid")
+    wait_for_driver(job, process)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 75, output
@@ -175,12 +174,11 @@ def test_a_lost_node_is_named_and_the_requeue_left_to_slurm(job):
     job.slurmd.close()
     job.ends(driver=1)
     process = job.start()
-    wait_for(job.directory / "driver.pid")
+    wait_for_driver(job, process)
     lines = []
     for line in process.stdout:
         lines.append(line)
         if "for Slurm to notice" in line:
-            time.sleep(0.3)  # for its trap
             process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 1
     assert sum("is lost: no slurmd answers there" in line for line in lines) == 3

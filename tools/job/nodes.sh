@@ -23,15 +23,15 @@ setting() {
 
 # Print the nodes on which no slurmd answers: switched off, cut off, or crashed.
 silent_nodes() {
-  local node port seconds
+  local node port tries
   local -A probes=()
   port="$(setting SlurmdPort 6818)"
   for node in "$@"; do
     (: <"/dev/tcp/${node}/${port}") 2>/dev/null &
     probes[${node}]=$!
   done
-  for ((seconds = 0; seconds < PROBE_SECONDS; seconds++)); do
-    [[ -z $(jobs -rp) ]] || sleep 1
+  for ((tries = 0; tries < PROBE_SECONDS * 5; tries++)); do
+    [[ -z $(jobs -rp) ]] || sleep 0.2
   done
   for node in "$@"; do
     kill -TERM "${probes[${node}]}" 2>/dev/null || true # the kernel itself would try for minutes

@@ -88,8 +88,8 @@ wait_for_slurm() {
     return
   fi
   seconds=$(($(setting SlurmdTimeout 300) + DOWN_MARGIN_SECONDS))
-  say "waiting at most ${seconds} s for Slurm to notice, too, and to requeue the job"
   trap 'say "Slurm ends this start"; exit "${status}"' TERM
+  say "waiting at most ${seconds} s for Slurm to notice, too, and to requeue the job"
   sleep "${seconds}" >/dev/null 2>&1 &
   wait "$!"
   say 'Slurm has not requeued the job; submit again to go on'

@@ -86,9 +86,9 @@ watch() {
   unset "steps[${ended}]"
   # USR2 lets a node keep the logs of its Ray; what that does not end is killed.
   kill -USR2 "${!steps[@]}" 2>/dev/null || true
-  for ((tries = 0; tries < (END_SECONDS + ${#nodes[@]} / 2) * 4; tries++)); do
+  for ((tries = 0; tries < (END_SECONDS + ${#nodes[@]} / 2) * 10; tries++)); do
     [[ -n $(jobs -rp) ]] || return 0
-    sleep 0.25
+    sleep 0.1
   done
   kill -TERM "${!steps[@]}" 2>/dev/null || true
 }

@@ -1,4 +1,7 @@
-"""Every object that only a CUDA run builds can be built: wrong arguments show here and not in the first step there."""
+"""Every object that only a CUDA run builds can be built: wrong arguments show here and not in the first step there.
+
+The tests themselves import vLLM: it takes seconds, which every process that collects this file would pay.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config
-from vllm.distributed.device_communicators.pynccl_wrapper import NCCL_UNIQUE_ID_BYTES, NCCLLibrary, ncclUniqueId
-from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, uid_init_process_group
-from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
-from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+from transformers import AutoConfig
 
 from recipes.config.load import load_config, require_valid
 from recipes.config.tree import PolicyConfig
@@ -40,6 +39,9 @@ def cfg() -> PolicyConfig:
 
 
 def test_policy_and_engines_join_one_nccl_group() -> None:
+    from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
+    from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
     nccl_id = bytes(range(128))
     engines = [
         NCCLWeightTransferInitInfo(**nccl_init(nccl_id, engine=e, num_engines=2, ranks_per_engine=4)) for e in range(2)
@@ -53,11 +55,17 @@ def test_policy_and_engines_join_one_nccl_group() -> None:
 
 
 def test_a_push_can_be_announced() -> None:
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
+
     update = NCCLWeightTransferUpdateInfo(**nccl_update(make_layout(SHAPES, path="")))
     assert update.dtype_names == ["bfloat16", "float32"]
 
 
 def test_vllm_takes_the_arguments_that_the_sender_gives() -> None:
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCL_UNIQUE_ID_BYTES, NCCLLibrary, ncclUniqueId
+    from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
+    from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
     inspect.signature(uid_init_process_group).bind(bytes(128), rank=0, world_size=2, device=0)
     inspect.signature(NCCLLibrary.ncclGetUniqueId).bind(None)
     assert len(bytes(ncclUniqueId().internal)) == NCCL_UNIQUE_ID_BYTES
@@ -67,7 +75,8 @@ def test_vllm_takes_the_arguments_that_the_sender_gives() -> None:
 
 
 def test_megatron_takes_a_bfloat16_layout(cfg: PolicyConfig) -> None:
-    hf = Qwen3Config(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, head_dim=16)
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    hf = AutoConfig.for_model("qwen3", **sizes, head_dim=16)
     config = transformer_config(Qwen3(), hf, cfg)
     assert (config.bf16, config.params_dtype, config.pipeline_dtype) == (True, torch.bfloat16, torch.bfloat16)
     assert config.sequence_parallel and config.recompute_granularity == "full"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import NemotronHConfig, Qwen3MoeConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from recipes.policy.families.nemotron_h import NemotronH
 from recipes.policy.families.qwen3_moe import Qwen3Moe
@@ -17,8 +17,8 @@ HYBRID = {
 }
 
 
-def _hybrid(**values: Any) -> NemotronHConfig:
-    config = NemotronHConfig(**HYBRID)
+def _hybrid(**values: Any) -> PretrainedConfig:
+    config = AutoConfig.for_model("nemotron_h", **HYBRID)
     for name, value in values.items():
         setattr(config, name, value)
     return config
@@ -57,5 +57,5 @@ def test_what_a_hybrid_says_otherwise_is_refused(values: dict[str, Any], refusal
     ],
 )
 def test_layers_without_experts_among_others_are_refused(values: dict[str, Any], refusal: tuple[str, str, str]) -> None:
-    assert Qwen3Moe().refusals(Qwen3MoeConfig(**values)) == [refusal]
-    assert Qwen3Moe().refusals(Qwen3MoeConfig()) == []
+    assert Qwen3Moe().refusals(AutoConfig.for_model("qwen3_moe", **values)) == [refusal]
+    assert Qwen3Moe().refusals(AutoConfig.for_model("qwen3_moe")) == []
