@@ -10,12 +10,15 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from tokenizers import Tokenizer, models
 
+from tests.in_process import in_process
 from tests.shell.job_shims import Job
 from tests.unit.tools.launch_case import ROW
+from tools.launch import plan
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,6 +35,14 @@ def write_model(path: Path) -> None:
     (path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
 
 
+class Planned(NamedTuple):
+    """What super_launch.sh is told to do."""
+
+    words: list[str]
+    """`print` or `exec`, then the command; empty when the launch is refused."""
+    stderr: str
+
+
 @dataclass
 class Launcher:
     """Runs super_launch.sh with a clean environment."""
@@ -39,12 +50,15 @@ class Launcher:
     directory: Path
     env: dict[str, str] = field(default_factory=dict)
 
+    def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment with these variables on top, empty ones removed."""
+        return {name: value for name, value in {**self.env, **variables}.items() if value}
+
     def __call__(self, *args: str, expect: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run it and check the exit status; `variables` are set on top of the environment, empty ones removed."""
-        env = {name: value for name, value in {**self.env, **variables}.items() if value}
+        """Run it and check the exit status."""
         result = subprocess.run(
             [str(ROOT / "super_launch.sh"), *args],
-            env=env,
+            env=self.environment(variables),
             cwd=self.directory,
             capture_output=True,
             text=True,
@@ -52,6 +66,12 @@ class Launcher:
         )
         assert result.returncode == expect, result.stderr + result.stdout
         return result
+
+    def plan(self, *args: str, expect: int = 0, **variables: str) -> Planned:
+        """Run the program that tells super_launch.sh what to do; `args` are that program's."""
+        status, stdout, stderr = in_process(plan.main, args, self.environment(variables), self.directory)
+        assert status == expect, stderr
+        return Planned(stdout.split("\0")[:-1], stderr)
 
     def submitted(self) -> list[str]:
         """Return what sbatch was called with."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-
 PROFILES = """
 [shared]
 account = "lab2"
@@ -31,10 +29,10 @@ def named(launch, name: str) -> dict[str, str]:
 
 def test_profile_is_what_is_submitted(launch):
     variables = {**named(launch, "mine"), **FROM_PROFILE}
-    printed = shlex.split(launch("-n", **variables).stdout)
-    launch(**variables)
-    argv = launch.submitted()
-    assert printed == ["sbatch", *argv]
+    printed, executed = (launch.plan(*option, **variables).words for option in (["--dry-run"], []))
+    assert (printed[0], executed[:2]) == ("print", ["exec", "sbatch"])
+    assert printed[1:] == executed[1:]
+    argv = executed[2:]
     assert argv[0] == "--export=ALL,GREETING=two words"
     assert "--variables=GREETING" in argv  # by name into the containers, too
     assert {"--account=lab2", "--partition=long", "--time=02:00:00", "--gres=gpu:2"} <= set(argv)
@@ -43,7 +41,7 @@ def test_profile_is_what_is_submitted(launch):
 
 def test_environment_wins_over_the_profile(launch):
     variables = {**named(launch, "mine"), **FROM_PROFILE, "SLURM_ACCOUNT": "other", "GREETING": "mine"}
-    words = shlex.split(launch("-n", **variables).stdout)
+    words = launch.plan("--dry-run", **variables).words
     assert "--account=other" in words
     assert "--partition=long" in words
     assert not [word for word in words if word.startswith("--export")]  # the job inherits it as it is
@@ -51,12 +49,12 @@ def test_environment_wins_over_the_profile(launch):
 
 
 def test_profile_of_this_machine_starts_here(launch):
-    words = shlex.split(launch("-n", **named(launch, "local")).stdout)
-    assert words[1:3] == ["-m", "tools.job.local"]
+    words = launch.plan("--dry-run", **named(launch, "local")).words
+    assert words[2:4] == ["-m", "tools.job.local"]
 
 
 def test_wrong_profile_is_refused_with_one_line_and_status_2(launch):
-    lines = launch(expect=2, **named(launch, "mien"), **FROM_PROFILE).stderr.splitlines()
+    lines = launch.plan(expect=2, **named(launch, "mien"), **FROM_PROFILE).stderr.splitlines()
     (line,) = [line for line in lines if "ENV0" in line]
     assert "ENV005 CLUSTER: " in line
     assert line.endswith("env.toml has no profile mien; did you mean mine?")

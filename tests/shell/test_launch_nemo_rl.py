@@ -1,8 +1,7 @@
-"""super_launch.sh with ENGINE=nemo_rl: the submission runs NeMo RL's entrypoint on the file it wrote."""
+"""A launch with ENGINE=nemo_rl: the submission runs NeMo RL's entrypoint on the file it wrote."""
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,9 @@ RL = {"ENGINE": "nemo_rl", "CONFIG_PATH": "configs/stage2_swe1.yaml", "CONTAINER
 def test_submission_runs_their_entrypoint_on_the_written_file(launch):
     launch.env |= RL
     smaller = "policy.megatron_cfg.expert_model_parallel_size=1"  # the made-up model has no experts
-    result = launch("--force", "grpo.num_prompts_per_step=32", smaller, EXTRA_HYDRA_ARGS="grpo.seed=7")
-    argv = launch.submitted()
+    result = launch.plan("--force", "grpo.num_prompts_per_step=32", smaller, EXTRA_HYDRA_ARGS="grpo.seed=7")
+    argv = result.words
+    assert argv[:2] == ["exec", "sbatch"]
     run_dir = launch.directory / "results" / "exp"
     driver = argv[argv.index("--") + 1 :]
     assert driver[:3] == ["python", "-m", "tools.nemo_rl.driver"]
@@ -36,9 +36,9 @@ def test_submission_runs_their_entrypoint_on_the_written_file(launch):
 
 
 def test_native_refusals_do_not_apply(launch):
-    text = launch("-n", **RL).stderr
+    text = launch.plan("--dry-run", **RL).stderr
     assert "CFG003" not in text
-    assert "CFG003" in launch("-n", CONFIG_PATH="configs/stage2_swe1.yaml").stderr
+    assert "CFG003" in launch.plan("--dry-run", CONFIG_PATH="configs/stage2_swe1.yaml").stderr
 
 
 @pytest.mark.parametrize(
@@ -59,14 +59,14 @@ def test_native_refusals_do_not_apply(launch):
     ],
 )
 def test_what_their_engine_cannot_do_is_refused(launch, variables, message):
-    assert message in launch(expect=2, **{**RL, **variables}).stderr
+    assert message in launch.plan(expect=2, **{**RL, **variables}).stderr
     assert not (launch.directory / "argv").exists()
 
 
 def test_speculative_decoding_is_for_this_engine_only(launch):
-    refused = launch(expect=2, ENABLE_MTP_INFERENCE="1").stderr
+    refused = launch.plan(expect=2, ENABLE_MTP_INFERENCE="1").stderr
     assert "ENABLE_MTP_INFERENCE: speculative decoding with the" in refused
-    allowed = launch("-n", **RL, ENABLE_MTP_INFERENCE="1").stderr
+    allowed = launch.plan("--dry-run", **RL, ENABLE_MTP_INFERENCE="1").stderr
     assert "ENABLE_MTP_INFERENCE" not in allowed
 
 
@@ -77,7 +77,7 @@ def test_local_launch_inside_the_container_runs_the_supervisor(launch):
     program.write_text("")
     (home / "nemo_rl").mkdir()
     (home / "nemo_rl" / "package_info.py").write_text("MAJOR = 0\nMINOR = 7\n")
-    words = shlex.split(launch("-n", **RL, LAUNCHER="local", NEMO_RL_DIR=str(home)).stdout)
-    assert words[1:3] == ["-m", "tools.job.local"]
+    words = launch.plan("--dry-run", **RL, LAUNCHER="local", NEMO_RL_DIR=str(home)).words
+    assert words[2:4] == ["-m", "tools.job.local"]
     assert words[words.index("--") + 2 : words.index("--") + 4] == ["-m", "tools.nemo_rl.driver"]
     assert f"--home={home}" in words

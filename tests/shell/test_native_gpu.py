@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.in_process import in_process
+from tools.sizing import planner
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN3 = {  # what the config.json of every dense model of that family has
@@ -45,8 +46,8 @@ SIZES = {  # file -> sizes of the largest model that its header promises
 def test_the_doctor_lets_a_dense_model_start_without_force(launch, file):
     (launch.directory / "a-model" / "config.json").write_text(json.dumps(QWEN3 | SIZES[file]))
     settings = {"CONFIG_PATH": f"configs/{file}", "LAUNCHER": "local"}
-    started = launch("stage1.1", "-n", **settings)
-    assert started.stdout.split()[1:3] == ["-m", "tools.job.local"]
+    started = launch.plan("--stage=stage1.1", "--dry-run", **settings)
+    assert started.words[2:4] == ["-m", "tools.job.local"]
     assert "refused" not in started.stderr
 
 
@@ -56,7 +57,7 @@ def test_the_doctor_lets_a_dense_model_start_without_force(launch, file):
 def test_the_doctor_stops_a_model_that_does_not_fit(launch, change, code):
     config = QWEN3 | SIZES["native_gpu.yaml"] | change
     (launch.directory / "a-model" / "config.json").write_text(json.dumps(config))
-    stopped = launch("stage1.1", "-n", CONFIG_PATH="configs/native_gpu.yaml", LAUNCHER="local")
+    stopped = launch.plan("--stage=stage1.1", "--dry-run", CONFIG_PATH="configs/native_gpu.yaml", LAUNCHER="local")
     assert f"would be refused: {code}" in stopped.stderr
 
 
@@ -64,9 +65,7 @@ def test_the_doctor_stops_a_model_that_does_not_fit(launch, change, code):
 def test_the_plan_fits(tmp_path, file):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3 | SIZES[file]))
     variables = {"CONFIG_PATH": f"configs/{file}", "MODEL_PATH": str(tmp_path)}
-    command = [sys.executable, "-m", "tools.sizing.planner", "--stage", "stage1.1"]
-    done = subprocess.run(
-        command, env=os.environ | variables, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-    )
+    done = in_process(planner.main, ["--stage", "stage1.1"], os.environ | variables, ROOT)
+    assert done.status == 0
     (total,) = [line for line in done.stdout.splitlines() if line.strip().startswith("total")]
     assert total.endswith("of 79.6: fits")

@@ -6,11 +6,13 @@ import hashlib
 import json
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.in_process import Done, in_process
+from tools.launch.pipeline import main
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = {"stage1.1": "rlvr1", "stage1.2": "rlvr2", "stage1.3": "rlvr3"}
@@ -33,11 +35,10 @@ class Pipeline:
     directory: Path
     env: dict[str, str]
 
-    def __call__(self, *args: str, expect: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
+    def __call__(self, *args: str, expect: int = 0, **variables: str) -> Done:
         env = {name: value for name, value in {**self.env, **variables}.items() if value}
-        words = [sys.executable, "-m", "tools.launch.pipeline", "--stages", " ".join(STAGES), *args]
-        done = subprocess.run(words, env=env, cwd=self.directory, capture_output=True, text=True, timeout=60)
-        assert done.returncode == expect, done.stdout + done.stderr
+        done = in_process(main, ["--stages", " ".join(STAGES), *args], env, self.directory)
+        assert done.status == expect, done.stdout + done.stderr
         return done
 
     def calls(self) -> list[list[str]]:

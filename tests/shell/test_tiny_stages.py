@@ -21,10 +21,10 @@ def lacking(stage: str) -> list[str]:
 def test_tiny_stage_starts_or_names_everything_it_lacks(launch, stage):
     names = lacking(stage)
     if not names:
-        words = launch(stage, "-n", **LOCAL).stdout.split()
-        assert words[1:3] == ["-m", "tools.job.local"]
+        words = launch.plan("--stage", stage, "--dry-run", **LOCAL).words
+        assert words[2:4] == ["-m", "tools.job.local"]
         return
-    lines = launch(stage, **LOCAL, expect=2).stderr.splitlines()
+    lines = launch.plan("--stage", stage, **LOCAL, expect=2).stderr.splitlines()
     listed = [line for line in lines if TO_COME in line]
     assert len(listed) == len(names)
     for name in names:
