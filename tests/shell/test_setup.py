@@ -117,7 +117,7 @@ def test_cuda_lock_is_refused(setup, tmp_path):
 @pytest.mark.usefixtures("empty_environment")
 def test_no_network(setup):
     # Nothing listens on the discard port: the index cannot be reached.
-    index = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0"}
+    index = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "1"}
     text = setup(expect=2, **index)
     assert "no network: the package index could not be reached" in text
 
