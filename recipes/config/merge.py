@@ -38,9 +38,10 @@ class Layers:
 
     def add_under(self, data: Mapping[str, Any], source: str, prefix: str = "") -> None:
         """Lay `data` under the tree: take only the keys that no layer has set."""
-        there = {above for known in self.sources for above in upwards(known)}
+        below = f"{prefix}." if prefix else ""
+        there = {above for known in self.sources if known.startswith(below) for above in upwards(known)}
         for key, value in leaves(data, prefix).items():
-            if key not in there and not under(key, set(self.sources) & set(upwards(key))):
+            if key not in there and not any(above in self.sources for above in upwards(key)):
                 put(self.tree, key, copy.deepcopy(value))
                 self.sources[key] = source
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from speed import patiently
+
 # runc: crun refuses hybrid cgroups. Limits: podman's own defaults may lie above what this process is allowed.
 CONTAINERS_CONF = """[containers]
 default_ulimits = ["nofile={nofile}:{nofile}", "nproc={nproc}:{nproc}"]
@@ -49,7 +51,9 @@ class Engine:
 
     def _run(self, *words: str, cwd: Path | None = None) -> str:
         env = {**os.environ, **self.env}
-        result = subprocess.run(words, env=env, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+        result = subprocess.run(
+            words, env=env, cwd=cwd, capture_output=True, text=True, timeout=patiently(300), check=False
+        )
         assert result.returncode == 0, f"{' '.join(words)}\n{result.stdout}{result.stderr}"
         return result.stdout
 

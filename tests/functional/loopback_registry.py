@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from speed import patiently
+
 START_SECONDS = 20.0
 USER, PASSWORD, TICKET = "trainer", "not a secret", "ticket-of-this-test"
 OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # not through a proxy of this machine
@@ -59,7 +61,7 @@ def start_registry(directory: Path) -> Iterator[str]:
         process = subprocess.Popen([program, "serve", config], stdout=log, stderr=log)
     try:
         url = f"http://127.0.0.1:{port}"
-        end = time.monotonic() + START_SECONDS
+        end = time.monotonic() + patiently(START_SECONDS)
         while True:
             try:
                 OPEN(f"{url}/v2/", timeout=2).close()

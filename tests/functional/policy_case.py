@@ -195,7 +195,7 @@ def local_ray(num_cpus: int) -> Iterator[None]:
 def running(config: Config, *, num_ranks: int = 1, **deadlines: float) -> Iterator[Policy]:
     """Start a policy with one CPU per rank and stop it at the end."""
     limits = replace(
-        config.deadlines, **({"placement": 60.0, "engine_start": patiently(180), "shutdown": 5.0} | deadlines)
+        config.deadlines, **({"placement": patiently(60), "engine_start": patiently(180), "shutdown": 5.0} | deadlines)
     )
     policy = Policy.start(
         config.policy,

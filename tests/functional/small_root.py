@@ -11,6 +11,8 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
+from speed import patiently
+
 STDLIB = Path("/usr/lib/python3.11")
 NOT_NEEDED = (
     "test",
@@ -74,7 +76,7 @@ def write_debian(root: Path) -> Path:
         ["apt-get", "indextargets", "--format=$(SITE)", *fields], capture_output=True, text=True, check=True
     )
     command = ["debootstrap", "--variant=minbase", "bookworm", str(root), *targets.stdout.split()[:1]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patiently(500), check=False)
     assert done.returncode == 0, f"{done.stdout[-3000:]}{done.stderr}"
     return root
 

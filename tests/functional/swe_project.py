@@ -7,6 +7,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from speed import patiently
+
 CANARY = "only-the-fix-says-this"
 WRONG, RIGHT = "def add(a, b):\n    return a - b\n", f"def add(a, b):\n    return a + b  # {CANARY}\n"
 OLD_TEST = "from calc import add\n\n\ndef test_zero():\n    assert add(2, 0) == 2\n"
@@ -34,7 +36,7 @@ class Project:
 def git(repository: Path, *words: str) -> str:
     env = {**os.environ, **ENVIRONMENT}
     command = ["git", "-C", str(repository), *words]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=30).stdout
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=patiently(30)).stdout
 
 
 def write_project(repository: Path) -> Project:

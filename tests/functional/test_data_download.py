@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from loopback_hub import Handler, Hub, environment, running_hub, status, truncated
+from speed import patiently
 
 pytestmark = pytest.mark.functional
 
@@ -55,7 +56,7 @@ def download(place: Path, hub: Hub, *arguments: str, **more: str) -> subprocess.
         env=environment(place, hub, **more),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patiently(120),
         check=False,
     )
 
@@ -169,7 +170,7 @@ def test_ten_kills_leave_no_trace_in_the_result(place: Path, hub: Hub) -> None:
         with subprocess.Popen(
             command(place), cwd=ROOT, env=environment(place, hub), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         ) as process:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + patiently(60)
             while len(hub.requests) == asked and time.monotonic() < deadline:
                 time.sleep(0.01)
             time.sleep(rng.uniform(0.0, 0.3))

@@ -18,6 +18,7 @@ import pytest
 import yaml
 from loopback_hub import Hub, broken_off, environment, running_hub, status
 from pyarrow import parquet
+from speed import patiently
 
 pytestmark = pytest.mark.functional
 
@@ -100,7 +101,7 @@ def prepare(place: Path, data: Path, hub: Hub) -> subprocess.CompletedProcess[st
         env=environment(place, hub, **MORE),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patiently(120),
         check=False,
     )
 
@@ -174,7 +175,7 @@ def test_faults_and_ten_kills_leave_no_trace_in_any_output(place: Path, hub: Hub
                 path.unlink(missing_ok=True)
             (place / "data/rlvr1/manifest.json").unlink(missing_ok=True)
     assert num_killed >= KILLS // 2
-    assert psutil.wait_procs(workers, timeout=20)[1] == []  # those of a killed parent end by themselves
+    assert psutil.wait_procs(workers, timeout=patiently(20))[1] == []  # those of a killed parent end by themselves
     hub.faults |= {"list": [status(503)], "get": faults(), "raw": faults()}
     result = prepare(place, place / "data", hub)
     assert result.returncode == 0, result

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from loopback_hub import Handler, Hub, broken_off, environment, running_hub, status
 from pyarrow import parquet
+from speed import patiently
 
 pytestmark = pytest.mark.functional
 
@@ -80,7 +81,9 @@ COMMANDS = pytest.mark.parametrize(("command", "kind"), [(side_files, "raw"), (f
 
 def run(command: list[str], place: Path, hub: Hub, **more: str) -> subprocess.CompletedProcess[str]:
     environ = environment(place, hub, **{"HF_TOKEN": TOKEN, **more})
-    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=patiently(120), check=False
+    )
 
 
 def files_in(directory: Path) -> dict[str, bytes]:
@@ -132,7 +135,7 @@ def test_kills_leave_no_trace(command: Any, kind: str, place: Path, hub: Hub) ->
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         ) as process:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + patiently(60)
             while not has_parts(hub.requests[asked:], kind) and time.monotonic() < deadline:
                 time.sleep(0.01)
             time.sleep(rng.uniform(0.0, 0.1))
@@ -221,7 +224,7 @@ def test_a_network_that_is_not_there_is_one_error_and_a_copy_needs_none(
     start = time.monotonic()
     result = run(command(place, place / "out"), place, NOWHERE)
     assert result.returncode == 2, result
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < patiently(60)
     (line,) = result.stderr.splitlines()[-1:]
     assert ": no connection to 127.0.0.1 ([Errno 111] Connection refused), 4 times in a row" in line
     assert "proxy" in line

@@ -8,6 +8,8 @@ import pytest
 
 from recipes.environments.chat.codec import ChatCodec
 
+pytestmark = pytest.mark.functional
+
 MESSAGES = [
     {"role": "system", "content": "Answer in JSON."},
     {"role": "user", "content": "caf\u00e9 & <b>? State the final answer."},
@@ -24,7 +26,6 @@ HISTORY = [
 ]
 
 
-@pytest.mark.functional
 @pytest.mark.parametrize("thinking", [True, False])
 def test_prompt_ids_equal_those_of_transformers(tmp_path: Path, thinking: bool) -> None:
     from tools.tiny.tokenizer import build_tokenizer

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from speed import patiently
 
 from recipes.config.load import load_config, require_valid
 from recipes.environments.chat.codec import ChatCodec
@@ -59,7 +60,7 @@ def served(name: str, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[s
             yield found.group(), process
         finally:
             process.terminate()
-            process.wait(timeout=20)
+            process.wait(timeout=patiently(20))
 
 
 @pytest.fixture(scope="module")
@@ -137,13 +138,13 @@ async def test_settings_of_the_server_apply() -> None:
 async def test_killed_server_is_no_verdict_within_the_deadline() -> None:
     response = response_object([message_item("\\boxed{B}")])
     with served("mcqa") as (url, process):
-        remote = client(url, seconds=5.0)
+        remote = client(url, seconds=patiently(5.0))
         assert isinstance(await remote.verify(ROWS["mcqa"], response), Verdict)
         process.kill()
-        process.wait(timeout=20)
+        process.wait(timeout=patiently(20))
         start = time.monotonic()
         verdict = await remote.verify(ROWS["mcqa"], response)
-    assert time.monotonic() - start < 10.0
+    assert time.monotonic() - start < patiently(10.0)
     assert isinstance(verdict, NoVerdict)
     assert verdict.status is RolloutStatus.ENV_FAILED
     assert url in verdict.reason
@@ -172,11 +173,13 @@ async def test_a_url_in_the_configuration_is_all_it_takes(tmp_path: Path) -> Non
     row = {**ROWS["mcqa"], "agent_ref": {"name": "mcqa_simple_agent"}}
     with served("mcqa") as (url, process):
         key = "env.nemo_gym.mcqa.resources_servers.mcqa"
-        loaded = load_config(CONFIGS / "tiny" / "stage1_rlvr.yaml", [f"{key}.url={url}", f"{key}.timeout_seconds=3"])
+        loaded = load_config(
+            CONFIGS / "tiny" / "stage1_rlvr.yaml", [f"{key}.url={url}", f"{key}.timeout_seconds={patiently(3)}"]
+        )
         environments = Environments.from_config(require_valid(loaded).env, codec)
         good = await environments.run(row, Answers(codec), max_tokens=9)
         process.kill()
-        process.wait(timeout=20)
+        process.wait(timeout=patiently(20))
         lost = await environments.run(row, Answers(codec), max_tokens=9)
         session = environments._http._session()
         environments.close()
@@ -287,5 +290,5 @@ async def test_a_foreign_servers_reward_and_numbers_are_taken() -> None:
 )
 def test_serving_refuses_wrong_arguments(arguments: list[str], message: str) -> None:
     command = [sys.executable, "-m", "tools.serve_env", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patiently(60), check=False)
     assert (done.returncode, message in done.stderr) == (2, True), done.stderr

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from below import below
+from speed import patiently
 
 from recipes.environments.contract.responses import message_item
 from recipes.environments.contract.verdict import NoVerdict, Verdict
@@ -209,8 +210,8 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
         workers = workers_of(parent.pid)
         assert len(workers) >= 4  # two loaders, two scorers
         parent.kill()
-        parent.wait(timeout=20)
-    deadline = time.monotonic() + 20.0
+        parent.wait(timeout=patiently(20))
+    deadline = time.monotonic() + patiently(20.0)
     while any(is_running(worker) for worker in workers):
         assert time.monotonic() < deadline, "a scoring worker outlived its parent"
         time.sleep(0.1)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from speed import patiently
 from tiny_run import launch_environment
 
 from recipes.grpo.checkpoint import complete_checkpoints, load_state
@@ -87,11 +88,11 @@ def test_a_run_outlives_one_of_two_engines(moment: Moment, tmp_path: Path) -> No
         run = subprocess.Popen(["make", "stage1.1"], cwd=ROOT, env=environment, stdout=out, stderr=out)
     try:
         kill_at(moment, run, run_dir, log)
-        status = run.wait(timeout=300)
+        status = run.wait(timeout=patiently(300))
     finally:
         if run.poll() is None:
             run.terminate()
-            run.wait(timeout=60)
+            run.wait(timeout=patiently(60))
     text = log.read_text(errors="replace")
     assert status == 0, text[-6000:]
     assert re.search(r"generation engine [01] .*; [0-9]+ requests are sampled elsewhere; 1 of 2 engines are left", text)
@@ -108,7 +109,7 @@ def test_a_run_outlives_one_of_two_engines(moment: Moment, tmp_path: Path) -> No
 
 
 def kill_at(moment: Moment, run: subprocess.Popen[bytes], run_dir: Path, log: Path) -> None:
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + patiently(240)
     victims: list[psutil.Process] = []
     begun = "policy and engines are up"
     while len(victims) < 2 or begun not in log.read_text(errors="replace") or steps_done(run_dir) < moment.step:

@@ -10,7 +10,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from speed import patiently
 from tiny_run import launch_environment
+
+pytestmark = pytest.mark.functional
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -38,7 +41,6 @@ print("found", json.dumps(found), flush=True)
 """
 
 
-@pytest.mark.functional
 def test_entrypoint_runs_in_the_cluster_on_the_written_file(tmp_path: Path) -> None:
     home = tmp_path / "nemo-rl"
     program = home / "examples" / "nemo_gym" / "run_grpo_nemo_gym.py"
@@ -55,7 +57,7 @@ def test_entrypoint_runs_in_the_cluster_on_the_written_file(tmp_path: Path) -> N
     }
     result = subprocess.run(
         ["./super_launch.sh", "stage1.1", "grpo.max_num_steps=3"],
-        cwd=ROOT, env=env, capture_output=True, text=True, timeout=180, check=False,
+        cwd=ROOT, env=env, capture_output=True, text=True, timeout=patiently(180), check=False,
     )  # fmt: skip
     run_dir = tmp_path / "theirs"
     assert result.returncode == 0, result.stderr

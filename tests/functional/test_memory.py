@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from speed import patiently
 from tiny_run import launch_environment
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(120)]
@@ -24,7 +25,7 @@ def test_activations_of_a_full_micro_batch(tmp_path: Path, recompute: str, low: 
         env={**env, "PYTHONPATH": str(SCRIPT.parents[2])},  # for what all tests share
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=patiently(100),
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -16,6 +16,7 @@ import torch
 from policy_case import exported, load_case, local_ray, policy_logprobs, reference_logprobs, running, save_model
 from random_batch import random_batch
 from safetensors.torch import load_file
+from speed import patiently
 
 from recipes.cluster.token_store import RayTokenStore
 from recipes.errors import CheckpointError, ConfigError
@@ -97,7 +98,7 @@ def test_training_does_not_change_a_snapshot_that_is_written_later(tmp_path: Pat
     script = Path(__file__).with_name("snapshot_case.py")
     command = [sys.executable, str(script), str(tmp_path), is_distributed]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=patiently(300))
     assert done.returncode == 0, done.stderr[-4000:]
 
 

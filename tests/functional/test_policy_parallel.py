@@ -23,6 +23,7 @@ from policy_case import (
     showing_gradients,
 )
 from random_batch import batch_of, padded, random_batch, random_rollouts
+from speed import patiently
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -154,7 +155,7 @@ def test_a_dead_rank_is_named_at_once(model: Path) -> None:
         began = time.monotonic()
         with pytest.raises(PolicyError, match=rf"rank 1 \(pid {victim} on node [0-9a-f]+"):
             policy.train(batch)
-        assert time.monotonic() - began < 30.0
+        assert time.monotonic() - began < patiently(30.0)
     assert not path.exists()
 
 
@@ -167,4 +168,4 @@ def test_a_late_rank_is_named_within_the_deadline(model: Path) -> None:
         began = time.monotonic()
         with pytest.raises(PolicyError, match=rf"no answer within 10 s from .*rank 1 \(pid {stopped}"):
             policy.train(batch)
-        assert time.monotonic() - began < 15.0
+        assert time.monotonic() - began < patiently(15.0)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from speed import patiently
 from tiny_run import launch_environment
 
 from recipes.grpo.data import PromptDataset, row_id
@@ -38,15 +39,15 @@ def test_a_killed_profile_goes_on_where_it_stopped(tmp_path: Path) -> None:
     known, result = tmp_path / "run/.pass_rates.jsonl.known", tmp_path / "run/pass_rates.jsonl"
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command(tmp_path), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-    end = time.monotonic() + START_SECONDS
+    end = time.monotonic() + patiently(START_SECONDS)
     while len(lines_of(known)) < SEEN:
         assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
         assert time.monotonic() < end, (tmp_path / "log").read_text()[-3000:]
         time.sleep(0.02)
     below = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGKILL)
-    process.wait(timeout=20)
-    _, alive = psutil.wait_procs(below, timeout=30)
+    process.wait(timeout=patiently(20))
+    _, alive = psutil.wait_procs(below, timeout=patiently(30))
     for left in alive:
         left.kill()
     kept = [line for line in known.read_text().split("\n")[:-1]]
@@ -54,7 +55,7 @@ def test_a_killed_profile_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert not result.exists()
 
     again = subprocess.run(
-        command(tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=EXIT_SECONDS, check=False
+        command(tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=patiently(EXIT_SECONDS), check=False
     )
     assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-2000:]
     rows = PromptDataset(tmp_path / "train.jsonl")
@@ -68,11 +69,16 @@ def test_a_killed_profile_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert not known.exists()
 
     nothing = subprocess.run(
-        command(tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=EXIT_SECONDS, check=False
+        command(tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=patiently(EXIT_SECONDS), check=False
     )
     assert nothing.stdout == f"profile: {result} is up to date\n", nothing.stdout
     other = subprocess.run(
-        command(tmp_path, "--samples", "4"), cwd=ROOT, capture_output=True, text=True, timeout=EXIT_SECONDS, check=False
+        command(tmp_path, "--samples", "4"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patiently(EXIT_SECONDS),
+        check=False,
     )
     assert other.returncode == 2
     assert "parameters.samples was 3, is 4" in other.stdout + other.stderr

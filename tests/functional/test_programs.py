@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from small_root import require
+from speed import patiently
 
 from recipes.environments.contract.asking import Execution, advance
 from recipes.environments.contract.responses import message_item
@@ -322,7 +323,7 @@ def test_the_server_ends_with_a_process_that_is_killed() -> None:
         assert process.stdout is not None
         pid = int(process.stdout.readline().split()[1])
         process.kill()
-    end = time.monotonic() + 30
+    end = time.monotonic() + patiently(30)
     while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]:
         assert time.monotonic() < end, "the server lives on"
         time.sleep(0.05)

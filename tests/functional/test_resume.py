@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from speed import patiently
 from tiny_run import launch_environment
 
 from recipes.grpo.checkpoint import complete_checkpoints, load_state
@@ -59,18 +60,18 @@ class Attempt:
         return None
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        end = time.monotonic() + START_SECONDS
+        end = time.monotonic() + patiently(START_SECONDS)
         while not condition():
             assert self.process.poll() is None, f"ended while waiting for {what}:\n{self.tail()}"
-            assert time.monotonic() < end, f"no {what} within {START_SECONDS} s:\n{self.tail()}"
+            assert time.monotonic() < end, f"no {what} within {patiently(START_SECONDS):.0f} s:\n{self.tail()}"
             time.sleep(0.02)
 
     def wait(self, seconds: float) -> int:
         try:
-            return self.process.wait(timeout=seconds)
+            return self.process.wait(timeout=patiently(seconds))
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGTERM)
-            pytest.fail(f"still running {seconds} s later:\n{self.tail()}")
+            pytest.fail(f"still running {patiently(seconds):.0f} s later:\n{self.tail()}")
 
     def tail(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-60:])

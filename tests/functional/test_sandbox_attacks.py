@@ -17,6 +17,7 @@ import pytest
 from below import below
 from sandbox_client import TOKEN, Client
 from small_root import require
+from speed import patiently
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY_MIB, PROCESSES, DISK_MIB = 256, 32, 16
@@ -41,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, i
     client.wait_until_healthy(process)
     yield client, process.pid
     process.send_signal(signal.SIGUSR2)  # as a job ends its steps
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=patiently(30)) == 0
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_a_server_without_a_token_does_not_start():
     for token in ("", "short"):
         environ = {**os.environ, "SANDBOX_TOKEN": token, "NGINX_PORT": "1"}
         start = [ROOT / "containers/sandbox/start.sh"]
-        result = subprocess.run(start, env=environ, capture_output=True, text=True, timeout=30, check=False)
+        result = subprocess.run(start, env=environ, capture_output=True, text=True, timeout=patiently(30), check=False)
         assert result.returncode == 1 and "sandbox: SANDBOX_TOKEN: missing or short; set at least 16" in result.stderr
 
 
@@ -262,7 +263,7 @@ def test_processes_are_limited(sandbox):
     assert 5 < int(sandbox.python(THREADS)["stdout"]) < PROCESSES
     started = time.monotonic()
     assert sandbox.python(ENDLESS_FORK_BOMB, timeout=2)["process_status"] == "timeout"
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < patiently(20)
     assert sandbox.python("print(1)")["stdout"] == "1\n"
 
 
@@ -299,7 +300,7 @@ def test_nothing_escapes_the_time_limit(sandbox):
     started = time.monotonic()
     assert sandbox.python(STUBBORN, timeout=1)["process_status"] == "timeout"
     assert sandbox.cell(STUBBORN, "stubborn", timeout=1)["process_status"] == "timeout"
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < patiently(20)
     assert sandbox.cell("1", "stubborn")["new_session_created"] is True
 
 
@@ -354,7 +355,7 @@ for _ in range(4):
 def test_what_a_cell_leaves_running_meets_the_limits(sandbox, kind):
     before = sandbox.send("/sessions")[1]["num_sessions"]
     assert sandbox.cell(LEFT_RUNNING[kind], f"leaves {kind}".replace(" ", "-"))["process_status"] == "completed"
-    end = time.monotonic() + 40
+    end = time.monotonic() + patiently(40)
     while sandbox.send("/sessions")[1]["num_sessions"] > before:
         assert time.monotonic() < end
         time.sleep(0.2)
@@ -381,10 +382,10 @@ def test_thirty_two_attacks_at_once_are_contained(server):
         time.sleep(2)
         started = time.monotonic()
         assert sandbox.python("print(6 * 7)", timeout=60)["stdout"] == "42\n"  # the host keeps serving
-        assert time.monotonic() - started < 60
+        assert time.monotonic() - started < patiently(60)
         statuses = [future.result()["process_status"] for future in futures]
     assert set(statuses) <= {"completed", "error", "timeout"}
-    end = time.monotonic() + 10
+    end = time.monotonic() + patiently(10)
     while len(children_of(pid)) > sandbox.send("/sessions")[1]["num_sessions"]:  # no jail is left but the sessions'
         assert time.monotonic() < end
         time.sleep(0.1)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from listening import beyond_loopback
+from speed import patiently
 from tiny_run import TWO_STEPS, launch_environment
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(900)]
@@ -51,7 +52,9 @@ def what_a_neighbour_gets(seen: Mapping[int, Mapping[str, str]], run_dir: Path) 
     given = json.dumps({"pids": list(seen), "places": sorted(places)})
     program = Path(__file__).with_name("neighbour.py").read_text()
     nobody = ["setpriv", "--reuid=65533", "--regid=65533", "--clear-groups", "/usr/bin/python3", "-I", "-c", program]
-    done = subprocess.run(nobody, cwd="/", input=given, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        nobody, cwd="/", input=given, capture_output=True, text=True, check=True, timeout=patiently(60)
+    )
     return set(json.loads(done.stdout))
 
 

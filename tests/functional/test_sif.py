@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 import pytest
 from loopback_hub import Hub, environment, running_hub
 from loopback_registry import Faults, Pusher, busybox_root, layer, login, start_proxy, start_registry
+from speed import patiently
 
 pytestmark = pytest.mark.functional
 
@@ -105,7 +106,9 @@ class Site:
 
     def make(self, directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
         command = self.command(directory, *words)
-        return subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=240, check=False)
+        return subprocess.run(
+            command, env=self.environ, capture_output=True, text=True, timeout=patiently(240), check=False
+        )
 
 
 @pytest.fixture(scope="module")
@@ -133,11 +136,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 @contextmanager
 def small_disk(directory: Path) -> Iterator[Path]:
     directory.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", directory], check=True, timeout=10)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", directory], check=True, timeout=patiently(10)
+    )
     try:
         yield directory
     finally:
-        subprocess.run(["umount", directory], check=True, timeout=30)
+        subprocess.run(["umount", directory], check=True, timeout=patiently(30))
 
 
 def sif_files(directory: Path) -> dict[str, str]:
@@ -170,7 +175,7 @@ def killed(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
             wait_for(lambda: len(list(directory.glob("*.sif"))) >= before + 3, process)  # noqa: B023
             time.sleep(chance.uniform(0, 0.3))
             process.send_signal(kill)
-            process.wait(timeout=30)
+            process.wait(timeout=patiently(30))
             said.append(str(process.returncode))
             wait_for(lambda: not programs_at_work(directory), None)
             if kill == signal.SIGTERM:
@@ -180,7 +185,7 @@ def killed(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
 
 
 def wait_for(condition: object, process: subprocess.Popen[bytes] | None) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + patiently(60)
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < end and (process is None or process.poll() is None)
         time.sleep(0.02)
@@ -254,7 +259,7 @@ def test_work_that_does_not_fit_can_be_done_on_another_disk(site, killed, tmp_pa
 def test_a_registry_that_wants_a_password_is_named(site, tmp_path):
     command = site.command(tmp_path / "sif", "--check-only")
     environ = {**site.environ, "DOCKER_CONFIG": str(tmp_path)}
-    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=patiently(60), check=False)
     assert result.returncode == 1
     assert "the registry has 0 images" in result.stdout and "30 images cannot be pulled" in result.stdout
     assert f"{EXAMPLES[0].instance}: access: " in result.stdout and "`docker login`" in result.stdout
@@ -267,7 +272,7 @@ def list_all(place: Path, hub: Hub, revision: str, *words: str) -> subprocess.Co
     command = [sys.executable, "-m", "tools.sif.build", "--sif-dir", str(place / "sif"), "--all", "--check-only"]
     command += ["--datasets", str(place / "table.yaml"), "--mirror", "127.0.0.1:1", "--retries", "1", *words]
     environ = environment(place, hub)
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=patiently(60), check=False)
 
 
 def test_all_instances_of_a_data_set_are_found(tmp_path):

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from loopback_registry import Pusher, login, start_proxy, start_registry
 from small_root import require, write_root
+from speed import patiently
 from swe_project import CANARY, WRONG, Project, git, write_project
 
 from tools.sif import run as sif_run
@@ -85,7 +86,9 @@ def make_image(made: Made, directory: Path, *words: str) -> Path:
     """Make the one image and return it."""
     command = [sys.executable, "-m", "tools.sif.build", "--sif-dir", directory, "--rows", made.rows]
     command += ["--mirror", made.host, "--compression", "lz4", *words]
-    result = subprocess.run(command, env=made.environ, capture_output=True, text=True, timeout=200, check=False)
+    result = subprocess.run(
+        command, env=made.environ, capture_output=True, text=True, timeout=patiently(200), check=False
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return directory / "swebench_sweb.eval.x86_64.some_1776_calc-1.sif"
 
@@ -137,7 +140,7 @@ def test_a_user_without_rights_runs_it_too(made):
             os.chown(directory, 65534, 65534)
         command = [*open_fuse(place), "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *start, "sh", "-c"]
         command.append("touch /made && cat /testbed/calc.py")
-        result = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60, check=False)
+        result = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=patiently(60), check=False)
         assert (result.returncode, result.stdout) == (0, WRONG), result.stderr
         assert programs_with(f"squashfuse -f -o offset={sif_run.offset_of(image)} {place}") == []
 
@@ -213,7 +216,7 @@ def test_a_root_in_an_image_is_nobody_outside(made):
         words = sif_run.words_of(CONTAINER, made.stripped, place / "work", place / "inputs")
         process = subprocess.Popen([*words, "sh", "-c", "id -u; exec sleep 62.831"], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None and process.stdout.readline() == "0\n"
-        end = time.monotonic() + 20
+        end = time.monotonic() + patiently(20)
         while not (found := programs_with("sleep 62.831")):
             assert time.monotonic() < end
             time.sleep(0.05)
@@ -308,7 +311,7 @@ def test_the_good_instances_are_those_whose_tests_tell_patches_apart(made, tmp_p
     rows.write_text(plain + "".join(lines))
     command = [sys.executable, "-m", "tools.sif.check", "--sif-dir", directory, "--rows", rows, "--golden"]
     command += ["--runner", runner, "--timeout", "60", "--out", tmp_path / "good"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=patiently(200), check=False)
     assert result.returncode == 1, result.stdout + result.stderr
     found = [json.loads(line) for line in (directory / "checked.jsonl").open()]
     causes = {entry["instance"]: entry["cause"] for entry in found}
@@ -318,12 +321,12 @@ def test_the_good_instances_are_those_whose_tests_tell_patches_apart(made, tmp_p
     manifest = json.loads((tmp_path / "good" / "manifest.json").read_text())
     assert manifest["counts"] == {"train-split.jsonl": {"rows": 2, "left_out": len(cases) - 1}}
     rows.write_text(lines[0])
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=patiently(100), check=False)
     assert result.returncode == 0 and "1 were found good before, 0 to check" in result.stdout, result.stdout
     assert len((directory / "checked.jsonl").read_text().splitlines()) == len(cases)  # what is known of others stays
     rows.write_text(lines[2] + json.dumps(row("some__calc-1", project, patch=no_fix)) + "\n")
     command.remove("--golden")  # what failed with its tests does not become good without, and another row is another
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=patiently(100), check=False)
     assert result.returncode == 1 and "0 were found good before, 2 to check" in result.stdout, result.stdout
     assert "0 of 2 images are good (others: 2 golden)" in result.stdout, result.stdout
 

@@ -117,3 +117,12 @@ def test_readme_names_only_targets_that_exist():
     )
     assert {"smoke", "test"} <= named
     assert named <= set(phony_targets())
+
+
+@pytest.mark.parametrize(("folder", "mark"), [("functional", "functional"), ("gpu", "gpu")])
+def test_what_the_unit_tier_does_not_collect_is_of_another_tier(folder, mark):
+    (recipe,) = re.findall(r"^\t\$\(PYTHON\) -m pytest -m 'not functional.*(?:\\\n.*)*", MAKEFILE, re.MULTILINE)
+    assert f"--ignore tests/{folder} " in recipe
+    for path in (ROOT / "tests" / folder).rglob("test_*.py"):
+        marks = path.read_text().partition("\npytestmark = ")[2].partition("\n\n")[0]
+        assert re.search(rf"pytest\.mark\.{mark}\b", marks), path.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,19 +70,27 @@ def tells_what_to_do(text: str) -> bool:
     return "{}" in parts or any(word is not None and VERBS.fullmatch(word[1]) for word in words)
 
 
+@functools.cache
+def arguments(path: Path) -> list[tuple[ast.AST, int, ast.keyword]]:
+    """Return the arguments of all calls in functions that have the name of a part of a message."""
+    return [
+        (function, call.lineno, keyword)
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call)
+        for keyword in call.keywords
+        if keyword.arg in ("got", "expected", "fix")
+    ]
+
+
 def given(path: Path, name: str) -> Iterator[tuple[int, str]]:
-    """Yield line and text of everything that calls get as `got` or `expected`."""
-    tree = ast.parse(path.read_text())
-    for function in ast.walk(tree):
-        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        for call in ast.walk(function):
-            for keyword in call.keywords if isinstance(call, ast.Call) else ():
-                if keyword.arg != name:
-                    continue
-                value = keyword.value
-                texts = assigned(function, value.id) if isinstance(value, ast.Name) else branches(value)
-                yield from ((call.lineno, text) for text in texts if text)
+    """Yield line and text of everything that calls get as this part of a message."""
+    for function, line, keyword in arguments(path):
+        if keyword.arg == name:
+            value = keyword.value
+            texts = assigned(function, value.id) if isinstance(value, ast.Name) else branches(value)
+            yield from ((line, text) for text in texts if text)
 
 
 @pytest.mark.parametrize(

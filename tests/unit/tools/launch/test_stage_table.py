@@ -10,13 +10,13 @@ from tools.launch.stage_table import BEGIN, END, SIZES, main, size_rows
 COLUMNS = {name: number for number, name in enumerate(SIZES)}
 
 
-def row_of(stage: str, scale: str, platform: str) -> tuple[str, ...]:
-    (found,) = [row for row in size_rows(load_stages()) if row[:3] == (stage, scale, platform)]
-    return found
+@pytest.fixture(scope="module")
+def table() -> list[tuple[str, ...]]:
+    """The sizes of every configuration."""
+    return size_rows(load_stages())
 
 
-def test_every_configuration_has_one_row():
-    table = size_rows(load_stages())
+def test_every_configuration_has_one_row(table):
     assert len(table) == 16  # four families: three scales, and production on two platforms
     assert len({row[:3] for row in table}) == len(table)
 
@@ -43,8 +43,8 @@ def test_every_configuration_has_one_row():
          {"GPUs": "2", "rollouts/step": "128", "micro-batches/rank": "8", "tokens/step": "32,768", "cohort": "0"}),
     ],
 )  # fmt: skip
-def test_sizes_follow_from_the_configuration(where: tuple[str, str, str], values: dict[str, str]):
-    row = row_of(*where)
+def test_sizes_follow_from_the_configuration(table, where: tuple[str, str, str], values: dict[str, str]):
+    (row,) = [row for row in table if row[:3] == where]
     assert {name: row[COLUMNS[name]] for name in values} == values
 
 
