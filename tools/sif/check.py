@@ -224,7 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--again", action="store_true", help="check also the images that were good before")
     add("--out", type=Path, help="directory for row files with the good instances only")
     add("--runner", choices=("", "apptainer", "bwrap"), default="", help="default: apptainer where it is installed")
-    add("--network", action="store_true", help="let the tests use the network (bwrap only)")
+    add("--network", action="store_true", help="let the tests use the network")
     add("--workers", type=positive, default=2, help="images checked at once")
     add("--timeout", type=amount, default=Container(apptainer=False).seconds, help="seconds that one command may take")
     options = parser.parse_args(arguments)

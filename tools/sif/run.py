@@ -3,7 +3,8 @@
     python -m tools.sif.run IMAGE COMMAND...
 
 The image is not trusted. By bubblewrap the command has no rights on this machine, and a root that is nobody outside. By
-Apptainer it is the user who starts it, without root's rights and without this process's environment.
+Apptainer it is the user who starts it, as in a rollout: without root's rights, this process's environment, this
+machine's files and, unless it is asked for, the network.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from recipes.environments.sandbox.apptainer import isolation
 from tools.sif.programs import run_program
 from tools.sif.registry.errors import ImageError
 
@@ -70,9 +72,8 @@ def environment() -> dict[str, str]:
 def words_of(container: Container, image: Path, work: Path, inputs: Path) -> list[str]:
     """Return the command line before the command."""
     if container.apptainer:
-        words = ["apptainer", "exec", "--writable-tmpfs", "--cleanenv", "--pid", "--no-mount", "home,tmp,bind-paths"]
-        words += ["--no-privs"] if os.geteuid() == 0 else []
-        return [*words, "--bind", f"{inputs}:/inputs:ro", "--pwd", "/", str(image)]
+        options = isolation(network=container.network)
+        return ["apptainer", "exec", *options, "--bind", f"{inputs}:/inputs:ro", str(image)]
     network = "yes" if container.network else "no"
     words = [str(AS_NOBODY), str(work), str(image), str(inputs), str(RUN), "--"]
     return [*words, "bash", str(work / "2"), str(work), str(offset_of(image)), network, container.size]

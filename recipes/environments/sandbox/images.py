@@ -24,12 +24,10 @@ from pathlib import Path
 
 from recipes.environments.contract.asking import Execution
 from recipes.environments.contract.verdict import Response
+from recipes.environments.sandbox.apptainer import isolation
 from recipes.environments.sandbox.server import SandboxFailedError
 
 RUNTIMES = ("apptainer", "singularity")
-OPTIONS = ("--containall", "--writable-tmpfs", "--no-home", "--no-mount=bind-paths,cwd,home,hostfs,tmp", "--pwd=/")
-NO_NETWORK = ("--net", "--network=none")
-NO_PRIVILEGES = "--no-privs"  # of root, when root starts the container
 GIB = 1 << 30
 LIMITS = (
     ("as", resource.RLIMIT_AS, 64 * GIB),
@@ -58,8 +56,16 @@ def words_of(image: str, *, network: bool = False) -> Sequence[str]:
         raise SandboxFailedError(f"image {image} needs Apptainer, and this machine has none: install apptainer")
     if not Path(image).is_file():
         raise SandboxFailedError(f"there is no image {image} here: fetch it, or correct metadata.image of the row")
-    options = [*OPTIONS, *(() if network else NO_NETWORK), *([NO_PRIVILEGES] if os.geteuid() == 0 else [])]
-    return [*_limit_words(), runtime, "exec", *options, str(Path(image).resolve()), "bash", "-c", START]
+    return [
+        *_limit_words(),
+        runtime,
+        "exec",
+        *isolation(network=network),
+        str(Path(image).resolve()),
+        "bash",
+        "-c",
+        START,
+    ]
 
 
 def _limit_words() -> list[str]:
