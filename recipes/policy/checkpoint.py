@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _FORMAT = ("torch_dist", 1)
 _DATA_PARALLEL_RESHARDABLE, _FULLY_RESHARDABLE = "dp_reshardable", "fully_reshardable"  # Megatron's names
+_HEADS = "mtp."  # before the names of multi-token heads in a checkpoint
 _MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 
 
@@ -83,6 +84,7 @@ def snapshot(trainer: Trainer, path: Path, *, with_optimizer: bool = True) -> Sn
     state = _sharded_state(trainer, form if with_optimizer else None, is_loading=False)
     state["scheduler"] = trainer.scheduler.state_dict()
     state["saved"] = {"form": form if with_optimizer else None, "layout": _layout(), "rng": _all_rng_states()}
+    state["saved"] |= {"trains_heads": trainer.head_training is not None}
     strategy = FullyParallelSaveStrategyWrapper(_InProcessSave(*_FORMAT, thread_count=1), _replicas())
     live = {value.data.untyped_storage().data_ptr() for value in nested_values(state) if _is_tensor(value)}
     return Snapshot(dist_checkpointing.save(state, str(path), strategy, async_sharded_save=True), live)
@@ -99,6 +101,7 @@ def load(trainer: Trainer, path: Path) -> None:
             )
         )
     saved = dist_checkpointing.load_common_state_dict(str(path))["saved"]
+    _require_same_heads(trainer, saved, path)
     form: str | None = saved["form"]
     if form is None:
         logger.warning("%s holds no optimizer: it starts anew, so training does not go on exactly", path)
@@ -106,6 +109,9 @@ def load(trainer: Trainer, path: Path) -> None:
         _require_readable(form, saved["layout"], path)
     state = dist_checkpointing.load(_sharded_state(trainer, form, is_loading=True), str(path))
     unwrap_model(trainer.model).load_state_dict(state["model"])
+    if trainer.heads is not None:
+        own = {key.removeprefix(_HEADS): value for key, value in state["heads"].items()}
+        trainer.heads.load_state_dict(own)
     with torch.no_grad():  # in float32 the optimizer's shards are views of the parameters
         if form is None:
             _start_anew(trainer.optimizer)
@@ -185,10 +191,26 @@ def _sharded_state(trainer: Trainer, form: str | None, *, is_loading: bool) -> d
         "dp_cp_group": _replicas(),
     }
     model = unwrap_model(trainer.model).sharded_state_dict(metadata=metadata)
+    heads = {} if trainer.heads is None else trainer.heads.sharded_state_dict(prefix=_HEADS, metadata=metadata)
+    state = {"model": model, "heads": heads}
     if form is None:
-        return {"model": model}
-    optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
-    return {"model": model, "optimizer": optimizer}
+        return state
+    optimizer = trainer.optimizer.sharded_state_dict({**model, **heads}, is_loading=is_loading, metadata=metadata)
+    return {**state, "optimizer": optimizer}
+
+
+def _require_same_heads(trainer: Trainer, saved: dict[str, Any], path: Path) -> None:
+    """Refuse to begin or to end the training of multi-token heads within a run: the optimizer holds their moments."""
+    now, then = trainer.head_training is not None, saved.get("trains_heads", False)
+    if saved["form"] is not None and now != then:
+        problem = Problem(
+            where="policy.megatron_cfg.mtp_num_layers",
+            got=str(trainer.cfg.megatron_cfg.mtp_num_layers),
+            expected=f"{'more than 0' if then else '0'}, as when {path} was saved: its optimizer has"
+            f" {'' if then else 'no '}state of the heads",
+            fix="resume with that value, or start a new run from the export of that step",
+        )
+        raise CheckpointError([problem])
 
 
 def _require_readable(form: str, layout: dict[str, int], path: Path) -> None:

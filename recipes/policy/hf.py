@@ -71,6 +71,10 @@ class WeightReader:
                 )
             )
 
+    def has(self, name: str) -> bool:
+        """Whether the directory has a tensor of this name."""
+        return name in self._file_of
+
     def __call__(self, name: str) -> Tensor:
         """Return one full tensor."""
         file = self._file_of.get(name)

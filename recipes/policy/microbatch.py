@@ -24,6 +24,7 @@ class Microbatch:
     rows: tuple[int, ...]  # [B], of the shard's batch
     tokens_1T: Tensor  # int64
     labels_1T: Tensor  # int64, the next token of the same sequence; 0 where there is none
+    starts: tuple[int, ...]  # [B], where each row begins in the packed row
     sequences: PackedSequences
     source_BS: Tensor  # int64 [B, S-1]: entry t is where the row keeps the log-probability of token t + 1
     real_BS: Tensor  # bool [B, S-1], False on pads
@@ -67,6 +68,7 @@ def pack_microbatch(
         rows=tuple(rows),
         tokens_1T=torch.from_numpy(tokens_T).to(where)[None],
         labels_1T=torch.from_numpy(labels_T).to(where)[None],
+        starts=tuple(starts.tolist()),
         sequences=packed_sequences(padded, where, unpadded=own),
         source_BS=torch.where(real_BS, torch.from_numpy(starts).to(where)[:, None] + places_S, 0),
         real_BS=real_BS,

@@ -17,6 +17,7 @@ from recipes.policy.layers.context import ContextSequences, gather_row
 from recipes.policy.layers.head import OutputConfig
 from recipes.policy.layers.packed import PackedSequences
 from recipes.policy.layers.router import count_tokens, freeze_routers, pads_of_rank
+from recipes.policy.layers.token_heads import TokenHeads
 from recipes.policy.parallel import device
 
 if TYPE_CHECKING:
@@ -35,10 +36,27 @@ def build_model(family: Family, hf: Any, config: TransformerConfig, cfg: PolicyC
     if not config.bf16:
         return model
     rounded: torch.nn.Module = Float16Module(config, model)
-    for module in rounded.modules():  # it rounds the routers' biases too, which stay in float32
+    _restore_router_biases(rounded)
+    return rounded
+
+
+def build_heads(family: Family, hf: Any, config: TransformerConfig) -> TokenHeads | None:
+    """Build the multi-token heads of the model, after it; None where it has none or where another stage holds them."""
+    heads = family.build_heads(hf, config) if parallel_state.is_pipeline_last_stage() else None
+    if heads is None:
+        return None
+    count_tokens(heads)
+    placed: TokenHeads = heads.to(device(), DTYPES["bfloat16"] if config.bf16 else None)
+    _restore_router_biases(placed)
+    placed.requires_grad_(False)
+    return placed
+
+
+def _restore_router_biases(model: torch.nn.Module) -> None:
+    """Undo the rounding of the routers' biases, which stay in float32."""
+    for module in model.modules():
         if restore := getattr(module, "_maintain_float32_expert_bias", None):
             restore()
-    return rounded
 
 
 def transformer_config(family: Family, hf: Any, cfg: PolicyConfig) -> TransformerConfig:

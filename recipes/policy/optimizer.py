@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -41,12 +41,35 @@ def ddp_config(cfg: MegatronConfig) -> DistributedDataParallelConfig:
     )
 
 
-def build_optimizer(model: DistributedDataParallel, cfg: PolicyConfig) -> tuple[Any, OptimizerParamScheduler]:
-    """Build the optimizer and its schedule; one scheduler step is one optimizer step."""
+def build_optimizer(
+    model: DistributedDataParallel, cfg: PolicyConfig, *, heads: DistributedDataParallel | None = None
+) -> tuple[Any, OptimizerParamScheduler]:
+    """Build the optimizer of the model, and of the multi-token heads if they are trained, and its schedule.
+
+    One scheduler step is one optimizer step.
+    """
     use_exact_adam()
     own = cfg.megatron_cfg
     optimizer = get_megatron_optimizer(optimizer_config(cfg), [model])
+    if heads is not None:
+        optimizer = HeadsApart(optimizer, get_megatron_optimizer(optimizer_config(cfg), [heads]))
     return optimizer, _build_scheduler(optimizer, own.optimizer.lr, own.optimizer.min_lr, own.scheduler)
+
+
+class HeadsApart(ChainedOptimizer):  # type: ignore[misc]
+    """The optimizers of the model and of its heads as one, except that each of the two is clipped by its own norm."""
+
+    def __init__(self, model: ChainedOptimizer, heads: ChainedOptimizer) -> None:
+        super().__init__([*model.chained_optimizers, *heads.chained_optimizers])
+        self._model, self._heads = model, heads
+        self.heads_grad_norm = 0.0  # of the last step
+
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """Update both; return whether that succeeded, the gradient norm of the model, and its zeros."""
+        are_updated, norm, _ = self._heads.step()
+        self.heads_grad_norm = float(norm or 0.0)
+        is_updated, norm, zeros = self._model.step()
+        return is_updated and are_updated, norm, zeros
 
 
 def optimizer_config(cfg: PolicyConfig) -> OptimizerConfig:

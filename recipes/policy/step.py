@@ -9,7 +9,9 @@ Shape legend: B rows of a microbatch, S the longest of them, T = S - 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +26,13 @@ from recipes.config.tree import PolicyConfig
 from recipes.policy import hf
 from recipes.policy.families import mapping
 from recipes.policy.families.gather import FullWeights
+from recipes.policy.heads import HeadTargets, HeadTraining, head_targets, train_heads
 from recipes.policy.layers.context import share_over_context
 from recipes.policy.layers.router import take_expert_loads
+from recipes.policy.layers.token_heads import TokenHeads
 from recipes.policy.layout import check_model_fits
 from recipes.policy.microbatch import Microbatch, pack_microbatch
-from recipes.policy.model import build_model, forward, transformer_config
+from recipes.policy.model import build_heads, build_model, forward, transformer_config
 from recipes.policy.optimizer import build_optimizer, wrap_ddp
 from recipes.policy.packages import check_packages
 from recipes.policy.parallel import device, finish_queued_work, release_unused_memory
@@ -51,6 +55,8 @@ class Trainer:
     loss: LossFunction
     model: DistributedDataParallel
     weights: FullWeights
+    heads: TokenHeads | None  # of multi-token prediction; None where the model has none, or on another stage
+    head_training: HeadTraining | None  # None where they are carried as they are
     optimizer: Any
     scheduler: OptimizerParamScheduler
     reference: ReferenceWeights | None  # None where the loss needs no reference policy
@@ -79,25 +85,35 @@ def build_trainer(cfg: PolicyConfig, loss: LossFunction, *, with_reference: bool
     hf_config, family = hf.read_config(directory)
     check_packages(cfg.megatron_cfg)
     check_model_fits(family.config(hf_config), hf_config.vocab_size, cfg.megatron_cfg)
+    reader = hf.WeightReader(directory)
     config = transformer_config(family, hf_config, cfg)
     model = build_model(family, hf_config, config, cfg)
     own = family.weights(unwrap_model(model))
+    heads = build_heads(family, hf_config, config)
+    if heads is not None:
+        of_heads = family.head_weights(heads)
+        if reader.has(of_heads[0].names[0]):
+            own += of_heads
+        else:
+            heads = None  # config.json has them, the checkpoint has lost them
     weights = FullWeights(own, config)
-    reader = hf.WeightReader(directory)
     reader.check_all_used(weights.names() | family.unread_weights(hf_config))
     mapping.load(own, config, reader)
 
     wrapped = wrap_ddp(model, config, cfg.megatron_cfg)
-    optimizer, scheduler = build_optimizer(wrapped, cfg)
+    head_training = train_heads(heads, unwrap_model(model), config, cfg)
+    optimizer, scheduler = build_optimizer(wrapped, cfg, heads=head_training and head_training.model)
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     if wrapped.ddp_config.overlap_grad_reduce:
-        config.no_sync_func = wrapped.no_sync
+        config.no_sync_func = partial(_without_sync, wrapped, head_training)
     return Trainer(
         cfg=cfg,
         loss=loss,
         model=wrapped,
         weights=weights,
+        heads=heads,
+        head_training=head_training,
         optimizer=optimizer,
         scheduler=scheduler,
         reference=ReferenceWeights(unwrap_model(wrapped)) if with_reference else None,
@@ -130,6 +146,8 @@ def train_step(trainer: Trainer, shard: BatchShard, previous: Rows | None = None
         raise RuntimeError("the optimizer skipped the step: its gradients were not finite")
     trainer.scheduler.step(increment=1)
     gather_params(trainer)
+    if trainer.head_training is not None:
+        metrics["mtp/grad_norm"] = (trainer.optimizer.heads_grad_norm, 1.0)
     if level >= _AFTER_STEP:
         release_unused_memory()
     if trainer.cfg.megatron_cfg.moe_per_layer_logging:
@@ -144,6 +162,9 @@ def accumulate_gradients(trainer: Trainer, shard: BatchShard, previous: Rows | N
     trainer.model.train()
     trainer.model.zero_grad_buffer()
     trainer.optimizer.zero_grad()
+    heads = trainer.head_training
+    if heads is not None:
+        heads.begin()
 
     # All context-parallel ranks compute the same loss, and Megatron adds up what they count.
     counts = int(parallel_state.get_context_parallel_rank() == 0)
@@ -152,12 +173,31 @@ def accumulate_gradients(trainer: Trainer, shard: BatchShard, previous: Rows | N
         def loss(logprobs_1T: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Any]]:
             inputs, current_BT = loss_inputs(shard, packed, logprobs_1T, (previous, reference))
             sums = trainer.loss(current_BT, inputs)
-            return sums.loss, sums.count.to(torch.int) * counts, sums.metrics
+            count = sums.count.to(torch.int) * counts
+            if heads is None:
+                return sums.loss, count, sums.metrics
+            of_heads, metrics = heads.loss(unwrap_model(trainer.model), packed, _head_targets(shard, packed, heads))
+            return sums.loss + of_heads, count, {**sums.metrics, **metrics}
 
         return loss
 
     outputs = _run(trainer, shard, loss_function, forward_only=False)
+    if heads is not None:
+        heads.finish()
     return merge_metrics(_on_host(outputs)) if outputs else {}
+
+
+def _head_targets(shard: BatchShard, packed: Microbatch, heads: HeadTraining) -> HeadTargets:
+    rows = [(shard.row(row), float(shard.batch.sample_mask_B[row])) for row in packed.rows]
+    masks = [row.token_mask() * kept for row, kept in rows]
+    return head_targets(packed, [row.token_ids for row, _ in rows], masks, num_heads=heads.num_heads)
+
+
+@contextmanager
+def _without_sync(model: DistributedDataParallel, heads: HeadTraining | None) -> Iterator[None]:
+    """Add up gradients in place, of all microbatches but the last."""
+    with model.no_sync(), nullcontext() if heads is None else heads.model.no_sync():
+        yield
 
 
 def _on_host(outputs: Sequence[Mapping[str, Tensor | tuple[Tensor, Tensor]]]) -> list[dict[str, Measured]]:
@@ -206,6 +246,8 @@ def gather_params(trainer: Trainer) -> None:
     """Gather the parameters now, where an overlapped gather would end in the next forward pass."""
     if trainer.model.ddp_config.overlap_param_gather:
         trainer.model.start_param_sync(force_sync=True)
+        if trainer.head_training is not None:
+            trainer.head_training.model.start_param_sync(force_sync=True)
 
 
 def loss_inputs(

@@ -53,7 +53,7 @@ class LayoutJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutOutcome:
-    """What rank 0 saw of one step; only `before` where a case does not train."""
+    """What rank 0 saw of one step; only `before` and `shapes` where a case does not train."""
 
     before: dict[str, Tensor]
     metrics: dict[str, float] = field(default_factory=dict)
@@ -84,7 +84,7 @@ def run_case(case: LayoutCase, rank: int, store: dist.Store, directory: Path) ->
         loss = partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=None)
         trainer = step.build_trainer(config.policy, loss)
         if not case.trains:
-            return LayoutOutcome(before=_full_weights(trainer))
+            return LayoutOutcome(before=_full_weights(trainer), shapes=trainer.full_shapes())
         batch = random_batch(10, LocalStore())
         num_shards = parallel_state.get_data_parallel_world_size()
         plans = [shards.plan(batch, config.policy, num_shards=num_shards, training=flag) for flag in (False, True)]

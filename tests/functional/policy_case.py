@@ -47,6 +47,7 @@ _CPU = {
     "policy.megatron_cfg.activation_checkpointing": "false",
     "policy.megatron_cfg.apply_rope_fusion": "false",
     "policy.megatron_cfg.moe_permute_fusion": "false",
+    "policy.megatron_cfg.mtp_num_layers": 0,
     "policy.megatron_cfg.freeze_moe_router": "false",
     "policy.megatron_cfg.optimizer.lr": 1.0e-3,
     "policy.megatron_cfg.optimizer.use_precision_aware_optimizer": "false",

@@ -57,6 +57,7 @@ def config_of(model: Path, *, precision: str, micro_batch_tokens: int, recompute
     policy.generation.temperature = 1.0
     megatron.tensor_model_parallel_size, megatron.sequence_parallel = 1, False
     megatron.activation_checkpointing = recompute
+    megatron.mtp_num_layers = 0
     megatron.optimizer.use_precision_aware_optimizer = False  # it needs Transformer Engine
     megatron.optimizer.lr = megatron.optimizer.min_lr = 1e-4
     megatron.scheduler.start_weight_decay = megatron.scheduler.end_weight_decay = 0.0

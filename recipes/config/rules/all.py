@@ -72,4 +72,5 @@ REFUSALS: tuple[Rule, ...] = (
     generation.parsers_are_built,
     environments.agents_to_come,
     judges.models_to_come,
+    parallel.trained_heads_have_one_stage,
 )

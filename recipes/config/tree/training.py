@@ -161,13 +161,13 @@ class MegatronConfig:
     """overlap the shared expert with token dispatch"""
     moe_per_layer_logging: bool
     """log per layer how many tokens the busiest expert had, over the mean"""
-    mtp_num_layers: Annotated[int, Ge(0), Unit("heads"), Honours(0, reason="multi-token prediction is not built yet")]
-    """multi-token-prediction heads trained beside the policy; 0 = none"""
-    mtp_loss_scaling_factor: Annotated[float, Ge(0), Unit("weight"), NoEffect("until mtp_num_layers is built")]
-    """weight of the loss of the multi-token-prediction heads"""
-    mtp_use_repeated_layer: Annotated[bool, NoEffect("until mtp_num_layers is built")]
+    mtp_num_layers: Annotated[int, Ge(0), Unit("heads")]
+    """multi-token-prediction heads trained beside the policy; 0 = carried as they are, if the model has any"""
+    mtp_loss_scaling_factor: Annotated[float, Ge(0), Unit("weight")]
+    """weight of the loss of the multi-token-prediction heads, shared evenly by them"""
+    mtp_use_repeated_layer: Annotated[bool, Honours(True, reason="published models have one layer for all heads")]
     """one layer applied mtp_num_layers times"""
-    mtp_detach_heads: Annotated[bool, NoEffect("until mtp_num_layers is built")]
+    mtp_detach_heads: Annotated[bool, Honours(True, reason="the heads of the native policy are always detached")]
     """keep the gradient of these heads out of the policy"""
     optimizer: OptimizerConfig
     scheduler: SchedulerConfig

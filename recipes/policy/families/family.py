@@ -12,6 +12,7 @@ from recipes.policy.families.nemotron_h import NemotronH
 from recipes.policy.families.qwen3 import Qwen3
 from recipes.policy.families.qwen3_moe import Qwen3Moe
 from recipes.policy.layers.head import OutputConfig
+from recipes.policy.layers.token_heads import TokenHeads
 
 
 class Family(Protocol):
@@ -41,6 +42,17 @@ class Family(Protocol):
 
     def unread_weights(self, hf: Any) -> set[str]:
         """Name the tensors that a checkpoint may have and that the model does not read."""
+        ...
+
+    def build_heads(self, hf: Any, config: TransformerConfig) -> TokenHeads | None:
+        """Build the multi-token heads on the last pipeline stage; None where config.json has none.
+
+        Weights are undefined. `build` comes first.
+        """
+        ...
+
+    def head_weights(self, heads: TokenHeads) -> list[WeightMapping]:
+        """List the tensors of the heads with their Hugging Face tensors."""
         ...
 
 

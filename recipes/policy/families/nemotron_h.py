@@ -6,6 +6,7 @@ and a checkpoint might say otherwise is refused (`refusals`), since it would be 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from recipes.policy.layers.head import HybridLogProbModel, OutputConfig
 from recipes.policy.layers.norm import RMSNorm
 from recipes.policy.layers.recompute import recompute_in_backward
 from recipes.policy.layers.replicated import ReplicatedLinear
+from recipes.policy.layers.token_heads import TokenHeads
 
 mamba_cpu.install()  # before the modules of megatron.core.ssm are imported
 
@@ -103,9 +105,12 @@ class NemotronH:
             "tie_word_embeddings": (hf.tie_word_embeddings, False),  # transformers does not tie them either
             "norm_topk_prob": (hf.norm_topk_prob, True),
             "num_experts_per_tok": ("1" if hf.num_experts_per_tok == 1 else "more", "more"),
+            "num_nextn_predict_layers": (hf.num_nextn_predict_layers, min(hf.num_nextn_predict_layers, 1)),
             # Groups are ranked by their best two scores there, by the best num_experts_per_tok / topk_group here.
             "num_experts_per_tok / topk_group": (quotient if hf.n_group > 1 else 2, 2),
         }
+        if hf.num_nextn_predict_layers:
+            wrong["mtp_layers_block_type"] = (_pattern(hf.mtp_layers_block_type), "*E")
         return [(key, str(got).lower(), str(want).lower()) for key, (got, want) in wrong.items() if got != want]
 
     def config(self, hf: Any) -> dict[str, Any]:
@@ -156,7 +161,7 @@ class NemotronH:
             max_sequence_length=hf.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
-            hybrid_override_pattern="".join(SYMBOLS[kind] for kind in hf.layers_block_type),
+            hybrid_override_pattern=_pattern(hf.layers_block_type),
             position_embedding_type="none",
             share_embeddings_and_output_weights=False,
             parallel_output=True,
@@ -173,9 +178,38 @@ class NemotronH:
         return [_mapping(model, name, tensor) for name, tensor in [*model.named_parameters(), *biases]]
 
     def unread_weights(self, hf: Any) -> set[str]:
-        """Name nothing: the multi-token head of a checkpoint is not trained, and losing it is refused."""
+        """Name nothing: every tensor is read."""
         del hf
         return set()
+
+    def build_heads(self, hf: Any, config: TransformerConfig) -> TokenHeads | None:
+        """Build the heads from an attention layer and a layer of experts like the model's."""
+        if not hf.num_nextn_predict_layers:
+            return None
+        specs = _layer_specs(hf)
+        heads = TokenHeads(config, attention=specs.attention_layer, experts=specs.moe_layer)
+        sum_experts_apart(heads)
+        return heads
+
+    def head_weights(self, heads: TokenHeads) -> list[WeightMapping]:
+        """List parameters and the router's bias; in the checkpoint attention is layer 0 of the heads, experts are 1."""
+        biases = [(name, value) for name, value in heads.named_buffers() if name.endswith("router.expert_bias")]
+        return [_head_mapping(heads, name, value) for name, value in [*heads.named_parameters(), *biases]]
+
+
+def _head_mapping(heads: TokenHeads, name: str, tensor: torch.Tensor) -> WeightMapping:
+    part, rest = name.split(".", 1)
+    first, last = "mtp.layers.0.", "mtp.layers.1."
+    if part in ("attention", "moe"):
+        return _layer_mapping(heads.config, first if part == "attention" else last, rest, tensor)
+    sharding = _ROWS if part == "eh_proj" else _REPLICATED
+    return WeightMapping(
+        param=tensor, sharding=sharding, names=((last if part == "final_layernorm" else first) + name,)
+    )
+
+
+def _pattern(kinds: Sequence[str]) -> str:
+    return "".join(SYMBOLS[kind] for kind in kinds)
 
 
 def _mapping(model: Any, name: str, tensor: torch.Tensor) -> WeightMapping:
@@ -184,12 +218,17 @@ def _mapping(model: Any, name: str, tensor: torch.Tensor) -> WeightMapping:
         return WeightMapping(param=tensor, sharding=sharding, names=names)
     index, rest = name.removeprefix("decoder.layers.").split(".", 1)
     layer = f"backbone.layers.{model.decoder.layers[int(index)].layer_number - 1}."
+    return _layer_mapping(model.config, layer, rest, tensor)
+
+
+def _layer_mapping(config: TransformerConfig, layer: str, rest: str, tensor: torch.Tensor) -> WeightMapping:
+    """Map one tensor of a layer; `rest` is Megatron's name in it, `layer` the prefix of its checkpoint names."""
     if rest.startswith(_EXPERTS):
         local, kind = rest.removeprefix(_EXPERTS).split(".", 1)
-        expert = first_local_expert(model.config) + int(local)
+        expert = first_local_expert(config) + int(local)
         sharding, part = (_ROWS, "up_proj") if kind.startswith("linear_fc1") else (_COLUMNS, "down_proj")
-        names = (f"{layer}mixer.experts.{expert}.{part}.weight",)
-        return WeightMapping(param=tensor, sharding=sharding, names=names, is_expert=True)
+        name = f"{layer}mixer.experts.{expert}.{part}.weight"
+        return WeightMapping(param=tensor, sharding=sharding, names=(name,), is_expert=True)
     sharding, names = _LAYER_WEIGHTS[rest]
     return WeightMapping(param=tensor, sharding=sharding, names=tuple(layer + name for name in names))
 

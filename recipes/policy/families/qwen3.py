@@ -17,6 +17,7 @@ from recipes.policy.families.mapping import Sharding, WeightMapping, sum_experts
 from recipes.policy.layers.attention import CoreAttention
 from recipes.policy.layers.head import LogProbModel, OutputConfig
 from recipes.policy.layers.norm import RMSNorm
+from recipes.policy.layers.token_heads import TokenHeads
 
 _LAYER_WEIGHTS: dict[str, tuple[Sharding, tuple[str, ...]]] = {
     "input_layernorm.weight": (Sharding.REPLICATED, ("input_layernorm",)),
@@ -116,6 +117,16 @@ class Qwen3:
     def unread_weights(self, hf: Any) -> set[str]:
         """Name the copy of the embedding that some checkpoints with tied weights carry."""
         return {"lm_head.weight"} if hf.tie_word_embeddings else set()
+
+    def build_heads(self, hf: Any, config: TransformerConfig) -> TokenHeads | None:
+        """Return None: no published model of the family has multi-token heads."""
+        del hf, config
+        return None
+
+    def head_weights(self, heads: TokenHeads) -> list[WeightMapping]:
+        """List nothing."""
+        del heads
+        return []
 
 
 def _rope_theta(hf: Any) -> int:

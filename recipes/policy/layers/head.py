@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.mamba import MambaModel
 from megatron.core.tensor_parallel.mappings import (
@@ -43,7 +44,7 @@ class LogProbModel(GPTModel):  # type: ignore[misc]
             return hidden_states
         tied = self.share_embeddings_and_output_weights
         weight_VH = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        return _logprobs(self, hidden_states, weight_VH, labels)
+        return hidden_logprobs(self, hidden_states, weight_VH, labels, temperature=self.output.temperature)
 
 
 class HybridLogProbModel(MambaModel):  # type: ignore[misc]
@@ -52,19 +53,24 @@ class HybridLogProbModel(MambaModel):  # type: ignore[misc]
     def __init__(self, output: OutputConfig, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.output = output
+        self.keeps_hidden = False  # whether training passes leave the last hidden state in `hidden`
+        self.hidden: Tensor | None = None
         if self.post_process:
             self.output_layer.forward = _pass_on  # MambaModel has no hook between the last norm and the logits
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Return log-probabilities; what arrives as `logits` is the hidden state that `_pass_on` has passed on."""
-        return _logprobs(self, logits, self.output_layer.weight, labels)
+        self.hidden = logits.detach() if self.keeps_hidden and torch.is_grad_enabled() else None
+        return hidden_logprobs(self, logits, self.output_layer.weight, labels, temperature=self.output.temperature)
 
 
 def _pass_on(hidden_states: Tensor, **_: object) -> tuple[Tensor, None]:
     return hidden_states, None
 
 
-def _logprobs(model: Any, hidden_states: Tensor, weight_VH: Tensor, labels: Tensor) -> Tensor:
+def hidden_logprobs(
+    model: Any, hidden_states: Tensor, weight_VH: Tensor, labels: Tensor, *, temperature: float
+) -> Tensor:
     """Return log p(label) [1, T] in float32 from the last hidden state [T, 1, H] of this tensor-parallel rank."""
     group = model.pg_collection.tp
     if model.config.sequence_parallel:
@@ -76,7 +82,7 @@ def _logprobs(model: Any, hidden_states: Tensor, weight_VH: Tensor, labels: Tens
         hidden[:, 0],
         weight_VH,
         labels[0],
-        temperature=model.output.temperature,
+        temperature=temperature,
         chunk_size=model.output.chunk_size,
         group=group,
     )

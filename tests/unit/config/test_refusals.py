@@ -15,6 +15,15 @@ TO_COME = "the native engine does not have the "
 POLICY_MODEL = "env.nemo_gym.policy_model.responses_api_models.vllm_model"
 CHAT = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
 NATIVE_CASES = {
+    "trained_heads_have_one_stage": (
+        [
+            f"{MEGATRON}.mtp_num_layers=5",
+            f"{MEGATRON}.pipeline_model_parallel_size=2",
+            "cluster.gpus_per_node=3",
+        ],
+        f"{MEGATRON}.mtp_num_layers: got 5, expected 0; {MEGATRON}.pipeline_model_parallel_size is 2; set it to 0, "
+        "which keeps the heads as they are, or train with one stage",
+    ),
     "models_to_come": (
         ["env.nemo_gym.grader={responses_api_models: {vllm_model: {model: m}}}"],
         "env.nemo_gym.grader: the native engine does not have the judge grader yet; leave it and its rows out, or "
@@ -148,7 +157,8 @@ def test_stage_names_everything_that_is_still_to_come(stage: str, directory: str
     ("override", "reason"),
     [
         (f"{MEGATRON}.pipeline_model_parallel_size=1", None),
-        (f"{MEGATRON}.mtp_num_layers=5", "multi-token prediction is not built yet"),
+        (f"{MEGATRON}.mtp_detach_heads=false", "the heads of the native policy are always detached"),
+        (f"{MEGATRON}.mtp_use_repeated_layer=false", "published models have one layer for all heads"),
         (f"{MEGATRON}.fp8_cfg.enabled=true", "fp8 training is not built yet"),
         (
             "policy.generation.top_p=0.9",

@@ -24,7 +24,10 @@ def _hybrid(**values: Any) -> PretrainedConfig:
     return config
 
 
-@pytest.mark.parametrize("values", [{}, {"n_group": 4, "topk_group": 2}, {"moe_latent_size": 64}, {"n_groups": 1}])
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"num_nextn_predict_layers": 1}, {"n_group": 4, "topk_group": 2}, {"moe_latent_size": 64}, {"n_groups": 1}],
+)
 def test_what_the_published_hybrids_say_is_built(values: dict[str, Any]) -> None:
     assert NemotronH().refusals(_hybrid(**values)) == []
 
@@ -41,6 +44,11 @@ def test_what_the_published_hybrids_say_is_built(values: dict[str, Any]) -> None
         ({"tie_word_embeddings": True}, ("tie_word_embeddings", "true", "false")),
         ({"norm_topk_prob": False}, ("norm_topk_prob", "false", "true")),
         ({"num_experts_per_tok": 1}, ("num_experts_per_tok", "1", "more")),
+        ({"num_nextn_predict_layers": 2}, ("num_nextn_predict_layers", "2", "1")),
+        (
+            {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["moe", "full_attention"]},
+            ("mtp_layers_block_type", "e*", "*e"),
+        ),
         ({"n_group": 4, "topk_group": 1}, ("num_experts_per_tok / topk_group", "4", "2")),
     ],
 )

@@ -1,0 +1,143 @@
+"""The training of multi-token heads beside the policy: their inputs, their loss, their gradients and their clipping.
+
+A head learns the tokens that the policy has sampled, and only those that stay in the policy's loss: the sum of their
+negative log-probabilities over all heads, times `mtp_loss_scaling_factor` over the number of heads, divided by the
+number of those tokens. Advantages play no part. The heads have gradient buffers and an optimizer of their own, so that
+neither their gradients nor their norm, by which gradients are clipped, reach the policy.
+
+Shape legend: K heads, T tokens of a packed row, B rows of a microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.transformer.transformer_config import TransformerConfig
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recipes.errors import ConfigError, Problem
+from recipes.policy.layers.context import ContextSequences, gather_row
+from recipes.policy.layers.router import pads_of_rank
+from recipes.policy.layers.token_heads import TokenHeads
+from recipes.policy.microbatch import Microbatch
+from recipes.policy.optimizer import wrap_ddp
+
+if TYPE_CHECKING:
+    from recipes.config.tree import MegatronConfig, PolicyConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadTargets:
+    """What the heads read of a packed row and predict in it; 0 beyond the end of a sequence."""
+
+    tokens_KT: Tensor  # int64: row k - 1 has token t + k of the same sequence at place t
+    labels_KT: Tensor  # int64: token t + k + 1
+    mask_KT: Tensor  # float32: 1 where the label was sampled and stays in the loss
+    count: Tensor  # float32 scalar: tokens of the rows that were sampled and stay in the loss
+
+
+def head_targets(
+    packed: Microbatch, ids: Sequence[NDArray[np.int32]], masks: Sequence[NDArray[np.floating[Any]]], *, num_heads: int
+) -> HeadTargets:
+    """Shift the tokens and the loss masks of each row, one array each, within its own sequence."""
+    total = packed.tokens_1T.shape[1]
+    tokens, mask = np.zeros((num_heads + 1, total), np.int64), np.zeros((num_heads + 1, total), np.float32)
+    for start, own, kept in zip(packed.starts, ids, masks, strict=True):
+        for shift in range(1, min(num_heads + 2, len(own))):
+            tokens[shift - 1, start : start + len(own) - shift] = own[shift:]
+            mask[shift - 1, start : start + len(own) - shift] = kept[shift:]
+    where = packed.tokens_1T.device
+    moved = torch.from_numpy(tokens).to(where)
+    return HeadTargets(
+        tokens_KT=moved[:-1],
+        labels_KT=moved[1:],
+        mask_KT=torch.from_numpy(mask[1:]).to(where),
+        count=torch.tensor(float(sum(kept[1:].sum() for kept in masks)), device=where),
+    )
+
+
+class HeadTraining:
+    """The heads of one rank while they are trained."""
+
+    def __init__(self, model: DistributedDataParallel, config: TransformerConfig, megatron: MegatronConfig) -> None:
+        """Take the heads in their gradient buffers."""
+        self.model = model
+        self.num_heads = megatron.mtp_num_layers
+        self._is_divided = config.sequence_parallel
+        self._scale = megatron.mtp_loss_scaling_factor / megatron.mtp_num_layers
+        self._count: Tensor | None = None
+
+    def begin(self) -> None:
+        """Start a step: forget gradients and counts."""
+        self.model.train()
+        self.model.zero_grad_buffer()
+        self._count = None
+
+    def loss(
+        self, trunk: Any, packed: Microbatch, targets: HeadTargets
+    ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        """Return what the microbatch adds to the loss of the heads, and `mtp/mtp_K_loss`, for each head its mean.
+
+        Args:
+            trunk: the model, after the forward pass of the microbatch.
+        """
+        logprobs_KT = self._logprobs(trunk, packed, targets)
+        sums_K = -(logprobs_KT * targets.mask_KT).sum(1)
+        own = targets.count if parallel_state.get_context_parallel_rank() == 0 else torch.zeros_like(targets.count)
+        self._count = own if self._count is None else self._count + own
+        pairs = zip(sums_K.detach(), targets.mask_KT.sum(1), strict=True)
+        return self._scale * sums_K.sum(), {f"mtp/mtp_{k}_loss": pair for k, pair in enumerate(pairs, start=1)}
+
+    def finish(self) -> None:
+        """Add up the gradients over the ranks and divide them by the number of tokens. Collective."""
+        device = next(self.model.parameters()).device
+        finalize_model_grads([self.model], torch.zeros((), device=device) if self._count is None else self._count)
+
+    def _logprobs(self, trunk: Any, packed: Microbatch, targets: HeadTargets) -> Tensor:
+        sequences, pads_1T = packed.sequences, packed.sequences.pads_1T
+        tokens_KT, labels_KT = targets.tokens_KT, targets.labels_KT
+        is_shared = isinstance(sequences, ContextSequences)
+        if is_shared:
+            tokens_KT, labels_KT, pads_1T = (values[:, sequences.own_O] for values in (tokens_KT, labels_KT, pads_1T))
+        hidden_T1H, trunk.hidden = trunk.hidden, None
+        logprobs_KT: Tensor = self.model(
+            hidden_T1H,
+            tokens_KT,
+            labels_KT,
+            trunk=trunk,
+            sequences=sequences,
+            padding_mask=pads_of_rank(pads_1T, is_divided=self._is_divided),
+        )
+        if not is_shared:
+            return logprobs_KT
+        group = parallel_state.get_context_parallel_group()
+        return torch.cat([gather_row(row_T[None], sequences, group) for row_T in logprobs_KT])
+
+
+def train_heads(
+    heads: TokenHeads | None, trunk: Any, config: TransformerConfig, cfg: PolicyConfig
+) -> HeadTraining | None:
+    """Prepare the training of the heads, after that of the model `trunk`; None where no heads are to be trained.
+
+    Raises `ConfigError` when the model has none to train.
+    """
+    if cfg.megatron_cfg.mtp_num_layers == 0:
+        return None
+    if heads is None:
+        problem = Problem(
+            where="policy.megatron_cfg.mtp_num_layers",
+            wrong=f"{cfg.model_name} has no multi-token heads to train",
+            fix="set it to 0, or train a model whose config.json has num_nextn_predict_layers: 1 and whose files have"
+            " the weights",
+        )
+        raise ConfigError([problem])
+    trunk.keeps_hidden = True
+    wrapped = wrap_ddp(heads.requires_grad_(True), config, cfg.megatron_cfg)
+    return HeadTraining(wrapped, config, cfg.megatron_cfg)

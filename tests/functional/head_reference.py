@@ -1,0 +1,125 @@
+"""Multi-token heads in plain torch, from the tensors of a checkpoint: what the policy's own heads are compared with.
+
+Shape legend: L tokens of a row, H hidden size, E experts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from random_batch import random_batch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, NemotronHConfig
+
+from recipes.policy.shards import BatchShard
+from tests.groups import LocalStore
+
+
+def add_heads(directory: Path) -> Path:
+    """Give a Nemotron-H checkpoint random multi-token heads, as the published ones have them."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    hf = NemotronHConfig.from_pretrained(directory)
+    hidden, latent, inner = hf.hidden_size, hf.moe_latent_size, hf.moe_intermediate_size
+    shared = hf.moe_shared_expert_intermediate_size
+    queries, keys = hf.num_attention_heads * hf.head_dim, hf.num_key_value_heads * hf.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "0.enorm.weight": (hidden,),
+        "0.hnorm.weight": (hidden,),
+        "0.eh_proj.weight": (hidden, 2 * hidden),
+        "0.norm.weight": (hidden,),
+        "0.mixer.q_proj.weight": (queries, hidden),
+        "0.mixer.k_proj.weight": (keys, hidden),
+        "0.mixer.v_proj.weight": (keys, hidden),
+        "0.mixer.o_proj.weight": (hidden, queries),
+        "1.norm.weight": (hidden,),
+        "1.final_layernorm.weight": (hidden,),
+        "1.mixer.gate.weight": (hf.n_routed_experts, hidden),
+        "1.mixer.gate.e_score_correction_bias": (hf.n_routed_experts,),
+        "1.mixer.fc1_latent_proj.weight": (latent, hidden),
+        "1.mixer.fc2_latent_proj.weight": (hidden, latent),
+        "1.mixer.shared_experts.up_proj.weight": (shared, hidden),
+        "1.mixer.shared_experts.down_proj.weight": (hidden, shared),
+    }
+    for expert in range(hf.n_routed_experts):
+        shapes[f"1.mixer.experts.{expert}.up_proj.weight"] = (inner, latent)
+        shapes[f"1.mixer.experts.{expert}.down_proj.weight"] = (latent, inner)
+    generator = torch.Generator().manual_seed(7)
+    tensors = load_file(directory / "model.safetensors")
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        tensors[f"mtp.layers.{name}"] = 1 + 0.2 * noise if "norm" in name else 0.2 * noise
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def heads_of_batch(model: Path, num_heads: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the mean loss of each head over `random_batch(10)`, and the gradients at a scaling factor of 0.3."""
+    hf = NemotronHConfig.from_pretrained(model)
+    trunk = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tensors = load_file(model / "model.safetensors")
+    weights = {
+        name.removeprefix("mtp.layers."): tensor.requires_grad_("bias" not in name)
+        for name, tensor in tensors.items()
+        if name.startswith("mtp.")
+    }
+    store = LocalStore()
+    batch = random_batch(10, store)
+    shard = BatchShard(batch=batch, microbatches=()).fetched(store)
+    sums, counts, tokens = [torch.zeros(()) for _ in range(num_heads)], [0.0] * num_heads, 0.0
+    for number, kept in enumerate(batch.sample_mask_B.tolist()):
+        row = shard.row(number)
+        ids = torch.tensor(row.token_ids, dtype=torch.int64)
+        mask_L = torch.tensor(row.token_mask() * kept).float()
+        with torch.no_grad():
+            hidden_LH = trunk.model(ids[None]).last_hidden_state[0]
+        tokens += mask_L[1:].sum().item()
+        for head in range(num_heads):
+            later = ids[head + 1 :]
+            if len(later) < 2:
+                break
+            embedding_LH = tensors["backbone.embeddings.weight"][later]
+            hidden_LH = _step(weights, hf, hidden_LH[: len(later)], embedding_LH)
+            scores = (hidden_LH[:-1] @ tensors["lm_head.weight"].T).log_softmax(-1)
+            own_mask = mask_L[head + 2 :]
+            sums[head] = sums[head] - (scores.gather(-1, later[1:, None])[:, 0] * own_mask).sum()
+            counts[head] += own_mask.sum().item()
+    (sum(sums, torch.zeros(())) * 0.3 / num_heads / tokens).backward()  # type: ignore[no-untyped-call]
+    gradients = {f"mtp.layers.{name}": weight.grad for name, weight in weights.items() if weight.grad is not None}
+    return [(total / count).item() for total, count in zip(sums, counts, strict=True)], gradients
+
+
+def _step(weights: dict[str, Tensor], hf: NemotronHConfig, hidden_LH: Tensor, embedding_LH: Tensor) -> Tensor:
+    def norm(x: Tensor, name: str) -> Tensor:
+        return functional.rms_norm(x, (x.shape[-1],), weights[f"{name}.weight"], hf.layer_norm_epsilon)
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ weights[f"{name}.weight"].T
+
+    both = torch.cat([norm(embedding_LH, "0.enorm"), norm(hidden_LH, "0.hnorm")], -1)
+    x = linear(both, "0.eh_proj")
+    inner = norm(x, "0.norm")
+    q, k, v = (linear(inner, f"0.mixer.{name}_proj").unflatten(-1, (-1, hf.head_dim)).transpose(0, 1) for name in "qkv")
+    attended = functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+    x = x + linear(attended.transpose(0, 1).flatten(1), "0.mixer.o_proj")
+    inner = norm(x, "1.norm")
+    scores_LE = linear(inner, "1.mixer.gate").sigmoid()
+    chosen = (scores_LE + weights["1.mixer.gate.e_score_correction_bias"]).topk(hf.num_experts_per_tok).indices
+    share = scores_LE.gather(-1, chosen)
+    share_LE = torch.zeros_like(scores_LE).scatter(-1, chosen, share / share.sum(-1, keepdim=True))
+    latent = linear(inner, "1.mixer.fc1_latent_proj")
+    routed = torch.stack(
+        [
+            linear(linear(latent, f"1.mixer.experts.{e}.up_proj").relu().square(), f"1.mixer.experts.{e}.down_proj")
+            for e in range(hf.n_routed_experts)
+        ]
+    )
+    mixed = hf.routed_scaling_factor * torch.einsum("elh,le->lh", routed, share_LE)
+    shared = linear(inner, "1.mixer.shared_experts.up_proj").relu().square()
+    x = x + linear(mixed, "1.mixer.fc2_latent_proj") + linear(shared, "1.mixer.shared_experts.down_proj")
+    return norm(x, "1.final_layernorm")
