@@ -83,8 +83,9 @@ def build_trainer(cfg: PolicyConfig, loss: LossFunction, *, with_reference: bool
     """
     directory = hf.model_directory(cfg.model_name)
     hf_config, family = hf.read_config(directory)
-    check_packages(cfg.megatron_cfg)
-    check_model_fits(family.config(hf_config), hf_config.vocab_size, cfg.megatron_cfg)
+    sizes = family.config(hf_config)
+    check_packages(cfg.megatron_cfg, sizes, has_cuda=torch.cuda.is_available())
+    check_model_fits(sizes, hf_config.vocab_size, cfg.megatron_cfg)
     reader = hf.WeightReader(directory)
     config = transformer_config(family, hf_config, cfg)
     model = build_model(family, hf_config, config, cfg)

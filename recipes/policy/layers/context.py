@@ -3,8 +3,8 @@
 Each sequence is cut into 2 * size chunks, and rank r holds chunks r and 2 * size - 1 - r, so that causal attention
 costs every rank the same. Megatron's rotary embedding and Mamba layers expect this order too.
 
-Shape legend: T tokens of the whole row, O = T / size tokens of this rank, N sequences of a batch, L most queries of
-one of them, K its keys, h heads, d head size.
+Shape legend: T tokens of the whole row, O = T / size tokens of this rank, N sequences of a batch, L queries of one of
+them, K its keys, h heads, d head size.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 
-from recipes.policy.layers.packed import PackedSequences, similar_lengths
+from recipes.policy.layers.packed import PackedSequences
 
 
 @dataclass(frozen=True, slots=True)
 class ContextBatch:
-    """Sequences of similar length, attended to in one call: this rank's queries, everybody's keys."""
+    """One of this rank's two chunks of sequences of one length: its queries, and all keys up to its last one.
 
-    queries_NL: Tensor  # positions among this rank's tokens; pads repeat the sequence's last one
-    keys_NK: Tensor  # positions in the whole row; pads repeat the sequence's last one
-    mask_N1LK: Tensor  # bool, True where a query sees a key
-    real: Tensor  # flat positions in [0, N * L) of the queries that are not pads
+    Query l of L sees the first K - L + l + 1 keys. Such a mask needs no memory on CUDA.
+    """
+
+    queries_NL: Tensor  # positions among this rank's tokens
+    keys_NK: Tensor  # positions in the whole row
 
 
 @dataclass
@@ -56,24 +58,15 @@ def share_over_context(sequences: PackedSequences, group: dist.ProcessGroup) -> 
     lengths = bounds.diff().tolist()
     starts = bounds.tolist()
     place_T = torch.argsort(torch.cat(held))
-    within = torch.split(own_O - bounds[:-1].repeat_interleave(bounds.diff() // size), [n // size for n in lengths])  # type: ignore[no-untyped-call]
     batches = []
-    for members in similar_lengths(lengths):
-        longest = lengths[members[0]]
-        keys = torch.arange(longest, device=bounds.device)
-        count = torch.arange(longest // size, device=bounds.device)
-        last_N1 = torch.tensor([[lengths[i] // size - 1] for i in members], device=bounds.device)
-        row_NL = torch.minimum(count, last_N1)
-        at_NL = torch.stack([within[i][row] for i, row in zip(members, row_NL, strict=True)])
-        batches.append(
-            ContextBatch(
-                queries_NL=row_NL + torch.tensor([[starts[i] // size] for i in members], device=bounds.device),
-                keys_NK=torch.stack([starts[i] + keys.clamp(max=lengths[i] - 1) for i in members]),
-                mask_N1LK=(keys <= at_NL[..., None])[:, None],
-                real=(count <= last_N1).flatten().nonzero()[:, 0],
-            )
-        )
-    visited_O = torch.cat([batch.queries_NL.flatten()[batch.real] for batch in batches])
+    for length in sorted(set(lengths)):
+        starts_N1 = torch.tensor([[start] for start, own in zip(starts, lengths, strict=False) if own == length])
+        chunk = length // (2 * size)
+        for place, number in enumerate((group.rank(), 2 * size - 1 - group.rank())):
+            queries_NL = starts_N1 // size + place * chunk + torch.arange(chunk)
+            keys_NK = starts_N1 + torch.arange((number + 1) * chunk)
+            batches.append(ContextBatch(queries_NL.to(bounds.device), keys_NK.to(bounds.device)))
+    visited_O = torch.cat([batch.queries_NL.flatten() for batch in batches])
     same = {f.name: getattr(sequences, f.name) for f in fields(PackedSequences)}
     return ContextSequences(
         **same | {"batches": [], "scatter_T": torch.argsort(visited_O)},
@@ -101,10 +94,11 @@ def attend(
     for batch in sequences.context_batches:
         q = _rows(query_Ohd, batch.queries_NL)
         k, v = (_rows(x, batch.keys_NK) for x in (key_Thd, value_Thd))
+        mask = causal_lower_right(q.shape[2], k.shape[2])
         attended = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=batch.mask_N1LK, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
-        outputs.append(attended.transpose(1, 2).flatten(0, 1).index_select(0, batch.real))
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, sequences.scatter_T).flatten(1)
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from recipes.policy.layers.context import held_positions, share_over_context
+from recipes.policy.layers import context
+from recipes.policy.layers.context import attend, held_positions, share_over_context
 from recipes.policy.layers.packed import packed_sequences
 from recipes.policy.layers.recompute import recompute_in_backward
 from recipes.policy.layers.router import _TokenCount
@@ -25,7 +27,7 @@ def test_a_rank_holds_an_early_and_a_late_chunk_of_each_sequence() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_each_query_sees_the_tokens_before_it_and_no_pads(rank: int) -> None:
-    lengths = [12, 6, 30, 24]
+    lengths = [12, 6, 30, 12]
     row = packed_sequences(lengths, CPU)
     group: Any = SimpleNamespace(size=lambda: 3, rank=lambda: rank)
     share = share_over_context(row, group)
@@ -36,13 +38,42 @@ def test_each_query_sees_the_tokens_before_it_and_no_pads(rank: int) -> None:
     starts = row.cu_seqlens_q.tolist()
     seen: dict[int, list[int]] = {}
     for batch in share.context_batches:
-        for queries, keys, mask in zip(batch.queries_NL, batch.keys_NK, batch.mask_N1LK[:, 0], strict=True):
-            for query, sees in zip(share.own_O[queries].tolist(), mask, strict=True):
-                seen[query] = keys[sees].tolist()
+        for queries, keys in zip(batch.queries_NL, batch.keys_NK, strict=True):
+            earlier = len(keys) - len(queries)  # of all queries: the mask is causal at its lower right
+            for place, query in enumerate(share.own_O[queries].tolist(), start=1):
+                seen[query] = keys[: earlier + place].tolist()
     assert sorted(seen) == sorted(share.own_O.tolist())
     for query, keys in seen.items():
         first = max(start for start in starts if start <= query)
         assert keys == list(range(first, query + 1))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_attention_over_a_shared_row_is_that_of_each_sequence(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, generator = [12, 6, 30, 12], torch.Generator().manual_seed(0)
+    row = packed_sequences(lengths, CPU)
+    group: Any = SimpleNamespace(size=lambda: 3, rank=lambda: rank)
+    share = share_over_context(row, group)
+    query, key, value = (torch.randn(sum(lengths), heads, 4, generator=generator) for heads in (4, 2, 2))
+    held = torch.cat([held_positions(row.cu_seqlens_q, rank=r, size=3) for r in range(3)])
+    everyone = torch.cat([key, value], -1)[held]
+    monkeypatch.setattr(context, "gather_from_sequence_parallel_region", lambda *_, **__: everyone)
+    own = share.own_O
+    got = attend(query[own], key[own], value[own], share, scale=0.3, group=group)
+    parts = [x.transpose(0, 1).split(lengths, 1) for x in (query, key, value)]
+    expected = [
+        functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=0.3, enable_gqa=True)
+        for q, k, v in zip(*parts, strict=True)
+    ]
+    together = torch.cat([one[0].transpose(0, 1).flatten(1) for one in expected])
+    assert torch.allclose(got, together[own], atol=1e-6)
+
+
+def test_a_shared_row_is_described_in_memory_of_its_length() -> None:
+    group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
+    share = share_over_context(packed_sequences([4096, 512], CPU), group)
+    held = sum(batch.queries_NL.numel() + batch.keys_NK.numel() for batch in share.context_batches)
+    assert held < 3 * (4096 + 512)
 
 
 def test_pads_are_marked_within_sequences_and_after_them() -> None:

@@ -19,10 +19,28 @@ def test_every_fused_key_names_the_package_it_needs(monkeypatch: pytest.MonkeyPa
     megatron = require_valid(load_config(BASE, ["policy.model_name=any"])).policy.megatron_cfg
     monkeypatch.setattr(packages, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="the package transformer_engine is not installed") as refused:
-        packages.check_packages(megatron)
+        packages.check_packages(megatron, {}, has_cuda=True)
     assert {problem.where.removeprefix("policy.megatron_cfg.") for problem in refused.value.problems} == FUSED
 
     optimizer = replace(megatron.optimizer, use_precision_aware_optimizer=False)
-    packages.check_packages(replace(megatron, apply_rope_fusion=False, moe_permute_fusion=False, optimizer=optimizer))
+    plain = replace(megatron, apply_rope_fusion=False, moe_permute_fusion=False, optimizer=optimizer)
+    packages.check_packages(plain, {}, has_cuda=True)
     monkeypatch.setattr(packages, "find_spec", lambda name: object())
-    packages.check_packages(megatron)
+    packages.check_packages(megatron, {}, has_cuda=True)
+
+
+def test_mamba_layers_name_the_packages_they_need_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    megatron = require_valid(load_config(BASE, ["policy.model_name=any"])).policy.megatron_cfg
+    hybrid = {"mamba_num_heads": 8}
+    optimizer = replace(megatron.optimizer, use_precision_aware_optimizer=False)
+    plain = replace(megatron, apply_rope_fusion=False, moe_permute_fusion=False, optimizer=optimizer)
+    divided = replace(plain, context_parallel_size=8)
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    mamba = [("policy.model_name (Mamba layers)", name) for name in ("mamba_ssm", "causal_conv1d")]
+    context = ("policy.megatron_cfg.context_parallel_size (with Mamba layers)", "transformer_engine")
+    for layout, expected in ((plain, mamba), (divided, [*mamba, context])):
+        with pytest.raises(ConfigError) as refused:
+            packages.check_packages(layout, hybrid, has_cuda=True)
+        assert [(problem.where, problem.wrong.split()[2]) for problem in refused.value.problems] == expected
+    packages.check_packages(divided, hybrid, has_cuda=False)
+    packages.check_packages(divided, {}, has_cuda=True)
