@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from recipes.config.fits import fit_problems
 from recipes.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -76,85 +77,6 @@ def check_model_fits(sizes: Mapping[str, Any], vocab_size: int, megatron: Megatr
     Args:
         sizes: the arguments of Megatron's `TransformerConfig` that describe the model.
     """
-    checks = (_tensor_problem(sizes, vocab_size, megatron), _expert_problem(sizes, megatron))
-    problems = [
-        problem for problem in (*checks, _stage_problem(sizes, megatron), _context_problem(sizes, megatron)) if problem
-    ]
+    problems = fit_problems(sizes, vocab_size, megatron)
     if problems:
         raise ConfigError(problems)
-
-
-def _tensor_problem(sizes: Mapping[str, Any], vocab_size: int, megatron: MegatronConfig) -> Problem | None:
-    size = megatron.tensor_model_parallel_size
-    divided = {
-        "attention heads": sizes["num_attention_heads"],
-        "rows of the vocabulary": vocab_size,
-        "units of an MLP": sizes["ffn_hidden_size"],
-        "Mamba heads": sizes.get("mamba_num_heads"),
-        "Mamba groups": sizes.get("mamba_num_groups"),
-        "units of the shared expert": sizes.get("moe_shared_expert_intermediate_size"),
-    }
-    wrong = [f"{count} {what}" for what, count in divided.items() if count and count % size]
-    groups = sizes["num_query_groups"]
-    if groups % size and size % groups:
-        wrong.append(f"{groups} key-value heads, or a multiple of them")
-    if wrong:
-        fix = "the ranks of a layer share it evenly; change the size"
-        return Problem(
-            where=f"{_WHERE}tensor_model_parallel_size",
-            got=str(size),
-            expected=f"a divisor of {', of '.join(wrong)}",
-            fix=fix,
-        )
-    return None
-
-
-def _expert_problem(sizes: Mapping[str, Any], megatron: MegatronConfig) -> Problem | None:
-    experts, size = sizes.get("num_moe_experts"), megatron.expert_model_parallel_size
-    if experts is None and size > 1:
-        where, got, expected = "expert_model_parallel_size", str(size), "1: the model has no experts"
-        return Problem(where=f"{_WHERE}{where}", got=got, expected=expected, fix="set it to 1")
-    if experts and experts % size:
-        expected, fix = f"a divisor of {experts} experts", "the ranks share them evenly; change the size"
-        return Problem(where=f"{_WHERE}expert_model_parallel_size", got=str(size), expected=expected, fix=fix)
-    if experts and megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
-        fix = "set it: a model with experts divides the tokens over the tensor-parallel ranks"
-        return Problem(where=f"{_WHERE}sequence_parallel", got="false", expected="true", fix=fix)
-    return None
-
-
-def _stage_problem(sizes: Mapping[str, Any], megatron: MegatronConfig) -> Problem | None:
-    """Megatron gives each stage the quotient and drops the layers that are left, without a word in a hybrid stack."""
-    stages, layers = megatron.pipeline_model_parallel_size, sizes["num_layers"]
-    given = [
-        count
-        for count in (megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage)
-        if count is not None
-    ]
-    rest, even = layers - sum(given), stages - len(given)
-    if stages == 1 or (rest > 0 and even > 0 and rest % even == 0) or (rest == 0 and even == 0):
-        return None
-    return Problem(
-        where=f"{_WHERE}pipeline_model_parallel_size",
-        got=str(stages),
-        expected=f"a number of stages that share the model's {layers} layers evenly, apart from those of given stages",
-        fix="change it, or num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage",
-    )
-
-
-def _context_problem(sizes: Mapping[str, Any], megatron: MegatronConfig) -> Problem | None:
-    """Mamba layers exchange tokens for heads: each rank then has whole heads, and whole groups or one of a group."""
-    size = megatron.context_parallel_size
-    if size == 1 or "mamba_num_heads" not in sizes:
-        return None
-    heads = sizes["mamba_num_heads"] // megatron.tensor_model_parallel_size
-    groups = sizes["mamba_num_groups"] // megatron.tensor_model_parallel_size
-    if heads % size or (groups % size and (groups == 0 or size % groups)):
-        what = f"{heads} Mamba heads and {groups} Mamba groups of a tensor-parallel rank"
-        return Problem(
-            where=f"{_WHERE}context_parallel_size",
-            got=str(size),
-            expected=f"a size that divides the {what}, or a multiple of the groups",
-            fix="change it or tensor_model_parallel_size",
-        )
-    return None

@@ -7,13 +7,15 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from recipes.config.fits import fit_problems
 from recipes.config.keys.native import ARCHITECTURES
-from recipes.config.tree import Config
+from recipes.config.tree import Config, MegatronConfig
 from recipes.environments.chat.codec import ChatCodec, template_of
-from recipes.errors import InputError
+from recipes.errors import InputError, Problem
 from recipes.files import sha256_of
 from tools.planning.draft import Draft
 from tools.planning.findings import Finding, as_findings, found
+from tools.sizing.architecture import read_architecture
 
 SETTINGS = "tokenizer_config.json"
 FILES = ("config.json", "tokenizer.json", SETTINGS)
@@ -47,6 +49,7 @@ def check(draft: Draft) -> Iterator[Finding]:
         if (path / "config.json").is_file():
             if draft.contract["ENGINE"] == "native":
                 yield from architecture_findings(path)
+                yield from head_findings(path, draft.config)
             yield from fit_findings(path, draft.config)
         if all((path / name).is_file() for name in FILES):
             yield from template_findings(path, draft.config)
@@ -121,26 +124,28 @@ def architecture_findings(path: Path) -> Iterator[Finding]:
         yield found("MDL009", where=where, got=str(named[0]), expected=expected, fix="take another model or engine")
 
 
+def head_findings(path: Path, config: Config) -> Iterator[Finding]:
+    """Check that a model whose multi-token heads are to be trained has any."""
+    asked = config.policy.megatron_cfg.mtp_num_layers
+    if asked and not read_object(path / "config.json").get("num_nextn_predict_layers"):
+        key, expected = (
+            "policy.megatron_cfg.mtp_num_layers",
+            f"0: {path / 'config.json'} has no num_nextn_predict_layers",
+        )
+        fix = "set it to 0, or take a model with multi-token heads"
+        yield found("MDL004", where=key, got=str(asked), expected=expected, fix=fix)
+
+
 def fit_findings(path: Path, config: Config) -> Iterator[Finding]:
     """Compare config.json with the parallel sizes and lengths of the configuration."""
     model = {**read_object(path / "config.json"), **(config.policy.hf_config_overrides or {})}
-    megatron, vllm = config.policy.megatron_cfg, config.policy.generation.vllm_cfg
-    divided = (
-        ("num_attention_heads", "policy.megatron_cfg.tensor_model_parallel_size", megatron.tensor_model_parallel_size),
-        ("num_attention_heads", "policy.generation.vllm_cfg.tensor_parallel_size", vllm.tensor_parallel_size),
-        ("num_hidden_layers", "policy.megatron_cfg.pipeline_model_parallel_size", pipeline_stages(config)),
-        (experts_key(model), "policy.megatron_cfg.expert_model_parallel_size", megatron.expert_model_parallel_size),
-    )
-    for name, key, size in divided:
-        value = model.get(name)
-        if isinstance(value, int) and value % size:
-            expected = f"a divisor of {name} = {value} of {path / 'config.json'}"
-            fix = "give the parts of the model that it has, or another model"
-            yield found("MDL004", where=key, got=str(size), expected=expected, fix=fix)
-    if megatron.expert_model_parallel_size > 1 and not experts_key(model):
-        key, expected = "policy.megatron_cfg.expert_model_parallel_size", f"1: {path / 'config.json'} has no experts"
-        got, fix = str(megatron.expert_model_parallel_size), "set it to 1, or take a mixture-of-experts model"
-        yield found("MDL004", where=key, got=got, expected=expected, fix=fix)
+    yield from as_findings("MDL004", policy_problems(path, config.policy.megatron_cfg))
+    heads, size = model.get("num_attention_heads"), config.policy.generation.vllm_cfg.tensor_parallel_size
+    if isinstance(heads, int) and heads % size:
+        key = "policy.generation.vllm_cfg.tensor_parallel_size"
+        expected = f"a divisor of num_attention_heads = {heads} of {path / 'config.json'}"
+        fix = "give the parts of the model that it has, or another model"
+        yield found("MDL004", where=key, got=str(size), expected=expected, fix=fix)
     longest, wanted = model.get("max_position_embeddings"), config.policy.max_total_sequence_length
     if isinstance(longest, int) and longest < wanted:
         expected = f"at most max_position_embeddings = {longest} of {path / 'config.json'}"
@@ -148,16 +153,24 @@ def fit_findings(path: Path, config: Config) -> Iterator[Finding]:
         yield found("MDL004", where="policy.max_total_sequence_length", got=str(wanted), expected=expected, fix=fix)
 
 
-def experts_key(model: dict[str, Any]) -> str:
-    """Return under which name a model's config.json counts its experts."""
-    return next((key for key in ("n_routed_experts", "num_local_experts", "num_experts") if key in model), "")
-
-
-def pipeline_stages(config: Config) -> int:
-    """Return the number of equal pipeline stages; 1 when the first or last is said to be smaller."""
-    megatron = config.policy.megatron_cfg
-    uneven = (megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage)
-    return 1 if any(uneven) else megatron.pipeline_model_parallel_size
+def policy_problems(path: Path, megatron: MegatronConfig) -> list[Problem]:
+    """Return why the policy cannot be divided as asked; nothing where config.json does not tell the model's sizes."""
+    try:
+        model = read_architecture(path)
+    except InputError:
+        return []
+    is_hybrid = model.mamba_layers > 0
+    sizes = {
+        "num_layers": model.num_layers if is_hybrid else model.attention_layers,
+        "num_attention_heads": model.query_heads,
+        "num_query_groups": model.kv_heads,
+        "ffn_hidden_size": model.mlp_size,
+        "num_moe_experts": model.experts or None,
+        "moe_shared_expert_intermediate_size": model.shared_size,
+    }
+    if is_hybrid:
+        sizes |= {"mamba_num_heads": model.mamba_heads, "mamba_num_groups": model.mamba_groups}
+    return fit_problems(sizes, model.vocab, megatron)
 
 
 def template_findings(path: Path, config: Config) -> Iterator[Finding]:

@@ -16,6 +16,7 @@ from typing import Any
 from recipes.errors import InputError, Problem
 
 _PATTERN = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}  # characters of hybrid_override_pattern
+_NEW_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}  # of transformers 5, in layers_block_type
 _GATED = ("silu", "swiglu", "gelu_pytorch_tanh")  # activations of gated MLPs, which have three matrices, not two
 _DENSE = ("qwen2", "qwen3", "llama", "mistral")
 _SPARSE = ("qwen3_moe", "qwen2_moe")
@@ -168,7 +169,7 @@ def _hybrid(config: Mapping[str, Any], name: str) -> Architecture:
     """Return a Nemotron-H model, whose layer pattern names the kind of each layer."""
     pattern = config.get("hybrid_override_pattern")
     kinds = [_PATTERN[mark] for mark in pattern] if pattern else config["layers_block_type"]
-    count = Counter(str(kind) for kind in kinds)
+    count = Counter(_NEW_NAMES.get(kind, kind) for kind in kinds)
     hidden = config["hidden_size"]
     return Architecture(
         name=name,

@@ -14,12 +14,26 @@ from recipes.config.load import load_config
 from tools.doctor.model import (
     export_findings,
     fit_findings,
+    head_findings,
     missing_files,
+    policy_problems,
     template_findings,
     weight_file_findings,
 )
 
 ROOT = Path(__file__).resolve().parents[4]
+
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 99,
+    "max_position_embeddings": 512,
+}
 
 
 def safetensors(header: dict[str, object], num_bytes: int) -> bytes:
@@ -33,7 +47,7 @@ def write_export(step: Path, *, heads: int = 4) -> Path:
     hf.mkdir(parents=True)
     entry = {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}
     (hf / "model.safetensors").write_bytes(safetensors({"w": entry}, 12))
-    (hf / "config.json").write_text(json.dumps({"num_attention_heads": heads, "max_position_embeddings": 512}))
+    (hf / "config.json").write_text(json.dumps(QWEN3 | {"num_attention_heads": heads}))
     Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1}, unk_token="<unk>")).save(str(hf / "tokenizer.json"))
     settings = {"eos_token": "<eos>", "chat_template": "{{ messages[0].content }}"}
     (hf / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -105,6 +119,8 @@ def test_files_too_large_to_hash_are_said_to_be_so(tmp_path, monkeypatch):
         ("policy.max_total_sequence_length=1024", ["policy.max_total_sequence_length"]),
         ("policy.generation.vllm_cfg.tensor_parallel_size=3", ["policy.generation.vllm_cfg.tensor_parallel_size"]),
         ("policy.megatron_cfg.expert_model_parallel_size=2", ["policy.megatron_cfg.expert_model_parallel_size"]),
+        ("policy.megatron_cfg.tensor_model_parallel_size=2", ["policy.megatron_cfg.tensor_model_parallel_size"]),
+        ("policy.megatron_cfg.pipeline_model_parallel_size=3", ["policy.megatron_cfg.pipeline_model_parallel_size"]),
     ],
 )
 def test_model_and_configuration_have_to_fit(tmp_path, override, wrong):
@@ -112,6 +128,43 @@ def test_model_and_configuration_have_to_fit(tmp_path, override, wrong):
     loaded = load_config(ROOT / "configs/tiny/stage1_rlvr.yaml", [f"policy.model_name={hf}", override])
     assert loaded.repaired is not None
     assert [finding.problem.where for finding in fit_findings(hf, loaded.repaired)] == wrong
+
+
+def test_heads_are_trained_where_the_model_has_some(tmp_path):
+    override = "policy.megatron_cfg.mtp_num_layers=5"
+    loaded = load_config(ROOT / "configs/tiny/stage1_rlvr.yaml", [f"policy.model_name={tmp_path}", override])
+    assert loaded.repaired is not None
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    (finding,) = head_findings(tmp_path, loaded.repaired)
+    assert finding.code == "MDL004" and finding.problem.where == "policy.megatron_cfg.mtp_num_layers"
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"num_nextn_predict_layers": 1}))
+    assert not list(head_findings(tmp_path, loaded.repaired))
+
+
+def test_a_hybrid_is_divided_by_its_layers_and_mamba_groups(tmp_path):
+    hybrid = {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["linear_attention", "full_attention", "moe", "linear_attention"],
+        **{"hidden_size": 64, "intermediate_size": 96, "vocab_size": 96, "head_dim": 16, "conv_kernel": 4},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "n_routed_experts": 8, "ssm_state_size": 16},
+        **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 1},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(hybrid))
+    overrides = ["tensor_model_parallel_size=2", "pipeline_model_parallel_size=3", "context_parallel_size=3"]
+    wanted = [f"policy.megatron_cfg.{text}" for text in overrides]
+    loaded = load_config(ROOT / "configs/tiny/stage1_rlvr.yaml", [f"policy.model_name={tmp_path}", *wanted])
+    assert loaded.repaired is not None
+    assert [str(problem) for problem in policy_problems(tmp_path, loaded.repaired.policy.megatron_cfg)] == [
+        "policy.megatron_cfg.tensor_model_parallel_size: got 2, expected a divisor of 1 Mamba groups; the ranks of a "
+        "layer share it evenly; change the size",
+        "policy.megatron_cfg.sequence_parallel: got false, expected true; set it: a model with experts divides the "
+        "tokens over the tensor-parallel ranks",
+        "policy.megatron_cfg.pipeline_model_parallel_size: got 3, expected a number of stages that share the model's 4 "
+        "layers evenly, apart from those of given stages; change it, or num_layers_in_first_pipeline_stage and "
+        "num_layers_in_last_pipeline_stage",
+        "policy.megatron_cfg.context_parallel_size: got 3, expected a size that divides the 4 Mamba heads and 0 Mamba "
+        "groups of a tensor-parallel rank, or a multiple of the groups; change it or tensor_model_parallel_size",
+    ]
 
 
 def test_another_template_or_tokenizer_than_the_parents_is_named(tmp_path):
