@@ -3,7 +3,8 @@
 The prefix cache is keyed by weight push. vLLM's `reset_prefix_cache` refuses while a request holds KV blocks, and
 during a push requests do. Here it never refuses: each push starts a new *salt*, which enters the hash of a prompt's
 first block and, through that hash, the hash of every later block. A new request therefore finds only KV that was
-computed after the last push. Running requests keep their KV under the old salt, which no new request uses.
+computed after the last push. Running requests keep their KV under the old salt, which no new request uses; or, when
+the caller asks for that, they give it up and compute it again.
 
 Log-probabilities travel in bulk. vLLM sends three small arrays per token to the process that collects answers. A
 request whose caller reads only the finished answer gets them together. On a model of a million parameters this saves
@@ -52,14 +53,19 @@ class _RolloutScheduling:
         super().add_request(request)  # type: ignore[misc]
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Hide all KV computed so far from every request that has not used any of it yet."""
+        """Hide all KV computed so far from every request that has not used any of it yet.
+
+        With `reset_running_requests` no KV is left: running requests compute that of all their tokens again.
+        """
         self._num_pushes += 1
-        for request in self.requests.values():
-            if request.num_computed_tokens == 0 and request.status != RequestStatus.PREEMPTED:
-                self._salt(request)
+        is_reset = True
         if reset_running_requests or reset_connector:
-            return bool(super().reset_prefix_cache(reset_running_requests, reset_connector))  # type: ignore[misc]
-        return True
+            is_reset = bool(super().reset_prefix_cache(reset_running_requests, reset_connector))  # type: ignore[misc]
+        for request in self.requests.values():
+            has_used_none = request.num_computed_tokens == 0 and request.status != RequestStatus.PREEMPTED
+            if reset_running_requests or has_used_none:
+                self._salt(request)
+        return is_reset
 
     def update_from_output(self, *args: Any) -> dict[int, EngineCoreOutputs]:  # the scheduler's own arguments
         """Hold back the log-probabilities of unfinished requests."""

@@ -160,21 +160,30 @@ class EngineActor:
             init_info = {**init_info, "path": self._copy.path}
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
 
+    async def drain(self) -> None:
+        """Wait until the running requests have ended; others wait until the push that must follow."""
+        await self._while_alive(self._llm.engine_core.pause_scheduler_async(mode="wait", clear_cache=False))
+
     async def update_weights(
-        self, version: int, update_info: dict[str, Any], content: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+        self,
+        version: int,
+        update_info: dict[str, Any],
+        content: np.ndarray[Any, np.dtype[np.uint8]] | None = None,
+        *,
+        keeps_caches: bool = True,
     ) -> None:
-        """Load the policy's current weights as `version`; running requests and their KV are kept.
+        """Load the policy's current weights as `version`; running requests go on, and without `keeps_caches` anew.
 
         When this raises, the engine stays paused and must be replaced: its weights may be partly old, partly new.
         """
         began = time.monotonic()
         if content is not None:
             self._copy.write(content)
-        await self._while_alive(self._push(version, update_info))
+        await self._while_alive(self._push(version, update_info, keeps_caches=keeps_caches))
         self._num_pushes += 1
         self._usage.update_seconds += time.monotonic() - began
 
-    async def _push(self, version: int, update_info: dict[str, Any]) -> None:
+    async def _push(self, version: int, update_info: dict[str, Any], *, keeps_caches: bool) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         llm = self._llm
@@ -183,7 +192,7 @@ class EngineActor:
         await llm.start_weight_update()
         await llm.update_weights(WeightTransferUpdateRequest(update_info=update_info))
         await llm.finish_weight_update(str(version))
-        await llm.reset_prefix_cache()
+        await llm.reset_prefix_cache(reset_running_requests=not keeps_caches)
         await llm.resume_generation()
 
     async def _while_alive(self, call: Coroutine[Any, Any, None]) -> None:

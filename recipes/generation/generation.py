@@ -29,7 +29,7 @@ from recipes.errors import EngineError
 from recipes.generation.engine import EngineActor, EngineInfo
 from recipes.generation.handle import EngineHandle, failure
 from recipes.generation.handshake import nccl_init, nccl_update, shared_memory_init
-from recipes.generation.requests import Request
+from recipes.generation.requests import AtPush, Request
 from recipes.generation.router import Router
 from recipes.types import Completion, Sampling, WeightLayout
 
@@ -45,11 +45,15 @@ MAX_STARTS = 3  # in a row that fail, after which an engine stays closed
 
 
 class Generation:
-    """Engines as one. Methods block unless they are coroutines; all may be called from any thread."""
+    """Engines as one. Methods block unless they are coroutines; all may be called from any thread.
+
+    `at_push` says what becomes of running requests when weights are pushed; it may be set at any time.
+    """
 
     def __init__(
         self, engines: Sequence[EngineHandle], *, vllm_cfg: VllmConfig, deadlines: DeadlinesConfig, loads_weights: bool
     ) -> None:
+        self.at_push = AtPush.KEEP
         self._engines = engines
         self._max_model_len = vllm_cfg.max_model_len
         self._ranks_per_engine = vllm_cfg.tensor_parallel_size * vllm_cfg.pipeline_parallel_size
@@ -146,11 +150,25 @@ class Generation:
                 for engine, info in zip(new, infos, strict=True)
             }
             keys = {engine: engine.key for engine in up}
-            failed = self._eject_failed(calls, stop_at_failure=nccl_id is not None)
+            failed = self._eject_failed(calls, self._deadlines.refit, stop_at_failure=nccl_id is not None)
             if failed and nccl_id is not None:  # the group is incomplete and cannot be used
                 raise failed[0]
             self._connected = frozenset(key for engine, key in keys.items() if engine.is_up and engine.key == key)
             self._require_one(failed)
+
+    def drain(self) -> None:
+        """Where a push waits for running requests, wait until they have ended; `update_weights` must follow.
+
+        Requests that come meanwhile, and those that have no place in the batch yet, are sampled after the push. An
+        engine that fails is replaced; raises `EngineError` when none is left.
+        """
+        if self.at_push is not AtPush.DRAIN:
+            return
+        with self._push_lock:
+            calls = {engine: engine.actor.drain.remote() for engine in self._up()}
+            # Each request ends within its own deadline; the rest is for the engine to say so.
+            deadline_seconds = self._deadlines.generation + self._deadlines.refit
+            self._require_one(self._eject_failed(calls, deadline_seconds))
 
     def update_weights(self, version: int, content: Any = None) -> None:
         """Load the weights the policy has sent as `version`, on all engines at once; returns when all use them.
@@ -164,11 +182,14 @@ class Generation:
                 keys = {engine: engine.key for engine in self._up() if engine.key in self._connected}
             calls = {
                 engine: engine.actor.update_weights.remote(
-                    version, self._update_info, None if engine.can_see_file else content
+                    version,
+                    self._update_info,
+                    None if engine.can_see_file else content,
+                    keeps_caches=self.at_push is AtPush.KEEP,
                 )
                 for engine in keys
             }
-            failed = self._eject_failed(calls)
+            failed = self._eject_failed(calls, self._deadlines.refit)
             with self._state_lock:
                 for engine, key in keys.items():
                     if engine.is_up and engine.key == key:  # else it was started again and has not got these weights
@@ -267,10 +288,12 @@ class Generation:
         left = f"{self.num_engines_alive} of {self.num_engines} engines are left"
         logger.warning("%s; %d requests are sampled elsewhere; %s", error, num_moved, left)
 
-    def _eject_failed(self, calls: Mapping[EngineHandle, Any], *, stop_at_failure: bool = False) -> list[EngineError]:
+    def _eject_failed(
+        self, calls: Mapping[EngineHandle, Any], deadline_seconds: float, *, stop_at_failure: bool = False
+    ) -> list[EngineError]:
         """Wait for one call per engine, eject the engines whose call fails, and return the failures."""
         keys = {engine: engine.key for engine in calls}
-        outcomes = _outcomes(calls, self._deadlines.refit, stop_at_failure=stop_at_failure)
+        outcomes = _outcomes(calls, deadline_seconds, stop_at_failure=stop_at_failure)
         failed = {engine: outcome for engine, outcome in outcomes.items() if isinstance(outcome, EngineError)}
         for engine, error in failed.items():
             self._eject(engine, keys[engine], error)

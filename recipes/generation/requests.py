@@ -5,10 +5,22 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 
 from recipes.types import Completion, Sampling, VersionSpan
+
+
+class AtPush(StrEnum):
+    """What becomes of the requests that run on an engine when new weights are pushed to it."""
+
+    KEEP = "keep"
+    """They go on with the new weights and the KV cache that they have."""
+    RECOMPUTE = "recompute"
+    """They go on, and all their KV is computed again with the new weights."""
+    DRAIN = "drain"
+    """The push waits until they have ended. Those that wait for a place in the batch begin after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

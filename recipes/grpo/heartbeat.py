@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from recipes.config.keys.derive import max_age
 from recipes.files import write_atomically
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def observe(run: Run) -> dict[str, Any]:
         "phase": "" if phase is None else phase[0],
         "phase_seconds": 0.0 if phase is None else phase[1],
         "prompts_per_step": run.config.grpo.num_prompts_per_step,
-        "max_age": run.config.grpo.async_grpo.max_trajectory_age_steps,
+        "max_age": max_age(run.config.grpo.async_grpo),
         "ready": {str(step): count for step, count in sorted(ready.items())},  # groups in the buffer, per step
         "in_flight": in_flight,  # groups being sampled
         "paused": run.collector.paused(),  # environments, with their seconds so far

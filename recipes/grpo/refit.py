@@ -2,7 +2,8 @@
 
 On CPU the policy writes full tensors, by their Hugging Face names, to a file in shared memory, which the engines load;
 engines on other hosts get its content through Ray. On CUDA both sides are called together and join an NCCL broadcast.
-In-flight requests keep their KV cache; the prefix cache never serves KV of older weights (see generation/core.py).
+In-flight requests keep their KV cache, compute it again, or end before the push: `grpo.async_grpo` decides. The prefix
+cache never serves KV of older weights (see generation/core.py).
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class WeightSink(Protocol):
     @property
     def needs_weight_content(self) -> bool: ...
 
+    def drain(self) -> None: ...
+
     def update_weights(self, version: int, content: Any = None) -> None: ...
 
 
@@ -68,6 +71,7 @@ def refit(policy: WeightSource, generation: WeightSink, *, version: int) -> None
 
     An engine that was started again since the last push takes part, and takes requests from then on.
     """
+    generation.drain()  # first: a broadcast over NCCL would wait for the engines within its own, shorter deadline
     if generation.needs_connect:
         connect(policy, generation)
     if policy.weight_layout().path:

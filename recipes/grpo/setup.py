@@ -13,12 +13,13 @@ from typing import Any
 from recipes.cluster.connect import connect
 from recipes.cluster.placement import WorkerCounts, place
 from recipes.cluster.token_store import RayTokenStore
-from recipes.config.keys.derive import Derived
-from recipes.config.tree import Config, GrpoConfig
+from recipes.config.keys.derive import Derived, max_age
+from recipes.config.tree import AsyncGrpoConfig, Config, GrpoConfig
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.environments import Environments
 from recipes.errors import CheckpointError, ConfigError, DataError, Problem
 from recipes.generation.generation import Generation
+from recipes.generation.requests import AtPush
 from recipes.grpo import refit
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.checkpoint import LedgerEntry, SavedState, latest_checkpoint, load_state, step_dir
@@ -50,7 +51,7 @@ def setup(config: Config, derived: Derived, run_dir: Path, stop: StopRequest) ->
     policy, generation = _start_models(config, derived)
     buffer = ReplayBuffer(
         num_prompts_per_step=config.grpo.num_prompts_per_step,
-        max_trajectory_age_steps=config.grpo.async_grpo.max_trajectory_age_steps,
+        max_trajectory_age_steps=max_age(config.grpo.async_grpo),
     )
     collector = RolloutCollector(stream, generation, environments, buffer, RayTokenStore(), _rollout_settings(config))
     num_steps = _num_steps(config.grpo, stream, saved)
@@ -121,9 +122,17 @@ def _start_models(config: Config, derived: Derived) -> tuple[Policy, Generation]
             loads_weights=False,  # the first refit comes before the first sample
         ),
     )
+    generation.at_push = _at_push(config.grpo.async_grpo)
     refit.connect(policy, generation)
     logger.info("policy and engines are up after %.1f s", time.monotonic() - start)
     return policy, generation
+
+
+def _at_push(cfg: AsyncGrpoConfig) -> AtPush:
+    """Return what becomes of running requests at a push. When they end before it, there is no cache to recompute."""
+    if not cfg.in_flight_weight_updates:
+        return AtPush.DRAIN
+    return AtPush.RECOMPUTE if cfg.recompute_kv_cache_after_weight_updates else AtPush.KEEP
 
 
 def _rollout_settings(config: Config) -> RolloutSettings:
@@ -131,7 +140,7 @@ def _rollout_settings(config: Config) -> RolloutSettings:
     return RolloutSettings(
         num_prompts_per_step=config.grpo.num_prompts_per_step,
         num_generations_per_prompt=config.grpo.num_generations_per_prompt,
-        max_trajectory_age_steps=config.grpo.async_grpo.max_trajectory_age_steps,
+        max_trajectory_age_steps=max_age(config.grpo.async_grpo),
         max_generation_failures=config.grpo.async_grpo.max_generation_failures,
         sampling=Sampling(
             temperature=generation.temperature, top_p=generation.top_p, max_tokens=generation.max_new_tokens
@@ -253,12 +262,14 @@ def require_window(saved: SavedState, cfg: GrpoConfig, path: Path) -> None:
     ages = [target - saved.step for target in targets] + [group.target_step - group.version for group in finished]
     needed = {
         "num_prompts_per_step": (cfg.num_prompts_per_step, max(Counter(targets).values(), default=0)),
-        "async_grpo.max_trajectory_age_steps": (cfg.async_grpo.max_trajectory_age_steps, max(ages, default=0)),
+        "async_grpo.max_trajectory_age_steps": (max_age(cfg.async_grpo), max(ages, default=0)),
     }
+    if not cfg.async_grpo.enabled:
+        needed["async_grpo.enabled"] = needed.pop("async_grpo.max_trajectory_age_steps")
     problems = [
         Problem(
             where=f"grpo.{key}",
-            got=str(given),
+            got="false, so that the age limit is 0" if key == "async_grpo.enabled" else str(given),
             expected=f"at least {least}: it was larger when {path} was saved",
             fix=f"restore it, or start a new run with MODEL_PATH={path / 'hf'}",
         )

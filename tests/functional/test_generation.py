@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from transformers import DynamicCache, PreTrainedModel
 
 from recipes.generation.generation import Generation
+from recipes.generation.requests import AtPush
 from recipes.types import Completion, Sampling
 
 pytestmark = pytest.mark.functional
@@ -50,6 +51,7 @@ class Setup:
         self.version += 1
         tiny_engine.perturb(self.model, seed=1000 + self.version, scale=0.05)
         self.weights.write(self.model)
+        self.generation.drain()
         self.generation.update_weights(self.version)
         return old
 
@@ -231,14 +233,14 @@ def test_the_token_that_ends_an_answer_is_returned_with_its_logprob(tied: Setup)
 
 async def interrupted(setup: Setup) -> tuple[Completion, PreTrainedModel]:
     """Push while one request is in flight; return its completion and the old model."""
-    for _ in range(5):
+    for attempt in range(20):
         task = asyncio.create_task(sample(setup, n=1, max_tokens=380))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.05 * (1 + attempt % 4))  # an answer that may end early is to be met early, too
         old = await asyncio.to_thread(setup.push)
         [completion] = await task
         if len(completion.versions) == 2:
             return completion, old
-    pytest.fail("no request was in flight at any of 5 pushes")
+    pytest.fail("no request was in flight at any of 20 pushes")
 
 
 @torch.no_grad()
@@ -260,6 +262,38 @@ def test_a_request_in_flight_keeps_its_cache_and_takes_the_new_weights(untied: S
     assert float((after - mixed).abs().max()) < TOLERANCE
     recomputed = tiny_engine.logprobs(untied.model, PROMPT, completion.token_ids)[cut:]
     assert float((after - recomputed).abs().max()) > 100 * TOLERANCE
+
+
+def test_a_request_in_flight_computes_its_cache_again_where_that_is_asked_for(tied: Setup) -> None:
+    """Its engine takes 64 tokens at once, so that prompt and answer are computed again in several parts."""
+    tied.generation.at_push = AtPush.RECOMPUTE
+    try:
+        completion, old = asyncio.run(interrupted(tied))
+        [fresh] = asyncio.run(sample(tied, n=1, max_tokens=16))
+    finally:
+        tied.generation.at_push = AtPush.KEEP
+    assert_well_formed(completion)
+    assert [span.version for span in completion.versions] == [tied.version - 1, tied.version]
+    cut = completion.versions[1].start
+    assert gap(completion, old) < TOLERANCE
+    new = tiny_engine.logprobs(tied.model, PROMPT, completion.token_ids)[cut:]
+    assert float((torch.tensor(completion.logprobs[cut:]) - new).abs().max()) < TOLERANCE
+    assert gap(fresh, tied.model) < TOLERANCE
+
+
+def test_a_push_that_waits_for_running_requests_leaves_one_version_in_every_answer(untied: Setup) -> None:
+    untied.generation.at_push = AtPush.DRAIN
+    try:
+        old, (running, waiting, later) = untied.copy(), asyncio.run(around_a_push(untied))
+    finally:
+        untied.generation.at_push = AtPush.KEEP
+    for completion in running:
+        assert [span.version for span in completion.versions] == [untied.version - 1]
+        assert len(completion.token_ids) == 300
+        assert gap(completion, old) < TOLERANCE
+    for completion in waiting + later:
+        assert [span.version for span in completion.versions] == [untied.version]
+        assert gap(completion, untied.model) < TOLERANCE
 
 
 async def around_a_push(setup: Setup) -> tuple[list[Completion], list[Completion], list[Completion]]:

@@ -170,7 +170,7 @@ def _value_problems(loaded: LoadedConfig) -> Iterator[Problem]:
         if "neutral" in rule and value != rule["neutral"] and is_met:
             yield _refused(loaded, key, rule["neutral"], f"it {rule['instead']}")
     for key, rule in rules()["refused"].items():
-        is_met = not rule.get("asynchronous") or lookup(loaded.tree, AGE) != 0
+        is_met = not rule.get("asynchronous") or _is_asynchronous(loaded.tree)
         if lookup(loaded.tree, key) != rule["only"] and is_met:
             yield _refused(loaded, key, rule["only"], rule["because"])
     for key, value in leaves(loaded.tree).items():
@@ -180,6 +180,10 @@ def _value_problems(loaded: LoadedConfig) -> Iterator[Problem]:
                 wrong=f"{engine()} has no such key, and no rule says how to leave it out (value {show(value)})",
                 fix=f"add a rule to {SOURCE}",
             )
+
+
+def _is_asynchronous(tree: Mapping[str, Any]) -> bool:
+    return bool(lookup(tree, IS_ASYNC)) and lookup(tree, AGE) != 0
 
 
 def _refused(loaded: LoadedConfig, key: str, only: Any, reason: str) -> Problem:

@@ -14,7 +14,7 @@ from functools import cache
 from math import exp, log
 from random import Random
 
-from recipes.config.keys.derive import Derived
+from recipes.config.keys.derive import Derived, max_age
 from recipes.config.tree import Config
 from tools.sizing.architecture import Architecture
 from tools.sizing.memory import EngineMemory
@@ -150,7 +150,7 @@ def loop(config: Config, sizes: Derived, engine: EngineMemory, speeds: Speeds, g
     return Loop(
         num_prompts=config.grpo.num_prompts_per_step,
         num_generations=config.grpo.num_generations_per_prompt,
-        max_age=config.grpo.async_grpo.max_trajectory_age_steps,
+        max_age=max_age(config.grpo.async_grpo),
         num_engines=sizes.num_engines,
         max_num_seqs=max(1, min(limit, engine.sequences(given.prompt_tokens + given.generated_tokens))),
         decode_seconds=speeds.decode_seconds,

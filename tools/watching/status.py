@@ -240,7 +240,10 @@ def _staleness(run: ObservedRun) -> str:
     mean, oldest = _last(run, "train/avg_trajectory_age"), _last(run, "train/max_trajectory_age")
     if mean is None or oldest is None:
         return ""
-    tokens, limit = _last(run, "train/token_age/mean"), run.setting("grpo.async_grpo.max_trajectory_age_steps")
+    limit = run.setting("grpo.async_grpo.max_trajectory_age_steps")
+    if run.setting("grpo.async_grpo.enabled") is False:
+        limit = 0
+    tokens = _last(run, "train/token_age/mean")
     text = f"groups {mean:.1f} steps old, the oldest {oldest:.0f}" + (f" (limit {limit})" if limit is not None else "")
     return text + (f", tokens {tokens:.1f}" if tokens is not None else "")
 

@@ -6,13 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.config.tree import Config, PolicyConfig
+from recipes.config.tree import AsyncGrpoConfig, Config, PolicyConfig
 
 
 def template_kwargs(policy: PolicyConfig) -> dict[str, Any]:
     """Return the chat template's arguments where a row sets none; the tokenizer's win over the HTTP server's."""
     served = policy.generation.vllm_cfg.http_server_serving_chat_kwargs.default_chat_template_kwargs
     return {**(served or {}), **(policy.tokenizer.chat_template_kwargs or {})}
+
+
+def max_age(cfg: AsyncGrpoConfig) -> int:
+    """Return how many optimizer steps old a trained rollout may be: 0 where generation waits for training."""
+    return cfg.max_trajectory_age_steps if cfg.enabled else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +85,7 @@ def derive(config: Config) -> Derived:
         samples_per_rank=samples_per_rank,
         max_tokens_per_step=samples * policy.max_total_sequence_length,
         max_train_microbatches=-(-tokens_per_rank // policy.sequence_packing.train_mb_tokens),
-        max_requests_in_flight=(config.grpo.async_grpo.max_trajectory_age_steps + 1) * samples,
+        max_requests_in_flight=(max_age(config.grpo.async_grpo) + 1) * samples,
         length_multiple=policy.make_sequence_length_divisible_by,
         cohort_size=_cohort_size(config),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from recipes.config.keys.derive import max_age
 from recipes.config.keys.schema import KeyProblem
 from recipes.config.rules.names import AGE, TIS
 from recipes.config.tree import Config
@@ -13,7 +14,7 @@ CORRECTION = "loss_fn.use_importance_sampling_correction"
 
 def lag_needs_importance_correction(config: Config) -> Iterator[KeyProblem]:
     """Require the importance correction when trajectories may be older than the weights they train."""
-    age = config.grpo.async_grpo.max_trajectory_age_steps
+    age = max_age(config.grpo.async_grpo)
     if age > 0 and not config.loss_fn.use_importance_sampling_correction:
         fix = f"{AGE} is {age}, so weights lag behind; set this to true, or {AGE} to 0"
         yield KeyProblem(key=CORRECTION, got="false", expected="true", fix=fix, also=(AGE,))

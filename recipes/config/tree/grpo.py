@@ -16,23 +16,16 @@ KL_IN_REWARD = "subtracting the KL to the reference policy from the advantages i
 class AsyncGrpoConfig:
     """How far generation may run ahead of training."""
 
-    enabled: Annotated[
-        bool,
-        Honours(
-            True, reason="there is one loop; for synchronous training set grpo.async_grpo.max_trajectory_age_steps=0"
-        ),
-    ]
-    """generate while training; synchronous training is max_trajectory_age_steps 0"""
+    enabled: bool
+    """generate while training; false is the same as max_trajectory_age_steps 0"""
     max_trajectory_age_steps: Annotated[int, Ge(0), Unit("steps")]
     """oldest weights trained on, in optimizer steps; 0 = synchronous"""
     max_generation_failures: Annotated[int, Ge(0), Unit("batches")]
     """consecutive failed batches of rollouts before the run ends"""
-    in_flight_weight_updates: Annotated[bool, Honours(True, reason="draining the engines before a push is not built")]
-    """push new weights to the engines without waiting for running requests to finish"""
-    recompute_kv_cache_after_weight_updates: Annotated[
-        bool, Honours(False, reason="recomputing the KV cache after a push is not built")
-    ]
-    """recompute the KV cache of running requests after a push"""
+    in_flight_weight_updates: bool
+    """push new weights while requests run; false = wait until they have ended"""
+    recompute_kv_cache_after_weight_updates: bool
+    """compute the KV cache of running requests again after a push; without effect where none run then"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -182,9 +182,6 @@ def test_value_that_would_be_ignored_is_refused(override: str, reason: str | Non
 
 # Keys of the algorithm that the native engine holds to one value; a key leaves the list when it is built.
 HELD = {
-    "grpo.async_grpo.enabled",  # the same loop is synchronous at age 0
-    "grpo.async_grpo.in_flight_weight_updates",
-    "grpo.async_grpo.recompute_kv_cache_after_weight_updates",
     "grpo.batch_multiplier",  # groups without variance are replaced at once
     "loss_fn.use_kl_in_reward",
 }

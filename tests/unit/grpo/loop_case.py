@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from recipes.config.keys.derive import max_age
 from recipes.config.load import load_config, require_runnable
 from recipes.errors import EngineError
 from recipes.grpo.buffer import ReplayBuffer
@@ -111,6 +112,8 @@ class LoopGeneration:
         spans = (VersionSpan(version=0, start=0, end=2),)
         return Completion(token_ids=(5, 6), logprobs=(LOGPROB, LOGPROB), versions=spans, finish_reason="stop")
 
+    def drain(self) -> None: ...
+
     def update_weights(self, _version: int, _content: Any = None) -> None:
         self.failures.meet("generation.update_weights")
         self.has_weights = True
@@ -203,7 +206,7 @@ def make_run(
     checkpoints = directory / "checkpoints"
     found = latest_checkpoint(checkpoints)
     saved = load_state(found) if found else None
-    age = config.grpo.async_grpo.max_trajectory_age_steps
+    age = max_age(config.grpo.async_grpo)
     buffer = ReplayBuffer(num_prompts_per_step=P, max_trajectory_age_steps=age)
     collector = RolloutCollector(stream, generation, environments, buffer, LocalStore(), _rollout_settings(config))
     num_steps = _num_steps(config.grpo, stream, saved)

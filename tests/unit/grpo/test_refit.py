@@ -61,6 +61,9 @@ class Sides:
     def send_weights(self) -> None:
         self.calls.append("send")
 
+    def drain(self) -> None:
+        self.calls.append("drain")
+
     def update_weights(self, version: int, _content: Any = None) -> None:
         self.calls.append(f"update {version}")
 
@@ -74,5 +77,7 @@ def test_engines_are_connected_when_they_have_changed(path: str, connected: list
     refit(sides, sides, version=3)
     refit(sides, sides, version=4)
     num = len(connected)
-    assert sorted(sides.calls[:num]) == connected
-    assert [sorted(sides.calls[n : n + 2]) for n in (num, num + 2)] == [["send", "update 3"], ["send", "update 4"]]
+    assert sorted(sides.calls[1 : num + 1]) == connected
+    assert sides.calls[0] == sides.calls[num + 3] == "drain", "a push begins once running requests may be touched"
+    pushes = [sorted(sides.calls[n : n + 2]) for n in (num + 1, num + 4)]
+    assert pushes == [["send", "update 3"], ["send", "update 4"]]

@@ -10,21 +10,28 @@ from typing import Any
 
 import pytest
 
+from recipes.config.tree import AsyncGrpoConfig
 from recipes.errors import CheckpointError, ConfigError, DataError
+from recipes.generation.requests import AtPush
 from recipes.grpo.checkpoint import LedgerEntry, SavedState
 from recipes.grpo.data import DataIdentity, PromptDataset, PromptStream
 from recipes.grpo.draw import CollectorState, DrawnPrompt
-from recipes.grpo.setup import _num_steps, _open_data, _validation, on_same_data, require_window
+from recipes.grpo.setup import _at_push, _num_steps, _open_data, _validation, on_same_data, require_window
 from recipes.types import Group, PromptRef
 
 
-def config(*, prompts: int, age: int = 1, path: Path | None = None) -> Any:
+def async_grpo(age: int, **changes: bool) -> AsyncGrpoConfig:
+    usual = {"enabled": True, "in_flight_weight_updates": True, "recompute_kv_cache_after_weight_updates": False}
+    return AsyncGrpoConfig(max_trajectory_age_steps=age, max_generation_failures=3, **usual | changes)
+
+
+def config(*, prompts: int, age: int = 1, path: Path | None = None, enabled: bool = True) -> Any:
     return SimpleNamespace(
         grpo=SimpleNamespace(
             num_prompts_per_step=prompts,
             max_num_epochs=2,
             seed=0,
-            async_grpo=SimpleNamespace(max_trajectory_age_steps=age),
+            async_grpo=async_grpo(age, enabled=enabled),
         ),
         data=SimpleNamespace(
             shuffle=False, train=SimpleNamespace(data_path=str(path)), validation=SimpleNamespace(data_path=None)
@@ -88,6 +95,22 @@ def test_a_resume_needs_the_window_it_was_saved_with() -> None:
     (age,) = problems(state, prompts=2, age=0)
     assert age.startswith("grpo.async_grpo.max_trajectory_age_steps: got 0, expected at least 1")
     assert len(problems(state, prompts=1, age=0)) == 2
+
+
+def test_a_resume_that_no_longer_generates_ahead_says_which_key_does_that() -> None:
+    state = saved(((12, 5),), group(10, target=4, version=3))
+    with pytest.raises(ConfigError) as caught:
+        require_window(state, config(prompts=2, enabled=False).grpo, Path("step_000004"))
+    [problem] = map(str, caught.value.problems)
+    assert problem.startswith("grpo.async_grpo.enabled: got false, so that the age limit is 0, expected at least 1")
+
+
+def test_running_requests_keep_their_caches_unless_the_configuration_says_otherwise() -> None:
+    assert _at_push(async_grpo(1)) is AtPush.KEEP
+    assert _at_push(async_grpo(1, recompute_kv_cache_after_weight_updates=True)) is AtPush.RECOMPUTE
+    assert _at_push(async_grpo(1, in_flight_weight_updates=False)) is AtPush.DRAIN
+    both = async_grpo(1, in_flight_weight_updates=False, recompute_kv_cache_after_weight_updates=True)
+    assert _at_push(both) is AtPush.DRAIN
 
 
 def test_a_group_from_weights_that_are_too_old_now_needs_their_age() -> None:

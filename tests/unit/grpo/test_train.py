@@ -353,3 +353,13 @@ def test_dynamic_sampling_leaves_no_group_without_variance_in_a_batch(tmp_path: 
     lost = [entry for entry in load_state(found).ledger if not entry.step]
     assert {int(entry.key.split(":")[1]) for entry in lost} == {0, 3, 6, 9, 12, 15}
     assert {entry.reason.partition(":")[0] for entry in lost} == {"no_variance"}
+
+
+@pytest.mark.parametrize(
+    ("override", "oldest"), [("enabled=false", {0}), ("max_trajectory_age_steps=0", {0}), ("enabled=true", {0, 1})]
+)
+def test_only_asynchronous_training_takes_what_older_weights_sampled(
+    tmp_path: Path, override: str, oldest: set[int]
+) -> None:
+    assert drive(make_run(tmp_path, ROWS, f"grpo.async_grpo.{override}")) is None
+    assert {record["train/max_trajectory_age"] for record in records(tmp_path)} == oldest

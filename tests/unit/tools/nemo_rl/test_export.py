@@ -83,6 +83,12 @@ def test_synchronous_training_is_their_synchronous_trainer() -> None:
     tree = exported(RLVR, "grpo.async_grpo.max_trajectory_age_steps=0").tree
     assert lookup(tree, "grpo.async_grpo.enabled") is False
     assert lookup(exported().tree, "grpo.async_grpo.enabled") is True
+    for how in ("max_trajectory_age_steps=0", "enabled=false"):  # their synchronous trainer shapes rewards, too
+        shaped = exported(RLVR, f"grpo.async_grpo.{how}", "grpo.reward_scaling.enabled=true")
+        assert lookup(shaped.tree, "grpo.async_grpo.enabled") is False
+        assert not [problem for problem in shaped.problems if "reward_scaling" in str(problem)]
+    refused = exported(RLVR, "grpo.reward_scaling.enabled=true").problems
+    assert [problem for problem in refused if "reward_scaling" in str(problem)]
 
 
 def test_no_validation_data_is_no_validation_block() -> None:
