@@ -37,15 +37,17 @@ class RowTokens:
         logprobs[self.token_mask() > 0] = self.sampled_logprobs
         return logprobs
 
-    def advantages(self, advantage: float, flag_advantages: Sequence[float | None]) -> Array:
+    def advantages(self, advantage: float | Array, flag_advantages: Sequence[float | None]) -> Array:
         """Return float32 [L]: on sampled tokens the entry of `flag_advantages` for the flags of their turn.
 
         `flag_advantages` has an entry for each combination of `TurnFlags`. Where it is None, and on all other tokens,
-        the result is `advantage`.
+        the result is `advantage`, a number or [L].
         """
-        by_flags = np.array([advantage if value is None else value for value in flag_advantages], np.float32)
-        own = np.full(len(self.turns), advantage, np.float32)
-        return self._spread(own, by_flags[self.turns[:, 2]])
+        has_own = np.array([value is None for value in flag_advantages])[self.turns[:, 2]]
+        by_flags = np.array([value or 0.0 for value in flag_advantages], np.float32)[self.turns[:, 2]]
+        is_own_S = self._spread(np.ones(len(self.turns), np.bool_), has_own)
+        flagged_S = self._spread(np.zeros(len(self.turns), np.float32), by_flags)
+        return np.where(is_own_S, np.asarray(advantage, np.float32), flagged_S)
 
     def _spread(self, prompt_values: Array, sampled_values: Array) -> Array:
         """Repeat one value over the prompt, and one over the sampled tokens, of every turn."""

@@ -6,7 +6,7 @@ T tokens of one span.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntFlag, StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -231,6 +231,36 @@ class LossSums:
     metrics: Mapping[str, Tensor | tuple[Tensor, Tensor]]
     """A pair is a mean: both entries add up over the batch, then the first is divided by the second. Other metrics add
     up, except names with `min` or `max` at one end, which combine by it and are infinite where there is no value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyRow:
+    """One rollout on the rank that trains on it, before the step. Entry t of a tensor belongs to token t."""
+
+    advantage: float
+    loss_mask_S: Tensor  # float32, 1 on tokens in the loss
+    logprobs_S: Tensor  # float32, under the weights before the step; the first is 0
+    reference_logprobs_S: Tensor  # float32, under the reference policy; the first is 0
+
+
+class TokenAdvantages(Protocol):
+    """Turns one advantage per rollout into one per token; picklable, because every rank gets its copy."""
+
+    def __call__(
+        self, rows: Sequence[PolicyRow], total: Callable[[Tensor], Tensor]
+    ) -> tuple[list[Tensor], dict[str, float | tuple[float, float]]]:
+        """Return float32 [S] for each row of this rank, and metrics of the form of `LossSums.metrics`.
+
+        `total` adds a tensor up over all data-parallel ranks, which all call it equally often.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceUse:
+    """What a policy needs the reference policy for: its log-probabilities enter the loss or change the advantages."""
+
+    token_advantages: TokenAdvantages | None = None  # None: they enter the loss
 
 
 class LossFunction(Protocol):

@@ -9,17 +9,18 @@ Shape suffixes: G members of one group, P groups and B rollouts of the batch, F 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from recipes.types import NUM_FLAGS, Group, RolloutHeader, TrainBatch, TurnFlags
+from recipes.grpo.loss import kl_estimate
+from recipes.types import NUM_FLAGS, Group, PolicyRow, RolloutHeader, TrainBatch, TurnFlags
 
 if TYPE_CHECKING:
-    from recipes.config.tree import AdvEstimatorConfig, Config, LossConfig
+    from recipes.config.tree import AdvEstimatorConfig, Config, GrpoConfig, LossConfig
 
 _EPS = 1e-6  # added to the deviation, as in the reference
 # A deviation below this share of the group's reward range is rounding noise. Dividing by it would give one member whose
@@ -88,28 +89,94 @@ def subtract_group_mean(rewards_B: Tensor, group_B: Tensor, valid_B: Tensor) -> 
 
 
 def whitening(
-    advantages_B: Tensor, tokens_B: Tensor, *, kl_sums_B: Tensor | None = None, kl_squares_B: Tensor | None = None
+    advantages_B: Tensor,
+    tokens_B: Tensor,
+    *,
+    kl_sums_B: Tensor | None = None,
+    kl_squares_B: Tensor | None = None,
+    total: Callable[[Tensor], Tensor] = lambda own: own,
 ) -> Whitening:
     """Return the map that Reinforce++ applies to the advantage of every token in the loss.
 
     A rollout has the advantage `advantages_B` on each of its `tokens_B` tokens in the loss (0 when it is out of it).
     With the KL in the reward, a token has this minus its weighted KL, of which a rollout has the sum `kl_sums_B` and
-    the sum of squares `kl_squares_B`.
+    the sum of squares `kl_squares_B`. Where each rank has a part of the batch, `total` adds up over the ranks.
     """
     tokens_B, advantages_B = tokens_B.double(), advantages_B.double()
     kl_B = torch.zeros_like(tokens_B) if kl_sums_B is None else kl_sums_B.double()
     squares_B = torch.zeros_like(tokens_B) if kl_squares_B is None else kl_squares_B.double()
-    count = tokens_B.sum().clamp(min=1)
-    mean = (tokens_B * advantages_B - kl_B).sum() / count
+    count = total(tokens_B.sum()).clamp(min=1)
+    mean = total((tokens_B * advantages_B - kl_B).sum()) / count
     gap_B = advantages_B - mean
-    variance = (tokens_B * gap_B.square() - 2 * gap_B * kl_B + squares_B).sum() / count
+    variance = total((tokens_B * gap_B.square() - 2 * gap_B * kl_B + squares_B).sum()) / count
     return Whitening(mean=mean.item(), scale=variance.clamp(min=_MIN_VARIANCE).rsqrt().item())
 
 
+def subtract_kl(
+    rows: Sequence[PolicyRow],
+    total: Callable[[Tensor], Tensor],
+    *,
+    cfg: LossConfig,
+    bounds: tuple[float, float] = (-math.inf, math.inf),
+) -> tuple[list[Tensor], dict[str, float | tuple[float, float]]]:
+    """Return the advantages of each row's tokens with the KL to the reference policy in the reward, and its metrics.
+
+    A token has the advantage of its rollout minus `reference_policy_kl_penalty` times the KL of the token. Reinforce++
+    then brings all tokens in the loss of the batch to mean 0 and variance 1 (Hu et al. 2025); `bounds` clip the result.
+    The KL is that of the weights before the step, so no gradient flows through it.
+    """
+    estimates = []
+    for row in rows:
+        # Tokens that were not sampled are out of the loss, and exp of their distance may overflow.
+        reference_S = torch.where(row.loss_mask_S > 0, row.reference_logprobs_S, row.logprobs_S)
+        kl_S = kl_estimate(
+            row.logprobs_S.double(),
+            reference_S.double(),
+            cfg.reference_policy_kl_type,
+            input_clamp=cfg.kl_input_clamp_value,
+        )
+        limit = math.inf if cfg.kl_output_clamp_value is None else cfg.kl_output_clamp_value
+        estimates.append(kl_S.clamp(-limit, limit) * row.loss_mask_S)
+
+    def per_row(values: Sequence[Tensor | float]) -> Tensor:
+        return torch.tensor([float(value) for value in values], dtype=torch.float64)
+
+    weight = cfg.reference_policy_kl_penalty
+    kl_sums_B = per_row([kl_S.sum() for kl_S in estimates])
+    squares_B = per_row([kl_S.square().sum() for kl_S in estimates])
+    tokens_B = per_row([row.loss_mask_S.sum() for row in rows])
+    batch = whitening(
+        per_row([row.advantage for row in rows]),
+        tokens_B,
+        kl_sums_B=weight * kl_sums_B,
+        kl_squares_B=weight**2 * squares_B,
+        total=total,
+    )
+    advantages = [
+        ((row.advantage - weight * kl_S - batch.mean) * batch.scale).clamp(*bounds).float()
+        for row, kl_S in zip(rows, estimates, strict=True)
+    ]
+    trained = [own_S[row.loss_mask_S > 0] for row, own_S in zip(rows, advantages, strict=True)]
+    return advantages, {
+        "kl_in_reward": (float(kl_sums_B.sum()), float(tokens_B.sum())),
+        "token_advantages_min": min((float(own.min()) for own in trained if len(own)), default=math.inf),
+        "token_advantages_max": max((float(own.max()) for own in trained if len(own)), default=-math.inf),
+    }
+
+
 def rollout_advantages(
-    rewards_B: Tensor, group_B: Tensor, valid_B: Tensor, tokens_B: Tensor, cfg: AdvEstimatorConfig
+    rewards_B: Tensor,
+    group_B: Tensor,
+    valid_B: Tensor,
+    tokens_B: Tensor,
+    cfg: AdvEstimatorConfig,
+    *,
+    kl_in_reward: bool = False,
 ) -> Tensor:
-    """Return one advantage per rollout by the configured estimator, float64; 0 for invalid members."""
+    """Return one advantage per rollout by the configured estimator, float64; 0 for invalid members.
+
+    With `kl_in_reward`, Reinforce++ ends in `subtract_kl`, on the ranks that know the KL of each token.
+    """
     if cfg.name != REINFORCE:
         return estimate_advantages(
             rewards_B,
@@ -122,6 +189,8 @@ def rollout_advantages(
         advantages_B = subtract_group_mean(rewards_B, group_B, valid_B)
     else:
         advantages_B = torch.where(valid_B, rewards_B.double(), 0.0)
+    if kl_in_reward:
+        return advantages_B
     batch = whitening(advantages_B, tokens_B * valid_B)
     return torch.where(valid_B, (advantages_B - batch.mean) * batch.scale, 0.0)
 
@@ -161,6 +230,12 @@ def has_group_baseline(cfg: AdvEstimatorConfig) -> bool:
     return cfg.name != REINFORCE or cfg.minus_baseline
 
 
+def advantage_bounds(cfg: GrpoConfig) -> tuple[float, float]:
+    """Return the bounds that every advantage is clipped to; infinite where there is none."""
+    low, high = cfg.advantage_clip_low, cfg.advantage_clip_high
+    return -math.inf if low is None else low, math.inf if high is None else high
+
+
 def add_advantages(batch: TrainBatch, groups: Sequence[Group], config: Config) -> tuple[TrainBatch, dict[str, float]]:
     """Fill in the advantages: estimate, overwrite flagged turns, clip; mask groups left with one valid member.
 
@@ -174,17 +249,19 @@ def add_advantages(batch: TrainBatch, groups: Sequence[Group], config: Config) -
         valid_B &= num_valid_P[batch.group_B] >= 2
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     tokens_B = torch.tensor([rollout.num_generated_tokens for rollout in rollouts]) * valid_B
-    advantages_B = rollout_advantages(batch.rewards_B, batch.group_B, valid_B, tokens_B, cfg.adv_estimator)
+    kl_in_reward = config.loss_fn.use_kl_in_reward
+    advantages_B = rollout_advantages(
+        batch.rewards_B, batch.group_B, valid_B, tokens_B, cfg.adv_estimator, kl_in_reward=kl_in_reward
+    )
     of_flags = advantages_of_flags(
         invalid_tool_call=cfg.invalid_tool_call_advantage, malformed_thinking=cfg.malformed_thinking_advantage
     )
-    low = -math.inf if cfg.advantage_clip_low is None else cfg.advantage_clip_low  # None is no bound
-    high = math.inf if cfg.advantage_clip_high is None else cfg.advantage_clip_high
+    low, high = advantage_bounds(cfg)
     with_nll = config.loss_fn.positive_example_nll_weight > 0
     final = replace(
         batch,
         sample_mask_B=batch.sample_mask_B * valid_B,
-        advantages_B=advantages_B.float().clamp(low, high),
+        advantages_B=advantages_B.float() if kl_in_reward else advantages_B.float().clamp(low, high),
         flag_advantages=tuple(None if value is None else min(max(value, low), high) for value in of_flags),
         nll_weight_B=nll_weights(batch.rewards_B, tokens_B, config.loss_fn) if with_nll else None,
     )

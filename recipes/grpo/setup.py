@@ -21,6 +21,7 @@ from recipes.errors import CheckpointError, ConfigError, DataError, Problem
 from recipes.generation.generation import Generation
 from recipes.generation.requests import AtPush
 from recipes.grpo import refit
+from recipes.grpo.advantage import advantage_bounds, subtract_kl
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.checkpoint import LedgerEntry, SavedState, latest_checkpoint, load_state, step_dir
 from recipes.grpo.data import PromptDataset, PromptStream, require_rows
@@ -33,7 +34,7 @@ from recipes.grpo.run import PolicyHandle, Run, TrainState
 from recipes.grpo.validate import ValidationSet
 from recipes.policy.policy import Policy
 from recipes.stop import StopRequest
-from recipes.types import Sampling
+from recipes.types import ReferenceUse, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ def _start_models(config: Config, derived: Derived) -> tuple[Policy, Generation]
             placement=policy_options,
             deadlines=config.deadlines,
             seed=config.grpo.seed,
-            with_reference=config.loss_fn.reference_policy_kl_penalty > 0,
+            reference=reference_use(config),
         ),
         lambda: Generation.start(
             config.policy.generation,
@@ -126,6 +127,16 @@ def _start_models(config: Config, derived: Derived) -> tuple[Policy, Generation]
     refit.connect(policy, generation)
     logger.info("policy and engines are up after %.1f s", time.monotonic() - start)
     return policy, generation
+
+
+def reference_use(config: Config) -> ReferenceUse | None:
+    """Return what the policy needs its start weights for; None where the KL to them has no weight."""
+    loss = config.loss_fn
+    if loss.reference_policy_kl_penalty == 0:
+        return None
+    if not loss.use_kl_in_reward:
+        return ReferenceUse()
+    return ReferenceUse(token_advantages=partial(subtract_kl, cfg=loss, bounds=advantage_bounds(config.grpo)))
 
 
 def _at_push(cfg: AsyncGrpoConfig) -> AtPush:

@@ -24,7 +24,7 @@ from recipes.errors import PolicyError, RecipeError
 from recipes.policy import shards
 from recipes.policy.layout import Coordinates, check_layout
 from recipes.policy.worker import PolicyWorker, WorkerIdentity, WorkerSpec
-from recipes.types import LossFunction, TrainBatch, WeightLayout
+from recipes.types import LossFunction, ReferenceUse, TrainBatch, WeightLayout
 
 if TYPE_CHECKING:
     from recipes.config.tree import DeadlinesConfig, PolicyConfig
@@ -58,12 +58,12 @@ class Policy:
         placement: Sequence[dict[str, Any]],
         deadlines: DeadlinesConfig,
         seed: int,
-        with_reference: bool = False,
+        reference: ReferenceUse | None = None,
     ) -> Policy:
         """Start one worker per entry of `placement` (options of a Ray actor) and wait until all hold the model.
 
-        `loss` is sent to every worker, so it must be picklable. `with_reference` keeps the weights of
-        `policy.model_name` in the host memory of every worker: the loss then gets their log-probabilities, too.
+        `loss` is sent to every worker, so it must be picklable. With `reference`, every worker keeps the weights of
+        `policy.model_name` in its host memory, and their log-probabilities enter the loss or the advantages.
         """
         check_layout(policy_cfg, world_size=len(placement))
         remote = ray.remote(PolicyWorker)
@@ -76,7 +76,7 @@ class Policy:
             spec = WorkerSpec(
                 policy_cfg=policy_cfg,
                 loss=loss,
-                with_reference=with_reference,
+                reference=reference,
                 world_size=len(workers),
                 seed=seed,
                 collective_timeout_s=max(

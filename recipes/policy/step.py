@@ -8,6 +8,7 @@ Shape legend: B rows of a microbatch, S the longest of them, T = S - 1.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -38,13 +39,22 @@ from recipes.policy.packages import check_packages
 from recipes.policy.parallel import device, finish_queued_work, release_unused_memory
 from recipes.policy.reference import ReferenceWeights
 from recipes.policy.shards import BatchShard, Measured, merge_metrics, merge_optimizer_steps
-from recipes.types import LossFunction, LossInputs
+from recipes.types import LossFunction, LossInputs, PolicyRow, ReferenceUse, TokenAdvantages
 
 _AFTER_BACKWARD, _AFTER_STEP = 1, 2  # levels of empty_unused_memory_level
 
 
 Rows = Sequence[Tensor]
 """One tensor per row of a shard; entry t belongs to token t of the row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """What passes before an optimizer step have given, for the rows of its shard; None where nothing needs it."""
+
+    previous: Rows | None = None  # log-probabilities before the first step of the batch, when that is another step
+    reference: Rows | None = None  # log-probabilities under the reference policy
+    advantages: Rows | None = None  # of the tokens, where they are not those of the rollouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +69,8 @@ class Trainer:
     head_training: HeadTraining | None  # None where they are carried as they are
     optimizer: Any
     scheduler: OptimizerParamScheduler
-    reference: ReferenceWeights | None  # None where the loss needs no reference policy
+    reference: ReferenceWeights | None  # None where nothing needs the reference policy
+    token_advantages: TokenAdvantages | None  # None where every token has the advantage of its rollout
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) on the ranks of `Coordinates.exports`; all iterate to the end.
@@ -76,10 +87,10 @@ class Trainer:
         return self.weights.shapes()
 
 
-def build_trainer(cfg: PolicyConfig, loss: LossFunction, *, with_reference: bool = False) -> Trainer:
+def build_trainer(cfg: PolicyConfig, loss: LossFunction, *, reference: ReferenceUse | None = None) -> Trainer:
     """Build the model of `policy.model_name`, load its weights, and make the optimizer.
 
-    `with_reference` also keeps these weights, as those of the reference policy.
+    With `reference` these weights are also kept, as those of the reference policy.
     """
     directory = hf.model_directory(cfg.model_name)
     hf_config, family = hf.read_config(directory)
@@ -117,28 +128,68 @@ def build_trainer(cfg: PolicyConfig, loss: LossFunction, *, with_reference: bool
         head_training=head_training,
         optimizer=optimizer,
         scheduler=scheduler,
-        reference=ReferenceWeights(unwrap_model(wrapped)) if with_reference else None,
+        reference=None if reference is None else ReferenceWeights(unwrap_model(wrapped)),
+        token_advantages=None if reference is None else reference.token_advantages,
     )
 
 
 def train_steps(trainer: Trainer, parts: Sequence[BatchShard]) -> dict[str, Measured]:
-    """Take one optimizer step per part of a batch; return this rank's loss metrics, `grad_norm` and `lr`.
+    """Take one optimizer step per part of a batch; return this rank's loss metrics, `grad_norm` and `lr`."""
+    passes, metrics = passes_before(trainer, parts)
+    steps = [train_step(trainer, *pair) for pair in zip(parts, passes, strict=True)]
+    return metrics | (steps[0] if len(steps) == 1 else merge_optimizer_steps(steps))
 
-    With several parts, a pass before the first step gives the log-probabilities that the ratios compare with.
+
+def passes_before(trainer: Trainer, parts: Sequence[BatchShard]) -> tuple[list[Passes], dict[str, Measured]]:
+    """Run the passes that must see the weights before the first step of a batch; return what each part needs.
+
+    With several parts these are the log-probabilities that the ratios compare with. Where the advantages depend on
+    the KL to the reference policy, they are computed here, with their metrics.
     """
-    if len(parts) == 1:
-        return train_step(trainer, parts[0])
+    has_steps = len(parts) > 1
+    if not has_steps and trainer.token_advantages is None:
+        return [Passes()], {}
     previous = [logprobs(trainer, part) for part in parts]
-    return merge_optimizer_steps([train_step(trainer, *pair) for pair in zip(parts, previous, strict=True)])
+    passes = [Passes(previous=own if has_steps else None) for own in previous]
+    if trainer.token_advantages is None:
+        return passes, {}
+    rows: list[PolicyRow] = []
+    for part, own in zip(parts, previous, strict=True):
+        start = reference_logprobs(trainer, part)
+        assert start is not None, "token advantages come with a reference policy"
+        rows += _policy_rows(part, own, start)
+    advantages, metrics = trainer.token_advantages(rows, _sum_over_replicas)
+    ends = itertools.accumulate(len(own) for own in previous)
+    return [
+        replace(own, advantages=advantages[end - len(part.batch.lengths_B) : end])
+        for part, own, end in zip(parts, passes, ends, strict=True)
+    ], metrics
 
 
-def train_step(trainer: Trainer, shard: BatchShard, previous: Rows | None = None) -> dict[str, Measured]:
-    """Take one optimizer step over all rows of all shards; return this rank's loss metrics, `grad_norm` and `lr`.
+def _policy_rows(shard: BatchShard, logprobs: Rows, reference: Rows) -> list[PolicyRow]:
+    masks, advantages = shard.batch.sample_mask_B.tolist(), shard.batch.advantages_B.tolist()
+    return [
+        PolicyRow(
+            advantage=advantages[row],
+            loss_mask_S=torch.from_numpy(shard.row(row).token_mask()) * masks[row],
+            logprobs_S=own_S,
+            reference_logprobs_S=start_S,
+        )
+        for row, (own_S, start_S) in enumerate(zip(logprobs, reference, strict=True))
+    ]
 
-    `previous` has the log-probabilities of each row before the first step of the batch; None when this is that step.
-    """
+
+def _sum_over_replicas(own: Tensor) -> Tensor:
+    """Add a tensor up over the data-parallel ranks; context-parallel ranks hold the same rows."""
+    total = own.to(device(), copy=True)
+    torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return total.cpu()
+
+
+def train_step(trainer: Trainer, shard: BatchShard, passes: Passes) -> dict[str, Measured]:
+    """Take one optimizer step over all rows of all shards; return this rank's loss metrics, `grad_norm` and `lr`."""
     level = trainer.cfg.megatron_cfg.empty_unused_memory_level
-    metrics = accumulate_gradients(trainer, shard, previous)
+    metrics = accumulate_gradients(trainer, shard, passes)
     if level >= _AFTER_BACKWARD:
         release_unused_memory()
     lr = get_canonical_lr_for_logging(trainer.optimizer.param_groups)
@@ -157,9 +208,10 @@ def train_step(trainer: Trainer, shard: BatchShard, previous: Rows | None = None
     return metrics | {"grad_norm": float(grad_norm), "lr": float(lr)}
 
 
-def accumulate_gradients(trainer: Trainer, shard: BatchShard, previous: Rows | None = None) -> dict[str, Measured]:
+def accumulate_gradients(trainer: Trainer, shard: BatchShard, passes: Passes) -> dict[str, Measured]:
     """Run forward and backward over all microbatches and reduce the gradients; return this rank's loss metrics."""
-    reference = reference_logprobs(trainer, shard)
+    if trainer.token_advantages is None:  # else the loss has no term for the reference
+        passes = replace(passes, reference=reference_logprobs(trainer, shard))
     trainer.model.train()
     trainer.model.zero_grad_buffer()
     trainer.optimizer.zero_grad()
@@ -172,7 +224,7 @@ def accumulate_gradients(trainer: Trainer, shard: BatchShard, previous: Rows | N
 
     def loss_function(packed: Microbatch) -> Callable[..., Any]:
         def loss(logprobs_1T: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Any]]:
-            inputs, current_BT = loss_inputs(shard, packed, logprobs_1T, (previous, reference))
+            inputs, current_BT = loss_inputs(shard, packed, logprobs_1T, passes)
             sums = trainer.loss(current_BT, inputs)
             count = sums.count.to(torch.int) * counts
             if heads is None:
@@ -252,17 +304,16 @@ def gather_params(trainer: Trainer) -> None:
 
 
 def loss_inputs(
-    shard: BatchShard, packed: Microbatch, logprobs_1T: Tensor, passes: tuple[Rows | None, Rows | None] = (None, None)
+    shard: BatchShard, packed: Microbatch, logprobs_1T: Tensor, passes: Passes | None = None
 ) -> tuple[LossInputs, Tensor]:
     """Bring one microbatch into the form of the loss: here a value of a row becomes one value per token.
 
-    `passes` has the log-probabilities before the first optimizer step of the batch, and those of the reference policy,
-    one tensor per row of the shard. Without the first, this pass itself has the weights before the step.
+    Without the log-probabilities before the first optimizer step of the batch, this pass itself has those weights.
     """
-    previous, reference = passes
+    passes = passes or Passes()
     batch, rows = shard.batch, [shard.row(row) for row in packed.rows]
     rows_B, where = torch.tensor(packed.rows), logprobs_1T.device
-    advantages = batch.advantages_B[rows_B].tolist()
+    advantages = [own.numpy() for own in passes.advantages or batch.advantages_B]
     current_BT = packed.unpack(logprobs_1T)
 
     def align(values: Rows) -> Tensor:
@@ -272,12 +323,12 @@ def loss_inputs(
         token_mask_BT=packed.align([row.token_mask() for row in rows]),
         sample_mask_B=batch.sample_mask_B[rows_B].to(where),
         advantages_BT=packed.align(
-            [row.advantages(own, batch.flag_advantages) for row, own in zip(rows, advantages, strict=True)]
+            [row.advantages(advantages[at], batch.flag_advantages) for at, row in zip(packed.rows, rows, strict=True)]
         ),
         rewards_B=batch.rewards_B[rows_B].to(where),
-        prev_logprobs_BT=current_BT.detach() if previous is None else align(previous),
+        prev_logprobs_BT=current_BT.detach() if passes.previous is None else align(passes.previous),
         generation_logprobs_BT=packed.align([row.logprobs() for row in rows]),
-        reference_logprobs_BT=None if reference is None else align(reference),
+        reference_logprobs_BT=None if passes.reference is None else align(passes.reference),
         nll_weight_B=None if batch.nll_weight_B is None else batch.nll_weight_B[rows_B].to(where),
     )
     return inputs, current_BT

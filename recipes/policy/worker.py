@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from recipes.cluster.token_store import RayTokenStore
-from recipes.types import LossFunction, WeightLayout
+from recipes.types import LossFunction, ReferenceUse, WeightLayout
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,7 +49,7 @@ class WorkerSpec:
 
     policy_cfg: PolicyConfig
     loss: LossFunction
-    with_reference: bool  # keep the start weights, as those of the reference policy
+    reference: ReferenceUse | None  # keep the start weights, as those of the reference policy
     world_size: int
     seed: int
     collective_timeout_s: float  # how long one rank waits for the others
@@ -107,7 +107,7 @@ class PolicyWorker:
         )
         self._spec = spec
         self._coordinates = coordinates
-        self._trainer = step.build_trainer(spec.policy_cfg, spec.loss, with_reference=spec.with_reference)
+        self._trainer = step.build_trainer(spec.policy_cfg, spec.loss, reference=spec.reference)
         return coordinates
 
     def train(self, parts: Sequence[ray.ObjectRef[BatchShard]]) -> dict[str, Measured]:

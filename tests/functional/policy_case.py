@@ -29,6 +29,7 @@ from transformers import (
 from recipes.config.load import load_config, require_valid
 from recipes.config.tree import Config
 from recipes.grpo.loss import grpo_loss
+from recipes.grpo.setup import reference_use
 from recipes.policy.policy import Policy
 from recipes.policy.shards import BatchShard
 from recipes.tokens import TokenStore
@@ -204,7 +205,7 @@ def running(config: Config, *, num_ranks: int = 1, **deadlines: float) -> Iterat
         placement=[{"num_cpus": 1}] * num_ranks,
         deadlines=limits,
         seed=1,
-        with_reference=config.loss_fn.reference_policy_kl_penalty > 0,
+        reference=reference_use(config),
     )
     try:
         yield policy

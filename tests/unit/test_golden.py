@@ -7,7 +7,9 @@ are still run: a listed case that starts to pass fails the test, so that the lis
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,7 @@ from recipes.grpo.advantage import (
     group_baseline,
     rollout_advantages,
     subtract_group_mean,
+    subtract_kl,
     whitening,
 )
 from recipes.grpo.batch import sample_masks
@@ -29,7 +32,7 @@ from recipes.grpo.checkpoint import steps_to_keep
 from recipes.grpo.loss import grpo_loss, kl_estimate, mask_mismatched
 from recipes.policy.shards import merge_step_metrics
 from recipes.tokens import pack_rollouts
-from recipes.types import LossInputs, Rollout, RolloutStatus, Turn
+from recipes.types import LossInputs, PolicyRow, Rollout, RolloutStatus, Turn
 from tests.recorded import cases
 
 # The reference broadcasts [B, 1] against [B] here and logs a sum; ours is the mean over tokens.
@@ -232,10 +235,43 @@ def test_advantages_of_reinforce_plus_plus(case: dict[str, Any]) -> None:
     )
     got = (advantages[:, None] - kl - batch.mean) * batch.scale
     torch.testing.assert_close(got, tensor(case["expected"]["advantages"]).double(), rtol=2e-5, atol=2e-5)
-    if not cfg["use_kl_in_reward"]:
+    if cfg["use_kl_in_reward"]:
+        assert_ranks_agree(case, advantages, got)
+    else:
         estimator: Any = SimpleNamespace(name="reinforce_plus_plus", minus_baseline=cfg["minus_baseline"])
         per_rollout = rollout_advantages(rewards, groups, valid, mask.sum(dim=1), estimator)
         torch.testing.assert_close(per_rollout[:, None].expand_as(got), got)
+
+
+def assert_ranks_agree(case: dict[str, Any], advantages: torch.Tensor, want: torch.Tensor) -> None:
+    """Compute the case as the policy does: each of two ranks has every other row and adds up with the other."""
+    given, cfg = case["inputs"], case["config"]
+    logprobs, reference, mask = (tensor(given[name]) for name in ("logprobs", "reference", "mask"))
+    rows = [
+        PolicyRow(advantage=float(own), loss_mask_S=mask_S, logprobs_S=own_S, reference_logprobs_S=start_S)
+        for own, mask_S, own_S, start_S in zip(advantages, mask, logprobs, reference, strict=True)
+    ]
+    loss: Any = SimpleNamespace(
+        reference_policy_kl_penalty=cfg["kl_coef"],
+        reference_policy_kl_type=cfg["kl_type"],
+        kl_input_clamp_value=cfg["input_clamp"],
+        kl_output_clamp_value=cfg["output_clamp"],
+    )
+    sums: list[torch.Tensor] = []
+    together = threading.Barrier(2, timeout=60)
+
+    def total(own: torch.Tensor) -> torch.Tensor:
+        sums.append(own)
+        together.wait()
+        both = sums[-1] + sums[-2]
+        together.wait()
+        return both
+
+    with ThreadPoolExecutor(2) as ranks:
+        parts = list(ranks.map(lambda rank: subtract_kl(rows[rank::2], total, cfg=loss)[0], (0, 1)))
+    for rank, part in enumerate(parts):
+        difference = (torch.stack(part).double() - want[rank::2]) * mask[rank::2]
+        assert difference.abs().max() < 5e-5
 
 
 @pytest.mark.parametrize("case", cases("baseline_valid_mask"))

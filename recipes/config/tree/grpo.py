@@ -9,8 +9,6 @@ from annotated_types import Ge, Gt, Le
 
 from recipes.config.tree.marks import Honours, Text, Unit
 
-KL_IN_REWARD = "subtracting the KL to the reference policy from the advantages is not built yet"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncGrpoConfig:
@@ -173,7 +171,7 @@ class LossConfig:
     """bound on the KL of one token, in nats; null = none"""
     use_on_policy_kl_approximation: bool
     """weight the KL by exp(trainer - engine log-prob)"""
-    use_kl_in_reward: Annotated[bool, Honours(False, reason=KL_IN_REWARD)]
-    """subtract the KL from the advantages in place of adding it to the loss"""
+    use_kl_in_reward: bool
+    """subtract the KL, of the weights before the step, from the advantages in place of adding it to the loss"""
     positive_example_nll_weight: Annotated[float, Ge(0), Unit("weight")]
     """weight of the mean negative log-likelihood over the tokens of rollouts with reward > 0 (VAPO); 0 = off"""

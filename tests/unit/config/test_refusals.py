@@ -183,7 +183,6 @@ def test_value_that_would_be_ignored_is_refused(override: str, reason: str | Non
 # Keys of the algorithm that the native engine holds to one value; a key leaves the list when it is built.
 HELD = {
     "grpo.batch_multiplier",  # groups without variance are replaced at once
-    "loss_fn.use_kl_in_reward",
 }
 ALGORITHM = ("grpo.", "loss_fn.", "checkpointing.", "env.nemo_gym.effort_levels.")
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.grpo.advantage import add_advantages, estimate_advantages, group_baseline
+from recipes.grpo.advantage import add_advantages, estimate_advantages, group_baseline, subtract_kl
 from recipes.grpo.batch import build_batch
 from recipes.policy.shards import BatchShard
-from recipes.types import Group, Rollout, RolloutStatus, TrainBatch, Turn
+from recipes.types import Group, PolicyRow, Rollout, RolloutStatus, TrainBatch, Turn
 from tests.groups import group_of
 
 
@@ -115,7 +115,11 @@ def config(**options: Any) -> Any:
         "malformed_thinking_advantage": None,
         "adv_estimator": SimpleNamespace(name="grpo", normalize_rewards=False, use_leave_one_out_baseline=True),
     }
-    loss = SimpleNamespace(token_level_loss=True, positive_example_nll_weight=options.pop("nll", 0.0))
+    loss = SimpleNamespace(
+        token_level_loss=True,
+        positive_example_nll_weight=options.pop("nll", 0.0),
+        use_kl_in_reward=options.pop("use_kl_in_reward", False),
+    )
     return SimpleNamespace(grpo=SimpleNamespace(**{**defaults, **options}), loss_fn=loss)
 
 
@@ -222,3 +226,45 @@ def test_positive_examples_share_their_weight_by_tokens() -> None:
     assert got.nll_weight_B is not None
     assert got.nll_weight_B.tolist() == pytest.approx([0.3, 0.0, 0.0])
     assert add_advantages(*given([1.0, 0.0], [0, 0], [1.0] * 2), config())[0].nll_weight_B is None
+
+
+def test_with_the_kl_in_the_reward_the_ranks_normalise_and_clip() -> None:
+    """The driver does not know the KL: it hands on the rewards, and the advantages of flagged turns, clipped."""
+    estimator = SimpleNamespace(name="reinforce_plus_plus", minus_baseline=False)
+    batch, groups = given([90.0, 0.0, 60.0, 30.0], [0, 0, 1, 1], [1.0, 1.0, 1.0, 0.0])
+    options = {"adv_estimator": estimator, "invalid_tool_call_advantage": -70.0}
+    got, _ = add_advantages(batch, groups, config(use_kl_in_reward=True, **options))
+    assert got.advantages_B.tolist() == [90.0, 0.0, 60.0, 0.0]
+    assert min(value for value in got.flag_advantages if value is not None) == -50.0
+    without, _ = add_advantages(batch, groups, config(**options))
+    assert without.advantages_B.abs().max() < 2.0
+
+
+def policy_row(advantage: float, logprobs: list[float], reference: list[float], mask: list[float]) -> PolicyRow:
+    values = (torch.tensor(own) for own in (mask, logprobs, reference))
+    mask_S, own_S, start_S = values
+    return PolicyRow(advantage=advantage, loss_mask_S=mask_S, logprobs_S=own_S, reference_logprobs_S=start_S)
+
+
+def test_a_token_that_left_the_reference_has_a_lower_advantage_than_the_others_of_its_rollout() -> None:
+    loss: Any = SimpleNamespace(
+        reference_policy_kl_penalty=0.5,
+        reference_policy_kl_type="k2",
+        kl_input_clamp_value=None,
+        kl_output_clamp_value=None,
+    )
+    far = -1e4  # on a token that was not sampled: exp of it overflows
+    rows = [
+        policy_row(1.0, [0.0, far, -1.0, -1.0], [0.0, 0.0, -1.0, -3.0], [0.0, 0.0, 1.0, 1.0]),
+        policy_row(0.0, [0.0, -2.0], [0.0, -2.0], [0.0, 1.0]),
+        policy_row(0.0, [0.0], [0.0], [0.0]),  # a rollout without any token
+    ]
+    (first, second, empty), metrics = subtract_kl(rows, lambda own: own, cfg=loss, bounds=(-1.0, 1.0))
+    values = torch.tensor([1.0, 1.0 - 0.5 * 2.0, 0.0])  # by hand: of the three tokens in the loss; the KL is 2 on one
+    want = (values - values.mean()) / values.std(unbiased=False)
+    assert torch.cat([first[2:], second[1:]]).tolist() == pytest.approx(want.clamp(-1.0, 1.0).tolist(), abs=1e-6)
+    assert empty.isfinite().all() and first.isfinite().all()
+    assert metrics["kl_in_reward"] == (2.0, 3.0)
+    nothing, metrics = subtract_kl(rows[2:], lambda own: own, cfg=loss)
+    assert nothing[0].isfinite().all() and metrics["kl_in_reward"] == (0.0, 0.0)
+    assert subtract_kl([], lambda own: own, cfg=loss)[0] == []
