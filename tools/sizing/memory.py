@@ -37,6 +37,23 @@ class TrainerMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """What the policy workers of one node keep in the node's own memory at most, beside what training on a CPU needs.
+
+    In bytes. A save in the background holds its copy until it is written, so all parts can be there at once.
+    """
+
+    reference: float  # the weights that the stage started from
+    reference_pass: float  # the trained weights, while the reference policy has their place
+    save: float  # weights and optimizer state of a checkpoint
+    export: float  # the whole model, on the node of the first rank
+
+    @property
+    def total(self) -> float:
+        return self.reference + self.reference_pass + self.save + self.export
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
     """Memory of one GPU of an engine, in bytes, and how many sequences its caches hold."""
 
@@ -79,6 +96,24 @@ def trainer_memory(model: Architecture, config: Config, sizes: Derived, *, other
         activations=_activations(model, megatron, tokens, width),
         logits=logits,
         other=other,
+    )
+
+
+def host_memory(model: Architecture, config: Config, sizes: Derived) -> HostMemory:
+    """Return the host memory of the node with the first rank: what recipes/policy copies for reference and saves."""
+    megatron, checkpointing = config.policy.megatron_cfg, config.checkpointing
+    width = _BYTES[config.policy.precision]
+    dense, experts, dense_copies, expert_copies = _local_parameters(model, megatron, sizes.train_gpus)
+    workers = sizes.train_workers_per_node
+    reference = (dense + experts) * width * workers if config.loss_fn.reference_policy_kl_penalty > 0 else 0.0
+    # The ranks that hold a tensor share the work of saving it. Adam has two float32 moments, and a float32 copy of
+    # weights in 16 bits.
+    each = width + (0 if not checkpointing.save_optimizer else 8 + (4 if width < 4 else 0))
+    return HostMemory(
+        reference=reference,
+        reference_pass=reference,
+        save=each * (dense / dense_copies + experts / expert_copies) * workers if checkpointing.enabled else 0.0,
+        export=float(model.parameters * width) if checkpointing.enabled else 0.0,
     )
 
 

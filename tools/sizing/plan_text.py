@@ -18,6 +18,7 @@ def render(plan: StagePlan) -> str:
         [f"{plan.stage.id} ({plan.stage.name}), scale {plan.scale}" + _on(plan)],
         _machines(plan),
         _memory(plan),
+        _host_memory(plan),
         _step(plan),
         _alternatives(plan),
         _assumed(plan),
@@ -51,9 +52,28 @@ def _machines(plan: StagePlan) -> list[str]:
     ]
 
 
+def _unit(plan: StagePlan) -> tuple[str, float]:
+    return ("GiB", GIB) if plan.gpu_bytes else ("MiB", GIB / 1024)
+
+
+def _host_memory(plan: StagePlan) -> list[str]:
+    host, (unit, size) = plan.host, _unit(plan)
+    rows = (
+        ("reference policy", host.reference, "the weights that the stage started from"),
+        ("its pass", host.reference_pass, "the trained weights, while the reference policy has their place"),
+        ("a save in progress", host.save, "weights and optimizer state, until they are written"),
+        ("an export in progress", host.export, "the whole model, on the first node only"),
+        ("total", host.total, ""),
+    )
+    return [
+        f"host memory of a node's policy workers, {unit}",
+        *(f"  {label:<22}{value / size:>8.1f}           {note}".rstrip() for label, value, note in rows),
+    ]
+
+
 def _memory(plan: StagePlan) -> list[str]:
     trainer, engine, model = plan.trainer, plan.engine, plan.model
-    unit, size = ("GiB", GIB) if plan.gpu_bytes else ("MiB", GIB / 1024)
+    unit, size = _unit(plan)
 
     def row(label: str, of_trainer: float | None, of_engine: float | None, note: str = "") -> str:
         cells = ("" if value is None else f"{value / size:.1f}" for value in (of_trainer, of_engine))

@@ -27,7 +27,7 @@ from tools.command_line import exit_status
 from tools.planning.stage_env import TINY_MODEL
 from tools.report.load import load_run
 from tools.sizing.architecture import SUPER, Architecture, read_architecture
-from tools.sizing.memory import GIB, engine_memory, trainer_memory
+from tools.sizing.memory import GIB, engine_memory, host_memory, trainer_memory
 from tools.sizing.plan_text import render
 from tools.sizing.simulator import Loop, forecast
 from tools.sizing.speed import GPUS, OF_STAGE, OF_TINY, Assumptions, loop, roofline, tiny_speeds
@@ -73,6 +73,7 @@ def make_plan(args: argparse.Namespace) -> StagePlan:
         sizes=sizes,
         model=model,
         trainer=trainer,
+        host=host_memory(model, config, sizes),
         engine=engine,
         gpu_bytes=None if is_tiny else gpu.memory_gib * GIB,
         given=given,
@@ -154,6 +155,7 @@ def as_json(plan: StagePlan) -> dict[str, Any]:
         "sizes": asdict(plan.sizes),
         "model": {**asdict(plan.model), "parameters": plan.model.parameters, "active": plan.model.active_parameters},
         "trainer_bytes_per_gpu": {**asdict(plan.trainer), "total": plan.trainer.total},
+        "host_bytes_per_node": {**asdict(plan.host), "total": plan.host.total},
         "engine_bytes_per_gpu": {**asdict(plan.engine), "total": plan.engine.total},
         "gpu_bytes": plan.gpu_bytes,
         "expected": _row(plan.expected),

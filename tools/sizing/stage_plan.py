@@ -8,7 +8,7 @@ from recipes.config.keys.derive import Derived
 from recipes.config.stages import Stage
 from recipes.config.tree import Config
 from tools.sizing.architecture import Architecture
-from tools.sizing.memory import EngineMemory, TrainerMemory
+from tools.sizing.memory import EngineMemory, HostMemory, TrainerMemory
 from tools.sizing.simulator import Forecast, Loop
 from tools.sizing.speed import Assumptions
 
@@ -42,6 +42,7 @@ class StagePlan:
     sizes: Derived
     model: Architecture
     trainer: TrainerMemory
+    host: HostMemory
     engine: EngineMemory
     gpu_bytes: float | None  # of one GPU; None on a CPU
     given: Assumptions

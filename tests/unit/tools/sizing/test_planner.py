@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from recipes.config.stages import config_path, find_stage
 from recipes.errors import InputError
 from tools.sizing import planner
 from tools.sizing.architecture import SUPER, Architecture, read_architecture
-from tools.sizing.memory import GIB, engine_memory, layer_activations, trainer_memory
+from tools.sizing.memory import GIB, engine_memory, host_memory, layer_activations, trainer_memory
 from tools.sizing.speed import GPUS, Assumptions, loop, roofline
 
 QWEN3_30B_A3B = {
@@ -151,6 +152,28 @@ def test_memory_falls_with_parallelism_and_rises_without_recomputation(productio
     assert changed(distributed_data_parallel_config=in_fp32).gradients == pytest.approx(2 * base.weights)
 
 
+def test_host_memory_of_a_reference_policy_and_of_a_save(production):
+    sizes = derive(production)
+    trainer, host = (of(SUPER, production, sizes) for of in (partial(trainer_memory, other=0.0), host_memory))
+    assert sizes.train_workers_per_node == 8
+    assert host.reference == host.reference_pass == 0.0  # this stage has no penalty
+    assert host.export == 2 * SUPER.parameters
+    # Each tensor is copied once, by one of the ranks that hold it, and the optimizer's state where it lies.
+    copied_once = (2 + 12) / 12 * trainer.optimizer
+    assert host.save == pytest.approx(8 * copied_once)
+    assert host.total == host.save + host.export
+
+    def changed(**blocks: Any) -> Any:
+        return host_memory(SUPER, replace(production, **blocks), sizes)
+
+    penalised = changed(loss_fn=replace(production.loss_fn, reference_policy_kl_penalty=1e-4))
+    assert penalised.reference == penalised.reference_pass == pytest.approx(8 * trainer.weights)
+    assert penalised.total == host.total + 16 * trainer.weights
+    weights_only = changed(checkpointing=replace(production.checkpointing, save_optimizer=False))
+    assert weights_only.save == pytest.approx(host.save * 2 / 14)
+    assert changed(checkpointing=replace(production.checkpointing, enabled=False)).total == 0.0
+
+
 def test_engine_memory_of_super(production):
     found = engine_memory(SUPER, production, gpu=80 * GIB, other=5 * GIB)
     assert found.weights == 2 * SUPER.parameters / 8
@@ -223,6 +246,7 @@ def test_the_printed_plan(capsys):
     assert "1 node, 1 of its 2 workers train, 1 generate" in text
     assert "16 prompts x 8 = 128 rollouts" in text
     assert "GPU-hours" not in text  # there is no GPU
+    assert "host memory of a node's policy workers, MiB\n  reference policy           0.0" in text
     assert "--environment-seconds        0.5  seconds of environment" in text
     slow, fast = (json.loads(plan(capsys, "--stage", "rlvr1", "--scale", "tiny", "--json", *words)) for words in _SLOW)
     assert slow["expected"]["forecast"]["step_seconds"] > fast["expected"]["forecast"]["step_seconds"]
