@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recipes.grpo.loss import kl_estimate
 from recipes.types import NUM_FLAGS, Group, PolicyRow, RolloutHeader, TrainBatch, TurnFlags
 
 if TYPE_CHECKING:
@@ -116,32 +115,25 @@ def subtract_kl(
     rows: Sequence[PolicyRow],
     total: Callable[[Tensor], Tensor],
     *,
-    cfg: LossConfig,
+    kl: Callable[[Tensor, Tensor], Tensor],
+    weight: float,
     bounds: tuple[float, float] = (-math.inf, math.inf),
 ) -> tuple[list[Tensor], dict[str, float | tuple[float, float]]]:
     """Return the advantages of each row's tokens with the KL to the reference policy in the reward, and its metrics.
 
-    A token has the advantage of its rollout minus `reference_policy_kl_penalty` times the KL of the token. Reinforce++
-    then brings all tokens in the loss of the batch to mean 0 and variance 1 (Hu et al. 2025); `bounds` clip the result.
-    The KL is that of the weights before the step, so no gradient flows through it.
+    A token has the advantage of its rollout minus `weight` times its KL, which `kl` estimates from policy's and
+    reference's log-probability. Reinforce++ then brings all tokens in the loss of the batch to mean 0 and variance 1
+    (Hu et al. 2025); `bounds` clip the result. The KL is that of the weights before the step: it has no gradient.
     """
     estimates = []
     for row in rows:
         # Tokens that were not sampled are out of the loss, and exp of their distance may overflow.
         reference_S = torch.where(row.loss_mask_S > 0, row.reference_logprobs_S, row.logprobs_S)
-        kl_S = kl_estimate(
-            row.logprobs_S.double(),
-            reference_S.double(),
-            cfg.reference_policy_kl_type,
-            input_clamp=cfg.kl_input_clamp_value,
-        )
-        limit = math.inf if cfg.kl_output_clamp_value is None else cfg.kl_output_clamp_value
-        estimates.append(kl_S.clamp(-limit, limit) * row.loss_mask_S)
+        estimates.append(kl(row.logprobs_S.double(), reference_S.double()) * row.loss_mask_S)
 
     def per_row(values: Sequence[Tensor | float]) -> Tensor:
         return torch.tensor([float(value) for value in values], dtype=torch.float64)
 
-    weight = cfg.reference_policy_kl_penalty
     kl_sums_B = per_row([kl_S.sum() for kl_S in estimates])
     squares_B = per_row([kl_S.square().sum() for kl_S in estimates])
     tokens_B = per_row([row.loss_mask_S.sum() for row in rows])

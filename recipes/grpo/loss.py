@@ -172,6 +172,13 @@ def kl_estimate(
     return estimate if weights is None else estimate * weights
 
 
+def sampled_kl(logprobs: Tensor, reference: Tensor, *, cfg: LossConfig) -> Tensor:
+    """Return the estimate of the KL at each sampled token, within the configured bounds and without any weight."""
+    estimate = kl_estimate(logprobs, reference, cfg.reference_policy_kl_type, input_clamp=cfg.kl_input_clamp_value)
+    limit = cfg.kl_output_clamp_value
+    return estimate if limit is None else estimate.clamp(-limit, limit)
+
+
 def reference_kl(logprobs_BT: Tensor, inputs: LossInputs, cfg: LossConfig) -> Tensor:
     """Per-token KL to the reference policy, weighted for off-policy tokens; the weight carries gradient."""
     if inputs.reference_logprobs_BT is None:

@@ -27,7 +27,7 @@ from recipes.grpo.checkpoint import LedgerEntry, SavedState, latest_checkpoint, 
 from recipes.grpo.data import PromptDataset, PromptStream, require_rows
 from recipes.grpo.draw import CollectorState
 from recipes.grpo.log import RunLogger
-from recipes.grpo.loss import grpo_loss
+from recipes.grpo.loss import grpo_loss, sampled_kl
 from recipes.grpo.reward import has_variance
 from recipes.grpo.rollout import RolloutCollector, RolloutSettings
 from recipes.grpo.run import PolicyHandle, Run, TrainState
@@ -136,7 +136,14 @@ def reference_use(config: Config) -> ReferenceUse | None:
         return None
     if not loss.use_kl_in_reward:
         return ReferenceUse()
-    return ReferenceUse(token_advantages=partial(subtract_kl, cfg=loss, bounds=advantage_bounds(config.grpo)))
+    return ReferenceUse(
+        token_advantages=partial(
+            subtract_kl,
+            kl=partial(sampled_kl, cfg=loss),
+            weight=loss.reference_policy_kl_penalty,
+            bounds=advantage_bounds(config.grpo),
+        )
+    )
 
 
 def _at_push(cfg: AsyncGrpoConfig) -> AtPush:

@@ -10,6 +10,7 @@ import json
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ from recipes.grpo.advantage import (
 )
 from recipes.grpo.batch import sample_masks
 from recipes.grpo.checkpoint import steps_to_keep
-from recipes.grpo.loss import grpo_loss, kl_estimate, mask_mismatched
+from recipes.grpo.loss import grpo_loss, kl_estimate, mask_mismatched, sampled_kl
 from recipes.policy.shards import merge_step_metrics
 from recipes.tokens import pack_rollouts
 from recipes.types import LossInputs, PolicyRow, Rollout, RolloutStatus, Turn
@@ -252,7 +253,6 @@ def assert_ranks_agree(case: dict[str, Any], advantages: torch.Tensor, want: tor
         for own, mask_S, own_S, start_S in zip(advantages, mask, logprobs, reference, strict=True)
     ]
     loss: Any = SimpleNamespace(
-        reference_policy_kl_penalty=cfg["kl_coef"],
         reference_policy_kl_type=cfg["kl_type"],
         kl_input_clamp_value=cfg["input_clamp"],
         kl_output_clamp_value=cfg["output_clamp"],
@@ -267,8 +267,13 @@ def assert_ranks_agree(case: dict[str, Any], advantages: torch.Tensor, want: tor
         together.wait()
         return both
 
+    estimate = partial(sampled_kl, cfg=loss)
+
+    def part_of(rank: int) -> list[torch.Tensor]:
+        return subtract_kl(rows[rank::2], total, kl=estimate, weight=cfg["kl_coef"])[0]
+
     with ThreadPoolExecutor(2) as ranks:
-        parts = list(ranks.map(lambda rank: subtract_kl(rows[rank::2], total, cfg=loss)[0], (0, 1)))
+        parts = list(ranks.map(part_of, (0, 1)))
     for rank, part in enumerate(parts):
         difference = (torch.stack(part).double() - want[rank::2]) * mask[rank::2]
         assert difference.abs().max() < 5e-5

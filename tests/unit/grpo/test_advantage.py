@@ -247,24 +247,21 @@ def policy_row(advantage: float, logprobs: list[float], reference: list[float], 
 
 
 def test_a_token_that_left_the_reference_has_a_lower_advantage_than_the_others_of_its_rollout() -> None:
-    loss: Any = SimpleNamespace(
-        reference_policy_kl_penalty=0.5,
-        reference_policy_kl_type="k2",
-        kl_input_clamp_value=None,
-        kl_output_clamp_value=None,
-    )
+    def kl(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+        return (reference - logprobs).square() / 2
+
     far = -1e4  # on a token that was not sampled: exp of it overflows
     rows = [
         policy_row(1.0, [0.0, far, -1.0, -1.0], [0.0, 0.0, -1.0, -3.0], [0.0, 0.0, 1.0, 1.0]),
         policy_row(0.0, [0.0, -2.0], [0.0, -2.0], [0.0, 1.0]),
         policy_row(0.0, [0.0], [0.0], [0.0]),  # a rollout without any token
     ]
-    (first, second, empty), metrics = subtract_kl(rows, lambda own: own, cfg=loss, bounds=(-1.0, 1.0))
+    (first, second, empty), metrics = subtract_kl(rows, lambda own: own, kl=kl, weight=0.5, bounds=(-1.0, 1.0))
     values = torch.tensor([1.0, 1.0 - 0.5 * 2.0, 0.0])  # by hand: of the three tokens in the loss; the KL is 2 on one
     want = (values - values.mean()) / values.std(unbiased=False)
     assert torch.cat([first[2:], second[1:]]).tolist() == pytest.approx(want.clamp(-1.0, 1.0).tolist(), abs=1e-6)
     assert empty.isfinite().all() and first.isfinite().all()
     assert metrics["kl_in_reward"] == (2.0, 3.0)
-    nothing, metrics = subtract_kl(rows[2:], lambda own: own, cfg=loss)
+    nothing, metrics = subtract_kl(rows[2:], lambda own: own, kl=kl, weight=0.5)
     assert nothing[0].isfinite().all() and metrics["kl_in_reward"] == (0.0, 0.0)
-    assert subtract_kl([], lambda own: own, cfg=loss)[0] == []
+    assert subtract_kl([], lambda own: own, kl=kl, weight=0.5)[0] == []
