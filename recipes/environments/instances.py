@@ -95,9 +95,14 @@ def _agent(kind: str, settings: Mapping[str, Any], server: ServerInstance) -> Ag
     if kind == REFINEMENT:
         return Agent(kind="refinement", server=server.name, max_steps=1 + int(settings.get("max_correction_turns", 2)))
     if kind == EXTERNAL:
-        seconds = float(settings.get("timeout_seconds", AGENT_SECONDS))
-        steps = settings.get("max_steps")
-        return Agent(kind="by_url", server=server.name, max_steps=steps, url=settings["url"], timeout_seconds=seconds)
+        return Agent(
+            kind="by_url",
+            server=server.name,
+            max_steps=settings.get("max_steps"),
+            url=settings["url"],
+            timeout_seconds=float(settings.get("timeout_seconds", AGENT_SECONDS)),
+            keeps_history=settings.get("history", "keep") == "keep",
+        )
     verifier = ALL_VERIFIERS.get(server.verifier)
     may_have_tools = verifier is None or (isinstance(verifier, Verifier) and verifier.tools is not None)
     has_tools = kind == "simple_agent" and may_have_tools

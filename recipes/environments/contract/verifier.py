@@ -27,6 +27,7 @@ class Agent:
     max_steps: int | None = None  # model calls of one rollout at most, for an agent that makes several
     url: str = ""  # of an agent elsewhere
     timeout_seconds: float = 0.0  # of one rollout of an agent elsewhere
+    keeps_history: bool = True  # see `PromptBuilder.keeps_history`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,6 +72,7 @@ class UrlAgents:
             patterns=episode.patterns,
             limits=SessionLimits(max_tokens=episode.max_tokens, num_calls=episode.max_steps or MAX_CALLS),
             template_kwargs=row_template_kwargs(episode.params),
+            keeps_history=agent.keeps_history,
         )
         server = await self.server_for(urlsplit(agent.url).hostname or "")
         async with server.serving(session) as base_url:

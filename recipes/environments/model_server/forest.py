@@ -143,7 +143,7 @@ class Forest:
 
     def _reason_below(self, parent: CallNode | None, rest: Sequence[ChatMessage]) -> str:
         """Return the first difference between a request and the earlier calls that share most of it; "" without any."""
-        nearest = (-1, "")
+        nearest = (-1, False, "")  # place, whether it is the same question again, reason
         starts = parent.children if parent else self.roots
         pending = [(node, 0) for node in starts]
         while pending:
@@ -151,10 +151,10 @@ class Forest:
             at, reason = _first_difference((*node.appended, node.served), rest, start)
             if not reason and at < len(rest):
                 pending += [(child, at) for child in node.children]
-                reason = "sibling"
-            if at > nearest[0]:
-                nearest = (at, reason or "sibling")
-        return nearest[1]
+            reason = reason or "sibling"
+            if (at, reason == "sibling") > nearest[:2]:
+                nearest = (at, reason == "sibling", reason)
+        return nearest[2]
 
 
 def _is_named(node: CallNode, given: Sequence[ChatMessage]) -> bool:
