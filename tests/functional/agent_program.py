@@ -1,6 +1,6 @@
 """An agent program of somebody else: a server with plain HTTP calls that knows nothing of this project.
 
-It asks the policy, answers each question with a note, as long as its row says, and reports that it is done.
+It asks the policy, runs the tools that it calls or answers it with a note, and reports that it is done.
 """
 
 from __future__ import annotations
@@ -19,22 +19,26 @@ WAIT = 60.0
 
 
 async def work(row: dict[str, Any]) -> dict[str, Any]:
-    """Call the policy as often as the row says, in one conversation, and once more without the last answer."""
-    base_url, messages = row["model_server"]["base_url"], list(row["responses_create_params"]["input"])
+    """Call the policy in one conversation, as often as the row says; with tools, until it calls none."""
+    asked = row["responses_create_params"]
+    tools = [
+        {"type": "function", "function": {k: v for k, v in t.items() if k != "type"}} for t in asked.get("tools", ())
+    ]
+    fields = {"model": row["model_server"]["model"], "max_tokens": 64} | ({"tools": tools} if tools else {})
+    address, messages = f"{row['model_server']['base_url']}/chat/completions", list(asked["input"])
     async with httpx.AsyncClient(timeout=WAIT) as client:
-        for step in range(row["num_calls"]):
-            body = {
-                "model": row["model_server"]["model"],
-                "messages": messages,
-                "max_tokens": row.get("max_tokens", 64),
-            }
-            reply = await client.post(f"{base_url}/chat/completions", json=body)
+        for step in range(row.get("num_calls", 4)):
+            reply = await client.post(address, json={"messages": messages, **fields})
             reply.raise_for_status()
             message = reply.json()["choices"][0]["message"]
-            messages += [message, {"role": "user", "content": f"note {step}"}]
+            calls = message.get("tool_calls", ())
+            if tools and not calls:
+                break
+            results = [{"role": "tool", "tool_call_id": call["id"], "content": "Email deleted."} for call in calls]
+            messages += [message, *(results or [{"role": "user", "content": f"note {step}"}])]
         if row.get("asks_again"):
             again = [*messages[:-2], {"role": "user", "content": "in other words?"}]
-            (await client.post(f"{base_url}/chat/completions", json={"messages": again})).raise_for_status()
+            (await client.post(address, json={"messages": again})).raise_for_status()
     return {**row, "note": "all done", "reward": 77.0}
 
 

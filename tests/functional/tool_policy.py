@@ -1,4 +1,4 @@
-"""A tiny policy that has learned to call one tool, and rows for it: of the small office and of the mailroom.
+"""A tiny policy that has learned to call one tool, and rows for it: of the office, the mailroom, an agent elsewhere.
 
 It is trained on rollouts that a script has made with the real agent, half of which delete the wrong email. So most of
 its own rollouts have two turns, and their rewards differ.
@@ -20,7 +20,7 @@ from tests.scripted import Scripted
 from tools.tiny.model import build_model
 from tools.tiny.tokenizer import build_tokenizer
 
-AGENT, MAIL_AGENT = "workplace_assistant_simple_agent", "mail_agent"
+AGENT, MAIL_AGENT, OUTSIDE_AGENT = "workplace_assistant_simple_agent", "mail_agent", "outside_agent"
 EMAILS = ("00000001", "00000002")
 TOOL = {
     "type": "function",
@@ -49,6 +49,11 @@ def make_mail_row(number: int) -> dict[str, Any]:
     return {**row, "agent_ref": agent, "wanted": EMAILS[number % len(EMAILS)]}
 
 
+def make_outside_row(number: int) -> dict[str, Any]:
+    """Return the same task for an agent program elsewhere."""
+    return {**make_row(number), "agent_ref": {"type": "responses_api_agents", "name": OUTSIDE_AGENT}}
+
+
 def write_policy(directory: Path, office: str) -> None:
     """Write the policy's checkpoint and the rows of a run into `directory`."""
     import torch
@@ -64,7 +69,7 @@ def write_policy(directory: Path, office: str) -> None:
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(directory / "model")
     for name, count in (("train", 32), ("val", 4)):
-        rows = [(make_row, make_mail_row)[number // 2 % 2](number) for number in range(count)]
+        rows = [(make_row, make_mail_row, make_outside_row)[number // 2 % 3](number) for number in range(count)]
         lines = [json.dumps(row) + "\n" for row in rows]
         (directory / f"{name}.jsonl").write_text("".join(lines))
 
