@@ -130,6 +130,8 @@ async def test_no_failure_is_a_reward(
     done, _ = await rollout(codec, agent_url, [f"a</think>\\boxed{{B}}{END}"], **fields)
     assert (done.status, done.reward) == (status, None)
     assert reason in done.reason
+    if fields.get("fails") == "at the end":  # for the log
+        assert len(done.turns) == 2 and done.metrics["model_calls"] == 2.0
 
 
 async def test_agent_that_is_not_there(codec: ChatCodec) -> None:

@@ -63,16 +63,19 @@ def chat_messages(params: Mapping[str, Any]) -> list[Message]:
         raise wrong("input", items, "a string or a list of items")
     messages: list[Message] = []
     is_open = False  # whether the last message is an assistant's, to be continued by the next item
+    texts: list[str] = []  # of the last assistant's message
     for item in items:
         if not isinstance(item, Mapping):
             raise wrong("input", item, "items that are objects")
         if is_assistants(item):
             if not is_open:
                 messages.append({"role": "assistant", "content": None})
-            _continue_assistant(messages[-1], item)
+            _continue_assistant(messages[-1], item, texts)
         else:
+            _close_assistant(messages, texts)
             messages.append(_other_message(item))
         is_open = is_assistants(item)
+    _close_assistant(messages, texts)
     return _with_instructions(messages, params.get("instructions"))
 
 
@@ -119,20 +122,25 @@ def flat_text(content: object) -> str:
     return "\n".join(part["text"] for part in content)
 
 
-def _continue_assistant(message: Message, item: Mapping[str, Any]) -> None:
-    """Add one assistant-side item to the message it belongs to."""
+def _close_assistant(messages: list[Message], texts: list[str]) -> None:
+    """Give the last message its text; joined once, so that many items take linear time."""
+    if texts:
+        messages[-1]["content"] = "".join(texts)
+        texts.clear()
+
+
+def _continue_assistant(message: Message, item: Mapping[str, Any], texts: list[str]) -> None:
+    """Add one assistant-side item to the message it belongs to, its text to `texts`."""
     if item.get("type") == "reasoning":
         parts = [part.get("text") for part in item.get("summary") or [] if isinstance(part, Mapping)]
-        added = "".join(f"<think>{text}</think>" for text in parts if text)
-        message["content"] = (message["content"] or "") + added
+        texts.append("".join(f"<think>{text}</think>" for text in parts if text))
     elif item.get("type") == "function_call":
         function = {"name": require_str(item, "name"), "arguments": require_str(item, "arguments")}
         call = {"id": require_str(item, "call_id"), "type": "function", "function": function}
         message.setdefault("tool_calls", []).append(call)
     else:
         content = _content(item.get("content"), "content")
-        added = content if isinstance(content, str) else "".join(part["text"] for part in content)
-        message["content"] = (message["content"] or "") + added
+        texts.append(content if isinstance(content, str) else "".join(part["text"] for part in content))
     message.update({field: item[field] for field in TOKEN_FIELDS if item.get(field) is not None})
 
 

@@ -79,9 +79,10 @@ class UrlAgents:
             try:
                 reply = await self._result(episode, agent, session, base_url)
             except _NotDoneError as end:
-                turns = _main(session).turns(0) if session.forest.nodes else ()
+                main = _main(session)
+                turns = main.turns(0) if main.paths else ()
                 rollout = unscored(turns, end.status, str(end), seconds=time.monotonic() - start)
-                return replace(rollout, metrics=_metrics(session, _main(session)))
+                return replace(rollout, metrics=_metrics(session, main))
         return await _with_verdict(episode, session, reply, start)
 
     def close(self) -> None:

@@ -81,16 +81,16 @@ def _read(message: object) -> ChatMessage:
     reasoning = next((message[key] for key in ("reasoning_content", "reasoning") if message.get(key)), "")
     if not isinstance(reasoning, str):
         raise wrong("messages.reasoning", reasoning, "a string")
-    thoughts = []
-    while found := _LEADING_THOUGHTS.match(text):
+    thoughts, end = [], 0
+    while found := _LEADING_THOUGHTS.match(text, end):
         thoughts.append(found[1])
-        text = text[found.end() :]
+        end = found.end()
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
         raise wrong("messages.tool_calls", calls, "a list of function calls")
     return ChatMessage(
         role=role,
-        text=text,
+        text=text[end:],
         reasoning=reasoning or "".join(thoughts),
         calls=tuple(_call(call) for call in calls),
         ids=tuple(call["id"] for call in calls if isinstance(call.get("id"), str)),

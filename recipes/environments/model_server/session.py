@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -28,6 +29,8 @@ from recipes.environments.model_server.replies import ModelAnswer
 from recipes.environments.model_server.requests import ApiError, ModelRequest
 from recipes.errors import EngineError, RequestError
 from recipes.types import Completion, ModelClient
+
+logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 5  # that a client is asked to wait after a 503
 MAX_CALLS = 1024  # of one rollout
@@ -61,6 +64,11 @@ class Call:
     num_waiting: int = 0
     is_delivered: bool = False
     end_of_grace: asyncio.TimerHandle | None = None
+
+    def is_repeated_by(self, num_retries: int) -> bool:
+        """Return whether the same request, now, is a retry: the client says so, or nobody has got the answer."""
+        was_taken = self.num_waiting > 0 or self.is_delivered
+        return not self.task.cancelling() and (num_retries > 0 or not was_taken)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -103,7 +111,7 @@ class RolloutSession:
             raise over()
         digest = hashlib.blake2b(request.api.encode() + body, digest_size=16).digest()
         earlier = self._calls.get(digest)
-        if earlier is not None and (num_retries > 0 or not (earlier.num_waiting or earlier.is_delivered)):
+        if earlier is not None and earlier.is_repeated_by(num_retries):
             self.counts["retries"] += 1
             return earlier
         if self.num_calls >= self.limits.num_calls:
@@ -163,7 +171,8 @@ class RolloutSession:
             raise ApiError(503, "the policy has no engine left") from error
         except RequestError as error:
             self.counts["failed_calls"] += 1
-            raise ApiError(500, f"the engine failed: {error}") from error
+            logger.warning("a model call of an agent failed: %s", error)
+            raise ApiError(500, "the engine failed") from error
 
     async def _answer(self, number: int, request: ModelRequest, *, is_gym: bool) -> Stored:
         if request.ends_in_reasoning:
@@ -184,7 +193,8 @@ class RolloutSession:
             return self._overflow(number, len(prompt_ids), limit, is_gym=is_gym)
         if problem := unusable(completion, num_prompt_tokens=len(prompt_ids)):
             self.counts["failed_calls"] += 1
-            raise ApiError(500, problem)
+            logger.warning("a model call of an agent failed: %s", problem)
+            raise ApiError(500, "the engine failed")
         if keeps_tools and prompt.place.parent is not None:
             tools = prompt.place.parent.tools
         decoded = await asyncio.to_thread(_sampled, self.codec, request, prompt, completion)
@@ -247,14 +257,10 @@ class RolloutSession:
             created=int(time.time()),
             num_prompt_tokens=len(prompt.seen_ids) + len(prompt.new_ids),
             num_sampled_tokens=len(completion.token_ids),
-            logprobs=self._logprobs(completion) if request.has_logprobs else (),
+            logprobs=sampled.logprobs,
             tokens=_token_fields(prompt, completion) if is_gym else {},
         )
         return Stored(answer=answer, node=node)
-
-    def _logprobs(self, completion: Completion) -> tuple[tuple[str, float], ...]:
-        texts = (self.codec.text((token_id,)) for token_id in completion.token_ids)
-        return tuple(zip(texts, completion.logprobs, strict=True))
 
 
 def over() -> ApiError:
@@ -272,6 +278,7 @@ class _Sampled:
     reasoning: str
     calls: tuple[CalledFunction, ...]
     is_thinking_open: bool
+    logprobs: tuple[tuple[str, float], ...]  # of each token with its text, when they are asked for
 
 
 def _sampled(codec: ChatCodec, request: ModelRequest, prompt: Prompt, completion: Completion) -> _Sampled:
@@ -292,7 +299,13 @@ def _sampled(codec: ChatCodec, request: ModelRequest, prompt: Prompt, completion
         reasoning="".join(summaries),
         calls=tuple(CalledFunction(name=item["name"], arguments=item["arguments"]) for item in called),
         is_thinking_open=codec.is_thinking_open(prompt.new_ids, completion.token_ids),
+        logprobs=_with_texts(codec, completion) if request.has_logprobs else (),
     )
+
+
+def _with_texts(codec: ChatCodec, completion: Completion) -> tuple[tuple[str, float], ...]:
+    texts = (codec.text((token_id,)) for token_id in completion.token_ids)
+    return tuple(zip(texts, completion.logprobs, strict=True))
 
 
 def shortened(completion: Completion, length: int) -> Completion:

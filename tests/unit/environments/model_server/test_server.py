@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import orjson
 import pytest
 
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.model_server.replies import MODEL
+from recipes.environments.model_server.requests import read_request
 from recipes.environments.model_server.sequences import sequences_of
 from recipes.environments.model_server.server import MAX_BODY_BYTES, ModelServer
 from recipes.errors import EngineError, RequestError
@@ -334,7 +336,7 @@ async def test_failure_after_the_head_is_an_event_or_a_cut_connection(codec: Cha
         await asyncio.wait_for(connection.written.wait(), 30)
         policy.hold.set()
         if is_stream:
-            assert "late" in (await connection.done()).events()[-1]["error"]["message"]
+            assert "engine failed" in (await connection.done()).events()[-1]["error"]["message"]
         else:
             with pytest.raises(ConnectionAbortedError):
                 await connection.done()
@@ -412,3 +414,36 @@ async def test_engine_that_is_lost_is_told_to_the_rollout(codec: ChatCodec) -> N
     async with serving(Policy(codec, [EngineError("engine 0 died")])) as rollout:
         assert (await rollout.post({"messages": QUESTION})).status == 503
     assert rollout.session.engine_failed.is_set() and str(rollout.session.engine_failure) == "engine 0 died"
+
+
+JUNK = [None, True, 0, 1.5, "", "x", [], [None], [[]], [{}], {}, {"a": 1}, [{"role": "user"}], [{"type": "reasoning"}]]
+FIELDS = ["messages", "input", "instructions", "tools", "tool_choice", "stop", "n", "max_tokens", "stream_options"]
+FIELDS += ["text", "response_format", "previous_response_id", "logprobs", "content", "tool_calls", "summary", "call_id"]
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "responses"])
+async def test_values_of_wrong_types_never_break_the_server(codec: ChatCodec, route: str) -> None:
+    """Each is answered, or refused in the API's form; nothing is a 500."""
+    kinds = ["message", "reasoning", "function_call", "function_call_output"]
+    items = [{"type": kind, "role": role} for kind in kinds for role in ("user", "assistant", "tool")]
+    bodies = [{"messages": QUESTION, "input": "u", field: junk} for field in FIELDS for junk in JUNK]
+    bodies += [
+        {"messages": [{**item, field: junk}, user("u")], "input": [{**item, field: junk}, user("u")]}
+        for item in items
+        for field in ("content", "tool_calls", "summary", "arguments", "output", "reasoning", "role", "type")
+        for junk in JUNK
+    ]
+    for start in range(0, len(bodies), 500):
+        async with serving(Policy(codec, [DONE])) as rollout:
+            replies = [await rollout.post(body, route) for body in bodies[start : start + 500]]
+            assert {reply.status for reply in replies} <= {200, 400}
+            assert all(reply.json()["error"]["message"] for reply in replies if reply.status == 400)
+
+
+async def test_long_hostile_histories_take_linear_time(codec: ChatCodec) -> None:
+    thoughts = {"role": "assistant", "content": "<think></think>" * 200_000 + "<think>" * 200_000}
+    items = [{"type": "message", "role": "assistant", "content": "x" * 500} for _ in range(15_000)]
+    chat = read_request("chat", orjson.dumps({"messages": [thoughts, user("u")]}))
+    responses = read_request("responses", orjson.dumps({"input": [*items, user("u")]}))
+    assert chat.messages[0].text == "<think>" * 200_000
+    assert len(responses.messages[0].text) == 7_500_000
