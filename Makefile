@@ -267,6 +267,11 @@ serve-env: $(READY) ## serve one verifier over HTTP
 #= NAME=mcqa PORT=5000
 	$(PYTHON) -m tools.serve_env --name $(NAME) --port $(PORT) $(ARGS)
 
+.PHONY: agent-check
+agent-check: $(READY) ## run one task with an agent and show what would be trained
+#= URL=http://127.0.0.1:8000
+	$(PYTHON) -m tools.agent_check $(if $(URL),--url $(URL),--command "$(or $(CMD),$(error give URL=http://host:port or CMD=program))") $(ARGS)
+
 ##@ Development
 .PHONY: lint
 lint: $(READY) ## run ruff, mypy, shellcheck, shfmt, hadolint, yamllint and check the overlays

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +23,7 @@ from recipes.environments.model_server.session import RolloutSession, SessionLim
 from recipes.errors import EngineError
 from recipes.types import Completion, Rollout, RolloutStatus, VersionSpan
 from tests.functional.agent_program import running_agent
+from tools import agent_check
 from tools.tiny.tokenizer import build_tokenizer
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(120)]
@@ -193,3 +196,38 @@ async def test_a_thousand_connections_do_not_break_it(codec: ChatCodec) -> None:
     for _, writer in idle:
         writer.close()
     agents.close()
+
+
+PROGRAM = """
+import json, os, sys, urllib.request
+messages = json.load(sys.stdin)["responses_create_params"]["input"]
+for hides in (False, True, False):
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", method="POST")
+    request.data = json.dumps({"messages": messages}).encode()
+    message = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+    messages += ([] if hides else [message]) + [{"role": "user", "content": "go on"}]
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_program_is_checked(
+    codec: ChatCodec, tmp_path: Path, capsys: pytest.CaptureFixture[str], status: int
+) -> None:
+    build_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    command = f"{sys.executable} {program} {status}"
+    assert agent_check.main(["--command", command, "--tokenizer", str(tmp_path / "tokenizer")]) == 1
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in shown[:3]] == ["root 0", "  extend 1", "  fork 2 (assistant_missing)"]
+    assert "NOT TRAINED" in shown[1] and "NOT TRAINED" not in shown[0] + shown[2]
+    assert any("would have no reward" in line for line in shown) == bool(status)
+
+
+def test_a_server_is_checked(agent_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(row()))
+    assert agent_check.main(["--url", agent_url, "--rows", str(rows), "--tokenizer", str(tmp_path / "tokenizer")]) == 0
+    assert "2 calls answered, 2 begun, 1 conversations" in capsys.readouterr().out

@@ -36,7 +36,7 @@ FLOORS = (
     {"tools.data", "tools.sizing", "tools.config"},
     {"tools.rows", "tools.lineage", "tools.sif"},
     {"tools.curriculum", "tools.doctor", "tools.tiny"},
-    {"tools.launch", "tools.bench", "tools.serve_env", "tools.setup"},
+    {"tools.launch", "tools.bench", "tools.serve_env", "tools.agent_check", "tools.setup"},
 )
 GROUND = FLOORS[0]
 MAX_MODULES, MAX_STEPS = 20, 19

@@ -196,6 +196,10 @@ class ChatCodec:
         }
         return Decoded(items=tuple(assistant_items(message)), text=text)
 
+    def token_ids(self, text: str) -> tuple[int, ...]:
+        """Return the ids of a text, control strings included."""
+        return self._tokenize(text)
+
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens included."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
