@@ -71,30 +71,42 @@ smoke: tiny ##* train stage 1.1 with a tiny model on this machine and show what 
 	$(PYTHON) -m tools.report --run-dir $(RESULTS_DIR)/$(SMOKE_RUN) --min-gain 0.25
 	$(PYTHON) -m tools.tiny.check_gain --run-dir $(RESULTS_DIR)/$(SMOKE_RUN)
 
+# At scale tiny on this machine rules judge, as long as the command runs: in stage 3, and in the wide blend.
+TINY_RULES = $(PYTHON) -m tools.tiny.rule_judge --
+JUDGED = $(if $(filter tiny/local,$(SCALE)/$(LAUNCHER)),$(if $(or $(filter wide,$(BLEND)),$(filter \
+stage3,$(1))),$(TINY_RULES)))
+# Only the wide warm-up has seen tools and preferences, so a chain that comes to their stages starts from it.
+AT_TINY = $(filter tiny,$(SCALE))$(MODEL_PATH)
+CHAIN = $(or $(STAGES),$(ALL_STAGES))
+CHAIN_START = $(if $(filter tiny,$(AT_TINY)),$(if $(filter stage1.1,$(CHAIN)),$(if \
+$(filter stage2.1 stage3,$(CHAIN)),MODEL_PATH=$(CURDIR)/models/tiny-wide-sft)))
+
 ##@ Stages (on Slurm; on this machine with LAUNCHER=local; DRY_RUN=1 prints the command)
 .PHONY: $(ALL_STAGES) pipeline
+$(ALL_STAGES) pipeline doctor: export BLEND := $(BLEND)
 stage1.1: ##* run stage 1.1: RLVR, blend 1 (rlvr1); the others are stage1.2 to stage3
 #= SCALE=prod|small|tiny PLATFORM=h100|b200 LAUNCHER=slurm|local ENGINE=native|nemo_rl
 #= CLUSTER=profile MODEL_PATH SEED EXP_NAME DRY_RUN=1 ARGS="key=value ..."
+#= BLEND=wide (at scale tiny)
 stage1.2: ## RLVR, blend 2 (rlvr2)
 stage1.3: ## RLVR, blend 3 (rlvr3)
 stage2.1: ## software engineering, single-step edits (swe1)
 stage2.2: ## software engineering, whole instances in containers (swe2)
 stage3: ## RLHF with a generative reward model (rlhf)
 $(ALL_STAGES): $(READY)
-	@./super_launch.sh $@ $(ARGS)
+	@$(call JUDGED,$@) ./super_launch.sh $@ $(ARGS)
 
 stage%: $(READY) # the launcher answers a stage that does not exist with the names of those that do
 	@./super_launch.sh $@ $(ARGS)
 
 pipeline: $(READY) ##* run all six stages in order, each from its parent's export; run it again to resume
-#= STAGES="stage1.1 stage1.2" MODEL_PATH
-	@$(PYTHON) -m tools.launch.pipeline --stages "$(STAGES)" $(ARGS)
+#= STAGES="stage1.1 stage1.2" MODEL_PATH BLEND; at scale tiny make tiny BLEND=wide first
+	@$(CHAIN_START) $(call JUDGED,$(CHAIN)) $(PYTHON) -m tools.launch.pipeline --stages "$(STAGES)" $(ARGS)
 
 .PHONY: doctor
 doctor: $(READY) ##* report every problem of a planned launch, each with a code and a fix
 #= STAGE SCALE PLATFORM ARGS=--json
-	@$(PYTHON) -m tools.doctor --stage $(STAGE) $(ARGS)
+	@$(call JUDGED,$(STAGE)) $(PYTHON) -m tools.doctor --stage $(STAGE) $(ARGS)
 
 .PHONY: plan
 plan: $(READY) ##* print nodes, memory per GPU, step time and GPU-hours of a stage
@@ -168,7 +180,8 @@ lineage: $(READY) ## record splits and the newest export in artifacts/; print wh
 
 .PHONY: tiny
 tiny: $(READY) ## make what SCALE=tiny needs: data/tiny and the SFT checkpoint models/tiny-sft
-	$(PYTHON) -m tools.tiny.prepare --models models --data data
+#= BLEND=wide (for the wide blend, stage 2.1 and stage 3)
+	$(PYTHON) -m tools.tiny.prepare --models models --data data $(if $(BLEND),--blend $(BLEND))
 
 ##@ Images (with docker buildx, podman or buildah; DRY_RUN=1 prints the commands)
 SANDBOX ?= sandbox

@@ -11,7 +11,7 @@ from typing import Any
 from recipes.config.stages import Stage, find_stage
 from recipes.grpo.checkpoint import complete_checkpoints
 from tools.planning.draft import ROOT, Draft, draft_launch
-from tools.planning.stage_env import experiment, scale_of
+from tools.planning.stage_env import experiment, is_wide_blend, scale_of
 
 CHECKPOINTS = "checkpoints"  # checkpointing.checkpoint_dir where the configuration cannot be read
 
@@ -73,10 +73,11 @@ def make_links(
 
 def stage_variables(stage: Stage, parent: Link | None, environ: Mapping[str, str], results: Path) -> dict[str, str]:
     """Return the name and the start weights of one stage's run; empty weights are left to the stage table."""
-    prefix, scale = environ.get("EXP_NAME", ""), scale_of(environ)
+    prefix, scale, is_wide = environ.get("EXP_NAME", ""), scale_of(environ), is_wide_blend(environ)
 
     def run_name(of: Stage) -> str:
-        return f"{prefix}-{experiment(of, scale)}" if prefix else experiment(of, scale)
+        name = experiment(of, scale, is_wide=is_wide)
+        return f"{prefix}-{name}" if prefix else name
 
     model = environ.get("MODEL_PATH", "")
     if parent is not None:

@@ -12,8 +12,11 @@ from pathlib import Path
 from recipes.config.stages import PLATFORMS, SCALES, Stage, config_path, find_stage
 from recipes.errors import LaunchError, Problem
 
-TINY_MODEL = "models/tiny-sft"
+TINY_MODEL, WIDE_MODEL = "models/tiny-sft", "models/tiny-wide-sft"
 TINY_DATA = "data/tiny"
+OWN_TINY_DATA = ("swe1", "rlhf")  # blends of the stages whose rows data/tiny does not have
+WIDE = "wide"  # the other blend of stages 1.1 to 1.3 at scale tiny
+WIDE_CONFIG = "stage1_wide.yaml"  # beside the configuration that the stage table names
 FILLED = ("EXP_NAME", "CONFIG_PATH", "TRAIN_PATH", "VAL_PATH", "MODEL_PATH")
 
 
@@ -30,11 +33,15 @@ def platform_of(environ: Mapping[str, str]) -> str:
 def choice_problems(environ: Mapping[str, str]) -> list[Problem]:
     """Return a problem for a scale or a platform that does not exist."""
     asked = (("SCALE", scale_of(environ), SCALES), ("PLATFORM", platform_of(environ), PLATFORMS))
-    return [
+    problems = [
         Problem(where=variable, got=value, expected=" or ".join(choices), fix="correct the value")
         for variable, value, choices in asked
         if value not in choices
     ]
+    if scale_of(environ) == "tiny" and (blend := environ.get("BLEND")) not in (None, "", "tiny", WIDE):
+        fix = "leave it out, or set TRAIN_PATH and VAL_PATH"
+        problems.append(Problem(where="BLEND", got=str(blend), expected=f"{WIDE} at scale tiny", fix=fix))
+    return problems
 
 
 def stage_environment(name: str, environ: Mapping[str, str], root: Path) -> dict[str, str]:
@@ -42,19 +49,20 @@ def stage_environment(name: str, environ: Mapping[str, str], root: Path) -> dict
     if problems := choice_problems(environ):
         raise LaunchError(problems)
     scale, platform = scale_of(environ), platform_of(environ)
-    stage = find_stage(name)
-    data = root / (TINY_DATA if scale == "tiny" else f"data/{stage.blend}")
+    stage, is_wide = find_stage(name), is_wide_blend(environ)
+    data = root / (tiny_data(stage, is_wide=is_wide) if scale == "tiny" else f"data/{stage.blend}")
     good = data.with_name(f"{data.name}-good")  # the rows whose images `make sif-check` found good
     if "sif" in stage.requires and (good / "manifest.json").is_file():
         data = good
     filled = {
-        "EXP_NAME": experiment(stage, scale),
+        "EXP_NAME": experiment(stage, scale, is_wide=is_wide),
         "TRAIN_PATH": str(data / "train-split.jsonl"),
         "VAL_PATH": str(data / "val-split.jsonl"),
     }
     if not environ.get("CONFIG_PATH"):
-        filled["CONFIG_PATH"] = str(config_path(stage, scale, platform))
-    if model := start_weights(stage, scale, root / (environ.get("RESULTS_DIR") or "results")):
+        path = config_path(stage, scale, platform)
+        filled["CONFIG_PATH"] = str(path.with_name(WIDE_CONFIG) if is_wide and stage.blend.startswith("rlvr") else path)
+    if model := start_weights(stage, scale, root / (environ.get("RESULTS_DIR") or "results"), is_wide=is_wide):
         filled["MODEL_PATH"] = str(root / model)
     given = {variable: value for variable, value in environ.items() if value}
     if stage.container == "swe" and "SWE_CONTAINER" in given:
@@ -62,13 +70,27 @@ def stage_environment(name: str, environ: Mapping[str, str], root: Path) -> dict
     return filled | given | {"STAGE": stage.id}
 
 
-def experiment(stage: Stage, scale: str) -> str:
+def is_wide_blend(environ: Mapping[str, str]) -> bool:
+    """Whether the wide blend of scale tiny is asked for."""
+    return scale_of(environ) == "tiny" and environ.get("BLEND") == WIDE
+
+
+def tiny_data(stage: Stage, *, is_wide: bool) -> str:
+    """Return the directory of a stage's rows at scale tiny."""
+    if stage.blend in OWN_TINY_DATA:
+        return f"{TINY_DATA}-{stage.blend}"
+    return f"{TINY_DATA}-{WIDE}" if is_wide else TINY_DATA
+
+
+def experiment(stage: Stage, scale: str, *, is_wide: bool = False) -> str:
     """Return the default name of a stage's run."""
-    return stage.experiment if scale == "prod" else f"{stage.experiment}-{scale}"
+    name = stage.experiment if scale == "prod" else f"{stage.experiment}-{scale}"
+    return f"{name}-{WIDE}" if is_wide else name
 
 
-def start_weights(stage: Stage, scale: str, results: Path) -> Path | None:
+def start_weights(stage: Stage, scale: str, results: Path, *, is_wide: bool = False) -> Path | None:
     """Return where the stage's start weights are by default; None when only the user knows."""
     if stage.after is not None:
-        return results / experiment(find_stage(stage.after), scale) / "checkpoints" / "latest" / "hf"
-    return Path(TINY_MODEL) if scale == "tiny" else None
+        parent = experiment(find_stage(stage.after), scale, is_wide=is_wide)
+        return results / parent / "checkpoints" / "latest" / "hf"
+    return Path(WIDE_MODEL if is_wide else TINY_MODEL) if scale == "tiny" else None

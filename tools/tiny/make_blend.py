@@ -1,4 +1,4 @@
-"""The tiny blend: rows of the four tiny tasks in turn, each question once.
+"""A tiny blend: rows of its tasks in turn, each question once.
 
 The math rows are placeholders, as in the published blends: their questions are in two generated data sets with the
 hub's layout, and the fill step of the published blends restores them.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,11 +24,13 @@ INSTRUCTION = ". Answer in \\boxed{}"
 TEMPLATES: dict[str, object] = {"dapo": {"prefix": "", "suffix": INSTRUCTION}, "skywork": "{question}" + INSTRUCTION}
 
 
-def draw_problems(count: int, *, seed: int) -> Iterator[tuple[TinyTask, TinyProblem]]:
+def draw_problems(
+    count: int, *, seed: int, tasks: Sequence[TinyTask] = TASKS
+) -> Iterator[tuple[TinyTask, TinyProblem]]:
     """Yield `count` problems of the tasks in turn; each prompt occurs once."""
     rng, seen = Random(seed), set()
     for index in range(count):
-        task = TASKS[index % len(TASKS)]
+        task = tasks[index % len(tasks)]
         problem = task.draw(rng)
         while problem.prompt in seen:
             problem = task.draw(rng)
@@ -36,16 +38,16 @@ def draw_problems(count: int, *, seed: int) -> Iterator[tuple[TinyTask, TinyProb
         yield task, problem
 
 
-def make_blend(directory: Path, *, num_rows: int, seed: int) -> Path:
-    """Write the blend, its sources and the file that names them, unless they are up to date; return the blend."""
+def make_blend(directory: Path, *, num_rows: int, seed: int, tasks: Sequence[TinyTask] = TASKS) -> Path:
+    """Write the blend, and for its math rows their sources, unless they are up to date; return the blend."""
     known = {"tool": "make_blend", "tool_version": TOOL_VERSION, "parameters": {"rows": num_rows, "seed": seed}}
     blend, manifest_file = directory / BLEND, directory / "blend.manifest.json"
     questions: dict[str, list[Fields]] = {style: [] for style in TEMPLATES}
     lines = []
-    for index, (task, problem) in enumerate(draw_problems(num_rows, seed=seed)):
+    for index, (task, problem) in enumerate(draw_problems(num_rows, seed=seed, tasks=tasks)):
         row = make_row(task, problem)
         if task.agent == MATH_AGENT:
-            style = ("dapo", "skywork")[index // len(TASKS) % 2]
+            style = ("dapo", "skywork")[index // len(tasks) % 2]
             row = _hide(row, style, questions[style])
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     content = "".join(lines).encode()
@@ -53,11 +55,14 @@ def make_blend(directory: Path, *, num_rows: int, seed: int) -> Path:
     if not reasons and blend.read_bytes() == content:
         print(f"blend: {blend} is up to date")
         return blend
-    for style, records in questions.items():
+    hidden = {style: records for style, records in questions.items() if records}
+    for style, records in hidden.items():
         _write_source(directory / _source_name(style), records)
-    write_atomically(directory / SOURCES, _sources_file().encode())
+    if hidden:
+        write_atomically(directory / SOURCES, _sources_file(hidden).encode())
     write_atomically(blend, content)
-    write_manifest(manifest_file, {**known, "outputs": [describe(blend, rows=num_rows), describe(directory / SOURCES)]})
+    sources = [describe(directory / SOURCES)] if hidden else []
+    write_manifest(manifest_file, {**known, "outputs": [describe(blend, rows=num_rows), *sources]})
     print(f"blend: {blend} ({', '.join(reasons) or 'the tasks changed'}): {num_rows} rows")
     return blend
 
@@ -96,7 +101,7 @@ def _write_source(directory: Path, records: list[Fields]) -> None:
     write_atomically(directory / "data" / "train-00000-of-00001.parquet", content.getvalue())
 
 
-def _sources_file() -> str:
+def _sources_file(styles: Iterable[str]) -> str:
     import yaml
 
     sources: dict[str, Any] = {
@@ -107,7 +112,7 @@ def _sources_file() -> str:
             "question": ["prompt", 0, "content"],
             "answer": ["reward_model", "ground_truth"],
         }
-        for style in TEMPLATES
+        for style in styles
     }
     return "# Written by tools/tiny: the sources of the questions of the tiny blend.\n" + yaml.safe_dump(
         {"sources": sources}

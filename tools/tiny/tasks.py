@@ -17,6 +17,8 @@ from typing import Any
 from tools.tiny.tokenizer import CITIES, NAMES
 
 Fields = dict[str, Any]
+Reply = str | tuple[str, ...]
+"""A demonstration: the text after "<think>"; with tools these texts and what the tools answered, in turn."""
 
 LETTER_OF_DIGIT = dict(zip("123456789", "ABCDEFGHI", strict=True))
 FIELD_TYPES = {"name": "string", "age": "integer", "city": "string", "member": "boolean"}
@@ -26,9 +28,11 @@ FIELD_TYPES = {"name": "string", "age": "integer", "city": "string", "member": "
 class TinyProblem:
     """One question, with the fields that its verifier reads."""
 
-    prompt: str  # content of the user message
+    prompt: str  # content of the last user message
     fields: Fields  # top-level fields of the row that the verifier reads
     facts: Fields = field(default_factory=dict)  # what a demonstration needs; not part of the row
+    history: tuple[Fields, ...] = ()  # messages before the prompt
+    tools: tuple[Fields, ...] = ()  # in the form of a request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,23 +41,26 @@ class TinyTask:
 
     agent: str
     draw: Callable[[Random], TinyProblem]
-    right: Callable[[TinyProblem], str]  # a correct answer: the text after "<think>"
-    wrong: Callable[[TinyProblem, Random], str]
+    right: Callable[[TinyProblem], Reply]
+    wrong: Callable[[TinyProblem, Random], Reply]
     wrong_share: float
 
 
 def make_row(task: TinyTask, problem: TinyProblem) -> Fields:
     """Return the complete row of `problem`."""
+    params: Fields = {"input": [*problem.history, {"role": "user", "content": problem.prompt}]}
+    if problem.tools:
+        params["tools"] = list(problem.tools)
     return {
-        "responses_create_params": {"input": [{"role": "user", "content": problem.prompt}]},
+        "responses_create_params": params,
         "agent_ref": {"type": "responses_api_agents", "name": task.agent},
         "dataset": f"tiny_{task.agent.removesuffix('_simple_agent')}",
         **problem.fields,
     }
 
 
-def demonstrate(task: TinyTask, problem: TinyProblem, rng: Random) -> str:
-    """Return an assistant turn for the warm-up SFT, without the opening of the thinking block."""
+def demonstrate(task: TinyTask, problem: TinyProblem, rng: Random) -> Reply:
+    """Return what the assistant says in the warm-up SFT, without the opening of the thinking block."""
     return task.wrong(problem, rng) if rng.random() < task.wrong_share else task.right(problem)
 
 

@@ -7,6 +7,7 @@ conversation with more turns.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,13 @@ WORDS = (
 )
 
 
-def build_tokenizer() -> Any:
-    """Return the tokenizer with its chat template, as a transformers fast tokenizer."""
+def build_tokenizer(more_words: Sequence[str] = ()) -> Any:
+    """Return the tokenizer with its chat template, as a transformers fast tokenizer; `more_words` are pieces, too."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     bytes_to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    words = ["".join(piece for piece, _ in bytes_to_letters.pre_tokenize_str(word)) for word in WORDS]
+    words = ["".join(piece for piece, _ in bytes_to_letters.pre_tokenize_str(word)) for word in (*WORDS, *more_words)]
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet()) + words
     tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces]))
     tokenizer.pre_tokenizer = bytes_to_letters

@@ -59,6 +59,33 @@ def test_stage_2_2_trains_on_the_rows_whose_images_are_good(tmp_path):
     )
 
 
+def test_the_wide_blend_has_its_own_rows_model_and_runs():
+    variables = {"SCALE": "tiny", "BLEND": "wide"}
+    env = stage_environment("stage1.1", variables, ROOT)
+    assert env["EXP_NAME"] == "stage1.1-rlvr1-tiny-wide"
+    assert env["MODEL_PATH"] == "/checkout/models/tiny-wide-sft"
+    assert env["TRAIN_PATH"] == "/checkout/data/tiny-wide/train-split.jsonl"
+    assert env["CONFIG_PATH"].endswith("configs/tiny/stage1_wide.yaml")
+    env = stage_environment("stage1.2", variables, ROOT)
+    assert env["MODEL_PATH"] == "/checkout/results/stage1.1-rlvr1-tiny-wide/checkpoints/latest/hf"
+
+
+@pytest.mark.parametrize(("stage", "rows"), [("stage2.1", "tiny-swe1"), ("stage3", "tiny-rlhf")])
+@pytest.mark.parametrize("blend", ["", "wide"])
+def test_a_stage_with_environments_of_its_own_has_its_own_tiny_rows(stage, rows, blend):
+    env = stage_environment(stage, {"SCALE": "tiny", "BLEND": blend}, ROOT)
+    assert env["VAL_PATH"] == f"/checkout/data/{rows}/val-split.jsonl"
+    assert env["CONFIG_PATH"].endswith(("tiny/stage2_swe1.yaml", "tiny/stage3_rlhf.yaml"))
+
+
+def test_a_blend_that_is_not_there_is_refused_at_the_tiny_scale():
+    with pytest.raises(LaunchError, match="BLEND"):
+        stage_environment("stage1.1", {"SCALE": "tiny", "BLEND": "wide1"}, ROOT)
+    assert stage_environment("stage1.1", {"BLEND": "rlvr1"}, ROOT)["TRAIN_PATH"].endswith(
+        "data/rlvr1/train-split.jsonl"
+    )
+
+
 def test_what_is_set_wins_and_empty_counts_as_not_set():
     env = stage_environment("stage1.1", {"EXP_NAME": "mine", "VAL_PATH": "", "CONFIG_PATH": "c.yaml"}, ROOT)
     assert env["EXP_NAME"] == "mine"

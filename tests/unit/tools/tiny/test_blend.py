@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from recipes.files import sha256_of
+from tools.tiny.blends import RLVR
 from tools.tiny.make_blend import make_blend
-from tools.tiny.prepare import TRAIN_ROWS, VAL_ROWS, main, only_one, prepare_data, prompts_of
+from tools.tiny.prepare import main, only_one, prepare_data, prompts_of
 from tools.tiny.sft import SftSettings, conversations, data_hash
 
 AGENTS = {f"{name}_simple_agent" for name in ("math_with_judge", "mcqa", "reasoning_gym", "structured_outputs")}
@@ -33,7 +34,7 @@ def test_a_seed_gives_the_same_bytes(tmp_path: Path) -> None:
 
 def test_both_splits_have_all_agents_in_turn(data: Path) -> None:
     train, val = read(data / "train-split.jsonl"), read(data / "val-split.jsonl")
-    assert (len(train), len(val)) == (TRAIN_ROWS, VAL_ROWS)
+    assert (len(train), len(val)) == (RLVR.train_rows, RLVR.val_rows)
     for rows in (train, val):
         counts = Counter(row["agent_ref"]["name"] for row in rows)
         assert counts == dict.fromkeys(AGENTS, len(rows) // 4)
@@ -60,12 +61,12 @@ def test_no_question_is_there_twice(data: Path) -> None:
         for name in ("train", "val")
         for row in read(data / f"{name}-split.jsonl")
     ]
-    assert len(set(prompts)) == TRAIN_ROWS + VAL_ROWS
+    assert len(set(prompts)) == RLVR.train_rows + RLVR.val_rows
 
 
 def test_no_validation_question_is_in_the_warm_up(data: Path) -> None:
     held_out = prompts_of(data / "val-split.jsonl")
-    assert len(held_out) == VAL_ROWS
+    assert len(held_out) == RLVR.val_rows
     seen = {talk.prompt for batch in conversations(SftSettings(seed=42, steps=60), held_out) for talk in batch}
     assert not seen & held_out
     assert data_hash(SftSettings(seed=42, steps=2), held_out) == data_hash(SftSettings(seed=42, steps=2), held_out)
