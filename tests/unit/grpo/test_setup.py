@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from recipes.config.load import load_config, require_valid
 from recipes.config.tree import AsyncGrpoConfig
 from recipes.errors import CheckpointError, ConfigError, DataError
 from recipes.generation.requests import AtPush
@@ -20,9 +22,14 @@ from recipes.grpo.setup import _at_push, _num_steps, _open_data, _validation, on
 from recipes.types import Group, PromptRef
 
 
+@functools.cache
+def usual() -> AsyncGrpoConfig:
+    path = Path(__file__).resolve().parents[3] / "configs" / "tiny" / "stage1_rlvr.yaml"
+    return require_valid(load_config(path, ["policy.model_name=m"])).grpo.async_grpo
+
+
 def async_grpo(age: int, **changes: bool) -> AsyncGrpoConfig:
-    usual = {"enabled": True, "in_flight_weight_updates": True, "recompute_kv_cache_after_weight_updates": False}
-    return AsyncGrpoConfig(max_trajectory_age_steps=age, max_generation_failures=3, **usual | changes)
+    return replace(usual(), max_trajectory_age_steps=age, **changes)
 
 
 def config(*, prompts: int, age: int = 1, path: Path | None = None, enabled: bool = True) -> Any:
