@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from head_reference import add_heads
 from policy_case import local_ray, token_ids
 from random_batch import batch_of
 from speed import patiently
@@ -53,8 +54,13 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     tokenizer.save_pretrained(path)
     model.save_pretrained(path)
+    num_heads = 0
+    if request.param is build_hybrid_model:  # its multi-token heads are sent too, and the engine passes over them
+        add_heads(path)
+        num_heads = 2
     overrides = {
         "policy.model_name": path,
+        "policy.megatron_cfg.mtp_num_layers": num_heads,
         "policy.generation.temperature": TEMPERATURE,
         "policy.generation.vllm_cfg.expose_http_server": "false",
         "policy.megatron_cfg.optimizer.lr": 2.0e-3,
