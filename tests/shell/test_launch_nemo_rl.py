@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,17 @@ def test_native_refusals_do_not_apply(launch):
 def test_what_their_engine_cannot_do_is_refused(launch, variables, message):
     assert message in launch.plan(expect=2, **{**RL, **variables}).stderr
     assert not (launch.directory / "argv").exists()
+
+
+@pytest.mark.parametrize("trusted", ["false", "true"])
+def test_code_of_the_start_weights_runs_only_when_that_is_asked_for(launch, trusted):
+    settings = launch.directory / "a-model" / "tokenizer_config.json"
+    settings.write_text(
+        json.dumps({**json.loads(settings.read_text()), "auto_map": {"AutoTokenizer": ["code.T", None]}})
+    )
+    planned = launch.plan("--dry-run", **RL, TRUST_REMOTE_CODE=trusted)
+    assert ("--trust-remote-code" in planned.words) == (trusted == "true")
+    assert (f"would be refused: ENG005 {settings}: `auto_map` names code" in planned.stderr) == (trusted == "false")
 
 
 def test_speculative_decoding_is_for_this_engine_only(launch):

@@ -2,8 +2,9 @@
 
     begin -> barrier -> this -> examples/nemo_gym/run_grpo_nemo_gym.py --config FILE OVERRIDE...
 
-NeMo RL's code, not this repository's, comes first in the module path of the workers. A model may bring code of its own:
-it is loaded once here, which copies it into the shared cache, where the workers of all nodes find it.
+NeMo RL's code, not this repository's, comes first in the module path of the workers. NeMo RL runs the code that a model
+brings without asking; so a model that brings some is refused here, unless TRUST_REMOTE_CODE says that it may run. Then
+the code is loaded once, which copies it into the shared cache, where the workers of all nodes find it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from recipes.errors import LaunchError, Problem, RecipeError
 from tools.nemo_rl.export import engine, rules
@@ -44,14 +46,35 @@ def home_problems(home: Path) -> list[Problem]:
     return []
 
 
-def load_model_modules(model: str) -> None:
+def files_with_code(model: Path) -> list[Path]:
+    """Return the files of a model that name code of its own."""
+    files = [model / name for name in ("config.json", "tokenizer_config.json") if (model / name).is_file()]
+    return [file for file in files if "auto_map" in read_settings(file)]
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, empty where it holds none: the doctor has its own word for a broken file."""
+    try:
+        settings = json.loads(file.read_text())
+    except ValueError:
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def code_problems(model: Path) -> list[Problem]:
+    """Return a problem for each file of a model that names code which nobody has said may run."""
+    fix = "read that code, then set TRUST_REMOTE_CODE=true; or convert the weights to a class that transformers has"
+    wrong = "`auto_map` names code that comes with the weights, and NeMo RL would run it as you"
+    return [Problem(where=str(file), wrong=wrong, fix=fix) for file in files_with_code(model)]
+
+
+def load_model_modules(model: Path) -> None:
     """Load configuration and tokenizer of a model that brings code of its own; this copies the code into the cache."""
-    config = Path(model) / "config.json"
-    if not config.is_file() or "auto_map" not in json.loads(config.read_text()):
+    if not files_with_code(model):
         return
     from transformers import AutoConfig, AutoTokenizer
 
-    AutoConfig.from_pretrained(model, trust_remote_code=True)  # the model is the user's own start weights
+    AutoConfig.from_pretrained(model, trust_remote_code=True)
     AutoTokenizer.from_pretrained(model, trust_remote_code=True)
 
 
@@ -61,10 +84,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--home", type=Path, required=True, help="its checkout")
     parser.add_argument("--config", type=Path, required=True, help="the configuration in its form")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the model brings")
     parser.add_argument("overrides", nargs="+", help="words for its override parser, after --")
     args = parser.parse_args(argv)
+    word = next(word.removeprefix(MODEL_KEY) for word in reversed(args.overrides) if word.startswith(MODEL_KEY))
+    model = Path(json.loads(word) if word.startswith('"') else word)
     try:
-        if problems := home_problems(args.home):
+        untrusted = [] if args.trust_remote_code else code_problems(model)
+        if problems := [*home_problems(args.home), *untrusted]:
             raise LaunchError(problems)
     except RecipeError as error:
         print(f"nemo_rl: {error}", file=sys.stderr)
@@ -75,8 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["PYTHONPATH"] = str(args.home)
     for name in DIRECTORIES:
         Path(os.environ[name]).mkdir(parents=True, exist_ok=True)
-    model = next(word.removeprefix(MODEL_KEY) for word in reversed(args.overrides) if word.startswith(MODEL_KEY))
-    load_model_modules(json.loads(model) if model.startswith('"') else model)
+    load_model_modules(model)
     os.chdir(args.home)
     program = args.home / rules()["entrypoint"]
     sys.stdout.flush()

@@ -80,6 +80,7 @@ def driver_words(contract: Contract, environ: Mapping[str, str], run_dir: Path) 
         *("-m", "tools.nemo_rl.driver"),
         f"--home={contract['NEMO_RL_DIR']}",
         f"--config={run_dir / FILE_NAME}",
+        *(["--trust-remote-code"] if contract.is_set("TRUST_REMOTE_CODE") else []),
         *(f"--env={name}={value}" for name, value in environment(contract, environ).items()),
         "--",
         f"policy.model_name={json.dumps(contract['MODEL_PATH'])}",

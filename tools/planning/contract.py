@@ -64,6 +64,7 @@ OPTIONAL = {
     "CONTAINER_FORMATTER": Optional("", "file names of those images with `{instance_id}`: one, or a JSON list"),
     "NEMO_RL_DIR": Optional("/opt/nemo-rl", "with `ENGINE=nemo_rl`: its checkout in that container"),
     "GYM_VENV_DIR": Optional("/opt/gym_venvs", "with `ENGINE=nemo_rl`: NeMo Gym's environments in that container"),
+    "TRUST_REMOTE_CODE": Optional("false", "with `ENGINE=nemo_rl`: `true`: run the code that the start weights bring"),
     "ENABLE_MTP_INFERENCE": Optional("false", "with `ENGINE=nemo_rl`: speculative decoding with the model's own heads"),
     "NUM_SPECULATIVE_TOKENS": Optional("5", "tokens guessed ahead with `ENABLE_MTP_INFERENCE`"),
     "MAX_NUM_BATCHED_TOKENS": Optional("8480", "tokens of one engine step with `ENABLE_MTP_INFERENCE`"),
@@ -76,7 +77,7 @@ CHOICES = {
     "ENGINE": ("native", "nemo_rl"),
     "CONTAINER_RUNTIME": ("pyxis", "apptainer", "podman", "none"),
 }
-_SWITCHES = ("DRY_RUN", "ENABLE_MTP_INFERENCE", "SKIP_CODE_SNAPSHOT", "REFRESH_CODE_SNAPSHOT")
+_SWITCHES = ("DRY_RUN", "ENABLE_MTP_INFERENCE", "SKIP_CODE_SNAPSHOT", "REFRESH_CODE_SNAPSHOT", "TRUST_REMOTE_CODE")
 # Read elsewhere: by make, by the stage table, and by the profiles.
 OF_MAKE = ("STAGE", "STAGES", "SCALE", "PLATFORM", "CLUSTER", "ENV_TOML", "NEMOTRON_ENV_FILE")
 _MIN_NAME, _ALIKE = 8, 0.86  # shortest name, and least similarity (`nearest`), that is reported as a misspelling

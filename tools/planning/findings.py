@@ -93,6 +93,7 @@ CODES = {
     "ENG002": Kind("a value with which the engine that is asked for would train something else"),
     "ENG003": Kind("an override that the engine that is asked for refuses, or that it does not read"),
     "ENG004": Kind("a key that the engine that is asked for lacks, or treats differently", severity="note"),
+    "ENG005": Kind("the start weights bring code, and it is not said that it may run"),
     "DOC001": Kind("a check failed itself, so its subject is unknown", can_force=True),
 }
 

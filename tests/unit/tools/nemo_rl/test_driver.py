@@ -65,6 +65,30 @@ def test_it_becomes_their_program_with_its_environment_and_all_words(tmp_path: P
     assert (tmp_path / "cache" / "MEGATRON_CONFIG_LOCK_DIR").is_dir()
 
 
+CODE = """
+import pathlib
+from transformers import PretrainedConfig
+pathlib.Path("RAN").touch()
+class Config(PretrainedConfig):
+    model_type = "made-up"
+"""
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_that_comes_with_the_weights_does_not_run_unless_that_is_asked_for(tmp_path: Path, file: str) -> None:
+    home, model, ran = checkout(tmp_path / "nemo-rl"), tmp_path / "model", tmp_path / "ran"
+    model.mkdir()
+    (model / "code.py").write_text(CODE.replace("RAN", str(ran)))
+    (model / "config.json").write_text("{}")
+    (model / file).write_text(json.dumps({"model_type": "made-up", "auto_map": {"AutoConfig": "code.Config"}}))
+    result = become(home, tmp_path / "cache", f"policy.model_name={model}")
+    assert result.returncode == 2
+    assert f"{model / file}: `auto_map` names code that comes with the weights" in result.stderr
+    assert "set TRUST_REMOTE_CODE=true" in result.stderr
+    assert not ran.exists()
+    assert not (tmp_path / "cache").exists()
+
+
 def test_without_its_checkout_it_ends_with_the_fix(tmp_path: Path) -> None:
     result = become(tmp_path / "none", tmp_path / "cache", "policy.model_name=/m")
     assert result.returncode == 2
