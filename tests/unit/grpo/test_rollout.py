@@ -112,7 +112,7 @@ class Setup:
             max_generation_failures=failures,
             sampling=Sampling(temperature=1.0, top_p=1.0, max_tokens=8),
             max_model_len=16,
-            rollout_seconds=0.3,
+            rollout_seconds=30.0,
             circuit_breaker=CircuitBreakerConfig(window_rollouts=60, max_no_verdict_share=1.0, probe_seconds=60.0),
             **options,
         )
@@ -224,6 +224,7 @@ def test_a_few_bad_prompts_in_a_row_are_replaced(make: Callable[..., Setup]) -> 
 
 def test_a_rollout_over_its_deadline_has_no_reward(make: Callable[..., Setup]) -> None:
     setup = make(8, age=0, marks={0: "slow"})
+    object.__setattr__(setup.collector.settings, "rollout_seconds", 0.3)
     setup.collector.start(version=0, last_step=1)
     assert setup.take(0) == [1, 2]
     ((ref, reason),) = setup.collector.state().failed

@@ -336,7 +336,7 @@ async def test_a_session_is_closed_however_its_rollout_ends(environments: Enviro
     with pytest.raises(EngineError):
         await environments.run(ROW, Dying(codec, says), max_tokens=64)
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(environments.run(ROW, Hanging(codec, says), max_tokens=64), timeout=0.05)
+        await asyncio.wait_for(environments.run(ROW, Hanging(codec, says), max_tokens=64), timeout=0.5)
     (used,) = [client for client in noting if client.opened]
     assert (used.opened, used.closed) == (4, 4)
 

@@ -66,7 +66,7 @@ def test_a_program_that_fails_says_why(command, seconds, cause):
 def test_nothing_that_a_program_started_outlives_it(tmp_path):
     pid = tmp_path / "pid"
     with pytest.raises(ImageError, match="did not end"):
-        run_program(["sh", "-c", f"sleep 60 & echo $! > {pid}; wait"], seconds=0.5)
+        run_program(["sh", "-c", f"sleep 60 & echo $! > {pid}; wait"], seconds=1.5)
     number = int(pid.read_text())
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(number)], capture_output=True, text=True, check=False).stdout
     assert state.strip()[:1] in ("", "Z")
