@@ -234,16 +234,17 @@ class RolloutCollector:
         return len(self._queue.set_aside())
 
     def waiting_for(self) -> str:
-        """Name the oldest work in flight, for a stall's message."""
+        """Name the oldest work in flight and the paused environments, for a stall's message."""
         oldest = sorted(list(self._in_flight.values()), key=lambda item: item[2])[:3]
+        paused = ", ".join(self.paused())
+        why = f"{self.num_set_aside()} prompts wait for paused environments: {paused}" if paused else ""
         if not oldest:
-            paused = ", ".join(self.paused())
-            why = f"{self.num_set_aside()} prompts wait for paused environments: {paused}" if paused else ""
             return f"nothing is in flight: {why or 'no prompt could be started'}"
         now = time.monotonic()
-        return "oldest in flight: " + ", ".join(
+        flying = ", ".join(
             f"prompt {ref.key} for step {target + 1} since {now - since:.0f} s" for target, ref, since in oldest
         )
+        return f"oldest in flight: {flying}" + (f"; {why}" if why else "")  # what flies may be a probe of one of them
 
     def close(self) -> None:
         """Cancel what is in flight and end the thread; closing again does nothing."""

@@ -37,9 +37,9 @@ def test_submission_runs_their_entrypoint_on_the_written_file(launch):
 
 
 def test_native_refusals_do_not_apply(launch):
-    text = launch.plan("--dry-run", **RL).stderr
-    assert "CFG003" not in text
-    assert "CFG003" in launch.plan("--dry-run", CONFIG_PATH="configs/stage2_swe1.yaml").stderr
+    words = ("--dry-run", "policy.megatron_cfg.fp8_cfg.enabled=true")
+    assert "CFG003" not in launch.plan(*words, **RL).stderr
+    assert "CFG003" in launch.plan(*words, CONFIG_PATH=RL["CONFIG_PATH"]).stderr
 
 
 @pytest.mark.parametrize(

@@ -310,6 +310,10 @@ def test_a_stall_names_what_is_in_flight(make: Callable[..., Setup]) -> None:
     setup.collector.start(version=0, last_step=1)
     with pytest.raises(StalledError, match=r"0 of 2 groups.*oldest in flight: prompt 0:0:.* for step 1"):
         setup.take(0, seconds=0.2)
+    setup.collector.paused = lambda: {"code": 9.0}  # type: ignore[method-assign]
+    in_flight, _, waiting = setup.collector.waiting_for().partition("; ")
+    assert in_flight.startswith("oldest in flight: prompt 0:0:")
+    assert waiting == "0 prompts wait for paused environments: code"
     setup.sampler.open.set()
 
 
