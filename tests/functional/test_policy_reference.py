@@ -89,6 +89,30 @@ def test_the_penalty_bounds_the_drift_and_nothing_else(tmp_path: Path) -> None:
     assert all(torch.equal(first[2.0][name], tensor) for name, tensor in first[0.0].items())
 
 
+def test_a_kl_in_the_reward_is_that_of_the_weights_before_the_step_and_bounds_the_drift(tmp_path: Path) -> None:
+    """With k1 a token that has become more likely than at the start loses advantage, and one that is less likely gains.
+
+    The sums over the batch are those of both ranks.
+    """
+    model, batch = save_model(tmp_path / "model"), random_batch(8, RayTokenStore())
+    start, mask = reference_logprobs(model, batch, RayTokenStore()), loss_mask(batch, RayTokenStore())
+    drift = {}
+    for penalty in (1e-6, 5.0):
+        config = penalised(model, penalty)
+        loss = replace(config.loss_fn, use_kl_in_reward=True, reference_policy_kl_type="k1")
+        with running(replace(config, loss_fn=loss), num_ranks=2) as policy:
+            assert policy.train(batch)["kl_in_reward"] == pytest.approx(0.0, abs=1e-5)
+            for _ in range(6):
+                policy.train(batch)
+            gap = (policy_logprobs(policy, batch) - start) * mask
+            drift[penalty] = float(gap.abs().sum() / mask.sum())
+            metrics = policy.train(batch)
+        assert metrics["kl_in_reward"] == pytest.approx(float(gap.sum() / mask.sum()), rel=1e-3, abs=1e-4)
+        assert metrics["kl_penalty"] == 0.0, "it would count twice"
+        assert metrics["token_advantages_min"] < 0 < metrics["token_advantages_max"]
+    assert 0 < drift[5.0] < 0.85 * drift[1e-6]  # measured: 0.94 and 1.38 nats
+
+
 def test_positive_examples_become_more_likely(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     batch = random_batch(8, RayTokenStore())
