@@ -313,7 +313,8 @@ def loss_inputs(
     passes = passes or Passes()
     batch, rows = shard.batch, [shard.row(row) for row in packed.rows]
     rows_B, where = torch.tensor(packed.rows), logprobs_1T.device
-    advantages = [own.numpy() for own in passes.advantages or batch.advantages_B]
+    of_rows = passes.advantages or batch.advantages_B
+    advantages = [of_rows[row].numpy() for row in packed.rows]
     current_BT = packed.unpack(logprobs_1T)
 
     def align(values: Rows) -> Tensor:
@@ -323,7 +324,7 @@ def loss_inputs(
         token_mask_BT=packed.align([row.token_mask() for row in rows]),
         sample_mask_B=batch.sample_mask_B[rows_B].to(where),
         advantages_BT=packed.align(
-            [row.advantages(advantages[at], batch.flag_advantages) for at, row in zip(packed.rows, rows, strict=True)]
+            [row.advantages(own, batch.flag_advantages) for row, own in zip(rows, advantages, strict=True)]
         ),
         rewards_B=batch.rewards_B[rows_B].to(where),
         prev_logprobs_BT=current_BT.detach() if passes.previous is None else align(passes.previous),
