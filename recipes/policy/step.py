@@ -186,10 +186,10 @@ def _sum_over_replicas(own: Tensor) -> Tensor:
     return total.cpu()
 
 
-def train_step(trainer: Trainer, shard: BatchShard, passes: Passes) -> dict[str, Measured]:
+def train_step(trainer: Trainer, shard: BatchShard, passes: Passes | None = None) -> dict[str, Measured]:
     """Take one optimizer step over all rows of all shards; return this rank's loss metrics, `grad_norm` and `lr`."""
     level = trainer.cfg.megatron_cfg.empty_unused_memory_level
-    metrics = accumulate_gradients(trainer, shard, passes)
+    metrics = accumulate_gradients(trainer, shard, passes or Passes())
     if level >= _AFTER_BACKWARD:
         release_unused_memory()
     lr = get_canonical_lr_for_logging(trainer.optimizer.param_groups)
