@@ -37,7 +37,9 @@ def make_run(*, reason: str = "", in_flight: int = 3) -> Any:
         is_complete=not reason,
         config=SimpleNamespace(
             grpo=SimpleNamespace(
-                num_prompts_per_step=2, async_grpo=SimpleNamespace(max_trajectory_age_steps=1), max_num_steps=60
+                num_prompts_per_step=2,
+                async_grpo=SimpleNamespace(enabled=True, max_trajectory_age_steps=1),
+                max_num_steps=60,
             )
         ),
     )
