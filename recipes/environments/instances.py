@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recipes.config.keys.native import AGENT_TYPES
+from recipes.config.keys.native import AGENT_TYPES, EXTERNAL_AGENT
 from recipes.config.keys.servers import POLICY, policy_settings
 from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.environments.judges.servers import SETTINGS as JUDGE_SETTINGS
@@ -21,7 +21,6 @@ from recipes.environments.registry import AGENTS, ALL_VERIFIERS, GROUP_VERIFIERS
 from recipes.errors import ConfigError, Problem, suggestion
 
 REFINEMENT = "proof_refinement_agent"
-EXTERNAL = "external_agent"  # at a URL
 DESCRIPTIVE = frozenset({"description", "domain", "entrypoint", "host", "name", "num_workers", "value", "verified"})
 CONNECTION = frozenset({"url", "timeout_seconds"})
 AGENT_SECONDS = 3600.0  # for one rollout of an agent at a URL
@@ -94,7 +93,7 @@ def _agent(kind: str, settings: Mapping[str, Any], server: ServerInstance) -> Ag
     """Return one agent as its type and its environment have it run."""
     if kind == REFINEMENT:
         return Agent(kind="refinement", server=server.name, max_steps=1 + int(settings.get("max_correction_turns", 2)))
-    if kind == EXTERNAL:
+    if kind == EXTERNAL_AGENT:
         return Agent(
             kind="by_url",
             server=server.name,

@@ -28,5 +28,6 @@ RESOURCES_TYPES = (  # resources servers
     "swerl_gen",
     "workplace_assistant",
 )
+EXTERNAL_AGENT = "external_agent"  # at a URL
 # Agent servers, of recipes/environments/instances.py.
-AGENT_TYPES = ("external_agent", "proof_refinement_agent", "simple_agent", "tool_simulation_agent")
+AGENT_TYPES = (EXTERNAL_AGENT, "proof_refinement_agent", "simple_agent", "tool_simulation_agent")

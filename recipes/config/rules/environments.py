@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from recipes.config.keys.native import AGENT_TYPES, RESOURCES_TYPES
-from recipes.config.keys.schema import INSTANCES, KeyProblem
+from recipes.config.keys.native import AGENT_TYPES, EXTERNAL_AGENT, RESOURCES_TYPES
+from recipes.config.keys.schema import INSTANCES, KeyProblem, show
 from recipes.config.keys.servers import (
     AGENTS,
     MODELS,
@@ -66,14 +67,21 @@ def agents_to_come(config: Config) -> Iterator[KeyProblem]:
     for name, server, settings in sorted(servers(config, AGENTS)):
         if server not in AGENT_TYPES:
             yield to_come("agent", name)
-        url = str(settings.get("url", "http://"))
-        if server in AGENT_TYPES and not url.startswith(("http://", "https://")):
-            key = f"{INSTANCES}.{name}.{AGENTS}.{server}.url"
-            yield KeyProblem(
-                key=key, got=url, expected="http://host:port", fix="give the address of the agent's server"
-            )
+        if server == EXTERNAL_AGENT:
+            yield from _incomplete(f"{INSTANCES}.{name}.{AGENTS}.{server}", settings)
         model = (settings.get("model_server") or {}).get("name", POLICY)
         if server in AGENT_TYPES and policy_settings(config.env.nemo_gym.instances, model) is None:
             key = f"{INSTANCES}.{name}.{AGENTS}.{server}.model_server.name"
             expected, fix = f"{POLICY}, or a model server that copies it", "name one: rollouts sample from the policy"
             yield KeyProblem(key=key, got=str(model), expected=expected, fix=fix)
+
+
+def _incomplete(where: str, settings: Mapping[str, Any]) -> Iterator[KeyProblem]:
+    """Refuse an agent elsewhere without an address, or without the server that scores its rollouts."""
+    url = settings.get("url")
+    if not str(url or "").startswith(("http://", "https://")):
+        fix = "give the address of the agent's server"
+        yield KeyProblem(key=f"{where}.url", got=show(url), expected="http://host:port", fix=fix)
+    if not settings.get("resources_server"):
+        fix = "name the resources server that scores its rollouts"
+        yield KeyProblem(key=f"{where}.resources_server", wrong="it is not set", fix=fix)

@@ -199,3 +199,18 @@ def test_no_published_stage_is_refused_for_its_algorithm(directory: str) -> None
     for path in paths:
         refused = {problem.where.split(": ")[-1] for problem in refusals(load_config(path))}
         assert not {key for key in refused if key.startswith(ALGORITHM)}, path
+
+
+@pytest.mark.parametrize(
+    ("settings", "keys"),
+    [
+        ("url: 'http://h:1', resources_server: {name: mcqa}", []),
+        ("url: 'h:1', resources_server: {name: mcqa}", ["url"]),
+        ("timeout_seconds: 5", ["url", "resources_server"]),
+    ],
+)
+def test_an_agent_elsewhere_needs_an_address_and_a_verifier(settings: str, keys: list[str]) -> None:
+    loaded = load_config(TINY, [f"env.nemo_gym.mine={{responses_api_agents: {{external_agent: {{{settings}}}}}}}"])
+    assert [problem.where.rpartition(".mine.responses_api_agents.")[2] for problem in refusals(loaded)] == [
+        f"external_agent.{key}" for key in keys
+    ]
