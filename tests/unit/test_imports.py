@@ -35,7 +35,7 @@ FLOORS = (
     {"tools.job", "tools.nemo_rl", "tools.watching"},
     {"tools.data", "tools.sizing", "tools.config"},
     {"tools.rows", "tools.lineage", "tools.sif"},
-    {"tools.curriculum", "tools.doctor", "tools.tiny"},
+    {"tools.curriculum", "tools.doctor", "tools.env_check", "tools.tiny"},
     {"tools.launch", "tools.bench", "tools.serve_env", "tools.agent_check", "tools.setup"},
 )
 GROUND = FLOORS[0]

@@ -20,6 +20,7 @@ replies so far. That is how a scoring process, which keeps nothing, scores with 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,6 +95,15 @@ def first_label(text: str, *labels: str) -> str | None:
     """Return the label that stands first in a text, None when none does. The longer one wins at the same place."""
     places = [(text.find(label), -len(label), label) for label in labels if label in text]
     return min(places)[2] if places else None
+
+
+def without_labels(text: str, *labels: str) -> str:
+    """Return an answer for a judge to read, in which every label is broken by a space.
+
+    A judge may quote what it judges before it says its label: the quote must not be read as its verdict.
+    """
+    pattern = "|".join(re.escape(label) for label in labels if label) or "(?!)"
+    return re.sub(pattern, lambda found: f"{found[0][0]} {found[0][1:]}", text, flags=re.IGNORECASE)
 
 
 def filled(template: str, values: Mapping[str, str]) -> str:

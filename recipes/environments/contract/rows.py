@@ -57,13 +57,15 @@ def one_of(field: str, value: object, allowed: Collection[str]) -> str:
 
 
 def last_user_text(row: Mapping[str, Any]) -> str:
-    """Return the text of the row's last user message, its parts joined by newlines; "" without one."""
-    given = (row.get("responses_create_params") or {}).get("input", ())
+    """Return the text of the row's last user message, its parts joined by newlines; "" where there is none to read."""
+    params = row.get("responses_create_params")
+    given = params.get("input") if isinstance(params, Mapping) else None
     if isinstance(given, str):
         return given
-    for item in reversed(given):
-        if item.get("role") == "user":
+    for item in reversed(given if isinstance(given, list) else []):
+        if isinstance(item, Mapping) and item.get("role") == "user":
             content = item.get("content")
-            parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content or ()]
-            return "\n".join(parts)
+            parts = content if isinstance(content, list) else [{"text": content}]
+            texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
+            return "\n".join(text for text in texts if isinstance(text, str))
     return ""

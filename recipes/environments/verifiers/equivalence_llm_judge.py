@@ -20,7 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.environments.contract.asking import JudgeQuestion, Scoring, filled, first_label, last_part_text
+from recipes.environments.contract.asking import (
+    JudgeQuestion,
+    Scoring,
+    filled,
+    first_label,
+    last_part_text,
+    without_labels,
+)
 from recipes.environments.contract.responses import last_message_text
 from recipes.environments.contract.rows import last_user_text, optional_object, optional_str, wrong
 from recipes.environments.contract.verdict import Response, Verdict
@@ -130,6 +137,7 @@ def cut_out(regex: str, text: str) -> str:
 
 
 def _are_equal(task: Task, a: str, b: str) -> Generator[Sequence[JudgeQuestion], Sequence[Response], bool]:
+    a, b = (without_labels(text, task.equal_label, task.not_equal_label) for text in (a, b))
     values = {"question": task.question, "expected_answer": a, "generated_answer": b}
     system = (("system", task.system),) if task.system else ()
     (reply,) = yield [JudgeQuestion(messages=(*system, ("user", filled(task.template, values))))]

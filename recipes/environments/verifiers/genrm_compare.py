@@ -302,8 +302,9 @@ def _history(given: object) -> Iterator[tuple[str, str]]:
 
 
 def _reasoning_text(response: Response) -> str:
-    summaries = (item.get("summary") or [] for item in output_items(response) if item.get("type") == "reasoning")
-    return "".join(part.get("text", "") for parts in summaries for part in parts)
+    summaries = (item.get("summary") for item in output_items(response) if item.get("type") == "reasoning")
+    parts = [part for given in summaries if isinstance(given, list) for part in given if isinstance(part, Mapping)]
+    return "".join(part["text"] for part in parts if isinstance(part.get("text"), str))
 
 
 def _scores_in(text: str) -> dict[str, Any] | None:

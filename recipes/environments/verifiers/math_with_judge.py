@@ -15,7 +15,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recipes.environments.contract.asking import JudgeQuestion, Scoring, filled, first_label, last_part_text
+from recipes.environments.contract.asking import (
+    JudgeQuestion,
+    Scoring,
+    filled,
+    first_label,
+    last_part_text,
+    without_labels,
+)
 from recipes.environments.contract.responses import all_text
 from recipes.environments.contract.rows import require_str
 from recipes.environments.contract.verdict import Response, Verdict
@@ -64,7 +71,7 @@ def score(response: Response, task: Task) -> Verdict | Scoring:
 
 
 def _score_with_judge(response: Response, task: Task, symbolic: Verdict) -> Scoring:
-    answer = symbolic.details["extracted_answer"] or all_text(response)
+    answer = without_labels(symbolic.details["extracted_answer"] or all_text(response), EQUAL, NOT_EQUAL)
     for first, second in ((task.expected_answer, answer), (answer, task.expected_answer)):
         values = {"question": task.question, "first": first, "second": second}
         (reply,) = yield [JudgeQuestion(messages=(("system", SYSTEM), ("user", filled(PROMPT, values))))]

@@ -14,7 +14,7 @@ from typing import Any
 
 from recipes.environments.checks.judged_text import without_thinking
 from recipes.environments.checks.rubrics import AGGREGATIONS, aggregate
-from recipes.environments.contract.asking import JudgeQuestion, Scoring, filled
+from recipes.environments.contract.asking import JudgeQuestion, Scoring, filled, without_labels
 from recipes.environments.contract.responses import last_message_text
 from recipes.environments.contract.rows import one_of, optional_object, optional_str, wrong
 from recipes.environments.contract.verdict import Response, Verdict
@@ -78,7 +78,8 @@ def score(response: Response, task: Task) -> Scoring:
     answer = without_thinking(last_message_text(response))
     if not task.rubric:
         return Verdict(reward=0.0, reason="the rubric is empty", metrics={"num_passed": 0.0, "num_total": 0.0})
-    values = {"context": task.context, "response": answer, "yes": task.yes, "no": task.no}
+    shown = without_labels(answer, task.yes, task.no)
+    values = {"context": task.context, "response": shown, "yes": task.yes, "no": task.no}
     replies = yield [
         JudgeQuestion(
             messages=(("system", task.system), ("user", filled(task.template, {**values, "question": item.question})))

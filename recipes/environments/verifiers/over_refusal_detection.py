@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.environments.contract.asking import JudgeQuestion, Scoring, filled, first_label
+from recipes.environments.contract.asking import JudgeQuestion, Scoring, filled, first_label, without_labels
 from recipes.environments.contract.responses import last_message_text
 from recipes.environments.contract.rows import last_user_text, optional_str
 from recipes.environments.contract.verdict import Response, Verdict
@@ -63,7 +63,8 @@ def score(response: Response, task: Task) -> Scoring:
     text = last_message_text(response)
     if not text:
         return Verdict(reward=0.0, reason="the answer is empty", metrics={"complied": 0.0})
-    values = {"prompt": task.prompt, "response": text, "complied": task.complied, "refused": task.refused}
+    answer = without_labels(text, task.complied, task.refused)
+    values = {"prompt": task.prompt, "response": answer, "complied": task.complied, "refused": task.refused}
     (reply,) = yield [JudgeQuestion(messages=(("user", filled(task.template, values)),))]
     label = first_label(last_message_text(reply), task.complied, task.refused)
     complied, refused, unclear = task.rewards

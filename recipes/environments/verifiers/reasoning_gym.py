@@ -10,8 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -116,11 +115,18 @@ def prepare(task_name: str) -> None:
 
 def extract_answer(text: str) -> str:
     """Return the last <answer> block, else the first box up to its first brace, else the whole text."""
-    if tagged := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL):
-        return str(tagged[-1]).strip()
-    if boxed := re.search(r"\\boxed\{([^}]+)\}", text):
-        return boxed.group(1).strip()
-    return text.strip()
+    tagged = list(_between(text, "<answer>", "</answer>"))
+    if tagged:
+        return tagged[-1].strip()
+    return next((boxed for boxed in _between(text, "\\boxed{", "}") if boxed), text).strip()
+
+
+def _between(text: str, opening: str, closing: str) -> Iterator[str]:
+    """Yield what stands between an opening and the next closing, in order, in time linear in the text."""
+    at = text.find(opening)
+    while at >= 0 and (end := text.find(closing, at + len(opening))) >= 0:
+        yield text[at + len(opening) : end]
+        at = text.find(opening, end + len(closing))
 
 
 @lru_cache(maxsize=256)
