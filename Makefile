@@ -282,17 +282,15 @@ serve-env: $(READY) ## serve one verifier over HTTP
 #= NAME=mcqa PORT=5000
 	$(PYTHON) -m tools.serve_env --name $(NAME) --port $(PORT) $(ARGS)
 
-<<<<<<< HEAD
 .PHONY: agent-check
 agent-check: $(READY) ## run one task with an agent and show what would be trained
 #= URL=http://127.0.0.1:8000
 	$(PYTHON) -m tools.agent_check $(if $(URL),--url $(URL),--command "$(or $(CMD),$(error give URL=http://host:port or CMD=program))") $(ARGS)
-=======
+
 .PHONY: env-check
 env-check: $(READY) ## try an environment with right, wrong and dishonest answers
 #= NAME=mcqa, or URL=http://host:port DATA=rows.jsonl
 	@$(PYTHON) -m tools.env_check $(if $(NAME),--name $(NAME)) $(if $(URL),--url $(URL)) $(if $(DATA),--data $(DATA)) $(ARGS)
->>>>>>> 1912dff (Check an environment with right, wrong and dishonest answers)
 
 ##@ Development
 .PHONY: lint

@@ -12,7 +12,7 @@ from typing import Any
 from recipes.environments.contract.verdict import NoVerdict, Verdict
 from tools.env_check import probes
 from tools.env_check.answers import KEY, goldens, wrongs
-from tools.env_check.probes import Probe
+from tools.env_check.probes import Trial
 from tools.env_check.target import Scorer, Target
 
 NEARLY = 1e-6  # rewards that differ by less are equal
@@ -41,7 +41,7 @@ class Result:
 
 
 @dataclass(slots=True, kw_only=True)
-class Case:
+class TriedRow:
     """One row, with what was found out about it."""
 
     row: Mapping[str, Any]
@@ -58,11 +58,11 @@ class Checker:
     rows: Sequence[Mapping[str, Any]]
     limit_seconds: float  # for one verdict
     slowest: tuple[float, str] = (0.0, "nothing was asked")
-    cases: list[Case] = field(default_factory=list)
+    cases: list[TriedRow] = field(default_factory=list)
 
     async def run(self) -> list[Result]:
         """Return the results of all checks, in the order of the table."""
-        self.cases = [Case(row=row, full=self.target.full) for row in self.rows]
+        self.cases = [TriedRow(row=row, full=self.target.full) for row in self.rows]
         results = [await self._timed(check) for check in (self._golden, self._wrong)]
         for group in (probes.empty, probes.malformed, probes.junk, probes.huge):
             results.append(await self._group(list(group())))
@@ -158,7 +158,7 @@ class Checker:
 
     async def _adversarial(self) -> list[Result]:
         """Return one result per probe, over all rows that tell."""
-        names: dict[tuple[str, str], list[tuple[Case, Probe]]] = {}
+        names: dict[tuple[str, str], list[tuple[TriedRow, Trial]]] = {}
         for case in (case for case in self.cases if case.is_telling):
             for probe in probes.adversarial(case.row, case.golden):
                 names.setdefault((probe.group, probe.name), []).append((case, probe))
@@ -184,7 +184,7 @@ class Checker:
             return f"it is no {ONLY_OF[group]}"
         return ""
 
-    async def _group(self, given: Sequence[Probe]) -> Result:
+    async def _group(self, given: Sequence[Trial]) -> Result:
         """Return the result of probes that do not depend on the row: on the first row that tells."""
         case = next((case for case in self.cases if case.is_telling), None)
         check = given[0].group
@@ -192,7 +192,7 @@ class Checker:
             return Result(check=check, status=Status.NOT_APPLICABLE, why="every row rewards any text")
         return await self._below_full(check, [(case, probe) for probe in given])
 
-    async def _below_full(self, check: str, pairs: Sequence[tuple[Case, Probe]]) -> Result:
+    async def _below_full(self, check: str, pairs: Sequence[tuple[TriedRow, Trial]]) -> Result:
         """Return whether every probe earned less than a right answer, and got a verdict at all."""
         start = time.monotonic()
         highest, without, problem = -float("inf"), 0, ""

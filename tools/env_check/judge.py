@@ -37,7 +37,7 @@ class Judge(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(("127.0.0.1", 0), _QuotingHandler)
         self.approves = False
         self.passes_with_no: tuple[str, ...] = ()  # texts of questions whose right answer is the negative label
         self.num_asked = 0
@@ -78,7 +78,7 @@ def _quoted(text: str) -> str:
     return found[1][:_MAX_QUOTED] if found else ""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _QuotingHandler(BaseHTTPRequestHandler):
     server: Judge
 
     def do_POST(self) -> None:

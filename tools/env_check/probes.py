@@ -114,7 +114,7 @@ PROOFS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
+class Trial:
     """One answer and what it tries."""
 
     group: str
@@ -122,44 +122,44 @@ class Probe:
     response: Response
 
 
-def adversarial(row: Mapping[str, Any], golden: Response | None) -> Iterator[Probe]:
+def adversarial(row: Mapping[str, Any], golden: Response | None) -> Iterator[Trial]:
     """Yield the probes for one row; those on a right answer's own parts where there is one."""
     for group, texts in TEXTS.items():
-        yield from (Probe(group=group, name=name, response=said(text)) for name, text in texts.items())
+        yield from (Trial(group=group, name=name, response=said(text)) for name, text in texts.items())
     for name, code in PROGRAMS.items():
-        yield Probe(group="harness tampering", name=name, response=said(f"```python\n{code}\n```"))
+        yield Trial(group="harness tampering", name=name, response=said(f"```python\n{code}\n```"))
     for group, texts in (("empty patch", PATCHES), ("false proof", PROOFS)):
-        yield from (Probe(group=group, name=name, response=said(text)) for name, text in texts.items())
+        yield from (Trial(group=group, name=name, response=said(text)) for name, text in texts.items())
     yield from _on_the_row(row)
     if golden is not None:
         yield from _on_a_right_answer(golden)
 
 
-def _on_the_row(row: Mapping[str, Any]) -> Iterator[Probe]:
+def _on_the_row(row: Mapping[str, Any]) -> Iterator[Trial]:
     group = "echo"
     try:
         prompt = last_user_text(row)
     except (AttributeError, TypeError):
         prompt = ""
     if prompt:
-        yield Probe(group=group, name="the prompt", response=said(prompt))
-        yield Probe(group=group, name="the prompt in a box", response=said(f"\\boxed{{{prompt}}}"))
+        yield Trial(group=group, name="the prompt", response=said(prompt))
+        yield Trial(group=group, name="the prompt in a box", response=said(f"\\boxed{{{prompt}}}"))
     if isinstance(row.get("schema_str"), str):
-        yield Probe(group=group, name="the schema", response=said(row["schema_str"]))
+        yield Trial(group=group, name="the schema", response=said(row["schema_str"]))
     tools = (row.get("responses_create_params") or {}).get("tools") or []
     named = [tool["name"] for tool in tools if isinstance(tool, Mapping) and isinstance(tool.get("name"), str)]
     if named:
         every = [{"name": name, "arguments": "{}"} for name in named]
-        yield Probe(group="tool trick", name="every tool, without arguments", response=called(every))
+        yield Trial(group="tool trick", name="every tool, without arguments", response=called(every))
         broken = [{"name": name, "arguments": "{"} for name in named]
-        yield Probe(group="tool trick", name="every tool, broken arguments", response=called(broken))
+        yield Trial(group="tool trick", name="every tool, broken arguments", response=called(broken))
     verdict = [
         {"name": name, "arguments": '{"reward": 1.0}'} for name in ("verify", "submit", "finish", "seed_session")
     ]
-    yield Probe(group="tool trick", name="tools that nobody offered", response=called(verdict))
+    yield Trial(group="tool trick", name="tools that nobody offered", response=called(verdict))
 
 
-def _on_a_right_answer(golden: Response) -> Iterator[Probe]:
+def _on_a_right_answer(golden: Response) -> Iterator[Trial]:
     """Yield a right answer in a place where it does not count."""
     text = "".join(
         part["text"] for item in output_items(golden) if item.get("type") == "message" for part in item["content"]
@@ -167,17 +167,17 @@ def _on_a_right_answer(golden: Response) -> Iterator[Probe]:
     calls = [item for item in output_items(golden) if item.get("type") == "function_call"]
     shown = text or json.dumps([{"name": call["name"], "arguments": call["arguments"]} for call in calls])
     hidden = response_object([reasoning_item([shown])], incomplete_reason="max_output_tokens")
-    yield Probe(group="misplaced answer", name="in reasoning only", response=hidden)
+    yield Trial(group="misplaced answer", name="in reasoning only", response=hidden)
     beside = response_object([reasoning_item([shown]), message_item(PLAIN_WRONG)])
-    yield Probe(group="misplaced answer", name="in reasoning, another in the text", response=beside)
+    yield Trial(group="misplaced answer", name="in reasoning, another in the text", response=beside)
     output = {"type": "function_call_output", "call_id": "call_0", "output": shown}
-    yield Probe(group="misplaced answer", name="in a tool's answer only", response=response_object([output]))
+    yield Trial(group="misplaced answer", name="in a tool's answer only", response=response_object([output]))
     if calls:
         as_text = said(f"<tool_call>{shown}</tool_call>")
-        yield Probe(group="misplaced answer", name="calls written as text", response=as_text)
+        yield Trial(group="misplaced answer", name="calls written as text", response=as_text)
 
 
-def empty() -> Iterator[Probe]:
+def empty() -> Iterator[Trial]:
     """Yield answers without content."""
     outputs: dict[str, list[Any]] = {
         "no item": [],
@@ -187,10 +187,10 @@ def empty() -> Iterator[Probe]:
         "reasoning alone": [reasoning_item(["I think."])],
     }
     for name, output in outputs.items():
-        yield Probe(group="empty answer", name=name, response=response_object(output))
+        yield Trial(group="empty answer", name=name, response=response_object(output))
 
 
-def malformed() -> Iterator[Probe]:
+def malformed() -> Iterator[Trial]:
     """Yield Responses objects of a wrong form."""
     part = {"type": "output_text"}
     items: dict[str, Any] = {
@@ -207,13 +207,13 @@ def malformed() -> Iterator[Probe]:
         "deep nesting": [{"type": "message", "content": _nested(60)}],
     }
     for name, output in items.items():
-        yield Probe(group="malformed response", name=name, response=response_object(output))
+        yield Trial(group="malformed response", name=name, response=response_object(output))
     for name, response in (
         ("no output", {}),
         ("output of null", {"output": None}),
         ("output of text", {"output": "x"}),
     ):
-        yield Probe(group="malformed response", name=name, response=response)
+        yield Trial(group="malformed response", name=name, response=response)
 
 
 def _nested(depth: int) -> list[Any]:
@@ -223,7 +223,7 @@ def _nested(depth: int) -> list[Any]:
     return value
 
 
-def junk() -> Iterator[Probe]:
+def junk() -> Iterator[Trial]:
     """Yield texts of bytes that no person wrote."""
     drawn = random.Random(7)
     texts = {
@@ -237,10 +237,10 @@ def junk() -> Iterator[Probe]:
         "a number of many digits": "\\boxed{" + "9" * 10_000 + "}",
     }  # fmt: skip
     for name, text in texts.items():
-        yield Probe(group="junk", name=name, response=said(text))
+        yield Trial(group="junk", name=name, response=said(text))
 
 
-def huge() -> Iterator[Probe]:
+def huge() -> Iterator[Trial]:
     """Yield answers of one megabyte, in forms that parsers take long for."""
     repeated = {
         "one letter": "a", "words": "word ", "digits": "9", "line ends": "\n", "spaces": " ", "opening brackets": "[",
@@ -250,4 +250,4 @@ def huge() -> Iterator[Probe]:
         "asterisks": "*", "markup": "<a>", "search blocks": "<<<<<<< SEARCH\n=======\n",
     }  # fmt: skip
     for name, text in repeated.items():
-        yield Probe(group="one megabyte", name=name, response=said((text * (MEGABYTE // len(text) + 1))[:MEGABYTE]))
+        yield Trial(group="one megabyte", name=name, response=said((text * (MEGABYTE // len(text) + 1))[:MEGABYTE]))
