@@ -63,7 +63,7 @@ def read_settings(file: Path) -> dict[str, Any]:
 
 def code_problems(model: Path) -> list[Problem]:
     """Return a problem for each file of a model that names code which nobody has said may run."""
-    fix = "read that code, then set TRUST_REMOTE_CODE=true; or convert the weights to a class that transformers has"
+    fix = "set TRUST_REMOTE_CODE=true once you have read it, or convert the weights to a class of transformers"
     wrong = "`auto_map` names code that comes with the weights, and NeMo RL would run it as you"
     return [Problem(where=str(file), wrong=wrong, fix=fix) for file in files_with_code(model)]
 
