@@ -1,4 +1,4 @@
-"""Reserve the nodes on which policy workers and generation engines run, before any actor is started.
+"""Reserve the nodes on which policy workers, generation engines and judges run, before any actor is started.
 
 The reservations are Ray placement groups. The launcher gives every node the Ray resource `worker_units`: as many as the
 node has accelerators, or worker processes on a machine without any. So GPU and CPU clusters are counted alike. A
@@ -7,6 +7,7 @@ reservation that the cluster cannot fulfil fails at its deadline, and the error 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +33,20 @@ class WorkerCounts:
     train_workers_per_node: int
     num_engines: int
     units_per_engine: int  # accelerators of one engine: tensor parallel * pipeline parallel size
+    units_of_judges: tuple[int, ...] = ()  # accelerators of each engine of a judge
 
 
-def place(counts: WorkerCounts, *, deadline_seconds: float) -> tuple[list[ActorOptions], list[ActorOptions]]:
-    """Reserve all nodes; return the actor options of each policy rank and of each engine.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """The actor options of every worker."""
+
+    policy: list[ActorOptions]  # of each rank
+    engines: list[ActorOptions]
+    judges: list[ActorOptions]  # of each engine of a judge
+
+
+def place(counts: WorkerCounts, *, deadline_seconds: float) -> Places:
+    """Reserve all nodes for policy, engines and judges.
 
     Raises `StalledError` when the reservation is not fulfilled within `deadline_seconds`.
     """
@@ -46,7 +57,23 @@ def place(counts: WorkerCounts, *, deadline_seconds: float) -> tuple[list[ActorO
     engines = _reserve(units, "engines", first={}, deadline_seconds=deadline_seconds)
     num_workers = counts.num_train_nodes * counts.train_workers_per_node
     policy = [_options(train, rank // counts.train_workers_per_node, 1) for rank in range(num_workers)]
-    return policy, [_options(engines, engine, counts.units_per_engine) for engine in range(counts.num_engines)]
+    judges = place_judges(counts.units_of_judges, deadline_seconds=deadline_seconds)
+    generation = [_options(engines, engine, counts.units_per_engine) for engine in range(counts.num_engines)]
+    return Places(policy=policy, engines=generation, judges=judges)
+
+
+def place_judges(units: Sequence[int], *, deadline_seconds: float) -> list[ActorOptions]:
+    """Reserve accelerators for each engine of a judge, the large ones first so that none finds only parts of nodes.
+
+    Raises `StalledError` when the reservation is not fulfilled within `deadline_seconds`.
+    """
+    if not units:
+        return []
+    order = sorted(range(len(units)), key=lambda engine: -units[engine])
+    sizes = [units[engine] for engine in order]
+    group = _reserve(sizes, "engines of judges", first={}, deadline_seconds=deadline_seconds)
+    bundles = {engine: bundle for bundle, engine in enumerate(order)}
+    return [_options(group, bundles[engine], size) for engine, size in enumerate(units)]
 
 
 def _reserve(units: list[int], what: str, *, first: dict[str, float], deadline_seconds: float) -> PlacementGroup:
@@ -61,7 +88,8 @@ def _reserve(units: list[int], what: str, *, first: dict[str, float], deadline_s
         raise StalledError(
             f"{what} need {len(units)} bundles of {max(units)} {_UNIT}, each on one node, but Ray has not placed them "
             f"within {deadline_seconds:g} s (deadlines.placement); the {len(free)} nodes have {free} {_UNIT}. "
-            f"Ask for more nodes (SBATCH_NUM_NODES) or correct cluster.* and generation.colocated.*"
+            f"Ask for more nodes (SBATCH_NUM_NODES) or correct cluster.*, generation.colocated.* and "
+            f"env.nemo_gym.num_gpu_nodes"
         ) from late
     return group
 

@@ -46,7 +46,7 @@ def servers_of(instances: Mapping[str, Any]) -> dict[str, ServerInstance]:
     """
     problems: list[Problem] = []
     servers = {}
-    models = {name: settings for name, _, settings in _of_kind(instances, "responses_api_models")}
+    models = {name: (kind, settings) for name, kind, settings in _of_kind(instances, "responses_api_models")}
     for kind, verifier in ALL_VERIFIERS.items():
         for name, settings in {kind: {}, **verifier.servers}.items():
             servers[name] = _server(name, kind, settings, problems)

@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import secrets
+import socket
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -45,15 +46,20 @@ class HttpServer:
 
     @classmethod
     async def start(cls, llm: Any, cfg: GenerationConfig, *, host: str, count: Count) -> HttpServer:
-        """Serve `llm` on the first free port of the configured range; `count` wraps each request.
+        """Serve the policy's `llm` on the first free port of the configured range; `count` wraps each request.
 
         The key is VLLM_API_KEY where it is set, as for `vllm serve`, else a random one.
         """
         api_key = os.environ.get("VLLM_API_KEY") or secrets.token_hex(32)
-        socket = hold_in_range(cfg.port_range_low, cfg.port_range_high, host=host)
+        held = hold_in_range(cfg.port_range_low, cfg.port_range_high, host=host)
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(
             command_line(llm.model_config.model, cfg.vllm_cfg.http_server_serving_chat_kwargs)
         )
+        return await cls.serve(llm, args, held=held, api_key=api_key, count=count)
+
+    @classmethod
+    async def serve(cls, llm: Any, args: Any, *, held: socket.socket, api_key: str, count: Count) -> HttpServer:
+        """Serve `llm` as `vllm serve` would with these arguments, on a socket that listens already."""
         args.structured_outputs_config = llm.vllm_config.structured_outputs_config  # names the reasoning parser
         tasks = await llm.get_supported_tasks()
         app = build_app(args, tasks, llm.model_config)
@@ -61,13 +67,14 @@ class HttpServer:
         app = guarded(counted(app, count), api_key)
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=60)
         server = uvicorn.Server(config)
-        task = asyncio.create_task(server.serve(sockets=[socket]))
+        task = asyncio.create_task(server.serve(sockets=[held]))
         while not server.started:
             if task.done():
                 task.result()
                 raise RuntimeError("the HTTP server ended while it was starting")
             await asyncio.sleep(0.01)
-        return cls(server, task, f"http://{host}:{socket.getsockname()[1]}/v1", api_key)
+        host, port = held.getsockname()
+        return cls(server, task, f"http://{host}:{port}/v1", api_key)
 
     async def stop(self) -> None:
         """Close the server without waiting for open requests."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -111,6 +111,7 @@ class Run:
     data: DataIdentity  # of the training rows
     checkpoints: Path
     num_steps: int  # the step at which the run ends
+    stop_judges: Callable[[], None] | None = None  # those that the run has started
     metrics: StepMetrics = field(default_factory=lambda: StepMetrics(0))  # of the step in progress
     _groups: list[Group] = field(default_factory=list)  # of the step in progress
     _logged_step: int = -1
@@ -341,6 +342,8 @@ class Run:
         self.collector.close()
         self.environments.close()
         self.generation.shutdown()
+        if self.stop_judges is not None:
+            self.stop_judges()
         self.policy.shutdown()
         self.logger.close()
 

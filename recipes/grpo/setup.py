@@ -5,20 +5,24 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from recipes.cluster.connect import connect
-from recipes.cluster.placement import WorkerCounts, place
+from recipes.cluster.placement import ActorOptions, Places, WorkerCounts, place
 from recipes.cluster.token_store import RayTokenStore
 from recipes.config.keys.derive import Derived, max_age
+from recipes.config.keys.judges import started_judges
 from recipes.config.tree import AsyncGrpoConfig, Config, GrpoConfig
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.environments import Environments
+from recipes.environments.judges.servers import with_addresses
 from recipes.errors import CheckpointError, ConfigError, DataError, Problem
 from recipes.generation.generation import Generation
+from recipes.generation.judges import Judges
 from recipes.generation.requests import AtPush
 from recipes.grpo import refit
 from recipes.grpo.advantage import advantage_bounds, subtract_kl
@@ -49,7 +53,13 @@ def setup(config: Config, derived: Derived, run_dir: Path, stop: StopRequest) ->
     saved = _saved_state(checkpoints, stream, config)  # verified before policy and engines start
 
     connect()
-    policy, generation = _start_models(config, derived)
+    places = _place(config, derived)
+    judges = _launch_judges(config, places.judges)
+    if judges is not None:  # the environments learn where their judges are
+        config = _with_addresses(config, judges)
+        environments.close()
+        environments = Environments.from_config(config.env, environments.codec)
+    policy, generation = _start_models(config, places, judges)
     buffer = ReplayBuffer(
         num_prompts_per_step=config.grpo.num_prompts_per_step,
         max_trajectory_age_steps=max_age(config.grpo.async_grpo),
@@ -60,6 +70,7 @@ def setup(config: Config, derived: Derived, run_dir: Path, stop: StopRequest) ->
         config=config,
         policy=policy,
         generation=generation,
+        stop_judges=judges.shutdown if judges is not None else None,
         environments=environments,
         collector=collector,
         buffer=buffer,
@@ -95,21 +106,44 @@ def _open_data(config: Config, environments: Environments) -> tuple[PromptStream
     return stream, require_rows(Path(path), environments.check_row) if path else None
 
 
-def _start_models(config: Config, derived: Derived) -> tuple[Policy, Generation]:
-    """Start policy and engines at the same time: each takes most of the time that a start needs."""
+def _place(config: Config, derived: Derived) -> Places:
     counts = WorkerCounts(
         num_train_nodes=derived.num_train_nodes,
         train_workers_per_node=derived.train_workers_per_node,
         num_engines=derived.num_engines,
         units_per_engine=derived.gpus_per_engine,
+        units_of_judges=tuple(judge.gpus_per_copy for judge in started_judges(config) for _ in range(judge.num_copies)),
     )
-    policy_options, engine_options = place(counts, deadline_seconds=config.deadlines.placement)
+    return place(counts, deadline_seconds=config.deadlines.placement)
+
+
+def _launch_judges(config: Config, places: Sequence[ActorOptions]) -> Judges | None:
+    """Return the judges that the run starts, with an address each; their models are not loaded yet."""
+    generation = config.policy.generation
+    if not places:
+        return None
+    return Judges.launch(
+        started_judges(config),
+        placement=places,
+        ports=(generation.port_range_low, generation.port_range_high),
+        deadlines=config.deadlines,
+    )
+
+
+def _with_addresses(config: Config, judges: Judges) -> Config:
+    instances = with_addresses(config.env.nemo_gym.instances, judges.addresses(), judges.api_key)
+    return replace(config, env=replace(config.env, nemo_gym=replace(config.env.nemo_gym, instances=instances)))
+
+
+def _start_models(config: Config, places: Places, judges: Judges | None) -> tuple[Policy, Generation]:
+    """Start policy, engines and judges at the same time: each takes most of the time that a start needs."""
     start = time.monotonic()
-    policy, generation = refit.together(
+    further = [judges.load] if judges is not None else []
+    policy, generation, *_ = refit.together(
         lambda: Policy.start(
             config.policy,
             loss=partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=config.grpo.seq_logprob_error_threshold),
-            placement=policy_options,
+            placement=places.policy,
             deadlines=config.deadlines,
             seed=config.grpo.seed,
             reference=reference_use(config),
@@ -118,10 +152,11 @@ def _start_models(config: Config, derived: Derived) -> tuple[Policy, Generation]
             config.policy.generation,
             model_path=config.policy.model_name,
             seed=config.grpo.seed,
-            placement=engine_options,
+            placement=places.engines,
             deadlines=config.deadlines,
             loads_weights=False,  # the first refit comes before the first sample
         ),
+        *further,
     )
     generation.at_push = _at_push(config.grpo.async_grpo)
     refit.connect(policy, generation)

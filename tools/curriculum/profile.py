@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 
 from recipes.config.keys.derive import derive
+from recipes.config.keys.judges import started_judges
 from recipes.config.load import load_config, require_runnable
 from recipes.config.stages import config_path, find_stage
-from recipes.errors import CheckpointError, Problem
+from recipes.errors import CheckpointError, ConfigError, Problem
 from recipes.grpo.data import PromptDataset
 from tools.command_line import exit_status, positive
 from tools.curriculum.profile_ledger import ProfileLedger, what_is_measured
@@ -61,6 +62,9 @@ def main(arguments: list[str] | None = None) -> int:
         find_stage(args.stage), os.environ.get("SCALE", "prod"), os.environ.get("PLATFORM", "h100")
     )
     checked = require_runnable(load_config(config, overrides))
+    if judges := started_judges(checked):
+        fix = "give its base_url, or leave it out with its rows"
+        raise ConfigError([Problem(where=one.key, wrong="a profile starts no judge", fix=fix) for one in judges])
     measured = what_is_measured(checked, args.data, samples=args.samples, pass_reward=args.pass_reward)
     ledger = ProfileLedger.open(run_dir, measured)
     if ledger.is_finished(len(PromptDataset(args.data))):

@@ -27,12 +27,12 @@ def check(draft: Draft) -> Iterator[Finding]:
                 fix="unset it, or change cluster.num_nodes and generation.colocated.resources.num_nodes",
             )
         return
-    num_units, num_gpus = sizes.train_gpus + sizes.generation_gpus, count_gpus()
+    num_units, num_gpus = sizes.train_gpus + sizes.generation_gpus + sizes.judge_units, count_gpus()
     if 0 < num_gpus < num_units:
         yield found(
             "ALC002",
             where="this machine",
             got=f"{num_gpus} GPUs",
-            expected=f"{num_units}, one per worker (cluster.gpus_per_node)",
+            expected=f"{num_units}, one per worker (cluster.gpus_per_node) and for the engines of judges",
             fix="lower cluster.gpus_per_node and what divides it, or use LAUNCHER=slurm",
         )

@@ -67,7 +67,9 @@ def prepare(plan: Plan, *, is_model_there: bool = True) -> list[str]:
         f"run directory {plan.run_dir}",
         f"{sizes.num_train_nodes} train + {sizes.num_generation_nodes} generation + {sizes.num_judge_nodes} judge nodes"
         if not plan.contract.is_local
-        else f"{sizes.train_gpus} policy workers + {sizes.generation_gpus} engine workers on this machine",
+        else f"{sizes.train_gpus} policy workers + {sizes.generation_gpus} engine workers"
+        + (f" + {sizes.judge_units} judge workers" if sizes.judge_units else "")
+        + " on this machine",
         *([] if is_model_there else [f"start weights {plan.model_path}, found and checked when the job starts"]),
         *(f"differs from the last start: {change}" for change in changed),
     ]

@@ -22,7 +22,7 @@ def local_argv(run_dir: Path, sizes: Derived, driver: Sequence[str]) -> tuple[st
     return (
         *(sys.executable, "-m", "tools.job.local"),
         f"--run-dir={run_dir}",
-        f"--num-units={sizes.train_gpus + sizes.generation_gpus}",
+        f"--num-units={sizes.train_gpus + sizes.generation_gpus + sizes.judge_units}",
         *("--", sys.executable, *driver),
     )
 

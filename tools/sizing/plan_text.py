@@ -34,8 +34,12 @@ def _machines(plan: StagePlan) -> list[str]:
     sizes, megatron = plan.sizes, plan.config.policy.megatron_cfg
     each = plan.sizes.total_gpus // plan.sizes.num_nodes
     gpu = "GPUs" if plan.gpu_bytes else "workers"
-    if sizes.num_nodes == 1:
+    if sizes.is_one_node:
         nodes = f"1 node, {sizes.train_gpus} of its {each} {gpu} train, {sizes.generation_gpus} generate"
+        if sizes.num_judge_nodes and plan.gpu_bytes:
+            nodes += f"; {sizes.num_judge_nodes} x {each} more {gpu} for judges, which take {sizes.judge_units}"
+        elif sizes.judge_units:
+            nodes += f"; {sizes.judge_units} more of this machine judge"
     else:
         nodes = (
             f"{sizes.num_nodes} x {each} = {sizes.total_gpus} {gpu}: {sizes.num_train_nodes} nodes train, "

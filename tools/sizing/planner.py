@@ -92,7 +92,7 @@ def make_plan(args: argparse.Namespace) -> StagePlan:
 
 def what_if(configured: Loop, sizes: Derived) -> list[WhatIf]:
     """Simulate the configured and other numbers of generation nodes with the same trainer."""
-    if sizes.num_nodes == 1:  # the node trains as well, so its engines are fixed
+    if sizes.is_one_node:  # the node trains as well, so its engines are fixed
         return [_simulate(configured, sizes, 1, configured.max_age)]
     counts = sorted({max(1, round(share * sizes.num_generation_nodes)) for share in _SHARES})
     return [_simulate(configured, sizes, count, configured.max_age) for count in counts]

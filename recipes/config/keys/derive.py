@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from recipes.config.keys.judges import started_judges
 from recipes.config.tree import AsyncGrpoConfig, Config, PolicyConfig
 
 
@@ -32,6 +33,7 @@ class Derived:
     train_gpus: int  # = policy workers
     generation_gpus: int
     judge_gpus: int
+    judge_units: int  # GPUs that the judges' engines take: on one machine, all that judges need
     total_gpus: int
     model_parallel_size: int  # TP * PP * CP: GPUs that hold one copy of the policy
     data_parallel_size: int  # train_gpus / model_parallel_size
@@ -44,6 +46,11 @@ class Derived:
     max_requests_in_flight: int  # samples being generated or waiting: (age + 1) steps
     length_multiple: int  # padded rollouts are a multiple of this many tokens, and so is the longest
     cohort_size: int  # rollouts that a reward model compares with each other; 0 = no such environment
+
+    @property
+    def is_one_node(self) -> bool:
+        """Whether training and generation share a node."""
+        return self.num_train_nodes + self.num_generation_nodes + self.num_judge_nodes > self.num_nodes
 
 
 def derive(config: Config) -> Derived:
@@ -76,6 +83,7 @@ def derive(config: Config) -> Derived:
         train_gpus=train_gpus,
         generation_gpus=generation_gpus,
         judge_gpus=num_judge_nodes * cluster.gpus_per_node,
+        judge_units=sum(judge.num_copies * judge.gpus_per_copy for judge in started_judges(config)),
         total_gpus=(cluster.num_nodes + num_judge_nodes) * cluster.gpus_per_node,
         model_parallel_size=model_parallel_size,
         data_parallel_size=data_parallel_size,

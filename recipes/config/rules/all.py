@@ -73,4 +73,6 @@ REFUSALS: tuple[Rule, ...] = (
     environments.agents_to_come,
     judges.models_to_come,
     parallel.trained_heads_have_one_stage,
+    judges.judges_fit_a_node,
+    judges.engines_of_judges_are_ours,
 )

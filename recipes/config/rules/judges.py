@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from recipes.config.keys.judges import STARTED, started_judges
 from recipes.config.keys.schema import INSTANCES, KeyProblem, show
 from recipes.config.keys.servers import MODELS, POLICY, RESOURCES, policy_settings, references, servers
 from recipes.config.rules.names import GPUS, G
@@ -13,6 +14,11 @@ from recipes.config.tree import Config
 
 # Of a variant of the policy. Its number of server processes changes nothing: rollouts need none.
 HONOURED_IN_VARIANTS = {"chat_template_kwargs", "num_workers"}
+# Arguments of `vllm serve` that follow from the judge's other settings, or that address and key depend on.
+SET_BY_THE_RUN = frozenset(
+    {"api_key", "disable_log_stats", "distributed_executor_backend", "host", "model", "port", "scheduler_cls",
+     "served_model_name"}
+)  # fmt: skip
 SAME_FOR_VARIANTS = {  # settings of a variant of the policy that rollouts fix
     "return_token_id_information": True,
     "sequential_reasoning_allowed": False,
@@ -35,12 +41,8 @@ def cohort_is_the_group(config: Config) -> Iterator[KeyProblem]:
 def judges_fill_their_nodes(config: Config) -> Iterator[KeyProblem]:
     """Require as many nodes for judges as their engines need; an engine fits in one node or takes whole nodes."""
     per_node = config.cluster.gpus_per_node
-    parts = {}
-    for name, _, settings in sorted(servers(config, MODELS)):
-        engine = settings.get("vllm_serve_kwargs")
-        if isinstance(engine, Mapping):
-            copies, tp, pp = (engine.get(f"{kind}_parallel_size", 1) for kind in ("data", "tensor", "pipeline"))
-            parts[name] = math.ceil(copies * tp * pp / per_node)
+    judges = started_judges(config)
+    parts = {judge.name: math.ceil(judge.num_copies * judge.gpus_per_copy / per_node) for judge in judges}
     need, have = sum(parts.values()), config.env.nemo_gym.num_gpu_nodes
     if need != have:
         formula = " + ".join(f"{nodes} ({name})" for name, nodes in parts.items())
@@ -75,16 +77,38 @@ def judges_can_answer(config: Config) -> Iterator[KeyProblem]:
                 yield KeyProblem(key=f"{own}.use_principle", got="true", expected="false", fix=fix, also=also)
 
 
+def judges_fit_a_node(config: Config) -> Iterator[KeyProblem]:
+    """Require engines of judges that share a node evenly: none crosses nodes, and no GPU of a node is left over."""
+    per_node = config.cluster.gpus_per_node
+    for judge in started_judges(config):
+        if per_node % judge.gpus_per_copy:
+            key, expected = f"{judge.key}.vllm_serve_kwargs", f"TP * PP to divide {GPUS} = {per_node}"
+            fix = "an engine of a judge lies within one node (native engine); change tensor_parallel_size"
+            got = f"TP * PP = {judge.gpus_per_copy}"
+            yield KeyProblem(key=key, got=got, expected=expected, fix=fix, also=(GPUS,))
+
+
+def engines_of_judges_are_ours(config: Config) -> Iterator[KeyProblem]:
+    """Refuse engine arguments of judges that the run sets itself."""
+    for judge in started_judges(config):
+        for name in sorted(judge.engine_arguments):
+            if name in SET_BY_THE_RUN or name.startswith("data_parallel_"):
+                key, wrong = f"{judge.key}.vllm_serve_kwargs.{name}", "the run sets this argument itself"
+                yield KeyProblem(key=key, wrong=wrong, fix="remove it (native engine)")
+
+
 def models_to_come(config: Config) -> Iterator[KeyProblem]:
     """Refuse judges without an address, and what a variant of the policy changes beyond the template's arguments.
 
-    The policy's own server is the run's.
+    The policy's own server is the run's, and so are the judges that it starts.
     """
+    started = {judge.name for judge in started_judges(config)}
     for name, server, settings in sorted(servers(config, MODELS)):
         if name != POLICY and policy_settings(config.env.nemo_gym.instances, name) is not None:
             yield from _beyond_a_variant(f"{INSTANCES}.{name}.{MODELS}.{server}", settings)
-        elif name != POLICY and not settings.get("base_url"):
-            yield to_come("judge", name)
+        elif name != POLICY and name not in started and not settings.get("base_url"):
+            fix = f"give its base_url, or write its server as {STARTED[1]}: then the run starts it on nodes of its own"
+            yield KeyProblem(key=f"{INSTANCES}.{name}", wrong="this judge has no address", fix=fix)
 
 
 def _beyond_a_variant(where: str, settings: Mapping[str, Any]) -> Iterator[KeyProblem]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, MinLen
 
-from recipes.config.tree.marks import FurtherKeys, Honours, Text, Unit
+from recipes.config.tree.marks import FurtherKeys, Text, Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +61,8 @@ class NemoGymConfig:
 
     config_paths: tuple[Text, ...]
     """YAML files of server instances, relative to configs/, merged in order under this block"""
-    num_gpu_nodes: Annotated[
-        int, Ge(0), Unit("nodes"), Honours(0, reason="judge models on extra nodes are not started yet")
-    ]
-    """nodes for judge models, on top of cluster.num_nodes"""
+    num_gpu_nodes: Annotated[int, Ge(0), Unit("nodes")]
+    """nodes for judge models, on top of cluster.num_nodes; on one machine, further worker processes of it"""
     invalid_tool_call_patterns: Annotated[tuple[Text, ...], MinLen(1)]
     """text that marks a turn as an unparsed tool call"""
     thinking_tags: Annotated[tuple[Text, ...], MinLen(1)]

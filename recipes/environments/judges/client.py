@@ -91,6 +91,8 @@ class JudgeClient:
         return reply
 
     async def _post(self, request: Mapping[str, Any]) -> Response:
+        if not self.urls:
+            raise RefusedError("it has no address: the run has not started it")
         url = self.urls[next(self._turn) % len(self.urls)].rstrip("/")
         headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         reply = await self.http.post(f"{url}/chat/completions", request, headers=headers)

@@ -1,15 +1,17 @@
 """Judges of the configuration: the model servers that resources servers name, and how each is asked.
 
-A judge is given by its address (`base_url`). One without an address would be started on the run's own nodes, which
-the native engine does not do; the configuration's rules refuse it before a launch.
+A judge is given by its address (`base_url`). A judge without one is started by the run on nodes of its own: its
+addresses and their key come once it is placed (`with_addresses`), and until then it cannot be asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from recipes.config.keys.judges import STARTED
+from recipes.config.keys.servers import MODELS
 from recipes.environments.http.client import JsonClient
 from recipes.environments.judges.client import JudgeClient
 
@@ -54,20 +56,21 @@ class JudgeServer:
 
 def judge_of(
     settings: Mapping[str, Any],
-    models: Mapping[str, Mapping[str, Any]],
+    models: Mapping[str, tuple[str, Mapping[str, Any]]],
     *,
     judge: str = "judge",
     concurrency: int = DEFAULT_CONCURRENCY,
 ) -> JudgeServer | None:
-    """Return the judge that a resources server names in its settings, None when that has no address.
+    """Return the judge that a resources server names in its settings, None when there is none that could be asked.
 
-    `models` has the settings of each model server by instance name, `judge` begins the names of the settings.
+    A judge that the run starts has no address yet, unless `with_addresses` has given it one. `models` has type and
+    settings of each model server by instance name, `judge` begins the names of the settings.
     """
     name = (settings.get(f"{judge}_model_server") or {}).get("name", "")
-    server = models.get(name) or {}
+    kind, server = models.get(name) or ("", {})
     base = server.get("base_url")
     urls = (base,) if isinstance(base, str) else tuple(base or ())
-    if not urls:
+    if not urls and kind not in STARTED:
         return None
     asked = {**(settings.get(f"{judge}_responses_create_params") or {}), **(server.get("sampling_overrides") or {})}
     return JudgeServer(
@@ -80,3 +83,15 @@ def judge_of(
         extra=server.get("extra_body") or {},
         max_concurrency=int(settings.get(f"{judge}_endpoint_max_concurrency") or concurrency),
     )
+
+
+def with_addresses(
+    instances: Mapping[str, Any], addresses: Mapping[str, Sequence[str]], api_key: str
+) -> dict[str, Any]:
+    """Return the server instances with the addresses of judges that the run has started, by name, and their key."""
+    found = dict(instances)
+    for name, urls in addresses.items():
+        [(kind, settings)] = instances[name][MODELS].items()
+        served = {**settings, "base_url": list(urls), "api_key": api_key}
+        found[name] = {**instances[name], MODELS: {kind: served}}
+    return found

@@ -84,10 +84,11 @@ def test_every_number_has_a_unit() -> None:
 
 
 def test_page_shows_range_unit_and_refusal() -> None:
-    (row,) = [line for line in page().splitlines() if line.startswith("| `env.nemo_gym.num_gpu_nodes`")]
+    (row,) = [line for line in page().splitlines() if line.startswith("| `policy.generation.top_p`")]
     assert row == (
-        "| `env.nemo_gym.num_gpu_nodes` | an integer >= 0 | nodes | `0` | nodes for judge models, on top of "
-        "cluster.num_nodes | only 0: judge models on extra nodes are not started yet |"
+        "| `policy.generation.top_p` | a number > 0 and <= 1 | probability | `1.0` | nucleus sampling of training "
+        "rollouts; 1 = off | only 1: the trainer does not filter as the engine would: every importance weight would be "
+        "biased |"
     )
 
 

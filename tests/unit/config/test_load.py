@@ -57,11 +57,11 @@ def test_launch_without_paths_names_each(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_production_is_refused_natively_with_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(CONFIG_DIR.parent)
     with pytest.raises(ConfigError) as caught:
-        require_runnable(load_config(STAGE1, GIVEN))
-    assert str(caught.value).splitlines()[0] == (
-        "configs/stage1_rlvr.yaml: env.nemo_gym.num_gpu_nodes: got 7, expected 0 (native engine); "
-        "judge models on extra nodes are not started yet; change it, or launch with ENGINE=nemo_rl"
-    )
+        require_runnable(load_config(STAGE1, [*GIVEN, "policy.generation.top_p=0.9"]))
+    assert (
+        "command line: policy.generation.top_p: got 0.9, expected 1 (native engine); the trainer does not filter as "
+        "the engine would: every importance weight would be biased; change it, or launch with ENGINE=nemo_rl"
+    ) in str(caught.value).splitlines()
 
 
 def test_the_last_layer_wins_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

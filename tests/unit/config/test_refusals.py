@@ -26,8 +26,27 @@ NATIVE_CASES = {
     ),
     "models_to_come": (
         ["env.nemo_gym.grader={responses_api_models: {vllm_model: {model: m}}}"],
-        "env.nemo_gym.grader: the native engine does not have the judge grader yet; leave it and its rows out, or "
-        "launch with ENGINE=nemo_rl",
+        "env.nemo_gym.grader: this judge has no address; give its base_url, or write its server as local_vllm_model: "
+        "then the run starts it on nodes of its own",
+    ),
+    "judges_fit_a_node": (
+        [
+            "env.nemo_gym.num_gpu_nodes=2",
+            "env.nemo_gym.grader={responses_api_models: {local_vllm_model: {model: m, vllm_serve_kwargs: "
+            "{tensor_parallel_size: 4}}}}",
+        ],
+        "env.nemo_gym.grader.responses_api_models.local_vllm_model.vllm_serve_kwargs: got TP * PP = 4, expected "
+        "TP * PP to divide cluster.gpus_per_node = 2; an engine of a judge lies within one node (native engine); "
+        "change tensor_parallel_size",
+    ),
+    "engines_of_judges_are_ours": (
+        [
+            "env.nemo_gym.num_gpu_nodes=1",
+            "env.nemo_gym.grader={responses_api_models: {local_vllm_model: {model: m, vllm_serve_kwargs: "
+            "{port: 8000}}}}",
+        ],
+        "env.nemo_gym.grader.responses_api_models.local_vllm_model.vllm_serve_kwargs.port: the run sets this argument "
+        "itself; remove it (native engine)",
     ),
     "agents_to_come": (
         [
@@ -145,8 +164,6 @@ def test_stage_names_everything_that_is_still_to_come(stage: str, directory: str
     expected = {name for name, server, _ in servers(config, "resources_servers") if server not in ALL_VERIFIERS}
     expected |= {name for name, server, settings in servers(config, AGENTS) if server not in AGENT_TYPES
                  and settings.get("resources_server", {}).get("name") not in expected}  # fmt: skip
-    expected |= {name for name, _, settings in servers(config, "responses_api_models")
-                 if not name.startswith("policy_model") and not settings.get("base_url")}  # fmt: skip
     named = [problem for problem in refusals(loaded) if problem.wrong.startswith(TO_COME)]
     assert len(named) == len(expected)
     assert {problem.where.rpartition("env.nemo_gym.")[2] for problem in named} == expected

@@ -190,7 +190,10 @@ def test_tiny_stage_is_small_scale_in_what_decides_the_algorithm(stage: str) -> 
         assert lookup(tiny.tree, key) == lookup(small.tree, key), key
     assert set(small.files) < set(tiny.files)
     sizes = derive(require_valid(tiny))
-    assert (sizes.num_nodes, sizes.train_gpus, sizes.generation_gpus, sizes.judge_gpus) == (1, 1, 1, 0)
+    assert (sizes.num_nodes, sizes.train_gpus, sizes.generation_gpus, sizes.judge_gpus) == (
+        (2, 1, 1, 2) if stage == "stage3" else (1, 1, 1, 0)
+    )
+    assert sizes.judge_units == (stage == "stage3")  # one engine for the judge
 
 
 def test_each_resolves_in_under_a_second_and_without_torch() -> None:
