@@ -16,7 +16,7 @@ TINY_MODEL, WIDE_MODEL = "models/tiny-sft", "models/tiny-wide-sft"
 TINY_DATA = "data/tiny"
 OWN_TINY_DATA = ("swe1", "rlhf")  # blends of the stages whose rows data/tiny does not have
 WIDE = "wide"  # the other blend of stages 1.1 to 1.3 at scale tiny
-WIDE_CONFIG = "stage1_wide.yaml"  # beside the configuration that the stage table names
+WIDE_CONFIG = "wide.yaml"  # beside the configuration that the stage table names
 FILLED = ("EXP_NAME", "CONFIG_PATH", "TRAIN_PATH", "VAL_PATH", "MODEL_PATH")
 
 

@@ -49,7 +49,7 @@ def types(kind: str, found: dict[str, Any]) -> set[str]:
 
 def test_every_file_is_used_by_a_stage() -> None:
     named = {CONFIG_DIR / name for path in STAGE_FILES for name in block(path)["config_paths"]}
-    wide = {CONFIG_DIR / name for name in block(CONFIG_DIR / "tiny" / "stage1_wide.yaml")["config_paths"]}
+    wide = {CONFIG_DIR / name for name in block(CONFIG_DIR / "tiny" / "wide.yaml")["config_paths"]}
     assert named | wide == set(FILES) - {CONFIG_DIR / "environments" / "served.yaml"}  # an example of the user's own
 
 

@@ -65,7 +65,7 @@ def test_the_wide_blend_has_its_own_rows_model_and_runs():
     assert env["EXP_NAME"] == "stage1.1-rlvr1-tiny-wide"
     assert env["MODEL_PATH"] == "/checkout/models/tiny-wide-sft"
     assert env["TRAIN_PATH"] == "/checkout/data/tiny-wide/train-split.jsonl"
-    assert env["CONFIG_PATH"].endswith("configs/tiny/stage1_wide.yaml")
+    assert env["CONFIG_PATH"].endswith("configs/tiny/wide.yaml")
     env = stage_environment("stage1.2", variables, ROOT)
     assert env["MODEL_PATH"] == "/checkout/results/stage1.1-rlvr1-tiny-wide/checkpoints/latest/hf"
 

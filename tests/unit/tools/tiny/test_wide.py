@@ -58,7 +58,7 @@ def environments(codec: ChatCodec, judge: RuleServer, tmp_path_factory: pytest.T
         f"env.nemo_gym.rule_judge.responses_api_models.vllm_model.base_url={address}",
         f"env.nemo_gym.workplace_assistant.resources_servers.workplace_assistant.tables={office}",
     )
-    loaded = load_config(CONFIGS / "stage1_wide.yaml", overrides)
+    loaded = load_config(CONFIGS / "wide.yaml", overrides)
     assert loaded.repaired is not None
     assert not [problem for problem in loaded.problems if "nemo_gym" in problem.where]
     made = Environments.from_config(loaded.repaired.env, codec)
