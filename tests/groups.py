@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from recipes.rollouts.group import GroupRequest, GroupRunner, StoredGroup
 from recipes.tokens import GroupTokens, pack_rollouts
 from recipes.types import Group, PromptRef, Rollout
 
@@ -20,6 +21,20 @@ class LocalStore:
 
     def get(self, references: Sequence[GroupTokens]) -> list[GroupTokens]:
         return list(references)
+
+
+class LocalWorkers:
+    """One rollout worker that is this process."""
+
+    num_lost = 0
+
+    def __init__(self, groups: GroupRunner) -> None:
+        self.groups = groups
+
+    async def run_group(self, request: GroupRequest) -> StoredGroup:
+        return pack_rollouts(await self.groups.run(request))
+
+    def close(self) -> None: ...
 
 
 def group_of(rollouts: Sequence[Rollout], **values: Any) -> Group:

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from recipes.errors import StalledError
 
@@ -74,6 +74,16 @@ def place_judges(units: Sequence[int], *, deadline_seconds: float) -> list[Actor
     group = _reserve(sizes, "engines of judges", first={}, deadline_seconds=deadline_seconds)
     bundles = {engine: bundle for bundle, engine in enumerate(order)}
     return [_options(group, bundles[engine], size) for engine, size in enumerate(units)]
+
+
+def spread() -> list[ActorOptions]:
+    """Return the actor options of the rollout workers: one on each node, where the cores beside the workers are free.
+
+    They take no `worker_units`: those count accelerators, and a rollout worker needs none.
+    """
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get(_UNIT, 0.0)]
+    where = [NodeAffinitySchedulingStrategy(node, soft=True) for node in sorted(nodes)]
+    return [{"num_cpus": 0, "scheduling_strategy": strategy} for strategy in where]
 
 
 def _reserve(units: list[int], what: str, *, first: dict[str, float], deadline_seconds: float) -> PlacementGroup:

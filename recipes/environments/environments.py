@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from recipes.environments.agents.episode import Episode, unscored
@@ -104,9 +105,15 @@ class Environments:
         self._groups = {name: client for name, client in self._clients.items() if isinstance(client, GroupClient)}
 
     @classmethod
-    def from_config(cls, env: EnvConfig, codec: ChatCodec) -> Environments:
-        """Return the environments of a configuration; raises `ConfigError` for settings that cannot be honoured."""
-        servers = servers_of(env.nemo_gym.instances)
+    def from_config(cls, env: EnvConfig, codec: ChatCodec, *, num_sharers: int = 1) -> Environments:
+        """Return the environments of a configuration; raises `ConfigError` for settings that cannot be honoured.
+
+        `num_sharers` processes ask the same judges: each asks its share of what may be asked at once.
+        """
+        servers = {
+            name: replace(server, judge=server.judge.shared_by(num_sharers)) if server.judge else server
+            for name, server in servers_of(env.nemo_gym.instances).items()
+        }
         return cls(
             codec,
             servers=servers,

@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -59,6 +60,15 @@ class EngineInfo:
         return f"generation engine {self.index} (node {self.node}, actor pid {self.pid}, EngineCore pid {cores})"
 
 
+@dataclass(slots=True)
+class Mailbox:
+    """What one client has asked and not been told yet."""
+
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # of unanswered requests, by request id
+    answers: list[Answer] = field(default_factory=list)  # that the client has not fetched
+    wake: asyncio.Event = field(default_factory=asyncio.Event)  # set when `answers` has something to return or raise
+
+
 class Usage:
     """Running totals of one actor. `busy_seconds` is the time with at least one request in flight."""
 
@@ -97,9 +107,7 @@ class EngineActor:
         self._seed = seed
         self._loads_weights = loads_weights
         self._num_pushes = 0
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # of unanswered requests, by request id
-        self._answers: list[Answer] = []  # that the driver has not fetched
-        self._wake = asyncio.Event()  # set when there is something for `answers` to return or to raise
+        self._mailboxes: defaultdict[str, Mailbox] = defaultdict(Mailbox)  # by client
         self._usage = Usage()
         self._server: HttpServer | None = None
         self._samples: EngineSamples | None = None
@@ -205,51 +213,56 @@ class EngineActor:
             await asyncio.wait({task}, timeout=_CORE_POLL_SECONDS)
         await task
 
-    async def submit(self, requests: Sequence[Request], deadline_seconds: float) -> None:
+    async def submit(self, client: str, requests: Sequence[Request], deadline_seconds: float) -> None:
         """Begin to sample; each request is answered within its deadline, unless it is aborted."""
+        mailbox = self._mailboxes[client]
         for request in requests:
-            task = asyncio.create_task(self._answer(request, deadline_seconds))
-            self._tasks[request.id] = task
-            task.add_done_callback(partial(self._forget, request.id))
+            task = asyncio.create_task(self._answer(mailbox, f"{client}/{request.id}", request, deadline_seconds))
+            mailbox.tasks[request.id] = task
+            task.add_done_callback(partial(_forget, mailbox, request.id))
 
-    async def answers(self, wait_seconds: float) -> list[Answer]:
-        """Return the answers that are ready, waiting up to `wait_seconds` for the first of them.
+    async def answers(self, client: str, wait_seconds: float) -> list[Answer]:
+        """Return the answers that are ready for a client, waiting up to `wait_seconds` for the first of them.
 
-        Raises `EngineError` when the EngineCore process has ended and all answers were fetched.
+        Raises `EngineError` when the EngineCore process has ended and the client has fetched all of its answers.
         """
+        mailbox = self._mailboxes[client]
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_seconds):
-                await self._wake.wait()
+                await mailbox.wake.wait()
                 await asyncio.sleep(_GATHER_SECONDS)
-        ready, self._answers = self._answers, []
+        ready, mailbox.answers = mailbox.answers, []
         if self._llm.errored:
             if not ready:
                 raise EngineError(f"{self._info} is dead: its EngineCore process ended")
         else:
-            self._wake.clear()
+            mailbox.wake.clear()
         return ready
 
-    async def abort(self, request_id: int) -> None:
+    async def abort(self, client: str, request_id: int) -> None:
         """End a request that nobody waits for; it gets no answer."""
-        if task := self._tasks.get(request_id):
+        if task := self._mailboxes[client].tasks.get(request_id):
             task.cancel()
 
-    def _forget(self, request_id: int, _: asyncio.Task[None]) -> None:
-        del self._tasks[request_id]
+    async def forget(self, client: str) -> None:
+        """End every request of a client that has died."""
+        if mailbox := self._mailboxes.pop(client, None):
+            for task in mailbox.tasks.values():
+                task.cancel()
 
-    async def _answer(self, request: Request, deadline_seconds: float) -> None:
+    async def _answer(self, mailbox: Mailbox, name: str, request: Request, deadline_seconds: float) -> None:
         """Sample one request and keep its answer, whatever that is, for `answers`."""
         try:
             async with asyncio.timeout(deadline_seconds):
-                answer = Answer(id=request.id, sample=await self._complete(request))
+                answer = Answer(id=request.id, sample=await self._complete(name, request))
         except TimeoutError:
             failure = f"{self._info} did not answer within {deadline_seconds:g} s (deadlines.generation)"
             answer = Answer(id=request.id, failure=failure)
-        except Exception as error:  # a value for the driver: it concerns this request only, unless the engine is dead
+        except Exception as error:  # a value for the client: it concerns this request only, unless the engine is dead
             answer = Answer(id=request.id, failure=f"{self._info}: {type(error).__name__}: {error}")
         if answer.sample is not None or not self._llm.errored:
-            self._answers.append(answer)
-        self._wake.set()
+            mailbox.answers.append(answer)
+        mailbox.wake.set()
 
     @contextmanager
     def _counted(self, num_sequences: int) -> Iterator[None]:
@@ -259,7 +272,7 @@ class EngineActor:
         with self._usage.request(num_sequences):
             yield
 
-    async def _complete(self, request: Request) -> Sample:
+    async def _complete(self, name: str, request: Request) -> Sample:
         """Return one completion; cancelling aborts it in vLLM."""
         from vllm.inputs.engine import tokens_input
 
@@ -268,7 +281,7 @@ class EngineActor:
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=push_salt(self._num_pushes))
         params = self._params(request.sampling, seed=request_seed(self._seed, request))
         with self._counted(1):
-            async for output in self._llm.generate(prompt, params, str(request.id)):
+            async for output in self._llm.generate(prompt, params, name):
                 final = output
         [completion] = final.outputs
         totals = self._usage.totals
@@ -323,6 +336,10 @@ class EngineActor:
             output_kind=RequestOutputKind.FINAL_ONLY,
             detokenize=False,
         )
+
+
+def _forget(mailbox: Mailbox, request_id: int, _: asyncio.Task[None]) -> None:
+    del mailbox.tasks[request_id]
 
 
 def _sample(completion: Any) -> Sample:

@@ -20,17 +20,17 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from recipes.errors import EngineError
+from recipes.generation.client import POLL_SECONDS, EngineClient, OpenEngines
 from recipes.generation.engine import EngineActor, EngineInfo
 from recipes.generation.handle import EngineHandle, failure
 from recipes.generation.handshake import nccl_init, nccl_update, shared_memory_init
-from recipes.generation.requests import AtPush, Request
-from recipes.generation.router import Router
+from recipes.generation.requests import AtPush
 from recipes.types import Completion, Sampling, WeightLayout
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 5.0
 SILENCE_SECONDS = 60.0  # without any answer to a poll, after which an actor counts as dead
 STATS_SECONDS = 10.0
 MAX_STARTS = 3  # in a row that fail, after which an engine stays closed
@@ -55,16 +54,21 @@ class Generation:
     ) -> None:
         self.at_push = AtPush.KEEP
         self._engines = engines
-        self._max_model_len = vllm_cfg.max_model_len
         self._ranks_per_engine = vllm_cfg.tensor_parallel_size * vllm_cfg.pipeline_parallel_size
         self._deadlines = deadlines
-        self._router = Router(len(engines), send=self._send, abort=self._abort)
+        self._client = EngineClient(
+            "driver", len(engines), max_model_len=vllm_cfg.max_model_len, deadline_seconds=deadlines.generation
+        )
+        self._tell: list[Callable[[OpenEngines], None]] = []  # of the other clients
+        self._told = OpenEngines()
         self._connected: frozenset[tuple[int, int]] = frozenset()  # keys of the engines that can receive weights
         self._update_info: dict[str, Any] = {}
         self._needs_push = not loads_weights  # before an engine that starts may sample
-        if not loads_weights:
-            for engine in engines:
-                self._router.close(engine.index, f"{engine} has no weights before the first push")
+        for engine in engines:
+            if loads_weights:
+                self._client.open(engine.index, engine.actor)
+            else:
+                self._client.router.close(engine.index, f"{engine} has no weights before the first push")
         self._push_lock = threading.Lock()
         self._state_lock = threading.Lock()  # of the engines' ups and downs
         self._loop = asyncio.new_event_loop()
@@ -193,7 +197,8 @@ class Generation:
             with self._state_lock:
                 for engine, key in keys.items():
                     if engine.is_up and engine.key == key:  # else it was started again and has not got these weights
-                        self._router.open(engine.index)
+                        self._client.open(engine.index, engine.actor)
+            self._tell_clients()
             self._require_one(failed)
 
     # -- requests -----------------------------------------------------------------------------------------------
@@ -201,26 +206,32 @@ class Generation:
     async def generate(
         self, prompt_token_ids: tuple[int, ...], sampling: Sampling, *, affinity: int, sample: tuple[int, ...] = ()
     ) -> Completion:
-        """Sample one completion.
+        """Sample one completion; see `EngineClient.generate`."""
+        return await self._client.generate(prompt_token_ids, sampling, affinity=affinity, sample=sample)
 
-        `affinity` is the number of the prompt; `sample` tells this request from others for the same prompt, and begins
-        with the number of the rollout. With the run's seed and the prompt they determine the random numbers of the
-        request, whichever engine samples it.
-        Raises `RequestError` when the request fails or is late, `EngineError` when no engine is left.
-        """
-        if len(prompt_token_ids) >= self._max_model_len:
-            raise ValueError(
-                f"prompt has {len(prompt_token_ids)} tokens; with policy.generation.vllm_cfg.max_model_len"
-                f" {self._max_model_len} it must be shorter than that"
-            )
-        return await self._router.generate(prompt_token_ids, sampling, affinity=affinity, sample=sample)
+    def subscribe(self, tell: Callable[[OpenEngines], None]) -> None:
+        """Tell another client which engines are open: now, and after each change. `tell` must not block."""
+        with self._state_lock:
+            self._tell.append(tell)
+        self._tell_clients()
+        tell(self._told)
 
-    def _send(self, index: int, requests: Sequence[Request]) -> None:
-        submit = self._engines[index].actor.submit.options(num_returns=0)
-        submit.remote(requests, self._deadlines.generation)
+    def forget(self, client: str) -> None:
+        """End every request of a client that has died."""
+        for engine in self._up():
+            engine.actor.forget.options(num_returns=0).remote(client)
 
-    def _abort(self, index: int, request_id: int) -> None:
-        self._engines[index].actor.abort.options(num_returns=0).remote(request_id)
+    def _tell_clients(self) -> None:
+        """Tell the clients which engines are open, when this has changed."""
+        with self._state_lock:
+            closed = self._client.router.closed()
+            actors = {engine.key: engine.actor for engine in self._engines if engine.index not in closed}
+            if actors.keys() == self._told.actors.keys():
+                return
+            now = self._told = OpenEngines(number=self._told.number + 1, actors=actors, closed=closed)
+            clients = list(self._tell)
+        for tell in clients:
+            tell(now)
 
     # -- what is known about the engines ------------------------------------------------------------------------
 
@@ -237,7 +248,7 @@ class Generation:
     @property
     def num_engines_alive(self) -> int:
         """How many engines take requests: one that was started again does so only with the current weights."""
-        return self._router.num_open()
+        return self._client.router.num_open()
 
     def stats(self) -> list[dict[str, float]]:
         """Return each engine's running totals; of an engine that does not answer, those that were known last."""
@@ -284,9 +295,10 @@ class Generation:
             if engine.key != key or not engine.is_up:
                 return
             engine.kill()
-            num_moved = self._router.close(engine.index, str(error))
+            self._client.router.close(engine.index, str(error))
+        self._tell_clients()
         left = f"{self.num_engines_alive} of {self.num_engines} engines are left"
-        logger.warning("%s; %d requests are sampled elsewhere; %s", error, num_moved, left)
+        logger.warning("%s; its requests are sampled elsewhere; %s", error, left)
 
     def _eject_failed(
         self, calls: Mapping[EngineHandle, Any], deadline_seconds: float, *, stop_at_failure: bool = False
@@ -310,8 +322,8 @@ class Generation:
             key, actor = engine.key, engine.actor
             try:
                 while True:
-                    poll = actor.answers.remote(POLL_SECONDS)
-                    self._router.deliver(engine.index, await asyncio.wait_for(poll, POLL_SECONDS + SILENCE_SECONDS))
+                    poll = self._client.fetch(engine.index, actor)
+                    await asyncio.wait_for(poll, POLL_SECONDS + SILENCE_SECONDS)
             except Exception as error:  # whatever it is, this actor's answers can no longer be had
                 self._eject(engine, key, failure(str(engine), error, POLL_SECONDS + SILENCE_SECONDS))
             await self._restart(engine)
@@ -329,7 +341,8 @@ class Generation:
             with self._state_lock:
                 engine.started(info)
                 if not self._needs_push:
-                    self._router.open(engine.index)
+                    self._client.open(engine.index, engine.actor)
+            self._tell_clients()
             logger.info("%s has been started again", engine)
             return
         logger.error("generation engine %d stays closed after %d failed starts", engine.index, MAX_STARTS)

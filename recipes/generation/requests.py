@@ -1,4 +1,4 @@
-"""What travels between the driver and an engine's actor: requests there, answers back. Imports no vLLM and no Ray."""
+"""What travels between a client and an engine's actor: requests there, answers back. Imports no vLLM and no Ray."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AtPush(StrEnum):
 class Request:
     """One completion to sample."""
 
-    id: int  # unique in the driver
+    id: int  # unique in its client
     prompt_token_ids: tuple[int, ...]
     sampling: Sampling
     affinity: int  # number of the prompt, from the caller
@@ -36,7 +36,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One completion on its way to the driver. Its arrays are bytes, which cross processes fastest."""
+    """One completion on its way to the client. Its arrays are bytes, which cross processes fastest."""
 
     token_ids: bytes  # int32 [T]
     logprobs: bytes  # float32 [T]

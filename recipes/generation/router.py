@@ -99,6 +99,11 @@ class Router:
         with self._lock:
             self._closed.pop(engine, None)
 
+    def closed(self) -> dict[int, str]:
+        """Return why each engine that is closed takes no requests."""
+        with self._lock:
+            return dict(self._closed)
+
     def num_open(self) -> int:
         """Return how many engines take requests."""
         with self._lock:

@@ -20,6 +20,7 @@ from recipes.config.keys.derive import derive
 from recipes.errors import RunError
 from recipes.grpo.batch import build_batch
 from recipes.grpo.rollout import gather_results
+from recipes.rollouts.group import PolicyClient
 from recipes.tokens import TokenStore, store_rollouts
 from recipes.types import Completion, Group, PromptRef, Rollout, RolloutStatus, TrainBatch, Turn
 
@@ -57,9 +58,11 @@ def check_parity(run: Run) -> None:
         return
     probes = pick_probes(_candidates(run))
     sampling = replace(run.collector.settings.sampling, max_tokens=min(_TOKENS, cfg.policy.generation.max_new_tokens))
+    length = run.collector.settings.max_model_len
+    clients = [PolicyClient(run.generation, sampling, length, affinity=n, rollout=0) for n in range(len(probes))]
     futures = [
-        run.collector.submit(run.collector.client(sampling, affinity=n).generate(probe.token_ids, max_tokens=_TOKENS))
-        for n, probe in enumerate(probes)
+        run.collector.submit(client.generate(probe.token_ids, max_tokens=_TOKENS))
+        for client, probe in zip(clients, probes, strict=True)
     ]
     answers = gather_results(futures, deadline_seconds=cfg.deadlines.generation, what="the parity gate's prompts")
     sampled = [(probe, answer) for probe, answer in zip(probes, answers, strict=True) if answer.token_ids]

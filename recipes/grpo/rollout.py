@@ -1,11 +1,11 @@
-"""The collector: keeps prompts in flight, drives the agents, hands whole groups to the replay buffer.
+"""The collector: keeps prompts in flight on the rollout workers, hands whole groups to the replay buffer.
 
 Three loops run at once. What each consumes, waits for, and what unblocks it:
 
     loop        consumes            waits for                               unblocked by
     ----------  ------------------  --------------------------------------  ----------------------------------
     collector   the prompt stream   its window: targets <= version + age    `set_version` after each refit
-    rollouts    one prompt each     the engine, then the environment        their completion, or a deadline
+    rollouts    one prompt each     a worker: the engine, the environment   their completion, or a deadline
     train loop  groups of a step    P groups of its step in the buffer      `buffer.add`; `fail`, `close` on the way out
 
 The collector is an asyncio loop in a thread of the driver. Everything below runs in that thread, except the methods
@@ -15,18 +15,17 @@ that say so. A prompt is drawn once, for one target step; the ledger then says t
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from recipes.environments.contract.rows import last_user_text
-from recipes.errors import RequestError, RunError, StalledError
+from recipes.errors import RunError, StalledError
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.data import PromptStream
 from recipes.grpo.draw import (
@@ -38,8 +37,9 @@ from recipes.grpo.draw import (
     PromptQueue,
     teaches_nothing,
 )
-from recipes.tokens import TokenStore, store_rollouts
-from recipes.types import Completion, Group, ModelClient, PromptRef, Rollout, RolloutStatus, Row, Sampling
+from recipes.rollouts.group import GroupRequest, StoredGroup
+from recipes.tokens import TokenStore
+from recipes.types import Group, PromptRef, Row, Sampling
 
 if TYPE_CHECKING:
     from recipes.config.tree import CircuitBreakerConfig
@@ -50,20 +50,10 @@ _DUE_PROBE_SECONDS = 1.0  # until a probe that is due, and waits for a free plac
 _SNAPSHOT_SECONDS = 60.0  # a change of the state reads a few rows of the data file at most
 
 
-class Sampler(Protocol):
-    """The part of `Generation` that rollouts use."""
+class Workers(Protocol):
+    """The part of `RolloutWorkers` that the collector uses."""
 
-    async def generate(
-        self, prompt_token_ids: tuple[int, ...], sampling: Sampling, *, affinity: int, sample: tuple[int, ...]
-    ) -> Completion: ...
-
-
-class AgentRunner(Protocol):
-    """The part of `Environments` that rollouts use."""
-
-    async def run(self, row: Row, model: ModelClient, *, max_tokens: int) -> Rollout: ...
-
-    async def finish_group(self, row: Row, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]: ...
+    async def run_group(self, request: GroupRequest) -> StoredGroup: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,30 +66,9 @@ class RolloutSettings:
     max_generation_failures: int
     sampling: Sampling
     max_model_len: int  # tokens, prompt and answer together
-    rollout_seconds: float  # deadline of one rollout
     circuit_breaker: CircuitBreakerConfig
     teaches: Callable[[Group], bool] = lambda _group: True  # else the group is replaced by another prompt's
     max_gen_batches: int = 1  # of P prompts for one step, when groups are replaced because they do not teach
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyClient:
-    """Samples for one rollout: the given profile, clamped to the room that is left in the context."""
-
-    sampler: Sampler
-    sampling: Sampling
-    max_model_len: int
-    affinity: int  # of the prompt
-    rollout: int  # number of the rollout among those of its prompt
-    calls: Iterator[int] = field(default_factory=itertools.count)
-
-    async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
-        room = self.max_model_len - len(prompt_token_ids)
-        if room <= 0:
-            return Completion(token_ids=(), logprobs=(), versions=(), finish_reason="length")
-        sampling = replace(self.sampling, max_tokens=min(max_tokens, self.sampling.max_tokens, room))
-        sample = (self.rollout, next(self.calls))
-        return await self.sampler.generate(prompt_token_ids, sampling, affinity=self.affinity, sample=sample)
 
 
 class RolloutCollector:
@@ -108,13 +77,12 @@ class RolloutCollector:
     def __init__(
         self,
         stream: PromptStream,
-        sampler: Sampler,
-        runner: AgentRunner,
+        workers: Workers,
         buffer: ReplayBuffer,
         token_store: TokenStore,
         settings: RolloutSettings,
     ) -> None:
-        self._sampler, self._runner, self._buffer = sampler, runner, buffer
+        self._workers, self._buffer = workers, buffer
         self.token_store = token_store
         self.settings = settings
         self._version = 0
@@ -200,10 +168,6 @@ class RolloutCollector:
             self._buffer.add(replace(group, tokens=self.token_store.put(tokens)))
         for drawn in self._retry:
             self._assigned[drawn.target_step] += 1
-
-    def client(self, sampling: Sampling, *, affinity: int) -> PolicyClient:
-        """Return what samples from the engines, clamped to their context."""
-        return PolicyClient(self._sampler, sampling, self.settings.max_model_len, affinity, rollout=0)
 
     def prompts_ahead(self, count: int) -> list[Prompt]:
         """Return up to `count` prompts from the position on, without drawing them; call it before `start`."""
@@ -314,8 +278,7 @@ class RolloutCollector:
         """Sample one prompt G times; hand the group over, or replace the prompt when it gave no signal."""
         version = self._version
         try:
-            rollouts = await self.run_rollouts(row, self.settings.sampling, affinity=position)
-            headers, tokens = store_rollouts(rollouts, self.token_store)
+            headers, tokens = await self.run_group(row, self.settings.sampling, affinity=position)
             group = Group(
                 prompt=ref,
                 agent=row["agent_ref"]["name"],
@@ -367,26 +330,11 @@ class RolloutCollector:
             return
         self._fill()
 
-    async def run_rollouts(self, row: Row, sampling: Sampling, *, affinity: int, num: int = 0) -> tuple[Rollout, ...]:
-        """Sample `num` (default G) rollouts of one row side by side, each with the rollout deadline."""
+    async def run_group(self, row: Row, sampling: Sampling, *, affinity: int, num: int = 0) -> StoredGroup:
+        """Have a worker sample `num` (default G) rollouts of one row."""
         count = num or self.settings.num_generations_per_prompt
-        length = self.settings.max_model_len
-        clients = [PolicyClient(self._sampler, sampling, length, affinity, rollout) for rollout in range(count)]
-        rollouts = await asyncio.gather(*(self._one(row, client) for client in clients))
-        return await self._runner.finish_group(row, rollouts)
-
-    async def _one(self, row: Row, client: PolicyClient) -> Rollout:
-        """Run one rollout; one that is late, or of which a request fails, ends without a reward."""
-        seconds, start = self.settings.rollout_seconds, time.monotonic()
-        try:
-            run = self._runner.run(row, client, max_tokens=client.sampling.max_tokens)
-            return await asyncio.wait_for(run, timeout=seconds)
-        except TimeoutError:
-            reason = f"no verdict within {seconds:g} s (deadlines.rollout)"
-            status = RolloutStatus.TIMED_OUT
-        except RequestError as failure:
-            reason, status = str(failure), RolloutStatus.ABORTED
-        return Rollout(turns=(), status=status, reason=reason, reward=None, seconds=time.monotonic() - start)
+        request = GroupRequest(row=row, sampling=sampling, affinity=affinity, num_rollouts=count)
+        return await self._workers.run_group(request)
 
 
 def gather_results(futures: Sequence[Future[T]], *, deadline_seconds: float, what: str) -> list[T]:

@@ -21,9 +21,10 @@ from recipes.grpo.data import DataIdentity
 from recipes.grpo.log import RunLogger
 from recipes.grpo.metrics import StepMetrics, aggregate_rollouts, engine_samples, rates
 from recipes.grpo.refit import WeightSink, WeightSource
-from recipes.grpo.rollout import RolloutCollector, Sampler
+from recipes.grpo.rollout import RolloutCollector
 from recipes.grpo.saving import CheckpointSaver, Saved
 from recipes.grpo.validate import ValidationSet
+from recipes.rollouts.group import Sampler
 from recipes.stop import StopRequest
 from recipes.types import Group, TrainBatch
 
@@ -69,6 +70,14 @@ class GenerationHandle(WeightSink, Sampler, Protocol):
     def shutdown(self) -> None: ...
 
 
+class WorkersHandle(Protocol):
+    """What the run asks of the rollout workers, beside the groups; `rollouts.RolloutWorkers` has it."""
+
+    num_lost: int
+
+    def close(self) -> None: ...
+
+
 class EnvironmentsHandle(Protocol):
     """What the run asks of the environments once they run."""
 
@@ -101,7 +110,8 @@ class Run:
     config: Config
     policy: PolicyHandle
     generation: GenerationHandle
-    environments: EnvironmentsHandle
+    environments: EnvironmentsHandle  # of the driver, which checks rows
+    workers: WorkersHandle
     collector: RolloutCollector
     buffer: ReplayBuffer
     validation: ValidationSet | None
@@ -340,6 +350,7 @@ class Run:
     def close(self) -> None:
         """Stop everything that was started, in the reverse order."""
         self.collector.close()
+        self.workers.close()
         self.environments.close()
         self.generation.shutdown()
         if self.stop_judges is not None:
@@ -358,6 +369,7 @@ class Run:
         shares["idle/buffer_starvation"] = timing["timing/train/exposed_generation"] / seconds
         shares["performance/num_engines"] = float(self.generation.num_engines)
         shares["performance/num_engines_alive"] = float(self.generation.num_engines_alive)
+        shares["performance/num_rollout_workers_lost"] = float(self.workers.num_lost)
         try:
             if self.config.policy.generation.vllm_cfg.enable_vllm_metrics_logger:
                 shares |= engine_samples(self.generation.take_samples())

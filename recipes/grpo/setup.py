@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.cluster.connect import connect
-from recipes.cluster.placement import ActorOptions, Places, WorkerCounts, place
+from recipes.cluster.placement import ActorOptions, Places, WorkerCounts, place, spread
 from recipes.cluster.token_store import RayTokenStore
 from recipes.config.keys.derive import Derived, max_age
 from recipes.config.keys.judges import started_judges
@@ -37,6 +37,7 @@ from recipes.grpo.rollout import RolloutCollector, RolloutSettings
 from recipes.grpo.run import PolicyHandle, Run, TrainState
 from recipes.grpo.validate import ValidationSet
 from recipes.policy.policy import Policy
+from recipes.rollouts.workers import RolloutWorkers
 from recipes.stop import StopRequest
 from recipes.types import ReferenceUse, Sampling
 
@@ -59,12 +60,14 @@ def setup(config: Config, derived: Derived, run_dir: Path, stop: StopRequest) ->
         config = _with_addresses(config, judges)
         environments.close()
         environments = Environments.from_config(config.env, environments.codec)
+    workers = RolloutWorkers(config, spread())  # they start beside the models
     policy, generation = _start_models(config, places, judges)
+    workers.connect(generation)
     buffer = ReplayBuffer(
         num_prompts_per_step=config.grpo.num_prompts_per_step,
         max_trajectory_age_steps=max_age(config.grpo.async_grpo),
     )
-    collector = RolloutCollector(stream, generation, environments, buffer, RayTokenStore(), _rollout_settings(config))
+    collector = RolloutCollector(stream, workers, buffer, RayTokenStore(), _rollout_settings(config))
     num_steps = _num_steps(config.grpo, stream, saved)
     run = Run(
         config=config,
@@ -72,6 +75,7 @@ def setup(config: Config, derived: Derived, run_dir: Path, stop: StopRequest) ->
         generation=generation,
         stop_judges=judges.shutdown if judges is not None else None,
         environments=environments,
+        workers=workers,
         collector=collector,
         buffer=buffer,
         validation=validation,
@@ -199,7 +203,6 @@ def _rollout_settings(config: Config) -> RolloutSettings:
             temperature=generation.temperature, top_p=generation.top_p, max_tokens=generation.max_new_tokens
         ),
         max_model_len=generation.vllm_cfg.max_model_len,
-        rollout_seconds=config.deadlines.rollout,
         circuit_breaker=config.env.circuit_breaker,
         **_dynamic_sampling(config),
     )

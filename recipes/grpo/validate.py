@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from recipes.environments.contract.rows import last_user_text
 from recipes.grpo.data import PromptDataset, row_id
 from recipes.grpo.rollout import RolloutCollector, gather_results
-from recipes.tokens import store_rollouts
 from recipes.types import Group, PromptRef, Row, Sampling
 
 
@@ -40,11 +39,9 @@ class ValidationSet:
         rows = {index: self.dataset[index] for index in range(len(self.dataset))}
         rows = {index: row for index, row in rows.items() if num > 1 or not self.compares(row)}
         futures = [
-            collector.submit(collector.run_rollouts(row, sampling, affinity=index, num=num))
-            for index, row in rows.items()
+            collector.submit(collector.run_group(row, sampling, affinity=index, num=num)) for index, row in rows.items()
         ]
-        answers = gather_results(futures, deadline_seconds=self.deadline_seconds, what="validation")
-        stored = [store_rollouts(rollouts, collector.token_store) for rollouts in answers]
+        stored = gather_results(futures, deadline_seconds=self.deadline_seconds, what="validation")
         return [
             Group(
                 prompt=PromptRef(epoch=0, row_index=index, prompt_id=row_id(row)),

@@ -26,6 +26,7 @@ FLOORS = (
     {"recipes.cluster"},
     {"recipes.config"},
     {"recipes.environments", "recipes.generation", "recipes.policy"},
+    {"recipes.rollouts"},
     {"recipes.grpo"},
     {"recipes.run_grpo"},
     {"tools.command_line", "tools.processes"},

@@ -38,7 +38,7 @@ ADDS: Mapping[str, str] = {
     LOGPROBS: "the log-probability of each sampled token",
     ASYNC: "an engine that takes requests at any time; our scheduler and engine arguments",
     OURS: "the Ray actor, weight versions, a seed per sample",
-    ENVIRONMENT: "chat template, decoding, the verifiers' scores",
+    ENVIRONMENT: "a rollout worker: chat template, decoding, the verifiers' scores",
 }
 STEPS_PER_ROUND = 4  # a round submits the rollouts of so many training steps at once
 START_SECONDS, ROUND_SECONDS = 180.0, 120.0
@@ -156,9 +156,9 @@ async def _generate_all(run: Run, prompts: Sequence[Sequence[int]], sampling: Sa
 
 async def _roll_out_all(run: Run, rows: Sequence[Any], sampling: Sampling, group_size: int) -> int:
     groups = await asyncio.gather(
-        *(run.collector.run_rollouts(row, sampling, affinity=index, num=group_size) for index, row in enumerate(rows))
+        *(run.collector.run_group(row, sampling, affinity=index, num=group_size) for index, row in enumerate(rows))
     )
-    return sum(rollout.num_generated_tokens for group in groups for rollout in group)
+    return sum(header.num_generated_tokens for headers, _ in groups for header in headers)
 
 
 def _rows(run: Run) -> list[Any]:

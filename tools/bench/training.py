@@ -10,42 +10,37 @@ import asyncio
 import itertools
 import random
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.types import ModelClient, Rollout, Row
 from tools.bench.verdict import LIMITS, TrainingTimes
 from tools.report.load import load_run
 from tools.report.summary import phase_seconds, trained
 
 if TYPE_CHECKING:
     from recipes.grpo.run import Run
+    from recipes.rollouts.group import GroupRequest
 
 WARMUP_STEPS = 2  # the first step has no overlap yet, and the second still fills the pipeline
 NUM_PASSES = 3
 SPREAD = (0.2, 1.8)  # a latency is uniform between these multiples of its mean
 
 
-class SlowEnvironments:
-    """Environments that take longer: each rollout waits for a random time before its verdict arrives."""
+class SlowWorkers:
+    """Rollout workers whose environments take longer: a group ends after the longest of its rollouts' random waits."""
 
-    def __init__(self, environments: Any, *, mean_seconds: float, seed: int) -> None:
-        self._environments = environments
+    def __init__(self, workers: Any, *, mean_seconds: float, seed: int) -> None:
+        self._workers = workers
         self._mean_seconds = mean_seconds
         self._random = random.Random(seed)
 
-    async def run(self, row: Row, model: ModelClient, *, max_tokens: int) -> Rollout:
-        """Run the rollout, then wait."""
-        rollout: Rollout = await self._environments.run(row, model, max_tokens=max_tokens)
-        await asyncio.sleep(self._mean_seconds * self._random.uniform(*SPREAD))
-        return rollout
-
-    async def finish_group(self, row: Row, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
-        """Pass the group on."""
-        finished: tuple[Rollout, ...] = await self._environments.finish_group(row, rollouts)
-        return finished
+    async def run_group(self, request: GroupRequest) -> Any:
+        """Run the group, then wait."""
+        group = await self._workers.run_group(request)
+        waits = [self._random.uniform(*SPREAD) for _ in range(request.num_rollouts)]
+        await asyncio.sleep(self._mean_seconds * max(waits))
+        return group
 
 
 def measure_training(run: Run, run_dir: Path, *, num_steps: int) -> list[TrainingTimes]:
@@ -105,9 +100,9 @@ def _variant(run: Run, run_dir: Path, *, max_age: int, latency: float, num_steps
     rows = PromptDataset(Path(base.data.train.data_path))
     stream = PromptStream(rows, num_epochs=base.grpo.max_num_epochs, shuffle=base.data.shuffle, seed=base.grpo.seed)
     buffer = ReplayBuffer(num_prompts_per_step=base.grpo.num_prompts_per_step, max_trajectory_age_steps=max_age)
-    environments: Any = run.environments
+    workers: Any = run.workers
     if latency:
-        environments = SlowEnvironments(environments, mean_seconds=latency, seed=base.grpo.seed)
+        workers = SlowWorkers(workers, mean_seconds=latency, seed=base.grpo.seed)
     settings = replace(run.collector.settings, max_trajectory_age_steps=max_age)
     logger = RunLogger(run_dir, base.logger, num_steps=num_steps)
     logger.resume(0)
@@ -116,7 +111,8 @@ def _variant(run: Run, run_dir: Path, *, max_age: int, latency: float, num_steps
         policy=run.policy,
         generation=run.generation,
         environments=run.environments,
-        collector=RolloutCollector(stream, run.generation, environments, buffer, run.collector.token_store, settings),
+        workers=run.workers,
+        collector=RolloutCollector(stream, workers, buffer, run.collector.token_store, settings),
         buffer=buffer,
         validation=None,
         logger=logger,

@@ -19,10 +19,9 @@ from tools.files.progress import duration
 
 if TYPE_CHECKING:
     from recipes.config.tree import Config
-    from recipes.environments.environments import Environments
     from recipes.grpo.data import PromptDataset
     from recipes.grpo.rollout import RolloutCollector
-    from recipes.types import Rollout
+    from recipes.rollouts.group import StoredGroup
 
 ROWS_IN_FLIGHT = 64  # per engine; enough to keep its batch full while the last answers of a row are scored
 REPORT_SECONDS = 10.0
@@ -63,18 +62,16 @@ def _profile(args: argparse.Namespace) -> int:
     if missing:
         cfg = config.policy.generation
         sampling = Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_tokens=cfg.max_new_tokens)
-        with _collector(config, environments, dataset) as (collector, num_engines):
+        with _collector(config, dataset) as (collector, num_engines):
 
-            def start(index: int) -> Future[tuple[Rollout, ...]]:
-                return collector.submit(
-                    collector.run_rollouts(dataset[index], sampling, affinity=index, num=args.samples)
-                )
+            def start(index: int) -> Future[StoredGroup]:
+                return collector.submit(collector.run_group(dataset[index], sampling, affinity=index, num=args.samples))
 
             limit = config.deadlines.progress
-            for index, rollouts in _in_flight(missing, start, ROWS_IN_FLIGHT * num_engines, deadline_seconds=limit):
+            for index, (headers, _) in _in_flight(missing, start, ROWS_IN_FLIGHT * num_engines, deadline_seconds=limit):
                 row = dataset[index]
                 agent = row["agent_ref"]["name"]
-                entry = entry_of(index + 1, row_id(row), agent, rollouts, pass_reward=args.pass_reward)
+                entry = entry_of(index + 1, row_id(row), agent, headers, pass_reward=args.pass_reward)
                 ledger.add(entry)
     counts = ledger.finish(known)
     print(f"profile: {ledger.result}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
@@ -82,22 +79,23 @@ def _profile(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _collector(
-    config: Config, environments: Environments, dataset: PromptDataset
-) -> Iterator[tuple[RolloutCollector, int]]:
-    """Start the engines without a policy; give a collector that samples from them, and the number of engines."""
+def _collector(config: Config, dataset: PromptDataset) -> Iterator[tuple[RolloutCollector, int]]:
+    """Start engines and rollout workers without a policy; give a collector on them, and the number of engines."""
     import ray
 
     from recipes.cluster.connect import connect
+    from recipes.cluster.placement import spread
     from recipes.cluster.token_store import RayTokenStore
     from recipes.config.keys.derive import derive
     from recipes.generation.generation import Generation
     from recipes.grpo.buffer import ReplayBuffer
     from recipes.grpo.data import PromptStream
     from recipes.grpo.rollout import RolloutCollector, RolloutSettings
+    from recipes.rollouts.workers import RolloutWorkers
     from recipes.types import Sampling
 
     connect()
+    workers = RolloutWorkers(config, spread())
     derived, cfg = derive(config), config.policy.generation
     units = derived.gpus_per_engine
     is_gpu = bool(ray.cluster_resources().get("GPU", 0) > 0)
@@ -117,28 +115,29 @@ def _collector(
         max_generation_failures=config.grpo.async_grpo.max_generation_failures,
         sampling=Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_tokens=cfg.max_new_tokens),
         max_model_len=cfg.vllm_cfg.max_model_len,
-        rollout_seconds=config.deadlines.rollout,
         circuit_breaker=config.env.circuit_breaker,
     )
     stream = PromptStream(dataset, num_epochs=1, shuffle=False, seed=0)
     buffer = ReplayBuffer(num_prompts_per_step=1, max_trajectory_age_steps=0)
-    collector = RolloutCollector(stream, generation, environments, buffer, RayTokenStore(), settings)
+    workers.connect(generation)
+    collector = RolloutCollector(stream, workers, buffer, RayTokenStore(), settings)
     try:
         yield collector, derived.num_engines
     finally:
         collector.close()
+        workers.close()
         generation.shutdown()
 
 
 def _in_flight(
-    indices: Sequence[int], start: Callable[[int], Future[tuple[Rollout, ...]]], limit: int, *, deadline_seconds: float
-) -> Iterator[tuple[int, tuple[Rollout, ...]]]:
-    """Yield (row index, rollouts) as rows finish, with `limit` rows in flight.
+    indices: Sequence[int], start: Callable[[int], Future[StoredGroup]], limit: int, *, deadline_seconds: float
+) -> Iterator[tuple[int, StoredGroup]]:
+    """Yield (row index, group) as rows finish, with `limit` rows in flight.
 
     Raises `StalledError` when no row finishes within `deadline_seconds`.
     """
     waiting = list(reversed(indices))
-    running: dict[Future[tuple[Rollout, ...]], int] = {}
+    running: dict[Future[StoredGroup], int] = {}
     begin = last = time.monotonic()
     done = 0
     while waiting or running:

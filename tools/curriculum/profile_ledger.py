@@ -15,7 +15,7 @@ import orjson
 
 from recipes.errors import DataError, Problem
 from recipes.files import sha256_of, write_atomically
-from recipes.types import Rollout
+from recipes.types import RolloutHeader
 from tools.files.manifest import TOOL_VERSION, describe, differences, manifest_of, read_manifest, write_manifest
 from tools.planning.provenance import model_digest
 
@@ -112,7 +112,9 @@ def what_is_measured(config: Config, rows: Path, *, samples: int, pass_reward: f
     return {"tool": "profile", "tool_version": TOOL_VERSION, "inputs": [describe(rows)], "parameters": parameters}
 
 
-def entry_of(line: int, row_id: str, agent: str, rollouts: Sequence[Rollout], *, pass_reward: float) -> dict[str, Any]:
+def entry_of(
+    line: int, row_id: str, agent: str, rollouts: Sequence[RolloutHeader], *, pass_reward: float
+) -> dict[str, Any]:
     """Return the ledger entry of one row; answers without a verdict count neither as solved nor as failed."""
     rewards = [rollout.reward for rollout in rollouts if rollout.is_valid and rollout.reward is not None]
     tokens = [rollout.num_generated_tokens for rollout in rollouts]

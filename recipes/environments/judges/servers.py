@@ -7,7 +7,7 @@ addresses and their key come once it is placed (`with_addresses`), and until the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from recipes.config.keys.judges import STARTED
@@ -38,6 +38,10 @@ class JudgeServer:
     params: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     max_concurrency: int = DEFAULT_CONCURRENCY
+
+    def shared_by(self, count: int) -> JudgeServer:
+        """Return this judge as one of `count` processes asks it, with its share of the questions at once."""
+        return replace(self, max_concurrency=-(-self.max_concurrency // count))
 
     def client(self, http: JsonClient) -> JudgeClient:
         """Return a client of this judge over shared connections."""

@@ -21,6 +21,7 @@ from recipes.grpo.log import RunLogger
 from recipes.grpo.rollout import RolloutCollector
 from recipes.grpo.run import Run
 from recipes.grpo.setup import _num_steps, _restore, _rollout_settings, _validation
+from recipes.rollouts.group import GroupRunner
 from recipes.stop import StopRequest
 from recipes.types import (
     Completion,
@@ -34,7 +35,7 @@ from recipes.types import (
     VersionSpan,
     WeightLayout,
 )
-from tests.groups import LocalStore
+from tests.groups import LocalStore, LocalWorkers
 
 ROOT = Path(__file__).resolve().parents[3]
 P, G = 2, 2
@@ -208,13 +209,22 @@ def make_run(
     saved = load_state(found) if found else None
     age = max_age(config.grpo.async_grpo)
     buffer = ReplayBuffer(num_prompts_per_step=P, max_trajectory_age_steps=age)
-    collector = RolloutCollector(stream, generation, environments, buffer, LocalStore(), _rollout_settings(config))
+    settings = _rollout_settings(config)
+    groups = GroupRunner(
+        sampler=generation,
+        runner=environments,
+        max_model_len=settings.max_model_len,
+        rollout_seconds=config.deadlines.rollout,
+    )
+    workers = LocalWorkers(groups)
+    collector = RolloutCollector(stream, workers, buffer, LocalStore(), settings)
     num_steps = _num_steps(config.grpo, stream, saved)
     run = Run(
         config=config,
         policy=policy,  # type: ignore[arg-type]
         generation=generation,  # type: ignore[arg-type]
         environments=environments,
+        workers=workers,
         collector=collector,
         buffer=buffer,
         validation=_validation(config, PromptDataset(directory / "val.jsonl"), environments),

@@ -22,9 +22,10 @@ from recipes.errors import EngineError, RequestError, RunError, StalledError
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.data import PromptDataset, PromptStream
 from recipes.grpo.draw import NO_VARIANCE, CollectorState
-from recipes.grpo.rollout import PolicyClient, RolloutCollector, RolloutSettings
+from recipes.grpo.rollout import RolloutCollector, RolloutSettings
+from recipes.rollouts.group import GroupRunner, PolicyClient
 from recipes.types import Completion, Group, ModelClient, Rollout, RolloutStatus, Row, Sampling, Turn, VersionSpan
-from tests.groups import LocalStore, as_lists
+from tests.groups import LocalStore, LocalWorkers, as_lists
 
 P, G = 2, 3
 
@@ -101,6 +102,7 @@ class Setup:
         self.stream = PromptStream(PromptDataset(path), num_epochs=1, shuffle=False, seed=0)
         self.age = age
         self.sampler = Sampler()
+        self.groups = GroupRunner(sampler=self.sampler, runner=Runner(), max_model_len=16, rollout_seconds=0.3)
         self.buffer = ReplayBuffer(num_prompts_per_step=P, max_trajectory_age_steps=age)
         self.collector = self.new_collector()
 
@@ -112,11 +114,10 @@ class Setup:
             max_generation_failures=failures,
             sampling=Sampling(temperature=1.0, top_p=1.0, max_tokens=8),
             max_model_len=16,
-            rollout_seconds=30.0,
             circuit_breaker=CircuitBreakerConfig(window_rollouts=60, max_no_verdict_share=1.0, probe_seconds=60.0),
             **options,
         )
-        return RolloutCollector(self.stream, self.sampler, Runner(), self.buffer, LocalStore(), settings)
+        return RolloutCollector(self.stream, LocalWorkers(self.groups), self.buffer, LocalStore(), settings)
 
     def take(self, step: int, seconds: float = 5.0) -> list[int]:
         groups = self.buffer.take(step, deadline_seconds=seconds, waiting_for=self.collector.waiting_for)
@@ -167,7 +168,7 @@ def test_windows_match_the_recorded_ones(golden_dir: Path, make: Callable[..., S
         start, age = given["initial_weight_version"], given["max_trajectory_age_steps"]
         setup = make(100, age=age)
         setup.sampler.open.clear()
-        object.__setattr__(setup.collector.settings, "rollout_seconds", 60.0)
+        setup.groups.rollout_seconds = 60.0
         setup.collector.start(version=start, last_step=1000)
         current = start
         for version, want in zip(given["generation_versions"], case["expected"]["targets"], strict=True):
@@ -239,8 +240,8 @@ def test_a_failed_request_costs_its_rollout_only(make: Callable[..., Setup]) -> 
         (2, 0): RequestError("ValueError: odd"),
     }
     sampling = setup.collector.settings.sampling
-    work = setup.collector.run_rollouts({"row": 0}, sampling, affinity=7)
-    late, good, broken = setup.collector.submit(work).result(timeout=60)
+    work = setup.collector.run_group({"row": 0}, sampling, affinity=7)
+    (late, good, broken), _ = setup.collector.submit(work).result(timeout=60)
     assert (late.status, late.reward) == (RolloutStatus.ABORTED, None)
     assert late.reason == "no answer within 5 s (deadlines.generation)"
     assert (broken.status, broken.reason, broken.reward) == (RolloutStatus.ABORTED, "ValueError: odd", None)
@@ -306,7 +307,7 @@ def test_a_dead_engine_reaches_the_train_loop_at_once(make: Callable[..., Setup]
 def test_a_stall_names_what_is_in_flight(make: Callable[..., Setup]) -> None:
     setup = make(8, age=0)
     setup.sampler.open.clear()
-    object.__setattr__(setup.collector.settings, "rollout_seconds", 60.0)
+    setup.groups.rollout_seconds = 60.0
     setup.collector.start(version=0, last_step=1)
     with pytest.raises(StalledError, match=r"0 of 2 groups.*oldest in flight: prompt 0:0:.* for step 1"):
         setup.take(0, seconds=0.2)

@@ -15,7 +15,18 @@ def run_at(step: int) -> Run:
     """Return a run of nine steps that validates at the start, every two steps from the fourth on, and at the end."""
     grpo = SimpleNamespace(val_at_start=True, val_period=2, val_start_at=4, val_at_end=True)
     parts: dict[str, Any] = dict.fromkeys(
-        ("data", "policy", "generation", "environments", "collector", "buffer", "validation", "logger", "checkpoints")
+        (
+            "data",
+            "policy",
+            "generation",
+            "environments",
+            "workers",
+            "collector",
+            "buffer",
+            "validation",
+            "logger",
+            "checkpoints",
+        )
     )
     return Run(
         config=SimpleNamespace(grpo=grpo),  # type: ignore[arg-type]

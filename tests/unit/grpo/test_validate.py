@@ -5,8 +5,10 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from recipes.grpo.validate import ValidationSet, reward_metrics
+from recipes.rollouts.group import StoredGroup
+from recipes.tokens import pack_rollouts
 from recipes.types import Group, Rollout, RolloutStatus, Row, Sampling, Turn
-from tests.groups import LocalStore, group_of
+from tests.groups import group_of
 
 TURN = Turn(prompt_token_ids=(1,), token_ids=(2, 3), logprobs=(-1.0, -1.0), versions=(), finish_reason="stop")
 
@@ -48,16 +50,14 @@ def test_rows_whose_answers_are_compared_are_left_out_of_the_greedy_pass() -> No
     asked: list[tuple[str, int]] = []
 
     class Collector:
-        token_store = LocalStore()
-
-        def run_rollouts(self, row: Row, sampling: Sampling, *, affinity: int, num: int) -> tuple[Rollout, ...]:
+        def run_group(self, row: Row, sampling: Sampling, *, affinity: int, num: int) -> StoredGroup:
             asked.append((row["agent_ref"]["name"], num))
             rollout = Rollout(turns=(TURN,), status=RolloutStatus.COMPLETED, reason="", reward=1.0)
-            return (rollout,) * num
+            return pack_rollouts((rollout,) * num)
 
-        def submit(self, rollouts: tuple[Rollout, ...]) -> Future[tuple[Rollout, ...]]:
-            future: Future[tuple[Rollout, ...]] = Future()
-            future.set_result(rollouts)
+        def submit(self, group: StoredGroup) -> Future[StoredGroup]:
+            future: Future[StoredGroup] = Future()
+            future.set_result(group)
             return future
 
     rows = [

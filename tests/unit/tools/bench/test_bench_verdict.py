@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 
-from recipes.types import Rollout, RolloutStatus
-from tools.bench.training import SlowEnvironments
+from recipes.rollouts.group import GroupRequest
+from recipes.types import Sampling
+from tools.bench.training import SlowWorkers
 from tools.bench.verdict import (
     GenerationSpeed,
     TrainingTimes,
@@ -94,18 +94,23 @@ def test_a_slow_minute_hits_both_sides_of_a_pass(runs: list[TrainingTimes]) -> N
     assert slowed.ratio == 2.0  # of 1.6, 2 and 2.5
 
 
-async def test_slow_environments_wait_between_the_stated_bounds() -> None:
-    class Instant:
-        async def run(self, row: object, model: object, *, max_tokens: int) -> Rollout:
-            return Rollout(turns=(), status=RolloutStatus.ENV_FAILED, reason=f"{row} {max_tokens}", reward=None)
+async def test_slow_workers_wait_between_the_stated_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
 
-    slow = SlowEnvironments(Instant(), mean_seconds=0.02, seed=3)
-    waits = []
-    for _ in range(30):
-        start = time.perf_counter()
-        rollout = await slow.run("row", None, max_tokens=5)  # type: ignore[arg-type]
-        waits.append(time.perf_counter() - start)
-    assert rollout.reason == "row 5"
-    assert min(waits) >= 0.2 * 0.02
-    assert 0.014 < sum(waits) / len(waits) < 0.04  # the mean is 20 ms; the machine adds a little
-    assert max(waits) - min(waits) > 0.01  # they differ, by up to 32 ms
+    async def note(seconds: float) -> None:
+        waits.append(seconds)
+
+    class Instant:
+        async def run_group(self, request: GroupRequest) -> str:
+            return f"group {request.affinity}"
+
+    monkeypatch.setattr("tools.bench.training.asyncio.sleep", note)
+    sampling = Sampling(temperature=1.0, top_p=1.0, max_tokens=8)
+    slow = SlowWorkers(Instant(), mean_seconds=0.02, seed=3)
+    for num in (1, 50):
+        request = GroupRequest(row={}, sampling=sampling, affinity=5, num_rollouts=num)
+        for _ in range(200):
+            assert await slow.run_group(request) == "group 5"
+    assert min(waits) >= 0.2 * 0.02 and max(waits) <= 1.8 * 0.02
+    assert 0.017 < sum(waits[:200]) / 200 < 0.023
+    assert min(waits[200:]) > 0.02, "a group of fifty waits for its slowest"

@@ -1,0 +1,71 @@
+"""A run whose only rollout worker is killed goes on: its groups begin again, and every prompt is trained once."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+from test_generation_lost import find, steps_done
+from tiny_run import launch_environment
+
+from recipes.grpo.checkpoint import complete_checkpoints, load_state
+
+pytestmark = [pytest.mark.functional, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS, STEPS = 4, 10
+OVERRIDES = {
+    "grpo.num_prompts_per_step": PROMPTS,
+    "grpo.num_generations_per_prompt": 2,
+    "grpo.max_num_steps": STEPS,
+    "grpo.val_at_start": "false",
+    "grpo.val_at_end": "false",
+    "policy.generation.max_new_tokens": 64,
+}
+
+
+def test_a_run_outlives_its_rollout_worker(tmp_path: Path) -> None:
+    environment = launch_environment(tmp_path, num_rows=STEPS * PROMPTS + 20, overrides=OVERRIDES)
+    environment |= {"EXP_NAME": "lost", "MODEL_PATH": str(tmp_path / "model")}
+    run_dir, log = tmp_path / "lost", tmp_path / "log"
+    with log.open("wb") as out:
+        run = subprocess.Popen(["make", "stage1.1"], cwd=ROOT, env=environment, stdout=out, stderr=out)
+    try:
+        children = kill_worker(run, run_dir, log)
+        status = run.wait(timeout=300)
+    finally:
+        if run.poll() is None:
+            run.terminate()
+            run.wait(timeout=60)
+    text = log.read_text(errors="replace")
+    assert status == 0, text[-6000:]
+    assert re.search(r"rollout worker 0: its process died \(\w+\); its [1-9][0-9]* groups begin again", text)
+    assert "rollout worker 0 has been started again" in text
+    assert "resumed from" not in text
+    assert children, "no scoring process had been started"
+
+    ledger = load_state(complete_checkpoints(run_dir / "checkpoints")[STEPS]).ledger
+    assert Counter(entry.step for entry in ledger) == dict.fromkeys(range(1, STEPS + 1), PROMPTS)
+    rows = sorted(int(entry.key.split(":")[1]) for entry in ledger)
+    assert rows == list(range(STEPS * PROMPTS)), "a prompt was lost, or trained twice"
+    assert steps_done(run_dir) == STEPS
+
+
+def kill_worker(run: subprocess.Popen[bytes], run_dir: Path, log: Path) -> list[psutil.Process]:
+    """Kill the worker after the second step, and wait until its scoring processes have ended; return these."""
+    deadline = time.monotonic() + 240
+    while steps_done(run_dir) < 2:
+        assert run.poll() is None, f"ended before step 2:\n{log.read_text(errors='replace')[-6000:]}"
+        assert time.monotonic() < deadline, f"no step 2:\n{log.read_text(errors='replace')[-6000:]}"
+        time.sleep(0.02)
+    [worker] = find(psutil.Process(run.pid), "ray::RolloutWorker")
+    children = worker.children(recursive=True)
+    worker.kill()
+    _, left = psutil.wait_procs(children, timeout=60)
+    assert not left, "scoring processes outlive their worker"
+    return children
