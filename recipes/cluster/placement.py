@@ -76,14 +76,14 @@ def place_judges(units: Sequence[int], *, deadline_seconds: float) -> list[Actor
     return [_options(group, bundles[engine], size) for engine, size in enumerate(units)]
 
 
-def spread() -> list[ActorOptions]:
-    """Return the actor options of the rollout workers: one on each node, where the cores beside the workers are free.
+def spread(count: int | None) -> list[ActorOptions]:
+    """Return the actor options of `count` rollout workers, node by node in turn; None: one on each node.
 
-    They take no `worker_units`: those count accelerators, and a rollout worker needs none.
+    They take no `worker_units`: those count accelerators, and a rollout worker runs on cores.
     """
-    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get(_UNIT, 0.0)]
-    where = [NodeAffinitySchedulingStrategy(node, soft=True) for node in sorted(nodes)]
-    return [{"num_cpus": 0, "scheduling_strategy": strategy} for strategy in where]
+    nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get(_UNIT, 0.0))
+    where = [NodeAffinitySchedulingStrategy(node, soft=True) for node in nodes]
+    return [{"num_cpus": 0, "scheduling_strategy": where[n % len(where)]} for n in range(count or len(where))]
 
 
 def _reserve(units: list[int], what: str, *, first: dict[str, float], deadline_seconds: float) -> PlacementGroup:

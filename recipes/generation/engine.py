@@ -241,7 +241,8 @@ class EngineActor:
 
     async def abort(self, client: str, request_id: int) -> None:
         """End a request that nobody waits for; it gets no answer."""
-        if task := self._mailboxes[client].tasks.get(request_id):
+        mailbox = self._mailboxes.get(client)
+        if mailbox is not None and (task := mailbox.tasks.get(request_id)):
             task.cancel()
 
     async def forget(self, client: str) -> None:

@@ -60,7 +60,7 @@ def setup(config: Config, derived: Derived, run_dir: Path, stop: StopRequest) ->
         config = _with_addresses(config, judges)
         environments.close()
         environments = Environments.from_config(config.env, environments.codec)
-    workers = RolloutWorkers(config, spread())  # they start beside the models
+    workers = RolloutWorkers(config, spread(config.grpo.async_grpo.num_rollout_workers))  # they start beside the models
     policy, generation = _start_models(config, places, judges)
     workers.connect(generation)
     buffer = ReplayBuffer(

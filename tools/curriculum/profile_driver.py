@@ -95,7 +95,7 @@ def _collector(config: Config, dataset: PromptDataset) -> Iterator[tuple[Rollout
     from recipes.types import Sampling
 
     connect()
-    workers = RolloutWorkers(config, spread())
+    workers = RolloutWorkers(config, spread(config.grpo.async_grpo.num_rollout_workers))
     derived, cfg = derive(config), config.policy.generation
     units = derived.gpus_per_engine
     is_gpu = bool(ray.cluster_resources().get("GPU", 0) > 0)

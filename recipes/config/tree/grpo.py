@@ -20,6 +20,8 @@ class AsyncGrpoConfig:
     """oldest weights trained on, in optimizer steps; 0 = synchronous"""
     max_generation_failures: Annotated[int, Ge(0), Unit("batches")]
     """consecutive failed batches of rollouts before the run ends"""
+    num_rollout_workers: Annotated[int | None, Ge(1), Unit("processes")]
+    """processes that render, decode, run agents and score, spread over all nodes; null = one per node"""
     in_flight_weight_updates: bool
     """push new weights while requests run; false = wait until they have ended"""
     recompute_kv_cache_after_weight_updates: bool
