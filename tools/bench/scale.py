@@ -167,7 +167,7 @@ def measure(size: StepSize, config: Config, ranks: Sequence[Any], store: TokenSt
 
 
 def _store(number: int, rollouts: Sequence[Rollout], store: TokenStore) -> tuple[Group, int]:
-    """Do with a finished group what the collector does; return its header and the bytes of its arrays."""
+    """Do with a finished group what a rollout worker does; return its header and the bytes of its arrays."""
     from dataclasses import fields
 
     from recipes.tokens import pack_rollouts
