@@ -8,6 +8,8 @@ this process.
 from __future__ import annotations
 
 import asyncio
+import logging
+from dataclasses import dataclass
 
 from recipes.config.keys.derive import derive
 from recipes.config.tree import Config
@@ -18,12 +20,43 @@ from recipes.rollouts.group import GroupRequest, GroupRunner
 from recipes.tokens import GroupTokens, pack_rollouts
 from recipes.types import RolloutHeader
 
+MAX_WARNINGS = 20  # that travel with one group; a warning of every rollout would be many
+_SHOWN_CHARACTERS = 2000  # of one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupReport:
+    """What the driver reads of a finished group."""
+
+    headers: tuple[RolloutHeader, ...]
+    warnings: list[str]  # of the worker, since its last report
+
+
+class Warnings(logging.Handler):
+    """Keeps what this process warns of until the driver takes it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if len(self._lines) < MAX_WARNINGS:
+            self._lines.append(self.format(record)[:_SHOWN_CHARACTERS])
+
+    def take(self) -> list[str]:
+        """Return what has been kept since the last call."""
+        taken, self._lines = self._lines, []
+        return taken
+
 
 class RolloutWorker:
     """A Ray actor. Every method is a coroutine on the actor's one event loop."""
 
     def __init__(self, config: Config, *, name: str, num_workers: int) -> None:
         """`name` is this process's own among all that sample; `num_workers` share the limits of the judges."""
+        logging.basicConfig(level=logging.WARNING)
+        self._warnings = Warnings()
+        logging.getLogger("recipes").addHandler(self._warnings)
         cfg = config.policy.generation
         self._environments = Environments.from_config(
             config.env, ChatCodec.from_config(config.policy), num_sharers=num_workers
@@ -48,9 +81,10 @@ class RolloutWorker:
         """Sample on these engines from now on."""
         self._engines.follow(engines)
 
-    async def run_group(self, request: GroupRequest) -> tuple[tuple[RolloutHeader, ...], GroupTokens]:
-        """Return the headers and the tokens of a group; raises `EngineError` when no engine is left."""
-        return pack_rollouts(await self._groups.run(request))
+    async def run_group(self, request: GroupRequest) -> tuple[GroupReport, GroupTokens]:
+        """Return what the driver is told of a group, and its tokens; raises `EngineError` when no engine is left."""
+        headers, tokens = pack_rollouts(await self._groups.run(request))
+        return GroupReport(headers=headers, warnings=self._warnings.take()), tokens
 
     async def close(self) -> None:
         """End the scoring processes, the sandbox and the connections."""

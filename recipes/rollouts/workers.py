@@ -26,7 +26,7 @@ from recipes.cluster.token_store import RayTokenStore
 from recipes.errors import RecipeError, RunError
 from recipes.generation.client import OpenEngines
 from recipes.rollouts.group import GroupRequest, StoredGroup, without_answer
-from recipes.rollouts.worker import RolloutWorker
+from recipes.rollouts.worker import GroupReport, RolloutWorker
 from recipes.tokens import store_rollouts
 from recipes.types import RolloutStatus
 
@@ -159,12 +159,15 @@ class RolloutWorkers:
     async def _run_on(self, worker: _Worker, request: GroupRequest) -> StoredGroup:
         """Run a group on a worker; raises `_WorkerLostError` when that dies."""
         actor, number = worker.actor, worker.num_starts
-        headers, tokens = actor.run_group.options(num_returns=2).remote(request)
+        call, tokens = actor.run_group.options(num_returns=2).remote(request)
         worker.num_groups += 1
         try:
-            return await _while_alive(actor, headers), tokens
+            report: GroupReport = await _while_alive(actor, call)
+            for warning in report.warnings:
+                logger.warning("%s: %s", worker, warning)
+            return report.headers, tokens
         except asyncio.CancelledError:
-            ray.cancel(headers)
+            ray.cancel(call)
             raise
         except RayTaskError as failed:
             if isinstance(failed.cause, RecipeError):
