@@ -1,0 +1,50 @@
+"""One group on a sampler that fails as a whole: its other rollouts end with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from recipes.errors import EngineError
+from recipes.rollouts.group import GroupRequest, GroupRunner
+from recipes.types import Completion, ModelClient, Rollout, Row, Sampling
+
+
+class Sampler:
+    """Fails for the last rollout; the others would wait for ever."""
+
+    def __init__(self) -> None:
+        self.ended: list[int] = []
+
+    async def generate(
+        self, prompt_token_ids: tuple[int, ...], sampling: Sampling, *, affinity: int, sample: tuple[int, ...]
+    ) -> Completion:
+        if sample[0] == 2:
+            raise EngineError("no generation engine is left")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.ended.append(sample[0])
+        raise AssertionError("nothing sets the event")
+
+
+class Runner:
+    async def run(self, row: Row, model: ModelClient, *, max_tokens: int) -> Rollout:
+        await model.generate((1,), max_tokens=max_tokens)
+        raise AssertionError("nothing is sampled")
+
+    async def finish_group(self, row: Row, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+        return tuple(rollouts)
+
+
+async def test_the_other_rollouts_end_when_no_engine_is_left() -> None:
+    sampler = Sampler()
+    groups = GroupRunner(sampler=sampler, runner=Runner(), max_model_len=16, rollout_seconds=60.0)
+    sampling = Sampling(temperature=1.0, top_p=1.0, max_tokens=8)
+    with pytest.raises(EngineError):
+        await groups.run(GroupRequest(row={}, sampling=sampling, affinity=0, num_rollouts=3))
+    for _ in range(8):
+        await asyncio.sleep(0)
+    assert sampler.ended == [0, 1]
