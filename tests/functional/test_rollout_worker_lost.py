@@ -67,6 +67,16 @@ def kill_worker(run: subprocess.Popen[bytes], run_dir: Path, log: Path) -> list[
     worker, _ = find(psutil.Process(run.pid), "ray::RolloutWorker")
     children = worker.children(recursive=True)
     worker.kill()
-    _, left = psutil.wait_procs(children, timeout=60)
-    assert not left, "scoring processes outlive their worker"
+    deadline = time.monotonic() + 60
+    while not all(map(has_ended, children)):
+        assert time.monotonic() < deadline, "scoring processes outlive their worker"
+        time.sleep(0.1)
     return children
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Return whether a process has ended: nobody reads the status of an orphan before the run ends."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
