@@ -40,7 +40,8 @@ class EngineClient:
     def __init__(self, name: str, num_engines: int, *, max_model_len: int, deadline_seconds: float) -> None:
         self.name = name
         self.router = Router(num_engines, send=self._send, abort=self._abort)
-        self._max_model_len, self._deadline_seconds = max_model_len, deadline_seconds
+        self._max_model_len = max_model_len
+        self.deadline_seconds = deadline_seconds  # of a request that is sent from now on
         self._actors: dict[int, Any] = {}  # that run the engines now, or ran them last
 
     async def generate(
@@ -74,7 +75,7 @@ class EngineClient:
 
     def _send(self, engine: int, requests: Sequence[Request]) -> None:
         submit = self._actors[engine].submit.options(num_returns=0)
-        submit.remote(self.name, requests, self._deadline_seconds)
+        submit.remote(self.name, requests, self.deadline_seconds)
 
     def _abort(self, engine: int, request_id: int) -> None:
         self._actors[engine].abort.options(num_returns=0).remote(self.name, request_id)

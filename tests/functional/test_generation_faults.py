@@ -128,7 +128,7 @@ def test_a_late_request_fails_alone_and_is_aborted(pair: Pair, monkeypatch: pyte
     async def late_and_good() -> tuple[RequestError, Completion]:
         good = pair.start(LONG, engine=0)
         await asyncio.sleep(0.05)  # it was sent with the longer deadline
-        monkeypatch.setattr(LIMITS, "generation", 0.1)
+        monkeypatch.setattr(pair.generation._client, "deadline_seconds", 0.1)
         with pytest.raises(RequestError, match=r"did not answer within 0\.1 s \(deadlines\.generation\)") as raised:
             await pair.start(LONG, engine=0)
         return raised.value, await good
@@ -191,7 +191,9 @@ def test_an_engine_that_is_started_again_has_no_weights_until_the_next_push(pair
     with pytest.raises(
         EngineError, match=rf"engine 0 \(.*{info.pid}.*\) has no weights: nothing has been pushed to it"
     ):
-        ray.get(pair.generation._engines[0].actor._complete.remote(request))  # also when somebody asks it directly
+        ray.get(
+            pair.generation._engines[0].actor._complete.remote("test", request)
+        )  # also when somebody asks it directly
     pair.push(0)
     assert pair.generation.num_engines_alive == 2
     wait_until_gone(dead.pid, seconds=10)
