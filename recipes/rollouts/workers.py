@@ -101,11 +101,6 @@ class RolloutWorkers:
         self._engines = engines
         engines.subscribe(self._tell)
 
-    @property
-    def num_workers(self) -> int:
-        """How many workers the run has, dead or alive."""
-        return len(self._workers)
-
     async def run_group(self, request: GroupRequest) -> StoredGroup:
         """Return the headers of a prompt's rollouts and where their tokens lie.
 
