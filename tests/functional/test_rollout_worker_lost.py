@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from speed import patiently
 from test_generation_lost import find, steps_done
 from tiny_run import launch_environment
 
@@ -18,7 +19,7 @@ from recipes.grpo.checkpoint import complete_checkpoints, load_state
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPTS, STEPS = 4, 10
+PROMPTS, STEPS = 4, 6
 OVERRIDES = {
     "grpo.num_prompts_per_step": PROMPTS,
     "grpo.num_generations_per_prompt": 2,
@@ -38,11 +39,11 @@ def test_a_run_outlives_one_of_two_rollout_workers(tmp_path: Path) -> None:
         run = subprocess.Popen(["make", "stage1.1"], cwd=ROOT, env=environment, stdout=out, stderr=out)
     try:
         children = kill_worker(run, run_dir, log)
-        status = run.wait(timeout=300)
+        status = run.wait(timeout=patiently(300))
     finally:
         if run.poll() is None:
             run.terminate()
-            run.wait(timeout=60)
+            run.wait(timeout=patiently(60))
     text = log.read_text(errors="replace")
     assert status == 0, text[-6000:]
     assert re.search(r"rollout worker [01]: its process died \(\w+\); its [1-9][0-9]* groups begin again", text)
@@ -59,7 +60,7 @@ def test_a_run_outlives_one_of_two_rollout_workers(tmp_path: Path) -> None:
 
 def kill_worker(run: subprocess.Popen[bytes], run_dir: Path, log: Path) -> list[psutil.Process]:
     """Kill a worker after the second step, and wait until its scoring processes have ended; return these."""
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + patiently(240)
     while steps_done(run_dir) < 2:
         assert run.poll() is None, f"ended before step 2:\n{log.read_text(errors='replace')[-6000:]}"
         assert time.monotonic() < deadline, f"no step 2:\n{log.read_text(errors='replace')[-6000:]}"
@@ -67,7 +68,7 @@ def kill_worker(run: subprocess.Popen[bytes], run_dir: Path, log: Path) -> list[
     worker, _ = find(psutil.Process(run.pid), "ray::RolloutWorker")
     children = worker.children(recursive=True)
     worker.kill()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patiently(60)
     while not all(map(has_ended, children)):
         assert time.monotonic() < deadline, "scoring processes outlive their worker"
         time.sleep(0.1)
