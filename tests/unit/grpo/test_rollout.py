@@ -102,7 +102,7 @@ class Setup:
         self.stream = PromptStream(PromptDataset(path), num_epochs=1, shuffle=False, seed=0)
         self.age = age
         self.sampler = Sampler()
-        self.groups = GroupRunner(sampler=self.sampler, runner=Runner(), max_model_len=16, rollout_seconds=0.3)
+        self.groups = GroupRunner(sampler=self.sampler, runner=Runner(), max_model_len=16, rollout_seconds=30.0)
         self.buffer = ReplayBuffer(num_prompts_per_step=P, max_trajectory_age_steps=age)
         self.collector = self.new_collector()
 
@@ -225,7 +225,7 @@ def test_a_few_bad_prompts_in_a_row_are_replaced(make: Callable[..., Setup]) -> 
 
 def test_a_rollout_over_its_deadline_has_no_reward(make: Callable[..., Setup]) -> None:
     setup = make(8, age=0, marks={0: "slow"})
-    object.__setattr__(setup.collector.settings, "rollout_seconds", 0.3)
+    setup.groups.rollout_seconds = 0.3
     setup.collector.start(version=0, last_step=1)
     assert setup.take(0) == [1, 2]
     ((ref, reason),) = setup.collector.state().failed
