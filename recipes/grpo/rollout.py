@@ -50,7 +50,7 @@ _DUE_PROBE_SECONDS = 1.0  # until a probe that is due, and waits for a free plac
 _SNAPSHOT_SECONDS = 60.0  # a change of the state reads a few rows of the data file at most
 
 
-class Workers(Protocol):
+class GroupSampler(Protocol):
     """The part of `RolloutWorkers` that the collector uses."""
 
     async def run_group(self, request: GroupRequest) -> StoredGroup: ...
@@ -77,7 +77,7 @@ class RolloutCollector:
     def __init__(
         self,
         stream: PromptStream,
-        workers: Workers,
+        workers: GroupSampler,
         buffer: ReplayBuffer,
         token_store: TokenStore,
         settings: RolloutSettings,

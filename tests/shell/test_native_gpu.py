@@ -67,5 +67,5 @@ def test_the_plan_fits(tmp_path, file):
     variables = {"CONFIG_PATH": f"configs/{file}", "MODEL_PATH": str(tmp_path)}
     done = in_process(planner.main, ["--stage", "stage1.1"], os.environ | variables, ROOT)
     assert done.status == 0
-    (total,) = [line for line in done.stdout.splitlines() if line.strip().startswith("total")]
-    assert total.endswith("of 79.6: fits")
+    of_gpus, _of_hosts = [line for line in done.stdout.splitlines() if line.strip().startswith("total")]
+    assert of_gpus.endswith("of 79.6: fits")

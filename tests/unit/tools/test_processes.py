@@ -28,6 +28,7 @@ print(orphan in found, left, os.path.exists(f"/proc/{orphan}"))
 HANG_UPS = """
 import signal
 from tools.processes import caught
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 before = caught(signal.SIGTERM, signal.SIGHUP)
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 print([[number.name for number in numbers] for numbers in (before, caught(signal.SIGTERM, signal.SIGHUP))])
