@@ -100,6 +100,7 @@ class SandboxClient:
             async with self._gate():
                 return await reply_within(seconds + QUEUE_SECONDS, ask, retries)
         except (NoReplyError, RefusedError) as error:
+            await self.server.notice_end()  # else the next program would ask a server that is ending
             raise SandboxFailedError(f"the sandbox gave no answer: {error}") from error
 
     def _gate(self) -> asyncio.Semaphore:

@@ -28,6 +28,8 @@ PROGRAM = Path(__file__).resolve().parents[3] / "containers" / "sandbox" / "serv
 START_SECONDS = 60.0  # of our own server, which tries one jail first
 CONNECT_SECONDS = 5.0  # to the job's
 END_SECONDS = 10.0
+ENDING_SECONDS = 1.0  # from the last connection of a killed process to its end
+_POLL_SECONDS = 0.02
 FAILED_SECONDS = 30.0  # for which a start that failed is not tried again
 KEPT_VARIABLES = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH")  # of ours, for the server; programs get none of them
 _SHOWN_CHARACTERS = 300
@@ -81,6 +83,12 @@ class SandboxServer:
         if is_known and own is not None and process is not None and process.poll() is None:
             return own
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._find, place)
+
+    async def notice_end(self) -> None:
+        """Wait a moment for the end of our own server: its connections are closed before anybody can see that end."""
+        process, end = self._process, time.monotonic() + ENDING_SECONDS
+        while process is not None and process.poll() is None and time.monotonic() < end:
+            await asyncio.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
         """End our own server, if there is one."""
