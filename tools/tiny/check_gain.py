@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.errors import DataError, InputError, Problem
+from recipes.errors import DataError, Problem
+from tools.command_line import exit_status
 from tools.report.load import RunData, load_run
 from tools.report.summary import GREEDY, SAMPLED, Gain, gain_of
 
@@ -60,17 +61,14 @@ def places(run_dir: Path) -> str:
     )
 
 
+@exit_status
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.tiny.check_gain", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--run-dir", type=Path, required=True, help="results/<EXP_NAME>")
     parser.add_argument("--min-gain", type=float, default=0.25, help="smallest gain of the overall sampled reward")
     options = parser.parse_args(arguments)
-    try:
-        overall, gains = measure(load_run(options.run_dir), options.run_dir)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    overall, gains = measure(load_run(options.run_dir), options.run_dir)
     print(table(gains))
     print(places(options.run_dir))
     if round(overall.delta, 6) < options.min_gain:

@@ -19,7 +19,7 @@ from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.contract.responses import response_object
 from recipes.environments.contract.verdict import Verdict
 from recipes.environments.registry import AGENTS, VERIFIERS
-from recipes.errors import InputError
+from tools.command_line import exit_status
 from tools.files.row_files import read_lines, require_file
 
 MAX_NEW_TOKENS = 48
@@ -94,6 +94,7 @@ def table(rewards: Mapping[str, Sequence[float]]) -> str:
     return "\n".join([*lines, f"{'all':<32}{overall[0]:8.3f}{overall[1]:8.3f}"])
 
 
+@exit_status
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.tiny.evaluate", description=__doc__.split("\n", 1)[0])
@@ -102,13 +103,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=2, help="sampled answers per row")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
     options = parser.parse_args(arguments)
-    try:
-        require_file(options.data, fix="give --data a split, e.g. data/tiny/val-split.jsonl")
-        rows = [json.loads(line) for _, line in read_lines(options.data)]
-        print(table(evaluate(options.model, rows, samples=options.samples, seed=options.seed)))
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    require_file(options.data, fix="give --data a split, e.g. data/tiny/val-split.jsonl")
+    rows = [json.loads(line) for _, line in read_lines(options.data)]
+    print(table(evaluate(options.model, rows, samples=options.samples, seed=options.seed)))
     return 0
 
 
