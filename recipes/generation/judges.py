@@ -82,7 +82,7 @@ class Judges:
     def __init__(self, engines: Sequence[JudgeEngine], api_key: str, deadlines: DeadlinesConfig) -> None:
         self._engines, self._deadlines = engines, deadlines
         self.api_key = api_key
-        self._watchers: list[concurrent.futures.Future[None]] = []
+        self._watchers: list[concurrent.futures.Future[None]] = []  # kept: a loop holds its tasks weakly
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="judges", daemon=True)
         self._thread.start()
@@ -126,9 +126,7 @@ class Judges:
 
     def shutdown(self) -> None:
         """Stop all engines, by force when they do not stop within the deadline."""
-        for watcher in self._watchers:
-            watcher.cancel()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        asyncio.run_coroutine_threadsafe(_end_watching(), self._loop)
         self._thread.join(timeout=self._deadlines.shutdown)
         actors = [engine.actor for engine in self._engines if engine.actor is not None]
         calls = [actor.shutdown.remote() for actor in actors]
@@ -180,3 +178,12 @@ class Judges:
         ray.kill(engine.actor)
         logger.error("%s stays away after %d failed starts; its questions get no reply", engine, MAX_STARTS)
         return False
+
+
+async def _end_watching() -> None:
+    """Cancel all tasks of this loop, let them end, and stop the loop."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    asyncio.get_running_loop().stop()

@@ -50,7 +50,7 @@ def table(gains: Sequence[tuple[str, Gain]]) -> str:
 def places(run_dir: Path) -> str:
     """Return the paths of a run's results."""
     latest = run_dir / "checkpoints" / "latest"
-    checkpoint = latest.resolve() if latest.exists() else None
+    checkpoint = latest.with_name(latest.resolve().name) if latest.exists() else None
     entries = {
         "checkpoint": checkpoint,
         "HF export": checkpoint / "hf" if checkpoint else None,
