@@ -10,9 +10,9 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
-from recipes.errors import InputError, Problem, RecipeError
+from recipes.errors import ConfigError, InputError, Problem, RecipeError
 
 INTERRUPTED, READER_GONE = 130, 141  # what a shell makes of SIGINT and SIGPIPE
 TRUE, FALSE = (
@@ -39,6 +39,16 @@ def amount(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
     return number
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """Read KEY=VALUE, a YAML value, from the command line; raises `ConfigError`."""
+    import yaml  # here: some commands run before the environment is installed
+
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(Problem(where="--set", got=text, expected="KEY=VALUE", fix="write the setting in that form"))
+    return key, yaml.safe_load(value)
 
 
 def exit_status(main: Callable[Arguments, int]) -> Callable[Arguments, int]:

@@ -10,12 +10,10 @@ import socket
 import sys
 from collections.abc import Sequence
 
-import yaml
-
 from recipes.environments.instances import servers_of
 from recipes.environments.registry import GROUP_VERIFIERS, VERIFIERS
-from recipes.errors import ConfigError, LaunchError, Problem, suggestion
-from tools.command_line import exit_status
+from recipes.errors import LaunchError, Problem, suggestion
+from tools.command_line import exit_status, setting
 
 
 @exit_status
@@ -43,7 +41,7 @@ def _serve(options: argparse.Namespace, listener: socket.socket) -> None:
         wrong, fix = f"there is no verifier '{options.name}'", suggestion(options.name, VERIFIERS)
         raise LaunchError(Problem(where="--name", wrong=wrong, fix=fix))
     name = options.instance or options.name
-    settings = dict(_setting(text) for text in options.set)
+    settings = dict(setting(text) for text in options.set)
     instance = servers_of({name: {"resources_servers": {options.name: settings}}})[name]
     if (tools := VERIFIERS[options.name].tools) is not None:
         try:
@@ -73,13 +71,6 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         wrong = f"cannot listen there: {error.strerror or error}"
         raise LaunchError(Problem(where=f"{host}:{port}", wrong=wrong, fix="set --port to a free port")) from error
-
-
-def _setting(text: str) -> tuple[str, object]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigError(Problem(where="--set", got=text, expected="KEY=VALUE", fix="write the setting in that form"))
-    return key, yaml.safe_load(value)
 
 
 if __name__ == "__main__":

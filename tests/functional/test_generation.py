@@ -10,7 +10,6 @@ import itertools
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ import pytest
 import ray
 import tiny_engine
 import torch
+from engine_setup import Setup
 from safetensors.torch import load_file
 from transformers import DynamicCache, PreTrainedModel
 
@@ -34,32 +34,6 @@ TOLERANCE = 1e-4
 NUMBERS = itertools.count()  # no two samples of these tests are the same
 BATCH_LIMIT = 4  # sequences an engine runs at once; more wait
 PROMPT = tuple(10 + (7 * index) % 100 for index in range(3 * tiny_engine.BLOCK + 5))  # three full KV blocks and a rest
-
-
-@dataclass
-class Setup:
-    """One engine, and the weights the policy would have; `model` is what was pushed last."""
-
-    generation: Generation
-    model: PreTrainedModel
-    weights: tiny_engine.WeightFile
-    version: int = 0
-
-    def push(self) -> PreTrainedModel:
-        """Change all weights, push them, and return a copy of the old model."""
-        old = self.copy()
-        self.version += 1
-        tiny_engine.perturb(self.model, seed=1000 + self.version, scale=0.05)
-        self.weights.write(self.model)
-        self.generation.drain()
-        self.generation.update_weights(self.version)
-        return old
-
-    def copy(self) -> PreTrainedModel:
-        """Return the weights pushed last, as a model of their own."""
-        model = type(self.model)(self.model.config).eval()
-        model.load_state_dict(self.model.state_dict())
-        return model
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,6 @@ from recipes.grpo.advantage import (
     whitening,
 )
 from recipes.grpo.batch import sample_masks
-from recipes.grpo.checkpoint import steps_to_keep
 from recipes.grpo.loss import grpo_loss, kl_estimate, mask_mismatched, sampled_kl
 from recipes.policy.shards import merge_step_metrics
 from recipes.tokens import pack_rollouts
@@ -387,17 +386,3 @@ def test_flatten(case: dict[str, Any]) -> None:
         assert row.token_ids.tolist() == expected["token_ids"][number][:length]
         assert row.token_mask().tolist() == expected["token_loss_mask"][number][:length]
         assert row.logprobs().tolist() == pytest.approx(expected["generation_logprobs"][number][:length])
-
-
-@pytest.mark.parametrize("case", cases("checkpoint_retention"))
-def test_retention(case: dict[str, Any]) -> None:
-    given = case["inputs"]
-    kept = steps_to_keep(
-        {step: None if metric is None else number(metric) for step, metric in given["checkpoints"]},
-        keep_top_k=given["keep_top_k"],
-        by_metric=given["metric_name"] is not None,
-        higher_is_better=given["higher_is_better"],
-        save_period=given["save_period"],
-        keep_latest=given["ft_keep_latest_k"],
-    )
-    assert kept == set(case["expected"]["kept"])

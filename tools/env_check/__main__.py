@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import yaml
 
 from recipes.environments.registry import ALL_VERIFIERS
-from recipes.errors import ConfigError, InputError, Problem, suggestion
+from recipes.errors import InputError, Problem, suggestion
 from recipes.files import write_atomically
-from tools.command_line import amount, exit_status, positive
+from tools.command_line import amount, exit_status, positive, setting
 from tools.env_check.checks import Checker, Result, Status
 from tools.env_check.protocol import first_problem
 from tools.env_check.report import Checked, page, table
@@ -51,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.set and (options.url or not options.name):
         wrong, fix = "settings are those of one environment in this process", "give --name, and no --url"
         raise InputError(Problem(where="--set", wrong=wrong, fix=fix))
-    settings = dict(_setting(text) for text in options.set)
+    settings = dict(setting(text) for text in options.set)
     names = [options.name or "server"] if options.url or options.name else sorted(ALL_VERIFIERS)
     rows = {name: _rows(name, options) for name in names}
     missing = [name for name in names if not rows[name]]
@@ -131,13 +130,6 @@ def _read(path: Path, count: int) -> list[dict[str, Any]]:
                 raise InputError(Problem(where=f"{path}:{number}", wrong=wrong, fix=fix))
             rows.append(row)
     return rows
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigError(Problem(where="--set", got=text, expected="KEY=VALUE", fix="write the setting in that form"))
-    return key, yaml.safe_load(value)
 
 
 if __name__ == "__main__":
