@@ -25,6 +25,7 @@ STAGES ?=
 DIFF ?=
 FILE ?=
 BASE ?=
+DATA ?=
 BLEND ?=
 MODEL_PATH ?=
 VAL_ROWS ?= 100
