@@ -9,62 +9,24 @@ A rollout ends when
     a tool, the session or the engine fails         no reward
 
 The collector bounds the time of the whole rollout, the engine that of a model call, the session that of a tool call.
-Token in, token out: what was sampled in earlier turns is never rendered again (`chat/codec.py`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import orjson
 
-from recipes.environments.agents.episode import Episode, make_turn, scored, unscored, unusable
-from recipes.environments.chat.codec import Decoded, PrefixError, callable_tools
-from recipes.environments.contract.responses import Item, function_call_output_item, response_object
+from recipes.environments.agents.conversation import Conversation, EndedError
+from recipes.environments.agents.episode import Episode, scored, unscored
+from recipes.environments.chat.codec import callable_tools
+from recipes.environments.contract.responses import Item, response_object
 from recipes.environments.contract.tools import read_arguments
 from recipes.environments.contract.verdict import NoVerdict
 from recipes.environments.scoring.clients import Session, ToolFailedError
-from recipes.types import PREFIX_BREAKS, Completion, Rollout, RolloutStatus, Turn
-
-MAX_ANSWERED = 1_000_000  # characters of all answers of a rollout, more than any context holds; the rest is cut off
-
-
-class _EndedError(Exception):
-    """The rollout has no reward, for this reason."""
-
-    def __init__(self, status: RolloutStatus, reason: str, metrics: Mapping[str, float] | None = None) -> None:
-        super().__init__(reason)
-        self.status, self.metrics = status, metrics or {}
-
-
-@dataclass(slots=True)
-class _Conversation:
-    """What has been said so far: as items, and as the ids that were seen."""
-
-    items: list[Item] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
-    seen_ids: tuple[int, ...] = ()
-    text: str = ""  # of the last turn
-    num_calls: int = 0
-    num_answered: int = 0  # characters that tools have answered
-
-    def add(self, new_ids: tuple[int, ...], completion: Completion, decoded: Decoded, turn: Turn) -> list[Item]:
-        """Add one turn; returns its function calls."""
-        self.seen_ids += new_ids + completion.token_ids
-        self.turns.append(turn)
-        self.items.extend(decoded.items)
-        self.text = decoded.text
-        calls = [item for item in decoded.items if item["type"] == "function_call"]
-        self.num_calls += len(calls)
-        return calls
-
-    def add_answer(self, text: str, *, call_id: str) -> None:
-        """Add a tool's answer, or what MAX_ANSWERED leaves of it."""
-        kept = text[: max(MAX_ANSWERED - self.num_answered, 0)]
-        self.num_answered += len(kept)
-        self.items.append(function_call_output_item(kept, call_id=call_id))
+from recipes.types import Rollout, RolloutStatus
 
 
 async def tool_loop(episode: Episode) -> Rollout:
@@ -81,13 +43,14 @@ async def tool_loop(episode: Episode) -> Rollout:
 
 async def _in_session(episode: Episode, session: Session, start: float) -> Rollout:
     """Run the rollout that began at `start`, in seconds of the monotonic clock."""
-    conversation = _Conversation()
+    conversation = Conversation(episode, episode.params)
     waited = [time.monotonic() - start]  # seconds in the environment: the session, the tools, the verdict
     try:
-        is_cut = await _converse(episode, session, conversation, waited)
-    except _EndedError as end:
+        await _converse(conversation, session, waited)
+    except EndedError as end:
         rollout = unscored((), end.status, str(end), seconds=time.monotonic() - start)
         return replace(rollout, metrics=end.metrics, output_text=conversation.text, env_seconds=sum(waited))
+    is_cut = conversation.is_cut
     response = response_object(conversation.items, incomplete_reason="max_output_tokens" if is_cut else None)
     asked = time.monotonic()
     verdict = await session.verify(response)
@@ -100,33 +63,16 @@ async def _in_session(episode: Episode, session: Session, start: float) -> Rollo
     return replace(rollout, output_text=conversation.text, env_seconds=sum(waited))
 
 
-async def _converse(episode: Episode, session: Session, said: _Conversation, waited: list[float]) -> bool:
-    """Let the model and the tools take turns; returns whether the last turn was cut off."""
-    tools = callable_tools(episode.params)
-    names = {tool["name"] for tool in tools}
-    new_ids = episode.codec.encode(episode.params)
-    while True:
-        completion = await episode.model.generate(said.seen_ids + new_ids, max_tokens=episode.max_tokens)
-        if said.turns and completion.finish_reason == "length" and not completion.token_ids:
-            return True  # the context is full; the turns so far count
-        if problem := unusable(completion, num_prompt_tokens=len(said.seen_ids + new_ids)):
-            raise _EndedError(RolloutStatus.ABORTED, problem)
-        decoded = episode.codec.decode(completion.token_ids, prompt_ids=new_ids, tools=tools, num_calls=said.num_calls)
-        calls = said.add(new_ids, completion, decoded, make_turn(new_ids, completion, decoded, episode.patterns))
-        if completion.finish_reason == "length":
-            return True
+async def _converse(said: Conversation, session: Session, waited: list[float]) -> None:
+    """Let the model and the tools take turns; adds the seconds of the tools to `waited`."""
+    names = {tool["name"] for tool in callable_tools(said.params)}
+    while calls := await said.next_turn():
         began = time.monotonic()
         for call in calls:
-            answer = await _answer(call, session, names)
-            said.add_answer(answer, call_id=call["call_id"])
+            said.add_answer(await _answer(call, session, names), call_id=call["call_id"])
         waited.append(time.monotonic() - began)
-        if not calls or len(said.turns) == episode.max_steps:
-            return False
-        try:
-            new_ids = episode.codec.extend(said.seen_ids, episode.params, said.items)
-        except PrefixError as error:
-            reason = f"prefix break before turn {len(said.turns) + 1}: {error}"
-            raise _EndedError(RolloutStatus.ABORTED, reason, {PREFIX_BREAKS: 1.0}) from error
+        if len(said.turns) == said.episode.max_steps:
+            return
 
 
 async def _answer(call: Item, session: Session, names: set[str]) -> str:
@@ -138,7 +84,7 @@ async def _answer(call: Item, session: Session, names: set[str]) -> str:
     except ValueError as error:
         return orjson.dumps({"error": str(error)}).decode()
     except ToolFailedError as error:
-        raise _EndedError(RolloutStatus.ENV_FAILED, str(error)) from error
+        raise EndedError(RolloutStatus.ENV_FAILED, str(error)) from error
 
 
 def _arguments(call: Item) -> Mapping[str, object]:

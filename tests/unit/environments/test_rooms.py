@@ -23,7 +23,8 @@ BELOW: dict[str, set[str]] = {
     "sandbox": {"contract", "http"},
     "scoring": {"contract", "http", "judges", "sandbox"},
     "chat": {"contract"},
-    "agents": {"contract", "judges", "scoring", "chat"},
+    "swe": {"contract"},
+    "agents": {"contract", "judges", "scoring", "chat", "swe"},
     "model_server": {"contract", "http", "scoring", "chat", "agents"},
     "server": {"contract", "judges", "sandbox", "scoring", "http", "instances", "registry"},
 }

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.agents import tool_loop
+from recipes.environments.agents import conversation
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.contract.verdict import NoVerdict, Response, Verdict, env_failed
 from recipes.environments.environments import Environments
@@ -200,7 +200,7 @@ async def test_a_cut_call_is_not_run(environments: Environments) -> None:
 
 async def test_endless_answers_are_cut_off(environments: Environments, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand calls of one turn could otherwise answer more than the memory holds."""
-    monkeypatch.setattr(tool_loop, "MAX_ANSWERED", 1000)
+    monkeypatch.setattr(conversation, "MAX_ANSWERED", 1000)
     call = called("email_search_emails").removeprefix("why not</think>").removesuffix("<|im_end|>")
     model = Scripted(environments.codec, ["x</think>" + call * 20 + "<|im_end|>", DONE])
     rollout = await environments.run(ROW, model, max_tokens=64)

@@ -1,0 +1,88 @@
+"""A conversation of several model calls, as agents with tools have it: what was said, as items and as ids.
+
+Token in, token out: what was sampled in earlier turns is never rendered again (`chat/codec.py`). A prompt that does not
+continue the ids seen so far ends the rollout without a reward, and so does an answer that cannot be trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from recipes.environments.agents.episode import Episode, make_turn, unusable
+from recipes.environments.chat.codec import PrefixError, callable_tools
+from recipes.environments.contract.responses import Item, function_call_output_item
+from recipes.types import PREFIX_BREAKS, RolloutStatus, Turn
+
+MAX_ANSWERED = 1_000_000  # characters of all answers of a rollout, more than any context holds; the rest is cut off
+
+
+class EndedError(Exception):
+    """The rollout has no reward, for this reason."""
+
+    def __init__(self, status: RolloutStatus, reason: str, metrics: Mapping[str, float] | None = None) -> None:
+        super().__init__(reason)
+        self.status, self.metrics = status, metrics or {}
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What has been said so far, beginning with the request `params`."""
+
+    episode: Episode
+    params: Mapping[str, Any]
+    items: list[Item] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    seen_ids: tuple[int, ...] = ()
+    text: str = ""  # of the last turn
+    is_cut: bool = False  # whether the last turn was cut off, or the context has no room for another
+    num_calls: int = 0
+    num_answered: int = 0  # characters that tools have answered
+
+    async def next_turn(self) -> list[Item]:
+        """Call the model once and return its function calls: none after a turn that was cut off.
+
+        Raises `EndedError`, and what the model client raises.
+        """
+        codec, tools = self.episode.codec, callable_tools(self.params)
+        new_ids = self._new_ids()
+        completion = await self.episode.model.generate(self.seen_ids + new_ids, max_tokens=self.episode.max_tokens)
+        if self.turns and completion.finish_reason == "length" and not completion.token_ids:
+            self.is_cut = True  # the context is full; the turns so far count
+            return []
+        if problem := unusable(completion, num_prompt_tokens=len(self.seen_ids + new_ids)):
+            raise EndedError(RolloutStatus.ABORTED, problem)
+        decoded = codec.decode(completion.token_ids, prompt_ids=new_ids, tools=tools, num_calls=self.num_calls)
+        self.seen_ids += new_ids + completion.token_ids
+        self.turns.append(make_turn(new_ids, completion, decoded, self.episode.patterns))
+        self.items.extend(decoded.items)
+        self.text = decoded.text
+        calls = [item for item in decoded.items if item["type"] == "function_call"]
+        self.num_calls += len(calls)
+        self.is_cut = completion.finish_reason == "length"
+        return [] if self.is_cut else calls
+
+    def add_answer(self, text: str, *, call_id: str) -> None:
+        """Add a tool's answer, or what MAX_ANSWERED leaves of it."""
+        self.items.append(function_call_output_item(self._kept(text), call_id=call_id))
+
+    def add_message(self, text: str) -> None:
+        """Add a message of the user, or what MAX_ANSWERED leaves of it."""
+        self.items.append({"role": "user", "content": self._kept(text)})
+
+    def _kept(self, text: str) -> str:
+        kept = text[: max(MAX_ANSWERED - self.num_answered, 0)]
+        self.num_answered += len(kept)
+        return kept
+
+    def _new_ids(self) -> tuple[int, ...]:
+        """Return the ids that are new in the prompt of the next turn."""
+        codec = self.episode.codec
+        if not self.turns:
+            return codec.encode(self.params)
+        try:
+            return codec.extend(self.seen_ids, self.params, self.items)
+        except PrefixError as error:
+            reason = f"prefix break before turn {len(self.turns) + 1}: {error}"
+            raise EndedError(RolloutStatus.ABORTED, reason, {PREFIX_BREAKS: 1.0}) from error
