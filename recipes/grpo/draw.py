@@ -201,6 +201,10 @@ class PromptQueue:
         self._failed_lately[group.agent].append((position, group.prompt))
         return True
 
+    def draw_again(self, position: int) -> None:
+        """Take back a prompt whose group was good, and for which no step had a place."""
+        self._returned.append(position)
+
     def seconds_to_probe(self) -> float | None:
         """Return the seconds until a prompt that waits may be tried; None when none waits."""
         return self.breaker.seconds_to_probe([name for name, waiting in self._waiting.items() if waiting])

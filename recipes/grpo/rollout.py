@@ -68,7 +68,8 @@ class RolloutSettings:
     max_model_len: int  # tokens, prompt and answer together
     circuit_breaker: CircuitBreakerConfig
     teaches: Callable[[Group], bool] = lambda _group: True  # else the group is replaced by another prompt's
-    max_gen_batches: int = 1  # of P prompts for one step, when groups are replaced because they do not teach
+    max_gen_batches: int = 1  # of P and those ahead for one step, when groups are replaced because they do not teach
+    num_prompts_ahead: int = 0  # drawn for one step beyond P, since some of their groups will not teach
 
 
 class RolloutCollector:
@@ -88,11 +89,13 @@ class RolloutCollector:
         self._version = 0
         self._last_step = 0  # targets from here on are never drawn
         self._assigned: Counter[int] = Counter()  # groups drawn per target, in flight or finished
+        self._finished: Counter[int] = Counter()  # groups handed to the buffer per target
         self._in_flight: dict[int, tuple[int, PromptRef, float]] = {}  # position -> target, prompt, start time
         self._retry: list[DrawnPrompt] = []  # restored from a checkpoint, sampled first
         self._consecutive_failures = 0
         self._replaced: Counter[int] = Counter()  # groups that did not teach, per target
         self._num_replaced = 0  # of all targets
+        self._num_returned = 0  # prompts whose groups no step had a place for
         self._has_ended = False
         self._queue = PromptQueue(
             stream,
@@ -125,6 +128,7 @@ class RolloutCollector:
             self._version = version
             for target in [target for target in self._assigned if target < version]:
                 del self._assigned[target]
+                self._finished.pop(target, None)
                 self._replaced.pop(target, None)
             self._fill()
 
@@ -165,6 +169,7 @@ class RolloutCollector:
         self._retry = list(state.in_flight)
         for group, tokens in zip(state.finished, state.finished_tokens, strict=True):
             self._assigned[group.target_step] += 1
+            self._finished[group.target_step] += 1
             self._buffer.add(replace(group, tokens=self.token_store.put(tokens)))
         for drawn in self._retry:
             self._assigned[drawn.target_step] += 1
@@ -187,6 +192,7 @@ class RolloutCollector:
             "num_paused_environments": float(len(paused)),
             "num_prompts_set_aside": float(self.num_set_aside()),
             "num_groups_replaced": float(self._num_replaced),
+            "num_prompts_returned": float(self._num_returned),
         }
 
     def paused(self) -> dict[str, float]:
@@ -247,11 +253,14 @@ class RolloutCollector:
                 self._launch(again.position, again.target_step, prompt)
         self._retry = []
         newest = min(self._version + self.settings.max_trajectory_age_steps, self._last_step - 1)
+        needed = self.settings.num_prompts_per_step
         for target in range(self._version, newest + 1):
-            while self._assigned[target] < self.settings.num_prompts_per_step:
+            at_once = needed + (self.settings.num_prompts_ahead if self._finished[target] < needed else 0)
+            while self._assigned[target] < at_once:
                 drawn = self._queue.next()
                 if drawn is None:
-                    self._end_of_data(target)
+                    if self._assigned[target] < needed:
+                        self._end_of_data(target)
                     return
                 self._launch(drawn[0], target, drawn[1])
                 self._assigned[target] += 1
@@ -266,9 +275,11 @@ class RolloutCollector:
     def _end_of_data(self, target: int) -> None:
         """No prompts are left for `target`: let the train loop end once the complete targets are used.
 
-        While an environment is paused this is not the end, as long as prompts may come back.
+        It is not the end as long as prompts may come back from a paused environment, or groups from another step.
         """
         may_come_back = bool(self.paused()) and bool(self._queue.set_aside() or self._in_flight)
+        is_shared = self.settings.num_prompts_ahead > 0
+        may_come_back |= any(is_shared or drawn_for < target for drawn_for, *_ in self._in_flight.values())
         if target == self._version and not self._has_ended and not may_come_back:
             self._has_ended = True
             logger.info("end of data: %d prompts drawn, none left for step %d", self._queue.position, target + 1)
@@ -294,6 +305,29 @@ class RolloutCollector:
         except Exception as failure:  # ends the run with its cause: a task that died unseen would stall it
             self._buffer.fail(failure)
 
+    def _place(self, position: int, group: Group) -> None:
+        """Hand a group to its step. The lock is held.
+
+        Where prompts are drawn ahead, a step has more groups than it needs: a group goes to the first step that lacks
+        one and may train on it; where there is none, its prompt is sampled again.
+        """
+        first = self._version if self.settings.num_prompts_ahead else max(group.target_step, self._version)
+        newest = min(group.version + self.settings.max_trajectory_age_steps, self._last_step - 1)
+        for target in range(first, newest + 1):
+            if self._finished[target] < self.settings.num_prompts_per_step:
+                self._assigned[target] += 1
+                self._finished[target] += 1
+                self._buffer.add(replace(group, target_step=target))
+                return
+        self._queue.draw_again(position)
+        self._num_returned += 1
+
+    def _is_solved(self, target: int) -> bool:
+        """Whether so many groups of a step did not teach that its batches of prompts cannot fill it."""
+        needed = self.settings.num_prompts_per_step
+        most = self.settings.max_gen_batches * (needed + self.settings.num_prompts_ahead) - needed
+        return self._replaced[target] > most
+
     def _finish(self, position: int, group: Group) -> None:
         counts = Counter(f"{rollout.status}: {rollout.reason}" for rollout in group.rollouts if not rollout.is_valid)
         is_valid = group.num_valid >= min(2, len(group.rollouts))
@@ -302,17 +336,16 @@ class RolloutCollector:
             del self._in_flight[position]
             self._queue.record(group)
             reason, count = ("", 0) if is_valid else counts.most_common(1)[0]
+            self._assigned[target] -= 1
             if teaches:
-                self._buffer.add(group)
-            else:
-                self._assigned[target] -= 1
+                self._place(position, group)
             if is_valid and not teaches:
                 self._queue.failed.append((group.prompt, NO_VARIANCE))
-                self._replaced[target] += 1
+                self._replaced[target] += target >= self._version  # else the step has its groups
                 self._num_replaced += 1
             is_failed = not is_valid and self._queue.give_back(position, group, reason)
             self._consecutive_failures = self._consecutive_failures + 1 if is_failed else 0
-        if self._replaced[target] > (self.settings.max_gen_batches - 1) * self.settings.num_prompts_per_step:
+        if self._is_solved(target):
             self._buffer.fail(teaches_nothing(target, self._replaced[target], self.settings.max_gen_batches))
             return
         if not is_failed:

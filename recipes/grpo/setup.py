@@ -14,7 +14,7 @@ from typing import Any
 from recipes.cluster.connect import connect
 from recipes.cluster.placement import ActorOptions, Places, WorkerCounts, place, spread
 from recipes.cluster.token_store import RayTokenStore
-from recipes.config.keys.derive import Derived, max_age
+from recipes.config.keys.derive import Derived, max_age, num_prompts_at_once
 from recipes.config.keys.judges import started_judges
 from recipes.config.tree import AsyncGrpoConfig, Config, GrpoConfig
 from recipes.environments.chat.codec import ChatCodec
@@ -215,6 +215,7 @@ def _dynamic_sampling(config: Config) -> dict[str, Any]:
     return {
         "teaches": partial(has_variance, config=config),
         "max_gen_batches": config.grpo.dynamic_sampling_max_gen_batches,
+        "num_prompts_ahead": num_prompts_at_once(config.grpo) - config.grpo.num_prompts_per_step,
     }
 
 
@@ -314,10 +315,11 @@ def require_window(saved: SavedState, cfg: GrpoConfig, path: Path) -> None:
     With a smaller window some groups would be trained too late, or never.
     """
     finished, in_flight = saved.collector.finished, saved.collector.in_flight
+    num_finished = Counter(group.target_step for group in finished)  # what is in flight beyond P finds another step
     targets = [group.target_step for group in finished] + [drawn.target_step for drawn in in_flight]
     ages = [target - saved.step for target in targets] + [group.target_step - group.version for group in finished]
     needed = {
-        "num_prompts_per_step": (cfg.num_prompts_per_step, max(Counter(targets).values(), default=0)),
+        "num_prompts_per_step": (cfg.num_prompts_per_step, max(num_finished.values(), default=0)),
         "async_grpo.max_trajectory_age_steps": (max_age(cfg.async_grpo), max(ages, default=0)),
     }
     if not cfg.async_grpo.enabled:

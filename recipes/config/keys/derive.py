@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from recipes.config.keys.judges import started_judges
-from recipes.config.tree import AsyncGrpoConfig, Config, PolicyConfig
+from recipes.config.tree import AsyncGrpoConfig, Config, GrpoConfig, PolicyConfig
 
 
 def template_kwargs(policy: PolicyConfig) -> dict[str, Any]:
@@ -19,6 +20,12 @@ def template_kwargs(policy: PolicyConfig) -> dict[str, Any]:
 def max_age(cfg: AsyncGrpoConfig) -> int:
     """Return how many optimizer steps old a trained rollout may be: 0 where generation waits for training."""
     return cfg.max_trajectory_age_steps if cfg.enabled else 0
+
+
+def num_prompts_at_once(cfg: GrpoConfig) -> int:
+    """Return how many prompts are drawn for a step before the first of its groups has ended: P, or more."""
+    exact = cfg.num_prompts_per_step * cfg.batch_multiplier
+    return math.ceil(round(exact, 6))  # in floating point 1.1 * 100 is above 110
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +79,7 @@ def derive(config: Config) -> Derived:
     data_parallel_size = train_gpus // model_parallel_size
     gpus_per_engine = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
     samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    at_once = num_prompts_at_once(config.grpo) * config.grpo.num_generations_per_prompt
     samples_per_rank = samples // max(data_parallel_size, 1)
     tokens_per_rank = samples_per_rank * policy.max_total_sequence_length
     return Derived(
@@ -93,7 +101,7 @@ def derive(config: Config) -> Derived:
         samples_per_rank=samples_per_rank,
         max_tokens_per_step=samples * policy.max_total_sequence_length,
         max_train_microbatches=-(-tokens_per_rank // policy.sequence_packing.train_mb_tokens),
-        max_requests_in_flight=(max_age(config.grpo.async_grpo) + 1) * samples,
+        max_requests_in_flight=(max_age(config.grpo.async_grpo) + 1) * at_once,
         length_multiple=policy.make_sequence_length_divisible_by,
         cohort_size=_cohort_size(config),
     )

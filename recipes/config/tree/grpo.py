@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from recipes.config.tree.marks import Honours, Text, Unit
+from recipes.config.tree.marks import Text, Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,14 +92,9 @@ class GrpoConfig:
     use_dynamic_sampling: bool
     """replace each group whose rewards are all equal by another prompt, until P groups differ (DAPO)"""
     dynamic_sampling_max_gen_batches: Annotated[int, Ge(1), Unit("batches")]
-    """batches of P prompts generated for one step under dynamic sampling before it is an error"""
-    batch_multiplier: Annotated[
-        float,
-        Ge(1),
-        Unit("ratio"),
-        Honours(1, reason="a group without variance is replaced at once, so none is generated in advance"),
-    ]
-    """prompts generated per prompt trained under dynamic sampling"""
+    """batches of P * batch_multiplier prompts generated for one step under dynamic sampling before it is an error"""
+    batch_multiplier: Annotated[float, Ge(1), Unit("ratio")]
+    """prompts generated at once per prompt trained under dynamic sampling, so that fewer are waited for"""
     reward_scaling: RewardScalingConfig
     reward_shaping: RewardShapingConfig
     overlong_filtering: bool

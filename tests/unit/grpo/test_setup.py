@@ -96,12 +96,14 @@ def problems(state: SavedState, *, prompts: int, age: int) -> list[str]:
 def test_a_resume_needs_the_window_it_was_saved_with() -> None:
     state = saved(((11, 4), (12, 5), (13, 5)), group(10, target=4, version=3))
     assert problems(state, prompts=2, age=1) == problems(state, prompts=8, age=2) == []
-    (prompts,) = problems(state, prompts=1, age=1)
+    assert problems(state, prompts=1, age=1) == [], "a prompt in flight beyond those of its step finds another"
+    full = saved(((12, 5),), group(10, target=4, version=3), group(11, target=4, version=3))
+    (prompts,) = problems(full, prompts=1, age=1)
     assert prompts.startswith("grpo.num_prompts_per_step: got 1, expected at least 2: it was larger when step_000004")
     assert prompts.endswith("restore it, or start a new run with MODEL_PATH=step_000004/hf")
     (age,) = problems(state, prompts=2, age=0)
     assert age.startswith("grpo.async_grpo.max_trajectory_age_steps: got 0, expected at least 1")
-    assert len(problems(state, prompts=1, age=0)) == 2
+    assert len(problems(full, prompts=1, age=0)) == 2
 
 
 def test_a_resume_that_no_longer_generates_ahead_says_which_key_does_that() -> None:
