@@ -25,7 +25,7 @@ from swe_project import CANARY, WRONG, Project, git, write_project
 from tools.sif import run as sif_run
 from tools.sif.history import Repository, strip_history
 from tools.sif.registry.errors import ImageError
-from tools.sif.run import Container, run_in
+from tools.sif.run import ImageRunner, run_in
 
 pytestmark = pytest.mark.functional
 
@@ -93,7 +93,7 @@ def make_image(made: Made, directory: Path, *words: str) -> Path:
     return directory / "swebench_sweb.eval.x86_64.some_1776_calc-1.sif"
 
 
-CONTAINER = Container(apptainer=False, size="256m", seconds=60)
+CONTAINER = ImageRunner(apptainer=False, size="256m", seconds=60)
 LIST_ALL = "cd /testbed && git cat-file --batch-all-objects --batch | tr -d '\\000'"
 
 
@@ -333,7 +333,7 @@ def test_the_good_instances_are_those_whose_tests_tell_patches_apart(made, tmp_p
 
 @pytest.mark.skipif(WITHOUT, reason=NO_APPTAINER)
 def test_apptainer_runs_what_was_made_without_it(made):
-    container = Container(apptainer=True, seconds=60)
+    container = ImageRunner(apptainer=True, seconds=60)
     said = run_in(container, made.stripped, ["sh", "-c", "touch /made && cat /testbed/calc.py && echo $A $PWD"])
     assert said == f"{WRONG}b c /\n"
 
@@ -343,6 +343,6 @@ def test_what_apptainer_made_runs_with_and_without_it(made, tmp_path):
     make_image(made, tmp_path / "sif", "--converter", "apptainer")
     (image,) = (tmp_path / "sif").glob("*.sif")
     assert json.loads((tmp_path / "sif" / "inventory.jsonl").read_text())["tool"] == "apptainer"
-    for container in (CONTAINER, Container(apptainer=True, seconds=60)):
+    for container in (CONTAINER, ImageRunner(apptainer=True, seconds=60)):
         said = run_in(container, image, ["sh", "-c", "touch /made && cat /testbed/calc.py && echo $A $PWD"])
         assert said == f"{WRONG}b c /\n"

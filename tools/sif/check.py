@@ -37,7 +37,7 @@ from tools.sif.names import GOOD_INSTANCES, Listing
 from tools.sif.programs import MAX_SHOWN
 from tools.sif.registry.errors import ImageError
 from tools.sif.registry.references import trusted_registries
-from tools.sif.run import Container, run_in
+from tools.sif.run import ImageRunner, run_in
 from tools.sif.swe_tests import ENTER, command_of, expected_tests, framework_of, is_solved, results, wrong_tests
 
 CHECKED = "checked.jsonl"
@@ -60,7 +60,7 @@ class CheckResult:
 
 
 def check(
-    instance: Instance, path: Path | None, inventory: Inventory, container: Container, *, golden: bool
+    instance: Instance, path: Path | None, inventory: Inventory, container: ImageRunner, *, golden: bool
 ) -> CheckResult:
     """Check the image of one instance."""
     cause = detail = ""
@@ -88,7 +88,7 @@ def subject_of(instance: Instance, path: Path | None, inventory: Inventory) -> s
     return hashlib.sha256(json.dumps([dict(instance.facts), *file], sort_keys=True).encode()).hexdigest()
 
 
-def check_all(options: argparse.Namespace, instances: Sequence[Instance], container: Container) -> list[CheckResult]:
+def check_all(options: argparse.Namespace, instances: Sequence[Instance], container: ImageRunner) -> list[CheckResult]:
     """Check every image that no earlier run found good, and append each result at once.
 
     An image that was checked with its tests before is checked with them again, also without --golden: a bad image must
@@ -133,7 +133,7 @@ def read_checked(path: Path) -> Iterator[CheckResult]:
             yield CheckResult(**json.loads(line))
 
 
-def check_content(instance: Instance, path: Path, container: Container) -> None:
+def check_content(instance: Instance, path: Path, container: ImageRunner) -> None:
     """Raise `ImageError` unless the image runs, holds the base commit, and has the test framework."""
     run_in(container, path, ["/bin/sh", "-c", "true"])
     base = str(instance.facts.get("base_commit") or "")
@@ -154,7 +154,7 @@ def check_content(instance: Instance, path: Path, container: Container) -> None:
         raise ImageError("framework", f"{framework.name} is missing: {error.detail}") from error
 
 
-def check_patches(instance: Instance, path: Path, container: Container) -> None:
+def check_patches(instance: Instance, path: Path, container: ImageRunner) -> None:
     """Raise `ImageError` unless the tests fail with an empty patch and pass with the right one."""
     facts = instance.facts
     patch = str(facts.get("golden_patch") or facts.get("patch") or "")
@@ -173,7 +173,7 @@ def check_patches(instance: Instance, path: Path, container: Container) -> None:
         )
 
 
-def run_tests(instance: Instance, path: Path, container: Container, patch: str) -> dict[str, bool]:
+def run_tests(instance: Instance, path: Path, container: ImageRunner, patch: str) -> dict[str, bool]:
     """Return test -> whether it passed, with a patch and the instance's own tests applied."""
     with tempfile.TemporaryDirectory(prefix="sif-patch-") as place:
         Path(place).chmod(0o755)  # the command in the image is another user
@@ -203,10 +203,10 @@ def report(directory: Path, found: Sequence[CheckResult]) -> int:
     return 1 if bad else 0
 
 
-def container_of(options: argparse.Namespace) -> Container:
+def container_of(options: argparse.Namespace) -> ImageRunner:
     """Return how commands run in images; raises `LaunchError` with every missing program."""
     apptainer = (options.runner or ("apptainer" if shutil.which("apptainer") else "")) == "apptainer"
-    container = Container(apptainer=apptainer, network=options.network, seconds=options.timeout)
+    container = ImageRunner(apptainer=apptainer, network=options.network, seconds=options.timeout)
     fix = "install it (Debian: siftool squashfuse util-linux mount bubblewrap), or apptainer"
     if missing := container.missing_tools:
         raise LaunchError([Problem(where=tool, wrong="not on PATH", fix=fix) for tool in missing])
@@ -226,7 +226,9 @@ def main(arguments: list[str] | None = None) -> int:
     add("--runner", choices=("", "apptainer", "bwrap"), default="", help="default: apptainer where it is installed")
     add("--network", action="store_true", help="let the tests use the network")
     add("--workers", type=positive, default=2, help="images checked at once")
-    add("--timeout", type=amount, default=Container(apptainer=False).seconds, help="seconds that one command may take")
+    add(
+        "--timeout", type=amount, default=ImageRunner(apptainer=False).seconds, help="seconds that one command may take"
+    )
     options = parser.parse_args(arguments)
     container = container_of(options)
     if not options.sif_dir.is_dir():

@@ -32,7 +32,7 @@ KEPT_VARIABLES = ("PATH", "HOME", "TMPDIR", "APPTAINER_CACHEDIR", "APPTAINER_TMP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Container:
+class ImageRunner:
     """How commands run in images."""
 
     apptainer: bool
@@ -57,7 +57,7 @@ def work_directory() -> Iterator[Path]:
         yield place
 
 
-def run_in(container: Container, image: Path, command: Sequence[str], *, inputs: Path | None = None) -> str:
+def run_in(container: ImageRunner, image: Path, command: Sequence[str], *, inputs: Path | None = None) -> str:
     """Return what a command printed; raises `ImageError` when it fails. It sees `inputs` as /inputs."""
     with work_directory() as place:
         words = words_of(container, image.resolve(), place / "work", (inputs or place / "inputs").resolve())
@@ -69,7 +69,7 @@ def environment() -> dict[str, str]:
     return {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
 
 
-def words_of(container: Container, image: Path, work: Path, inputs: Path) -> list[str]:
+def words_of(container: ImageRunner, image: Path, work: Path, inputs: Path) -> list[str]:
     """Return the command line before the command."""
     if container.apptainer:
         options = isolation(network=container.network)
@@ -90,7 +90,7 @@ def offset_of(image: Path) -> int:
 def main() -> int:
     """Run the command line; return the exit status."""
     image, *command = sys.argv[1:]
-    container = Container(apptainer=shutil.which("apptainer") is not None)
+    container = ImageRunner(apptainer=shutil.which("apptainer") is not None)
     with work_directory() as place:
         words = words_of(container, Path(image).resolve(), place / "work", place / "inputs")
         return subprocess.run([*words, *command], env=environment(), check=False).returncode

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipes.environments.sandbox import images
-from tools.sif.run import Container, words_of
+from tools.sif.run import ImageRunner, words_of
 
 
 @pytest.mark.parametrize("network", [False, True])
@@ -20,7 +20,7 @@ def test_apptainer_confines_an_image_that_is_checked_as_it_does_in_a_rollout(
     image = tmp_path / "task.sif"
     image.touch()
     rollout = list(images.words_of(str(image), network=network))
-    checked = words_of(Container(apptainer=True, network=network), image, tmp_path / "work", tmp_path / "inputs")
+    checked = words_of(ImageRunner(apptainer=True, network=network), image, tmp_path / "work", tmp_path / "inputs")
     options = rollout[2 : rollout.index(str(image))]
     assert checked == ["apptainer", "exec", *options, "--bind", f"{tmp_path}/inputs:/inputs:ro", str(image)]
     assert "--containall" in options
