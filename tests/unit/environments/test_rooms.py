@@ -23,7 +23,7 @@ BELOW: dict[str, set[str]] = {
     "sandbox": {"contract", "http"},
     "scoring": {"contract", "http", "judges", "sandbox"},
     "chat": {"contract"},
-    "swe": {"contract"},
+    "swe": {"contract", "sandbox"},
     "agents": {"contract", "judges", "scoring", "chat", "swe"},
     "model_server": {"contract", "http", "scoring", "chat", "agents"},
     "server": {"contract", "judges", "sandbox", "scoring", "http", "instances", "registry"},
