@@ -171,10 +171,13 @@ profile: $(READY) ## record how often a checkpoint solves each training row; run
 #= BLEND=tiny MODEL_PATH STAGE SCALE
 	$(PYTHON) -m tools.curriculum.profile --stage $(STAGE) --model $(or $(MODEL_PATH),models/tiny-sft) --data data/$(or $(BLEND),tiny)/train-split.jsonl --run-dir $(RESULTS_DIR)/profile-$(or $(BLEND),tiny) $(ARGS)
 
+PASS_RATES = $(addprefix --pass-rates ,$(if $(EXP_NAME),$(RESULTS_DIR)/$(EXP_NAME)/pass_rates.jsonl,$(wildcard \
+$(RESULTS_DIR)/profile-$(or $(BLEND),tiny)/pass_rates.jsonl)))
 .PHONY: curriculum
 curriculum: $(READY) ## order rows by their pass rates into data/BLEND-ordered
-#= BLEND=tiny ARGS="seed=1 low_effort.share=0.02"
-	$(PYTHON) -m tools.curriculum.write --in data/$(or $(BLEND),tiny)/train-split.jsonl --out data/$(or $(BLEND),tiny)-ordered/train-split.jsonl $(addprefix --pass-rates ,$(wildcard $(RESULTS_DIR)/profile-$(or $(BLEND),tiny)/pass_rates.jsonl)) $(ARGS)
+#= BLEND=tiny EXP_NAME (of a run: its pass rates, not those of make profile)
+#= ARGS="seed=1 low_effort.share=0.02"
+	$(PYTHON) -m tools.curriculum.write --in data/$(or $(BLEND),tiny)/train-split.jsonl --out data/$(or $(BLEND),tiny)-ordered/train-split.jsonl $(PASS_RATES) $(ARGS)
 
 .PHONY: lineage
 lineage: $(READY) ## record splits and the newest export in artifacts/; print where they came from
@@ -246,6 +249,13 @@ watch: $(READY) ## follow a run until it ends, redrawn in a terminal
 report: $(READY) ##* write report.html of a run: curves, samples, provenance
 #= EXP_NAME (the newest run without it)
 	$(PYTHON) -m tools.report --run-dir $(or $(RUN_DIR),$(error no run in $(RESULTS_DIR)/; give EXP_NAME=...))
+
+SEEDS ?= 42 43 44
+.PHONY: ablate
+ablate: $(if $(filter tiny,$(SCALE)),tiny,$(READY)) ## compare variants of a stage over seeds, on one page; run it again to resume
+#= STAGE SCALE LAUNCHER SEEDS="42 43 44" EXP_NAME
+#= ARGS="key=value,value ..." (without: configs/ablations.yaml)
+	@$(PYTHON) -m tools.ablate --stage $(STAGE) --seeds "$(SEEDS)" $(ARGS)
 
 .PHONY: bench
 bench: ##* measure training, rollouts, data tools, sandbox and job start against their limits

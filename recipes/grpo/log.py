@@ -27,7 +27,7 @@ from rich.text import Text
 
 from recipes.errors import ConfigError, Problem, RunError, StalledError
 from recipes.files import write_atomically
-from recipes.grpo.metrics import PHASES, TIMING_PREFIX, StepMetrics
+from recipes.grpo.metrics import PHASES, TIMING_PREFIX, StepMetrics, group_pass_rate, metrics_record
 from recipes.tokens import TokenStore
 from recipes.types import Group, RolloutHeader
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+PASS_RATES_FILE = "pass_rates.jsonl"  # one line per trained group, in the form that `make curriculum` reads
 ROLLOUT_KINDS = ("train", "val")
 QUEUE_SIZE = 256  # records; a record is one step or one set of sampled rollouts
 ENQUEUE_SECONDS = 60.0  # the run ends when the disk takes no line for this long
@@ -70,7 +71,8 @@ class RunLogger:
         """Remove what was logged beyond `step`, and start writing. Step 0 starts over: nothing is kept."""
         if self._thread is not None:
             raise RuntimeError("resume comes before the first record")
-        for path in [self.run_dir / METRICS_FILE, *(self._rollout_path(kind) for kind in ROLLOUT_KINDS)]:
+        own = [self.run_dir / METRICS_FILE, self.run_dir / PASS_RATES_FILE]
+        for path in [*own, *(self._rollout_path(kind) for kind in ROLLOUT_KINDS)]:
             if path.exists():
                 _drop_lines_after(path, step or -1)
         self._start(first_step=step + 1 if step else 0)
@@ -96,11 +98,17 @@ class RunLogger:
         self.show(metrics)
 
     def log_rollouts(self, kind: str, step: int, groups: Sequence[Group], store: TokenStore, *, limit: int) -> None:
-        """Queue at most `limit` rollouts of `groups` for rollouts/<kind>.jsonl, kind "train" or "val"."""
+        """Queue at most `limit` rollouts of `groups` for rollouts/<kind>.jsonl, kind "train" or "val".
+
+        Training also adds to pass_rates.jsonl how often each row was solved.
+        """
         path = self._rollout_path(kind)
         samples = _with_texts(pick_rollouts(groups, limit), store)
         if kind == "val":
             self._print_validation(step, groups, store)
+        else:
+            rates = [{"step": step, "version": group.version, **group_pass_rate(group)} for group in groups]
+            self._put(lambda: self._write_lines(self.run_dir / PASS_RATES_FILE, rates))
         self._put(lambda: self._write_lines(path, (_rollout_record(step, *sample) for sample in samples)))
 
     def _print_validation(self, step: int, groups: Sequence[Group], store: TokenStore) -> None:
@@ -200,16 +208,6 @@ class RunLogger:
         if kind not in ROLLOUT_KINDS:
             raise ValueError(f"rollout kind {kind!r}, expected one of {ROLLOUT_KINDS}")
         return self.run_dir / "rollouts" / f"{kind}.jsonl"
-
-
-def metrics_record(step: int, now: float, values: Mapping[str, float]) -> dict[str, Any]:
-    """Return one line of metrics.jsonl; a value that is not finite is null there and named in `non_finite`."""
-    record: dict[str, Any] = {"step": step, "time": now}
-    record.update({key: value if math.isfinite(value) else None for key, value in values.items()})
-    non_finite = {key: str(value) for key, value in values.items() if not math.isfinite(value)}
-    if non_finite:
-        record["non_finite"] = non_finite
-    return record
 
 
 def pick_rollouts(groups: Sequence[Group], limit: int) -> list[tuple[Group, int]]:

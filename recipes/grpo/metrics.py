@@ -17,6 +17,7 @@ from typing import Any
 from recipes.types import PREFIX_BREAKS, Group, RolloutHeader, RolloutStatus
 
 TIMING_PREFIX = "timing/train/"
+PASS_REWARD = 1.0  # smallest reward that counts as solved in pass rates
 
 PHASES: Mapping[str, str] = {
     "exposed_generation": "wait",
@@ -249,3 +250,43 @@ def _ages(groups: Sequence[Group], version: int) -> dict[str, float]:
         ages["token_age/mean"] = sum(age * count for age, count in spans) / sum(count for _, count in spans)
         ages["token_age/max"] = float(max(age for age, _ in spans))
     return ages
+
+
+def metrics_record(step: int, now: float, values: Mapping[str, float]) -> dict[str, Any]:
+    """Return one line of metrics.jsonl; a value that is not finite is null there and named in `non_finite`."""
+    record: dict[str, Any] = {"step": step, "time": now}
+    record.update({key: value if math.isfinite(value) else None for key, value in values.items()})
+    non_finite = {key: str(value) for key, value in values.items() if not math.isfinite(value)}
+    if non_finite:
+        record["non_finite"] = non_finite
+    return record
+
+
+def group_pass_rate(group: Group) -> dict[str, Any]:
+    """Return how often the row of a group was solved, by its rollouts with a verdict, as one line of a profile."""
+    prompt = group.prompt
+    return profile_entry(prompt.row_index + 1, prompt.prompt_id, group.agent, group.rollouts)
+
+
+def profile_entry(
+    line: int, row_id: str, agent: str, rollouts: Sequence[RolloutHeader], *, pass_reward: float = PASS_REWARD
+) -> dict[str, Any]:
+    """Return one line of a profile; answers without a verdict count neither as solved nor as failed.
+
+    A reward of `pass_reward` and more counts as solved. `line` counts from 1.
+    """
+    rewards = [rollout.reward for rollout in rollouts if rollout.is_valid and rollout.reward is not None]
+    tokens = [rollout.num_generated_tokens for rollout in rollouts]
+    entry: dict[str, Any] = {
+        "line": line,
+        "row_id": row_id,
+        "agent": agent,
+        "pass_rate": sum(reward >= pass_reward for reward in rewards) / len(rewards) if rewards else None,
+        "mean_reward": sum(rewards) / len(rewards) if rewards else None,
+        "num_samples": len(rollouts),
+        "num_scored": len(rewards),
+        "mean_tokens": sum(tokens) / len(tokens) if tokens else 0.0,
+    }
+    if not rewards:
+        entry["reason"] = rollouts[0].reason if rollouts else "no rollouts"
+    return entry

@@ -38,6 +38,7 @@ FLOORS = (
     {"tools.rows", "tools.lineage", "tools.sif"},
     {"tools.curriculum", "tools.doctor", "tools.env_check", "tools.tiny"},
     {"tools.launch", "tools.bench", "tools.serve_env", "tools.agent_check", "tools.setup"},
+    {"tools.ablate"},
 )
 GROUND = FLOORS[0]
 MAX_MODULES, MAX_STEPS = 20, 19

@@ -19,6 +19,7 @@ from recipes.config.load import load_config, require_runnable
 from recipes.config.stages import config_path, find_stage
 from recipes.errors import CheckpointError, ConfigError, Problem
 from recipes.grpo.data import PromptDataset
+from recipes.grpo.metrics import PASS_REWARD
 from tools.command_line import exit_status, positive
 from tools.curriculum.profile_ledger import ProfileLedger, what_is_measured
 from tools.files.row_files import require_file
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, required=True, help="rows to profile")
     parser.add_argument("--run-dir", type=Path, required=True, help="directory of the result and the logs")
     parser.add_argument("--samples", type=positive, default=8, help="answers per row")
-    parser.add_argument("--pass-reward", type=float, default=1.0, help="smallest reward that counts as solved")
+    parser.add_argument("--pass-reward", type=float, default=PASS_REWARD, help="smallest reward that counts as solved")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="configuration overrides, the last wins")
     args = parser.parse_intermixed_args(arguments)
     run_dir = args.run_dir.resolve()

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from recipes.config.load import load_config, require_runnable
 from recipes.errors import RecipeError, StalledError
-from tools.curriculum.profile_ledger import ProfileLedger, entry_of, what_is_measured
+from recipes.grpo.metrics import profile_entry
+from tools.curriculum.profile_ledger import ProfileLedger, what_is_measured
 from tools.files.progress import duration
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def _profile(args: argparse.Namespace) -> int:
             for index, (headers, _) in _in_flight(missing, start, ROWS_IN_FLIGHT * num_engines, deadline_seconds=limit):
                 row = dataset[index]
                 agent = row["agent_ref"]["name"]
-                entry = entry_of(index + 1, row_id(row), agent, headers, pass_reward=args.pass_reward)
+                entry = profile_entry(index + 1, row_id(row), agent, headers, pass_reward=args.pass_reward)
                 ledger.add(entry)
     counts = ledger.finish(known)
     print(f"profile: {ledger.result}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))

@@ -6,7 +6,7 @@ The lines are appended to a hidden file beside the result. The result is written
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,6 @@ import orjson
 
 from recipes.errors import DataError, Problem
 from recipes.files import sha256_of, write_atomically
-from recipes.types import RolloutHeader
 from tools.files.manifest import TOOL_VERSION, describe, differences, manifest_of, read_manifest, write_manifest
 from tools.planning.provenance import model_digest
 
@@ -110,24 +109,3 @@ def what_is_measured(config: Config, rows: Path, *, samples: int, pass_reward: f
         "model": model_digest(Path(config.policy.model_name)),
     }
     return {"tool": "profile", "tool_version": TOOL_VERSION, "inputs": [describe(rows)], "parameters": parameters}
-
-
-def entry_of(
-    line: int, row_id: str, agent: str, rollouts: Sequence[RolloutHeader], *, pass_reward: float
-) -> dict[str, Any]:
-    """Return the ledger entry of one row; answers without a verdict count neither as solved nor as failed."""
-    rewards = [rollout.reward for rollout in rollouts if rollout.is_valid and rollout.reward is not None]
-    tokens = [rollout.num_generated_tokens for rollout in rollouts]
-    entry: dict[str, Any] = {
-        "line": line,
-        "row_id": row_id,
-        "agent": agent,
-        "pass_rate": sum(reward >= pass_reward for reward in rewards) / len(rewards) if rewards else None,
-        "mean_reward": sum(rewards) / len(rewards) if rewards else None,
-        "num_samples": len(rollouts),
-        "num_scored": len(rewards),
-        "mean_tokens": sum(tokens) / len(tokens) if tokens else 0.0,
-    }
-    if not rewards:
-        entry["reason"] = rollouts[0].reason if rollouts else "no rollouts"
-    return entry

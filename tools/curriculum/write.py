@@ -235,7 +235,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.curriculum.write", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--in", dest="rows", type=Path, required=True, help="rows to train on")
     parser.add_argument("--out", type=Path, required=True, help="file to write, in a directory of its own")
-    parser.add_argument("--pass-rates", type=Path, help="file of `make profile`; default: the pass rates in the rows")
+    parser.add_argument("--pass-rates", type=Path, help="of `make profile` or a run; default: those in the rows")
     parser.add_argument("--tokenizer", type=Path, help="Hugging Face directory, to count reasoning budgets")
     parser.add_argument("--config", type=Path, default=DEFAULT_SETTINGS, help="settings of the curriculum")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of settings; the last one wins")

@@ -30,6 +30,7 @@ class Series:
     is_dashed: bool = False
     has_points: bool = False
     is_smoothed: bool = False  # draw a running mean over faint raw values
+    limits: tuple[Column, Column] | None = None  # lowest and highest values, at the places of `column`, drawn as a band
 
 
 def line_chart(
@@ -45,7 +46,8 @@ def line_chart(
     series = [one for one in series if one.column.values]
     if not series:
         return _figure(title, unit, note, "", '<p class="nothing">not measured in this run</p>')
-    values = [value for one in series for value in one.column.values]
+    columns = [column for one in series for column in (one.column, *(one.limits or ()))]
+    values = [value for column in columns for value in column.values]
     steps = sorted({step for one in series for step in one.column.steps})
     x = step_axis(steps, start=LEFT, end=WIDTH - RIGHT)
     bottom = HEIGHT - BOTTOM
@@ -53,13 +55,14 @@ def line_chart(
         y = log_axis(values, start=bottom, end=TOP)
     else:
         y = linear_axis(values, start=bottom, end=TOP, include=include)
-    body = [_grid(x, y)]
+    body = [_grid(x, y), *(_limits(one, x, y) for one in series if one.limits)]
     for one in series:
         body.append(_curve(one, x, y))
     tables = {one.label: dict(zip(one.column.steps, one.column.values, strict=True)) for one in series}
-    body.append(_bands(steps, x, tables))
+    x_name = series[0].column.along
+    body.append(_bands(steps, x, tables, x_name))
     legend = "".join(_legend_entry(one.label, one.color, one.column.last, one.is_dashed) for one in series)
-    return _figure(title, unit, note, legend, _svg(title, body))
+    return _figure(title, unit, note, legend, _svg(title, body, x_name))
 
 
 def stacked_chart(
@@ -137,10 +140,10 @@ def _figure(title: str, unit: str, note: str, legend: str, body: str) -> str:
     )
 
 
-def _svg(title: str, body: Sequence[str]) -> str:
+def _svg(title: str, body: Sequence[str], x_name: str = "step") -> str:
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(body)}'
-        f'<text class="axis-name" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 3}">step</text></svg>'
+        f'<text class="axis-name" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 3}">{escape(x_name)}</text></svg>'
     )
 
 
@@ -159,9 +162,18 @@ def _grid(x: Axis, y: Axis) -> str:
     for tick in x.ticks:
         at = x.pixel(tick)
         lines.append(f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{y.start}" y2="{y.start + 4}"/>')
-        lines.append(f'<text class="xtick" x="{at:.1f}" y="{y.start + 16}">{tick:.0f}</text>')
+        lines.append(f'<text class="xtick" x="{at:.1f}" y="{y.start + 16}">{format_number(tick)}</text>')
     lines.append(f'<line class="mark" x1="{x.start}" x2="{x.end}" y1="{y.start}" y2="{y.start}"/>')
     return "".join(lines)
+
+
+def _limits(one: Series, x: Axis, y: Axis) -> str:
+    """Return the band between a series' lowest and highest values."""
+    assert one.limits is not None
+    low, high = one.limits
+    there = _path(low.steps, low.values, x, y)
+    back = _path(high.steps[::-1], high.values[::-1], x, y)
+    return f'<path class="limits c{one.color}" d="{there}L{back[1:]}Z"/>'
 
 
 def _curve(one: Series, x: Axis, y: Axis) -> str:
@@ -184,7 +196,7 @@ def _path(steps: Sequence[int], values: Sequence[float], x: Axis, y: Axis) -> st
     return "M" + "L".join(points)
 
 
-def _bands(steps: Sequence[int], x: Axis, tables: Mapping[str, Mapping[int, float]]) -> str:
+def _bands(steps: Sequence[int], x: Axis, tables: Mapping[str, Mapping[int, float]], x_name: str) -> str:
     stride = -(-len(steps) // MAX_BANDS)
     shown = list(steps[::stride])
     centers = [x.pixel(step) for step in shown]
@@ -192,7 +204,7 @@ def _bands(steps: Sequence[int], x: Axis, tables: Mapping[str, Mapping[int, floa
     bands = []
     for i, step in enumerate(shown):
         pieces = [f"{label} {format_number(table[step])}" for label, table in tables.items() if step in table]
-        bands.append(_band(edges[i], edges[i + 1], " · ".join([f"step {step}", *pieces]), centers[i]))
+        bands.append(_band(edges[i], edges[i + 1], " · ".join([f"{x_name} {step}", *pieces]), centers[i]))
     return "".join(bands)
 
 

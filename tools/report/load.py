@@ -27,6 +27,7 @@ class Column:
 
     steps: tuple[int, ...]
     values: tuple[float, ...]
+    along: str = "step"  # what `steps` counts
 
     @property
     def last(self) -> float | None:

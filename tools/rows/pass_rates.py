@@ -35,7 +35,7 @@ def read_pass_rates(path: Path) -> dict[str, float]:
                 raise ValueError(f"pass_rate {rate}")
         except (ValueError, TypeError, KeyError) as error:
             wrong = f"it has no row_id with a pass_rate from 0 to 1 ({type(error).__name__}: {error})"
-            fix = "give the file that `make profile` wrote"
+            fix = "give the file that `make profile` or a run wrote"
             raise DataError(Problem(where=f"{path}:{number}", wrong=wrong, fix=fix)) from error
         if rate is not None:
             rates[row] = float(rate)

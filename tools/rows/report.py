@@ -211,7 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.rows.report", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="directories with both splits")
     parser.add_argument("--tokenizer", type=Path, help="Hugging Face directory, to give lengths in tokens")
-    parser.add_argument("--pass-rates", type=Path, help="file of `make profile`; default: the pass rates in the rows")
+    parser.add_argument("--pass-rates", type=Path, help="of `make profile` or a run; default: those in the rows")
     parser.add_argument("--out", type=Path, help="HTML page to write")
     options = parser.parse_args(arguments)
     unit = "tokens" if options.tokenizer else "bytes"

@@ -15,6 +15,7 @@ from recipes.grpo.log import RunLogger, pick_rollouts, progress_line, validation
 from recipes.grpo.metrics import StepMetrics
 from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
 from tests.groups import LocalStore, group_of
+from tools.rows.pass_rates import read_pass_rates
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,23 @@ def test_rollout_lines_say_what_came_out_and_why(tmp_path: Path) -> None:
     assert (record["group_version"], record["versions"]) == (6, [6, 7])
     with pytest.raises(ValueError, match="test"):
         run.log_rollouts("test", 7, [], LocalStore(), limit=1)
+
+
+def test_every_trained_group_leaves_its_pass_rate_and_a_resume_removes_what_it_repeats(tmp_path: Path) -> None:
+    logger = RunLogger(tmp_path, LoggerCfg(), num_steps=2)
+    logger.log_rollouts("train", 1, [make_group(0, [1.0, 0.5]), make_group(1, [None, None])], LocalStore(), limit=1)
+    logger.log_rollouts("train", 2, [make_group(0, [1.0, None])], LocalStore(), limit=1)
+    logger.log_rollouts("val", 2, [make_group(2, [1.0])], LocalStore(), limit=1)
+    logger.close()
+    file = tmp_path / "pass_rates.jsonl"
+    lines = lines_of(file)
+    shown = [(line["step"], line["line"], line["pass_rate"], line["mean_reward"], line["num_scored"]) for line in lines]
+    assert shown == [(1, 1, 0.5, 0.75, 2), (1, 2, None, None, 0), (2, 1, 1.0, 1.0, 1)]
+    assert read_pass_rates(file) == {lines[0]["row_id"]: 1.0}  # the last line of a row counts
+    again = RunLogger(tmp_path, LoggerCfg(), num_steps=2)
+    again.resume(1)
+    again.close()
+    assert [line["step"] for line in lines_of(file)] == [1, 1]
 
 
 def test_validation_samples_are_printed_when_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from recipes.errors import DataError
+from recipes.grpo.metrics import profile_entry
 from recipes.types import Rollout, RolloutStatus, Turn, VersionSpan
-from tools.curriculum.profile_ledger import RESULT, ProfileLedger, entry_of
+from tools.curriculum.profile_ledger import RESULT, ProfileLedger
 
 KNOWN = {"tool": "profile", "parameters": {"samples": 2, "model": {"weights_sha256": "a"}}}
 KNOWN_ROWS = f".{RESULT}.known"
@@ -28,7 +29,7 @@ def rollout(reward: float | None, tokens: int = 3) -> Rollout:
 
 
 def entry(line: int, *rewards: float | None) -> dict[str, object]:
-    return entry_of(line, f"id{line}", "agent", [rollout(reward) for reward in rewards], pass_reward=1.0)
+    return profile_entry(line, f"id{line}", "agent", [rollout(reward) for reward in rewards], pass_reward=1.0)
 
 
 def test_an_answer_without_a_verdict_counts_for_nothing() -> None:
