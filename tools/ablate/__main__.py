@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_all(stage: str, name: str, runs: Sequence[Trial], seeds: Sequence[int], page: Path) -> int:
-    """Trial or submit what has not reached its end; returns the exit status."""
+    """Run or submit what has not reached its end; returns the exit status."""
     is_local = runs[0].draft.contract.is_local
     failed: list[str] = []
     for number, run in enumerate(runs, start=1):

@@ -61,7 +61,7 @@ def refusals(runs: Sequence[Trial]) -> list[str]:
 
 
 def start(run: Trial, stage: str) -> int:
-    """Trial it here, or submit it; returns the status of the launcher."""
+    """Run it here, or submit it; returns the status of the launcher."""
     words = [str(ROOT / "super_launch.sh"), stage, *run.overrides]
     return run_forwarding(words, {**os.environ, **run.variables})
 
