@@ -22,7 +22,7 @@ from pathlib import Path
 from recipes.errors import InputError, LaunchError, Problem
 from recipes.files import write_atomically
 from tools.ablate.page import render
-from tools.ablate.runs import Trial, make_runs, refusals, require_distinct, should_go_on, start
+from tools.ablate.runs import VariantRun, make_runs, refusals, require_distinct, should_go_on, start
 from tools.ablate.variants import Variant, variants_in, variants_of
 from tools.command_line import exit_status
 from tools.planning.draft import ROOT
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_all(options.stage, name, runs, seeds, page)
 
 
-def run_all(stage: str, name: str, runs: Sequence[Trial], seeds: Sequence[int], page: Path) -> int:
+def run_all(stage: str, name: str, runs: Sequence[VariantRun], seeds: Sequence[int], page: Path) -> int:
     """Run or submit what has not reached its end; returns the exit status."""
     is_local = runs[0].draft.contract.is_local
     failed: list[str] = []
@@ -75,7 +75,7 @@ def run_all(stage: str, name: str, runs: Sequence[Trial], seeds: Sequence[int], 
     return FAILED if failed else 0
 
 
-def write_page(page: Path, name: str, runs: Sequence[Trial], seeds: Sequence[int]) -> int:
+def write_page(page: Path, name: str, runs: Sequence[VariantRun], seeds: Sequence[int]) -> int:
     """Write the page of what has run, and print its path; raises `InputError` when nothing has."""
     data: dict[Variant, dict[int, RunData]] = {}
     notes = []

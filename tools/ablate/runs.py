@@ -18,7 +18,7 @@ from tools.planning.findings import Finding, errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class VariantRun:
     """One variant with one seed."""
 
     variant: Variant
@@ -38,7 +38,7 @@ class Trial:
 
 def make_runs(
     stage: str, name: str, variants: Sequence[Variant], seeds: Sequence[int], common: Sequence[str]
-) -> list[Trial]:
+) -> list[VariantRun]:
     """Return all runs, every variant with the first seed first: what an early stop leaves can be compared."""
     runs = []
     for seed in seeds:
@@ -46,11 +46,11 @@ def make_runs(
             variables = {"EXP_NAME": f"{name}-{variant.slug}-seed{seed}", "SEED": str(seed)}
             overrides = (*common, *variant.overrides)
             draft = draft_launch(stage, overrides, {**os.environ, **variables}, ROOT)
-            runs.append(Trial(variant=variant, seed=seed, variables=variables, overrides=overrides, draft=draft))
+            runs.append(VariantRun(variant=variant, seed=seed, variables=variables, overrides=overrides, draft=draft))
     return runs
 
 
-def refusals(runs: Sequence[Trial]) -> list[str]:
+def refusals(runs: Sequence[VariantRun]) -> list[str]:
     """Return what the doctor has against the variants, each finding once with the variants that have it."""
     where: dict[Finding, list[str]] = {}
     for run in runs:
@@ -60,7 +60,7 @@ def refusals(runs: Sequence[Trial]) -> list[str]:
     return [f"{', '.join(where[finding])}: {finding}" for finding in errors(where)]
 
 
-def start(run: Trial, stage: str) -> int:
+def start(run: VariantRun, stage: str) -> int:
     """Run it here, or submit it; returns the status of the launcher."""
     words = [str(ROOT / "super_launch.sh"), stage, *run.overrides]
     return run_forwarding(words, {**os.environ, **run.variables})
