@@ -24,18 +24,19 @@ def over_steps(run: RunData, metric: str) -> Column:
 
 
 def over_tokens(run: RunData, metric: str) -> Column:
-    """Return a metric against the tokens of all steps so far, prompts included."""
+    """Return a metric against the tokens trained on so far, prompts included."""
     return _over_sum(run, metric, STEP_TOKENS, "tokens")
 
 
 def over_seconds(run: RunData, metric: str) -> Column:
-    """Return a metric against the seconds of all steps so far. Time between two starts of a run does not count."""
+    """Return a metric against the seconds of all training steps so far, without the time between two starts."""
     return _over_sum(run, metric, STEP_SECONDS, "seconds")
 
 
 def _over_sum(run: RunData, metric: str, amount: str, along: str) -> Column:
     column, amounts = run.column(metric), run.column(amount)
-    totals = list(itertools.accumulate(amounts.values))
+    own = [value if step else 0.0 for step, value in zip(amounts.steps, amounts.values, strict=True)]  # 0: no training
+    totals = list(itertools.accumulate(own))
     places = []
     for step in column.steps:
         index = bisect_right(amounts.steps, step)

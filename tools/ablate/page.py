@@ -130,7 +130,9 @@ def _difference(by_seed: Mapping[int, RunData], base: Mapping[int, RunData]) -> 
 
 
 def _mean_sum(runs: Sequence[RunData], metric: str, shown: Callable[[float], str]) -> str:
-    sums = [sum(values) for run in runs if (values := run.column(metric).values)]
+    columns = [run.column(metric) for run in runs]
+    pairs = [list(zip(column.steps, column.values, strict=True)) for column in columns if column.values]
+    sums = [sum(value for step, value in own if step) for own in pairs]
     return shown(statistics.fmean(sums)) if sums else "not measured"
 
 

@@ -9,7 +9,7 @@ from tools.report.load import Column, RunData, StepRecord
 
 
 def run_of(rewards, *, tokens=100.0, seconds=2.0) -> RunData:
-    records = [StepRecord(step=0, time=0.0, values={"validation/accuracy": 0.1})]
+    records = [StepRecord(step=0, time=0.0, values={"validation/accuracy": 0.1, STEP_SECONDS: 50.0})]
     for step, reward in enumerate(rewards, start=1):
         values = {"r": reward, STEP_TOKENS: tokens, STEP_SECONDS: seconds}
         records.append(StepRecord(step=step, time=0.0, values=values))
