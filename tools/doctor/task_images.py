@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from recipes.environments.swe.images import TEMPLATES, Listing, find_image
 from tools.images.files import read_image
 from tools.planning.draft import Draft
 from tools.planning.findings import Finding, found
-from tools.sif.names import GOOD_INSTANCES, TEMPLATES, Listing, find_image, instance_of
+from tools.sif.names import GOOD_INSTANCES, instance_of
 
 SWE_AGENTS = "swe_agents"
 MAX_LISTED = 5

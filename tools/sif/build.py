@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from recipes.environments.swe.images import Listing
 from recipes.errors import LaunchError, Problem
 from tools.command_line import amount, exit_status, positive
 from tools.files.locks import only_one
@@ -32,7 +33,6 @@ from tools.sif.convert import Conversion, remove_tree
 from tools.sif.datasets import DATASETS_FILE, instances_of_datasets
 from tools.sif.instances import Instance, instances_of_rows
 from tools.sif.inventory import Failure, Inventory, read_failures, write_failures
-from tools.sif.names import Listing
 from tools.sif.pull import Pull, pull
 from tools.sif.registry.client import REGISTRY_RETRIES, Registry
 from tools.sif.registry.credentials import Credentials

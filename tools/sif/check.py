@@ -25,6 +25,15 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from recipes.environments.swe.hidden_tests import (
+    ENTER,
+    command_of,
+    expected_tests,
+    framework_of,
+    results,
+    wrong_tests,
+)
+from recipes.environments.swe.images import Listing
 from recipes.errors import LaunchError, Problem
 from recipes.files import write_atomically
 from tools.command_line import amount, exit_status, positive
@@ -33,12 +42,11 @@ from tools.files.progress import duration
 from tools.sif.filter_rows import require_place, write_good_rows
 from tools.sif.instances import Instance, instances_of_rows
 from tools.sif.inventory import Inventory
-from tools.sif.names import GOOD_INSTANCES, Listing
+from tools.sif.names import GOOD_INSTANCES
 from tools.sif.programs import MAX_SHOWN
 from tools.sif.registry.errors import ImageError
 from tools.sif.registry.references import trusted_registries
 from tools.sif.run import ImageRunner, run_in
-from tools.sif.swe_tests import ENTER, command_of, expected_tests, framework_of, is_solved, results, wrong_tests
 
 CHECKED = "checked.jsonl"
 MAX_COMMITS = 1  # on top of the base commit: SWE-bench images commit their set-up
@@ -147,7 +155,7 @@ def check_content(instance: Instance, path: Path, container: ImageRunner) -> Non
         raise ImageError("commit", f"/testbed does not hold {base[:12]}: {error.detail}") from error
     if int(commits) > MAX_COMMITS:
         raise ImageError("commit", f"HEAD {head[:12]} is {commits} commits beyond {base[:12]}")
-    framework = framework_of(instance)
+    framework = framework_of(instance.facts)
     try:
         run_in(container, path, ["/bin/sh", "-c", f"{{ {ENTER}; }} && {framework.present}"])
     except ImageError as error:
@@ -159,12 +167,12 @@ def check_patches(instance: Instance, path: Path, container: ImageRunner) -> Non
     facts = instance.facts
     patch = str(facts.get("golden_patch") or facts.get("patch") or "")
     try:
-        expected = expected_tests(instance)
+        expected = expected_tests(instance.facts)
     except (ValueError, AttributeError) as error:
         raise ImageError("row", str(error)) from error
     if not patch.strip():
         raise ImageError("row", "the row holds no golden patch")
-    if is_solved(expected, run_tests(instance, path, container, "")):
+    if not wrong_tests(expected, run_tests(instance, path, container, "")):
         raise ImageError("empty", "the tests pass without any change")
     found = run_tests(instance, path, container, patch)
     if wrong := wrong_tests(expected, found):
@@ -182,9 +190,9 @@ def run_tests(instance: Instance, path: Path, container: ImageRunner, patch: str
             if text.strip():
                 (Path(place) / name).write_text(text if text.endswith("\n") else f"{text}\n")
                 lines.append(f"{GIT} {APPLY} /inputs/{name} || exit 9")
-        lines.append(f"{{ {command_of(instance)}; }} 2>&1 || true")
+        lines.append(f"{{ {command_of(instance.facts)}; }} 2>&1 || true")
         output = run_in(container, path, ["/bin/sh", "-c", "\n".join(lines)], inputs=Path(place))
-    found = results(framework_of(instance), output)
+    found = results(framework_of(instance.facts), output)
     if not found:
         raise ImageError("tests", f"the output has no test result: {' '.join(output[-MAX_SHOWN:].split())}")
     return found

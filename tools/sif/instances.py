@@ -2,7 +2,7 @@
 
 A row says from which data set its instance is. The three families of data sets name their images in three ways. A row
 that holds the name of its image (`docker_image`, as in R2E-Gym) is followed, as long as that image is in a trusted
-registry. How a file must be called for the agent to find it is in names.py.
+registry. How a file must be called for the agent to find it is in recipes/environments/swe/images.py.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 import orjson
 
+from recipes.environments.swe.hidden_tests import SWE_BENCH, SWE_GYM, family_of
+from recipes.environments.swe.images import TEMPLATES, Listing, candidates, find_image
 from recipes.errors import DataError, Problem
-from tools.sif.names import TEMPLATES, Listing, candidates, find_image
 from tools.sif.registry.references import DOCKER_HUB, REGISTRIES, Reference
 
 MAX_PROBLEMS = 20  # shown one by one
 IMAGE_KEYS = ("docker_image", "image_name")  # under which a row names its image
-SWE_BENCH, SWE_GYM, R2E_GYM = "swebench", "swegym", "r2egym"  # families, as the file names begin
 TEMPLATE = {template.partition("_")[0]: template for template in TEMPLATES}
 VALIDATE = "run `make data-validate`, which names every wrong row"
 
@@ -62,7 +62,7 @@ def instances_of_rows(paths: Sequence[Path], trusted: frozenset[str] = frozenset
             try:
                 instance = instance_from(facts)
             except ValueError as error:
-                fix = "add the family to tools/sif/instances.py, or `docker_image` to the row"
+                fix = "add the family to recipes/environments/swe/hidden_tests.py, or `docker_image` to the row"
                 problems.append(Problem(where=where, wrong=str(error), fix=fix))
                 continue
             if instance.reference.host not in trusted:
@@ -129,11 +129,3 @@ def instance_from(facts: Mapping[str, Any]) -> Instance:
     if "/" in file or "\0" in file:
         raise ValueError(f"instance_id {name!r} cannot be part of a file name")
     return Instance(id=name, reference=Reference.parse(image or default), file=file, facts=facts)
-
-
-def family_of(dataset: str) -> str:
-    """Return the family of a data set; raises `ValueError` for an unknown one."""
-    for part, family in (("R2E-Gym", R2E_GYM), ("SWE-Gym", SWE_GYM), ("SWE-bench", SWE_BENCH)):
-        if part.lower() in dataset.lower():
-            return family
-    raise ValueError(f"the family of dataset_name {dataset!r} is unknown (R2E-Gym, SWE-Gym or SWE-bench)")

@@ -27,7 +27,7 @@ class SweTask:
     test_patch: str
     fail_to_pass: tuple[str, ...]
     pass_to_pass: tuple[str, ...]
-    image: str  # file of its container image
+    image: str  # file of its container image; empty until it is looked up
     workspace: str = "/testbed"  # directory of the repository in the image
     public: Mapping[str, str] = field(default_factory=dict)  # the fields of the row that an agent may see
     facts: Mapping[str, Any] = field(default_factory=dict)  # the whole instance, for the evaluation only

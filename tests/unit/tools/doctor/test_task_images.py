@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from recipes.environments.swe.images import Listing, candidates, find_image
 from tests.unit.tools.launch_case import ROW, LaunchCase, sif_file, write_case
 from tools.images.files import read_image
-from tools.sif.names import Listing, candidates, find_image
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_the_directory_itself_may_be_missing(case):
 
 
 def test_a_formatter_of_the_user_wins(case):
-    assert [code for code, _ in found(case, CONTAINER_FORMATTER="{instance_id}.sif")] == ["SIF002"]
+    assert [code for code, _ in found(case, CONTAINER_FORMATTER="x/{instance_id}.sif")] == ["SIF002"]
     case.sif.rename(case.sif.with_name("django_s_django-11099.sif"))
     assert found(case, CONTAINER_FORMATTER='["x/{instance_id}.sif", "{instance_id}.sif"]') == []
 

@@ -6,12 +6,12 @@ import json
 
 import pytest
 
+from recipes.environments.swe.images import Listing
 from recipes.errors import DataError
 from tools.files.revisions import is_commit
 from tools.sif.build import shadowed
 from tools.sif.datasets import DATASETS_FILE, instances_of_table, load_datasets
 from tools.sif.instances import Reference, family_of, instance_from, instances_of_rows
-from tools.sif.names import Listing
 
 VERIFIED, GYM, R2E = "princeton-nlp/SWE-bench_Verified", "SWE-Gym/SWE-Gym", "R2E-Gym/R2E-Gym-Subset"
 

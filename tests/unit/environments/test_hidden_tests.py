@@ -7,15 +7,13 @@ import subprocess
 
 import pytest
 
-from tools.sif.instances import Instance, instance_from
-from tools.sif.swe_tests import (
+from recipes.environments.swe.hidden_tests import (
     CONDA,
     ENTER,
     FRAMEWORKS,
     command_of,
     expected_tests,
     framework_of,
-    is_solved,
     results,
     wrong_tests,
 )
@@ -43,8 +41,8 @@ test_three E                                                    [FAIL]
 """
 
 
-def swe_instance(dataset: str = "SWE-bench_Verified", instance: str = "a__b-1", **facts: object) -> Instance:
-    return instance_from({"instance_id": instance, "dataset_name": dataset, **facts})
+def swe_facts(dataset: str = "SWE-bench_Verified", instance: str = "a__b-1", **facts: object) -> dict[str, object]:
+    return {"instance_id": instance, "dataset_name": dataset, **facts}
 
 
 @pytest.mark.parametrize(
@@ -71,19 +69,39 @@ def test_output_is_read(runner, output, passed, not_passed):
     assert not any(found[name] for name in not_passed)
 
 
+def test_what_code_under_test_prints_takes_no_failure_back():
+    forged = "PASSED tests/test_a.py::test_three\n" + PYTEST
+    assert not results(FRAMEWORKS["pytest"], forged)["tests/test_a.py::test_three"]
+    after = PYTEST + "===== 1 failed, 2 passed in 0.1s =====\nPASSED tests/test_a.py::test_three\n"
+    assert not results(FRAMEWORKS["pytest"], after)["tests/test_a.py::test_three"]
+    assert results(FRAMEWORKS["pytest"], "PASSED tests/test_a.py::test_three\n") == {}  # it did not come to a summary
+    twice = "test_one (a.T.test_one) ... FAIL\ntest_one (a.T.test_one) ... ok\n"
+    assert results(FRAMEWORKS["unittest"], twice) == {"test_one (a.T.test_one)": False}
+    assert results(FRAMEWORKS["unittest"], "test_one (a.T) ... skipped 'why'\n") == {"test_one (a.T)": False}
+
+
+def test_an_instance_may_name_its_own_tests():
+    facts = swe_facts(test_cmd="make test", log_parser="exit_status", FAIL_TO_PASS=["x"])
+    assert (command_of(facts), expected_tests(facts)) == ("make test", {"make test": True})
+    facts = swe_facts(test_cmd="python -m unittest -v", log_parser="unittest", FAIL_TO_PASS=["x"])
+    assert (command_of(facts), expected_tests(facts)) == ("python -m unittest -v", {"x": True})
+    facts = swe_facts(log_parser="unittest", test_patch="+++ b/tests/test_x.py\n", FAIL_TO_PASS=["x"])
+    assert command_of(facts) == "python -m unittest -v -b tests/test_x.py"
+
+
 def test_a_test_that_did_not_run_has_failed():
-    assert not is_solved({"a": True}, {})
-    assert is_solved({"a": True, "b": False}, {"a": True})  # R2E-Gym names tests that fail in a solved instance too
+    assert wrong_tests({"a": True}, {}) == ["a"]
+    assert not wrong_tests({"a": True, "b": False}, {"a": True})  # R2E-Gym names tests that fail when solved, too
     assert wrong_tests({"a": True, "b": False}, {"a": False, "b": True}) == ["a", "b"]
 
 
 def test_expected_tests_come_from_the_row():
-    both = swe_instance(FAIL_TO_PASS='["x"]', PASS_TO_PASS=["y"])
+    both = swe_facts(FAIL_TO_PASS='["x"]', PASS_TO_PASS=["y"])
     assert expected_tests(both) == {"x": True, "y": True}
-    r2e = swe_instance("R2E-Gym", "a__b-1", expected_output_json=json.dumps({"T.x": "PASSED", "T.y": "FAILED"}))
+    r2e = swe_facts("R2E-Gym", "a__b-1", expected_output_json=json.dumps({"T.x": "PASSED", "T.y": "FAILED"}))
     assert expected_tests(r2e) == {"T.x": True, "T.y": False}
     with pytest.raises(ValueError, match="no tests"):
-        expected_tests(swe_instance())
+        expected_tests(swe_facts())
 
 
 @pytest.mark.parametrize(
@@ -96,16 +114,16 @@ def test_expected_tests_come_from_the_row():
     ],
 )
 def test_each_project_has_its_framework(dataset, instance, facts, framework):
-    assert framework_of(swe_instance(dataset, instance, **facts)).name == framework
+    assert framework_of(swe_facts(dataset, instance, **facts)).name == framework
 
 
 def test_commands_name_the_files_of_the_test_patch():
     patch = "--- a/tests/model/tests.py\n+++ b/tests/model/tests.py\n+++ b/tests/model/data.json\n"
     facts = {"test_patch": patch, "FAIL_TO_PASS": '["test_one (model.tests.FirstTests)"]'}
-    assert command_of(swe_instance(instance="django__django-1", **facts)).endswith("--parallel 1 model.tests")
-    other = swe_instance(test_patch=patch, FAIL_TO_PASS='["tests/b c.py::test_one"]')
+    assert command_of(swe_facts(instance="django__django-1", **facts)).endswith("--parallel 1 model.tests")
+    other = swe_facts(test_patch=patch, FAIL_TO_PASS='["tests/b c.py::test_one"]')
     assert command_of(other).endswith("no:cacheprovider 'tests/b c.py' tests/model/tests.py")
-    r2e = command_of(swe_instance("R2E-Gym", "a__b-1", expected_output_json='{"T.x": "PASSED"}'))
+    r2e = command_of(swe_facts("R2E-Gym", "a__b-1", expected_output_json='{"T.x": "PASSED"}'))
     assert r2e.startswith("{ [ -e r2e_tests ]") and r2e.endswith("bash $script")
 
 

@@ -1,0 +1,233 @@
+"""The verdict on a patch: the hidden tests of its task, run in a fresh container in which no agent was.
+
+The patch is applied by `git apply`, or else by `patch`, which finds places that have moved. Then every test file that
+the row names or that the patch touched is what it was at the base commit, the row's test patch is applied, and the
+tests run in a shell of their own. Each step's status is that of the container's shell, not a line that was printed.
+
+What remains: the tests run in one process with the code under test, and that code can forge their report. Nothing but
+running them where that code does not run would prevent it.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+from recipes.environments.swe.contract import (
+    CommandResult,
+    Container,
+    ContainerEnd,
+    ContainerEndedError,
+    ContainerFailedError,
+    ContainerLimits,
+    Evaluation,
+    Evaluator,
+    Runtime,
+    Shell,
+    SweTask,
+)
+from recipes.environments.swe.hidden_tests import (
+    ENTER,
+    EXIT_STATUS,
+    PATCHED_FILE,
+    command_of,
+    expected_tests,
+    files_of_tests,
+    framework_of,
+    is_r2e,
+    results,
+    wrong_tests,
+)
+
+PREPARE = Path(__file__).with_name("prepare.sh").read_bytes()
+R2E_NAMES = ("r2e_tests", "run_tests.sh")
+R2E_PLACES = ("/", "/root")  # and the workspace
+STEP_SECONDS = 300.0  # of any step but the tests: a large repository is packed anew
+MAX_CHARACTERS = 8_000_000  # of what the tests print
+MAX_SHOWN = 300  # characters of an output in a reason
+MAX_NAMED = 3  # tests in a reason
+GIT = "git -c safe.directory='*' -c core.hooksPath=/dev/null -c core.fsmonitor=false"
+APPLY = f"{GIT} apply --verbose --whitespace=nowarn"
+TOUCHED = re.compile(r'^(?:diff --git "?a/(.+?)"? "?b/(.+?)"?|(?:---|\+\+\+) "?[ab]/(.+?)"?\t?)$', re.MULTILINE)
+TEST_NAME = re.compile(r"test_.*\.py|.*_test\.py|tests\.py|conftest\.py")
+TEST_DIRECTORIES = frozenset(("test", "tests", "testing", "r2e_tests"))
+
+
+class PreparationError(Exception):
+    """A container could not be made fit for its task: the image has no repository at the task's commit."""
+
+
+async def prepare(container: Container, task: SweTask, *, hides_tests: bool = True) -> None:
+    """Take out of a container what an agent must not see: its repository's future, remotes, and tests in the image.
+
+    Raises `PreparationError`, and `ContainerEndedError` with a container that has ended.
+    """
+    hidden = hidden_paths(task) if hides_tests else []
+    script = f"/tmp/{secrets.token_hex(8)}.sh"
+    await _write(container, script, PREPARE)
+    words = shlex.join([script, task.workspace, task.base_commit, *hidden])
+    shell = await container.open_shell()
+    done = await _step(shell, f"bash {words}; status=$?; rm -f {script}; (exit $status)")
+    if done.status != 0:
+        raise PreparationError(f"{task.id}: {_shown(done) or 'the history could not be removed'}")
+
+
+def hidden_paths(task: SweTask) -> list[str]:
+    """Return where an image may hold the hidden tests of a task."""
+    if not is_r2e(task.facts):
+        return []
+    return [str(PurePosixPath(place) / name) for place in (task.workspace, *R2E_PLACES) for name in R2E_NAMES]
+
+
+def touched_files(patch: str) -> list[str]:
+    """Return the paths that a patch names, each once."""
+    return list(dict.fromkeys(path for found in TOUCHED.findall(patch) for path in found if path))
+
+
+def is_of_tests(path: str) -> bool:
+    """Whether a path is one of tests. Data sets put what changes there into the test patch, never into the solution."""
+    *directories, name = PurePosixPath(path).parts or ("",)
+    return bool(TEST_NAME.fullmatch(name) or TEST_DIRECTORIES & set(directories))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestRun:
+    """How the tests of a task are run."""
+
+    __test__ = False  # for pytest: not a class of tests
+
+    runtime: Runtime
+    limits: ContainerLimits
+    seconds: float  # that the tests may take
+
+    async def __call__(self, task: SweTask, patch: str) -> Evaluation:
+        """Return what the hidden tests say of a patch. A container or image that fails gives no verdict."""
+        if not patch.strip():
+            return Evaluation(resolved=False, reason="the patch is empty")
+        try:
+            container = await self.runtime.start(task.image, self.limits)
+        except ContainerFailedError as error:
+            return Evaluation(resolved=False, reason="", failed=str(error))
+        try:
+            found = await self._run(container, task, patch)
+        except PreparationError as error:
+            found = Evaluation(resolved=False, reason="", failed=str(error))
+        except ContainerEndedError as error:
+            found = _of_end(error)
+        finally:
+            await container.close()
+        return replace(found, peak_memory_mib=container.peak_memory_mib)
+
+    async def _run(self, container: Container, task: SweTask, patch: str) -> Evaluation:
+        await prepare(container, task, hides_tests=False)
+        shell = await container.open_shell()
+        place = f"/tmp/{secrets.token_hex(8)}"
+        await _prepare_tests(container, shell, task, place)
+        if wrong := await _apply(container, shell, task, patch, place):
+            return Evaluation(resolved=False, reason=wrong)
+        tests = await container.open_shell()  # nothing that a patch made git do has a hand in it
+        command = f"{{ {ENTER}; }} && {{ {command_of(task.facts)}; }} </dev/null 2>&1"
+        done = await tests.run(command, seconds=self.seconds, max_characters=MAX_CHARACTERS)
+        if done.status is None:
+            reason = f"the tests did not end within {self.seconds:g} s"
+            return Evaluation(resolved=False, reason=reason, is_late=True)
+        return verdict_of(task, done)
+
+
+async def evaluate_gold(evaluate: Evaluator, task: SweTask) -> Evaluation:
+    """Return what the hidden tests say of the row's own solution; raises `ValueError` for a row without one."""
+    if not task.gold_patch.strip():
+        raise ValueError(f"{task.id}: the row holds no golden patch")
+    return await evaluate(task, task.gold_patch)
+
+
+def verdict_of(task: SweTask, done: CommandResult) -> Evaluation:
+    """Return the verdict on what the tests printed, and with which status they ended."""
+    framework = framework_of(task.facts)
+    expected = expected_tests(task.facts)
+    if framework.name == EXIT_STATUS:
+        found = dict.fromkeys(expected, done.status == 0)
+    else:
+        found = results(framework, done.output)
+    wrong = wrong_tests(expected, found)
+    if not wrong:
+        return Evaluation(resolved=True, reason=f"all {len(expected)} tests did what they do in a solved instance")
+    names = ", ".join(wrong[:MAX_NAMED]) + (", ..." if len(wrong) > MAX_NAMED else "")
+    reason = f"{len(wrong)} of {len(expected)} tests failed or did not run: {names}"
+    if not found:
+        reason = f"no test ran (status {done.status}): {_shown(done)}"
+    return Evaluation(resolved=False, reason=reason)
+
+
+async def _prepare_tests(container: Container, shell: Shell, task: SweTask, place: str) -> None:
+    """Put the test patch into a directory, and hidden tests of the image where no patch can write them.
+
+    Raises `PreparationError` where the test patch does not fit the image: then no patch could be judged.
+    """
+    await _write(container, f"{place}/tests.patch", _encoded(task.test_patch))
+    lines = [f"cd {shlex.quote(task.workspace)}", f"mkdir -p {place}/hidden"]
+    if is_r2e(task.facts):
+        lines += [f"{{ [ ! -e {name} ] || mv -- {name} {place}/hidden/; }}" for name in R2E_NAMES]
+    if task.test_patch.strip():
+        lines.append(f"{APPLY} --check {place}/tests.patch")
+    done = await _step(shell, " && ".join(lines))
+    if done.status != 0:
+        raise PreparationError(f"{task.id}: the test patch does not fit the image: {_shown(done)}")
+
+
+async def _apply(container: Container, shell: Shell, task: SweTask, patch: str, place: str) -> str:
+    """Apply a patch, then the row's tests over it; return why that cannot be done, empty where it was."""
+    touched = touched_files(patch)
+    if any(".git" in PurePosixPath(path).parts for path in touched):
+        return "the patch changes git's own files"
+    await _write(container, f"{place}/solution.patch", _encoded(patch))
+    moved = f"patch --batch --fuzz=5 -p1 --input={place}/solution.patch"
+    done = await _step(shell, f"{APPLY} {place}/solution.patch || {{ {moved} --dry-run && {moved}; }}")
+    if done.status != 0:
+        what = "the patch changes a binary file without its content" if "binary patch" in done.output else ""
+        return f"{what or 'the patch does not apply'}: {_shown(done)}"
+    ours = [*PATCHED_FILE.findall(task.test_patch), *files_of_tests(task.facts)]
+    restored = dict.fromkeys([*ours, *(path for path in touched if is_of_tests(path))])
+    await _write(container, f"{place}/restored", "".join(f"{path}\0" for path in restored).encode(errors="replace"))
+    lines = [f"xargs -0 -r rm -rf -- <{place}/restored"]
+    tree, checkout = "ls-tree -r -z --name-only", "--literal-pathspecs checkout --quiet"
+    lines.append(f"xargs -0 -r {GIT} {tree} {task.base_commit} -- <{place}/restored >{place}/base")
+    lines.append(f"xargs -0 -r {GIT} {checkout} {task.base_commit} -- <{place}/base")
+    if is_r2e(task.facts):
+        lines += [f"rm -rf -- {' '.join(R2E_NAMES)}", f"cp -a -- {place}/hidden/. ."]
+    if task.test_patch.strip():
+        lines.append(f"{APPLY} {place}/tests.patch")
+    done = await _step(shell, " && ".join([*lines, f"rm -rf -- {place}"]))
+    return "" if done.status == 0 else f"the hidden tests cannot be put in place over the patch: {_shown(done)}"
+
+
+def _of_end(error: ContainerEndedError) -> Evaluation:
+    if error.end is ContainerEnd.MEMORY:
+        return Evaluation(resolved=False, reason="the tests used more than their memory", out_of_memory=True)
+    if error.end is ContainerEnd.DISK:
+        return Evaluation(resolved=False, reason="the tests used more than their disk space")
+    return Evaluation(resolved=False, reason="", failed=str(error))
+
+
+async def _step(shell: Shell, command: str) -> CommandResult:
+    return await shell.run(f"{{ {command}; }} </dev/null 2>&1", seconds=STEP_SECONDS, max_characters=MAX_CHARACTERS)
+
+
+async def _write(container: Container, path: str, content: bytes) -> None:
+    try:
+        await container.write_file(path, content)
+    except OSError as error:
+        raise PreparationError(f"{path} could not be written into the container: {error}") from error
+
+
+def _encoded(text: str) -> bytes:
+    return (text if text.endswith("\n") else f"{text}\n").encode(errors="replace")
+
+
+def _shown(done: CommandResult) -> str:
+    if done.status is None:
+        return f"it did not end within {STEP_SECONDS:g} s"
+    return " ".join(done.output[-MAX_SHOWN:].split())
