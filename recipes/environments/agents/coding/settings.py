@@ -1,0 +1,144 @@
+"""The settings of `swe_agents`: which of them our agent reads, and which it refuses.
+
+NeMo Gym starts a program of somebody else in each container (`agent_framework`, from a repository, at a commit). The
+native engine runs its own agent in the rollout worker instead. So `agent_framework` chooses the harness whose tools are
+in the manner of that program, and the repository and the commit of the program are for NeMo RL's engine alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from recipes.environments.agents.coding.harness import Harness, harnesses
+from recipes.errors import ConfigError, Problem, suggestion
+
+FRAMEWORKS: Mapping[str, str] = {"openhands": "codeact", "opencode": "opencode"}  # and the harness in its manner
+OVERRIDE_KEYS = frozenset(
+    {
+        "agent_cls",
+        "camel_case_tool_names",
+        "diversify_tool_names",
+        "harness",
+        "system_prompt_template",
+        "user_prompt_template",
+    }
+)
+# Setting -> what it would mean to the program that NeMo Gym starts. Their neutral values are accepted.
+REFUSED: Mapping[str, str] = {
+    "agent_config": "a harness file holds what this configuration would",
+    "agent_tools_file": "a harness file holds the tools",
+    "container_folder_path": "containers keep their files where their runtime does",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarnessChoice:
+    """One of the harnesses that tasks are given, and how its tools are named."""
+
+    harness: Harness
+    is_diverse: bool = False
+    is_camel: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodingSettings:
+    """What the configuration of one agent says."""
+
+    choices: tuple[HarnessChoice, ...]
+    is_random: bool  # whether the harness is drawn anew for each rollout
+    max_turns: int
+    concurrency: int  # tasks at once
+    agent_seconds: float
+    tests_seconds: float
+    command_seconds: float
+    memory_mib: int  # of one container; 0: no limit
+    image_templates: tuple[str, ...]
+    tests_golden_patch: bool = False  # test the reference patch instead of an agent's
+
+    def choose(self, task_id: str) -> HarnessChoice:
+        """Return the harness of a rollout: by the id of its task, or drawn."""
+        draw = random.Random() if self.is_random else random.Random(task_id)
+        return draw.choice(self.choices)
+
+
+def coding_settings(where: str, settings: Mapping[str, Any]) -> CodingSettings:
+    """Return the settings of one agent; raises `ConfigError` with every one that cannot be honoured."""
+    problems = [
+        Problem(
+            where=f"{where}.{key}", wrong=f"the native engine does not read it: {why}", fix="remove it, or set null"
+        )
+        for key, why in REFUSED.items()
+        if settings.get(key) not in (None, False)
+    ]
+    choices = [*_choices(where, settings, problems)]
+    templates = settings.get("container_formatter") or ()
+    if problems:
+        raise ConfigError(problems)
+    return CodingSettings(
+        choices=tuple(choices),
+        is_random=bool(settings.get("agent_prompt_override_random", False)),
+        max_turns=int(settings.get("agent_max_turns", 100)),
+        concurrency=int(settings.get("concurrency", 256)),
+        agent_seconds=float(settings.get("swebench_agent_timeout", 2700)),
+        tests_seconds=float(settings.get("swebench_tests_timeout", 1800)),
+        command_seconds=float(settings.get("command_exec_timeout", 300)),
+        memory_mib=max(int(settings.get("apptainer_memory_limit_mb", 32768)), 0),
+        image_templates=(templates,) if isinstance(templates, str) else tuple(templates),
+        tests_golden_patch=bool(settings.get("verify_golden_patch", False)),
+    )
+
+
+def _choices(where: str, settings: Mapping[str, Any], problems: list[Problem]) -> Iterator[HarnessChoice]:
+    """Yield the harnesses that the settings name: those of the overrides, or the one of the framework."""
+    known = harnesses()
+    overrides = settings.get("agent_prompt_overrides")
+    if not overrides:
+        framework = settings.get("agent_framework", "openhands")
+        if framework in FRAMEWORKS:
+            yield HarnessChoice(harness=known[FRAMEWORKS[framework]])
+        else:
+            fix = suggestion(str(framework), FRAMEWORKS)
+            expected = " or ".join(FRAMEWORKS)
+            problems.append(Problem(where=f"{where}.agent_framework", got=str(framework), expected=expected, fix=fix))
+        return
+    if not isinstance(overrides, Sequence) or isinstance(overrides, str):
+        fix = "write a list of objects"
+        problems.append(
+            Problem(where=f"{where}.agent_prompt_overrides", got=repr(overrides), expected="a list", fix=fix)
+        )
+        return
+    for number, override in enumerate(overrides):
+        yield from _choice(f"{where}.agent_prompt_overrides[{number}]", override, problems)
+
+
+def _choice(where: str, override: object, problems: list[Problem]) -> Iterator[HarnessChoice]:
+    if not isinstance(override, Mapping):
+        problems.append(Problem(where=where, got=repr(override), expected="an object", fix="write harness: NAME"))
+        return
+    num_problems = len(problems)
+    for key in override:
+        if key not in OVERRIDE_KEYS:
+            problems.append(
+                Problem(where=f"{where}.{key}", wrong="no code reads it", fix=suggestion(str(key), OVERRIDE_KEYS))
+            )
+    for key in ("system_prompt_template", "user_prompt_template"):
+        if override.get(key) is not None:
+            wrong, fix = "templates of NeMo Gym's programs are not read", "remove it; a harness file holds its prompts"
+            problems.append(Problem(where=f"{where}.{key}", wrong=wrong, fix=fix))
+    known = harnesses()
+    classes = {harness.agent_class: harness for harness in known.values()}
+    name, agent_class = override.get("harness"), override.get("agent_cls", "CodeActAgent")
+    found = known.get(str(name)) if name is not None else classes.get(str(agent_class))
+    if found is None:
+        key, got, names = ("agent_cls", agent_class, classes) if name is None else ("harness", name, known)
+        fix = suggestion(str(got), names)
+        problems.append(Problem(where=f"{where}.{key}", got=str(got), expected=", ".join(sorted(names)), fix=fix))
+    if found is not None and len(problems) == num_problems:
+        yield HarnessChoice(
+            harness=found,
+            is_diverse=bool(override.get("diversify_tool_names", False)),
+            is_camel=bool(override.get("camel_case_tool_names", False)),
+        )
