@@ -21,7 +21,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowTokens:
-    """One rollout, cut out of its group: L tokens, N of them sampled, in U turns. The arrays are views."""
+    """A sequence of a rollout, cut out of its group: L tokens, N of them sampled, in U turns. The arrays are views."""
 
     token_ids: Array  # int32 [L], at least one
     sampled_logprobs: Array  # float32 [N]
@@ -59,7 +59,9 @@ class RowTokens:
 class GroupTokens:
     """Everything of a group's G rollouts that is as long as their tokens.
 
-    `x_offsets` is int64 [G + 1]: rollout g owns the entries x_offsets[g] to x_offsets[g + 1] of `x`.
+    A row is one sequence: the R rows are the sequences of the first rollout, main one first, then those of the second,
+    and so on. `x_offsets` is int64 [R + 1]: row r owns the entries x_offsets[r] to x_offsets[r + 1] of `x`. Only texts
+    are one per rollout: text_offsets is [G + 1].
     """
 
     token_ids: Array  # int32, prompts and answers of all turns in order
@@ -73,13 +75,13 @@ class GroupTokens:
     text: Array  # uint8, the last answer in UTF-8, for logs and the report
     text_offsets: Array
 
-    def row(self, member: int) -> RowTokens:
-        """Return one rollout. One without any token has a single token 0 that is not sampled: a row is never empty."""
-        token_ids = self._of(member, self.token_ids, self.token_ids_offsets)
-        turns = self._of(member, self.turns, self.turns_offsets)
+    def row(self, row: int) -> RowTokens:
+        """Return one row. One without any token has a single token 0 that is not sampled: a row is never empty."""
+        token_ids = self._of(row, self.token_ids, self.token_ids_offsets)
+        turns = self._of(row, self.turns, self.turns_offsets)
         return RowTokens(
             token_ids=token_ids if len(token_ids) else np.zeros(1, np.int32),
-            sampled_logprobs=self._of(member, self.logprobs, self.logprobs_offsets),
+            sampled_logprobs=self._of(row, self.logprobs, self.logprobs_offsets),
             turns=turns if len(token_ids) else np.array([[1, 0, 0]], np.int32),
         )
 
@@ -88,8 +90,8 @@ class GroupTokens:
         return str(self._of(member, self.text, self.text_offsets).tobytes(), "utf-8", "surrogatepass")
 
     @staticmethod
-    def _of(member: int, values: Array, offsets: Array) -> Array:
-        return values[offsets[member] : offsets[member + 1]]
+    def _of(number: int, values: Array, offsets: Array) -> Array:
+        return values[offsets[number] : offsets[number + 1]]
 
 
 class TokenStore(Protocol):
@@ -109,10 +111,11 @@ class TokenStore(Protocol):
 
 def pack_rollouts(rollouts: Sequence[Rollout]) -> tuple[tuple[RolloutHeader, ...], GroupTokens]:
     """Return the headers and the arrays of a group's rollouts; raises `OverflowError` for an id beyond 32 bits."""
-    ids = [_flat((ids for turn in r.turns for ids in (turn.prompt_token_ids, turn.token_ids)), "i4") for r in rollouts]
-    logprobs = [_flat((turn.logprobs for turn in r.turns), "f4") for r in rollouts]
-    turns = [_table([_turn_entry(turn) for turn in r.turns], 3) for r in rollouts]
-    versions = [_table(_version_runs(r), 2) for r in rollouts]
+    rows = [turns for rollout in rollouts for turns in (rollout.turns, *rollout.branches)]
+    ids = [_flat((ids for turn in row for ids in (turn.prompt_token_ids, turn.token_ids)), "i4") for row in rows]
+    logprobs = [_flat((turn.logprobs for turn in row), "f4") for row in rows]
+    turns = [_table([_turn_entry(turn) for turn in row], 3) for row in rows]
+    versions = [_table(_version_runs(row), 2) for row in rows]
     texts = [np.frombuffer(r.output_text.encode("utf-8", "surrogatepass"), np.uint8) for r in rollouts]
     tokens = GroupTokens(
         token_ids=_joined(ids, "i4"),
@@ -137,12 +140,13 @@ def store_rollouts(rollouts: Sequence[Rollout], store: TokenStore) -> tuple[tupl
 
 def _header(rollout: Rollout) -> RolloutHeader:
     turns, generated, versions = [0] * NUM_FLAGS, [0] * NUM_FLAGS, Counter[int]()
-    for turn in rollout.turns:
+    for turn in rollout.all_turns():
         turns[_flags(turn)] += 1
         generated[_flags(turn)] += len(turn.token_ids)
-    for version, count in _version_runs(rollout):
+    for version, count in _version_runs(rollout.all_turns()):
         versions[version] += count
     lengths = [len(turn.token_ids) for turn in rollout.turns] or [0]
+    branches = tuple(_sizes(turns) for turns in rollout.branches)
     return RolloutHeader(
         status=rollout.status,
         reason=rollout.reason,
@@ -151,16 +155,23 @@ def _header(rollout: Rollout) -> RolloutHeader:
         metrics=rollout.metrics,
         seconds=rollout.seconds,
         env_seconds=rollout.env_seconds,
-        num_tokens=sum(len(turn.prompt_token_ids) for turn in rollout.turns) + sum(lengths),
+        num_tokens=sum(tokens for tokens, _ in (_sizes(rollout.turns), *branches)),
         num_prompt_tokens=len(rollout.turns[0].prompt_token_ids) if rollout.turns else 0,
         first_answer_tokens=lengths[0],
         last_answer_tokens=lengths[-1],
-        longest_answer_tokens=max(lengths),
+        longest_answer_tokens=max((len(turn.token_ids) for turn in rollout.all_turns()), default=0),
         turns_by_flags=tuple(turns),
         generated_by_flags=tuple(generated),
         tokens_by_version=tuple(sorted(versions.items())),
         finish_reason=rollout.turns[-1].finish_reason if rollout.turns else None,
+        branches=branches,
     )
+
+
+def _sizes(turns: Sequence[Turn]) -> tuple[int, int]:
+    """Return the tokens of a sequence, and how many of them were sampled."""
+    sampled = sum(len(turn.token_ids) for turn in turns)
+    return sum(len(turn.prompt_token_ids) for turn in turns) + sampled, sampled
 
 
 def _flags(turn: Turn) -> int:
@@ -172,8 +183,8 @@ def _turn_entry(turn: Turn) -> tuple[int, int, int]:
     return len(turn.prompt_token_ids), len(turn.token_ids), _flags(turn)
 
 
-def _version_runs(rollout: Rollout) -> list[tuple[int, int]]:
-    spans = (span for turn in rollout.turns for span in turn.versions)
+def _version_runs(turns: Iterable[Turn]) -> list[tuple[int, int]]:
+    spans = (span for turn in turns for span in turn.versions)
     return [(span.version, span.end - span.start) for span in spans if span.end > span.start]
 
 

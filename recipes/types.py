@@ -6,7 +6,8 @@ T tokens of one span.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntFlag, StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -88,9 +89,13 @@ PREFIX_BREAKS = "prefix_breaks"  # metric of a rollout that ended because a prom
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One answer to one prompt with its turns. `reward` is None exactly when there was no verdict."""
+    """One answer to one prompt with its turns. `reward` is None exactly when there was no verdict.
 
-    turns: tuple[Turn, ...]
+    An agent may make calls that do not continue each other: it edits its history, or asks beside it. They form further
+    sequences in `branches`. A call is sampled tokens of one turn, in one sequence; in others it is prompt.
+    """
+
+    turns: tuple[Turn, ...]  # of the main sequence
     status: RolloutStatus
     reason: str  # why this reward, or why none
     reward: float | None
@@ -100,6 +105,7 @@ class Rollout:
     seconds: float = 0.0  # wall time from first request to verdict
     env_seconds: float = 0.0  # part of it spent in the environment
     response: Mapping[str, Any] | None = None  # the answer, until it is scored together with those of its group
+    branches: tuple[tuple[Turn, ...], ...] = ()  # the turns of each further sequence
 
     @property
     def is_valid(self) -> bool:
@@ -108,7 +114,11 @@ class Rollout:
 
     @property
     def num_generated_tokens(self) -> int:
-        return sum(len(turn.token_ids) for turn in self.turns)
+        return sum(len(turn.token_ids) for turn in self.all_turns())
+
+    def all_turns(self) -> Iterator[Turn]:
+        """Yield the turns of the main sequence, then those of each branch."""
+        return itertools.chain(self.turns, *self.branches)
 
 
 class TurnFlags(IntFlag):
@@ -132,7 +142,7 @@ class RolloutHeader:
     metrics: Mapping[str, float]
     seconds: float
     env_seconds: float
-    num_tokens: int  # of all turns, prompts included
+    num_tokens: int  # of all turns of all sequences, prompts included
     num_prompt_tokens: int  # before the first answer
     first_answer_tokens: int  # sampled in the first turn; 0 without turns, as the next two
     last_answer_tokens: int
@@ -141,6 +151,13 @@ class RolloutHeader:
     generated_by_flags: tuple[int, ...]  # [F] sampled tokens of these turns
     tokens_by_version: tuple[tuple[int, int], ...]  # weight version and how many tokens it sampled, ascending
     finish_reason: str | None  # of the last turn
+    branches: tuple[tuple[int, int], ...] = ()  # of each further sequence: tokens, and how many of them were sampled
+
+    @property
+    def sequences(self) -> tuple[tuple[int, int], ...]:
+        """Tokens, and how many of them were sampled, of the main sequence and of each branch."""
+        tokens, sampled = sum(branch[0] for branch in self.branches), sum(branch[1] for branch in self.branches)
+        return (self.num_tokens - tokens, self.num_generated_tokens - sampled), *self.branches
 
     @property
     def is_valid(self) -> bool:
@@ -188,7 +205,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """One optimizer step's rows: one value per row and field, and where the rows' tokens lie."""
+    """One optimizer step's rows: one value per row and field, and where the rows' tokens lie.
+
+    A row is a rollout until `spread_over_sequences`, then one sequence of a rollout.
+    """
 
     tokens: tuple[Any, ...]  # [P] references into the `TokenStore`; a rank puts the arrays in their place
     group_B: Tensor  # int64, number of the row's group: its entry of `tokens`
@@ -199,6 +219,8 @@ class TrainBatch:
     advantages_B: Tensor  # float32
     flag_advantages: tuple[float | None, ...] = (None,) * NUM_FLAGS  # [F] of flagged turns; None is the row's own
     nll_weight_B: Tensor | None = None  # float32, factor on the row's negative log-likelihood in the loss; None = 0
+    rollout_B: Tensor | None = None  # int64, ascending, number of the row's rollout; None: each row is a rollout
+    row_weight_B: Tensor | None = None  # float32, see `LossInputs`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +238,7 @@ class LossInputs:
     generation_logprobs_BT: Tensor
     reference_logprobs_BT: Tensor | None = None  # needed when the KL penalty is on
     nll_weight_B: Tensor | None = None  # factor on the row's negative log-likelihood; None = 0
+    row_weight_B: Tensor | None = None  # factor on the row's part of a loss that is a mean over rows; None = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,8 +103,8 @@ async def _check(options: argparse.Namespace, row: Mapping[str, Any], answers: S
     print("\n".join(report(session)))
     if failure:
         print(f"the agent failed, so the rollout would have no reward: {failure}")
-    main_path = sequences_of(session.forest, max_tokens=2 * CONTEXT, max_sequences=1)
-    return int(bool(failure) or not main_path.paths or main_path.lost_share > 0)
+    kept = sequences_of(session.forest, max_tokens=2 * CONTEXT)
+    return int(bool(failure) or not kept.paths or kept.num_trained < kept.num_delivered)
 
 
 async def _post(http: JsonClient, url: str, row: Mapping[str, Any], base_url: str) -> None:
@@ -141,12 +141,13 @@ def made_up(row: Mapping[str, Any]) -> list[str]:
 def report(session: RolloutSession) -> list[str]:
     """Return one line per call, indented below the call that it continues, and what is trained of them."""
     forest = session.forest
-    kept = sequences_of(forest, max_tokens=2 * CONTEXT, max_sequences=1)
-    trained = kept.trained[0] if kept.trained else frozenset()
+    kept = sequences_of(forest, max_tokens=2 * CONTEXT)
+    trained = frozenset().union(*kept.trained)
     lines = [_line(node, is_trained=node.number in trained) for node in walk(forest.roots)]
     lines.append(f"{len(forest.nodes)} calls answered, {session.num_calls} begun, {len(forest.roots)} conversations")
     lines += [f"{name}: {count}" for name, count in sorted((session.counts + forest.counts).items())]
-    lines.append(f"{kept.num_trained} of {kept.num_delivered} sampled tokens would be trained")
+    trains = f"{kept.num_trained} of {kept.num_delivered} sampled tokens would be trained"
+    lines.append(f"{trains}, in {len(kept.paths)} sequences")
     return lines
 
 

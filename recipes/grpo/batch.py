@@ -1,11 +1,13 @@
 """From headers to the rows of one optimizer step, and the masks that decide what enters the loss.
 
-Shape suffix: B rollouts of the step. A mask removes; nothing adds back. The tokens stay where they are.
+Shape suffix: B rows of the step, which are rollouts, and at the end the sequences of rollouts. A mask removes; nothing
+adds back. The tokens stay where they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -37,8 +39,38 @@ def build_batch(
         tokens=tuple(group.tokens for group in groups),
         group_B=torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(sizes)),
         member_B=torch.cat([torch.arange(size) for size in sizes]),
-        lengths_B=torch.tensor([max(rollout.num_tokens, 1) for rollout in rollouts]),
+        lengths_B=torch.tensor([max(rollout.sequences[0][0], 1) for rollout in rollouts]),
         sample_mask_B=sample_mask_B,
         rewards_B=rewards_B,
         advantages_B=torch.zeros(len(rollouts)),
+    )
+
+
+def spread_over_sequences(batch: TrainBatch, groups: Sequence[Group], *, token_level_loss: bool) -> TrainBatch:
+    """Return a step's rows with one row per sequence of each rollout, in order; equal when each rollout has one.
+
+    Every sequence has the advantage, the reward and the mask of its rollout. A loss per token needs no more: each
+    sampled token is in one row. In a loss per sample the unit is the rollout: a row counts by its share of the
+    rollout's sampled tokens. The loss divides by the number of rows that stay, so `row_weight_B` holds rows per rollout
+    too, over those that are in the loss now.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    counts_B = torch.tensor([len(rollout.sequences) for rollout in rollouts])
+    if not any(rollout.branches for rollout in rollouts):
+        return batch
+    values = {f.name: getattr(batch, f.name) for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)}
+    spread = replace(batch, **{name: value_B.repeat_interleave(counts_B, dim=0) for name, value_B in values.items()})
+    shares = [sampled / max(r.num_generated_tokens, 1) for r in rollouts for _, sampled in r.sequences]
+    num_rows = (spread.sample_mask_B > 0).sum()
+    rows_per_rollout = num_rows / (batch.sample_mask_B > 0).sum().clamp(min=1)
+    nll_weight_B = spread.nll_weight_B
+    if nll_weight_B is not None and not token_level_loss:
+        nll_weight_B = nll_weight_B * rows_per_rollout
+    return replace(
+        spread,
+        member_B=torch.cat([torch.arange(sum(len(r.sequences) for r in group.rollouts)) for group in groups]),
+        lengths_B=torch.tensor([max(tokens, 1) for rollout in rollouts for tokens, _ in rollout.sequences]),
+        rollout_B=torch.arange(len(rollouts)).repeat_interleave(counts_B),
+        row_weight_B=torch.tensor(shares, dtype=torch.float32) * rows_per_rollout,
+        nll_weight_B=nll_weight_B,
     )

@@ -205,6 +205,8 @@ def _mean_tokens(values_BT: Tensor, mask_BT: Tensor) -> Mean:
 def _mean_sequences(values_BT: Tensor, inputs: LossInputs) -> Mean:
     tokens_B = inputs.token_mask_BT.sum(dim=1)
     mean_B = (values_BT * inputs.token_mask_BT).sum(dim=1) / (tokens_B + _EPS)
+    if inputs.row_weight_B is not None:
+        mean_B = mean_B * inputs.row_weight_B
     return (mean_B * inputs.sample_mask_B).sum(), inputs.sample_mask_B.sum()
 
 

@@ -219,6 +219,7 @@ def _counts(groups: Sequence[Group], rollouts: Sequence[RolloutHeader]) -> dict[
     return {
         **counts,
         "num_rollouts": float(len(rollouts)),
+        "num_sequences": float(sum(len(rollout.sequences) for rollout in rollouts)),
         "num_prefix_breaks": math.fsum(rollout.metrics.get(PREFIX_BREAKS, 0.0) for rollout in rollouts),
         "num_flagged_samples": float(sum(rollout.is_flagged for rollout in rollouts)),
         "total_num_tokens": float(sum(rollout.num_tokens for rollout in rollouts)),  # unpadded, prompts included

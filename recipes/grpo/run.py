@@ -230,7 +230,7 @@ class Run:
 
         Training then goes on with what engine and policy agree on: silently, it would learn from easy prompts only.
         """
-        share = values.get("train/num_masked_seqs_by_logprob_error", 0.0) / values["train/num_rollouts"]
+        share = values.get("train/num_masked_seqs_by_logprob_error", 0.0) / values["train/num_sequences"]
         self._masked_steps = self._masked_steps + 1 if share > _MAX_MASKED_SHARE else 0
         if self._masked_steps >= _MASKED_STEPS:
             logger.error(

@@ -18,7 +18,7 @@ of the first step says 1.
 from __future__ import annotations
 
 from recipes.grpo.advantage import add_advantages
-from recipes.grpo.batch import build_batch
+from recipes.grpo.batch import build_batch, spread_over_sequences
 from recipes.grpo.metrics import StepMetrics
 from recipes.grpo.parity import check_parity
 from recipes.grpo.refit import refit
@@ -61,6 +61,9 @@ def train(run: Run) -> None:
         with metrics.timed("advantage_calculation"):
             batch, advantages = add_advantages(batch, groups, cfg)
         metrics.add(advantages)
+
+        with metrics.timed("data_processing"):
+            batch = spread_over_sequences(batch, groups, token_level_loss=cfg.loss_fn.token_level_loss)
 
         with metrics.timed("policy_training"):
             losses = run.policy.train(batch)

@@ -95,11 +95,13 @@ class Policy:
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """Take the optimizer steps of a batch; returns the loss metrics, `grad_norm` and `lr`.
 
-        One step has `policy.train_global_batch_size` rows. Several steps share the log-probabilities from before the
-        first one.
+        One step has `policy.train_global_batch_size` rollouts. Several steps share the log-probabilities from before
+        the first one.
         """
         steps = []
         for part in shards.optimizer_batches(batch, self._cfg.train_global_batch_size):
+            if not self._cfg.sequence_packing.enabled:
+                part = shards.padded(part, self._num_shards)
             plan = shards.plan(part, self._cfg, num_shards=self._num_shards, training=True)
             steps.append(self._per_rank(part, plan))
         per_rank = [tuple(own) for own in zip(*steps, strict=True)]

@@ -40,11 +40,29 @@ class BatchShard:
 
 
 def optimizer_batches(batch: TrainBatch, size: int) -> list[TrainBatch]:
-    """Cut a batch into those of its optimizer steps: `size` rows each, in order; the last may have fewer."""
-    num_rows = len(batch.lengths_B)
-    if num_rows <= size:
+    """Cut a batch into those of its optimizer steps: `size` rollouts each, in order; the last may have fewer."""
+    rollout_B = torch.arange(len(batch.lengths_B)) if batch.rollout_B is None else batch.rollout_B
+    num_rollouts = int(rollout_B[-1]) + 1 if len(rollout_B) else 0
+    if num_rollouts <= size:
         return [batch]
-    return [_take(batch, torch.arange(first, min(first + size, num_rows))) for first in range(0, num_rows, size)]
+    step_B = rollout_B // size
+    return [_take(batch, (step_B == step).nonzero().ravel()) for step in range(int(step_B[-1]) + 1)]
+
+
+def padded(batch: TrainBatch, multiple: int) -> TrainBatch:
+    """Return a batch of which the rows divide evenly: its shortest row is repeated, out of the loss.
+
+    Without packing, every rank computes equally many rows, and rollouts with several sequences give any number of them.
+    """
+    num_rows = len(batch.lengths_B)
+    missing = -num_rows % multiple
+    if batch.rollout_B is None or not missing:
+        return batch
+    shortest = batch.lengths_B.argmin().repeat(missing)
+    result = _take(batch, torch.cat([torch.arange(num_rows), shortest]))
+    mask_B = result.sample_mask_B.clone()
+    mask_B[num_rows:] = 0.0
+    return replace(result, sample_mask_B=mask_B)
 
 
 def plan(batch: TrainBatch, cfg: PolicyConfig, *, num_shards: int, training: bool) -> list[Shard]:

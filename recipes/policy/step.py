@@ -331,6 +331,7 @@ def loss_inputs(
         generation_logprobs_BT=packed.align([row.logprobs() for row in rows]),
         reference_logprobs_BT=None if passes.reference is None else align(passes.reference),
         nll_weight_B=None if batch.nll_weight_B is None else batch.nll_weight_B[rows_B].to(where),
+        row_weight_B=None if batch.row_weight_B is None else batch.row_weight_B[rows_B].to(where),
     )
     return inputs, current_BT
 

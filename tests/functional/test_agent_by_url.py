@@ -108,13 +108,24 @@ async def test_calls_of_an_agent_become_a_rollout_that_our_verifier_scores(codec
     assert (done.metrics["model_calls"], done.metrics["lost_share"], done.is_flagged) == (2.0, 0.0, False)
 
 
-async def test_what_is_beside_the_main_path_is_counted(codec: ChatCodec, agent_url: str) -> None:
-    short, long = f"a</think>\\boxed{{B}}{END}", f"{'a long thought ' * 40}</think>\\boxed{{B}}{END}"
-    done, policy = await rollout(codec, agent_url, [short, short, short], asks_again=True)
-    assert len(policy.sampled) == 3 and len(done.turns) == 2
+async def test_calls_beside_the_main_path_are_sequences_of_their_own(codec: ChatCodec, agent_url: str) -> None:
+    says = [f"{letter}</think>\\boxed{{B}}{END}" for letter in "abc"]
+    done, policy = await rollout(codec, agent_url, says, asks_again=True)
     assert done.metrics["model_calls/assistant_missing"] == 1.0 and not done.is_flagged
-    assert done.metrics["lost_share"] == pytest.approx(1 / 3)
-    done, _ = await rollout(codec, agent_url, [short, long, short], asks_again=True)
+    assert (done.metrics["num_sequences"], done.metrics["lost_share"]) == (2.0, 0.0)
+    sampled = [completion.token_ids for _, completion in policy.sampled]
+    assert [turn.token_ids for turn in done.turns] == [sampled[0], sampled[2]] and done.reward == 1.0
+    [[beside]] = done.branches  # the first call is trained in the main sequence and prompt in this one
+    assert (beside.prompt_token_ids, beside.token_ids) == (policy.sampled[1][0], sampled[1])
+
+
+async def test_a_rollout_of_which_too_much_does_not_fit_is_kept_out_of_the_loss(
+    codec: ChatCodec, agent_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Policy, "max_model_len", 110)  # the sequences of a rollout have twice as many tokens
+    short, long = f"a</think>\\boxed{{B}}{END}", f"{'a long thought ' * 40}</think>\\boxed{{B}}{END}"
+    done, _ = await rollout(codec, agent_url, [short, short, long], asks_again=True)
+    assert done.branches == () and len(done.turns) == 2
     assert done.metrics["lost_share"] > 0.5 and done.is_flagged
 
 
@@ -218,10 +229,11 @@ def test_a_program_is_checked(
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     command = f"{sys.executable} {program} {status}"
-    assert agent_check.main(["--command", command, "--tokenizer", str(tmp_path / "tokenizer")]) == 1
+    assert agent_check.main(["--command", command, "--tokenizer", str(tmp_path / "tokenizer")]) == int(bool(status))
     shown = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in shown[:3]] == ["root 0", "  extend 1", "  fork 2 (assistant_missing)"]
-    assert "NOT TRAINED" in shown[1] and "NOT TRAINED" not in shown[0] + shown[2]
+    assert "NOT TRAINED" not in "".join(shown)
+    assert any(line.endswith("sampled tokens would be trained, in 2 sequences") for line in shown)
     assert any("would have no reward" in line for line in shown) == bool(status)
 
 

@@ -3,9 +3,10 @@
     POST <url>/run    the row, with model_server: {base_url: ".../r/SECRET/v1", model: "policy"}
     200               a JSON object, once the agent is done; what it adds to the row goes to the verifier
 
-The verifier scores the main path of the calls that the agent made: the one with the most calls. That path is trained;
-the share of sampled tokens beside it is `lost_share`, and a rollout that lost more than half of them is kept out of the
-loss. A rollout has no reward when the agent failed, was late, or made no call.
+The verifier scores the main path of the calls that the agent made: the one with the most calls. All paths are trained
+with its reward, each call once. What the bounds on a rollout's sequences leave out is `lost_share`, a share of the
+sampled tokens, and a rollout that lost more than half of them is kept out of the loss. A rollout has no reward when the
+agent failed, was late, or made no call.
 """
 
 from __future__ import annotations
@@ -79,10 +80,10 @@ class UrlAgents:
             try:
                 reply = await self._result(episode, agent, session, base_url)
             except _NotDoneError as end:
-                main = _main(session)
-                turns = main.turns(0) if main.paths else ()
+                kept = _sequences(session)
+                turns = kept.turns(0) if kept.paths else ()
                 rollout = unscored(turns, end.status, str(end), seconds=time.monotonic() - start)
-                return replace(rollout, metrics=_metrics(session, main))
+                return replace(rollout, metrics=_metrics(session, kept), branches=kept.branches())
         return await _with_verdict(episode, session, reply, start)
 
     def close(self) -> None:
@@ -146,13 +147,13 @@ def own_address(host: str) -> str:
 
 async def _with_verdict(episode: Episode, session: RolloutSession, reply: Mapping[str, Any], start: float) -> Rollout:
     """Ask the verifier about what an agent has done."""
-    main = _main(session)
-    if not main.paths:
+    kept = _sequences(session)
+    if not kept.paths:
         reason = "the agent made no model call" if not session.num_calls else "the agent took no answer of the model"
         return unscored((), RolloutStatus.ABORTED, reason, seconds=time.monotonic() - start)
-    turns = main.turns(0)
+    turns = kept.turns(0)
     is_cut = session.is_full or turns[-1].finish_reason == "length"
-    response = response_object(transcript(main.paths[0]), incomplete_reason="max_output_tokens" if is_cut else None)
+    response = response_object(transcript(kept.paths[0]), incomplete_reason="max_output_tokens" if is_cut else None)
     asked = time.monotonic()
     verdict = await episode.verifier.verify(episode.row, {**response, "agent_reply": dict(reply)})
     seconds, env_seconds = time.monotonic() - start, time.monotonic() - asked
@@ -164,26 +165,28 @@ async def _with_verdict(episode: Episode, session: RolloutSession, reply: Mappin
         rollout = scored(turns, verdict, is_cut=is_cut, seconds=seconds)
     return replace(
         rollout,
-        is_flagged=rollout.is_flagged or main.lost_share > MAX_LOST or session.counts["suffix_mismatches"] > 0,
+        branches=kept.branches(),
+        is_flagged=rollout.is_flagged or kept.lost_share > MAX_LOST or session.counts["suffix_mismatches"] > 0,
         output_text=episode.codec.decode(turns[-1].token_ids, prompt_ids=turns[-1].prompt_token_ids).text,
-        metrics={**rollout.metrics, **_metrics(session, main)},
+        metrics={**rollout.metrics, **_metrics(session, kept)},
         env_seconds=env_seconds,
     )
 
 
-def _main(session: RolloutSession) -> Sequences:
-    """Return the path that is trained."""
-    return sequences_of(session.forest, max_tokens=2 * session.model.max_model_len, max_sequences=1)
+def _sequences(session: RolloutSession) -> Sequences:
+    """Return the paths that are trained."""
+    return sequences_of(session.forest, max_tokens=2 * session.model.max_model_len)
 
 
-def _metrics(session: RolloutSession, main: Sequences) -> dict[str, float]:
+def _metrics(session: RolloutSession, kept: Sequences) -> dict[str, float]:
     """Return what the log shows of the calls: how many, how they were attached and why, what is not trained."""
     counts = {**session.counts, **session.forest.counts}
     return {
         **{f"model_calls/{name}": float(count) for name, count in sorted(counts.items()) if count},
         "model_calls": float(session.num_calls),
         "num_roots": float(len(session.forest.roots)),
-        "lost_share": main.lost_share,
+        "num_sequences": float(len(kept.paths)),
+        "lost_share": kept.lost_share,
     }
 
 

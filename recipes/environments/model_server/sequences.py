@@ -38,6 +38,10 @@ class Sequences:
                 context = prompt_ids + node.turn.token_ids
         return tuple(turns)
 
+    def branches(self) -> tuple[tuple[Turn, ...], ...]:
+        """Return the turns of every path but the main one."""
+        return tuple(self.turns(index) for index in range(1, len(self.paths)))
+
 
 def kept_nodes(forest: Forest) -> list[CallNode]:
     """Return the calls that somebody acted on: delivered, or continued by such a call. Parents come first."""
