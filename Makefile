@@ -29,7 +29,7 @@ DATA ?=
 BLEND ?=
 MODEL_PATH ?=
 VAL_ROWS ?= 100
-NAME ?= mcqa
+NAME ?=
 URL ?=
 CMD ?=
 PORT ?= 5000
@@ -74,10 +74,8 @@ smoke: tiny ##* train stage 1.1 with a tiny model on this machine and show what 
 	$(PYTHON) -m tools.report --run-dir $(RESULTS_DIR)/$(SMOKE_RUN) --min-gain 0.25
 	$(PYTHON) -m tools.tiny.check_gain --run-dir $(RESULTS_DIR)/$(SMOKE_RUN)
 
-# At scale tiny on this machine rules judge, as long as the command runs: in stage 3, and in the wide blend.
-TINY_RULES = $(PYTHON) -m tools.tiny.rule_judge --
-JUDGED = $(if $(filter tiny/local,$(SCALE)/$(LAUNCHER)),$(if $(or $(filter wide,$(BLEND)),$(filter \
-stage3,$(1))),$(TINY_RULES)))
+# At scale tiny on this machine rules judge the wide blend, as long as the command runs.
+JUDGED = $(if $(filter tiny/local/wide,$(SCALE)/$(LAUNCHER)/$(BLEND)),$(PYTHON) -m tools.tiny.rule_judge --)
 # Only the wide warm-up has seen tools and preferences, so a chain that comes to their stages starts from it.
 AT_TINY = $(filter tiny,$(SCALE))$(MODEL_PATH)
 CHAIN = $(or $(STAGES),$(ALL_STAGES))
@@ -97,19 +95,19 @@ stage2.1: ## software engineering, single-step edits (swe1)
 stage2.2: ## software engineering, whole instances in containers (swe2)
 stage3: ## RLHF with a generative reward model (rlhf)
 $(ALL_STAGES): $(READY)
-	@$(call JUDGED,$@) ./super_launch.sh $@ $(ARGS)
+	@$(JUDGED) ./super_launch.sh $@ $(ARGS)
 
 stage%: $(READY) # the launcher answers a stage that does not exist with the names of those that do
 	@./super_launch.sh $@ $(ARGS)
 
 pipeline: $(READY) ##* run all six stages in order, each from its parent's export; run it again to resume
 #= STAGES="stage1.1 stage1.2" MODEL_PATH BLEND; at scale tiny make tiny BLEND=wide first
-	@$(CHAIN_START) $(call JUDGED,$(CHAIN)) $(PYTHON) -m tools.launch.pipeline --stages "$(STAGES)" $(ARGS)
+	@$(CHAIN_START) $(JUDGED) $(PYTHON) -m tools.launch.pipeline --stages "$(STAGES)" $(ARGS)
 
 .PHONY: doctor
 doctor: $(READY) ##* report every problem of a planned launch, each with a code and a fix
 #= STAGE SCALE PLATFORM ARGS=--json
-	@$(call JUDGED,$(STAGE)) $(PYTHON) -m tools.doctor --stage $(STAGE) $(ARGS)
+	@$(JUDGED) $(PYTHON) -m tools.doctor --stage $(STAGE) $(ARGS)
 
 .PHONY: plan
 plan: $(READY) ##* print nodes, memory per GPU, step time and GPU-hours of a stage
@@ -291,7 +289,7 @@ bench-launch: $(READY) ## measure how soon the driver of a job starts, on a thro
 .PHONY: serve-env
 serve-env: $(READY) ## serve one verifier over HTTP
 #= NAME=mcqa PORT=5000
-	$(PYTHON) -m tools.serve_env --name $(NAME) --port $(PORT) $(ARGS)
+	$(PYTHON) -m tools.serve_env --name $(or $(NAME),mcqa) --port $(PORT) $(ARGS)
 
 .PHONY: agent-check
 agent-check: $(READY) ## run one task with an agent and show what would be trained
@@ -300,7 +298,7 @@ agent-check: $(READY) ## run one task with an agent and show what would be train
 
 .PHONY: env-check
 env-check: $(READY) ## try an environment with right, wrong and dishonest answers
-#= NAME=mcqa, or URL=http://host:port DATA=rows.jsonl
+#= NAME=mcqa (all environments without it), or URL=http://host:port DATA=rows.jsonl
 	@$(PYTHON) -m tools.env_check $(if $(NAME),--name $(NAME)) $(if $(URL),--url $(URL)) $(if $(DATA),--data $(DATA)) $(ARGS)
 
 ##@ Development
