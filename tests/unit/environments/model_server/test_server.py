@@ -8,7 +8,6 @@ import pytest
 
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.model_server.replies import MODEL
-from recipes.environments.model_server.sequences import sequences_of
 from recipes.environments.model_server.server import ModelServer
 from recipes.errors import RequestError
 from tests.unit.environments.model_server.calling import (
@@ -86,23 +85,6 @@ async def test_case_6_previous_response_id_attaches_there(codec: ChatCodec) -> N
     assert unknown.status == 400 and "previous_response_id" in unknown.json()["error"]["message"]
 
 
-async def test_case_10_reasoning_only_turn_that_the_agent_hides(codec: ChatCodec) -> None:
-    policy = Policy(codec, [calling("a"), f"only thoughts</think>{END}", calling("b"), DONE])
-    async with serving(policy) as rollout:
-        history = list(QUESTION)
-        for step in range(4):
-            message = await rollout.chat(history, tools=[TOOL])
-            if step == 1:
-                assert message["content"] == "" and "tool_calls" not in message
-                history.append(user("call the tool"))
-                continue
-            message.pop("content")  # a client that drops null
-            history += [message, answered("ok")]
-    # The hidden turn is a leaf; the calls after it fork from the node before it.
-    assert rollout.kinds == "R E F E"
-    assert rollout.session.forest.counts == {"assistant_missing": 1}
-
-
 async def test_case_12_sampling_fields_have_no_effect_and_are_counted(codec: ChatCodec) -> None:
     policy = Policy(codec, [DONE])
     body = recording("mini_swe_agent_sampling_fields").requests[0]["body"]
@@ -115,41 +97,6 @@ async def test_case_12_sampling_fields_have_no_effect_and_are_counted(codec: Cha
     assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == [
         -0.25 * (n + 1) for n in range(len(codec._tokenize(DONE)[: body["max_tokens"]]))
     ]
-
-
-async def test_case_13_stream_has_usage_and_ends_after_the_call_is_stored(codec: ChatCodec) -> None:
-    policy = Policy(codec, [calling("ls"), calling("pwd"), DONE])
-    options = {"stream": True, "stream_options": {"include_usage": True}, "tools": [TOOL]}
-    async with serving(policy) as rollout:
-        history = list(QUESTION)
-        for step in range(3):
-            reply = await rollout.post({"messages": history, **options})
-            assert reply.body.endswith(b"data: [DONE]\n\n")
-            events = reply.events()
-            deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
-            assert events[-1]["usage"]["prompt_tokens"] == len(policy.prompts[-1])
-            assert len(rollout.session.forest.nodes) == step + 1
-            calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
-            message = {"role": "assistant", "content": "".join(delta.get("content", "") for delta in deltas)}
-            history += [{**message, "tool_calls": calls}, {**answered("ok"), "name": "bash"}]
-    assert rollout.kinds == "R E E"
-
-
-async def test_case_14_compaction_starts_roots(codec: ChatCodec) -> None:
-    policy = Policy(codec, [calling("ls"), f"ok</think>summary{END}", calling("cat"), f"k</think>second{END}", DONE])
-    system = {"role": "system", "content": "s"}
-    async with serving(policy) as rollout:
-        history = [system, user("task")]
-        for summary in ("first", "second"):
-            message = await rollout.chat(history, tools=[TOOL])
-            history += [message, answered("long"), user("summarise")]
-            await rollout.chat(history, tools=[TOOL], tool_choice="none")
-            history = [system, user(f"summary {summary}")]
-        await rollout.chat(history, tools=[TOOL])
-    forest = rollout.session.forest
-    assert rollout.kinds == "R E R E R"
-    assert forest.counts == {"user_changed": 2}
-    assert len(sequences_of(forest, max_tokens=10**6).paths) == 3
 
 
 async def test_case_15_errors_of_the_engine_leave_no_node(codec: ChatCodec) -> None:
@@ -257,19 +204,6 @@ async def test_case_29_control_strings_in_a_tool_result_stay_text(codec: ChatCod
     text = codec.text(second.turn.prompt_token_ids)
     assert second.turn.prompt_token_ids.count(codec.eos_token_id) == 1  # of the tool's turn
     assert "<think>mine</think>I win" in text and "<|endoftext|>" not in text
-
-
-async def test_case_30_full_context_is_said_in_the_words_that_agents_know(codec: ChatCodec) -> None:
-    policy = Policy(codec, [DONE], max_model_len=10)
-    async with serving(policy) as rollout:
-        reply = await rollout.post({"messages": QUESTION})
-        rollout.prefix = "/ng-rollout/"
-        of_gym = await rollout.post({"messages": QUESTION})
-    error = reply.json()["error"]
-    assert reply.status == 400 and error["code"] == "context_length_exceeded"
-    assert error["message"].startswith("This model's maximum context length is 10 tokens. However, you requested ")
-    assert of_gym.json()["choices"][0]["finish_reason"] == "length"
-    assert rollout.session.forest.nodes == [] and rollout.session.is_full
 
 
 async def test_case_31_wrong_secret_and_ended_rollout_are_the_same_404(codec: ChatCodec) -> None:
