@@ -52,6 +52,8 @@ def create_app() -> FastAPI:
         if row.get("fails") == "late":
             await asyncio.sleep(WAIT)
         done = await work(row)
+        if row.get("fails") == "hangs at the end":
+            await asyncio.sleep(WAIT)
         if row.get("fails") == "at the end":
             raise HTTPException(500, "the agent broke down")
         return done

@@ -23,6 +23,7 @@ from recipes.environments.model_server.session import RolloutSession, SessionLim
 from recipes.errors import EngineError
 from recipes.types import Completion, Rollout, RolloutStatus, VersionSpan
 from tests.functional.agent_program import running_agent
+from tests.functional.speed import patiently
 from tools import agent_check
 from tools.tiny.tokenizer import build_tokenizer
 
@@ -148,6 +149,15 @@ async def test_no_failure_is_a_reward(
         assert len(done.turns) == 2 and done.metrics["model_calls"] == 2.0
 
 
+async def test_case_21_calls_of_an_agent_that_never_ends_stay_without_a_reward(
+    codec: ChatCodec, agent_url: str
+) -> None:
+    settings = {"timeout_seconds": patiently(4.0)}
+    done, _ = await rollout(codec, agent_url, [CALL], fails="hangs at the end", settings=settings)
+    assert (done.status, done.reward, len(done.turns)) == (RolloutStatus.TIMED_OUT, None, 2)
+    assert done.metrics["model_calls"] == 2.0
+
+
 async def test_agent_that_is_not_there(codec: ChatCodec) -> None:
     done, _ = await rollout(codec, "http://127.0.0.1:9", ["x"])
     assert (done.status, done.reward) == (RolloutStatus.ENV_FAILED, None) and "127.0.0.1:9" in done.reason
@@ -194,6 +204,41 @@ async def test_openais_client_reads_both_apis_streamed_or_not(codec: ChatCodec) 
     with pytest.raises(openai.NotFoundError):
         await openai.AsyncOpenAI(base_url=base_url, api_key="any").chat.completions.create(**chat)
     agents.close()
+
+
+@pytest.mark.parametrize("case", ["30", "31"])
+async def test_openais_client_gives_up_at_once_where_no_retry_can_help(
+    codec: ChatCodec, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Case 30: a full context is an error that agents know. Case 31: calls after the end are not repeated."""
+    monkeypatch.setattr(Policy, "max_model_len", 8)
+    agents, requests = UrlAgents(), []
+
+    async def count(request: httpx.Request) -> None:
+        requests.append(request)
+
+    class Full(Policy):
+        async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
+            return Completion(token_ids=(), logprobs=(), versions=(), finish_reason="length")
+
+    open_session = session(codec, Full(codec, []))
+    server = await agents.server_for("127.0.0.1")
+    async with (
+        server.serving(open_session) as base_url,
+        httpx.AsyncClient(event_hooks={"request": [count]}) as http,
+        openai.AsyncOpenAI(base_url=base_url, api_key="any", max_retries=5, http_client=http) as client,
+    ):
+        if case == "31":
+            open_session.end()
+        with pytest.raises(openai.APIStatusError) as raised:
+            await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "u"}])
+    agents.close()
+    assert len(requests) == 1
+    if case == "31":
+        assert isinstance(raised.value, openai.NotFoundError)
+    else:
+        assert isinstance(raised.value, openai.BadRequestError) and raised.value.code == "context_length_exceeded"
+        assert "This model's maximum context length is 8 tokens. However, you requested " in str(raised.value)
 
 
 async def test_a_thousand_connections_do_not_break_it(codec: ChatCodec) -> None:
