@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,14 @@ class Link:
 def make_links(
     stages: Sequence[Stage], overrides: Sequence[str], environ: Mapping[str, str], root: Path = ROOT
 ) -> list[Link]:
-    """Draft every stage. EXP_NAME goes before the name of each run, MODEL_PATH belongs to the first stage."""
+    """Draft every stage. EXP_NAME goes before the name of each run, MODEL_PATH belongs to the first stage.
+
+    Each stage starts from the nearest of its parents that the pipeline runs: stages between them are left out.
+    """
     results = (root / (environ.get("RESULTS_DIR") or "results")).resolve()
     links: dict[str, Link] = {}
     for stage in stages:
-        parent = links.get(stage.after or "")
+        parent = next((links[name] for name in parents_of(stage) if name in links), None)
         variables = stage_variables(stage, parent, environ if not links else without_model(environ), results)
         draft = checked = draft_launch(stage.id, overrides, {**environ, **variables}, root)
         if parent is not None and not parent.is_finished:
@@ -69,6 +72,13 @@ def make_links(
             is_finished=(parent is None or parent.is_finished) and is_finished(run_dir, draft),
         )
     return list(links.values())
+
+
+def parents_of(stage: Stage) -> Iterator[str]:
+    """Yield the ids of a stage's parent, of that one's parent, and so on."""
+    while stage.after:
+        yield stage.after
+        stage = find_stage(stage.after)
 
 
 def stage_variables(stage: Stage, parent: Link | None, environ: Mapping[str, str], results: Path) -> dict[str, str]:

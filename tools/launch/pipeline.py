@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from recipes.config.stages import Stage, find_stage, load_stages
 from recipes.errors import InputError, LaunchError, Problem, RecipeError
@@ -101,6 +101,13 @@ def make_steps(links: Sequence[Link]) -> list[PlannedStage]:
     return steps
 
 
+def left_out(links: Sequence[Link]) -> Iterator[str]:
+    """Yield a note for each stage that does not start from its own parent, since STAGES leaves that one out."""
+    for link in links:
+        if link.parent is not None and link.parent.stage.id != link.stage.after:
+            yield f"{link.stage.id}: it starts from {link.parent.stage.id}; {link.stage.after} is not in STAGES"
+
+
 def run_pipeline(links: Sequence[Link], overrides: Sequence[str], *, is_dry: bool, force: bool) -> int:
     """Check all stages, then print, submit or run them."""
     refused = inspect(links, force=force)
@@ -115,6 +122,7 @@ def run_pipeline(links: Sequence[Link], overrides: Sequence[str], *, is_dry: boo
         say(refused or str(error).splitlines())
         return error.exit_code
     words = [*(["--force"] if force else []), *overrides]
+    say(left_out(links))
     say(f"would be refused: {line}" for line in refused)
     say(f"{link.stage.id}: {link.run_dir.name} has reached its end, left out" for link in links if link.is_finished)
     say(

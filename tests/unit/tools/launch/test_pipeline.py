@@ -15,7 +15,7 @@ import pytest
 
 from recipes.errors import LaunchError
 from tools.launch.links import is_finished, make_links
-from tools.launch.pipeline import chosen_stages
+from tools.launch.pipeline import chosen_stages, left_out, say
 from tools.launch.sequence import run_forwarding, variable
 from tools.planning.draft import draft_launch
 
@@ -37,12 +37,22 @@ def test_start_weights_of_a_pending_stage_are_checked_with_those_of_the_first(tm
     assert third.checked.config.grpo.max_num_steps == 2
 
 
-def test_stage_whose_parent_is_not_in_the_pipeline_has_start_weights(tmp_path):
+def test_stage_whose_parents_are_not_in_the_pipeline_has_start_weights(tmp_path):
     environ = {"SCALE": "tiny", "LAUNCHER": "local", "RESULTS_DIR": str(tmp_path)}
-    first, second = make_links(chosen_stages(["rlvr1", "rlvr3"]), [], environ)
-    assert second.parent is None
-    assert second.draft.contract["MODEL_PATH"] == f"{tmp_path}/stage1.2-rlvr2-tiny/checkpoints/latest/hf"
-    assert first.export == tmp_path / "stage1.1-rlvr1-tiny" / "checkpoints" / "latest" / "hf"
+    [only] = make_links(chosen_stages(["rlvr3"]), [], environ)
+    assert only.parent is None
+    assert only.draft.contract["MODEL_PATH"] == f"{tmp_path}/stage1.2-rlvr2-tiny/checkpoints/latest/hf"
+    assert only.export == tmp_path / "stage1.3-rlvr3-tiny" / "checkpoints" / "latest" / "hf"
+
+
+def test_stage_whose_parent_is_left_out_starts_from_the_nearest_one_that_runs(tmp_path, capsys):
+    environ = {"SCALE": "tiny", "LAUNCHER": "local", "RESULTS_DIR": str(tmp_path), "MODEL_PATH": "/sft"}
+    first, second, third = links = make_links(chosen_stages(["rlvr1", "swe1", "rlhf"]), [], environ)
+    assert (second.parent, third.parent) == (first, second)
+    assert third.draft.contract["MODEL_PATH"] == f"{tmp_path}/stage2.1-swe1-tiny/checkpoints/latest/hf"
+    say(left_out(links))
+    assert "stage3: it starts from stage2.1; stage2.2 is not in STAGES" in capsys.readouterr().err
+    assert not list(left_out(links[:1]))
 
 
 @pytest.mark.parametrize(
