@@ -101,7 +101,7 @@ stage%: $(READY) # the launcher answers a stage that does not exist with the nam
 	@./super_launch.sh $@ $(ARGS)
 
 pipeline: $(READY) ##* run all six stages in order, each from its parent's export; run it again to resume
-#= STAGES="stage1.1 stage1.2" (others are left out) MODEL_PATH BLEND; at scale tiny make tiny BLEND=wide first
+#= STAGES="stage1.1 stage2.1" MODEL_PATH BLEND; at scale tiny make tiny BLEND=wide first
 	@$(CHAIN_START) $(JUDGED) $(PYTHON) -m tools.launch.pipeline --stages "$(STAGES)" $(ARGS)
 
 .PHONY: doctor
