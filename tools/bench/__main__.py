@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         default=Path("results/bench.json"),
         help="JSON result; a page is written beside it",
     )
-    parser.add_argument("--steps", type=int, default=8, help="measured steps of each of the twelve training runs")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of each training run")
     parser.add_argument("--rounds", type=int, default=9, help="rounds of each way to generate")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="configuration overrides, the last wins")
     args = parser.parse_args(argv)

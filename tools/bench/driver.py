@@ -11,8 +11,19 @@ from pathlib import Path
 from recipes.config.load import load_config, require_runnable
 from recipes.errors import RecipeError
 from tools.bench.rollouts import OURS, measure_rollouts
-from tools.bench.training import measure_training
-from tools.bench.verdict import Check, load_warning, machine, rollout_check, table, training_checks, write
+from tools.bench.training import measure_pushes, measure_training
+from tools.bench.verdict import (
+    Check,
+    Results,
+    load_warning,
+    machine,
+    push_costs,
+    push_table,
+    rollout_check,
+    table,
+    training_checks,
+    write,
+)
 
 # Set by the bench; every other key has the stage's value.
 SETTINGS = (
@@ -61,11 +72,13 @@ def _bench(args: argparse.Namespace) -> list[Check]:
         # Before training: our engine then holds the weights that plain vLLM loads.
         ways = measure_rollouts(run, args.run_dir, num_rounds=args.rounds)
         runs = measure_training(run, args.run_dir, num_steps=args.steps)
+        pushes = measure_pushes(run, args.run_dir, num_steps=args.steps)
     finally:
         run.close()
     checks = [*training_checks(runs), rollout_check(ways, OURS)]
-    print(table(checks, ways))
-    write(args.out, runs, ways, checks, found)
+    results = Results(machine=found, training=runs, pushes=pushes, rollouts=ways, checks=checks)
+    print(f"{table(checks, ways)}\n\n{push_table(push_costs(pushes))}")
+    write(args.out, results)
     if warning := load_warning(found):
         print(f"bench: {warning}")
     print(f"bench: {args.out}, {args.out.with_suffix('.html')}")

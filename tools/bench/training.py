@@ -1,4 +1,7 @@
-"""Trains on the same prompts from the same weights in four ways: sync and async, each with and without latency.
+"""Trains on the same prompts from the same weights in several ways.
+
+    sync and async, each with and without latency
+    async, at age 1 and 2, by what becomes of running requests when weights are pushed
 
 One policy and one engine serve all runs; each run has fresh weights and a collector of its own. Each way runs three
 times, in turn: a run is compared with its neighbour, so that a slow minute of the machine changes both.
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 
 WARMUP_STEPS = 2  # the first step has no overlap yet, and the second still fills the pipeline
 NUM_PASSES = 3
+PUSH_AGES = (1, 2)
+START = "start_weights"
 SPREAD = (0.2, 1.8)  # a latency is uniform between these multiples of its mean
 
 
@@ -49,7 +54,7 @@ def measure_training(run: Run, run_dir: Path, *, num_steps: int) -> list[Trainin
     Each run takes `num_steps` steps after the warm-up.
     """
     _measure(run, run_dir, max_age=1, latency=0.0, num_steps=WARMUP_STEPS + 1)  # warm-up of every code path
-    start = run_dir / "start_weights"
+    start = run_dir / START
     shutil.rmtree(start, ignore_errors=True)
     run.policy.save(start)
     measured = []
@@ -59,10 +64,33 @@ def measure_training(run: Run, run_dir: Path, *, num_steps: int) -> list[Trainin
     return measured
 
 
+def measure_pushes(run: Run, run_dir: Path, *, num_steps: int) -> list[TrainingTimes]:
+    """Return the step times and mismatches by what becomes of running requests at a push, age by age, pass by pass.
+
+    The policy's weights at the start are those that `measure_training` has kept.
+    """
+    from recipes.generation.generation import Generation
+    from recipes.generation.requests import AtPush
+
+    generation, measured = run.generation, []
+    assert isinstance(generation, Generation)
+    before = generation.at_push
+    try:
+        for _, max_age, at_push in itertools.product(range(NUM_PASSES), PUSH_AGES, AtPush):
+            run.policy.load(run_dir / START)
+            generation.at_push = at_push
+            own, num = run_dir / at_push.value, WARMUP_STEPS + num_steps
+            times = _measure(run, own, max_age=max_age, latency=0.0, num_steps=num)
+            measured.append(replace(times, at_push=at_push.value))
+    finally:
+        generation.at_push = before
+    return measured
+
+
 def _measure(run: Run, run_dir: Path, *, max_age: int, latency: float, num_steps: int) -> TrainingTimes:
     from recipes.grpo.train import train
 
-    name = f"{'async' if max_age else 'sync'}_{latency:g}s"
+    name = f"age{max_age}_{latency:g}s"
     mine = _variant(run, run_dir / name, max_age=max_age, latency=latency, num_steps=num_steps)
     try:
         train(mine)
@@ -77,6 +105,7 @@ def _measure(run: Run, run_dir: Path, *, max_age: int, latency: float, num_steps
         step_seconds=tuple(record.values["timing/train/total_step_time"] for record in records),
         phase_seconds={phase: tuple(one.get(phase, 0.0) for one in phases) for phase in phases[0]},
         generated_tokens=tuple(record.values["train/gen_tokens_per_sample/mean"] for record in records),
+        mismatch=tuple(record.values["train/token_mult_prob_error"] - 1.0 for record in records),
     )
 
 

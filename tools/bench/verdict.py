@@ -21,6 +21,7 @@ LIMITS: Mapping[float, float] = {0.0: 1.1, 0.5: 1.8}
 ROLLOUT_LIMIT = 0.85  # of plain vLLM's tokens per second
 SPLIT_LIMIT = 0.8  # of the speed of `cat` into a file and `sha256sum` together
 FILL_LIMIT, VALIDATE_LIMIT = 1.1, 1.5  # times the speed of one process, with two cores or more
+PUSH_NAMES = {"drain": "end before it", "keep": "keep their caches", "recompute": "compute their caches again"}
 FILL_MEMORY_LIMIT = 0.8  # memory for a tenth of the rows / memory for all: memory must not grow with the file
 
 
@@ -33,6 +34,8 @@ class TrainingTimes:
     step_seconds: tuple[float, ...]
     phase_seconds: Mapping[str, tuple[float, ...]]  # short name of the phase -> one value per step
     generated_tokens: tuple[float, ...]  # per sample, mean of the step
+    mismatch: tuple[float, ...]  # mean exp|engine - trainer log-probability| - 1 of the step's tokens
+    at_push: str = "keep"  # what becomes of running requests when weights are pushed
 
     @property
     def name(self) -> str:
@@ -126,6 +129,47 @@ def breakdown(ways: Sequence[GenerationSpeed]) -> list[tuple[GenerationSpeed, fl
     return rows
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushCost:
+    """What one way to treat running requests at a push costs, and what it does to the mismatch."""
+
+    max_age: int
+    at_push: str
+    seconds_per_step: float
+    ratio: float  # of its step time to that of keeping the caches
+    mismatch: float
+
+
+def push_costs(runs: Sequence[TrainingTimes]) -> list[PushCost]:
+    """Return the cost of each way at each age, by the median of all passes."""
+    found: dict[tuple[int, str], list[TrainingTimes]] = {}
+    for run in runs:
+        found.setdefault((run.max_age, run.at_push), []).append(run)
+    costs = []
+    for (max_age, at_push), own in sorted(found.items()):
+        seconds = [run.seconds_per_step for run in own]
+        kept = [run.seconds_per_step for run in found[max_age, "keep"]]
+        cost = PushCost(
+            max_age=max_age,
+            at_push=at_push,
+            seconds_per_step=statistics.median(seconds),
+            ratio=median_ratio(seconds, kept),
+            mismatch=statistics.median(statistics.fmean(run.mismatch) for run in own),
+        )
+        costs.append(cost)
+    return costs
+
+
+def push_table(costs: Sequence[PushCost]) -> str:
+    """Return the costs as aligned text."""
+    lines = ["running requests at a push   age  s/step  of keep  mismatch"]
+    for cost in costs:
+        name = PUSH_NAMES.get(cost.at_push, cost.at_push)
+        line = f"{name:<28} {cost.max_age:4d}  {cost.seconds_per_step:6.3f}  {cost.ratio:7.2f}  {cost.mismatch:8.1e}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
 def table(checks: Sequence[Check], ways: Sequence[GenerationSpeed]) -> str:
     """Return the checks and the breakdown as aligned text."""
     width = max(len(check.name) for check in checks)
@@ -156,25 +200,32 @@ def load_warning(found: Mapping[str, float]) -> str:
     )
 
 
-def write(
-    out: Path,
-    runs: Sequence[TrainingTimes],
-    ways: Sequence[GenerationSpeed],
-    checks: Sequence[Check],
-    found: Mapping[str, float],
-) -> None:
-    """Write the result as JSON to `out` and as a page beside it; `found` is the machine before the bench."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """Everything that the bench has measured."""
+
+    machine: Mapping[str, float]  # before the bench
+    training: Sequence[TrainingTimes]
+    pushes: Sequence[TrainingTimes]
+    rollouts: Sequence[GenerationSpeed]
+    checks: Sequence[Check]
+
+
+def write(out: Path, results: Results) -> None:
+    """Write the results as JSON to `out` and as a page beside it."""
     result = {
-        "machine": dict(found),
-        "checks": [{**asdict(check), "is_kept": check.is_kept} for check in checks],
-        "training": [{**asdict(run), "seconds_per_step": run.seconds_per_step} for run in runs],
-        "rollouts": [{**asdict(way), "median_tokens_per_second": way.median} for way in ways],
+        "machine": dict(results.machine),
+        "checks": [{**asdict(check), "is_kept": check.is_kept} for check in results.checks],
+        "training": [{**asdict(run), "seconds_per_step": run.seconds_per_step} for run in results.training],
+        "pushes": [asdict(cost) for cost in push_costs(results.pushes)],
+        "rollouts": [{**asdict(way), "median_tokens_per_second": way.median} for way in results.rollouts],
     }
     write_atomically(out, (json.dumps(result, indent=1) + "\n").encode())
-    write_atomically(out.with_suffix(".html"), _page(runs, ways, checks, load_warning(found)).encode())
+    write_atomically(out.with_suffix(".html"), _page(results).encode())
 
 
-def _page(runs: Sequence[TrainingTimes], ways: Sequence[GenerationSpeed], checks: Sequence[Check], warning: str) -> str:
+def _page(results: Results) -> str:
+    runs, ways, checks, warning = results.training, results.rollouts, results.checks, load_warning(results.machine)
     names = [*(name for name in PHASES.values() if name != "wait"), "other", "wait"]
     charts = []
     highest = max((max(run.step_seconds) for run in runs), default=0.0)
@@ -194,6 +245,11 @@ def _page(runs: Sequence[TrainingTimes], ways: Sequence[GenerationSpeed], checks
         f"<td>{cost:+.1f} %</td><td class='reason'>{escape(way.adds)}</td></tr>"
         for way, share, cost in breakdown(ways)
     )
+    pushes = "".join(
+        f"<tr><td>{escape(PUSH_NAMES.get(cost.at_push, cost.at_push))}</td><td>{cost.max_age}</td>"
+        f"<td>{cost.seconds_per_step:.3f}</td><td>{cost.ratio:.2f}</td><td>{format_number(cost.mismatch)}</td></tr>"
+        for cost in push_costs(results.pushes)
+    )
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>bench</title>'
         f"<style>{STYLE_FILE.read_text(encoding='utf-8')}</style></head><body><main><h1>Bench</h1>"
@@ -203,5 +259,8 @@ def _page(runs: Sequence[TrainingTimes], ways: Sequence[GenerationSpeed], checks
         f"<section class='charts'>{''.join(charts)}</section>"
         "<section><h2>Where the tokens per second go</h2><div class='scroll'><table class='numbers'><thead><tr>"
         "<th>way to generate</th><th>tokens/s</th><th>of plain</th><th>time per token</th><th class='reason'>adds</th>"
-        f"</tr></thead><tbody>{ladder}</tbody></table></div></section></main></body></html>\n"
+        f"</tr></thead><tbody>{ladder}</tbody></table></div></section>"
+        "<section><h2>Running requests at a push of weights</h2><div class='scroll'><table class='numbers'><thead><tr>"
+        "<th>they</th><th>age</th><th>s per step</th><th>of keep</th><th>mismatch</th></tr></thead>"
+        f"<tbody>{pushes}</tbody></table></div></section></main></body></html>\n"
     )

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from recipes.generation.requests import AtPush
 from recipes.rollouts.group import GroupRequest
 from recipes.types import Sampling
 from tools.bench.training import SlowWorkers
 from tools.bench.verdict import (
+    PUSH_NAMES,
     GenerationSpeed,
+    Results,
     TrainingTimes,
     breakdown,
     load_warning,
+    push_costs,
+    push_table,
     rollout_check,
     table,
     training_checks,
@@ -29,6 +35,7 @@ def times(max_age: int, latency: float, seconds: list[float]) -> TrainingTimes:
         step_seconds=tuple(seconds),
         phase_seconds={"train": tuple(second / 2 for second in seconds)},
         generated_tokens=(10.0,) * len(seconds),
+        mismatch=(0.1,) * len(seconds),
     )
 
 
@@ -75,7 +82,9 @@ def test_table_and_files_state_the_verdicts(
     assert "async over sync, 0.5 s environment   1.60   1.80  BELOW" in text
     assert "async over sync, 0 s environment     1.50   1.10  ok" in text
     out = tmp_path / "results" / "bench.json"
-    write(out, runs, ways, checks, {"cores": 2.0, "load": 1.5})
+    pushes = [replace(run, at_push=way) for run in runs[1:2] for way in PUSH_NAMES]
+    busy = {"cores": 2.0, "load": 1.5}
+    write(out, Results(machine=busy, training=runs, pushes=pushes, rollouts=ways, checks=checks))
     result = json.loads(out.read_text())
     assert [check["is_kept"] for check in result["checks"]] == [True, False, False]
     assert [run["seconds_per_step"] for run in result["training"]] == [3, 2, 4, 2.5]
@@ -84,6 +93,19 @@ def test_table_and_files_state_the_verdicts(
     assert "load 1.5 on 2 cores" in page
     assert load_warning({"cores": 2.0, "load": 0.9}) == ""
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_ways_at_a_push_are_compared_with_keeping_within_their_age_and_pass() -> None:
+    kept, drained = times(1, 0.0, [2, 2]), replace(times(1, 0.0, [3, 3]), at_push="drain", mismatch=(0.01, 0.03))
+    slow_kept, slow_drained = times(1, 0.0, [20, 20]), replace(times(1, 0.0, [40, 40]), at_push="drain")
+    other_age = times(2, 0.0, [1, 1])
+    costs = push_costs([kept, drained, other_age, slow_kept, slow_drained, kept, drained])
+    found = {(cost.max_age, cost.at_push): cost for cost in costs}
+    assert found[1, "keep"].ratio == found[2, "keep"].ratio == 1.0
+    assert found[1, "drain"].ratio == 1.5  # of 1.5, 2 and 1.5
+    assert found[1, "drain"].mismatch == pytest.approx(0.02)
+    assert "end before it                   1   3.000     1.50   2.0e-02" in push_table(costs)
+    assert set(PUSH_NAMES) == {way.value for way in AtPush}
 
 
 def test_a_slow_minute_hits_both_sides_of_a_pass(runs: list[TrainingTimes]) -> None:
