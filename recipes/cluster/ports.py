@@ -55,7 +55,6 @@ PORT_TABLE = (
     PortRange(name="environment servers", low=5000, high=6000, is_open=False, guard="nothing"),
     PortRange(name="sandbox entry", low=SANDBOX_PORT, high=SANDBOX_PORT + 1, is_open=True, guard="the sandbox's token"),
     PortRange(name="sandbox workers of NeMo-Skills", low=6001, high=7000, is_open=True, guard="nothing"),
-    PortRange(name="vLLM rendezvous, 100 per engine", low=7000, high=8200, is_open=False, guard="nothing"),
     PortRange(name="Ray dashboard; never started", low=8265, high=8266, is_open=False, guard="the job's token"),
     AGENT_PORTS,
 )
