@@ -24,7 +24,7 @@ from recipes.errors import LaunchError, Problem, RecipeError
 from recipes.grpo.checkpoint import complete_export, is_export
 from recipes.stop import EXIT_RESUME, SIGNALS
 from tools.planning.live_jobs import in_progress, live_jobs
-from tools.planning.provenance import data_digest, read_run_lock, record_start_weights
+from tools.planning.provenance import data_digest, read_run_lock, record_start_weights, recorded_name
 from tools.planning.run_dir import RunInProgressError, lock_run, point_latest, read_holder, this_process
 
 MODEL_KEY = "policy.model_name="
@@ -106,16 +106,17 @@ def require_same_data(run_dir: Path, command: Sequence[str]) -> None:
     """Hash the data files again, at each start of the job; raises `LaunchError` for those changed since the launch."""
     given = dict(word.split("=", 1) for word in command if word.startswith(DATA_KEYS))  # the last of a key wins
     paths = [Path(str(found)) for word in given.values() if (found := yaml.safe_load(word)) is not None]
-    recorded = read_run_lock(run_dir).get("data", {}) if len({path.name for path in paths}) == len(paths) else {}
+    recorded = read_run_lock(run_dir).get("data", {})
     problems = [
         Problem(
             where=str(path),
             got=f"sha256 {found[:12]}...",
-            expected=f"{recorded[path.name]['sha256'][:12]}..., as when the job was submitted",
+            expected=f"{recorded[name]['sha256'][:12]}..., as when the job was submitted",
             fix="restore the file, or submit the run again; data.on_change says how a run with checkpoints goes on",
         )
-        for path in paths
-        if path.name in recorded and (found := data_digest(path)["sha256"]) != recorded[path.name]["sha256"]
+        for path in dict.fromkeys(paths)
+        if (name := recorded_name(path, paths, recorded))
+        and (found := data_digest(path)["sha256"]) != recorded[name]["sha256"]
     ]
     if problems:
         raise LaunchError(problems)

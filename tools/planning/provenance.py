@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -78,7 +78,7 @@ def describe(record: LaunchRecord) -> dict[str, Any]:
         "seed": record.config["grpo"]["seed"],
         "git": {"commit": record.code.commit, "diff_sha256": record.code.diff_sha256},
         "config": {"path": record.config_path.name, "sha256": json_sha256(record.config)},
-        "data": {path.name: data_digest(path) for path in record.data_paths},
+        "data": {name: data_digest(path) for name, path in data_names(record.data_paths).items()},
         "model": model | (model_digest(record.model_path) if is_there else {}),
         "images": {name: {"name": image, "digest": launch_digest(image)} for name, image in record.images.items()},
         "packages": {name: found for name in PACKAGES if (found := package_version(name))},
@@ -109,6 +109,28 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def json_sha256(value: Any) -> str:
     """Hash a value's canonical JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def data_names(paths: Sequence[Path]) -> dict[str, Path]:
+    """Return the files by name, each with as many of its directories as tell it from the others."""
+    found: dict[str, Path] = {}
+    for path in dict.fromkeys(paths):
+        others = [other for other in paths if other != path]
+        names = ["/".join(path.parts[-count:]) for count in range(1, len(path.parts) + 1)]
+        unique = (name for name in names if not any(_ends_with(other, name) for other in others))
+        found[next(unique, str(path))] = path
+    return found
+
+
+def recorded_name(path: Path, paths: Sequence[Path], recorded: Collection[str]) -> str | None:
+    """Return the name that `path`, one of `paths`, has in a lock, which may be of more or of fewer files."""
+    name = next(name for name, one in data_names(paths).items() if one == path)
+    longer = (key for key in recorded if "/" in key and _ends_with(path, key))
+    return name if name in recorded else next(longer, None)
+
+
+def _ends_with(path: Path, name: str) -> bool:
+    return f"/{path}".endswith(f"/{name}")
 
 
 def data_digest(path: Path) -> dict[str, str]:

@@ -12,9 +12,11 @@ import pytest
 from tools.planning import provenance
 from tools.planning.provenance import (
     LaunchRecord,
+    data_names,
     differences,
     model_digest,
     record_start_weights,
+    recorded_name,
     write_run_lock,
 )
 from tools.planning.snapshot import CodeVersion
@@ -102,3 +104,19 @@ def test_weights_that_come_later_are_recorded_when_the_job_finds_them(record, tm
     (record.model_path / "model.safetensors").write_bytes(b"Weights")
     (line,) = record_start_weights(run_dir, record.model_path)
     assert line.startswith("model.weights_sha256: was ")
+
+
+def test_two_data_files_of_one_name_are_both_recorded(record, tmp_path):
+    paths = []
+    for name in ("train", "val"):
+        (tmp_path / name).mkdir()
+        paths.append(tmp_path / name / "data.jsonl")
+        paths[-1].write_text(name)
+    write_run_lock(tmp_path / "run", replace(record, data_paths=paths))
+    lock = json.loads((tmp_path / "run" / "run.lock.json").read_text())
+    digests = {name: found["sha256"] for name, found in lock["data"].items()}
+    assert digests == {f"{name}/data.jsonl": hashlib.sha256(name.encode()).hexdigest() for name in ("train", "val")}
+    assert [recorded_name(path, paths, digests) for path in paths] == ["train/data.jsonl", "val/data.jsonl"]
+    assert recorded_name(paths[1], paths[1:], digests) == "val/data.jsonl", "another start may have fewer files"
+    assert recorded_name(paths[1], paths, {"data.jsonl"}) is None, "it could be the other one's"
+    assert list(data_names([paths[0], paths[0]])) == ["data.jsonl"]
