@@ -1,8 +1,9 @@
 """A run that is stopped, again and again, trains every prompt exactly once.
 
-One run, nine stops: each of driver, generation actor and policy worker, before the first save of the attempt, while a
-checkpoint is being written, and right after one. The driver's last is a request, SIGTERM, which it answers with a
-checkpoint; the others are kills. Every start is the same `make stage1.1`.
+A stop is that of driver, generation actor or policy worker, before the first save of the attempt, while a checkpoint is
+being written, or right after one. The driver's after a save is a request, SIGTERM, which it answers with a checkpoint;
+the others are kills. Every start is the same `make stage1.1`. One run has a stop of each process and at each moment;
+another, which takes long, has all nine.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ from recipes.grpo.checkpoint import complete_checkpoints, load_state
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(1500)]
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPTS, GENERATIONS, SAVE_PERIOD, STEPS = 4, 2, 3, 40
+PROMPTS, GENERATIONS, SAVE_PERIOD = 4, 2, 3
 START_SECONDS, EXIT_SECONDS = 300.0, 60.0
 
 VICTIMS = {"driver": "run_grpo.py", "generation": "ray::EngineActor", "policy": "ray::PolicyWorker"}
+MOMENTS = ("before a save", "while saving", "after a save")
+ALL = [(moment, victim) for moment in MOMENTS for victim in VICTIMS]
+REQUEST = ("after a save", "driver")
+SAMPLE = [("before a save", "generation"), ("while saving", "driver"), ("after a save", "policy"), REQUEST]
 ERRORS = {
     "driver": "",
     "generation": "generation engine 0",
@@ -87,27 +92,26 @@ def saved(run_dir: Path) -> int:
     return max(complete_checkpoints(run_dir / "checkpoints"), default=0)
 
 
-@pytest.fixture
-def env(tmp_path: Path) -> dict[str, str]:
-    """The launch's environment: random weights are enough, and every prompt must be seen once."""
+def environment(directory: Path, num_steps: int) -> dict[str, str]:
+    """Return the launch's environment: random weights are enough, and every prompt must be seen once."""
     overrides = {
         "grpo.num_prompts_per_step": PROMPTS,
         "grpo.num_generations_per_prompt": GENERATIONS,
-        "grpo.max_num_steps": STEPS,
+        "grpo.max_num_steps": num_steps,
         "grpo.val_at_start": "false",
         "grpo.val_at_end": "false",
         "checkpointing.save_period": SAVE_PERIOD,
         "checkpointing.keep_top_k": 2,
         "policy.generation.max_new_tokens": 8,
     }
-    environment = launch_environment(tmp_path, num_rows=200, overrides=overrides)
-    return {**environment, "EXP_NAME": "resume", "MODEL_PATH": str(tmp_path / "model")}
+    variables = launch_environment(directory, num_rows=num_steps * PROMPTS + 40, overrides=overrides)
+    return {**variables, "EXP_NAME": "resume", "MODEL_PATH": str(directory / "model")}
 
 
 def stop_at(attempt: Attempt, victim: str, moment: str, number: signal.Signals) -> None:
     checkpoints, before = attempt.run_dir / "checkpoints", saved(attempt.run_dir)
     if moment == "before a save":
-        attempt.wait_until(lambda: f"/{STEPS} | reward" in attempt.log.read_text(errors="replace"), "a step")
+        attempt.wait_until(lambda: " | reward" in attempt.log.read_text(errors="replace"), "a step")
     elif moment == "while saving":
         attempt.wait_until(lambda: any(checkpoints.glob("tmp_step_*/policy/*")), "a checkpoint begun")
     else:
@@ -117,33 +121,38 @@ def stop_at(attempt: Attempt, victim: str, moment: str, number: signal.Signals) 
     process.send_signal(number)
 
 
-def test_nine_stops_and_every_prompt_once(tmp_path: Path, env: dict[str, str]) -> None:
-    run_dir = tmp_path / "resume"
-    for moment in ("before a save", "while saving", "after a save"):
-        for victim in VICTIMS:
-            resumed_from = saved(run_dir)
-            for left in (run_dir / "checkpoints").glob("tmp_*"):
-                shutil.rmtree(left)  # so that this attempt's own half-written checkpoint is the one waited for
-            attempt = Attempt(run_dir, env)
-            is_asked = (moment, victim) == ("after a save", "driver")
-            stop_at(attempt, victim, moment, signal.SIGTERM if is_asked else signal.SIGKILL)
-            assert attempt.wait(EXIT_SECONDS) != 0, f"a run without its {victim} claims success:\n{attempt.tail()}"
-            log = attempt.log.read_text(errors="replace")
-            assert ERRORS[victim] in log, f"the {victim}'s death is not named:\n{attempt.tail()}"
-            assert f"step {resumed_from}, " in log or resumed_from == 0, "did not resume from the last checkpoint"
-            assert saved(run_dir) >= resumed_from
-            if is_asked:
-                assert "Error 75" in log, f"not stopped to be started again:\n{attempt.tail()}"
-                assert saved(run_dir) == last_step(run_dir) > resumed_from, "a step is lost"
+@pytest.mark.parametrize(
+    ("stops", "num_steps"),
+    [pytest.param(SAMPLE, 24, id="four stops"), pytest.param(ALL, 40, id="nine stops", marks=pytest.mark.slow)],
+)
+def test_a_run_that_is_stopped_trains_every_prompt_once(
+    stops: list[tuple[str, str]], num_steps: int, tmp_path: Path
+) -> None:
+    run_dir, env = tmp_path / "resume", environment(tmp_path, num_steps)
+    for moment, victim in stops:
+        resumed_from = saved(run_dir)
+        for left in (run_dir / "checkpoints").glob("tmp_*"):
+            shutil.rmtree(left)  # so that this attempt's own half-written checkpoint is the one waited for
+        attempt = Attempt(run_dir, env)
+        is_asked = (moment, victim) == REQUEST
+        stop_at(attempt, victim, moment, signal.SIGTERM if is_asked else signal.SIGKILL)
+        assert attempt.wait(EXIT_SECONDS) != 0, f"a run without its {victim} claims success:\n{attempt.tail()}"
+        log = attempt.log.read_text(errors="replace")
+        assert ERRORS[victim] in log, f"the {victim}'s death is not named:\n{attempt.tail()}"
+        assert f"step {resumed_from}, " in log or resumed_from == 0, "did not resume from the last checkpoint"
+        assert saved(run_dir) >= resumed_from
+        if is_asked:
+            assert "Error 75" in log, f"not stopped to be started again:\n{attempt.tail()}"
+            assert saved(run_dir) == last_step(run_dir) > resumed_from, "a step is lost"
 
     attempt = Attempt(run_dir, env)
     assert attempt.wait(START_SECONDS + 120) == 0, attempt.tail()
-    assert last_step(run_dir) == saved(run_dir) == STEPS
+    assert last_step(run_dir) == saved(run_dir) == num_steps
 
-    ledger = load_state(complete_checkpoints(run_dir / "checkpoints")[STEPS]).ledger
+    ledger = load_state(complete_checkpoints(run_dir / "checkpoints")[num_steps]).ledger
     per_step = Counter(entry.step for entry in ledger)
-    assert per_step == dict.fromkeys(range(1, STEPS + 1), PROMPTS), "a step trained another number of prompts"
+    assert per_step == dict.fromkeys(range(1, num_steps + 1), PROMPTS), "a step trained another number of prompts"
     rows = [int(entry.key.split(":")[1]) for entry in ledger]
-    assert sorted(rows) == list(range(STEPS * PROMPTS)), "a prompt was trained twice or skipped"
+    assert sorted(rows) == list(range(num_steps * PROMPTS)), "a prompt was trained twice or skipped"
     steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, STEPS + 1)), "metrics.jsonl shows a step twice or not at all"
+    assert steps == list(range(1, num_steps + 1)), "metrics.jsonl shows a step twice or not at all"
