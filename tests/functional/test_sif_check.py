@@ -22,6 +22,7 @@ from small_root import require, write_root
 from speed import patiently
 from swe_project import CANARY, WRONG, Project, git, write_project
 
+from recipes.environments.swe.containers.places import AS_NOBODY
 from tools.sif import run as sif_run
 from tools.sif.history import Repository, strip_history
 from tools.sif.registry.errors import ImageError
@@ -132,7 +133,7 @@ def test_a_user_without_rights_runs_it_too(made):
         shutil.copy(made.stripped, image)
         words = sif_run.words_of(CONTAINER, image, place / "user" / "work", place / "inputs")
         script = shutil.copy(sif_run.RUN, place / "run.sh")
-        start = [shutil.copy(sif_run.AS_NOBODY, place), *words[1:]]
+        start = [shutil.copy(AS_NOBODY, place), *words[1:]]
         start[start.index(str(sif_run.RUN))] = script
         (place / "user").mkdir()
         (place / "user/work").mkdir()

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from recipes.environments.swe.containers.places import AS_NOBODY
 from tools.sif.programs import run_program
 from tools.sif.registry.errors import ImageError
-from tools.sif.run import AS_NOBODY
 
 REPOSITORY = "testbed"  # in all three families
 MAX_SETUP_COMMITS = 1  # on top of the base commit: SWE-bench images commit their set-up

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.environments.sandbox.apptainer import isolation
+from recipes.environments.swe.containers.places import AS_NOBODY
 from tools.sif.programs import run_program
 from tools.sif.registry.errors import ImageError
 
-RUN, AS_NOBODY = (Path(__file__).with_name(name) for name in ("run.sh", "as_nobody.sh"))
+RUN = Path(__file__).with_name("run.sh")
 PARTITION = re.compile(r"\|(\d+)-\d+\s*\|FS \(Squashfs/\*System")
 LIST_SECONDS = 60.0
 OWN_TOOLS = ("siftool", "squashfuse", "unshare", "setpriv", "mount", "bwrap")

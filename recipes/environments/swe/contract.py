@@ -49,7 +49,7 @@ class CommandResult:
 
     status: int | None  # None: it ran out of its time, and was interrupted
     output: str
-    num_dropped: int = 0  # characters that were cut out of the middle of the output
+    num_dropped: int = 0  # characters that were cut out of the middle of the output; a line there says so, too
 
 
 class ContainerFailedError(Exception):
@@ -77,6 +77,8 @@ class Shell(Protocol):
 
     async def run(self, command: str, *, seconds: float, max_characters: int) -> CommandResult:
         """Run a command. One that is late is interrupted, and the shell stays usable with what it had.
+
+        Where a command ends the shell itself, a new one takes its place, and the last line of the output says so.
 
         Raises `ContainerEndedError`.
         """

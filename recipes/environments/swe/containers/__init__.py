@@ -1,0 +1,1 @@
+"""Containers of tasks in repositories: see `runtime.py`."""

@@ -1,0 +1,82 @@
+"""The directory in which a process keeps its containers' pipes and mount points, and the user that containers run as.
+
+A process that is killed cannot clear its directory. So it holds a lock on it as long as it lives, and the next process
+of the same user that starts containers removes the directories without a lock.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+AS_NOBODY = Path(__file__).with_name("as_nobody.sh")
+PREFIX = "swe-containers-"
+NOBODY = 65534
+_homes: dict[int, Path] = {}  # process -> its directory; a fork makes its own
+
+
+def home() -> Path:
+    """Return this process's directory; the first call makes it, and removes those that killed processes have left."""
+    if os.getpid() not in _homes:
+        parent = Path(tempfile.gettempdir())
+        clear_abandoned(parent)
+        _homes[os.getpid()] = _make(parent)
+        atexit.register(_remove, os.getpid())
+    return _homes[os.getpid()]
+
+
+def container_user() -> int:
+    """Return the user that containers run as: this process's own, but nobody in place of root where there is one."""
+    if os.geteuid() != 0:
+        return os.geteuid()
+    ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    is_mapped = any(int(low) <= NOBODY < int(low) + int(count) for low, _, count in ranges)
+    return NOBODY if is_mapped else 0
+
+
+def clear_abandoned(parent: Path) -> None:
+    """Remove this user's directories below `parent` that no process holds."""
+    for path in parent.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            found = path.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+                continue
+            if (lock := _lock(path)) is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
+
+
+def _make(parent: Path) -> Path:
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        lock = _lock(path)
+        if lock is not None and os.fstat(lock).st_nlink:  # else another start took it for an abandoned one
+            path.chmod(0o711)  # the container's user passes through
+            return path
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock(path: Path) -> int | None:
+    """Lock a directory and return the descriptor, which stays open; None when another process holds it."""
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return None
+    return lock
+
+
+def _remove(pid: int) -> None:
+    if pid == os.getpid():
+        shutil.rmtree(_homes.pop(pid), ignore_errors=True)

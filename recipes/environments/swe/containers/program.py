@@ -1,0 +1,117 @@
+"""One bash that a container's first process has started on request, and what it says on its control pipe."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from recipes.environments.swe.containers.channel import Channel
+from recipes.environments.swe.containers.processes import number_inside, send_signal, tree
+from recipes.environments.swe.contract import ContainerEnd, ContainerEndedError
+
+if TYPE_CHECKING:
+    from recipes.environments.swe.containers.container import RunningContainer
+
+OPEN_SECONDS = 60.0
+STOP_STEPS = 10
+Known = frozenset[tuple[int, int]]  # processes: number, start
+
+
+class Program:
+    """A bash with its channel. `ended` is set to its status when it has ended."""
+
+    def __init__(self, container: RunningContainer, directory: Path, name: str, owner: int) -> None:
+        loop = asyncio.get_running_loop()
+        self._container, self._name = container, name
+        self._opened: asyncio.Future[int] = loop.create_future()  # its supervisor's number inside
+        self.ended: asyncio.Future[int] = loop.create_future()
+        self._marks: dict[str, asyncio.Future[int]] = {}
+        self.group = -1  # its process group, which is its supervisor's number on this machine
+        self.channel = Channel(directory, name, owner)
+        self.channel.on_line = self._on_line
+
+    async def wait_until_open(self) -> None:
+        """Wait for its supervisor; then remove the names of its pipes. Raises `ContainerEndedError`."""
+        if not await self._container.wait([self._opened, self.ended], OPEN_SECONDS) or not self._opened.done():
+            self._container.kill()
+            raise ContainerEndedError(ContainerEnd.DIED, "it can start no more programs")
+        self.channel.unlink()
+        inside = self._opened.result()
+        found = (one.pid for one in tree(self._container.init) if number_inside(one.pid) == inside)
+        self.group = next(found, -1)
+
+    @property
+    def bash(self) -> int | None:
+        """The bash's number on this machine; None when it has ended."""
+        with suppress(OSError, ValueError, IndexError):
+            return int(Path(f"/proc/{self.group}/task/{self.group}/children").read_text().split()[0])
+        return None
+
+    def expect(self, mark: str, result: asyncio.Future[int]) -> None:
+        """Set a result to the status that comes with this mark."""
+        self._marks[mark] = result
+
+    def forget_marks(self) -> None:
+        self._marks.clear()
+
+    def known(self) -> Known:
+        """Return what runs in the container now."""
+        return frozenset((one.pid, one.start_ticks) for one in tree(self._container.init))
+
+    def interrupt_started(self, before: Known) -> None:
+        """Interrupt the bash, and what runs in the container but neither ran before nor belongs to another program."""
+        for pid in (*self._started(before), self.bash):
+            if pid is not None:
+                send_signal(pid, signal.SIGINT)
+
+    def kill_started(self, before: Known) -> int:
+        """Kill what runs but neither ran before nor belongs to another program; return how many processes that were.
+
+        All are stopped first, so that none starts another meanwhile.
+        """
+        stopped: set[int] = set()
+        for _ in range(STOP_STEPS):
+            found = self._started(before) - stopped
+            for pid in found:
+                send_signal(pid, signal.SIGSTOP)
+            stopped |= found
+            if not found:
+                break
+        for pid in stopped:
+            send_signal(pid, signal.SIGKILL)
+        return len(stopped)
+
+    def _started(self, before: Known) -> set[int]:
+        own = {self.group, self.bash, self._container.init}
+        return {
+            one.pid
+            for one in tree(self._container.init, self._container.groups)
+            if one.shell in (0, self.group) and one.pid not in own and (one.pid, one.start_ticks) not in before
+        }
+
+    def end(self) -> None:
+        """Kill its process group, and close the channel."""
+        if self.group > 1:
+            for one in list(tree(self._container.init)):
+                if one.group == self.group:  # else the number may be another's by now
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.killpg(self.group, signal.SIGKILL)
+                    break
+        self.close()
+
+    def close(self) -> None:
+        """Close the channel."""
+        self.channel.close()
+        self._container.forget_program(self._name)
+
+    def _on_line(self, line: str) -> None:
+        word, _, number = line.partition(" ")
+        if not number.isascii() or not number.isdigit() or len(number) > 9:
+            return
+        future = {"opened": self._opened, "ended": self.ended}.get(word) or self._marks.get(word)
+        if future is not None and not future.done():
+            future.set_result(int(number))

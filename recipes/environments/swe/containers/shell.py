@@ -1,0 +1,124 @@
+"""A bash in a container that keeps its directory and variables from command to command.
+
+A command is a line of input of an interactive bash: after an interrupt such a bash goes on with its next line. That
+line prints a random mark on a pipe that programs of the command do not inherit, so what a command prints cannot end
+it. Whoever runs commands in a shell controls that shell: one who means to can end a command early by writing to the
+shell's own descriptors, and deceives only whoever reads that output. Hidden tests run in another container.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shlex
+from typing import TYPE_CHECKING
+
+from recipes.environments.swe.containers.output import CommandOutput
+from recipes.environments.swe.contract import CommandResult
+
+if TYPE_CHECKING:
+    from recipes.environments.swe.containers.container import RunningContainer
+    from recipes.environments.swe.containers.program import Known, Program
+
+GRACE_SECONDS = 2.0  # from the interrupt to the kill of what a command has started
+KILL_STEPS, INTERRUPTS, INTERRUPT_SECONDS = 15, 5, 0.02
+LATE_STATUS = 130  # as after an interrupt
+ENDED = "[the shell ended with status {}; a new one was opened, without its directory and variables]\n"
+STUCK = "[the shell could not be interrupted; a new one was opened, without its directory and variables]\n"
+
+
+class BashShell:
+    """See `contract.Shell`. Of several commands at once each waits for the one before it."""
+
+    def __init__(self, container: RunningContainer) -> None:
+        self._container = container
+        self._program: Program | None = None
+        self._output = CommandOutput()
+        self._lock = asyncio.Lock()
+
+    async def open(self) -> Program:
+        """Return its bash, a new one where the last has ended."""
+        if self._program is not None and not self._program.ended.done():
+            return self._program
+        self._forget()
+        program = await self._container.start_program("shell")
+        program.channel.on_output = lambda data: self._output.feed(data)
+        self._program = program
+        return program
+
+    async def run(self, command: str, *, seconds: float, max_characters: int) -> CommandResult:
+        """Run a command; see `contract.Shell`. What programs in the background print comes with the next command."""
+        async with self._lock:
+            program = await self.open()
+            try:
+                status, note = await self._run(program, command, seconds)
+            except BaseException:  # also a cancelled caller: whatever runs there must not meet the next command
+                self._forget()
+                raise
+            if note:
+                self._output.feed(f"\n{note}".encode())
+            text, num_dropped = self._output.text(max_characters)
+            self._output = CommandOutput()
+            return CommandResult(status=status, output=text, num_dropped=num_dropped)
+
+    async def _run(self, program: Program, command: str, seconds: float) -> tuple[int | None, str]:
+        """Return the status, and what is to be said of the shell."""
+        before, result = program.known(), asyncio.get_running_loop().create_future()
+        text = shlex.quote(command.replace("\0", ""))
+        sending = self._send(program, result, f"{{ eval {text} ; }} </dev/null >&4 2>&1 3>&- 4>&-\n")
+        status: int | None = None
+        try:
+            if await self._container.wait([result, program.ended], seconds):
+                program.channel.drain()
+                if not program.ended.done():
+                    return result.result(), ""
+                status, note = program.ended.result(), ENDED.format(program.ended.result())
+            elif await self._interrupt(program, result, before):
+                program.channel.drain()
+                if not program.ended.done():
+                    return None, ""
+                note = ENDED.format(program.ended.result())
+            else:
+                note = STUCK
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+            program.forget_marks()
+        self._forget()
+        await self.open()
+        return status, note
+
+    def _send(self, program: Program, result: asyncio.Future[int], line: str) -> asyncio.Future[None]:
+        """Send a line and, after it, one that prints a mark, which sets the result."""
+        mark = secrets.token_hex(16)
+        program.expect(mark, result)
+        text = f"{line}\\builtin echo {mark} $? >&3\n"
+        return asyncio.ensure_future(program.channel.send(text.encode(errors="surrogateescape")))
+
+    async def _interrupt(self, program: Program, result: asyncio.Future[int], before: Known) -> bool:
+        """Stop what a command has started; return whether the bash takes commands again, or has ended.
+
+        A program that ignores the interrupt is killed; until the bash is interrupted again, its command goes on.
+        """
+        program.interrupt_started(before)
+        again = self._send(program, result, "\n")  # the interrupt may have met the line with the mark
+        try:
+            await self._container.wait([result, program.ended], GRACE_SECONDS)
+            for _ in range(KILL_STEPS):
+                left = program.kill_started(before)
+                for _ in range(INTERRUPTS):  # at once, before its command goes on
+                    if not left and (result.done() or program.ended.done()):
+                        return True
+                    if not result.done():
+                        program.interrupt_started(before)
+                    await asyncio.sleep(INTERRUPT_SECONDS)
+                self._container.check()
+            return False
+        finally:
+            again.cancel()
+            await asyncio.gather(again, return_exceptions=True)
+
+    def _forget(self) -> None:
+        if self._program is not None:
+            self._program.end()
+            self._program = None

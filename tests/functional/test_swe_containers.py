@@ -1,0 +1,256 @@
+"""Containers of tasks, for real: shells that live on, limits that hold, and nothing left afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from small_root import require
+from speed import patiently
+from swe_image import write_sif, write_task_root
+
+from recipes.environments.swe.containers.bwrap import PROGRAMS, BwrapRuntime
+from recipes.environments.swe.containers.container import RunningContainer
+from recipes.environments.swe.containers.places import PREFIX, home
+from recipes.environments.swe.containers.shell import BashShell
+from recipes.environments.swe.contract import (
+    CommandResult,
+    ContainerEnd,
+    ContainerEndedError,
+    ContainerFailedError,
+    ContainerLimits,
+    Runtime,
+)
+
+pytestmark = pytest.mark.functional
+ROOT = Path(__file__).resolve().parents[2]
+LIMITS = ContainerLimits(memory_mib=400, processes=60, disk_mib=48, file_mib=24)
+SECONDS = patiently(60)
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> str:
+    require(*PROGRAMS, "busybox")
+    place = tmp_path_factory.mktemp("image")
+    return str(write_sif(write_task_root(place / "root"), place / "task.sif"))
+
+
+@pytest.fixture
+def runtime() -> Runtime:
+    return BwrapRuntime()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = mounts()
+    yield
+    assert wait_until(lambda: not running(str(home()))), running(str(home()))
+    assert list(home().iterdir()) == []
+    assert mounts() == before
+
+
+def mounts() -> list[str]:
+    return [line for line in Path("/proc/self/mounts").read_text().splitlines() if PREFIX in line]
+
+
+def running(words: str) -> list[str]:
+    """Return the command lines of the processes that have these words in theirs."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if words in line and int(entry.name) != os.getpid():
+            found.append(line)
+    return found
+
+
+def wait_until(holds: Callable[[], bool]) -> bool:
+    end = time.monotonic() + patiently(20)
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@asynccontextmanager
+async def started(runtime: Runtime, image: str, limits: ContainerLimits = LIMITS) -> AsyncIterator[RunningContainer]:
+    container = await runtime.start(image, limits)
+    try:
+        yield container
+    finally:
+        await container.close()
+
+
+async def run(shell: BashShell, command: str, seconds: float = SECONDS, most: int = 20_000) -> CommandResult:
+    return await shell.run(command, seconds=seconds, max_characters=most)
+
+
+async def said(shell: BashShell, command: str) -> str:
+    result = await run(shell, command)
+    assert result.status == 0, result
+    return result.output.strip()
+
+
+async def test_a_shell_keeps_its_state_and_its_output_in_order(runtime, image):
+    async with started(runtime, image) as container:
+        shell, other = await container.open_shell(), await container.open_shell()
+        assert (
+            await said(shell, 'pwd; echo "$OF_THE_IMAGE"; cd /testbed; f() { echo "f of $1"; }; a=(1 "2 3")')
+            == "/\na b"
+        )
+        assert await said(shell, 'pwd; f x; echo "${a[1]}"; echo one; echo two >&2; echo three') == (
+            "/testbed\nf of x\n2 3\none\ntwo\nthree"
+        )
+        assert await said(other, 'pwd; echo "$a"; touch /tmp/seen') == "/"
+        assert await said(shell, "ls /tmp; cat; read x || echo end") == "seen\nend"  # a command has no input
+        assert await run(shell, "cd /nowhere 2>/dev/null") == CommandResult(status=1, output="")
+        assert (await run(shell, "if; then")).status == 2
+        assert await said(shell, "printf 'a\\xff\\x00b'; (sleep 1000 &); echo ' !!'") == "a\ufffd\0b !!"
+        ended = await run(shell, "cd /usr; exit 7")
+        assert ended.status == 7 and "ended with status 7; a new one" in ended.output
+        assert await said(shell, "pwd") == "/"
+        # A mark of its own, and another's words on every descriptor that it has:
+        forged = await said(shell, "for n in 3 4 5 9; do echo ended 0 >&$n; done 2>/dev/null; sleep 0.2; echo real")
+        assert forged == "real"
+
+
+async def test_a_late_command_is_stopped_and_its_shell_goes_on(runtime, image):
+    async with started(runtime, image) as container:
+        shell = await container.open_shell()
+        await said(shell, "cd /testbed; a=kept; sleep 555.5 & ")
+        late = (
+            "echo before; sleep 556.5; echo after",
+            "while :; do :; done",
+            "(trap '' INT; sleep 556.5); sleep 556.5; echo after",
+            "(sleep 556.5 &) ; for i in 1 2 3; do sleep 556.5; done",
+            "python3 -c 'import os, time; os.setsid(); os.fork(); time.sleep(556.5)'",
+        )
+        for command in late:
+            result = await run(shell, command, seconds=0.5)
+            assert result.status is None and "after" not in result.output
+            assert running("sleep 556.5") == [] and running("time.sleep(556.5)") == []
+            assert await said(shell, 'echo "$PWD $a"') == "/testbed kept"
+        assert len(running("sleep 555.5")) == 1
+        stuck = await run(shell, "trap '' INT; while :; do :; done", seconds=0.5)
+        assert stuck.status is None and "could not be interrupted; a new one" in stuck.output
+        assert await said(shell, "pwd") == "/"
+
+
+async def test_a_flood_of_output_is_cut_in_the_middle(runtime, image):
+    async with started(runtime, image) as container:
+        shell = await container.open_shell()
+        assert (await run(shell, "echo a; sh -c 'kill -9 $$'; echo b")).output == "a\nb\n"
+        flood = await run(shell, "echo begin; head -c 20000000 /dev/zero | tr '\\0' x; echo; echo end", most=1000)
+        assert flood.status == 0 and flood.num_dropped == 20_000_011 - 1000
+        assert flood.output.startswith("begin\nxx") and flood.output.endswith("x\nend\n")
+        assert f"\n[{flood.num_dropped} characters left out]\n" in flood.output and len(flood.output) < 1100
+        endless = await run(shell, "yes", seconds=0.5, most=100)
+        assert endless.status is None and endless.num_dropped > 1000
+        assert await said(shell, "echo fine") == "fine"
+
+
+async def test_files_go_in_and_out(runtime, image):
+    async with started(runtime, image) as container:
+        content = bytes(range(256)) * 8000
+        await container.write_file("/new/a 'b\"/c", content)
+        assert await container.read_file("/new/a 'b\"/c", max_bytes=10**8) == content
+        assert await container.read_file("/new/a 'b\"/c", max_bytes=300) == content[:300]
+        await container.write_file("/new/empty", b"")
+        assert await container.read_file("/new/empty", max_bytes=10) == b""
+        for path in ("/nowhere", "/new", "/dev/null", "a\0b"):
+            with pytest.raises(FileNotFoundError):
+                await container.read_file(path, max_bytes=10)
+        with pytest.raises(OSError, match="was not written"):
+            await container.write_file("/proc/new", b"x")
+        with pytest.raises(OSError, match="was not written"):
+            await container.write_file("/big", bytes(30 * 2**20))
+
+
+HOST = r"""
+exec 2>&1
+echo "rights: $(grep -E '^(CapEff|CapBnd|NoNewPrivs):' /proc/self/status | tr -d '\n\t')"
+echo "user: $(id -u)"
+echo "outside: $(tr -s ' ' </proc/self/uid_map)"
+for file in /proc/sys/kernel/core_pattern /proc/sys/vm/drop_caches /proc/sysrq-trigger /.shells/x /dev/x; do
+  (echo 1 >"$file") 2>/dev/null && echo "written: $file"
+done
+mkdir -p /tmp/m && mount -t tmpfs tmpfs /tmp/m 2>/dev/null && echo mounted
+unshare -Ur true 2>/dev/null && echo "made a namespace"
+mknod /tmp/disk b 254 0 2>/dev/null && echo "made a device"
+cat /proc/[0-9]*/environ | tr '\0' '\n' | grep -i canary
+cat /proc/net/dev | grep -c : | sed 's/^/interfaces: /'
+ls -d /home /work /opt /mnt /etc/shadow /dev/vda /dev/fuse /dev/kmsg 2>/dev/null
+ls -A /dev/shm
+"""
+
+
+async def test_a_container_sees_nothing_of_this_machine(runtime, image, monkeypatch):
+    monkeypatch.setenv("SECRET", "canary")
+    with tempfile.NamedTemporaryFile(dir="/dev/shm"):
+        async with started(runtime, image) as container:
+            shell = await container.open_shell()
+            lines = (await run(shell, HOST)).output.splitlines()
+            processes = await said(shell, "ls /proc | grep -c '^[0-9]'")
+            outside = Path(f"/proc/{container.init}/status").read_text()
+    assert lines[0] == "rights: CapEff:0000000000000000CapBnd:0000000000000000NoNewPrivs:1"
+    assert lines[1] == "user: 0" and lines[2].split()[-1] == "1"
+    assert lines[3:] == ["interfaces: 1"]
+    assert int(processes) < 10
+    if os.geteuid() == 0:
+        assert re.search(r"^Uid:\s+65534\s+65534\s+65534\s+65534$", outside, re.MULTILINE), outside
+
+
+async def test_what_a_container_writes_ends_with_it(runtime, image):
+    async with started(runtime, image) as first, started(runtime, image) as second:
+        await first.write_file("/testbed/new", b"x")
+        shell = await second.open_shell()
+        assert await said(shell, "ls /testbed; rm -r /usr/bin && mkdir /usr/bin && ls /usr/bin") == ""
+        assert len(running("squashfuse -f")) == 1  # one mount for both
+        assert (
+            await said(await first.open_shell(), "ls /testbed /usr/bin/python3") == "/usr/bin/python3\n\n/testbed:\nnew"
+        )
+    async with started(runtime, image) as third:
+        assert await said(await third.open_shell(), "ls /testbed") == ""
+
+
+async def test_a_wrong_image_is_named(runtime, image, tmp_path):
+    empty, cut = tmp_path / "empty.sif", tmp_path / "cut.sif"
+    empty.write_bytes(b"x" * 5000)
+    cut.write_bytes(Path(image).read_bytes()[:200_000])
+    with pytest.raises(ContainerFailedError, match=r"empty\.sif is neither a SIF file nor"):
+        await runtime.start(str(empty), LIMITS)
+    with pytest.raises(ContainerFailedError, match=r"missing\.sif cannot be read"):
+        await runtime.start(str(tmp_path / "missing.sif"), LIMITS)
+    with pytest.raises(ContainerFailedError):
+        await runtime.start(str(cut), LIMITS)
+
+
+async def test_a_container_that_is_closed_or_killed_ends_what_runs_in_it(runtime, image):
+    async with started(runtime, image) as closed, started(runtime, image) as killed, started(runtime, image) as third:
+        commands = [
+            asyncio.create_task(run(await container.open_shell(), "sleep 557.5")) for container in (closed, killed)
+        ]
+        assert await asyncio.to_thread(wait_until, lambda: len(running("sleep 557.5")) == 2)
+        await closed.close()
+        os.kill(killed.init, signal.SIGKILL)
+        for command in commands:
+            with pytest.raises(ContainerEndedError) as ended:
+                await asyncio.wait_for(command, patiently(20))
+            assert ended.value.end is ContainerEnd.DIED
+        assert running("sleep 557.5") == []
+        with pytest.raises(ContainerEndedError):
+            await killed.open_shell()
+        with pytest.raises(ContainerEndedError):
+            await killed.read_file("/etc/passwd", max_bytes=10)
+        assert await said(await third.open_shell(), "echo fine") == "fine"
