@@ -9,17 +9,17 @@ import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from recipes.environments.swe.containers.processes import number_inside, tree
 from recipes.environments.swe.containers.program import Program
 from recipes.environments.swe.containers.shell import BashShell
-from recipes.environments.swe.containers.waiting import has_ended, settle
+from recipes.environments.swe.containers.state import ContainerState
+from recipes.environments.swe.containers.waiting import has_ended
 from recipes.environments.swe.containers.watchdog import WATCHDOG, Watched
 from recipes.environments.swe.contract import (
     ContainerEnd,
@@ -71,12 +71,11 @@ class RunningContainer:
     def __init__(self, launch: Launch, process: subprocess.Popen[bytes], limits: ContainerLimits) -> None:
         self._launch, self._process, self._limits = launch, process, limits
         self._loop = asyncio.get_running_loop()
-        self._over: asyncio.Future[None] = self._loop.create_future()
+        self._state = ContainerState()
         self._ready: asyncio.Future[bool] = self._loop.create_future()
         self._said, self._errors = bytearray(), bytearray()
-        self._programs: dict[str, Program] = {}
+        self._programs: set[Program] = set()
         self._num_programs = 0
-        self._watched: Watched | None = None
         self._handle = -1  # pidfd of its first process
         self._closing: asyncio.Task[None] | None = None
         for stream, read in ((process.stdout, self._read_said), (process.stderr, self._read_errors)):
@@ -129,9 +128,9 @@ class RunningContainer:
             self._handle = os.pidfd_open(init)
         except ProcessLookupError as error:
             raise ContainerFailedError("the container ended as soon as it was ready") from error
-        self._watched = Watched(init, self._handle, self._limits, memory_files=self._launch.memory_files)
+        self._state.watched = Watched(init, self._handle, self._limits, memory_files=self._launch.memory_files)
         self._loop.add_reader(self._handle, self._on_end)
-        WATCHDOG.add(self._watched)
+        WATCHDOG.add(self._state.watched)
 
     def _is_first(self, pid: int) -> bool:
         return pid != self._process.pid and number_inside(pid) == 1
@@ -161,64 +160,40 @@ class RunningContainer:
 
     def _on_end(self) -> None:
         self._loop.remove_reader(self._handle)
-        settle(self._over)
+        self._state.end()
 
     @property
     def peak_memory_mib(self) -> float:
-        return self._watched.peak_memory_mib if self._watched else 0.0
+        return self._state.watched.peak_memory_mib if self._state.watched else 0.0
 
     @property
     def init(self) -> int:
         """Its first process."""
-        assert self._watched is not None
-        return self._watched.init
-
-    def check(self) -> None:
-        """Raise `ContainerEndedError` once it has ended or is being closed."""
-        if self._closing is not None:
-            raise ContainerEndedError(ContainerEnd.DIED, "it was closed")
-        if self._over.done():
-            assert self._watched is not None
-            raise ContainerEndedError(self._watched.broken or ContainerEnd.DIED, self._watched.detail)
-
-    async def wait(self, awaited: Iterable[asyncio.Future[int]], seconds: float) -> bool:
-        """Wait for one of some futures; False when none is there in time. Raises `ContainerEndedError`."""
-        self.check()
-        waiting: list[asyncio.Future[Any]] = [*awaited, self._over]
-        done, _ = await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        self.check()
-        return bool(done)
-
-    @property
-    def groups(self) -> frozenset[int]:
-        """The process groups of what was started by request."""
-        return frozenset(program.group for program in self._programs.values())
+        return self._state.init
 
     async def start_program(self, kind: str) -> Program:
         """Start a bash, "shell" or "script", and wait until it reads. Raises `ContainerEndedError`."""
-        self.check()
+        self._state.check()
         self._num_programs += 1
         name = str(self._num_programs)
-        program = Program(self, self._launch.directory, name, self._launch.owner)
-        self._programs[name] = program
+        program = Program(self._state, self._launch.directory, name, self._launch.owner)
+        self._programs.add(program)
+        program.on_close = self._programs.discard
         try:
             assert self._process.stdin is not None
             os.write(self._process.stdin.fileno(), f"{kind} {name}\n".encode())
             await program.wait_until_open()
         except OSError as error:  # nobody reads requests any more
             program.close()
-            self.kill()
+            self._state.kill()
             raise ContainerEndedError(ContainerEnd.DIED, "its first process takes no requests") from error
         except BaseException:
             program.close()
             raise
         return program
 
-    def forget_program(self, name: str) -> None:
-        self._programs.pop(name, None)
-
     async def open_shell(self) -> BashShell:
-        shell = BashShell(self)
+        shell = BashShell(self._state, self.start_program)
         await shell.open()
         return shell
 
@@ -250,7 +225,7 @@ class RunningContainer:
         program.channel.on_output = keep
         sending = asyncio.ensure_future(program.channel.send(script.encode(errors="surrogateescape") + stdin))
         try:
-            if not await self.wait([program.ended], FILE_SECONDS):
+            if not await self._state.wait([program.ended], FILE_SECONDS):
                 raise TimeoutError(f"{path} was not read or written within {FILE_SECONDS:g} s")
             program.channel.drain()
             return program.ended.result(), bytes(said)
@@ -259,31 +234,27 @@ class RunningContainer:
             await asyncio.gather(sending, return_exceptions=True)
             program.end()
 
-    def kill(self) -> None:
-        """Kill all its processes; it is still to be closed."""
-        if self._watched is not None:
-            self._watched.kill()
-
     async def close(self) -> None:
         """End it; see `contract.Container`."""
+        self._state.is_closed = True
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._close())
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
         try:
-            self.kill()
-            if self._watched is None or not self._launch.ends_by_itself:
+            self._state.kill()
+            if self._state.watched is None or not self._launch.ends_by_itself:
                 with suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
-            for program in list(self._programs.values()):
+            for program in list(self._programs):
                 program.close()
-            if self._watched is not None:
-                await asyncio.wait([self._over], timeout=END_SECONDS)
-                WATCHDOG.remove(self._watched)
+            if self._state.watched is not None:
+                await asyncio.wait([self._state.over], timeout=END_SECONDS)
+                WATCHDOG.remove(self._state.watched)
                 self._loop.remove_reader(self._handle)
                 os.close(self._handle)
-            settle(self._over)
+            self._state.end()
             await self._wait_for_process()
         except Exception:
             logger.exception("a container did not end as it should")

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from recipes.environments.swe.containers.channel import Channel
 from recipes.environments.swe.containers.processes import number_inside, send_signal, tree
+from recipes.environments.swe.containers.state import ContainerState
 from recipes.environments.swe.contract import ContainerEnd, ContainerEndedError
-
-if TYPE_CHECKING:
-    from recipes.environments.swe.containers.container import RunningContainer
 
 OPEN_SECONDS = 60.0
 STOP_STEPS = 10
@@ -24,9 +22,10 @@ Known = frozenset[tuple[int, int]]  # processes: number, start
 class Program:
     """A bash with its channel. `ended` is set to its status when it has ended."""
 
-    def __init__(self, container: RunningContainer, directory: Path, name: str, owner: int) -> None:
+    def __init__(self, state: ContainerState, directory: Path, name: str, owner: int) -> None:
         loop = asyncio.get_running_loop()
-        self._container, self._name = container, name
+        self._state = state
+        self.on_close: Callable[[Program], None] = lambda program: None
         self._opened: asyncio.Future[int] = loop.create_future()  # its supervisor's number inside
         self.ended: asyncio.Future[int] = loop.create_future()
         self._marks: dict[str, asyncio.Future[int]] = {}
@@ -36,13 +35,14 @@ class Program:
 
     async def wait_until_open(self) -> None:
         """Wait for its supervisor; then remove the names of its pipes. Raises `ContainerEndedError`."""
-        if not await self._container.wait([self._opened, self.ended], OPEN_SECONDS) or not self._opened.done():
-            self._container.kill()
+        if not await self._state.wait([self._opened, self.ended], OPEN_SECONDS) or not self._opened.done():
+            self._state.kill()
             raise ContainerEndedError(ContainerEnd.DIED, "it can start no more programs")
         self.channel.unlink()
         inside = self._opened.result()
-        found = (one.pid for one in tree(self._container.init) if number_inside(one.pid) == inside)
+        found = (one.pid for one in tree(self._state.init) if number_inside(one.pid) == inside)
         self.group = next(found, -1)
+        self._state.groups.add(self.group)
 
     @property
     def bash(self) -> int | None:
@@ -60,11 +60,12 @@ class Program:
 
     def known(self) -> Known:
         """Return what runs in the container now."""
-        return frozenset((one.pid, one.start_ticks) for one in tree(self._container.init))
+        return frozenset((one.pid, one.start_ticks) for one in tree(self._state.init))
 
     def interrupt_started(self, before: Known) -> None:
         """Interrupt the bash, and what runs in the container but neither ran before nor belongs to another program."""
-        for pid in (*self._started(before), self.bash):
+        # The bash first: one that was interrupted while it waited for an interrupted program drops its command.
+        for pid in (self.bash, *self._started(before)):
             if pid is not None:
                 send_signal(pid, signal.SIGINT)
 
@@ -86,17 +87,17 @@ class Program:
         return len(stopped)
 
     def _started(self, before: Known) -> set[int]:
-        own = {self.group, self.bash, self._container.init}
+        own = {self.group, self.bash, self._state.init}
         return {
             one.pid
-            for one in tree(self._container.init, self._container.groups)
+            for one in tree(self._state.init, frozenset(self._state.groups))
             if one.shell in (0, self.group) and one.pid not in own and (one.pid, one.start_ticks) not in before
         }
 
     def end(self) -> None:
         """Kill its process group, and close the channel."""
         if self.group > 1:
-            for one in list(tree(self._container.init)):
+            for one in list(tree(self._state.init)):
                 if one.group == self.group:  # else the number may be another's by now
                     with suppress(ProcessLookupError, PermissionError):
                         os.killpg(self.group, signal.SIGKILL)
@@ -106,7 +107,8 @@ class Program:
     def close(self) -> None:
         """Close the channel."""
         self.channel.close()
-        self._container.forget_program(self._name)
+        self._state.groups.discard(self.group)
+        self.on_close(self)
 
     def _on_line(self, line: str) -> None:
         word, _, number = line.partition(" ")

@@ -11,14 +11,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shlex
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
 
 from recipes.environments.swe.containers.output import CommandOutput
+from recipes.environments.swe.containers.program import Known, Program
+from recipes.environments.swe.containers.state import ContainerState
 from recipes.environments.swe.contract import CommandResult
-
-if TYPE_CHECKING:
-    from recipes.environments.swe.containers.container import RunningContainer
-    from recipes.environments.swe.containers.program import Known, Program
 
 GRACE_SECONDS = 2.0  # from the interrupt to the kill of what a command has started
 KILL_STEPS, INTERRUPTS, INTERRUPT_SECONDS = 15, 5, 0.02
@@ -30,8 +28,9 @@ STUCK = "[the shell could not be interrupted; a new one was opened, without its 
 class BashShell:
     """See `contract.Shell`. Of several commands at once each waits for the one before it."""
 
-    def __init__(self, container: RunningContainer) -> None:
-        self._container = container
+    def __init__(self, state: ContainerState, start: Callable[[str], Awaitable[Program]]) -> None:
+        """`start` starts a program of a kind in the container."""
+        self._state, self._start = state, start
         self._program: Program | None = None
         self._output = CommandOutput()
         self._lock = asyncio.Lock()
@@ -41,7 +40,7 @@ class BashShell:
         if self._program is not None and not self._program.ended.done():
             return self._program
         self._forget()
-        program = await self._container.start_program("shell")
+        program = await self._start("shell")
         program.channel.on_output = lambda data: self._output.feed(data)
         self._program = program
         return program
@@ -68,7 +67,7 @@ class BashShell:
         sending = self._send(program, result, f"{{ eval {text} ; }} </dev/null >&4 2>&1 3>&- 4>&-\n")
         status: int | None = None
         try:
-            if await self._container.wait([result, program.ended], seconds):
+            if await self._state.wait([result, program.ended], seconds):
                 program.channel.drain()
                 if not program.ended.done():
                     return result.result(), ""
@@ -103,7 +102,7 @@ class BashShell:
         program.interrupt_started(before)
         again = self._send(program, result, "\n")  # the interrupt may have met the line with the mark
         try:
-            await self._container.wait([result, program.ended], GRACE_SECONDS)
+            await self._state.wait([result, program.ended], GRACE_SECONDS)
             for _ in range(KILL_STEPS):
                 left = program.kill_started(before)
                 for _ in range(INTERRUPTS):  # at once, before its command goes on
@@ -112,7 +111,7 @@ class BashShell:
                     if not result.done():
                         program.interrupt_started(before)
                     await asyncio.sleep(INTERRUPT_SECONDS)
-                self._container.check()
+                self._state.check()
             return False
         finally:
             again.cancel()
