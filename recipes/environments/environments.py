@@ -15,9 +15,10 @@ A failed environment is a value: only an engine's failure and cancellation leave
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -37,8 +38,9 @@ from recipes.environments.sandbox.client import client_of
 from recipes.environments.sandbox.server import SandboxServer
 from recipes.environments.scoring.clients import HttpVerifier, InProcessVerifier, VerifierClient
 from recipes.environments.scoring.group import GroupClient, score_group
+from recipes.environments.scoring.known_answers import find_wrong_judges
 from recipes.environments.scoring.pool import ScoringPool
-from recipes.errors import RecipeError, suggestion
+from recipes.errors import Problem, RecipeError, suggestion
 from recipes.types import ModelClient, Rollout, RolloutStatus, Row
 
 if TYPE_CHECKING:
@@ -103,6 +105,7 @@ class Environments:
             name: _client(server, self._pool, self._sandbox, self._http) for name, server in servers.items()
         }
         self._groups = {name: client for name, client in self._clients.items() if isinstance(client, GroupClient)}
+        self.asked_for: set[str] = set()  # servers of the rows that were checked
 
     @classmethod
     def from_config(cls, env: EnvConfig, codec: ChatCodec, *, num_sharers: int = 1) -> Environments:
@@ -133,6 +136,7 @@ class Environments:
         try:
             agent = find_agent(_agent_name(row), self._agents)
             server = self._servers[agent.server]
+            self.asked_for.add(server.name)
             verifier = ALL_VERIFIERS.get(server.verifier)
             if verifier is None:  # a type that only its server knows
                 return problems
@@ -144,6 +148,22 @@ class Environments:
         except ValueError as error:
             problems.append(str(error))
         return problems
+
+    def wrong_judges(self, servers: Collection[str]) -> list[Problem]:
+        """Return what is wrong with the judges of these servers. Blocking; they are asked about known answers."""
+        clients = [
+            (self._servers[name].verifier, client)
+            for name, client in self._clients.items()
+            if name in servers and isinstance(client, InProcessVerifier | GroupClient)
+        ]
+
+        async def find() -> list[Problem]:
+            try:
+                return await find_wrong_judges(clients)
+            finally:
+                await self._http.close()
+
+        return asyncio.run(find())
 
     async def run(self, row: Row, model: ModelClient, *, max_tokens: int) -> Rollout:
         """Run one rollout of a row; `max_tokens` bounds one model call, a smaller limit of the row wins."""

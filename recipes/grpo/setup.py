@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,7 @@ def setup(config: Config, derived: Derived, run_dir: Path, stop: StopRequest) ->
     """Return a run that is ready to train, restored from its newest complete checkpoint if there is one."""
     environments = Environments.from_config(config.env, ChatCodec.from_config(config.policy))
     stream, validation_rows = _open_data(config, environments)
+    servers = environments.asked_for
     validation = _validation(config, validation_rows, environments)
     checkpoints = run_dir / config.checkpointing.checkpoint_dir
     checkpoints.mkdir(parents=True, exist_ok=True)
@@ -63,6 +64,7 @@ def setup(config: Config, derived: Derived, run_dir: Path, stop: StopRequest) ->
     workers = RolloutWorkers(config, spread(config.grpo.async_grpo.num_rollout_workers))  # they start beside the models
     policy, generation = _start_models(config, places, judges)
     workers.connect(generation)
+    _probe_judges(config, environments, servers)
     buffer = ReplayBuffer(
         num_prompts_per_step=config.grpo.num_prompts_per_step,
         max_trajectory_age_steps=max_age(config.grpo.async_grpo),
@@ -137,6 +139,16 @@ def _launch_judges(config: Config, places: Sequence[ActorOptions]) -> Judges | N
 def _with_addresses(config: Config, judges: Judges) -> Config:
     instances = with_addresses(config.env.nemo_gym.instances, judges.addresses(), judges.api_key)
     return replace(config, env=replace(config.env, nemo_gym=replace(config.env.nemo_gym, instances=instances)))
+
+
+def _probe_judges(config: Config, environments: Environments, servers: Collection[str]) -> None:
+    """Refuse judges that are wrong about known answers, or warn of them, as `env.judge_probe` says."""
+    if config.env.judge_probe == "off" or not (problems := environments.wrong_judges(servers)):
+        return
+    if config.env.judge_probe == "refuse":
+        raise ConfigError(problems)
+    for problem in problems:
+        logger.warning("%s", problem)
 
 
 def _start_models(config: Config, places: Places, judges: Judges | None) -> tuple[Policy, Generation]:

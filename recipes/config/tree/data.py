@@ -93,4 +93,6 @@ class EnvConfig:
     should_mask_flagged_samples: bool
     """drop from the loss and its group's statistics a rollout whose environment set mask_sample"""
     circuit_breaker: CircuitBreakerConfig
+    judge_probe: Literal["refuse", "warn", "off"]
+    """before the first step judges score answers that are known: refuse = one that is wrong ends the run; warn; off"""
     nemo_gym: NemoGymConfig
