@@ -38,6 +38,7 @@ from recipes.environments.sandbox.client import client_of
 from recipes.environments.sandbox.server import SandboxServer
 from recipes.environments.scoring.clients import HttpVerifier, InProcessVerifier, VerifierClient
 from recipes.environments.scoring.group import GroupClient, score_group
+from recipes.environments.scoring.group_by_url import HttpGroupClient
 from recipes.environments.scoring.known_answers import find_wrong_judges
 from recipes.environments.scoring.pool import ScoringPool
 from recipes.errors import Problem, RecipeError, suggestion
@@ -104,7 +105,9 @@ class Environments:
         self._clients = {
             name: _client(server, self._pool, self._sandbox, self._http) for name, server in servers.items()
         }
-        self._groups = {name: client for name, client in self._clients.items() if isinstance(client, GroupClient)}
+        self._groups = {
+            name: client for name, client in self._clients.items() if isinstance(client, GroupClient | HttpGroupClient)
+        }
         self.asked_for: set[str] = set()  # servers of the rows that were checked
 
     @classmethod
@@ -217,6 +220,8 @@ class Environments:
 
 
 def _client(server: ServerInstance, pool: ScoringPool, sandbox: SandboxServer, http: JsonClient) -> VerifierClient:
+    if server.url and server.verifier in GROUP_VERIFIERS:
+        return HttpGroupClient(name=server.name, url=server.url, timeout_seconds=server.timeout_seconds, http=http)
     if server.url:
         return HttpVerifier(name=server.name, url=server.url, timeout_seconds=server.timeout_seconds, http=http)
     if server.verifier in GROUP_VERIFIERS:

@@ -282,7 +282,7 @@ async def test_a_foreign_servers_reward_and_numbers_are_taken() -> None:
     [
         (["--name", "mcq", "--port", "0"], "--name: there is no verifier 'mcq'; did you mean 'mcqa'?"),
         (["--name", "mcqa", "--port", "0", "--set", "x=1"], "mcqa.x: no code reads this setting"),
-        (["--name", "genrm_compare", "--port", "0"], "scores the answers of a group together"),
+        (["--name", "genrm_compare", "--port", "0"], "it asks a judge"),
         (["--name", "workplace_assistant", "--port", "0", "--set", "tables=/none"], "/none/processed/emails.csv: the"),
         (["--name", "math_with_judge", "--port", "0", "--set", "should_use_judge=true"], "it asks a judge"),
         (["--name", "multichallenge", "--port", "0"], "it asks a judge"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from recipes.environments.chat.codec import ChatCodec
@@ -57,23 +58,23 @@ async def run_agents(agents: UrlAgents, codec: ChatCodec, *, first: int, count: 
     server = await agents.server_for("127.0.0.1")
     limits, patterns = SessionLimits(max_tokens=64), FlagPatterns(invalid_tool_call=(), thinking_tags=())
 
-    async def agent(number: int, client: httpx.AsyncClient) -> None:
+    async def agent(number: int, http: httpx.AsyncClient) -> None:
         session = RolloutSession(codec=codec, model=Echo(codec), patterns=patterns, limits=limits)
         async with server.serving(session) as base_url:
+            client = openai.AsyncOpenAI(base_url=base_url, api_key="any", http_client=http, timeout=600)
             history: list[dict[str, Any]] = []
             for turn in range(NUM_TURNS):
                 question = f"agent {number} turn {turn}"
                 history.append({"role": "user", "content": question})
-                reply = await client.post(f"{base_url}/chat/completions", json={"messages": history})
-                assert reply.status_code == 200, reply.text
-                history.append(reply.json()["choices"][0]["message"])
+                reply = await client.chat.completions.create(model="policy", messages=history)  # type: ignore[arg-type]
+                history.append(reply.choices[0].message.model_dump(exclude_none=True))
                 assert history[-1]["content"] == question
             assert len(session.forest.nodes) == NUM_TURNS and len(session.forest.roots) == 1
             assert not session.forest.counts and not session.counts["suffix_mismatches"]
 
     limits_of_client = httpx.Limits(max_connections=count, max_keepalive_connections=count)
-    async with httpx.AsyncClient(timeout=600, limits=limits_of_client) as client:
-        await asyncio.gather(*(agent(first + number, client) for number in range(count)))
+    async with httpx.AsyncClient(timeout=600, limits=limits_of_client) as http:
+        await asyncio.gather(*(agent(first + number, http) for number in range(count)))
 
 
 async def test_case_41_768_agents_of_20_turns(tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ class HttpVerifier:
             reason = reply.get("failure_reason") or reply.get("failure_kind") or "no reason given"
             return env_failed(f"{self.name}: its reward is no measurement: {reason}"[:MAX_REASON])
         reward = reply.get("reward")
-        if not _is_number(reward) or abs(reward) > MAX_REWARD:
+        if not is_number(reward) or abs(reward) > MAX_REWARD:
             raise RefusedError(f"/verify answered reward {shown(reward)}, expected a number, at most {MAX_REWARD:g}")
         known = {*sent, *OF_A_VERDICT, "reason"}
         extras = {key: value for key, value in reply.items() if key not in known and len(key) <= MAX_NAME}
@@ -260,7 +260,8 @@ class HttpVerifier:
         )
 
 
-def _is_number(value: object) -> TypeGuard[int | float]:
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether a value of a reply is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from recipes.environments.contract.group import GroupVerifier
 from recipes.environments.contract.verdict import NoVerdict, Pending, Response, Verdict, env_failed
@@ -67,7 +67,20 @@ class GroupClient:
             scoring.close()
 
 
-async def score_group(client: GroupClient, row: Row, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+class GroupScorer(Protocol):
+    """Scores the answers of a group, here (`GroupClient`) or elsewhere (`HttpGroupClient`)."""
+
+    @property
+    def name(self) -> str:
+        """The name of the server instance."""
+        ...
+
+    async def score(self, row: Row, responses: Sequence[Response]) -> list[Verdict | NoVerdict]:
+        """Score the answers to one row. Never raises for a failed environment."""
+        ...
+
+
+async def score_group(client: GroupScorer, row: Row, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
     """Return the rollouts of one group with the verdicts on the answers that wait; the others stay as they are."""
     start = time.monotonic()
     waiting = [(number, rollout.response) for number, rollout in enumerate(rollouts) if rollout.response is not None]

@@ -3,7 +3,9 @@
 `GET /` says it is up, `POST /seed_session` opens a session (a signed cookie), `POST /<tool>` calls a tool in it,
 `POST /verify` ends it: it takes a row with its `response` and answers both with `reward`, `reason` and the verifier's
 extras. `POST /aggregate_metrics` averages such answers, and `GET /reverify_mode` says that a verdict needs the row and
-its response alone. Each address also answers below `/ng-rollout/<id>`, which names the rollout that asks.
+its response alone. A verifier of groups has `POST /compare` instead of `/verify`: all answers to one conversation, of
+which each gets its reward, or null with a reason. Each address also answers below `/ng-rollout/<id>`, which names the
+rollout that asks.
 
 A body that cannot be read is 422; an environment that failed is 500, a judge that failed 200 with `_ng_failure_class`:
 none carries a number that could be taken for a reward.
@@ -23,13 +25,14 @@ from starlette.middleware.sessions import SessionMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from recipes.environments.contract.rows import wrong
-from recipes.environments.contract.verdict import NoVerdict
+from recipes.environments.contract.verdict import NoVerdict, Verdict
 from recipes.environments.http.client import JsonClient
 from recipes.environments.instances import ServerInstance
-from recipes.environments.registry import VERIFIERS
+from recipes.environments.registry import GROUP_VERIFIERS, VERIFIERS
 from recipes.environments.sandbox.client import client_of
 from recipes.environments.sandbox.server import SandboxServer
 from recipes.environments.scoring.clients import InProcessVerifier, ToolFailedError
+from recipes.environments.scoring.group import GroupClient
 from recipes.environments.scoring.pool import ScoringPool
 from recipes.environments.server.aggregate import aggregated
 from recipes.environments.server.sessions import Sessions
@@ -41,6 +44,8 @@ ROLLOUT_PREFIX = re.compile(r"/ng-rollout/[^/]+(?:/training-token-capture)?(?=/)
 
 def create_app(instance: ServerInstance) -> FastAPI:
     """Return the server of one instance; its scoring workers live as long as the app."""
+    if instance.verifier in GROUP_VERIFIERS:
+        return _create_group_app(instance)
     verifier = VERIFIERS[instance.verifier]
     pool, sandbox, http = ScoringPool(), SandboxServer(), JsonClient()
     client = InProcessVerifier(
@@ -70,6 +75,45 @@ def create_app(instance: ServerInstance) -> FastAPI:
     _serve_common(app)
     if verifier.tools is not None:
         _serve_tools(app, sessions)
+    return app
+
+
+def _create_group_app(instance: ServerInstance) -> FastAPI:
+    http = JsonClient()
+    client = GroupClient(
+        name=instance.name,
+        verifier=GROUP_VERIFIERS[instance.verifier],
+        settings=instance.settings,
+        judge=instance.judge.client(http) if instance.judge else None,
+        timeout_seconds=instance.timeout_seconds,
+    )
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await http.close()
+
+    app = FastAPI(title=instance.name, lifespan=lifespan)
+    app.add_middleware(WithoutRolloutPrefix)
+
+    @app.post("/compare")
+    async def compare(request: Request) -> Response:
+        try:
+            body = _object(await request.body())
+            history, responses = body.get("conversation_history"), body.get("response_objs")
+            if not isinstance(history, list):
+                raise wrong("conversation_history", history, "a list of messages")
+            if not isinstance(responses, list) or not all(isinstance(one, Mapping) for one in responses):
+                raise wrong("response_objs", responses, "a list of Responses objects")
+            row = {"responses_create_params": {"input": history}, "principle": body.get("principle")}
+            client.verifier.parse_task(row, client.settings)
+        except ValueError as error:
+            return _json({"detail": str(error)}, status=422)
+        verdicts = await client.score(row, responses)
+        rewards = [verdict.reward if isinstance(verdict, Verdict) else None for verdict in verdicts]
+        return _json({"rewards": rewards, "reasons": [verdict.reason for verdict in verdicts]})
+
+    _serve_common(app)
     return app
 
 
