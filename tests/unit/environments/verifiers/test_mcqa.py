@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from recipes.environments.verifiers import mcqa
 from recipes.environments.verifiers.mcqa import ANSWER_COLON_MARKDOWN, parse_task, score
 
 Answer = Callable[..., dict[str, Any]]
@@ -121,3 +123,57 @@ def test_real_rows(gym_row: Callable[..., dict[str, Any]], answer: Answer) -> No
 def test_bad_row(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match="^" + message):
         parse_task({"options": OPTIONS, "expected_answer": "B"} | fields, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        ("\\text{C}", "C"),
+        ("  \\text{   two  words   }  ", "two  words"),
+        ("\\text{ \\text{  C  } }", "C"),
+        ("\\text{}", ""),
+        ("\\text{    }", ""),
+        ("\\text{", "\\text{"),
+        ("\\text{C", "\\text{C"),
+        ("C}", "C}"),
+    ],
+)
+def test_wrappers_are_taken_off_however_deep(text: str, inside: str) -> None:
+    assert mcqa._without_wrappers(text) == inside
+
+
+def test_two_letters_are_a_list_when_nothing_else_stands_between_them(answer: Answer) -> None:
+    found = {between: markdown(f"Answer: A{between}B", answer) for between in (" ", ", ", "; ", " or ", " - ", " is ")}
+    assert found == {" ": None, ", ": None, "; ": None, " or ": None, " - ": "A", " is ": "A"}
+    assert markdown("Answer: `c`", answer) == "C"
+    assert letter("Answer: x", answer, "lenient_answer_colon") is None
+
+
+def test_only_single_letters_are_options_and_a_row_may_lack_the_answer(answer: Answer) -> None:
+    task = parse_task({"options": [{"A": "x", "AB": "y", "?": "z", "c": "w", "D": None}]}, {})
+    assert task.options == (("A", "x"), ("C", "w")) and task.answer == ""
+    assert score(answer("\\boxed{A}"), task).reason == "answered A, expected nothing"
+
+
+def test_a_pattern_whose_groups_all_stayed_empty_leaves_the_answer_to_the_mode(answer: Answer) -> None:
+    own = {"template_metadata": {"output_regex": "(x)?(y)?$"}}
+    assert letter("\\boxed{B}", answer, **own) == "B"
+    assert mcqa.is_cheap(parse_task({"options": OPTIONS}, {}))
+    assert not mcqa.is_cheap(parse_task({"options": OPTIONS, **own}, {}))
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "got"),
+    [
+        (
+            {"template_metadata": {"output_regex": [1]}},
+            {},
+            "output_regex': got list [1], expected a string or a",
+        ),
+        ({"grading_mode": ANSWER_COLON_MARKDOWN}, {}, "'grading_mode': got string 'lenient_answer_colon_md', expected"),
+        ({}, {"grading_mode": "loose"}, "'grading_mode': got string 'loose', expected one of"),
+    ],
+)
+def test_wrong_rows_are_named(row: dict[str, Any], settings: dict[str, Any], got: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(got)):
+        parse_task({"options": OPTIONS, **row}, settings)
