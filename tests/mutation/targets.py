@@ -19,6 +19,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "recipes/grpo/loss.py": ("tests/unit/test_golden.py",),
     "recipes/grpo/advantage.py": ("tests/unit/grpo/test_advantage.py", "tests/unit/test_golden.py"),
     "recipes/grpo/batch.py": ("tests/unit/grpo/test_batch.py", "tests/unit/test_golden.py"),
+    "recipes/grpo/buffer.py": ("tests/unit/grpo/test_buffer.py", "tests/unit/grpo/test_checkpoint.py"),
+    "recipes/environments/verifiers/mcqa.py": (
+        "tests/unit/environments/verifiers/test_mcqa.py",
+        "tests/unit/environments/verifiers/test_golden_cases.py",
+    ),
     "recipes/policy/packing.py": ("tests/unit/policy/test_packing.py",),
     "recipes/policy/shards.py": ("tests/unit/policy/test_shards.py",),
     "tools/data/split.py": ("tests/unit/tools/data/test_split.py",),
