@@ -19,6 +19,7 @@ from typing import Any
 from recipes.config.load import LoadedConfig, load_config, require_runnable
 from recipes.errors import RecipeError
 from recipes.files import write_atomically
+from recipes.imports import without_gc
 from recipes.stop import EXIT_RESUME, StopRequest
 
 logger = logging.getLogger("recipes.run_grpo")
@@ -59,10 +60,11 @@ def run_stage(config_path: Path, run_dir: Path, overrides: list[str]) -> int:
     write_resolved(loaded, run_dir)
 
     # Heavy imports come after the checks, so that a typo is reported in under a second, without torch.
-    from recipes.config.keys.derive import derive
-    from recipes.grpo.heartbeat import Heartbeat
-    from recipes.grpo.setup import setup
-    from recipes.grpo.train import train
+    with without_gc():
+        from recipes.config.keys.derive import derive
+        from recipes.grpo.heartbeat import Heartbeat
+        from recipes.grpo.setup import setup
+        from recipes.grpo.train import train
 
     with Heartbeat(run_dir) as heartbeat:
         run = setup(config, derive(config), run_dir, stop)

@@ -13,6 +13,7 @@ about a quarter of the CPU time per token.
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ class _RolloutScheduling:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # the scheduler's own arguments
         super().__init__(*args, **kwargs)
+        gc.enable()  # off since the process began, see core_start.py
         self._num_pushes = 0
         self._held: dict[str, list[LogprobsLists]] = {}  # not yet sent, by request id
         die_with_parent()

@@ -24,9 +24,11 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from recipes.errors import EngineError
+from recipes.generation.core_start import as_main_module
 from recipes.generation.engine_args import CPU_ENV, ENV, engine_args, stop_token_ids
 from recipes.generation.requests import Answer, Request, Sample, request_seed
 from recipes.generation.samples import EngineSamples
+from recipes.imports import without_gc
 from recipes.types import Sampling
 
 if TYPE_CHECKING:
@@ -118,9 +120,10 @@ class EngineActor:
     async def start(self) -> EngineInfo:
         """Load the model and, when the configuration has one, open the HTTP server."""
         began = time.monotonic()
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.platforms import current_platform
-        from vllm.v1.engine.async_llm import AsyncLLM
+        with without_gc():
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.platforms import current_platform
+            from vllm.v1.engine.async_llm import AsyncLLM
 
         imported = time.monotonic()
         is_cpu = current_platform.is_cpu()
@@ -131,7 +134,8 @@ class EngineActor:
         )
         samples = EngineSamples() if self._cfg.vllm_cfg.enable_vllm_metrics_logger else None
         loggers: list[Any] = [lambda *_: samples] if samples else []
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args), stat_loggers=loggers)
+        with without_gc(), as_main_module():
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args), stat_loggers=loggers)
         if samples is not None:
             self._begin_sampling(samples)
         self._stop_token_ids = list(stop_token_ids(Path(self._model_path)))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from recipes.cluster.token_store import RayTokenStore
+from recipes.imports import without_gc
 from recipes.types import LossFunction, ReferenceUse, WeightLayout
 
 if TYPE_CHECKING:
@@ -81,16 +82,18 @@ class PolicyWorker:
 
     def open_store(self, host: str, timeout_s: float) -> int:
         """Open the store that all ranks meet at (rank 0 only); returns its port."""
-        from recipes.policy import parallel
+        with without_gc():
+            from recipes.policy import parallel
 
         self._store = parallel.open_store(host, timeout_s=timeout_s)
         return int(self._store.port)
 
     def start(self, spec: WorkerSpec, host: str, port: int) -> Coordinates:
         """Join the other ranks, build the model and load its weights."""
-        import torch
+        with without_gc():
+            import torch
 
-        from recipes.policy import parallel, step
+            from recipes.policy import parallel, step
 
         torch.set_num_threads(spec.num_threads)
         if spec.is_one_node:
