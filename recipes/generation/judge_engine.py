@@ -19,9 +19,7 @@ import ray
 
 from recipes.cluster.ports import hold, hold_in_range
 from recipes.errors import ConfigError, EngineError, LaunchError, Problem
-from recipes.generation.core_start import as_main_module
 from recipes.generation.engine_args import CPU_ENV, ENV
-from recipes.imports import without_gc
 
 if TYPE_CHECKING:
     from recipes.config.keys.judges import StartedJudge
@@ -60,16 +58,14 @@ class JudgeActor:
 
     async def start(self) -> str:
         """Load the model, serve it, and return where it runs."""
-        with without_gc():
-            from vllm.engine.arg_utils import AsyncEngineArgs
-            from vllm.platforms import current_platform
-            from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
 
-            from recipes.generation.server import HttpServer
+        from recipes.generation.server import HttpServer
 
         args = serve_arguments(self._judge, is_cpu=current_platform.is_cpu())
-        with without_gc(), as_main_module():
-            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
         self._server = await HttpServer.serve(
             self._llm, args, held=self._socket, api_key=self._api_key, count=_uncounted
         )
