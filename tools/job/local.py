@@ -152,7 +152,7 @@ def start_head(run: LocalRun, ports: RayPorts, env: dict[str, str], log: Path) -
     memory = [] if count_gpus() else [f"--object-store-memory={OBJECT_STORE_BYTES}"]
     command = [
         *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--disable-usage-stats"),
-        "--include-dashboard=false",
+        *("--include-dashboard=false", "--include-log-monitor=false", "--no-monitor"),  # nobody reads what they show
         f"--temp-dir={temp / RAY}",
         f"--num-gpus={count_gpus()}",
         f"--resources={json.dumps({'worker_units': run.num_units})}",
