@@ -48,7 +48,7 @@ class Moment:
 
 
 ACTOR, CORE = "ray::EngineActor", "VLLM::EngineCore"
-SAMPLE = [Moment(1, 0.05, CORE, 0), Moment(20, 0.0, ACTOR, 1)]
+SAMPLE = [Moment(1, 0.05, CORE, 0)]
 OTHERS = [
     Moment(0, 0.0, ACTOR, 0),
     Moment(0, 0.3, CORE, 1),
@@ -56,6 +56,7 @@ OTHERS = [
     Moment(5, 0.02, CORE, 0),
     Moment(10, 0.15, ACTOR, 0),
     Moment(15, 0.0, CORE, 1),
+    Moment(20, 0.0, ACTOR, 1),
     Moment(30, 0.2, CORE, 0),
     Moment(38, 0.0, ACTOR, 1),
 ]

@@ -39,6 +39,11 @@ pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 1e-4
+# Every run at scale tiny compares a dense model's log-probabilities at its start, and test_smoke.py while it trains.
+MODELS = [
+    pytest.param(build_model, id="dense", marks=pytest.mark.slow),
+    pytest.param(build_hybrid_model, id="hybrid"),
+]
 TEMPERATURE = 0.7  # not 1, so that forgetting it on one side shows
 SAMPLING = Sampling(temperature=TEMPERATURE, top_p=1.0, max_tokens=24)
 PROMPTS = [
@@ -46,7 +51,7 @@ PROMPTS = [
 ]  # two full KV blocks each
 
 
-@pytest.fixture(scope="module", params=[build_model, build_hybrid_model], ids=["dense", "hybrid"])
+@pytest.fixture(scope="module", params=MODELS)
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Config:
     path = tmp_path_factory.mktemp("model")
     tokenizer = build_tokenizer()
