@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shlex
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +21,13 @@ from small_root import require
 from speed import patiently
 from swe_image import write_sif, write_task_root
 
+from recipes.environments.swe.containers import check
+from recipes.environments.swe.containers import container as container_module
 from recipes.environments.swe.containers.bwrap import PROGRAMS, BwrapRuntime
+from recipes.environments.swe.containers.check import check_runtime
 from recipes.environments.swe.containers.container import RunningContainer
-from recipes.environments.swe.containers.places import PREFIX, home
+from recipes.environments.swe.containers.places import PREFIX, clear_abandoned, home
+from recipes.environments.swe.containers.runtime import Admission, runtime_of_machine
 from recipes.environments.swe.containers.shell import BashShell
 from recipes.environments.swe.contract import (
     CommandResult,
@@ -29,9 +37,11 @@ from recipes.environments.swe.contract import (
     ContainerLimits,
     Runtime,
 )
+from recipes.errors import LaunchError
 
 pytestmark = pytest.mark.functional
 ROOT = Path(__file__).resolve().parents[2]
+CONTAINERS = ROOT / "recipes/environments/swe/containers"
 LIMITS = ContainerLimits(memory_mib=400, processes=60, disk_mib=48, file_mib=24)
 SECONDS = patiently(60)
 
@@ -72,6 +82,10 @@ def running(words: str) -> list[str]:
         if words in line and int(entry.name) != os.getpid():
             found.append(line)
     return found
+
+
+def mounted_images() -> list[str]:
+    return [line for line in running(str(home())) if line.startswith("squashfuse")]
 
 
 def wait_until(holds: Callable[[], bool]) -> bool:
@@ -142,7 +156,7 @@ async def test_a_late_command_is_stopped_and_its_shell_goes_on(runtime, image):
             assert running("sleep 556.5") == [] and running("time.sleep(556.5)") == []
             assert await said(shell, 'echo "$PWD $a"') == "/testbed kept"
         assert len(running("sleep 555.5")) == 1
-        stuck = await run(shell, "trap '' INT; while :; do :; done", seconds=0.5)
+        stuck = await run(shell, "trap '' INT; while :; do :; done", seconds=2)
         assert stuck.status is None and "could not be interrupted; a new one" in stuck.output
         assert await said(shell, "pwd") == "/"
 
@@ -155,7 +169,7 @@ async def test_a_flood_of_output_is_cut_in_the_middle(runtime, image):
         assert flood.status == 0 and flood.num_dropped == 20_000_011 - 1000
         assert flood.output.startswith("begin\nxx") and flood.output.endswith("x\nend\n")
         assert f"\n[{flood.num_dropped} characters left out]\n" in flood.output and len(flood.output) < 1100
-        endless = await run(shell, "yes", seconds=0.5, most=100)
+        endless = await run(shell, "yes", seconds=2, most=100)
         assert endless.status is None and endless.num_dropped > 1000
         assert await said(shell, "echo fine") == "fine"
 
@@ -216,7 +230,7 @@ async def test_what_a_container_writes_ends_with_it(runtime, image):
         await first.write_file("/testbed/new", b"x")
         shell = await second.open_shell()
         assert await said(shell, "ls /testbed; rm -r /usr/bin && mkdir /usr/bin && ls /usr/bin") == ""
-        assert len(running("squashfuse -f")) == 1  # one mount for both
+        assert len(mounted_images()) == 1  # one mount for both
         assert (
             await said(await first.open_shell(), "ls /testbed /usr/bin/python3") == "/usr/bin/python3\n\n/testbed:\nnew"
         )
@@ -254,3 +268,154 @@ async def test_a_container_that_is_closed_or_killed_ends_what_runs_in_it(runtime
         with pytest.raises(ContainerEndedError):
             await killed.read_file("/etc/passwd", max_bytes=10)
         assert await said(await third.open_shell(), "echo fine") == "fine"
+
+
+HOGS = {
+    "memory": "x = []\nwhile True: x.append(bytearray(2**24)); time.sleep(0.01)",
+    "many": "[os.fork() for _ in range(3)]\nx = []\nwhile True: x.append(bytearray(2**22)); time.sleep(0.01)",
+    "shared": (
+        "for n in range(9): open(f'/dev/shm/{n}', 'wb').write(bytes(2**22))\n"
+        "x = bytes(range(256)) * 2**21\ntime.sleep(60)"
+    ),
+}
+
+
+@pytest.mark.parametrize("hog", HOGS)
+async def test_a_container_that_takes_too_much_memory_ends_alone(runtime, image, hog):
+    async with started(runtime, image) as greedy, started(runtime, image) as other:
+        command = f"python3 -c {shlex.quote('import os, time' + chr(10) + HOGS[hog])}"
+        with pytest.raises(ContainerEndedError) as ended:
+            await run(await greedy.open_shell(), command)
+        assert ended.value.end is ContainerEnd.MEMORY
+        assert greedy.peak_memory_mib > LIMITS.memory_mib
+        assert await said(await other.open_shell(), "echo fine") == "fine"
+        assert 0 < other.peak_memory_mib < 100
+
+
+async def test_memory_that_belongs_to_no_process_is_refused(runtime, image):
+    async with started(runtime, image) as container:
+        shell = await container.open_shell()
+        refused = await run(shell, "python3 -c 'import os; os.memfd_create(str())'")
+        assert refused.status == 1 and "PermissionError" in refused.output
+
+
+async def test_a_full_writable_layer_ends_its_container(runtime, image):
+    async with started(runtime, image) as full, started(runtime, image) as other:
+        shell = await full.open_shell()
+        large = await run(shell, "head -c 40000000 /dev/zero >/tmp/large; stat -c %s /tmp/large")
+        assert int(large.output.split()[-1]) == LIMITS.file_mib * 2**20  # one file has its own limit
+        fill = "for n in 1 2 3 4 5 6 7 8 9; do head -c 9000000 /dev/zero >/testbed/$n; done; sleep 60"
+        with pytest.raises(ContainerEndedError) as ended:
+            await run(shell, fill)
+        assert ended.value.end is ContainerEnd.DISK
+        assert await said(await other.open_shell(), "echo fine >/testbed/x; cat /testbed/x") == "fine"
+
+
+async def test_a_fork_bomb_stays_in_its_container(runtime, image):
+    async with started(runtime, image) as bomb, started(runtime, image) as other:
+        shell = await bomb.open_shell()
+        result = await run(shell, "f() { f | f & f; }; f", seconds=3)
+        assert result.status is None and "Resource temporarily unavailable" in result.output
+        assert await said(await other.open_shell(), "echo fine") == "fine"
+        assert await said(shell, "echo again") == "again"
+
+
+OWNER = """
+import asyncio
+from recipes.environments.swe.containers import check
+from recipes.environments.swe.containers.check import check_runtime
+from recipes.errors import LaunchError
+from recipes.environments.swe.containers.bwrap import BwrapRuntime
+from recipes.environments.swe.containers.places import home
+from recipes.environments.swe.contract import ContainerLimits
+
+async def main():
+    container = await BwrapRuntime().start({image!r}, ContainerLimits(memory_mib=400))
+    shell = await container.open_shell()
+    running = asyncio.create_task(shell.run("trap '' TERM INT HUP; setsid sleep 558.5", seconds=600, max_characters=10))
+    await (await container.open_shell()).run("until pidof sleep; do :; done", seconds=60, max_characters=10)
+    print(home(), flush=True)
+    await running
+
+asyncio.run(main())
+"""
+
+
+async def test_nothing_runs_on_when_the_owner_is_killed(image):
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER.format(image=image)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    with owner:
+        assert owner.stdout is not None
+        left = Path(owner.stdout.readline().strip())
+        assert left.name.startswith(PREFIX) and running("sleep 558.5")
+        owner.kill()
+    assert wait_until(lambda: not running("sleep 558.5") and not running(str(left)))
+    assert left.is_dir()
+    clear_abandoned(left.parent)  # as the next start does
+    assert not left.exists()
+
+
+async def test_many_containers_at_once_share_a_mount_and_wait_for_places(runtime, image):
+    admission, num_now, most = Admission(8), 0, 0
+
+    async def one(number: int) -> str:
+        nonlocal num_now, most
+        async with admission.place(seconds=patiently(120)), started(runtime, image) as container:
+            num_now += 1
+            most = max(most, num_now)
+            assert len(mounted_images()) <= 1
+            text = await said(await container.open_shell(), f"echo {number} >/testbed/n; cat /testbed/n")
+            num_now -= 1
+            return text
+
+    assert await asyncio.gather(*(one(number) for number in range(32))) == [str(number) for number in range(32)]
+    assert most <= 8
+    with pytest.raises(ContainerFailedError, match="none of the 1 places was free"):
+        async with (full := Admission(1)).place(seconds=1), full.place(seconds=0.05):
+            pass
+
+
+STAND_IN = """#!/usr/bin/env bash
+# Records its words, and runs the command in this machine's own files.
+printf '%s\\0' "$@" >{record}
+for word; do [[ $word == --bind=* ]] && shells=${{word#--bind=}}; done
+while [[ $1 != /bin/bash ]]; do shift; done
+exec bwrap --unshare-all --as-pid-1 --die-with-parent --ro-bind / / --proc /proc --dev /dev --tmpfs /dev/shm \\
+  --tmpfs /opt --ro-bind "${{shells%%:*}}" {shells} -- "$@"
+"""
+
+
+async def test_the_check_of_a_runtime_names_what_fails(runtime, image, tmp_path, monkeypatch):
+    await check_runtime(runtime, image)
+    with pytest.raises(LaunchError, match=r"a container cannot start: the image .*missing\.sif cannot be read"):
+        await check_runtime(runtime, str(tmp_path / "missing.sif"))
+    monkeypatch.setitem(check.PRIMITIVES, "user namespaces", ("echo refused >&2; exit 1", "allow them"))
+    with pytest.raises(LaunchError, match="by bwrap: user namespaces cannot be made: refused; allow them"):
+        await check_runtime(runtime, image)
+
+
+async def test_apptainer_is_given_the_options_of_isolation(image, tmp_path, monkeypatch):
+    """Not with a real Apptainer: a stand-in records its words, and starts the command by bubblewrap."""
+    record, program = tmp_path / "record", tmp_path / "bin/apptainer"
+    program.parent.mkdir()
+    monkeypatch.setattr(container_module, "INIT", tmp_path / "init.sh")
+    (tmp_path / "init.sh").write_text((CONTAINERS / "init.sh").read_text().replace("/.shells", "/opt/shells"))
+    program.write_text(STAND_IN.format(record=record, shells="/opt/shells"))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("SECRET", "canary")
+    runtime = runtime_of_machine()
+    assert runtime.name == "apptainer"
+    async with started(runtime, image, replace(LIMITS, disk_mib=2**20)) as container:
+        shell = await container.open_shell()
+        assert await said(shell, "echo $((6 * 7)) $SECRET") == "42"
+    words = record.read_text().split("\0")
+    options = words[1 : words.index(image)]
+    assert words[0] == "exec" and words[words.index(image) + 1] == "/bin/bash"
+    bind = options.pop()
+    assert re.fullmatch(rf"--bind={home()}/container-[0-9a-f]+:/\.shells:ro", bind)
+    assert set(options) - {"--no-privs"} == {
+        *("--containall", "--writable-tmpfs", "--no-home", "--no-mount=bind-paths,cwd,home,hostfs,tmp", "--pwd=/"),
+        *("--net", "--network=none"),
+    }

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from recipes.environments.swe.containers.container import Launch, RunningContainer, init_words
 from recipes.environments.swe.containers.images import HeldImages, environment
-from recipes.environments.swe.containers.places import NOBODY, container_user, home
-from recipes.environments.swe.contract import ContainerFailedError, ContainerLimits
+from recipes.environments.swe.containers.places import NOBODY, container_directory, container_user
+from recipes.environments.swe.contract import ContainerLimits
 
 PROGRAMS = {
     "bwrap": "bubblewrap",
@@ -47,17 +47,14 @@ class BwrapRuntime:
             await self._images.release(key, held)
 
         token = secrets.token_hex(16)
-        directory = home() / f"container-{token[:12]}"
         try:
-            directory.mkdir(mode=0o711)
             descriptor = _memory_file(filter_program())
-        except BaseException as error:
+            directory = container_directory(token)
+        except BaseException:
             await release()
-            if isinstance(error, OSError):
-                raise ContainerFailedError(f"{directory} cannot be made: {error.strerror}") from error
             raise
         files = max(MIN_FILES, limits.disk_mib * FILES_PER_MIB)
-        words = [*_user_words(), "nsenter", "--preserve-credentials", "--user", "--mount"]
+        words = [*user_words(), "nsenter", "--preserve-credentials", "--user", "--mount"]
         words += [f"--target={held.process.pid}", "--", "unshare", "--mount", "--", "bash", str(held.work / "2")]
         words += [str(held.work), str(limits.disk_mib), str(files), str(directory), str(descriptor)]
         launch = Launch(
@@ -72,7 +69,7 @@ class BwrapRuntime:
         return await RunningContainer.start(launch, limits)
 
 
-def _user_words() -> list[str]:
+def user_words() -> list[str]:
     """Return the words that make root become nobody, where that user exists."""
     if container_user() == os.geteuid():
         return []

@@ -56,6 +56,7 @@ class Launch:
     token: str  # what its first process prints when it is ready
     release: Callable[[], Awaitable[None]] = _nothing
     descriptors: Sequence[int] = field(default=())  # that it inherits; closed here once it has
+    layers: Sequence[str] = ("/dev/shm",)  # directories in the file systems in memory that it writes to
     memory_files: bool = False  # whether its processes may make memory files
     ends_by_itself: bool = False  # whether the program that was started ends, and clears up, after the first process
 
@@ -128,7 +129,8 @@ class RunningContainer:
             self._handle = os.pidfd_open(init)
         except ProcessLookupError as error:
             raise ContainerFailedError("the container ended as soon as it was ready") from error
-        self._state.watched = Watched(init, self._handle, self._limits, memory_files=self._launch.memory_files)
+        layers, memory_files = self._launch.layers, self._launch.memory_files
+        self._state.watched = Watched(init, self._handle, self._limits, layers=layers, memory_files=memory_files)
         self._loop.add_reader(self._handle, self._on_end)
         WATCHDOG.add(self._state.watched)
 

@@ -15,6 +15,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from recipes.environments.swe.contract import ContainerFailedError
+
 AS_NOBODY = Path(__file__).with_name("as_nobody.sh")
 PREFIX = "swe-containers-"
 NOBODY = 65534
@@ -29,6 +31,16 @@ def home() -> Path:
         _homes[os.getpid()] = _make(parent)
         atexit.register(_remove, os.getpid())
     return _homes[os.getpid()]
+
+
+def container_directory(token: str) -> Path:
+    """Make the directory of one container's pipes; raises `ContainerFailedError`."""
+    directory = home() / f"container-{token[:12]}"
+    try:
+        directory.mkdir(mode=0o711)
+    except OSError as error:
+        raise ContainerFailedError(f"{directory} cannot be made: {error.strerror}") from error
+    return directory
 
 
 def container_user() -> int:

@@ -8,24 +8,33 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from recipes.environments.swe.containers.processes import proportional_bytes, tree, unnamed_memory_bytes
 from recipes.environments.swe.contract import ContainerEnd, ContainerLimits
 
 PERIOD_SECONDS = 0.5
+IN_MEMORY = ("tmpfs", "overlay", "fuse.fuse-overlayfs")  # an overlay here has its upper layer in a tmpfs
 MIB = 2**20
 
 
 class Watched:
     """What one container uses. Set by the watchdog: `broken`, `detail` and `peak_memory_mib`."""
 
-    def __init__(self, init: int, handle: int, limits: ContainerLimits, *, memory_files: bool) -> None:
-        """`init` is its first process and `handle` a pidfd of it; `memory_files`: its processes may make memfds."""
+    def __init__(
+        self, init: int, handle: int, limits: ContainerLimits, *, layers: Sequence[str], memory_files: bool
+    ) -> None:
+        """`init` is its first process and `handle` a pidfd of it; `memory_files`: its processes may make memfds.
+
+        `layers` are the mount points inside of what it writes to, in memory.
+        """
         self.init, self.limits, self.peak_memory_mib = init, limits, 0.0
         self.broken: ContainerEnd | None = None
         self.detail = ""
         self._handle, self._memory_files = handle, memory_files
+        self._layers = [path for path in layers if _type_of(init, path) in IN_MEMORY]
         self._lock = threading.Lock()
         self._is_over = False
 
@@ -71,11 +80,25 @@ class Watched:
         return resident + layer
 
     def _layer_bytes(self) -> int:
-        """Return what the writable layer holds; /dev/shm is in it."""
-        with suppress(OSError):
-            place = os.statvfs(f"/proc/{self.init}/root/dev/shm")
-            return (place.f_blocks - place.f_bfree) * place.f_frsize
-        return 0
+        """Return what the file systems that it writes to hold."""
+        found: dict[tuple[int, int, int], int] = {}  # two mount points may show one of them
+        for path in self._layers:
+            with suppress(OSError):
+                place = os.statvfs(f"/proc/{self.init}/root{path}")
+                used = (place.f_blocks - place.f_bfree) * place.f_frsize
+                found[place.f_blocks, place.f_bfree, place.f_ffree] = used
+        return sum(found.values())
+
+
+def _type_of(pid: int, mount_point: str) -> str:
+    """Return the type of the file system that a process sees at a mount point; an empty text for none."""
+    found = ""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/mountinfo").read_text(errors="replace").splitlines():
+            fields, _, system = line.partition(" - ")
+            if fields.split()[4] == mount_point:
+                found = system.split()[0]
+    return found
 
 
 class Watchdog:

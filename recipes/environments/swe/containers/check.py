@@ -1,0 +1,69 @@
+"""Whether containers of tasks work on this machine: starts a real one, and names the first thing that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+
+from recipes.environments.swe.containers.bwrap import user_words
+from recipes.environments.swe.containers.images import environment
+from recipes.environments.swe.contract import ContainerEndedError, ContainerFailedError, ContainerLimits, Runtime
+from recipes.errors import LaunchError, Problem
+
+LIMITS = ContainerLimits(memory_mib=1024, processes=64, disk_mib=64, file_mib=32)
+SECONDS = 60.0
+IN_NAMESPACES = ("unshare", "--user", "--map-root-user", "--mount", "--", "bash", "-euc")
+OVERLAY = """mount -t tmpfs tmpfs /mnt; mkdir /mnt/lower /mnt/upper /mnt/work /mnt/root
+mount -t overlay -o userxattr,lowerdir=/mnt/lower,upperdir=/mnt/upper,workdir=/mnt/work overlay /mnt/root"""
+# What a runtime needs -> a command that tries it, and what to do where it fails.
+PRIMITIVES = {
+    "user namespaces": (
+        "true",
+        "let users make them: sysctl user.max_user_namespaces=15000, and kernel.unprivileged_userns_clone=1 or "
+        "kernel.apparmor_restrict_unprivileged_userns=0 where the kernel has it",
+    ),
+    "a writable layer (overlay in a user namespace)": (OVERLAY, "use Linux 5.11 or later"),
+}
+
+
+async def check_runtime(runtime: Runtime, image: str) -> None:
+    """Start an image, write, run a command that is late, and end it; raises `LaunchError` for the first that fails."""
+    for name, (script, fix) in PRIMITIVES.items():
+        if said := await asyncio.to_thread(_try, script):
+            raise _problem(runtime, f"{name} cannot be made: {said}", fix)
+    doing = "start"
+    try:
+        container = await runtime.start(image, LIMITS)
+        try:
+            doing = "open a shell"
+            shell = await container.open_shell()
+            doing = "write a file"
+            await container.write_file("/tmp/check", b"written")
+            if await container.read_file("/tmp/check", max_bytes=100) != b"written":
+                raise OSError("what was read is not what was written")
+            doing = "stop a late command"
+            late = await shell.run("cat /tmp/check; sleep 600", seconds=0.5, max_characters=100)
+            again = await shell.run("echo here", seconds=SECONDS, max_characters=100)
+            if (late.status, again.output) != (None, "here\n"):
+                raise OSError(f"its shell answered {late.output!r}, then {again.output!r}")
+        finally:
+            await container.close()
+    except (ContainerFailedError, ContainerEndedError, OSError) as error:
+        fix = f"see what `{runtime.name}` says of {image}; a SIF file also needs /dev/fuse, which root may have to open"
+        raise _problem(runtime, f"a container cannot {doing}: {error}", fix) from error
+
+
+def _try(script: str) -> str:
+    """Return why a script fails in namespaces of its own; an empty text when it does not."""
+    command = [*user_words(), *IN_NAMESPACES, script]
+    try:
+        done = subprocess.run(
+            command, env=environment(), cwd="/", capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return "" if done.returncode == 0 else " ".join(done.stderr.split())[-300:] or f"status {done.returncode}"
+
+
+def _problem(runtime: Runtime, wrong: str, fix: str) -> LaunchError:
+    return LaunchError(Problem(where=f"containers of tasks by {runtime.name}", wrong=wrong, fix=fix))
