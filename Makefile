@@ -280,6 +280,11 @@ bench-sandbox: $(READY) ## measure how many programs a second the sandbox runs, 
 #= ARGS="--programs 400"
 	$(PYTHON) -m tools.bench.sandbox $(ARGS)
 
+.PHONY: bench-verifiers
+bench-verifiers: $(READY) ## measure verdicts a second of each environment: function, process, HTTP
+#= ARGS="--names mcqa --count 4096"
+	$(PYTHON) -m tools.bench.verifiers $(ARGS)
+
 .PHONY: bench-launch
 bench-launch: $(READY) ## measure how soon the driver of a job starts, on a throw-away Slurm
 #= ARGS="--starts 5"

@@ -34,7 +34,7 @@ from tools.env_check.target import Target, Workshop
 
 EXAMPLES = Path("../shared/gym_examples")  # one file per environment, `NAME.jsonl`
 TEXT = "I think that the answer is \\boxed{B}. <answer>12</answer>"
-IN_MAIN_THREAD = 60.0  # seconds of one verdict at most
+SECONDS = 60.0  # of one verdict at most
 HEADS = ("environment", "function /s", "in process /s", "p99 ms", "over HTTP /s", "p99 ms", "no verdict")
 
 
@@ -53,7 +53,6 @@ Verify = Callable[[Row, Response], Awaitable[Verdict | NoVerdict]]
 async def measure(verify: Verify, rows: Sequence[Row], *, count: int, concurrency: int) -> Speed:
     """Verify `count` answers, `concurrency` at a time; no two are alike, so that none comes from a cache."""
     numbers, seconds, failed = itertools.count(), list[float](), list[int]()
-    end = time.monotonic()
 
     async def work() -> None:
         for number in numbers:
@@ -102,13 +101,13 @@ def served(target: Target) -> Iterator[str]:
 
 async def one(workshop: Workshop, name: str, rows: Sequence[Row], *, count: int, concurrency: int) -> list[str]:
     """Return the line of one environment."""
-    target = workshop.own(name, {}, seconds=IN_MAIN_THREAD)
+    target = workshop.own(name, {}, seconds=SECONDS)
     asks = target.asks_judge or VERIFIERS[name].needs_sandbox
     settings = dict(target.settings)
     alone = "" if asks else f"{function_alone(name, settings, rows, count=count):.0f}"
     here = await measure(target.scorer.verify, rows, count=count, concurrency=concurrency)
     with served(target) as url:
-        client = HttpVerifier(name=name, url=url, timeout_seconds=IN_MAIN_THREAD, http=workshop.http)
+        client = HttpVerifier(name=name, url=url, timeout_seconds=SECONDS, http=workshop.http)
         there = await measure(client.verify, rows, count=count, concurrency=concurrency)
     ways = [text for way in (here, there) for text in (f"{way.per_second:.0f}", f"{1000 * way.p99:.0f}")]
     return [name, alone, *ways, str(here.num_failed + there.num_failed)]
