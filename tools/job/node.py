@@ -1,6 +1,7 @@
 """One Ray node of a job: check this machine, start Ray, stay until it ends, keep its logs.
 
     python -m tools.job.node --role head|worker --head HOST --num-nodes N --units N --log-dir DIR --temp-dir DIR
+        --cache DIR
 
 `ray_node.sh` starts it on every node. USR2 and TERM end it in order. It ends with status 1 when a process of Ray ends
 before that, and with 2 when this machine cannot be used; it says why.
@@ -22,6 +23,7 @@ from types import FrameType
 from recipes.cluster.ports import ray_ports
 from recipes.errors import RecipeError, RunError
 from tools.job.bring_up import bring_up_seconds
+from tools.job.compile_cache import close_cache, open_cache, seed_path
 from tools.job.node_check import Node, require_usable
 from tools.job.ray_start import end_ray, run_ray
 from tools.job.ray_temp import clear_abandoned, keep_logs, make_private
@@ -52,10 +54,12 @@ def run(node: Node) -> int:
     require_usable(node)
     logs = node.log_dir / f"ray_{host}"
     lock = make_private(node.temp, logs=logs)
+    cache = None
     try:
+        cache = open_cache(node.temp.parent, seed_path(node.cache))
         if not node.is_head:
             wait_for_head(node)
-        status = run_ray(node)
+        status = run_ray(node, cache.variables() if cache else {})
         print(f"node: Ray ended with status {status} on {host}", file=sys.stderr)
         return 1
     finally:
@@ -64,6 +68,8 @@ def run(node: Node) -> int:
         end_ray()
         keep_logs(node.temp, logs)
         os.close(lock)
+        if cache:
+            close_cache(cache)
 
 
 def stop(_number: int, _frame: FrameType | None) -> None:
@@ -82,6 +88,7 @@ def parse(argv: Sequence[str] | None) -> Node:
     parser.add_argument("--units", type=int, required=True, help="accelerators per node")
     parser.add_argument("--log-dir", type=Path, required=True, help="of this start: results/EXP_NAME/logs/attempt_N")
     parser.add_argument("--temp-dir", type=Path, required=True, help="to be made on this node, the same on every node")
+    parser.add_argument("--cache", type=Path, required=True, help="PERSISTENT_CACHE, the same on every node")
     args = parser.parse_args(argv)
     return Node(
         is_head=args.role == "head",
@@ -90,6 +97,7 @@ def parse(argv: Sequence[str] | None) -> Node:
         units=args.units,
         log_dir=args.log_dir,
         temp=args.temp_dir,
+        cache=args.cache,
     )
 
 

@@ -28,6 +28,7 @@ class Node:
     units: int  # accelerators of this node that the job uses
     log_dir: Path
     temp: Path  # to be made on this node: see ray_temp.py
+    cache: Path  # PERSISTENT_CACHE
 
 
 def gpu_problems(units: int, devices: int, *, has_driver: bool) -> list[Problem]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 
 from recipes.cluster.ports import ray_ports
@@ -43,8 +44,11 @@ def start_command(node: Node) -> list[str]:
     ]
 
 
-def run_ray(node: Node) -> int:
-    """Run Ray and return its status; try once more when it ends before it has started, as on a very busy machine."""
+def run_ray(node: Node, variables: Mapping[str, str]) -> int:
+    """Run Ray and return its status; try once more when it ends before it has started, as on a very busy machine.
+
+    `variables` are for everything that Ray starts on this node.
+    """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _OPEN_FILES) if hard > 0 else _OPEN_FILES, hard))
     tuned = ray_environment(node.num_nodes, os.cpu_count() or 1)
@@ -54,7 +58,7 @@ def run_ray(node: Node) -> int:
     for is_last in (False, True):
         ray = subprocess.Popen(
             start_command(node),
-            env=tuned | threads | env | ray_ports().variables(),
+            env={**tuned, **threads, **env, **variables, **ray_ports().variables()},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
         )

@@ -28,7 +28,7 @@ make_log_dir() {
 }
 
 export_environment() {
-  local token times name cache=${given[cache]}
+  local token times name
   token="$(od -vAn -N32 -tx1 /dev/urandom | tr -d ' \n')"
   # Nobody else can make this directory of the nodes before the job does. Short: Ray's sockets lie below it.
   temp_dir="/tmp/rl-${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}-$(od -vAn -N4 -tx1 /dev/urandom | tr -d ' \n')"
@@ -37,7 +37,6 @@ export_environment() {
   export SANDBOX_TOKEN
   export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
   export PYTHONPATH="${PWD}" # the snapshot, before what is installed
-  export VLLM_CACHE_ROOT="${cache}/vllm" FLASHINFER_WORKSPACE_BASE="${cache}/flashinfer"
   # When the job started and when it will be ended, in Unix seconds; not every version of Slurm tells its jobs.
   times="$(timeout 60 env --unset=SLURM_TIME_FORMAT scontrol show job --oneliner "${SLURM_JOB_ID}")" || true
   for name in Start End; do

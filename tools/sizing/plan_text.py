@@ -19,6 +19,7 @@ def render(plan: StagePlan) -> str:
         _machines(plan),
         _memory(plan),
         _host_memory(plan),
+        *([_start(plan)] if plan.sizes.num_nodes > 1 else []),
         _step(plan),
         _alternatives(plan),
         _assumed(plan),
@@ -73,6 +74,14 @@ def _host_memory(plan: StagePlan) -> list[str]:
         f"host memory of a node's policy workers, {unit}",
         *(f"  {label:<22}{value / size:>8.1f}           {note}".rstrip() for label, value, note in rows),
     ]
+
+
+def _start(plan: StagePlan) -> list[str]:
+    rows = (
+        f"  {one.what:<22}{one.node_bytes / 1e9:>9.3f} x {one.num_nodes:<4}= {one.total_bytes / 1e9:>9,.1f}  {one.note}"
+        for one in plan.start
+    )
+    return ["read at start from shared file systems, GB a node x nodes", *rows]
 
 
 def _memory(plan: StagePlan) -> list[str]:

@@ -32,6 +32,7 @@ from tools.sizing.plan_text import render
 from tools.sizing.simulator import Loop, forecast
 from tools.sizing.speed import GPUS, OF_STAGE, OF_TINY, Assumptions, loop, roofline, tiny_speeds
 from tools.sizing.stage_plan import StagePlan, WhatIf
+from tools.sizing.start_volume import start_volumes
 
 ROOT = Path(__file__).resolve().parents[2]
 _SHARES = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of the generation nodes, of the what-if table; 1: as configured
@@ -87,6 +88,7 @@ def make_plan(args: argparse.Namespace) -> StagePlan:
         ),
         checkpoint_bytes=checkpoint,
         save_seconds=save_seconds,
+        start=start_volumes(model, sizes, root=ROOT, image_bytes=given.image_gb * 1e9),
     )
 
 
@@ -162,6 +164,7 @@ def as_json(plan: StagePlan) -> dict[str, Any]:
         "gpu_hours_per_save": plan.expected.gpu_hours * max(plan.config.checkpointing.save_period, 1),
         "checkpoint_bytes": plan.checkpoint_bytes,
         "save_seconds": plan.save_seconds,
+        "read_at_start": [{**asdict(one), "total_bytes": one.total_bytes} for one in plan.start],
         "what_if": [_row(row) for row in plan.what_if],
         "other_ages": [_row(row) for row in plan.other_ages],
         "enough_generation_nodes": plan.enough.generation_nodes if plan.enough else None,

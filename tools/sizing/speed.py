@@ -58,6 +58,7 @@ class Assumptions:
     iteration_ms: float = _assume(10.0, "milliseconds of one decoding iteration besides reading memory")
     refit_seconds: float = _assume(5.0, "seconds of one weight push")
     save_gb_per_second: float = _assume(20.0, "GB/s that all ranks write to the checkpoint file system")
+    image_gb: float = _assume(3.0, "GB of its container image that a node reads, where CONTAINER is no file")
     trainer_other_gib: float = _assume(6.0, "GiB per training GPU for CUDA, NCCL and the allocator")
     engine_other_gib: float = _assume(5.0, "GiB per generating GPU for activations, graphs and NCCL")
 

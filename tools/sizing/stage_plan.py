@@ -11,6 +11,7 @@ from tools.sizing.architecture import Architecture
 from tools.sizing.memory import EngineMemory, HostMemory, TrainerMemory
 from tools.sizing.simulator import Forecast, Loop
 from tools.sizing.speed import Assumptions
+from tools.sizing.start_volume import StartVolume
 
 BUSY = 0.1  # a trainer that waits for less than this share of the time counts as busy
 
@@ -52,6 +53,7 @@ class StagePlan:
     other_ages: tuple[WhatIf, ...]  # the configured nodes with other limits of the trajectory age
     checkpoint_bytes: float
     save_seconds: float
+    start: tuple[StartVolume, ...]  # what the nodes read before the first step, largest first
 
     @property
     def enough(self) -> WhatIf | None:

@@ -13,11 +13,12 @@ from tools.job import node, node_check, ray_start
 from tools.job.node_check import Node, gpu_problems
 from tools.job.ray_start import start_command
 
-TEMP = "--temp-dir=/tmp/rl-7-0-ab"
+TEMP = ("--temp-dir=/tmp/rl-7-0-ab", "--cache=/tmp/none")
 
 
 def make_node(tmp_path: Path, *, is_head: bool) -> Node:
-    return Node(is_head=is_head, head="n1", num_nodes=2, units=8, log_dir=tmp_path, temp=Path("/tmp/rl-7-0-ab"))
+    paths = {"log_dir": tmp_path, "temp": Path("/tmp/rl-7-0-ab"), "cache": tmp_path / "cache"}
+    return Node(is_head=is_head, head="n1", num_nodes=2, units=8, **paths)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_a_busy_port_ends_the_node_with_its_owner(tmp_path, monkeypatch, capsys)
         lambda _ports: [Problem(where="port 1200", got="in use by pid 7", expected="a free port", fix="x")],
     )
     monkeypatch.setattr(node_check, "count_gpus", lambda: 0)
-    arguments = ["--role=worker", "--head=n1", "--num-nodes=2", "--units=1", f"--log-dir={tmp_path}", TEMP]
+    arguments = ["--role=worker", "--head=n1", "--num-nodes=2", "--units=1", f"--log-dir={tmp_path}", *TEMP]
     monkeypatch.setattr(node, "STOPS", ())
     monkeypatch.setattr(node, "adopt_orphans", lambda: None)  # of the process that runs these tests
     assert node.main(arguments) == 2
@@ -72,7 +73,7 @@ def test_a_busy_port_ends_the_node_with_its_owner(tmp_path, monkeypatch, capsys)
 
 def test_a_node_that_does_not_see_the_run_directory_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(node_check, "busy_ports", lambda _ports: [])
-    arguments = ["--role=worker", "--head=n1", "--num-nodes=2", "--units=1", f"--log-dir={tmp_path}/elsewhere", TEMP]
+    arguments = ["--role=worker", "--head=n1", "--num-nodes=2", "--units=1", f"--log-dir={tmp_path}/elsewhere", *TEMP]
     monkeypatch.setattr(node, "STOPS", ())
     monkeypatch.setattr(node, "adopt_orphans", lambda: None)  # of the process that runs these tests
     assert node.main(arguments) == 2
@@ -102,7 +103,7 @@ def test_a_ray_that_ends_before_it_has_started_is_tried_once_more(tmp_path, monk
     monkeypatch.setattr(ray_start.resource, "setrlimit", lambda *_: None)
     node = replace(make_node(tmp_path, is_head=True), temp=tmp_path)
     write_logs(tmp_path)
-    assert ray_start.run_ray(node) == 3
+    assert ray_start.run_ray(node, {}) == 3
     assert count.read_text().count("x") == calls
     assert capfd.readouterr().err.count("before it had started; once more") == tries
     assert bool(list((tmp_path / "ray").iterdir())) == (tries == 0)  # the second begins afresh

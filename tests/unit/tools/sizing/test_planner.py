@@ -15,6 +15,7 @@ from recipes.config.keys.derive import derive
 from recipes.config.load import load_config, require_valid
 from recipes.config.stages import config_path, find_stage
 from recipes.errors import InputError
+from tools.job.compile_cache import seed_path
 from tools.sizing import planner
 from tools.sizing.architecture import SUPER, Architecture, read_architecture
 from tools.sizing.memory import GIB, engine_memory, host_memory, layer_activations, trainer_memory
@@ -232,6 +233,22 @@ def test_the_plan_of_the_largest_stage(capsys):
     assert seconds[0] > expected["forecast"]["step_seconds"] > seconds[-1]  # an eighth of the nodes, and twice as many
     synchronous = next(row for row in found["other_ages"] if row["max_age"] == 0)
     assert synchronous["forecast"]["step_seconds"] > expected["forecast"]["step_seconds"]
+
+
+def test_what_all_nodes_read_at_the_start_is_listed_with_its_volume(capsys, tmp_path, monkeypatch):
+    (tmp_path / "image.sqsh").write_bytes(b"x" * 1000)
+    monkeypatch.setenv("CONTAINER", str(tmp_path / "image.sqsh"))
+    monkeypatch.setenv("PERSISTENT_CACHE", str(tmp_path))
+    seed = seed_path(tmp_path)
+    seed.parent.mkdir()
+    seed.write_bytes(b"x" * 500)
+    found = {one["what"]: one for one in json.loads(plan(capsys, "--stage", "stage1.1", "--json"))["read_at_start"]}
+    assert next(iter(found)) == "start weights", "the largest comes first"
+    assert found["start weights"]["total_bytes"] == 32 * 2 * SUPER.parameters, "the engines get theirs from the policy"
+    assert found["container image"]["total_bytes"] == 183 * 1000
+    assert found["compiled kernels"]["total_bytes"] == 183 * 500
+    assert found["code"]["node_bytes"] > 1e6
+    assert "  start weights           241" in plan(capsys, "--stage", "stage1.1")
 
 
 @pytest.fixture
