@@ -11,7 +11,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -93,6 +93,17 @@ def kill_descendants(*, deadline_seconds: float) -> list[int]:
         if not left or time.monotonic() >= end:
             return left
         time.sleep(0.02)
+
+
+def reap_orphans(*, besides: Collection[int]) -> None:
+    """Reap the adopted processes that have ended; `besides` are those that somebody else waits for.
+
+    Without this they would stay in the table of processes for as long as the supervisor lives.
+    """
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    with suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, options)) is not None and ended.si_pid not in besides:
+            os.waitpid(ended.si_pid, 0)
 
 
 def _reap() -> None:

@@ -38,6 +38,7 @@ from tools.processes import (
     descendants,
     dies_with_parent,
     kill_descendants,
+    reap_orphans,
     remove_shared_memory,
     shared_memory_inodes,
 )
@@ -234,6 +235,7 @@ def watch(driver: subprocess.Popen[bytes], head: subprocess.Popen[bytes], signal
             driver.kill()
         if now >= next_scan:
             shm |= shared_memory_inodes(descendants(os.getpid()))
+            reap_orphans(besides={driver.pid, head.pid})
             next_scan = now + _SHM_SCAN_SECONDS
         time.sleep(_POLL_SECONDS)
     return driver.returncode if driver.returncode >= 0 else 128 - driver.returncode

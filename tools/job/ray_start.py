@@ -18,7 +18,7 @@ from recipes.cluster.tuning import ray_environment
 from tools.job.local import OBJECT_STORE_BYTES, RAY_STARTED, count_gpus
 from tools.job.node_check import Node, own_address
 from tools.job.ray_temp import RAY, remove_sessions
-from tools.processes import children, kill_descendants
+from tools.processes import children, kill_descendants, reap_orphans
 
 STOP_SECONDS = 5.0  # Slurm kills a cancelled job after KillWait, 30 s or less, and the logs are to be copied then
 _POLL_SECONDS = 0.25
@@ -65,6 +65,7 @@ def run_ray(node: Node, variables: Mapping[str, str]) -> int:
         started = threading.Event()
         threading.Thread(target=copy_output, args=(ray, started), daemon=True).start()
         while ray.poll() is None:
+            reap_orphans(besides={ray.pid})
             time.sleep(_POLL_SECONDS)
         if started.wait(_LAST_LINE_SECONDS) or is_last:
             break

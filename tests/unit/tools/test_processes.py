@@ -24,6 +24,27 @@ left = kill_descendants(deadline_seconds=5)
 print(orphan in found, left, os.path.exists(f"/proc/{orphan}"))
 """
 
+# Adopts a process that ends at once, while its own child has ended, too, and is waited for later.
+REAPER = """
+import os, subprocess, time
+from tools.processes import adopt_orphans, children, reap_orphans
+adopt_orphans()
+subprocess.run(["bash", "-c", "setsid true & setsid true &"])
+own = subprocess.Popen(["bash", "-c", "read"], stdin=subprocess.PIPE)
+end = time.monotonic() + 20
+while children(os.getpid()) != [own.pid] and time.monotonic() < end:
+    reap_orphans(besides={own.pid})
+    time.sleep(0.02)
+print(children(os.getpid()) == [own.pid])
+own.communicate(b"go\\n")
+print(own.returncode)
+own = subprocess.Popen(["false"])
+os.waitid(os.P_PID, own.pid, os.WEXITED | os.WNOWAIT)
+reap_orphans(besides={own.pid})
+print(own.wait())
+reap_orphans(besides=())
+"""
+
 # As nohup starts a program, and as a shell does.
 HANG_UPS = """
 import signal
@@ -58,6 +79,11 @@ def test_orphans_that_left_the_session_are_found_and_ended():
         [sys.executable, "-c", ORPHAN_MAKER], capture_output=True, text=True, timeout=60, check=True
     )
     assert result.stdout.split() == ["True", "[]", "False"]
+
+
+def test_adopted_processes_that_have_ended_are_reaped_and_own_ones_left_to_their_waiter():
+    result = subprocess.run([sys.executable, "-c", REAPER], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.split() == ["True", "0", "1"]
 
 
 def test_descendants_are_a_processs_own(tmp_path):
