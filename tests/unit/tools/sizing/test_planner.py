@@ -237,6 +237,7 @@ def test_the_plan_of_the_largest_stage(capsys):
 
 def test_what_all_nodes_read_at_the_start_is_listed_with_its_volume(capsys, tmp_path, monkeypatch):
     (tmp_path / "image.sqsh").write_bytes(b"x" * 1000)
+    monkeypatch.setattr(planner, "_SIMULATED_STEPS", 1)  # of no interest here
     monkeypatch.setenv("CONTAINER", str(tmp_path / "image.sqsh"))
     monkeypatch.setenv("PERSISTENT_CACHE", str(tmp_path))
     seed = seed_path(tmp_path)
