@@ -265,6 +265,11 @@ bench-train: tiny ## measure asynchronous against synchronous training, and roll
 #= ARGS
 	$(PYTHON) -m tools.bench $(ARGS)
 
+.PHONY: bench-peer
+bench-peer: tiny ## measure the tiny stage beside TRL's GRPOTrainer, installed to build/peer
+#= ARGS
+	$(PYTHON) -m tools.bench.peer $(ARGS)
+
 .PHONY: bench-scale
 bench-scale: $(READY) ## measure what a step of 4,096 rollouts costs the driver, on random tokens
 #= ARGS="--ranks 2"

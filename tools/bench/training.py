@@ -53,14 +53,16 @@ def measure_training(run: Run, run_dir: Path, *, num_steps: int) -> list[Trainin
 
     Each run takes `num_steps` steps after the warm-up.
     """
-    _measure(run, run_dir, max_age=1, latency=0.0, num_steps=WARMUP_STEPS + 1)  # warm-up of every code path
+    measure_once(run, run_dir, max_age=1, latency=0.0, num_steps=WARMUP_STEPS + 1)  # warm-up of every code path
     start = run_dir / START
     shutil.rmtree(start, ignore_errors=True)
     run.policy.save(start)
     measured = []
     for _, latency, max_age in itertools.product(range(NUM_PASSES), LIMITS, (0, 1)):
         run.policy.load(start)
-        measured.append(_measure(run, run_dir, max_age=max_age, latency=latency, num_steps=WARMUP_STEPS + num_steps))
+        measured.append(
+            measure_once(run, run_dir, max_age=max_age, latency=latency, num_steps=WARMUP_STEPS + num_steps)
+        )
     return measured
 
 
@@ -80,14 +82,15 @@ def measure_pushes(run: Run, run_dir: Path, *, num_steps: int) -> list[TrainingT
             run.policy.load(run_dir / START)
             generation.at_push = at_push
             own, num = run_dir / at_push.value, WARMUP_STEPS + num_steps
-            times = _measure(run, own, max_age=max_age, latency=0.0, num_steps=num)
+            times = measure_once(run, own, max_age=max_age, latency=0.0, num_steps=num)
             measured.append(replace(times, at_push=at_push.value))
     finally:
         generation.at_push = before
     return measured
 
 
-def _measure(run: Run, run_dir: Path, *, max_age: int, latency: float, num_steps: int) -> TrainingTimes:
+def measure_once(run: Run, run_dir: Path, *, max_age: int, latency: float, num_steps: int) -> TrainingTimes:
+    """Train once with a collector and a log of its own; return the times without those of the warm-up steps."""
     from recipes.grpo.train import train
 
     name = f"age{max_age}_{latency:g}s"
