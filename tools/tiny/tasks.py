@@ -33,6 +33,7 @@ class TinyProblem:
     facts: Fields = field(default_factory=dict)  # what a demonstration needs; not part of the row
     history: tuple[Fields, ...] = ()  # messages before the prompt
     tools: tuple[Fields, ...] = ()  # in the form of a request
+    params: Fields = field(default_factory=dict)  # the row's request, where its agent writes the prompt itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +49,8 @@ class TinyTask:
 
 def make_row(task: TinyTask, problem: TinyProblem) -> Fields:
     """Return the complete row of `problem`."""
-    params: Fields = {"input": [*problem.history, {"role": "user", "content": problem.prompt}]}
-    if problem.tools:
+    params: Fields = problem.params or {"input": [*problem.history, {"role": "user", "content": problem.prompt}]}
+    if problem.tools and not problem.params:
         params["tools"] = list(problem.tools)
     return {
         "responses_create_params": params,
