@@ -48,7 +48,8 @@ class DirectoryShell:
         output = base.with_suffix(".out").read_bytes().decode("utf-8", "replace")
         dropped = max(len(output) - max_characters, 0)
         half = max_characters // 2
-        kept = output if not dropped else output[:half] + output[len(output) - (max_characters - half) :]
+        cut = f"\n[{dropped} characters left out]\n"
+        kept = output if not dropped else output[:half] + cut + output[len(output) - (max_characters - half) :]
         return CommandResult(status=status if done else None, output=kept, num_dropped=dropped)
 
 

@@ -19,9 +19,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from recipes.environments.agents.coding.rollouts import CodingAgents
 from recipes.environments.agents.episode import Episode, unscored
 from recipes.environments.agents.refinement import refinement
 from recipes.environments.agents.single_turn import single_turn
@@ -29,11 +31,12 @@ from recipes.environments.agents.tool_loop import tool_loop
 from recipes.environments.chat.codec import ChatCodec, callable_tools, row_template_kwargs
 from recipes.environments.chat.messages import chat_request
 from recipes.environments.chat.tool_calls import FlagPatterns
+from recipes.environments.contract.verdict import NoVerdict, Response, env_failed
 from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.environments.http.client import JsonClient
-from recipes.environments.instances import ServerInstance, agents_of, servers_of
+from recipes.environments.instances import ServerInstance, agents_of, coding_settings_of, servers_of
 from recipes.environments.model_server.agent import UrlAgents
-from recipes.environments.registry import ALL_VERIFIERS, GROUP_VERIFIERS, VERIFIERS, find_agent
+from recipes.environments.registry import ALL_VERIFIERS, CODING, GROUP_VERIFIERS, VERIFIERS, find_agent
 from recipes.environments.sandbox.client import client_of
 from recipes.environments.sandbox.server import SandboxServer
 from recipes.environments.scoring.clients import HttpVerifier, InProcessVerifier, VerifierClient
@@ -41,6 +44,7 @@ from recipes.environments.scoring.group import GroupClient, score_group
 from recipes.environments.scoring.group_by_url import HttpGroupClient
 from recipes.environments.scoring.known_answers import find_wrong_judges
 from recipes.environments.scoring.pool import ScoringPool
+from recipes.environments.swe.contract import Runtime
 from recipes.errors import Problem, RecipeError, suggestion
 from recipes.types import ModelClient, Rollout, RolloutStatus, Row
 
@@ -95,6 +99,7 @@ class Environments:
         servers: Mapping[str, ServerInstance],
         agents: Mapping[str, Agent],
         patterns: FlagPatterns,
+        coding: CodingAgents | None = None,
     ) -> None:
         self.codec = codec
         self._servers, self._agents, self._patterns = servers, agents, patterns
@@ -102,6 +107,7 @@ class Environments:
         self._sandbox = SandboxServer()
         self._http = JsonClient()
         self._url_agents = UrlAgents()
+        self._coding = coding or CodingAgents(settings={}, find_runtime=find_runtime)
         self._clients = {
             name: _client(server, self._pool, self._sandbox, self._http) for name, server in servers.items()
         }
@@ -124,6 +130,11 @@ class Environments:
             codec,
             servers=servers,
             agents=agents_of(env.nemo_gym.instances, servers),
+            coding=CodingAgents(
+                settings=coding_settings_of(env.nemo_gym.instances),
+                num_sharers=num_sharers,
+                find_runtime=find_runtime,
+            ),
             patterns=FlagPatterns(
                 invalid_tool_call=env.nemo_gym.invalid_tool_call_patterns, thinking_tags=env.nemo_gym.thinking_tags
             ),
@@ -133,11 +144,13 @@ class Environments:
         """Return what is wrong with one data row, empty when it can be run."""
         problems = []
         try:
-            _check_request(row)
+            _check_request(row, needs_message=not self._writes_prompt(row))
         except ValueError as error:
             problems.append(f"responses_create_params: {error}")
         try:
             agent = find_agent(_agent_name(row), self._agents)
+            if agent.kind == CODING:
+                return problems + self._coding.row_problems(_agent_name(row), row)
             server = self._servers[agent.server]
             self.asked_for.add(server.name)
             verifier = ALL_VERIFIERS.get(server.verifier)
@@ -168,6 +181,12 @@ class Environments:
 
         return asyncio.run(find())
 
+    def _writes_prompt(self, row: Row) -> bool:
+        """Return whether the agent of a row writes the prompt itself."""
+        with suppress(ValueError):
+            return find_agent(_agent_name(row), self._agents).kind == CODING
+        return False
+
     async def run(self, row: Row, model: ModelClient, *, max_tokens: int) -> Rollout:
         """Run one rollout of a row; `max_tokens` bounds one model call, a smaller limit of the row wins."""
         start = time.monotonic()
@@ -178,12 +197,14 @@ class Environments:
                 row=row,
                 codec=self.codec,
                 model=model,
-                verifier=self._clients[agent.server],
+                verifier=self._clients.get(agent.server) or _NoServer(),
                 patterns=self._patterns,
                 max_tokens=min(limit, max_tokens) if limit else max_tokens,
                 template_kwargs=agent.template_kwargs,
                 max_steps=agent.max_steps,
             )
+            if agent.kind == CODING:
+                return await self._coding.run(_agent_name(row), episode)
             if agent.url:
                 return await self._url_agents.run(episode, agent)
             return await AGENT_KINDS[agent.kind](episode)
@@ -219,6 +240,23 @@ class Environments:
         self._url_agents.close()
 
 
+def find_runtime() -> Runtime:
+    """Return the program that runs containers on this machine; raises `ContainerFailedError` where there is none."""
+    from recipes.environments.swe.containers.bwrap import BwrapRuntime
+
+    return BwrapRuntime()
+
+
+class _NoServer:
+    """What scores nothing: the verifier of an agent whose rollouts hidden tests score."""
+
+    async def open(self, row: Row) -> NoVerdict:
+        return env_failed("no server scores the rollouts of this agent")
+
+    async def verify(self, row: Row, response: Response) -> NoVerdict:
+        return env_failed("no server scores the rollouts of this agent")
+
+
 def _client(server: ServerInstance, pool: ScoringPool, sandbox: SandboxServer, http: JsonClient) -> VerifierClient:
     if server.url and server.verifier in GROUP_VERIFIERS:
         return HttpGroupClient(name=server.name, url=server.url, timeout_seconds=server.timeout_seconds, http=http)
@@ -252,7 +290,7 @@ def _agent_name(row: Row) -> str:
     return name
 
 
-def _check_request(row: Row) -> None:
+def _check_request(row: Row, *, needs_message: bool) -> None:
     """Refuse a request that no model call can be made of."""
     params = row.get("responses_create_params")
     if not isinstance(params, Mapping):
@@ -264,7 +302,7 @@ def _check_request(row: Row) -> None:
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise ValueError(f"max_output_tokens: got {limit!r}, expected a positive integer or null")
     request = chat_request(params)
-    if not request["messages"]:
+    if needs_message and not request["messages"]:
         raise ValueError("field 'input': got no message, expected at least one")
     row_template_kwargs(params)
     callable_tools(params)

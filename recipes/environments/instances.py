@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from recipes.config.keys.native import AGENT_TYPES, EXTERNAL_AGENT
-from recipes.config.keys.servers import POLICY, policy_settings
+from recipes.config.keys.servers import POLICY, SWE_AGENTS, policy_settings
+from recipes.environments.agents.coding.settings import CodingSettings, coding_settings
 from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.environments.judges.servers import SETTINGS as JUDGE_SETTINGS
 from recipes.environments.judges.servers import JudgeServer, judge_of, settings_of_judge
-from recipes.environments.registry import AGENTS, ALL_VERIFIERS, GROUP_VERIFIERS, VERIFIERS
+from recipes.environments.registry import AGENTS, ALL_VERIFIERS, CODING, GROUP_VERIFIERS, VERIFIERS
 from recipes.errors import ConfigError, Problem, suggestion
 
 REFINEMENT = "proof_refinement_agent"
@@ -82,11 +83,29 @@ def agents_of(instances: Mapping[str, Any], servers: Mapping[str, ServerInstance
     own = _template_kwargs(instances, {})
     agents = {name: replace(agent, template_kwargs={**own, **agent.template_kwargs}) for name, agent in AGENTS.items()}
     for name, kind, settings in _of_kind(instances, "responses_api_agents"):
+        if kind == SWE_AGENTS:
+            agents[name] = Agent(kind=CODING, server="", template_kwargs=_template_kwargs(instances, settings))
+            continue
         reference = settings.get("resources_server") or {}
         if kind in AGENT_TYPES and reference.get("name") in servers:
             agent = _agent(kind, settings, servers[reference["name"]])
             agents[name] = replace(agent, template_kwargs=_template_kwargs(instances, settings))
     return agents
+
+
+def coding_settings_of(instances: Mapping[str, Any]) -> dict[str, CodingSettings]:
+    """Return the settings of the agents on repositories; raises `ConfigError` with all that cannot be honoured."""
+    problems: list[Problem] = []
+    found = {}
+    for name, kind, settings in _of_kind(instances, "responses_api_agents"):
+        if kind == SWE_AGENTS:
+            try:
+                found[name] = coding_settings(f"env.nemo_gym.{name}.responses_api_agents.{kind}", settings)
+            except ConfigError as error:
+                problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return found
 
 
 def _agent(kind: str, settings: Mapping[str, Any], server: ServerInstance) -> Agent:

@@ -57,16 +57,18 @@ GROUP_VERIFIERS: Mapping[str, GroupVerifier] = {"genrm_compare": genrm_compare.V
 
 ALL_VERIFIERS: Mapping[str, Verifier | GroupVerifier] = {**VERIFIERS, **GROUP_VERIFIERS}
 
+CODING = "coding"  # the kind of agents on repositories: hidden tests score them, no server does
+CODING_AGENTS = ("swe_agents_train", "swe_agents_val")
+
 AGENTS: Mapping[str, Agent] = {
-    name: agent for verifier in ALL_VERIFIERS.values() for name, agent in verifier.agents.items()
+    **{name: agent for verifier in ALL_VERIFIERS.values() for name, agent in verifier.agents.items()},
+    **{name: Agent(kind=CODING, server="") for name in CODING_AGENTS},
 }
 
 LATER_AGENTS = frozenset(
     {
         "lc_judge_simple_agent",
         "search_pivot_tool_simulation_agent",
-        "swe_agents_train",
-        "swe_agents_val",
         "swe_pivot_tool_simulation_agent",
         "toolcall_schema_tool_simulation_agent",
     }

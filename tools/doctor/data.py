@@ -18,7 +18,7 @@ from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.chat.tool_calls import FlagPatterns
 from recipes.environments.contract.rows import last_user_text
 from recipes.environments.environments import Environments
-from recipes.environments.instances import agents_of, servers_of
+from recipes.environments.instances import agents_of, coding_settings_of, servers_of
 from recipes.environments.registry import find_agent
 from recipes.errors import InputError
 from recipes.grpo.data import check_line
@@ -73,6 +73,10 @@ class RowCheck:
         except InputError as error:
             self.findings = as_findings("CFG001", error.problems)
             servers = servers_of({})
+        try:
+            coding_settings_of(instances)
+        except InputError as error:
+            self.findings += as_findings("CFG001", error.problems)
         self._agents = agents_of(instances, servers)
         # The check of a row reads no tokenizer, and must not depend on one: the model may be what is wrong.
         codec, patterns = cast(ChatCodec, None), FlagPatterns(invalid_tool_call=(), thinking_tags=())

@@ -14,7 +14,8 @@ from recipes.environments.chat.messages import chat_request
 from recipes.environments.chat.tool_calls import FlagPatterns
 from recipes.environments.environments import Environments
 from recipes.environments.instances import agents_of, servers_of
-from recipes.environments.registry import ALL_VERIFIERS, find_agent
+from recipes.environments.registry import ALL_VERIFIERS, CODING, find_agent
+from recipes.environments.swe.task import parse_task
 from recipes.grpo.data import check_line as check_shape
 from recipes.types import Row
 
@@ -88,7 +89,11 @@ def check_without_codec(row: Row) -> list[str]:
     except FAILURES as error:
         problems.append(f"responses_create_params: {error}")
     try:
-        server = servers_of({})[find_agent(row["agent_ref"]["name"], {}).server]
+        agent = find_agent(row["agent_ref"]["name"], {})
+        if agent.kind == CODING:
+            parse_task(row)
+            return problems
+        server = servers_of({})[agent.server]
         ALL_VERIFIERS[server.verifier].parse_task(row, server.settings)
     except FAILURES as error:
         problems.append(str(error))

@@ -30,4 +30,4 @@ RESOURCES_TYPES = (  # resources servers
 )
 EXTERNAL_AGENT = "external_agent"  # at a URL
 # Agent servers, of recipes/environments/instances.py.
-AGENT_TYPES = (EXTERNAL_AGENT, "proof_refinement_agent", "simple_agent", "tool_simulation_agent")
+AGENT_TYPES = (EXTERNAL_AGENT, "proof_refinement_agent", "simple_agent", "swe_agents", "tool_simulation_agent")

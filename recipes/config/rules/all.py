@@ -70,7 +70,7 @@ RULES: tuple[Rule, ...] = (
 REFUSALS: tuple[Rule, ...] = (
     generation.requests_share_the_template,
     generation.parsers_are_built,
-    environments.agents_to_come,
+    environments.agents_sample_from_the_policy,
     judges.models_to_come,
     parallel.trained_heads_have_one_stage,
     judges.judges_fit_a_node,

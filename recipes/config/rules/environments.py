@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from recipes.config.keys.native import AGENT_TYPES, EXTERNAL_AGENT, RESOURCES_TYPES
+from recipes.config.keys.native import EXTERNAL_AGENT, RESOURCES_TYPES
 from recipes.config.keys.schema import INSTANCES, KeyProblem, show
 from recipes.config.keys.servers import (
     AGENTS,
@@ -18,7 +18,6 @@ from recipes.config.keys.servers import (
     references,
     servers,
 )
-from recipes.config.rules.judges import to_come
 from recipes.config.tree import Config
 from recipes.errors import nearest
 
@@ -62,15 +61,13 @@ def undecided_keys(config: Config) -> Iterator[KeyProblem]:
         yield KeyProblem(key=OVERLONG, wrong=wrong, fix=fix)
 
 
-def agents_to_come(config: Config) -> Iterator[KeyProblem]:
-    """Refuse each agent that the native engine does not have, cannot reach, or that samples from another model."""
+def agents_sample_from_the_policy(config: Config) -> Iterator[KeyProblem]:
+    """Refuse each agent that the native engine cannot reach, or that samples from another model."""
     for name, server, settings in sorted(servers(config, AGENTS)):
-        if server not in AGENT_TYPES:
-            yield to_come("agent", name)
         if server == EXTERNAL_AGENT:
             yield from _incomplete(f"{INSTANCES}.{name}.{AGENTS}.{server}", settings)
         model = (settings.get("model_server") or {}).get("name", POLICY)
-        if server in AGENT_TYPES and policy_settings(config.env.nemo_gym.instances, model) is None:
+        if policy_settings(config.env.nemo_gym.instances, model) is None:
             key = f"{INSTANCES}.{name}.{AGENTS}.{server}.model_server.name"
             expected, fix = f"{POLICY}, or a model server that copies it", "name one: rollouts sample from the policy"
             yield KeyProblem(key=key, got=str(model), expected=expected, fix=fix)

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 from recipes.cluster.ports import AGENT_PORTS, hold_in_range
+from recipes.environments.agents.coding.outcome import error_kind
 from recipes.environments.agents.episode import Episode, awaiting_group, scored, unscored
 from recipes.environments.chat.codec import row_template_kwargs
 from recipes.environments.contract.responses import (
@@ -168,9 +169,16 @@ async def _with_verdict(episode: Episode, session: RolloutSession, reply: Mappin
         branches=kept.branches(),
         is_flagged=rollout.is_flagged or kept.lost_share > MAX_LOST or session.counts["suffix_mismatches"] > 0,
         output_text=episode.codec.decode(turns[-1].token_ids, prompt_ids=turns[-1].prompt_token_ids).text,
-        metrics={**rollout.metrics, **_metrics(session, kept)},
+        metrics={**rollout.metrics, **_metrics(session, kept), **error_metrics(reply)},
         env_seconds=env_seconds,
     )
+
+
+def error_metrics(reply: Mapping[str, Any]) -> dict[str, float]:
+    """Return the kind of `error` that an agent reports beside its result, 1 for that kind; nothing without one."""
+    error = reply.get("error")
+    kind = error_kind(error) if isinstance(error, str) else None
+    return {} if kind is None else {f"agent_error/{kind}": 1.0}
 
 
 def _sequences(session: RolloutSession) -> Sequences:

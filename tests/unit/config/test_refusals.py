@@ -48,14 +48,13 @@ NATIVE_CASES = {
         "env.nemo_gym.grader.responses_api_models.local_vllm_model.vllm_serve_kwargs.port: the run sets this argument "
         "itself; remove it (native engine)",
     ),
-    "agents_to_come": (
+    "agents_sample_from_the_policy": (
         [
-            "env.nemo_gym.mine={responses_api_agents: {swe_agents: {}}}",
-            "sif_dir=images",
-            "grpo.overlong_filtering=false",
+            "env.nemo_gym.mine={responses_api_agents: {external_agent: {resources_server: {name: mcqa}, "
+            "url: host:8000}}}"
         ],
-        "env.nemo_gym.mine: the native engine does not have the agent mine yet; leave it and its rows out, or "
-        "launch with ENGINE=nemo_rl",
+        'env.nemo_gym.mine.responses_api_agents.external_agent.url: got "host:8000", expected http://host:port; give '
+        "the address of the agent's server",
     ),
     "requests_share_the_template": (
         [

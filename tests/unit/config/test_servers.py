@@ -78,7 +78,7 @@ def test_every_verifier_that_exists_has_its_settings_declared() -> None:
         assert name in known, f"declare {name} in configs/environments/servers.json"
         undeclared = verifier.settings - set(settings_of(known[name]))
         assert not undeclared, f"declare in configs/environments/servers.json: {name} {undeclared}"
-    assert set(native.AGENT_TYPES) <= set(KINDS["responses_api_agents"]["properties"])
+    assert set(native.AGENT_TYPES) == set(KINDS["responses_api_agents"]["properties"])
 
 
 @pytest.mark.parametrize("name", ALL_VERIFIERS)

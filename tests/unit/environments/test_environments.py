@@ -255,7 +255,7 @@ def with_params(**params: Any) -> dict[str, Any]:
     [
         ({**ROW, "agent_ref": {}}, "no agent_ref.name"),
         ({**ROW, "agent_ref": {"name": "mcqa_agent"}}, "unknown agent 'mcqa_agent'; did you mean 'mcqa_simple_agent'?"),
-        ({**ROW, "agent_ref": {"name": "swe_agents_train"}}, "'swe_agents_train' comes with a later release"),
+        ({**ROW, "agent_ref": {"name": "swe_pivot_tool_simulation_agent"}}, "comes with a later release"),
         ({**ROW, "options": 5}, "field 'options': got number 5"),
         (with_params(tempurature=1), "responses_create_params: unknown key 'tempurature'; did you mean 'temperature'?"),
         (with_params(max_output_tokens=0), "max_output_tokens: got 0, expected a positive integer"),

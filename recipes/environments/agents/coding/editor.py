@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipes.environments.swe.contract import Container
+from recipes.environments.swe.contract import Container, Shell
 
 MAX_FILE = 4 << 20  # bytes of a file that is shown or changed
 MAX_PATH = 4096  # characters
@@ -32,6 +32,7 @@ class Editor:
     workspace: str  # relative paths begin here
     answers: Mapping[str, str]  # the forms of the harness
     max_characters: int  # of one answer
+    _shell: Shell | None = None  # lists directories
     _undo: list[tuple[str, bytes]] = field(default_factory=list)  # path and what the file was, the newest last
 
     async def run(self, primitive: str, arguments: Mapping[str, Any]) -> str:
@@ -72,11 +73,11 @@ class Editor:
 
     async def _listing(self, path: str) -> str:
         """Return the entries of a directory, two levels deep; raises `ValueError` for what is no directory."""
-        shell = await self.container.open_shell()
+        self._shell = self._shell or await self.container.open_shell()
         quoted = shlex.quote(path)
         find = f"find {quoted} -mindepth 1 -maxdepth 2 -name '.*' -prune -o -mindepth 1 -print 2>/dev/null"
         command = f"[ -d {quoted} ] && {{ {find} | LC_ALL=C sort | head -n {MAX_LISTED}; }}"
-        done = await shell.run(command, seconds=LIST_SECONDS, max_characters=self.max_characters)
+        done = await self._shell.run(command, seconds=LIST_SECONDS, max_characters=self.max_characters)
         if done.status != 0:
             raise ValueError(f"there is no readable file or directory {path}")
         return done.output.rstrip("\n")

@@ -51,7 +51,6 @@ KINDS: Mapping[str, str] = {  # meaning -> type of its argument
 FORMS: Mapping[str, frozenset[str]] = {
     "shell": frozenset({"output", "status"}),
     "late": frozenset({"output", "seconds"}),  # a command that was interrupted
-    "dropped": frozenset({"num_dropped"}),  # what is added where output was cut
     "line": frozenset({"number", "text"}),  # of a file that is shown
     "view": frozenset({"path", "text"}),
     "edited": frozenset({"path", "text"}),  # text: the lines around the change

@@ -2,7 +2,9 @@
 
 NeMo Gym starts a program of somebody else in each container (`agent_framework`, from a repository, at a commit). The
 native engine runs its own agent in the rollout worker instead. So `agent_framework` chooses the harness whose tools are
-in the manner of that program, and the repository and the commit of the program are for NeMo RL's engine alone.
+in the manner of that program, and the repository and the commit of the program are for NeMo RL's engine alone. Rows
+are given whole, so that nothing is looked up in `dataset_path`. The watchdog of memory always runs, and what a task
+writes is not kept: `memory_watchdog_enabled`, `debug` and `openhands_should_log` change nothing here.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipes.environments.agents.coding.harness import Harness, harnesses
+from recipes.environments.swe.task import Images, images_of
 from recipes.errors import ConfigError, Problem, suggestion
 
 FRAMEWORKS: Mapping[str, str] = {"openhands": "codeact", "opencode": "opencode"}  # and the harness in its manner
@@ -55,7 +58,7 @@ class CodingSettings:
     tests_seconds: float
     command_seconds: float
     memory_mib: int  # of one container; 0: no limit
-    image_templates: tuple[str, ...]
+    images: Images | None  # None: no container_formatter names them
     tests_golden_patch: bool = False  # test the reference patch instead of an agent's
 
     def choose(self, task_id: str) -> HarnessChoice:
@@ -74,7 +77,13 @@ def coding_settings(where: str, settings: Mapping[str, Any]) -> CodingSettings:
         if settings.get(key) not in (None, False)
     ]
     choices = [*_choices(where, settings, problems)]
-    templates = settings.get("container_formatter") or ()
+    images = None
+    if settings.get("container_formatter"):
+        try:
+            images = images_of(settings["container_formatter"])
+        except ValueError as error:
+            key, fix = f"{where}.container_formatter", "write paths with {instance_id}"
+            problems.append(Problem(where=key, wrong=str(error), fix=fix))
     if problems:
         raise ConfigError(problems)
     return CodingSettings(
@@ -86,7 +95,7 @@ def coding_settings(where: str, settings: Mapping[str, Any]) -> CodingSettings:
         tests_seconds=float(settings.get("swebench_tests_timeout", 1800)),
         command_seconds=float(settings.get("command_exec_timeout", 300)),
         memory_mib=max(int(settings.get("apptainer_memory_limit_mb", 32768)), 0),
-        image_templates=(templates,) if isinstance(templates, str) else tuple(templates),
+        images=images,
         tests_golden_patch=bool(settings.get("verify_golden_patch", False)),
     )
 

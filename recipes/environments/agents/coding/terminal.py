@@ -36,14 +36,11 @@ class Terminal:
             await self._change_directory(directory)
         self.num_commands += 1
         done = await self.shell.run(command, seconds=seconds, max_characters=self.max_characters)
-        output = done.output
-        if done.num_dropped:
-            self.num_dropped += done.num_dropped
-            output += self.answers["dropped"].format(num_dropped=done.num_dropped)
+        self.num_dropped += done.num_dropped  # a line of the output says so where they were
         if done.status is None:
             self.num_late += 1
-            return self.answers["late"].format(output=output, seconds=seconds)
-        return self.answers["shell"].format(output=output, status=done.status)
+            return self.answers["late"].format(output=done.output, seconds=seconds)
+        return self.answers["shell"].format(output=done.output, status=done.status)
 
     async def _change_directory(self, directory: str) -> None:
         if "\0" in directory:

@@ -19,6 +19,7 @@ from recipes.environments.agents.episode import Episode
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.chat.tool_calls import FlagPatterns
 from recipes.environments.contract.verdict import NoVerdict, Verdict
+from recipes.environments.model_server.agent import error_metrics
 from recipes.environments.swe.contract import (
     AgentEnd,
     CommandResult,
@@ -420,3 +421,6 @@ def test_kinds_of_errors_are_the_references() -> None:
     assert len(golden["classify_error"]) >= 8
     for case in golden["classify_error"]:
         assert error_kind(case["error"]) == case["kind"], case
+        counted = {} if case["kind"] is None else {f"agent_error/{case['kind']}": 1.0}
+        assert error_metrics({"error": case["error"], "note": "done"}) == counted
+    assert error_metrics({"error": {"a": 1}}) == error_metrics({}) == {}

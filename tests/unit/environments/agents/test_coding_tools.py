@@ -71,7 +71,7 @@ async def test_long_output_is_cut_in_the_middle_and_counted(bench: Workbench) ->
     assert "xend\n" in answer
     assert len(answer) < LIMIT + 300
     dropped = 100_000 + len("begin\n") + len("end\n") - LIMIT
-    assert f"[{dropped} characters were cut out" in answer
+    assert f"x\n[{dropped} characters left out]\nx" in answer
     assert bench.terminal.num_dropped == dropped
 
 

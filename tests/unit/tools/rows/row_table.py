@@ -103,7 +103,7 @@ CORRUPTIONS: list[tuple[str, Callable[[Row], Row | bytes], str]] = [
     (MATH, put("agent_ref", "name", 3), "no `agent_ref.name`"),
     (MATH, put("agent_ref", "name", "math_with_judge_simple_agnet"), "did you mean 'math_with_judge_simple_agent'?"),
     (MATH, put("agent_ref", "name", ""), "unknown agent ''"),
-    (MATH, put("agent_ref", "name", "swe_agents_train"), "comes with a later release"),
+    (MATH, put("agent_ref", "name", "swe_pivot_tool_simulation_agent"), "comes with a later release"),
     (MATH, one_item("text"), "field 'input': got string 'text'"),
     (MATH, one_item({"content": "x"}), "field 'input'"),
     (MATH, one_item({"role": "robot", "content": "x"}), "field 'input': got string 'robot'"),

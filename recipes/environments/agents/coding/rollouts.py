@@ -1,0 +1,83 @@
+"""All coding agents of a process: they share the runtime of containers, and each runs its share of tasks at once."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from recipes.environments.agents.coding.agent import Means, SetUpError, coding
+from recipes.environments.agents.coding.settings import CodingSettings
+from recipes.environments.agents.episode import Episode, unscored
+from recipes.environments.swe.contract import Container, ContainerFailedError, ContainerLimits, Runtime, SweTask
+from recipes.environments.swe.evaluation import PreparationError, TestRun, prepare
+from recipes.environments.swe.hidden_tests import ENTER
+from recipes.environments.swe.task import MissingImageError, parse_task
+from recipes.types import Rollout, RolloutStatus, Row
+
+NO_LIMIT_MIB = 1 << 20  # of a container whose memory is not limited: more than a node has
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class CodingAgents:
+    """Runs the rollouts of coding agents, each by the settings of its name."""
+
+    settings: Mapping[str, CodingSettings]  # name of an agent -> its settings
+    num_sharers: int = 1  # processes that together run `concurrency` tasks at once
+    find_runtime: Callable[[], Runtime]
+    """Return the program that runs containers on this machine; raises `ContainerFailedError` where there is none."""
+    _runtime: Runtime | None = None
+    _seats: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]] = field(
+        default_factory=WeakKeyDictionary
+    )
+
+    def row_problems(self, name: str, row: Row) -> list[str]:
+        """Return what is wrong with a row of an agent: its task, and where the settings name images, its image."""
+        params = row.get("responses_create_params")
+        if isinstance(params, Mapping) and params.get("input"):
+            return ["field 'input': got a prompt, expected an empty list: the agent writes the prompt itself"]
+        try:
+            task = parse_task(row)
+            settings = self.settings.get(name)
+            if settings is not None and settings.images is not None:
+                settings.images.place(task)
+        except (ValueError, MissingImageError) as error:
+            return [str(error)]
+        return []
+
+    async def run(self, name: str, episode: Episode) -> Rollout:
+        """Run one rollout of an agent; raises what the model client raises."""
+        start = time.monotonic()
+        try:
+            settings = self.settings.get(name)
+            if settings is None or settings.images is None:
+                raise MissingImageError(f"agent '{name}' has no container_formatter, so that no task has an image")
+            task = settings.images.place(parse_task(episode.row))
+            means = self._means(settings)
+        except (ValueError, MissingImageError, ContainerFailedError) as error:
+            return unscored((), RolloutStatus.ENV_FAILED, str(error), seconds=time.monotonic() - start)
+        async with self._seats_of(name, settings):
+            return await coding(episode, task, settings, means)
+
+    def _means(self, settings: CodingSettings) -> Means:
+        if self._runtime is None:
+            self._runtime = self.find_runtime()
+        limits = ContainerLimits(memory_mib=settings.memory_mib or NO_LIMIT_MIB)
+        tests = TestRun(runtime=self._runtime, limits=limits, seconds=settings.tests_seconds)
+        return Means(runtime=self._runtime, limits=limits, prepare=_prepare, enter=ENTER, evaluator=tests)
+
+    def _seats_of(self, name: str, settings: CodingSettings) -> asyncio.Semaphore:
+        seats = self._seats.setdefault(asyncio.get_running_loop(), {})
+        if name not in seats:
+            seats[name] = asyncio.Semaphore(math.ceil(settings.concurrency / self.num_sharers))
+        return seats[name]
+
+
+async def _prepare(container: Container, task: SweTask) -> None:
+    try:
+        await prepare(container, task)
+    except PreparationError as error:
+        raise SetUpError(str(error)) from error

@@ -1,0 +1,164 @@
+"""The coding agent in real containers: every family solves a task, hidden tests decide, nothing gives the fix away."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from small_root import require, write_root
+from swe_image import write_sif
+from swe_project import CANARY, Project, write_project
+
+from recipes.environments.agents.coding.harness import HARNESSES
+from recipes.environments.chat.codec import ChatCodec
+from recipes.environments.environments import Environments
+from recipes.environments.swe.containers.bwrap import PROGRAMS
+from recipes.environments.swe.containers.places import home
+from recipes.types import Completion, Rollout, RolloutStatus, VersionSpan
+from tools.tiny.tokenizer import build_tokenizer
+
+pytestmark = pytest.mark.functional
+FAULT, FIX = "return a - b", "return a + b"
+SED = f"sed -i 's/{FAULT}/{FIX}/' calc.py && git log --all -p | cat"
+END = "<|im_end|>"
+
+
+def called(name: str, **arguments: Any) -> str:
+    call = json.dumps({"name": name, "arguments": arguments})
+    return f"so</think>\n<tool_call>\n{call}\n</tool_call>{END}"
+
+
+MESSAGE = f"done</think>It adds now.{END}"
+SOLVES: dict[str, list[str]] = {
+    "codeact": [
+        called("execute_bash", command=SED),
+        called("str_replace_editor", command="create", path="/testbed/new.py", file_text="x = 1\n"),
+        called("finish"),
+    ],
+    "opencode": [
+        called("glob", pattern="*.py"),
+        called("edit", file_path="calc.py", old_string=FAULT, new_string=FIX),
+        MESSAGE,
+    ],
+    "codex": [
+        called("shell", command=["bash", "-lc", SED]),
+        called(
+            "apply_patch", patch="--- a/calc.py\n+++ b/calc.py\n@@ -2,1 +2,2 @@\n     return a + b\n+    # it adds\n"
+        ),
+        MESSAGE,
+    ],
+    "terminus": [called("run_command", keystrokes=SED), called("mark_task_complete")],
+}
+
+
+@dataclass
+class Scripted:
+    """A policy that says one given text per call."""
+
+    codec: ChatCodec
+    says: list[str]
+    prompts: list[tuple[int, ...]] = field(default_factory=list)
+    max_model_len: int = 1_000_000
+
+    async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
+        self.prompts.append(prompt_token_ids)
+        sampled = self.codec.token_ids(self.says[min(len(self.prompts), len(self.says)) - 1])
+        spans = (VersionSpan(version=0, start=0, end=len(sampled)),)
+        return Completion(token_ids=sampled, logprobs=(-0.5,) * len(sampled), versions=spans, finish_reason="stop")
+
+
+@dataclass(frozen=True)
+class Made:
+    """An image of a project, and the codec of the tiny model."""
+
+    images: Path
+    project: Project
+    codec: ChatCodec
+
+    def row(self) -> dict[str, Any]:
+        facts = {
+            "repo": "some/calc",
+            "base_commit": self.project.base,
+            "problem_statement": "add must add",
+            "patch": self.project.patch,
+            "test_patch": self.project.test_patch,
+            "test_cmd": "python3 -c 'import test_calc as t; t.test_zero(); t.test_sum()'",
+            "log_parser": "exit_status",
+        }
+        metadata = {"instance_id": "some__calc-1", "dataset_name": "tiny", "instance_dict": json.dumps(facts)}
+        return {"responses_create_params": {"input": [], "metadata": metadata}, "agent_ref": {"name": "swe_agents_val"}}
+
+    async def run(self, says: list[str], **settings: Any) -> Rollout:
+        own = {
+            "container_formatter": f"{self.images}/swe_{{instance_id}}.sif",
+            "command_exec_timeout": 60,
+            "apptainer_memory_limit_mb": 400,
+            **settings,
+        }
+        instances = {"swe_agents_val": {"responses_api_agents": {"swe_agents": own}}}
+        patterns = {"invalid_tool_call_patterns": ("<tool_call>",), "thinking_tags": ("<think>",)}
+        config: Any = SimpleNamespace(nemo_gym=SimpleNamespace(instances=instances, **patterns))
+        environments = Environments.from_config(config, self.codec)
+        try:
+            assert environments.check_row(self.row()) == []
+            return await environments.run(self.row(), Scripted(self.codec, says), max_tokens=4096)
+        finally:
+            environments.close()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    require(*PROGRAMS, "busybox", "git", "mksquashfs", "siftool")
+    place = tmp_path_factory.mktemp("coding")
+    root = write_root(place / "root", programs=["bash", "comm", "git", "patch"], python=True)
+    (root / "bin/bash").unlink(missing_ok=True)
+    (root / "bin/bash").symlink_to("/usr/bin/bash")
+    project = write_project(root / "testbed")
+    images = place / "images"
+    images.mkdir()
+    write_sif(root, images / "swe_some__calc-1.sif")
+    build_tokenizer().save_pretrained(place / "tokenizer")
+    return Made(images, project, ChatCodec(place / "tokenizer"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    assert list(home().iterdir()) == []
+
+
+@pytest.mark.parametrize("family", sorted(path.stem for path in HARNESSES.glob("*.yaml")))
+async def test_every_family_solves_a_task(made: Made, family: str) -> None:
+    rollout = await made.run(SOLVES[family], agent_prompt_overrides=[{"harness": family}])
+    assert (rollout.status, rollout.reward, rollout.is_flagged) == (RolloutStatus.COMPLETED, 1.0, False), rollout.reason
+    seen = "".join(made.codec.text(turn.prompt_token_ids) for turn in rollout.turns)
+    assert "add must add" in seen
+    assert CANARY not in seen  # neither the history nor the row
+    assert rollout.metrics["ended/finished"] == rollout.metrics["resolved"] == 1.0
+
+
+async def test_wrong_work_is_told_from_right(made: Made) -> None:
+    rollout = await made.run([called("execute_bash", command="echo '# nothing' >> calc.py"), called("finish")])
+    assert (rollout.status, rollout.reward, rollout.is_flagged) == (RolloutStatus.COMPLETED, 0.0, False)
+    assert rollout.metrics["has_patch"] == 1.0
+    cheat = "printf 'def test_zero(): pass\\ndef test_sum(): pass\\n' > test_calc.py"
+    rollout = await made.run([called("execute_bash", command=cheat), called("finish")])
+    assert rollout.reward == 0.0
+
+
+async def test_a_command_that_takes_the_memory_ends_the_agent(made: Made) -> None:
+    eat = "python3 -c 'x = bytearray(900 << 20); import time; time.sleep(30)'"
+    rollout = await made.run([called("execute_bash", command=eat)], agent_max_turns=1)
+    assert (rollout.reward, rollout.is_flagged) == (0.0, True), rollout.reason
+    assert rollout.metrics["ended/oom"] == 1.0
+
+
+async def test_an_image_that_is_none_gives_no_verdict(made: Made) -> None:
+    (made.images / "bad_some__calc-1.sif").write_text("not an image")
+    rollout = await made.run([MESSAGE], container_formatter=f"{made.images}/bad_{{instance_id}}.sif")
+    assert (rollout.status, rollout.reward, rollout.turns) == (RolloutStatus.ENV_FAILED, None, ())
