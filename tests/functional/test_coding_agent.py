@@ -115,7 +115,7 @@ class Made:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     require(*PROGRAMS, "busybox", "git", "mksquashfs", "siftool")
     place = tmp_path_factory.mktemp("coding")
-    root = write_root(place / "root", programs=["bash", "comm", "git", "patch"], python=True)
+    root = write_root(place / "root", programs=["bash", "comm", "find", "git", "patch"], python=True)
     (root / "bin/bash").unlink(missing_ok=True)
     (root / "bin/bash").symlink_to("/usr/bin/bash")
     project = write_project(root / "testbed")

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipes.environments.agents.episode import Episode, make_turn, unusable
-from recipes.environments.chat.codec import PrefixError, callable_tools
+from recipes.environments.chat.codec import PrefixError, callable_tools, row_template_kwargs
+from recipes.environments.chat.messages import chat_messages
 from recipes.environments.contract.responses import Item, function_call_output_item
 from recipes.types import PREFIX_BREAKS, RolloutStatus, Turn
 
+CHECKED_TURNS = 16
 MAX_ANSWERED = 1_000_000  # characters of all answers of a rollout, more than any context holds; the rest is cut off
 
 
@@ -39,6 +41,8 @@ class Conversation:
     is_cut: bool = False  # whether the last turn was cut off, or the context has no room for another
     num_calls: int = 0
     num_answered: int = 0  # characters that tools have answered
+    _num_before: int = 0  # items before those of the last turn
+    _is_short: bool = True  # whether the new messages alone gave the ids that the whole conversation did
 
     async def next_turn(self) -> list[Item]:
         """Call the model once and return its function calls: none after a turn that was cut off.
@@ -56,6 +60,7 @@ class Conversation:
         decoded = codec.decode(completion.token_ids, prompt_ids=new_ids, tools=tools, num_calls=self.num_calls)
         self.seen_ids += new_ids + completion.token_ids
         self.turns.append(make_turn(new_ids, completion, decoded, self.episode.patterns))
+        self._num_before = len(self.items)
         self.items.extend(decoded.items)
         self.text = decoded.text
         calls = [item for item in decoded.items if item["type"] == "function_call"]
@@ -71,18 +76,37 @@ class Conversation:
         """Add a message of the user, or what MAX_ANSWERED leaves of it."""
         self.items.append({"role": "user", "content": self._kept(text)})
 
+    def _short_ids(self) -> tuple[int, ...] | None:
+        """Return the ids of what follows the last turn, rendered without what came before; None where that fails."""
+        answer, *messages = chat_messages({"input": self.items[self._num_before :]})
+        try:
+            ids = self.episode.codec.suffix(answer, messages, row_template_kwargs(self.params))
+        except PrefixError:
+            return None
+        has_ended = self.seen_ids[-1:] == (self.episode.codec.eos_token_id,)
+        return ids[1:] if has_ended and ids[:1] == self.seen_ids[-1:] else ids
+
     def _kept(self, text: str) -> str:
         kept = text[: max(MAX_ANSWERED - self.num_answered, 0)]
         self.num_answered += len(kept)
         return kept
 
     def _new_ids(self) -> tuple[int, ...]:
-        """Return the ids that are new in the prompt of the next turn."""
+        """Return the ids that are new in the prompt of the next turn.
+
+        Rendering all turns each time would take seconds in a long rollout. So where the template gives the same ids for
+        the new messages alone, only these are rendered; the whole is looked at again every CHECKED_TURNS turns.
+        """
         codec = self.episode.codec
         if not self.turns:
             return codec.encode(self.params)
+        short = self._short_ids() if self._is_short else None
+        if short is not None and (len(self.turns) - 1) % CHECKED_TURNS != 0:
+            return short
         try:
-            return codec.extend(self.seen_ids, self.params, self.items)
+            whole = codec.extend(self.seen_ids, self.params, self.items)
+            self._is_short = whole == short
+            return whole
         except PrefixError as error:
             reason = f"prefix break before turn {len(self.turns) + 1}: {error}"
             raise EndedError(RolloutStatus.ABORTED, reason, {PREFIX_BREAKS: 1.0}) from error

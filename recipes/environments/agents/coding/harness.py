@@ -236,11 +236,13 @@ def _problems(path: Path, document: Mapping[str, Any]) -> Iterator[Problem]:
     names: list[str] = []
     does: set[str] = set()
     for tool in document["tools"]:
-        names += {tool["name"], *tool.get("other_names", ())}
+        names += sorted({tool["name"], *tool.get("other_names", ())})
         does |= set(_choice(tool)[1].values())
         yield from _tool_problems(f"{path}: tool {tool['name']}", tool)
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        yield Problem(where=f"{path}: tools", wrong=f"two tools have the name {twice[0]}", fix="rename one")
+    plain = [name.replace("_", "").lower() for name in names]  # what is left of a name in camel case
+    if twice := [name for name, same in zip(names, plain, strict=True) if plain.count(same) > 1]:
+        wrong = f"two tools have the name {twice[0]}, or one that differs in underscores and case only"
+        yield Problem(where=f"{path}: tools", wrong=wrong, fix="rename one")
     if document["without_call"] is not None and "finish" not in does:
         wrong = "the model cannot end its work: no tool does finish, and a turn without a call is answered"
         yield Problem(where=f"{path}: tools", wrong=wrong, fix="add such a tool, or set without_call to null")
@@ -265,6 +267,9 @@ def _tool_problems(where: str, tool: Mapping[str, Any]) -> Iterator[Problem]:
         for missing in sorted(PRIMITIVES[primitive][0] - meanings.keys()):
             fix = f"add a parameter with is: {missing}"
             yield Problem(where=where, wrong=f"{primitive} needs an argument that is {missing}", fix=fix)
+    given = [node["is"] for node in parameters.values() if "is" in node]
+    for meaning in sorted({meaning for meaning in given if given.count(meaning) > 1}):
+        yield Problem(where=where, wrong=f"two parameters are {meaning}", fix="keep one of them")
     for meaning, kind in sorted(meanings.items()):
         if meaning not in known:
             fix = suggestion(meaning, known) if known else "leave it out"

@@ -133,6 +133,11 @@ WRONG_FILES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a brace": (lambda d: d.update(task="{"), "the text is no format"),
     "a name": (lambda d: d["tools"][0].update(name="a b"), "'a b' does not match"),
     "a name twice": (lambda d: d["tools"][0].update(name="think"), "two tools have the name think"),
+    "a name in camel case": (lambda d: d["tools"][0].update(name="fin_ish"), "two tools have the name fin_ish, or one"),
+    "a meaning twice": (
+        lambda d: d["tools"][0]["parameters"].update(x={"type": "string", "description": "x", "is": "command"}),
+        "two parameters are command",
+    ),
     "a primitive": (lambda d: d["tools"][0].update(does="fly"), "'fly' is not valid"),
     "a meaning": (lambda d: d["tools"][0]["parameters"]["command"].update({"is": "comand"}), "needs an argument"),
     "a type": (lambda d: d["tools"][0]["parameters"]["command"].update(type="integer"), "got integer, expected string"),

@@ -366,3 +366,43 @@ async def test_nan_in_a_later_turn_is_no_reward(environments: Environments) -> N
     rollout = await environments.run(ROW, model, max_tokens=64)
     assert (rollout.status, rollout.reward) == (RolloutStatus.ABORTED, None)
     assert "log-probability nan for token 0" in rollout.reason
+
+
+async def test_prompts_are_those_of_the_whole_conversation(
+    environments: Environments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later turns render the new messages alone; that changes no id, and the whole is rendered now and then."""
+    codec = environments.codec
+    says = [called("email_search_emails", query=f"a{number}") for number in range(5)] + [DONE]
+    whole: list[int] = []
+    extend = codec.extend
+
+    def counted(seen_ids: tuple[int, ...], *given: Any) -> tuple[int, ...]:
+        whole.append(len(seen_ids))
+        return extend(seen_ids, *given)
+
+    monkeypatch.setattr(codec, "extend", counted)
+    prompts = []
+    for every in (1, 2, 16):
+        whole.clear()
+        monkeypatch.setattr(conversation, "CHECKED_TURNS", every)
+        model = Scripted(codec, says)
+        rollout = await environments.run(ROW, model, max_tokens=64)
+        assert len(rollout.turns) == 6
+        prompts.append(model.prompts)
+        assert len(whole) == {1: 5, 2: 3, 16: 1}[every]
+    assert prompts[0] == prompts[1] == prompts[2]
+
+
+async def test_a_template_that_shows_more_than_the_new_messages_is_rendered_whole(tokenizer_dir: Path) -> None:
+    """One that counts the messages behind each tool's answer."""
+    template = (
+        "{% for m in messages %}{{ m['role'] }}{% if m['role'] == 'assistant' %}<|im_end|>{% endif %}"
+        "{% if m['role'] == 'tool' %}{{ loop.index }}{% endif %}{% endfor %}"
+    )
+    environments = made(ChatCodec(tokenizer_dir, chat_template=template))
+    says = [called("email_search_emails", query=f"a{number}") for number in range(4)] + [DONE]
+    rollout = await environments.run(ROW, Scripted(environments.codec, says), max_tokens=64)
+    codec = environments.codec
+    assert [codec.text(turn.prompt_token_ids) for turn in rollout.turns[1:]] == ["tool3", "tool5", "tool7", "tool9"]
+    environments.close()
