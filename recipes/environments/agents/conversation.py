@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jinja2 import TemplateError
+
 from recipes.environments.agents.episode import Episode, make_turn, unusable
 from recipes.environments.chat.codec import PrefixError, callable_tools, row_template_kwargs
 from recipes.environments.chat.messages import chat_messages
@@ -81,7 +83,7 @@ class Conversation:
         answer, *messages = chat_messages({"input": self.items[self._num_before :]})
         try:
             ids = self.episode.codec.suffix(answer, messages, row_template_kwargs(self.params))
-        except PrefixError:
+        except (PrefixError, TemplateError):  # a template may refuse the short conversation, such as its system message
             return None
         has_ended = self.seen_ids[-1:] == (self.episode.codec.eos_token_id,)
         return ids[1:] if has_ended and ids[:1] == self.seen_ids[-1:] else ids

@@ -394,9 +394,16 @@ async def test_prompts_are_those_of_the_whole_conversation(
     assert prompts[0] == prompts[1] == prompts[2]
 
 
-async def test_a_template_that_shows_more_than_the_new_messages_is_rendered_whole(tokenizer_dir: Path) -> None:
-    """One that counts the messages behind each tool's answer."""
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}"
+
+
+@pytest.mark.parametrize("start", ["", NO_SYSTEM])
+async def test_a_template_that_shows_more_than_the_new_messages_is_rendered_whole(
+    tokenizer_dir: Path, start: str
+) -> None:
+    """One that counts the messages behind each tool's answer, and one that refuses system messages."""
     template = (
+        f"{start}"
         "{% for m in messages %}{{ m['role'] }}{% if m['role'] == 'assistant' %}<|im_end|>{% endif %}"
         "{% if m['role'] == 'tool' %}{{ loop.index }}{% endif %}{% endfor %}"
     )
