@@ -44,8 +44,9 @@ from recipes.environments.scoring.group import GroupClient, score_group
 from recipes.environments.scoring.group_by_url import HttpGroupClient
 from recipes.environments.scoring.known_answers import find_wrong_judges
 from recipes.environments.scoring.pool import ScoringPool
-from recipes.environments.swe.contract import Runtime
-from recipes.errors import Problem, RecipeError, suggestion
+from recipes.environments.swe.containers.runtime import runtime_of_machine
+from recipes.environments.swe.contract import ContainerFailedError, Runtime
+from recipes.errors import LaunchError, Problem, RecipeError, suggestion
 from recipes.types import ModelClient, Rollout, RolloutStatus, Row
 
 if TYPE_CHECKING:
@@ -242,9 +243,10 @@ class Environments:
 
 def find_runtime() -> Runtime:
     """Return the program that runs containers on this machine; raises `ContainerFailedError` where there is none."""
-    from recipes.environments.swe.containers.bwrap import BwrapRuntime
-
-    return BwrapRuntime()
+    try:
+        return runtime_of_machine()
+    except LaunchError as error:
+        raise ContainerFailedError(str(error)) from error
 
 
 class _NoServer:

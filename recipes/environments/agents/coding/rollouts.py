@@ -1,4 +1,7 @@
-"""All coding agents of a process: they share the runtime of containers, and each runs its share of tasks at once."""
+"""All coding agents of a process: they share the runtime of containers, and each runs its share of tasks at once.
+
+A task waits for its turn where this machine has no room for another container.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from weakref import WeakKeyDictionary
 from recipes.environments.agents.coding.agent import Means, SetUpError, coding
 from recipes.environments.agents.coding.settings import CodingSettings
 from recipes.environments.agents.episode import Episode, unscored
+from recipes.environments.swe.containers.runtime import num_places
 from recipes.environments.swe.contract import Container, ContainerFailedError, ContainerLimits, Runtime, SweTask
 from recipes.environments.swe.evaluation import PreparationError, TestRun, prepare
 from recipes.environments.swe.hidden_tests import ENTER
@@ -65,15 +69,21 @@ class CodingAgents:
     def _means(self, settings: CodingSettings) -> Means:
         if self._runtime is None:
             self._runtime = self.find_runtime()
-        limits = ContainerLimits(memory_mib=settings.memory_mib or NO_LIMIT_MIB)
+        limits = _limits_of(settings)
         tests = TestRun(runtime=self._runtime, limits=limits, seconds=settings.tests_seconds)
         return Means(runtime=self._runtime, limits=limits, prepare=_prepare, enter=ENTER, evaluator=tests)
 
     def _seats_of(self, name: str, settings: CodingSettings) -> asyncio.Semaphore:
         seats = self._seats.setdefault(asyncio.get_running_loop(), {})
         if name not in seats:
-            seats[name] = asyncio.Semaphore(math.ceil(settings.concurrency / self.num_sharers))
+            share = math.ceil(settings.concurrency / self.num_sharers)
+            places = num_places(_limits_of(settings)) if settings.memory_mib else share
+            seats[name] = asyncio.Semaphore(min(share, places))
         return seats[name]
+
+
+def _limits_of(settings: CodingSettings) -> ContainerLimits:
+    return ContainerLimits(memory_mib=settings.memory_mib or NO_LIMIT_MIB)
 
 
 async def _prepare(container: Container, task: SweTask) -> None:
