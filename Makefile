@@ -182,6 +182,13 @@ lineage: $(READY) ## record splits and the newest export in artifacts/; print wh
 #= EXP_NAME
 	@$(PYTHON) -m tools.lineage.record --data $(patsubst %/,%,$(dir $(wildcard data/*/manifest.json))) $(if $(EXP_NAME),--run-dir $(RESULTS_DIR)/$(EXP_NAME)) $(ARGS)
 
+CHECKPOINT ?=
+OUT ?=
+.PHONY: export-hf
+export-hf: $(READY) ## turn a checkpoint into a Hugging Face directory, on one process without a GPU
+#= CHECKPOINT=results/RUN/checkpoints/step_000010 OUT=directory ARGS="--model DIR"
+	@$(PYTHON) -m tools.export_hf --checkpoint $(or $(CHECKPOINT),$(error give CHECKPOINT=results/RUN/checkpoints/step_...)) --out $(or $(OUT),$(error give OUT=directory)) $(ARGS)
+
 .PHONY: tiny
 tiny: $(READY) ## make what SCALE=tiny needs: data/tiny and the SFT checkpoint models/tiny-sft
 #= BLEND=wide (for the wide blend, stage 2.1 and stage 3)

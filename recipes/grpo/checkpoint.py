@@ -175,6 +175,12 @@ def complete_export(path: Path) -> Path:
     return checkpoint / EXPORT
 
 
+def require_whole(checkpoint: Path, part: str) -> None:
+    """Raise `CheckpointError` unless every file below `part` of a saved step equals its checksum."""
+    if problems := _damage(checkpoint, below=f"{part}/", fix="restore it, or take another step"):
+        raise CheckpointError(problems)
+
+
 def complete_checkpoints(root: Path) -> dict[int, Path]:
     """Return step -> directory of every complete checkpoint, in order of step; other names are ignored."""
     found = {

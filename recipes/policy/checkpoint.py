@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _FORMAT = ("torch_dist", 1)
 _DATA_PARALLEL_RESHARDABLE, _FULLY_RESHARDABLE = "dp_reshardable", "fully_reshardable"  # Megatron's names
-_HEADS = "mtp."  # before the names of multi-token heads in a checkpoint
+HEADS = "mtp."  # before the names of multi-token heads in a checkpoint
 _MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 
 
@@ -110,7 +110,7 @@ def load(trainer: Trainer, path: Path) -> None:
     state = dist_checkpointing.load(_sharded_state(trainer, form, is_loading=True), str(path))
     unwrap_model(trainer.model).load_state_dict(state["model"])
     if trainer.heads is not None:
-        own = {key.removeprefix(_HEADS): value for key, value in state["heads"].items()}
+        own = {key.removeprefix(HEADS): value for key, value in state["heads"].items()}
         trainer.heads.load_state_dict(own)
     with torch.no_grad():  # in float32 the optimizer's shards are views of the parameters
         if form is None:
@@ -191,12 +191,19 @@ def _sharded_state(trainer: Trainer, form: str | None, *, is_loading: bool) -> d
         "dp_cp_group": _replicas(),
     }
     model = unwrap_model(trainer.model).sharded_state_dict(metadata=metadata)
-    heads = {} if trainer.heads is None else trainer.heads.sharded_state_dict(prefix=_HEADS, metadata=metadata)
+    heads = {} if trainer.heads is None else trainer.heads.sharded_state_dict(prefix=HEADS, metadata=metadata)
     state = {"model": model, "heads": heads}
     if form is None:
         return state
     optimizer = trainer.optimizer.sharded_state_dict({**model, **heads}, is_loading=is_loading, metadata=metadata)
     return {**state, "optimizer": optimizer}
+
+
+def model_state(model: Any, heads: Any | None) -> dict[str, Any]:
+    """Return how Megatron stores each tensor of a model and of its heads, by its name in them."""
+    metadata = {"distrib_optim_sharding_type": None, "dp_cp_group": _replicas()}
+    of_heads = {} if heads is None else heads.sharded_state_dict(prefix=HEADS, metadata=metadata)
+    return {**model.sharded_state_dict(metadata=metadata), **of_heads}
 
 
 def _require_same_heads(trainer: Trainer, saved: dict[str, Any], path: Path) -> None:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
 from recipes.config.keys.native import ARCHITECTURES
-from recipes.errors import CheckpointError, ConfigError, Problem
+from recipes.errors import CheckpointError, ConfigError, PolicyError, Problem
 from recipes.policy.families.family import Family, family_of
 
-_SHARD_BYTES = 5 * 10**9  # the hub's customary size of one weight file
+TensorShape = tuple[str, torch.dtype, tuple[int, ...]]
+"""Name, dtype and shape of a tensor."""
+
+SHARD_BYTES = 5 * 10**9  # the hub's customary size of one weight file
+_WHOLE, _PART = "model.safetensors", "model-{:05d}-of-{:05d}.safetensors"  # the names that transformers looks for
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _INDEX = "model.safetensors.index.json"
 _SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model")  # configuration, tokenizer, chat template
 
@@ -117,38 +121,63 @@ def copy_side_files(source: Path, tokenizer: Path, target: Path, *, dtype: torch
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def write_weights(weights: Iterable[tuple[str, Tensor]], target: Path) -> None:
-    """Write a stream of named tensors as safetensors, a new file every few gigabytes."""
+def write_weights(shapes: Sequence[TensorShape], weights: Iterable[tuple[str, Tensor]], target: Path) -> None:
+    """Write a stream of named tensors as safetensors, a new file every few gigabytes; holds one tensor at a time.
+
+    Args:
+        shapes: name, dtype and shape of what `weights` yields, in its order.
+
+    Raises `PolicyError` when it yields something else.
+    """
     target.mkdir(parents=True, exist_ok=True)
-    files: list[tuple[Path, list[str]]] = []
-    pending: dict[str, Tensor] = {}
-    total = 0
-
-    def flush() -> None:
-        path = target / f"part-{len(files):05d}.safetensors"
-        save_file(pending, path, metadata={"format": "pt"})
-        files.append((path, list(pending)))
-        pending.clear()
-
-    for name, tensor in weights:
-        size = tensor.numel() * tensor.element_size()
-        if pending and sum(t.numel() * t.element_size() for t in pending.values()) + size > _SHARD_BYTES:
-            flush()
-        pending[name] = tensor.to("cpu", copy=True).contiguous()  # the stream may reuse its buffer
-        total += size
-    flush()
-    _name_files(files, target, total)
+    stream = iter(weights)
+    files = in_files(shapes)
+    names = [_WHOLE if len(files) == 1 else _PART.format(number, len(files)) for number in range(1, len(files) + 1)]
+    for name, own in zip(names, files, strict=True):
+        _write_file(target / name, own, stream)
+    if len(files) > 1:
+        weight_map = {tensor: name for name, own in zip(names, files, strict=True) for tensor, *_ in own}
+        index = {"metadata": {"total_size": sum(map(num_bytes, shapes))}, "weight_map": weight_map}
+        (target / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _name_files(files: list[tuple[Path, list[str]]], target: Path, total: int) -> None:
-    """Give the files the names that transformers looks for, with an index when there are several."""
-    if len(files) == 1:
-        files[0][0].rename(target / "model.safetensors")
-        return
-    weight_map: dict[str, str] = {}
-    for number, (path, names) in enumerate(files, start=1):
-        final = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        path.rename(target / final)
-        weight_map |= dict.fromkeys(names, final)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (target / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+def in_files(shapes: Sequence[TensorShape]) -> list[list[TensorShape]]:
+    """Divide tensors, in their order, among files of a few gigabytes; a larger tensor gets a file of its own."""
+    files: list[list[TensorShape]] = [[]]
+    size = 0
+    for shape in shapes:
+        if files[-1] and size + num_bytes(shape) > SHARD_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(shape)
+        size += num_bytes(shape)
+    return files
+
+
+def num_bytes(shape: TensorShape) -> int:
+    """Return the size of a tensor."""
+    return shape[1].itemsize * torch.Size(shape[2]).numel()
+
+
+def _write_file(path: Path, shapes: Sequence[TensorShape], stream: Iterator[tuple[str, Tensor]]) -> None:
+    """Write the next tensors of `stream` into one file: the length of the header, the header, the tensors.
+
+    They lie in the order of their item sizes, the largest first, so that each begins at a multiple of its own.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for shape in sorted(shapes, key=lambda shape: -shape[1].itemsize):
+        name, dtype, sizes = shape
+        header[name] = {"dtype": _DTYPES[dtype], "shape": list(sizes), "data_offsets": [end, end + num_bytes(shape)]}
+        end += num_bytes(shape)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+        for name, dtype, sizes in shapes:
+            sent, tensor = next(stream, ("nothing", torch.empty(0)))
+            if (sent, tensor.dtype, tuple(tensor.shape)) != (name, dtype, tuple(sizes)):
+                raise PolicyError(f"export: the policy yields {sent} {list(tensor.shape)} where {name} was announced")
+            file.seek(8 + len(text) + header[name]["data_offsets"][0])
+            file.write(tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy().data)

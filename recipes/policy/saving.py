@@ -67,11 +67,12 @@ def export_copy(trainer: Trainer, path: Path, *, is_writer: bool) -> Callable[[]
             pass
         return None
     weights: list[tuple[str, Tensor]] = [(name, tensor.to("cpu", copy=True)) for name, tensor in trainer.export()]
+    shapes = trainer.full_shapes()
 
     def write() -> None:
         cfg = trainer.cfg
         source, tokenizer = hf.model_directory(cfg.model_name), hf.model_directory(cfg.tokenizer.name)
-        hf.write_weights(weights, path)
+        hf.write_weights(shapes, weights, path)
         hf.copy_side_files(source, tokenizer, path, dtype=DTYPES[cfg.precision])
         sync_tree(path)
 

@@ -37,7 +37,7 @@ FLOORS = (
     {"tools.data", "tools.sizing", "tools.config"},
     {"tools.rows", "tools.lineage", "tools.sif"},
     {"tools.curriculum", "tools.doctor", "tools.env_check", "tools.tiny"},
-    {"tools.launch", "tools.bench", "tools.serve_env", "tools.agent_check", "tools.setup"},
+    {"tools.launch", "tools.bench", "tools.serve_env", "tools.agent_check", "tools.export_hf", "tools.setup"},
     {"tools.ablate"},
 )
 GROUND = FLOORS[0]

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from recipes.errors import CheckpointError, ConfigError
+from recipes.errors import CheckpointError, ConfigError, PolicyError
 from recipes.policy import hf
 
 
 def test_weights_are_cut_into_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf, "_SHARD_BYTES", 40)
+    monkeypatch.setattr(hf, "SHARD_BYTES", 40)
     tensors = {name: torch.full((4,), float(i)) for i, name in enumerate("abcde")}  # 16 bytes each
-    hf.write_weights(iter(tensors.items()), tmp_path)
+    hf.write_weights(_shapes(tensors), iter(tensors.items()), tmp_path)
 
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert files == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
@@ -25,6 +25,25 @@ def test_weights_are_cut_into_files_with_an_index(tmp_path: Path, monkeypatch: p
     assert index["weight_map"]["c"] == files[1]
     reader = hf.WeightReader(tmp_path)
     assert all(torch.equal(reader(name), tensor) for name, tensor in tensors.items())
+
+
+def test_tensors_of_two_types_are_read_back_by_safetensors(tmp_path: Path) -> None:
+    """A tensor of an odd number of 16-bit values comes before one of 32 bits."""
+    tensors = {"a": torch.randn(3).bfloat16(), "b": torch.randn(2, 2), "c": torch.randn(5, 2).bfloat16().t()}
+    hf.write_weights(_shapes(tensors), iter(tensors.items()), tmp_path)
+    read = load_file(tmp_path / "model.safetensors")
+    assert read.keys() == tensors.keys()
+    assert all(read[name].dtype == tensor.dtype and torch.equal(read[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("sent", [[], [("b", torch.zeros(2))], [("a", torch.zeros(3))]], ids=["none", "name", "shape"])
+def test_a_stream_of_other_tensors_is_refused(tmp_path: Path, sent: list[tuple[str, torch.Tensor]]) -> None:
+    with pytest.raises(PolicyError, match="where a was announced"):
+        hf.write_weights([("a", torch.float32, (2,))], iter(sent), tmp_path)
+
+
+def _shapes(tensors: dict[str, torch.Tensor]) -> list[hf.TensorShape]:
+    return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
 
 
 def test_missing_and_unknown_tensors_are_named(tmp_path: Path) -> None:
