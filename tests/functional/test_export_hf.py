@@ -121,14 +121,19 @@ def test_the_peak_of_memory_is_one_file_and_one_tensor(tmp_path: Path) -> None:
     rise = int(_run("export", str(model), str(tmp_path / "saved"), str(tmp_path / "out"), str(file)).split()[-1])
     tensor = 4 * 256 * 2 * 1024
     print(f"memory rose by {rise / MEGABYTE:.1f} MB: {rise / (file + tensor):.2f} of a file and a tensor")
-    assert rise < 3 * (file + tensor) < 0.4 * whole
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 10
+    assert rise < file + tensor < 0.2 * whole
+    assert len(list((tmp_path / "out" / "second").glob("*.safetensors"))) > 10
 
 
 def _run(*arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(SCRIPT.parents[2]),
+            "MALLOC_MMAP_THRESHOLD_": "65536",  # what is freed leaves the process at once
+        },
         capture_output=True,
         text=True,
         timeout=patiently(100),
