@@ -61,6 +61,13 @@ def _expert_problem(sizes: Mapping[str, Any], megatron: MegatronConfig) -> Probl
     if experts and experts % size:
         expected, fix = f"a divisor of {experts} experts", "the ranks share them evenly; change the size"
         return Problem(where=f"{_WHERE}expert_model_parallel_size", got=str(size), expected=expected, fix=fix)
+    share, units = megatron.expert_tensor_parallel_size, sizes.get("moe_ffn_hidden_size")
+    if experts is None and share > 1:
+        where, expected = "expert_tensor_parallel_size", "1: the model has no experts"
+        return Problem(where=f"{_WHERE}{where}", got=str(share), expected=expected, fix="set it to 1")
+    if experts and units and units % share:
+        expected, fix = f"a divisor of {units} units of an expert", "the ranks share them evenly; change the size"
+        return Problem(where=f"{_WHERE}expert_tensor_parallel_size", got=str(share), expected=expected, fix=fix)
     if experts and megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
         fix = "set it: a model with experts divides the tokens over the tensor-parallel ranks"
         return Problem(where=f"{_WHERE}sequence_parallel", got="false", expected="true", fix=fix)

@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 _FORMAT = ("torch_dist", 1)
 _DATA_PARALLEL_RESHARDABLE, _FULLY_RESHARDABLE = "dp_reshardable", "fully_reshardable"  # Megatron's names
 HEADS = "mtp."  # before the names of multi-token heads in a checkpoint
-_MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+_KINDS = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
+_MODEL_PARALLEL = tuple(f"{kind}_parallel_size" for kind in _KINDS)
 
 
 def save(trainer: Trainer, path: Path, *, with_optimizer: bool = True) -> None:
@@ -250,6 +251,7 @@ def _layout() -> dict[str, int]:
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
     }
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import datetime
 import socket
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.tensor_parallel import mappings
+from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from recipes.cluster.ports import PORT_TABLE, hold_in_range
@@ -62,6 +65,43 @@ def connect_store(host: str, port: int, *, timeout_s: float) -> TCPStore:
     return TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout_s))
 
 
+def gather_parts(own: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> Tensor:
+    """Return the rows of all ranks one after the other, `sizes[r]` of rank r; gloo itself gathers equal parts only."""
+    padded = own.new_zeros((max(sizes), *own.shape[1:]))
+    padded[: len(own)] = own
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def scatter_parts(rows: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> Tensor:
+    """Return this rank's rows of the sum over all ranks; the inverse of `gather_parts` for gradients."""
+    total = rows.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    first = sum(sizes[: group.rank()])
+    return total[first : first + sizes[group.rank()]].clone()
+
+
+def let_gloo_take_unequal_parts() -> None:
+    """Replace Megatron's two collectives of parts of given sizes, which it uses where ranks share an expert."""
+    gather_equal, scatter_equal = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+    if getattr(gather_equal, "takes_unequal_parts", False):
+        return
+
+    def gather(own: Tensor, group: dist.ProcessGroup, sizes: Any = None, **options: Any) -> Tensor:
+        if sizes is None or group.size() == 1:
+            return gather_equal(own, group, sizes, **options)  # type: ignore[no-any-return]
+        return gather_parts(own, group, [int(size) for size in sizes])
+
+    def scatter(rows: Tensor, group: dist.ProcessGroup, sizes: Any = None, **options: Any) -> Tensor:
+        if sizes is None or group.size() == 1:
+            return scatter_equal(rows, group, sizes, **options)  # type: ignore[no-any-return]
+        return scatter_parts(rows, group, [int(size) for size in sizes])
+
+    gather.takes_unequal_parts = True  # type: ignore[attr-defined]
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather, scatter
+
+
 def join_groups(
     store: Store, *, rank: int, world_size: int, cfg: MegatronConfig, seed: int, timeout_s: float
 ) -> Coordinates:
@@ -84,6 +124,8 @@ def join_groups(
         expert_tensor_parallel_size=cfg.expert_tensor_parallel_size,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    if not use_cuda:
+        let_gloo_take_unequal_parts()
     return Coordinates(
         data=parallel_state.get_data_parallel_rank(),
         is_output=parallel_state.is_pipeline_last_stage()

@@ -25,6 +25,7 @@ _REDUCTION = "megatron_cfg__distributed_data_parallel_config__"
 _GATHER_AFTER = {f"{_REDUCTION}overlap_param_gather": "false"}
 _OVERLAP = {f"{_REDUCTION}overlap_grad_reduce": "true", f"{_REDUCTION}overlap_param_gather": "true"}
 _EXPERT = {"megatron_cfg__expert_model_parallel_size": 2}
+_SHARED_EXPERT = {"megatron_cfg__expert_tensor_parallel_size": 2}
 _CONTEXT = {"megatron_cfg__context_parallel_size": 2}
 _PIPELINE = {"megatron_cfg__pipeline_model_parallel_size": 2}
 _RECOMPUTE = {"megatron_cfg__activation_checkpointing": "true", "logprob_chunk_size": 24}
@@ -40,16 +41,27 @@ _DENSE: _Layouts = {
     "data-overlap": (2, _OVERLAP),
     "data-plain": (2, _GATHER_AFTER | {"megatron_cfg__optimizer__use_distributed_optimizer": "false"}),
 }
-_EXPERTS: _Layouts = {"tensor": (2, _TENSOR), "expert": (2, _EXPERT)}
+_EXPERTS: _Layouts = {
+    "tensor": (2, _TENSOR),
+    "expert": (2, _EXPERT),
+    "shared-expert": (2, _TENSOR | _SHARED_EXPERT),
+}
 _HYBRID: _Layouts = {
     "tensor": (2, _TENSOR | _RECOMPUTE),
     "expert": (2, _EXPERT),
     "tensor-expert": (2, _TENSOR | _EXPERT),
+    "shared-expert": (2, _SHARED_EXPERT),
     "context": (2, _CONTEXT),
     "context-expert": (2, _CONTEXT | _EXPERT),
     "pipeline": (2, _PIPELINE | _RECOMPUTE),
     "data": (2, {}),
     "frozen": (1, {"megatron_cfg__freeze_moe_router": "true"}),
+}
+_FROM_EXPERTS: _Layouts = {
+    "to-one": (1, {}),
+    "to-tensor": (2, _TENSOR),
+    "to-stages": (2, _PIPELINE),
+    "to-shared-expert": (2, _TENSOR | _SHARED_EXPERT),
 }
 _FOUR: _Layouts = {
     "tensor-data": (4, _TENSOR),
@@ -59,6 +71,7 @@ _FOUR: _Layouts = {
     "expert-tensor-data": (4, _EXPERT | _TENSOR),
     "expert-context-data": (4, _EXPERT | _CONTEXT),
     "expert-pipeline": (4, _EXPERT | _PIPELINE),
+    "expert-shared": (4, _EXPERT | _SHARED_EXPERT | _TENSOR),
     "expert-of-four": (4, {"megatron_cfg__expert_model_parallel_size": 4} | _TENSOR),
 }
 
@@ -89,7 +102,7 @@ def found(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         *_cases(models.dense, _DENSE),
         *_cases(models.experts, _EXPERTS),
         *_cases(models.hybrid, _HYBRID),
-        *_resumptions(models.hybrid),
+        *_resumptions(models.hybrid, (2, _EXPERT), _FROM_EXPERTS),
         LayoutCase(name="rounded", model=models.hybrid, num_ranks=1, overrides=_BFLOAT16, trains=False),
     )
     return outcomes(cases, tmp_path_factory.mktemp("job"), timeout_s=patiently(140))
@@ -125,10 +138,23 @@ def test_biases_of_routers_stay_in_float32_where_the_model_is_rounded(
 
 
 def test_checkpoints_continue_with_experts_divided_otherwise(found: dict[str, LayoutOutcome]) -> None:
-    saved = found["saved"]
-    for name in ("to-one", "to-tensor", "to-stages"):
-        assert all(torch.equal(found[name].before[key], tensor) for key, tensor in saved.before.items()), name
-        assert found[name].metrics == pytest.approx(saved.metrics, rel=1e-4, abs=1e-5), name
+    _check_resumptions(found, _FROM_EXPERTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("saved", "others"),
+    [
+        ((4, _TENSOR | _PIPELINE), _ONE | {"to-experts": (2, _EXPERT)}),
+        ((1, {}), {"to-tensor-stages": (4, _TENSOR | _PIPELINE), "to-experts": (2, _EXPERT)}),
+    ],
+    ids=["tensor-pipeline", "one"],
+)
+def test_checkpoints_continue_under_other_layouts(
+    models: Models, saved: tuple[int, dict[str, Any]], others: _Layouts, tmp_path: Path
+) -> None:
+    cases = _resumptions(models.hybrid, saved, others)
+    _check_resumptions(outcomes(cases, tmp_path, timeout_s=patiently(140)), others)
 
 
 @pytest.mark.slow
@@ -151,16 +177,24 @@ def _cases(model: Path, layouts: _Layouts) -> tuple[LayoutCase, ...]:
     )
 
 
-def _resumptions(model: Path) -> tuple[LayoutCase, ...]:
+def _resumptions(model: Path, saved: tuple[int, dict[str, Any]], others: _Layouts) -> tuple[LayoutCase, ...]:
     any_layout = {"megatron_cfg__dist_ckpt_optim_fully_reshardable": "true"}
-    others = {"to-one": (1, {}), "to-tensor": (2, _TENSOR), "to-stages": (2, _PIPELINE)}
+    num_ranks, layout = saved
     return (
-        LayoutCase(name="saved", model=model, num_ranks=2, overrides=_EXPERT | any_layout, saves=True),
+        LayoutCase(name="saved", model=model, num_ranks=num_ranks, overrides=layout | any_layout, saves=True),
         *(
             LayoutCase(name=name, model=model, num_ranks=num, overrides=overrides | any_layout, resumes="saved")
             for name, (num, overrides) in others.items()
         ),
     )
+
+
+def _check_resumptions(found: dict[str, LayoutOutcome], others: _Layouts) -> None:
+    """Weights are those that were saved, bit for bit, and the next step has the same loss and gradients."""
+    saved = found["saved"]
+    for name in others:
+        assert all(torch.equal(found[name].before[key], tensor) for key, tensor in saved.before.items()), name
+        assert found[name].metrics == pytest.approx(saved.metrics, rel=1e-4, abs=1e-5), name
 
 
 def _check(model: Path, found: dict[str, LayoutOutcome], layouts: _Layouts) -> None:

@@ -123,7 +123,7 @@ class MegatronConfig:
     """dtype of activations sent between PP stages"""
     expert_model_parallel_size: Annotated[int, Ge(1), Unit("GPUs")]
     """EP: GPUs that share a layer's experts"""
-    expert_tensor_parallel_size: Annotated[int, Ge(1), Unit("GPUs"), Honours(1, reason=EXPERTS)]
+    expert_tensor_parallel_size: Annotated[int, Ge(1), Unit("GPUs")]
     """ETP: GPUs that share one expert"""
     activation_checkpointing: bool
     """recompute every layer's activations in the backward pass"""

@@ -16,7 +16,7 @@ from recipes.policy.layout import check_layout, check_model_fits
 
 BASE = Path(__file__).resolve().parents[3] / "configs" / "grpo_base.yaml"
 DENSE = {"num_layers": 4, "num_attention_heads": 8, "num_query_groups": 2, "ffn_hidden_size": 64}
-HYBRID = DENSE | {"num_moe_experts": 6, "mamba_num_heads": 8, "mamba_num_groups": 2}
+HYBRID = DENSE | {"num_moe_experts": 6, "moe_ffn_hidden_size": 32, "mamba_num_heads": 8, "mamba_num_groups": 2}
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +57,8 @@ def test_a_layout_that_fits_the_model_passes(config: Config, sizes: dict[str, An
         (HYBRID, {"tensor_model_parallel_size": 4, "sequence_parallel": True}, "a divisor of 2 Mamba groups"),
         (DENSE, {"expert_model_parallel_size": 2}, "1: the model has no experts"),
         (HYBRID, {"expert_model_parallel_size": 4}, "a divisor of 6 experts"),
+        (DENSE, {"expert_tensor_parallel_size": 2}, "1: the model has no experts"),
+        (HYBRID, {"expert_tensor_parallel_size": 3}, "a divisor of 32 units of an expert"),
         (HYBRID, {"tensor_model_parallel_size": 2}, "sequence_parallel: true"),
         (DENSE, {"pipeline_model_parallel_size": 3}, "share the model's 4 layers evenly"),
         (
