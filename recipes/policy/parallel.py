@@ -88,14 +88,14 @@ def let_gloo_take_unequal_parts() -> None:
     if getattr(gather_equal, "takes_unequal_parts", False):
         return
 
-    def gather(own: Tensor, group: dist.ProcessGroup, sizes: Any = None, **options: Any) -> Tensor:
+    def gather(own: Tensor, group: dist.ProcessGroup, sizes: Any = None, use_buffer: bool = False) -> Tensor:
         if sizes is None or group.size() == 1:
-            return gather_equal(own, group, sizes, **options)  # type: ignore[no-any-return]
+            return gather_equal(own, group, sizes, use_buffer)  # type: ignore[no-any-return]
         return gather_parts(own, group, [int(size) for size in sizes])
 
-    def scatter(rows: Tensor, group: dist.ProcessGroup, sizes: Any = None, **options: Any) -> Tensor:
+    def scatter(rows: Tensor, group: dist.ProcessGroup, sizes: Any = None, use_buffer: bool = False) -> Tensor:
         if sizes is None or group.size() == 1:
-            return scatter_equal(rows, group, sizes, **options)  # type: ignore[no-any-return]
+            return scatter_equal(rows, group, sizes, use_buffer)  # type: ignore[no-any-return]
         return scatter_parts(rows, group, [int(size) for size in sizes])
 
     gather.takes_unequal_parts = True  # type: ignore[attr-defined]

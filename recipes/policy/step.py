@@ -23,7 +23,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from recipes.config.packages import package_problems
 from recipes.config.tree import PolicyConfig
+from recipes.errors import ConfigError
 from recipes.policy import hf
 from recipes.policy.families import mapping
 from recipes.policy.families.gather import FullWeights
@@ -35,7 +37,6 @@ from recipes.policy.layout import check_model_fits
 from recipes.policy.microbatch import Microbatch, pack_microbatch
 from recipes.policy.model import build_heads, build_model, forward, transformer_config
 from recipes.policy.optimizer import build_optimizer, wrap_ddp
-from recipes.policy.packages import check_packages
 from recipes.policy.parallel import device, finish_queued_work, release_unused_memory
 from recipes.policy.reference import ReferenceWeights
 from recipes.policy.shards import BatchShard, Measured, merge_metrics, merge_optimizer_steps
@@ -95,7 +96,8 @@ def build_trainer(cfg: PolicyConfig, loss: LossFunction, *, reference: Reference
     directory = hf.model_directory(cfg.model_name)
     hf_config, family = hf.read_config(directory)
     sizes = family.config(hf_config)
-    check_packages(cfg.megatron_cfg, sizes, has_cuda=torch.cuda.is_available())
+    if problems := package_problems(cfg.megatron_cfg, sizes, has_cuda=torch.cuda.is_available()):
+        raise ConfigError(problems)
     check_model_fits(sizes, hf_config.vocab_size, cfg.megatron_cfg)
     reader = hf.WeightReader(directory)
     config = transformer_config(family, hf_config, cfg)

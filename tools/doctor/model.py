@@ -9,10 +9,12 @@ from typing import Any
 
 from recipes.config.fits import fit_problems
 from recipes.config.keys.native import ARCHITECTURES
+from recipes.config.packages import package_problems
 from recipes.config.tree import Config, MegatronConfig
 from recipes.environments.chat.codec import ChatCodec, template_of
 from recipes.errors import InputError, Problem
 from recipes.files import sha256_of
+from tools.job.local import count_gpus
 from tools.planning.draft import Draft
 from tools.planning.findings import Finding, as_findings, found
 from tools.sizing.architecture import read_architecture
@@ -50,6 +52,8 @@ def check(draft: Draft) -> Iterator[Finding]:
             if draft.contract["ENGINE"] == "native":
                 yield from architecture_findings(path)
                 yield from head_findings(path, draft.config)
+                if draft.contract.is_local:  # the policy will run here
+                    yield from package_findings(path, draft.config)
             yield from fit_findings(path, draft.config)
         if all((path / name).is_file() for name in FILES):
             yield from template_findings(path, draft.config)
@@ -153,12 +157,25 @@ def fit_findings(path: Path, config: Config) -> Iterator[Finding]:
         yield found("MDL004", where="policy.max_total_sequence_length", got=str(wanted), expected=expected, fix=fix)
 
 
+def package_findings(path: Path, config: Config) -> Iterator[Finding]:
+    """Look for the packages that keys and layers of the policy need on this machine."""
+    sizes, _ = policy_sizes(path) or ({}, 0)
+    problems = package_problems(config.policy.megatron_cfg, sizes, has_cuda=count_gpus() > 0)
+    yield from as_findings("ENG006", problems)
+
+
 def policy_problems(path: Path, megatron: MegatronConfig) -> list[Problem]:
     """Return why the policy cannot be divided as asked; nothing where config.json does not tell the model's sizes."""
+    found = policy_sizes(path)
+    return [] if found is None else fit_problems(*found, megatron)
+
+
+def policy_sizes(path: Path) -> tuple[dict[str, Any], int] | None:
+    """Return sizes of the model by Megatron's names, and of its vocabulary; None where config.json does not tell."""
     try:
         model = read_architecture(path)
     except InputError:
-        return []
+        return None
     is_hybrid = model.mamba_layers > 0
     sizes = {
         "num_layers": model.num_layers if is_hybrid else model.attention_layers,
@@ -166,11 +183,12 @@ def policy_problems(path: Path, megatron: MegatronConfig) -> list[Problem]:
         "num_query_groups": model.kv_heads,
         "ffn_hidden_size": model.mlp_size,
         "num_moe_experts": model.experts or None,
+        "moe_ffn_hidden_size": model.expert_size,
         "moe_shared_expert_intermediate_size": model.shared_size,
     }
     if is_hybrid:
         sizes |= {"mamba_num_heads": model.mamba_heads, "mamba_num_groups": model.mamba_groups}
-    return fit_problems(sizes, model.vocab, megatron)
+    return sizes, model.vocab
 
 
 def template_findings(path: Path, config: Config) -> Iterator[Finding]:

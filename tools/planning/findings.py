@@ -94,6 +94,7 @@ CODES = {
     "ENG003": Kind("an override that the engine that is asked for refuses, or that it does not read"),
     "ENG004": Kind("a key that the engine that is asked for lacks, or treats differently", severity="note"),
     "ENG005": Kind("the start weights bring code, and it is not said that it may run"),
+    "ENG006": Kind("a key needs a package that is not installed on this machine", can_force=True),
     "DOC001": Kind("a check failed itself, so its subject is unknown", can_force=True),
 }
 

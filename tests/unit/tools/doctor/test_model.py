@@ -16,6 +16,7 @@ from tools.doctor.model import (
     fit_findings,
     head_findings,
     missing_files,
+    package_findings,
     policy_problems,
     template_findings,
     weight_file_findings,
@@ -192,3 +193,13 @@ def test_another_template_or_tokenizer_than_the_parents_is_named(tmp_path):
     assert found_with(f"policy.tokenizer.name={other}") == [("MDL005", "policy.tokenizer.name")]
     (hf / "tokenizer_config.json").write_text("{}")
     assert found_with() == [("MDL007", str(hf))]
+
+
+def test_packages_are_looked_for_where_the_policy_will_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    for overlay, expected in (("stage1_rlvr.yaml", 3), ("tiny/stage1_rlvr.yaml", 0)):
+        loaded = load_config(ROOT / "configs" / overlay, [f"policy.model_name={tmp_path}"])
+        assert loaded.repaired is not None
+        found = list(package_findings(tmp_path, loaded.repaired))
+        assert codes(found) == ["ENG006"] * expected
+        assert all("transformer_engine is not installed" in str(finding.problem) for finding in found)

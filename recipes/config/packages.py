@@ -1,4 +1,7 @@
-"""Packages that some keys and models need on the machines of the policy; the launching machine cannot know them."""
+"""Packages that some keys and models need where the policy runs.
+
+The doctor looks for them before a launch on this machine. Elsewhere only the policy's own ranks can.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from recipes.errors import ConfigError, Problem
+from recipes.errors import Problem
 
 if TYPE_CHECKING:
     from recipes.config.tree import MegatronConfig
@@ -16,8 +19,8 @@ _FUSED = "transformer_engine"
 _MAMBA = ("mamba_ssm", "causal_conv1d")
 
 
-def check_packages(megatron: MegatronConfig, sizes: Mapping[str, Any], *, has_cuda: bool) -> None:
-    """Raise `ConfigError` with every key, or kind of layer, that needs a package which is not installed here.
+def package_problems(megatron: MegatronConfig, sizes: Mapping[str, Any], *, has_cuda: bool) -> list[Problem]:
+    """Return every key, and kind of layer, that needs a package which is not installed here.
 
     Args:
         sizes: the arguments of Megatron's `TransformerConfig` that describe the model.
@@ -34,10 +37,8 @@ def check_packages(megatron: MegatronConfig, sizes: Mapping[str, Any], *, has_cu
         if megatron.context_parallel_size > 1:  # Megatron divides a packed row for Mamba layers by a function of it
             key = f"{_MEGATRON}context_parallel_size (with Mamba layers)"
             missing.append((key, _FUSED, "set it to 1, or use the GPU image"))
-    problems = [
+    return [
         Problem(where=where, wrong=f"the package {name} is not installed where the policy runs", fix=fix)
         for where, name, fix in missing
         if find_spec(name) is None
     ]
-    if problems:
-        raise ConfigError(problems)
