@@ -49,6 +49,7 @@ class Architecture:
     mamba_groups: int = 0
     mamba_state: int = 0
     mamba_kernel: int = 0
+    has_heads: bool = False  # multi-token heads: one attention and one MoE layer beside the others
 
     @property
     def num_layers(self) -> int:
@@ -134,6 +135,7 @@ SUPER = Architecture(
     mamba_groups=8,
     mamba_state=128,
     mamba_kernel=4,
+    has_heads=True,
 )
 
 
@@ -173,6 +175,7 @@ def _hybrid(config: Mapping[str, Any], name: str) -> Architecture:
     hidden = config["hidden_size"]
     return Architecture(
         name=name,
+        has_heads=bool(config.get("num_nextn_predict_layers")),
         hidden=hidden,
         vocab=config["vocab_size"],
         is_tied=bool(config.get("tie_word_embeddings")),

@@ -78,6 +78,8 @@ def trainer_memory(model: Architecture, config: Config, sizes: Derived, *, other
     policy, megatron = config.policy, config.policy.megatron_cfg
     width = _BYTES[policy.precision]
     dense, experts, dense_copies, expert_copies = _local_parameters(model, megatron, sizes.train_gpus)
+    is_carried = model.has_heads and not megatron.mtp_num_layers  # heads that are not trained are weights alone
+    carried = sum(_head_parameters(model, megatron)) if is_carried else 0.0
     optimizer = megatron.optimizer
     # Adam keeps two float32 moments; weights in 16 bits have a float32 copy as well.
     each = (8 if optimizer.optimizer == "adam" else 4) + (4 if width < 4 else 0)
@@ -90,7 +92,7 @@ def trainer_memory(model: Architecture, config: Config, sizes: Derived, *, other
     chunk = min(policy.logprob_chunk_size or tokens, tokens)
     logits = vocabulary * (tokens * 2 * width + chunk * 8) if megatron.defer_fp32_logits else vocabulary * tokens * 12
     return TrainerMemory(
-        weights=(dense + experts) * width,
+        weights=(dense + experts + carried) * width,
         gradients=(dense + experts) * (4 if in_fp32 or width == 4 else 2),
         optimizer=(1.0 - offloaded) * each * (dense / shards[0] + experts / shards[1]),
         activations=_activations(model, megatron, tokens, width),
@@ -120,17 +122,21 @@ def host_memory(model: Architecture, config: Config, sizes: Derived) -> HostMemo
 def _local_parameters(model: Architecture, megatron: MegatronConfig, gpus: int) -> tuple[float, float, int, int]:
     """Return (dense parameters, expert parameters) of one GPU, and how many GPUs hold a copy of each."""
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    dense, experts = float(model.dense_parameters), float(model.all_expert_parameters)
-    if megatron.mtp_num_layers and megatron.mtp_use_repeated_layer:  # one attention and one MoE layer
-        dense += model.attention_parameters + model.moe_shared_parameters + 2 * model.hidden**2
-        experts += model.experts * model.expert_parameters
     expert_ways = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
+    of_heads = _head_parameters(model, megatron) if megatron.mtp_num_layers else (0.0, 0.0)
     return (
-        dense / (tensor * pipeline),
-        experts / (expert_ways * pipeline),
+        model.dense_parameters / (tensor * pipeline) + of_heads[0],
+        model.all_expert_parameters / (expert_ways * pipeline) + of_heads[1],
         max(gpus // (tensor * pipeline), 1),
         max(gpus // (expert_ways * pipeline), 1),
     )
+
+
+def _head_parameters(model: Architecture, megatron: MegatronConfig) -> tuple[float, float]:
+    """Return (dense parameters, expert parameters) of the multi-token heads, on each GPU of the last stage."""
+    dense = model.attention_parameters + model.moe_shared_parameters + 2 * model.hidden**2
+    ways = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
+    return dense / megatron.tensor_model_parallel_size, model.experts * model.expert_parameters / ways
 
 
 def _activations(model: Architecture, megatron: MegatronConfig, tokens: float, width: int) -> float:

@@ -136,6 +136,10 @@ def test_trainer_memory_of_super_on_256_gpus(production):
     assert found.total < 79.6 * GIB
 
 
+def _untrained(config: Any) -> Any:
+    return replace(config.policy, megatron_cfg=replace(config.policy.megatron_cfg, mtp_num_layers=0))
+
+
 def test_memory_falls_with_parallelism_and_rises_without_recomputation(production):
     sizes = derive(production)
     megatron = production.policy.megatron_cfg
@@ -148,7 +152,13 @@ def test_memory_falls_with_parallelism_and_rises_without_recomputation(productio
     assert changed(expert_model_parallel_size=32).weights < base.weights
     assert changed(context_parallel_size=16).activations == pytest.approx(base.activations / 2)
     assert changed(activation_checkpointing=False).activations > 3 * base.activations
-    assert changed(mtp_num_layers=0).weights < base.weights
+    carried = changed(mtp_num_layers=0)  # heads that are not trained have weights, and nothing else
+    assert carried.weights == base.weights
+    assert carried.gradients < base.gradients and carried.optimizer < base.optimizer
+    without = trainer_memory(
+        replace(SUPER, has_heads=False), replace(production, policy=_untrained(production)), sizes, other=0.0
+    )
+    assert without.weights < carried.weights
     in_fp32 = replace(megatron.distributed_data_parallel_config, grad_reduce_in_fp32=True)
     assert changed(distributed_data_parallel_config=in_fp32).gradients == pytest.approx(2 * base.weights)
 
