@@ -57,12 +57,7 @@ _HYBRID: _Layouts = {
     "data": (2, {}),
     "frozen": (1, {"megatron_cfg__freeze_moe_router": "true"}),
 }
-_FROM_EXPERTS: _Layouts = {
-    "to-one": (1, {}),
-    "to-tensor": (2, _TENSOR),
-    "to-stages": (2, _PIPELINE),
-    "to-shared-expert": (2, _TENSOR | _SHARED_EXPERT),
-}
+_FROM_EXPERTS: _Layouts = {"to-one": (1, {}), "to-tensor": (2, _TENSOR), "to-stages": (2, _PIPELINE)}
 _FOUR: _Layouts = {
     "tensor-data": (4, _TENSOR),
     "tensor-pipeline": (4, _TENSOR | _PIPELINE),
@@ -146,7 +141,14 @@ def test_checkpoints_continue_with_experts_divided_otherwise(found: dict[str, La
     ("saved", "others"),
     [
         ((4, _TENSOR | _PIPELINE), _ONE | {"to-experts": (2, _EXPERT)}),
-        ((1, {}), {"to-tensor-stages": (4, _TENSOR | _PIPELINE), "to-experts": (2, _EXPERT)}),
+        (
+            (1, {}),
+            {
+                "to-tensor-stages": (4, _TENSOR | _PIPELINE),
+                "to-experts": (2, _EXPERT),
+                "to-shared-expert": (2, _TENSOR | _SHARED_EXPERT),
+            },
+        ),
     ],
     ids=["tensor-pipeline", "one"],
 )
