@@ -72,7 +72,7 @@ def wide_settings(*, seed: int) -> SftSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class Demonstration:
     """A problem and what the assistant says to it."""
 
     problem: TinyProblem
@@ -95,7 +95,7 @@ class Conversation:
         return [*self.problem.history, {"role": "user", "content": self.prompt}]
 
 
-def conversations(settings: SftSettings, held_out: Collection[str]) -> Iterator[list[Conversation]]:
+def conversations(settings: SftSettings, held_out: Collection[str]) -> Iterator[list[Demonstration]]:
     """Yield the batch of each step, without the prompts in `held_out`."""
     rng = Random(settings.seed)
     for _ in range(settings.steps):
@@ -104,7 +104,7 @@ def conversations(settings: SftSettings, held_out: Collection[str]) -> Iterator[
             while count:
                 problem = task.draw(rng)
                 if problem.prompt not in held_out:
-                    batch.append(Conversation(problem, demonstrate(task, problem, rng)))
+                    batch.append(Demonstration(problem, demonstrate(task, problem, rng)))
                     count -= 1
         yield batch
 
@@ -185,7 +185,7 @@ def _train(model: Any, tokenizer: Any, settings: SftSettings, held_out: Collecti
 
 
 def _parts(
-    tokenizer: Any, batch: Sequence[Conversation], settings: SftSettings
+    tokenizer: Any, batch: Sequence[Demonstration], settings: SftSettings
 ) -> list[list[tuple[list[int], list[int]]]]:
     """Return the ids and labels of a batch in parts of similar lengths."""
     rows = [_ids_and_labels(tokenizer, conversation) for conversation in batch]
@@ -219,7 +219,7 @@ def _lr_share(step: int, settings: SftSettings) -> float:
     return warmup * max(MIN_LR_SHARE, cosine)
 
 
-def _ids_and_labels(tokenizer: Any, conversation: Conversation) -> tuple[list[int], list[int]]:
+def _ids_and_labels(tokenizer: Any, conversation: Demonstration) -> tuple[list[int], list[int]]:
     """Return the token ids of a conversation, and its labels; only the assistant's tokens have labels."""
     tools = [{"type": "function", "function": _function(tool)} for tool in conversation.problem.tools]
     ids = list(

@@ -25,7 +25,7 @@ from tools.tiny.blends import RLHF, SWE1, WIDE, WIDE_TASKS
 from tools.tiny.judged_tasks import MEMORY, PREFERENCE
 from tools.tiny.make_blend import draw_problems
 from tools.tiny.rule_judge import MODEL, RuleServer, reply_to, run_beside
-from tools.tiny.sft import IGNORED, Conversation, _ids_and_labels, wide_settings
+from tools.tiny.sft import IGNORED, Demonstration, _ids_and_labels, wide_settings
 from tools.tiny.tasks import TASKS, Reply, TinyTask, make_row
 from tools.tiny.tokenizer import build_tokenizer
 from tools.tiny.tool_tasks import EMAILS, SWE_CALLS, write_office
@@ -99,7 +99,7 @@ def test_a_conversation_has_the_ids_that_a_rollout_sees(environments: Environmen
         says = (reply,) if isinstance(reply, str) else reply[::2]
         policy = Scripted(codec, [f"{text}<|im_end|>" for text in says])
         rollout = asyncio.run(environments.run(make_row(task, problem), policy, max_tokens=64))
-        ids, labels = _ids_and_labels(tokenizer, Conversation(problem, reply))
+        ids, labels = _ids_and_labels(tokenizer, Demonstration(problem, reply))
         assert [token for turn in rollout.turns for token in (*turn.prompt_token_ids, *turn.token_ids)] == ids
         assert [token for turn in rollout.turns for token in turn.token_ids] == [x for x in labels if x != IGNORED]
         assert len(ids) <= 128
