@@ -13,11 +13,9 @@ import logging
 import os
 import socket
 import time
-from collections import defaultdict
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +24,10 @@ import ray
 from recipes.errors import EngineError
 from recipes.generation.core_start import as_main_module
 from recipes.generation.engine_args import CPU_ENV, ENV, engine_args, stop_token_ids
-from recipes.generation.requests import Answer, Request, Sample, request_seed
+from recipes.generation.requests import Answers, Request, Sample, request_seed
 from recipes.generation.samples import EngineSamples
+from recipes.generation.serving.mailboxes import Mailboxes
+from recipes.generation.serving.sessions import Tokens
 from recipes.imports import without_gc
 from recipes.types import Sampling
 
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CORE_POLL_SECONDS = 0.5
-_GATHER_SECONDS = 0.005  # answers that come within this time travel together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +59,6 @@ class EngineInfo:
     def __str__(self) -> str:
         cores = ", ".join(map(str, self.core_pids))
         return f"generation engine {self.index} (node {self.node}, actor pid {self.pid}, EngineCore pid {cores})"
-
-
-@dataclass(slots=True)
-class Mailbox:
-    """What one client has asked and not been told yet."""
-
-    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # of unanswered requests, by request id
-    answers: list[Answer] = field(default_factory=list)  # that the client has not fetched
-    wake: asyncio.Event = field(default_factory=asyncio.Event)  # set when `answers` has something to return or raise
 
 
 class Usage:
@@ -109,7 +99,7 @@ class EngineActor:
         self._seed = seed
         self._loads_weights = loads_weights
         self._num_pushes = 0
-        self._mailboxes: defaultdict[str, Mailbox] = defaultdict(Mailbox)  # by client
+        self._mailboxes = Mailboxes(self)
         self._usage = Usage()
         self._server: HttpServer | None = None
         self._samples: EngineSamples | None = None
@@ -213,61 +203,40 @@ class EngineActor:
         while not task.done():
             if self._llm.errored:
                 task.cancel()
-                raise EngineError(f"{self._info} is dead: its EngineCore process ended")
+                raise EngineError(f"{self} is dead: its EngineCore process ended")
             await asyncio.wait({task}, timeout=_CORE_POLL_SECONDS)
         await task
 
     async def submit(self, client: str, requests: Sequence[Request], deadline_seconds: float) -> None:
         """Begin to sample; each request is answered within its deadline, unless it is aborted."""
-        mailbox = self._mailboxes[client]
-        for request in requests:
-            task = asyncio.create_task(self._answer(mailbox, f"{client}/{request.id}", request, deadline_seconds))
-            mailbox.tasks[request.id] = task
-            task.add_done_callback(partial(_forget, mailbox, request.id))
+        self._mailboxes.submit(client, requests, deadline_seconds)
 
-    async def answers(self, client: str, wait_seconds: float) -> list[Answer]:
+    async def answers(self, client: str, wait_seconds: float) -> Answers:
         """Return the answers that are ready for a client, waiting up to `wait_seconds` for the first of them.
 
         Raises `EngineError` when the EngineCore process has ended and the client has fetched all of its answers.
         """
-        mailbox = self._mailboxes[client]
-        with suppress(TimeoutError):
-            async with asyncio.timeout(wait_seconds):
-                await mailbox.wake.wait()
-                await asyncio.sleep(_GATHER_SECONDS)
-        ready, mailbox.answers = mailbox.answers, []
-        if self._llm.errored:
-            if not ready:
-                raise EngineError(f"{self._info} is dead: its EngineCore process ended")
-        else:
-            mailbox.wake.clear()
-        return ready
+        return await self._mailboxes.answers(client, wait_seconds)
 
     async def abort(self, client: str, request_id: int) -> None:
         """End a request that nobody waits for; it gets no answer."""
-        mailbox = self._mailboxes.get(client)
-        if mailbox is not None and (task := mailbox.tasks.get(request_id)):
-            task.cancel()
+        self._mailboxes.abort(client, request_id)
+
+    async def end_session(self, client: str, number: int) -> None:
+        """Forget the tokens of a rollout that is over."""
+        self._mailboxes.sessions.end(client, number)
 
     async def forget(self, client: str) -> None:
-        """End every request of a client that has died."""
-        if mailbox := self._mailboxes.pop(client, None):
-            for task in mailbox.tasks.values():
-                task.cancel()
+        """End every request and every session of a client that has died."""
+        self._mailboxes.forget(client)
 
-    async def _answer(self, mailbox: Mailbox, name: str, request: Request, deadline_seconds: float) -> None:
-        """Sample one request and keep its answer, whatever that is, for `answers`."""
-        try:
-            async with asyncio.timeout(deadline_seconds):
-                answer = Answer(id=request.id, sample=await self._complete(name, request))
-        except TimeoutError:
-            failure = f"{self._info} did not answer within {deadline_seconds:g} s (deadlines.generation)"
-            answer = Answer(id=request.id, failure=failure)
-        except Exception as error:  # a value for the client: it concerns this request only, unless the engine is dead
-            answer = Answer(id=request.id, failure=f"{self._info}: {type(error).__name__}: {error}")
-        if answer.sample is not None or not self._llm.errored:
-            mailbox.answers.append(answer)
-        mailbox.wake.set()
+    def __str__(self) -> str:
+        return str(self._info)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the EngineCore process has ended."""
+        return bool(self._llm.errored)
 
     @contextmanager
     def _counted(self, num_sequences: int) -> Iterator[None]:
@@ -277,21 +246,21 @@ class EngineActor:
         with self._usage.request(num_sequences):
             yield
 
-    async def _complete(self, name: str, request: Request) -> Sample:
+    async def sample(self, name: str, request: Request, prompt: Tokens) -> Sample:
         """Return one completion; cancelling aborts it in vLLM."""
         from vllm.inputs.engine import tokens_input
 
         from recipes.generation.core import push_salt
 
-        prompt = tokens_input(list(request.prompt_token_ids), cache_salt=push_salt(self._num_pushes))
-        params = self._params(request.sampling, seed=request_seed(self._seed, request))
+        tokens = tokens_input(prompt.values, cache_salt=push_salt(self._num_pushes))
+        params = self._params(request.sampling, seed=request_seed(self._seed, request, prompt.ids))
         with self._counted(1):
-            async for output in self._llm.generate(prompt, params, name):
+            async for output in self._llm.generate(tokens, params, name):
                 final = output
         [completion] = final.outputs
         totals = self._usage.totals
         totals["requests"] += 1
-        totals["prompt_tokens"] += len(request.prompt_token_ids)
+        totals["prompt_tokens"] += len(prompt.values)
         totals["cached_prompt_tokens"] += final.num_cached_tokens or 0
         totals["generated_tokens"] += len(completion.token_ids)
         return _sample(completion)
@@ -341,10 +310,6 @@ class EngineActor:
             output_kind=RequestOutputKind.FINAL_ONLY,
             detokenize=False,
         )
-
-
-def _forget(mailbox: Mailbox, request_id: int, _: asyncio.Task[None]) -> None:
-    del mailbox.tasks[request_id]
 
 
 def _sample(completion: Any) -> Sample:

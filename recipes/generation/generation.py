@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from recipes.errors import EngineError
-from recipes.generation.client import POLL_SECONDS, EngineClient, OpenEngines
+from recipes.generation.clients.client import EngineClient, OpenEngines
+from recipes.generation.clients.session import Session
 from recipes.generation.engine import EngineActor, EngineInfo
 from recipes.generation.handle import EngineHandle, failure
 from recipes.generation.handshake import nccl_init, nccl_update, shared_memory_init
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+POLL_SECONDS = 20.0  # without an answer, after which an engine is asked again; rollout workers ask for themselves
 SILENCE_SECONDS = 60.0  # without any answer to a poll, after which an actor counts as dead
 STATS_SECONDS = 10.0
 MAX_STARTS = 3  # in a row that fail, after which an engine stays closed
@@ -204,10 +206,21 @@ class Generation:
     # -- requests -----------------------------------------------------------------------------------------------
 
     async def generate(
-        self, prompt_token_ids: tuple[int, ...], sampling: Sampling, *, affinity: int, sample: tuple[int, ...] = ()
+        self,
+        prompt_token_ids: tuple[int, ...],
+        sampling: Sampling,
+        *,
+        affinity: int,
+        sample: tuple[int, ...] = (),
+        session: Session | None = None,
     ) -> Completion:
         """Sample one completion; see `EngineClient.generate`."""
-        return await self._client.generate(prompt_token_ids, sampling, affinity=affinity, sample=sample)
+        client = self._client
+        return await client.generate(prompt_token_ids, sampling, affinity=affinity, sample=sample, session=session)
+
+    def end(self, session: Session) -> None:
+        """Let the engine forget the tokens of a rollout that is over."""
+        self._client.end(session)
 
     def subscribe(self, tell: Callable[[OpenEngines], None]) -> None:
         """Tell another client which engines are open: now, and after each change. `tell` must not block."""
@@ -322,7 +335,7 @@ class Generation:
             key, actor = engine.key, engine.actor
             try:
                 while True:
-                    poll = self._client.fetch(engine.index, actor)
+                    poll = self._client.fetch(engine.index, actor, POLL_SECONDS)
                     await asyncio.wait_for(poll, POLL_SECONDS + SILENCE_SECONDS)
             except Exception as error:  # whatever it is, this actor's answers can no longer be had
                 self._eject(engine, key, failure(str(engine), error, POLL_SECONDS + SILENCE_SECONDS))

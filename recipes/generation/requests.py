@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 
 from recipes.types import Completion, Sampling, VersionSpan
+
+ID_BYTES = 4  # of a token on its way
 
 
 class AtPush(StrEnum):
@@ -24,14 +27,30 @@ class AtPush(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InSession:
+    """The session that a request belongs to. The engine keeps prompt and answer for the next request of the session."""
+
+    number: int  # unique in its client
+    after: int | None = None  # id of the request whose prompt and answer it continues; None: it brings its whole prompt
+    num_kept: int = 0  # leading tokens of these that belong to its prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One completion to sample."""
 
     id: int  # unique in its client
-    prompt_token_ids: tuple[int, ...]
+    token_ids: bytes  # int32 [T], the prompt without its first `session.num_kept` tokens
+    num_prompt_tokens: int  # of the whole prompt
     sampling: Sampling
     affinity: int  # number of the prompt, from the caller
     sample: tuple[int, ...]  # rollout and turn: tells it from the caller's other requests for the prompt
+    session: InSession | None = None
+
+    @property
+    def work(self) -> int:
+        """Return how many tokens it may take: prompt and longest answer."""
+        return self.num_prompt_tokens + self.sampling.max_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +70,32 @@ class Answer:
     id: int
     sample: Sample | None = None
     failure: str = ""
+    is_session_lost: bool = False  # the engine has not got the tokens that the request continues
 
 
-def request_seed(seed: int, request: Request) -> int:
-    """Return the 63-bit seed of a request's random numbers.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """What an engine tells a client at once."""
+
+    answers: tuple[Answer, ...] = ()
+    work_of_others: int = 0  # tokens that the unanswered requests of the other clients may still take
+
+
+def to_bytes(token_ids: Sequence[int]) -> bytes:
+    """Return ids as int32; raises `OverflowError` for an id beyond 32 bits."""
+    return np.array(token_ids, np.int32).tobytes()
+
+
+def request_seed(seed: int, request: Request, prompt: bytes) -> int:
+    """Return the 63-bit seed of a request's random numbers; `prompt` is all of it, as int32.
 
     It depends on the run's seed, the prompt and the numbers of the sample only. So the same weights sample the same
     tokens again, whichever engine it is and whatever else it samples.
     """
-    prompt = np.asarray(request.prompt_token_ids, dtype=np.int32).tobytes()
     numbers = struct.pack(f"<{2 + len(request.sample)}q", seed, request.affinity, *request.sample)
-    return int.from_bytes(hashlib.blake2b(numbers + prompt, digest_size=8).digest(), "little") >> 1
+    hashed = hashlib.blake2b(numbers, digest_size=8)
+    hashed.update(prompt)
+    return int.from_bytes(hashed.digest(), "little") >> 1
 
 
 def to_completion(sample: Sample) -> Completion:

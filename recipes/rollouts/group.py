@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from recipes.errors import RequestError
+from recipes.generation.clients.session import Session
 from recipes.types import Completion, ModelClient, Rollout, RolloutHeader, RolloutStatus, Row, Sampling
 
 StoredGroup = tuple[tuple[RolloutHeader, ...], Any]
@@ -20,8 +21,16 @@ class Sampler(Protocol):
     """What samples on the engines: `Generation` and `EngineClient`."""
 
     async def generate(
-        self, prompt_token_ids: tuple[int, ...], sampling: Sampling, *, affinity: int, sample: tuple[int, ...]
+        self,
+        prompt_token_ids: tuple[int, ...],
+        sampling: Sampling,
+        *,
+        affinity: int,
+        sample: tuple[int, ...],
+        session: Session | None = None,
     ) -> Completion: ...
+
+    def end(self, session: Session) -> None: ...
 
 
 class AgentRunner(Protocol):
@@ -44,7 +53,10 @@ class GroupRequest:
 
 @dataclass(frozen=True, slots=True)
 class PolicyClient:
-    """Samples for one rollout: the given profile, clamped to the room that is left in the context."""
+    """Samples for one rollout: the given profile, clamped to the room that is left in the context.
+
+    Its calls are a session: each sends only the tokens that are new. Whoever makes it must call `close`.
+    """
 
     sampler: Sampler
     sampling: Sampling
@@ -52,6 +64,7 @@ class PolicyClient:
     affinity: int  # of the prompt
     rollout: int  # number of the rollout among those of its prompt
     calls: Iterator[int] = field(default_factory=itertools.count)
+    session: Session = field(default_factory=Session)
 
     async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
         room = self.max_model_len - len(prompt_token_ids)
@@ -59,7 +72,13 @@ class PolicyClient:
             return Completion(token_ids=(), logprobs=(), versions=(), finish_reason="length")
         sampling = replace(self.sampling, max_tokens=min(max_tokens, self.sampling.max_tokens, room))
         sample = (self.rollout, next(self.calls))
-        return await self.sampler.generate(prompt_token_ids, sampling, affinity=self.affinity, sample=sample)
+        return await self.sampler.generate(
+            prompt_token_ids, sampling, affinity=self.affinity, sample=sample, session=self.session
+        )
+
+    def close(self) -> None:
+        """Let the engine forget the session."""
+        self.sampler.end(self.session)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,6 +115,8 @@ class GroupRunner:
             status = RolloutStatus.TIMED_OUT
         except RequestError as failure:
             reason, status = str(failure), RolloutStatus.ABORTED
+        finally:
+            client.close()
         return without_answer(status, reason, seconds=time.monotonic() - start)
 
 

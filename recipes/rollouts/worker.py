@@ -15,7 +15,7 @@ from recipes.config.keys.derive import derive
 from recipes.config.tree import Config
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.environments import Environments
-from recipes.generation.client import FollowingClient, OpenEngines
+from recipes.generation.clients.client import FollowingClient, OpenEngines
 from recipes.rollouts.group import GroupRequest, GroupRunner
 from recipes.tokens import GroupTokens, pack_rollouts
 from recipes.types import RolloutHeader

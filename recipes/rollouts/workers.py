@@ -24,7 +24,7 @@ from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError, RayTa
 
 from recipes.cluster.token_store import RayTokenStore
 from recipes.errors import RecipeError, RunError
-from recipes.generation.client import OpenEngines
+from recipes.generation.clients.client import OpenEngines
 from recipes.rollouts.group import GroupRequest, StoredGroup, without_answer
 from recipes.rollouts.worker import GroupReport, RolloutWorker
 from recipes.tokens import store_rollouts

@@ -20,9 +20,11 @@ from speed import patiently
 
 from recipes.errors import EngineError, RequestError
 from recipes.generation import generation as module
+from recipes.generation.clients.session import Session
 from recipes.generation.engine import EngineInfo
 from recipes.generation.generation import Generation
-from recipes.generation.requests import Request
+from recipes.generation.requests import Request, to_bytes
+from recipes.generation.serving.sessions import Tokens
 from recipes.types import Completion, Sampling
 
 pytestmark = pytest.mark.functional
@@ -72,7 +74,8 @@ class Pair:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     path = tmp_path_factory.mktemp("model")
     tiny_engine.build_model(path, seed=0, is_tied=True, eos=None)
-    with tempfile.TemporaryDirectory(prefix="ray_") as directory:
+    with tempfile.TemporaryDirectory(prefix="ray_") as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "POLL_SECONDS", 3.0)
         ray.init(num_cpus=2, include_dashboard=False, _temp_dir=directory, logging_level="ERROR", log_to_driver=False)
         generation = Generation.start(
             tiny_engine.generation_config(),
@@ -122,6 +125,32 @@ def test_a_sample_is_repeated_by_its_numbers_whatever_else_is_sampled(pair: Pair
     crowded = asyncio.run(among_others())
     assert crowded.token_ids == alone.token_ids != other.token_ids
     assert len(alone.token_ids) == LONG.max_tokens
+
+
+def test_the_turns_of_a_session_are_sampled_like_whole_prompts(pair: Pair) -> None:
+    """Also the turn after a push, one whose session the engine has forgotten, and one behind an engine that is gone."""
+    sampling = Sampling(temperature=1.0, top_p=1.0, max_tokens=12)
+    session = Session()
+
+    async def turn(prompt: tuple[int, ...], number: int, within: Session | None) -> Completion:
+        # Of no other test; the numbers of the sample and not the engine decide what is sampled.
+        affinity, sample = 1_000_000, (0, number)
+        return await pair.generation.generate(prompt, sampling, affinity=affinity, sample=sample, session=within)
+
+    said: tuple[int, ...] = ()
+    for number in range(7):
+        if number == 3:
+            pair.push(0)
+        if number == 4:
+            pair.generation.end(session)
+        if number == 5:
+            session.engine = 1 - (session.engine or 0)  # then all tokens are sent
+        prompt = said + tuple(10 + (3 * number + index) % 80 for index in range(20))
+        alone, completion = (asyncio.run(turn(prompt, number, within)) for within in (None, session))
+        assert completion.token_ids == alone.token_ids and len(alone.token_ids) == sampling.max_tokens
+        assert completion.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+        said = prompt + completion.token_ids
+    pair.generation.end(session)
 
 
 def test_a_late_request_fails_alone_and_is_aborted(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,13 +216,15 @@ def test_an_engine_that_is_started_again_has_no_weights_until_the_next_push(pair
     assert pair.generation.num_engines_alive == 1
     info = pair.wait_for_start(0, dead)
     assert pair.generation.num_engines_alive == 1
-    request = Request(id=-1, prompt_token_ids=PROMPT, sampling=SHORT, affinity=0, sample=(0,))
+    prompt = Tokens.of(to_bytes(PROMPT))
+    request = Request(
+        id=-1, token_ids=prompt.ids, num_prompt_tokens=len(PROMPT), sampling=SHORT, affinity=0, sample=(0,)
+    )
     with pytest.raises(
         EngineError, match=rf"engine 0 \(.*{info.pid}.*\) has no weights: nothing has been pushed to it"
     ):
-        ray.get(
-            pair.generation._engines[0].actor._complete.remote("test", request)
-        )  # also when somebody asks it directly
+        # also when somebody asks it directly
+        ray.get(pair.generation._engines[0].actor.sample.remote("test", request, prompt))
     pair.push(0)
     assert pair.generation.num_engines_alive == 2
     wait_until_gone(dead.pid, seconds=10)

@@ -8,8 +8,8 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from recipes.generation import balance as module
-from recipes.generation.balance import Balance
+from recipes.generation.clients import balance as module
+from recipes.generation.clients.balance import Balance
 from recipes.generation.requests import Request
 from recipes.types import Sampling
 
@@ -20,7 +20,8 @@ GROUP = 16
 def request(prompt: int, rollout: int = 0, turn: int = 0, *, num_prompt: int = 100, max_tokens: int = 900) -> Request:
     return Request(
         id=next(IDS),
-        prompt_token_ids=(1,) * num_prompt,
+        token_ids=b"",
+        num_prompt_tokens=num_prompt,
         sampling=Sampling(temperature=1.0, top_p=1.0, max_tokens=max_tokens),
         affinity=prompt,
         sample=(rollout, turn),
@@ -143,3 +144,49 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for prompt in range(100):
         balance.place(request(prompt), ())
     assert len(balance._homes) == 10
+
+
+def spread(num_clients: int, *, tells: bool) -> float:
+    """Let clients that share 12 engines work for a while; return the largest over the mean work, as a mean over time.
+
+    Each group is some client's. Between two reports of the engines, each of them answers one request.
+    """
+    chance = random.Random(3)
+    clients = [Balance(12) for _ in range(num_clients)]
+    queues: list[list[tuple[int, Request]]] = [[] for _ in range(12)]
+    prompts, spreads = itertools.count(), []
+    while len(spreads) < 300:
+        while sum(map(len, queues)) < 2 * GROUP * len(queues):
+            prompt, client = next(prompts), chance.randrange(num_clients)
+            for rollout in range(GROUP):
+                asked = request(prompt, rollout)
+                engine = clients[client].place(asked, ())
+                assert engine is not None
+                queues[engine].append((client, asked))
+        for engine, queue in enumerate(queues):
+            if queue:
+                client, done = queue.pop(chance.randrange(len(queue)))
+                clients[client].release(engine, done)
+        work = [sum(one.work[engine] for one in clients) for engine in range(len(queues))]
+        spreads.append(max(work) * len(work) / sum(work))
+        if tells:
+            for one in clients:
+                one.work_of_others = [every - own for every, own in zip(work, one.work, strict=True)]
+    return sum(spreads) / len(spreads)
+
+
+def test_clients_that_are_told_of_each_other_spread_their_work_like_one() -> None:
+    single, told, alone = spread(1, tells=False), spread(16, tells=True), spread(16, tells=False)
+    assert single < 1.3 and told < 1.05 * single
+    assert alone > 1.3 * single, "what they are told must matter"
+
+
+def test_what_others_do_keeps_a_new_group_away_but_never_a_session() -> None:
+    balance = Balance(3)
+    turn = request(0)
+    assert balance.place(turn, ()) == 0
+    balance.release(0, turn)
+    balance.work_of_others = [50_000, 10, 30_000]
+    assert balance.place(request(3), ()) == 1
+    assert balance.place(request(0, 0, 1), ()) == 0, "its turns are there"
+    assert balance.place(request(0, 1), ()) == 1, "a sibling leaves an overloaded engine"

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from recipes.errors import EngineError
-from recipes.generation.client import FollowingClient, OpenEngines
-from recipes.generation.requests import Answer, Request, Sample
+from recipes.generation.clients.client import FollowingClient, OpenEngines
+from recipes.generation.requests import Answer, Answers, Request, Sample
 from recipes.types import Completion, Sampling
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=8)
@@ -34,7 +34,7 @@ class Actor:
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.aborted: list[int] = []
-        self.said: asyncio.Queue[list[Answer] | Exception] = asyncio.Queue()
+        self.said: asyncio.Queue[Answers | Exception] = asyncio.Queue()
         self.submit, self.abort, self.answers = Method(self._submit), Method(self._abort), Method(self._answers)
 
     def _submit(self, client: str, requests: Sequence[Request], _seconds: float) -> None:
@@ -45,11 +45,11 @@ class Actor:
         assert client == "worker"
         self.aborted.append(number)
 
-    def _answers(self, client: str, _seconds: float) -> Awaitable[list[Answer]]:
+    def _answers(self, client: str, _seconds: float) -> Awaitable[Answers]:
         assert client == "worker"
         return self._next()
 
-    async def _next(self) -> list[Answer]:
+    async def _next(self) -> Answers:
         said = await self.said.get()
         if isinstance(said, Exception):
             raise said
@@ -58,7 +58,7 @@ class Actor:
     def answer(self, request: Request) -> None:
         ids, logprobs = np.asarray([7], np.int32).tobytes(), np.asarray([-1.0], np.float32).tobytes()
         sample = Sample(token_ids=ids, logprobs=logprobs, versions=((0, 0, 1),), finish_reason="stop")
-        self.said.put_nowait([Answer(id=request.id, sample=sample)])
+        self.said.put_nowait(Answers(answers=(Answer(id=request.id, sample=sample),)))
 
 
 async def tick() -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from recipes.errors import EngineError, RequestError
-from recipes.generation.requests import Answer, Request, Sample, request_seed
-from recipes.generation.router import MAX_ENGINES_LOST, Router
+from recipes.generation.clients.router import MAX_ENGINES_LOST, Router
+from recipes.generation.requests import Answer, Answers, Request, Sample, request_seed, to_bytes
 from recipes.types import Completion, Sampling
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=8)
@@ -40,7 +40,7 @@ class Engines:
             versions=((3, 0, len(ids)),),
             finish_reason="stop",
         )
-        self.router.deliver(engine, [Answer(id=request.id, sample=sample)])
+        self.router.deliver(engine, Answers(answers=(Answer(id=request.id, sample=sample),)))
 
 
 async def tick() -> None:
@@ -70,8 +70,8 @@ async def test_a_failed_request_fails_alone_and_says_why() -> None:
     late, broken, good = (engines.ask(sample=sample) for sample in range(3))
     await tick()
     [(_, requests)] = engines.calls
-    answers = [Answer(id=requests[0].id, failure="slow"), Answer(id=requests[1].id, failure="odd")]
-    engines.router.deliver(0, answers)
+    answers = Answer(id=requests[0].id, failure="slow"), Answer(id=requests[1].id, failure="odd")
+    engines.router.deliver(0, Answers(answers=answers))
     engines.answer(0, requests[2], 5)
     outcomes = await asyncio.gather(late, broken, good, return_exceptions=True)
     assert [str(outcome) for outcome in outcomes[:2] if isinstance(outcome, RequestError)] == ["slow", "odd"]
@@ -143,8 +143,8 @@ async def test_no_work_is_left_counted_whatever_becomes_of_a_request() -> None:
     requests = [request for _, asked in engines.calls for request in asked]
     assert len(requests) == 6 and all(engines.router._balance.work)
     engines.answer(0, engines.calls[0][1][0], 1)
-    engines.router.deliver(1, [Answer(id=engines.calls[1][1][0].id, failure="slow")])
-    engines.router.deliver(1, [Answer(id=engines.calls[1][1][0].id, failure="twice")])
+    engines.router.deliver(1, Answers(answers=(Answer(id=engines.calls[1][1][0].id, failure="slow"),)))
+    engines.router.deliver(1, Answers(answers=(Answer(id=engines.calls[1][1][0].id, failure="twice"),)))
     tasks[4].cancel()
     unsent = engines.ask(sample=9)
     await asyncio.sleep(0)
@@ -184,15 +184,18 @@ def test_answers_reach_the_thread_of_each_event_loop() -> None:
 
 
 def test_a_sample_has_its_own_seed_that_nothing_else_changes() -> None:
-    request = Request(id=1, prompt_token_ids=(1, 2, 3), sampling=SAMPLING, affinity=4, sample=(5, 0))
-    seed = request_seed(42, request)
+    prompt = to_bytes((1, 2, 3))
+    request = Request(id=1, token_ids=prompt, num_prompt_tokens=3, sampling=SAMPLING, affinity=4, sample=(5, 0))
+    seed = request_seed(42, request, prompt)
     assert 0 <= seed < 2**63
-    assert request_seed(42, replace(request, id=2, sampling=replace(SAMPLING, max_tokens=1))) == seed
+    unlike = replace(request, id=2, token_ids=to_bytes((3,)), sampling=replace(SAMPLING, max_tokens=1))
+    assert request_seed(42, unlike, prompt) == seed
     others = [
-        request_seed(43, request),
+        request_seed(43, request, prompt),
+        request_seed(42, request, to_bytes((1, 2, 4))),
         *(
-            request_seed(42, replace(request, **change))
-            for change in ({"prompt_token_ids": (1, 2, 4)}, {"affinity": 5}, {"sample": (6, 0)}, {"sample": (5, 1)})
+            request_seed(42, replace(request, **change), prompt)
+            for change in ({"affinity": 5}, {"sample": (6, 0)}, {"sample": (5, 1)})
         ),
     ]
     assert len({seed, *others}) == 6

@@ -113,6 +113,8 @@ class LoopGeneration:
         spans = (VersionSpan(version=0, start=0, end=2),)
         return Completion(token_ids=(5, 6), logprobs=(LOGPROB, LOGPROB), versions=spans, finish_reason="stop")
 
+    def end(self, _session: Any) -> None: ...
+
     def drain(self) -> None: ...
 
     def update_weights(self, _version: int, _content: Any = None) -> None:

@@ -19,6 +19,7 @@ import pytest
 
 from recipes.config.tree import CircuitBreakerConfig
 from recipes.errors import EngineError, RequestError, RunError, StalledError
+from recipes.generation.clients.session import Session
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.data import PromptDataset, PromptStream
 from recipes.grpo.draw import NO_VARIANCE, CollectorState
@@ -42,7 +43,7 @@ class Sampler:
         self.samples: set[tuple[int, ...]] = set()
 
     async def generate(
-        self, prompt_token_ids: tuple[int, ...], sampling: Sampling, *, affinity: int, sample: tuple[int, ...]
+        self, prompt_token_ids: tuple[int, ...], sampling: Sampling, *, affinity: int, sample: tuple[int, ...], **_: Any
     ) -> Completion:
         self.requests.append((affinity, sampling))
         self.samples.add((affinity, *sample))
@@ -56,6 +57,8 @@ class Sampler:
             versions=(VersionSpan(version=0, start=0, end=3),),
             finish_reason="stop",
         )
+
+    def end(self, _session: Session) -> None: ...
 
 
 class Runner:

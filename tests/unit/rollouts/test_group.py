@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from recipes.errors import EngineError
+from recipes.generation.clients.session import Session
 from recipes.rollouts.group import GroupRequest, GroupRunner
 from recipes.types import Completion, ModelClient, Rollout, Row, Sampling
 
@@ -19,7 +21,7 @@ class Sampler:
         self.ended: list[int] = []
 
     async def generate(
-        self, prompt_token_ids: tuple[int, ...], sampling: Sampling, *, affinity: int, sample: tuple[int, ...]
+        self, prompt_token_ids: tuple[int, ...], sampling: Sampling, *, affinity: int, sample: tuple[int, ...], **_: Any
     ) -> Completion:
         if sample[0] == 2:
             raise EngineError("no generation engine is left")
@@ -28,6 +30,8 @@ class Sampler:
         finally:
             self.ended.append(sample[0])
         raise AssertionError("nothing sets the event")
+
+    def end(self, _session: Session) -> None: ...
 
 
 class Runner:

@@ -1,6 +1,8 @@
 """Which engine a request goes to: the one with the least work left, but siblings and turns stay together. Pure.
 
-The work of an engine is the number of tokens that its unanswered requests may still take: prompt and longest answer.
+The work of an engine is the number of tokens that its unanswered requests may still take: prompt and longest answer. Of
+its own requests a client knows it exactly. Engines tell it that of the other clients with their answers: else each
+client would fill the engines that the others have filled.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ class Balance:
     """The work of each engine. Not safe for threads: the router calls it under its lock."""
 
     def __init__(self, num_engines: int) -> None:
-        self.work = [0] * num_engines  # tokens
+        self.work = [0] * num_engines  # tokens of this client's requests
+        self.work_of_others = [0] * num_engines  # tokens of the other clients' requests, as the engine said last
         self._of_prompt: Counter[tuple[int, int]] = Counter()  # work by engine and prompt; no entry is 0
         self._homes: OrderedDict[Home, int] = OrderedDict()  # the engine that sampled it last, the latest used last
 
@@ -51,22 +54,26 @@ class Balance:
         self._add(engine, request, -1)
 
     def _add(self, engine: int, request: Request, sign: int) -> None:
-        tokens = sign * (len(request.prompt_token_ids) + request.sampling.max_tokens)
+        tokens = sign * request.work
         self.work[engine] += tokens
         self._of_prompt[engine, request.affinity] += tokens
         if not self._of_prompt[engine, request.affinity]:
             del self._of_prompt[engine, request.affinity]
 
+    def _load(self, engine: int) -> int:
+        return self.work[engine] + self.work_of_others[engine]
+
     def _is_overloaded(self, engine: int, affinity: int, closed: Container[int]) -> bool:
-        elsewhere = [work for other, work in enumerate(self.work) if other != engine and other not in closed]
-        here = self.work[engine] - self._of_prompt.get((engine, affinity), 0)
+        others = (other for other in range(len(self.work)) if other != engine and other not in closed)
+        elsewhere = [self._load(other) for other in others]
+        here = self._load(engine) - self._of_prompt.get((engine, affinity), 0)
         return bool(elsewhere) and here * len(elsewhere) > OVERLOAD * sum(elsewhere)
 
     def _least(self, affinity: int, closed: Container[int]) -> int | None:
         """Return the open engine with the least work; of equal ones, prompts take turns."""
         size = len(self.work)
         engines = (engine for engine in range(size) if engine not in closed)
-        return min(engines, key=lambda engine: (self.work[engine], (engine - affinity) % size), default=None)
+        return min(engines, key=lambda engine: (self._load(engine), (engine - affinity) % size), default=None)
 
     def _remember(self, home: Home, engine: int) -> None:
         self._homes[home] = engine

@@ -12,14 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from recipes.generation.clients.router import Router
+from recipes.generation.clients.session import Session
 from recipes.generation.handle import failure
 from recipes.generation.requests import Request
-from recipes.generation.router import Router
 from recipes.types import Completion, Sampling
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 5.0
+POLL_SECONDS = 2.0  # without an answer, after which an engine tells its load
 
 EngineKey = tuple[int, int]
 """Number of an engine, and how often it was started: another actor of one engine has another key."""
@@ -45,13 +46,19 @@ class EngineClient:
         self._actors: dict[int, Any] = {}  # that run the engines now, or ran them last
 
     async def generate(
-        self, prompt_token_ids: tuple[int, ...], sampling: Sampling, *, affinity: int, sample: tuple[int, ...] = ()
+        self,
+        prompt_token_ids: tuple[int, ...],
+        sampling: Sampling,
+        *,
+        affinity: int,
+        sample: tuple[int, ...] = (),
+        session: Session | None = None,
     ) -> Completion:
         """Sample one completion.
 
         `affinity` is the number of the prompt; `sample` tells this request from others for the same prompt, and begins
         with the number of the rollout. With the run's seed and the prompt they determine the random numbers of the
-        request, whichever engine samples it.
+        request, whichever engine samples it. With a `session`, only tokens that are new since its last call are sent.
         Raises `RequestError` when the request fails or is late, `EngineError` when no engine is left.
         """
         if len(prompt_token_ids) >= self._max_model_len:
@@ -59,19 +66,24 @@ class EngineClient:
                 f"prompt has {len(prompt_token_ids)} tokens; with policy.generation.vllm_cfg.max_model_len"
                 f" {self._max_model_len} it must be shorter than that"
             )
-        return await self.router.generate(prompt_token_ids, sampling, affinity=affinity, sample=sample)
+        return await self.router.generate(prompt_token_ids, sampling, affinity=affinity, sample=sample, session=session)
+
+    def end(self, session: Session) -> None:
+        """Let the engine forget the tokens of a rollout that is over."""
+        if session.engine is not None:
+            self._actors[session.engine].end_session.options(num_returns=0).remote(self.name, session.number)
 
     def open(self, engine: int, actor: Any) -> None:
         """Send requests to an engine from now on."""
         self._actors[engine] = actor
         self.router.open(engine)
 
-    async def fetch(self, engine: int, actor: Any) -> None:
-        """Pass on the answers of an engine that are ready, or come within `POLL_SECONDS`.
+    async def fetch(self, engine: int, actor: Any, wait_seconds: float) -> None:
+        """Pass on the answers of an engine that are ready, or come within `wait_seconds`.
 
         Raises what the call of the actor raises: no answer of that actor can be had any more.
         """
-        self.router.deliver(engine, await actor.answers.remote(self.name, POLL_SECONDS))
+        self.router.deliver(engine, await actor.answers.remote(self.name, wait_seconds))
 
     def _send(self, engine: int, requests: Sequence[Request]) -> None:
         submit = self._actors[engine].submit.options(num_returns=0)
@@ -117,7 +129,7 @@ class FollowingClient(EngineClient):
         engine = key[0]
         try:
             while True:
-                await self.fetch(engine, actor)
+                await self.fetch(engine, actor, POLL_SECONDS)
         except Exception as error:
             if self._keys.get(engine) == key:
                 del self._keys[engine]

@@ -15,11 +15,12 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from recipes.errors import EngineError, RequestError
-from recipes.generation.balance import Balance
-from recipes.generation.requests import Answer, Request, to_completion
+from recipes.generation.clients.balance import Balance
+from recipes.generation.clients.session import Prompt, Session
+from recipes.generation.requests import ID_BYTES, Answer, Answers, Request, to_bytes, to_completion
 from recipes.types import Completion, Sampling
 
 MAX_ENGINES_LOST = 3
@@ -32,11 +33,19 @@ Abort = Callable[[int, int], None]
 class _Waiter:
     """A request whose completion a coroutine of `loop` waits for."""
 
-    request: Request
+    request: Request  # with the whole prompt, and without the session
+    prompt: Prompt
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Completion]
     engine: int | None = None  # that samples it now
     num_engines_lost: int = 0
+    is_session_lost: bool = False  # the engine has not got the tokens of the session
+
+    def to_send(self, engine: int) -> Request:
+        """Return the request for an engine: of a session that it has, only the new tokens."""
+        place = self.prompt.place(engine, is_lost=self.is_session_lost)
+        new_ids = self.request.token_ids[place.num_kept * ID_BYTES :] if place else self.request.token_ids
+        return replace(self.request, token_ids=new_ids, session=place)
 
 
 class Router:
@@ -52,36 +61,63 @@ class Router:
         self._ids = itertools.count()
 
     async def generate(
-        self, prompt_token_ids: tuple[int, ...], sampling: Sampling, *, affinity: int, sample: tuple[int, ...]
+        self,
+        prompt_token_ids: tuple[int, ...],
+        sampling: Sampling,
+        *,
+        affinity: int,
+        sample: tuple[int, ...],
+        session: Session | None = None,
     ) -> Completion:
         """Return one completion; raises `RequestError` when this request fails, `EngineError` without an engine.
 
         Cancelling aborts the request in its engine.
         """
-        loop = asyncio.get_running_loop()
+        prompt = session.begin(prompt_token_ids) if session else Prompt(token_ids=to_bytes(prompt_token_ids))
         request = Request(
-            id=next(self._ids), prompt_token_ids=prompt_token_ids, sampling=sampling, affinity=affinity, sample=sample
+            id=next(self._ids),
+            token_ids=prompt.token_ids,
+            num_prompt_tokens=len(prompt_token_ids),
+            sampling=sampling,
+            affinity=affinity,
+            sample=sample,
         )
-        waiter = _Waiter(request=request, loop=loop, future=loop.create_future())
+        loop = asyncio.get_running_loop()
+        waiter = _Waiter(request=request, prompt=prompt, loop=loop, future=loop.create_future())
         if loop not in self._unsent:
             self._unsent[loop] = []
             loop.call_soon(self._send_gathered, loop)
         self._unsent[loop].append(waiter)
         try:
-            return await waiter.future
+            completion = await waiter.future
+            if prompt.session is not None and waiter.engine is not None:
+                prompt.session.answered(prompt_token_ids, prompt, completion, at=(waiter.engine, request.id))
+            return completion
         finally:
+            if prompt.session is not None:
+                prompt.session.end_call()
             self._forget(waiter)
 
-    def deliver(self, engine: int, answers: Iterable[Answer]) -> None:
-        """Hand each answer to the coroutine that waits for it; answers that nobody waits for are dropped."""
+    def deliver(self, engine: int, told: Answers) -> None:
+        """Hand each answer to the coroutine that waits for it; answers that nobody waits for are dropped.
+
+        A request whose session is lost is sent again, with its whole prompt.
+        """
         with self._lock:
-            waiters = [(self._take(engine, answer.id), answer) for answer in answers]
-        _settle([(waiter, answer) for waiter, answer in waiters if waiter is not None])
+            self._balance.work_of_others[engine] = told.work_of_others
+            taken = [(self._take(engine, answer.id), answer) for answer in told.answers]
+        waiters = [(waiter, answer) for waiter, answer in taken if waiter is not None]
+        _settle([(waiter, answer) for waiter, answer in waiters if not answer.is_session_lost])
+        again = [waiter for waiter, answer in waiters if answer.is_session_lost]
+        for waiter in again:
+            waiter.is_session_lost = True
+        self._dispatch(again)
 
     def close(self, engine: int, reason: str) -> int:
         """Send no more requests to an engine, and its present ones elsewhere; returns how many those are."""
         with self._lock:
             self._closed[engine] = reason
+            self._balance.work_of_others[engine] = 0
             taken = [self._take(engine, number) for number in list(self._waiting[engine])]
             waiters = [waiter for waiter in taken if waiter is not None]
         again = []
@@ -124,7 +160,7 @@ class Router:
                     stranded.append(waiter)
                 else:
                     self._waiting[waiter.engine][waiter.request.id] = waiter
-                    batches[waiter.engine].append(waiter.request)
+                    batches[waiter.engine].append(waiter.to_send(waiter.engine))
             reasons = "; ".join(reason for _, reason in sorted(self._closed.items()))
         for engine, requests in batches.items():
             self._send(engine, requests)
