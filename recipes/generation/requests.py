@@ -86,7 +86,7 @@ def to_bytes(token_ids: Sequence[int]) -> bytes:
     return np.array(token_ids, np.int32).tobytes()
 
 
-def request_seed(seed: int, request: Request, prompt: bytes) -> int:
+def request_seed(seed: int, request: Request, prompt: bytes | bytearray) -> int:
     """Return the 63-bit seed of a request's random numbers; `prompt` is all of it, as int32.
 
     It depends on the run's seed, the prompt and the numbers of the sample only. So the same weights sample the same

@@ -218,7 +218,7 @@ def test_an_engine_that_is_started_again_has_no_weights_until_the_next_push(pair
     assert pair.generation.num_engines_alive == 1
     prompt = Tokens.of(to_bytes(PROMPT))
     request = Request(
-        id=-1, token_ids=prompt.ids, num_prompt_tokens=len(PROMPT), sampling=SHORT, affinity=0, sample=(0,)
+        id=-1, token_ids=bytes(prompt.ids), num_prompt_tokens=len(PROMPT), sampling=SHORT, affinity=0, sample=(0,)
     )
     with pytest.raises(
         EngineError, match=rf"engine 0 \(.*{info.pid}.*\) has no weights: nothing has been pushed to it"

@@ -45,8 +45,8 @@ class Session:
     number: int = field(default_factory=lambda: next(_numbers))
     engine: int | None = None  # that has the tokens of the call before
     after: int | None = None  # id of the request of that call
-    _seen: tuple[int, ...] = ()  # prompt and answer of that call
-    _seen_ids: bytes = b""  # the same as int32
+    _seen: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # prompt and answer of that call
+    _seen_ids: bytes = b""  # both as int32
     _num_calls: int = 0
     _is_open: bool = False  # a call is not answered yet
 
@@ -56,8 +56,10 @@ class Session:
         if self._num_calls == 1 or self._is_open:
             return Prompt(token_ids=to_bytes(token_ids))
         self._is_open = True
-        length = len(self._seen)
-        if token_ids[:length] == self._seen:  # fast, since mostly these are the same objects
+        prompt, answer = self._seen
+        length = len(prompt) + len(answer)
+        # Fast, since mostly these are the same objects. Joined, they would be copied once more in every turn.
+        if token_ids[len(prompt) : length] == answer and token_ids[: len(prompt)] == prompt:
             return Prompt(token_ids=self._seen_ids + to_bytes(token_ids[length:]), num_kept=length, session=self)
         whole = to_bytes(token_ids)
         return Prompt(token_ids=whole, num_kept=num_shared(self._seen_ids, whole), session=self)
@@ -66,7 +68,7 @@ class Session:
         self, token_ids: tuple[int, ...], prompt: Prompt, completion: Completion, *, at: tuple[int, int]
     ) -> None:
         """Note the answer of a call that has the session; `at` is the engine and the id of the request."""
-        self._seen = token_ids + completion.token_ids
+        self._seen = (token_ids, completion.token_ids)
         self._seen_ids = prompt.token_ids + to_bytes(completion.token_ids)
         self.engine, self.after = at
 

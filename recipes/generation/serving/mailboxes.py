@@ -107,12 +107,13 @@ class Mailboxes:
         box.wake.set()
 
     async def _sampled(self, client: str, request: Request) -> Answer:
-        prompt = self.sessions.prompt(client, request)
+        prompt = self.sessions.take(client, request)
         if prompt is None:
             return Answer(id=request.id, is_session_lost=True)
         sample = await self._engine.sample(f"{client}/{request.id}", request, prompt)
         if request.session is not None:
-            self.sessions.keep(client, request.id, request.session, prompt.then(sample.token_ids))
+            prompt.add(sample.token_ids)
+            self.sessions.keep(client, request.id, request.session, prompt)
         return Answer(id=request.id, sample=sample)
 
 

@@ -21,24 +21,29 @@ MAX_SESSIONS = 8192
 IDLE_SECONDS = 3600.0  # without a request
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Tokens:
-    """The same tokens twice: vLLM takes a list, and making one of an array is what costs most in a long session."""
+    """The same tokens twice: vLLM takes a list, and making one of an array is what costs most in a long session.
 
-    ids: bytes  # int32
-    values: list[int]  # never changed
+    They belong to one request at a time, which may change them in place.
+    """
+
+    ids: bytearray  # int32
+    values: list[int]
 
     @classmethod
     def of(cls, ids: bytes) -> Tokens:
         """Return the tokens of an array."""
-        return cls(ids=ids, values=np.frombuffer(ids, np.int32).tolist())
+        return cls(bytearray(ids), np.frombuffer(ids, np.int32).tolist())
 
-    def then(self, ids: bytes, *, num_kept: int | None = None) -> Tokens:
-        """Return the first `num_kept` of them, default all, and others behind them."""
-        behind = np.frombuffer(ids, np.int32).tolist()
-        if num_kept is None or num_kept == len(self.values):
-            return Tokens(ids=self.ids + ids, values=self.values + behind)
-        return Tokens(ids=self.ids[: num_kept * ID_BYTES] + ids, values=self.values[:num_kept] + behind)
+    def cut(self, length: int) -> None:
+        """Keep the first `length` of them."""
+        del self.ids[length * ID_BYTES :], self.values[length:]
+
+    def add(self, ids: bytes) -> None:
+        """Put others behind them."""
+        self.ids.extend(ids)
+        self.values.extend(np.frombuffer(ids, np.int32).tolist())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,16 +69,21 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def prompt(self, client: str, request: Request) -> Tokens | None:
-        """Return the whole prompt of a request; None when the tokens that it continues are not here."""
+    def take(self, client: str, request: Request) -> Tokens | None:
+        """Return the whole prompt of a request, which then owns it; None when the tokens it continues are not here.
+
+        The session is not here until `keep` brings it back: one whose request fails is lost.
+        """
         place = request.session
         if place is None or place.after is None:
             return Tokens.of(request.token_ids)
         kept = self._kept.get((client, place.number))
         if kept is None or kept.after != place.after or len(kept.tokens.values) < place.num_kept:
             return None
-        self._kept.move_to_end((client, place.number))
-        return kept.tokens.then(request.token_ids, num_kept=place.num_kept)
+        self.end(client, place.number)
+        kept.tokens.cut(place.num_kept)
+        kept.tokens.add(request.token_ids)
+        return kept.tokens
 
     def keep(self, client: str, request_id: int, place: InSession, tokens: Tokens) -> None:
         """Keep prompt and answer of a request for the next one of its session."""
@@ -83,7 +93,7 @@ class Sessions:
         self._drop_oldest()
 
     def end(self, client: str, number: int) -> None:
-        """Forget a session; one that is not there is no error."""
+        """Forget a session; one that is not here is no error."""
         if kept := self._kept.pop((client, number), None):
             self.num_tokens -= len(kept.tokens.values)
 

@@ -36,7 +36,7 @@ class Engine:
         if self.fails:
             raise ValueError("odd")
         self.prompts.append(list(prompt.values))
-        assert prompt.ids == to_bytes(prompt.values) and len(prompt.values) == request.num_prompt_tokens
+        assert bytes(prompt.ids) == to_bytes(prompt.values) and len(prompt.values) == request.num_prompt_tokens
         ids = to_bytes([len(prompt.values)] * 2)
         return Sample(
             token_ids=ids, logprobs=np.zeros(2, np.float32).tobytes(), versions=((0, 0, 2),), finish_reason="stop"
@@ -152,7 +152,7 @@ async def test_another_engine_gets_all_tokens(case: Case) -> None:
     assert case.sent[-1] == (1, 1, 39)
 
 
-async def test_a_failed_call_changes_nothing_and_a_cancelled_one_neither(case: Case) -> None:
+async def test_a_call_that_fails_or_is_cancelled_costs_one_whole_prompt(case: Case) -> None:
     session = Session()
     said = await grow(case, session, 3)
     case.engines[0].fails = True
@@ -166,7 +166,7 @@ async def test_a_failed_call_changes_nothing_and_a_cancelled_one_neither(case: C
     await asyncio.gather(task, return_exceptions=True)
     case.engines[0].open.set()
     await case.ask((*said, 6), session)
-    assert case.sent[-1] == (0, 1, 36) and case.engines[0].prompts[-1] == [*said, 6]
+    assert case.sent[-2:] == [(0, 1, 36), (0, 37, 0)] and case.engines[0].prompts[-1] == [*said, 6]
 
 
 def placed(number: int) -> InSession:
@@ -178,7 +178,7 @@ def test_what_an_engine_keeps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(module, "MAX_TOKENS", 100)
     now = [0.0]
     kept = Sessions(clock=lambda: now[0])
-    ten = Tokens.of(to_bytes(range(10)))
+    ten = Tokens.of(to_bytes(range(10)))  # nobody changes it here
     for number in range(6):
         kept.keep("a", number, placed(number), ten)
     assert len(kept) == 4 and kept.num_tokens == 40
@@ -211,7 +211,7 @@ def test_what_is_kept_for_another_call_is_not_continued() -> None:
             sample=(0,),
             session=place,
         )
-        return kept.prompt("a", request)
+        return kept.take("a", request)
 
     assert asked(2, 4) is None and asked(3, 11) is None
     found = asked(3, 4)
