@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from recipes.errors import EngineError, RequestError
 from recipes.generation.clients.balance import Balance
 from recipes.generation.clients.session import Prompt, Session
-from recipes.generation.requests import ID_BYTES, Answer, Answers, Request, to_bytes, to_completion
+from recipes.generation.requests import Answer, Answers, Request, to_bytes, to_completion
 from recipes.types import Completion, Sampling
 
 MAX_ENGINES_LOST = 3
@@ -33,7 +33,7 @@ Abort = Callable[[int, int], None]
 class _Waiter:
     """A request whose completion a coroutine of `loop` waits for."""
 
-    request: Request  # with the whole prompt, and without the session
+    request: Request  # without tokens and session: these depend on the engine
     prompt: Prompt
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Completion]
@@ -43,9 +43,8 @@ class _Waiter:
 
     def to_send(self, engine: int) -> Request:
         """Return the request for an engine: of a session that it has, only the new tokens."""
-        place = self.prompt.place(engine, is_lost=self.is_session_lost)
-        new_ids = self.request.token_ids[place.num_kept * ID_BYTES :] if place else self.request.token_ids
-        return replace(self.request, token_ids=new_ids, session=place)
+        token_ids, session = self.prompt.place(engine, is_lost=self.is_session_lost)
+        return replace(self.request, token_ids=token_ids, session=session)
 
 
 class Router:
@@ -73,10 +72,10 @@ class Router:
 
         Cancelling aborts the request in its engine.
         """
-        prompt = session.begin(prompt_token_ids) if session else Prompt(token_ids=to_bytes(prompt_token_ids))
+        prompt = session.begin(prompt_token_ids) if session else Prompt(new_ids=to_bytes(prompt_token_ids))
         request = Request(
             id=next(self._ids),
-            token_ids=prompt.token_ids,
+            token_ids=b"",
             num_prompt_tokens=len(prompt_token_ids),
             sampling=sampling,
             affinity=affinity,
@@ -88,14 +87,16 @@ class Router:
             self._unsent[loop] = []
             loop.call_soon(self._send_gathered, loop)
         self._unsent[loop].append(waiter)
+        completion = None
         try:
             completion = await waiter.future
-            if prompt.session is not None and waiter.engine is not None:
-                prompt.session.answered(prompt_token_ids, prompt, completion, at=(waiter.engine, request.id))
             return completion
         finally:
             if prompt.session is not None:
-                prompt.session.end_call()
+                if completion is None or waiter.engine is None:
+                    prompt.session.failed(prompt_token_ids)
+                else:
+                    prompt.session.answered(prompt_token_ids, completion, engine=waiter.engine, request_id=request.id)
             self._forget(waiter)
 
     def deliver(self, engine: int, told: Answers) -> None:

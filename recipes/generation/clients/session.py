@@ -25,17 +25,18 @@ _numbers: Iterator[int] = itertools.count()  # of the sessions of this process
 class Prompt:
     """The prompt of one call."""
 
-    token_ids: bytes  # int32, all of them
+    new_ids: bytes  # int32, all tokens, or what follows behind `num_kept`
     num_kept: int = 0  # leading tokens that the engine has from the call before
     session: Session | None = None  # None: it is sent without one
 
-    def place(self, engine: int, *, is_lost: bool) -> InSession | None:
-        """Return what to tell an engine of the session; `is_lost` says that it has not got the session's tokens."""
-        if self.session is None:
-            return None
-        if is_lost or engine != self.session.engine:
-            return InSession(number=self.session.number)
-        return InSession(number=self.session.number, after=self.session.after, num_kept=self.num_kept)
+    def place(self, engine: int, *, is_lost: bool) -> tuple[bytes, InSession | None]:
+        """Return the tokens to send to an engine and their session; `is_lost` says that it has not got the rest."""
+        session = self.session
+        if session is None:
+            return self.new_ids, None
+        if is_lost or engine != session.engine:
+            return bytes(session.seen_ids), InSession(number=session.number)
+        return self.new_ids, InSession(number=session.number, after=session.after, num_kept=self.num_kept)
 
 
 @dataclass(slots=True, eq=False)
@@ -45,36 +46,42 @@ class Session:
     number: int = field(default_factory=lambda: next(_numbers))
     engine: int | None = None  # that has the tokens of the call before
     after: int | None = None  # id of the request of that call
-    _seen: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # prompt and answer of that call
-    _seen_ids: bytes = b""  # both as int32
+    seen_ids: bytearray = field(default_factory=bytearray)  # int32, the prompt of the call that is open, else `_seen`
+    _seen: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # prompt and answer of the call before
     _num_calls: int = 0
     _is_open: bool = False  # a call is not answered yet
 
     def begin(self, token_ids: tuple[int, ...]) -> Prompt:
-        """Return the prompt of the next call; `end_call` must follow if it has a session."""
+        """Return the prompt of the next call; `answered` or `failed` must follow if it has a session."""
         self._num_calls += 1
         if self._num_calls == 1 or self._is_open:
-            return Prompt(token_ids=to_bytes(token_ids))
+            return Prompt(new_ids=to_bytes(token_ids))
         self._is_open = True
         prompt, answer = self._seen
         length = len(prompt) + len(answer)
         # Fast, since mostly these are the same objects. Joined, they would be copied once more in every turn.
         if token_ids[len(prompt) : length] == answer and token_ids[: len(prompt)] == prompt:
-            return Prompt(token_ids=self._seen_ids + to_bytes(token_ids[length:]), num_kept=length, session=self)
-        whole = to_bytes(token_ids)
-        return Prompt(token_ids=whole, num_kept=num_shared(self._seen_ids, whole), session=self)
+            num_kept, new_ids = length, to_bytes(token_ids[length:])
+        else:
+            whole = to_bytes(token_ids)
+            num_kept = num_shared(bytes(self.seen_ids), whole)
+            new_ids = whole[num_kept * ID_BYTES :]
+        del self.seen_ids[num_kept * ID_BYTES :]
+        self.seen_ids += new_ids
+        return Prompt(new_ids=new_ids, num_kept=num_kept, session=self)
 
-    def answered(
-        self, token_ids: tuple[int, ...], prompt: Prompt, completion: Completion, *, at: tuple[int, int]
-    ) -> None:
-        """Note the answer of a call that has the session; `at` is the engine and the id of the request."""
-        self._seen = (token_ids, completion.token_ids)
-        self._seen_ids = prompt.token_ids + to_bytes(completion.token_ids)
-        self.engine, self.after = at
-
-    def end_call(self) -> None:
-        """Note that the call is over, answered or not."""
+    def answered(self, token_ids: tuple[int, ...], completion: Completion, *, engine: int, request_id: int) -> None:
+        """Note the answer of the open call, whose prompt was `token_ids`."""
         self._is_open = False
+        self.seen_ids += to_bytes(completion.token_ids)
+        self._seen = (token_ids, completion.token_ids)
+        self.engine, self.after = engine, request_id
+
+    def failed(self, token_ids: tuple[int, ...]) -> None:
+        """Note that the open call, whose prompt was `token_ids`, has no answer: what the engine has is unknown."""
+        self._is_open = False
+        self._seen = (token_ids, ())
+        self.engine = None
 
 
 def num_shared(first: bytes, second: bytes) -> int:
