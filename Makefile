@@ -278,7 +278,7 @@ bench-peer: tiny ## measure the tiny stage beside TRL's GRPOTrainer, installed t
 	$(PYTHON) -m tools.bench.peer $(ARGS)
 
 .PHONY: bench-scale
-bench-scale: $(READY) ## measure what a step of 4,096 rollouts costs the driver, on random tokens
+bench-scale: $(READY) ## measure what a step of 4,096 rollouts costs, with engines that answer at random
 #= ARGS="--ranks 2"
 	$(PYTHON) -m tools.bench.scale $(ARGS)
 
