@@ -24,9 +24,9 @@ import ray
 from recipes.errors import EngineError
 from recipes.generation.core_start import as_main_module
 from recipes.generation.engine_args import CPU_ENV, ENV, engine_args, stop_token_ids
-from recipes.generation.requests import Answers, Request, Sample, request_seed
 from recipes.generation.samples import EngineSamples
 from recipes.generation.serving.mailboxes import Mailboxes
+from recipes.generation.serving.requests import Answers, Request, Sample, request_seed
 from recipes.generation.serving.sessions import Tokens
 from recipes.imports import without_gc
 from recipes.types import Sampling

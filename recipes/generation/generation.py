@@ -27,11 +27,12 @@ import ray
 
 from recipes.errors import EngineError
 from recipes.generation.clients.client import EngineClient, OpenEngines
+from recipes.generation.clients.failure import failure
 from recipes.generation.clients.session import Session
 from recipes.generation.engine import EngineActor, EngineInfo
-from recipes.generation.handle import EngineHandle, failure
+from recipes.generation.handle import EngineHandle
 from recipes.generation.handshake import nccl_init, nccl_update, shared_memory_init
-from recipes.generation.requests import AtPush
+from recipes.generation.serving.requests import AtPush
 from recipes.types import Completion, Sampling, WeightLayout
 
 if TYPE_CHECKING:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
 
-from recipes.errors import EngineError
 from recipes.generation.engine import EngineInfo
 
 COUNTERS = (  # these only grow
@@ -65,17 +63,3 @@ class EngineHandle:
             self._latest = latest
         totals = {name: self._past.get(name, 0.0) + self._latest.get(name, 0.0) for name in COUNTERS}
         return totals | {name: (latest or {}).get(name, 0.0) for name in GAUGES}
-
-
-def failure(name: str, error: BaseException, deadline_seconds: float) -> EngineError:
-    """Return the error of a failed call to an engine's actor, as one that names the engine."""
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, EngineError):  # the actor has named itself
-        return EngineError(str(cause))
-    if isinstance(error, TimeoutError | asyncio.TimeoutError | ray.exceptions.GetTimeoutError):
-        reason = f"no answer within {deadline_seconds:g} s"
-    elif isinstance(error, ray.exceptions.RayActorError):
-        reason = "its actor process died"
-    else:
-        reason = f"{type(cause or error).__name__}: {cause or error}"
-    return EngineError(f"{name}: {reason}")

@@ -23,7 +23,7 @@ import httpx
 import ray
 
 from recipes.errors import EngineError
-from recipes.generation.handle import failure
+from recipes.generation.clients.failure import failure
 from recipes.generation.judge_engine import JudgeActor
 
 if TYPE_CHECKING:

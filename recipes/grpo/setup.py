@@ -23,7 +23,7 @@ from recipes.environments.judges.servers import with_addresses
 from recipes.errors import CheckpointError, ConfigError, DataError, Problem
 from recipes.generation.generation import Generation
 from recipes.generation.judges import Judges
-from recipes.generation.requests import AtPush
+from recipes.generation.serving.requests import AtPush
 from recipes.grpo import refit
 from recipes.grpo.advantage import advantage_bounds, subtract_kl
 from recipes.grpo.buffer import ReplayBuffer

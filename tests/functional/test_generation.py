@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from transformers import DynamicCache, PreTrainedModel
 
 from recipes.generation.generation import Generation
-from recipes.generation.requests import AtPush
+from recipes.generation.serving.requests import AtPush
 from recipes.types import Completion, Sampling
 
 pytestmark = pytest.mark.functional

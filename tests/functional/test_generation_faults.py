@@ -23,7 +23,7 @@ from recipes.generation import generation as module
 from recipes.generation.clients.session import Session
 from recipes.generation.engine import EngineInfo
 from recipes.generation.generation import Generation
-from recipes.generation.requests import Request, to_bytes
+from recipes.generation.serving.requests import Request, to_bytes
 from recipes.generation.serving.sessions import Tokens
 from recipes.types import Completion, Sampling
 

@@ -9,35 +9,37 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from recipes.generation.engine import EngineActor, EngineInfo
-from recipes.generation.generation import Generation
-from recipes.generation.handle import COUNTERS, GAUGES, EngineHandle
-from recipes.generation.requests import Request, Sample, request_seed
 from recipes.generation.serving.mailboxes import Mailboxes
+from recipes.generation.serving.requests import Answers, Request, Sample, request_seed
 from recipes.generation.serving.sessions import Tokens
 
 if TYPE_CHECKING:
     from recipes.config.tree import Config
+    from recipes.generation.engine import EngineInfo
+    from recipes.generation.generation import Generation
 
 TOKENS_PER_SECOND = 60.0  # of one sequence
 TIME_SCALE = 1000.0
 SIGMA = 1.0  # spread of the logarithm of a length
 
 
-class RandomEngine(EngineActor):
+class RandomEngine:
     """A Ray actor in the place of an engine's."""
 
     def __init__(self, index: int, *, mean_tokens: float, num_ids: int) -> None:
         """Ids are below `num_ids`."""
         self._index, self._mean_tokens, self._num_ids = index, mean_tokens, num_ids
         self._mailboxes = Mailboxes(self)
-        self._totals = dict.fromkeys((*COUNTERS, *GAUGES), 0.0)
+        self._totals = dict.fromkeys(("requests", "prompt_tokens", "generated_tokens"), 0.0)
 
     async def start(self) -> EngineInfo:
         """Return where it runs."""
         import numpy  # noqa: F401  loaded before anything is measured
+
+        from recipes.generation.engine import EngineInfo
 
         self._info = EngineInfo(
             index=self._index,
@@ -51,6 +53,29 @@ class RandomEngine(EngineActor):
             server_seconds=0.0,
         )
         return self._info
+
+    def __str__(self) -> str:
+        return str(self._info)
+
+    async def submit(self, client: str, requests: Sequence[Request], deadline_seconds: float) -> None:
+        """Begin to answer."""
+        self._mailboxes.submit(client, requests, deadline_seconds)
+
+    async def answers(self, client: str, wait_seconds: float) -> Answers:
+        """Return the answers that are ready for a client."""
+        return await self._mailboxes.answers(client, wait_seconds)
+
+    async def abort(self, client: str, request_id: int) -> None:
+        """End a request."""
+        self._mailboxes.abort(client, request_id)
+
+    async def end_session(self, client: str, number: int) -> None:
+        """Forget a session."""
+        self._mailboxes.sessions.end(client, number)
+
+    async def forget(self, client: str) -> None:
+        """End every request and every session of a client."""
+        self._mailboxes.forget(client)
 
     @property
     def is_dead(self) -> bool:
@@ -90,6 +115,9 @@ class RandomEngine(EngineActor):
 def start_engines(config: Config, count: int, *, mean_tokens: float, num_ids: int) -> tuple[Generation, list[Any]]:
     """Start engines under the real handle; return it with their actors."""
     import ray
+
+    from recipes.generation.generation import Generation
+    from recipes.generation.handle import EngineHandle
 
     remote = ray.remote(RandomEngine).options(num_cpus=0)
     handles = [

@@ -6,12 +6,14 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from recipes.generation.generation import Generation
 from recipes.rollouts.group import PolicyClient
 from recipes.types import Sampling
 from tools.bench.scale_step import MODEL_TOKENS
+
+if TYPE_CHECKING:
+    from recipes.generation.generation import Generation
 
 NUM_TURNS, NUM_TOKENS = 200, 100_000
 LIMIT_SECONDS = 0.5

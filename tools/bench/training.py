@@ -72,7 +72,7 @@ def measure_pushes(run: Run, run_dir: Path, *, num_steps: int) -> list[TrainingT
     The policy's weights at the start are those that `measure_training` has kept.
     """
     from recipes.generation.generation import Generation
-    from recipes.generation.requests import AtPush
+    from recipes.generation.serving.requests import AtPush
 
     generation, measured = run.generation, []
     assert isinstance(generation, Generation)

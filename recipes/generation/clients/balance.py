@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Container
 
-from recipes.generation.requests import Request
+from recipes.generation.serving.requests import Request
 
 OVERLOAD = 2.0
 """An engine is overloaded for a group when its work for other prompts is more than this many times the other engines'

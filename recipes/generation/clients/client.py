@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from recipes.generation.clients.failure import failure
 from recipes.generation.clients.router import Router
 from recipes.generation.clients.session import Session
-from recipes.generation.handle import failure
-from recipes.generation.requests import Request
+from recipes.generation.serving.requests import Request
 from recipes.types import Completion, Sampling
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from recipes.errors import EngineError, RequestError
 from recipes.generation.clients.balance import Balance
 from recipes.generation.clients.session import Prompt, Session
-from recipes.generation.requests import Answer, Answers, Request, to_bytes, to_completion
+from recipes.generation.serving.requests import Answer, Answers, Request, to_bytes, to_completion
 from recipes.types import Completion, Sampling
 
 MAX_ENGINES_LOST = 3

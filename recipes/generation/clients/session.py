@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from recipes.generation.requests import ID_BYTES, InSession, to_bytes
+from recipes.generation.serving.requests import ID_BYTES, InSession, to_bytes
 from recipes.types import Completion
 
 _numbers: Iterator[int] = itertools.count()  # of the sessions of this process

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from recipes.errors import EngineError
-from recipes.generation.requests import Answer, Answers, Request, Sample
+from recipes.generation.serving.requests import Answer, Answers, Request, Sample
 from recipes.generation.serving.sessions import Sessions, Tokens
 
 _GATHER_SECONDS = 0.005  # answers that come within this time travel together

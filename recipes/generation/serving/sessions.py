@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recipes.generation.requests import ID_BYTES, InSession, Request
+from recipes.generation.serving.requests import ID_BYTES, InSession, Request
 
 MAX_TOKENS = 8 << 20  # of all sessions, about 44 bytes each: many times what an engine's KV cache holds
 MAX_SESSIONS = 8192

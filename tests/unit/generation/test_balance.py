@@ -10,7 +10,7 @@ import pytest
 
 from recipes.generation.clients import balance as module
 from recipes.generation.clients.balance import Balance
-from recipes.generation.requests import Request
+from recipes.generation.serving.requests import Request
 from recipes.types import Sampling
 
 IDS = itertools.count()

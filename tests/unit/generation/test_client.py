@@ -12,7 +12,7 @@ import pytest
 
 from recipes.errors import EngineError
 from recipes.generation.clients.client import FollowingClient, OpenEngines
-from recipes.generation.requests import Answer, Answers, Request, Sample
+from recipes.generation.serving.requests import Answer, Answers, Request, Sample
 from recipes.types import Completion, Sampling
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=8)

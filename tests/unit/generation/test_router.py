@@ -11,7 +11,7 @@ import pytest
 
 from recipes.errors import EngineError, RequestError
 from recipes.generation.clients.router import MAX_ENGINES_LOST, Router
-from recipes.generation.requests import Answer, Answers, Request, Sample, request_seed, to_bytes
+from recipes.generation.serving.requests import Answer, Answers, Request, Sample, request_seed, to_bytes
 from recipes.types import Completion, Sampling
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=8)

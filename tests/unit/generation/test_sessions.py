@@ -11,9 +11,9 @@ import pytest
 from recipes.errors import RequestError
 from recipes.generation.clients.router import Router
 from recipes.generation.clients.session import Session, num_shared
-from recipes.generation.requests import InSession, Request, Sample, to_bytes
 from recipes.generation.serving import sessions as module
 from recipes.generation.serving.mailboxes import Mailboxes
+from recipes.generation.serving.requests import InSession, Request, Sample, to_bytes
 from recipes.generation.serving.sessions import Sessions, Tokens
 from recipes.types import Sampling
 

@@ -14,7 +14,7 @@ import pytest
 from recipes.config.load import load_config, require_valid
 from recipes.config.tree import AsyncGrpoConfig
 from recipes.errors import CheckpointError, ConfigError, DataError
-from recipes.generation.requests import AtPush
+from recipes.generation.serving.requests import AtPush
 from recipes.grpo.checkpoint import LedgerEntry, SavedState
 from recipes.grpo.data import DataIdentity, PromptDataset, PromptStream
 from recipes.grpo.draw import CollectorState, DrawnPrompt

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.generation.requests import AtPush
+from recipes.generation.serving.requests import AtPush
 from recipes.rollouts.group import GroupRequest
 from recipes.types import Sampling
 from tools.bench.training import SlowWorkers

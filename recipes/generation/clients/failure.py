@@ -1,0 +1,23 @@
+"""A failed call to the actor of an engine, as an error that names the engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import ray
+
+from recipes.errors import EngineError
+
+
+def failure(name: str, error: BaseException, deadline_seconds: float) -> EngineError:
+    """Return the error of a failed call to an engine's actor, as one that names the engine."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, EngineError):  # the actor has named itself
+        return EngineError(str(cause))
+    if isinstance(error, TimeoutError | asyncio.TimeoutError | ray.exceptions.GetTimeoutError):
+        reason = f"no answer within {deadline_seconds:g} s"
+    elif isinstance(error, ray.exceptions.RayActorError):
+        reason = "its actor process died"
+    else:
+        reason = f"{type(cause or error).__name__}: {cause or error}"
+    return EngineError(f"{name}: {reason}")
