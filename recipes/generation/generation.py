@@ -28,7 +28,7 @@ import ray
 from recipes.errors import EngineError
 from recipes.generation.clients.client import EngineClient, OpenEngines
 from recipes.generation.clients.failure import failure
-from recipes.generation.clients.session import Session
+from recipes.generation.clients.session import EngineSession
 from recipes.generation.engine import EngineActor, EngineInfo
 from recipes.generation.handle import EngineHandle
 from recipes.generation.handshake import nccl_init, nccl_update, shared_memory_init
@@ -213,13 +213,13 @@ class Generation:
         *,
         affinity: int,
         sample: tuple[int, ...] = (),
-        session: Session | None = None,
+        session: EngineSession | None = None,
     ) -> Completion:
         """Sample one completion; see `EngineClient.generate`."""
         client = self._client
         return await client.generate(prompt_token_ids, sampling, affinity=affinity, sample=sample, session=session)
 
-    def end(self, session: Session) -> None:
+    def end(self, session: EngineSession) -> None:
         """Let the engine forget the tokens of a rollout that is over."""
         self._client.end(session)
 

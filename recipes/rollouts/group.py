@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from recipes.errors import RequestError
-from recipes.generation.clients.session import Session
+from recipes.generation.clients.session import EngineSession
 from recipes.types import Completion, ModelClient, Rollout, RolloutHeader, RolloutStatus, Row, Sampling
 
 StoredGroup = tuple[tuple[RolloutHeader, ...], Any]
@@ -27,10 +27,10 @@ class Sampler(Protocol):
         *,
         affinity: int,
         sample: tuple[int, ...],
-        session: Session | None = None,
+        session: EngineSession | None = None,
     ) -> Completion: ...
 
-    def end(self, session: Session) -> None: ...
+    def end(self, session: EngineSession) -> None: ...
 
 
 class AgentRunner(Protocol):
@@ -64,7 +64,7 @@ class PolicyClient:
     affinity: int  # of the prompt
     rollout: int  # number of the rollout among those of its prompt
     calls: Iterator[int] = field(default_factory=itertools.count)
-    session: Session = field(default_factory=Session)
+    session: EngineSession = field(default_factory=EngineSession)
 
     async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
         room = self.max_model_len - len(prompt_token_ids)

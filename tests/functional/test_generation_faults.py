@@ -20,7 +20,7 @@ from speed import patiently
 
 from recipes.errors import EngineError, RequestError
 from recipes.generation import generation as module
-from recipes.generation.clients.session import Session
+from recipes.generation.clients.session import EngineSession
 from recipes.generation.engine import EngineInfo
 from recipes.generation.generation import Generation
 from recipes.generation.serving.requests import Request, to_bytes
@@ -130,9 +130,9 @@ def test_a_sample_is_repeated_by_its_numbers_whatever_else_is_sampled(pair: Pair
 def test_the_turns_of_a_session_are_sampled_like_whole_prompts(pair: Pair) -> None:
     """Also the turn after a push, one whose session the engine has forgotten, and one behind an engine that is gone."""
     sampling = Sampling(temperature=1.0, top_p=1.0, max_tokens=12)
-    session = Session()
+    session = EngineSession()
 
-    async def turn(prompt: tuple[int, ...], number: int, within: Session | None) -> Completion:
+    async def turn(prompt: tuple[int, ...], number: int, within: EngineSession | None) -> Completion:
         # Of no other test; the numbers of the sample and not the engine decide what is sampled.
         affinity, sample = 1_000_000, (0, number)
         return await pair.generation.generate(prompt, sampling, affinity=affinity, sample=sample, session=within)

@@ -86,7 +86,7 @@ def distinct(variants: Sequence[Variant], where: str) -> list[Variant]:
 
 def _mapping(value: Any, where: str) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping) or not value:
-        fix = "configs/ablations.yaml shows the form"
+        fix = "write it as configs/ablations.yaml does"
         raise ConfigError(Problem(where=where, got=repr(value)[:60], expected="a mapping with an entry", fix=fix))
     return value
 

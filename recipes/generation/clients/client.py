@@ -14,7 +14,7 @@ from typing import Any
 
 from recipes.generation.clients.failure import failure
 from recipes.generation.clients.router import Router
-from recipes.generation.clients.session import Session
+from recipes.generation.clients.session import EngineSession
 from recipes.generation.serving.requests import Request
 from recipes.types import Completion, Sampling
 
@@ -52,7 +52,7 @@ class EngineClient:
         *,
         affinity: int,
         sample: tuple[int, ...] = (),
-        session: Session | None = None,
+        session: EngineSession | None = None,
     ) -> Completion:
         """Sample one completion.
 
@@ -68,7 +68,7 @@ class EngineClient:
             )
         return await self.router.generate(prompt_token_ids, sampling, affinity=affinity, sample=sample, session=session)
 
-    def end(self, session: Session) -> None:
+    def end(self, session: EngineSession) -> None:
         """Let the engine forget the tokens of a rollout that is over."""
         if session.engine is not None:
             self._actors[session.engine].end_session.options(num_returns=0).remote(self.name, session.number)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from recipes.errors import EngineError, RequestError
 from recipes.generation.clients.balance import Balance
-from recipes.generation.clients.session import Prompt, Session
+from recipes.generation.clients.session import EngineSession, SentPrompt
 from recipes.generation.serving.requests import Answer, Answers, Request, to_bytes, to_completion
 from recipes.types import Completion, Sampling
 
@@ -34,7 +34,7 @@ class _Waiter:
     """A request whose completion a coroutine of `loop` waits for."""
 
     request: Request  # without tokens and session: these depend on the engine
-    prompt: Prompt
+    prompt: SentPrompt
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Completion]
     engine: int | None = None  # that samples it now
@@ -66,13 +66,13 @@ class Router:
         *,
         affinity: int,
         sample: tuple[int, ...],
-        session: Session | None = None,
+        session: EngineSession | None = None,
     ) -> Completion:
         """Return one completion; raises `RequestError` when this request fails, `EngineError` without an engine.
 
         Cancelling aborts the request in its engine.
         """
-        prompt = session.begin(prompt_token_ids) if session else Prompt(new_ids=to_bytes(prompt_token_ids))
+        prompt = session.begin(prompt_token_ids) if session else SentPrompt(new_ids=to_bytes(prompt_token_ids))
         request = Request(
             id=next(self._ids),
             token_ids=b"",

@@ -22,12 +22,12 @@ _numbers: Iterator[int] = itertools.count()  # of the sessions of this process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
+class SentPrompt:
     """The prompt of one call."""
 
     new_ids: bytes  # int32, all tokens, or what follows behind `num_kept`
     num_kept: int = 0  # leading tokens that the engine has from the call before
-    session: Session | None = None  # None: it is sent without one
+    session: EngineSession | None = None  # None: it is sent without one
 
     def place(self, engine: int, *, is_lost: bool) -> tuple[bytes, InSession | None]:
         """Return the tokens to send to an engine and their session; `is_lost` says that it has not got the rest."""
@@ -40,7 +40,7 @@ class Prompt:
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class EngineSession:
     """The calls of one rollout. Use it on one event loop."""
 
     number: int = field(default_factory=lambda: next(_numbers))
@@ -51,11 +51,11 @@ class Session:
     _num_calls: int = 0
     _is_open: bool = False  # a call is not answered yet
 
-    def begin(self, token_ids: tuple[int, ...]) -> Prompt:
+    def begin(self, token_ids: tuple[int, ...]) -> SentPrompt:
         """Return the prompt of the next call; `answered` or `failed` must follow if it has a session."""
         self._num_calls += 1
         if self._num_calls == 1 or self._is_open:
-            return Prompt(new_ids=to_bytes(token_ids))
+            return SentPrompt(new_ids=to_bytes(token_ids))
         self._is_open = True
         prompt, answer = self._seen
         length = len(prompt) + len(answer)
@@ -68,7 +68,7 @@ class Session:
             new_ids = whole[num_kept * ID_BYTES :]
         del self.seen_ids[num_kept * ID_BYTES :]
         self.seen_ids += new_ids
-        return Prompt(new_ids=new_ids, num_kept=num_kept, session=self)
+        return SentPrompt(new_ids=new_ids, num_kept=num_kept, session=self)
 
     def answered(self, token_ids: tuple[int, ...], completion: Completion, *, engine: int, request_id: int) -> None:
         """Note the answer of the open call, whose prompt was `token_ids`."""

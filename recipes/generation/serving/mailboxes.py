@@ -15,7 +15,7 @@ from typing import Protocol
 
 from recipes.errors import EngineError
 from recipes.generation.serving.requests import Answer, Answers, Request, Sample
-from recipes.generation.serving.sessions import Sessions, Tokens
+from recipes.generation.serving.sessions import KeptSessions, Tokens
 
 _GATHER_SECONDS = 0.005  # answers that come within this time travel together
 
@@ -49,7 +49,7 @@ class Mailboxes:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._boxes: defaultdict[str, Mailbox] = defaultdict(Mailbox)  # by client
-        self.sessions = Sessions()
+        self.sessions = KeptSessions()
 
     def submit(self, client: str, requests: Sequence[Request], deadline_seconds: float) -> None:
         """Begin to sample; each request is answered within its deadline, unless it is aborted."""

@@ -47,7 +47,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Kept:
+class _KeptTokens:
     """What is known of one session."""
 
     after: int  # id of the request
@@ -58,12 +58,12 @@ class _Kept:
 Key = tuple[str, int]  # client and number
 
 
-class Sessions:
+class KeptSessions:
     """All sessions of one engine, those used last at the end. Use it on one event loop."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._kept: OrderedDict[Key, _Kept] = OrderedDict()
+        self._kept: OrderedDict[Key, _KeptTokens] = OrderedDict()
         self.num_tokens = 0
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ class Sessions:
     def keep(self, client: str, request_id: int, place: InSession, tokens: Tokens) -> None:
         """Keep prompt and answer of a request for the next one of its session."""
         self.end(client, place.number)
-        self._kept[client, place.number] = _Kept(after=request_id, tokens=tokens, used=self._clock())
+        self._kept[client, place.number] = _KeptTokens(after=request_id, tokens=tokens, used=self._clock())
         self.num_tokens += len(tokens.values)
         self._drop_oldest()
 

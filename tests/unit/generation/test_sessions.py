@@ -10,11 +10,11 @@ import pytest
 
 from recipes.errors import RequestError
 from recipes.generation.clients.router import Router
-from recipes.generation.clients.session import Session, num_shared
+from recipes.generation.clients.session import EngineSession, num_shared
 from recipes.generation.serving import sessions as module
 from recipes.generation.serving.mailboxes import Mailboxes
 from recipes.generation.serving.requests import InSession, Request, Sample, to_bytes
-from recipes.generation.serving.sessions import Sessions, Tokens
+from recipes.generation.serving.sessions import KeptSessions, Tokens
 from recipes.types import Sampling
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=8)
@@ -62,7 +62,7 @@ class Case:
         while True:
             self.router.deliver(engine, await self.boxes[engine].answers("w", 5.0))
 
-    async def ask(self, prompt: tuple[int, ...], session: Session | None, *, call: int = 0) -> tuple[int, ...]:
+    async def ask(self, prompt: tuple[int, ...], session: EngineSession | None, *, call: int = 0) -> tuple[int, ...]:
         """Return the prompt with its answer."""
         done = await self.router.generate(prompt, SAMPLING, affinity=0, sample=(0, call), session=session)
         assert done.token_ids == (len(prompt),) * 2
@@ -78,7 +78,7 @@ async def case() -> AsyncIterator[Case]:
     await asyncio.gather(*made.pumps, return_exceptions=True)
 
 
-async def grow(case: Case, session: Session, turns: int) -> tuple[int, ...]:
+async def grow(case: Case, session: EngineSession, turns: int) -> tuple[int, ...]:
     """Take turns, each with ten new tokens before it."""
     said: tuple[int, ...] = ()
     for turn in range(turns):
@@ -87,7 +87,7 @@ async def grow(case: Case, session: Session, turns: int) -> tuple[int, ...]:
 
 
 async def test_from_the_third_call_on_only_new_tokens_are_sent(case: Case) -> None:
-    await grow(case, Session(), 5)
+    await grow(case, EngineSession(), 5)
     assert case.sent == [(0, 10, 0), (0, 22, 0), (0, 10, 24), (0, 10, 36), (0, 10, 48)]
     whole = case.engines[0].prompts[-1]
     assert len(whole) == 58 and whole[48:] == list(range(4000, 4010)) and whole[:10] == list(range(10))
@@ -95,13 +95,13 @@ async def test_from_the_third_call_on_only_new_tokens_are_sent(case: Case) -> No
 
 
 async def test_a_rollout_of_one_call_leaves_nothing_on_the_engine(case: Case) -> None:
-    session = Session()
+    session = EngineSession()
     await case.ask((1, 2, 3), session)
     assert len(case.boxes[0].sessions) == 0 and session.engine is None
 
 
 async def test_a_prompt_that_leaves_the_conversation_keeps_what_they_share(case: Case) -> None:
-    session = Session()
+    session = EngineSession()
     said = await grow(case, session, 3)
     fork = (*said[:20], 7, 7, 7)
     await case.ask(fork, session)
@@ -113,14 +113,14 @@ async def test_a_prompt_that_leaves_the_conversation_keeps_what_they_share(case:
 
 
 async def test_equal_tokens_of_other_objects_are_found_too(case: Case) -> None:
-    session = Session()
+    session = EngineSession()
     said = await grow(case, session, 3)
     await case.ask((*np.array(said).tolist(), 5), session)
     assert case.sent[-1] == (0, 1, len(said))
 
 
 async def test_a_call_beside_another_brings_its_whole_prompt(case: Case) -> None:
-    session = Session()
+    session = EngineSession()
     said = await grow(case, session, 3)
     await asyncio.gather(case.ask((*said, 1), session), case.ask((*said, 2), session), case.ask((*said, 3), session))
     assert sorted(case.sent[-3:]) == [(0, 1, 36), (0, 37, 0), (0, 37, 0)]
@@ -130,7 +130,7 @@ async def test_a_call_beside_another_brings_its_whole_prompt(case: Case) -> None
 
 
 async def test_a_lost_session_is_no_error(case: Case) -> None:
-    session = Session()
+    session = EngineSession()
     said = await grow(case, session, 3)
     case.boxes[0].sessions.forget("w")
     said = await case.ask((*said, 4), session)
@@ -140,7 +140,7 @@ async def test_a_lost_session_is_no_error(case: Case) -> None:
 
 
 async def test_another_engine_gets_all_tokens(case: Case) -> None:
-    session = Session()
+    session = EngineSession()
     said = await grow(case, session, 3)
     case.engines[0].open.clear()
     task = asyncio.create_task(case.ask((*said, 4), session))
@@ -153,7 +153,7 @@ async def test_another_engine_gets_all_tokens(case: Case) -> None:
 
 
 async def test_a_call_that_fails_or_is_cancelled_costs_one_whole_prompt(case: Case) -> None:
-    session = Session()
+    session = EngineSession()
     said = await grow(case, session, 3)
     case.engines[0].fails = True
     with pytest.raises(RequestError, match="odd"):
@@ -178,7 +178,7 @@ def test_what_an_engine_keeps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(module, "MAX_SESSIONS", 4)
     monkeypatch.setattr(module, "MAX_TOKENS", 100)
     now = [0.0]
-    kept = Sessions(clock=lambda: now[0])
+    kept = KeptSessions(clock=lambda: now[0])
     ten = Tokens.of(to_bytes(range(10)))  # nobody changes it here
     for number in range(6):
         kept.keep("a", number, placed(number), ten)
@@ -198,7 +198,7 @@ def test_what_an_engine_keeps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_is_kept_for_another_call_is_not_continued() -> None:
-    kept = Sessions()
+    kept = KeptSessions()
     kept.keep("a", 3, placed(0), Tokens.of(to_bytes(range(10))))
 
     def asked(after: int, num_kept: int) -> Tokens | None:

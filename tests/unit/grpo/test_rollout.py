@@ -19,7 +19,7 @@ import pytest
 
 from recipes.config.tree import CircuitBreakerConfig
 from recipes.errors import EngineError, RequestError, RunError, StalledError
-from recipes.generation.clients.session import Session
+from recipes.generation.clients.session import EngineSession
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.data import PromptDataset, PromptStream
 from recipes.grpo.draw import NO_VARIANCE, CollectorState
@@ -58,7 +58,7 @@ class Sampler:
             finish_reason="stop",
         )
 
-    def end(self, _session: Session) -> None: ...
+    def end(self, _session: EngineSession) -> None: ...
 
 
 class Runner:

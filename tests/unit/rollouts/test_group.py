@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from recipes.errors import EngineError
-from recipes.generation.clients.session import Session
+from recipes.generation.clients.session import EngineSession
 from recipes.rollouts.group import GroupRequest, GroupRunner
 from recipes.types import Completion, ModelClient, Rollout, Row, Sampling
 
@@ -31,7 +31,7 @@ class Sampler:
             self.ended.append(sample[0])
         raise AssertionError("nothing sets the event")
 
-    def end(self, _session: Session) -> None: ...
+    def end(self, _session: EngineSession) -> None: ...
 
 
 class Runner:

@@ -269,7 +269,7 @@ def _tool_problems(where: str, tool: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(where=where, wrong=f"{primitive} needs an argument that is {missing}", fix=fix)
     given = [node["is"] for node in parameters.values() if "is" in node]
     for meaning in sorted({meaning for meaning in given if given.count(meaning) > 1}):
-        yield Problem(where=where, wrong=f"two parameters are {meaning}", fix="keep one of them")
+        yield Problem(where=where, wrong=f"two parameters are {meaning}", fix="leave one of them out")
     for meaning, kind in sorted(meanings.items()):
         if meaning not in known:
             fix = suggestion(meaning, known) if known else "leave it out"
