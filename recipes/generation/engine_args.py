@@ -48,10 +48,14 @@ def engine_args(
     temperature T this is the log-softmax of logits / T, which is what the trainer computes. With top-p or top-k it
     would be that of the filtered distribution, which the trainer does not compute; the configuration refuses both.
 
-    Raises `ConfigError` when `vllm_kwargs` sets an argument that belongs to the recipe.
+    Raises `ConfigError` when `vllm_kwargs` sets an argument that belongs to the recipe, and for speculative decoding on
+    a CPU, where vLLM's kernels sample wrong tokens without saying so.
     """
     vllm_cfg = cfg.vllm_cfg
     _refuse_ours(cfg.vllm_kwargs)
+    if is_cpu and cfg.vllm_kwargs.get("speculative_config"):
+        where, wrong = "policy.generation.vllm_kwargs.speculative_config", "on a CPU vLLM then samples wrong tokens"
+        raise ConfigError(Problem(where=where, wrong=wrong, fix="remove it, or run on a GPU"))
     num_ranks = vllm_cfg.tensor_parallel_size * vllm_cfg.pipeline_parallel_size
     args: dict[str, Any] = {
         "model": model_path,

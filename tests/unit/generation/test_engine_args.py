@@ -66,14 +66,19 @@ def test_vllm_kwargs_win_over_the_rest() -> None:
     assert args(config(vllm_kwargs={"max_num_seqs": 7, "seed": 9}))["seed"] == 9
 
 
+def test_speculative_decoding_on_a_cpu_is_refused_for_it_samples_wrong_tokens() -> None:
+    with pytest.raises(ConfigError, match=r"speculative_config: on a CPU vLLM then samples wrong tokens; remove it"):
+        args(config(vllm_kwargs={"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}))
+
+
 def test_engines_that_are_pushed_to_first_read_no_weights_unless_a_push_cannot_reach_all() -> None:
-    def load_format(**vllm_kwargs: Any) -> object:
+    def load_format(*, is_cpu: bool = True, **vllm_kwargs: Any) -> object:
         cfg = config(vllm_kwargs=vllm_kwargs)
-        result = engine_args(cfg, model_path="/model", seed=3, is_cpu=True, loads_weights=False)
+        result = engine_args(cfg, model_path="/model", seed=3, is_cpu=is_cpu, loads_weights=False)
         return result.get("load_format")
 
     assert load_format() == load_format(max_num_seqs=7) == "dummy"
-    assert load_format(speculative_config={"method": "mtp"}) is None
+    assert load_format(speculative_config={"method": "mtp"}, is_cpu=False) is None
     assert load_format(quantization="fp8") is None
     assert load_format(load_format="runai_streamer") == "runai_streamer"
     assert "load_format" not in args(config()), "an engine that is told to load its weights reads them"
