@@ -191,7 +191,7 @@ export-hf: $(READY) ## turn a checkpoint into a Hugging Face directory, on one p
 
 .PHONY: tiny
 tiny: $(READY) ## make what SCALE=tiny needs: data/tiny and the SFT checkpoint models/tiny-sft
-#= BLEND=wide (for the wide blend, stage 2.1 and stage 3)
+#= BLEND=wide (for the wide blend, stage 2.1 and stage 3), BLEND=swe2 (stage 2.2)
 	$(PYTHON) -m tools.tiny.prepare --models models --data data $(if $(BLEND),--blend $(BLEND))
 
 ##@ Images (with docker buildx, podman or buildah; DRY_RUN=1 prints the commands)

@@ -96,6 +96,8 @@ def bad_files(images: Sequence[Path]) -> Iterator[Finding]:
     """Name the images that are no SIF file, or cut."""
     bad = []
     for image in sorted(set(images)):
+        if image.is_dir():  # a root file system; runtimes take these, too
+            continue
         file = read_image(image)
         if file.kind != "SIF":
             bad.append((image, "this is not a SIF file"))

@@ -14,7 +14,8 @@ from recipes.errors import LaunchError, Problem
 
 TINY_MODEL, WIDE_MODEL = "models/tiny-sft", "models/tiny-wide-sft"
 TINY_DATA = "data/tiny"
-OWN_TINY_DATA = ("swe1", "rlhf")  # blends of the stages whose rows data/tiny does not have
+OWN_TINY_DATA = ("swe1", "swe2", "rlhf")  # blends of the stages whose rows data/tiny does not have
+TINY_IMAGES = "images"  # below the rows of a stage whose tasks need images
 WIDE = "wide"  # the other blend of stages 1.1 to 1.3 at scale tiny
 WIDE_CONFIG = "wide.yaml"  # beside the configuration that the stage table names
 FILLED = ("EXP_NAME", "CONFIG_PATH", "TRAIN_PATH", "VAL_PATH", "MODEL_PATH")
@@ -59,6 +60,8 @@ def stage_environment(name: str, environ: Mapping[str, str], root: Path) -> dict
         "TRAIN_PATH": str(data / "train-split.jsonl"),
         "VAL_PATH": str(data / "val-split.jsonl"),
     }
+    if scale == "tiny" and "sif" in stage.requires:
+        filled["SIF_DIR"] = str(data / TINY_IMAGES)
     if not environ.get("CONFIG_PATH"):
         path = config_path(stage, scale, platform)
         filled["CONFIG_PATH"] = str(path.with_name(WIDE_CONFIG) if is_wide and stage.blend.startswith("rlvr") else path)

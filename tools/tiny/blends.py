@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.tiny import judged_tasks, text_tasks, tool_tasks
+from tools.tiny import judged_tasks, repository_tasks, text_tasks, tool_tasks
 from tools.tiny.tasks import TASKS, TinyTask
 
 
@@ -35,4 +35,5 @@ WIDE_TASKS = (
 RLVR = TinyBlend(name="tiny", tasks=TASKS, train_rows=1920, val_rows=200)  # an epoch of 120 steps with 16 prompts each
 WIDE = TinyBlend(name="tiny-wide", tasks=WIDE_TASKS, train_rows=60 * len(WIDE_TASKS), val_rows=12 * len(WIDE_TASKS))
 SWE1 = TinyBlend(name="tiny-swe1", tasks=(tool_tasks.SWE_CALLS,), train_rows=640, val_rows=64)
+SWE2 = TinyBlend(name="tiny-swe2", tasks=(repository_tasks.REPOSITORIES,), train_rows=128, val_rows=32)
 RLHF = TinyBlend(name="tiny-rlhf", tasks=(judged_tasks.PREFERENCE, tool_tasks.CALLS), train_rows=320, val_rows=64)

@@ -1,9 +1,10 @@
 """Make what SCALE=tiny needs: data/tiny with its splits and manifest, and the SFT checkpoint models/tiny-sft.
 
-    python -m tools.tiny.prepare --data data [--models models] [--seed 42] [--blend wide]
+    python -m tools.tiny.prepare --data data [--models models] [--seed 42] [--blend wide | swe2]
 
 With `--blend wide` also the rows of the wide blend, of stage 2.1 and of stage 3, and in place of models/tiny-sft the
-checkpoint models/tiny-wide-sft, whose warm-up has all of them.
+checkpoint models/tiny-wide-sft, whose warm-up has all of them. With `--blend swe2` the rows and the images of stage
+2.2, and models/tiny-swe2-sft.
 
 Makes only what is missing or out of date. The rows are filled and split by the tools that the published blends use.
 """
@@ -13,19 +14,27 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from tools.command_line import exit_status
 from tools.data.fill import fill
-from tools.data.split import VALIDATION, split
+from tools.data.split import TRAIN, VALIDATION, split
 from tools.files.locks import only_one
-from tools.tiny.blends import RLHF, RLVR, SWE1, WIDE, TinyBlend
+from tools.planning.stage_env import TINY_IMAGES
+from tools.tiny.blends import RLHF, RLVR, SWE1, SWE2, WIDE, TinyBlend
 from tools.tiny.make_blend import MATH_AGENT, SOURCES, make_blend
-from tools.tiny.sft import SftSettings, make_sft_checkpoint, wide_settings
+from tools.tiny.repository_tasks import repositories_in
+from tools.tiny.sft import SftSettings, make_sft_checkpoint, swe2_settings, wide_settings
+from tools.tiny.task_images import make_images
 from tools.tiny.tool_tasks import OFFICE, write_office
 
-CHECKPOINT, WIDE_CHECKPOINT = "tiny-sft", "tiny-wide-sft"
-OF_WIDE = (RLVR, WIDE, SWE1, RLHF)
+# Name of a blend -> the rows to make, the name of the checkpoint, the settings of its warm-up.
+MADE: dict[str, tuple[tuple[TinyBlend, ...], str, Callable[..., SftSettings]]] = {
+    "tiny": ((RLVR,), "tiny-sft", SftSettings),
+    "wide": ((RLVR, WIDE, SWE1, RLHF), "tiny-wide-sft", wide_settings),
+    "swe2": ((SWE2,), "tiny-swe2-sft", swe2_settings),
+}
 
 
 def prepare_data(data: Path, *, seed: int, blend: TinyBlend = RLVR) -> Path:
@@ -41,9 +50,12 @@ def prepare_data(data: Path, *, seed: int, blend: TinyBlend = RLVR) -> Path:
 
 
 def prompts_of(rows_file: Path) -> frozenset[str]:
-    """Return the user messages of a split."""
-    rows = map(json.loads, rows_file.read_text(encoding="utf-8").splitlines())
-    return frozenset(row["responses_create_params"]["input"][-1]["content"] for row in rows)
+    """Return the user messages of a split, or the problems of its repositories."""
+    requests = [json.loads(line)["responses_create_params"] for line in rows_file.read_text("utf-8").splitlines()]
+    return frozenset(
+        request["input"][-1]["content"] if request["input"] else request["metadata"]["problem_statement"]
+        for request in requests
+    )
 
 
 @exit_status
@@ -54,20 +66,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--models", type=Path, help="directory to write the checkpoint to; default: make only the data")
     parser.add_argument("--seed", type=int, default=42, help="of the rows, the conversations and the weights")
     parser.add_argument(
-        "--blend", default="", choices=("", "tiny", "wide"), help="wide: all tiny rows, tools and judges too"
+        "--blend", default="", choices=("", *MADE), help="wide: tools and judges too; swe2: repositories"
     )
     options = parser.parse_args(arguments)
-    is_wide = options.blend == "wide"
+    blends, checkpoint, settings = MADE[options.blend or "tiny"]
     with only_one(options.data / ".prepare.lock"):
-        blends = OF_WIDE if is_wide else (RLVR,)
         splits = [prepare_data(options.data, seed=options.seed, blend=blend) for blend in blends]
-        if is_wide:
+        if WIDE in blends:
             write_office(options.data / Path(OFFICE).name)
+        if SWE2 in blends:
+            place = options.data / SWE2.name
+            made = (*repositories_in(place / TRAIN), *repositories_in(place / VALIDATION))
+            make_images(place / TINY_IMAGES, made)
         if options.models:
             held_out = frozenset().union(*(prompts_of(directory / VALIDATION) for directory in splits))
-            name = WIDE_CHECKPOINT if is_wide else CHECKPOINT
-            settings = wide_settings(seed=options.seed) if is_wide else SftSettings(seed=options.seed)
-            make_sft_checkpoint(options.models / name, settings, held_out)
+            make_sft_checkpoint(options.models / checkpoint, settings(seed=options.seed), held_out)
     return 0
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tools.tiny import judged_tasks, text_tasks, tool_tasks
+from tools.tiny import judged_tasks, repository_tasks, text_tasks, tool_tasks
 from tools.tiny.blends import WIDE_TASKS
 from tools.tiny.model import build_model
 from tools.tiny.tasks import TASKS, Fields, Reply, TinyProblem, TinyTask, demonstrate
@@ -68,6 +68,17 @@ def wide_settings(*, seed: int) -> SftSettings:
         batch=(8, 8, 10, 6, *(4 for _ in WIDE_TASKS[len(TASKS) :]), 4),
         parts=3,
         more_words=(*tool_tasks.WORDS, *text_tasks.WORDS, *judged_tasks.WORDS),
+    )
+
+
+def swe2_settings(*, seed: int) -> SftSettings:
+    """Return the warm-up of stage 2.2 alone."""
+    return SftSettings(
+        seed=seed,
+        steps=200,
+        tasks=(repository_tasks.REPOSITORIES,),
+        batch=(24,),
+        more_words=repository_tasks.words(),
     )
 
 

@@ -26,7 +26,7 @@ _homes: dict[int, Path] = {}  # process -> its directory; a fork makes its own
 def home() -> Path:
     """Return this process's directory; the first call makes it, and removes those that killed processes have left."""
     if os.getpid() not in _homes:
-        parent = Path(tempfile.gettempdir())
+        parent = _parent(Path(tempfile.gettempdir()))
         clear_abandoned(parent)
         _homes[os.getpid()] = _make(parent)
         atexit.register(_remove, os.getpid())
@@ -62,6 +62,16 @@ def clear_abandoned(parent: Path) -> None:
             if (lock := _lock(path)) is not None:
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)
+
+
+def _parent(temporary: Path) -> Path:
+    """Return the temporary directory, or /tmp where the containers' user could not pass through it.
+
+    That of a run is its user's alone, and root's containers run as nobody.
+    """
+    is_own = container_user() == os.geteuid()
+    can_pass = all(path.stat().st_mode & stat.S_IXOTH for path in (temporary, *temporary.parents))
+    return temporary if is_own or can_pass else Path("/tmp")
 
 
 def _make(parent: Path) -> Path:

@@ -70,6 +70,11 @@ SOLVES: dict[str, list[str]] = {  # what the policy says, by family
         called("run_command", keystrokes=SED, duration=5),
         called("mark_task_complete"),
     ],
+    "tiny": [
+        called("view", path="calc.py"),
+        called("replace", path="calc.py", old=FAULT, new=FIX),
+        MESSAGE,
+    ],
 }
 
 

@@ -42,7 +42,7 @@ def test_a_family_can_work(name: str) -> None:
     """It can run commands and change files, and every tool is a tool of a request."""
     harness = harnesses()[name]
     done = {primitive for tool in harness.tools for primitive in tool.primitives.values()}
-    assert "shell" in done
+    assert "shell" in done or name == "tiny"  # whose models could write no command
     assert harness.without_call is None or "finish" in done
     offered = offered_names(harness, seed="a", is_diverse=False, is_camel=False)
     assert len(chat_tools({"tools": request_tools(offered)})) == len(harness.tools)

@@ -65,7 +65,8 @@ def test_missing_images_are_counted_with_their_rows(case):
 
 def test_the_directory_itself_may_be_missing(case):
     needed = "each of the 1 instances of the data needs a task image"
-    assert found(case, SIF_DIR="") == [("SIF001", f"not set: {needed}")]
+    ((code, wrong),) = found(case, SIF_DIR="")
+    assert code == "SIF001" and wrong.endswith(f"data/tiny-swe2/images: {needed}")  # where the tiny scale makes them
     assert found(case, SIF_DIR="/no/where") == [("SIF001", f"no directory /no/where: {needed}")]
 
 
@@ -78,6 +79,10 @@ def test_a_formatter_of_the_user_wins(case):
 def test_other_files_and_cut_ones_are_named(case):
     case.sif.write_bytes(b"<html>")
     assert found(case) == [("SIF003", "this is not a SIF file")]
+    case.sif.unlink()
+    case.sif.mkdir()  # a root file system
+    assert found(case) == []
+    case.sif.rmdir()
     case.sif.write_bytes(sif_file(content=100, cut=30))
     assert found(case) == [("SIF003", "the file is cut: 198 bytes of 228")]
 

@@ -55,7 +55,7 @@ def test_stage_2_2_trains_on_the_rows_whose_images_are_good(tmp_path):
     assert env["VAL_PATH"] == f"{tmp_path}/data/swe2-good/val-split.jsonl"
     assert stage_environment("stage2.2", {"TRAIN_PATH": "mine"}, tmp_path)["TRAIN_PATH"] == "mine"
     assert stage_environment("stage2.2", {"SCALE": "tiny"}, tmp_path)["TRAIN_PATH"].endswith(
-        "data/tiny/train-split.jsonl"
+        "data/tiny-swe2/train-split.jsonl"
     )
 
 
@@ -70,12 +70,15 @@ def test_the_wide_blend_has_its_own_rows_model_and_runs():
     assert env["MODEL_PATH"] == "/checkout/results/stage1.1-rlvr1-tiny-wide/checkpoints/latest/hf"
 
 
-@pytest.mark.parametrize(("stage", "rows"), [("stage2.1", "tiny-swe1"), ("stage3", "tiny-rlhf")])
+@pytest.mark.parametrize(
+    ("stage", "rows"), [("stage2.1", "tiny-swe1"), ("stage2.2", "tiny-swe2"), ("stage3", "tiny-rlhf")]
+)
 @pytest.mark.parametrize("blend", ["", "wide"])
 def test_a_stage_with_environments_of_its_own_has_its_own_tiny_rows(stage, rows, blend):
     env = stage_environment(stage, {"SCALE": "tiny", "BLEND": blend}, ROOT)
     assert env["VAL_PATH"] == f"/checkout/data/{rows}/val-split.jsonl"
-    assert env["CONFIG_PATH"].endswith(("tiny/stage2_swe1.yaml", "tiny/stage3_rlhf.yaml"))
+    assert env["CONFIG_PATH"].endswith(("tiny/stage2_swe1.yaml", "tiny/stage2_swe2.yaml", "tiny/stage3_rlhf.yaml"))
+    assert env.get("SIF_DIR", "") == ("/checkout/data/tiny-swe2/images" if stage == "stage2.2" else "")
 
 
 def test_a_blend_that_is_not_there_is_refused_at_the_tiny_scale():
