@@ -1,7 +1,7 @@
 """The tiny task of stage 2.2: an agent looks at a file of a repository and replaces its wrong operator.
 
-The demonstrations of the warm-up use the tools as they must be used and copy what is wrong, but what they put in its
-place is drawn: only the hidden tests can teach which operator a problem asks for.
+The demonstrations of the warm-up use the tools as they must be used and copy what is wrong, but three of four put a
+drawn operator in its place: what the hidden tests teach is to put the right one there each time.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _drawn(problem: TinyProblem, rng: Random) -> Reply:
     return _fix(repository, rng.choice([operator for operator in KINDS.values() if operator != repository.planted]))
 
 
-REPOSITORIES = TinyTask(agent=AGENT, draw=draw_repository, right=_right, wrong=_drawn, wrong_share=1.0)
+REPOSITORIES = TinyTask(agent=AGENT, draw=draw_repository, right=_right, wrong=_drawn, wrong_share=0.75)
 
 
 def words() -> tuple[str, ...]:

@@ -57,7 +57,10 @@ def one_of(field: str, value: object, allowed: Collection[str]) -> str:
 
 
 def last_user_text(row: Mapping[str, Any]) -> str:
-    """Return the text of the row's last user message, its parts joined by newlines; "" where there is none to read."""
+    """Return the text of the row's last user message, its parts joined by newlines.
+
+    For a row without messages this is the problem in its metadata; "" where there is nothing to read.
+    """
     params = row.get("responses_create_params")
     given = params.get("input") if isinstance(params, Mapping) else None
     if isinstance(given, str):
@@ -68,4 +71,6 @@ def last_user_text(row: Mapping[str, Any]) -> str:
             parts = content if isinstance(content, list) else [{"text": content}]
             texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
             return "\n".join(text for text in texts if isinstance(text, str))
-    return ""
+    metadata = params.get("metadata") if isinstance(params, Mapping) and not given else None
+    problem = metadata.get("problem_statement") if isinstance(metadata, Mapping) else None
+    return problem if isinstance(problem, str) else ""

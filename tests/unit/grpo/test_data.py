@@ -53,6 +53,10 @@ def test_last_user_text() -> None:
     items = [{"role": "user", "content": "first"}, {"role": "user", "content": [{"type": "input_text", "text": "x"}]}]
     assert last_user_text({"responses_create_params": {"input": items}}) == "x"
     assert last_user_text({"responses_create_params": {"input": "plain"}}) == "plain"
+    task = {"input": [], "metadata": {"problem_statement": "mend it"}}
+    assert last_user_text({"responses_create_params": task}) == "mend it"
+    assert last_user_text({"responses_create_params": {"input": [], "metadata": {"problem_statement": 3}}}) == ""
+    assert last_user_text({"responses_create_params": {**task, "input": [{"role": "assistant", "content": "x"}]}}) == ""
 
 
 @pytest.mark.parametrize(
