@@ -23,7 +23,7 @@ SETTINGS = "tokenizer_config.json"
 FILES = ("config.json", "tokenizer.json", SETTINGS)
 COMPLETE = "COMPLETE"  # written last by recipes/grpo/checkpoint.py: file -> sha256
 MAX_HASHED_BYTES = 2 * 2**30  # of one export: some seconds of reading
-FIX = "set MODEL_PATH to a Hugging Face checkpoint; `make tiny` makes the tiny one"
+FIX = "set MODEL_PATH to a Hugging Face checkpoint; `make tiny` makes the tiny ones"
 AGAIN = "copy or export the checkpoint again"
 
 
