@@ -36,15 +36,29 @@ def wait_for_port(address: str, end: float) -> bool:
     return False
 
 
-def wait_for_nodes(address: str, expected: Sequence[str], units: int, end: float, timeline: Timeline) -> list[str]:
-    """Return the nodes that have not joined with all their worker units when `end` (monotonic) comes."""
+def join(address: str, end: float) -> bool:
+    """Connect to the head once it listens, and return whether it did before `end` (monotonic).
+
+    A head that fails at its start is started once more: one that listened may be gone when it is asked.
+    """
     import ray  # takes as long as the head takes to listen
 
+    while wait_for_port(address, end):
+        with suppress(ConnectionError):
+            ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+            return True
+        time.sleep(_POLL_SECONDS)
+    return False
+
+
+def wait_for_nodes(address: str, expected: Sequence[str], units: int, end: float, timeline: Timeline) -> list[str]:
+    """Return the nodes that have not joined with all their worker units when `end` (monotonic) comes."""
+    import ray
+
     missing = list(expected)
-    if not wait_for_port(address, end):
+    if not join(address, end):
         return missing
     timeline.mark("the head listens")
-    ray.init(address=address, logging_level="ERROR", log_to_driver=False)
     try:
         while True:
             joined = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import socket
+import time
 
 import pytest
 
@@ -44,3 +46,27 @@ def test_the_timeline_counts_from_the_start_of_the_job(tmp_path, monkeypatch):
     timeline.mark("the head listens")
     timeline.write(tmp_path / "bring_up.json")
     assert (tmp_path / "bring_up.json").read_text() == '{\n  "the head listens": 12.3\n}\n'
+
+
+@pytest.mark.parametrize("fails", [0, 2])
+def test_a_head_that_fails_after_it_listened_is_joined_once_it_is_there_again(fails, monkeypatch):
+    tries = []
+
+    def init(**_kwargs):
+        tries.append(1)
+        if len(tries) <= fails:
+            raise ConnectionError("no GCS")
+
+    monkeypatch.setattr("ray.init", init)
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        assert barrier.join(f"127.0.0.1:{head.getsockname()[1]}", time.monotonic() + 60)
+    assert len(tries) == fails + 1
+
+
+def test_a_head_that_never_answers_is_given_up_at_the_deadline(monkeypatch):
+    def init(**_kwargs):
+        raise ConnectionError("no GCS")
+
+    monkeypatch.setattr("ray.init", init)
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        assert not barrier.join(f"127.0.0.1:{head.getsockname()[1]}", time.monotonic() + 0.6)
