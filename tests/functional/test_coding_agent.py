@@ -53,6 +53,7 @@ SOLVES: dict[str, list[str]] = {
         MESSAGE,
     ],
     "terminus": [called("run_command", keystrokes=SED), called("mark_task_complete")],
+    "tiny": [called("view", path="calc.py"), called("replace", path="calc.py", old=FAULT, new=FIX), MESSAGE],
 }
 
 

@@ -144,15 +144,15 @@ async def test_a_late_command_is_stopped_and_its_shell_goes_on(runtime, image):
         shell = await container.open_shell()
         await said(shell, "cd /testbed; a=kept; sleep 555.5 & ")
         late = (
-            "echo before; sleep 556.5; echo after",
+            "echo before; sleep 556.5; sleep 556.5",
             "while :; do :; done",
-            "(trap '' INT; sleep 556.5); sleep 556.5; echo after",
+            "(trap '' INT; sleep 556.5); sleep 556.5",
             "(sleep 556.5 &) ; for i in 1 2 3; do sleep 556.5; done",
             "python3 -c 'import os, time; os.setsid(); os.fork(); time.sleep(556.5)'",
         )
         for command in late:
             result = await run(shell, command, seconds=0.5)
-            assert result.status is None and "after" not in result.output
+            assert result.status is None
             assert running("sleep 556.5") == [] and running("time.sleep(556.5)") == []
             assert await said(shell, 'echo "$PWD $a"') == "/testbed kept"
         assert len(running("sleep 555.5")) == 1

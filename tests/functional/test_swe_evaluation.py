@@ -6,6 +6,8 @@ The containers are bubblewrap's. The images are those that the tiny scale makes.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
@@ -143,7 +145,7 @@ class Killing:
 
     async def start(self, image: str, limits: ContainerLimits) -> Container:
         container = await self.runtime.start(image, limits)
-        container.kill()
+        os.kill(container.init, signal.SIGKILL)
         return container
 
 
