@@ -37,10 +37,7 @@ def wait_for_port(address: str, end: float) -> bool:
 
 
 def join(address: str, end: float) -> bool:
-    """Connect to the head once it listens, and return whether it did before `end` (monotonic).
-
-    A head that fails at its start is started once more: one that listened may be gone when it is asked.
-    """
+    """Connect to the head, also to one that failed and was started once more; False when `end` (monotonic) comes."""
     import ray  # takes as long as the head takes to listen
 
     while wait_for_port(address, end):

@@ -117,7 +117,7 @@ def test_a_missing_task_image_is_found(case):
     assert not {"SIF001", "SIF002", "SIF003"} & set(known)
     case.sif.unlink()
     assert sorted(case.codes("stage2.2", SCALE="tiny")) == sorted([*known, "SIF002"])
-    assert sorted(case.codes("stage2.2", SCALE="tiny", SIF_DIR="")) == sorted([*known, "SIF001"])
+    assert sorted(case.codes("stage2.2", SCALE="tiny", SIF_DIR="/no/where")) == sorted([*known, "SIF001"])
 
 
 @contextmanager
