@@ -1,8 +1,9 @@
-"""Writing a file whole or not at all, its hash, and the nearest place above it that exists."""
+"""Writing a file whole or not at all, its hash, the lock of a directory, and the nearest place that exists."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
@@ -77,3 +78,17 @@ def sha256_of(path: Path) -> str:
     """Return the hex digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def lock_directory(path: Path) -> int | None:
+    """Lock a directory and return the open descriptor; None when another process holds it, or it is gone."""
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return None
+    return lock

@@ -134,7 +134,7 @@ def check(draft: Draft) -> Iterator[Finding]:
             continue
         if not path.is_file():
             wrong = "this is a directory, and a JSONL file is needed" if path.is_dir() else "no such file"
-            yield found("DAT001", where=str(path), wrong=wrong, fix=f"run `make data`, or set {variable}")
+            yield found("DAT001", where=str(path), wrong=wrong, fix=f"run `{_maker(path)}`, or set {variable}")
             continue
         scan = scans[path] = scan_file(path, check_row, marker_of(draft.config))
         yield from scan_findings(path, scan)
@@ -246,3 +246,9 @@ def effort_findings(path: Path, scan: FileScan, config: Config) -> Iterator[Find
     elif is_on and scan.num_rows and not scan.num_marked:
         fix = "make the data again if the marker was lost, e.g. in the fill step; else set low_weight to 0"
         yield found("DAT009", where=str(path), wrong=f"{share}, though {EFFORT} is on", fix=fix)
+
+
+def _maker(path: Path) -> str:
+    """Return the command that makes a missing file of rows, by the directory that a stage's rows are in."""
+    name = path.parent.name
+    return "make tiny BLEND=swe2" if name == "tiny-swe2" else f"make {'tiny BLEND=wide' if 'tiny-' in name else 'data'}"

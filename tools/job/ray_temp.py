@@ -12,7 +12,6 @@ next on the node clears the directories without a lock (`clear_abandoned`).
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import stat
@@ -22,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from recipes.errors import LaunchError, Problem
+from recipes.files import lock_directory
 
 PREFIX = "rl-"  # of the directories below /tmp
 RAY = "ray"
@@ -40,7 +40,7 @@ def make_private(path: Path, *, logs: Path) -> int:
         except FileExistsError as error:
             wrong = f"it exists already and belongs to user {path.lstat().st_uid}, so Ray's sockets cannot lie below it"
             raise LaunchError(Problem(where=str(path), wrong=wrong, fix="remove it, and start again")) from error
-        lock = _lock(path)
+        lock = lock_directory(path)
         if lock is not None and not os.fstat(lock).st_nlink:
             os.close(lock)  # another start took the empty directory for an abandoned one
             lock = None
@@ -51,7 +51,7 @@ def make_private(path: Path, *, logs: Path) -> int:
 def clear_abandoned(parent: Path) -> None:
     """Remove this user's directories below `parent` that no program holds; copy their logs where they were to go."""
     for path in _own(parent):
-        if (lock := _lock(path)) is None:
+        if (lock := lock_directory(path)) is None:
             continue
         with suppress(OSError):  # of an empty directory, whose start was killed while it made it
             path.rmdir()
@@ -72,20 +72,6 @@ def _own(parent: Path) -> Iterator[Path]:
             found = path.lstat()
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
                 yield path
-
-
-def _lock(path: Path) -> int | None:
-    """Lock a directory and return the descriptor; None when another program holds it, or it is gone."""
-    try:
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        return None
-    return lock
 
 
 def keep_logs(temp: Path, target: Path) -> None:

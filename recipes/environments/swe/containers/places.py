@@ -7,7 +7,6 @@ of the same user that starts containers removes the directories without a lock.
 from __future__ import annotations
 
 import atexit
-import fcntl
 import os
 import shutil
 import stat
@@ -16,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from recipes.environments.swe.contract import ContainerFailedError
+from recipes.files import lock_directory
 
 AS_NOBODY = Path(__file__).with_name("as_nobody.sh")
 PREFIX = "swe-containers-"
@@ -59,7 +59,7 @@ def clear_abandoned(parent: Path) -> None:
             found = path.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
                 continue
-            if (lock := _lock(path)) is not None:
+            if (lock := lock_directory(path)) is not None:
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)
 
@@ -77,26 +77,12 @@ def _parent(temporary: Path) -> Path:
 def _make(parent: Path) -> Path:
     while True:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        lock = _lock(path)
+        lock = lock_directory(path)
         if lock is not None and os.fstat(lock).st_nlink:  # else another start took it for an abandoned one
             path.chmod(0o711)  # the container's user passes through
             return path
         if lock is not None:
             os.close(lock)
-
-
-def _lock(path: Path) -> int | None:
-    """Lock a directory and return the descriptor, which stays open; None when another process holds it."""
-    try:
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        return None
-    return lock
 
 
 def _remove(pid: int) -> None:

@@ -13,15 +13,11 @@ import pytest
 
 from recipes.environments.agents.coding.agent import Means, SetUpError, coding
 from recipes.environments.agents.coding.harness import HARNESSES
-from recipes.environments.agents.coding.outcome import Work, error_kind, verdict_on
 from recipes.environments.agents.coding.settings import CodingSettings, coding_settings
 from recipes.environments.agents.episode import Episode
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.chat.tool_calls import FlagPatterns
-from recipes.environments.contract.verdict import NoVerdict, Verdict
-from recipes.environments.model_server.agent import error_metrics
 from recipes.environments.swe.contract import (
-    AgentEnd,
     CommandResult,
     Container,
     ContainerEnd,
@@ -34,7 +30,6 @@ from recipes.errors import EngineError
 from recipes.tokens import pack_rollouts
 from recipes.types import Completion, Rollout, RolloutStatus, VersionSpan
 from tests.directory_container import DirectoryContainer, DirectoryRuntime
-from tests.recorded import recorded
 from tests.unit.environments.agents.test_patches import git
 
 LIMITS = ContainerLimits(memory_mib=1024)
@@ -378,54 +373,3 @@ async def test_the_shell_enters_the_environment_of_the_image(case: Case) -> None
     answer = case.codec.text(rollout.turns[1].prompt_token_ids)
     assert f"entered 1\n{case.task.workspace}\n" in answer
     assert rollout.metrics["num_commands"] == 1.0
-
-
-PASSED, FAILED = Evaluation(resolved=True, reason="all"), Evaluation(resolved=False, reason="test_a failed")
-LATE, MEMORY = (
-    Evaluation(resolved=False, reason="stopped", is_late=True),
-    Evaluation(resolved=False, reason="stopped", out_of_memory=True),
-)
-TABLE: list[tuple[AgentEnd, Evaluation | None, float, bool]] = [
-    (AgentEnd.FINISHED, PASSED, 1.0, False),
-    (AgentEnd.FINISHED, FAILED, 0.0, False),
-    (AgentEnd.FINISHED, None, 0.0, False),
-    (AgentEnd.FINISHED, LATE, 0.0, True),
-    (AgentEnd.FINISHED, MEMORY, 0.0, True),
-    (AgentEnd.MAX_TURNS, PASSED, 1.0, True),
-    (AgentEnd.MAX_TURNS, FAILED, 0.0, False),
-    (AgentEnd.MAX_TURNS, None, 0.0, False),
-    (AgentEnd.CONTEXT, PASSED, 1.0, True),
-    (AgentEnd.CONTEXT, FAILED, 0.0, False),
-    (AgentEnd.STUCK, PASSED, 1.0, False),
-    (AgentEnd.STUCK, None, 0.0, False),
-    (AgentEnd.MEMORY, None, 0.0, True),
-    (AgentEnd.TIME, None, 0.0, True),
-    (AgentEnd.OTHER, None, 0.0, False),
-]
-
-
-@pytest.mark.parametrize(("end", "evaluation", "reward", "is_flagged"), TABLE)
-def test_verdicts_and_what_is_kept_out_of_the_loss(
-    end: AgentEnd, evaluation: Evaluation | None, reward: float, is_flagged: bool
-) -> None:
-    verdict = verdict_on(Work(end=end, patch="x", evaluation=evaluation))
-    assert isinstance(verdict, Verdict)
-    assert (verdict.reward, verdict.is_flagged) == (reward, is_flagged)
-    assert verdict.reason
-    assert [kind for kind in AgentEnd if verdict.metrics[f"ended/{kind}"]] == [end]
-
-
-def test_a_failed_evaluation_is_no_verdict_whatever_the_agent_did() -> None:
-    for end in AgentEnd:
-        found = verdict_on(Work(end=end, evaluation=Evaluation(resolved=True, reason="", failed="it broke")))
-        assert isinstance(found, NoVerdict)
-
-
-def test_kinds_of_errors_are_the_references() -> None:
-    golden = json.loads((recorded("GOLDEN_DIR", "golden") / "env" / "swe_agents_logic.json").read_text())
-    assert len(golden["classify_error"]) >= 8
-    for case in golden["classify_error"]:
-        assert error_kind(case["error"]) == case["kind"], case
-        counted = {} if case["kind"] is None else {f"agent_error/{case['kind']}": 1.0}
-        assert error_metrics({"error": case["error"], "note": "done"}) == counted
-    assert error_metrics({"error": {"a": 1}}) == error_metrics({}) == {}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.unit.tools.launch_case import PLACEHOLDER_ROW, ROW, LaunchCase, write_case
+from tools.doctor.data import _maker
 
 EFFORT = "env.nemo_gym.effort_levels"
 SHAPING_ON = (f"{EFFORT}.low_weight=0.2", f"{EFFORT}.low_string='{{reasoning effort: low}}'")
@@ -136,3 +137,11 @@ def test_validation_rows_that_are_training_rows_are_a_note(case):
     assert finding.problem.wrong == expected
     case.write_rows("val.jsonl", asking("Something else?"))
     assert "DAT010" not in case.codes()
+
+
+@pytest.mark.parametrize(
+    ("directory", "command"),
+    [("tiny-swe2", "make tiny BLEND=swe2"), ("tiny-rlhf", "make tiny BLEND=wide"), ("rlvr1", "make data")],
+)
+def test_a_missing_file_is_made_by_the_command_of_its_rows(directory, command):
+    assert _maker(Path("data") / directory / "train-split.jsonl") == command

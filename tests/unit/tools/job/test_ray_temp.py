@@ -80,15 +80,15 @@ def test_what_others_have_made_is_not_cleared(tmp_path, monkeypatch):
 
 
 def test_a_start_whose_empty_directory_was_cleared_makes_it_again(tmp_path, monkeypatch):
-    temp, lock = tmp_path / "rl-7-0-ab", ray_temp._lock
+    temp, lock = tmp_path / "rl-7-0-ab", ray_temp.lock_directory
 
     def late(path):
-        monkeypatch.setattr(ray_temp, "_lock", lock)
+        monkeypatch.setattr(ray_temp, "lock_directory", lock)
         taken = lock(path)
         path.rmdir()  # as `clear_abandoned` of another start would
         return taken
 
-    monkeypatch.setattr(ray_temp, "_lock", late)
+    monkeypatch.setattr(ray_temp, "lock_directory", late)
     os.close(make_private(temp, logs=tmp_path / "ray"))
     assert (temp / "logs_go_to").read_text() == str(tmp_path / "ray")
 
