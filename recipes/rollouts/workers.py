@@ -89,17 +89,20 @@ class RolloutWorkers:
             self._launch(worker)
 
     def connect(self, engines: Engines) -> None:
-        """Wait until all workers are up and let them sample on `engines`; raises `RunError` when one does not start."""
+        """Wait until all workers are up and know `engines`; raises `RunError` when one does not start.
+
+        A worker's calls may overtake each other: one that is up before it has heard of an engine could not sample.
+        """
         seconds = self._config.deadlines.engine_start
+        self._engines = engines
+        engines.subscribe(self._tell)
         for worker in self._workers:
             try:
-                ray.get(worker.actor.ping.remote(), timeout=seconds)
+                ray.get(worker.actor.follow.remote(self._open), timeout=seconds)
             except RayError as error:
                 cause = getattr(error, "cause", None) or error
                 raise RunError(f"{worker} did not start: {type(cause).__name__}: {cause}") from error
             worker.is_up = True
-        self._engines = engines
-        engines.subscribe(self._tell)
 
     async def run_group(self, request: GroupRequest) -> StoredGroup:
         """Return the headers of a prompt's rollouts and where their tokens lie.
@@ -130,8 +133,6 @@ class RolloutWorkers:
         actor = remote.remote(self._config, name=worker.name, num_workers=len(self._workers))
         with self._lock:
             worker.actor = actor
-            if self._engines is not None:
-                actor.follow.remote(self._open)
 
     def _tell(self, engines: OpenEngines) -> None:
         """Tell every worker which engines are open; called by any thread."""
@@ -198,7 +199,7 @@ class RolloutWorkers:
         for attempt in range(1, MAX_STARTS + 1):
             self._launch(worker)
             try:
-                await asyncio.wait_for(worker.actor.ping.remote(), seconds)
+                await asyncio.wait_for(worker.actor.follow.remote(self._open), seconds)
             except (RayError, TimeoutError) as error:
                 ray.kill(worker.actor)
                 logger.warning("%s: start %d of %d failed: %r", worker, attempt, MAX_STARTS, error)
