@@ -62,9 +62,9 @@ def run_stage(config_path: Path, run_dir: Path, overrides: list[str]) -> int:
     # Heavy imports come after the checks, so that a typo is reported in under a second, without torch.
     with without_gc():
         from recipes.config.keys.derive import derive
-        from recipes.grpo.heartbeat import Heartbeat
         from recipes.grpo.setup import setup
         from recipes.grpo.train import train
+        from recipes.heartbeat import Heartbeat
 
     with Heartbeat(run_dir) as heartbeat:
         run = setup(config, derive(config), run_dir, stop)

@@ -44,7 +44,7 @@ OVERRIDES = {
 DRIVER = """
 import sys, time
 from pathlib import Path
-from recipes.grpo.heartbeat import Heartbeat
+from recipes.heartbeat import Heartbeat
 
 run_dir = Path(sys.argv[1])
 while not run_dir.with_name("go").exists():

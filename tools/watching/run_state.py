@@ -1,6 +1,6 @@
 """What state a run is in, from its directory and its jobs: queued, running, done, failed, or dead without a word.
 
-status.json    the driver's heartbeat (recipes/grpo/heartbeat.py)
+status.json    the driver's heartbeat (recipes/heartbeat.py)
 metrics.jsonl  every step
 checkpoints/   what a resume would start from
 logs/latest/   the last lines of a driver that ended
@@ -21,7 +21,7 @@ from typing import Any
 
 from recipes.errors import LaunchError, Problem
 from recipes.grpo.checkpoint import complete_checkpoints
-from recipes.grpo.heartbeat import STATUS_FILE, pid_namespace, process_start
+from recipes.heartbeat import STATUS_FILE, pid_namespace, process_start
 from tools.planning.walltime import slurm_seconds
 from tools.report.load import StepRecord, load_steps
 from tools.watching.job_state import Queue, SlurmJob, read_queue

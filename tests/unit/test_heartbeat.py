@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from recipes import heartbeat
 from recipes.errors import StalledError
-from recipes.grpo import heartbeat
 from recipes.grpo.buffer import ReplayBuffer
-from recipes.grpo.heartbeat import Heartbeat, process_start
 from recipes.grpo.metrics import StepMetrics
+from recipes.heartbeat import Heartbeat, process_start
 from recipes.types import Group, PromptRef
 
 
