@@ -9,7 +9,9 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import secrets
 import socket
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -56,11 +58,11 @@ class SharedMemoryWriter:
 
     def __init__(self, shapes: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], *, driver_pid: int) -> None:
         remove_stale_files()
-        path = _SHARED_MEMORY / f"{_PREFIX}{driver_pid}-{os.getpid()}"
+        # Other users of the machine shall not read weights, nor make a file of this name first: they cannot guess it.
+        path = _SHARED_MEMORY / f"{_PREFIX}{driver_pid}-{os.getpid()}-{secrets.randbelow(10**12)}"
         self.layout = make_layout(shapes, path=str(path))
         temporary = path.with_name(f"{path.name}.tmp")
-        # Other users of the machine shall not read weights.
-        self._file = os.fdopen(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, mode=0o600), "w+b")
+        self._file = os.fdopen(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600), "w+b")
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.posix_fallocate(self._file.fileno(), 0, self.layout.num_bytes)  # fails here, not with SIGBUS at a write
         self._bytes = torch.frombuffer(mmap.mmap(self._file.fileno(), self.layout.num_bytes), dtype=torch.uint8)
@@ -84,9 +86,12 @@ class SharedMemoryWriter:
 
 
 def remove_stale_files() -> None:
-    """Remove the files that no process has locked: their owners are gone."""
+    """Remove this user's files that no process has locked: their owners are gone."""
     for path in _SHARED_MEMORY.glob(f"{_PREFIX}*[0-9]"):  # not those still being made
         try:
+            found = path.lstat()
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+                continue  # another user may have put a pipe there, which would be waited for
             with path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink(missing_ok=True)

@@ -18,8 +18,9 @@ def only_one(lock_file: Path) -> Iterator[None]:
     is_held, is_new = False, not lock_file.parent.exists()
     while not is_held:
         lock_file.parent.mkdir(parents=True, exist_ok=True)
-        with lock_file.open("ab") as file:
-            _lock(file)
+        # Its owner alone may open it: whoever may read a file may lock it, and so keep everybody else from the work.
+        with os.fdopen(os.open(lock_file, os.O_RDWR | os.O_CREAT, 0o600), "ab") as file:
+            _lock(lock_file, file)
             is_held = _is_at(lock_file, file)  # False when the process that held it has removed it since
             if is_held:
                 try:
@@ -31,12 +32,12 @@ def only_one(lock_file: Path) -> Iterator[None]:
                             lock_file.parent.rmdir()
 
 
-def _lock(file: BinaryIO) -> None:
+def _lock(path: Path, file: BinaryIO) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         wrong, fix = "another process holds this lock and is at work here", "wait until it has finished"
-        raise LaunchError(Problem(where=file.name, wrong=wrong, fix=fix)) from error
+        raise LaunchError(Problem(where=str(path), wrong=wrong, fix=fix)) from error
 
 
 def _is_at(path: Path, file: BinaryIO) -> bool:

@@ -101,19 +101,25 @@ class Signals:
 
 
 def take_slot() -> tuple[RayPorts, socket.socket]:
-    """Take the first slot of the port table that no other run has; raises `LaunchError` on a port taken by others."""
+    """Take the first slot of the port table whose ports are all free; raises `LaunchError` when there is none.
+
+    A slot without a run may still miss a port: any user of the machine can take one.
+    """
+    found: list[Problem] = []
     for slot in range(NUM_SLOTS):
         ports = ray_ports(slot)
         try:
             held = hold(ports.lock, host=LOOPBACK)
         except LaunchError:
             continue
-        if problems := node_problems(ports, head=True):
-            held.close()
-            raise LaunchError(problems)
-        return ports, held
+        problems = node_problems(ports, head=True)
+        if not problems:
+            return ports, held
+        held.close()
+        found = found or problems
     raise LaunchError(
-        Problem(
+        found
+        or Problem(
             where=LOCAL_RUNS,
             wrong=f"{NUM_SLOTS} are in progress on this machine, and more have no ports",
             fix="wait for one to end",

@@ -22,6 +22,7 @@ LOCK_FILE = ".lock"
 # a dead node longer, or for ever.
 OWN_SECONDS = 180.0
 _POLL_SECONDS = 0.5
+_LOCK_MODE = 0o600  # whoever may read a file may lock it, and so keep its run from ever starting again
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # Lustre mounted without -o flock answers ENOSYS
 
 
@@ -102,7 +103,7 @@ def lock_problems(run_dir: Path) -> list[Problem]:
 def _take_over(run_dir: Path, own: Holder, earlier: Holder) -> int:
     """Put a new, locked file in the place of the lock that a lost node seems to hold; return its descriptor."""
     path = run_dir / f"{LOCK_FILE}.{own.job_id}.{own.restart}"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, _LOCK_MODE)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     path.replace(run_dir / LOCK_FILE)
     print(f"lock: taken over from restart {earlier.restart} of this job ({earlier}), which is lost", flush=True)
@@ -111,7 +112,7 @@ def _take_over(run_dir: Path, own: Holder, earlier: Holder) -> int:
 
 def _try_lock(run_dir: Path) -> int:
     path = run_dir / LOCK_FILE
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, _LOCK_MODE)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(descriptor).st_ino != path.stat().st_ino:  # a later start took over between these two calls

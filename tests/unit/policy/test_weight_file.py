@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -37,6 +38,9 @@ def test_a_push_overwrites_every_tensor_and_the_file_goes_at_the_end() -> None:
             assert raw[offset : offset + len(expected)] == expected
     remove_stale_files()
     assert path.exists(), "a file in use was taken for a stale one"
+    other = SharedMemoryWriter(SHAPES, driver_pid=1)
+    assert other.layout.path != writer.layout.path, "another user could guess the name and make the file first"
+    other.close()
     writer.close()
     assert not path.exists()
 
@@ -83,6 +87,18 @@ def test_the_file_of_a_killed_run_is_removed() -> None:
     assert path.exists()
     remove_stale_files()
     assert not path.exists()
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_that_another_user_has_put_there_is_not_waited_for() -> None:
+    pipe = Path("/dev/shm/recipe-weights-0-0")
+    pipe.unlink(missing_ok=True)
+    os.mkfifo(pipe)
+    try:
+        remove_stale_files()
+        assert pipe.exists()
+    finally:
+        pipe.unlink()
 
 
 def test_a_group_that_never_forms_ends_at_its_deadline() -> None:

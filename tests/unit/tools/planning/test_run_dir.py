@@ -24,6 +24,7 @@ def test_second_start_is_refused_and_names_the_first(tmp_path):
     with pytest.raises(LaunchError, match=f"started by pid {os.getpid()} on"):
         lock_run(run_dir)
     assert len(lock_problems(run_dir)) == 1
+    assert (run_dir / ".lock").stat().st_mode & 0o777 == 0o600, "whoever can open it can lock the run"
     os.close(lock)
     assert lock_problems(run_dir) == []
 

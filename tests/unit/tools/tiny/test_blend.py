@@ -82,6 +82,7 @@ def test_a_rerun_changes_nothing(data: Path, capsys: pytest.CaptureFixture[str])
 
 def test_a_second_preparation_at_the_same_time_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with only_one(tmp_path / ".prepare.lock"):
+        assert (tmp_path / ".prepare.lock").stat().st_mode & 0o777 == 0o600, "whoever can open it can lock it"
         assert main(["--data", str(tmp_path)]) == 2
     assert "another process holds this lock and is at work here" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
