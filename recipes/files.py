@@ -6,7 +6,7 @@ import errno
 import fcntl
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -50,6 +50,13 @@ def sync_tree(path: Path) -> None:
         for name in names:
             _sync(Path(directory, name))
         _sync(Path(directory))
+
+
+def sync_files(paths: Iterable[Path]) -> None:
+    """Wait until the disk holds these files and their names."""
+    files = list(paths)
+    for path in [*files, *sorted({file.parent for file in files})]:
+        _sync(path)
 
 
 def sync_directory(path: Path) -> None:

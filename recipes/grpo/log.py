@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.text import Text
 
 from recipes.errors import ConfigError, Problem, RunError, StalledError
-from recipes.files import write_atomically
+from recipes.files import sync_files, write_atomically
 from recipes.grpo.metrics import PHASES, TIMING_PREFIX, StepMetrics, group_pass_rate, metrics_record
 from recipes.tokens import TokenStore
 from recipes.types import Group, RolloutHeader
@@ -40,6 +40,7 @@ METRICS_FILE = "metrics.jsonl"
 PASS_RATES_FILE = "pass_rates.jsonl"  # one line per trained group, in the form that `make curriculum` reads
 ROLLOUT_KINDS = ("train", "val")
 QUEUE_SIZE = 256  # records; a record is one step or one set of sampled rollouts
+_POLL_SECONDS = 0.1
 ENQUEUE_SECONDS = 60.0  # the run ends when the disk takes no line for this long
 
 
@@ -71,8 +72,8 @@ class RunLogger:
         """Remove what was logged beyond `step`, and start writing. Step 0 starts over: nothing is kept."""
         if self._thread is not None:
             raise RuntimeError("resume comes before the first record")
-        own = [self.run_dir / METRICS_FILE, self.run_dir / PASS_RATES_FILE]
-        for path in [*own, *(self._rollout_path(kind) for kind in ROLLOUT_KINDS)]:
+        rollouts = [self._rollout_path(kind) for kind in ROLLOUT_KINDS]
+        for path in [self.run_dir / METRICS_FILE, self.run_dir / PASS_RATES_FILE, *rollouts]:
             if path.exists():
                 _drop_lines_after(path, step or -1)
         self._start(first_step=step + 1 if step else 0)
@@ -128,13 +129,14 @@ class RunLogger:
                 logger.info("%s", "".join(text for text, _ in segments))
 
     def flush(self, deadline_seconds: float = 30.0) -> None:
-        """Wait until everything queued so far is written; raises `RunError` or, after the deadline, `StalledError`."""
-        written = threading.Event()
-        self._put(written.set)
-        is_written = written.wait(deadline_seconds)
-        self._raise_error()
-        if not is_written:
-            raise StalledError(f"{self.run_dir}: log records not written within {deadline_seconds:g} s")
+        """Wait until the disk holds what is queued so far; raises `RunError` or, after the deadline, `StalledError`."""
+        is_on_disk, end = threading.Event(), time.monotonic() + deadline_seconds
+        self._put(lambda: sync_files(self._files))
+        self._put(is_on_disk.set)
+        while not is_on_disk.wait(_POLL_SECONDS):  # never set when one of the records before was not written
+            self._raise_error()
+            if time.monotonic() >= end:
+                raise StalledError(f"{self.run_dir}: log records not written within {deadline_seconds:g} s")
 
     def close(self, deadline_seconds: float = 30.0) -> None:
         """Write what is queued and close the files; raises `RunError` or, after the deadline, `StalledError`."""

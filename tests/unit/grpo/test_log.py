@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -256,10 +258,32 @@ def test_validation_has_its_own_line_per_agent() -> None:
     assert validation_line(metrics) == "validation at step 0: math 0.125 greedy 0.000 | mcqa 0.500"
 
 
-def test_flush_returns_when_everything_is_in_the_file(tmp_path: Path) -> None:
+def test_flush_returns_when_everything_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync, on_disk = os.fsync, dict[Path, bytes]()
+
+    def note(descriptor: int) -> None:
+        fsync(descriptor)
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        on_disk[path] = b"" if path.is_dir() else path.read_bytes()
+
+    monkeypatch.setattr(os, "fsync", note)
     run = RunLogger(tmp_path, LoggerCfg(), num_steps=100)
     for step in range(1, 101):
         run.log(step_metrics(step, 0.0))
     run.flush()
-    assert len(lines_of(tmp_path / "metrics.jsonl")) == 100
+    assert on_disk[tmp_path / "metrics.jsonl"].count(b"\n") == 100
+    assert tmp_path in on_disk, "a power cut would lose the name"
     run.close()
+
+
+def test_flush_ends_at_once_when_a_record_before_it_was_not_written(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    run = RunLogger(tmp_path, LoggerCfg(), num_steps=100)
+    run._put(lambda: time.sleep(0.5))  # so that flush is called before the error is there
+    run.log(step_metrics(1, 0.0))
+    start = time.monotonic()
+    with pytest.raises(RunError, match="No space left"):
+        run.flush(deadline_seconds=60)
+    assert time.monotonic() - start < 30
+    with pytest.raises(RunError):
+        run.close()
