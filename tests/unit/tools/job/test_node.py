@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +13,11 @@ import pytest
 from recipes.errors import Problem
 from tests.ray_logs import write_logs
 from tools.job import node, node_check, ray_start
+from tools.job.bring_up import bring_up_seconds
 from tools.job.node_check import Node, gpu_problems
 from tools.job.ray_start import start_command
 
+ROOT = Path(__file__).resolve().parents[4]
 TEMP = ("--temp-dir=/tmp/rl-7-0-ab", "--cache=/tmp/none")
 
 
@@ -108,3 +113,27 @@ def test_a_ray_that_ends_before_it_has_started_is_tried_once_more(tmp_path, monk
     assert count.read_text().count("x") == calls
     assert capfd.readouterr().err.count("before it had started; once more") == tries
     assert bool(list((tmp_path / "ray").iterdir())) == (tries == 0)  # the second begins afresh
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_to_stop_ends_the_node_in_order_and_its_logs_leave_it(tmp_path, number):
+    program = (
+        "import sys, time; from tools.job import node\n"
+        "def run_ray(n, _variables):\n"
+        "    logs = n.temp / 'ray' / 'session_2026' / 'logs'; logs.mkdir(parents=True)\n"
+        "    (logs / 'raylet.out').write_text('why'); print('up', flush=True); time.sleep(300); return 0\n"
+        "node.require_usable = lambda _node: None; node.run_ray = run_ray; sys.exit(node.main(sys.argv[1:]))"
+    )
+    (tmp_path / "tmp").mkdir()
+    words = ["--role=head", "--head=n1", "--num-nodes=2", "--units=1", f"--log-dir={tmp_path}"]
+    words += [f"--temp-dir={tmp_path}/tmp/rl-7-0-ab", f"--cache={tmp_path}/cache"]
+    with subprocess.Popen([sys.executable, "-c", program, *words], cwd=ROOT, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"up\n"
+        process.send_signal(number)
+    assert process.returncode == 0
+    assert not (tmp_path / "tmp" / "rl-7-0-ab").exists()
+    assert [path.read_text() for path in tmp_path.glob("ray_*/raylet.out")] == ["why"]
+
+
+def test_more_nodes_have_more_time_to_come_up():
+    assert bring_up_seconds(183) > bring_up_seconds(4) >= 1800
