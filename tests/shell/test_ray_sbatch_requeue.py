@@ -186,6 +186,22 @@ def test_a_lost_node_is_named_and_the_requeue_left_to_slurm(job):
     assert not job.was_requeued()
 
 
+def test_a_lost_node_that_slurm_does_not_notice_is_left_out_of_the_next_start(job):
+    job.slurmd.close()
+    output = job.run(driver=1, environment={"DOWN_MARGIN_SECONDS": "0"})[1]
+    assert "Slurm has not noticed" in output
+    assert job.requeues() == 1
+    assert "lost 127.0.0.1 127.0.0.2 127.0.0.3, restart 1 of at most 3" in output
+
+
+def test_a_lost_node_is_not_waited_for_after_the_last_restart(job):
+    job.slurmd.close()
+    output = job.run(driver=1, environment={"SLURM_RESTART_COUNT": "3"})[1]
+    assert "waiting" not in output
+    assert "restart 3 of at most 3 (MAX_RESTARTS)" in output
+    assert not job.was_requeued()
+
+
 def test_the_next_start_says_which_node_slurm_lost(job):
     """Slurm may end the job file with the node, before it can say anything."""
     job.run(worker=0)

@@ -8,7 +8,7 @@
 #   has_enough_nodes LIST     whether the partition has enough nodes when those of LIST are left out
 #   setting NAME DEFAULT      print a number of the controller's configuration
 
-readonly PROBE_SECONDS=5
+readonly PROBE_SECONDS=10
 
 down_nodes() {
   timeout 10 sinfo --noheader --Node --nodes="$1" --states=down,drain,fail,no_respond --format='%N is %T: %E' || true

@@ -12,10 +12,10 @@
 #   75, with a new checkpoint       the driver saved and stopped: a signal, or the time limit
 #   75, without one                 only when it was interrupted before its time was up
 #   another error, new checkpoint   a rank or the last engine failed: again without the node that the message names
-#   a node that does not answer     Slurm itself puts the job back when it has noticed
+#   a node that does not answer     Slurm puts the job back when it has noticed; when it has not, this does
 # After 0 the run is done; after 2 an input is wrong, and the next start would end in the same way.
 
-readonly EXIT_RESUME=75 DOWN_MARGIN_SECONDS=60
+readonly EXIT_RESUME=75 DOWN_MARGIN_SECONDS="${DOWN_MARGIN_SECONDS:-60}"
 # A controller that restarts is away for a minute.
 readonly REQUEUE_TRIES=8 REQUEUE_SECONDS="${REQUEUE_SECONDS:-15}"
 readonly LIMIT_SECONDS=720 # Slurm signals a job so long before its end, up to a minute early: see tools/planning/walltime.py
@@ -46,7 +46,7 @@ was_interrupted() {
 }
 
 resume_or_end() {
-  local status=$1 before=$2 now=$3 most=$4 restarts=${SLURM_RESTART_COUNT:-0} saved='' reason=''
+  local status=$1 before=$2 now=$3 most=$4 restarts=${SLURM_RESTART_COUNT:-0} saved='' reason='' node
   local -a silent=() failed=()
   shift 4
   [[ -z ${now} || ${now} == "${before}" ]] || saved="saved ${now}"
@@ -58,14 +58,17 @@ resume_or_end() {
       if [[ -z ${saved} ]] && was_interrupted; then reason='interrupted before its first save'; fi
       ;;
     *)
+      [[ -z ${saved} ]] || reason="failed with status ${status} after it had ${saved}"
       mapfile -t silent < <(silent_nodes "$@")
       wait "$!"
-      if ((${#silent[@]})); then
-        wait_for_slurm "${status}" "${restarts}" "${most}" "${silent[@]}"
-        return "${status}"
+      if ((${#silent[@]} == 0)); then
+        mapfile -t failed < <(named_nodes "$@")
+      else
+        for node in "${silent[@]}"; do say "node ${node} is lost: no slurmd answers there"; done
+        ((restarts >= most)) || wait_for_slurm "${status}"
+        reason="lost ${silent[*]}"
+        mapfile -t failed < <(silent_nodes "${silent[@]}") # one that answers again may be used again
       fi
-      [[ -z ${saved} ]] || reason="failed with status ${status} after it had ${saved}"
-      mapfile -t failed < <(named_nodes "$@")
       ;;
   esac
   if [[ -z ${reason} ]]; then
@@ -78,21 +81,16 @@ resume_or_end() {
   return "${status}"
 }
 
-# Wait for Slurm to put back a job whose node is lost: put back earlier, it could get the same node again.
+# Wait for Slurm to put back a job whose node is lost, and to end this start: wait_for_slurm STATUS. Put back earlier, the
+# job could get the same node again.
 wait_for_slurm() {
-  local status=$1 restarts=$2 most=$3 node seconds
-  shift 3
-  for node in "$@"; do say "node ${node} is lost: no slurmd answers there"; done
-  if ((restarts >= most)); then
-    say "not restarted: this was restart ${restarts} of at most ${most} (MAX_RESTARTS); submit again to go on"
-    return
-  fi
+  local status=$1 seconds
   seconds=$(($(setting SlurmdTimeout 300) + DOWN_MARGIN_SECONDS))
   trap 'say "Slurm ends this start"; exit "${status}"' TERM
   say "waiting at most ${seconds} s for Slurm to notice, too, and to requeue the job"
   sleep "${seconds}" >/dev/null 2>&1 &
   wait "$!"
-  say 'Slurm has not requeued the job; submit again to go on'
+  say 'Slurm has not noticed'
 }
 
 # Run a program for at most a minute. The TERM that Slurm sends to this script does not end it.
