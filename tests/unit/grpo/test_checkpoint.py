@@ -21,6 +21,7 @@ from recipes.grpo.checkpoint import (
     latest_checkpoint,
     load_state,
     prune,
+    require_whole,
 )
 from recipes.grpo.data import DataIdentity
 from recipes.grpo.draw import CollectorState, DrawnPrompt
@@ -115,7 +116,10 @@ def test_reads_back_what_was_written(tmp_path: Path) -> None:
 def test_an_older_form_of_the_buffer_is_refused(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, run_state(4), Policy())
     (path / "replay_buffer.safetensors").rename(path / "replay_buffer.jsonl")
-    with pytest.raises(CheckpointError, match=r"step_000004: it has no replay_buffer\.safetensors: another version"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"step_000004: it has no replay_buffer\.safetensors: another version.*MODEL_PATH=.*step_000004/hf$",
+    ):
         load_state(path)
 
 
@@ -305,11 +309,25 @@ def test_damaged_export_is_refused_but_not_for_the_policy_beside_it(tmp_path: Pa
     (path / "policy" / "weights").write_bytes(b"Weights")  # the next stage does not read it
     assert complete_export(path / "hf") == path / "hf"
     (path / "hf" / "config.json").write_text("{ }")
-    with pytest.raises(CheckpointError, match=r"hf/config\.json: the file is missing or differs"):
+    with pytest.raises(CheckpointError, match=r"hf/config\.json: the file is missing or differs") as refused:
         complete_export(path / "hf")
+    assert str(refused.value).endswith("; restore it, or set MODEL_PATH to the export of another step")
     (path / "COMPLETE").unlink()
-    with pytest.raises(CheckpointError, match="its checkpoint was not finished"):
+    with pytest.raises(CheckpointError) as refused:
         complete_export(path / "hf")
+    fix = "let the run that writes it save once, or set MODEL_PATH to other start weights"
+    assert str(refused.value) == f"{path}/hf: its checkpoint was not finished; {fix}"
+
+
+def test_a_damaged_part_is_refused_but_not_for_what_lies_beside_it(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, run_state(2), Policy())
+    (path / "hf" / "config.json").write_text("{ }")
+    require_whole(path, "policy")
+    with pytest.raises(CheckpointError, match=r"COMPLETE: it lists no file optimizer/\*; restore it, or take another"):
+        require_whole(path, "optimizer")
+    (path / "policy" / "weights").unlink()
+    with pytest.raises(CheckpointError, match=r"policy/weights: .*; restore it, or take another step$"):
+        require_whole(path, "policy")
 
 
 def test_only_paths_of_checkpoints_count_as_exports() -> None:
