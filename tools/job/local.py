@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -249,7 +249,10 @@ def watch(driver: subprocess.Popen[bytes], head: subprocess.Popen[bytes], signal
 
 @contextmanager
 def echo(log: Path) -> Iterator[None]:
-    """Copy what is appended to `log` to standard output until the block ends."""
+    """Copy what is appended to `log` to standard output until the block ends.
+
+    What cannot be written there, because the disk is full or nobody reads any more, is in the log alone.
+    """
     done = threading.Event()
 
     def follow() -> None:
@@ -257,8 +260,8 @@ def echo(log: Path) -> Iterator[None]:
             while True:
                 is_last = done.wait(_POLL_SECONDS)
                 while chunk := lines.read(65536):
-                    sys.stdout.buffer.write(chunk)
-                sys.stdout.buffer.flush()
+                    with suppress(OSError):
+                        os.write(sys.stdout.fileno(), chunk)
                 if is_last:
                     return
 
