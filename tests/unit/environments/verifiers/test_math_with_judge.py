@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.verifiers.math_with_judge import Task, boxed_gold, parse_task, score
+from recipes.environments.contract.asking import advance
+from recipes.environments.verifiers import math_with_judge
+from recipes.environments.verifiers.math_with_judge import MAX_CHARS, Task, boxed_gold, parse_task, score
 
 Answer = Callable[..., dict[str, Any]]
 ROW = {"question": "What is 3/4 + 1/4?", "expected_answer": "1"}
@@ -70,6 +72,24 @@ def test_one_pair_of_delimiters_is_removed() -> None:
 def test_bad_row(row: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match="^" + message):
         parse_task(row, {})
+
+
+def test_of_a_very_long_answer_the_end_counts(answer: Answer) -> None:
+    """Of two boxes in one answer neither counts, so the first one is out of sight here."""
+    long = answer("\\boxed{7} " + "so " * (MAX_CHARS // 3) + "\\boxed{8}")
+    assert score(long, Task(expected_answer="8")).reward == 1.0  # type: ignore[union-attr]
+
+
+def test_the_judges_replies_do_not_repeat_the_symbolic_check(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody keeps a score between two replies, so it begins anew; sums of a megabyte take seconds to read."""
+    math_with_judge._checked.cache_clear()
+    compared, real = [], math_with_judge._compare
+    monkeypatch.setattr(math_with_judge, "_compare", lambda *given: compared.append(given) or real(*given))
+    task = Task(expected_answer="8", question="q", asks_judge=True)
+    reply = {"output": [{"type": "message", "content": [{"type": "output_text", "text": "[[A=B]]"}]}]}
+    for replies in ((), ((reply,),), ((reply,), (reply,))):
+        scored = advance(score(answer("1+" * 1000), task), replies)
+    assert scored.reward == 1.0 and len(compared) == 1  # type: ignore[union-attr]
 
 
 def test_refuses_to_run_without_its_time_limit(answer: Answer) -> None:
