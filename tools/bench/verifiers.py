@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _print(options: argparse.Namespace) -> int:
-    workshop = Workshop()
+    workshop = Workshop(examples=options.examples)
     print(" ".join(f"{head:>14}" for head in HEADS), flush=True)
     try:
         for name in options.names:

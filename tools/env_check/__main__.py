@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _check(
     options: argparse.Namespace, rows: Mapping[str, list[dict[str, Any]]], settings: Mapping[str, Any]
 ) -> list[Checked]:
-    workshop = Workshop()
+    workshop = Workshop(examples=options.examples)
     checked = []
     try:
         for name in (name for name in rows if rows[name]):

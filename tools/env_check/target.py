@@ -5,8 +5,10 @@ A target says how an answer to a row is rewarded. One whose dependencies are dea
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from recipes.environments.contract.responses import message_item, response_object
@@ -15,12 +17,14 @@ from recipes.environments.contract.verifier import Verifier
 from recipes.environments.http.client import JsonClient
 from recipes.environments.instances import servers_of
 from recipes.environments.judges.client import JudgeClient
+from recipes.environments.office.tables import paths_of_tables
 from recipes.environments.registry import GROUP_VERIFIERS, VERIFIERS
 from recipes.environments.sandbox.client import SandboxClient, client_of
 from recipes.environments.sandbox.server import Address, Place, SandboxServer
 from recipes.environments.scoring.clients import HttpVerifier, InProcessVerifier
 from recipes.environments.scoring.group import GroupClient
 from recipes.environments.scoring.pool import ScoringPool
+from recipes.environments.verifiers.workplace_assistant import TABLES
 from recipes.errors import InputError, Problem
 from recipes.types import Row
 from tools.env_check.judge import REFERENCE, Judge
@@ -82,10 +86,12 @@ class Versus:
 class Workshop:
     """Everything that targets share while they are checked; close it at the end."""
 
+    examples: Path  # directory of example rows; a directory in it may hold what an environment's rows refer to
     http: JsonClient = field(default_factory=JsonClient)
     judge: Judge = field(default_factory=Judge)
     sandbox: SandboxServer = field(default_factory=SandboxServer)
     pool: ScoringPool = field(default_factory=lambda: ScoringPool(num_workers=1, cached_verdicts=0))
+    _places: list[tempfile.TemporaryDirectory[str]] = field(default_factory=list)  # that are gone at the end
 
     def by_url(self, url: str, name: str, *, seconds: float) -> Target:
         """Return the target of a server elsewhere, of which nothing is known but its address and perhaps its type."""
@@ -98,7 +104,7 @@ class Workshop:
 
     def own(self, name: str, settings: Mapping[str, Any], *, seconds: float) -> Target:
         """Return the target of a verifier of ours; raises `InputError` for a wrong setting and for missing tables."""
-        given = {**RECIPE_SETTINGS.get(name, {}), **settings}
+        given = {**RECIPE_SETTINGS.get(name, {}), **self._example_tables(name), **settings}
         server = servers_of({name: {"resources_servers": {name: given}}})[name]
         if name in GROUP_VERIFIERS:
             return self._group(name, server.settings, seconds)
@@ -123,6 +129,18 @@ class Workshop:
             full=verifier.rewards[1], judge=self.judge, asks_judge=asks, runs_programs=_runs_python(verifier),
             parse=lambda row: verifier.parse_task(row, server.settings), settings=given,
         )  # fmt: skip
+
+    def _example_tables(self, name: str) -> dict[str, str]:
+        """Return the setting that names the office of the example rows, where the run's own office is not there."""
+        stored = self.examples / name
+        if name != "workplace_assistant" or Path(TABLES).is_dir() or not stored.is_dir():
+            return {}
+        place = tempfile.TemporaryDirectory(prefix="env-check-")
+        self._places.append(place)
+        for path in paths_of_tables(Path(place.name)):
+            path.parent.mkdir(exist_ok=True)
+            path.symlink_to((stored / path.name).resolve())
+        return {"tables": place.name}
 
     def _group(self, name: str, settings: Mapping[str, Any], seconds: float) -> Target:
         verifier = GROUP_VERIFIERS[name]
@@ -151,6 +169,8 @@ class Workshop:
         self.pool.close()
         self.sandbox.close()
         self.judge.close()
+        for place in self._places:
+            place.cleanup()
 
 
 def _runs_python(verifier: Verifier) -> bool:

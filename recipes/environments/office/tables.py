@@ -102,16 +102,22 @@ class Office:
 @functools.lru_cache(maxsize=4)
 def load_office(directory: str) -> Office:
     """Read the office of a directory; raises `ValueError` that names the file which is missing or malformed."""
-    root = Path(directory)
-    tables = {name: _read_table(root / "processed" / file, columns.split()) for name, (file, columns) in FILES.items()}
+    addresses, *paths = paths_of_tables(Path(directory))
+    columns = [names.split() for _, names in FILES.values()]
+    tables = dict(zip(FILES, map(_read_table, paths, columns), strict=True))
     return Office(
-        addresses=tuple(row[0] for row in _read_rows(root / "raw" / "email_addresses.csv")),
+        addresses=tuple(row[0] for row in _read_rows(addresses)),
         emails=tables["emails"],
         events=tables["events"],
         visits=tables["visits"],
         tasks=tables["tasks"],
         customers=tables["customers"],
     )
+
+
+def paths_of_tables(root: Path) -> list[Path]:
+    """Return the files of an office in a directory: its people's addresses, then the tables in the order of FILES."""
+    return [root / "raw" / "email_addresses.csv", *(root / "processed" / file for file, _ in FILES.values())]
 
 
 def _read_table(path: Path, columns: Sequence[str]) -> Table:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from tests.office import write_small_office
 from tools.env_check.__main__ import main
 
 ROW = {"responses_create_params": {"input": "q"}, "options": [{"A": "x"}, {"B": "y"}]}
@@ -34,3 +36,20 @@ def test_wrong_input_is_status_2(
     said = capsys.readouterr().err
     assert (status, message in said) == (2, True), said
     assert not (tmp_path / "page.html").exists()
+
+
+def test_the_office_of_the_example_rows_is_checked_where_the_runs_own_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tables lie beside the rows in one directory, as they are handed out."""
+    stored = tmp_path / "examples" / "workplace_assistant"
+    stored.mkdir(parents=True)
+    for path in Path(write_small_office(tmp_path / "office")).glob("*/*.csv"):
+        path.rename(stored / path.name)
+    call = {"name": "email_delete_email", "arguments": '{"email_id": "00000001"}'}
+    row = {"responses_create_params": {"input": "Delete 00000001"}, "ground_truth": [call]}
+    (tmp_path / "examples" / "workplace_assistant.jsonl").write_text(json.dumps(row))
+    monkeypatch.chdir(tmp_path)
+    assert main(["--name", "workplace_assistant", "--examples", "examples", "--out", "page.html"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"PASS  right answer +full reward on 1 of 1 rows", said) and " 0 failed" in said
