@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,5 +29,42 @@ def recorded(variable: str, name: str) -> Path:
 
 def cases(name: str) -> list[Any]:
     """Return the recorded cases of one file of the algorithm, each under its name."""
-    path = recorded("GOLDEN_DIR", "golden") / "grpo" / f"{name}.json"
-    return [pytest.param(case, id=case["name"]) for case in json.loads(path.read_text())["cases"]]
+    return _cases(f"grpo/{name}.json", "cases")
+
+
+def env_cases(name: str, key: str = "cases") -> list[Any]:
+    """Return the recorded cases of one file of the environments, each under the file's name and its own."""
+    return _cases(f"env/{name}.json", key)
+
+
+def golden(name: str) -> dict[str, Any]:
+    """Return the content of one recorded file, {} where a directory that GOLDEN_DIR names does not have it.
+
+    Another directory of the same form may hold fewer files, or fewer cases. The stored one holds all.
+    """
+    path = recorded("GOLDEN_DIR", "golden") / name
+    if "GOLDEN_DIR" in os.environ and not path.is_file():
+        return {}
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
+def env_cases_of(names: Iterable[str]) -> list[Any]:
+    """Return the cases of several files of the environments, each behind its file's name."""
+    return [
+        pytest.param(name, *case.values, id=case.id, marks=case.marks) for name in names for case in env_cases(name)
+    ]
+
+
+def _cases(name: str, key: str) -> list[Any]:
+    entries = golden(name).get(key, [])
+    if not entries:
+        assert "GOLDEN_DIR" in os.environ, f"{name} has no {key}"
+        missing = f"GOLDEN_DIR has no {key} in {name}"
+        return [pytest.param(None, id=missing, marks=pytest.mark.skip(missing))]
+    prefix = f"{Path(name).stem}-" if name.startswith("env/") else ""
+    return [pytest.param(entry, id=f"{prefix}{_name(entry, number)}") for number, entry in enumerate(entries)]
+
+
+def _name(entry: Any, number: int) -> str:
+    return str(entry.get("name", number) if isinstance(entry, dict) else number)

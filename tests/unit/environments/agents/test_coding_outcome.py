@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from typing import Any
 
 import pytest
 
@@ -10,7 +10,7 @@ from recipes.environments.agents.coding.outcome import Work, error_kind, verdict
 from recipes.environments.contract.verdict import NoVerdict, Verdict
 from recipes.environments.model_server.agent import error_metrics
 from recipes.environments.swe.contract import AgentEnd, Evaluation
-from tests.recorded import recorded
+from tests.recorded import env_cases
 
 PASSED, FAILED = Evaluation(resolved=True, reason="all"), Evaluation(resolved=False, reason="test_a failed")
 LATE, MEMORY = (
@@ -53,11 +53,9 @@ def test_a_failed_evaluation_is_no_verdict_whatever_the_agent_did() -> None:
         assert isinstance(found, NoVerdict)
 
 
-def test_kinds_of_errors_are_the_references() -> None:
-    golden = json.loads((recorded("GOLDEN_DIR", "golden") / "env" / "swe_agents_logic.json").read_text())
-    assert len(golden["classify_error"]) >= 8
-    for case in golden["classify_error"]:
-        assert error_kind(case["error"]) == case["kind"], case
-        counted = {} if case["kind"] is None else {f"agent_error/{case['kind']}": 1.0}
-        assert error_metrics({"error": case["error"], "note": "done"}) == counted
+@pytest.mark.parametrize("case", env_cases("swe_agents_logic", "classify_error"))
+def test_kinds_of_errors_are_the_references(case: dict[str, Any]) -> None:
+    assert error_kind(case["error"]) == case["kind"]
+    counted = {} if case["kind"] is None else {f"agent_error/{case['kind']}": 1.0}
+    assert error_metrics({"error": case["error"], "note": "done"}) == counted
     assert error_metrics({"error": {"a": 1}}) == error_metrics({}) == {}

@@ -5,7 +5,6 @@ A deliberate difference is listed with its reason; a listed case that agrees aft
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -15,9 +14,7 @@ from recipes.environments.chat.codec import PrefixError, replace_prefix
 from recipes.environments.chat.messages import assistant_items, chat_request
 from recipes.environments.chat.tool_calls import FlagPatterns, turn_flags
 from recipes.environments.registry import VERIFIERS
-from tests.recorded import recorded
-
-GOLDEN = recorded("GOLDEN_DIR", "golden") / "env"
+from tests.recorded import env_cases, env_cases_of
 
 # file -> (verifier, settings of the server)
 TOOL_USE = "single_step_tool_use_with_argument_comparison"
@@ -49,18 +46,7 @@ DIFFERENCES = {
 }
 
 
-def cases(name: str, key: str = "cases") -> list[Any]:
-    path = GOLDEN / f"{name}.json"
-    if not path.is_file():
-        return [pytest.param(None, id=f"{name}: missing at {path}")]
-    entries = json.loads(path.read_text(encoding="utf-8"))[key]
-    return [pytest.param(entry, id=f"{name}-{entry.get('name', n)}") for n, entry in enumerate(entries)]
-
-
-REWARDS = [pytest.param(name, *parameter.values, id=parameter.id) for name in REWARD_FILES for parameter in cases(name)]
-
-
-@pytest.mark.parametrize(("name", "case"), REWARDS)
+@pytest.mark.parametrize(("name", "case"), env_cases_of(REWARD_FILES))
 def test_reward(name: str, case: dict[str, Any]) -> None:
     verifier, settings = VERIFIERS[REWARD_FILES[name][0]], REWARD_FILES[name][1]
     if DIFFERENCES.get((name, case["name"])) == "refused":
@@ -76,7 +62,7 @@ def test_reward(name: str, case: dict[str, Any]) -> None:
             assert verdict.details[extra] == case["extras"][extra]
 
 
-@pytest.mark.parametrize("case", cases("turn_flags"))
+@pytest.mark.parametrize("case", env_cases("turn_flags"))
 def test_turn_flags(case: dict[str, Any]) -> None:
     patterns = FlagPatterns(
         invalid_tool_call=("<tool_call>", "</tool_call>", "<function_call>", "</function_call>"),
@@ -85,7 +71,7 @@ def test_turn_flags(case: dict[str, Any]) -> None:
     assert list(turn_flags(case["item"], patterns)) == case["result"]
 
 
-@pytest.mark.parametrize("case", cases("responses_chat_conversion"))
+@pytest.mark.parametrize("case", env_cases("responses_chat_conversion"))
 def test_request_as_chat(case: dict[str, Any]) -> None:
     if "error" in case:
         with pytest.raises(ValueError) as raised:
@@ -95,7 +81,7 @@ def test_request_as_chat(case: dict[str, Any]) -> None:
         assert chat_request(case["responses_params"]) == case["chat_params"]
 
 
-@pytest.mark.parametrize("case", cases("responses_chat_conversion", "assistant_message_to_items"))
+@pytest.mark.parametrize("case", env_cases("responses_chat_conversion", "assistant_message_to_items"))
 def test_sampled_message_as_items(case: dict[str, Any]) -> None:
     items = assistant_items(case["message"])
     for item in items:  # ids of messages and reasoning are free
@@ -103,7 +89,7 @@ def test_sampled_message_as_items(case: dict[str, Any]) -> None:
     assert items == case["items"]
 
 
-@pytest.mark.parametrize("case", cases("retokenization"))
+@pytest.mark.parametrize("case", env_cases("retokenization"))
 def test_prefix_replacement(case: dict[str, Any]) -> None:
     seen, prefix, template = (tuple(case[key]) for key in ("model_prefix", "template_prefix", "template"))
     if case["error"]:

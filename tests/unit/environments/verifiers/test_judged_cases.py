@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from types import ModuleType
@@ -22,9 +21,8 @@ from recipes.environments.verifiers import (
     over_refusal_detection,
 )
 from recipes.environments.verifiers.genrm_compare import Comparison, GroupWeights
-from tests.recorded import recorded
+from tests.recorded import env_cases, env_cases_of, golden
 
-GOLDEN = recorded("GOLDEN_DIR", "golden") / "env"
 MODULES: dict[str, ModuleType] = {
     "equivalence_llm_judge_logic": equivalence_llm_judge,
     "jailbreak_detection_logic": jailbreak_detection,
@@ -37,16 +35,6 @@ TEMPLATES = {  # in place of the prompts, so that what the judge is shown can be
     "equivalence_llm_judge_logic": "{question}\x00{expected_answer}\x00{generated_answer}",
     "inverse_if_logic": "{prompt}|{model_response}|{standard_response}|{criteria}",
 }
-
-
-def load(name: str) -> dict[str, Any]:
-    path = GOLDEN / f"{name}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"cases": []}
-
-
-def cases(name: str, key: str = "cases") -> list[Any]:
-    entries = load(name).get(key, [])
-    return [pytest.param(entry, id=f"{name}-{entry.get('name', n)}") for n, entry in enumerate(entries)]
 
 
 def answered(scoring: Verdict | Scoring, replies: Sequence[dict[str, Any]]) -> tuple[Verdict, list[JudgeQuestion]]:
@@ -66,13 +54,9 @@ def answered(scoring: Verdict | Scoring, replies: Sequence[dict[str, Any]]) -> t
         return end.value, asked
 
 
-def all_cases() -> list[Any]:
-    return [pytest.param(name, *parameter.values, id=parameter.id) for name in MODULES for parameter in cases(name)]
-
-
-@pytest.mark.parametrize(("name", "case"), all_cases())
+@pytest.mark.parametrize(("name", "case"), env_cases_of(MODULES))
 def test_reward(name: str, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {**load(name).get("config", {}), **(case.get("config") or {})}
+    settings = {**golden(f"env/{name}.json").get("config", {}), **(case.get("config") or {})}
     if name in TEMPLATES:
         monkeypatch.setattr(MODULES[name], "PROMPT", TEMPLATES[name])
         settings.pop("judge_prompt_template_fpath", None)
@@ -95,33 +79,33 @@ def test_reward(name: str, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
         assert shown == case["judge_prompts"]
 
 
-@pytest.mark.parametrize("case", cases("multichallenge_logic", "verdict_parsing"))
+@pytest.mark.parametrize("case", env_cases("multichallenge_logic", "verdict_parsing"))
 def test_a_word_of_the_judge(case: dict[str, Any]) -> None:
     assert multichallenge.spoken(case["text"], "[[YES]]", "[[NO]]") == case["verdict"]
 
 
-@pytest.mark.parametrize("case", cases("inverse_if_logic", "verdict_parsing"))
+@pytest.mark.parametrize("case", env_cases("inverse_if_logic", "verdict_parsing"))
 def test_a_grade_of_the_judge(case: dict[str, Any]) -> None:
     assert list(inverse_if.verdict_of(case["text"])) == case["verdict"]
 
 
-@pytest.mark.parametrize("case", cases("genrm_misc", "parse"))
+@pytest.mark.parametrize("case", env_cases("genrm_misc", "parse"))
 def test_a_comparison_is_read(case: dict[str, Any]) -> None:
     read = genrm_compare.read_comparison(case["text"])
     assert (read and [read.score_1, read.score_2, read.ranking]) == case["parsed"]
 
 
-@pytest.mark.parametrize("case", cases("genrm_misc", "style"))
+@pytest.mark.parametrize("case", env_cases("genrm_misc", "style"))
 def test_style_density(case: dict[str, Any]) -> None:
     assert genrm_compare.style_density(case["text"]) == pytest.approx(case["density"])
 
 
-@pytest.mark.parametrize("case", cases("genrm_misc", "extract_output_text"))
+@pytest.mark.parametrize("case", env_cases("genrm_misc", "extract_output_text"))
 def test_the_answer_that_the_model_is_shown(case: dict[str, Any]) -> None:
     assert genrm_compare.shown_answer(case["obj"]) == case["text"]
 
 
-@pytest.mark.parametrize("case", cases("genrm_aggregate"))
+@pytest.mark.parametrize("case", env_cases("genrm_aggregate"))
 def test_rewards_of_a_group(case: dict[str, Any]) -> None:
     assert [list(pair) for pair in genrm_compare.pairs(case["n"], case["strategy"])] == case["pairs"]
     params = case["params"]

@@ -20,9 +20,8 @@ from recipes.environments.contract.verdict import Verdict
 from recipes.environments.environments import Environments
 from recipes.environments.verifiers.math_formal_lean import VERIFIER
 from recipes.types import Completion, Rollout, RolloutStatus, VersionSpan
-from tests.recorded import recorded
+from tests.recorded import env_cases, recorded
 
-GOLDEN = recorded("GOLDEN_DIR", "golden") / "env" / "lean_proof_assembly.json"
 ROW = {
     "header": "import Mathlib\n\n",
     "formal_statement": "theorem t : 1 = 1 := by\n",
@@ -34,29 +33,21 @@ NO_AXIOM = "'t' does not depend on any axioms"
 WRONG = {"process_status": "failed", "stdout": "", "stderr": "/lean4/my_project/x.lean:4:2: error: unsolved goals\n"}
 
 
-def golden(key: str) -> list[Any]:
-    return json.loads(GOLDEN.read_text(encoding="utf-8")).get(key, []) if GOLDEN.is_file() else []
-
-
-@pytest.mark.parametrize("case", golden("cases"))
+@pytest.mark.parametrize("case", env_cases("lean_proof_assembly", "cases"))
 def test_the_file_to_compile(case: dict[str, str]) -> None:
     assert whole_proof(case["generation"], case["header"], case["formal_statement"]) == case["proof"]
 
 
-@pytest.mark.parametrize("case", golden("status"))
+@pytest.mark.parametrize("case", env_cases("lean_proof_assembly", "status"))
 def test_status(case: dict[str, Any]) -> None:
     assert status_of(case["compiler_output"]) == case["status"]
 
 
-@pytest.mark.parametrize("case", golden("feedback"))
+@pytest.mark.parametrize("case", env_cases("lean_proof_assembly", "feedback"))
 def test_feedback(case: dict[str, Any]) -> None:
     assert feedback(case["compiler_output"], case["code"]) == case["feedback"]
     for error, parsed in zip(errors_in(case["compiler_output"]["stderr"]), case.get("parsed", ()), strict=False):
         assert (error.line, error.column, error.text) == (*parsed["pos"].values(), parsed["data"])
-
-
-def test_there_are_recorded_cases() -> None:
-    assert all(golden(key) for key in ("cases", "status", "feedback"))
 
 
 def test_every_real_row_is_read() -> None:

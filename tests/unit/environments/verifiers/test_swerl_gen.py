@@ -18,30 +18,25 @@ from recipes.environments.contract.verdict import Verdict
 from recipes.environments.sandbox.images import LIMITS, _Kept, words_of
 from recipes.environments.sandbox.server import SandboxFailedError
 from recipes.environments.verifiers.swerl_gen import REWARDS, VERIFIER
-from tests.recorded import recorded
+from tests.recorded import env_cases, golden
 
-PATH = recorded("GOLDEN_DIR", "golden") / "env" / "swerl_gen_logic.json"
-GOLDEN: dict[str, Any] = json.loads(PATH.read_text(encoding="utf-8")) if PATH.is_file() else {}
+FILES = golden("env/swerl_gen_logic.json").get("files", {})
 ANSWER = "<solution>\n```python\n### a.py\n<<<<<<< SEARCH\nx = 1\n=======\nx = 2\n>>>>>>> REPLACE\n```\n</solution>"
 SCRIPT = "```python\nimport sys\nsys.exit(2)\n```"
 
 
-def test_there_are_recorded_cases() -> None:
-    assert all(GOLDEN.get(key) for key in ("cases", "repro", "patch_reward", "repro_reward"))
-
-
 @pytest.mark.parametrize("is_relaxed", [False, True])
-@pytest.mark.parametrize("case", GOLDEN.get("cases", ()), ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", env_cases("swerl_gen_logic"))
 def test_patch(case: dict[str, Any], is_relaxed: bool) -> None:
     try:
         drops = case["remove_repo_name"]
-        patch = patch_in(case["text"], GOLDEN["files"], drops_first_part=drops, is_relaxed=is_relaxed)
+        patch = patch_in(case["text"], FILES, drops_first_part=drops, is_relaxed=is_relaxed)
     except PatchError:
         patch = None
     assert patch == case["relaxed" if is_relaxed else "strict"]
 
 
-@pytest.mark.parametrize("case", GOLDEN.get("repro", ()))
+@pytest.mark.parametrize("case", env_cases("swerl_gen_logic", "repro"))
 def test_script(case: dict[str, Any]) -> None:
     if case["result"] is None:
         with pytest.raises(PatchError):
@@ -53,7 +48,7 @@ def test_script(case: dict[str, Any]) -> None:
     assert script == "\n".join(line[1:] for line in patch.split("\n")[6:-1])
 
 
-@pytest.mark.parametrize("case", GOLDEN.get("patch_reward", ()))
+@pytest.mark.parametrize("case", env_cases("swerl_gen_logic", "patch_reward"))
 def test_reward_of_a_resolution(case: dict[str, Any]) -> None:
     verification = case["verification"] or {}
     if verification.get("status") == "done":  # other ends have no resolution here, and earn 0 or have no verdict
@@ -127,7 +122,7 @@ def test_ends_of_a_run_before_its_tests() -> None:
             requested(row(), ANSWER, [reply])
 
 
-@pytest.mark.parametrize("case", GOLDEN.get("repro_reward", ()))
+@pytest.mark.parametrize("case", env_cases("swerl_gen_logic", "repro_reward"))
 def test_reward_of_a_script(case: dict[str, Any]) -> None:
     verification = case["verification"]
     codes = [verification.get(f"return_codes_{when}_patch") or [] for when in ("before", "after")]

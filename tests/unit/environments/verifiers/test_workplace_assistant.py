@@ -14,10 +14,9 @@ from recipes.environments.office.tables import load_office
 from recipes.environments.office.tools import ARGUMENTS, MAX_CHANGES, MAX_TEXT, call
 from recipes.environments.registry import VERIFIERS
 from tests.office import PEOPLE, real_office, small_office, write_small_office
-from tests.recorded import recorded
+from tests.recorded import env_cases
 
 VERIFIER = VERIFIERS["workplace_assistant"]
-GOLDEN = recorded("GOLDEN_DIR", "golden") / "env"
 SEND = {"recipient": PEOPLE[0], "subject": "Hi", "body": "there"}
 EVENT = {
     "event_name": "Talk",
@@ -28,19 +27,14 @@ EVENT = {
 Calls = list[tuple[str, dict[str, Any]]]
 
 
-def golden(name: str, key: str) -> list[Any]:
-    loaded: list[Any] = json.loads((GOLDEN / f"{name}.json").read_text())[key]
-    return loaded
-
-
-@pytest.mark.parametrize("case", golden("workplace_assistant", "cases"), ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", env_cases("workplace_assistant"))
 def test_recorded_reward(case: dict[str, Any]) -> None:
     task = VERIFIER.parse_task(case["row"], {"tables": real_office()})
     verdict = VERIFIER.score(case["response"], task)
     assert verdict.reward == case["reward"], verdict.reason
 
 
-@pytest.mark.parametrize("sequence", golden("workplace_assistant_tool_outputs", "sequences"))
+@pytest.mark.parametrize("sequence", env_cases("workplace_assistant_tool_outputs", "sequences"))
 def test_recorded_tool_outputs(sequence: list[dict[str, Any]]) -> None:
     """What the model is shown. The recording has NaN for an empty cell; JSON has no NaN, so the wire has null."""
     assert VERIFIER.tools
