@@ -96,9 +96,11 @@ def run_state(step: int, metrics: dict[str, float] | None = None) -> SavedState:
             finished_tokens=tuple(one.tokens for one in finished),
             failed=((PromptRef(epoch=0, row_index=3, prompt_id="cd" * 8), "env_failed: down"),),
             skipped=(14, 17),
+            set_aside=(6, 11),
         ),
         ledger=(LedgerEntry(key="0:1:ab", step=1), LedgerEntry(key="0:3:cd", step=0, reason="env_failed: down")),
         metrics=metrics or {},
+        step_seconds=1.25,
     )
 
 
@@ -263,6 +265,26 @@ def test_what_cannot_be_removed_never_ends_a_run(
     assert ".nfs0001: [Errno 16]" in caplog.text
 
 
+def test_one_that_cannot_be_pruned_keeps_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path.name == "step_000002":
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return rename(path, target)
+
+    for step in (2, 4, 6):
+        save_checkpoint(tmp_path, run_state(step), Policy())
+    monkeypatch.setattr(Path, "rename", refuse)
+    with caplog.at_level("INFO"):
+        prune(tmp_path, keep_top_k=1, metric=None, higher_is_better=True, save_period=2)
+    assert list(complete_checkpoints(tmp_path)) == [2, 6]
+    stale = f"[Errno 116] Stale file handle: '{tmp_path}/step_000002'"
+    assert caplog.messages == [f"checkpoint of step 2 not pruned: {stale}", "pruned checkpoint of step 4"]
+
+
 def test_names_beside_the_known_ones_are_ignored(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, run_state(4), Policy())
     for name in ("step_000001.bak", "step_000009_old", "step_x", "step_"):
@@ -283,6 +305,23 @@ def test_a_full_disk_leaves_no_half_checkpoint(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, run_state(6), Full())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000004"]
     assert latest_checkpoint(tmp_path) == first
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"keep_top_k": 1, "keep_latest": 2}, [2, 6, 7]),
+        ({"keep_top_k": 1, "higher_is_better": False}, [4, 7]),
+        ({"keep_top_k": 1, "metric": None}, [6, 7]),
+        ({"keep_top_k": None}, [2, 4, 6, 7]),
+    ],
+    ids=["two newest", "lower is better", "no metric", "all"],
+)
+def test_retention_follows_its_keys(tmp_path: Path, options: dict[str, Any], kept: list[int]) -> None:
+    for step, loss in ((2, 0.9), (4, 0.1), (6, 0.5), (7, 0.0)):
+        save_checkpoint(tmp_path, run_state(step, {"validation/loss": loss}), Policy())
+    prune(tmp_path, **{"metric": "validation/loss", "higher_is_better": True, "save_period": 2, **options})
+    assert list(complete_checkpoints(tmp_path)) == kept
 
 
 def test_prune_keeps_the_best_and_the_newest(tmp_path: Path) -> None:
