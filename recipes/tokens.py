@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from recipes.types import NUM_FLAGS, Rollout, RolloutHeader, Turn, TurnFlags
 
 Array = NDArray[Any]
+MOST_CHARACTERS = 2000  # of the reason in a header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -149,7 +150,7 @@ def _header(rollout: Rollout) -> RolloutHeader:
     branches = tuple(_sizes(turns) for turns in rollout.branches)
     return RolloutHeader(
         status=rollout.status,
-        reason=rollout.reason,
+        reason=_short(rollout.reason),
         reward=rollout.reward,
         is_flagged=rollout.is_flagged,
         metrics=rollout.metrics,
@@ -166,6 +167,12 @@ def _header(rollout: Rollout) -> RolloutHeader:
         finish_reason=rollout.turns[-1].finish_reason if rollout.turns else None,
         branches=branches,
     )
+
+
+def _short(reason: str) -> str:
+    """Return the beginning of a reason: it may quote an answer, and the driver keeps it."""
+    left = len(reason) - MOST_CHARACTERS
+    return f"{reason[:MOST_CHARACTERS]} ({left} characters more)" if left > 0 else reason
 
 
 def _sizes(turns: Sequence[Turn]) -> tuple[int, int]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from recipes.tokens import pack_rollouts
+from recipes.tokens import MOST_CHARACTERS, pack_rollouts
 from recipes.types import Rollout, RolloutStatus, Turn, VersionSpan
 from tests.groups import as_lists
 
@@ -88,3 +89,11 @@ def test_a_group_without_rollouts_and_one_without_tokens_have_arrays() -> None:
 def test_an_id_that_does_not_fit_is_an_error_and_not_another_token() -> None:
     with pytest.raises(OverflowError):
         pack_rollouts([rollout(turn((1,), (2**31,)))])
+
+
+def test_a_header_has_only_the_beginning_of_a_reason_that_quotes_an_answer() -> None:
+    long = replace(ROLLOUTS[0], reason="wrong: " + "7" * 10**6)
+    (header,), _ = pack_rollouts([long])
+    assert header.reason.startswith("wrong: 777") and header.reason.endswith("7 (998007 characters more)")
+    assert len(header.reason) < MOST_CHARACTERS + 50
+    assert pack_rollouts(ROLLOUTS[:1])[0][0].reason == "r"
