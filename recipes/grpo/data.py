@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from recipes.errors import DataError, Problem
+from recipes.errors import DataError, Problem, RunError
 from recipes.types import PromptRef, Row
 
 _MAX_PROBLEMS = 20
@@ -60,8 +60,13 @@ class PromptDataset:
         return len(self._offsets)
 
     def __getitem__(self, index: int) -> Row:
+        """Return a row; raises `RunError` when it is not in the file any more."""
         self._file.seek(self._offsets[index])
-        row: dict[str, Any] = orjson.loads(self._file.readline())
+        try:
+            row: dict[str, Any] = orjson.loads(self._file.readline())
+        except orjson.JSONDecodeError as error:
+            changed = f"{self.path}: row {index + 1} cannot be read any more ({error}): the file was changed"
+            raise RunError(f"{changed} during the run; restore it and start again") from error
         return row
 
 

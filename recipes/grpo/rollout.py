@@ -237,13 +237,16 @@ class RolloutCollector:
     # -- in the collector's thread ------------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """Draw prompts until every target of the window has its P groups."""
+        """Draw prompts until every target of the window has its P groups. What fails here ends the run."""
         if self._probe_timer is not None:
             self._probe_timer.cancel()
             self._probe_timer = None
-        with self._lock:
-            self._draw()
-            seconds = self._queue.seconds_to_probe()
+        try:
+            with self._lock:
+                self._draw()
+                seconds = self._queue.seconds_to_probe()
+        except Exception as failure:
+            return self._buffer.fail(failure)
         if seconds is not None:
             self._probe_timer = self._loop.call_later(seconds or _DUE_PROBE_SECONDS, self._fill)
 
@@ -300,8 +303,6 @@ class RolloutCollector:
                 tokens=tokens,
             )
             self._finish(position, group)
-        except asyncio.CancelledError:
-            raise
         except Exception as failure:  # ends the run with its cause: a task that died unseen would stall it
             self._buffer.fail(failure)
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from recipes.config.tree import CircuitBreakerConfig
+from recipes.errors import RunError
 from recipes.grpo.data import PromptDataset, PromptStream
 from recipes.grpo.draw import CircuitBreaker, PromptQueue
 from recipes.types import Group, PromptRef, Rollout, RolloutStatus
 from tests.groups import group_of
-from tests.unit.grpo.loop_case import write_rows
+from tests.unit.grpo.loop_case import make_run, write_rows
 
 CFG = CircuitBreakerConfig(window_rollouts=4, max_no_verdict_share=0.5, probe_seconds=10.0)
 
@@ -136,3 +137,14 @@ def test_what_the_engine_gave_up_neither_pauses_nor_resumes_an_environment(tmp_p
     clock.now += 10
     got.record(aborted)
     assert got.breaker.is_paused("a")
+
+
+def test_a_data_file_that_is_cut_short_during_the_run_ends_it_with_that_reason(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ["long" * 5000] * 4)  # more than what is read at once
+    (tmp_path / "train.jsonl").write_bytes(b"")
+    try:
+        run.collector.start(version=0, last_step=1)
+        with pytest.raises(RunError, match=r"train\.jsonl: row 1 cannot be read any more .*: the file was changed"):
+            run.buffer.take(0, deadline_seconds=30.0, waiting_for=run.collector.waiting_for)
+    finally:
+        run.close()
