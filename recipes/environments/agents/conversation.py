@@ -57,7 +57,7 @@ class Conversation:
         if self.turns and completion.finish_reason == "length" and not completion.token_ids:
             self.is_cut = True  # the context is full; the turns so far count
             return []
-        if problem := unusable(completion, num_prompt_tokens=len(self.seen_ids + new_ids)):
+        if problem := unusable(completion, num_prompt_tokens=len(self.seen_ids) + len(new_ids)):
             raise EndedError(RolloutStatus.ABORTED, problem)
         decoded = codec.decode(completion.token_ids, prompt_ids=new_ids, tools=tools, num_calls=self.num_calls)
         self.seen_ids += new_ids + completion.token_ids
