@@ -21,15 +21,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge, nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.utils import unwrap_model
 
 from recipes.errors import CheckpointError, Problem
+from recipes.policy.optimizer import optimizer_parts
 from recipes.policy.step import Trainer, gather_params
 
 logger = logging.getLogger(__name__)
@@ -85,7 +93,7 @@ def snapshot(trainer: Trainer, path: Path, *, with_optimizer: bool = True) -> Sn
     state = _sharded_state(trainer, form if with_optimizer else None, is_loading=False)
     state["scheduler"] = trainer.scheduler.state_dict()
     state["saved"] = {"form": form if with_optimizer else None, "layout": _layout(), "rng": _all_rng_states()}
-    state["saved"] |= {"trains_heads": trainer.head_training is not None}
+    state["saved"] |= {"trains_heads": trainer.cfg.megatron_cfg.mtp_num_layers > 0}
     strategy = FullyParallelSaveStrategyWrapper(_InProcessSave(*_FORMAT, thread_count=1), _replicas())
     live = {value.data.untyped_storage().data_ptr() for value in nested_values(state) if _is_tensor(value)}
     return Snapshot(dist_checkpointing.save(state, str(path), strategy, async_sharded_save=True), live)
@@ -117,7 +125,7 @@ def load(trainer: Trainer, path: Path) -> None:
         if form is None:
             _start_anew(trainer.optimizer)
         else:
-            trainer.optimizer.load_state_dict(state["optimizer"])
+            _load_optimizer(trainer.optimizer, state["optimizer"])
     trainer.scheduler.num_steps = 0  # Megatron adds the steps of the checkpoint to those that were taken here
     trainer.scheduler.load_state_dict(state["scheduler"])
     if saved["layout"] == _layout():
@@ -196,8 +204,39 @@ def _sharded_state(trainer: Trainer, form: str | None, *, is_loading: bool) -> d
     state = {"model": model, "heads": heads}
     if form is None:
         return state
-    optimizer = trainer.optimizer.sharded_state_dict({**model, **heads}, is_loading=is_loading, metadata=metadata)
-    return {**state, "optimizer": optimizer}
+    return {**state, "optimizer": _optimizer_state(trainer.optimizer, {**model, **heads}, metadata, is_loading)}
+
+
+def _optimizer_state(
+    optimizer: Any, model: dict[str, Any], metadata: dict[str, Any], is_loading: bool
+) -> dict[str, dict[str, Any]]:
+    """Return what is saved or loaded of each part of the optimizer. Collective.
+
+    Only the last pipeline stage has that of multi-token heads. What Megatron would leave to rank 0 (steps, rates) is
+    therefore an object of its own for each part, which the first of the ranks with that part writes.
+    """
+    optimizer._synchronize_steps()
+    parts, rank = optimizer_parts(optimizer), dist.get_rank()
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, list(parts))
+    result = {}
+    for name, part in parts.items():
+        state = part.sharded_state_dict(model, is_loading, metadata=metadata)
+        divided, rest = extract_matching_values(state, _is_sharded)
+        add_prefix_for_sharding(divided, f"{name}.")
+        copy = [place for place, held in enumerate(names) if name in held].index(rank)
+        result[name] = {"divided": divided, "rest": ShardedObject(f"{name}.rest", rest, (1,), (0,), replica_id=copy)}
+    return result
+
+
+def _load_optimizer(optimizer: Any, state: dict[str, dict[str, Any]]) -> None:
+    for name, part in optimizer_parts(optimizer).items():
+        part.load_state_dict(merge(state[name]["rest"], state[name]["divided"]))
+    optimizer._synchronize_steps()
+
+
+def _is_sharded(value: Any) -> bool:
+    return isinstance(value, ShardedBase | LocalNonpersistentObject)
 
 
 def model_state(model: Any, heads: Any | None) -> dict[str, Any]:
@@ -209,7 +248,7 @@ def model_state(model: Any, heads: Any | None) -> dict[str, Any]:
 
 def _require_same_heads(trainer: Trainer, saved: dict[str, Any], path: Path) -> None:
     """Refuse to begin or to end the training of multi-token heads within a run: the optimizer holds their moments."""
-    now, then = trainer.head_training is not None, saved.get("trains_heads", False)
+    now, then = trainer.cfg.megatron_cfg.mtp_num_layers > 0, saved.get("trains_heads", False)
     if saved["form"] is not None and now != then:
         problem = Problem(
             where="policy.megatron_cfg.mtp_num_layers",

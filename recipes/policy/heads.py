@@ -5,6 +5,9 @@ negative log-probabilities over all heads, times `mtp_loss_scaling_factor` over 
 number of those tokens. Advantages play no part. The heads have gradient buffers and an optimizer of their own, so that
 neither their gradients nor their norm, by which gradients are clipped, reach the policy.
 
+With pipeline parallelism the last stage alone has the heads. What they add up is added up over the ranks of that stage,
+and the first stage sends it the embedding before every step.
+
 Shape legend: K heads, T tokens of a packed row, B rows of a microbatch.
 """
 
@@ -16,8 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.finalize_model_grads import (
+    _allreduce_non_tensor_model_parallel_grads,
+    _update_router_expert_bias,
+    reset_model_temporary_tensors,
+)
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.transformer.transformer_config import TransformerConfig
 from numpy.typing import NDArray
 from torch import Tensor
@@ -28,6 +38,7 @@ from recipes.policy.layers.router import pads_of_rank
 from recipes.policy.layers.token_heads import TokenHeads
 from recipes.policy.microbatch import Microbatch
 from recipes.policy.optimizer import wrap_ddp
+from recipes.policy.parallel import device
 
 if TYPE_CHECKING:
     from recipes.config.tree import MegatronConfig, PolicyConfig
@@ -66,12 +77,15 @@ def head_targets(
 class HeadTraining:
     """The heads of one rank while they are trained."""
 
-    def __init__(self, model: DistributedDataParallel, config: TransformerConfig, megatron: MegatronConfig) -> None:
-        """Take the heads in their gradient buffers."""
+    def __init__(
+        self, model: DistributedDataParallel, embedding: Any, config: TransformerConfig, cfg: MegatronConfig
+    ) -> None:
+        """Take the heads in their gradient buffers, and the model's embedding or a copy of it."""
         self.model = model
-        self.num_heads = megatron.mtp_num_layers
-        self._is_divided = config.sequence_parallel
-        self._scale = megatron.mtp_loss_scaling_factor / megatron.mtp_num_layers
+        self.embedding = embedding
+        self.num_heads = cfg.mtp_num_layers
+        self._config = config
+        self._scale = cfg.mtp_loss_scaling_factor / cfg.mtp_num_layers
         self._count: Tensor | None = None
 
     def begin(self) -> None:
@@ -96,9 +110,19 @@ class HeadTraining:
         return self._scale * sums_K.sum(), {f"mtp/mtp_{k}_loss": pair for k, pair in enumerate(pairs, start=1)}
 
     def finish(self) -> None:
-        """Add up the gradients over the ranks and divide them by the number of tokens. Collective."""
-        device = next(self.model.parameters()).device
-        finalize_model_grads([self.model], torch.zeros((), device=device) if self._count is None else self._count)
+        """Add up the gradients over the ranks and divide them by the number of tokens.
+
+        Collective over the ranks of the last stage. Megatron's own function for it waits for all stages.
+        """
+        self.model.finish_grad_sync()
+        _allreduce_non_tensor_model_parallel_grads([self.model], self._config)
+        if self._config.moe_router_enable_expert_bias:
+            _update_router_expert_bias([self.model], self._config)
+        reset_model_temporary_tensors(self._config, [self.model])
+        count = torch.zeros((), device=device()) if self._count is None else self._count
+        dist.all_reduce(count, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        if count > 0:
+            self.model.scale_gradients(1.0 / count)
 
     def _logprobs(self, trunk: Any, packed: Microbatch, targets: HeadTargets) -> Tensor:
         sequences, pads_1T = packed.sequences, packed.sequences.pads_1T
@@ -107,13 +131,15 @@ class HeadTraining:
         if is_shared:
             tokens_KT, labels_KT, pads_1T = (values[:, sequences.own_O] for values in (tokens_KT, labels_KT, pads_1T))
         hidden_T1H, trunk.hidden = trunk.hidden, None
+        with torch.no_grad():
+            embeddings = [self.embedding(input_ids=tokens_T[None], position_ids=None) for tokens_T in tokens_KT]
         logprobs_KT: Tensor = self.model(
             hidden_T1H,
-            tokens_KT,
+            embeddings,
             labels_KT,
             trunk=trunk,
             sequences=sequences,
-            padding_mask=pads_of_rank(pads_1T, is_divided=self._is_divided),
+            padding_mask=pads_of_rank(pads_1T, is_divided=self._config.sequence_parallel),
         )
         if not is_shared:
             return logprobs_KT
@@ -124,11 +150,12 @@ class HeadTraining:
 def train_heads(
     heads: TokenHeads | None, trunk: Any, config: TransformerConfig, cfg: PolicyConfig
 ) -> HeadTraining | None:
-    """Prepare the training of the heads, after that of the model `trunk`; None where no heads are to be trained.
+    """Prepare the training of the heads, after that of the model `trunk`.
 
-    Raises `ConfigError` when the model has none to train.
+    None where no heads are to be trained, and on all pipeline stages but the last one. Raises `ConfigError` when the
+    model has none to train.
     """
-    if cfg.megatron_cfg.mtp_num_layers == 0:
+    if cfg.megatron_cfg.mtp_num_layers == 0 or not trunk.post_process:
         return None
     if heads is None:
         problem = Problem(
@@ -140,4 +167,28 @@ def train_heads(
         raise ConfigError([problem])
     trunk.keeps_hidden = True
     wrapped = wrap_ddp(heads.requires_grad_(True), config, cfg.megatron_cfg)
-    return HeadTraining(wrapped, config, cfg.megatron_cfg)
+    return HeadTraining(wrapped, _embedding(trunk), config, cfg.megatron_cfg)
+
+
+def share_embedding(trunk: Any, heads: HeadTraining | None, cfg: MegatronConfig) -> None:
+    """Send the embedding of the first pipeline stage to the heads that are trained. Collective over all stages."""
+    is_end = trunk.pre_process or trunk.post_process
+    if cfg.mtp_num_layers == 0 or cfg.pipeline_model_parallel_size == 1 or not is_end:
+        return
+    embedding = trunk.embedding if heads is None else heads.embedding
+    ends = parallel_state.get_embedding_group()
+    dist.broadcast(embedding.word_embeddings.weight.data, dist.get_global_rank(ends, 0), group=ends)
+
+
+def _embedding(trunk: Any) -> Any:
+    """Return the model's embedding; on a stage that has none, a copy of it, which `share_embedding` fills."""
+    if trunk.pre_process:
+        return trunk.embedding
+    copy = LanguageModelEmbedding(
+        config=trunk.config,
+        vocab_size=trunk.vocab_size,
+        max_sequence_length=trunk.max_sequence_length,
+        position_embedding_type="none",
+        tp_group=trunk.pg_collection.tp,
+    )
+    return copy.to(device()).requires_grad_(False)

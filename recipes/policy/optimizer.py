@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, _get_param_groups, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -53,6 +55,9 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(optimizer_config(cfg), [model])
     if heads is not None:
         optimizer = HeadsApart(optimizer, get_megatron_optimizer(optimizer_config(cfg), [heads]))
+    elif own.mtp_num_layers:  # another pipeline stage has them; Megatron compares groups of parameters over all ranks,
+        for _ in ("dense weights", "experts"):  # once for each of these
+            _get_param_groups([], optimizer_config(cfg), None)
     return optimizer, _build_scheduler(optimizer, own.optimizer.lr, own.optimizer.min_lr, own.scheduler)
 
 
@@ -61,15 +66,37 @@ class HeadsApart(ChainedOptimizer):  # type: ignore[misc]
 
     def __init__(self, model: ChainedOptimizer, heads: ChainedOptimizer) -> None:
         super().__init__([*model.chained_optimizers, *heads.chained_optimizers])
-        self._model, self._heads = model, heads
+        for part, group in zip(heads.chained_optimizers, _groups_of_a_stage(self.config), strict=False):
+            part.grad_stats_parallel_group = group  # Megatron's spans the stages, of which one has the heads
+        self.model, self.heads = model, heads
         self.heads_grad_norm = 0.0  # of the last step
 
     def step(self) -> tuple[bool, float | None, int | None]:
         """Update both; return whether that succeeded, the gradient norm of the model, and its zeros."""
-        are_updated, norm, _ = self._heads.step()
+        are_updated, norm, _ = self.heads.step()
         self.heads_grad_norm = float(norm or 0.0)
-        is_updated, norm, zeros = self._model.step()
+        is_updated, norm, zeros = self.model.step()
         return is_updated and are_updated, norm, zeros
+
+
+def optimizer_parts(optimizer: ChainedOptimizer) -> dict[str, Any]:
+    """Return the optimizers of which this rank's one is made, by the names that they have in a checkpoint."""
+    names = ["optimizer.dense", "optimizer.experts"]
+    if not isinstance(optimizer, HeadsApart):
+        return dict(zip(names, optimizer.chained_optimizers, strict=False))
+    heads = dict(zip(["heads.dense", "heads.experts"], optimizer.heads.chained_optimizers, strict=False))
+    return optimizer_parts(optimizer.model) | heads
+
+
+def _groups_of_a_stage(config: OptimizerConfig) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return the ranks of a pipeline stage over which norms are added up: of its dense weights, of its experts."""
+    if config.use_distributed_optimizer:  # no rank has a gradient that another one has
+        stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        return stage, stage
+    return (
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_expert_tensor_and_model_parallel_group(),
+    )
 
 
 def optimizer_config(cfg: PolicyConfig) -> OptimizerConfig:

@@ -29,7 +29,7 @@ from recipes.errors import ConfigError
 from recipes.policy import hf
 from recipes.policy.families import mapping
 from recipes.policy.families.gather import FullWeights
-from recipes.policy.heads import HeadTargets, HeadTraining, head_targets, train_heads
+from recipes.policy.heads import HeadTargets, HeadTraining, head_targets, share_embedding, train_heads
 from recipes.policy.layers.context import share_over_context
 from recipes.policy.layers.router import take_expert_loads
 from recipes.policy.layers.token_heads import TokenHeads
@@ -218,6 +218,7 @@ def accumulate_gradients(trainer: Trainer, shard: BatchShard, passes: Passes) ->
     trainer.model.zero_grad_buffer()
     trainer.optimizer.zero_grad()
     heads = trainer.head_training
+    share_embedding(unwrap_model(trainer.model), heads, trainer.cfg.megatron_cfg)
     if heads is not None:
         heads.begin()
 

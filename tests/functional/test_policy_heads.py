@@ -28,6 +28,7 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
     "sequence": _SEQUENCE | _RECOMPUTE | _OVERLAP,
     "context-expert": _CONTEXT | _EXPERT,
     "data": _OVERLAP,
+    "stages": _STAGES | _RECOMPUTE | _OVERLAP,
 }
 
 
@@ -48,6 +49,9 @@ def found(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, La
         *(case(name, 2, _TRAINED | overrides) for name, overrides in _LAYOUTS.items()),
         case("saved", 2, _TRAINED | _SEQUENCE | _ANY_LAYOUT, saves=True),
         case("resumed", 1, _TRAINED | _ANY_LAYOUT, resumes="saved"),
+        case("saved-stages", 2, _TRAINED | _STAGES | _ANY_LAYOUT, saves=True),
+        case("resumed-stages", 2, _TRAINED | _STAGES, resumes="saved-stages"),
+        case("resumed-on-one", 1, _TRAINED | _ANY_LAYOUT, resumes="saved-stages"),
     )
     return outcomes(cases, tmp_path_factory.mktemp("job"), timeout_s=patiently(140))
 
@@ -92,8 +96,11 @@ def test_what_was_imported_is_exported(model: Path, found: dict[str, LayoutOutco
     assert all(torch.equal(outcome.before[key], tensor) for key, tensor in on_disk.items())
 
 
-def test_checkpoints_hold_heads_and_their_moments(found: dict[str, LayoutOutcome]) -> None:
-    saved, resumed = found["saved"], found["resumed"]
+@pytest.mark.parametrize(
+    ("before", "later"), [("saved", "resumed"), ("saved-stages", "resumed-stages"), ("saved-stages", "resumed-on-one")]
+)
+def test_checkpoints_hold_heads_and_their_moments(found: dict[str, LayoutOutcome], before: str, later: str) -> None:
+    saved, resumed = found[before], found[later]
     assert all(torch.equal(resumed.before[key], tensor) for key, tensor in saved.before.items())
     assert resumed.metrics == pytest.approx(saved.metrics, rel=1e-4, abs=1e-5)
     after = {name: saved.gradients[name] - gradient for name, gradient in resumed.gradients.items()}

@@ -72,7 +72,6 @@ REFUSALS: tuple[Rule, ...] = (
     generation.parsers_are_built,
     environments.agents_sample_from_the_policy,
     judges.models_to_come,
-    parallel.trained_heads_have_one_stage,
     judges.judges_fit_a_node,
     judges.engines_of_judges_are_ours,
 )

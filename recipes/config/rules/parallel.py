@@ -102,16 +102,6 @@ def experts_share_the_sequence(config: Config) -> Iterator[KeyProblem]:
         yield KeyProblem(key=f"{MEGATRON}.sequence_parallel", got="false", expected="true", fix=fix, also=(TP, EP))
 
 
-def trained_heads_have_one_stage(config: Config) -> Iterator[KeyProblem]:
-    """Require one pipeline stage where multi-token heads are trained: they read the embedding and the last state."""
-    megatron = config.policy.megatron_cfg
-    stages = megatron.pipeline_model_parallel_size
-    if megatron.mtp_num_layers and stages > 1:
-        fix = f"{PP} is {stages}; set it to 0, which keeps the heads as they are, or train with one stage"
-        got = str(megatron.mtp_num_layers)
-        yield KeyProblem(key=f"{MEGATRON}.mtp_num_layers", got=got, expected="0", fix=fix, also=(PP,))
-
-
 def uneven_stages_have_a_pipeline(config: Config) -> Iterator[KeyProblem]:
     """Require several pipeline stages where the layers of the first or the last one are given."""
     megatron = config.policy.megatron_cfg

@@ -9,6 +9,7 @@ Shape legend: K heads, T tokens of a row, H hidden size. With sequence paralleli
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class TokenHeads(MegatronModule):  # type: ignore[misc]
     def forward(
         self,
         hidden_T1H: Tensor,
-        tokens_KT: Tensor,
+        embeddings: Sequence[Tensor],
         labels_KT: Tensor,
         *,
         trunk: Any,
@@ -69,17 +70,15 @@ class TokenHeads(MegatronModule):  # type: ignore[misc]
 
         Args:
             hidden_T1H: the model's state after its last norm.
-            tokens_KT: row k - 1 has token t + k at place t.
+            embeddings: K times [T, 1, H], without gradient; entry k - 1 has the embedding of token t + k at place t.
             labels_KT: row k - 1 has token t + k + 1 at place t.
-            trunk: the model, whose embedding and output projection are used.
+            trunk: the model, whose output projection is used.
             padding_mask: True on pads, of this rank's tokens.
         """
         hidden_T1H = hidden_T1H.detach()
         weight_VH = trunk.output_layer.weight.detach()
         rows = []
-        for tokens_T, labels_T in zip(tokens_KT, labels_KT, strict=True):
-            with torch.no_grad():
-                embedding_T1H = trunk.embedding(input_ids=tokens_T[None], position_ids=None)
+        for embedding_T1H, labels_T in zip(embeddings, labels_KT, strict=True):
             if self.config.recompute_granularity == "full" and torch.is_grad_enabled():
                 hidden_T1H = checkpoint(
                     self._step, hidden_T1H, embedding_T1H, sequences, padding_mask, use_reentrant=False

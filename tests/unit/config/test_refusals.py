@@ -15,15 +15,6 @@ TO_COME = "the native engine does not have the "
 POLICY_MODEL = "env.nemo_gym.policy_model.responses_api_models.vllm_model"
 CHAT = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
 NATIVE_CASES = {
-    "trained_heads_have_one_stage": (
-        [
-            f"{MEGATRON}.mtp_num_layers=5",
-            f"{MEGATRON}.pipeline_model_parallel_size=2",
-            "cluster.gpus_per_node=3",
-        ],
-        f"{MEGATRON}.mtp_num_layers: got 5, expected 0; {MEGATRON}.pipeline_model_parallel_size is 2; set it to 0, "
-        "which keeps the heads as they are, or train with one stage",
-    ),
     "models_to_come": (
         ["env.nemo_gym.grader={responses_api_models: {vllm_model: {model: m}}}"],
         "env.nemo_gym.grader: this judge has no address; give its base_url, or write its server as local_vllm_model: "

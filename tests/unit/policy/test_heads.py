@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,12 @@ def test_heads_look_ahead_within_a_row() -> None:
 
 def test_heads_of_a_model_without_any_are_not_trained() -> None:
     config = require_valid(load_config(CONFIG_DIR / "tiny" / "stage1_rlvr.yaml"))
-    trunk: Any = None
+    trunk: Any = SimpleNamespace(post_process=True)
     assert train_heads(None, trunk, trunk, config.policy) is None
     asked = require_valid(
         load_config(CONFIG_DIR / "tiny" / "stage1_rlvr.yaml", ["policy.megatron_cfg.mtp_num_layers=5"])
     )
     with pytest.raises(ConfigError, match=r"mtp_num_layers: .* has no multi-token heads to train"):
         train_heads(None, trunk, trunk, asked.policy)
+    trunk.post_process = False  # another pipeline stage has them
+    assert train_heads(None, trunk, trunk, asked.policy) is None
