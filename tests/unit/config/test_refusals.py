@@ -7,7 +7,9 @@ from recipes.config.keys.schema import CONFIG_DIR, declared
 from recipes.config.keys.servers import AGENTS, servers
 from recipes.config.load import load_config, refusals, require_valid
 from recipes.config.rules.all import REFUSALS
+from recipes.config.stages import config_path, load_stages
 from recipes.environments.registry import ALL_VERIFIERS
+from recipes.errors import ConfigError
 
 TINY = CONFIG_DIR / "tiny" / "stage1_rlvr.yaml"
 MEGATRON = "policy.megatron_cfg"
@@ -166,7 +168,10 @@ def test_stage_names_everything_that_is_still_to_come(stage: str, directory: str
         (f"{MEGATRON}.pipeline_model_parallel_size=1", None),
         (f"{MEGATRON}.mtp_detach_heads=false", "the heads of the native policy are always detached"),
         (f"{MEGATRON}.mtp_use_repeated_layer=false", "published models have one layer for all heads"),
-        (f"{MEGATRON}.fp8_cfg.enabled=true", "fp8 training is not built yet"),
+        (
+            f"{MEGATRON}.fp8_cfg.enabled=true",
+            "it needs Transformer Engine's linear layers, and the native policy has Megatron's own",
+        ),
         (
             "policy.generation.top_p=0.9",
             "the trainer does not filter as the engine would: every importance weight would be biased",
@@ -217,3 +222,17 @@ def test_an_agent_elsewhere_needs_an_address_and_a_verifier(settings: str, keys:
     assert [problem.where.rpartition(".mine.responses_api_agents.")[2] for problem in refusals(loaded)] == [
         f"external_agent.{key}" for key in keys
     ]
+
+
+@pytest.mark.parametrize("platform", ["h100", "b200"])
+def test_no_published_stage_trains_in_fp8(platform):
+    for stage in load_stages():
+        config = require_valid(load_config(config_path(stage, "prod", platform), []))
+        assert not config.policy.megatron_cfg.fp8_cfg.enabled
+
+
+def test_an_interleaved_pipeline_cannot_be_asked_for():
+    """With two stages and batched sends Megatron trains on wrong data in such a schedule, without any error."""
+    for key in ("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"):
+        with pytest.raises(ConfigError, match=f"{MEGATRON}.{key}: there is no such key"):
+            require_valid(load_config(TINY, [f"{MEGATRON}.{key}=2"]))
