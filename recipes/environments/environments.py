@@ -43,7 +43,7 @@ from recipes.environments.scoring.clients import HttpVerifier, InProcessVerifier
 from recipes.environments.scoring.group import GroupClient, score_group
 from recipes.environments.scoring.group_by_url import HttpGroupClient
 from recipes.environments.scoring.known_answers import find_wrong_judges
-from recipes.environments.scoring.pool import ScoringPool
+from recipes.environments.scoring.pool import ScoringPool, num_processes
 from recipes.environments.swe.containers.runtime import runtime_of_machine
 from recipes.environments.swe.contract import ContainerFailedError, Runtime
 from recipes.errors import LaunchError, Problem, RecipeError, suggestion
@@ -101,10 +101,11 @@ class Environments:
         agents: Mapping[str, Agent],
         patterns: FlagPatterns,
         coding: CodingAgents | None = None,
+        num_on_node: int = 1,
     ) -> None:
         self.codec = codec
         self._servers, self._agents, self._patterns = servers, agents, patterns
-        self._pool = ScoringPool()
+        self._pool = ScoringPool(num_workers=num_processes(num_pools=num_on_node))
         self._sandbox = SandboxServer()
         self._http = JsonClient()
         self._url_agents = UrlAgents()
@@ -118,10 +119,13 @@ class Environments:
         self.asked_for: set[str] = set()  # servers of the rows that were checked
 
     @classmethod
-    def from_config(cls, env: EnvConfig, codec: ChatCodec, *, num_sharers: int = 1) -> Environments:
+    def from_config(
+        cls, env: EnvConfig, codec: ChatCodec, *, num_sharers: int = 1, num_on_node: int = 1
+    ) -> Environments:
         """Return the environments of a configuration; raises `ConfigError` for settings that cannot be honoured.
 
-        `num_sharers` processes ask the same judges: each asks its share of what may be asked at once.
+        `num_sharers` processes ask the same judges: each asks its share of what may be asked at once. `num_on_node` of
+        them share the cores of this machine for their scoring processes.
         """
         servers = {
             name: replace(server, judge=server.judge.shared_by(num_sharers)) if server.judge else server
@@ -139,6 +143,7 @@ class Environments:
             patterns=FlagPatterns(
                 invalid_tool_call=env.nemo_gym.invalid_tool_call_patterns, thinking_tags=env.nemo_gym.thinking_tags
             ),
+            num_on_node=num_on_node,
         )
 
     def check_row(self, row: Row) -> list[str]:

@@ -52,14 +52,17 @@ class Warnings(logging.Handler):
 class RolloutWorker:
     """A Ray actor. Every method is a coroutine on the actor's one event loop."""
 
-    def __init__(self, config: Config, *, name: str, num_workers: int) -> None:
-        """`name` is this process's own among all that sample; `num_workers` share the limits of the judges."""
+    def __init__(self, config: Config, *, name: str, num_workers: int, num_on_node: int) -> None:
+        """`name` is this process's own among all that sample.
+
+        `num_workers` share the limits of the judges, and `num_on_node` of them the cores of this machine.
+        """
         logging.basicConfig(level=logging.WARNING)
         self._warnings = Warnings()
         logging.getLogger("recipes").addHandler(self._warnings)
         cfg = config.policy.generation
         self._environments = Environments.from_config(
-            config.env, ChatCodec.from_config(config.policy), num_sharers=num_workers
+            config.env, ChatCodec.from_config(config.policy), num_sharers=num_workers, num_on_node=num_on_node
         )
         self._engines = FollowingClient(
             name,

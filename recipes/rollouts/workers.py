@@ -130,7 +130,13 @@ class RolloutWorkers:
     def _launch(self, worker: _Worker) -> None:
         worker.num_starts += 1
         remote = ray.remote(RolloutWorker).options(**self._placement[worker.index], max_concurrency=_CALLS_AT_ONCE)
-        actor = remote.remote(self._config, name=worker.name, num_workers=len(self._workers))
+        node = _node_of(self._placement[worker.index])
+        actor = remote.remote(
+            self._config,
+            name=worker.name,
+            num_workers=len(self._workers),
+            num_on_node=sum(_node_of(options) == node for options in self._placement),
+        )
         with self._lock:
             worker.actor = actor
 
@@ -208,6 +214,11 @@ class RolloutWorkers:
             logger.info("%s has been started again", worker)
             return
         logger.error("%s stays away after %d failed starts", worker, MAX_STARTS)
+
+
+def _node_of(options: dict[str, Any]) -> str | None:
+    """Return the node that an actor with these options is to run on; None where all share one."""
+    return getattr(options.get("scheduling_strategy"), "node_id", None)
 
 
 async def _while_alive(actor: Any, call: Any) -> Any:

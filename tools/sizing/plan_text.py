@@ -33,6 +33,8 @@ def _on(plan: StagePlan) -> str:
 
 def _machines(plan: StagePlan) -> list[str]:
     sizes, megatron = plan.sizes, plan.config.policy.megatron_cfg
+    num_workers = plan.config.grpo.async_grpo.num_rollout_workers or sizes.num_nodes
+    on_node = -(-num_workers // sizes.num_nodes)
     each = plan.sizes.total_gpus // plan.sizes.num_nodes
     gpu = "GPUs" if plan.gpu_bytes else "workers"
     if sizes.is_one_node:
@@ -54,6 +56,8 @@ def _machines(plan: StagePlan) -> list[str]:
         f"engines   {sizes.num_engines} of {sizes.gpus_per_engine} {gpu}; each generates "
         f"{sizes.samples_per_step / sizes.num_engines:.1f} rollouts per step, with at most "
         f"{sizes.max_requests_in_flight / sizes.num_engines:.1f} in flight",
+        f"rollouts  {num_workers} workers, at most {on_node} on a node, which with its {each} {gpu} needs at least "
+        f"{2 * (each + on_node)} cores: one for each of these processes, and half of all for scoring",
     ]
 
 

@@ -45,13 +45,18 @@ Scored = Verdict | NoVerdict | Requests
 """What scoring a response came to: requests are for a judge or a sandbox, whose replies go into another score."""
 
 
+def num_processes(*, num_pools: int) -> int:
+    """Return how many processes each of `num_pools` pools on this machine has: together, half of its cores."""
+    return min(MAX_PROCESSES, max(1, (os.cpu_count() or 1) // 2 // num_pools))
+
+
 class ScoringPool:
     """Scores responses in up to `num_workers` processes, each with `cpu_seconds` of processor time for one score."""
 
     def __init__(
         self, *, num_workers: int | None = None, cpu_seconds: float = 10.0, cached_verdicts: int = 16384
     ) -> None:
-        count = num_workers or min(MAX_PROCESSES, max(1, (os.cpu_count() or 1) // 2))
+        count = num_workers or num_processes(num_pools=1)
         self.cpu_seconds = cpu_seconds
         self._processes = [ScoringProcess() for _ in range(count)]
         self._idle: queue.LifoQueue[ScoringProcess] = queue.LifoQueue()  # the last used first: it has most loaded

@@ -17,7 +17,7 @@ from recipes.environments.contract.verdict import NoVerdict, Response, Verdict
 from recipes.environments.environments import Environments
 from recipes.environments.registry import VERIFIERS
 from recipes.environments.scoring.clients import InProcessVerifier, VerifierClient
-from recipes.environments.scoring.pool import ScoringPool
+from recipes.environments.scoring.pool import MAX_PROCESSES, ScoringPool, num_processes
 from recipes.errors import ConfigError, EngineError
 from recipes.types import Completion, Rollout, RolloutStatus, Row, VersionSpan
 from tests.office import small_office
@@ -321,3 +321,11 @@ def test_upstream_settings_of_unused_parts_are_accepted(codec: ChatCodec) -> Non
     judge = {"judge_model_server": {"name": "j"}, "should_use_judge": False, "entrypoint": "app.py"}
     instances = {"math_with_judge": server("math_with_judge", **judge), "code_gen": server("code_gen", num_processes=8)}
     Environments.from_config(env_config(**instances), codec).close()
+
+
+@pytest.mark.parametrize(("cores", "pools", "each"), [(112, 1, MAX_PROCESSES), (112, 8, 7), (16, 4, 2), (2, 4, 1)])
+def test_the_pools_of_a_node_share_half_of_its_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, pools: int, each: int
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    assert num_processes(num_pools=pools) == each
