@@ -103,5 +103,9 @@ class PolicyError(RunError):
     """A policy worker died or did not answer in time; the message names it."""
 
 
+class TokensLostError(RunError):
+    """The tokens of finished groups lay on a node that is gone, so that these groups must be sampled again."""
+
+
 class StalledError(RunError):
     """Nothing progressed within its deadline; the message names what was waited for."""

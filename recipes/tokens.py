@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from recipes.types import NUM_FLAGS, Rollout, RolloutHeader, Turn, TurnFlags
+from recipes.errors import TokensLostError
+from recipes.types import NUM_FLAGS, Group, Rollout, RolloutHeader, Turn, TurnFlags
 
 Array = NDArray[Any]
 MOST_CHARACTERS = 2000  # of the reason in a header
@@ -106,8 +107,32 @@ class TokenStore(Protocol):
         ...
 
     def get(self, references: Sequence[Any]) -> list[GroupTokens]:
-        """Return the arrays, read-only; raises `StalledError` when they do not come, `RunError` when they are lost."""
+        """Return the arrays, read-only.
+
+        Raises `StalledError` when they do not come, `TokensLostError` when some are lost.
+        """
         ...
+
+
+def lost_groups(groups: Sequence[Group], store: TokenStore) -> list[Group]:
+    """Return the groups whose arrays cannot be read any more. Each is fetched, so ask only when some are known lost."""
+    return [group for group in groups if not _can_read(group.tokens, store)]
+
+
+def output_texts(places: Sequence[tuple[Group, int]], store: TokenStore) -> list[str]:
+    """Return the decoded last answers of members of groups; "" where the arrays are lost."""
+    return [
+        store.get([group.tokens])[0].output_text(member) if _can_read(group.tokens, store) else ""
+        for group, member in places
+    ]
+
+
+def _can_read(reference: Any, store: TokenStore) -> bool:
+    try:
+        store.get([reference])
+    except TokensLostError:
+        return False
+    return True
 
 
 def pack_rollouts(rollouts: Sequence[Rollout]) -> tuple[tuple[RolloutHeader, ...], GroupTokens]:

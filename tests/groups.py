@@ -8,18 +8,24 @@ from typing import Any
 
 import numpy as np
 
+from recipes.errors import TokensLostError
 from recipes.rollouts.group import GroupRequest, GroupRunner, StoredGroup
 from recipes.tokens import GroupTokens, pack_rollouts
 from recipes.types import Group, PromptRef, Rollout
 
 
 class LocalStore:
-    """The reference is the arrays."""
+    """The reference is the arrays. What is in `lost` cannot be read any more."""
+
+    def __init__(self) -> None:
+        self.lost: list[GroupTokens] = []
 
     def put(self, tokens: GroupTokens) -> GroupTokens:
         return tokens
 
     def get(self, references: Sequence[GroupTokens]) -> list[GroupTokens]:
+        if any(reference is lost for reference in references for lost in self.lost):
+            raise TokensLostError("the tokens of a group cannot be read")
         return list(references)
 
 

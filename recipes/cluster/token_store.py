@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from recipes.errors import RunError, StalledError
+from recipes.errors import RunError, StalledError, TokensLostError
 from recipes.tokens import GroupTokens
 
 _GET_SECONDS = 600.0  # for all groups of a step to come from other nodes
@@ -28,12 +28,15 @@ class RayTokenStore:
             raise RunError(f"the object store takes no more groups, in memory or on its disk: {full}") from full
 
     def get(self, references: Sequence[Any]) -> list[GroupTokens]:
-        """Return the arrays, read-only; raises `StalledError` when they do not come, `RunError` when they are lost."""
+        """Return the arrays, read-only.
+
+        Raises `StalledError` when they do not come, `TokensLostError` when some are lost.
+        """
         what = f"the tokens of {len(references)} group{'s' if len(references) != 1 else ''}"
         try:
             groups: list[GroupTokens] = ray.get(list(references), timeout=_GET_SECONDS)
         except GetTimeoutError as late:
             raise StalledError(f"{what} did not come from the object store within {_GET_SECONDS:g} s") from late
         except RayError as lost:
-            raise RunError(f"{what} cannot be read from the object store: {lost}") from lost
+            raise TokensLostError(f"{what} cannot be read from the object store: {lost}") from lost
         return groups

@@ -48,6 +48,13 @@ class ReplayBuffer:
             self._groups[group.target_step].append(group)
             self._changed.notify_all()
 
+    def remove(self, groups: Sequence[Group]) -> None:
+        """Drop groups that are stored; others change nothing."""
+        keys = {group.prompt.key for group in groups}
+        with self._changed:
+            for target, stored in self._groups.items():
+                self._groups[target] = [group for group in stored if group.prompt.key not in keys]
+
     def fail(self, failure: BaseException) -> None:
         """Make every present and later `take` raise `failure`."""
         with self._changed:

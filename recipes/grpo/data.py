@@ -88,6 +88,10 @@ class PromptStream:
         epoch, offset = divmod(position, len(self.dataset))
         return self._prompt(epoch, self._permutation(epoch)[offset])
 
+    def position_of(self, ref: PromptRef) -> int:
+        """Return the position of a prompt that was drawn from this stream."""
+        return ref.epoch * len(self.dataset) + self._permutation(ref.epoch).index(ref.row_index)
+
     def find(self, ref: PromptRef) -> tuple[PromptRef, Row] | None:
         """Return the prompt that is now where `ref` says, or None when there is no such row."""
         return self._prompt(ref.epoch, ref.row_index) if ref.row_index < len(self.dataset) else None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from recipes.errors import RunError
 from recipes.grpo.data import PromptStream
 from recipes.tokens import GroupTokens
-from recipes.types import Group, PromptRef, RolloutStatus, Row
+from recipes.types import Group, PromptRef, RolloutStatus, Row, Sampling
 
 if TYPE_CHECKING:
     from recipes.config.tree import CircuitBreakerConfig
@@ -28,6 +28,22 @@ logger = logging.getLogger(__name__)
 Prompt = tuple[PromptRef, Row]
 NO_VARIANCE = "no_variance: all answers earned the same"  # in the ledger, for a prompt that dynamic sampling replaced
 _MAX_READ_STEPS = 4  # steps' worth of prompts read in a row that all belong to paused environments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSettings:
+    """What the collector needs from the configuration."""
+
+    num_prompts_per_step: int
+    num_generations_per_prompt: int
+    max_trajectory_age_steps: int
+    max_generation_failures: int
+    sampling: Sampling
+    max_model_len: int  # tokens, prompt and answer together
+    circuit_breaker: CircuitBreakerConfig
+    teaches: Callable[[Group], bool] = lambda _group: True  # else the group is replaced by another prompt's
+    max_gen_batches: int = 1  # of P and those ahead for one step, when groups are replaced because they do not teach
+    num_prompts_ahead: int = 0  # drawn for one step beyond P, since some of their groups will not teach
 
 
 class CircuitBreaker:
@@ -148,6 +164,10 @@ class PromptQueue:
     def at(self, position: int) -> Prompt | None:
         """Return the prompt at a position, None beyond the end of the data."""
         return self._stream.draw(position)
+
+    def position_of(self, ref: PromptRef) -> int:
+        """Return the position of a prompt that was drawn."""
+        return self._stream.position_of(ref)
 
     def next(self) -> tuple[int, Prompt] | None:
         """Return a position and its prompt: one that probes a paused environment, else the next that is not paused.

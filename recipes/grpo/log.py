@@ -28,7 +28,7 @@ from rich.text import Text
 from recipes.errors import ConfigError, Problem, RunError, StalledError
 from recipes.files import sync_files, write_atomically
 from recipes.grpo.metrics import PHASES, TIMING_PREFIX, StepMetrics, group_pass_rate, metrics_record
-from recipes.tokens import TokenStore
+from recipes.tokens import TokenStore, output_texts
 from recipes.types import Group, RolloutHeader
 
 if TYPE_CHECKING:
@@ -226,9 +226,8 @@ def pick_rollouts(groups: Sequence[Group], limit: int) -> list[tuple[Group, int]
 
 
 def _with_texts(picked: Sequence[tuple[Group, int]], store: TokenStore) -> list[tuple[Group, RolloutHeader, str]]:
-    stored = store.get([group.tokens for group, _ in picked])
-    pairs = zip(picked, stored, strict=True)
-    return [(group, group.rollouts[member], tokens.output_text(member)) for (group, member), tokens in pairs]
+    pairs = zip(picked, output_texts(picked, store), strict=True)
+    return [(group, group.rollouts[member], text) for (group, member), text in pairs]
 
 
 def _in_turn(groups: Sequence[Group]) -> Iterator[tuple[Group, int]]:

@@ -19,13 +19,13 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
 
 from recipes.environments.contract.rows import last_user_text
-from recipes.errors import RunError, StalledError
+from recipes.errors import RunError, StalledError, TokensLostError
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.data import PromptStream
 from recipes.grpo.draw import (
@@ -35,14 +35,12 @@ from recipes.grpo.draw import (
     DrawnPrompt,
     Prompt,
     PromptQueue,
+    RolloutSettings,
     teaches_nothing,
 )
 from recipes.rollouts.group import GroupRequest, StoredGroup
-from recipes.tokens import TokenStore
+from recipes.tokens import TokenStore, lost_groups
 from recipes.types import Group, PromptRef, Row, Sampling
-
-if TYPE_CHECKING:
-    from recipes.config.tree import CircuitBreakerConfig
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -54,22 +52,6 @@ class GroupSampler(Protocol):
     """The part of `RolloutWorkers` that the collector uses."""
 
     async def run_group(self, request: GroupRequest) -> StoredGroup: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutSettings:
-    """What the collector needs from the configuration."""
-
-    num_prompts_per_step: int
-    num_generations_per_prompt: int
-    max_trajectory_age_steps: int
-    max_generation_failures: int
-    sampling: Sampling
-    max_model_len: int  # tokens, prompt and answer together
-    circuit_breaker: CircuitBreakerConfig
-    teaches: Callable[[Group], bool] = lambda _group: True  # else the group is replaced by another prompt's
-    max_gen_batches: int = 1  # of P and those ahead for one step, when groups are replaced because they do not teach
-    num_prompts_ahead: int = 0  # drawn for one step beyond P, since some of their groups will not teach
 
 
 class RolloutCollector:
@@ -138,11 +120,38 @@ class RolloutCollector:
         """Run a coroutine (validation) on the collector's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def state(self) -> CollectorState:
-        """Return a consistent snapshot; call it between steps. It does not need the thread, which may be stuck.
+    def take_back(self, groups: Sequence[Group], lost: TokensLostError) -> None:
+        """Take back the groups of a step that could not begin; those whose tokens are lost are sampled again.
 
-        Raises `StalledError` when no change of the state ends within the deadline, or the tokens do not come.
+        Raises `lost` when all can be read.
         """
+        for group in groups:
+            self._buffer.add(group)
+        self._sample_lost_again(groups, lost)
+
+    def state(self) -> CollectorState:
+        """Return a consistent snapshot; call it between steps. It needs the thread only when tokens are lost.
+
+        Finished groups whose tokens are lost are sampled again. Raises `StalledError` when no change of the state ends
+        within the deadline, or the tokens do not come.
+        """
+        while True:
+            state = self._snapshot()
+            try:
+                tokens = self.token_store.get([group.tokens for group in state.finished])
+                return replace(state, finished_tokens=tuple(tokens))
+            except TokensLostError as lost:
+                self._sample_lost_again(state.finished, lost)
+
+    def _sample_lost_again(self, groups: Sequence[Group], lost: TokensLostError) -> None:
+        again = lost_groups(groups, self.token_store)
+        if not again:
+            raise lost
+        logger.warning("%s; %d prompts are sampled again", lost, len(again))
+        call = self.submit(self._sample_again(again))
+        gather_results([call], deadline_seconds=_SNAPSHOT_SECONDS, what="prompts that are sampled again")
+
+    def _snapshot(self) -> CollectorState:
         if not self._lock.acquire(timeout=_SNAPSHOT_SECONDS):
             raise StalledError(f"the collector's state did not come to rest within {_SNAPSHOT_SECONDS:g} s")
         try:
@@ -150,7 +159,7 @@ class RolloutCollector:
                 DrawnPrompt(position=position, target_step=target, prompt=ref)
                 for position, (target, ref, _) in self._in_flight.items()
             ]
-            state = CollectorState(
+            return CollectorState(
                 position=self._queue.position,
                 in_flight=tuple(sorted(waiting + self._retry, key=lambda drawn: drawn.position)),
                 finished=tuple(self._buffer.groups()),
@@ -160,7 +169,6 @@ class RolloutCollector:
             )
         finally:
             self._lock.release()
-        return replace(state, finished_tokens=tuple(self.token_store.get([group.tokens for group in state.finished])))
 
     def restore(self, state: CollectorState) -> None:
         """Continue from a checkpoint: keep its finished groups, sample what was in flight again."""
@@ -267,6 +275,15 @@ class RolloutCollector:
                     return
                 self._launch(drawn[0], target, drawn[1])
                 self._assigned[target] += 1
+
+    async def _sample_again(self, groups: Sequence[Group]) -> None:
+        with self._lock:
+            self._buffer.remove(groups)
+            for group in groups:
+                position = self._queue.position_of(group.prompt)
+                self._finished[group.target_step] -= 1
+                if (prompt := self._queue.at(position)) is not None:
+                    self._launch(position, group.target_step, prompt)
 
     def _launch(self, position: int, target: int, prompt: Prompt) -> None:
         ref, row = prompt

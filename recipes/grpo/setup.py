@@ -29,11 +29,11 @@ from recipes.grpo.advantage import advantage_bounds, subtract_kl
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.checkpoint import LedgerEntry, SavedState, latest_checkpoint, load_state, step_dir
 from recipes.grpo.data import PromptDataset, PromptStream, require_rows
-from recipes.grpo.draw import CollectorState
+from recipes.grpo.draw import CollectorState, RolloutSettings
 from recipes.grpo.log import RunLogger
 from recipes.grpo.loss import grpo_loss, sampled_kl
 from recipes.grpo.reward import has_variance
-from recipes.grpo.rollout import RolloutCollector, RolloutSettings
+from recipes.grpo.rollout import RolloutCollector
 from recipes.grpo.run import PolicyHandle, Run, TrainState
 from recipes.grpo.validate import ValidationSet
 from recipes.policy.policy import Policy

@@ -17,6 +17,7 @@ of the first step says 1.
 
 from __future__ import annotations
 
+from recipes.errors import TokensLostError
 from recipes.grpo.advantage import add_advantages
 from recipes.grpo.batch import build_batch, spread_over_sequences
 from recipes.grpo.metrics import StepMetrics
@@ -65,8 +66,12 @@ def train(run: Run) -> None:
         with metrics.timed("data_processing"):
             batch = spread_over_sequences(batch, groups, token_level_loss=cfg.loss_fn.token_level_loss)
 
-        with metrics.timed("policy_training"):
-            losses = run.policy.train(batch)
+        try:
+            with metrics.timed("policy_training"):
+                losses = run.policy.train(batch)
+        except TokensLostError as lost:  # nothing was trained: the step begins again once these groups are there
+            run.collector.take_back(groups, lost)
+            continue
         state.advance(groups)
         metrics.add(losses)
 

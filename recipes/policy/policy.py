@@ -96,7 +96,7 @@ class Policy:
         """Take the optimizer steps of a batch; returns the loss metrics, `grad_norm` and `lr`.
 
         One step has `policy.train_global_batch_size` rollouts. Several steps share the log-probabilities from before
-        the first one.
+        the first one. Raises `TokensLostError`, before anything is trained, when tokens of the batch are lost.
         """
         steps = []
         for part in shards.optimizer_batches(batch, self._cfg.train_global_batch_size):
@@ -105,7 +105,8 @@ class Policy:
             plan = shards.plan(part, self._cfg, num_shards=self._num_shards, training=True)
             steps.append(self._per_rank(part, plan))
         per_rank = [tuple(own) for own in zip(*steps, strict=True)]
-        metrics = self._call("train", per_rank=per_rank, deadline=self._deadlines.train)
+        self._call("fetch", per_rank=per_rank, deadline=self._deadlines.train)
+        metrics = self._call("train", deadline=self._deadlines.train)
         return shards.merge_step_metrics(self._outputs(metrics))
 
     def logprobs(self, batch: TrainBatch) -> list[torch.Tensor]:

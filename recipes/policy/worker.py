@@ -69,6 +69,7 @@ class PolicyWorker:
         self._store: TCPStore | None = None
         self._sink: SharedMemoryWriter | NcclSender | None = None
         self._saving: BackgroundSave | None = None
+        self._fetched: list[BatchShard] = []
 
     def identity(self) -> WorkerIdentity:
         """Tell where this process runs."""
@@ -113,12 +114,17 @@ class PolicyWorker:
         self._trainer = step.build_trainer(spec.policy_cfg, spec.loss, reference=spec.reference)
         return coordinates
 
-    def train(self, parts: Sequence[ray.ObjectRef[BatchShard]]) -> dict[str, Measured]:
-        """Take one optimizer step per part of a batch; returns this rank's share of the metrics."""
+    def fetch(self, parts: Sequence[ray.ObjectRef[BatchShard]]) -> None:
+        """Bring the parts of a batch here, before any rank trains; raises `TokensLostError` when tokens are lost."""
+        shards: list[BatchShard] = ray.get(list(parts))
+        self._fetched = [shard.fetched(RayTokenStore()) for shard in shards]
+
+    def train(self) -> dict[str, Measured]:
+        """Take one optimizer step per part of the batch that was fetched; returns this rank's share of the metrics."""
         from recipes.policy.step import train_steps
 
-        shards: list[BatchShard] = ray.get(list(parts))
-        return train_steps(self._trainer, [shard.fetched(RayTokenStore()) for shard in shards])
+        shards, self._fetched = self._fetched, []
+        return train_steps(self._trainer, shards)
 
     def logprobs(self, shard: BatchShard) -> torch.Tensor | None:
         """Return the log-probabilities of the shard's rows end to end; None where another rank answers."""

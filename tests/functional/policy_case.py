@@ -246,3 +246,15 @@ def reference_logprobs(model: Path, batch: TrainBatch, store: TokenStore, *, tem
             scores = (reference(ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
         rows.append(torch.cat([torch.zeros(1), scores.gather(-1, ids[1:, None])[:, 0]]))
     return torch.cat(rows)
+
+
+def lost_reference() -> Any:
+    """Return the reference of what is in no object store: the process that was to make it has died."""
+
+    @ray.remote(num_cpus=0, max_retries=0)
+    def die() -> None:
+        os._exit(1)
+
+    reference = die.remote()
+    ray.wait([reference], timeout=patiently(60))
+    return reference

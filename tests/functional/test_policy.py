@@ -13,13 +13,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from policy_case import exported, load_case, local_ray, policy_logprobs, reference_logprobs, running, save_model
+from policy_case import (
+    exported,
+    load_case,
+    local_ray,
+    lost_reference,
+    policy_logprobs,
+    reference_logprobs,
+    running,
+    save_model,
+)
 from random_batch import random_batch
 from safetensors.torch import load_file
 from speed import patiently
 
 from recipes.cluster.token_store import RayTokenStore
-from recipes.errors import CheckpointError, ConfigError
+from recipes.errors import CheckpointError, ConfigError, TokensLostError
 from recipes.grpo.loss import grpo_loss
 from recipes.policy.policy import Policy
 
@@ -46,6 +55,19 @@ def test_logprobs_and_export_agree_with_transformers(tmp_path: Path) -> None:
         after, reference_logprobs(tmp_path / "hf", batch, RayTokenStore(), temperature=0.7), atol=2e-5, rtol=0
     )
     assert (after - before).abs().max() > 1e-3  # the step moved the model, so the second check is not the first
+
+
+def test_a_batch_whose_tokens_are_lost_trains_nothing(tmp_path: Path) -> None:
+    config = load_case(save_model(tmp_path / "model"))
+    whole = random_batch(8, RayTokenStore())
+    lost = replace(whole, tokens=(*whole.tokens[:-1], lost_reference()))
+    with running(config, num_ranks=2) as policy:
+        before = policy_logprobs(policy, whole)
+        with pytest.raises(TokensLostError, match="cannot be read from the object store"):
+            policy.train(lost)
+        assert torch.equal(policy_logprobs(policy, whole), before)
+        policy.train(whole)  # the same ranks go on
+        assert not torch.equal(policy_logprobs(policy, whole), before)
 
 
 def test_rows_without_packing_give_the_same_logprobs(tmp_path: Path) -> None:

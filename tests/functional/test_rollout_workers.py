@@ -38,7 +38,7 @@ def slow_to_hear() -> type:
     class SlowToHear:
         """A rollout worker that hears of the engines late; its groups fail until it has."""
 
-        def __init__(self, config: Any, *, name: str, num_workers: int) -> None:
+        def __init__(self, config: Any, *, name: str, num_workers: int, num_on_node: int) -> None:
             self._knows = False
 
         async def ping(self) -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import ray
-from policy_case import local_ray
+from policy_case import local_ray, lost_reference
 from random_batch import random_rollouts
 
 from recipes.cluster import token_store
 from recipes.cluster.token_store import RayTokenStore
-from recipes.errors import RunError, StalledError
-from recipes.tokens import pack_rollouts
-from tests.groups import as_lists
+from recipes.errors import StalledError, TokensLostError
+from recipes.tokens import lost_groups, output_texts, pack_rollouts
+from tests.groups import as_lists, group_of
 
 pytestmark = pytest.mark.functional
 
@@ -38,12 +38,20 @@ def test_arrays_come_back_as_they_were_and_are_shared() -> None:
 
 
 def test_tokens_whose_process_died_are_named() -> None:
-    @ray.remote(max_retries=0)
-    def die() -> None:
-        os._exit(1)
+    with pytest.raises(TokensLostError, match="the tokens of 1 group cannot be read from the object store"):
+        RayTokenStore().get([lost_reference()])
 
-    with pytest.raises(RunError, match="the tokens of 1 group cannot be read from the object store"):
-        RayTokenStore().get([die.remote()])
+
+def test_groups_whose_tokens_are_lost_are_found_among_others() -> None:
+    store = RayTokenStore()
+    rollouts = [replace(rollout, output_text="yes") for rollout in random_rollouts(2)]
+    made = [group_of(rollouts) for _ in range(3)]
+    groups = [replace(group, tokens=store.put(group.tokens)) for group in made]
+    groups[1] = replace(groups[1], tokens=lost_reference())
+    with pytest.raises(TokensLostError):
+        store.get([group.tokens for group in groups])
+    assert lost_groups(groups, store) == [groups[1]]
+    assert output_texts([(group, 0) for group in groups], store) == ["yes", "", "yes"]
 
 
 def test_tokens_that_do_not_come_are_waited_for_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

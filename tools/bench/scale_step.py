@@ -180,7 +180,8 @@ def measure(size: StepSize, parts: Parts) -> StepCost:
 def _collector(size: StepSize, parts: Parts, buffer: Any) -> Any:
     from recipes.cluster.token_store import RayTokenStore
     from recipes.grpo.data import PromptDataset, PromptStream
-    from recipes.grpo.rollout import RolloutCollector, RolloutSettings
+    from recipes.grpo.draw import RolloutSettings
+    from recipes.grpo.rollout import RolloutCollector
     from recipes.types import Sampling
 
     stream = PromptStream(PromptDataset(parts.rows), num_epochs=1, shuffle=False, seed=0)

@@ -91,7 +91,8 @@ def _collector(config: Config, dataset: PromptDataset) -> Iterator[tuple[Rollout
     from recipes.generation.generation import Generation
     from recipes.grpo.buffer import ReplayBuffer
     from recipes.grpo.data import PromptStream
-    from recipes.grpo.rollout import RolloutCollector, RolloutSettings
+    from recipes.grpo.draw import RolloutSettings
+    from recipes.grpo.rollout import RolloutCollector
     from recipes.rollouts.workers import RolloutWorkers
     from recipes.types import Sampling
 

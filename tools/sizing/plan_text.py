@@ -56,8 +56,7 @@ def _machines(plan: StagePlan) -> list[str]:
         f"engines   {sizes.num_engines} of {sizes.gpus_per_engine} {gpu}; each generates "
         f"{sizes.samples_per_step / sizes.num_engines:.1f} rollouts per step, with at most "
         f"{sizes.max_requests_in_flight / sizes.num_engines:.1f} in flight",
-        f"rollouts  {num_workers} workers, at most {on_node} on a node, which with its {each} {gpu} needs at least "
-        f"{2 * (each + on_node)} cores: one for each of these processes, and half of all for scoring",
+        f"rollouts  {num_workers} workers, at most {on_node} on a node; half of its cores score answers",
     ]
 
 

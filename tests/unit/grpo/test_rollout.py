@@ -22,8 +22,8 @@ from recipes.errors import EngineError, RequestError, RunError, StalledError
 from recipes.generation.clients.session import EngineSession
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.data import PromptDataset, PromptStream
-from recipes.grpo.draw import NO_VARIANCE, CollectorState
-from recipes.grpo.rollout import RolloutCollector, RolloutSettings
+from recipes.grpo.draw import NO_VARIANCE, CollectorState, RolloutSettings
+from recipes.grpo.rollout import RolloutCollector
 from recipes.rollouts.group import GroupRunner, PolicyClient
 from recipes.types import Completion, Group, ModelClient, Rollout, RolloutStatus, Row, Sampling, Turn, VersionSpan
 from tests.groups import LocalStore, LocalWorkers, as_lists
