@@ -8,7 +8,7 @@ What happens when something fails:
     all workers        cannot be started again       `run_group` raises `RunError`
 
 A worker's scoring processes and its sandbox end with it. The finished groups of a dead worker stay: the driver owns
-their objects, and the node's object store keeps them.
+their objects, and the node's object store keeps them. When the node dies as well, the collector has them sampled again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -60,6 +61,7 @@ class _Worker:
     def __init__(self, index: int) -> None:
         self.index = index
         self.actor: Any = None
+        self.pulse = Pulse(None)  # of that actor
         self.num_starts = 0
         self.num_groups = 0  # in flight
         self.is_up = False
@@ -138,7 +140,7 @@ class RolloutWorkers:
             num_on_node=sum(_node_of(options) == node for options in self._placement),
         )
         with self._lock:
-            worker.actor = actor
+            worker.actor, worker.pulse = actor, Pulse(actor)
 
     def _tell(self, engines: OpenEngines) -> None:
         """Tell every worker which engines are open; called by any thread."""
@@ -160,11 +162,11 @@ class RolloutWorkers:
 
     async def _run_on(self, worker: _Worker, request: GroupRequest) -> StoredGroup:
         """Run a group on a worker; raises `_WorkerLostError` when that dies."""
-        actor, number = worker.actor, worker.num_starts
+        actor, pulse, number = worker.actor, worker.pulse, worker.num_starts
         call, tokens = actor.run_group.options(num_returns=2).remote(request)
         worker.num_groups += 1
         try:
-            report: GroupReport = await _while_alive(actor, call)
+            report: GroupReport = await pulse.result(call)
             for warning in report.warnings:
                 logger.warning("%s: %s", worker, warning)
             return report.headers, tokens
@@ -221,12 +223,33 @@ def _node_of(options: dict[str, Any]) -> str | None:
     return getattr(options.get("scheduling_strategy"), "node_id", None)
 
 
-async def _while_alive(actor: Any, call: Any) -> Any:
-    """Return the result of a call; raises `TimeoutError` when the actor is silent, and what the call raises."""
-    answer = asyncio.ensure_future(call)
-    try:
-        while not (await asyncio.wait({answer}, timeout=CHECK_SECONDS))[0]:
-            await asyncio.wait_for(actor.ping.remote(), SILENCE_SECONDS)
-        return answer.result()
-    finally:
-        answer.cancel()
+class Pulse:
+    """Whether one actor answers. All groups that run on it share its pings, since a step has hundreds of them."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._asked_at = 0.0
+        self._ping: asyncio.Future[None] | None = None
+
+    async def result(self, call: Any) -> Any:
+        """Return the result of a call; raises `TimeoutError` when the actor is silent, and what the call raises."""
+        answer = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait({answer}, timeout=CHECK_SECONDS))[0]:
+                await asyncio.wait_for(asyncio.shield(self._latest_ping()), SILENCE_SECONDS)
+            return answer.result()
+        finally:
+            answer.cancel()
+
+    def _latest_ping(self) -> asyncio.Future[None]:
+        is_old = time.monotonic() - self._asked_at >= CHECK_SECONDS
+        if self._ping is None or (self._ping.done() and is_old):
+            self._ping, self._asked_at = asyncio.ensure_future(self._actor.ping.remote()), time.monotonic()
+            self._ping.add_done_callback(_note)
+        return self._ping
+
+
+def _note(ping: asyncio.Future[None]) -> None:
+    """Look at the failure of a ping that nobody waits for any more, which asyncio would print."""
+    if not ping.cancelled():
+        ping.exception()

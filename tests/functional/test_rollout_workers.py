@@ -1,4 +1,4 @@
-"""The driver's handle on rollout workers with real actors: none gets a group before it knows the engines."""
+"""The driver's handle on rollout workers with real actors: who is given groups, and who is given up."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
+import psutil
 import pytest
 from policy_case import local_ray
+from speed import patiently
 
 from recipes.errors import EngineError
 from recipes.generation.clients.client import OpenEngines
@@ -81,3 +83,25 @@ def test_a_group_waits_until_its_worker_knows_the_engines(monkeypatch: pytest.Mo
         all_workers.close()
     assert first != again
     assert all_workers.num_lost == 1
+
+
+def test_a_worker_that_hangs_is_replaced_and_its_groups_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "RolloutWorker", slow_to_hear())
+    all_workers = RolloutWorkers(CONFIG, [{"num_cpus": 0}])
+    all_workers.connect(Engines())
+
+    async def run() -> tuple[Any, list[Any]]:
+        first, _ = await all_workers.run_group(cast(Any, 1))
+        os.kill(first, signal.SIGSTOP)
+        monkeypatch.setattr(workers, "CHECK_SECONDS", 1.0)
+        monkeypatch.setattr(workers, "SILENCE_SECONDS", patiently(2.0))
+        return first, list(await asyncio.gather(*(all_workers.run_group(cast(Any, number)) for number in range(8))))
+
+    try:
+        first, groups = asyncio.run(run())
+    finally:
+        all_workers.close()
+    assert all(pid != first for pid, _ in groups)
+    assert all_workers.num_lost == 1
+    psutil.wait_procs([psutil.Process(first)] if psutil.pid_exists(first) else [], timeout=patiently(20))
+    assert not psutil.pid_exists(first), "what hangs holds its node's memory and containers"
