@@ -1,7 +1,8 @@
-"""Print the bytes that one step of the tiny policy allocates at its peak, and what the planner says of them.
+"""Print the bytes that one step of a tiny policy allocates at its peak, and what the planner says of them.
 
 Run by test_memory.py in a process of its own, because Megatron's process groups are per process:
-activation_peak.py MODEL_DIR (true|false), the latter for activation_checkpointing.
+activation_peak.py FOLDER SHAPE... makes a model of each shape in the folder; one line of JSON for each, with and
+without recomputation.
 """
 
 from __future__ import annotations
@@ -9,9 +10,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
+from policy_case import save_experts, save_hybrid, save_model
 from random_batch import batch_of, full_rollouts
 from torch.distributed import HashStore
 from torch.profiler import ProfilerActivity, profile
@@ -27,6 +32,34 @@ from tools.sizing.memory import trainer_memory
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "tiny" / "stage1_rlvr.yaml"
 NUM_ROWS, WIDTH = 64, 64  # 4096 tokens: one full micro-batch
+_COMMON = {"vocab_size": 512, "hidden_size": 128, "head_dim": 32}
+# Few Mamba heads: on a CPU the stand-in for their kernels keeps more than these do.
+_HYBRID = _COMMON | {"mamba_num_heads": 2, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 32}
+_LATENT = ["linear_attention", "moe", "full_attention", "linear_attention", "moe", "full_attention"]
+_ROUTED = {"moe_intermediate_size": 128, "moe_latent_size": 64, "moe_shared_expert_intermediate_size": 192}
+SHAPES: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
+    "dense": (save_model, _COMMON | {"intermediate_size": 384, "num_hidden_layers": 4}),
+    "dense-wide": (save_model, _COMMON | {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}),
+    "dense-vocabulary": (save_model, _COMMON | {"vocab_size": 2048, "intermediate_size": 384}),
+    "experts": (save_experts, _COMMON | {"moe_intermediate_size": 96, "num_hidden_layers": 4}),
+    "experts-many": (
+        save_experts,
+        _COMMON | {"moe_intermediate_size": 64, "num_experts": 16, "num_experts_per_tok": 4},
+    ),
+    "experts-wide": (
+        save_experts,
+        _COMMON | {"hidden_size": 192, "moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "hybrid": (save_hybrid, _HYBRID | _ROUTED | {"layers_block_type": _LATENT, "num_experts_per_tok": 2}),
+    "hybrid-plain": (
+        save_hybrid,
+        _HYBRID | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "intermediate_size": 512},
+    ),
+    "hybrid-wide": (
+        save_hybrid,
+        _HYBRID | _ROUTED | {"hidden_size": 192, "moe_latent_size": None, "layers_block_type": _LATENT[1:5]},
+    ),
+}
 
 
 def full_batch(vocab: int) -> BatchShard:
@@ -47,29 +80,36 @@ def peak_bytes(trainer: step.Trainer, shard: BatchShard) -> int:
     return peak
 
 
-def main() -> None:
-    """Measure and print both numbers as JSON."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    model, recompute = Path(sys.argv[1]), sys.argv[2]
-    overrides = [f"policy.model_name={model}", f"policy.megatron_cfg.activation_checkpointing={recompute}"]
-    config = require_valid(load_config(CONFIG, overrides))
-    parallel.join_groups(HashStore(), rank=0, world_size=1, cfg=config.policy.megatron_cfg, seed=1, timeout_s=60)
+def measured(model: Path, *, recompute: bool) -> dict[str, object]:
+    """Take two steps of a model; the first makes what is made once."""
+    flag = f"policy.megatron_cfg.activation_checkpointing={str(recompute).lower()}"
+    config = require_valid(load_config(CONFIG, [f"policy.model_name={model}", flag]))
+    if not torch.distributed.is_initialized():
+        parallel.join_groups(HashStore(), rank=0, world_size=1, cfg=config.policy.megatron_cfg, seed=1, timeout_s=60)
     trainer = step.build_trainer(config.policy, partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=None))
     architecture = read_architecture(model)
     shard = full_batch(architecture.vocab)
-    step.train_step(trainer, shard)  # makes what is made once
+    step.train_step(trainer, shard)
     expected = trainer_memory(architecture, config, derive(config), other=0.0)
-    parameters = sum(parameter.numel() * parameter.element_size() for parameter in trainer.model.parameters())
-    print(
-        json.dumps(
-            {
-                "peak": peak_bytes(trainer, shard),
-                "expected": expected.activations + expected.logits,
-                "parameters": parameters,
-                "weights": expected.weights,
-            }
-        )
-    )
+    return {
+        "shape": model.name,
+        "recompute": recompute,
+        "peak": peak_bytes(trainer, shard),
+        "expected": expected.activations + expected.backward,
+        "parameters": sum(weight.numel() * weight.element_size() for weight in trainer.model.parameters()),
+        "weights": expected.weights,
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    for name in sys.argv[2:]:
+        save, sizes = SHAPES[name]
+        model = save(Path(sys.argv[1]) / name, **sizes)
+        for recompute in (True, False):
+            print(json.dumps(measured(model, recompute=recompute)), flush=True)
 
 
 if __name__ == "__main__":

@@ -58,22 +58,25 @@ _CPU = {
 }
 
 
-def save_model(directory: Path, *, tied: bool = False) -> Path:
+def save_model(directory: Path, *, tied: bool = False, **sizes: Any) -> Path:
     """Write a random Qwen3 model with grouped queries, in float32."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=96,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=128,
-        rope_theta=1e6,
-        tie_word_embeddings=tied,
-        rms_norm_eps=1e-6,
-        initializer_range=0.2,  # large enough that every weight matters
+        **{
+            "vocab_size": 96,
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 128,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": tied,
+            "rms_norm_eps": 1e-6,
+            "initializer_range": 0.2,  # large enough that every weight matters
+            **sizes,
+        }
     )
     Qwen3ForCausalLM(config).float().save_pretrained(directory)
     return directory

@@ -1,35 +1,42 @@
-"""What `make plan` says of a policy worker's memory, against what the tiny policy really allocates in a step."""
+"""What `make plan` says of a policy worker's memory, against what tiny policies of each family allocate in a step."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from speed import patiently
-from tiny_run import launch_environment
 
-pytestmark = [pytest.mark.functional, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
 
 SCRIPT = Path(__file__).with_name("activation_peak.py")
+SAMPLE = ("dense", "experts", "hybrid")
+OTHERS = ("dense-wide", "dense-vocabulary", "experts-many", "experts-wide", "hybrid-plain", "hybrid-wide")
 
 
-@pytest.mark.parametrize(("recompute", "low", "high"), [("true", 0.8, 1.25), ("false", 0.6, 1.1)])
-def test_activations_of_a_full_micro_batch(tmp_path: Path, recompute: str, low: float, high: float) -> None:
-    """Without recomputation the CPU keeps attention scores that a GPU's attention does not."""
-    env = launch_environment(tmp_path, num_rows=8, overrides={})
+@pytest.mark.parametrize(
+    "shapes", [pytest.param(SAMPLE, id="sample"), pytest.param(OTHERS, id="others", marks=pytest.mark.slow)]
+)
+def test_activations_of_a_full_micro_batch(tmp_path: Path, shapes: tuple[str, ...]) -> None:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path / "model"), recompute],
-        env={**env, "PYTHONPATH": str(SCRIPT.parents[2])},  # for what all tests share
+        [sys.executable, str(SCRIPT), str(tmp_path), *shapes],
+        env={**os.environ, "PYTHONPATH": f"{SCRIPT.parents[2]}:{SCRIPT.parent}", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=patiently(100),
+        timeout=patiently(90),
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    print(recompute, found, found["expected"] / found["peak"])
-    assert found["weights"] == pytest.approx(found["parameters"], rel=0.003)  # the norms are left out
-    assert low <= found["expected"] / found["peak"] <= high
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == 2 * len(shapes)
+    ratios = {(one["shape"], one["recompute"]): one["expected"] / one["peak"] for one in found}
+    print(ratios)
+    for one in found:
+        assert one["weights"] == pytest.approx(one["parameters"], rel=0.003)  # the norms are left out
+    # Without recomputation the stand-in for a Mamba kernel keeps what the kernel does not.
+    compared = {key: ratio for key, ratio in ratios.items() if key[1] or not key[0].startswith("hybrid")}
+    assert {key: ratio for key, ratio in compared.items() if not 0.9 <= ratio <= 1.1} == {}

@@ -49,6 +49,9 @@ class Architecture:
     mamba_groups: int = 0
     mamba_state: int = 0
     mamba_kernel: int = 0
+    has_pairs: bool = False  # attention and the MLP or experts after it are one layer of Megatron's
+    norms_heads: bool = False  # queries and keys have norms of their own
+    rotates_heads: bool = False  # queries and keys are rotated by their positions
     has_heads: bool = False  # multi-token heads: one attention and one MoE layer beside the others
 
     @property
@@ -205,8 +208,12 @@ def _transformer(config: Mapping[str, Any], name: str) -> Architecture:
     """Return a transformer whose layers all have an MLP, or all have experts."""
     hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
     is_sparse = config["model_type"] in _SPARSE
+    experts = (config.get("num_experts") or config["num_local_experts"]) if is_sparse else 0  # old and new name
     return Architecture(
         name=name,
+        has_pairs=True,
+        norms_heads=config["model_type"].startswith("qwen3"),
+        rotates_heads=True,
         hidden=hidden,
         vocab=config["vocab_size"],
         is_tied=bool(config.get("tie_word_embeddings")),
@@ -218,7 +225,7 @@ def _transformer(config: Mapping[str, Any], name: str) -> Architecture:
         mlp_size=config["intermediate_size"],
         is_gated=config.get("hidden_act", "silu") in _GATED,
         moe_layers=layers if is_sparse else 0,
-        experts=config["num_experts"] if is_sparse else 0,
+        experts=experts,
         experts_per_token=config["num_experts_per_tok"] if is_sparse else 0,
         expert_size=config["moe_intermediate_size"] if is_sparse else 0,
         expert_hidden=hidden,

@@ -2,9 +2,8 @@
 
 Trainer: weights, gradients and optimizer state as Megatron's distributed optimizer keeps them, and the activations of
 one packed micro-batch. Engine: weights, and the rest of `gpu_memory_utilization` for KV cache and Mamba states.
-These are estimates; buffers of libraries are one assumed number. Compared with a step of the tiny policy on a CPU
-(tests/functional/test_memory.py), the estimate of activations and logits is 6 % too high with recomputation, and 28 %
-too low without it, because attention on the CPU keeps its scores.
+These are estimates; buffers of libraries are one assumed number. Activations and logits of tiny models of each family
+are within 10 % of what a step allocates on a CPU (tests/functional/test_memory.py).
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from dataclasses import dataclass
 
 from recipes.config.keys.derive import Derived
 from recipes.config.tree import Config, MegatronConfig
+from tools.sizing.activations import activations
 from tools.sizing.architecture import Architecture
 
 GIB = 2**30
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1}
-_MAMBA_CHUNK = 128  # tokens; training keeps one state per chunk of a sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +26,13 @@ class TrainerMemory:
     weights: float
     gradients: float
     optimizer: float
-    activations: float
-    logits: float
+    activations: float  # that are kept for the backward pass
+    backward: float  # what its worst moment adds: the logits, or one layer
     other: float  # assumed: CUDA context, NCCL and allocator
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.other
+        return self.weights + self.gradients + self.optimizer + self.activations + self.backward + self.other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,18 +86,27 @@ def trainer_memory(model: Architecture, config: Config, sizes: Derived, *, other
     offloaded = optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0
     in_fp32 = megatron.distributed_data_parallel_config.grad_reduce_in_fp32
     tokens = policy.sequence_packing.train_mb_tokens / megatron.context_parallel_size
-    vocabulary = model.vocab / megatron.tensor_model_parallel_size
-    # Logits and their gradient at the model's width, and one chunk of float32 logits for the log-probabilities.
-    chunk = min(policy.logprob_chunk_size or tokens, tokens)
-    logits = vocabulary * (tokens * 2 * width + chunk * 8) if megatron.defer_fp32_logits else vocabulary * tokens * 12
+    layers = activations(model, megatron, tokens, width)
     return TrainerMemory(
         weights=(dense + experts + carried) * width,
         gradients=(dense + experts) * (4 if in_fp32 or width == 4 else 2),
         optimizer=(1.0 - offloaded) * each * (dense / shards[0] + experts / shards[1]),
-        activations=_activations(model, megatron, tokens, width),
-        logits=logits,
+        activations=layers.kept,
+        backward=max(layers.working, _logits(model, config, tokens, width)),
         other=other,
     )
+
+
+def _logits(model: Architecture, config: Config, tokens: float, width: int) -> float:
+    """Return the bytes of logits and of what is computed from them at once, in float32, for one chunk of tokens.
+
+    A copy in float32 is made of logits in 16 bits, and of those that the temperature divides.
+    """
+    policy = config.policy
+    chunk = min(policy.logprob_chunk_size or tokens, tokens)
+    is_copied = width < 4 or policy.generation.temperature != 1.0
+    vocabulary = model.vocab / policy.megatron_cfg.tensor_model_parallel_size
+    return vocabulary * chunk * (width + 4 + (4 if is_copied else 0))
 
 
 def host_memory(model: Architecture, config: Config, sizes: Derived) -> HostMemory:
@@ -137,40 +145,6 @@ def _head_parameters(model: Architecture, megatron: MegatronConfig) -> tuple[flo
     dense = model.attention_parameters + model.moe_shared_parameters + 2 * model.hidden**2
     ways = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
     return dense / megatron.tensor_model_parallel_size, model.experts * model.expert_parameters / ways
-
-
-def _activations(model: Architecture, megatron: MegatronConfig, tokens: float, width: int) -> float:
-    """Return the bytes of activations for `tokens` tokens per GPU.
-
-    With recomputation these are the inputs of all layers and the activations of one; else the activations of all.
-    """
-    tensor = megatron.tensor_model_parallel_size
-    of_stream = tokens * model.hidden * width / (tensor if megatron.sequence_parallel else 1)
-    own = layer_activations(model, tokens, width, tensor)
-    counts = (model.attention_layers, model.mamba_layers, model.mlp_layers, model.moe_layers)
-    stage = megatron.pipeline_model_parallel_size
-    if megatron.activation_checkpointing:
-        # The largest layer needs twice its activations, because it is computed again together with its gradients.
-        largest = max((size for size, count in zip(own, counts, strict=True) if count), default=0.0)
-        return model.num_layers / stage * of_stream + 2 * largest
-    # Each layer also keeps its input and the output of its norm.
-    return sum((2 * of_stream + size) * count for size, count in zip(own, counts, strict=True)) / stage
-
-
-def layer_activations(model: Architecture, tokens: float, width: int, tensor: int) -> tuple[float, float, float, float]:
-    """Return the bytes that one layer of each kind keeps on one GPU: attention, Mamba-2, MLP, experts."""
-    heads = 3 * (model.query_heads + model.kv_heads)  # queries and keys before and after rotation, values, output
-    attention = tokens * heads * model.head_size * width / tensor
-    mixed = model.mamba_inner + 2 * model.mamba_groups * model.mamba_state
-    states = tokens / _MAMBA_CHUNK * model.mamba_inner * model.mamba_state * 4
-    mamba = (tokens * (2 * mixed + 3 * model.mamba_inner) * width + states) / tensor
-    inner = model.matrices + 1  # outputs of all matrices but the last, of the activation and of the product
-    mlp = tokens * inner * model.mlp_size * width / tensor
-    # Tokens are split over the tensor ranks before routing; with even routing each rank receives as many as it sends.
-    routed = tokens / tensor * model.experts_per_token
-    experts = routed * (2 * model.expert_hidden + inner * model.expert_size) * width
-    shared = tokens * inner * model.shared_size * width / tensor
-    return attention, mamba, mlp, experts + shared
 
 
 def engine_memory(model: Architecture, config: Config, *, gpu: float, other: float) -> EngineMemory:

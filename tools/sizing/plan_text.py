@@ -106,7 +106,7 @@ def _memory(plan: StagePlan) -> list[str]:
         row("gradients", trainer.gradients, None),
         row("optimizer state", trainer.optimizer, None),
         row("activations", trainer.activations, None, f"of a micro-batch of {tokens:,} tokens"),
-        row("logits", trainer.logits, None),
+        row("backward pass", trainer.backward, None),
         row("caches", None, engine.cache, _cache_note(plan, length, longest)),
         row("other", trainer.other, engine.other, "CUDA, NCCL, allocator, graphs"),
         row("total", trainer.total, engine.total, "" if plan.gpu_bytes is None else _fits(plan, plan.gpu_bytes)),

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from recipes.policy.layers import context
 from recipes.policy.layers.context import attend, held_positions, share_over_context
+from recipes.policy.layers.norm import RMSNorm
 from recipes.policy.layers.packed import packed_sequences
 from recipes.policy.layers.recompute import recompute_in_backward
 from recipes.policy.layers.router import _TokenCount
@@ -123,3 +124,22 @@ def test_pads_and_evaluation_are_not_counted() -> None:
         count(chosen_TE, padding_mask=pads_T)
     count(chosen_TE)
     assert count.tokens_E.tolist() == [3, 4, 3]
+
+
+def test_a_norm_equals_that_of_torch_and_keeps_only_its_input() -> None:
+    config: Any = SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False)
+    norm = RMSNorm(config, 24, eps=1e-6)
+    x = torch.randn(7, 3, 24, requires_grad=True)
+    with torch.no_grad():
+        norm.weight.normal_()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        own = norm(x)
+    expected = functional.rms_norm(x, (24,), norm.weight, 1e-6)
+    assert torch.equal(own, expected)
+    assert [tensor.data_ptr() for tensor in kept if tensor.numel() == x.numel()] == [x.data_ptr()]
+    grad = torch.randn_like(x)
+    for got, wanted in zip(
+        *(torch.autograd.grad(output, (x, norm.weight), grad) for output in (own, expected)), strict=True
+    ):
+        assert torch.allclose(got, wanted, rtol=1e-5, atol=1e-6)

@@ -17,8 +17,9 @@ from recipes.config.stages import config_path, find_stage
 from recipes.errors import InputError
 from tools.job.compile_cache import seed_path
 from tools.sizing import planner
+from tools.sizing.activations import layer_activations
 from tools.sizing.architecture import SUPER, Architecture, read_architecture
-from tools.sizing.memory import GIB, engine_memory, host_memory, layer_activations, trainer_memory
+from tools.sizing.memory import GIB, engine_memory, host_memory, trainer_memory
 from tools.sizing.speed import GPUS, Assumptions, loop, roofline
 
 QWEN3_30B_A3B = {
@@ -114,6 +115,13 @@ def test_an_unknown_kind_of_model_is_refused(tmp_path):
         read_architecture(tmp_path / "nowhere")
 
 
+def test_experts_have_two_names_in_configurations(tmp_path):
+    old = read_architecture(write_config(tmp_path, QWEN3_30B_A3B))
+    assert old.experts == QWEN3_30B_A3B["num_experts"]
+    renamed = {"num_local_experts" if key == "num_experts" else key: value for key, value in QWEN3_30B_A3B.items()}
+    assert read_architecture(write_config(tmp_path, renamed)) == old  # as transformers 5 writes it
+
+
 def test_parameters_of_a_dense_model_by_hand():
     # embedding and output 2 * 800, attention 2 * (8*8 + 2 * 8*4 + 8*8), MLP 2 * 3 * 8 * 16
     assert DENSE.parameters == 1600 + 2 * 192 + 2 * 384
@@ -129,10 +137,14 @@ def test_trainer_memory_of_super_on_256_gpus(production):
     assert found.weights == pytest.approx(2 * local)
     assert found.gradients == pytest.approx(2 * local)
     assert found.optimizer == pytest.approx(12 * (dense / 4 / 64 + experts / 16 / 16))  # copies: 256/4, 256/16
-    # 65,536 tokens over CP 8; their stream of 88 layers in 2 bytes, split by TP, and twice the largest layer
+    # 65,536 tokens over CP 8; their stream of 88 layers in 2 bytes, split by TP, and the largest layer
     tokens = 65536 / 8
-    own = max(layer_activations(SUPER, tokens, 2, 4)[index] for index in (0, 1, 3))
-    assert found.activations == pytest.approx(88 * tokens * 4096 * 2 / 4 + 2 * own)
+    layers = layer_activations(SUPER, production.policy.megatron_cfg, tokens, 2)
+    assert found.activations == pytest.approx(88 * tokens * 4096 * 2 / 4)
+    # 2,048 rows of logits over TP 4: 2 bytes each, and twice 4 of float32
+    logits = 2048 * 131072 / 4 * 10
+    largest = max(layers[kind].kept + layers[kind].working for kind in ("attention", "mamba", "moe"))
+    assert found.backward == pytest.approx(max(logits, largest))
     assert found.total < 79.6 * GIB
 
 
