@@ -67,10 +67,27 @@ setup: $(READY) ##* install the Python environment into .venv, once
 $(READY): containers/requirements-cpu.lock
 	@VENV='$(CURDIR)/$(VENV)' tools/setup/setup.sh
 
+# Two processes train instead of one: each has half of every layer (TP), of the batch (DP) or of the experts (EP).
+MODEL ?=
+TP ?=
+DP ?=
+EP ?=
+LAYOUT := $(strip $(if $(TP),TP=$(TP)) $(if $(DP),DP=$(DP)) $(if $(EP),EP=$(EP)))
+LAYOUT_ARGS = $(if $(LAYOUT),cluster.gpus_per_node=3)
+ifeq ($(LAYOUT),TP=2)
+LAYOUT_ARGS += policy.megatron_cfg.tensor_model_parallel_size=2 policy.megatron_cfg.sequence_parallel=true
+else ifeq ($(LAYOUT),EP=2)
+LAYOUT_ARGS += policy.megatron_cfg.expert_model_parallel_size=2
+else ifneq ($(LAYOUT),$(filter DP=2,$(LAYOUT)))
+$(error got $(LAYOUT), expected one of TP=2, DP=2 and EP=2)
+endif
+SMOKE_MODEL = $(if $(filter-out qwen3,$(MODEL)),MODEL_PATH=$(CURDIR)/models/tiny-$(MODEL)-sft)
+
 .PHONY: smoke
+smoke: MODEL := $(or $(MODEL),$(if $(EP),nemotron-h))
 smoke: tiny ##* train stage 1.1 with a tiny model on this machine and show what it learned
-#= SEED=42 ARGS="key=value ..."
-	SCALE=tiny LAUNCHER=local SEED=$(SMOKE_SEED) EXP_NAME=$(SMOKE_RUN) ./super_launch.sh stage1.1 $(ARGS)
+#= SEED=42 MODEL=nemotron-h TP=2 | DP=2 | EP=2 (two processes train) ARGS="key=value ..."
+	SCALE=tiny LAUNCHER=local SEED=$(SMOKE_SEED) EXP_NAME=$(SMOKE_RUN) $(SMOKE_MODEL) ./super_launch.sh stage1.1 $(LAYOUT_ARGS) $(ARGS)
 	$(PYTHON) -m tools.report --run-dir $(RESULTS_DIR)/$(SMOKE_RUN) --min-gain 0.25
 	$(PYTHON) -m tools.tiny.check_gain --run-dir $(RESULTS_DIR)/$(SMOKE_RUN)
 
@@ -192,7 +209,8 @@ export-hf: $(READY) ## turn a checkpoint into a Hugging Face directory, on one p
 .PHONY: tiny
 tiny: $(READY) ## make what SCALE=tiny needs: data/tiny and the SFT checkpoint models/tiny-sft
 #= BLEND=wide (for the wide blend, stage 2.1 and stage 3), BLEND=swe2 (stage 2.2)
-	$(PYTHON) -m tools.tiny.prepare --models models --data data $(if $(BLEND),--blend $(BLEND))
+#= MODEL=nemotron-h (a model with experts, which EP=2 of make smoke divides)
+	$(PYTHON) -m tools.tiny.prepare --models models --data data $(if $(BLEND),--blend $(BLEND)) $(if $(MODEL),--model $(MODEL))
 
 ##@ Images (with docker buildx, podman or buildah; DRY_RUN=1 prints the commands)
 SANDBOX ?= sandbox
@@ -271,6 +289,11 @@ bench: ##* measure training, rollouts, data tools, sandbox and job start against
 bench-train: tiny ## measure asynchronous against synchronous training, and rollouts against vLLM
 #= ARGS
 	$(PYTHON) -m tools.bench $(ARGS)
+
+.PHONY: bench-policy
+bench-policy: $(READY) ## measure a train step beside transformers, and a weight push beside a memory copy
+#= ARGS="--rounds 5 --steps 10 50 --pushes 1 50 300" (millions of parameters)
+	$(PYTHON) -m tools.bench.policy $(ARGS)
 
 .PHONY: bench-peer
 bench-peer: tiny ## measure the tiny stage beside TRL's GRPOTrainer, installed to build/peer

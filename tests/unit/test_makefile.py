@@ -92,6 +92,28 @@ def test_misspelt_variables_are_refused_by_every_target():
     assert dry_run("clean", *named).returncode == 0
 
 
+def test_smoke_trains_with_two_processes_by_one_variable():
+    def launched(*words: str) -> str:
+        (line,) = [line for line in dry_run("smoke", *words).stdout.splitlines() if "super_launch.sh" in line]
+        return line
+
+    parallel = "policy.megatron_cfg.{}_parallel_size=2"
+    assert "gpus_per_node" not in launched()
+    assert all("cluster.gpus_per_node=3" in launched(f"{kind}=2") for kind in ("TP", "DP", "EP"))
+    assert parallel.format("tensor_model") in launched("TP=2")
+    assert "_parallel_size" not in launched("DP=2")
+    assert parallel.format("expert_model") in launched("EP=2")
+    for words in (["EP=2"], ["TP=2", "MODEL=nemotron-h"]):
+        assert "MODEL_PATH=" in launched(*words) and "/models/tiny-nemotron-h-sft" in launched(*words)
+        assert "tools.tiny.prepare --models models --data data --model nemotron-h" in " ".join(
+            dry_run("smoke", *words).stdout.split()
+        )
+    assert "MODEL_PATH=" not in launched("MODEL=qwen3")  # that of the stage
+    for words in (["TP=3"], ["TP=2", "DP=2"]):
+        refused = dry_run("smoke", *words)
+        assert refused.returncode == 2 and f"got {' '.join(words)}, expected one of TP=2, DP=2" in refused.stderr
+
+
 def test_unknown_stage_is_answered_by_the_launcher():
     assert "./super_launch.sh stage1.4" in dry_run("stage1.4").stdout
 

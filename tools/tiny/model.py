@@ -79,3 +79,6 @@ def build_hybrid_model(tokenizer: Any, *, seed: int) -> Any:
 
 def _vocabulary(tokenizer: Any) -> int:
     return -(-len(tokenizer) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
+BUILDERS = {"qwen3": build_model, "nemotron-h": build_hybrid_model}  # by the name that MODEL of the Makefile has

@@ -1,10 +1,11 @@
 """Make what SCALE=tiny needs: data/tiny with its splits and manifest, and the SFT checkpoint models/tiny-sft.
 
-    python -m tools.tiny.prepare --data data [--models models] [--seed 42] [--blend wide | swe2]
+    python -m tools.tiny.prepare --data data [--models models] [--seed 42] [--blend wide | swe2] [--model nemotron-h]
 
 With `--blend wide` also the rows of the wide blend, of stage 2.1 and of stage 3, and in place of models/tiny-sft the
 checkpoint models/tiny-wide-sft, whose warm-up has all of them. With `--blend swe2` the rows and the images of stage
-2.2, and models/tiny-swe2-sft.
+2.2, and models/tiny-swe2-sft. With `--model nemotron-h` the checkpoint is that of a tiny Nemotron-H with experts, and
+its name begins with tiny-nemotron-h.
 
 Makes only what is missing or out of date. The rows are filled and split by the tools that the published blends use.
 """
@@ -24,6 +25,7 @@ from tools.files.locks import only_one
 from tools.planning.stage_env import TINY_IMAGES
 from tools.tiny.blends import RLHF, RLVR, SWE1, SWE2, WIDE, TinyBlend
 from tools.tiny.make_blend import MATH_AGENT, SOURCES, make_blend
+from tools.tiny.model import BUILDERS
 from tools.tiny.repository_tasks import repositories_in
 from tools.tiny.sft import SftSettings, make_sft_checkpoint, swe2_settings, wide_settings
 from tools.tiny.task_images import make_images
@@ -68,6 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--blend", default="", choices=("", *MADE), help="wide: tools and judges too; swe2: repositories"
     )
+    parser.add_argument("--model", default="qwen3", choices=BUILDERS, help="family of the checkpoint")
     options = parser.parse_args(arguments)
     blends, checkpoint, settings = MADE[options.blend or "tiny"]
     with only_one(options.data / ".prepare.lock"):
@@ -80,7 +83,9 @@ def main(arguments: list[str] | None = None) -> int:
             make_images(place / TINY_IMAGES, made)
         if options.models:
             held_out = frozenset().union(*(prompts_of(directory / VALIDATION) for directory in splits))
-            make_sft_checkpoint(options.models / checkpoint, settings(seed=options.seed), held_out)
+            name = checkpoint if options.model == "qwen3" else checkpoint.replace("tiny", f"tiny-{options.model}")
+            own = settings(seed=options.seed, model=options.model)
+            make_sft_checkpoint(options.models / name, own, held_out)
     return 0
 
 
