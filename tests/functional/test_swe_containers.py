@@ -23,11 +23,11 @@ from swe_image import write_sif, write_task_root
 
 from recipes.environments.swe.containers import check
 from recipes.environments.swe.containers import container as container_module
-from recipes.environments.swe.containers.bwrap import PROGRAMS, BwrapRuntime
+from recipes.environments.swe.containers.bwrap import PROGRAMS
 from recipes.environments.swe.containers.check import check_runtime
 from recipes.environments.swe.containers.container import RunningContainer
 from recipes.environments.swe.containers.places import PREFIX, clear_abandoned, home
-from recipes.environments.swe.containers.runtime import Admission, runtime_of_machine
+from recipes.environments.swe.containers.runtime import RUNTIMES, Admission, runtime_of_machine
 from recipes.environments.swe.containers.shell import BashShell
 from recipes.environments.swe.contract import (
     CommandResult,
@@ -53,9 +53,21 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_sif(write_task_root(place / "root"), place / "task.sif"))
 
 
-@pytest.fixture
-def runtime() -> Runtime:
-    return BwrapRuntime()
+@pytest.fixture(params=["bwrap", pytest.param("podman", marks=pytest.mark.slow)])
+def runtime(request: pytest.FixtureRequest) -> Runtime:
+    return made(request.param)
+
+
+@pytest.fixture(params=["bwrap", "podman"])
+def each(request: pytest.FixtureRequest) -> Runtime:
+    """Each runtime, also where slow tests are left out: podman takes a second to start a container."""
+    return made(request.param)
+
+
+def made(name: str) -> Runtime:
+    programs, make = RUNTIMES[name]
+    require(*programs)
+    return make()
 
 
 @pytest.fixture(autouse=True)
@@ -209,17 +221,18 @@ ls -A /dev/shm
 """
 
 
-async def test_a_container_sees_nothing_of_this_machine(runtime, image, monkeypatch):
+async def test_a_container_sees_nothing_of_this_machine(each, image, monkeypatch):
     monkeypatch.setenv("SECRET", "canary")
     with tempfile.NamedTemporaryFile(dir="/dev/shm"):
-        async with started(runtime, image) as container:
+        async with started(each, image) as container:
             shell = await container.open_shell()
             lines = (await run(shell, HOST)).output.splitlines()
             processes = await said(shell, "ls /proc | grep -c '^[0-9]'")
             outside = Path(f"/proc/{container.init}/status").read_text()
     assert lines[0] == "rights: CapEff:0000000000000000CapBnd:0000000000000000NoNewPrivs:1"
     assert lines[1] == "user: 0" and lines[2].split()[-1] == "1"
-    assert lines[3:] == ["interfaces: 1"]
+    # Podman's /dev can be written. It is in memory, and counts as the writable layer.
+    assert lines[3:] == [*(["written: /dev/x"] if each.name == "podman" else []), "interfaces: 1"]
     assert int(processes) < 10
     if os.geteuid() == 0:
         assert re.search(r"^Uid:\s+65534\s+65534\s+65534\s+65534$", outside, re.MULTILINE), outside
@@ -238,20 +251,20 @@ async def test_what_a_container_writes_ends_with_it(runtime, image):
         assert await said(await third.open_shell(), "ls /testbed") == ""
 
 
-async def test_a_wrong_image_is_named(runtime, image, tmp_path):
+async def test_a_wrong_image_is_named(each, image, tmp_path):
     empty, cut = tmp_path / "empty.sif", tmp_path / "cut.sif"
     empty.write_bytes(b"x" * 5000)
     cut.write_bytes(Path(image).read_bytes()[:200_000])
     with pytest.raises(ContainerFailedError, match=r"empty\.sif is neither a SIF file nor"):
-        await runtime.start(str(empty), LIMITS)
+        await each.start(str(empty), LIMITS)
     with pytest.raises(ContainerFailedError, match=r"missing\.sif cannot be read"):
-        await runtime.start(str(tmp_path / "missing.sif"), LIMITS)
+        await each.start(str(tmp_path / "missing.sif"), LIMITS)
     with pytest.raises(ContainerFailedError):
-        await runtime.start(str(cut), LIMITS)
+        await each.start(str(cut), LIMITS)
 
 
-async def test_a_container_that_is_closed_or_killed_ends_what_runs_in_it(runtime, image):
-    async with started(runtime, image) as closed, started(runtime, image) as killed, started(runtime, image) as third:
+async def test_a_container_that_is_closed_or_killed_ends_what_runs_in_it(each, image):
+    async with started(each, image) as closed, started(each, image) as killed, started(each, image) as third:
         commands = [
             asyncio.create_task(run(await container.open_shell(), "sleep 557.5")) for container in (closed, killed)
         ]
@@ -299,20 +312,21 @@ async def test_memory_that_belongs_to_no_process_is_refused(runtime, image):
         assert refused.status == 1 and "PermissionError" in refused.output
 
 
-async def test_a_full_writable_layer_ends_its_container(runtime, image):
-    async with started(runtime, image) as full, started(runtime, image) as other:
+async def test_a_full_writable_layer_ends_its_container(each, image):
+    async with started(each, image) as full, started(each, image) as other:
         shell = await full.open_shell()
         large = await run(shell, "head -c 40000000 /dev/zero >/tmp/large; stat -c %s /tmp/large")
         assert int(large.output.split()[-1]) == LIMITS.file_mib * 2**20  # one file has its own limit
-        fill = "for n in 1 2 3 4 5 6 7 8 9; do head -c 9000000 /dev/zero >/testbed/$n; done; sleep 60"
+        place = "/dev" if each.name == "podman" else "/testbed"
+        fill = f"for n in 1 2 3 4 5 6 7 8 9; do head -c 9000000 /dev/zero >{place}/$n; done; sleep 60"
         with pytest.raises(ContainerEndedError) as ended:
             await run(shell, fill)
         assert ended.value.end is ContainerEnd.DISK
         assert await said(await other.open_shell(), "echo fine >/testbed/x; cat /testbed/x") == "fine"
 
 
-async def test_a_fork_bomb_stays_in_its_container(runtime, image):
-    async with started(runtime, image) as bomb, started(runtime, image) as other:
+async def test_a_fork_bomb_stays_in_its_container(each, image):
+    async with started(each, image) as bomb, started(each, image) as other:
         shell = await bomb.open_shell()
         result = await run(shell, "f() { f | f & f; }; f", seconds=3)
         assert result.status is None and "Resource temporarily unavailable" in result.output
@@ -322,15 +336,12 @@ async def test_a_fork_bomb_stays_in_its_container(runtime, image):
 
 OWNER = """
 import asyncio
-from recipes.environments.swe.containers import check
-from recipes.environments.swe.containers.check import check_runtime
-from recipes.errors import LaunchError
-from recipes.environments.swe.containers.bwrap import BwrapRuntime
 from recipes.environments.swe.containers.places import home
+from recipes.environments.swe.containers.runtime import RUNTIMES
 from recipes.environments.swe.contract import ContainerLimits
 
 async def main():
-    container = await BwrapRuntime().start({image!r}, ContainerLimits(memory_mib=400))
+    container = await RUNTIMES[{name!r}][1]().start({image!r}, ContainerLimits(memory_mib=400))
     shell = await container.open_shell()
     running = asyncio.create_task(shell.run("trap '' TERM INT HUP; setsid sleep 558.5", seconds=600, max_characters=10))
     await (await container.open_shell()).run("until pidof sleep; do :; done", seconds=60, max_characters=10)
@@ -341,10 +352,9 @@ asyncio.run(main())
 """
 
 
-async def test_nothing_runs_on_when_the_owner_is_killed(image):
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER.format(image=image)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+async def test_nothing_runs_on_when_the_owner_is_killed(each, image):
+    program = OWNER.format(image=image, name=each.name)
+    owner = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     with owner:
         assert owner.stdout is not None
         left = Path(owner.stdout.readline().strip())
@@ -391,7 +401,7 @@ async def test_the_check_of_a_runtime_names_what_fails(runtime, image, tmp_path,
     with pytest.raises(LaunchError, match=r"a container cannot start: the image .*missing\.sif cannot be read"):
         await check_runtime(runtime, str(tmp_path / "missing.sif"))
     monkeypatch.setitem(check.PRIMITIVES, "user namespaces", ("echo refused >&2; exit 1", "allow them"))
-    with pytest.raises(LaunchError, match="by bwrap: user namespaces cannot be made: refused; allow them"):
+    with pytest.raises(LaunchError, match=f"by {runtime.name}: user namespaces cannot be made: refused; allow them"):
         await check_runtime(runtime, image)
 
 

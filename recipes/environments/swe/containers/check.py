@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 
-from recipes.environments.swe.containers.bwrap import user_words
+from recipes.environments.swe.containers.held import user_words
 from recipes.environments.swe.containers.images import environment
 from recipes.environments.swe.contract import ContainerEndedError, ContainerFailedError, ContainerLimits, Runtime
 from recipes.errors import LaunchError, Problem

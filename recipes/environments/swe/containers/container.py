@@ -61,9 +61,12 @@ class Launch:
     ends_by_itself: bool = False  # whether the program that was started ends, and clears up, after the first process
 
 
-def init_words(token: str, limits: ContainerLimits) -> list[str]:
-    """Return the words after `bash -c` of a container's first process."""
-    return [INIT.read_text(), "init", token, str(limits.processes), str(limits.file_mib * 1024)]
+def init_words(token: str, limits: ContainerLimits, *, own_tasks: int = 0) -> list[str]:
+    """Return the words after `bash -c` of a container's first process.
+
+    `own_tasks` of the program that starts it count among its processes.
+    """
+    return [INIT.read_text(), "init", token, str(limits.processes + own_tasks), str(limits.file_mib * 1024)]
 
 
 class RunningContainer:
@@ -121,7 +124,8 @@ class RunningContainer:
         if not self._ready.done():
             raise ContainerFailedError(f"the container was not ready within {START_SECONDS:g} s")
         await asyncio.sleep(0)  # what it said last on its standard error
-        init = next((one.pid for one in tree(self._process.pid) if self._is_first(one.pid)), None)
+        first = [one.pid for one in tree(self._process.pid) if self._is_first(one.pid)]
+        init = first[-1] if first else None  # a runtime may have a process namespace of its own, around the container's
         if not self._ready.result() or init is None:
             said = " ".join((self._errors or self._said).decode(errors="replace").split())[-MAX_SHOWN:]
             raise ContainerFailedError(f"the container ended before it was ready: {said or 'it said nothing'}")

@@ -16,7 +16,7 @@ from recipes.environments.swe.containers.sif import root_offset
 from recipes.environments.swe.containers.waiting import has_ended, is_readable
 from recipes.environments.swe.contract import ContainerFailedError
 
-KEEP_IMAGE, START_BWRAP = (Path(__file__).with_name(name) for name in ("keep_image.sh", "start_bwrap.sh"))
+KEEP_IMAGE, START_CONTAINER = (Path(__file__).with_name(name) for name in ("keep_image.sh", "start_container.sh"))
 MOUNT_SECONDS = 60.0
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 Key = tuple[str, int, int, int]
@@ -95,7 +95,7 @@ async def _hold(path: Path) -> HeldImage:
     number = os.urandom(6).hex()
     work = home() / f"image-{number}"
     work.mkdir(mode=0o711)
-    words = [str(AS_NOBODY), str(work), str(path), str(KEEP_IMAGE), str(START_BWRAP), "--"]
+    words = [str(AS_NOBODY), str(work), str(path), str(KEEP_IMAGE), str(START_CONTAINER), "--"]
     words += ["bash", str(work / "1"), str(work), offset]
     pipe = subprocess.PIPE
     process = subprocess.Popen(words, env=environment(), cwd="/", stdin=pipe, stdout=pipe, stderr=pipe)

@@ -2,7 +2,7 @@
 #
 # Hold an image in a mount namespace that containers are started in, until standard input ends.
 #
-# Usage: as_nobody.sh WORK IMAGE keep_image.sh start_bwrap.sh -- bash WORK/1 WORK OFFSET
+# Usage: as_nobody.sh WORK IMAGE keep_image.sh start_container.sh -- bash WORK/1 WORK OFFSET
 #
 #   OFFSET   where in the file IMAGE its squashfs begins, in bytes; "directory" when IMAGE is a root file system
 #

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from recipes.environments.swe.containers import apptainer, bwrap
+from recipes.environments.swe.containers import apptainer, bwrap, podman
 from recipes.environments.swe.contract import ContainerFailedError, ContainerLimits, Runtime
 from recipes.errors import LaunchError, Problem
 
@@ -22,21 +22,22 @@ CONTAINERS_PER_CORE = 4  # an agent's container waits for the model most of the 
 MEMORY_SHARE = 0.8  # of the memory of this machine or job that containers may fill
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 MIB = 2**20
+# Bubblewrap before Podman: both run the same images, and Podman takes a second more to start one.
+RUNTIMES: Mapping[str, tuple[Mapping[str, str], Callable[[], Runtime]]] = {
+    "apptainer": (apptainer.PROGRAMS, apptainer.ApptainerRuntime),
+    "bwrap": (bwrap.PROGRAMS, bwrap.BwrapRuntime),
+    "podman": (podman.PROGRAMS, podman.PodmanRuntime),
+}
 
 
 def runtime_of_machine() -> Runtime:
-    """Return the runtime whose programs are installed: Apptainer before bubblewrap.
-
-    Raises `LaunchError` that names what is missing of each.
-    """
+    """Return the first of `RUNTIMES` whose programs are installed; raises `LaunchError` with what each lacks."""
     lacking: list[str] = []
-    if not (missing := missing_programs(apptainer.PROGRAMS)):
-        return apptainer.ApptainerRuntime()
-    lacking.append(f"apptainer needs {', '.join(missing)}")
-    if not (missing := missing_programs(bwrap.PROGRAMS)):
-        return bwrap.BwrapRuntime()
-    lacking.append(f"bubblewrap needs {', '.join(missing)}")
-    packages = " ".join(sorted({bwrap.PROGRAMS[program] for program in missing}))
+    for name, (programs, make) in RUNTIMES.items():
+        if not (missing := missing_programs(programs)):
+            return make()
+        lacking.append(f"{name} needs {', '.join(missing)}")
+    packages = " ".join(sorted({bwrap.PROGRAMS[program] for program in missing_programs(bwrap.PROGRAMS)}))
     raise LaunchError(
         Problem(
             where="containers of tasks",
