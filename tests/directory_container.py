@@ -52,6 +52,9 @@ class DirectoryShell:
         kept = output if not dropped else output[:half] + cut + output[len(output) - (max_characters - half) :]
         return CommandResult(status=status if done else None, output=kept, num_dropped=dropped)
 
+    async def enter(self, command: str, *, seconds: float) -> CommandResult:
+        return await self.run(command, seconds=seconds, max_characters=1000)
+
 
 @dataclass
 class DirectoryContainer:

@@ -19,7 +19,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -192,6 +192,15 @@ class Environments:
         with suppress(ValueError):
             return find_agent(_agent_name(row), self._agents).kind == CODING
         return False
+
+    def place(self, row: Row, *, seconds: float) -> AbstractAsyncContextManager[None]:
+        """Hold the room that a rollout of a row takes on this machine, before it begins.
+
+        Entering raises `RequestError` when there is none within `seconds`.
+        """
+        if self._writes_prompt(row):
+            return self._coding.place(_agent_name(row), seconds=seconds)
+        return nullcontext()
 
     async def run(self, row: Row, model: ModelClient, *, max_tokens: int) -> Rollout:
         """Run one rollout of a row; `max_tokens` bounds one model call, a smaller limit of the row wins."""

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -35,6 +36,8 @@ class Sampler(Protocol):
 
 class AgentRunner(Protocol):
     """The part of `Environments` that rollouts use."""
+
+    def place(self, row: Row, *, seconds: float) -> AbstractAsyncContextManager[None]: ...
 
     async def run(self, row: Row, model: ModelClient, *, max_tokens: int) -> Rollout: ...
 
@@ -88,7 +91,7 @@ class GroupRunner:
     sampler: Sampler
     runner: AgentRunner
     max_model_len: int  # tokens, prompt and answer together
-    rollout_seconds: float  # deadline of one rollout
+    rollout_seconds: float  # deadline of one rollout, and before it of the wait for room on this machine
 
     async def run(self, request: GroupRequest) -> tuple[Rollout, ...]:
         """Return the rollouts of a prompt; raises `EngineError` when no engine is left."""
@@ -108,8 +111,9 @@ class GroupRunner:
         """Run one rollout; one that is late, or of which a request fails, ends without a reward."""
         start = time.monotonic()
         try:
-            run = self.runner.run(row, client, max_tokens=client.sampling.max_tokens)
-            return await asyncio.wait_for(run, timeout=self.rollout_seconds)
+            async with self.runner.place(row, seconds=self.rollout_seconds):
+                run = self.runner.run(row, client, max_tokens=client.sampling.max_tokens)
+                return await asyncio.wait_for(run, timeout=self.rollout_seconds)
         except TimeoutError:
             reason = f"no verdict within {self.rollout_seconds:g} s (deadlines.rollout)"
             status = RolloutStatus.TIMED_OUT

@@ -78,10 +78,15 @@ class Shell(Protocol):
     async def run(self, command: str, *, seconds: float, max_characters: int) -> CommandResult:
         """Run a command. One that is late is interrupted, and the shell stays usable with what it had.
 
-        Where a command ends the shell itself, a new one takes its place, and the last line of the output says so.
+        Where a command ends the shell itself, a new one takes its place in the directory in which the command began,
+        and the last line of the output says so.
 
         Raises `ContainerEndedError`.
         """
+        ...
+
+    async def enter(self, command: str, *, seconds: float) -> CommandResult:
+        """Run a command now, and first in every shell that takes the place of this one."""
         ...
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,6 +160,9 @@ class LoopEnvironments:
             return Rollout(turns=(turn,), status=RolloutStatus.ENV_FAILED, reason="down", reward=None)
         reward = float(len(self.asked) % 2)
         return Rollout(turns=(turn,), status=RolloutStatus.COMPLETED, reason="counted", reward=reward)
+
+    def place(self, row: Row, *, seconds: float) -> nullcontext[None]:
+        return nullcontext()
 
     async def finish_group(self, _row: Row, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
         return tuple(rollouts)

@@ -10,6 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,9 @@ class Runner:
         if row.get("broken"):
             return Rollout(turns=(turn,), status=RolloutStatus.ENV_FAILED, reason="env down", reward=None)
         return Rollout(turns=(turn,), status=RolloutStatus.COMPLETED, reason="right", reward=1.0)
+
+    def place(self, row: Row, *, seconds: float) -> nullcontext[None]:
+        return nullcontext()
 
     async def finish_group(self, row: Row, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
         """Reward the members of a `compared` row by their place, once all of them are there."""

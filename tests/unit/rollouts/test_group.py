@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -38,6 +39,9 @@ class Runner:
     async def run(self, row: Row, model: ModelClient, *, max_tokens: int) -> Rollout:
         await model.generate((1,), max_tokens=max_tokens)
         raise AssertionError("nothing is sampled")
+
+    def place(self, row: Row, *, seconds: float) -> nullcontext[None]:
+        return nullcontext()
 
     async def finish_group(self, row: Row, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
         return tuple(rollouts)

@@ -44,6 +44,7 @@ from recipes.environments.swe.contract import (
 from recipes.types import Rollout, RolloutStatus
 
 ENTER_SECONDS = 60.0  # to activate the environment of the image
+MAX_SHOWN = 300  # characters of an output in a reason
 
 
 class SetUpError(Exception):
@@ -175,9 +176,11 @@ async def _workbench(
     harness = choice.harness
     shell = await container.open_shell()
     enter = f"{means.enter}; cd -- {shlex.quote(task.workspace)}" if means.enter else f"cd -- {task.workspace}"
-    entered = await shell.run(enter, seconds=ENTER_SECONDS, max_characters=300)
+    entered = await shell.enter(enter, seconds=ENTER_SECONDS)
     if entered.status != 0:
-        raise SetUpError(f"{task.id}: the shell could not enter {task.workspace}: {entered.output.strip()}")
+        raise SetUpError(
+            f"{task.id}: the shell could not enter {task.workspace}: {entered.output.strip()[-MAX_SHOWN:]}"
+        )
     return Workbench(
         harness=harness,
         offered=offered,

@@ -1,6 +1,6 @@
 """All coding agents of a process: they share the runtime of containers, and each runs its share of tasks at once.
 
-A task waits for its turn where this machine has no room for another container.
+A task waits for its place before its rollout begins, where this machine has no room for another container.
 """
 
 from __future__ import annotations
@@ -8,18 +8,20 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from recipes.environments.agents.coding.agent import Means, SetUpError, coding
 from recipes.environments.agents.coding.settings import CodingSettings
 from recipes.environments.agents.episode import Episode, unscored
-from recipes.environments.swe.containers.runtime import num_places
+from recipes.environments.swe.containers.admission import Admission, num_places
 from recipes.environments.swe.contract import Container, ContainerFailedError, ContainerLimits, Runtime, SweTask
 from recipes.environments.swe.evaluation import PreparationError, TestRun, prepare
 from recipes.environments.swe.hidden_tests import ENTER
 from recipes.environments.swe.task import MissingImageError, parse_task
+from recipes.errors import RequestError
 from recipes.types import Rollout, RolloutStatus, Row
 
 NO_LIMIT_MIB = 1 << 20  # of a container whose memory is not limited: more than a node has
@@ -34,7 +36,7 @@ class CodingAgents:
     find_runtime: Callable[[], Runtime]
     """Return the program that runs containers on this machine; raises `ContainerFailedError` where there is none."""
     _runtime: Runtime | None = None
-    _seats: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]] = field(
+    _admissions: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Admission]] = field(
         default_factory=WeakKeyDictionary
     )
 
@@ -63,8 +65,19 @@ class CodingAgents:
             means = self._means(settings)
         except (ValueError, MissingImageError, ContainerFailedError) as error:
             return unscored((), RolloutStatus.ENV_FAILED, str(error), seconds=time.monotonic() - start)
-        async with self._seats_of(name, settings):
-            return await coding(episode, task, settings, means)
+        return await coding(episode, task, settings, means)
+
+    @asynccontextmanager
+    async def place(self, name: str, *, seconds: float) -> AsyncIterator[None]:
+        """Hold a place for one rollout of an agent; raises `RequestError` when none is free within `seconds`."""
+        async with AsyncExitStack() as held:
+            settings = self.settings.get(name)
+            if settings is not None:
+                try:
+                    await held.enter_async_context(self._admission(name, settings).place(seconds=seconds))
+                except ContainerFailedError as error:
+                    raise RequestError(str(error)) from error
+            yield
 
     def _means(self, settings: CodingSettings) -> Means:
         if self._runtime is None:
@@ -73,13 +86,13 @@ class CodingAgents:
         tests = TestRun(runtime=self._runtime, limits=limits, seconds=settings.tests_seconds)
         return Means(runtime=self._runtime, limits=limits, prepare=_prepare, enter=ENTER, evaluator=tests)
 
-    def _seats_of(self, name: str, settings: CodingSettings) -> asyncio.Semaphore:
-        seats = self._seats.setdefault(asyncio.get_running_loop(), {})
-        if name not in seats:
+    def _admission(self, name: str, settings: CodingSettings) -> Admission:
+        known = self._admissions.setdefault(asyncio.get_running_loop(), {})
+        if name not in known:
             share = math.ceil(settings.concurrency / self.num_sharers)
-            places = num_places(_limits_of(settings)) if settings.memory_mib else share
-            seats[name] = asyncio.Semaphore(min(share, places))
-        return seats[name]
+            places = num_places(_limits_of(settings)) if settings.memory_mib else settings.concurrency
+            known[name] = Admission(places, own=share)
+        return known[name]
 
 
 def _limits_of(settings: CodingSettings) -> ContainerLimits:

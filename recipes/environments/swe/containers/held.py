@@ -46,7 +46,7 @@ class Opened:
     ends_by_itself: bool = False
 
 
-class Program(Protocol):
+class Starter(Protocol):
     """What starts the container in the end."""
 
     name: str
@@ -59,7 +59,7 @@ class Program(Protocol):
 class HeldRuntime:
     """See `contract.Runtime`."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Starter) -> None:
         self._program = program
         self._images = HeldImages()
 

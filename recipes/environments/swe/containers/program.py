@@ -51,6 +51,14 @@ class Program:
             return int(Path(f"/proc/{self.group}/task/{self.group}/children").read_text().split()[0])
         return None
 
+    @property
+    def directory(self) -> str | None:
+        """The bash's directory; None when it has ended, or this user may not see it."""
+        with suppress(OSError):
+            if (bash := self.bash) is not None:
+                return str(Path(f"/proc/{bash}/cwd").readlink())
+        return None
+
     def expect(self, mark: str, result: asyncio.Future[int]) -> None:
         """Set a result to the status that comes with this mark."""
         self._marks[mark] = result

@@ -21,8 +21,10 @@ from recipes.environments.swe.contract import CommandResult
 GRACE_SECONDS = 2.0  # from the interrupt to the kill of what a command has started
 KILL_STEPS, INTERRUPTS, INTERRUPT_SECONDS = 15, 5, 0.02
 LATE_STATUS = 130  # as after an interrupt
-ENDED = "[the shell ended with status {}; a new one was opened, without its directory and variables]\n"
-STUCK = "[the shell could not be interrupted; a new one was opened, without its directory and variables]\n"
+ENTER_SECONDS = 60.0  # for a new bash to come to where the last one was
+MAX_ENTER = 1000  # characters of what entering printed
+ENDED = "[the shell ended with status {}; a new one was opened in the same directory, without its variables]\n"
+STUCK = "[the shell could not be interrupted; a new one was opened in the same directory, without its variables]\n"
 
 
 class BashShell:
@@ -34,16 +36,24 @@ class BashShell:
         self._program: Program | None = None
         self._output = CommandOutput()
         self._lock = asyncio.Lock()
+        self._entering = ""  # command by which each bash enters its environment
+        self._directory: str | None = None  # in which the last command began
 
     async def open(self) -> Program:
-        """Return its bash, a new one where the last has ended."""
+        """Return its bash, a new one where the last has ended; that enters the environment and the directory again."""
         if self._program is not None and not self._program.ended.done():
             return self._program
         self._forget()
-        program = await self._start("shell")
+        program = self._program = await self._start("shell")
+        if self._directory is not None:
+            await self._come_back(program, self._directory)
         program.channel.on_output = lambda data: self._output.feed(data)
-        self._program = program
         return program
+
+    async def enter(self, command: str, *, seconds: float) -> CommandResult:
+        """Run a command now, and first in every bash that takes the place of this one."""
+        self._entering = command
+        return await self.run(command, seconds=seconds, max_characters=MAX_ENTER)
 
     async def run(self, command: str, *, seconds: float, max_characters: int) -> CommandResult:
         """Run a command; see `contract.Shell`. What programs in the background print comes with the next command."""
@@ -63,6 +73,7 @@ class BashShell:
     async def _run(self, program: Program, command: str, seconds: float) -> tuple[int | None, str]:
         """Return the status, and what is to be said of the shell."""
         before, result = program.known(), asyncio.get_running_loop().create_future()
+        self._directory = program.directory or self._directory
         text = shlex.quote(command.replace("\0", ""))
         sending = self._send(program, result, f"{{ eval {text} ; }} </dev/null >&4 2>&1 3>&- 4>&-\n")
         status: int | None = None
@@ -86,6 +97,19 @@ class BashShell:
         self._forget()
         await self.open()
         return status, note
+
+    async def _come_back(self, program: Program, directory: str) -> None:
+        """Let a new bash enter the environment and a directory; one that does not in time takes commands as it is."""
+        result: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        text = shlex.quote(f"{self._entering or ':'}\nbuiltin cd -- {shlex.quote(directory)}")
+        sending = self._send(program, result, f"{{ eval {text} ; }} </dev/null >/dev/null 2>&1 3>&- 4>&-\n")
+        try:
+            await self._state.wait([result, program.ended], ENTER_SECONDS)
+            program.channel.drain()
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+            program.forget_marks()
 
     def _send(self, program: Program, result: asyncio.Future[int], line: str) -> asyncio.Future[None]:
         """Send a line and, after it, one that prints a mark, which sets the result."""

@@ -289,6 +289,9 @@ class EndingShell:
                 raise self.container.ended
         return await self.shell.run(command, **limits)
 
+    async def enter(self, command: str, **limits: Any) -> CommandResult:
+        return await self.shell.enter(command, **limits)
+
 
 @pytest.mark.parametrize(
     ("end", "reward", "is_flagged", "kind"),
