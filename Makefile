@@ -300,6 +300,11 @@ bench-peer: tiny ## measure the tiny stage beside TRL's GRPOTrainer, installed t
 #= ARGS
 	$(PYTHON) -m tools.bench.peer $(ARGS)
 
+.PHONY: swe-agent
+swe-agent: $(READY) ## install an agent program for stage 2.2, which agent_framework can name, to build/agents
+#= AGENT=mini-swe-agent
+	@$(PYTHON) -m tools.setup.agent_programs $(or $(AGENT),mini-swe-agent)
+
 .PHONY: bench-scale
 bench-scale: $(READY) ## measure what a step of 4,096 rollouts costs, with engines that answer at random
 #= ARGS="--ranks 2"

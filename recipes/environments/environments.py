@@ -23,6 +23,8 @@ from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from recipes.environments.agent_programs.rollouts import program_rollout
+from recipes.environments.agents.coding.agent import coding
 from recipes.environments.agents.coding.rollouts import CodingAgents
 from recipes.environments.agents.episode import Episode, unscored
 from recipes.environments.agents.refinement import refinement
@@ -46,6 +48,7 @@ from recipes.environments.scoring.known_answers import find_wrong_judges
 from recipes.environments.scoring.pool import ScoringPool, num_processes
 from recipes.environments.swe.containers.runtime import runtime_of_machine
 from recipes.environments.swe.contract import ContainerFailedError, Runtime
+from recipes.environments.swe.task import MissingImageError
 from recipes.errors import LaunchError, Problem, RecipeError, suggestion
 from recipes.types import ModelClient, Rollout, RolloutStatus, Row
 
@@ -219,7 +222,7 @@ class Environments:
                 max_steps=agent.max_steps,
             )
             if agent.kind == CODING:
-                return await self._coding.run(_agent_name(row), episode)
+                return await self._run_coding(_agent_name(row), episode)
             if agent.url:
                 return await self._url_agents.run(episode, agent)
             return await AGENT_KINDS[agent.kind](episode)
@@ -229,6 +232,17 @@ class Environments:
             logger.warning("rollout failed in its environment", exc_info=True)
             reason = f"{type(error).__name__}: {error}"
             return unscored((), RolloutStatus.ENV_FAILED, reason, seconds=time.monotonic() - start)
+
+    async def _run_coding(self, name: str, episode: Episode) -> Rollout:
+        """Run a rollout on a repository by our agent, or by the program that the settings name."""
+        start = time.monotonic()
+        try:
+            task, settings, means = self._coding.work_of(name, episode)
+        except (ValueError, MissingImageError, ContainerFailedError) as error:
+            return unscored((), RolloutStatus.ENV_FAILED, str(error), seconds=time.monotonic() - start)
+        if settings.program is None or settings.tests_golden_patch:
+            return await coding(episode, task, settings, means)
+        return await program_rollout(episode, task, settings, means, self._url_agents)
 
     async def finish_group(self, row: Row, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
         """Do what can be done only once all rollouts of a row have ended; the result goes to the buffer.

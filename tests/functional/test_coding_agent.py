@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +17,7 @@ from swe_image import write_sif
 from swe_project import CANARY, Project, write_project
 
 from recipes.environments.agents.coding.harness import HARNESSES
+from recipes.environments.agents.coding.programs import PROGRAMS as PROGRAMS_OF_OTHERS
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.environments import Environments
 from recipes.environments.swe.containers.bwrap import PROGRAMS
@@ -34,6 +37,7 @@ def called(name: str, **arguments: Any) -> str:
 
 
 MESSAGE = f"done</think>It adds now.{END}"
+SUBMIT = called("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
 SOLVES: dict[str, list[str]] = {
     "codeact": [
         called("execute_bash", command=SED),
@@ -80,12 +84,13 @@ class Made:
     images: Path
     project: Project
     codec: ChatCodec
+    problem = "add must add"
 
     def row(self) -> dict[str, Any]:
         facts = {
             "repo": "some/calc",
             "base_commit": self.project.base,
-            "problem_statement": "add must add",
+            "problem_statement": self.problem,
             "patch": self.project.patch,
             "test_patch": self.project.test_patch,
             "test_cmd": "python3 -c 'import test_calc as t; t.test_zero(); t.test_sum()'",
@@ -94,7 +99,7 @@ class Made:
         metadata = {"instance_id": "some__calc-1", "dataset_name": "tiny", "instance_dict": json.dumps(facts)}
         return {"responses_create_params": {"input": [], "metadata": metadata}, "agent_ref": {"name": "swe_agents_val"}}
 
-    async def run(self, says: list[str], **settings: Any) -> Rollout:
+    async def run(self, says: list[str], max_model_len: int = 1_000_000, **settings: Any) -> Rollout:
         own = {
             "container_formatter": f"{self.images}/swe_{{instance_id}}.sif",
             "command_exec_timeout": 60,
@@ -107,7 +112,8 @@ class Made:
         environments = Environments.from_config(config, self.codec)
         try:
             assert environments.check_row(self.row()) == []
-            return await environments.run(self.row(), Scripted(self.codec, says), max_tokens=4096)
+            policy = Scripted(self.codec, says, max_model_len=max_model_len)
+            return await environments.run(self.row(), policy, max_tokens=4096)
         finally:
             environments.close()
 
@@ -163,3 +169,109 @@ async def test_an_image_that_is_none_gives_no_verdict(made: Made) -> None:
     (made.images / "bad_some__calc-1.sif").write_text("not an image")
     rollout = await made.run([MESSAGE], container_formatter=f"{made.images}/bad_{{instance_id}}.sif")
     assert (rollout.status, rollout.reward, rollout.turns) == (RolloutStatus.ENV_FAILED, None, ())
+
+
+# A program with the habits of mini-swe-agent: a turn without a call disappears from what it sends next.
+PROGRAM = """#!{python}
+import json, os, socket, subprocess, sys, urllib.error, urllib.request
+task = json.load(sys.stdin)
+container = socket.socket(fileno=task["container"]).makefile("rw")
+if task["problem"].startswith("hang"):
+    subprocess.Popen(["sleep", "559.5"], start_new_session=True)
+    subprocess.run(["sleep", "559.5"])
+if task["problem"].startswith("fail"):
+    sys.exit("no such model")
+parameters = {{"type": "object", "properties": {{"command": {{"type": "string"}}}}, "required": ["command"]}}
+tools = [{{"type": "function", "function": {{"name": "bash", "parameters": parameters}}}}]
+messages = [{{"role": "system", "content": "Work."}}, {{"role": "user", "content": task["problem"]}}]
+end = ""
+while not end:
+    body = json.dumps({{"model": "policy", "messages": messages, "tools": tools}}).encode()
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
+    try:
+        message = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+    except urllib.error.HTTPError as error:
+        end = "max_iteration" if error.code == 404 else "context_window"
+        break
+    calls = message.get("tool_calls") or []
+    if not calls:
+        messages.append({{"role": "user", "content": "No tool call was found."}})
+        continue
+    messages.append(message)
+    for call in calls:
+        container.write(json.dumps(json.loads(call["function"]["arguments"])) + "\\n")
+        container.flush()
+        done = json.loads(container.readline())
+        if "ended" in done:
+            sys.exit(3)
+        messages.append({{"role": "tool", "tool_call_id": call["id"], "content": json.dumps(done)}})
+        if done["output"].startswith("COMPLETE_TASK"):
+            end = "finished"
+print(json.dumps({{"end": end}}))
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Install the program in the place of mini-swe-agent; return the name."""
+    python = tmp_path / "mini-swe-agent/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(PROGRAM.format(python=sys.executable))
+    python.chmod(0o755)
+    monkeypatch.setenv("AGENT_PROGRAMS_DIR", str(tmp_path))
+    return "mini-swe-agent"
+
+
+async def test_a_program_beside_the_container_solves_a_task(made: Made, program: str) -> None:
+    look = called("bash", command=f"{SED}; cd /; export x=1")
+    says = [f"hm</think>I would look around.{END}", look, called("bash", command="pwd; echo $x"), SUBMIT]
+    rollout = await made.run(says, agent_framework=program)
+    assert (rollout.status, rollout.reward, rollout.is_flagged) == (RolloutStatus.COMPLETED, 1.0, False), rollout.reason
+    assert (rollout.metrics["model_calls"], rollout.metrics["lost_share"]) == (4.0, 0.0)
+    assert rollout.metrics["program/num_commands"] == 3.0 and rollout.metrics["num_sequences"] == 2.0
+    trained = [turn.token_ids for path in (rollout.turns, *rollout.branches) for turn in path]
+    assert sorted(trained) == sorted(made.codec.token_ids(text) for text in says)
+    seen = "".join(made.codec.text(turn.prompt_token_ids) for turn in rollout.turns)
+    assert "add must add" in seen and CANARY not in seen
+    assert "/testbed" in made.codec.text(rollout.turns[-1].prompt_token_ids)  # each command begins there
+
+
+async def test_how_a_programs_work_ends_is_seen_from_outside(made: Made, program: str) -> None:
+    rollout = await made.run([called("bash", command=SED)], agent_framework=program, agent_max_turns=2)
+    assert (rollout.reward, rollout.is_flagged, rollout.metrics["ended/max_iteration"]) == (1.0, True, 1.0)
+    eat = "python3 -c 'x = bytearray(900 << 20); import time; time.sleep(30)'"
+    rollout = await made.run([called("bash", command=eat)], agent_framework=program)
+    assert (rollout.reward, rollout.is_flagged, rollout.metrics["ended/oom"]) == (0.0, True, 1.0)
+
+
+async def test_a_program_that_fails_hangs_or_is_missing(
+    made: Made, program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Made, "problem", "fail")
+    rollout = await made.run([SUBMIT], agent_framework=program)
+    assert (rollout.status, rollout.reward) == (RolloutStatus.ENV_FAILED, None)
+    assert "mini-swe-agent ended with status 1 without a result: no such model" in rollout.reason
+    monkeypatch.setattr(Made, "problem", "hang")
+    rollout = await made.run([SUBMIT], agent_framework=program, swebench_agent_timeout=3)
+    assert (rollout.status, rollout.reward) == (RolloutStatus.ABORTED, None)
+    assert rollout.reason == "the agent program made no model call"
+    assert subprocess.run(["pgrep", "-f", "sleep 559[.]5"], check=False).returncode == 1
+    monkeypatch.setenv("AGENT_PROGRAMS_DIR", "/nowhere")
+    with pytest.raises(AssertionError, match=r"agent program mini-swe-agent is not installed: there is no /nowhere"):
+        await made.run([SUBMIT], agent_framework=program)
+
+
+@pytest.mark.slow
+async def test_mini_swe_agent_solves_a_task(made: Made) -> None:
+    """The real one, which `make swe-agent` installs."""
+    assert not (missing := PROGRAMS_OF_OTHERS["mini-swe-agent"].missing()), missing
+    says = [f"hm</think>I would look around.{END}", called("bash", command=SED), SUBMIT]
+    rollout = await made.run(says, agent_framework="mini-swe-agent")
+    assert (rollout.status, rollout.reward, rollout.is_flagged) == (RolloutStatus.COMPLETED, 1.0, False), rollout.reason
+    trained = [turn.token_ids for path in (rollout.turns, *rollout.branches) for turn in path]
+    assert sorted(trained) == sorted(made.codec.token_ids(text) for text in says)
+    assert rollout.metrics["model_calls/assistant_missing"] == 1.0
+    endless = await made.run([called("bash", command=SED)], agent_framework="mini-swe-agent", agent_max_turns=3)
+    assert (endless.reward, endless.is_flagged, endless.metrics["ended/max_iteration"]) == (1.0, True, 1.0)
+    full = await made.run([called("bash", command=SED)], agent_framework="mini-swe-agent", max_model_len=1500)
+    assert full.metrics["ended/context_window"] == 1.0 and full.is_flagged

@@ -81,10 +81,10 @@ class UrlAgents:
             try:
                 reply = await self._result(episode, agent, session, base_url)
             except _NotDoneError as end:
-                kept = _sequences(session)
+                kept = sequences_in(session)
                 turns = kept.turns(0) if kept.paths else ()
                 rollout = unscored(turns, end.status, str(end), seconds=time.monotonic() - start)
-                return replace(rollout, metrics=_metrics(session, kept), branches=kept.branches())
+                return replace(rollout, metrics=session_metrics(session, kept), branches=kept.branches())
         return await _with_verdict(episode, session, reply, start)
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ def own_address(host: str) -> str:
 
 async def _with_verdict(episode: Episode, session: RolloutSession, reply: Mapping[str, Any], start: float) -> Rollout:
     """Ask the verifier about what an agent has done."""
-    kept = _sequences(session)
+    kept = sequences_in(session)
     if not kept.paths:
         reason = "the agent made no model call" if not session.num_calls else "the agent took no answer of the model"
         return unscored((), RolloutStatus.ABORTED, reason, seconds=time.monotonic() - start)
@@ -169,7 +169,7 @@ async def _with_verdict(episode: Episode, session: RolloutSession, reply: Mappin
         branches=kept.branches(),
         is_flagged=rollout.is_flagged or kept.lost_share > MAX_LOST or session.counts["suffix_mismatches"] > 0,
         output_text=episode.codec.decode(turns[-1].token_ids, prompt_ids=turns[-1].prompt_token_ids).text,
-        metrics={**rollout.metrics, **_metrics(session, kept), **error_metrics(reply)},
+        metrics={**rollout.metrics, **session_metrics(session, kept), **error_metrics(reply)},
         env_seconds=env_seconds,
     )
 
@@ -181,12 +181,12 @@ def error_metrics(reply: Mapping[str, Any]) -> dict[str, float]:
     return {} if kind is None else {f"agent_error/{kind}": 1.0}
 
 
-def _sequences(session: RolloutSession) -> Sequences:
+def sequences_in(session: RolloutSession) -> Sequences:
     """Return the paths that are trained."""
     return sequences_of(session.forest, max_tokens=2 * session.model.max_model_len)
 
 
-def _metrics(session: RolloutSession, kept: Sequences) -> dict[str, float]:
+def session_metrics(session: RolloutSession, kept: Sequences) -> dict[str, float]:
     """Return what the log shows of the calls: how many, how they were attached and why, what is not trained."""
     counts = {**session.counts, **session.forest.counts}
     return {

@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from recipes.environments.agents.coding.agent import Means, SetUpError, coding
+from recipes.environments.agents.coding.agent import Means, SetUpError
 from recipes.environments.agents.coding.settings import CodingSettings
-from recipes.environments.agents.episode import Episode, unscored
+from recipes.environments.agents.episode import Episode
 from recipes.environments.swe.containers.admission import Admission, num_places
 from recipes.environments.swe.contract import Container, ContainerFailedError, ContainerLimits, Runtime, SweTask
 from recipes.environments.swe.evaluation import PreparationError, TestRun, prepare
 from recipes.environments.swe.hidden_tests import ENTER
 from recipes.environments.swe.task import MissingImageError, parse_task
 from recipes.errors import RequestError
-from recipes.types import Rollout, RolloutStatus, Row
+from recipes.types import Row
 
 NO_LIMIT_MIB = 1 << 20  # of a container whose memory is not limited: more than a node has
 
@@ -48,24 +47,23 @@ class CodingAgents:
         try:
             task = parse_task(row)
             settings = self.settings.get(name)
+            if settings is not None and settings.program is not None and (missing := settings.program.missing()):
+                return [missing]
             if settings is not None and settings.images is not None:
                 settings.images.place(task)
         except (ValueError, MissingImageError) as error:
             return [str(error)]
         return []
 
-    async def run(self, name: str, episode: Episode) -> Rollout:
-        """Run one rollout of an agent; raises what the model client raises."""
-        start = time.monotonic()
-        try:
-            settings = self.settings.get(name)
-            if settings is None or settings.images is None:
-                raise MissingImageError(f"agent '{name}' has no container_formatter, so that no task has an image")
-            task = settings.images.place(parse_task(episode.row))
-            means = self._means(settings)
-        except (ValueError, MissingImageError, ContainerFailedError) as error:
-            return unscored((), RolloutStatus.ENV_FAILED, str(error), seconds=time.monotonic() - start)
-        return await coding(episode, task, settings, means)
+    def work_of(self, name: str, episode: Episode) -> tuple[SweTask, CodingSettings, Means]:
+        """Return what a rollout works on and with; raises `ValueError`, `MissingImageError`, `ContainerFailedError`."""
+        settings = self.settings.get(name)
+        if settings is None or settings.images is None:
+            raise MissingImageError(f"agent '{name}' has no container_formatter, so that no task has an image")
+        if settings.program is not None and (missing := settings.program.missing()):
+            raise ContainerFailedError(missing)
+        task = settings.images.place(parse_task(episode.row))
+        return task, settings, self._means(settings)
 
     @asynccontextmanager
     async def place(self, name: str, *, seconds: float) -> AsyncIterator[None]:

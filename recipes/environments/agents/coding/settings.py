@@ -2,9 +2,10 @@
 
 NeMo Gym starts a program of somebody else in each container (`agent_framework`, from a repository, at a commit). The
 native engine runs its own agent in the rollout worker instead. So `agent_framework` chooses the harness whose tools are
-in the manner of that program, and the repository and the commit of the program are for NeMo RL's engine alone. Rows
-are given whole, so that nothing is looked up in `dataset_path`. The watchdog of memory always runs, and what a task
-writes is not kept: `memory_watchdog_enabled`, `debug` and `openhands_should_log` change nothing here.
+in the manner of that program, or names a program of `programs.py` that works beside the container; the
+repository and the commit of the program are for NeMo RL's engine alone. Rows are given whole, so that nothing is looked
+up in `dataset_path`. The watchdog of memory always runs, and what a task writes is not kept:
+`memory_watchdog_enabled`, `debug` and `openhands_should_log` change nothing here.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipes.environments.agents.coding.harness import Harness, harnesses
+from recipes.environments.agents.coding.programs import PROGRAMS, AgentProgram
 from recipes.environments.swe.task import Images, images_of
 from recipes.errors import ConfigError, Problem, suggestion
 
@@ -60,6 +62,7 @@ class CodingSettings:
     memory_mib: int  # of one container; 0: no limit
     images: Images | None  # None: no container_formatter names them
     tests_golden_patch: bool = False  # test the reference patch instead of an agent's
+    program: AgentProgram | None = None  # that works in place of our agent; then there are no choices
 
     def choose(self, task_id: str) -> HarnessChoice:
         """Return the harness of a rollout: by the id of its task, or drawn."""
@@ -97,6 +100,7 @@ def coding_settings(where: str, settings: Mapping[str, Any]) -> CodingSettings:
         memory_mib=max(int(settings.get("apptainer_memory_limit_mb", 32768)), 0),
         images=images,
         tests_golden_patch=bool(settings.get("verify_golden_patch", False)),
+        program=PROGRAMS.get(str(settings.get("agent_framework"))),
     )
 
 
@@ -104,13 +108,18 @@ def _choices(where: str, settings: Mapping[str, Any], problems: list[Problem]) -
     """Yield the harnesses that the settings name: those of the overrides, or the one of the framework."""
     known = harnesses()
     overrides = settings.get("agent_prompt_overrides")
+    framework = settings.get("agent_framework", "openhands")
+    if framework in PROGRAMS:
+        if overrides:
+            where, wrong = f"{where}.agent_prompt_overrides", f"{framework} has prompts and tools of its own"
+            problems.append(Problem(where=where, wrong=wrong, fix="remove it, or choose another agent_framework"))
+        return
     if not overrides:
-        framework = settings.get("agent_framework", "openhands")
         if framework in FRAMEWORKS:
             yield HarnessChoice(harness=known[FRAMEWORKS[framework]])
         else:
-            fix = suggestion(str(framework), FRAMEWORKS)
-            expected = " or ".join(FRAMEWORKS)
+            names = [*FRAMEWORKS, *PROGRAMS]
+            fix, expected = suggestion(str(framework), names), " or ".join(names)
             problems.append(Problem(where=f"{where}.agent_framework", got=str(framework), expected=expected, fix=fix))
         return
     if not isinstance(overrides, Sequence) or isinstance(overrides, str):

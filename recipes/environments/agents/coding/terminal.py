@@ -30,7 +30,7 @@ class Terminal:
 
     async def run(self, arguments: Mapping[str, Any]) -> str:
         """Run one command and return what the model is shown; raises `ValueError` and `ContainerEndedError`."""
-        command = _command(arguments["command"])
+        command = checked_command(arguments["command"])
         seconds = min(max(arguments.get("seconds") or self.seconds, MIN_SECONDS), self.seconds)
         if directory := arguments.get("directory"):
             await self._change_directory(directory)
@@ -51,8 +51,11 @@ class Terminal:
             raise ValueError(f"the directory cannot be entered: {entered.output.strip()}")
 
 
-def _command(given: object) -> str:
-    """Return a command as shell text; a list of words is quoted, except for one that hands a script to bash."""
+def checked_command(given: object) -> str:
+    """Return a command as shell text; a list of words is quoted, except for one that hands a script to bash.
+
+    Raises `ValueError` for one that is not run.
+    """
     if isinstance(given, list):
         if len(given) == 3 and given[0] in ("bash", "sh", "/bin/bash", "/bin/sh") and given[1] in ("-lc", "-c"):
             given = given[2]
