@@ -301,7 +301,7 @@ bench-peer: tiny ## measure the tiny stage beside TRL's GRPOTrainer, installed t
 	$(PYTHON) -m tools.bench.peer $(ARGS)
 
 .PHONY: swe-agent
-swe-agent: $(READY) ## install an agent program for stage 2.2, which agent_framework can name, to build/agents
+swe-agent: $(READY) ## install an agent program that agent_framework names, to build/agents
 #= AGENT=mini-swe-agent
 	@$(PYTHON) -m tools.setup.agent_programs $(or $(AGENT),mini-swe-agent)
 

@@ -53,7 +53,7 @@ class ProgramFailedError(Exception):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Course:
+class _ProgramCourse:
     """What has come of a rollout so far."""
 
     work: Work = field(default_factory=lambda: Work(end=AgentEnd.OTHER))
@@ -65,7 +65,7 @@ async def program_rollout(
     episode: Episode, task: SweTask, settings: CodingSettings, means: Means, servers: UrlAgents
 ) -> Rollout:
     """Run one rollout of a task by the program of the settings; raises `EngineError` when no engine is left."""
-    start, course = time.monotonic(), _Course()
+    start, course = time.monotonic(), _ProgramCourse()
     session = RolloutSession(
         codec=episode.codec,
         model=episode.model,
@@ -92,7 +92,7 @@ async def program_rollout(
 
 
 async def _edit(
-    course: _Course,
+    course: _ProgramCourse,
     session: RolloutSession,
     task: SweTask,
     settings: CodingSettings,
@@ -204,7 +204,7 @@ def _end_of(program: AgentProgram, ended: Ended, *, is_spent: bool) -> AgentEnd:
     return AgentEnd(said)
 
 
-def _rollout(session: RolloutSession, course: _Course, failed: str, *, seconds: float) -> Rollout:
+def _rollout(session: RolloutSession, course: _ProgramCourse, failed: str, *, seconds: float) -> Rollout:
     """Return the rollout: its calls as sequences, and the verdict."""
     kept = sequences_in(session)
     turns = kept.turns(0) if kept.paths else ()

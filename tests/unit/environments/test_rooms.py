@@ -26,6 +26,7 @@ BELOW: dict[str, set[str]] = {
     "chat": {"contract"},
     "agents": {"contract", "judges", "scoring", "chat", "swe"},
     "model_server": {"contract", "http", "scoring", "chat", "agents"},
+    "agent_programs": {"contract", "chat", "swe", "agents", "model_server"},
     "server": {"contract", "judges", "sandbox", "scoring", "http", "instances", "registry"},
 }
 

@@ -8,11 +8,6 @@ import socket
 import sys
 from typing import Any
 
-import litellm
-from minisweagent.agents.default import DefaultAgent
-from minisweagent.exceptions import Submitted
-from minisweagent.models.litellm_model import LitellmModel
-
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"  # the first line of the output that ends its work
 SYSTEM = "You are a software engineer who works in a shell. Each answer calls the tool bash at least once."
 TASK = f"""The repository in {{{{cwd}}}} has a fault. Change its source so that what follows holds, but no test.
@@ -51,6 +46,8 @@ class TaskContainer:
         status, text = reply["status"], reply["output"]
         lines = text.lstrip().splitlines()
         if status == 0 and lines and lines[0].strip() == SUBMIT:
+            from minisweagent.exceptions import Submitted
+
             extra = {"exit_status": "Submitted", "submission": ""}
             raise Submitted({"role": "exit", "content": "", "extra": extra})
         wrong = f"The command did not end within {seconds:g} s." if status is None else ""
@@ -64,7 +61,11 @@ class TaskContainer:
 
 
 def main() -> None:
-    """Read the task, work, and print the result."""
+    """Read the task, work, and print the result. Only here is what this repository's own Python does not have."""
+    import litellm
+    from minisweagent.agents.default import DefaultAgent
+    from minisweagent.models.litellm_model import LitellmModel
+
     task = json.load(sys.stdin)
     server = task["model_server"]
     model = LitellmModel(
