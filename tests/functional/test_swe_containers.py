@@ -152,6 +152,9 @@ async def test_a_shell_keeps_its_state_and_its_output_in_order(runtime, image):
         await run(shell, "mkdir /tmp/x; cd /tmp/x")
         await run(shell, "rmdir /tmp/x; kill -9 $$")
         assert await said(shell, 'echo "$PWD $entered"') == "/var yes"
+        killed = await run(shell, "kill -9 -1")  # also the process that says how it ended
+        assert killed.status == 137 and "ended with status 137; a new one" in killed.output
+        assert await said(shell, 'echo "$entered"') == "yes"
         # A mark of its own, and another's words on every descriptor that it has:
         forged = await said(shell, "for n in 3 4 5 9; do echo ended 0 >&$n; done 2>/dev/null; sleep 0.2; echo real")
         assert forged == "real"

@@ -19,14 +19,21 @@ from recipes.environments.swe.containers.bwrap import BwrapRuntime
 from recipes.environments.swe.contract import Container, ContainerLimits, Evaluation, SweTask
 from recipes.environments.swe.evaluation import TestRun, evaluate_gold, prepare
 from recipes.environments.swe.task import images_of, parse_task
-from tools.tiny.repositories import TinyRepository
+from tools.env_check.checks import Status
+from tools.env_check.repositories import (
+    PASSING,
+    REPOSITORY,
+    TEST,
+    changed,
+    check_repositories,
+    module,
+    new_file,
+)
 from tools.tiny.repository_tasks import metadata_of
 from tools.tiny.task_images import give_away, make_images
 
 pytestmark = pytest.mark.functional
 
-REPOSITORY = TinyRepository(module="TomRome", kind="product", planted="-")
-MODULE, TEST = "TomRome.py", "tests/test_module.py"
 LIMITS = ContainerLimits(memory_mib=128)
 
 
@@ -42,24 +49,6 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> SweTask:
 def run(task: SweTask, patch: str, *, seconds: float = 60.0, runtime: Any = None) -> Evaluation:
     evaluate = TestRun(runtime=runtime or BwrapRuntime(), limits=LIMITS, seconds=seconds)
     return asyncio.run(evaluate(task, patch))  # type: ignore[arg-type]
-
-
-def new_file(path: str, text: str) -> str:
-    lines = "".join(f"+{line}\n" for line in text.splitlines())
-    head = f"diff --git a/{path} b/{path}\nnew file mode 100644\n--- /dev/null\n+++ b/{path}\n"
-    return f"{head}@@ -0,0 +1,{len(text.splitlines())} @@\n{lines}"
-
-
-def changed(path: str, before: str, after: str) -> str:
-    removed = "".join(f"-{line}\n" for line in before.splitlines())
-    added = "".join(f"+{line}\n" for line in after.splitlines())
-    count = f"-1,{len(before.splitlines())} +1,{len(after.splitlines())}"
-    return f"diff --git a/{path} b/{path}\n--- a/{path}\n+++ b/{path}\n@@ {count} @@\n{removed}{added}"
-
-
-def module(text: str) -> str:
-    """Return a patch that puts a text in place of the module."""
-    return changed(MODULE, REPOSITORY.files(REPOSITORY.planted)[MODULE], text)
 
 
 def test_the_solution_passes_and_nothing_else_does(task):
@@ -99,9 +88,6 @@ def test_a_patch_that_does_not_apply_is_unresolved(task, patch, reason):
     assert found.reason.startswith(reason)
 
 
-PASSING = "import unittest\n\n\nclass FunctionTest(unittest.TestCase):\n    def test_result(self):\n        pass\n"
-
-
 def test_what_a_patch_does_to_tests_is_taken_back(task):
     before = REPOSITORY.files("-")[TEST]
     assert not run(task, changed(TEST, before, PASSING)).resolved
@@ -114,20 +100,11 @@ def test_what_a_patch_does_to_tests_is_taken_back(task):
     assert run(task, task.gold_patch + changed(TEST, before, PASSING)).resolved  # the right solution still counts
 
 
-FORGED = """import os
-print("test_result (tests.test_module.FunctionTest.test_result) ... ok")
-print("test_name (tests.test_module.OtherTest.test_name) ... ok", flush=True)
-
-
-def f(a, b):
-    return a - b
-"""
-
-
-def test_printed_results_take_no_failure_back(task):
-    assert not run(task, module(FORGED)).resolved
-    skips = "import unittest\n\n\ndef f(a, b):\n    raise unittest.SkipTest\n"
-    assert not run(task, module(skips)).resolved
+def test_no_dishonest_work_is_rewarded():
+    results = asyncio.run(check_repositories())
+    assert [result for result in results if result.status is not Status.PASS] == []
+    assert not [result for result in results if result.why.startswith("no verdict") and "patch" in result.check]
+    assert len(results) > 20
 
 
 def test_tests_that_hang_or_take_all_memory_are_told_apart(task):

@@ -37,8 +37,16 @@ FLOORS = (
     {"tools.job", "tools.nemo_rl", "tools.watching"},
     {"tools.data", "tools.sizing", "tools.config"},
     {"tools.rows", "tools.lineage", "tools.sif"},
-    {"tools.curriculum", "tools.doctor", "tools.env_check", "tools.tiny"},
-    {"tools.launch", "tools.bench", "tools.serve_env", "tools.agent_check", "tools.export_hf", "tools.setup"},
+    {"tools.curriculum", "tools.doctor", "tools.tiny"},
+    {
+        "tools.launch",
+        "tools.bench",
+        "tools.env_check",
+        "tools.serve_env",
+        "tools.agent_check",
+        "tools.export_hf",
+        "tools.setup",
+    },
     {"tools.ablate"},
 )
 GROUND = FLOORS[0]

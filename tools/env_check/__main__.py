@@ -20,6 +20,7 @@ from recipes.environments.registry import ALL_VERIFIERS
 from recipes.errors import InputError, Problem, suggestion
 from recipes.files import write_atomically
 from tools.command_line import amount, exit_status, positive, setting
+from tools.env_check import repositories
 from tools.env_check.checks import Checker, Result, Status
 from tools.env_check.protocol import first_problem
 from tools.env_check.report import Checked, page, table
@@ -44,8 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.url and not options.url.startswith(("http://", "https://")):
         raise InputError(Problem(where="--url", got=options.url, expected="http://host:port", fix="correct it"))
+    if options.name == repositories.NAME and not options.url:
+        return _repositories(options)
     if options.name and not options.url and options.name not in ALL_VERIFIERS:
-        wrong, fix = f"there is no environment '{options.name}'", suggestion(options.name, ALL_VERIFIERS)
+        known = [*ALL_VERIFIERS, repositories.NAME]
+        wrong, fix = f"there is no environment '{options.name}'", suggestion(options.name, known)
         raise InputError(Problem(where="--name", wrong=wrong, fix=fix))
     if options.set and (options.url or not options.name):
         wrong, fix = "settings are those of one environment in this process", "give --name, and no --url"
@@ -63,6 +67,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name}: not checked, there is no row of it in {options.examples}")
     print(options.out)
     return int(any(one.counts[Status.FAIL] for one in checked))
+
+
+def _repositories(options: argparse.Namespace) -> int:
+    """Check how work on repositories is judged; return the exit status."""
+    results = asyncio.run(repositories.check_repositories())
+    checked = Checked(name=repositories.NAME, where="in containers", num_rows=1, results=results)
+    print(table(checked, is_whole=options.all), flush=True)
+    write_atomically(options.out, page([checked]).encode(errors="replace"))
+    print(options.out)
+    return int(bool(checked.counts[Status.FAIL]))
 
 
 async def _check(

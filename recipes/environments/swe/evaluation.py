@@ -2,10 +2,12 @@
 
 The patch is applied by `git apply`, or else by `patch`, which finds places that have moved. Then every test file that
 the row names or that the patch touched is what it was at the base commit, the row's test patch is applied, and the
-tests run in a shell of their own. Each step's status is that of the container's shell, not a line that was printed.
+tests run in a shell of their own. Each step's status is that of the container's shell, not a line that was printed. So
+are files that configure tests, unless the row's own solution changes them.
 
-What remains: the tests run in one process with the code under test, and that code can forge their report. Nothing but
-running them where that code does not run would prevent it.
+What remains: the tests run in one process with the code under test. Code that seeks out the framework's objects there,
+or that ends a `test_cmd` with status 0, can forge their report. Nothing but running the tests where that code does not
+run would prevent it.
 """
 
 from __future__ import annotations
@@ -39,10 +41,12 @@ from recipes.environments.swe.hidden_tests import (
     framework_of,
     is_r2e,
     results,
+    results_behind,
+    runner_words,
     wrong_tests,
 )
 
-PREPARE = Path(__file__).with_name("prepare.sh").read_bytes()
+PREPARE, RUN_TESTS = (Path(__file__).with_name(name).read_bytes() for name in ("prepare.sh", "run_tests.py"))
 R2E_NAMES = ("r2e_tests", "run_tests.sh")
 R2E_PLACES = ("/", "/root")  # and the workspace
 STEP_SECONDS = 300.0  # of any step but the tests: a large repository is packed anew
@@ -53,6 +57,13 @@ GIT = "git -c safe.directory='*' -c core.hooksPath=/dev/null -c core.fsmonitor=f
 APPLY = f"{GIT} apply --verbose --whitespace=nowarn"
 TOUCHED = re.compile(r'^(?:diff --git "?a/(.+?)"? "?b/(.+?)"?|(?:---|\+\+\+) "?[ab]/(.+?)"?\t?)$', re.MULTILINE)
 TEST_NAME = re.compile(r"test_.*\.py|.*_test\.py|tests\.py|conftest\.py")
+CONFIGURATION = frozenset(
+    (
+        *("pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "unittest.cfg"),
+        *("sitecustomize.py", "usercustomize.py"),
+    )
+)
+LINK = re.compile(r"^(?:new file|new|deleted file) mode 120000$|^index \S+ 120000$", re.MULTILINE)
 TEST_DIRECTORIES = frozenset(("test", "tests", "testing", "r2e_tests"))
 
 
@@ -93,6 +104,11 @@ def is_of_tests(path: str) -> bool:
     return bool(TEST_NAME.fullmatch(name) or TEST_DIRECTORIES & set(directories))
 
 
+def configures_tests(path: str) -> bool:
+    """Whether a file may change how tests run, without being one."""
+    return PurePosixPath(path).name in CONFIGURATION
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestRun:
     """How the tests of a task are run."""
@@ -129,12 +145,14 @@ class TestRun:
         if wrong := await _apply(container, shell, task, patch, place):
             return Evaluation(resolved=False, reason=wrong)
         tests = await container.open_shell()  # nothing that a patch made git do has a hand in it
-        command = f"{{ {ENTER}; }} && {{ {command_of(task.facts)}; }} </dev/null 2>&1"
+        mark = secrets.token_hex(16)
+        command = await _test_command(container, task, mark)
+        command = f"{{ {ENTER}; }} && {{ {command}; }} </dev/null 2>&1"
         done = await tests.run(command, seconds=self.seconds, max_characters=MAX_CHARACTERS)
         if done.status is None:
             reason = f"the tests did not end within {self.seconds:g} s"
             return Evaluation(resolved=False, reason=reason, is_late=True)
-        return verdict_of(task, done)
+        return verdict_of(task, done, mark)
 
 
 async def evaluate_gold(evaluate: Evaluator, task: SweTask) -> Evaluation:
@@ -144,11 +162,18 @@ async def evaluate_gold(evaluate: Evaluator, task: SweTask) -> Evaluation:
     return await evaluate(task, task.gold_patch)
 
 
-def verdict_of(task: SweTask, done: CommandResult) -> Evaluation:
+def verdict_of(task: SweTask, done: CommandResult, mark: str) -> Evaluation:
     """Return the verdict on what the tests printed, and with which status they ended."""
     framework = framework_of(task.facts)
     expected = expected_tests(task.facts)
-    if framework.name == EXIT_STATUS:
+    if runner_words(task.facts):
+        known = results_behind(mark, done.output)
+        done = replace(done, output=done.output.rpartition(f"\n{mark} ")[0] or done.output)
+        if known is None:
+            reason = f"the tests did not come to their end (status {done.status}): {_shown(done)}"
+            return Evaluation(resolved=False, reason=reason)
+        found = known
+    elif framework.name == EXIT_STATUS:
         found = dict.fromkeys(expected, done.status == 0)
     else:
         found = results(framework, done.output)
@@ -160,6 +185,17 @@ def verdict_of(task: SweTask, done: CommandResult) -> Evaluation:
     if not found:
         reason = f"no test ran (status {done.status}): {_shown(done)}"
     return Evaluation(resolved=False, reason=reason)
+
+
+async def _test_command(container: Container, task: SweTask, mark: str) -> str:
+    """Return the shell command of the tests; what it needs is written into the container."""
+    words = runner_words(task.facts)
+    if not words:
+        return command_of(task.facts)
+    place = f"/tmp/{secrets.token_hex(8)}"
+    await _write(container, f"{place}/run_tests.py", RUN_TESTS)
+    await _write(container, f"{place}/mark", mark.encode())
+    return shlex.join(["python", f"{place}/run_tests.py", f"{place}/mark", *words])
 
 
 async def _prepare_tests(container: Container, shell: Shell, task: SweTask, place: str) -> None:
@@ -185,12 +221,17 @@ async def _apply(container: Container, shell: Shell, task: SweTask, patch: str, 
         return "the patch changes git's own files"
     await _write(container, f"{place}/solution.patch", _encoded(patch))
     moved = f"patch --batch --fuzz=5 -p1 --input={place}/solution.patch"
-    done = await _step(shell, f"{APPLY} {place}/solution.patch || {{ {moved} --dry-run && {moved}; }}")
+    apply = f"{APPLY} {place}/solution.patch"
+    if not LINK.search(patch):  # git alone refuses to write behind a link
+        apply += f" || {{ {moved} --dry-run && {moved}; }}"
+    done = await _step(shell, apply)
     if done.status != 0:
         what = "the patch changes a binary file without its content" if "binary patch" in done.output else ""
         return f"{what or 'the patch does not apply'}: {_shown(done)}"
     ours = [*PATCHED_FILE.findall(task.test_patch), *files_of_tests(task.facts)]
-    restored = dict.fromkeys([*ours, *(path for path in touched if is_of_tests(path))])
+    kept = set(touched_files(task.gold_patch))
+    settings = [path for path in touched if configures_tests(path) and path not in kept]
+    restored = dict.fromkeys([*ours, *settings, *(path for path in touched if is_of_tests(path))])
     await _write(container, f"{place}/restored", "".join(f"{path}\0" for path in restored).encode(errors="replace"))
     lines = [f"xargs -0 -r rm -rf -- <{place}/restored"]
     tree, checkout = "ls-tree -r -z --name-only", "--literal-pathspecs checkout --quiet"

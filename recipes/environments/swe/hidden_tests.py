@@ -5,7 +5,9 @@ for SymPy; for R2E-Gym what its own script prints. An instance may say itself ho
 SWE-rebench do: `test_cmd` is a shell command, and `log_parser` one of the frameworks below; with `exit_status` the
 instance is solved when that command ends with status 0.
 
-The code under test can print, too. So of pytest's output only what follows the last heading of its summary counts.
+The code under test can print, too. So pytest and unittest are run by `run_tests.py`, which takes the results from the
+framework and prints them behind a mark. Of other commands' output by pytest, only what follows the last heading of its
+summary counts.
 """
 
 from __future__ import annotations
@@ -30,6 +32,11 @@ WORKSPACE = "/testbed"  # in all three families
 ENTER = f"[ ! -f {CONDA} ] || {{ set -- testbed; . {CONDA} testbed; }}; cd {WORKSPACE}"
 R2E_SCRIPT = "for script in run_tests.sh /run_tests.sh; do [ ! -f $script ] || break; done; [ -f $script ]"
 EXIT_STATUS = "exit_status"
+# Frameworks that `run_tests.py` knows -> their options.
+RUNNER_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "pytest": ("-rA", "--tb=no", "-p", "no:cacheprovider"),
+    "unittest": (),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +141,14 @@ def command_of(facts: Mapping[str, Any]) -> str:
     return framework.command.format(files=shlex.join(files), labels=shlex.join(labels))
 
 
+def runner_words(facts: Mapping[str, Any]) -> list[str]:
+    """Return what `run_tests.py` takes after its mark; nothing for tests with a command of their own."""
+    name = framework_of(facts).name
+    if facts.get("test_cmd") or name not in RUNNER_OPTIONS:
+        return []
+    return [name, *RUNNER_OPTIONS[name], *files_of_tests(facts)]
+
+
 def files_of_tests(facts: Mapping[str, Any]) -> list[str]:
     """Return the files of Python tests that the test patch writes or that tests are named after."""
     files = [file for file in PATCHED_FILE.findall(str(facts.get("test_patch") or "")) if file.endswith(".py")]
@@ -149,6 +164,26 @@ def results(framework: Framework, output: str) -> dict[str, bool]:
     if framework.name == "sympy":
         return {name: status == "ok" for name, status in SYMPY_LINE.findall(text)}
     return _of_pytest(text.split("\n"))
+
+
+def results_behind(mark: str, output: str) -> dict[str, bool] | None:
+    """Return test -> whether it passed, of what `run_tests.py` printed; None where it did not come to its end."""
+    _, is_there, rest = output.rpartition(f"\n{mark} ")
+    if not is_there:
+        return None
+    try:
+        pairs = [(str(outcome), str(name)) for outcome, name in json.loads(rest.partition("\n")[0])["tests"]]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    whole: dict[str, bool] = {}
+    for outcome, name in pairs:
+        whole[name] = outcome in ("PASSED", "XFAIL") and whole.get(name, True)
+    return {way: passed for name, passed in whole.items() for way in _ways(name)}
+
+
+def _ways(name: str) -> tuple[str, ...]:
+    """Return how data sets may write a test. They cut pytest's names at the first space; R2E-Gym drops the file."""
+    return (name.split(" ", 1)[0], name, ".".join(name.split("::")[1:])) if "::" in name else (name,)
 
 
 def _of_lines(lines: Iterable[tuple[str, bool]]) -> dict[str, bool]:
@@ -170,8 +205,7 @@ def _of_pytest(lines: Sequence[str]) -> dict[str, bool]:
             continue
         status, rest = match.groups()
         name = rest.split(" - ", 1)[0] if status in ("FAILED", "ERROR") else rest
-        # The data sets cut names at the first space; R2E-Gym keeps only class and function.
-        for way in (name.split(" ", 1)[0], name, ".".join(name.split("::")[1:])):
+        for way in _ways(name):
             found[way] = status in ("PASSED", "XFAIL")
     return found
 

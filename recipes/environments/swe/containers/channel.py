@@ -42,7 +42,7 @@ class Channel:
         except OSError:
             self.close()
             raise
-        self._loop.add_reader(self._descriptors["control"], self._read_control)
+        self._loop.add_reader(self._descriptors["control"], self.read_control)
         self._loop.add_reader(self._descriptors["output"], self._read_output, READ_BYTES)
 
     def unlink(self) -> None:
@@ -100,7 +100,8 @@ class Channel:
         self.on_output(data)
         return len(data)
 
-    def _read_control(self) -> None:
+    def read_control(self) -> None:
+        """Read what has been said on the control pipe."""
         with suppress(BlockingIOError):
             self._line += os.read(self._descriptors["control"], READ_BYTES)
         *lines, rest = bytes(self._line).split(b"\n")

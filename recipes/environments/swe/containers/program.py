@@ -16,6 +16,7 @@ from recipes.environments.swe.contract import ContainerEnd, ContainerEndedError
 
 OPEN_SECONDS = 60.0
 STOP_STEPS = 10
+KILLED_STATUS = 137  # of a bash whose supervisor was killed, so that nobody says how it ended
 Known = frozenset[tuple[int, int]]  # processes: number, start
 
 
@@ -29,6 +30,7 @@ class Program:
         self._opened: asyncio.Future[int] = loop.create_future()  # its supervisor's number inside
         self.ended: asyncio.Future[int] = loop.create_future()
         self._marks: dict[str, asyncio.Future[int]] = {}
+        self._handle = -1  # pidfd of its supervisor
         self.group = -1  # its process group, which is its supervisor's number on this machine
         self.channel = Channel(directory, name, owner)
         self.channel.on_line = self._on_line
@@ -43,6 +45,9 @@ class Program:
         found = (one.pid for one in tree(self._state.init) if number_inside(one.pid) == inside)
         self.group = next(found, -1)
         self._state.groups.add(self.group)
+        with suppress(OSError):  # it may have ended already, and has said so
+            self._handle = os.pidfd_open(self.group)
+            asyncio.get_running_loop().add_reader(self._handle, self._on_death)
 
     @property
     def bash(self) -> int | None:
@@ -114,9 +119,23 @@ class Program:
 
     def close(self) -> None:
         """Close the channel."""
+        self._forget_supervisor()
         self.channel.close()
         self._state.groups.discard(self.group)
         self.on_close(self)
+
+    def _on_death(self) -> None:
+        """Note that its supervisor has ended, after what that said last."""
+        self._forget_supervisor()
+        self.channel.read_control()
+        if not self.ended.done():
+            self.ended.set_result(KILLED_STATUS)
+
+    def _forget_supervisor(self) -> None:
+        if self._handle >= 0:
+            asyncio.get_running_loop().remove_reader(self._handle)
+            os.close(self._handle)
+            self._handle = -1
 
     def _on_line(self, line: str) -> None:
         word, _, number = line.partition(" ")

@@ -1,0 +1,114 @@
+"""Run the tests of a task inside its image, and print what each came to behind a mark that only the worker knows.
+
+    python run_tests.py MARK_FILE pytest|unittest WORDS...
+
+The code under test runs in this process and prints, too. So the results are taken from the framework, and the mark is
+read and its file removed before that code is loaded; a process that ends early prints no mark. Python of the image: 3.6
+and later.
+"""
+
+# mypy: ignore-errors
+import json
+import os
+import sys
+
+
+def with_pytest(words):
+    """Return the status of pytest, and pairs of what it calls an outcome and the test's id."""
+    import pytest  # of the image; before the workspace is on the path
+
+    found = []
+
+    class PytestOutcomes:
+        config = None
+
+        def pytest_configure(self, config):
+            self.config = config
+
+        def add(self, outcome, report):
+            found.append((outcome, self.config.cwd_relative_nodeid(report.nodeid)))
+
+        def pytest_collectreport(self, report):
+            if report.failed:
+                self.add("ERROR", report)
+
+        def pytest_runtest_logreport(self, report):
+            if hasattr(report, "wasxfail"):
+                if report.when == "call" or report.skipped:
+                    self.add("XFAIL" if report.skipped else "XPASS", report)
+            elif report.failed:
+                self.add("FAILED" if report.when == "call" else "ERROR", report)
+            elif report.skipped:
+                self.add("SKIPPED", report)
+            elif report.when == "call":
+                self.add("PASSED", report)
+
+    enter_workspace()
+    status = pytest.main(words, plugins=[PytestOutcomes()])
+    return int(status), found
+
+
+def with_unittest(words):
+    """Return the status of unittest, and pairs of an outcome and what it prints of the test."""
+    import unittest
+
+    found = []
+
+    class UnittestOutcomes(unittest.TextTestResult):
+        def startTest(self, test):  # noqa: N802
+            super().startTest(test)
+            self.outcome = "PASSED"
+
+        def stopTest(self, test):  # noqa: N802
+            super().stopTest(test)
+            found.extend((self.outcome, line) for line in self.getDescription(test).split("\n"))
+
+        def addSubTest(self, test, subtest, err):  # noqa: N802
+            super().addSubTest(test, subtest, err)
+            if err is not None:
+                self.outcome = "FAILED"
+
+    def noting(name, outcome):
+        def add(self, *details):
+            getattr(super(UnittestOutcomes, self), name)(*details)
+            self.outcome = outcome
+            if not isinstance(details[0], unittest.TestCase):  # a fixture of a class or a module
+                found.append((outcome, str(details[0])))
+
+        setattr(UnittestOutcomes, name, add)
+
+    for name, outcome in (
+        ("addError", "ERROR"),
+        ("addFailure", "FAILED"),
+        ("addSkip", "SKIPPED"),
+        ("addExpectedFailure", "XFAIL"),
+        ("addUnexpectedSuccess", "XPASS"),
+    ):
+        noting(name, outcome)
+    enter_workspace()
+    runner = unittest.TextTestRunner(verbosity=2, buffer=True, resultclass=UnittestOutcomes)
+    program = unittest.main(module=None, argv=["unittest", *words], testRunner=runner, exit=False)
+    return int(not program.result.wasSuccessful()), found
+
+
+def enter_workspace():
+    """Find modules in the directory of the tests, as `python -m` does, where this file's own was."""
+    sys.path[0] = os.getcwd()  # noqa: PTH109
+
+
+def main():
+    """Run the tests, print the results."""
+    path, framework, words = sys.argv[1], sys.argv[2], sys.argv[3:]
+    with open(path) as file:  # noqa: PTH123  # as old as the image's Python
+        mark = file.read()
+    os.remove(path)  # noqa: PTH107
+    del sys.argv[1:]
+    status, found = (with_pytest if framework == "pytest" else with_unittest)(words)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.write(1, "\n{} {}\n".format(mark, json.dumps({"status": status, "tests": found})).encode("utf-8"))
+    os._exit(status)  # nothing that the code under test left behind prints after it
+
+
+if __name__ == "__main__":
+    main()
