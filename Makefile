@@ -281,9 +281,9 @@ ablate: $(if $(filter tiny,$(SCALE)),tiny,$(READY)) ## compare variants of a sta
 	@$(PYTHON) -m tools.ablate --stage $(STAGE) --seeds "$(SEEDS)" $(ARGS)
 
 .PHONY: bench
-bench: ##* measure training, rollouts, data tools, sandbox and job start against their limits
-	@$(if $(ARGS),$(error ARGS: got $(ARGS), expected nothing; each part has its own options: give them to bench-train, bench-data, bench-sandbox or bench-launch))
-	@$(MAKE) --no-print-directory bench-train bench-data bench-sandbox bench-launch
+bench: ##* measure training, rollouts, data tools, sandbox, task containers and job start
+	@$(if $(ARGS),$(error ARGS: got $(ARGS), expected nothing; each part has its own options: give them to bench-train, bench-data, bench-sandbox, bench-swe or bench-launch))
+	@$(MAKE) --no-print-directory bench-train bench-data bench-sandbox bench-swe bench-launch
 
 .PHONY: bench-train
 bench-train: tiny ## measure asynchronous against synchronous training, and rollouts against vLLM
@@ -319,6 +319,11 @@ bench-data: $(READY) ## measure split, fill and validate beside cat, sha256sum, 
 bench-sandbox: $(READY) ## measure how many programs a second the sandbox runs, beside plain processes
 #= ARGS="--programs 400"
 	$(PYTHON) -m tools.bench.sandbox $(ARGS)
+
+.PHONY: bench-swe
+bench-swe: $(READY) ## measure how soon task containers start, and what agents cost beside the model
+#= ARGS="--containers 200 --agents 16"
+	$(PYTHON) -m tools.bench.swe $(ARGS)
 
 .PHONY: bench-verifiers
 bench-verifiers: $(READY) ## measure verdicts a second of each environment: function, process, HTTP

@@ -71,6 +71,8 @@ class Scripted:
     max_model_len: int = 1_000_000
 
     async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
+        if len(prompt_token_ids) >= self.max_model_len:
+            return Completion(token_ids=(), logprobs=(), versions=(), finish_reason="length")
         self.prompts.append(prompt_token_ids)
         sampled = self.codec.token_ids(self.says[min(len(self.prompts), len(self.says)) - 1])
         spans = (VersionSpan(version=0, start=0, end=len(sampled)),)
@@ -273,5 +275,5 @@ async def test_mini_swe_agent_solves_a_task(made: Made) -> None:
     assert rollout.metrics["model_calls/assistant_missing"] == 1.0
     endless = await made.run([called("bash", command=SED)], agent_framework="mini-swe-agent", agent_max_turns=3)
     assert (endless.reward, endless.is_flagged, endless.metrics["ended/max_iteration"]) == (1.0, True, 1.0)
-    full = await made.run([called("bash", command=SED)], agent_framework="mini-swe-agent", max_model_len=1500)
+    full = await made.run([called("bash", command=SED)], agent_framework="mini-swe-agent", max_model_len=4000)
     assert full.metrics["ended/context_window"] == 1.0 and full.is_flagged

@@ -39,6 +39,7 @@ from recipes.environments.swe.contract import (
     Runtime,
 )
 from recipes.errors import LaunchError
+from tools.doctor import task_containers
 
 pytestmark = pytest.mark.functional
 ROOT = Path(__file__).resolve().parents[2]
@@ -409,6 +410,19 @@ async def test_the_check_of_a_runtime_names_what_fails(runtime, image, tmp_path,
     monkeypatch.setitem(check.PRIMITIVES, "user namespaces", ("echo refused >&2; exit 1", "allow them"))
     with pytest.raises(LaunchError, match=f"by {runtime.name}: user namespaces cannot be made: refused; allow them"):
         await check_runtime(runtime, image)
+
+
+def test_the_doctor_starts_an_image(image, tmp_path, monkeypatch):
+    (tmp_path / "no.sif").write_text("not an image")
+    images = [tmp_path / "no.sif", Path(image)]
+    assert list(task_containers.start_one(images)) == []
+    monkeypatch.setitem(check.PRIMITIVES, "user namespaces", ("echo refused >&2; exit 1", "allow them"))
+    (finding,) = task_containers.start_one(images)
+    assert finding.code == "CTR001" and "user namespaces cannot be made: refused" in str(finding.problem)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (finding,) = task_containers.start_one(images)
+    assert "no program on this machine can run them (apptainer needs apptainer" in str(finding.problem)
+    assert list(task_containers.start_one(images[:1])) == []
 
 
 async def test_apptainer_is_given_the_options_of_isolation(image, tmp_path, monkeypatch):

@@ -38,15 +38,8 @@ FLOORS = (
     {"tools.data", "tools.sizing", "tools.config"},
     {"tools.rows", "tools.lineage", "tools.sif"},
     {"tools.curriculum", "tools.doctor", "tools.tiny"},
-    {
-        "tools.launch",
-        "tools.bench",
-        "tools.env_check",
-        "tools.serve_env",
-        "tools.agent_check",
-        "tools.export_hf",
-        "tools.setup",
-    },
+    {"tools.env_check"},
+    {"tools.launch", "tools.bench", "tools.serve_env", "tools.agent_check", "tools.export_hf", "tools.setup"},
     {"tools.ablate"},
 )
 GROUND = FLOORS[0]

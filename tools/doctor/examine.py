@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from tools.doctor import allocation, code, data, engine, images, machine, model, paths, services, slurm, task_images
+from tools.doctor import (
+    allocation,
+    code,
+    data,
+    engine,
+    images,
+    machine,
+    model,
+    paths,
+    services,
+    slurm,
+    task_containers,
+    task_images,
+)
 from tools.planning.draft import Draft
 from tools.planning.findings import Finding, found
 
@@ -20,6 +33,7 @@ SUBJECTS: dict[str, Subject] = {
     "code": code.check,
     "data": data.check,
     "task images": task_images.check,
+    "task containers": task_containers.check,
     "start weights": model.check,
     "containers": images.check,
     "this machine": machine.check,

@@ -214,7 +214,8 @@ def _rollout(session: RolloutSession, course: _ProgramCourse, failed: str, *, se
     if verdict is None:
         rollout = unscored(turns, RolloutStatus.ENV_FAILED, failed, seconds=seconds)
     elif not turns:
-        rollout = unscored((), RolloutStatus.ABORTED, "the agent program made no model call", seconds=seconds)
+        what = "took no answer that can be trained" if session.num_calls else "made no model call"
+        rollout = unscored((), RolloutStatus.ABORTED, f"the agent program {what}", seconds=seconds)
     elif isinstance(verdict, NoVerdict):
         rollout = unscored(turns, verdict.status, verdict.reason, seconds=seconds)
     else:
