@@ -86,7 +86,7 @@ async def test_1000_container_life_cycles_leave_nothing(tmp_path: Path) -> None:
             container = await runtime.start(image, LIMITS)
             try:
                 shell = await container.open_shell()
-                command = f"echo {number} >/testbed/n; sleep 600 & cat /testbed/n"
+                command = f"echo {number} >/testbed/n; (sleep 600 &); cat /testbed/n"
                 done = await shell.run(command, seconds=120, max_characters=100)
                 assert done.output == f"{number}\n"
             finally:
