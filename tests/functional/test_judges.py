@@ -51,6 +51,8 @@ class Judge(QuietHandler):
             Judge.failures[content] = Judge.failures.get(content, 0) + 1
             if Judge.failures[content] == 1:
                 return self._send(429, b"later", {"Retry-After": "0"})
+        elif word == "fits" and len(content) > int(rest.split()[0]):
+            return self._send(400, b"This model's maximum context length is 2048 tokens.")
         elif word == "refuse":
             return self._send(400, b"the prompt is too long")
         elif word == "junk":
@@ -136,6 +138,21 @@ def test_a_final_answer_is_not_asked_again(judge: JudgeClient, content: str, cau
     assert len(Judge.seen) == 1
 
 
+def test_a_question_too_long_for_the_judge_loses_its_middle_and_says_so(judge: JudgeClient) -> None:
+    """Else an answer that is long enough would never be judged."""
+    (reply,) = ask(judge, "fits 9000 " + "x" * 20_000 + " the end")
+    assert reply["is_shortened"] and len(Judge.seen) == 3
+    asked = Judge.seen[-1]["messages"][-1]["content"]
+    assert asked.startswith("fits 9000 xxx") and asked.endswith("xxx the end") and "characters left out" in asked
+    assert "is_shortened" not in Judge.seen[-1]
+    with pytest.raises(JudgeFailedError, match="maximum context length"):
+        ask(judge, "fits 10 " + "x" * 1000)  # nothing of it is long
+
+
+def test_half_a_surrogate_pair_does_not_keep_an_answer_from_its_judge(judge: JudgeClient) -> None:
+    assert texts(ask(judge, "say a\ud800b")) == ["a?b"]
+
+
 def test_a_question_ends_at_its_deadline(judge: JudgeClient) -> None:
     judge.timeout_seconds = 0.5
     start = time.monotonic()
@@ -168,16 +185,23 @@ def test_only_answers_without_chance_are_remembered(judge: JudgeClient) -> None:
     assert asked == ["say 0.0", "say 0.7", "say 0.7"]
 
 
-def test_a_verifier_gets_its_verdict_from_the_judge(judge: JudgeClient) -> None:
+@pytest.mark.parametrize(
+    ("template", "metrics"),
+    [
+        ("say {question} [[YES]]", None),
+        ("fits 6000 {question} [[YES]]" + " so" * 3000, 2.0),
+    ],
+)
+def test_a_verifier_gets_its_verdict_from_the_judge(judge: JudgeClient, template: str, metrics: float | None) -> None:
     rubric = [{"question": "q1", "pass_criteria": "YES"}, {"question": "q2", "pass_criteria": "YES"}]
     row = {"responses_create_params": {"input": "p"}, "rubric": rubric, "context": "c"}
     pool = ScoringPool()
 
-    async def run() -> float:
+    async def run() -> Verdict:
         client = InProcessVerifier(
             name="multichallenge",
             verifier=multichallenge.VERIFIER,
-            settings={"judge_prompt_template": "say {question} [[YES]]"},
+            settings={"judge_prompt_template": template},
             pool=pool,
             timeout_seconds=10.0,
             judge=judge,
@@ -185,9 +209,10 @@ def test_a_verifier_gets_its_verdict_from_the_judge(judge: JudgeClient) -> None:
         verdict = await client.verify(row, response_object([message_item("an answer")]))
         await judge.http.close()
         assert isinstance(verdict, Verdict), verdict
-        return verdict.reward
+        return verdict
 
-    assert asyncio.run(run()) == 1.0
+    verdict = asyncio.run(run())
+    assert verdict.reward == 1.0 and verdict.metrics.get("judge_questions_shortened") == metrics
     pool.close()
 
 

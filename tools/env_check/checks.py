@@ -64,7 +64,7 @@ class Checker:
         """Return the results of all checks, in the order of the table."""
         self.cases = [TriedRow(row=row, full=self.target.full) for row in self.rows]
         results = [await self._timed(check) for check in (self._golden, self._wrong)]
-        for group in (probes.empty, probes.malformed, probes.junk, probes.huge):
+        for group in (probes.empty, probes.malformed, probes.junk, probes.hostile, probes.huge):
             results.append(await self._group(list(group())))
         results += await self._adversarial()
         for check in (self._determinism, self._broken_rows, self._dead):

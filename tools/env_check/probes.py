@@ -240,6 +240,35 @@ def junk() -> Iterator[Trial]:
         yield Trial(group="junk", name=name, response=said(text))
 
 
+def hostile() -> Iterator[Trial]:
+    """Yield answers that evaluate, recurse or search without end where text is read carelessly."""
+    tower, deep = "9**9**9**9", 100_000
+    texts = {
+        "half of a surrogate pair": '\\boxed{\ud800} <answer>\udfff</answer> {"a": "\ud83d"}',
+        "a tower of powers": tower,
+        "a tower of powers in every place": f"\\boxed{{{tower}}} <answer>{tower}</answer> ${tower}$ Answer: {tower}",
+        "a tower of powers as LaTeX": "\\boxed{9^{9^{9^{9}}}} $9^{9^{9^9}}$",
+        "a factorial of factorials": "\\boxed{99!!!!} <answer>9!!!!</answer> \\boxed{(((9!)!)!)!}",
+        "a huge range": "\\boxed{[0]*10**10} <answer>list(range(10**10))</answer> \\boxed{\\binom{10^9}{10^8}}",
+        "a huge exponent": "\\boxed{1e999999999} <answer>1e999999999</answer> 1E+999999999",
+        "numbers that JSON has not": '{"a": NaN, "b": [Infinity, -Infinity], "c": 1e999}',
+        "a list of many levels": "[" * deep + "]" * deep,
+        "an object of many levels": '{"a":' * deep + "1" + "}" * deep,
+        "a box of many levels": "\\boxed{" * deep + "1" + "}" * deep,
+        "a sum in many brackets": "\\boxed{" + "(" * deep + "1" + ")" * deep + "}",
+        "what makes expressions backtrack": "a" * 5_000 + "!" + "(a+)+$" + " a" * 5_000 + "\n" * 5_000 + "x",
+        "text from right to left": "\u202e\\boxed{A}\u202c \u2067<answer>1</answer>\u2069 \u200f42\u200f" * 100,
+        "letters that look like others": "\\boxed{\u0410} \uff21 \u0391 \U0001d400 \\boxed{\uff11\u0661}",
+    }
+    for name, text in texts.items():
+        for shown, wrapped in ((name, text), (f"{name}, in a fence", f"```json\n{text}\n```")):
+            yield Trial(group="hostile text", name=shown, response=said(wrapped))
+    arguments = [*(json.dumps({"a": text}) for text in texts.values()), texts["a list of many levels"], '{"a": NaN}']
+    for number, argument in enumerate(arguments):
+        call = [{"name": "email_delete_email", "arguments": argument}]
+        yield Trial(group="hostile text", name=f"arguments of a call, {number}", response=called(call))
+
+
 def huge() -> Iterator[Trial]:
     """Yield answers of one megabyte, in forms that parsers take long for."""
     repeated = {

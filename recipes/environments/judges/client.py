@@ -2,6 +2,9 @@
 
 Each question is bounded in time and asked again after failures of transport or of the server, within that time. The
 time runs once the question has its turn: at most `max_concurrency` are asked at once, the others wait here.
+
+A server that finds a question too long for its model is asked again without the middle of the longest message, up to
+HALVINGS times with half as much each time. Such a reply has `is_shortened`; verdicts count them as SHORTENED.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +31,10 @@ from recipes.retry import ALWAYS, NoReplyError, RetryPolicy, reply_within
 RETRIES = RetryPolicy(
     max_retries=ALWAYS, max_unreached_retries=ALWAYS, first_seconds=0.4, max_seconds=16.0, jitter=0.25
 )
+SHORTENED = "judge_questions_shortened"  # metric: questions of which the judge has not seen the middle
+HALVINGS = 6  # of a question that is too long: a sixty-fourth of a megabyte fits any judge
+SHORTEST = 2_000  # characters of a message that stays whole
+_TOO_LONG = re.compile(r"context length|too long|max_model_len", re.IGNORECASE)  # in the refusals of servers
 _CHAT_NAMES = {"max_output_tokens": "max_tokens"}  # Responses name -> chat completions name
 
 
@@ -81,7 +89,7 @@ class JudgeClient:
             return self._cache[key]
         try:
             async with self._gate():
-                reply = await reply_within(self.timeout_seconds, lambda: self._post(request), RETRIES)
+                reply = await reply_within(self.timeout_seconds, lambda: self._post_what_fits(request), RETRIES)
         except (NoReplyError, RefusedError) as error:
             raise JudgeFailedError(f"{self.name}: {error}") from error
         if is_fixed:
@@ -90,13 +98,26 @@ class JudgeClient:
                 self._cache.popitem(last=False)
         return reply
 
+    async def _post_what_fits(self, request: Mapping[str, Any]) -> Response:
+        for _ in range(HALVINGS):
+            try:
+                return await self._post(request)
+            except RefusedError as error:
+                shorter = halved(request) if _TOO_LONG.search(str(error)) else None
+                if shorter is None:
+                    raise
+                request = shorter
+        return await self._post(request)
+
     async def _post(self, request: Mapping[str, Any]) -> Response:
         if not self.urls:
             raise RefusedError("it has no address: the run has not started it")
         url = self.urls[next(self._turn) % len(self.urls)].rstrip("/")
         headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        reply = await self.http.post(f"{url}/chat/completions", request, headers=headers)
-        return response_of(reply.body)
+        sent = {key: value for key, value in request.items() if key != "is_shortened"}
+        reply = await self.http.post(f"{url}/chat/completions", sent, headers=headers)
+        response = response_of(reply.body)
+        return {**response, "is_shortened": True} if "is_shortened" in request else response
 
     def _gate(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
@@ -119,10 +140,27 @@ def _reply_or_reason(task: asyncio.Task[Response], late: str) -> Response | NoRe
 def chat_request(
     question: JudgeQuestion, model: str, params: Mapping[str, Any], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the body of a chat completions request."""
-    messages = [{"role": role, "content": text} for role, text in question.messages]
+    """Return the body of a chat completions request.
+
+    Half a surrogate pair, which an answer may hold and no request can carry, becomes a question mark: an answer must
+    not get out of its judgement by it.
+    """
+    messages = [{"role": role, "content": text.encode(errors="replace").decode()} for role, text in question.messages]
     named = {_CHAT_NAMES.get(name, name): value for name, value in params.items() if value is not None}
     return {"model": model, "messages": messages, **named, **extra}
+
+
+def halved(request: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return a request without the middle half of its longest message, None where no message is long."""
+    messages = list(request["messages"])
+    place = max(range(len(messages)), key=lambda index: len(messages[index]["content"]))
+    text = messages[place]["content"]
+    if len(text) <= SHORTEST:
+        return None
+    kept = len(text) // 4
+    note = f"\n[... {len(text) - 2 * kept} characters left out ...]\n"
+    messages[place] = {**messages[place], "content": text[:kept] + note + text[-kept:]}
+    return {**request, "messages": messages, "is_shortened": True}
 
 
 def response_of(completion: Mapping[str, Any]) -> Response:

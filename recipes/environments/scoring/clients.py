@@ -11,7 +11,7 @@ import itertools
 import math
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeGuard, TypeVar
 from urllib.parse import quote
 
@@ -21,7 +21,7 @@ from recipes.environments.contract.tools import Cell, Tools
 from recipes.environments.contract.verdict import NoVerdict, Pending, Response, Verdict, env_failed
 from recipes.environments.contract.verifier import Verifier
 from recipes.environments.http.client import JsonClient, JsonReply, RefusedError
-from recipes.environments.judges.client import JudgeClient, JudgeFailedError
+from recipes.environments.judges.client import SHORTENED, JudgeClient, JudgeFailedError
 from recipes.environments.sandbox.client import SandboxClient
 from recipes.environments.sandbox.server import SandboxFailedError
 from recipes.environments.scoring.encoding import EncodedTask, encode_task
@@ -90,11 +90,15 @@ class InProcessVerifier:
             if not self.verifier.is_cheap(task):
                 task = encode_task(self.verifier, task)
             replies: list[list[Response]] = []
+            num_shortened = 0
             while isinstance(scored := await self._advance(task, response, replies), list):
                 answers = await self._replies_to(scored)
                 if isinstance(answers, NoVerdict):
                     return answers
                 replies.append(answers)
+                num_shortened += sum("is_shortened" in answer for answer in answers)
+            if num_shortened and isinstance(scored, Verdict):
+                return replace(scored, metrics={**scored.metrics, SHORTENED: float(num_shortened)})
             return scored
         except JudgeFailedError as error:
             return NoVerdict(status=RolloutStatus.JUDGE_FAILED, reason=f"{self.name}: {error}")

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from recipes.environments.contract.group import GroupVerifier
 from recipes.environments.contract.verdict import NoVerdict, Pending, Response, Verdict, env_failed
-from recipes.environments.judges.client import JudgeClient
+from recipes.environments.judges.client import SHORTENED, JudgeClient
 from recipes.types import Rollout, RolloutStatus, Row
 
 logger = logging.getLogger(__name__)
@@ -54,17 +54,24 @@ class GroupClient:
         end = time.monotonic() + self.timeout_seconds
         scoring = self.verifier.score(responses, self.verifier.parse_task(row, self.settings))
         try:
-            questions = next(scoring)
+            questions, num_shortened = next(scoring), 0
             while True:
                 if self.judge is None:
                     raise ValueError("it asks a judge, and none is configured")
                 replies = await self.judge.ask_each(questions, seconds=max(end - time.monotonic(), 0.0))
+                num_shortened += sum(isinstance(reply, Mapping) and "is_shortened" in reply for reply in replies)
                 questions = scoring.send(replies)
         except StopIteration as ended:
             verdicts: list[Verdict | NoVerdict] = ended.value
-            return verdicts
+            return [_noting(verdict, num_shortened) for verdict in verdicts] if num_shortened else verdicts
         finally:
             scoring.close()
+
+
+def _noting(verdict: Verdict | NoVerdict, num_shortened: int) -> Verdict | NoVerdict:
+    if isinstance(verdict, NoVerdict):
+        return verdict
+    return replace(verdict, metrics={**verdict.metrics, SHORTENED: float(num_shortened)})
 
 
 class GroupScorer(Protocol):
