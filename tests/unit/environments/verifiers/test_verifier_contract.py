@@ -51,7 +51,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "workplace_assistant": {"ground_truth": [{"name": "email_delete_email", "arguments": '{"email_id": "00000001"}'}]},
 }
 SETTINGS: dict[str, dict[str, Any]] = {"workplace_assistant": {"tables": small_office()}}  # others need none
-JUNK_SECONDS = 5.0
+JUNK_SECONDS = 5.0  # of processor time: a busy machine takes longer
 
 
 def junk_texts() -> list[str]:
@@ -98,10 +98,11 @@ def test_junk_gives_a_finite_reward_in_range_twice_the_same_in_bounded_time(name
     verifier = VERIFIERS[name]
     task = verifier.parse_task(ROWS[name], SETTINGS.get(name, {}))
     low, high = verifier.rewards
+    settled(verifier, {}, task)  # imports libraries
     for response in junk_responses():
-        start = time.monotonic()
+        start = time.process_time()
         verdict = settled(verifier, response, task)
-        assert time.monotonic() - start < JUNK_SECONDS, response
+        assert time.process_time() - start < JUNK_SECONDS, response
         assert isinstance(verdict, Verdict)
         assert math.isfinite(verdict.reward)
         assert low <= verdict.reward <= high
