@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Collection
@@ -19,6 +20,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SHM = "/dev/shm/"
+_OPEN_FILES = 65536
 
 
 def caught(*numbers: signal.Signals) -> list[signal.Signals]:
@@ -49,6 +51,18 @@ def _prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
+
+
+def allow_open_files() -> None:
+    """Raise the soft limit on open files for this process and those that it starts, as far as the hard one allows.
+
+    Ray keeps connections from every worker to every other, and the soft limit is often 1024. At the limit Ray's servers
+    try to accept again and again: whoever opens a thousand connections to one would take a core from the run.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def children(parent: int) -> list[int]:

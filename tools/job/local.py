@@ -34,6 +34,7 @@ from tools.job.ray_temp import PREFIX, RAY, clear_abandoned, keep_logs, make_pri
 from tools.planning.run_dir import lock_run, new_attempt
 from tools.processes import (
     adopt_orphans,
+    allow_open_files,
     caught,
     descendants,
     dies_with_parent,
@@ -295,6 +296,7 @@ def supervise(run: LocalRun) -> int:
     signals = Signals()
     signals.install()
     adopt_orphans()
+    allow_open_files()
     attempt = new_attempt(run.run_dir)
     temp, held = make_temp(attempt)
     env = run_environment(temp, ports)

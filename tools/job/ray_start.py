@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -18,12 +17,11 @@ from recipes.cluster.tuning import ray_environment
 from tools.job.local import OBJECT_STORE_BYTES, RAY_STARTED, count_gpus
 from tools.job.node_check import Node, own_address
 from tools.job.ray_temp import RAY, remove_sessions
-from tools.processes import children, kill_descendants, reap_orphans
+from tools.processes import allow_open_files, children, kill_descendants, reap_orphans
 
 STOP_SECONDS = 5.0  # Slurm kills a cancelled job after KillWait, 30 s or less, and the logs are to be copied then
 _POLL_SECONDS = 0.25
 _LAST_LINE_SECONDS = 1.0  # for what Ray printed before it ended and nobody has read yet
-_OPEN_FILES = 65536  # Ray keeps connections from every worker to every other; Slurm's soft limit is often 1024
 
 
 def start_command(node: Node) -> list[str]:
@@ -49,8 +47,7 @@ def run_ray(node: Node, variables: Mapping[str, str]) -> int:
 
     `variables` are for everything that Ray starts on this node.
     """
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _OPEN_FILES) if hard > 0 else _OPEN_FILES, hard))
+    allow_open_files()
     tuned = ray_environment(node.num_nodes, os.cpu_count() or 1)
     # Slurm's own variables would make libraries in the actors think that they are its tasks.
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PMI_", "PMIX_"))}

@@ -9,7 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tools.processes import descendants, remove_shared_memory, shared_memory_inodes
+
+ROOT = Path(__file__).resolve().parents[3]
 
 # Starts a shell that starts a sleeper in a session of its own and ends; then ends everything below itself.
 ORPHAN_MAKER = """
@@ -132,3 +136,12 @@ def test_named_semaphores_are_found_though_they_are_mapped_under_another_name():
     lock = multiprocessing.get_context("spawn").Lock()  # a file /dev/shm/sem.mp-* until the lock is dropped
     name = Path("/dev/shm", f"sem.{lock._semlock.name.lstrip('/')}")  # type: ignore[attr-defined]
     assert name.stat().st_ino in shared_memory_inodes([os.getpid()])
+
+
+@pytest.mark.parametrize("soft", [64, 400])
+def test_the_limit_on_open_files_is_raised_as_far_as_it_may_be(soft: int) -> None:
+    program = "import resource as r; from tools import processes as p; p.allow_open_files(); "
+    program += "print(r.getrlimit(r.RLIMIT_NOFILE))"
+    command = ["prlimit", f"--nofile={soft}:400", sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "(400, 400)\n"

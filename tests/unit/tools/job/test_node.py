@@ -106,7 +106,7 @@ def test_a_ray_that_ends_before_it_has_started_is_tried_once_more(tmp_path, monk
     monkeypatch.setattr(ray_start, "start_command", lambda _node: ["bash", "-c", program, str(count)])
     for ends in ("kill_descendants", "reap_orphans"):
         monkeypatch.setattr(ray_start, ends, lambda **_: None)  # of the process that runs these tests
-    monkeypatch.setattr(ray_start.resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(ray_start, "allow_open_files", lambda: None)
     node = replace(make_node(tmp_path, is_head=True), temp=tmp_path)
     write_logs(tmp_path)
     assert ray_start.run_ray(node, {}) == 3
