@@ -15,6 +15,7 @@ from recipes.config.keys.derive import derive
 from recipes.config.tree import Config
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.environments import Environments
+from recipes.environments.swe.containers import places
 from recipes.generation.clients.client import FollowingClient, OpenEngines
 from recipes.rollouts.group import GroupRequest, GroupRunner
 from recipes.tokens import GroupTokens, pack_rollouts
@@ -90,5 +91,6 @@ class RolloutWorker:
         return GroupReport(headers=headers, warnings=self._warnings.take()), tokens
 
     async def close(self) -> None:
-        """End the scoring processes, the sandbox and the connections."""
+        """End the scoring processes, the sandbox and the connections; remove the containers' files."""
         await asyncio.to_thread(self._environments.close)
+        await asyncio.to_thread(places.leave)

@@ -29,8 +29,18 @@ def home() -> Path:
         parent = _parent(Path(tempfile.gettempdir()))
         clear_abandoned(parent)
         _homes[os.getpid()] = _make(parent)
-        atexit.register(_remove, os.getpid())
+        atexit.register(leave)
     return _homes[os.getpid()]
+
+
+def leave() -> None:
+    """Remove this process's directory, where it has one; the next container makes another.
+
+    Call it where a process will be killed, as actors are: then nothing of what is registered for its end runs.
+    """
+    own = _homes.pop(os.getpid(), None)
+    if own is not None:
+        shutil.rmtree(own, ignore_errors=True)
 
 
 def container_directory(token: str) -> Path:
@@ -83,8 +93,3 @@ def _make(parent: Path) -> Path:
             return path
         if lock is not None:
             os.close(lock)
-
-
-def _remove(pid: int) -> None:
-    if pid == os.getpid():
-        shutil.rmtree(_homes.pop(pid), ignore_errors=True)
