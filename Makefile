@@ -273,6 +273,13 @@ report: $(READY) ##* write report.html of a run: curves, samples, provenance
 #= EXP_NAME (the newest run without it)
 	$(PYTHON) -m tools.report --run-dir $(or $(RUN_DIR),$(error no run in $(RESULTS_DIR)/; give EXP_NAME=...))
 
+RUN ?=
+INSTANCE ?=
+.PHONY: swe-replay
+swe-replay: $(READY) ## show what agents did on one instance of stage 2.2: commands, answers, patch, tests
+#= RUN=name of the run INSTANCE=instance_id
+	@$(PYTHON) -m tools.report.replay --results $(RESULTS_DIR) --run '$(RUN)' --instance '$(INSTANCE)' $(ARGS)
+
 SEEDS ?= 42 43 44
 .PHONY: ablate
 ablate: $(if $(filter tiny,$(SCALE)),tiny,$(READY)) ## compare variants of a stage over seeds, on one page; run it again to resume

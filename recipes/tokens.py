@@ -6,9 +6,10 @@ per field, with offsets. What a rank trains on is cut out of them when its micro
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -63,7 +64,7 @@ class GroupTokens:
 
     A row is one sequence: the R rows are the sequences of the first rollout, main one first, then those of the second,
     and so on. `x_offsets` is int64 [R + 1]: row r owns the entries x_offsets[r] to x_offsets[r + 1] of `x`. Only texts
-    are one per rollout: text_offsets is [G + 1].
+    and trajectories are one per rollout: text_offsets is [G + 1].
     """
 
     token_ids: Array  # int32, prompts and answers of all turns in order
@@ -76,6 +77,8 @@ class GroupTokens:
     versions_offsets: Array
     text: Array  # uint8, the last answer in UTF-8, for logs and the report
     text_offsets: Array
+    trajectories: Array = field(default_factory=lambda: np.zeros(0, np.uint8))  # JSON in ASCII, for the log
+    trajectories_offsets: Array = field(default_factory=lambda: np.zeros(0, np.int64))  # none in older checkpoints
 
     def row(self, row: int) -> RowTokens:
         """Return one row. One without any token has a single token 0 that is not sampled: a row is never empty."""
@@ -90,6 +93,12 @@ class GroupTokens:
     def output_text(self, member: int) -> str:
         """Return the decoded last answer of a rollout."""
         return str(self._of(member, self.text, self.text_offsets).tobytes(), "utf-8", "surrogatepass")
+
+    def trajectory(self, member: int) -> Any:
+        """Return what the agent of a rollout did, as it was noted; None where nothing was."""
+        if member + 1 >= len(self.trajectories_offsets):
+            return None
+        return json.loads(self._of(member, self.trajectories, self.trajectories_offsets).tobytes() or b"null")
 
     @staticmethod
     def _of(number: int, values: Array, offsets: Array) -> Array:
@@ -116,23 +125,27 @@ class TokenStore(Protocol):
 
 def lost_groups(groups: Sequence[Group], store: TokenStore) -> list[Group]:
     """Return the groups whose arrays cannot be read any more. Each is fetched, so ask only when some are known lost."""
-    return [group for group in groups if not _can_read(group.tokens, store)]
+    return [group for group in groups if _read(group.tokens, store) is None]
 
 
 def output_texts(places: Sequence[tuple[Group, int]], store: TokenStore) -> list[str]:
     """Return the decoded last answers of members of groups; "" where the arrays are lost."""
-    return [
-        store.get([group.tokens])[0].output_text(member) if _can_read(group.tokens, store) else ""
-        for group, member in places
-    ]
+    found = [(_read(group.tokens, store), member) for group, member in places]
+    return [tokens.output_text(member) if tokens else "" for tokens, member in found]
 
 
-def _can_read(reference: Any, store: TokenStore) -> bool:
+def trajectories(places: Sequence[tuple[Group, int]], store: TokenStore) -> list[Any]:
+    """Return what the agents of members of groups did; None where nothing was noted or the arrays are lost."""
+    found = [(_read(group.tokens, store), member) for group, member in places]
+    return [tokens.trajectory(member) if tokens else None for tokens, member in found]
+
+
+def _read(reference: Any, store: TokenStore) -> GroupTokens | None:
+    """Return the arrays of a group; None where they are lost."""
     try:
-        store.get([reference])
+        return store.get([reference])[0]
     except TokensLostError:
-        return False
-    return True
+        return None
 
 
 def pack_rollouts(rollouts: Sequence[Rollout]) -> tuple[tuple[RolloutHeader, ...], GroupTokens]:
@@ -143,6 +156,8 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> tuple[tuple[RolloutHeader, ...
     turns = [_table([_turn_entry(turn) for turn in row], 3) for row in rows]
     versions = [_table(_version_runs(row), 2) for row in rows]
     texts = [np.frombuffer(r.output_text.encode("utf-8", "surrogatepass"), np.uint8) for r in rollouts]
+    noted = [b"" if r.trajectory is None else json.dumps(r.trajectory).encode() for r in rollouts]
+    trajectories = [np.frombuffer(one, np.uint8) for one in noted]
     tokens = GroupTokens(
         token_ids=_joined(ids, "i4"),
         token_ids_offsets=_offsets(ids),
@@ -154,6 +169,8 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> tuple[tuple[RolloutHeader, ...
         versions_offsets=_offsets(versions),
         text=_joined(texts, "u1"),
         text_offsets=_offsets(texts),
+        trajectories=_joined(trajectories, "u1"),
+        trajectories_offsets=_offsets(trajectories),
     )
     return tuple(_header(rollout) for rollout in rollouts), tokens
 

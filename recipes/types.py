@@ -105,6 +105,7 @@ class Rollout:
     seconds: float = 0.0  # wall time from first request to verdict
     env_seconds: float = 0.0  # part of it spent in the environment
     response: Mapping[str, Any] | None = None  # the answer, until it is scored together with those of its group
+    trajectory: Mapping[str, Any] | None = None  # what an agent in a repository did, for logs; JSON of bounded size
     branches: tuple[tuple[Turn, ...], ...] = ()  # the turns of each further sequence
 
     @property

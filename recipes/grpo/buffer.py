@@ -119,7 +119,8 @@ def read_groups(path: Path) -> tuple[tuple[Group, ...], tuple[GroupTokens, ...]]
     arrays = load_file(path)
     groups = tuple(_group(raw) for raw in json.loads(arrays[_HEADERS].tobytes()))
     names = [field.name for field in fields(GroupTokens)]
-    tokens = (GroupTokens(**{name: arrays[f"{n}.{name}"] for name in names}) for n in range(len(groups)))
+    found = ({name: arrays[f"{n}.{name}"] for name in names if f"{n}.{name}" in arrays} for n in range(len(groups)))
+    tokens = (GroupTokens(**one) for one in found)
     return groups, tuple(tokens)
 
 

@@ -28,7 +28,7 @@ from rich.text import Text
 from recipes.errors import ConfigError, Problem, RunError, StalledError
 from recipes.files import sync_files, write_atomically
 from recipes.grpo.metrics import PHASES, TIMING_PREFIX, StepMetrics, group_pass_rate, metrics_record
-from recipes.tokens import TokenStore, output_texts
+from recipes.tokens import TokenStore, output_texts, trajectories
 from recipes.types import Group, RolloutHeader
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class RunLogger:
 
     def _print_validation(self, step: int, groups: Sequence[Group], store: TokenStore) -> None:
         picked = pick_rollouts(groups, self._cfg.num_val_samples_to_print)
-        for group, rollout, output in _with_texts(picked, store):
+        for group, rollout, output, _ in _with_texts(picked, store):
             head = f"validation at step {step}, {group.agent}, reward {rollout.reward}: {rollout.reason}"
             text = f"{head}\n{group.prompt_text}\n{output}"
             # Sampled text may hold half a surrogate pair, which UTF-8 cannot encode.
@@ -225,9 +225,9 @@ def pick_rollouts(groups: Sequence[Group], limit: int) -> list[tuple[Group, int]
     return picked[:limit]
 
 
-def _with_texts(picked: Sequence[tuple[Group, int]], store: TokenStore) -> list[tuple[Group, RolloutHeader, str]]:
-    pairs = zip(picked, output_texts(picked, store), strict=True)
-    return [(group, group.rollouts[member], text) for (group, member), text in pairs]
+def _with_texts(picked: Sequence[tuple[Group, int]], store: TokenStore) -> list[tuple[Group, RolloutHeader, str, Any]]:
+    parts = zip(picked, output_texts(picked, store), trajectories(picked, store), strict=True)
+    return [(group, group.rollouts[member], text, noted) for (group, member), text, noted in parts]
 
 
 def _in_turn(groups: Sequence[Group]) -> Iterator[tuple[Group, int]]:
@@ -242,7 +242,7 @@ def _in_turn(groups: Sequence[Group]) -> Iterator[tuple[Group, int]]:
         yield from ((group, member) for group in order if member < len(group.rollouts))
 
 
-def _rollout_record(step: int, group: Group, rollout: RolloutHeader, output_text: str) -> dict[str, Any]:
+def _rollout_record(step: int, group: Group, rollout: RolloutHeader, output_text: str, noted: Any) -> dict[str, Any]:
     return {
         "step": step,
         "prompt": group.prompt.key,
@@ -259,6 +259,7 @@ def _rollout_record(step: int, group: Group, rollout: RolloutHeader, output_text
         "num_generated_tokens": rollout.num_generated_tokens,
         "finish_reason": rollout.finish_reason,
         "seconds": rollout.seconds,
+        **({} if noted is None else {"trajectory": noted}),
     }
 
 

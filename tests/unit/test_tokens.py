@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,8 +25,9 @@ def turn(prompt: tuple[int, ...], sampled: tuple[int, ...], *spans: tuple[int, i
     )
 
 
-def rollout(*turns: Turn, text: str = "", reward: float | None = 1.0) -> Rollout:
-    return Rollout(turns=turns, status=RolloutStatus.COMPLETED, reason="r", reward=reward, output_text=text)
+def rollout(*turns: Turn, text: str = "", reward: float | None = 1.0, trajectory: Any = None) -> Rollout:
+    done = Rollout(turns=turns, status=RolloutStatus.COMPLETED, reason="r", reward=reward, output_text=text)
+    return replace(done, trajectory=trajectory)
 
 
 ROLLOUTS = [
@@ -37,7 +39,7 @@ ROLLOUTS = [
     ),
     rollout(reward=None),
     rollout(turn((), ())),
-    rollout(turn((1,), (2**31 - 1,), (7, 0, 1)), text="x"),
+    rollout(turn((1,), (2**31 - 1,), (7, 0, 1)), text="x", trajectory={"patch": "half \ud800"}),
 ]
 
 
@@ -50,6 +52,7 @@ def test_rows_are_cut_out_of_the_group() -> None:
     assert row.advantages(0.25, (None, -5.0, -2.0, None)).tolist() == [0.25] * 2 + [-5] * 3 + [0.25, -2] + [0.25] * 2
     assert tokens.row(3).token_ids.tolist() == [1, 2**31 - 1]
     assert [tokens.output_text(member) for member in range(4)] == [one.output_text for one in ROLLOUTS]
+    assert [tokens.trajectory(member) for member in range(4)] == [one.trajectory for one in ROLLOUTS]
 
 
 @pytest.mark.parametrize("member", [1, 2])

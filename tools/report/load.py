@@ -74,14 +74,14 @@ def load_run(run_dir: Path) -> RunData:
     if not metrics_path.exists():
         raise _no_run(run_dir, "it holds no metrics.jsonl")
     warnings: list[str] = []
-    records = _merge_steps(_read_lines(metrics_path, warnings))
+    records = _merge_steps(read_lines(metrics_path, warnings))
     if not records:
         raise _no_run(metrics_path, "it has no complete line")
     return RunData(
         name=run_dir.resolve().name,
         records=records,
         rollouts={
-            kind: _read_lines(run_dir / "rollouts" / f"{kind}.jsonl", warnings, missing_is_fine=True)
+            kind: read_lines(run_dir / "rollouts" / f"{kind}.jsonl", warnings, missing_is_fine=True)
             for kind in ("train", "val")
         },
         resolved=_read_object(run_dir / "resolved.json", warnings),
@@ -92,7 +92,7 @@ def load_run(run_dir: Path) -> RunData:
 
 def load_steps(metrics_path: Path) -> tuple[StepRecord, ...]:
     """Return the steps logged so far; empty without a file. Lines that cannot be read are left out."""
-    return _merge_steps(_read_lines(metrics_path, [], missing_is_fine=True))
+    return _merge_steps(read_lines(metrics_path, [], missing_is_fine=True))
 
 
 def _no_run(where: Path, wrong: str) -> InputError:
@@ -100,7 +100,7 @@ def _no_run(where: Path, wrong: str) -> InputError:
     return InputError(Problem(where=str(where), wrong=wrong, fix=fix))
 
 
-def _read_lines(path: Path, warnings: list[str], *, missing_is_fine: bool = False) -> list[dict[str, Any]]:
+def read_lines(path: Path, warnings: list[str], *, missing_is_fine: bool = False) -> list[dict[str, Any]]:
     """Return the JSON objects of a file; an incomplete last line is skipped, a damaged line adds a warning."""
     if missing_is_fine and not path.exists():
         return []

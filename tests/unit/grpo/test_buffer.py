@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from recipes.errors import RunError, StalledError
 from recipes.grpo.buffer import ReplayBuffer, read_groups, write_groups
@@ -149,6 +150,17 @@ def test_a_file_of_groups_keeps_every_field(tmp_path: Path) -> None:
     assert [as_lists(one) for one in tokens] == [as_lists(one.tokens) for one in groups]
     write_groups(tmp_path / "none", [], [])
     assert read_groups(tmp_path / "none") == ((), ())
+
+
+def test_a_file_of_groups_without_trajectories_is_read(tmp_path: Path) -> None:
+    write_groups(tmp_path / "groups", [group(1)], [group(1).tokens])
+    arrays = load_file(tmp_path / "groups")
+    older = {name: array for name, array in arrays.items() if "trajectories" not in name}
+    assert len(older) == len(arrays) - 2
+    save_file(older, tmp_path / "older")
+    [tokens] = read_groups(tmp_path / "older")[1]
+    assert tokens.trajectory(0) is None
+    assert tokens.output_text(0) == group(1).tokens.output_text(0)
 
 
 def without_tokens(one: Group) -> Group:

@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,7 +45,7 @@ def lines_of(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def make_group(row: int, rewards: list[float | None], agent: str = "math") -> Group:
+def make_group(row: int, rewards: list[float | None], agent: str = "math", trajectory: Any = None) -> Group:
     turn = Turn(
         prompt_token_ids=(1,),
         token_ids=(2, 3),
@@ -59,6 +60,7 @@ def make_group(row: int, rewards: list[float | None], agent: str = "math") -> Gr
             reason=f"row {row} member {member}",
             reward=reward,
             output_text="<think>\u2028</think> 4 \ud800",  # a line separator and a lone surrogate must survive
+            trajectory=trajectory,
         )
         for member, reward in enumerate(rewards)
     )
@@ -121,8 +123,17 @@ def test_rollout_lines_say_what_came_out_and_why(tmp_path: Path) -> None:
     assert record["output_text"] == "<think>\u2028</think> 4 \ud800"
     assert (record["reward"], record["reason"], record["status"]) == (0.5, "row 3 member 0", "completed")
     assert (record["group_version"], record["versions"]) == (6, [6, 7])
+    assert "trajectory" not in record
     with pytest.raises(ValueError, match="test"):
         run.log_rollouts("test", 7, [], LocalStore(), limit=1)
+
+
+def test_what_an_agent_did_is_logged_for_the_rollouts_of_the_sample(tmp_path: Path) -> None:
+    noted = {"instance": "a__b-1", "items": [{"role": "tool", "text": "\ud800"}]}
+    run = RunLogger(tmp_path, LoggerCfg(), num_steps=1)
+    run.log_rollouts("train", 1, [make_group(3, [0.5] * 8, trajectory=noted)], LocalStore(), limit=2)
+    run.close()
+    assert [record["trajectory"] for record in lines_of(tmp_path / "rollouts" / "train.jsonl")] == [noted] * 2
 
 
 def test_every_trained_group_leaves_its_pass_rate_and_a_resume_removes_what_it_repeats(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from recipes.environments.agents.coding.outcome import Work, verdict_on
 from recipes.environments.agents.coding.patches import Beginning, NoPatchError, begin, read_patch
 from recipes.environments.agents.coding.settings import CodingSettings, HarnessChoice
 from recipes.environments.agents.coding.terminal import Terminal
+from recipes.environments.agents.coding.trajectory import note_trajectory
 from recipes.environments.agents.coding.work import Workbench, end_of_container, work
 from recipes.environments.agents.conversation import Conversation, EndedError
 from recipes.environments.agents.episode import Episode, scored, unscored
@@ -94,10 +95,10 @@ async def coding(episode: Episode, task: SweTask, settings: CodingSettings, mean
     except EndedError as error:
         rollout = unscored((), error.status, str(error), seconds=time.monotonic() - start)
         metrics = {**course.metrics, **error.metrics}
-        return replace(rollout, metrics=metrics, output_text=said.text, env_seconds=course.waited)
+        return _noted(replace(rollout, metrics=metrics), course, task)
     except (SetUpError, ContainerFailedError, ContainerEndedError) as error:
         rollout = unscored(said.turns, RolloutStatus.ENV_FAILED, str(error), seconds=time.monotonic() - start)
-        return replace(rollout, metrics=course.metrics, output_text=said.text, env_seconds=course.waited)
+        return _noted(replace(rollout, metrics=course.metrics), course, task)
     verdict = verdict_on(
         Work(end=course.end, patch=course.patch, no_patch=course.no_patch, evaluation=course.evaluation)
     )
@@ -108,7 +109,15 @@ async def coding(episode: Episode, task: SweTask, settings: CodingSettings, mean
     else:
         rollout = scored(said.turns, verdict, is_cut=said.is_cut, seconds=seconds)
         metrics = {**verdict.metrics, **course.metrics}
-    return replace(rollout, metrics=metrics, output_text=said.text, env_seconds=course.waited)
+    return _noted(replace(rollout, metrics=metrics), course, task)
+
+
+def _noted(rollout: Rollout, course: _Course, task: SweTask) -> Rollout:
+    """Return a rollout with what its log shows: its last answer, its trajectory and the seconds of its environment."""
+    said = course.said
+    items = (*said.params["input"], *said.items)
+    trajectory = note_trajectory(task.id, items, end=course.end, patch=course.patch, evaluation=course.evaluation)
+    return replace(rollout, output_text=said.text, env_seconds=course.waited, trajectory=trajectory)
 
 
 def request_of(

@@ -5,49 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from tests.page_text import text_of
 from tools.report.__main__ import main
 from tools.report.chart import Series, line_chart, running_mean, stacked_chart
 from tools.report.load import Column, load_run
 from tools.report.page import render
 from tools.report.samples import before_and_after, visible
 from tools.report.summary import gain_of
-
-VOID = {"meta", "line", "rect", "circle", "path", "br"}
-
-
-class Balance(HTMLParser):
-    """Fails on a tag that is closed out of order or never."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.text: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in VOID:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "style" not in self.open:
-            self.text.append(data)
-
-
-def text_of(page: str) -> str:
-    parser = Balance()
-    parser.feed(page)
-    parser.close()
-    assert not parser.open
-    return " ".join("".join(parser.text).split())
-
 
 MakeRun = Callable[..., Path]
 
