@@ -4,7 +4,8 @@
 
 On Slurm every job is submitted at once, held by `afterok` until its parent has ended well, and cancelled when the
 parent fails. Its start weights do not exist yet: `tools/job/begin.py` finds and checks them when the job starts.
-Started again, stages that have reached their end are left out and the others resume.
+Started again, stages that have reached their end are left out and the others resume. On this machine the run ends with
+one page about the whole chain; `--report` writes it at any time, on Slurm, too.
 
 Exit status: 0 submitted, run or already finished; 2 an input is wrong and nothing was started; 1 a submission failed;
 with LAUNCHER=local that of the stage that ended the sequence (75: stopped early and saved, start again to resume).
@@ -26,6 +27,8 @@ from tools.launch.plan import plan_draft, start_findings
 from tools.launch.prepare import prepare, unprepared
 from tools.launch.sequence import PlannedStage, paste, run_one_by_one, submit
 from tools.planning.findings import Finding, errors, forced, found
+from tools.planning.stage_env import scale_of
+from tools.report.chain import ChainStage, summary_lines, write_chain
 
 
 def chosen_stages(names: Sequence[str]) -> list[Stage]:
@@ -144,6 +147,19 @@ def run_pipeline(links: Sequence[Link], overrides: Sequence[str], *, is_dry: boo
     return submit(steps)
 
 
+def report(links: Sequence[Link]) -> None:
+    """Write the page about the chain, and say what each stage gained and where the page is."""
+    stages = [
+        ChainStage(stage=link.stage.id, name=link.stage.blend, run_dir=link.run_dir, is_finished=link.is_finished)
+        for link in links
+    ]
+    last = links[-1].run_dir
+    prefix = os.environ.get("EXP_NAME") or "pipeline"
+    page = write_chain(stages, last.parent / f"{prefix}-{scale_of(os.environ)}.html")
+    say(summary_lines(stages))
+    say([f"the whole chain on one page: {page}"])
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
@@ -152,6 +168,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--stages", default="", help="ids or names, e.g. 'stage1.1 stage1.2'; empty: all")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and stop (also DRY_RUN=true)")
     parser.add_argument("--force", action="store_true", help="make notes of the errors that may be forced")
+    parser.add_argument("--report", action="store_true", help="only write the page about the chain")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="configuration overrides of every stage")
     return parser.parse_intermixed_args(argv)
 
@@ -165,7 +182,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if problems := variable_problems(os.environ, len(stages)):
             raise LaunchError(problems)
         links = make_links(stages, args.overrides, os.environ)
-        return run_pipeline(links, args.overrides, is_dry=is_dry, force=args.force)
+        status = 0 if args.report else run_pipeline(links, args.overrides, is_dry=is_dry, force=args.force)
+        has_run = links[0].draft.contract.is_local and not is_dry and status != LaunchError.exit_code
+        if args.report or has_run:
+            report(make_links(stages, args.overrides, os.environ))  # what is finished now
+        return status
     except RecipeError as error:
         say(str(error).splitlines())
         return error.exit_code

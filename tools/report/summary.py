@@ -91,7 +91,7 @@ def tiles(run: RunData) -> str:
     if rewards:
         tail = rewards[-5:]
         found.append(("training reward", f"{statistics.fmean(tail):.3f}", f"last {len(tail)} steps"))
-    totals = [_total(record) for record in steps]
+    totals = [step_seconds(record) for record in steps]
     if totals:
         found.append(("step time", format_seconds(statistics.median(totals)), f"median of {len(totals)}"))
         found.append(("training time", format_seconds(sum(totals)), "sum of the steps"))
@@ -214,7 +214,8 @@ def _logged_at(run: RunData) -> str:
     return f"last line {datetime.fromtimestamp(last, UTC):%Y-%m-%d %H:%M} UTC" if last else ""
 
 
-def _total(record: StepRecord) -> float:
+def step_seconds(record: StepRecord) -> float:
+    """Return the seconds of one step."""
     return sum(phase_seconds(record).values())
 
 
@@ -231,7 +232,7 @@ def _lost(run: RunData) -> tuple[float, float]:
 
 def _weighted(steps: Sequence[StepRecord], key: str) -> float | None:
     """Return the mean of a share over the steps that have it, weighted by their seconds."""
-    found = [(record.values[key], _total(record)) for record in steps if key in record.values]
+    found = [(record.values[key], step_seconds(record)) for record in steps if key in record.values]
     seconds = sum(weight for _, weight in found)
     return sum(value * weight for value, weight in found) / seconds if seconds else None
 
@@ -251,10 +252,11 @@ def _share_line(spent: dict[str, float], total: float, idle: float | None) -> st
 def _validation_row(run: RunData, label: str, agent: str) -> str:
     sampled, greedy = gain_of(run, SAMPLED, agent), gain_of(run, GREEDY, agent)
     style = ' class="total"' if not agent else ""
-    return f"<tr{style}><td>{escape(label)}</td>{_gain_cells(sampled, has_bar=True)}{_gain_cells(greedy)}</tr>"
+    return f"<tr{style}><td>{escape(label)}</td>{gain_cells(sampled, has_bar=True)}{gain_cells(greedy)}</tr>"
 
 
-def _gain_cells(gain: Gain | None, *, has_bar: bool = False) -> str:
+def gain_cells(gain: Gain | None, *, has_bar: bool = False) -> str:
+    """Return the table cells of a gain: before, after, difference, and a bar where one is asked for."""
     if gain is None:
         return "<td></td>" * (4 if has_bar else 3)
     if gain.first_step == gain.last_step:
@@ -266,8 +268,9 @@ def _gain_cells(gain: Gain | None, *, has_bar: bool = False) -> str:
 
 
 def track(before: float, after: float) -> str:
-    """Draw two values on a track from 0 to 1; values outside are drawn at its ends."""
-    before, after = (100 * min(max(value, 0.0), 1.0) for value in (before, after))
+    """Draw two values on a track from 0 to 1, or to the larger of them; values below 0 are drawn at its start."""
+    end = max(1.0, before, after)
+    before, after = (100 * max(value, 0.0) / end for value in (before, after))
     low, high = min(before, after), max(before, after)
     style = "up" if after >= before else "down"
     return (
