@@ -93,11 +93,15 @@ smoke: tiny ##* train stage 1.1 with a tiny model on this machine and show what 
 
 # At scale tiny on this machine rules judge the wide blend, as long as the command runs.
 JUDGED = $(if $(filter tiny/local/wide,$(SCALE)/$(LAUNCHER)/$(BLEND)),$(PYTHON) -m tools.tiny.rule_judge --)
-# Only the wide warm-up has seen tools and preferences, so a chain that comes to their stages starts from it.
+# Only the wide warm-up has seen tools, repositories and preferences: a chain that comes to their stages starts from it.
 AT_TINY = $(filter tiny,$(SCALE))$(MODEL_PATH)
 CHAIN = $(or $(STAGES),$(ALL_STAGES))
+IS_LONG = $(filter stage2.1 stage2.2 stage3,$(CHAIN))
 CHAIN_START = $(if $(filter tiny,$(AT_TINY)),$(if $(filter stage1.1,$(CHAIN)),$(if \
-$(filter stage2.1 stage3,$(CHAIN)),MODEL_PATH=$(CURDIR)/models/tiny-wide-sft)))
+$(IS_LONG),MODEL_PATH=$(CURDIR)/models/tiny-wide-sft)))
+# On this machine a tiny chain first makes its rows, its images and its SFT checkpoint, where they are not there yet.
+CHAIN_MAKES = $(if $(filter tiny/local/,$(SCALE)/$(LAUNCHER)/$(MODEL_PATH)$(DRY_RUN)),$(PYTHON) -m tools.tiny.prepare \
+--models models --data data $(if $(IS_LONG)$(filter wide,$(BLEND)),--blend wide))
 
 ##@ Stages (on Slurm; on this machine with LAUNCHER=local; DRY_RUN=1 prints the command)
 .PHONY: $(ALL_STAGES) pipeline
@@ -118,7 +122,8 @@ stage%: $(READY) # the launcher answers a stage that does not exist with the nam
 	@./super_launch.sh $@ $(ARGS)
 
 pipeline: $(READY) ##* run all six stages in order, each from its parent's export; run it again to resume
-#= STAGES="stage1.1 stage2.1" MODEL_PATH BLEND; at scale tiny make tiny BLEND=wide first
+#= STAGES="stage1.1 stage2.1" MODEL_PATH BLEND ARGS=--report (only the page about the chain)
+	@$(CHAIN_MAKES)
 	@$(CHAIN_START) $(JUDGED) $(PYTHON) -m tools.launch.pipeline --stages "$(STAGES)" $(ARGS)
 
 .PHONY: doctor

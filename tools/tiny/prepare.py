@@ -2,10 +2,10 @@
 
     python -m tools.tiny.prepare --data data [--models models] [--seed 42] [--blend wide | swe2] [--model nemotron-h]
 
-With `--blend wide` also the rows of the wide blend, of stage 2.1 and of stage 3, and in place of models/tiny-sft the
-checkpoint models/tiny-wide-sft, whose warm-up has all of them. With `--blend swe2` the rows and the images of stage
-2.2, and models/tiny-swe2-sft. With `--model nemotron-h` the checkpoint is that of a tiny Nemotron-H with experts, and
-its name begins with tiny-nemotron-h.
+With `--blend wide` also the rows of the wide blend and of stages 2.1, 2.2 and 3, the images of stage 2.2, and in place
+of models/tiny-sft the checkpoint models/tiny-wide-sft, whose warm-up has all of them. With `--blend swe2` the rows and
+the images of stage 2.2, and models/tiny-swe2-sft. With `--model nemotron-h` the checkpoint is that of a tiny Nemotron-H
+with experts, and its name begins with tiny-nemotron-h.
 
 Makes only what is missing or out of date. The rows are filled and split by the tools that the published blends use.
 """
@@ -34,7 +34,7 @@ from tools.tiny.tool_tasks import OFFICE, write_office
 # Name of a blend -> the rows to make, the name of the checkpoint, the settings of its warm-up.
 MADE: dict[str, tuple[tuple[TinyBlend, ...], str, Callable[..., SftSettings]]] = {
     "tiny": ((RLVR,), "tiny-sft", SftSettings),
-    "wide": ((RLVR, WIDE, SWE1, RLHF), "tiny-wide-sft", wide_settings),
+    "wide": ((RLVR, WIDE, SWE1, SWE2, RLHF), "tiny-wide-sft", wide_settings),
     "swe2": ((SWE2,), "tiny-swe2-sft", swe2_settings),
 }
 

@@ -61,15 +61,15 @@ class SftSettings:
 
 
 def wide_settings(*, seed: int, model: str = "qwen3") -> SftSettings:
-    """Return the warm-up of the wide blend, of the software stage and of the preference stage."""
+    """Return the warm-up of the wide blend, of both software stages and of the preference stage."""
     return SftSettings(
         seed=seed,
         model=model,
         steps=400,
-        tasks=(*WIDE_TASKS, tool_tasks.SWE_CALLS),
-        batch=(8, 8, 10, 6, *(4 for _ in WIDE_TASKS[len(TASKS) :]), 4),
+        tasks=(*WIDE_TASKS, tool_tasks.SWE_CALLS, repository_tasks.REPOSITORIES),
+        batch=(8, 8, 10, 6, *(4 for _ in WIDE_TASKS[len(TASKS) :]), 4, 6),
         parts=3,
-        more_words=(*tool_tasks.WORDS, *text_tasks.WORDS, *judged_tasks.WORDS),
+        more_words=(*tool_tasks.WORDS, *text_tasks.WORDS, *judged_tasks.WORDS, *repository_tasks.words()),
     )
 
 
