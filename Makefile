@@ -213,7 +213,7 @@ export-hf: $(READY) ## turn a checkpoint into a Hugging Face directory, on one p
 
 .PHONY: tiny
 tiny: $(READY) ## make what SCALE=tiny needs: data/tiny and the SFT checkpoint models/tiny-sft
-#= BLEND=wide (for the wide blend, stage 2.1 and stage 3), BLEND=swe2 (stage 2.2)
+#= BLEND=wide (for the wide blend, and for stages 2.1, 2.2 and 3)
 #= MODEL=nemotron-h (a model with experts, which EP=2 of make smoke divides)
 	$(PYTHON) -m tools.tiny.prepare --models models --data data $(if $(BLEND),--blend $(BLEND)) $(if $(MODEL),--model $(MODEL))
 

@@ -251,4 +251,4 @@ def effort_findings(path: Path, scan: FileScan, config: Config) -> Iterator[Find
 def _maker(path: Path) -> str:
     """Return the command that makes a missing file of rows, by the directory that a stage's rows are in."""
     name = path.parent.name
-    return "make tiny BLEND=swe2" if name == "tiny-swe2" else f"make {'tiny BLEND=wide' if 'tiny-' in name else 'data'}"
+    return f"make {'tiny BLEND=wide' if 'tiny-' in name else 'data'}"

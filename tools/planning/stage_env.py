@@ -13,7 +13,6 @@ from recipes.config.stages import PLATFORMS, SCALES, Stage, config_path, find_st
 from recipes.errors import LaunchError, Problem
 
 TINY_MODEL, WIDE_MODEL = "models/tiny-sft", "models/tiny-wide-sft"
-TINY_OWN_MODELS = {"swe2": "models/tiny-swe2-sft"}  # blend -> a warm-up for it: no tiny parent knows its tools
 TINY_DATA = "data/tiny"
 OWN_TINY_DATA = ("swe1", "swe2", "rlhf")  # blends of the stages whose rows data/tiny does not have
 TINY_IMAGES = "images"  # below the rows of a stage whose tasks need images
@@ -94,8 +93,6 @@ def experiment(stage: Stage, scale: str, *, is_wide: bool = False) -> str:
 
 def start_weights(stage: Stage, scale: str, results: Path, *, is_wide: bool = False) -> Path | None:
     """Return where the stage's start weights are by default; None when only the user knows."""
-    if scale == "tiny" and stage.blend in TINY_OWN_MODELS:
-        return Path(TINY_OWN_MODELS[stage.blend])
     if stage.after is not None:
         parent = experiment(find_stage(stage.after), scale, is_wide=is_wide)
         return results / parent / "checkpoints" / "latest" / "hf"

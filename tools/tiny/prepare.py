@@ -1,11 +1,10 @@
 """Make what SCALE=tiny needs: data/tiny with its splits and manifest, and the SFT checkpoint models/tiny-sft.
 
-    python -m tools.tiny.prepare --data data [--models models] [--seed 42] [--blend wide | swe2] [--model nemotron-h]
+    python -m tools.tiny.prepare --data data [--models models] [--seed 42] [--blend wide] [--model nemotron-h]
 
 With `--blend wide` also the rows of the wide blend and of stages 2.1, 2.2 and 3, the images of stage 2.2, and in place
-of models/tiny-sft the checkpoint models/tiny-wide-sft, whose warm-up has all of them. With `--blend swe2` the rows and
-the images of stage 2.2, and models/tiny-swe2-sft. With `--model nemotron-h` the checkpoint is that of a tiny Nemotron-H
-with experts, and its name begins with tiny-nemotron-h.
+of models/tiny-sft the checkpoint models/tiny-wide-sft, whose warm-up has all of them. With `--model nemotron-h` the
+checkpoint is that of a tiny Nemotron-H with experts, and its name begins with tiny-nemotron-h.
 
 Makes only what is missing or out of date. The rows are filled and split by the tools that the published blends use.
 """
@@ -27,7 +26,7 @@ from tools.tiny.blends import RLHF, RLVR, SWE1, SWE2, WIDE, TinyBlend
 from tools.tiny.make_blend import MATH_AGENT, SOURCES, make_blend
 from tools.tiny.model import BUILDERS
 from tools.tiny.repository_tasks import repositories_in
-from tools.tiny.sft import SftSettings, make_sft_checkpoint, swe2_settings, wide_settings
+from tools.tiny.sft import SftSettings, make_sft_checkpoint, wide_settings
 from tools.tiny.task_images import make_images
 from tools.tiny.tool_tasks import OFFICE, write_office
 
@@ -35,7 +34,6 @@ from tools.tiny.tool_tasks import OFFICE, write_office
 MADE: dict[str, tuple[tuple[TinyBlend, ...], str, Callable[..., SftSettings]]] = {
     "tiny": ((RLVR,), "tiny-sft", SftSettings),
     "wide": ((RLVR, WIDE, SWE1, SWE2, RLHF), "tiny-wide-sft", wide_settings),
-    "swe2": ((SWE2,), "tiny-swe2-sft", swe2_settings),
 }
 
 
@@ -67,9 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, required=True, help="directory to write tiny/ to")
     parser.add_argument("--models", type=Path, help="directory to write the checkpoint to; default: make only the data")
     parser.add_argument("--seed", type=int, default=42, help="of the rows, the conversations and the weights")
-    parser.add_argument(
-        "--blend", default="", choices=("", *MADE), help="wide: tools and judges too; swe2: repositories"
-    )
+    about = "wide: tools, judges, repositories and preferences, too"
+    parser.add_argument("--blend", default="", choices=("", *MADE), help=about)
     parser.add_argument("--model", default="qwen3", choices=BUILDERS, help="family of the checkpoint")
     options = parser.parse_args(arguments)
     blends, checkpoint, settings = MADE[options.blend or "tiny"]

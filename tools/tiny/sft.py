@@ -73,18 +73,6 @@ def wide_settings(*, seed: int, model: str = "qwen3") -> SftSettings:
     )
 
 
-def swe2_settings(*, seed: int, model: str = "qwen3") -> SftSettings:
-    """Return the warm-up of stage 2.2 alone."""
-    return SftSettings(
-        seed=seed,
-        model=model,
-        steps=200,
-        tasks=(repository_tasks.REPOSITORIES,),
-        batch=(24,),
-        more_words=repository_tasks.words(),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Demonstration:
     """A problem and what the assistant says to it."""

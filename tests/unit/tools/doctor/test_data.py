@@ -141,7 +141,7 @@ def test_validation_rows_that_are_training_rows_are_a_note(case):
 
 @pytest.mark.parametrize(
     ("directory", "command"),
-    [("tiny-swe2", "make tiny BLEND=swe2"), ("tiny-rlhf", "make tiny BLEND=wide"), ("rlvr1", "make data")],
+    [("tiny-swe2", "make tiny BLEND=wide"), ("tiny-rlhf", "make tiny BLEND=wide"), ("rlvr1", "make data")],
 )
 def test_a_missing_file_is_made_by_the_command_of_its_rows(directory, command):
     assert _maker(Path("data") / directory / "train-split.jsonl") == command

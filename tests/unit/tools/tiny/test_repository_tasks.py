@@ -15,7 +15,7 @@ from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.swe.task import parse_task
 from tools.tiny.repositories import INPUTS, KINDS, TinyRepository, apply_operator, write_module
 from tools.tiny.repository_tasks import REPOSITORIES, draw_repository, repository_of
-from tools.tiny.sft import IGNORED, Demonstration, _ids_and_labels, conversations, swe2_settings
+from tools.tiny.sft import IGNORED, Demonstration, _ids_and_labels, conversations, wide_settings
 from tools.tiny.tasks import make_row
 from tools.tiny.tokenizer import build_tokenizer
 
@@ -67,12 +67,13 @@ def test_the_warm_up_copies_the_wrong_operator_and_draws_the_new_one():
 
 def test_the_warm_up_has_no_problem_that_is_held_out():
     held_out = {problem.prompt for problem in PROBLEMS}
-    batch = next(conversations(swe2_settings(seed=1), held_out))
-    assert len(batch) == 24 and not {conversation.prompt for conversation in batch} & held_out
+    batch = next(conversations(wide_settings(seed=1), held_out))
+    assert sum("repository" in conversation.problem.facts for conversation in batch) == 6
+    assert not {conversation.prompt for conversation in batch} & held_out
 
 
 def test_the_agents_request_is_what_the_warm_up_shows(tmp_path):
-    tokenizer = build_tokenizer(swe2_settings(seed=1).more_words)
+    tokenizer = build_tokenizer(wide_settings(seed=1).more_words)
     tokenizer.save_pretrained(tmp_path)
     codec = ChatCodec(tmp_path)
     choice = coding_settings("x", {"agent_prompt_overrides": [{"harness": "tiny"}]}).choices[0]
