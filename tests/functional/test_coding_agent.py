@@ -149,6 +149,12 @@ async def test_every_family_solves_a_task(made: Made, family: str) -> None:
     assert "add must add" in seen
     assert CANARY not in seen  # neither the history nor the row
     assert rollout.metrics["ended/finished"] == rollout.metrics["resolved"] == 1.0
+    noted = rollout.trajectory
+    assert noted is not None
+    assert (noted["instance"], noted["end"], noted["tests"]["resolved"]) == ("some__calc-1", "finished", True)
+    assert f"+    {FIX}" in noted["patch"]
+    assert CANARY not in json.dumps(noted)
+    assert {"system", "user", "call", "tool"} <= {item["role"] for item in noted["items"]}
 
 
 async def test_wrong_work_is_told_from_right(made: Made) -> None:
