@@ -122,7 +122,8 @@ stage%: $(READY) # the launcher answers a stage that does not exist with the nam
 	@./super_launch.sh $@ $(ARGS)
 
 pipeline: $(READY) ##* run all six stages in order, each from its parent's export; run it again to resume
-#= STAGES="stage1.1 stage2.1" MODEL_PATH BLEND ARGS=--report (only the page about the chain)
+#= STAGES="stage1.1 stage2.1" MODEL_PATH BLEND
+#= ARGS=--report (only the page about the chain)
 	@$(CHAIN_MAKES)
 	@$(CHAIN_START) $(JUDGED) $(PYTHON) -m tools.launch.pipeline --stages "$(STAGES)" $(ARGS)
 
@@ -281,7 +282,7 @@ report: $(READY) ##* write report.html of a run: curves, samples, provenance
 RUN ?=
 INSTANCE ?=
 .PHONY: swe-replay
-swe-replay: $(READY) ## show what agents did on one instance of stage 2.2: commands, answers, patch, tests
+swe-replay: $(READY) ## show what agents did on an instance of stage 2.2, turn by turn
 #= RUN=name of the run INSTANCE=instance_id
 	@$(PYTHON) -m tools.report.replay --results $(RESULTS_DIR) --run '$(RUN)' --instance '$(INSTANCE)' $(ARGS)
 

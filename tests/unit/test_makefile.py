@@ -148,3 +148,28 @@ def test_what_the_unit_tier_does_not_collect_is_of_another_tier(folder, mark):
     for path in (ROOT / "tests" / folder).rglob("test_*.py"):
         marks = path.read_text().partition("\npytestmark = ")[2].partition("\n\n")[0]
         assert re.search(rf"pytest\.mark\.{mark}\b", marks), path.name
+
+
+WIDE_SFT = f"MODEL_PATH={ROOT}/models/tiny-wide-sft"
+
+
+@pytest.mark.parametrize(
+    ("words", "makes", "starts"),
+    [
+        (["LAUNCHER=local"], "--blend wide", WIDE_SFT),
+        (["LAUNCHER=local", "STAGES=stage1.1 stage2.2"], "--blend wide", WIDE_SFT),
+        (["LAUNCHER=local", "STAGES=stage1.1 stage1.2"], "--models models --data data", ""),
+        (["LAUNCHER=local", "BLEND=wide", "STAGES=stage1.1"], "--blend wide", ""),
+        (["LAUNCHER=local", "MODEL_PATH=/sft"], "", ""),
+        (["LAUNCHER=local", "DRY_RUN=1"], "", WIDE_SFT),
+        (["LAUNCHER=slurm"], "", WIDE_SFT),
+    ],
+)
+def test_a_tiny_pipeline_on_this_machine_makes_what_it_starts_from(words: list[str], makes: str, starts: str) -> None:
+    lines = dry_run("pipeline", "SCALE=tiny", *words).stdout.splitlines()
+    prepared = [line for line in lines if "tools.tiny.prepare" in line]
+    [run] = [line for line in lines if "tools.launch.pipeline" in line]
+    assert len(prepared) == bool(makes)
+    assert all(line.rstrip().endswith(makes) for line in prepared)
+    assert run.split()[0] == starts or not starts
+    assert ("MODEL_PATH" in run) is bool(starts)
