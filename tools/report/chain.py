@@ -136,7 +136,8 @@ def _row(one: _Trained, beside: Path) -> str:
         return f"<tr><td>{name}</td><td colspan='10'>not begun</td></tr>"
     link = escape(Path(relpath(one.of.run_dir / "report.html", beside)).as_posix())
     done, planned = one.run.records[-1].step, one.run.setting("grpo.max_num_steps")
-    steps = f"{done} of {planned}" if isinstance(planned, int) and done < planned else str(done)
+    # A stage whose rows have run out has ended, too, before the step that was planned as its last.
+    steps = f"{done} of {planned}" if isinstance(planned, int) and not one.of.is_finished else str(done)
     whole = "" if one.seconds is None else format_seconds(one.seconds)
     sampled, greedy = gain_cells(one.gain(SAMPLED), has_bar=True), gain_cells(one.gain(GREEDY))
     return (

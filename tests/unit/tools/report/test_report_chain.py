@@ -40,7 +40,10 @@ def page_of(stages: list[ChainStage], results: Path) -> str:
 
 
 def test_the_page_has_every_stage_with_its_gain_its_time_and_its_report(tmp_path: Path) -> None:
-    stages = [write_stage(tmp_path, "stage1.1", [0.25, 0.5, 0.75]), write_stage(tmp_path, "stage3", [1.25, 1.5, 1.5])]
+    stages = [
+        write_stage(tmp_path, "stage1.1", [0.25, 0.5, 0.75]),
+        write_stage(tmp_path, "stage3", [1.25, 1.5, 1.5], planned=9),
+    ]
     page = page_of(stages, tmp_path)
     text = text_of(page)
     assert "all stages finished, and each gained on its held-out rows" in text
@@ -48,6 +51,7 @@ def test_the_page_has_every_stage_with_its_gain_its_time_and_its_report(tmp_path
     assert "href='stage1.1-x-tiny/report.html'" in page
     assert (tmp_path / "stage3-x-tiny" / "report.html").is_file()
     assert "<b>x" not in page
+    assert " of 9" not in text  # a finished run whose rows ran out
     assert "4 min 00 s" in text  # two runs of 120 seconds
     assert summary_lines(stages)[1] == "stage3: sampled 1.250 -> 1.500 (+0.250), greedy 0.625 -> 0.750 (+0.125)"
 
