@@ -7,6 +7,7 @@ another attempt may succeed. `RefusedError`: the server gave an answer that no f
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -81,7 +82,7 @@ class JsonClient:
         try:
             async with self._session().post(
                 url,
-                data=orjson.dumps(body),
+                data=_as_json(body),
                 headers={"content-type": "application/json", **(headers or {})},
                 cookies=dict(cookies or {}),
                 allow_redirects=False,
@@ -153,6 +154,17 @@ async def _read(reply: aiohttp.ClientResponse) -> bytes:
             reply.close()
             raise RefusedError(f"{reply.url} answered more than {MAX_REPLY_BYTES >> 20} MiB")
     return b"".join(parts)
+
+
+def _as_json(body: Mapping[str, Any]) -> bytes:
+    """Return a body; half a surrogate pair in it becomes a question mark. Raises `TypeError` where there is no JSON."""
+    try:
+        return orjson.dumps(body)
+    except TypeError:
+        try:
+            return json.dumps(body, ensure_ascii=False, allow_nan=False).encode(errors="replace")
+        except (ValueError, RecursionError) as error:
+            raise TypeError(str(error)) from error
 
 
 def _raise_for_status(reply: aiohttp.ClientResponse, content: bytes, url: str) -> None:

@@ -13,16 +13,16 @@ from recipes.environments.http.client import JsonClient
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Answers an empty object, and keeps the connection."""
+    """Answers what it was sent, and keeps the connection."""
 
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
+        content = self.rfile.read(int(self.headers["content-length"]))
         self.send_response(200)
-        self.send_header("content-length", "2")
+        self.send_header("content-length", str(len(content)))
         self.end_headers()
-        self.wfile.write(b"{}")
+        self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
         """Print nothing."""
@@ -36,6 +36,19 @@ def url() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
         thread.join()
+
+
+async def test_half_a_surrogate_pair_is_carried_as_a_question_mark(url: str) -> None:
+    client = JsonClient()
+    sent = {"text": "a\ud800b", "right": "\u00e4 \U0001f600"}
+    assert (await client.post(url, sent)).body == {**sent, "text": "a?b"}
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for beyond_json in ({"a": {1}}, {"a\ud800": float("nan")}, {"a": deep}):
+        with pytest.raises(TypeError):
+            await client.post(url, beyond_json)
+    await client.close()
 
 
 async def test_the_connections_of_the_running_loop_are_closed(url: str) -> None:
