@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,22 +54,14 @@ def make_outside_row(number: int) -> dict[str, Any]:
     return {**make_row(number), "agent_ref": {"type": "responses_api_agents", "name": OUTSIDE_AGENT}}
 
 
-Maker = Callable[[int], dict[str, Any]]
-ALL_KINDS: tuple[Maker, ...] = (make_row, make_mail_row, make_outside_row)
-
-
-def write_policy(directory: Path, office: str, *, kinds: Sequence[Maker] = ALL_KINDS, times_right: int = 1) -> None:
-    """Write the policy's checkpoint and the rows of a run into `directory`.
-
-    It learns from each right demonstration `times_right` times as often as from each wrong one.
-    """
+def write_policy(directory: Path, office: str) -> None:
+    """Write the policy's checkpoint and the rows of a run into `directory`."""
     import torch
 
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed=0)
     tokenizer.save_pretrained(directory / "model")
     rollouts = asyncio.run(_demonstrations(ChatCodec(directory / "model"), office))
-    rollouts += [rollout for rollout in rollouts if rollout.reward == 1.0] * (times_right - 1)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more would wait for each other on a busy machine
     _train(model, rollouts, pad_token_id=tokenizer.pad_token_id)
@@ -77,7 +69,7 @@ def write_policy(directory: Path, office: str, *, kinds: Sequence[Maker] = ALL_K
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(directory / "model")
     for name, count in (("train", 32), ("val", 4)):
-        rows = [kinds[number // 2 % len(kinds)](number) for number in range(count)]
+        rows = [(make_row, make_mail_row, make_outside_row)[number // 2 % 3](number) for number in range(count)]
         lines = [json.dumps(row) + "\n" for row in rows]
         (directory / f"{name}.jsonl").write_text("".join(lines))
 
