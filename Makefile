@@ -394,7 +394,7 @@ test-gpu: $(READY) ## run the tests of one GPU and print what they measured; see
 	$(PYTHON) -m pytest tests/gpu -m gpu $(ARGS)
 
 .PHONY: test-all
-test-all: lint ## run every test, also those that take hours: long matrices, many kills, mutations
+test-all: lint swe-agent ## run every test, also those that take hours: long matrices, many kills, mutations
 #= ARGS
 	@tools/setup/test_tools.sh
 	$(PYTHON) -m pytest -m 'not gpu' -n 2 --dist loadfile --no-loadscope-reorder --durations 40 $(ARGS)

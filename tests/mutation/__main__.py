@@ -10,7 +10,6 @@ build/mutation, and work on a copy of the tracked files there. About one second 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import re
 import shutil
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.mutation.targets import EQUIVALENT, TARGETS, Equivalent
+from tools.files.packages import install_packages
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
@@ -62,17 +62,6 @@ class Mutant:
     @property
     def is_killed(self) -> bool:
         return self.status in KILLED
-
-
-def install() -> None:
-    """Install the pinned packages to build/mutation, unless they are there."""
-    stamp, wanted = PACKAGES / ".installed", hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()
-    if stamp.is_file() and stamp.read_text() == wanted:
-        return
-    shutil.rmtree(PACKAGES, ignore_errors=True)
-    options = ["--quiet", "--no-deps", "--require-hashes", "--only-binary", ":all:", "--target", str(PACKAGES)]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, "-r", str(REQUIREMENTS)], check=True)
-    stamp.write_text(wanted)
 
 
 def copy_tree() -> None:
@@ -169,7 +158,7 @@ def main() -> int:
     golden = Path(environment()["GOLDEN_DIR"])
     if any("tests/unit/test_golden.py" in TARGETS[module] for module in modules) and not golden.is_dir():
         parser.error(f"{golden}: there is no such directory; set GOLDEN_DIR to the recorded numbers of the reference")
-    install()
+    install_packages(REQUIREMENTS, PACKAGES)
     copy_tree()
     by_module: dict[str, list[Mutant]] = defaultdict(list)
     for mutant in run(modules):

@@ -10,7 +10,6 @@ side wait and use no core. Exit status: 0 when TRL's step takes at least the lim
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import shutil
@@ -28,6 +27,7 @@ from recipes.files import write_atomically
 from tools.bench.__main__ import INPUTS, NUM_UNITS, ROOT
 from tools.bench.driver import SETTINGS
 from tools.bench.verdict import Check, load_warning, machine, median_ratio, table
+from tools.files.packages import install_packages
 from tools.job.local import LocalRun, supervise
 
 LIMITS: Mapping[float, float] = {0.0: 1.5, 0.5: 3.0}
@@ -36,17 +36,6 @@ PLACE = ROOT / "build" / "peer"
 PACKAGES, REQUIREMENTS = PLACE / "packages", Path(__file__).with_name("peer_requirements.txt")
 WARMUP_STEPS = 2
 TRL_SECONDS = 1800.0  # for one run of TRL
-
-
-def install() -> None:
-    """Install the pinned packages to build/peer, unless they are there."""
-    stamp, wanted = PACKAGES / ".installed", hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()
-    if stamp.is_file() and stamp.read_text() == wanted:
-        return
-    shutil.rmtree(PACKAGES, ignore_errors=True)
-    options = ["--quiet", "--no-deps", "--require-hashes", "--only-binary", ":all:", "--target", str(PACKAGES)]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, "-r", str(REQUIREMENTS)], check=True)
-    stamp.write_text(wanted)
 
 
 def trl_seconds(args: argparse.Namespace, latency: float) -> float:
@@ -131,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     args.run_dir = args.run_dir.resolve()
     try:
         if not args.inside:
-            install()
+            install_packages(REQUIREMENTS, PACKAGES)
             command = (sys.executable, "-u", "-m", "tools.bench.peer", "--inside", *words)
             return supervise(LocalRun(run_dir=args.run_dir, command=command, num_units=NUM_UNITS))
         args.overrides = [*INPUTS, *args.overrides]

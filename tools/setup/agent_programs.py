@@ -11,18 +11,14 @@ from __future__ import annotations
 import argparse
 import hashlib
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 
 from recipes.environments.agents.coding.programs import PROGRAMS, AgentProgram, installations
-from recipes.errors import InputError, Problem, RunError, suggestion
+from recipes.errors import InputError, Problem, suggestion
 from tools.command_line import exit_status
 from tools.files.locks import only_one
-
-STAMP = ".installed"
-SECONDS = 1800.0
-OPTIONS = ("--quiet", "--no-deps", "--require-hashes", "--only-binary", ":all:")
+from tools.files.packages import OPTIONS, STAMP, run_pip
 
 
 @exit_status
@@ -53,17 +49,8 @@ def install(program: AgentProgram) -> None:
     partial = place.with_name(f".{program.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     python = str(partial / "bin" / "python")
-    commands = (
-        [sys.executable, "-m", "venv", str(partial)],
-        [python, "-m", "pip", "install", *OPTIONS, "-r", str(requirements)],
-    )
-    for words in commands:
-        try:
-            done = subprocess.run(words, timeout=SECONDS, check=False)
-        except subprocess.TimeoutExpired as late:
-            raise RunError(f"{program.name} was not installed within {SECONDS:g} s") from late
-        if done.returncode:
-            raise RunError(f"{program.name} could not be installed: `{' '.join(words[:4])}` failed; see above")
+    run_pip([sys.executable, "-m", "venv", str(partial)])
+    run_pip([python, "-m", "pip", "install", *OPTIONS, "-r", str(requirements)])
     (partial / STAMP).write_text(wanted, encoding="utf-8")
     shutil.rmtree(place, ignore_errors=True)
     partial.rename(place)
