@@ -6,11 +6,12 @@ import json
 import shlex
 import shutil
 import socket
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
-from recipes.cluster.ports import ray_ports
+from recipes.cluster.ports import NUM_SLOTS, ray_ports
 from tools.planning.contract import REQUIRED, REQUIRED_ON_SLURM, REQUIRED_WITH_CONTAINERS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -193,19 +194,19 @@ def test_missing_model_is_refused(launch):
     assert "no such directory" in launch.plan(expect=2, MODEL_PATH="/no/model").stderr
 
 
-def test_busy_port_is_refused_before_ray_starts_and_names_the_owner(launch, monkeypatch):
-    # The first free slot of the port table is the one that the launch would take.
-    for slot in range(10):
-        ports = ray_ports(slot)
-        with socket.socket() as lock:
-            if lock.connect_ex(("127.0.0.1", ports.lock)) != 0:
-                break
-    with socket.socket() as squatter:
-        squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        squatter.bind(("", ports.gcs))
-        squatter.listen()
+def test_busy_ports_are_refused_before_ray_starts_and_the_owner_is_named(launch):
+    """One port of every slot is taken: by this test, or by a run that has the slot."""
+    taken = []
+    with ExitStack() as stack:
+        for slot in range(NUM_SLOTS):
+            squatter = stack.enter_context(socket.socket())
+            squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                squatter.bind(("", ray_ports(slot).gcs))
+                squatter.listen()
+                taken.append(ray_ports(slot).gcs)
         text = launch.plan(expect=2, LAUNCHER="local").stderr
-    assert f"port {ports.gcs} (Ray control" in text
+    assert f"port {taken[0]} (Ray control" in text
     assert "in use by pid" in text
     assert not (launch.directory / "results" / "exp" / "logs").exists()
 

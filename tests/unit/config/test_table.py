@@ -187,7 +187,8 @@ def test_tiny_stage_is_small_scale_in_what_decides_the_algorithm(stage: str) -> 
         "grpo.val_num_generations_per_prompt", "policy.generation.temperature", "policy.max_grad_norm", SERVING,
         "checkpointing.save_period", "checkpointing.metric_name",
     ):  # fmt: skip
-        assert lookup(tiny.tree, key) == lookup(small.tree, key), key
+        if (stage, key) != ("stage2.2", "grpo.val_num_generations_per_prompt"):  # its few held-out tasks need more
+            assert lookup(tiny.tree, key) == lookup(small.tree, key), key
     assert set(small.files) < set(tiny.files)
     sizes = derive(require_valid(tiny))
     assert (sizes.num_nodes, sizes.train_gpus, sizes.generation_gpus, sizes.judge_gpus) == (
