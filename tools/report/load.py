@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.errors import InputError, Problem
+from tools.report.ledger import Unjudged, unjudged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,7 @@ class RunData:
     resolved: Mapping[str, Any]  # resolved.json; empty when the file is missing
     lock: Mapping[str, Any]  # run.lock.json; empty when the file is missing
     warnings: tuple[str, ...]
+    unjudged: tuple[Unjudged, ...] = ()  # prompts without a verdict, up to the newest checkpoint
 
     def column(self, key: str) -> Column:
         """Return one metric over all steps; empty when no step has it."""
@@ -87,6 +89,7 @@ def load_run(run_dir: Path) -> RunData:
         resolved=_read_object(run_dir / "resolved.json", warnings),
         lock=_read_object(run_dir / "run.lock.json", warnings),
         warnings=tuple(warnings),
+        unjudged=unjudged(run_dir),
     )
 
 

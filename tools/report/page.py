@@ -14,6 +14,7 @@ from tools.report.chart import Series, line_chart, stacked_chart
 from tools.report.load import Column, RunData
 from tools.report.samples import samples
 from tools.report.trajectory import trajectories
+from tools.report.unjudged import unjudged_table
 
 STYLE_FILE = Path(__file__).with_name("report.css")
 MAX_NON_FINITE = 8  # steps listed per metric
@@ -29,6 +30,7 @@ def render(run: RunData, *, min_gain: float | None = None) -> str:
         summary.validation_table(run),
         summary.shares(run),
         summary.status_table(run),
+        unjudged_table(run.unjudged, str(run.setting("data.train.data_path") or "")),
         samples(run),
         trajectories(run),
         _provenance(run),
