@@ -18,6 +18,7 @@ from recipes.types import PREFIX_BREAKS, Group, RolloutHeader, RolloutStatus
 
 TIMING_PREFIX = "timing/train/"
 PASS_REWARD = 1.0  # smallest reward that counts as solved in pass rates
+_MAX_KIND = 80  # characters of a reason that say its kind
 
 PHASES: Mapping[str, str] = {
     "exposed_generation": "wait",
@@ -274,7 +275,8 @@ def profile_entry(
 ) -> dict[str, Any]:
     """Return one line of a profile; answers without a verdict count neither as solved nor as failed.
 
-    A reward of `pass_reward` and more counts as solved. `line` counts from 1.
+    A reward of `pass_reward` and more counts as solved. `line` counts from 1. `kept_out` counts, by kind, the answers
+    that have no verdict or are flagged, such as those of an agent that ran out of its time.
     """
     rewards = [rollout.reward for rollout in rollouts if rollout.is_valid and rollout.reward is not None]
     tokens = [rollout.num_generated_tokens for rollout in rollouts]
@@ -290,4 +292,12 @@ def profile_entry(
     }
     if not rewards:
         entry["reason"] = rollouts[0].reason if rollouts else "no rollouts"
+    if kept_out := Counter(_kind(rollout) for rollout in rollouts if rollout.is_flagged or not rollout.is_valid):
+        entry["kept_out"] = dict(kept_out.most_common())
     return entry
+
+
+def _kind(rollout: RolloutHeader) -> str:
+    """Say in a few words why a rollout is kept out of the loss: what comes before the details of its reason."""
+    how = "flagged" if rollout.is_flagged else rollout.status
+    return f"{how}: {rollout.reason.partition(':')[0][:_MAX_KIND]}"

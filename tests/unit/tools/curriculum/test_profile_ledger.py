@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,18 @@ def test_an_answer_without_a_verdict_counts_for_nothing() -> None:
         "num_samples": 4,
         "num_scored": 3,
         "mean_tokens": 3.0,
+        "kept_out": {"env_failed: because": 1},
     }
     failed = entry(5, None, None)
     assert (failed["pass_rate"], failed["reason"]) == (None, "because")
+
+
+def test_what_is_kept_out_of_the_loss_is_counted_by_kind() -> None:
+    late = replace(rollout(0.0), is_flagged=True, reason="the hidden tests ran out of their time: test_a, test_b")
+    again = replace(late, reason="the hidden tests ran out of their time: test_c")
+    long = replace(rollout(None), reason="x" * 5000)
+    line = profile_entry(1, "id1", "agent", [rollout(1.0), late, again, long])
+    assert line["kept_out"] == {"flagged: the hidden tests ran out of their time": 2, f"env_failed: {'x' * 80}": 1}
 
 
 def test_rows_survive_a_kill_and_a_broken_line_does_not(tmp_path: Path) -> None:
