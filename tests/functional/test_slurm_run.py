@@ -28,7 +28,8 @@ from recipes.grpo.checkpoint import complete_checkpoints, load_state
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(1500)]
 
-STEPS, PROMPTS, SAVE_PERIOD = 400, 2, 1
+STEPS, PROMPTS, SAVE_PERIOD = 4000, 2, 1  # more steps than any start of the test has time for
+LAST_STEPS = 20  # of the start that finishes
 START_SECONDS = 300.0  # until the first steps are saved, on a busy machine
 STEPS_SECONDS = 30.0  # of a start: a few steps, and the 20 s that it keeps free for its save
 ENGINE_DEATH_SECONDS = 180.0  # deadlines.generation and deadlines.shutdown of the tiny scale, then the end of the job
@@ -56,14 +57,14 @@ def saved(job: Job) -> int:
     return max(complete_checkpoints(job.run_dir / "checkpoints"), default=0)
 
 
-def assert_exact(job: Job) -> None:
+def assert_exact(job: Job, num_steps: int) -> None:
     """Every step trained its own prompts, each prompt once, none skipped, and the metrics show each step once."""
-    ledger = load_state(complete_checkpoints(job.run_dir / "checkpoints")[STEPS]).ledger
-    assert Counter(entry.step for entry in ledger) == dict.fromkeys(range(1, STEPS + 1), PROMPTS)
+    ledger = load_state(complete_checkpoints(job.run_dir / "checkpoints")[num_steps]).ledger
+    assert Counter(entry.step for entry in ledger) == dict.fromkeys(range(1, num_steps + 1), PROMPTS)
     rows = [int(entry.key.split(":")[1]) for entry in ledger]
-    assert sorted(rows) == list(range(STEPS * PROMPTS)), "a prompt was trained twice or skipped"
+    assert sorted(rows) == list(range(num_steps * PROMPTS)), "a prompt was trained twice or skipped"
     records = [json.loads(line) for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    assert [record["step"] for record in records] == list(range(1, num_steps + 1))
     # Sampled on one node, trained on the other: the weights that crossed are the same.
     assert (
         max(record["train/logprob_error_max"] for record in records if record["train/max_trajectory_age"] == 0) < 1e-4
@@ -134,16 +135,23 @@ def test_a_run_comes_to_its_end_whatever_happens_on_the_way(slurm_cluster: Clust
         slurm_cluster.run(["scancel", job.id])
         assert job.wait(seconds=60) == "CANCELLED"
 
-    with step("a job that is too short for the rest saves, requeues and finishes"):
+    with step("a job that is too short for the rest saves and requeues"):
         limit = math.ceil((1.5 * start_seconds + STEPS_SECONDS) / 60)
-        again = launch(slurm_cluster, "stage1.1", env | {"SLURM_TIME_LIMIT": str(limit)})
-        again.wait_until(lambda: again.restarts == 1, "requeue at the time limit", seconds=START_SECONDS)
-        assert "(the job's time limit); start again to resume" in again.driver_log(5), again.everything()
-        assert "requeued: saved step_" in again.log
-        slurm_cluster.run(["scontrol", "update", f"JobId={again.id}", "TimeLimit=60"])  # the rest in one go
-        assert again.wait(seconds=START_SECONDS + 300) == "COMPLETED", again.everything()
+        short = launch(slurm_cluster, "stage1.1", env | {"SLURM_TIME_LIMIT": str(limit)})
+        short.wait_until(lambda: short.restarts == 1, "requeue at the time limit", seconds=60 * limit + START_SECONDS)
+        assert "(the job's time limit); start again to resume" in short.driver_log(5), short.everything()
+        assert "requeued: saved step_" in short.log
+        slurm_cluster.run(["scancel", short.id])
+        assert short.wait(seconds=60) == "CANCELLED"
+
+    with step("a job with time enough goes on from there and finishes"):
+        num_steps, cut_short = saved(short) + LAST_STEPS, short.driver_log(5)
+        arguments = f"{env['EXTRA_HYDRA_ARGS']} grpo.max_num_steps={num_steps}"
+        last = launch(slurm_cluster, "stage1.1", env | {"EXTRA_HYDRA_ARGS": arguments})
+        assert last.wait(seconds=START_SECONDS + 300) == "COMPLETED", last.everything()
 
     with step("every prompt was trained once, and no start has overwritten another's logs"):
-        assert_exact(again)
-        logs = sorted(path.parent.name for path in (again.run_dir / "logs").glob("attempt_*/driver.log"))
-        assert logs == [f"attempt_{number}" for number in range(1, 7)]
+        assert_exact(last, num_steps)
+        assert last.driver_log(5) == cut_short
+        logs = {path.parent.name for path in (last.run_dir / "logs").glob("attempt_*/driver.log")}
+        assert logs >= {f"attempt_{number}" for number in range(1, 6)} and len(logs) > 5
