@@ -26,7 +26,7 @@ from tiny_run import launch_environment
 from recipes.cluster.ports import PORT_TABLE
 from recipes.grpo.checkpoint import complete_checkpoints, load_state
 
-pytestmark = [pytest.mark.functional, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.functional, pytest.mark.timeout(2400)]
 
 STEPS, PROMPTS, SAVE_PERIOD = 4000, 2, 1  # more steps than any start of the test has time for
 LAST_STEPS = 20  # of the start that finishes
