@@ -10,49 +10,38 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from small_root import require
 from speed import patiently
-from swe_image import write_sif, write_task_root
+from swe_containers_case import (
+    LIMITS,
+    ROOT,
+    SECONDS,
+    made,
+    mounted_images,
+    nothing_left,
+    run,
+    running,
+    said,
+    started,
+    task_image,
+    wait_until,
+)
 
-from recipes.environments.swe.containers import check
-from recipes.environments.swe.containers import container as container_module
 from recipes.environments.swe.containers.admission import Admission
-from recipes.environments.swe.containers.bwrap import PROGRAMS
-from recipes.environments.swe.containers.check import check_runtime
-from recipes.environments.swe.containers.container import RunningContainer
-from recipes.environments.swe.containers.places import PREFIX, clear_abandoned, home
-from recipes.environments.swe.containers.runtime import RUNTIMES, runtime_of_machine
-from recipes.environments.swe.containers.shell import BashShell
+from recipes.environments.swe.containers.places import PREFIX, clear_abandoned
 from recipes.environments.swe.contract import (
     CommandResult,
     ContainerEnd,
     ContainerEndedError,
     ContainerFailedError,
-    ContainerLimits,
     Runtime,
 )
-from recipes.errors import LaunchError
-from tools.doctor import task_containers
 
 pytestmark = pytest.mark.functional
-ROOT = Path(__file__).resolve().parents[2]
-CONTAINERS = ROOT / "recipes/environments/swe/containers"
-LIMITS = ContainerLimits(memory_mib=400, processes=60, disk_mib=48, file_mib=24)
-SECONDS = patiently(60)
-
-
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> str:
-    require(*PROGRAMS, "busybox")
-    place = tmp_path_factory.mktemp("image")
-    return str(write_sif(write_task_root(place / "root"), place / "task.sif"))
+image = pytest.fixture(scope="module")(task_image)
+nothing_is_left = pytest.fixture(autouse=True)(nothing_left)
 
 
 @pytest.fixture(params=["bwrap", pytest.param("podman", marks=pytest.mark.slow)])
@@ -64,70 +53,6 @@ def runtime(request: pytest.FixtureRequest) -> Runtime:
 def each(request: pytest.FixtureRequest) -> Runtime:
     """Each runtime, also where slow tests are left out: podman takes a second to start a container."""
     return made(request.param)
-
-
-def made(name: str) -> Runtime:
-    programs, make = RUNTIMES[name]
-    require(*programs)
-    return make()
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    before = mounts()
-    yield
-    assert wait_until(lambda: not running(str(home()))), running(str(home()))
-    assert list(home().iterdir()) == []
-    assert mounts() == before
-
-
-def mounts() -> list[str]:
-    return [line for line in Path("/proc/self/mounts").read_text().splitlines() if PREFIX in line]
-
-
-def running(words: str) -> list[str]:
-    """Return the command lines of the processes that have these words in theirs."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if words in line and int(entry.name) != os.getpid():
-            found.append(line)
-    return found
-
-
-def mounted_images() -> list[str]:
-    return [line for line in running(str(home())) if line.startswith("squashfuse")]
-
-
-def wait_until(holds: Callable[[], bool]) -> bool:
-    end = time.monotonic() + patiently(20)
-    while not holds():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-@asynccontextmanager
-async def started(runtime: Runtime, image: str, limits: ContainerLimits = LIMITS) -> AsyncIterator[RunningContainer]:
-    container = await runtime.start(image, limits)
-    try:
-        yield container
-    finally:
-        await container.close()
-
-
-async def run(shell: BashShell, command: str, seconds: float = SECONDS, most: int = 20_000) -> CommandResult:
-    return await shell.run(command, seconds=seconds, max_characters=most)
-
-
-async def said(shell: BashShell, command: str) -> str:
-    result = await run(shell, command)
-    assert result.status == 0, result
-    return result.output.strip()
 
 
 async def test_a_shell_keeps_its_state_and_its_output_in_order(runtime, image):
@@ -392,61 +317,3 @@ async def test_many_containers_at_once_share_a_mount_and_wait_for_places(runtime
 
     assert await asyncio.gather(*(one(number) for number in range(32))) == [str(number) for number in range(32)]
     assert most <= 8
-
-
-STAND_IN = """#!/usr/bin/env bash
-# Records its words, and runs the command in this machine's own files.
-printf '%s\\0' "$@" >{record}
-for word; do [[ $word == --bind=* ]] && shells=${{word#--bind=}}; done
-while [[ $1 != /bin/bash ]]; do shift; done
-exec bwrap --unshare-all --as-pid-1 --die-with-parent --ro-bind / / --proc /proc --dev /dev --tmpfs /dev/shm \\
-  --tmpfs /opt --ro-bind "${{shells%%:*}}" {shells} -- "$@"
-"""
-
-
-async def test_the_check_of_a_runtime_names_what_fails(runtime, image, tmp_path, monkeypatch):
-    await check_runtime(runtime, image)
-    with pytest.raises(LaunchError, match=r"a container cannot start: the image .*missing\.sif cannot be read"):
-        await check_runtime(runtime, str(tmp_path / "missing.sif"))
-    monkeypatch.setitem(check.PRIMITIVES, "user namespaces", ("echo refused >&2; exit 1", "allow them"))
-    with pytest.raises(LaunchError, match=f"by {runtime.name}: user namespaces cannot be made: refused; allow them"):
-        await check_runtime(runtime, image)
-
-
-def test_the_doctor_starts_an_image(image, tmp_path, monkeypatch):
-    (tmp_path / "no.sif").write_text("not an image")
-    images = [tmp_path / "no.sif", Path(image)]
-    assert list(task_containers.start_one(images)) == []
-    monkeypatch.setitem(check.PRIMITIVES, "user namespaces", ("echo refused >&2; exit 1", "allow them"))
-    (finding,) = task_containers.start_one(images)
-    assert finding.code == "CTR001" and "user namespaces cannot be made: refused" in str(finding.problem)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    (finding,) = task_containers.start_one(images)
-    assert "no program on this machine can run them (apptainer needs apptainer" in str(finding.problem)
-    assert list(task_containers.start_one(images[:1])) == []
-
-
-async def test_apptainer_is_given_the_options_of_isolation(image, tmp_path, monkeypatch):
-    """Not with a real Apptainer: a stand-in records its words, and starts the command by bubblewrap."""
-    record, program = tmp_path / "record", tmp_path / "bin/apptainer"
-    program.parent.mkdir()
-    monkeypatch.setattr(container_module, "INIT", tmp_path / "init.sh")
-    (tmp_path / "init.sh").write_text((CONTAINERS / "init.sh").read_text().replace("/.shells", "/opt/shells"))
-    program.write_text(STAND_IN.format(record=record, shells="/opt/shells"))
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("SECRET", "canary")
-    runtime = runtime_of_machine()
-    assert runtime.name == "apptainer"
-    async with started(runtime, image, replace(LIMITS, disk_mib=2**20)) as container:
-        shell = await container.open_shell()
-        assert await said(shell, "echo $((6 * 7)) $SECRET") == "42"
-    words = record.read_text().split("\0")
-    options = words[1 : words.index(image)]
-    assert words[0] == "exec" and words[words.index(image) + 1] == "/bin/bash"
-    bind = options.pop()
-    assert re.fullmatch(rf"--bind={home()}/container-[0-9a-f]+:/\.shells:ro", bind)
-    assert set(options) - {"--no-privs"} == {
-        *("--containall", "--writable-tmpfs", "--no-home", "--no-mount=bind-paths,cwd,home,hostfs,tmp", "--pwd=/"),
-        *("--net", "--network=none"),
-    }

@@ -1,157 +1,24 @@
-"""The collector's ordering: what is drawn when, what a checkpoint holds, what a failure does.
-
-The sampler and runner here are small deterministic fakes: these tests are about order, not about models.
-"""
+"""The collector's ordering: what is drawn when, what a checkpoint holds, what a failure does."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import orjson
 import pytest
 
-from recipes.config.tree import CircuitBreakerConfig
 from recipes.errors import EngineError, RequestError, RunError, StalledError
-from recipes.generation.clients.session import EngineSession
 from recipes.grpo.buffer import ReplayBuffer
-from recipes.grpo.data import PromptDataset, PromptStream
-from recipes.grpo.draw import NO_VARIANCE, CollectorState, RolloutSettings
-from recipes.grpo.rollout import RolloutCollector
-from recipes.rollouts.group import GroupRunner, PolicyClient
-from recipes.types import Completion, Group, ModelClient, Rollout, RolloutStatus, Row, Sampling, Turn, VersionSpan
-from tests.groups import LocalStore, LocalWorkers, as_lists
+from recipes.grpo.draw import CollectorState
+from recipes.rollouts.group import PolicyClient
+from recipes.types import RolloutStatus, Sampling
+from tests.groups import as_lists
+from tests.unit.grpo.collector_case import G, P, Sampler, Setup, eventually, make_setups
 
-P, G = 2, 3
-
-
-class Sampler:
-    """Answers with three tokens once its gate is open; remembers the order of requests."""
-
-    def __init__(self) -> None:
-        self.open = threading.Event()
-        self.open.set()
-        self.requests: list[tuple[int, Sampling]] = []
-        self.failure: Exception | None = None
-        self.failures: dict[tuple[int, ...], Exception] = {}  # by sample
-        self.samples: set[tuple[int, ...]] = set()
-
-    async def generate(
-        self, prompt_token_ids: tuple[int, ...], sampling: Sampling, *, affinity: int, sample: tuple[int, ...], **_: Any
-    ) -> Completion:
-        self.requests.append((affinity, sampling))
-        self.samples.add((affinity, *sample))
-        if failure := self.failures.get(sample, self.failure):
-            raise failure
-        while not self.open.is_set():
-            await asyncio.sleep(0.001)
-        return Completion(
-            token_ids=(1, 2, 3),
-            logprobs=(-1.0, -1.0, -1.0),
-            versions=(VersionSpan(version=0, start=0, end=3),),
-            finish_reason="stop",
-        )
-
-    def end(self, _session: EngineSession) -> None: ...
-
-
-class Runner:
-    """Samples once and rewards 1; rows marked `broken` get no verdict, rows marked `slow` never end."""
-
-    async def run(self, row: Row, model: ModelClient, *, max_tokens: int) -> Rollout:
-        answer = await model.generate((5, 6), max_tokens=max_tokens)
-        if row.get("slow"):
-            await asyncio.sleep(3600)
-        turn = Turn(
-            prompt_token_ids=(5, 6),
-            token_ids=answer.token_ids,
-            logprobs=answer.logprobs,
-            versions=answer.versions,
-            finish_reason=answer.finish_reason,
-        )
-        if row.get("broken"):
-            return Rollout(turns=(turn,), status=RolloutStatus.ENV_FAILED, reason="env down", reward=None)
-        return Rollout(turns=(turn,), status=RolloutStatus.COMPLETED, reason="right", reward=1.0)
-
-    def place(self, row: Row, *, seconds: float) -> nullcontext[None]:
-        return nullcontext()
-
-    async def finish_group(self, row: Row, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
-        """Reward the members of a `compared` row by their place, once all of them are there."""
-        if not row.get("compared"):
-            return tuple(rollouts)
-        await asyncio.sleep(0.01)
-        return tuple(replace(rollout, reward=float(place)) for place, rollout in enumerate(rollouts))
-
-
-class Setup:
-    """A collector over numbered rows, and what it is made of."""
-
-    def __init__(self, directory: Path, num_rows: int, *, age: int, marks: dict[int, str] | None = None) -> None:
-        path = directory / "train.jsonl"
-        rows = [
-            {
-                "id": index,
-                "responses_create_params": {"input": f"question {index}"},
-                "agent_ref": {"name": "agent"},
-                **({mark: True} if (mark := (marks or {}).get(index)) else {}),
-            }
-            for index in range(num_rows)
-        ]
-        path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
-        self.stream = PromptStream(PromptDataset(path), num_epochs=1, shuffle=False, seed=0)
-        self.age = age
-        self.sampler = Sampler()
-        self.groups = GroupRunner(sampler=self.sampler, runner=Runner(), max_model_len=16, rollout_seconds=30.0)
-        self.buffer = ReplayBuffer(num_prompts_per_step=P, max_trajectory_age_steps=age)
-        self.collector = self.new_collector()
-
-    def new_collector(self, *, failures: int = 1, **options: Any) -> RolloutCollector:
-        settings = RolloutSettings(
-            num_prompts_per_step=P,
-            num_generations_per_prompt=G,
-            max_trajectory_age_steps=self.age,
-            max_generation_failures=failures,
-            sampling=Sampling(temperature=1.0, top_p=1.0, max_tokens=8),
-            max_model_len=16,
-            circuit_breaker=CircuitBreakerConfig(window_rollouts=60, max_no_verdict_share=1.0, probe_seconds=60.0),
-            **options,
-        )
-        return RolloutCollector(self.stream, LocalWorkers(self.groups), self.buffer, LocalStore(), settings)
-
-    def take(self, step: int, seconds: float = 5.0) -> list[int]:
-        groups = self.buffer.take(step, deadline_seconds=seconds, waiting_for=self.collector.waiting_for)
-        return [group.prompt.row_index for group in groups]
-
-    def drawn(self) -> list[int]:
-        return sorted({row for row, _ in self.sampler.requests})
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "condition not met in time"
-        time.sleep(0.002)
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Setup]]:
-    made: list[Setup] = []
-
-    def build(num_rows: int, **options: object) -> Setup:
-        made.append(Setup(tmp_path, num_rows, **options))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield build
-    for setup in made:
-        setup.collector.close()
+make = pytest.fixture(make_setups)
 
 
 @pytest.mark.parametrize("age", [0, 1, 2])
@@ -263,89 +130,6 @@ def test_a_group_is_finished_once_all_of_its_rollouts_have_ended(make: Callable[
     groups = setup.buffer.take(0, deadline_seconds=5.0, waiting_for=setup.collector.waiting_for)
     rewards = [[rollout.reward for rollout in group.rollouts] for group in groups]
     assert rewards == [[0.0, 1.0, 2.0], [1.0, None, 1.0]]
-
-
-def differs(group: Group) -> bool:
-    return len({rollout.reward for rollout in group.rollouts}) > 1
-
-
-def test_a_group_without_variance_is_replaced_at_once_and_stands_in_the_ledger(make: Callable[..., Setup]) -> None:
-    setup = make(8, age=0, marks=dict.fromkeys((2, 3, 6, 7), "compared"))  # the others earn 1, whoever answers
-    setup.collector.close()
-    setup.collector = setup.new_collector(teaches=differs, max_gen_batches=3)
-    setup.collector.start(version=0, last_step=2)
-    assert setup.take(0) == [2, 3]
-    setup.collector.set_version(1)
-    assert setup.take(1) == [6, 7]
-    failed = setup.collector.state().failed
-    assert [(ref.row_index, reason) for ref, reason in failed] == [(row, NO_VARIANCE) for row in (0, 1, 4, 5)]
-    assert setup.drawn() == list(range(8))
-    assert setup.collector.environment_metrics()["num_groups_replaced"] == 4.0
-
-
-def test_prompts_drawn_ahead_replace_those_that_teach_nothing_and_the_others_train_later(
-    make: Callable[..., Setup],
-) -> None:
-    """Of four prompts drawn at once for a step of two, what is left over waits for the next step."""
-    setup = make(8, age=1, marks=dict.fromkeys((0, 2, 3, 5, 6, 7), "compared"))
-    setup.collector.close()
-    setup.collector = setup.new_collector(teaches=differs, max_gen_batches=9, num_prompts_ahead=2)
-    setup.collector.start(version=0, last_step=3)
-    trained = [setup.take(0), setup.take(1)]
-    setup.collector.set_version(1)
-    setup.collector.set_version(2)
-    trained.append(setup.take(2))
-    assert sorted(row for rows in trained for row in rows) == [0, 2, 3, 5, 6, 7]
-    assert setup.collector.environment_metrics()["num_groups_replaced"] == 2.0
-
-
-def test_a_group_that_no_step_may_train_on_any_more_is_sampled_again(make: Callable[..., Setup]) -> None:
-    setup = make(6, age=0, marks=dict.fromkeys(range(6), "compared"))
-    setup.collector.close()
-    setup.collector = setup.new_collector(teaches=differs, max_gen_batches=9, num_prompts_ahead=1)
-    setup.collector.start(version=0, last_step=3)
-    trained = []
-    for step in range(3):
-        trained += setup.take(step)
-        eventually(lambda: setup.collector.num_in_flight() == 0)
-        state = setup.collector.state()
-        assert not state.finished and len(state.set_aside) <= 1
-        setup.collector.set_version(step + 1)
-    assert sorted(trained) == list(range(6))
-    assert setup.collector.environment_metrics()["num_prompts_returned"] >= 2.0
-    assert not setup.collector.state().failed
-
-
-def test_prompts_drawn_ahead_belong_to_the_first_batch(make: Callable[..., Setup]) -> None:
-    """With one batch of four prompts, two may teach nothing and the third ends the run."""
-    for marks, ends in ((dict.fromkeys((1, 2), "compared"), False), ({1: "compared"}, True)):
-        setup = make(4, age=0, marks=marks)
-        setup.collector.close()
-        setup.collector = setup.new_collector(teaches=differs, max_gen_batches=1, num_prompts_ahead=2)
-        setup.collector.start(version=0, last_step=1)
-        if ends:
-            with pytest.raises(RunError, match="the answers to 3 prompts drawn for it"):
-                setup.take(0)
-        else:
-            assert setup.take(0) == [1, 2]
-
-
-def test_data_that_teaches_nothing_ends_with_a_message(make: Callable[..., Setup]) -> None:
-    setup = make(20, age=0)
-    setup.collector.close()
-    setup.collector = setup.new_collector(teaches=differs, max_gen_batches=2)
-    setup.collector.start(version=0, last_step=2)
-    with pytest.raises(RunError, match=r"step 1: the answers to 3 prompts drawn for it earned the same, too many for"):
-        setup.take(0)
-    assert len(setup.drawn()) <= 3 + P
-
-
-def test_the_end_of_data_that_teaches_nothing_ends_the_loop(make: Callable[..., Setup]) -> None:
-    setup = make(4, age=0)
-    setup.collector.close()
-    setup.collector = setup.new_collector(teaches=differs, max_gen_batches=9)
-    setup.collector.start(version=0, last_step=2)
-    assert setup.take(0) == []
 
 
 def test_a_dead_engine_reaches_the_train_loop_at_once(make: Callable[..., Setup]) -> None:

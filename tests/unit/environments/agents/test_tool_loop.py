@@ -2,91 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from recipes.environments.agents import conversation
 from recipes.environments.chat.codec import ChatCodec
-from recipes.environments.contract.verdict import NoVerdict, Response, Verdict, env_failed
 from recipes.environments.environments import Environments
-from recipes.environments.scoring.clients import LocalSession, Session, ToolFailedError, VerifierClient
-from recipes.errors import EngineError
 from recipes.tokens import pack_rollouts
-from recipes.types import Completion, Rollout, RolloutStatus, Row, VersionSpan
-from tests.office import PEOPLE, small_office
+from recipes.types import Completion, RolloutStatus
+from tests.unit.environments.agents.tool_case import (
+    DONE,
+    ROW,
+    SEND,
+    Scripted,
+    all_ids,
+    called,
+    ids,
+    made,
+    made_environments,
+)
 
-SEND = {"recipient": PEOPLE[0], "subject": "Hi", "body": "there"}
-TOOLS = [
-    {"type": "function", "name": name, "parameters": {"type": "object", "properties": {}}}
-    for name in ("email_send_email", "email_search_emails", "email_delete_email")
-]
-ROW = {
-    "responses_create_params": {"input": [{"role": "user", "content": "Write to Ana."}], "tools": TOOLS},
-    "agent_ref": {"type": "responses_api_agents", "name": "workplace_assistant_simple_agent"},
-    "ground_truth": [{"name": "email_send_email", "arguments": json.dumps(SEND)}],
-}
-
-
-def called(name: str, **arguments: Any) -> str:
-    call = json.dumps({"name": name, "arguments": arguments})
-    return f"why not</think>\n<tool_call>\n{call}\n</tool_call><|im_end|>"
-
-
-DONE = "all done</think>Sent.<|im_end|>"
-
-
-@dataclass
-class Scripted:
-    """A policy that says one given text, or given ids, per call; a call after the last repeats it."""
-
-    codec: ChatCodec
-    says: Sequence[str | tuple[int, ...]]
-    room: int = 1_000_000
-    cut_from: int = 1_000_000  # the call from which answers are cut off
-    prompts: list[tuple[int, ...]] = field(default_factory=list)
-
-    async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
-        number = len(self.prompts)
-        self.prompts.append(prompt_token_ids)
-        said = self.says[min(number, len(self.says) - 1)]
-        sampled = ids(self.codec, said) if isinstance(said, str) else said
-        if len(prompt_token_ids) >= self.room:
-            return Completion(token_ids=(), logprobs=(), versions=(), finish_reason="length")
-        return Completion(
-            token_ids=sampled,
-            logprobs=(-0.5 - number,) * len(sampled),
-            versions=(VersionSpan(version=number, start=0, end=len(sampled)),),
-            finish_reason="length" if number >= self.cut_from else "stop",
-        )
-
-
-def made(codec: ChatCodec, **instances: Any) -> Environments:
-    office = {"workplace_assistant": {"resources_servers": {"workplace_assistant": {"tables": small_office()}}}}
-    patterns = {"invalid_tool_call_patterns": ("<tool_call>", "</tool_call>"), "thinking_tags": ("<think>", "</think>")}
-    config: Any = SimpleNamespace(nemo_gym=SimpleNamespace(instances={**office, **instances}, **patterns))
-    return Environments.from_config(config, codec)
-
-
-@pytest.fixture
-def environments(codec: ChatCodec) -> Iterator[Environments]:
-    environments = made(codec)
-    yield environments
-    environments.close()
-
-
-def ids(codec: ChatCodec, text: str) -> tuple[int, ...]:
-    return codec._tokenize(text)
-
-
-def all_ids(rollout: Rollout) -> tuple[int, ...]:
-    return tuple(token for turn in rollout.turns for token in (*turn.prompt_token_ids, *turn.token_ids))
+environments = pytest.fixture(made_environments)
 
 
 async def test_every_turn_is_kept_and_the_tools_answers_are_prompts(environments: Environments) -> None:
@@ -248,103 +188,6 @@ async def test_a_prompt_that_does_not_go_on_ends_the_rollout(tokenizer_dir: Path
     )
     assert rollout.metrics == {"prefix_breaks": 1.0}
     environments.close()
-
-
-@dataclass
-class Broken:
-    """A verifier whose session cannot be opened, or whose tools fail."""
-
-    opened: bool
-
-    async def open(self, row: Row) -> Session | NoVerdict:
-        return self if self.opened else env_failed("no seat is free")
-
-    async def call(self, name: str, arguments: Any) -> str:
-        raise ToolFailedError("the server is gone")
-
-    async def verify(self, *given: Any) -> Verdict | NoVerdict:
-        raise AssertionError("a failed rollout is not scored")
-
-    async def close(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize(("opened", "reason"), [(False, "no seat is free"), (True, "the server is gone")])
-async def test_a_failed_environment_is_no_reward(environments: Environments, opened: bool, reason: str) -> None:
-    environments.wrap_verifiers(lambda _: Broken(opened))
-    model = Scripted(environments.codec, [called("email_send_email", **SEND)])
-    rollout = await environments.run(ROW, model, max_tokens=64)
-    assert (rollout.status, rollout.reward, rollout.reason) == (RolloutStatus.ENV_FAILED, None, reason)
-
-
-@dataclass
-class Noting:
-    """A verifier that notes which of its sessions were closed, and how many opened."""
-
-    inner: VerifierClient
-    opened: int = 0
-    closed: int = 0
-
-    async def open(self, row: Row) -> Session | NoVerdict:
-        session = await self.inner.open(row)
-        assert isinstance(session, LocalSession)
-        self.opened += 1
-        return NotingSession(session, self)
-
-    async def verify(self, *given: Any) -> Any:
-        raise AssertionError("a session has a verdict of its own")
-
-
-@dataclass
-class NotingSession:
-    """A session of `Noting`."""
-
-    inner: LocalSession
-    client: Noting
-
-    async def call(self, name: str, arguments: Any) -> str:
-        return await self.inner.call(name, arguments)
-
-    async def verify(self, response: Response) -> Verdict | NoVerdict:
-        return await self.inner.verify(response)
-
-    async def close(self) -> None:
-        self.client.closed += 1
-
-
-async def test_a_session_is_closed_however_its_rollout_ends(environments: Environments) -> None:
-    noting: list[Noting] = []
-
-    def wrapped(client: VerifierClient) -> Noting:
-        noting.append(Noting(client))
-        return noting[-1]
-
-    environments.wrap_verifiers(wrapped)
-    codec, says = environments.codec, [called("email_send_email", **SEND), DONE]
-
-    class Dying(Scripted):
-        async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
-            raise EngineError("engine 0 died")
-
-    class Hanging(Scripted):
-        async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
-            await asyncio.sleep(3600)
-            raise AssertionError
-
-    await environments.run(ROW, Scripted(codec, says), max_tokens=64)
-    await environments.run(ROW, Scripted(codec, says, room=1), max_tokens=64)
-    with pytest.raises(EngineError):
-        await environments.run(ROW, Dying(codec, says), max_tokens=64)
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(environments.run(ROW, Hanging(codec, says), max_tokens=64), timeout=0.5)
-    (used,) = [client for client in noting if client.opened]
-    assert (used.opened, used.closed) == (4, 4)
-
-
-async def test_a_row_that_cannot_be_scored_costs_no_model_call(environments: Environments) -> None:
-    model = Scripted(environments.codec, [DONE])
-    rollout = await environments.run({**ROW, "ground_truth": 5}, model, max_tokens=64)
-    assert (rollout.status, model.prompts) == (RolloutStatus.ENV_FAILED, [])
 
 
 def test_real_rows_are_accepted(codec: ChatCodec, gym_row: Callable[..., dict[str, Any]]) -> None:
