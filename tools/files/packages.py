@@ -6,6 +6,7 @@ import hashlib
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from recipes.errors import RunError
@@ -21,13 +22,19 @@ def install_packages(requirements: Path, place: Path) -> None:
 
     Raises `RunError` when it cannot be installed; then `place` is as it was.
     """
+    pip = [sys.executable, "-m", "pip", "install", *OPTIONS, "-r", str(requirements), "--target"]
+    install_once(requirements, place, lambda partial: run_pip([*pip, str(partial)]))
+
+
+def install_once(requirements: Path, place: Path, fill: Callable[[Path], None]) -> None:
+    """Let `fill` make a directory from a requirements file, and put it in `place`, unless exactly that is there."""
     wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
     stamp = place / STAMP
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return
     partial = place.with_name(f".{place.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    run_pip([sys.executable, "-m", "pip", "install", *OPTIONS, "--target", str(partial), "-r", str(requirements)])
+    fill(partial)
     (partial / STAMP).write_text(wanted, encoding="utf-8")
     shutil.rmtree(place, ignore_errors=True)
     partial.rename(place)

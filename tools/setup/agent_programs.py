@@ -9,16 +9,15 @@ see. Of several calls at once one installs, and the others are refused; what is 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from recipes.environments.agents.coding.programs import PROGRAMS, AgentProgram, installations
 from recipes.errors import InputError, Problem, suggestion
 from tools.command_line import exit_status
 from tools.files.locks import only_one
-from tools.files.packages import OPTIONS, STAMP, run_pip
+from tools.files.packages import OPTIONS, install_once, run_pip
 
 
 @exit_status
@@ -41,19 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def install(program: AgentProgram) -> None:
     """Make the program's environment, unless it is there with these packages; raises `RunError`."""
     requirements = program.adapter.with_suffix(".txt")
-    place = installations() / program.name
-    wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
-    stamp = place / STAMP
-    if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
-        return
-    partial = place.with_name(f".{program.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    python = str(partial / "bin" / "python")
-    run_pip([sys.executable, "-m", "venv", str(partial)])
-    run_pip([python, "-m", "pip", "install", *OPTIONS, "-r", str(requirements)])
-    (partial / STAMP).write_text(wanted, encoding="utf-8")
-    shutil.rmtree(place, ignore_errors=True)
-    partial.rename(place)
+
+    def fill(place: Path) -> None:
+        run_pip([sys.executable, "-m", "venv", str(place)])
+        run_pip([str(place / "bin" / "python"), "-m", "pip", "install", *OPTIONS, "-r", str(requirements)])
+
+    install_once(requirements, installations() / program.name, fill)
 
 
 if __name__ == "__main__":
