@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 
 import pip
@@ -16,6 +19,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SETUP = ROOT / "tools" / "setup" / "setup.sh"
+# Nothing listens on the discard port: the index cannot be reached.
+NO_INDEX = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "1"}
 
 
 @pytest.fixture
@@ -23,19 +28,23 @@ def setup(tmp_path: Path):
     (tmp_path / "lock").write_text(f"surely-not-a-package==1.0 --hash=sha256:{'0' * 64}\n")
 
     def run(*args: str, expect: int, **variables: str) -> str:
-        env = {
-            "PATH": os.environ["PATH"],
-            "HOME": str(tmp_path),
-            "VENV": f"{tmp_path}/venv",
-            "LOCK": f"{tmp_path}/lock",
-        }
         result = subprocess.run(
-            [str(SETUP), *args], env=env | variables, capture_output=True, text=True, timeout=120, check=False
+            [str(SETUP), *args],
+            env=environment(tmp_path) | variables,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
         assert result.returncode == expect, result.stdout + result.stderr
         return result.stderr + result.stdout
 
     return run
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    home = str(tmp_path)
+    return {"PATH": os.environ["PATH"], "HOME": home, "VENV": f"{home}/venv", "LOCK": f"{home}/lock"}
 
 
 @pytest.fixture
@@ -116,10 +125,29 @@ def test_cuda_lock_is_refused(setup, tmp_path):
 
 @pytest.mark.usefixtures("empty_environment")
 def test_no_network(setup):
-    # Nothing listens on the discard port: the index cannot be reached.
-    index = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "1"}
-    text = setup(expect=2, **index)
+    text = setup(expect=2, **NO_INDEX)
     assert "no network: the package index could not be reached" in text
+
+
+def test_a_second_set_up_waits_for_a_lock_that_only_its_owner_can_open(setup, tmp_path):
+    python = tmp_path / "python"  # cannot make an environment: the set-up ends as soon as it has the lock
+    python.write_text(f'#!/bin/sh\n[ "$2" = venv ] && exit 1\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    assert "could not create it" in setup(expect=2, PYTHON=str(python))
+    path = tmp_path / "venv.lock"
+    assert path.stat().st_mode & 0o777 == 0o600, "whoever may read a file may lock it"
+    with path.open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        variables = environment(tmp_path) | {"PYTHON": str(python)}
+        second = subprocess.Popen([SETUP], env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        waits = re.compile(rf"-> FLOCK .*:{path.stat().st_ino} ")
+        end = time.monotonic() + 60
+        while not waits.search(Path("/proc/locks").read_text()):
+            assert second.poll() is None, second.stdout.read()
+            assert time.monotonic() < end, "the second set-up does not ask for the lock"
+            time.sleep(0.05)
+    output, _ = second.communicate(timeout=120)
+    assert "could not create it" in output
 
 
 def test_finished_environment_is_left_alone(setup, tmp_path):

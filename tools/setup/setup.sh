@@ -61,6 +61,18 @@ require_cpu_lock() {
   [[ -z ${cuda} ]] || die "${LOCK}: this lock is for the CPU, but has CUDA packages (${cuda% }); delete those lines"
 }
 
+# Two set-ups at once would install over each other. Children inherit the lock on purpose. Its owner alone may open the
+# file: whoever may read a file may lock it.
+lock_environment() {
+  local file="${VENV%/}.lock"
+  mkdir -p -- "$(dirname -- "${file}")"
+  if ! (umask 077 && : >>"${file}"); then
+    die "${file}: it cannot be written; delete it or set VENV to a directory of your own"
+  fi
+  exec 9>>"${file}"
+  flock --timeout 900 9 || die "${file}: another set-up has held this lock for 15 minutes; end it and run again"
+}
+
 # shellcheck source=tools/setup/packages.sh
 source "${ROOT}/tools/setup/packages.sh"
 
@@ -83,9 +95,7 @@ main() {
 
   require_python
   require_disk
-  # Two set-ups at once would install over each other. Children inherit the lock on purpose.
-  exec 9<"${ROOT}/tools/setup"
-  flock --timeout 900 9 || die 'another set-up has been running for 15 minutes; end it and run again'
+  lock_environment
   if ! "${VENV}/bin/python" -m pip --version >/dev/null 2>&1; then
     say "creating ${VENV}"
     "${PYTHON}" -m venv --clear -- "${VENV}" || die "${VENV}: ${PYTHON} could not create it; see the message above"
