@@ -120,6 +120,7 @@ def _agent(kind: str, settings: Mapping[str, Any], server: ServerInstance) -> Ag
             url=settings["url"],
             timeout_seconds=float(settings.get("timeout_seconds", AGENT_SECONDS)),
             keeps_history=settings.get("history", "keep") == "keep",
+            trains_main_only=settings.get("train", "all") == "main",
         )
     verifier = ALL_VERIFIERS.get(server.verifier)
     may_have_tools = verifier is None or (isinstance(verifier, Verifier) and verifier.tools is not None)

@@ -120,6 +120,19 @@ async def test_calls_beside_the_main_path_are_sequences_of_their_own(codec: Chat
     assert (beside.prompt_token_ids, beside.token_ids) == (policy.sampled[1][0], sampled[1])
 
 
+async def test_helper_calls_are_not_trained_where_only_the_main_path_is(codec: ChatCodec, agent_url: str) -> None:
+    says = [f"a</think>x{END}", f"{'a long thought ' * 40}</think>x{END}", f"c</think>\\boxed{{B}}{END}"]
+    done, policy = await rollout(codec, agent_url, says, asks_again=True, settings={"train": "main"})
+    sampled = [completion.token_ids for _, completion in policy.sampled]
+    assert [turn.token_ids for turn in done.turns] == [sampled[0], sampled[2]] and done.branches == ()
+    assert done.reward == 1.0 and not done.is_flagged  # though most of what was sampled is not trained
+    assert (done.metrics["lost_share"], done.metrics["num_sequences"]) == (0.0, 1.0)
+    assert (
+        done.metrics["ignored_share"] == pytest.approx(len(sampled[1]) / sum(map(len, sampled)))
+        and len(sampled[1]) > sum(map(len, sampled)) / 2
+    )
+
+
 async def test_a_rollout_of_which_too_much_does_not_fit_is_kept_out_of_the_loss(
     codec: ChatCodec, agent_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

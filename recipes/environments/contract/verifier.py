@@ -28,6 +28,7 @@ class Agent:
     url: str = ""  # of an agent elsewhere
     timeout_seconds: float = 0.0  # of one rollout of an agent elsewhere
     keeps_history: bool = True  # see `PromptBuilder.keeps_history`
+    trains_main_only: bool = False  # of an agent elsewhere: see `sequences_of`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,9 @@
 
 The verifier scores the main path of the calls that the agent made: the one with the most calls. All paths are trained
 with its reward, each call once. What the bounds on a rollout's sequences leave out is `lost_share`, a share of the
-sampled tokens, and a rollout that lost more than half of them is kept out of the loss. A rollout has no reward when the
-agent failed, was late, or made no call.
+sampled tokens, and a rollout that lost more than half of them is kept out of the loss. With the setting `train: main`
+only the main path is trained, and what is beside it is `ignored_share`, which keeps nothing out of the loss. A rollout
+has no reward when the agent failed, was late, or made no call.
 """
 
 from __future__ import annotations
@@ -81,11 +82,12 @@ class UrlAgents:
             try:
                 reply = await self._result(episode, agent, session, base_url)
             except _NotDoneError as end:
-                kept = sequences_in(session)
+                kept = sequences_in(session, main_only=agent.trains_main_only)
                 turns = kept.turns(0) if kept.paths else ()
                 rollout = unscored(turns, end.status, str(end), seconds=time.monotonic() - start)
                 return replace(rollout, metrics=session_metrics(session, kept), branches=kept.branches())
-        return await _with_verdict(episode, session, reply, start)
+        kept = sequences_in(session, main_only=agent.trains_main_only)
+        return await _with_verdict(episode, session, kept, reply, start=start)
 
     def close(self) -> None:
         """End the servers and the connections."""
@@ -146,9 +148,10 @@ def own_address(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-async def _with_verdict(episode: Episode, session: RolloutSession, reply: Mapping[str, Any], start: float) -> Rollout:
+async def _with_verdict(
+    episode: Episode, session: RolloutSession, kept: Sequences, reply: Mapping[str, Any], *, start: float
+) -> Rollout:
     """Ask the verifier about what an agent has done."""
-    kept = sequences_in(session)
     if not kept.paths:
         reason = "the agent made no model call" if not session.num_calls else "the agent took no answer of the model"
         return unscored((), RolloutStatus.ABORTED, reason, seconds=time.monotonic() - start)
@@ -181,9 +184,9 @@ def error_metrics(reply: Mapping[str, Any]) -> dict[str, float]:
     return {} if kind is None else {f"agent_error/{kind}": 1.0}
 
 
-def sequences_in(session: RolloutSession) -> Sequences:
+def sequences_in(session: RolloutSession, *, main_only: bool = False) -> Sequences:
     """Return the paths that are trained."""
-    return sequences_of(session.forest, max_tokens=2 * session.model.max_model_len)
+    return sequences_of(session.forest, max_tokens=2 * session.model.max_model_len, main_only=main_only)
 
 
 def session_metrics(session: RolloutSession, kept: Sequences) -> dict[str, float]:
@@ -195,6 +198,7 @@ def session_metrics(session: RolloutSession, kept: Sequences) -> dict[str, float
         "num_roots": float(len(session.forest.roots)),
         "num_sequences": float(len(kept.paths)),
         "lost_share": kept.lost_share,
+        "ignored_share": kept.ignored_share,
     }
 
 

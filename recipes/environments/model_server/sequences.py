@@ -19,11 +19,19 @@ class Sequences:
     trained: tuple[frozenset[int], ...]  # per path: numbers of the nodes that are trained there
     num_delivered: int  # sampled tokens of all calls that count
     num_trained: int  # sampled tokens of all calls that are trained
+    num_ignored: int = (
+        0  # sampled tokens of the calls that do not count: those beside the main path, where only it does
+    )
 
     @property
     def lost_share(self) -> float:
         """The share of sampled tokens that are in no kept path."""
         return 1 - self.num_trained / self.num_delivered if self.num_delivered else 0.0
+
+    @property
+    def ignored_share(self) -> float:
+        """The share of all sampled tokens that do not count."""
+        return self.num_ignored / (self.num_delivered + self.num_ignored) if self.num_ignored else 0.0
 
     def turns(self, index: int) -> tuple[Turn, ...]:
         """Return one path as turns: what is not trained there is context, and belongs to the next turn's prompt."""
@@ -52,14 +60,21 @@ def kept_nodes(forest: Forest) -> list[CallNode]:
     return [node for node in walk(forest.roots) if node.number in kept]
 
 
-def sequences_of(forest: Forest, *, max_tokens: int, max_sequences: int = MAX_SEQUENCES) -> Sequences:
+def sequences_of(
+    forest: Forest, *, max_tokens: int, max_sequences: int = MAX_SEQUENCES, main_only: bool = False
+) -> Sequences:
     """Return the paths to train on, at most `max_tokens` tokens of them together.
 
     The main path has the most calls, the latest one of equals. The others follow by how many sampled tokens they add.
+    With `main_only` they do not count.
     """
     nodes = kept_nodes(forest)
     numbers = {node.number for node in nodes}
     leaves = [node for node in nodes if not any(child.number in numbers for child in node.children)]
+    num_sampled = _num_sampled(nodes)
+    if main_only and leaves:
+        leaves = [_best_leaf(leaves, {}, is_main=True)]
+        nodes = list(leaves[0].path())
     covered: set[int] = set()
     paths: list[tuple[CallNode, ...]] = []
     trained: list[frozenset[int]] = []
@@ -78,9 +93,14 @@ def sequences_of(forest: Forest, *, max_tokens: int, max_sequences: int = MAX_SE
     return Sequences(
         paths=tuple(paths),
         trained=tuple(trained),
-        num_delivered=sum(len(node.turn.token_ids) for node in nodes),
-        num_trained=sum(len(node.turn.token_ids) for node in nodes if node.number in covered),
+        num_delivered=_num_sampled(nodes),
+        num_trained=_num_sampled([node for node in nodes if node.number in covered]),
+        num_ignored=num_sampled - _num_sampled(nodes),
     )
+
+
+def _num_sampled(nodes: Sequence[CallNode]) -> int:
+    return sum(len(node.turn.token_ids) for node in nodes)
 
 
 def _best_leaf(leaves: Sequence[CallNode], new_tokens: dict[int, int], *, is_main: bool) -> CallNode:

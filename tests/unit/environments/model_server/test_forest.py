@@ -151,6 +151,18 @@ def test_case_38_each_delivered_token_is_trained_once() -> None:
         assert tuple(ids) == path[-1].token_ids()
 
 
+def test_only_the_main_conversation_is_trained_where_that_is_asked() -> None:
+    forest = Forest()
+    ask(forest, user("a title, please"), served=said("t"), sampled=90)
+    ask(forest, user("u"), served=said("a"), sampled=3)
+    ask(forest, user("u"), said("a"), user("v"), served=said("b"), sampled=4)
+    ask(forest, user("u"), said("a"), user("w"), served=said("c"), sampled=3)
+    kept = sequences_of(forest, max_tokens=MANY, main_only=True)
+    assert [[node.number for node in path] for path in kept.paths] == [[1, 3]] and kept.trained == ({1, 3},)
+    assert (kept.num_trained, kept.lost_share, kept.ignored_share) == (6, 0.0, 0.94)
+    assert sequences_of(forest, max_tokens=MANY).ignored_share == 0.0
+
+
 def test_an_undelivered_call_that_a_delivered_one_continues_is_trained() -> None:
     forest = Forest()
     first = ask(forest, user("u"), served=said("a"))
@@ -171,5 +183,6 @@ def test_case_39_what_does_not_fit_is_left_out_and_reported() -> None:
 
 
 def test_an_empty_forest_has_no_sequences() -> None:
-    kept = sequences_of(Forest(), max_tokens=MANY)
-    assert (kept.paths, kept.lost_share) == ((), 0.0)
+    for main_only in (False, True):
+        kept = sequences_of(Forest(), max_tokens=MANY, main_only=main_only)
+        assert (kept.paths, kept.lost_share, kept.ignored_share) == ((), 0.0, 0.0)
