@@ -15,7 +15,7 @@ from recipes.environments.contract.verdict import NoVerdict, Verdict
 from recipes.environments.registry import VERIFIERS
 from recipes.environments.scoring import jail, process
 from recipes.environments.scoring.pool import ScoringPool
-from tests.recorded import recorded
+from tests.recorded import golden
 
 pytestmark = pytest.mark.functional
 
@@ -201,7 +201,7 @@ async def test_an_answer_to_reasoning_gym_is_never_run(pool: ScoringPool) -> Non
 @pytest.mark.parametrize("name", ["reasoning_gym", "math_with_judge_library"])
 async def test_the_jail_changes_no_score(pool: ScoringPool, name: str) -> None:
     verifier = VERIFIERS[name.removesuffix("_library")]
-    for case in json.loads((recorded("GOLDEN_DIR", "golden") / "env" / f"{name}.json").read_text())["cases"]:
+    for case in golden(f"env/{name}.json").get("cases", []):
         try:
             task = verifier.parse_task(case["row"], {})
         except ValueError:
