@@ -212,7 +212,7 @@ def _our_value(key: str, value: Any) -> Any:
         return None
     for ours, mapped in rules()["values"].get(key, {}).items():
         if value == mapped:
-            return None if ours == "null" else ours
+            return {"null": None, "False": False}.get(ours, ours)
     return rules()["same_values"].get(key, {}).get(str(value), value)
 
 

@@ -115,7 +115,7 @@ policy:
       gpu_memory_utilization: 0.8
       max_model_len: 65536
       enforce_eager: false
-      expose_http_server: true
+      expose_http_server: false
     vllm_kwargs:
       mamba_ssm_cache_dtype: float32
       mamba_cache_mode: align
@@ -229,6 +229,7 @@ DISPUTED = [
     ("environments/swe_agents.yaml", None, "run_with_mixed_prompts"),
     ("environments/code_gen.yaml", "code_gen.resources_servers.code_gen.num_processes", "NeMo Gym"),
     ("environments/math_with_judge.yaml", "math_with_judge.resources_servers.math_with_judge.should_use_judge", "Gym"),
+    ("grpo_base.yaml", "policy.generation.vllm_cfg.expose_http_server", "published files switch it on for NeMo Gym"),
     ("nano_grpo.yaml", "loss_fn.truncated_importance_sampling_type", "report masks"),
     ("nano_grpo.yaml", None, "NVIDIA published two files"),
 ]

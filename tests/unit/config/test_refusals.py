@@ -51,6 +51,7 @@ NATIVE_CASES = {
     ),
     "requests_share_the_template": (
         [
+            "policy.generation.vllm_cfg.expose_http_server=true",
             "policy.tokenizer.chat_template_kwargs={enable_thinking: true}",
             f"{CHAT}.default_chat_template_kwargs={{enable_thinking: false}}",
         ],

@@ -33,12 +33,13 @@ def test_validation_may_filter() -> None:
 def test_http_requests_and_rollouts_get_the_same_template_arguments() -> None:
     tokenizer, served = "policy.tokenizer.chat_template_kwargs", f"{CHAT}.default_chat_template_kwargs"
     one, other = "{enable_thinking: true}", "{enable_thinking: false}"
+    serves = "policy.generation.vllm_cfg.expose_http_server=true"
     for overrides, is_refused in (
-        ([f"{served}={one}"], False),
-        ([f"{tokenizer}={one}", f"{served}={one}"], False),
-        ([f"{tokenizer}={one}"], True),
-        ([f"{tokenizer}={one}", f"{served}={other}"], True),
-        ([f"{tokenizer}={one}", "policy.generation.vllm_cfg.expose_http_server=false"], False),
+        ([serves, f"{served}={one}"], False),
+        ([serves, f"{tokenizer}={one}", f"{served}={one}"], False),
+        ([serves, f"{tokenizer}={one}"], True),
+        ([serves, f"{tokenizer}={one}", f"{served}={other}"], True),
+        ([f"{tokenizer}={one}"], False),
     ):
         problems = [problem for problem in refusals(load_config(STAGE, overrides)) if served in problem.where]
         assert bool(problems) is is_refused, overrides
