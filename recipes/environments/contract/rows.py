@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 MAX_SHOWN = 60  # characters of a wrong value quoted in a message
+# Of an answer's end, what an expression of a row or a setting reads: many take the square of that to find nothing.
+EXPRESSION_CHARACTERS = 1 << 13
 
 
 def shown(value: object) -> str:

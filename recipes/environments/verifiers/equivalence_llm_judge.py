@@ -8,7 +8,8 @@ Kept from the reference, because rewards depend on it: the verdict is the label 
 the last output item; a reply without a label, or one that ends in reasoning, means "not equal". An expression matches
 with MULTILINE and DOTALL, its last match counts, of that the first group that is not empty, without such a group the
 whole match; where nothing matches the whole text is compared. Expressions come from rows and settings, so they run only
-in a scoring process, with its limits.
+in a scoring process, with its limits. Decided otherwise: of a longer answer they read the last EXPRESSION_CHARACTERS,
+for many of them take hours for a megabyte of opening brackets.
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ from recipes.environments.contract.asking import (
     without_labels,
 )
 from recipes.environments.contract.responses import last_message_text
-from recipes.environments.contract.rows import last_user_text, optional_object, optional_str, wrong
+from recipes.environments.contract.rows import (
+    EXPRESSION_CHARACTERS,
+    last_user_text,
+    optional_object,
+    optional_str,
+    wrong,
+)
 from recipes.environments.contract.verdict import Response, Verdict
 from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.types import Row
@@ -104,7 +111,9 @@ def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
 def score(response: Response, task: Task) -> Scoring:
     """Ask whether the extracted answer is equal; when asked for, also in the other order or about the whole text."""
     text = last_message_text(response)
-    answer = (cut_out(task.answer_regex, text) if task.answer_regex else text) if text else task.no_answer
+    answer = text or task.no_answer
+    if text and task.answer_regex:
+        answer = cut_out(task.answer_regex, text, num_read=EXPRESSION_CHARACTERS)
     if not (yield from _are_equal(task, task.expected, answer)):
         if task.reward_if_whole_text_is_equal is not None and (yield from _are_equal(task, task.expected, text)):
             return _verdict(task.reward_if_whole_text_is_equal, "only the whole text is equal", answer)
@@ -125,10 +134,10 @@ def _template(file: str | None) -> str:
     raise ValueError(f"setting 'judge_prompt_template_fpath': there is no file {file} and none in {SIDE_FILES}")
 
 
-def cut_out(regex: str, text: str) -> str:
-    """Return what an expression finds in a text, the whole text when it finds nothing."""
+def cut_out(regex: str, text: str, *, num_read: int = 0) -> str:
+    """Return what an expression finds in a text, or in its last `num_read` characters; the text if it finds nothing."""
     found = None
-    for found in re.finditer(regex, text, re.MULTILINE | re.DOTALL):  # noqa: B007 (the last one counts)
+    for found in re.finditer(regex, text[-num_read:], re.MULTILINE | re.DOTALL):  # noqa: B007 (the last one counts)
         pass
     if found is None:
         return text

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from recipes.environments.contract.asking import JudgeQuestion, Scoring
+from recipes.environments.contract.responses import message_item, response_object
 from recipes.environments.contract.verdict import Verdict
+from recipes.environments.registry import VERIFIERS
 from recipes.environments.verifiers import (
     equivalence_llm_judge,
     genrm_compare,
@@ -125,6 +127,20 @@ def test_rewards_of_a_group(case: dict[str, Any]) -> None:
     final, base = genrm_compare.rewards(case["response_objs"], compared, weights)
     assert base == pytest.approx(case["base"])
     assert final == pytest.approx(case["final"])
+
+
+def test_an_expression_reads_the_end_of_a_long_answer() -> None:
+    row = {
+        "responses_create_params": {"input": [{"role": "user", "content": "q"}]},
+        "expected_answer": "7",
+        "template_metadata": {"output_regex": r"\(\((.*?)\)\)"},  # takes the square of a text's length to find nothing
+    }
+    task = VERIFIERS["equivalence_llm_judge"].parse_task(row, {})
+    for text, shown in (("(" * 1_000_000, "(" * 100), ("(" * 1_000_000 + ")) so ((7))", "Answer B (student):\n7\n")):
+        scoring = VERIFIERS["equivalence_llm_judge"].score(response_object([message_item(text)]), task)
+        assert not isinstance(scoring, Verdict)
+        (question,) = next(scoring)
+        assert shown in question.messages[-1][1]
 
 
 def test_braces_in_an_answer_cannot_fill_the_template() -> None:
