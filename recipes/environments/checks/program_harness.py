@@ -11,7 +11,8 @@ What a program finds around it is that of LiveCodeBench's harness, because publi
   last `if __name__ == '__main__'` is opened up. `readline` gives lines without their ends, and raises StopIteration
   after the last one; `read` and `readlines` give the whole input each time. An exit is a normal end.
 * Else the function, or the method of `Solution`, is called with the JSON values of the input's lines.
-* Many names of the standard library are there unasked; some functions of `os` are None.
+* Many names of the standard library are there unasked; some functions of `os` are None. So a function that the program
+  does not define may be found there (`add` of `operator`), and `open` is that of `io`, which finds no file.
 
 This file is sent to the sandbox as text, so it imports the standard library only.
 """

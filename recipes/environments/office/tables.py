@@ -64,11 +64,14 @@ class Table:
         records = tuple(record if record[column] != value else {**record, field: to} for record in self.records)
         return replace(self, records=records)
 
-    def is_same(self, other: Table) -> bool:
-        """Return whether both hold the same records in the same order under the same labels.
+    def is_same(self, other: Table, *, in_order: bool = True) -> bool:
+        """Return whether both hold the same records, by default in the same order under the same labels.
 
         Case does not matter outside CASE_COUNTS, and every cell that is no text equals every other.
         """
+        if not in_order:
+            ours, theirs = ([_compared(record) for record in table.records] for table in (self, other))
+            return self is other or sorted(ours, key=repr) == sorted(theirs, key=repr)
         if self.labels != other.labels:
             return False
         pairs = zip(self.records, other.records, strict=True)
@@ -88,10 +91,12 @@ class Office:
     plots: tuple[str, ...] = ()  # paths of the plots that were made
     num_changes: int = 0
 
-    def is_same(self, other: Office) -> bool:
+    def is_same(self, other: Office, *, in_order: bool = True) -> bool:
         """Return whether what tools can change is the same."""
-        return self.plots_in_lower_case() == other.plots_in_lower_case() and all(
-            getattr(self, name).is_same(getattr(other, name)) for name in ("emails", "events", "tasks", "customers")
+        ours, theirs = self.plots_in_lower_case(), other.plots_in_lower_case()
+        return (ours == theirs if in_order else sorted(ours) == sorted(theirs)) and all(
+            getattr(self, name).is_same(getattr(other, name), in_order=in_order)
+            for name in ("emails", "events", "tasks", "customers")
         )
 
     def plots_in_lower_case(self) -> list[str]:

@@ -8,7 +8,8 @@ depend on it:
 * The calendar is the first `[...]` that holds an object, and nothing after it is looked at. Inside an object brackets
   are text, between objects they end the list.
 * Events are found by `event_id`; a later entry replaces an earlier one of the same id. Two entries that are equal in
-  everything do not overlap each other; so a repeated entry costs nothing.
+  everything do not overlap each other; so a repeated entry costs nothing. With the setting `refuse_repeated_events`
+  an answer that lists an id twice earns 0.0.
 * Times are `HH:MM`, or hours with a small `am` or `pm`. An unknown constraint asks for nothing.
 """
 
@@ -37,6 +38,7 @@ class Task:
     """The events that must stand in the calendar."""
 
     events: tuple[tuple[str, float, str | None, str, str], ...]  # id, minutes, constraint, earliest start, latest end
+    refuses_repeats: bool = False
 
 
 class WrongCalendar(Exception):  # noqa: N818 (it describes the answer, not a fault of the program)
@@ -48,7 +50,10 @@ def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
     state = row.get("exp_cal_state")
     if not isinstance(state, Mapping) or not all(isinstance(event, Mapping) for event in state.values()):
         raise wrong("exp_cal_state", state, "an object of events")
-    return Task(events=tuple(_expected(name, event) for name, event in state.items()))
+    return Task(
+        events=tuple(_expected(name, event) for name, event in state.items()),
+        refuses_repeats=bool(settings.get("refuse_repeated_events", False)),
+    )
 
 
 def _expected(name: str, event: Mapping[str, Any]) -> tuple[str, float, str | None, str, str]:
@@ -104,6 +109,8 @@ def _entries(text: str) -> list[dict[str, Any]]:
 
 def _check(entries: list[dict[str, Any]], task: Task) -> None:
     by_id = {str(entry["event_id"]): entry for entry in entries}
+    if task.refuses_repeats and len(by_id) != len(entries):
+        raise WrongCalendar("an event is listed twice")
     if len(by_id) != len(task.events):
         raise WrongCalendar(f"{len(by_id)} events, expected {len(task.events)}")
     distinct = {json.dumps(entry, sort_keys=True): entry for entry in entries}.values()
@@ -141,5 +148,6 @@ VERIFIER = Verifier(
     class_name="CalendarResourcesServer",
     rewards=(0.0, 1.0),
     agents={"calendar_simple_agent": Agent(kind="single_turn", server="calendar")},
+    settings=frozenset({"refuse_repeated_events"}),
     is_cheap=lambda _task: True,
 )

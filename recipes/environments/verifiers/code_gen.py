@@ -1,9 +1,10 @@
 """Programs for problems with unit tests. Reward 1.0 when a program passes every test, else 0.0.
 
 The program is what stands between the last two lines with three backticks; an answer whose last fence is not closed
-gives other lines than it means. It runs in a sandbox (`checks/program_harness.py` says what it finds there), which is
-sent the inputs of the tests and never what they expect; the comparison (`checks/program_outputs.py`) happens here. The
-tests go in growing batches, each in a process of its own, so that a wrong program stops early.
+gives other lines than it means. With the setting `close_last_fence` such an answer ends with its program. It runs in a
+sandbox (`checks/program_harness.py` says what it finds there), which is sent the inputs of the tests and never what
+they expect; the comparison (`checks/program_outputs.py`) happens here. The tests go in growing batches, each in a
+process of its own, so that a wrong program stops early.
 
 A program that fails, hangs, floods its output or breaks its process earns 0. A sandbox that does not start it gives no
 verdict. Kept from the reference, because rewards depend on it:
@@ -52,6 +53,7 @@ class Task:
     fn_name: str | None  # what is called; None = the program reads standard input
     seconds: float  # of processor time, for one test
     format_reward: float  # of an answer with misplaced thinking tags
+    closes_fence: bool = False
 
 
 def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
@@ -67,12 +69,13 @@ def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
         fn_name=optional_str(tests, "fn_name"),
         seconds=float(settings.get("unit_test_timeout_secs", 10)),
         format_reward=float(settings.get("reasoning_format_penalty", 0.0)),
+        closes_fence=bool(settings.get("close_last_fence", False)),
     )
 
 
 def score(response: Response, task: Task) -> Verdict | Scoring:
     """Run the program of an answer on the tests."""
-    code = program_in(all_text(response))
+    code = program_in(all_text(response), closes_fence=task.closes_fence)
     if code is None:
         return Verdict(reward=0.0, reason="no program: fewer than two lines with three backticks, or nothing between")
     if has_misplaced_tags(response):
@@ -81,10 +84,15 @@ def score(response: Response, task: Task) -> Verdict | Scoring:
     return _score_by_running(code, task)
 
 
-def program_in(text: str) -> str | None:
-    """Return the lines between the last two that hold three backticks, None when there are none."""
+def program_in(text: str, *, closes_fence: bool = False) -> str | None:
+    """Return the lines between the last two that hold three backticks, None when there are none.
+
+    With `closes_fence` those after the last one count where it opens a block, being the first, the third, ...
+    """
     lines = text.split("\n")
     fences = [number for number, line in enumerate(lines) if FENCE in line]
+    if closes_fence and len(fences) % 2:
+        fences.append(len(lines))
     return "\n".join(lines[fences[-2] + 1 : fences[-1]]) or None if len(fences) > 1 else None
 
 
@@ -204,6 +212,8 @@ VERIFIER = Verifier(
     class_name="CompCodingResourcesServer",
     rewards=(-1.0, 1.0),
     agents={"code_gen_simple_agent": Agent(kind="single_turn", server="code_gen")},
-    settings=frozenset({"debug", "num_processes", "reasoning_format_penalty", "unit_test_timeout_secs"}),
+    settings=frozenset(
+        {"close_last_fence", "debug", "num_processes", "reasoning_format_penalty", "unit_test_timeout_secs"}
+    ),
     needs_sandbox=True,
 )

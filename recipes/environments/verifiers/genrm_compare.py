@@ -11,7 +11,8 @@ of the comparisons that it has; one that has none, like one that no other answer
 Kept from the reference: lengths are characters; the shortest reasoning that is not empty earns the bonus only if its
 score is among the best, by a threshold that is taken before any bonus; an answer without text counts as length 0 in the
 length terms and is shown to the model as "None"; the reward is not clipped. Not kept: all comparisons are awaited,
-where the reference may miss those that still run when the last answer arrives, and counts failed ones as ties.
+where the reference may miss those that still run when the last answer arrives, and counts failed ones as ties; and the
+model is shown every text of the conversation, where the reference leaves out what a user says in parts.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Only the text of the last output item is graded. Decided as NeMo Gym's verifier has it, because published rewards
 depend on it:
 
-* An answer that is empty or was cut off is checked like any other: it follows "no commas". A binary row without
-  instructions earns 1.0.
+* An answer that is empty or was cut off is checked like any other: it follows "no commas". With the setting
+  `refuse_empty_answers` one without text earns 0.0. A binary row without instructions earns 1.0.
 * An instruction without arguments of its own (the list of arguments is shorter) is not checked.
 * An unknown instruction, and one whose arguments do not fit, counts as not followed.
 
@@ -36,6 +36,7 @@ class Task:
 
     instructions: tuple[tuple[str, str], ...]  # (name, arguments as JSON text)
     grading_mode: str
+    refuses_empty: bool = False
 
 
 def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
@@ -51,12 +52,15 @@ def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
     return Task(
         instructions=tuple((name, json.dumps(one)) for name, one in zip(names, given, strict=False)),
         grading_mode=mode,
+        refuses_empty=bool(settings.get("refuse_empty_answers", False)),
     )
 
 
 def score(response: Response, task: Task) -> Verdict:
     """Check every instruction."""
     text = last_item_text(response)
+    if task.refuses_empty and not text.strip():
+        return Verdict(reward=0.0, reason="the answer is empty", metrics={"num_followed": 0.0})
     followed = [_follows(text, name, json.loads(arguments)) for name, arguments in task.instructions]
     missed = [name for (name, _), is_followed in zip(task.instructions, followed, strict=True) if not is_followed]
     share = sum(followed) / len(followed) if followed else 0.0
@@ -80,4 +84,5 @@ VERIFIER = Verifier(
     class_name="InstructionFollowingResourcesServer",
     rewards=(0.0, 1.0),
     agents={"instruction_following_simple_agent": Agent(kind="single_turn", server="instruction_following")},
+    settings=frozenset({"refuse_empty_answers"}),
 )

@@ -2,6 +2,18 @@
 
 Each row, or the whole server, says how the letter is read from the answer (`grading_mode`). A row may bring patterns
 of its own (`template_metadata.output_regex`), which are tried first.
+
+Kept from the reference, because rewards depend on it:
+
+* What a pattern finds last is the answer, also a letter that is not offered. So a row with a pattern needs no options.
+* The strict mode reads the last box, and there a capital only; where that box is not closed there is no answer.
+* `lenient_answer_colon` reads the first line that says "answer:", the markdown mode the last one with a letter. In the
+  markdown mode the answer may begin after at most two asterisks, underscores, spaces and ends of lines; `_C_` is then C
+  where it leads, and no letter further on.
+
+Decided otherwise: of a pattern with several groups the first one that is not empty counts; the reference fails there. A
+row without options and without a pattern, which no answer could solve, is refused. Of a long answer a pattern reads the
+last EXPRESSION_CHARACTERS.
 """
 
 from __future__ import annotations
@@ -13,7 +25,7 @@ from itertools import pairwise
 from typing import Any
 
 from recipes.environments.contract.responses import all_text
-from recipes.environments.contract.rows import one_of, optional_object, optional_str, wrong
+from recipes.environments.contract.rows import EXPRESSION_CHARACTERS, one_of, optional_object, optional_str, wrong
 from recipes.environments.contract.verdict import Response, Verdict
 from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.types import Row
@@ -51,15 +63,16 @@ class Task:
 
 def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
     """Read `options`, `expected_answer`, `grading_mode` and `template_metadata`; a server mode wins over the row's."""
+    patterns = _patterns(optional_object(row, "template_metadata").get("output_regex"))
     mode = settings.get("grading_mode")
     mode = row.get("grading_mode") or STRICT if mode is None else one_of("grading_mode", mode, SERVER_MODES)
     if settings.get("grading_mode") is None:
         mode = one_of("grading_mode", mode, ROW_MODES)
     return Task(
-        options=_options(row),
+        options=() if patterns and row.get("options") is None else _options(row),
         answer=(optional_str(row, "expected_answer") or "").strip().upper(),
         grading_mode=mode,
-        patterns=_patterns(optional_object(row, "template_metadata").get("output_regex")),
+        patterns=patterns,
     )
 
 
@@ -138,7 +151,7 @@ def _last_boxed(text: str) -> str | None:
 def _by_pattern(text: str, pattern: str, task: Task) -> str | None:
     """Return the last match of a row's own pattern, as a letter."""
     try:
-        found = re.findall(pattern, text, re.IGNORECASE)
+        found = re.findall(pattern, text[-EXPRESSION_CHARACTERS:], re.IGNORECASE)
     except re.error:
         return None
     if not found:
@@ -183,7 +196,7 @@ def _answer_colon(text: str, task: Task) -> str | None:
 
 
 def _answer_colon_markdown(text: str, task: Task) -> str | None:
-    lines = re.findall(r"answer[*_]*\s*:[*_]*\s*([^\n]*)", text, re.IGNORECASE)
+    lines = re.findall(r"answer[*_]{0,2}\s*:[*_\s]{0,2}([^\n]+)", text, re.IGNORECASE)
     return next((letter for line in reversed(lines) if (letter := _letter_of_line(line, task.letters))), None)
 
 
@@ -195,7 +208,7 @@ def _letter_of_line(line: str, letters: frozenset[str]) -> str | None:
         between = line[left.end() : right.start()]
         if left.group().upper() != right.group().upper() and _separates(between):
             return None
-    capitals = [match.group() for match in re.finditer(ALONE, line) if match.group().isupper()]
+    capitals = re.findall(r"\b[A-Z]\b", line)
     leading = re.match(ALONE, line)
     letter = leading.group().upper() if leading else capitals[-1] if capitals else None
     return letter if letter in letters else None

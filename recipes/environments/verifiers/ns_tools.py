@@ -40,6 +40,7 @@ class Task:
     expected_answer: str
     question: str
     asks_judge: bool
+    last_box_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +55,24 @@ def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
     """Read `question` and `expected_answer`; `verifier_type` must be the one that is built."""
     one_of("verifier_type", row.get("verifier_type") or settings.get("default_verifier") or DELEGATE, (DELEGATE,))
     task = math_with_judge.parse_task(row, settings)
-    return Task(expected_answer=task.expected_answer, question=task.question, asks_judge=task.asks_judge)
+    return Task(
+        expected_answer=task.expected_answer,
+        question=task.question,
+        asks_judge=task.asks_judge,
+        last_box_only=task.last_box_only,
+    )
 
 
 def score(response: Response, task: Task) -> Verdict | Scoring:
     """Compare the answer with the expected one."""
     return math_with_judge.score(
         response,
-        math_with_judge.Task(expected_answer=task.expected_answer, question=task.question, asks_judge=task.asks_judge),
+        math_with_judge.Task(
+            expected_answer=task.expected_answer,
+            question=task.question,
+            asks_judge=task.asks_judge,
+            last_box_only=task.last_box_only,
+        ),
     )
 
 

@@ -5,7 +5,8 @@ NeMo Gym's verifier has it, because published rewards depend on it:
 
 * Where the expert answered with text, any text earns 1.0, whatever it says, and any call 0.0.
 * By default surplus calls cost nothing: every expected call must find a call of its own that matches it.
-* A value must have the type of the expected one as Python sees it: true passes for a number, 1 does not for 1.0.
+* A value must have the type of the expected one as Python sees it: true passes for 1, and 1 does not for 1.0. With
+  `compare_numbers_by_value` 1 passes for 1.0 and 1.0 for 1, and true is no number.
 * Texts of two words and more are compared as bags of words: shared words over the words of both, so that equal texts
   score 0.5. With a threshold of 0 (SWE pivot) any such text matches any other: only the tool, the names and types of
   arguments, and texts of one word decide. Set `word_count_similarity_threshold` higher to compare them.
@@ -14,6 +15,7 @@ NeMo Gym's verifier has it, because published rewards depend on it:
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.types import Row
 
 STRICT, FRACTIONAL, F1 = "binary_strict", "fractional", "f1"
+LARGEST = sys.float_info.max
 CONFIG = "tool_call_comparator_config"
 NAME = "single_step_tool_use_with_argument_comparison"
 THRESHOLDS = {"": 0.1, "toolcall_schema_": 0.1, "search_pivot_": 0.3, "swe_pivot_": 0.0}  # of the published instances
@@ -42,6 +45,7 @@ class Task:
     allows_fewer: bool = False
     allows_more: bool = False
     mode: str = STRICT
+    compares_by_value: bool = False  # numbers, whether written as whole ones or not
 
 
 def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
@@ -62,6 +66,7 @@ def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
         allows_fewer=bool(config.get("allow_subset", False)),
         allows_more=bool(config.get("allow_superset", False)),
         mode=one_of("mode", config.get("parallel_tool_call_reward_mode", STRICT), (STRICT, FRACTIONAL, F1)),
+        compares_by_value=bool(config.get("compare_numbers_by_value", False)),
     )
 
 
@@ -144,7 +149,7 @@ def _problem(wanted: tuple[str, Any], found: tuple[Any, Any], task: Task) -> str
 
 
 def _difference(wanted: Any, found: Any, task: Task) -> str | None:
-    if not isinstance(found, type(wanted)):
+    if not _has_type_of(wanted, found, task):
         return f"a value of type {type(found).__name__}, expected {type(wanted).__name__}"
     if isinstance(wanted, dict):
         if wanted.keys() != found.keys():
@@ -159,9 +164,18 @@ def _difference(wanted: Any, found: Any, task: Task) -> str | None:
     return next((problem for pair in pairs if (problem := _difference(*pair, task))), None)
 
 
+def _has_type_of(wanted: Any, found: Any, task: Task) -> bool:
+    if not task.compares_by_value:
+        return isinstance(found, type(wanted))
+    if isinstance(wanted, bool) or isinstance(found, bool):
+        return type(wanted) is type(found)
+    return isinstance(found, int | float if isinstance(wanted, int | float) else type(wanted))
+
+
 def _same(wanted: Any, found: Any, task: Task) -> bool:
     if isinstance(wanted, float):
-        return bool(abs(wanted - found) < task.float_tolerance)
+        is_small = isinstance(found, float) or abs(found) < LARGEST  # a larger whole number is no float
+        return is_small and bool(abs(wanted - found) < task.float_tolerance)
     if not isinstance(wanted, str):
         return bool(wanted == found)
     bags = Counter(wanted.lower().split()), Counter(found.lower().split())

@@ -2,6 +2,14 @@
 
 The answer is the whole text in the row's format (JSON, YAML, XML, TOML or CSV), or the arguments of exactly one
 function call. The schema is made strict: every listed property is required and no other is allowed.
+
+Kept from the reference, because rewards depend on it:
+
+* Schemas inside lists (anyOf, oneOf, allOf) stay as they are, and a property that is itself named "properties" is taken
+  for a list of properties, which no answer satisfies. With the setting `strict_inside_lists` the first two are made
+  strict, too, and properties may have any name.
+* The answer is the whole text: one in a fenced block is not in the format. `format` is not checked and `nullable` has
+  no effect; NaN is a number, 3.0 a whole one, true is none; of equal keys the last counts.
 """
 
 from __future__ import annotations
@@ -19,6 +27,10 @@ from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.types import Row
 
 TEXT, TOOL_CALL = "text", "tool_call"
+# Where JSON Schema has further schemas: as a value, by name, in a list.
+SCHEMAS = frozenset({"items", "additionalProperties", "contains", "then", "else"})
+NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+LISTED_SCHEMAS = frozenset({"anyOf", "oneOf", "prefixItems"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +42,7 @@ class Task:
     response_mode: str
     tool_name: str | None
     tool_payload_key: str | None
+    is_strict_in_lists: bool = False
 
 
 class UnfitAnswer(Exception):  # noqa: N818 (it describes the answer, not a fault of the program)
@@ -48,6 +61,7 @@ def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
         response_mode=one_of("response_mode", row.get("response_mode") or TEXT, (TEXT, TOOL_CALL)),
         tool_name=optional_str(row, "tool_name"),
         tool_payload_key=optional_str(row, "tool_payload_key"),
+        is_strict_in_lists=bool(settings.get("strict_inside_lists", False)),
     )
 
 
@@ -76,9 +90,27 @@ def strict_schema(schema: Any) -> Any:
     return {key: strict_schema(value) for key, value in strict.items()}
 
 
+def strict_schema_in_lists(schema: Any) -> Any:
+    """Do so in every schema inside a schema, but not where a stricter one allows more (not, if) or nothing (allOf)."""
+    if not isinstance(schema, Mapping):
+        return schema
+    strict = dict(schema)
+    for key in SCHEMAS & strict.keys():
+        strict[key] = strict_schema_in_lists(strict[key])
+    for key in NAMED_SCHEMAS & strict.keys():
+        if isinstance(strict[key], Mapping):
+            strict[key] = {name: strict_schema_in_lists(inner) for name, inner in strict[key].items()}
+    for key in LISTED_SCHEMAS & strict.keys():
+        if isinstance(strict[key], list):
+            strict[key] = [strict_schema_in_lists(inner) for inner in strict[key]]
+    if isinstance(strict.get("properties"), Mapping):
+        strict |= {"required": list(strict["properties"]), "additionalProperties": False}
+    return strict
+
+
 def _schema(task: Task) -> Any:
     try:
-        return strict_schema(json.loads(task.schema))
+        return (strict_schema_in_lists if task.is_strict_in_lists else strict_schema)(json.loads(task.schema))
     except Exception as error:  # the row's schema text is data
         raise UnfitAnswer("schema_error", f"the row's schema cannot be read: {error}") from error
 
@@ -134,5 +166,6 @@ VERIFIER = Verifier(
         f"structured_outputs{version}_simple_agent": Agent(kind="single_turn", server="structured_outputs")
         for version in ("", "_v3", "_v4")
     },
+    settings=frozenset({"strict_inside_lists"}),
     imports=("openapi_schema_validator", "yaml", "xmltodict"),
 )

@@ -8,7 +8,7 @@ Kept from the reference, because rewards depend on it:
 
 * Records must be in the same order and have the same labels. A new email, task or customer counts its table's labels
   anew, a deletion leaves a gap, a new event has the label 0. So "send, then delete" leaves another state than "delete,
-  then send".
+  then send". With the setting `ignore_order` neither order nor labels matter.
 * Case does not matter, except for `status`, `list_name` and `board`. A cell that is no text equals every other such
   cell, so a duration of 30 as a number equals 45 as a number, and neither equals "30".
 * The next id is one more than the greatest id read as text: after email 999 comes 1000, and after that 1000 again.
@@ -53,6 +53,7 @@ class Task:
 
     ground_truth: tuple[tuple[str, str], ...]
     tables: str
+    is_order_ignored: bool = False
 
 
 def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
@@ -65,7 +66,11 @@ def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
             raise wrong("ground_truth", entry, "calls with a name and arguments as JSON text")
     tables = _tables(settings)
     load_office(tables)
-    return Task(ground_truth=tuple((entry["name"], entry["arguments"]) for entry in calls), tables=tables)
+    return Task(
+        ground_truth=tuple((entry["name"], entry["arguments"]) for entry in calls),
+        tables=tables,
+        is_order_ignored=bool(settings.get("ignore_order", False)),
+    )
 
 
 def score(response: Response, task: Task) -> Verdict:
@@ -73,7 +78,7 @@ def score(response: Response, task: Task) -> Verdict:
     calls = [(item.get("name"), item.get("arguments")) for item in function_calls(response)]
     office = load_office(task.tables)
     after, expected = _done(office, calls), _done(office, task.ground_truth)
-    is_right = after.is_same(expected)
+    is_right = after.is_same(expected, in_order=not task.is_order_ignored)
     changes = f"{after.num_changes} changes, {expected.num_changes} expected"
     reason = f"the office is {'as' if is_right else 'not as'} it should be ({changes})"
     return Verdict(reward=float(is_right), reason=reason, metrics={"num_tool_calls": float(len(calls))})
@@ -114,7 +119,7 @@ VERIFIER = Verifier(
     agents={
         "workplace_assistant_simple_agent": Agent(kind="tool_loop", server="workplace_assistant", max_steps=MAX_STEPS)
     },
-    settings=frozenset({"tables"}),
+    settings=frozenset({"ignore_order", "tables"}),
     tools=Tools(start=_start, call=_call),
     is_cheap=lambda _task: True,
 )

@@ -169,6 +169,12 @@ def test_a_conversation_of_the_wrong_shape_raises_nothing(params: Any) -> None:
     assert all(text == "" for _, text in parse_task({"responses_create_params": params}, {}).history)
 
 
+def test_the_model_is_shown_what_a_user_says_in_parts() -> None:
+    parts = [{"type": "input_text", "text": "Write"}, {"type": "input_image"}, {"type": "input_text", "text": "a poem"}]
+    params = {"input": [{"role": "user", "content": parts}]}
+    assert parse_task({"responses_create_params": params}, {}).history == (("user", "Write\na poem"),)
+
+
 @pytest.mark.timeout(20)  # a search that starts anew at each character takes minutes
 @pytest.mark.parametrize(
     "text", ["\n" * 300_000, "\n \t" * 100_000, " " * 300_000 + "x", "```json" + " " * 300_000, "```" * 99_999]

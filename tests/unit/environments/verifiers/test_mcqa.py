@@ -85,6 +85,38 @@ def test_answer_colon_markdown(answer: Answer) -> None:
     assert markdown("Answer: C\nAnswer: G", answer) == "C"
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Answer: _C_", "C"),
+        ("Answer: the one called _C_", None),  # an underscore is part of a word
+        ("Answer: the one called C", "C"),
+        ("Answer:\nC", "C"),
+        ("**Answer**:\n\nC", "C"),
+        ("Answer:\n\n\nC", None),
+        ("Answer: A\nAnswer:   \nC", "A"),
+    ],
+)
+def test_where_a_markdown_answer_may_stand(text: str, expected: str | None, answer: Answer) -> None:
+    assert markdown(text, answer) == expected
+
+
+def test_a_row_with_a_pattern_needs_no_options(answer: Answer) -> None:
+    own = {"options": None, "template_metadata": {"output_regex": "choice (\\w)"}}
+    assert letter("choice b", answer, **own) == "B"
+    assert letter("\\boxed{B}", answer, **own) is None  # without options no letter may be answered
+    with pytest.raises(ValueError, match="field 'options': got string 'A'"):
+        letter("choice b", answer, **(own | {"options": "A"}))
+
+
+def test_a_pattern_reads_the_end_of_a_long_answer(answer: Answer) -> None:
+    own = {
+        "template_metadata": {"output_regex": r"\(\((.*?)\)\)"}
+    }  # takes the square of a text's length to find nothing
+    assert letter("(" * 1_000_000, answer, **own) is None
+    assert letter("(" * 1_000_000 + ")) so ((c))", answer, **own) == "C"
+
+
 def test_a_rows_own_pattern_comes_first(answer: Answer) -> None:
     own = {"template_metadata": {"output_regex": ["choice (", "choice (\\w+)"]}}
     assert letter("choice a, choice c \\boxed{B}", answer, **own) == "C"  # last match; the broken pattern is skipped
