@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
 
 from tests.recorded import recorded
+
+gc.disable()  # until all tests are collected: the collector would look through them again and again
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage again, but not among the tests themselves, which stay to the end."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
