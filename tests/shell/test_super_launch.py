@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import socket
@@ -196,7 +197,6 @@ def test_missing_model_is_refused(launch):
 
 def test_busy_ports_are_refused_before_ray_starts_and_the_owner_is_named(launch):
     """One port of every slot is taken: by this test, or by a run that has the slot."""
-    taken = []
     with ExitStack() as stack:
         for slot in range(NUM_SLOTS):
             squatter = stack.enter_context(socket.socket())
@@ -204,10 +204,8 @@ def test_busy_ports_are_refused_before_ray_starts_and_the_owner_is_named(launch)
             with suppress(OSError):
                 squatter.bind(("", ray_ports(slot).gcs))
                 squatter.listen()
-                taken.append(ray_ports(slot).gcs)
         text = launch.plan(expect=2, LAUNCHER="local").stderr
-    assert f"port {taken[0]} (Ray control" in text
-    assert "in use by pid" in text
+    assert re.search(r"port \d+ \(Ray .*in use by pid", text)
     assert not (launch.directory / "results" / "exp" / "logs").exists()
 
 
