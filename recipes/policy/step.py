@@ -357,6 +357,8 @@ def _run(
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
+        # Of one rank an all-reduce moves nothing; a reduce-scatter would copy all gradients twice.
+        force_all_reduce=parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1,
     )
     return outputs
 

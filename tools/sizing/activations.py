@@ -81,7 +81,7 @@ def _attention(
     """Return what is kept: queries, keys, values and the output twice; before their norms; sines, sums of scores."""
     queries, all_heads = model.query_heads, model.query_heads + 2 * model.kv_heads
     heads = 2 * queries + all_heads + (all_heads if model.norms_heads else 0)
-    rotation = 4 * model.head_size * width if model.rotates_heads and not has_fused_rotation else 0
+    rotation = model.head_size * width if model.rotates_heads and not has_fused_rotation else 0
     kept = tokens * (heads * model.head_size * width / tensor + rotation + 4 * queries / tensor)
     return kept, tokens * (queries + all_heads) * model.head_size * width / tensor
 
@@ -97,10 +97,10 @@ def _mamba(model: Architecture, tokens: float, width: int, tensor: int) -> tuple
 def _mlp(model: Architecture, inner: float) -> tuple[float, float]:
     """Return what an MLP keeps of `inner` bytes per matrix, and the gradients of them that are there at once.
 
-    With a gate: both parts of the first product, one of them copied, the activation and the product. Without one: the
-    activation before and after its square.
+    With a gate: both parts of the first product, and what they become. Without one: the activation before and after
+    its square.
     """
-    return (5 if model.is_gated else 2) * inner, 3 * inner
+    return (3 if model.is_gated else 2) * inner, 3 * inner
 
 
 def _moe(model: Architecture, tokens: float, width: int, tensor: int) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from recipes.policy.families.mapping import Sharding, WeightMapping, sum_experts_apart
 from recipes.policy.layers.attention import CoreAttention
+from recipes.policy.layers.gated import GatedSilu
 from recipes.policy.layers.head import LogProbModel, OutputConfig
 from recipes.policy.layers.norm import RMSNorm
 from recipes.policy.layers.token_heads import TokenHeads
@@ -66,6 +67,7 @@ class Qwen3:
             "qk_layernorm": True,
             "gated_linear_unit": True,
             "activation_func": functional.silu,
+            "use_te_activation_func": True,  # that is: the activation module of the layer spec
             "add_bias_linear": False,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
@@ -74,7 +76,7 @@ class Qwen3:
     def build(self, hf: Any, config: TransformerConfig, output: OutputConfig) -> torch.nn.Module:
         """Build a GPT from the local layer spec."""
         layers = TransformerBlockSubmodules(
-            layer_specs=[_layer_spec(config)] * get_num_layers_to_build(config), layer_norm=RMSNorm
+            layer_specs=[_layer_spec(config, _rope_theta(hf))] * get_num_layers_to_build(config), layer_norm=RMSNorm
         )
         model: torch.nn.Module = LogProbModel(
             output,
@@ -84,7 +86,7 @@ class Qwen3:
             max_sequence_length=hf.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
-            position_embedding_type="rope",
+            position_embedding_type="rope" if config.apply_rope_fusion else "none",  # none: our attention rotates
             rotary_base=_rope_theta(hf),
             share_embeddings_and_output_weights=hf.tie_word_embeddings,
             parallel_output=True,
@@ -135,7 +137,7 @@ def _rope_theta(hf: Any) -> int:
     return int(parameters["rope_theta"] if parameters else hf.rope_theta)
 
 
-def _layer_spec(config: TransformerConfig) -> ModuleSpec:
+def _layer_spec(config: TransformerConfig, rotary_base: int) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -145,6 +147,10 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec:
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
-    attention.core_attention = CoreAttention
+    attention.core_attention = ModuleSpec(
+        module=CoreAttention, params={} if config.apply_rope_fusion else {"rotary_base": rotary_base}
+    )
     attention.q_layernorm = attention.k_layernorm = RMSNorm
+    mlp = layer.mlp.submodules
+    (mlp.experts.submodules if config.num_moe_experts else mlp).activation_func = GatedSilu
     return spec

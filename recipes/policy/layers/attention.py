@@ -14,10 +14,14 @@ from torch.nn import functional
 
 from recipes.policy.layers.context import ContextSequences, attend
 from recipes.policy.layers.packed import AttentionBatch, PackedSequences
+from recipes.policy.layers.rotary import rotary_angles, rotate
 
 
 class CoreAttention(MegatronModule):  # type: ignore[misc]
-    """Megatron core attention for packed rows: [T, h, d] in, [T, h * d] out."""
+    """Megatron core attention for packed rows: [T, h, d] in, [T, h * d] out.
+
+    With `rotary_base` it also rotates queries and keys by their positions, which Megatron then leaves alone.
+    """
 
     def __init__(
         self,
@@ -26,11 +30,13 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         attn_mask_type: object,
         attention_type: str,
         softmax_scale: float | None = None,
+        rotary_base: float | None = None,
         **_: object,
     ) -> None:
         super().__init__(config=config)
         del layer_number, attn_mask_type, attention_type
         self._scale = softmax_scale
+        self._rotary_base = rotary_base
 
     def forward(
         self,
@@ -43,6 +49,9 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """Attend within each sequence of the row."""
         del attention_mask
+        if self._rotary_base is not None:
+            angles_Tf = rotary_angles(packed_seq_params.positions_T, query.shape[-1], self._rotary_base)
+            query, key = rotate(query, angles_Tf), rotate(key, angles_Tf)
         if isinstance(packed_seq_params, ContextSequences):
             group = parallel_state.get_context_parallel_group()
             return attend(query, key, value, packed_seq_params, scale=self._scale, group=group)
@@ -52,13 +61,14 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             attended = functional.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=self._scale, enable_gqa=q.shape[1] != k.shape[1]
             )
-            outputs.append(attended.transpose(1, 2).flatten(0, 1).index_select(0, batch.real))
-        output = torch.cat(outputs).index_select(0, packed_seq_params.scatter_T)
-        return output.flatten(1)
+            outputs.append(attended.transpose(1, 2).flatten(0, 1))
+        if packed_seq_params.batches[0].is_row:
+            return outputs[0].flatten(1)
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return output.index_select(0, packed_seq_params.scatter_T).flatten(1)
 
 
 def _gather(rows_Thd: Tensor, batch: AttentionBatch) -> Tensor:
     """Return [N, h, L, d]."""
-    num, longest = batch.index_NL.shape
-    gathered = rows_Thd.index_select(0, batch.index_NL.flatten())
-    return gathered.view(num, longest, *rows_Thd.shape[1:]).transpose(1, 2)
+    gathered = rows_Thd if batch.is_row else rows_Thd.index_select(0, batch.index_NL.flatten())
+    return gathered.view(*batch.index_NL.shape, *rows_Thd.shape[1:]).transpose(1, 2)

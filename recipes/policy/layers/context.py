@@ -1,7 +1,7 @@
 """Context parallelism over packed rows: which tokens a rank holds, and attention across the ranks.
 
 Each sequence is cut into 2 * size chunks, and rank r holds chunks r and 2 * size - 1 - r, so that causal attention
-costs every rank the same. Megatron's rotary embedding and Mamba layers expect this order too.
+costs every rank the same. Megatron's fused rotary embedding and Mamba layers expect this order too.
 
 Shape legend: T tokens of the whole row, O = T / size tokens of this rank, N sequences of a batch, L queries of one of
 them, K its keys, h heads, d head size.
@@ -69,7 +69,7 @@ def share_over_context(sequences: PackedSequences, group: dist.ProcessGroup) -> 
     visited_O = torch.cat([batch.queries_NL.flatten() for batch in batches])
     same = {f.name: getattr(sequences, f.name) for f in fields(PackedSequences)}
     return ContextSequences(
-        **same | {"batches": [], "scatter_T": torch.argsort(visited_O)},
+        **same | {"batches": [], "scatter_T": torch.argsort(visited_O), "positions_T": sequences.positions_T[own_O]},
         own_O=own_O,
         restore_T=place_T,
         context_batches=batches,

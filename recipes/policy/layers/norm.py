@@ -46,5 +46,5 @@ class _Normalized(torch.autograd.Function):
         normed = x * scale
         of_weight = (grad * normed).flatten(0, -2).sum(0)
         own = grad * weight
-        of_x = (own - normed * (own * normed).mean(-1, keepdim=True)).mul_(scale)
-        return of_x, of_weight, None
+        along = (own * normed).mean(-1, keepdim=True)
+        return own.addcmul_(normed, along, value=-1).mul_(scale), of_weight, None

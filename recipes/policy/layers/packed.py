@@ -24,7 +24,7 @@ class AttentionBatch:
     """Sequences of similar length, attended to in one call."""
 
     index_NL: Tensor  # positions in the row; pads repeat the sequence's last token
-    real: Tensor  # flat positions in [0, N * L) of the tokens that are not pads
+    is_row: bool = False  # these positions are those of the whole row in its order: nothing needs to move
 
 
 @dataclass
@@ -32,8 +32,9 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
     """Megatron's description of a packed row, with the batches of this attention."""
 
     batches: list[AttentionBatch] = field(default_factory=list)
-    # Where token t of the row lies in the concatenated outputs of the batches.
+    # Where token t of the row lies in the concatenated outputs of the batches, pads included.
     scatter_T: Tensor = field(default_factory=lambda: torch.empty(0))
+    positions_T: Tensor = field(default_factory=lambda: torch.empty(0))  # of each token in its sequence, from 0
     pads_1T: Tensor = field(default_factory=lambda: torch.empty(0))  # bool, True on pads
 
 
@@ -48,7 +49,7 @@ def packed_sequences(
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)
-    batches = []
+    batches, visited, places, num_before = [], [], [], 0
     for members in similar_lengths(lengths):
         longest = lengths[members[0]]
         within = torch.arange(longest)
@@ -56,8 +57,11 @@ def packed_sequences(
         starts_N1 = torch.tensor([[starts[i]] for i in members])
         index_NL = starts_N1 + torch.minimum(within, lengths_N1 - 1)
         real = (within < lengths_N1).flatten().nonzero()[:, 0]
-        batches.append(AttentionBatch(index_NL.to(device), real.to(device)))
-    visited_T = torch.cat([batch.index_NL.flatten()[batch.real] for batch in batches])
+        visited.append(index_NL.flatten()[real])
+        places.append(num_before + real)
+        num_before += index_NL.numel()
+        is_row = len(real) == index_NL.numel() == starts[-1] and members == sorted(members)
+        batches.append(AttentionBatch(index_NL.to(device), is_row))
     bounds = torch.tensor(starts, dtype=torch.int32, device=device)
     return PackedSequences(
         qkv_format="thd",
@@ -66,7 +70,8 @@ def packed_sequences(
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
         batches=batches,
-        scatter_T=torch.argsort(visited_T),
+        scatter_T=torch.cat(places)[torch.argsort(torch.cat(visited))].to(device),
+        positions_T=torch.cat([torch.arange(length) for length in lengths]).to(device),
         pads_1T=_pads(lengths, lengths if unpadded is None else unpadded).to(device)[None],
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
@@ -32,8 +33,8 @@ def test_rows_of_one_token_have_nothing_to_predict() -> None:
     assert packed.unpack(torch.zeros(1, 8)).shape == packed.align([np.zeros(1, np.float32)] * 2).shape == (2, 0)
 
 
-def test_attention_equals_one_call_per_sequence() -> None:
-    lengths = [7, 1, 30, 12, 11, 29, 3]
+@pytest.mark.parametrize("lengths", [[7, 1, 30, 12, 11, 29, 3], [5, 5, 5], [9], [3, 4]])
+def test_attention_equals_one_call_per_sequence(lengths: list[int]) -> None:
     config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=4, num_query_groups=2)
     attention = CoreAttention(config, 1, None, "self", softmax_scale=0.3)
     generator = torch.Generator().manual_seed(0)
