@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
+import pytest
 
 from recipes.environments.model_server.forest import CallNode, Forest
 from recipes.environments.model_server.messages import CalledFunction, ChatMessage, tools_digest
@@ -14,22 +16,36 @@ from recipes.environments.model_server.requests import CHAT, RESPONSES, ModelReq
 from recipes.types import Turn, VersionSpan
 from tests.recorded import recorded
 
+VARIABLE = "AGENT_REQUESTS_DIR"  # names another directory of recordings of the same form
+
 
 @dataclass(frozen=True)
 class Recording:
     requests: list[dict[str, Any]]
     served: list[ChatMessage]
+    expected: list[dict[str, Any]]  # of each call: `result` (root, extend or fork), and `parent`, a call's number
+
+
+def recordings() -> list[str]:
+    """Return the names of all recordings."""
+    return sorted(path.stem for path in recorded(VARIABLE, "agent_requests").glob("*.json"))
 
 
 def recording(name: str) -> Recording:
-    """Return the bodies that a client sent, with path and headers, and the answers that it got."""
-    path = recorded("AGENT_REQUESTS_DIR", "agent_requests") / f"{name}.json"
+    """Return the bodies that a client sent, with path and headers, and the answers that it got.
+
+    Skips where another directory does not have it.
+    """
+    path = recorded(VARIABLE, "agent_requests") / f"{name}.json"
+    if VARIABLE in os.environ and not path.is_file():
+        pytest.skip(f"{VARIABLE} has no {path.name}")
     parsed = json.loads(path.read_text(encoding="utf-8"))
     requests = parsed["requests"]
     for request in requests:
         if "same_as" in request["body"]:
             request["body"] = requests[request["body"]["same_as"]]["body"]
-    return Recording(requests, [said(answer) for answer in parsed["served"] if "status" not in answer])
+    served = [said(answer) for answer in parsed["served"] if "status" not in answer]
+    return Recording(requests, served, parsed.get("expected") or [])
 
 
 def said(answer: dict[str, Any]) -> ChatMessage:

@@ -7,7 +7,7 @@ import pytest
 from recipes.environments.model_server.forest import CallNode, Forest
 from recipes.environments.model_server.requests import ApiError
 from recipes.environments.model_server.sequences import sequences_of
-from tests.unit.environments.model_server.clients import add, kinds, read, recording
+from tests.unit.environments.model_server.clients import add, kinds, read, recording, recordings
 
 CASES = [
     pytest.param("openai_chat_tools", "R E", id="1"),
@@ -42,6 +42,17 @@ def test_calls_are_attached_as_a_reader_would(name: str, expected: str) -> None:
     trained = [t for index in range(len(kept.paths)) for made in kept.turns(index) for t in made.token_ids]
     assert sorted(trained) == sorted(sampled), "each sampled token is trained once"
     assert kept.lost_share == 0
+
+
+@pytest.mark.parametrize("name", recordings())
+def test_every_recording_gives_the_calls_that_it_expects(name: str) -> None:
+    expected = recording(name).expected
+    if not expected:
+        pytest.skip("this recording expects no calls: it is one of retries, refusals or ids")
+    _, nodes = replayed(name)
+    parents = [node.parent.number if node.parent else None for node in nodes]
+    assert [node.kind for node in nodes] == [call["result"] for call in expected]
+    assert parents == [call["parent"] for call in expected]
 
 
 @pytest.mark.parametrize("name", ["mini_swe_agent_chat", "mini_swe_agent_responses"])
