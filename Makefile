@@ -294,9 +294,9 @@ ablate: $(if $(filter tiny,$(SCALE)),tiny,$(READY)) ## compare variants of a sta
 	@$(PYTHON) -m tools.ablate --stage $(STAGE) --seeds "$(SEEDS)" $(ARGS)
 
 .PHONY: bench
-bench: ##* measure training, rollouts, data tools, sandbox, task containers and job start
-	@$(if $(ARGS),$(error ARGS: got $(ARGS), expected nothing; each part has its own options: give them to bench-train, bench-data, bench-sandbox, bench-swe or bench-launch))
-	@$(MAKE) --no-print-directory bench-train bench-data bench-sandbox bench-swe bench-launch
+bench: ##* measure training, data tools, sandbox, verifiers, containers and job start
+	@$(if $(ARGS),$(error ARGS: got $(ARGS), expected nothing; each part has its own options: give them to bench-train, bench-data, bench-sandbox, bench-verifiers, bench-swe or bench-launch))
+	@$(MAKE) --no-print-directory bench-train bench-data bench-sandbox bench-verifiers bench-swe bench-launch
 
 .PHONY: bench-train
 bench-train: tiny ## measure asynchronous against synchronous training, and rollouts against vLLM

@@ -119,7 +119,7 @@ def test_unknown_stage_is_answered_by_the_launcher():
 
 
 def test_bench_refuses_options_that_only_one_of_its_parts_has():
-    parts = [f"-m {module}" for module in ("tools.bench", "tools.bench.data", "slurm.bench")]
+    parts = [f"-m {module}" for module in ("tools.bench", "tools.bench.data", "tools.bench.verifiers", "slurm.bench")]
     assert all(re.search(rf"{part} *$", dry_run("bench").stdout, re.MULTILINE) for part in parts)
     assert "-m tools.bench.data --rounds 5" in dry_run("bench-data", "ARGS=--rounds 5").stdout
     refused = dry_run("bench", "ARGS=--rounds 5")
