@@ -19,6 +19,9 @@ OURS = frozenset({"logprobs_mode", "scheduler_cls", "weight_transfer_config", "w
 NEED_FILES = frozenset({"load_format", "quantization", "speculative_config"})
 """Arguments in `vllm_kwargs` with which an engine reads the model's files, also when a push follows."""
 
+CPU_METHODS = ("mtp", "nemotron_h_mtp")
+"""Kinds of speculative decoding that work on a CPU; both names are those of a model's multi-token heads."""
+
 CPU_ENV: Mapping[str, str] = {
     "OMP_NUM_THREADS": "1",  # unset, OpenMP threads spin against each other: stalls of 4-17 s per batch
     "TORCHDYNAMO_DISABLE": "1",  # a helper is compiled at the first request even with enforce_eager: 2.4 s
@@ -48,14 +51,13 @@ def engine_args(
     temperature T this is the log-softmax of logits / T, which is what the trainer computes. With top-p or top-k it
     would be that of the filtered distribution, which the trainer does not compute; the configuration refuses both.
 
-    Raises `ConfigError` when `vllm_kwargs` sets an argument that belongs to the recipe, and for speculative decoding on
-    a CPU, where vLLM's kernels sample wrong tokens without saying so.
+    Raises `ConfigError` when `vllm_kwargs` sets an argument that belongs to the recipe, and on a CPU for speculative
+    decoding of another kind than `cpu_speculation.py` makes right.
     """
     vllm_cfg = cfg.vllm_cfg
     _refuse_ours(cfg.vllm_kwargs)
-    if is_cpu and cfg.vllm_kwargs.get("speculative_config"):
-        where, wrong = "policy.generation.vllm_kwargs.speculative_config", "on a CPU vLLM then samples wrong tokens"
-        raise ConfigError(Problem(where=where, wrong=wrong, fix="remove it, or run on a GPU"))
+    if is_cpu:
+        _refuse_speculation(cfg)
     num_ranks = vllm_cfg.tensor_parallel_size * vllm_cfg.pipeline_parallel_size
     args: dict[str, Any] = {
         "model": model_path,
@@ -103,6 +105,23 @@ def _refuse_ours(vllm_kwargs: Mapping[str, Any]) -> None:
                 for name in sorted(taken)
             ]
         )
+
+
+def _refuse_speculation(cfg: GenerationConfig) -> None:
+    speculation = cfg.vllm_kwargs.get("speculative_config")
+    if not speculation:
+        return
+    problems = []
+    if speculation.get("method") not in CPU_METHODS:
+        where = "policy.generation.vllm_kwargs.speculative_config.method"
+        wrong = f"got {speculation.get('method')}; on a CPU only the model's own heads sample the right tokens"
+        problems.append(Problem(where=where, wrong=wrong, fix=f"write {CPU_METHODS[0]}, or run on a GPU"))
+    if cfg.vllm_cfg.enable_prefix_caching:
+        where = "policy.generation.vllm_cfg.enable_prefix_caching"
+        wrong = "with speculative_config on a CPU, vLLM has no code for the prefix cache"
+        problems.append(Problem(where=where, wrong=wrong, fix="write false, or run on a GPU"))
+    if problems:
+        raise ConfigError(problems)
 
 
 def stop_token_ids(model_path: Path) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 # NeMo RL's names of the timelines. In-flight and pending are requests, the cache is a share between 0 and 1.
 IN_FLIGHT, PENDING, CACHE = "inflight_batch_sizes", "num_pending_samples", "kv_cache_usage_perc"
 TOKENS = "generation_tokens"
+DRAFTS, DRAFT_TOKENS, ACCEPTED = "spec_num_drafts", "spec_num_draft_tokens", "spec_num_accepted_tokens"
 
 
 class EngineSamples:
@@ -26,6 +27,7 @@ class EngineSamples:
         self._maxima = dict.fromkeys(self._newest, 0.0)
         self._num_samples = 0
         self._num_tokens = 0
+        self._speculated: dict[str, float] = {}  # empty where the engine does not speculate
         self._has_warned = False
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, **_: Any) -> None:
@@ -37,12 +39,18 @@ class EngineSamples:
                     PENDING: float(scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs),
                     CACHE: float(scheduler_stats.kv_cache_usage),
                 }
+                if scheduler_stats.spec_decoding_stats is not None:
+                    self._count(scheduler_stats.spec_decoding_stats)
             if iteration_stats is not None:
                 self._num_tokens += int(iteration_stats.num_generation_tokens)
         except Exception:
             if not self._has_warned:
                 logger.warning("an engine's statistics cannot be read; its samples are incomplete", exc_info=True)
             self._has_warned = True
+
+    def _count(self, stats: Any) -> None:
+        counts = {DRAFTS: stats.num_drafts, DRAFT_TOKENS: stats.num_draft_tokens, ACCEPTED: stats.num_accepted_tokens}
+        self._speculated = {name: self._speculated.get(name, 0.0) + count for name, count in counts.items()}
 
     def log_engine_initialized(self) -> None:
         """Do nothing when vLLM says that the engine is up."""
@@ -61,12 +69,13 @@ class EngineSamples:
             self.sample()
 
     def take(self) -> dict[str, float]:
-        """Return `NAME/mean`, `NAME/max` and the generated tokens since the last call; {} without a sample."""
+        """Return `NAME/mean`, `NAME/max`, generated tokens and drafts since the last call; {} without a sample."""
         if not self._num_samples:
             return {}
         found = {f"{name}/mean": total / self._num_samples for name, total in self._sums.items()}
         found |= {f"{name}/max": value for name, value in self._maxima.items()}
-        found[TOKENS] = float(self._num_tokens)
+        found |= {TOKENS: float(self._num_tokens), **self._speculated}
+        self._speculated = {}
         self._sums = dict.fromkeys(self._sums, 0.0)
         self._maxima = dict.fromkeys(self._maxima, 0.0)
         self._num_samples = self._num_tokens = 0

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from recipes.generation import cpu_generator, cpu_hybrid
+from recipes.generation import cpu_generator, cpu_hybrid, cpu_speculation
 
 SHM_BACKEND = "shm"
 
@@ -132,6 +132,7 @@ def pack_experts(model: torch.nn.Module) -> None:
 if current_platform.is_cpu():
     cpu_generator.install()
     cpu_hybrid.install()
+    cpu_speculation.install()
 if SHM_BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(SHM_BACKEND, SharedMemoryWeightTransfer)
 

@@ -18,6 +18,7 @@ from recipes.types import PREFIX_BREAKS, Group, RolloutHeader, RolloutStatus
 
 TIMING_PREFIX = "timing/train/"
 PASS_REWARD = 1.0  # smallest reward that counts as solved in pass rates
+_SPECULATED = ("spec_num_drafts", "spec_num_draft_tokens", "spec_num_accepted_tokens")  # an engine's counts
 _MAX_KIND = 80  # characters of a reason that say its kind
 
 PHASES: Mapping[str, str] = {
@@ -130,7 +131,19 @@ def engine_samples(engines: Sequence[Mapping[str, float]]) -> dict[str, float]:
         values = [samples[name] for samples in engines if name in samples]
         total = max(values) if name.endswith("/max") else math.fsum(values)
         found[f"generation_metrics/{name}"] = total / len(values) if name.endswith("/mean") else total
-    return found
+    return found | _speculation(found)
+
+
+def _speculation(found: Mapping[str, float]) -> dict[str, float]:
+    """Return the counts of speculative decoding, the share of drafted tokens accepted and the tokens per draft."""
+    counts = {f"train/vllm/{name}": found.get(f"generation_metrics/{name}", 0.0) for name in _SPECULATED}
+    drafts, drafted, accepted = counts.values()
+    if not drafted:
+        return {}
+    return counts | {
+        "train/vllm/spec_acceptance_rate": accepted / drafted,
+        "train/vllm/spec_acceptance_length": 1 + accepted / drafts,  # with the token that the model itself samples
+    }
 
 
 def merge_groups(columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:

@@ -9,7 +9,11 @@ from recipes.generation.samples import EngineSamples
 
 def scheduler(running: int, waiting: int, cache: float) -> SimpleNamespace:
     return SimpleNamespace(
-        num_running_reqs=running, num_waiting_reqs=waiting, num_skipped_waiting_reqs=0, kv_cache_usage=cache
+        num_running_reqs=running,
+        num_waiting_reqs=waiting,
+        num_skipped_waiting_reqs=0,
+        kv_cache_usage=cache,
+        spec_decoding_stats=None,
     )
 
 
@@ -29,6 +33,19 @@ def test_what_lies_between_two_calls_is_summed_up_once():
         "generation_tokens": 4.0,
     }
     assert samples.take() == {}
+
+
+def test_drafts_are_counted_between_two_calls():
+    samples, stats = EngineSamples(), scheduler(1, 0, 0.5)
+    stats.spec_decoding_stats = SimpleNamespace(num_drafts=2, num_draft_tokens=6, num_accepted_tokens=3)
+    for _ in range(2):
+        samples.record(stats, None)
+    samples.sample()
+    taken = samples.take()
+    drafted = {name: value for name, value in taken.items() if name.startswith("spec_")}
+    assert drafted == {"spec_num_drafts": 4.0, "spec_num_draft_tokens": 12.0, "spec_num_accepted_tokens": 6.0}
+    samples.sample()
+    assert not [name for name in samples.take() if name.startswith("spec_")]
 
 
 def test_statistics_of_another_form_do_not_fail_the_engine(caplog):

@@ -221,3 +221,21 @@ def test_samples_of_engines_are_kept_apart_and_taken_together() -> None:
         "generation_metrics/generation_tokens": 15.0,
     }
     assert engine_samples([]) == engine_samples([{}]) == {}
+
+
+def test_drafts_of_all_engines_are_counted_together() -> None:
+    engines = [
+        {"spec_num_drafts": 10.0, "spec_num_draft_tokens": 20.0, "spec_num_accepted_tokens": 5.0},
+        {"spec_num_drafts": 30.0, "spec_num_draft_tokens": 60.0, "spec_num_accepted_tokens": 35.0},
+        {"generation_tokens": 1.0},  # started a moment ago
+    ]
+    found = {name: value for name, value in engine_samples(engines).items() if name.startswith("train/")}
+    assert found == {
+        "train/vllm/spec_num_drafts": 40.0,
+        "train/vllm/spec_num_draft_tokens": 80.0,
+        "train/vllm/spec_num_accepted_tokens": 40.0,
+        "train/vllm/spec_acceptance_rate": 0.5,
+        "train/vllm/spec_acceptance_length": 2.0,
+    }
+    none = dict.fromkeys(engines[0], 0.0)
+    assert not [name for name in engine_samples([none]) if name.startswith("train/")]
