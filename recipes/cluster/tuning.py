@@ -1,4 +1,4 @@
-"""Ray's settings for a job, which depend on its number of nodes. A variable that the user has set wins."""
+"""Ray's settings for a job, which depend on its number of nodes, and for a local run. What the user has set wins."""
 
 from __future__ import annotations
 
@@ -16,10 +16,27 @@ def node_death_seconds(num_nodes: int) -> float:
     return NODE_DEATH_SECONDS if num_nodes < _LARGE else 2 * NODE_DEATH_SECONDS
 
 
+def worker_environment(num_nodes: int) -> dict[str, str]:
+    """Return those variables that say when Ray starts its workers and how long it waits for them."""
+    return {
+        # Idle workers serve nobody here, since every actor starts a worker of its own. One per core and node, they
+        # would all load Python from the shared file system at the same moment. And the driver would wait for them, for
+        # ever when they are not there in time.
+        "RAY_enable_worker_prestart": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        # A worker first imports its modules, on a busy machine or from a file system that all nodes read at once.
+        "RAY_worker_register_timeout_seconds": str(max(120, 2 * num_nodes)),
+        # Only a dashboard or Prometheus reads these figures, and neither runs.
+        "RAY_enable_metrics_collection": "0",
+        "RAY_task_events_report_interval_ms": "0",
+    }
+
+
 def ray_environment(num_nodes: int, num_cpus: int) -> dict[str, str]:
     """Return the environment variables of the Ray processes of every node."""
     failures = round(node_death_seconds(num_nodes) / (_CHECK_PERIOD_SECONDS + _CHECK_TIMEOUT_SECONDS))
     variables = {
+        **worker_environment(num_nodes),
         # With Ray's defaults, a silent node is declared dead after about a minute, and callers wait as long.
         "RAY_health_check_initial_delay_ms": "5000",
         "RAY_health_check_period_ms": f"{_CHECK_PERIOD_SECONDS * 1000:.0f}",
@@ -27,13 +44,6 @@ def ray_environment(num_nodes: int, num_cpus: int) -> dict[str, str]:
         "RAY_health_check_failure_threshold": str(failures),
         # A node that has lost its head ends by itself, so that the next job finds free ports.
         "RAY_gcs_rpc_server_reconnect_timeout_s": f"{node_death_seconds(num_nodes):.0f}",
-        # Idle workers serve nobody here, since every actor starts a worker of its own. One per core and node, they
-        # would all load Python from the shared file system at the same moment.
-        "RAY_enable_worker_prestart": "0",
-        "RAY_prestart_worker_first_driver": "0",
-        # Only a dashboard or Prometheus reads these figures, and neither runs.
-        "RAY_enable_metrics_collection": "0",
-        "RAY_task_events_report_interval_ms": "0",
     }
     if num_nodes < _LARGE:
         return variables
@@ -47,6 +57,4 @@ def ray_environment(num_nodes: int, num_cpus: int) -> dict[str, str]:
         # A node's request waits in the head's queue behind those of the other nodes; Ray's default is 60 s.
         "RAY_gcs_server_request_timeout_seconds": "120",
         "RAY_py_gcs_connect_timeout_s": "120",
-        # A worker first imports its modules, from a file system that all nodes read at the same time.
-        "RAY_worker_register_timeout_seconds": str(max(120, 2 * num_nodes)),
     }

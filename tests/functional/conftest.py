@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,10 @@ from pathlib import Path
 import pytest
 from slurm.cluster import Cluster
 from speed import patiently
+
+from recipes.cluster.tuning import worker_environment
+
+os.environ.update(worker_environment(1))  # for each `ray.init`, which would wait for workers that nothing here uses
 
 HERE = Path(__file__).resolve().parent
 

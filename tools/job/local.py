@@ -28,6 +28,7 @@ from pathlib import Path
 from types import FrameType
 
 from recipes.cluster.ports import NUM_SLOTS, RayPorts, hold, node_problems, ray_ports
+from recipes.cluster.tuning import worker_environment
 from recipes.errors import LaunchError, Problem, RecipeError, RunError
 from tools.job.begin import with_start_weights
 from tools.job.ray_temp import PREFIX, RAY, clear_abandoned, keep_logs, make_private, remove_sessions
@@ -144,7 +145,7 @@ def count_gpus() -> int:
 
 def run_environment(temp: Path, ports: RayPorts) -> dict[str, str]:
     """Return the environment of head and driver; what the user has set wins over the defaults."""
-    defaults = ENVIRONMENT | ({} if count_gpus() else CPU_ENVIRONMENT)
+    defaults = worker_environment(1) | ENVIRONMENT | ({} if count_gpus() else CPU_ENVIRONMENT)
     fixed = {
         "RAY_ADDRESS": f"{LOOPBACK}:{ports.gcs}",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
