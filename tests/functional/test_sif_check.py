@@ -37,6 +37,7 @@ def row(instance: str, project: Project, **changed: str) -> dict[str, object]:
     facts = {
         "repo": "some/calc",
         "base_commit": project.base,
+        "problem_statement": "calc adds wrongly",
         "patch": project.patch,
         "test_patch": project.test_patch,
         "FAIL_TO_PASS": json.dumps(["test_calc.py::test_sum"]),
@@ -61,7 +62,9 @@ class Made:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     require("docker-registry", "skopeo", "umoci", "mksquashfs", "siftool", "bwrap", "git", "unshare")
     place = tmp_path_factory.mktemp("check")
-    root = write_root(place / "root", programs=["git"], python=True)
+    root = write_root(place / "root", programs=["bash", "comm", "find", "git", "patch"], python=True)
+    (root / "bin/bash").unlink(missing_ok=True)
+    (root / "bin/bash").symlink_to("/usr/bin/bash")
     library, ignored = Path(pytest.__file__).parents[1], shutil.ignore_patterns("__pycache__")
     for package in PACKAGES:
         for source in [library / package, *library.glob(f"{package}-*.dist-info")]:
@@ -293,7 +296,7 @@ def test_the_good_instances_are_those_whose_tests_tell_patches_apart(made, tmp_p
         "some__calc-2": ("commit", {"base_commit": project.fix}),
         "some__calc-3": ("golden", {"patch": no_fix}),
         "some__calc-4": ("empty", {"FAIL_TO_PASS": "[]"}),
-        "some__calc-5": ("run", {"patch": "no patch at all\n"}),
+        "some__calc-5": ("golden", {"patch": "no patch at all\n"}),
         "some__calc-6": ("framework", {"repo": "django/django"}),
         "some__calc-7": ("row", {"FAIL_TO_PASS": "[]", "PASS_TO_PASS": "[]"}),
         "some__calc-8": ("cut", {}),

@@ -3,37 +3,35 @@
     python -m tools.sif.check --sif-dir DIR --rows FILE... [--golden] [--out data/swe2-good]
 
 Each image must run, hold its repository at the right commit, and have its test framework. With --golden the tests must
-fail with an empty patch and pass with the right one. DIR/checked.jsonl holds the results, DIR/good_instances.txt the
-good instances; the same command checks only the others again. --out writes row files with the good instances only.
+fail with an empty patch and pass with the right one, run by the code that judges agents' patches. DIR/checked.jsonl
+holds the results, DIR/good_instances.txt the good instances; the same command checks only the others again. --out
+writes row files with the good instances only.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import hashlib
 import json
 import os
 import shlex
 import shutil
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from recipes.environments.swe.hidden_tests import (
-    ENTER,
-    command_of,
-    expected_tests,
-    framework_of,
-    results,
-    wrong_tests,
-)
+from recipes.environments.swe.containers.runtime import RUNTIMES, missing_programs
+from recipes.environments.swe.contract import ContainerLimits, Runtime, SweTask
+from recipes.environments.swe.evaluation import TestRun, evaluate_gold
+from recipes.environments.swe.hidden_tests import ENTER, framework_of
 from recipes.environments.swe.images import Listing
+from recipes.environments.swe.task import parse_task
 from recipes.errors import LaunchError, Problem
 from recipes.files import write_atomically
 from tools.command_line import amount, exit_status, positive
@@ -43,7 +41,6 @@ from tools.sif.filter_rows import require_place, write_good_rows
 from tools.sif.instances import Instance, instances_of_rows
 from tools.sif.inventory import Inventory
 from tools.sif.names import GOOD_INSTANCES
-from tools.sif.programs import MAX_SHOWN
 from tools.sif.registry.errors import ImageError
 from tools.sif.registry.references import trusted_registries
 from tools.sif.run import ImageRunner, run_in
@@ -51,7 +48,15 @@ from tools.sif.run import ImageRunner, run_in
 CHECKED = "checked.jsonl"
 MAX_COMMITS = 1  # on top of the base commit: SWE-bench images commit their set-up
 GIT = "git -c safe.directory='*'"
-APPLY = "apply --verbose --whitespace=nowarn"
+MEMORY_MIB = 32_768  # of the containers of the tests, as in training by default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checks:
+    """How images are checked."""
+
+    container: ImageRunner
+    runtime: Callable[[], Runtime]  # of the containers of the tests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +72,7 @@ class CheckResult:
     detail: str = ""
 
 
-def check(
-    instance: Instance, path: Path | None, inventory: Inventory, container: ImageRunner, *, golden: bool
-) -> CheckResult:
+def check(instance: Instance, path: Path | None, inventory: Inventory, checks: Checks, *, golden: bool) -> CheckResult:
     """Check the image of one instance."""
     cause = detail = ""
     try:
@@ -77,9 +80,9 @@ def check(
             raise ImageError("missing", f"there is no file {instance.file}, nor under another name that agents try")
         if not inventory.is_whole(path):
             raise ImageError("cut", "the SIF file is incomplete")
-        check_content(instance, path, container)
+        check_content(instance, path, checks.container)
         if golden:
-            check_patches(instance, path, container)
+            check_patches(instance, path, checks)
     except ImageError as error:
         cause, detail = error.cause, error.detail
     file, size = (path.name, path.stat().st_size) if path else (instance.file, 0)
@@ -96,7 +99,7 @@ def subject_of(instance: Instance, path: Path | None, inventory: Inventory) -> s
     return hashlib.sha256(json.dumps([dict(instance.facts), *file], sort_keys=True).encode()).hexdigest()
 
 
-def check_all(options: argparse.Namespace, instances: Sequence[Instance], container: ImageRunner) -> list[CheckResult]:
+def check_all(options: argparse.Namespace, instances: Sequence[Instance], checks: Checks) -> list[CheckResult]:
     """Check every image that no earlier run found good, and append each result at once.
 
     An image that was checked with its tests before is checked with them again, also without --golden: a bad image must
@@ -118,7 +121,7 @@ def check_all(options: argparse.Namespace, instances: Sequence[Instance], contai
     start = time.monotonic()
     with ThreadPoolExecutor(options.workers) as threads, (directory / CHECKED).open("a", encoding="utf-8") as file:
         futures = [
-            threads.submit(check, instance, paths[instance.id], inventory, container, golden=instance.id in golden)
+            threads.submit(check, instance, paths[instance.id], inventory, checks, golden=instance.id in golden)
             for instance in left
         ]
         for number, future in enumerate(as_completed(futures), start=1):
@@ -162,40 +165,30 @@ def check_content(instance: Instance, path: Path, container: ImageRunner) -> Non
         raise ImageError("framework", f"{framework.name} is missing: {error.detail}") from error
 
 
-def check_patches(instance: Instance, path: Path, container: ImageRunner) -> None:
-    """Raise `ImageError` unless the tests fail with an empty patch and pass with the right one."""
-    facts = instance.facts
-    patch = str(facts.get("golden_patch") or facts.get("patch") or "")
+def check_patches(instance: Instance, path: Path, checks: Checks) -> None:
+    """Raise `ImageError` unless the tests fail without a patch and pass with the right one, as they run in training."""
     try:
-        expected = expected_tests(instance.facts)
-    except (ValueError, AttributeError) as error:
+        task = replace(parse_task(instance.facts), image=str(path))  # they hold the row
+    except ValueError as error:
         raise ImageError("row", str(error)) from error
-    if not patch.strip():
+    if not task.gold_patch.strip():
         raise ImageError("row", "the row holds no golden patch")
-    if not wrong_tests(expected, run_tests(instance, path, container, "")):
+    limits = ContainerLimits(memory_mib=MEMORY_MIB)
+    tests = TestRun(runtime=checks.runtime(), limits=limits, seconds=checks.container.seconds)
+    asyncio.run(_check_tests(tests, task))
+
+
+async def _check_tests(tests: TestRun, task: SweTask) -> None:
+    before = await tests.without_patch(task)
+    if before.failed:
+        raise ImageError("run", before.failed)
+    if before.resolved:
         raise ImageError("empty", "the tests pass without any change")
-    found = run_tests(instance, path, container, patch)
-    if wrong := wrong_tests(expected, found):
-        raise ImageError(
-            "golden", f"{len(wrong)} of {len(expected)} tests fail with the golden patch, such as {wrong[0]}"
-        )
-
-
-def run_tests(instance: Instance, path: Path, container: ImageRunner, patch: str) -> dict[str, bool]:
-    """Return test -> whether it passed, with a patch and the instance's own tests applied."""
-    with tempfile.TemporaryDirectory(prefix="sif-patch-") as place:
-        Path(place).chmod(0o755)  # the command in the image is another user
-        lines = [ENTER]
-        for name, text in (("solution.patch", patch), ("tests.patch", str(instance.facts.get("test_patch") or ""))):
-            if text.strip():
-                (Path(place) / name).write_text(text if text.endswith("\n") else f"{text}\n")
-                lines.append(f"{GIT} {APPLY} /inputs/{name} || exit 9")
-        lines.append(f"{{ {command_of(instance.facts)}; }} 2>&1 || true")
-        output = run_in(container, path, ["/bin/sh", "-c", "\n".join(lines)], inputs=Path(place))
-    found = results(framework_of(instance.facts), output)
-    if not found:
-        raise ImageError("tests", f"the output has no test result: {' '.join(output[-MAX_SHOWN:].split())}")
-    return found
+    after = await evaluate_gold(tests, task)
+    if after.failed:
+        raise ImageError("run", after.failed)
+    if not after.resolved:
+        raise ImageError("golden", f"with the golden patch: {after.reason}")
 
 
 def report(directory: Path, found: Sequence[CheckResult]) -> int:
@@ -211,14 +204,15 @@ def report(directory: Path, found: Sequence[CheckResult]) -> int:
     return 1 if bad else 0
 
 
-def container_of(options: argparse.Namespace) -> ImageRunner:
-    """Return how commands run in images; raises `LaunchError` with every missing program."""
-    apptainer = (options.runner or ("apptainer" if shutil.which("apptainer") else "")) == "apptainer"
-    container = ImageRunner(apptainer=apptainer, network=options.network, seconds=options.timeout)
+def checks_of(options: argparse.Namespace) -> Checks:
+    """Return how images are checked; raises `LaunchError` with every missing program."""
+    name = options.runner or ("apptainer" if shutil.which("apptainer") else "bwrap")
+    container = ImageRunner(apptainer=name == "apptainer", seconds=options.timeout)
+    programs, runtime = RUNTIMES[name]
     fix = "install it (Debian: siftool squashfuse util-linux mount bubblewrap), or apptainer"
-    if missing := container.missing_tools:
+    if missing := sorted({*container.missing_tools, *missing_programs(programs)}):
         raise LaunchError([Problem(where=tool, wrong="not on PATH", fix=fix) for tool in missing])
-    return container
+    return Checks(container=container, runtime=runtime)
 
 
 @exit_status
@@ -232,13 +226,12 @@ def main(arguments: list[str] | None = None) -> int:
     add("--again", action="store_true", help="check also the images that were good before")
     add("--out", type=Path, help="directory for row files with the good instances only")
     add("--runner", choices=("", "apptainer", "bwrap"), default="", help="default: apptainer where it is installed")
-    add("--network", action="store_true", help="let the tests use the network")
     add("--workers", type=positive, default=2, help="images checked at once")
     add(
         "--timeout", type=amount, default=ImageRunner(apptainer=False).seconds, help="seconds that one command may take"
     )
     options = parser.parse_args(arguments)
-    container = container_of(options)
+    checks = checks_of(options)
     if not options.sif_dir.is_dir():
         fix = "build the images first: `make sif SIF_DIR=...`"
         raise LaunchError(Problem(where="SIF_DIR", got=str(options.sif_dir), expected="a directory", fix=fix))
@@ -246,7 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.out:
         require_place(options.rows, options.out)
     with only_one(options.sif_dir / ".check.lock"):
-        found = check_all(options, instances, container)
+        found = check_all(options, instances, checks)
         status = report(options.sif_dir, found)
         if options.out:
             good = {entry.instance for entry in found if not entry.cause}

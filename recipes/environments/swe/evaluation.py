@@ -123,6 +123,13 @@ class TestRun:
         """Return what the hidden tests say of a patch. A container or image that fails gives no verdict."""
         if not patch.strip():
             return Evaluation(resolved=False, reason="the patch is empty")
+        return await self._evaluate(task, patch)
+
+    async def without_patch(self, task: SweTask) -> Evaluation:
+        """Return what the hidden tests say of the repository as it is: an instance is sound only if they fail."""
+        return await self._evaluate(task, "")
+
+    async def _evaluate(self, task: SweTask, patch: str) -> Evaluation:
         try:
             container = await self.runtime.start(task.image, self.limits)
         except ContainerFailedError as error:
@@ -219,15 +226,8 @@ async def _apply(container: Container, shell: Shell, task: SweTask, patch: str, 
     touched = touched_files(patch)
     if any(".git" in PurePosixPath(path).parts for path in touched):
         return "the patch changes git's own files"
-    await _write(container, f"{place}/solution.patch", _encoded(patch))
-    moved = f"patch --batch --fuzz=5 -p1 --input={place}/solution.patch"
-    apply = f"{APPLY} {place}/solution.patch"
-    if not LINK.search(patch):  # git alone refuses to write behind a link
-        apply += f" || {{ {moved} --dry-run && {moved}; }}"
-    done = await _step(shell, apply)
-    if done.status != 0:
-        what = "the patch changes a binary file without its content" if "binary patch" in done.output else ""
-        return f"{what or 'the patch does not apply'}: {_shown(done)}"
+    if patch.strip() and (wrong := await _apply_solution(container, shell, patch, place)):
+        return wrong
     ours = [*PATCHED_FILE.findall(task.test_patch), *files_of_tests(task.facts)]
     kept = set(touched_files(task.gold_patch))
     settings = [path for path in touched if configures_tests(path) and path not in kept]
@@ -243,6 +243,19 @@ async def _apply(container: Container, shell: Shell, task: SweTask, patch: str, 
         lines.append(f"{APPLY} {place}/tests.patch")
     done = await _step(shell, " && ".join([*lines, f"rm -rf -- {place}"]))
     return "" if done.status == 0 else f"the hidden tests cannot be put in place over the patch: {_shown(done)}"
+
+
+async def _apply_solution(container: Container, shell: Shell, patch: str, place: str) -> str:
+    await _write(container, f"{place}/solution.patch", _encoded(patch))
+    moved = f"patch --batch --fuzz=5 -p1 --input={place}/solution.patch"
+    apply = f"{APPLY} {place}/solution.patch"
+    if not LINK.search(patch):  # git alone refuses to write behind a link
+        apply += f" || {{ {moved} --dry-run && {moved}; }}"
+    done = await _step(shell, apply)
+    if done.status == 0:
+        return ""
+    what = "the patch changes a binary file without its content" if "binary patch" in done.output else ""
+    return f"{what or 'the patch does not apply'}: {_shown(done)}"
 
 
 def _of_end(error: ContainerEndedError) -> Evaluation:
