@@ -315,7 +315,7 @@ bench-peer: tiny ## measure the tiny stage beside TRL's GRPOTrainer, installed t
 
 .PHONY: swe-agent
 swe-agent: $(READY) ## install an agent program that agent_framework names, to build/agents
-#= AGENT=mini-swe-agent
+#= AGENT=mini-swe-agent or openhands-ai (needs Python 3.12)
 	@$(PYTHON) -m tools.setup.agent_programs $(or $(AGENT),mini-swe-agent)
 
 .PHONY: bench-scale

@@ -83,6 +83,7 @@ CODES = {
     "SIF003": Kind("a task image is not a SIF file, or cut", can_force=True),
     "SIF004": Kind("rows of instances that a check of their images did not find good", can_force=True),
     "CTR001": Kind("this machine cannot run the containers of tasks", can_force=True),
+    "CTR002": Kind("an agent program is not installed"),
     "PRT001": Kind("a port of the run is taken"),
     "PRT002": Kind("the kernel hands out ports of the port table to outgoing connections"),
     "PRT003": Kind("no slot of the port table is free on this machine"),

@@ -2,13 +2,18 @@
 
     python -m tools.setup.agent_programs NAME
 
-Every package is pinned by its hash. The environment lies in build/agents, or AGENT_PROGRAMS_DIR, which all nodes must
-see. Of several calls at once one installs, and the others are refused; what is installed already is left alone.
+Every package is pinned by its hash. A program that needs another Python than this repository gets that of PATH, as
+`python3.12`, or the one that AGENT_PYTHON names. The environment lies in build/agents, or AGENT_PROGRAMS_DIR, which
+all nodes must see. Of several calls at once one installs, and the others are refused; what is installed already is left
+alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +23,9 @@ from recipes.errors import InputError, Problem, suggestion
 from tools.command_line import exit_status
 from tools.files.locks import only_one
 from tools.files.packages import OPTIONS, install_once, run_pip
+
+VARIABLE = "AGENT_PYTHON"
+PYTHON_SECONDS = 60.0
 
 
 @exit_status
@@ -40,12 +48,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 def install(program: AgentProgram) -> None:
     """Make the program's environment, unless it is there with these packages; raises `RunError`."""
     requirements = program.adapter.with_suffix(".txt")
+    python = python_of(program)
 
     def fill(place: Path) -> None:
-        run_pip([sys.executable, "-m", "venv", str(place)])
+        run_pip([python, "-m", "venv", str(place)])
         run_pip([str(place / "bin" / "python"), "-m", "pip", "install", *OPTIONS, "-r", str(requirements)])
 
     install_once(requirements, installations() / program.name, fill)
+
+
+def python_of(program: AgentProgram) -> str:
+    """Return the Python that makes the program's environment; raises `InputError` where there is none."""
+    if not program.python_version:
+        return sys.executable
+    found = os.environ.get(VARIABLE) or shutil.which(f"python{program.python_version}") or ""
+    ask = [found, "-c", "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"]
+    try:
+        done = subprocess.run(ask, capture_output=True, text=True, timeout=PYTHON_SECONDS, check=False)
+        version = done.stdout.strip() or " ".join(done.stderr.split())[-200:]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        version = str(error)
+    if version != program.python_version:
+        where = found or f"python{program.python_version} on PATH"
+        wrong = f"{program.name} needs Python {program.python_version} with venv; {where} says {version or 'nothing'}"
+        fix = f"install it, or name one: `{VARIABLE}=/path/to/python{program.python_version} make swe-agent ...`"
+        raise InputError(Problem(where="AGENT", wrong=wrong, fix=fix))
+    return found
 
 
 if __name__ == "__main__":

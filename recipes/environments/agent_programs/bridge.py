@@ -41,9 +41,10 @@ class Bridge:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             return {"output": f"the command was not run: {error}", "status": 2}
         self.num_commands += 1
-        own = f"bash -c {shlex.quote(command)}"  # so that it leaves the next one's directory and variables alone
+        if request.get("lasting") is not True:  # then it leaves the next one's directory and variables alone
+            command = f"bash -c {shlex.quote(command)}"
         try:
-            done = await self.shell.run(own, seconds=seconds, max_characters=MAX_CHARACTERS)
+            done = await self.shell.run(command, seconds=seconds, max_characters=MAX_CHARACTERS)
         except ContainerEndedError as error:
             if not self.ended.done():
                 self.ended.set_result(error)

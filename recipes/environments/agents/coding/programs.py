@@ -8,7 +8,8 @@ A program is a command. It reads a task as one JSON object on its standard input
 
 It asks the policy by chat completions, and the container by lines of JSON: `{"command": "ls", "seconds": 60}` is
 answered by `{"output": "...", "status": 0}`, with status null for a command that ran out of its time, or by
-`{"ended": "memory"}` once the container has ended. Its last line of output is its result, such as
+`{"ended": "memory"}` once the container has ended. With `"lasting": true` the command's directory and variables are
+those of the next such command, too. Its last line of output is its result, such as
 `{"end": "finished"}`, with one of the words of `AgentEnd`. What it changed is read from the container, not from what it
 says.
 
@@ -34,6 +35,7 @@ class AgentProgram:
     name: str  # `agent_framework` of the configuration
     adapter: Path  # run by the Python of the program's environment
     environment: Mapping[str, str]
+    python_version: str = ""  # that its environment needs; empty: that of this repository
 
     @property
     def python(self) -> Path:
@@ -50,7 +52,8 @@ class AgentProgram:
         if os.access(self.python, os.X_OK):
             return ""
         return (
-            f"the agent program {self.name} is not installed: there is no {self.python}; `make swe-agent` installs it"
+            f"the agent program {self.name} is not installed: there is no {self.python}; "
+            f"`make swe-agent AGENT={self.name}` installs it"
         )
 
 
@@ -68,5 +71,11 @@ PROGRAMS: Mapping[str, AgentProgram] = {
             "MSWEA_COST_TRACKING": "ignore_errors",  # the policy has no price
             "MSWEA_SILENT_STARTUP": "1",
         },
-    )
+    ),
+    "openhands-ai": AgentProgram(
+        name="openhands-ai",
+        adapter=ADAPTERS / "openhands_ai.py",
+        environment={"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LOG_LEVEL": "ERROR", "LOG_TO_FILE": "False"},
+        python_version="3.12",
+    ),
 }
