@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,8 +42,11 @@ async def work(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "note": "all done", "reward": 77.0}
 
 
-def create_app() -> FastAPI:
-    """Return the agent's server; rows may ask it to fail."""
+Work = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+def create_app(work: Work = work) -> FastAPI:
+    """Return the server of an agent that works so; rows may ask it to fail."""
     app = FastAPI()
 
     @app.post("/run")
@@ -62,9 +65,9 @@ def create_app() -> FastAPI:
 
 
 @contextmanager
-def running_agent() -> Iterator[str]:
+def running_agent(work: Work = work) -> Iterator[str]:
     """Run the agent's server in a thread of its own; yields its URL."""
-    server = uvicorn.Server(uvicorn.Config(create_app(), port=0, log_level="error", lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(create_app(work), port=0, log_level="error", lifespan="off"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,44 +54,64 @@ def make_outside_row(number: int) -> dict[str, Any]:
     return {**make_row(number), "agent_ref": {"type": "responses_api_agents", "name": OUTSIDE_AGENT}}
 
 
-def write_policy(directory: Path, office: str) -> None:
-    """Write the policy's checkpoint and the rows of a run into `directory`."""
+def make_lunch_row(number: int) -> dict[str, Any]:
+    """Return a row for an agent program elsewhere that does not say which email must go: the reward teaches it."""
+    asked = [{"role": "user", "content": "Delete the email about lunch"}]
+    truth = [{"name": TOOL["name"], "arguments": json.dumps({"email_id": EMAILS[0]})}]
+    params = {"input": asked, "tools": [TOOL]}
+    return {**make_outside_row(number), "responses_create_params": params, "ground_truth": truth}
+
+
+Maker = Callable[[int], dict[str, Any]]
+ALL_KINDS: tuple[Maker, ...] = (make_row, make_mail_row, make_outside_row)
+
+
+def write_policy(
+    directory: Path,
+    office: str,
+    *,
+    kinds: Sequence[Maker] = ALL_KINDS,
+    num_rows: int = 32,
+    num_steps: int = NUM_STEPS,
+) -> None:
+    """Write into `directory` the rows, and the checkpoint of a policy that was taught the first kind of them."""
     import torch
 
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed=0)
     tokenizer.save_pretrained(directory / "model")
-    rollouts = asyncio.run(_demonstrations(ChatCodec(directory / "model"), office))
+    rollouts = asyncio.run(_demonstrations(ChatCodec(directory / "model"), office, kinds[0]))
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more would wait for each other on a busy machine
-    _train(model, rollouts, pad_token_id=tokenizer.pad_token_id)
+    _train(model, rollouts, num_steps=num_steps, pad_token_id=tokenizer.pad_token_id)
     torch.set_num_threads(num_threads)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(directory / "model")
-    for name, count in (("train", 32), ("val", 4)):
-        rows = [(make_row, make_mail_row, make_outside_row)[number // 2 % 3](number) for number in range(count)]
+    for name, count in (("train", num_rows), ("val", 4)):
+        rows = [kinds[number // 2 % len(kinds)](number) for number in range(count)]
         lines = [json.dumps(row) + "\n" for row in rows]
         (directory / f"{name}.jsonl").write_text("".join(lines))
 
 
-async def _demonstrations(codec: ChatCodec, office: str) -> list[Rollout]:
+async def _demonstrations(codec: ChatCodec, office: str, make: Maker) -> list[Rollout]:
     settings = {"workplace_assistant": {"resources_servers": {"workplace_assistant": {"tables": office}}}}
     patterns: dict[str, Any] = {"invalid_tool_call_patterns": (), "thinking_tags": ()}
     config: Any = SimpleNamespace(nemo_gym=SimpleNamespace(instances=settings, **patterns))
     environments = Environments.from_config(config, codec)
     rollouts = []
     for number in range(len(EMAILS)):
+        row = {**make(number), "agent_ref": make_row(number)["agent_ref"]}
         for email_id in EMAILS:
             parameter = f"<parameter=email_id>\n{email_id}\n</parameter>"
             call = f"</think><tool_call><function={TOOL['name']}>{parameter}</function></tool_call><|im_end|>"
             says = [call, "</think>Done<|im_end|>"]
-            rollouts.append(await environments.run(make_row(number), Scripted(codec, says), max_tokens=64))
+            rollouts.append(await environments.run(row, Scripted(codec, says), max_tokens=64))
     environments.close()
     assert sorted(rollout.reward or 0.0 for rollout in rollouts) == [0.0, 0.0, 1.0, 1.0]
     return rollouts
 
 
-def _train(model: Any, rollouts: Sequence[Rollout], *, pad_token_id: int) -> None:
+def _train(model: Any, rollouts: Sequence[Rollout], *, num_steps: int, pad_token_id: int) -> None:
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
@@ -99,7 +119,7 @@ def _train(model: Any, rollouts: Sequence[Rollout], *, pad_token_id: int) -> Non
     width = max(len(ids) for ids, _ in rows)
     ids_BS = torch.tensor([ids + [pad_token_id] * (width - len(ids)) for ids, _ in rows])
     labels_BS = torch.tensor([labels + [IGNORED] * (width - len(labels)) for _, labels in rows])
-    for _ in range(NUM_STEPS):
+    for _ in range(num_steps):
         logits_BSV = model(input_ids=ids_BS).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(
             logits_BSV.flatten(0, 1), labels_BS[:, 1:].flatten(), ignore_index=IGNORED
