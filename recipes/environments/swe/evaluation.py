@@ -6,7 +6,8 @@ tests run in a shell of their own. Each step's status is that of the container's
 are files that configure tests, unless the row's own solution changes them.
 
 What remains: the tests run in one process with the code under test. Code that seeks out the framework's objects there,
-or that ends a `test_cmd` with status 0, can forge their report. Nothing but running the tests where that code does not
+or that prints what SymPy's or R2E-Gym's programs would, or that ends with status 0 a `test_cmd` that does more than
+call pytest or unittest, can forge their report. Nothing but running the tests where that code does not
 run would prevent it.
 """
 
@@ -35,6 +36,7 @@ from recipes.environments.swe.hidden_tests import (
     ENTER,
     EXIT_STATUS,
     PATCHED_FILE,
+    all_passed,
     command_of,
     expected_tests,
     files_of_tests,
@@ -175,6 +177,8 @@ def verdict_of(task: SweTask, done: CommandResult, mark: str) -> Evaluation:
     expected = expected_tests(task.facts)
     if runner_words(task.facts):
         known = results_behind(mark, done.output)
+        if known is not None and framework.name == EXIT_STATUS:
+            known = dict.fromkeys(expected, bool(all_passed(mark, done.output)))
         done = replace(done, output=done.output.rpartition(f"\n{mark} ")[0] or done.output)
         if known is None:
             reason = f"the tests did not come to their end (status {done.status}): {_shown(done)}"

@@ -5,9 +5,10 @@ for SymPy; for R2E-Gym what its own script prints. An instance may say itself ho
 SWE-rebench do: `test_cmd` is a shell command, and `log_parser` one of the frameworks below; with `exit_status` the
 instance is solved when that command ends with status 0.
 
-The code under test can print, too. So pytest and unittest are run by `run_tests.py`, which takes the results from the
-framework and prints them behind a mark. Of other commands' output by pytest, only what follows the last heading of its
-summary counts.
+The code under test can print, too. So pytest, unittest and Django's tests are run by `run_tests.py`, which takes the
+results from the framework and prints them behind a mark; so is a `test_cmd` that only calls one of the first two. Of
+other commands' output by pytest, only what follows the last heading of its summary counts. What SymPy's and R2E-Gym's
+own programs print, and how any other command ends, is believed as it is.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ EXIT_STATUS = "exit_status"
 RUNNER_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "pytest": ("-rA", "--tb=no", "-p", "no:cacheprovider"),
     "unittest": (),
+    "django": ("tests/runtests.py", "--verbosity", "2", "--settings=test_sqlite", "--parallel", "1"),
 }
+# A command of a row that is no more than a call of a framework, and so can be run by `run_tests.py`, too.
+PLAIN_COMMAND = re.compile(r"(?:(?:python3? -m )?(pytest)|python3? -m (unittest))((?: [\w./:=,@%+\[\]'\"-]+)*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,16 +141,28 @@ def command_of(facts: Mapping[str, Any]) -> str:
     if command:
         return command
     files = files_of_tests(facts) if framework.name != R2E_GYM else []
-    labels = [file.removeprefix("tests/").removesuffix(".py").replace("/", ".") for file in files]
-    return framework.command.format(files=shlex.join(files), labels=shlex.join(labels))
+    return framework.command.format(files=shlex.join(files), labels=shlex.join(_labels(files)))
+
+
+def _labels(files: Sequence[str]) -> list[str]:
+    """Return how Django names files of tests."""
+    return [file.removeprefix("tests/").removesuffix(".py").replace("/", ".") for file in files]
 
 
 def runner_words(facts: Mapping[str, Any]) -> list[str]:
-    """Return what `run_tests.py` takes after its mark; nothing for tests with a command of their own."""
+    """Return what `run_tests.py` takes after its mark; nothing for tests that only a command of their own can run."""
     name = framework_of(facts).name
-    if facts.get("test_cmd") or name not in RUNNER_OPTIONS:
+    if command := facts.get("test_cmd"):
+        plain = PLAIN_COMMAND.fullmatch(str(command).strip())
+        framework = (plain[1] or plain[2]) if plain else ""
+        try:
+            return [framework, *shlex.split(plain[3])] if plain and name in (framework, EXIT_STATUS) else []
+        except ValueError:  # a quote that does not end
+            return []
+    if name not in RUNNER_OPTIONS:
         return []
-    return [name, *RUNNER_OPTIONS[name], *files_of_tests(facts)]
+    files = files_of_tests(facts)
+    return [name, *RUNNER_OPTIONS[name], *(_labels(files) if name == "django" else files)]
 
 
 def files_of_tests(facts: Mapping[str, Any]) -> list[str]:
@@ -168,17 +184,32 @@ def results(framework: Framework, output: str) -> dict[str, bool]:
 
 def results_behind(mark: str, output: str) -> dict[str, bool] | None:
     """Return test -> whether it passed, of what `run_tests.py` printed; None where it did not come to its end."""
-    _, is_there, rest = output.rpartition(f"\n{mark} ")
-    if not is_there:
-        return None
-    try:
-        pairs = [(str(outcome), str(name)) for outcome, name in json.loads(rest.partition("\n")[0])["tests"]]
-    except (ValueError, TypeError, KeyError, RecursionError):
+    pairs = _pairs_behind(mark, output)
+    if pairs is None:
         return None
     whole: dict[str, bool] = {}
     for outcome, name in pairs:
         whole[name] = outcome in ("PASSED", "XFAIL") and whole.get(name, True)
     return {way: passed for name, passed in whole.items() for way in _ways(name)}
+
+
+def all_passed(mark: str, output: str) -> bool | None:
+    """Return whether the framework ended well, of what `run_tests.py` printed, and ran a test; None as above."""
+    pairs = _pairs_behind(mark, output)
+    return (
+        None if pairs is None else _behind(mark, output).get("status") == 0 and any(way == "PASSED" for way, _ in pairs)
+    )
+
+
+def _pairs_behind(mark: str, output: str) -> list[tuple[str, str]] | None:
+    try:
+        return [(str(outcome), str(name)) for outcome, name in _behind(mark, output)["tests"]]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _behind(mark: str, output: str) -> Any:
+    return json.loads(output.rpartition(f"\n{mark} ")[2].partition("\n")[0] if f"\n{mark} " in output else "")
 
 
 def _ways(name: str) -> tuple[str, ...]:

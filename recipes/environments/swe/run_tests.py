@@ -1,6 +1,6 @@
 """Run the tests of a task inside its image, and print what each came to behind a mark that only the worker knows.
 
-    python run_tests.py MARK_FILE pytest|unittest WORDS...
+    python run_tests.py MARK_FILE pytest|unittest|django WORDS...
 
 The code under test runs in this process and prints, too. So the results are taken from the framework, and the mark is
 read and its file removed before that code is loaded; a process that ends early prints no mark. Python of the image: 3.6
@@ -48,11 +48,9 @@ def with_pytest(words):
     return int(status), found
 
 
-def with_unittest(words):
-    """Return the status of unittest, and pairs of an outcome and what it prints of the test."""
+def unittest_outcomes(found):
+    """Return a class of unittest's results that adds pairs of an outcome and what it prints of the test."""
     import unittest
-
-    found = []
 
     class UnittestOutcomes(unittest.TextTestResult):
         def startTest(self, test):  # noqa: N802
@@ -85,10 +83,35 @@ def with_unittest(words):
         ("addUnexpectedSuccess", "XPASS"),
     ):
         noting(name, outcome)
+    return UnittestOutcomes
+
+
+def with_unittest(words):
+    """Return the status of unittest, and pairs of an outcome and what it prints of the test."""
+    import unittest
+
+    found = []
     enter_workspace()
-    runner = unittest.TextTestRunner(verbosity=2, buffer=True, resultclass=UnittestOutcomes)
+    runner = unittest.TextTestRunner(verbosity=2, buffer=True, resultclass=unittest_outcomes(found))
     program = unittest.main(module=None, argv=["unittest", *words], testRunner=runner, exit=False)
     return int(not program.result.wasSuccessful()), found
+
+
+def with_django(words):
+    """Return the status of Django's own program of tests, and pairs as of unittest, by which it runs them."""
+    import runpy
+    import unittest
+
+    found = []
+    unittest.TextTestRunner.resultclass = unittest_outcomes(found)  # where a runner names no class of its own
+    script = os.path.abspath(words[0])  # noqa: PTH100
+    sys.path[0] = os.path.dirname(script)  # noqa: PTH120
+    sys.argv[:] = words
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        return int(end.code if isinstance(end.code, int) else end.code is not None), found
+    return 0, found
 
 
 def enter_workspace():
@@ -103,7 +126,8 @@ def main():
         mark = file.read()
     os.remove(path)  # noqa: PTH107
     del sys.argv[1:]
-    status, found = (with_pytest if framework == "pytest" else with_unittest)(words)
+    run = {"pytest": with_pytest, "unittest": with_unittest, "django": with_django}[framework]
+    status, found = run(words)
     sys.stdout.flush()
     sys.stderr.flush()
     os.write(1, "\n{} {}\n".format(mark, json.dumps({"status": status, "tests": found})).encode("utf-8"))
