@@ -311,7 +311,7 @@ class Generation:
             engine.kill()
             self._client.router.close(engine.index, str(error))
         self._tell_clients()
-        left = f"{self.num_engines_alive} of {self.num_engines} engines are left"
+        left = f"{len(self._up())} of {self.num_engines} engines are left"
         logger.warning("%s; its requests are sampled elsewhere; %s", error, left)
 
     def _eject_failed(

@@ -27,7 +27,16 @@ OVERRIDES = {
     "grpo.val_at_end": "false",
     "policy.generation.max_new_tokens": 64,
 }
-START_SECONDS = 240.0
+DEADLINES = {  # of tiny runs, on a quiet machine
+    "placement": 60,
+    "generation": 60,
+    "rollout": 90,
+    "refit": 60,
+    "train": 120,
+    "checkpoint": 120,
+    "progress": 300,
+}
+START_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,8 @@ class RunCase:
 
 def make_case(directory: Path, num_steps: int, overrides: Mapping[str, Any]) -> RunCase:
     """Write model and rows; a few rows more than are needed."""
-    settings = {**OVERRIDES, "grpo.max_num_steps": num_steps, **overrides}
+    deadlines = {f"deadlines.{name}": round(patiently(seconds)) for name, seconds in DEADLINES.items()}
+    settings = {**OVERRIDES, **deadlines, "grpo.max_num_steps": num_steps, **overrides}
     environment = launch_environment(directory, num_rows=num_steps * PROMPTS + 20, overrides=settings)
     environment |= {"EXP_NAME": "lost", "MODEL_PATH": str(directory / "model")}
     return RunCase(directory=directory, num_steps=num_steps, environment=environment)

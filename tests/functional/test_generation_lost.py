@@ -10,11 +10,12 @@ import re
 import subprocess
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
-from killing import RunCase, find, make_case
+from killing import RunCase, make_case
 from speed import patiently
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(900)]
@@ -28,15 +29,15 @@ OVERRIDES = {
 
 @dataclass(frozen=True)
 class Moment:
-    """When to kill which process: so long after a step, of the engine that is `index` by process id."""
+    """When to kill which process of which engine: so long after a step."""
 
     step: int
     seconds: float
     process: str
-    index: int
+    engine: int
 
 
-ACTOR, CORE = "ray::EngineActor", "VLLM::EngineCore"
+ACTOR, CORE = "actor", "EngineCore"
 SAMPLE = [Moment(1, 0.05, CORE, 0)]
 OTHERS = [
     Moment(0, 0.0, ACTOR, 0),
@@ -67,15 +68,16 @@ def test_a_run_outlives_one_of_two_engines(moment: Moment, tmp_path: Path) -> No
 
 
 def kill_at(moment: Moment, run: subprocess.Popen[bytes], case: RunCase) -> None:
-    victims: list[psutil.Process] = []
-
-    def is_reached() -> bool:
-        nonlocal victims
-        if len(victims) < 2:
-            victims = find(psutil.Process(run.pid), moment.process)
-        begun = "policy and engines are up" in case.text()
-        return len(victims) == 2 and begun and case.steps_done() >= moment.step
-
-    case.wait_until(run, is_reached, f"step {moment.step}")
+    case.wait_until(run, partial(is_reached, case, moment.step), f"step {moment.step}")
     time.sleep(moment.seconds)
-    victims[moment.index].kill()
+    psutil.Process(process_ids(case)[moment.engine][moment.process]).kill()
+
+
+def is_reached(case: RunCase, step: int) -> bool:
+    return "policy and engines are up" in case.text() and case.steps_done() >= step
+
+
+def process_ids(case: RunCase) -> dict[int, dict[str, int]]:
+    """Return engine -> process -> process id, as the run has said them last."""
+    said = re.findall(r"generation engine (\d) \(node .*?, actor pid (\d+), EngineCore pid (\d+)\)", case.text())
+    return {int(engine): {ACTOR: int(actor), CORE: int(core)} for engine, actor, core in said}
