@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slurm.cluster import Cluster
+from slurm.cluster import ROOT, Cluster
 from slurm.jobs import Job, submit
+from small_root import require
+from swe_image import write_sif, write_task_root
+
+from recipes.environments.swe.containers.bwrap import PROGRAMS
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
 
@@ -106,6 +111,23 @@ def test_a_node_whose_ephemeral_ports_overlap_is_named_with_the_fix(cluster, tmp
     assert "on n2: " in job.log
     assert "sysctl -w net.ipv4.ip_local_port_range='32768 60999'" in job.log
     assert "is lost" not in job.log
+
+
+def test_a_node_that_cannot_start_a_container_of_a_task_is_named_before_ray_starts(cluster, tmp_path, driver):
+    require(*PROGRAMS)
+    image, mounter = write_sif(write_task_root(tmp_path / "root"), tmp_path / "task.sif"), shutil.which("squashfuse")
+    code = f"from tools.job.node_check import container_problems; print(*container_problems({str(image)!r}))"
+    ask = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-c", code]
+    cluster.on_node("n2", ["mount", "--bind", "/bin/false", str(mounter)])
+    try:
+        assert cluster.on_node("n1", ask).stdout == "\n"
+        job = submit(cluster, tmp_path, f"--task-image={image}", driver=[driver, "2", "end"], nodelist="n1,n2")
+        assert job.wait(seconds=90) == "FAILED", job.everything()
+    finally:
+        cluster.on_node("n2", ["umount", str(mounter)])
+    assert job.show("ExitCode") == "2:0" and "hosts" not in job.driver_log(1)
+    assert "on n2: " in job.log and "on n1: " not in job.log, job.log
+    assert f"node: n2: containers of tasks by bwrap: a container cannot start: the image {image} could not" in job.log
 
 
 @pytest.mark.parametrize(("node", "step"), [("n2", "a Ray worker"), ("n1", "the Ray head")])

@@ -1,7 +1,7 @@
 """One Ray node of a job: check this machine, start Ray, stay until it ends, keep its logs.
 
     python -m tools.job.node --role head|worker --head HOST --num-nodes N --units N --log-dir DIR --temp-dir DIR
-        --cache DIR
+        --cache DIR [--task-image FILE]
 
 `ray_node.sh` starts it on every node. USR2 and TERM end it in order. It ends with status 1 when a process of Ray ends
 before that, and with 2 when this machine cannot be used; it says why.
@@ -89,6 +89,7 @@ def parse(argv: Sequence[str] | None) -> Node:
     parser.add_argument("--log-dir", type=Path, required=True, help="of this start: results/EXP_NAME/logs/attempt_N")
     parser.add_argument("--temp-dir", type=Path, required=True, help="to be made on this node, the same on every node")
     parser.add_argument("--cache", type=Path, required=True, help="PERSISTENT_CACHE, the same on every node")
+    parser.add_argument("--task-image", default="", help="image of a task that must start here")
     args = parser.parse_args(argv)
     return Node(
         is_head=args.role == "head",
@@ -98,6 +99,7 @@ def parse(argv: Sequence[str] | None) -> Node:
         log_dir=args.log_dir,
         temp=args.temp_dir,
         cache=args.cache,
+        task_image=args.task_image,
     )
 
 

@@ -1,18 +1,22 @@
-"""Whether a Ray node can start on its machine (ports, GPUs, run directory), and the address of that machine."""
+"""Whether a Ray node can start on its machine (ports, GPUs, run directory, containers), and that machine's address."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from recipes.cluster.ports import EPHEMERAL_RANGE, busy_ports, ephemeral_overlap, ray_ports
+from recipes.environments.swe.containers.check import check_runtime
+from recipes.environments.swe.containers.runtime import runtime_of_machine
 from recipes.errors import LaunchError, Problem
 from tools.job.local import count_gpus
 
+CONTAINER_SECONDS = 300.0  # in which a container of a task starts, works and ends
 PORT_SECONDS = 90.0  # in which the processes of a requeued job's last start free their ports
 NODES_FILE = "nodes"  # in the log directory: the names of the job's nodes
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -29,6 +33,7 @@ class Node:
     log_dir: Path
     temp: Path  # to be made on this node: see ray_temp.py
     cache: Path  # PERSISTENT_CACHE
+    task_image: str = ""  # of which a container must start here; empty: none is needed
 
 
 def gpu_problems(units: int, devices: int, *, has_driver: bool) -> list[Problem]:
@@ -61,8 +66,29 @@ def require_usable(node: Node) -> None:
         if problems or time.monotonic() >= end:
             break
         time.sleep(1.0)
-    if problems or busy:
-        raise LaunchError(problems + busy)
+    problems += busy
+    if node.task_image and not problems:
+        problems += container_problems(node.task_image)
+    if problems:
+        raise LaunchError(problems)
+
+
+def container_problems(image: str) -> list[Problem]:
+    """Return why no container of a task can work on this node; empty where a real one was started and ended."""
+    host = socket.gethostname()
+
+    async def start() -> None:
+        async with asyncio.timeout(CONTAINER_SECONDS):
+            await check_runtime(runtime_of_machine(), image)
+
+    try:
+        asyncio.run(start())
+    except LaunchError as error:
+        return [replace(problem, where=f"{host}: {problem.where}") for problem in error.problems]
+    except TimeoutError:
+        wrong = f"a container of {image} did not start, work and end within {CONTAINER_SECONDS:g} s"
+        return [Problem(where=host, wrong=wrong, fix="look at the node's disks and load, or take it out of service")]
+    return []
 
 
 def own_address() -> str:

@@ -76,7 +76,8 @@ watch() {
   done
   if [[ ${ended} != "${driver_pid}" ]]; then
     say_end "${ended}" "${status}"
-    status=1 # only the driver may say 0 or 75
+    # A Ray node says 2 when its machine cannot be used. Only the driver may say 0 or 75.
+    [[ ${roles[${ended}]} == ray_* && ${status} == 2 ]] || status=1
   elif ((status != 0 && status != EXIT_RESUME)); then
     say "the driver ended with status ${status}; the last lines of ${log_dir}/driver.log:"
     say_last_lines "${log_dir}/driver.log"

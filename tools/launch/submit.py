@@ -8,6 +8,7 @@ from pathlib import Path
 
 from recipes.config.keys.derive import Derived
 from recipes.errors import LaunchError, Problem
+from tools.doctor.task_containers import images_of_rows
 from tools.planning.contract import Contract
 from tools.planning.draft import Draft
 from tools.planning.mounts import container_arguments
@@ -60,8 +61,17 @@ def sbatch_argv(draft: Draft, sizes: Derived, run_dir: Path, code_dir: Path, dri
         *container_arguments(contract, run_dir, code_dir),
         *((f"--variables={','.join(draft.profile_variables)}",) if draft.profile_variables else ()),
         f"--sandbox-command={sandbox}",
+        *task_image_word(draft),
     )
     return (*submit, str(code_dir / JOB_FILE), *job, "--", python, *driver)
+
+
+def task_image_word(draft: Draft) -> tuple[str, ...]:
+    """Return the word that has every node start one image of the rows before Ray, where our agents will need that."""
+    if draft.contract["ENGINE"] == "nemo_rl":
+        return ()
+    image = next(images_of_rows(draft), None)
+    return () if image is None else (f"--task-image={image.absolute()}",)
 
 
 def num_nodes(contract: Contract, sizes: Derived) -> int:

@@ -7,8 +7,8 @@ are files that configure tests, unless the row's own solution changes them.
 
 What remains: the tests run in one process with the code under test. Code that seeks out the framework's objects there,
 or that prints what SymPy's or R2E-Gym's programs would, or that ends with status 0 a `test_cmd` that does more than
-call pytest or unittest, can forge their report. Nothing but running the tests where that code does not
-run would prevent it.
+call pytest or unittest, can forge their report. Nothing but running the tests where that code does not run would
+prevent it.
 """
 
 from __future__ import annotations

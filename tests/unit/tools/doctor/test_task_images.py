@@ -9,6 +9,8 @@ import pytest
 from recipes.environments.swe.images import Listing, candidates, find_image
 from tests.unit.tools.launch_case import ROW, LaunchCase, sif_file, write_case
 from tools.images.files import read_image
+from tools.launch.submit import task_image_word
+from tools.planning.draft import draft_launch
 
 
 @pytest.fixture
@@ -105,3 +107,16 @@ def test_headers_that_end_early_are_no_crash(tmp_path, size):
     assert read_image(tmp_path / "a").kind in ("none", "SIF")
     assert read_image(tmp_path / "b").kind in ("none", "squashfs")
     assert read_image(tmp_path / "a").kind == "none" or read_image(tmp_path / "a").is_cut
+
+
+def test_a_job_has_every_node_start_one_image_of_its_rows(case):
+    def word(stage: str, **variables: str) -> tuple[str, ...]:
+        return task_image_word(draft_launch(stage, [], {**case.env, "SCALE": "tiny", **variables}))
+
+    case.sif.write_text("no image")
+    assert word("stage2.2") == ()
+    case.sif.unlink()
+    case.sif.mkdir()  # a root file system
+    assert word("stage2.2") == (f"--task-image={case.sif}",)
+    assert word("stage2.2", ENGINE="nemo_rl") == ()  # whose agents start their images in their own way
+    assert word("stage2.1") == word("stage2.2", SIF_DIR="/no/where") == ()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.errors import Problem
+from recipes.errors import LaunchError, Problem
 from tests.ray_logs import write_logs
 from tools.job import node, node_check, ray_start
 from tools.job.bring_up import bring_up_seconds
@@ -83,6 +86,51 @@ def test_a_node_that_does_not_see_the_run_directory_is_refused(tmp_path, monkeyp
     monkeypatch.setattr(node, "adopt_orphans", lambda: None)  # of the process that runs these tests
     assert node.main(arguments) == 2
     assert f"no file {tmp_path}/elsewhere/nodes, which the job's first node has written" in capsys.readouterr().err
+
+
+REFUSED = Problem(where="containers of tasks by bwrap", wrong="user namespaces cannot be made: no", fix="let users")
+
+
+@pytest.mark.parametrize(
+    ("image", "refused", "seconds", "said"),
+    [
+        ("/sif/a.sif", REFUSED, 60.0, f"node: {socket.gethostname()}: {REFUSED}"),
+        (
+            "/sif/a.sif",
+            None,
+            0.01,
+            f"node: {socket.gethostname()}: a container of /sif/a.sif did not start, work and end",
+        ),
+        ("", REFUSED, 60.0, ""),
+    ],
+)
+def test_a_node_that_cannot_start_a_container_ends_before_ray_starts(
+    tmp_path, monkeypatch, capsys, image, refused, seconds, said
+):
+    async def check(_runtime, _image):
+        if refused:
+            raise LaunchError(refused)
+        await asyncio.sleep(60)
+
+    (tmp_path / "nodes").touch()
+    monkeypatch.setattr(node_check, "CONTAINER_SECONDS", seconds)
+    monkeypatch.setattr(node_check, "busy_ports", lambda _ports: [])
+    monkeypatch.setattr(node_check, "count_gpus", lambda: 0)
+    monkeypatch.setattr(node_check, "ephemeral_overlap", lambda _text: [])
+    monkeypatch.setattr(node_check, "runtime_of_machine", lambda: None)
+    monkeypatch.setattr(node_check, "check_runtime", check)
+    started = []
+    monkeypatch.setattr(node, "make_private", lambda *_, **__: started.append(1) or os.open("/dev/null", os.O_RDONLY))
+    monkeypatch.setattr(node, "run_ray", lambda *_: 3)
+    monkeypatch.setattr(node, "wait_for_head", lambda _node: None)
+    for ends in ("end_ray", "clear_abandoned", "keep_logs", "adopt_orphans"):
+        monkeypatch.setattr(node, ends, lambda *_: None)
+    monkeypatch.setattr(node, "open_cache", lambda *_: None)
+    monkeypatch.setattr(node, "STOPS", ())
+    arguments = ["--role=worker", "--head=n1", "--num-nodes=2", "--units=1", f"--log-dir={tmp_path}", *TEMP]
+    assert node.main([*arguments, f"--task-image={image}"]) == (2 if image else 1)
+    assert bool(started) == (not image)
+    assert said in capsys.readouterr().err
 
 
 FAILS_FIRST = """
