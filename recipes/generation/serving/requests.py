@@ -13,6 +13,7 @@ import numpy as np
 from recipes.types import Completion, Sampling, VersionSpan
 
 ID_BYTES = 4  # of a token on its way
+_SEED_TOKENS = 1024  # at the end of a prompt, that its seed depends on: each turn of a long rollout hashes no more
 
 
 class AtPush(StrEnum):
@@ -89,12 +90,12 @@ def to_bytes(token_ids: Sequence[int]) -> bytes:
 def request_seed(seed: int, request: Request, prompt: bytes | bytearray) -> int:
     """Return the 63-bit seed of a request's random numbers; `prompt` is all of it, as int32.
 
-    It depends on the run's seed, the prompt and the numbers of the sample only. So the same weights sample the same
-    tokens again, whichever engine it is and whatever else it samples.
+    It depends on the run's seed, the end of the prompt and the numbers of the sample only. So the same weights sample
+    the same tokens again, whichever engine it is and whatever else it samples.
     """
     numbers = struct.pack(f"<{2 + len(request.sample)}q", seed, request.affinity, *request.sample)
     hashed = hashlib.blake2b(numbers, digest_size=8)
-    hashed.update(prompt)
+    hashed.update(prompt[-_SEED_TOKENS * ID_BYTES :])
     return int.from_bytes(hashed.digest(), "little") >> 1
 
 

@@ -199,3 +199,10 @@ def test_a_sample_has_its_own_seed_that_nothing_else_changes() -> None:
         ),
     ]
     assert len({seed, *others}) == 6
+
+
+def test_the_seed_of_a_long_prompt_depends_on_its_end_and_costs_no_more() -> None:
+    request = Request(id=1, token_ids=b"", num_prompt_tokens=0, sampling=SAMPLING, affinity=4, sample=(5, 0))
+    long = to_bytes(range(100_000))
+    assert request_seed(42, request, long) != request_seed(42, request, long[:-4] + to_bytes((7,)))
+    assert request_seed(42, request, to_bytes((7,)) + long[4:]) == request_seed(42, request, long)
