@@ -1,4 +1,4 @@
-"""The wide tiny blend learns: fifteen environments at once, tools over several turns among what improves."""
+"""The wide tiny blend learns: seventeen environments at once, tools over several turns among what improves."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def test_the_wide_blend_learns(tmp_path: Path) -> None:
     make("stage1.1", env | {"EXP_NAME": "wide", "EXTRA_HYDRA_ARGS": f"grpo.max_num_steps={STEPS}"}, seconds=900)
     overall, gains = measure(load_run(tmp_path / "wide"), tmp_path / "wide")
     sampled = {name.removesuffix(", sampled"): gain.delta for name, gain in gains if name.endswith(", sampled")}
-    assert len(sampled) == 1 + 15
+    assert len(sampled) == 1 + 17
     assert overall.delta >= MIN_GAIN, sampled
     assert sampled["workplace_assistant"] >= MIN_TOOL_GAIN, sampled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.tiny import judged_tasks, repository_tasks, text_tasks, tool_tasks
+from tools.tiny import judged_tasks, program_tasks, repository_tasks, text_tasks, tool_tasks
 from tools.tiny.tasks import TASKS, TinyTask
 
 
@@ -31,6 +31,8 @@ WIDE_TASKS = (
     judged_tasks.MEMORY,
     judged_tasks.INVERSE,
     judged_tasks.PREFERENCE,
+    program_tasks.PROGRAMS,
+    program_tasks.REMAINDERS,
 )
 RLVR = TinyBlend(name="tiny", tasks=TASKS, train_rows=1920, val_rows=200)  # an epoch of 120 steps with 16 prompts each
 WIDE = TinyBlend(name="tiny-wide", tasks=WIDE_TASKS, train_rows=60 * len(WIDE_TASKS), val_rows=12 * len(WIDE_TASKS))

@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tools.tiny import judged_tasks, repository_tasks, text_tasks, tool_tasks
+from tools.tiny import judged_tasks, program_tasks, repository_tasks, text_tasks, tool_tasks
 from tools.tiny.blends import WIDE_TASKS
 from tools.tiny.model import BUILDERS
 from tools.tiny.tasks import TASKS, Fields, Reply, TinyProblem, TinyTask, demonstrate
@@ -67,9 +67,15 @@ def wide_settings(*, seed: int, model: str = "qwen3") -> SftSettings:
         model=model,
         steps=400,
         tasks=(*WIDE_TASKS, tool_tasks.SWE_CALLS, repository_tasks.REPOSITORIES),
-        batch=(8, 8, 10, 6, *(4 for _ in WIDE_TASKS[len(TASKS) :]), 4, 6),
+        batch=(8, 8, 10, 6, *(4 for _ in WIDE_TASKS[len(TASKS) : -1]), 6, 4, 6),
         parts=3,
-        more_words=(*tool_tasks.WORDS, *text_tasks.WORDS, *judged_tasks.WORDS, *repository_tasks.words()),
+        more_words=(
+            *tool_tasks.WORDS,
+            *text_tasks.WORDS,
+            *judged_tasks.WORDS,
+            *repository_tasks.words(),
+            *program_tasks.WORDS,
+        ),
     )
 
 
