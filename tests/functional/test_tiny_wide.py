@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.functional, pytest.mark.slow, pytest.mark.timeout(3600
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 30
-MIN_GAIN = 0.15  # of all environments; one run gained 0.26
-MIN_TOOL_GAIN = 0.2  # of the office, whose tasks take three turns; that run gained 0.46
+MIN_GAIN = 0.15  # of all environments; one run gained 0.25
+MIN_TOOL_GAIN = 0.2  # of the office, whose tasks take three turns, and of Python; that run gained 0.33 and 0.58
 
 
 def make(target: str, env: dict[str, str], *, seconds: float) -> None:
@@ -35,4 +35,4 @@ def test_the_wide_blend_learns(tmp_path: Path) -> None:
     sampled = {name.removesuffix(", sampled"): gain.delta for name, gain in gains if name.endswith(", sampled")}
     assert len(sampled) == 1 + 17
     assert overall.delta >= MIN_GAIN, sampled
-    assert sampled["workplace_assistant"] >= MIN_TOOL_GAIN, sampled
+    assert min(sampled["workplace_assistant"], sampled["ns_tools"]) >= MIN_TOOL_GAIN, sampled
