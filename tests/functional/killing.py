@@ -16,7 +16,7 @@ import psutil
 from speed import patiently
 from tiny_run import launch_environment
 
-from recipes.grpo.checkpoint import complete_checkpoints, load_state
+from recipes.grpo.checkpoint import complete_checkpoints, latest_checkpoint, load_state
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS, GENERATIONS = 4, 2
@@ -36,7 +36,7 @@ DEADLINES = {  # of tiny runs, on a quiet machine
     "checkpoint": 120,
     "progress": 300,
 }
-START_SECONDS = 600.0
+START_SECONDS, STOP_SECONDS = 600.0, 180.0
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,13 @@ class RunCase:
             assert time.monotonic() < deadline, f"no {what}:\n{self.text()[-6000:]}"
             time.sleep(0.05)
 
+    def stop(self, run: subprocess.Popen[bytes]) -> None:
+        """Ask the run to stop; it must save its last step, with every prompt trained once or to come."""
+        find(psutil.Process(run.pid), "run_grpo.py")[0].terminate()
+        run.wait(timeout=patiently(STOP_SECONDS))
+        assert "Error 75" in self.text(), self.text()[-6000:]
+        assert exact_step(self.run_dir) == self.steps_done()
+
     def check_end(self, *, may_fail: bool = False) -> None:
         """Every step is there once, with its prompts, and every prompt was trained once, or has failed if it may."""
         ledger = load_state(complete_checkpoints(self.run_dir / "checkpoints")[self.num_steps]).ledger
@@ -90,6 +97,27 @@ class RunCase:
         assert rows == list(range(len(ledger))), "a prompt was lost, or trained twice"
         records = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
         assert [record["step"] for record in records] == list(steps)
+
+
+def exact_step(run_dir: Path) -> int:
+    """Return the step that is saved; every prompt up to the saved position must be there once.
+
+    It was trained, has failed, or is to come. Every step up to that one must be in metrics.jsonl as well.
+    """
+    newest = latest_checkpoint(run_dir / "checkpoints")
+    if newest is None:
+        return 0
+    assert not list((run_dir / "checkpoints").glob("damaged_*")), "a checkpoint was complete, but not whole"
+    state = load_state(newest)
+    per_step = Counter(entry.step for entry in state.ledger if entry.step > 0)
+    assert per_step == dict.fromkeys(range(1, state.step + 1), PROMPTS), "a step trained another number of prompts"
+    waiting = [*state.collector.in_flight, *state.collector.finished]
+    rows = [int(entry.key.split(":")[1]) for entry in state.ledger] + [one.prompt.row_index for one in waiting]
+    assert sorted(rows) == list(range(state.collector.position)), "a prompt was trained twice, or is lost"
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    logged = [json.loads(line)["step"] for line in lines[: state.step]]
+    assert logged == list(range(1, state.step + 1)), "metrics.jsonl lacks a step"
+    return state.step
 
 
 def make_case(directory: Path, num_steps: int, overrides: Mapping[str, Any]) -> RunCase:

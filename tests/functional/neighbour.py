@@ -5,8 +5,10 @@ It reads {"pids": [...], "places": [...]} from standard input and uses the stand
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -28,7 +30,11 @@ def processes(pids: list[int]) -> Iterator[str]:
 
 
 def files(places: list[str]) -> Iterator[str]:
-    """Try to change what lies in these places, and to connect to their sockets."""
+    """Try to change what lies in these places, to connect to their sockets, and to open what others have locked.
+
+    Whoever can open a file, if only to read it, can lock it as soon as nobody else has, and keep the lock.
+    """
+    locked = {int(inode) for inode in re.findall(r" \w+:\w+:(\d+) ", Path("/proc/locks").read_text())}
     walks = (walk for place in places for walk in os.walk(place))  # passes over what it cannot open
     below = (Path(folder, name) for folder, folders, names in walks for name in [*folders, *names])
     for path in (*map(Path, places), *below):
@@ -38,6 +44,20 @@ def files(places: list[str]) -> Iterator[str]:
             if path.is_socket():
                 socket.socket(socket.AF_UNIX).connect(str(path))
                 yield f"connect to {path}"
+            elif path.stat().st_ino in locked and is_locked(path):
+                yield f"lock {path}"
+
+
+def is_locked(path: Path) -> bool:
+    """Say whether another process holds the lock of a file; raises `OSError` when this user cannot open it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def shared_memory() -> Iterator[str]:

@@ -1,28 +1,40 @@
-"""No secret of a run reaches a file of it or a command line, and a local run is closed to others.
+"""No secret of a run reaches a file of it or a command line, and another user of the machine cannot hold it up.
 
-One tiny run on this machine with planted keys. While it runs, every process of it is looked at, and another user tries
-what can be got; afterwards every file is looked at.
+One tiny run on this machine with planted keys. While it trains, every process of it is looked at, and another user
+tries what can be got, and makes a thousand connections to each of its ports; afterwards every file is looked at, and
+the ledger.
 """
 
 from __future__ import annotations
 
 import json
+import resource
+import shutil
 import stat
 import subprocess
+import tempfile
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from listening import beyond_loopback
+from killing import RunCase, make_case
+from listening import beyond_loopback, sockets
 from speed import patiently
-from tiny_run import TWO_STEPS, launch_environment
+
+from recipes.cluster.ports import CEILING, PORT_TABLE
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).resolve().parents[2]
 LOOK_SECONDS = 1.0
+OPEN_FILES = 1024  # that a process of the run may have when it starts, as on most machines
+MANY, FEW = 1000, 20  # connections of the crowd to a port of the table, and to one that the kernel picked for gloo
+NOBODY = ["setpriv", "--reuid=65533", "--regid=65533", "--clear-groups", "/usr/bin/python3", "-I", "-c"]
+CROWD = Path(__file__).with_name("crowd.py").read_text()
 
 
 def processes(mark: str) -> dict[int, dict[str, str]]:
@@ -51,48 +63,119 @@ def what_a_neighbour_gets(seen: Mapping[int, Mapping[str, str]], run_dir: Path) 
     places = {str(run_dir), *(environ["TMPDIR"] for environ in seen.values() if "TMPDIR" in environ)}
     given = json.dumps({"pids": list(seen), "places": sorted(places)})
     program = Path(__file__).with_name("neighbour.py").read_text()
-    nobody = ["setpriv", "--reuid=65533", "--regid=65533", "--clear-groups", "/usr/bin/python3", "-I", "-c", program]
     done = subprocess.run(
-        nobody, cwd="/", input=given, capture_output=True, text=True, check=True, timeout=patiently(60)
+        [*NOBODY, program], cwd="/", input=given, capture_output=True, text=True, check=True, timeout=patiently(60)
     )
     return set(json.loads(done.stdout))
 
 
-def test_no_secret_is_in_a_file_or_a_command_line_and_nothing_listens_beyond_this_machine(tmp_path: Path) -> None:
-    planted = {"WANDB_API_KEY": uuid.uuid4().hex, "HF_TOKEN": f"hf_{uuid.uuid4().hex}"}
+def connections(port: int) -> int:
+    """Return how often the crowd connects: its own open files must do for all ports."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    many = MANY if hard == resource.RLIM_INFINITY else min(MANY, hard // 20)
+    return many if port < CEILING else FEW
+
+
+@contextmanager
+def crowd(ports: list[int]) -> Iterator[dict[str, dict[str, Any]]]:
+    """Let another user connect very often to each port, and stay; yield what became of the connections by port."""
+    with subprocess.Popen(
+        [*NOBODY, CROWD], cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as program:
+        print(json.dumps({port: connections(port) for port in ports}), file=program.stdin, flush=True)
+        yield json.loads(program.stdout.readline())
+        program.stdin.close()
+
+
+@pytest.fixture
+def open_place() -> Iterator[Path]:
+    """Return a directory that every user of the machine can pass through, unlike those of pytest."""
+    place = Path(tempfile.mkdtemp(prefix="neighbours-"))
+    place.chmod(0o755)
+    yield place
+    shutil.rmtree(place)
+
+
+@dataclass
+class Watch:
+    """What the processes of a run, and another user's attempts on it, have shown so far."""
+
+    case: RunCase
+    run: subprocess.Popen[bytes]
+    mark: str
+    tokens: set[str] = field(default_factory=set)
+    lines: set[str] = field(default_factory=set)
+    open_ports: dict[str, str] = field(default_factory=dict)
+    got: set[str] = field(default_factory=set)
+
+    def look(self) -> None:
+        seen = processes(self.mark)
+        self.tokens |= {environ["RAY_AUTH_TOKEN"] for environ in seen.values() if "RAY_AUTH_TOKEN" in environ}
+        self.lines |= {command_line(pid) for pid in seen}
+        self.open_ports |= beyond_loopback(seen)
+        self.got |= what_a_neighbour_gets(seen, self.case.run_dir)
+        time.sleep(LOOK_SECONDS)
+
+    def until_step(self, step: int) -> None:
+        def is_there() -> bool:
+            self.look()
+            return self.case.steps_done() >= step
+
+        self.case.wait_until(self.run, is_there, f"step {step}")
+
+    def ports(self) -> list[int]:
+        return sorted({port for _, port in sockets(processes(self.mark))})
+
+
+@contextmanager
+def started(directory: Path, variables: Mapping[str, str]) -> Iterator[Watch]:
+    """Start a run that would take long, with as many open files as most machines allow; ask it to end on the way out.
+
+    It must then stop at the next step and save it, with every prompt trained once or to come.
+    """
     mark = uuid.uuid4().hex
-    env = launch_environment(tmp_path, num_rows=16, overrides=TWO_STEPS) | planted
-    env |= {"MODEL_PATH": str(tmp_path / "model"), "EXP_NAME": "run", "LAUNCH_MARK": mark}
-    tokens: set[str] = set()
-    lines: set[str] = set()
-    open_ports: dict[str, str] = {}
-    got: set[str] = set()
-    with (tmp_path / "make.log").open("wb") as log:
-        process = subprocess.Popen(
-            ["make", "stage1.1"], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-        )
-        while process.poll() is None:
-            seen = processes(mark)
-            tokens |= {environ["RAY_AUTH_TOKEN"] for environ in seen.values() if "RAY_AUTH_TOKEN" in environ}
-            lines |= {command_line(pid) for pid in seen}
-            open_ports |= beyond_loopback(seen)
-            got |= what_a_neighbour_gets(seen, tmp_path / "run")
-            time.sleep(LOOK_SECONDS)
-    output = (tmp_path / "make.log").read_text(errors="replace")
-    assert process.returncode == 0, output[-3000:]
-    assert len(tokens) == 1, "the run has one token of Ray, and this test has seen it"
-    secrets = {**planted, "RAY_AUTH_TOKEN": tokens.pop()}
+    case = make_case(directory, 400, {"policy.generation.max_new_tokens": 8})
+    case = replace(case, environment={**case.environment, **variables, "LAUNCH_MARK": mark})
+    with case.started() as run:
+        resource.prlimit(run.pid, resource.RLIMIT_NOFILE, (OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        yield Watch(case, run, mark)
+        case.stop(run)
+
+
+def test_no_secret_is_in_a_file_or_a_command_line_and_others_cannot_hold_the_run_up(open_place: Path) -> None:
+    planted = {"WANDB_API_KEY": uuid.uuid4().hex, "HF_TOKEN": f"hf_{uuid.uuid4().hex}"}
+    with started(open_place, planted) as watch:
+        watch.until_step(2)
+        ports = watch.ports()
+        with crowd(ports) as found:
+            watch.until_step(watch.case.steps_done() + 5)
+    run_dir, output = watch.case.run_dir, watch.case.text()
+    check_crowd(ports, found)
+    assert len(watch.tokens) == 1, "the run has one token of Ray, and this test has seen it"
+    secrets = {**planted, "RAY_AUTH_TOKEN": watch.tokens.pop()}
 
     for name, secret in secrets.items():
         assert secret not in output, f"{name} is printed"
-        assert not [line for line in lines if secret in line], f"{name} is on a command line"
-        files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+        assert not [line for line in watch.lines if secret in line], f"{name} is on a command line"
+        files = [path for path in run_dir.rglob("*") if path.is_file()]
         assert len(files) > 20
         assert not [str(path) for path in files if secret.encode() in path.read_bytes()], f"{name} is in a file"
-    writable = [path for path in (tmp_path / "run").rglob("*") if not path.is_symlink() and is_open(path)]
+    writable = [path for path in run_dir.rglob("*") if not path.is_symlink() and is_open(path)]
     assert not writable, "others could change the run"
-    assert open_ports == {}
-    assert got == set()
+    assert watch.open_ports == {}
+    assert watch.got == set()
+
+
+def check_crowd(ports: list[int], found: Mapping[str, Mapping[str, Any]]) -> None:
+    """Every port is in the table or was picked by the kernel, all were crowded, and none gave more than an error."""
+    assert [
+        port for port in ports if port < CEILING and not any(one.low <= port < one.high for one in PORT_TABLE)
+    ] == []
+    assert found.keys() == {str(port) for port in ports}
+    for port, fates in found.items():
+        assert sum(fates[fate] for fate in ("waiting", "held", "closed", "refused")) == connections(int(port)), port
+        assert "200 OK" not in fates["answer"], port
+    assert sum(fates["held"] + fates["closed"] >= FEW for fates in found.values()) >= 8, "few ports were reached"
 
 
 def is_open(path: Path) -> bool:
