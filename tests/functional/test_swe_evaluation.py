@@ -102,7 +102,10 @@ def test_what_a_patch_does_to_tests_is_taken_back(task):
 
 def test_no_dishonest_work_is_rewarded():
     results = asyncio.run(check_repositories())
-    assert [result for result in results if result.status is not Status.PASS] == []
+    others = [result for result in results if result.status is not Status.PASS]
+    assert [(result.status, result.check.partition(":")[2]) for result in others] == [
+        (Status.KNOWN, " python -m unittest tests.test_module && true")  # a command that is not run behind the mark
+    ]
     assert not [result for result in results if result.why.startswith("no verdict") and "patch" in result.check]
     assert len(results) > 20
 

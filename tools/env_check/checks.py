@@ -28,6 +28,7 @@ class Status(StrEnum):
     PASS = "PASS"
     FAIL = "FAIL"
     NOT_APPLICABLE = "n/a"
+    KNOWN = "known"  # a weakness that is documented, and found again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

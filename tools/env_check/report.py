@@ -11,7 +11,7 @@ from pathlib import Path
 from tools.env_check.checks import Result, Status
 
 STYLE_FILE = Path(__file__).resolve().parents[1] / "report" / "report.css"
-CLASSES = {Status.PASS: "good", Status.FAIL: "bad", Status.NOT_APPLICABLE: "neutral"}
+CLASSES = {Status.PASS: "good", Status.FAIL: "bad", Status.NOT_APPLICABLE: "neutral", Status.KNOWN: "neutral"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,4 +77,6 @@ def _section(checked: Checked) -> str:
 
 def _counted(counts: Mapping[Status, int]) -> str:
     words = {Status.PASS: "passed", Status.FAIL: "failed", Status.NOT_APPLICABLE: "do not apply"}
-    return ", ".join(f"{counts.get(status, 0)} {word}" for status, word in words.items())
+    known = counts.get(Status.KNOWN, 0)
+    said = ", ".join(f"{counts.get(status, 0)} {word}" for status, word in words.items())
+    return f"{said}, {known} known" if known else said

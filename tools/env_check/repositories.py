@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from recipes.environments.swe.containers.runtime import runtime_of_machine
@@ -32,6 +33,11 @@ print("test_result (tests.test_module.FunctionTest.test_result) ... ok")
 print("test_name (tests.test_module.OtherTest.test_name) ... ok")
 print("Ran 2 tests in 0.001s\\n\\nOK", flush=True)
 """
+# A `test_cmd` whose status decides -> whether it is known that code under test can end it well.
+COMMANDS: Mapping[str, bool] = {
+    "python -m unittest tests.test_module": False,
+    "python -m unittest tests.test_module && true": True,
+}
 # What the container of an agent says of what it should not hold.
 LOOK = """cd /testbed
 git log --all --reflog --format=%s
@@ -122,6 +128,12 @@ async def check_repositories() -> list[Result]:
             start = time.monotonic()
             found = await evaluate(task, patch)
             results.append(_result(f"patch: {what}", not found.resolved, _reason(found), start))
+        for command, is_known in COMMANDS.items():
+            start = time.monotonic()
+            own = replace(task, facts={**task.facts, "test_cmd": command, "log_parser": "exit_status"})
+            found = await evaluate(own, module("import os\nos._exit(0)\n"))
+            result = _result(f"an end with status 0 of: {command}", not found.resolved, _reason(found), start)
+            results.append(replace(result, status=Status.KNOWN) if is_known and found.resolved else result)
         return [*results, *await _looked(runtime, task)]
 
 
