@@ -19,9 +19,7 @@ class Sequences:
     trained: tuple[frozenset[int], ...]  # per path: numbers of the nodes that are trained there
     num_delivered: int  # sampled tokens of all calls that count
     num_trained: int  # sampled tokens of all calls that are trained
-    num_ignored: int = (
-        0  # sampled tokens of the calls that do not count: those beside the main path, where only it does
-    )
+    num_ignored: int = 0  # sampled tokens of the calls beside the main path, where only that counts
 
     @property
     def lost_share(self) -> float:
