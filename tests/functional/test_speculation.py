@@ -48,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name.endswith("lm_head.weight"):
             tensor *= 12  # a few tokens are likely
         elif name.endswith("embeddings.weight"):
-            tensor *= 5
+            tensor *= 40
         elif name.startswith("mtp.") and "norm" in name:
             tensor.fill_(1.0)
         elif name.startswith("mtp.") and name.endswith(("o_proj.weight", "down_proj.weight", "fc2_latent_proj.weight")):
@@ -134,7 +134,7 @@ def test_sampled_tokens_have_the_models_log_probabilities_and_its_distribution(
     assert abs(excess.mean()) < 5 * excess.std() / len(excess) ** 0.5
     counts = engine_samples(generation.take_samples())
     assert counts["train/vllm/spec_num_drafts"] > 100
-    assert 0.02 < counts["train/vllm/spec_acceptance_rate"] < 0.98  # some drafts were accepted and some refused
+    assert 0.1 < counts["train/vllm/spec_acceptance_rate"] < 0.9  # some drafts were accepted and some refused
     assert 1 < counts["train/vllm/spec_acceptance_length"] < 1 + NUM_DRAFTED
 
 
