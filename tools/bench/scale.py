@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from recipes.config.tree import Config
 
 STORE_BYTES = 2 << 30
+PARTS = (16, 4, 1)  # of the largest step: steps of 256, 1,024 and 4,096 rollouts show how the cost grows
 NUM_IDS = 256  # the pieces of the tiny tokenizer that stand for one byte
 TINY = Path(__file__).resolve().parents[2] / "configs/tiny/stage1_rlvr.yaml"
 
@@ -117,8 +118,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=2, help="rollout workers")
     parser.add_argument("--engines", type=int, default=4, help="engines that answer with random tokens")
     args = parser.parse_args(argv)
-    if args.prompts < 4 or min(args.ranks, args.workers, args.engines) < 1:
-        parser.error("at least 4 prompts, 1 rank, 1 worker and 1 engine are needed")
+    if args.prompts < PARTS[0] or min(args.ranks, args.workers, args.engines) < 1:
+        parser.error(f"at least {PARTS[0]} prompts, 1 rank, 1 worker and 1 engine are needed")
     found = machine()
     try:
         config = require_valid(load_config(args.config))
@@ -141,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure_all(parts: Parts, *, num_prompts: int) -> tuple[list[StepCost], SessionCost]:
-    sizes = [StepSize(num_prompts=num_prompts // part, mean_tokens=MEAN_TOKENS) for part in (4, 2, 1)]
+    sizes = [StepSize(num_prompts=num_prompts // part, mean_tokens=MEAN_TOKENS) for part in PARTS]
     sizes += [StepSize(num_prompts=num_prompts, mean_tokens=MEAN_TOKENS // 4)]
     measure(StepSize(num_prompts=4, mean_tokens=100), parts)  # makes what is made once
     costs = [measure(size, parts) for size in sizes]
