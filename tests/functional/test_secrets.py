@@ -1,6 +1,6 @@
 """No secret of a run reaches a file of it or a command line, and another user of the machine cannot hold it up.
 
-One tiny run on this machine with planted keys. While it trains, every process of it is looked at, and another user
+One tiny run on this machine has planted keys. While it trains, every process of it is looked at, and another user
 tries what can be got, and makes a thousand connections to each of its ports; afterwards every file is looked at, and
 the ledger.
 """
@@ -11,16 +11,18 @@ import json
 import resource
 import shutil
 import stat
+import statistics
 import subprocess
 import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from killing import RunCase, make_case
 from listening import beyond_loopback, sockets
@@ -32,6 +34,7 @@ pytestmark = [pytest.mark.functional, pytest.mark.timeout(900)]
 
 LOOK_SECONDS = 1.0
 OPEN_FILES = 1024  # that a process of the run may have when it starts, as on most machines
+WINDOWS, WINDOW_STEPS = 6, 20  # without a crowd and with it, in turn
 MANY, FEW = 1000, 20  # connections of the crowd to a port of the table, and to one that the kernel picked for gloo
 NOBODY = ["setpriv", "--reuid=65533", "--regid=65533", "--clear-groups", "/usr/bin/python3", "-I", "-c"]
 CROWD = Path(__file__).with_name("crowd.py").read_text()
@@ -116,9 +119,10 @@ class Watch:
         self.got |= what_a_neighbour_gets(seen, self.case.run_dir)
         time.sleep(LOOK_SECONDS)
 
-    def until_step(self, step: int) -> None:
+    def until_step(self, step: int, *, looks: bool = True) -> None:
         def is_there() -> bool:
-            self.look()
+            if looks:
+                self.look()
             return self.case.steps_done() >= step
 
         self.case.wait_until(self.run, is_there, f"step {step}")
@@ -128,13 +132,13 @@ class Watch:
 
 
 @contextmanager
-def started(directory: Path, variables: Mapping[str, str]) -> Iterator[Watch]:
+def started(directory: Path, variables: Mapping[str, str], *, num_steps: int) -> Iterator[Watch]:
     """Start a run that would take long, with as many open files as most machines allow; ask it to end on the way out.
 
     It must then stop at the next step and save it, with every prompt trained once or to come.
     """
     mark = uuid.uuid4().hex
-    case = make_case(directory, 400, {"policy.generation.max_new_tokens": 8})
+    case = make_case(directory, num_steps, {"policy.generation.max_new_tokens": 8})
     case = replace(case, environment={**case.environment, **variables, "LAUNCH_MARK": mark})
     with case.started() as run:
         resource.prlimit(run.pid, resource.RLIMIT_NOFILE, (OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -144,7 +148,7 @@ def started(directory: Path, variables: Mapping[str, str]) -> Iterator[Watch]:
 
 def test_no_secret_is_in_a_file_or_a_command_line_and_others_cannot_hold_the_run_up(open_place: Path) -> None:
     planted = {"WANDB_API_KEY": uuid.uuid4().hex, "HF_TOKEN": f"hf_{uuid.uuid4().hex}"}
-    with started(open_place, planted) as watch:
+    with started(open_place, planted, num_steps=400) as watch:
         watch.until_step(2)
         ports = watch.ports()
         with crowd(ports) as found:
@@ -176,6 +180,37 @@ def check_crowd(ports: list[int], found: Mapping[str, Mapping[str, Any]]) -> Non
         assert sum(fates[fate] for fate in ("waiting", "held", "closed", "refused")) == connections(int(port)), port
         assert "200 OK" not in fates["answer"], port
     assert sum(fates["held"] + fates["closed"] >= FEW for fates in found.values()) >= 8, "few ports were reached"
+
+
+@pytest.mark.slow
+def test_a_crowd_at_its_ports_makes_no_step_dearer_by_a_tenth(open_place: Path) -> None:
+    with started(open_place, {}, num_steps=1000) as watch:
+        watch.until_step(20, looks=False)
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(WINDOWS):
+            seconds[False].append(cpu_seconds_per_step(watch))
+            with crowd(watch.ports()):
+                seconds[True].append(cpu_seconds_per_step(watch))
+    ratio = statistics.median(seconds[True]) / statistics.median(seconds[False])
+    print(f"a step with the crowd takes {ratio:.3f} times the computing time: {seconds}")
+    assert ratio < 1.1, seconds
+
+
+def cpu_seconds_per_step(watch: Watch) -> float:
+    """Return what the processes of the run compute for a step, over some steps; other programs do not count."""
+    before, start = cpu_seconds(watch.mark), watch.case.steps_done()
+    watch.until_step(start + WINDOW_STEPS, looks=False)
+    after, end = cpu_seconds(watch.mark), watch.case.steps_done()
+    return sum(after[pid] - before[pid] for pid in before.keys() & after.keys()) / (end - start)
+
+
+def cpu_seconds(mark: str) -> dict[int, float]:
+    found = {}
+    for pid in processes(mark):
+        with suppress(psutil.NoSuchProcess):
+            times = psutil.Process(pid).cpu_times()
+            found[pid] = times.user + times.system
+    return found
 
 
 def is_open(path: Path) -> bool:
