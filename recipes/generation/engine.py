@@ -207,19 +207,16 @@ class EngineActor:
             await asyncio.wait({task}, timeout=_CORE_POLL_SECONDS)
         await task
 
-    async def ask(self, client: str, requests: Sequence[Request], deadline_seconds: float) -> Answers:
-        """Begin to sample, each request within its deadline; return with the first answer that no earlier call takes.
+    async def submit(self, client: str, requests: Sequence[Request], deadline_seconds: float) -> None:
+        """Begin to sample; each request is answered within its deadline, unless it is aborted."""
+        self._mailboxes.submit(client, requests, deadline_seconds)
 
-        See `Mailboxes.ask`.
-        """
-        return await self._mailboxes.ask(client, requests, deadline_seconds)
-
-    async def fetch(self, client: str, wait_seconds: float) -> Answers:
+    async def answers(self, client: str, wait_seconds: float) -> Answers:
         """Return the answers that are ready for a client, waiting up to `wait_seconds` for the first of them.
 
         Raises `EngineError` when the EngineCore process has ended and the client has fetched all of its answers.
         """
-        return await self._mailboxes.fetch(client, wait_seconds)
+        return await self._mailboxes.answers(client, wait_seconds)
 
     async def abort(self, client: str, request_id: int) -> None:
         """End a request that nobody waits for; it gets no answer."""

@@ -44,7 +44,6 @@ POLL_SECONDS = 20.0  # without an answer, after which an engine is asked again; 
 SILENCE_SECONDS = 60.0  # without any answer to a poll, after which an actor counts as dead
 STATS_SECONDS = 10.0
 MAX_STARTS = 3  # in a row that fail, after which an engine stays closed
-CALLS_AT_ONCE = 1 << 16  # of one actor: more than the requests that are ever in flight; a push must not wait for them
 
 
 class Generation:
@@ -60,13 +59,8 @@ class Generation:
         self._engines = engines
         self._ranks_per_engine = vllm_cfg.tensor_parallel_size * vllm_cfg.pipeline_parallel_size
         self._deadlines = deadlines
-        self._loop = asyncio.new_event_loop()
         self._client = EngineClient(
-            "driver",
-            len(engines),
-            max_model_len=vllm_cfg.max_model_len,
-            deadline_seconds=deadlines.generation,
-            loop=self._loop,
+            "driver", len(engines), max_model_len=vllm_cfg.max_model_len, deadline_seconds=deadlines.generation
         )
         self._tell: list[Callable[[OpenEngines], None]] = []  # of the other clients
         self._told = OpenEngines()
@@ -80,6 +74,7 @@ class Generation:
                 self._client.router.close(engine.index, f"{engine} has no weights before the first push")
         self._push_lock = threading.Lock()
         self._state_lock = threading.Lock()  # of the engines' ups and downs
+        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="generation", daemon=True)
         self._thread.start()
         for engine in engines:
@@ -105,7 +100,7 @@ class Generation:
         remote = ray.remote(EngineActor)
 
         def make_actor(index: int) -> Any:
-            return remote.options(**placement[index], max_concurrency=CALLS_AT_ONCE).remote(
+            return remote.options(**placement[index]).remote(
                 cfg, index=index, model_path=model_path, seed=seed, loads_weights=loads_weights
             )
 

@@ -57,13 +57,13 @@ class RandomEngine:
     def __str__(self) -> str:
         return str(self._info)
 
-    async def ask(self, client: str, requests: Sequence[Request], deadline_seconds: float) -> Answers:
+    async def submit(self, client: str, requests: Sequence[Request], deadline_seconds: float) -> None:
         """Begin to answer."""
-        return await self._mailboxes.ask(client, requests, deadline_seconds)
+        self._mailboxes.submit(client, requests, deadline_seconds)
 
-    async def fetch(self, client: str, wait_seconds: float) -> Answers:
+    async def answers(self, client: str, wait_seconds: float) -> Answers:
         """Return the answers that are ready for a client."""
-        return await self._mailboxes.fetch(client, wait_seconds)
+        return await self._mailboxes.answers(client, wait_seconds)
 
     async def abort(self, client: str, request_id: int) -> None:
         """End a request."""
@@ -116,10 +116,10 @@ def start_engines(config: Config, count: int, *, mean_tokens: float, num_ids: in
     """Start engines under the real handle; return it with their actors."""
     import ray
 
-    from recipes.generation.generation import CALLS_AT_ONCE, Generation
+    from recipes.generation.generation import Generation
     from recipes.generation.handle import EngineHandle
 
-    remote = ray.remote(RandomEngine).options(num_cpus=0, max_concurrency=CALLS_AT_ONCE)
+    remote = ray.remote(RandomEngine).options(num_cpus=0)
     handles = [
         EngineHandle(index, lambda index: remote.remote(index, mean_tokens=mean_tokens, num_ids=num_ids))
         for index in range(count)

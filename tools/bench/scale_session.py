@@ -1,9 +1,5 @@
 """What a long rollout costs between the agent and the engine's input: CPU seconds of both processes, engine apart.
 
-Counted is all that the two kinds of processes use, user and system time of every thread, Ray's among them: of this
-process, which does here what a rollout worker does in a run, and of the engines' actors, which make random tokens in
-the place of a model. The driver of a run has no part in a turn.
-
 Several such rollouts run at once, as in stage 2.2, and their cost is divided among them. With one alone most of what is
 measured would be the idle threads of Ray.
 """

@@ -1,8 +1,7 @@
 """A client of all engines: requests in, completions out. Each rollout worker has one, and so has the driver.
 
 The driver alone decides which engines take requests: it starts them, pushes weights to them and replaces them. It tells
-the other clients by `OpenEngines`. Most answers come with the call that brought the request. The others a client
-fetches, one call per open engine at a time.
+the other clients by `OpenEngines`. A client fetches its own answers, one call per open engine at a time.
 """
 
 from __future__ import annotations
@@ -10,16 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from recipes.generation.clients.failure import failure
 from recipes.generation.clients.router import Router
 from recipes.generation.clients.session import EngineSession
-from recipes.generation.serving.requests import Answers, Request
+from recipes.generation.serving.requests import Request
 from recipes.types import Completion, Sampling
 
 logger = logging.getLogger(__name__)
@@ -39,36 +35,15 @@ class OpenEngines:
     closed: Mapping[int, str] = field(default_factory=dict)  # why the others take none, by number
 
 
-class _Calls:
-    """The methods of one actor that a client calls: Ray makes them anew each time they are named."""
-
-    def __init__(self, actor: Any) -> None:
-        self.actor, self.ask = actor, actor.ask
-        self.abort = actor.abort.options(num_returns=0)
-        self.end_session = actor.end_session.options(num_returns=0)
-        self.error: BaseException | None = None  # of a call that has not returned as it should
-
-
 class EngineClient:
-    """Samples on the engines that are open. `name` tells this client from all others that the engines have had.
+    """Samples on the engines that are open. `name` tells this client from all others that the engines have had."""
 
-    Answers are passed on by `loop`, on which `fetch` must run, too.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        num_engines: int,
-        *,
-        max_model_len: int,
-        deadline_seconds: float,
-        loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        self.name, self.loop = name, loop
+    def __init__(self, name: str, num_engines: int, *, max_model_len: int, deadline_seconds: float) -> None:
+        self.name = name
         self.router = Router(num_engines, send=self._send, abort=self._abort)
         self._max_model_len = max_model_len
         self.deadline_seconds = deadline_seconds  # of a request that is sent from now on
-        self._calls: dict[int, _Calls] = {}  # of the actors that run the engines now, or ran them last
+        self._actors: dict[int, Any] = {}  # that run the engines now, or ran them last
 
     async def generate(
         self,
@@ -96,41 +71,26 @@ class EngineClient:
     def end(self, session: EngineSession) -> None:
         """Let the engine forget the tokens of a rollout that is over."""
         if session.engine is not None:
-            self._calls[session.engine].end_session.remote(self.name, session.number)
+            self._actors[session.engine].end_session.options(num_returns=0).remote(self.name, session.number)
 
     def open(self, engine: int, actor: Any) -> None:
         """Send requests to an engine from now on."""
-        self._calls[engine] = _Calls(actor)
+        self._actors[engine] = actor
         self.router.open(engine)
 
     async def fetch(self, engine: int, actor: Any, wait_seconds: float) -> None:
-        """Pass on the answers of an engine that no call waits for: those that are ready, or come within `wait_seconds`.
+        """Pass on the answers of an engine that are ready, or come within `wait_seconds`.
 
-        Raises what this call of the actor raises, or an earlier one has raised: no answer of it can be had any more.
+        Raises what the call of the actor raises: no answer of that actor can be had any more.
         """
-        self.router.deliver(engine, await actor.fetch.remote(self.name, wait_seconds))
-        calls = self._calls.get(engine)
-        if calls is not None and calls.actor is actor and calls.error is not None:
-            raise calls.error
+        self.router.deliver(engine, await actor.answers.remote(self.name, wait_seconds))
 
     def _send(self, engine: int, requests: Sequence[Request]) -> None:
-        calls = self._calls[engine]
-        told = calls.ask.remote(self.name, requests, self.deadline_seconds).future()
-        told.add_done_callback(partial(self._returned, engine, calls))
-
-    def _returned(self, engine: int, calls: _Calls, told: Future[Answers]) -> None:
-        """Have the loop pass on what has come; Ray calls this in a thread of its own."""
-        with suppress(RuntimeError):  # the loop is closed, so nobody waits any more
-            assert self.loop is not None
-            self.loop.call_soon_threadsafe(self._pass_on, engine, calls, told)
-
-    def _pass_on(self, engine: int, calls: _Calls, told: Future[Answers]) -> None:
-        calls.error = calls.error or told.exception()
-        if self._calls[engine] is calls and calls.error is None:  # else its requests are, or will be, sampled elsewhere
-            self.router.deliver(engine, told.result())
+        submit = self._actors[engine].submit.options(num_returns=0)
+        submit.remote(self.name, requests, self.deadline_seconds)
 
     def _abort(self, engine: int, request_id: int) -> None:
-        self._calls[engine].abort.remote(self.name, request_id)
+        self._actors[engine].abort.options(num_returns=0).remote(self.name, request_id)
 
 
 class FollowingClient(EngineClient):
@@ -148,7 +108,7 @@ class FollowingClient(EngineClient):
         """Open and close engines as the driver says; what is older than what was said last changes nothing."""
         if engines.number <= self._seen:
             return
-        self._seen, self.loop = engines.number, asyncio.get_running_loop()
+        self._seen = engines.number
         said = {key[0]: key for key in engines.actors}
         for engine, key in list(self._keys.items()):
             if said.get(engine) != key:

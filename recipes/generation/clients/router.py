@@ -15,7 +15,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from recipes.errors import EngineError, RequestError
 from recipes.generation.clients.balance import Balance
@@ -33,7 +33,7 @@ Abort = Callable[[int, int], None]
 class _Waiter:
     """A request whose completion a coroutine of `loop` waits for."""
 
-    request: Request  # as it was sent last; its tokens and its session depend on the engine
+    request: Request  # without tokens and session: these depend on the engine
     prompt: SentPrompt
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Completion]
@@ -44,17 +44,7 @@ class _Waiter:
     def to_send(self, engine: int) -> Request:
         """Return the request for an engine: of a session that it has, only the new tokens."""
         token_ids, session = self.prompt.place(engine, is_lost=self.is_session_lost)
-        asked = self.request
-        self.request = Request(
-            id=asked.id,
-            token_ids=token_ids,
-            num_prompt_tokens=asked.num_prompt_tokens,
-            sampling=asked.sampling,
-            affinity=asked.affinity,
-            sample=asked.sample,
-            session=session,
-        )
-        return self.request
+        return replace(self.request, token_ids=token_ids, session=session)
 
 
 class Router:
@@ -199,9 +189,6 @@ def _settle(outcomes: Iterable[tuple[_Waiter, Answer | Exception]]) -> None:
     for waiter, outcome in outcomes:
         by_loop[waiter.loop].append((waiter, outcome))
     for loop, pairs in by_loop.items():
-        if loop is asyncio._get_running_loop():
-            _resolve(pairs)
-            continue
         with suppress(RuntimeError):  # the loop is closed, so nobody waits any more
             loop.call_soon_threadsafe(_resolve, pairs)
 

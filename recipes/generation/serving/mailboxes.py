@@ -1,15 +1,12 @@
 """What the clients of one engine have asked, and the answers that they have not fetched. Imports no vLLM and no Ray.
 
-An answer travels with the oldest call that has brought requests and not returned yet. So a rollout that asks and waits
-in turn costs one call per turn. Answers for which no such call is left wait until the client fetches them.
-
-A request that fails has its failure as its answer. Only when the engine has died do fetches raise.
+A request that fails has its failure as its answer. Only when the engine has died do calls raise.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -41,24 +38,9 @@ class Mailbox:
     """What one client has asked and not been told yet."""
 
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # of unanswered requests, by request id
-    calls: deque[asyncio.Future[None]] = field(default_factory=deque)  # that brought requests and wait for an answer
     answers: list[Answer] = field(default_factory=list)  # that the client has not fetched
-    wake: asyncio.Event = field(default_factory=asyncio.Event)  # set when `fetch` has something to return or raise
+    wake: asyncio.Event = field(default_factory=asyncio.Event)  # set when `answers` has something to return or raise
     work: int = 0  # tokens that its unanswered requests may still take
-
-    def add(self, answer: Answer) -> None:
-        """Let the oldest call return with an answer, or keep it until it is fetched."""
-        self.answers.append(answer)
-        if self.calls:
-            self.release()
-        else:
-            self.wake.set()
-
-    def release(self) -> None:
-        """Let the oldest call return."""
-        call = self.calls.popleft()
-        if not call.done():  # else it was cancelled
-            call.set_result(None)
 
 
 class Mailboxes:
@@ -69,24 +51,16 @@ class Mailboxes:
         self._boxes: defaultdict[str, Mailbox] = defaultdict(Mailbox)  # by client
         self.sessions = KeptSessions()
 
-    async def ask(self, client: str, requests: Sequence[Request], deadline_seconds: float) -> Answers:
-        """Begin to sample; return with the first answer for the client that no earlier call takes.
-
-        Each request is answered within its deadline, unless it is aborted or the engine dies. The call returns without
-        an answer when more calls wait than requests are open.
-        """
+    def submit(self, client: str, requests: Sequence[Request], deadline_seconds: float) -> None:
+        """Begin to sample; each request is answered within its deadline, unless it is aborted."""
         box = self._boxes[client]
         for request in requests:
             task = asyncio.create_task(self._answer(client, box, request, deadline_seconds))
             box.tasks[request.id] = task
             box.work += request.work
             task.add_done_callback(partial(_ended, box, request))
-        call = asyncio.get_running_loop().create_future()
-        box.calls.append(call)
-        await call
-        return self._taken(box)
 
-    async def fetch(self, client: str, wait_seconds: float) -> Answers:
+    async def answers(self, client: str, wait_seconds: float) -> Answers:
         """Return the answers that are ready for a client, waiting up to `wait_seconds` for the first of them.
 
         Raises `EngineError` when the engine has died and the client has fetched all of its answers.
@@ -96,11 +70,14 @@ class Mailboxes:
             async with asyncio.timeout(wait_seconds):
                 await box.wake.wait()
                 await asyncio.sleep(_GATHER_SECONDS)
-        if not self._engine.is_dead:
+        ready, box.answers = box.answers, []
+        if self._engine.is_dead:
+            if not ready:
+                raise EngineError(f"{self._engine} is dead: its EngineCore process ended")
+        else:
             box.wake.clear()
-        elif not box.answers:
-            raise EngineError(f"{self._engine} is dead: its EngineCore process ended")
-        return self._taken(box)
+        others = sum(other.work for other in self._boxes.values()) - box.work
+        return Answers(answers=tuple(ready), work_of_others=others)
 
     def abort(self, client: str, request_id: int) -> None:
         """End a request that nobody waits for; it gets no answer."""
@@ -115,14 +92,8 @@ class Mailboxes:
             for task in box.tasks.values():
                 task.cancel()
 
-    def _taken(self, box: Mailbox) -> Answers:
-        """Return the answers of a client, which are on their way from now on."""
-        ready, box.answers = box.answers, []
-        others = sum(other.work for other in self._boxes.values()) - box.work
-        return Answers(answers=tuple(ready), work_of_others=others)
-
     async def _answer(self, client: str, box: Mailbox, request: Request, deadline_seconds: float) -> None:
-        """Sample one request and hand over its answer, whatever that is."""
+        """Sample one request and keep its answer, whatever that is, for `answers`."""
         try:
             async with asyncio.timeout(deadline_seconds):
                 answer = await self._sampled(client, request)
@@ -132,10 +103,8 @@ class Mailboxes:
         except Exception as error:  # a value for the client: it concerns this request only, unless the engine is dead
             answer = Answer(id=request.id, failure=f"{self._engine}: {type(error).__name__}: {error}")
         if answer.sample is not None or not self._engine.is_dead:
-            box.add(answer)
-        if self._engine.is_dead:
-            for one in self._boxes.values():
-                one.wake.set()
+            box.answers.append(answer)
+        box.wake.set()
 
     async def _sampled(self, client: str, request: Request) -> Answer:
         prompt = self.sessions.take(client, request)
@@ -151,5 +120,3 @@ class Mailboxes:
 def _ended(box: Mailbox, request: Request, _: asyncio.Task[None]) -> None:
     del box.tasks[request.id]
     box.work -= request.work
-    while len(box.calls) > len(box.tasks):  # an aborted request has no answer with which its call could return
-        box.release()

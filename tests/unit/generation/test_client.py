@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,27 +29,23 @@ class Method:
 
 
 class Actor:
-    """An engine's actor; what is put on `said` is the outcome of its next `fetch`."""
+    """An engine's actor; what is put on `said` is the outcome of its next `answers`."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.aborted: list[int] = []
         self.said: asyncio.Queue[Answers | Exception] = asyncio.Queue()
-        self.told: list[Future[Answers]] = []  # of each `ask`
-        self.ask, self.abort, self.fetch = Method(self._ask), Method(self._abort), Method(self._fetch)
-        self.end_session = Method(lambda *_words: None)
+        self.submit, self.abort, self.answers = Method(self._submit), Method(self._abort), Method(self._answers)
 
-    def _ask(self, client: str, requests: Sequence[Request], _seconds: float) -> SimpleNamespace:
+    def _submit(self, client: str, requests: Sequence[Request], _seconds: float) -> None:
         assert client == "worker"
         self.requests += requests
-        self.told.append(Future())
-        return SimpleNamespace(future=lambda told=self.told[-1]: told)
 
     def _abort(self, client: str, number: int) -> None:
         assert client == "worker"
         self.aborted.append(number)
 
-    def _fetch(self, client: str, _seconds: float) -> Awaitable[Answers]:
+    def _answers(self, client: str, _seconds: float) -> Awaitable[Answers]:
         assert client == "worker"
         return self._next()
 
@@ -61,13 +56,9 @@ class Actor:
         return said
 
     def answer(self, request: Request) -> None:
-        self.said.put_nowait(answers(request))
-
-
-def answers(request: Request) -> Answers:
-    ids, logprobs = np.asarray([7], np.int32).tobytes(), np.asarray([-1.0], np.float32).tobytes()
-    sample = Sample(token_ids=ids, logprobs=logprobs, versions=((0, 0, 1),), finish_reason="stop")
-    return Answers(answers=(Answer(id=request.id, sample=sample),))
+        ids, logprobs = np.asarray([7], np.int32).tobytes(), np.asarray([-1.0], np.float32).tobytes()
+        sample = Sample(token_ids=ids, logprobs=logprobs, versions=((0, 0, 1),), finish_reason="stop")
+        self.said.put_nowait(Answers(answers=(Answer(id=request.id, sample=sample),)))
 
 
 async def tick() -> None:
@@ -101,40 +92,6 @@ async def test_answers_reach_who_asked(case: SimpleNamespace) -> None:
     case.first.answer(case.first.requests[0])
     case.second.answer(case.second.requests[0])
     assert [(await task).token_ids for task in asked] == [(7,), (7,)]
-
-
-async def test_an_answer_comes_with_the_call_that_asked_for_it(case: SimpleNamespace) -> None:
-    task = case.ask(0)
-    await tick()
-    [told], [request] = case.first.told, case.first.requests
-    await asyncio.to_thread(told.set_result, answers(request))  # Ray has a thread of its own
-    assert (await task).token_ids == (7,)
-
-
-async def test_a_call_that_fails_is_a_failure_of_its_engine(case: SimpleNamespace) -> None:
-    task = case.ask(0)
-    await tick()
-    case.first.told[0].set_exception(OSError("no room for the result"))
-    await tick()
-    case.first.said.put_nowait(Answers())  # the engine is asked again after `POLL_SECONDS`
-    await tick()
-    case.second.answer(case.second.requests[0])
-    assert (await task).token_ids == (7,)
-    assert "no room for the result" in case.client.router.closed()[0]
-
-
-async def test_what_a_replaced_actor_says_late_changes_nothing(case: SimpleNamespace) -> None:
-    task = case.ask(0)
-    await tick()
-    again = Actor()
-    case.client.follow(OpenEngines(number=2, actors={(0, 2): again, (1, 1): case.second}))
-    await tick()
-    case.first.told[0].set_exception(OSError("killed"))
-    await tick()
-    assert case.client.router.closed() == {}
-    [request] = again.requests + case.second.requests
-    (again if again.requests else case.second).answer(request)
-    assert (await task).token_ids == (7,)
 
 
 async def test_the_requests_of_an_engine_that_fails_go_to_the_other(case: SimpleNamespace) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from recipes.generation.clients.router import Router
 from recipes.generation.clients.session import EngineSession, num_shared
 from recipes.generation.serving import sessions as module
 from recipes.generation.serving.mailboxes import Mailboxes
-from recipes.generation.serving.requests import Answers, InSession, Request, Sample, to_bytes
+from recipes.generation.serving.requests import InSession, Request, Sample, to_bytes
 from recipes.generation.serving.sessions import KeptSessions, Tokens
 from recipes.types import Sampling
 
@@ -56,14 +56,11 @@ class Case:
     def _send(self, engine: int, requests: Sequence[Request]) -> None:
         for one in requests:
             self.sent.append((engine, len(one.token_ids) // 4, one.session.num_kept if one.session else 0))
-        self.pumps.append(asyncio.create_task(self._pass_on(engine, self.boxes[engine].ask("w", requests, 5.0))))
+        self.boxes[engine].submit("w", requests, 5.0)
 
     async def _pump(self, engine: int) -> None:
         while True:
-            await self._pass_on(engine, self.boxes[engine].fetch("w", 5.0))
-
-    async def _pass_on(self, engine: int, call: Awaitable[Answers]) -> None:
-        self.router.deliver(engine, await call)
+            self.router.deliver(engine, await self.boxes[engine].answers("w", 5.0))
 
     async def ask(self, prompt: tuple[int, ...], session: EngineSession | None, *, call: int = 0) -> tuple[int, ...]:
         """Return the prompt with its answer."""
