@@ -177,4 +177,4 @@ def test_any_reply_is_read_in_time_linear_in_its_length(unit: str) -> None:
     inverse_if.verdict_of(text)
     genrm_compare.read_comparison(text)
     genrm_compare.style_density(text)
-    assert time.process_time() - start < 0.5
+    assert time.process_time() - start < 2.5
