@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -104,7 +105,7 @@ async def test_a_late_command_is_stopped_and_its_shell_goes_on(runtime, image):
             assert await said(shell, 'echo "$PWD $a"') == "/testbed kept"
         assert len(running("sleep 555.5")) == 1
         await said(shell, "trap '' INT")
-        stuck = await run(shell, "while :; do :; done", seconds=0.5)
+        stuck = await run(shell, "while :; do :; done", seconds=patiently(2))  # time enough to begin
         assert stuck.status is None and "could not be interrupted; a new one" in stuck.output
         assert await said(shell, 'echo "$PWD $a"') == "/testbed"
 
@@ -246,6 +247,17 @@ async def test_memory_that_belongs_to_no_process_is_refused(runtime, image):
         shell = await container.open_shell()
         refused = await run(shell, "python3 -c 'import os; os.memfd_create(str())'")
         assert refused.status == 1 and "PermissionError" in refused.output
+
+
+async def test_a_limit_is_named_also_before_its_end_is_seen(each, image):
+    async with started(each, image) as container:
+        watched = container._state.watched
+        watched.broken, watched.detail = ContainerEnd.DISK, "full"
+        watched.kill()
+        time.sleep(1.0)  # in which the event loop hears nothing of the end
+        with pytest.raises(ContainerEndedError, match="full") as ended:
+            await container.open_shell()
+        assert ended.value.end is ContainerEnd.DISK
 
 
 async def test_a_full_writable_layer_ends_its_container(each, image):

@@ -40,12 +40,12 @@ def images_of_rows(draft: Draft) -> Iterator[Path]:
         return
     templates, listing = templates_of(draft, directory), Listing()
     for instance in rows_by_instance(draft):
-        if (image := find_image(instance, templates, listing)) is not None and _is_whole(image):
+        if (image := find_image(instance, templates, listing)) is not None and is_whole(image):
             yield image
 
 
 def start_one(images: Iterable[Path]) -> Iterator[Finding]:
-    """Start the first image; images that are none are reported elsewhere."""
+    """Start the first of some whole images."""
     image = next(iter(images), None)
     if image is None:
         return
@@ -55,7 +55,8 @@ def start_one(images: Iterable[Path]) -> Iterator[Finding]:
         yield from as_findings(CODE, error.problems)
 
 
-def _is_whole(image: Path) -> bool:
+def is_whole(image: Path) -> bool:
+    """Return whether a file is an image; one that is none is reported elsewhere."""
     try:
         return image.is_dir() or root_offset(image) >= 0
     except ContainerFailedError:

@@ -22,8 +22,6 @@ from recipes.environments.swe.containers.state import ContainerState
 from recipes.environments.swe.containers.waiting import has_ended
 from recipes.environments.swe.containers.watchdog import WATCHDOG, Watched
 from recipes.environments.swe.contract import (
-    ContainerEnd,
-    ContainerEndedError,
     ContainerFailedError,
     ContainerLimits,
 )
@@ -192,7 +190,7 @@ class RunningContainer:
         except OSError as error:  # nobody reads requests any more
             program.close()
             self._state.kill()
-            raise ContainerEndedError(ContainerEnd.DIED, "its first process takes no requests") from error
+            raise self._state.why_ended("its first process takes no requests") from error
         except BaseException:
             program.close()
             raise

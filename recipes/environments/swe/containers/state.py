@@ -35,8 +35,13 @@ class ContainerState:
         if self.is_closed:
             raise ContainerEndedError(ContainerEnd.DIED, "it was closed")
         if self.over.done():
-            assert self.watched is not None
-            raise ContainerEndedError(self.watched.broken or ContainerEnd.DIED, self.watched.detail)
+            raise self.why_ended("")
+
+    def why_ended(self, otherwise: str) -> ContainerEndedError:
+        """Return the limit that it was killed for, also before `end` was called; without one say that it died."""
+        if self.watched is None or self.watched.broken is None:
+            return ContainerEndedError(ContainerEnd.DIED, otherwise)
+        return ContainerEndedError(self.watched.broken, self.watched.detail)
 
     async def wait(self, awaited: Iterable[asyncio.Future[int]], seconds: float) -> bool:
         """Wait for one of some futures; False when none is there in time. Raises `ContainerEndedError`."""
