@@ -49,6 +49,13 @@ def golden(name: str) -> dict[str, Any]:
     return content
 
 
+def skip_where_missing(found: Any, what: str) -> None:
+    """Skip a test for which another directory has nothing; the stored one has something for every test."""
+    if not found:
+        assert "GOLDEN_DIR" in os.environ, f"there is no {what}"
+        pytest.skip(f"GOLDEN_DIR has no {what}")
+
+
 def env_cases_of(names: Iterable[str]) -> list[Any]:
     """Return the cases of several files of the environments, each behind its file's name."""
     return [

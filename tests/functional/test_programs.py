@@ -30,7 +30,7 @@ from recipes.environments.scoring.clients import HttpVerifier, InProcessVerifier
 from recipes.environments.scoring.pool import ScoringPool
 from recipes.environments.verifiers import code_gen as code_gen_module
 from tests.functional.test_environments_http import served
-from tests.recorded import golden, recorded
+from tests.recorded import golden, recorded, skip_where_missing
 
 pytestmark = pytest.mark.functional
 
@@ -89,8 +89,7 @@ async def scored(
 @pytest.mark.timeout(300)
 async def test_every_recorded_case(code_gen: InProcessVerifier) -> None:
     cases = golden("env/code_gen.json").get("cases", [])
-    if not cases:
-        pytest.skip("GOLDEN_DIR has no cases in code_gen")
+    skip_where_missing(cases, "cases in code_gen")
     verdicts = await asyncio.gather(*(code_gen.verify(case["row"], case["response"]) for case in cases))
     for case, verdict in zip(cases, verdicts, strict=True):
         assert isinstance(verdict, Verdict), (case["name"], verdict)

@@ -10,7 +10,7 @@ import pytest
 from recipes.environments.swe.evaluation import is_of_tests, touched_files
 from recipes.environments.swe.images import Listing, PartialNames, find_image
 from recipes.environments.swe.task import MissingImageError, images_of, parse_task
-from tests.recorded import env_cases, golden
+from tests.recorded import env_cases, golden, skip_where_missing
 
 FACTS = {
     "instance_id": "a__b-1",
@@ -57,8 +57,7 @@ def test_no_instance_gets_the_image_of_another_by_default(tmp_path):
 
 def test_an_agent_sees_the_recorded_fields_only():
     visible = golden("env/swe_agents_logic.json").get("agent_visible_fields")
-    if visible is None:
-        pytest.skip("GOLDEN_DIR has no agent_visible_fields in swe_agents_logic")
+    skip_where_missing(visible, "agent_visible_fields in swe_agents_logic")
     task = parse_task(row(**{name: "x" for name in visible if name not in FACTS}, hidden="x", created_at="x"))
     assert sorted(task.public) == visible
     assert not any("solution" in text or "test_a" in text for text in task.public.values())

@@ -44,11 +44,10 @@ def test_calls_are_attached_as_a_reader_would(name: str, expected: str) -> None:
     assert kept.lost_share == 0
 
 
-@pytest.mark.parametrize("name", recordings())
+@pytest.mark.parametrize("name", [name for name in recordings() if recording(name).expected])
 def test_every_recording_gives_the_calls_that_it_expects(name: str) -> None:
+    """Those that expect none are of retries, refusals and ids, which have tests of their own."""
     expected = recording(name).expected
-    if not expected:
-        pytest.skip("this recording expects no calls: it is one of retries, refusals or ids")
     _, nodes = replayed(name)
     parents = [node.parent.number if node.parent else None for node in nodes]
     assert [node.kind for node in nodes] == [call["result"] for call in expected]

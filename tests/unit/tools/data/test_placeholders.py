@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 
-from tests.recorded import golden
+from tests.recorded import golden, skip_where_missing
 from tools.data.placeholders import dapo_prompt, nested, restore_answer, restore_row, skywork_prompt
 
 
 def cases(kind: str) -> list[dict]:
     """Return the recorded cases of a kind; skips where another directory has none."""
     found = [case for case in golden("env/placeholders.json").get("cases", []) if case["kind"] == kind]
-    if not found:
-        assert "GOLDEN_DIR" in os.environ
-        pytest.skip(f"GOLDEN_DIR has no {kind} case in placeholders")
+    skip_where_missing(found, f"{kind} case in placeholders")
     return found
 
 
