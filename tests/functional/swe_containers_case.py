@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from small_root import require
 from speed import patiently
@@ -58,15 +59,8 @@ def mounts() -> list[str]:
 
 def running(words: str) -> list[str]:
     """Return the command lines of the processes that have these words in theirs."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if words in line and int(entry.name) != os.getpid():
-            found.append(line)
-    return found
+    lines = {process.pid: " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])}
+    return [line for pid, line in lines.items() if words in line and pid != os.getpid()]
 
 
 def mounted_images() -> list[str]:

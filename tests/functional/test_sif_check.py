@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 
+import psutil
 import pytest
 from loopback_registry import Pusher, login, start_proxy, start_registry
 from small_root import require, write_root
@@ -157,15 +158,8 @@ def open_fuse(place: Path) -> list[str]:
 
 def programs_with(words: str) -> list[str]:
     """Return the pids of the processes whose command line begins with these words."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if line.startswith(words):
-            found.append(entry.name)
-    return found
+    lines = {process.pid: " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])}
+    return [str(pid) for pid, line in lines.items() if line.startswith(words)]
 
 
 HOSTILE = r"""
