@@ -53,27 +53,29 @@ class Layers:
             key = f"{prefix}{name}"
             if isinstance(value, Mapping) and value:
                 if not isinstance(tree.get(name), dict):
-                    self._forget(key)
+                    self.sources.pop(key, None)
                     tree[name] = {}
                 self._merge(tree[name], value, source, f"{key}.")
             elif not (isinstance(value, Mapping) and isinstance(tree.get(name), dict)):
-                self._forget(key)
+                self._forget(key, tree.get(name))
                 tree[name] = copy.deepcopy(value)
                 self.sources[key] = source
 
     def _delete(self, tree: dict[str, Any], name: str, source: str, prefix: str) -> None:
         if name in tree:
-            del tree[name]
-            self._forget(f"{prefix}{name}")
+            self._forget(f"{prefix}{name}", tree.pop(name))
             self.deleted[f"{prefix}{name}"] = source
         else:
             fix = f"choose from: {', '.join(tree)}" if tree else "delete this line"
             where, wrong = f"{source}: ~{prefix}{name}", "there is no such key to delete"
             self.problems.append(Problem(where=where, wrong=wrong, fix=fix))
 
-    def _forget(self, key: str) -> None:
-        for known in [k for k in self.sources if k == key or k.startswith(f"{key}.")]:
-            del self.sources[known]
+    def _forget(self, key: str, value: Any) -> None:
+        """Drop who set a value that goes and, where it is a block, who set what is below it."""
+        self.sources.pop(key, None)
+        if isinstance(value, dict):
+            for known in [known for known in self.sources if known.startswith(f"{key}.")]:
+                del self.sources[known]
 
     def source_of(self, key: str) -> str | None:
         """Return the layer that set or deleted the key."""

@@ -124,7 +124,7 @@ def start_proxy() -> Iterator[tuple[str, list[str]]]:
     """Run the proxy; return its URL and what it was asked for."""
     seen: list[str] = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("ProxyOfThisTest", (Proxy,), {"seen": seen}))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", seen
     finally:

@@ -254,7 +254,7 @@ def start_proxy(upstream: str) -> Iterator[tuple[str, Faults]]:
     faults = Faults()
     handler = type("ProxyHandler", (Handler,), {"upstream": upstream, "faults": faults})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield f"127.0.0.1:{server.server_port}", faults

@@ -222,7 +222,7 @@ class Misbehaving(BaseHTTPRequestHandler):
 def misbehaving(status: int, body: bytes, seconds: float = 0.0) -> Iterator[tuple[str, list[str]]]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Misbehaving)
     server.reply, server.paths = (status, body, seconds), []  # type: ignore[attr-defined]
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", server.paths  # type: ignore[attr-defined]
     finally:

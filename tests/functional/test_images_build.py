@@ -160,6 +160,8 @@ def sandbox_file(
     file = tmp_path_factory.mktemp("images") / "new/sandbox.sqsh"
     entry = make(plan("sandbox", {**variables, "SQSH": str(file)}, "podman"), checkout)
     assert read_lock(checkout / LOCK) == {"sandbox": entry}
+    base = "docker.io/library/debian:bookworm-slim"
+    assert entry.bases == {base: engine.podman("image", "inspect", "--format={{.Digest}}", base).strip()}
     assert engine.podman("image", "inspect", "--format={{.Digest}}", entry.tag).strip() == entry.digest
     assert launch_digest(str(file)) == entry.digest
     return file

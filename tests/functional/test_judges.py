@@ -81,7 +81,7 @@ class Judge(QuietHandler):
 @pytest.fixture
 def judge() -> Iterator[JudgeClient]:
     server = QuietServer(("127.0.0.1", 0), Judge)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     Judge.failures, Judge.seen, Judge.most = {}, [], 0
     yield JudgeClient(
         name="judge",

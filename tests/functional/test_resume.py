@@ -2,8 +2,8 @@
 
 A stop is that of driver, generation actor or policy worker, before the first save of the attempt, while a checkpoint is
 being written, or right after one. The driver's after a save is a request, SIGTERM, which it answers with a checkpoint;
-the others are kills. Every start is the same `make stage1.1`. One run has a stop of each process and at each moment;
-another, which takes long, has all nine.
+the others are kills. Every start is the same `make stage1.1`. One run has the kill of the process that writes the
+checkpoint, and the request; another, which takes long, has all nine stops.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VICTIMS = {"driver": "run_grpo.py", "generation": "ray::EngineActor", "policy": 
 MOMENTS = ("before a save", "while saving", "after a save")
 ALL = [(moment, victim) for moment in MOMENTS for victim in VICTIMS]
 REQUEST = ("after a save", "driver")
-SAMPLE = [("before a save", "generation"), ("while saving", "driver"), ("after a save", "policy"), REQUEST]
+SAMPLE = [("while saving", "driver"), REQUEST]
 ERRORS = {
     "driver": "",
     "generation": "generation engine 0",
@@ -123,7 +123,7 @@ def stop_at(attempt: Attempt, victim: str, moment: str, number: signal.Signals) 
 
 @pytest.mark.parametrize(
     ("stops", "num_steps"),
-    [pytest.param(SAMPLE, 24, id="four stops"), pytest.param(ALL, 40, id="nine stops", marks=pytest.mark.slow)],
+    [pytest.param(SAMPLE, 15, id="two stops"), pytest.param(ALL, 40, id="nine stops", marks=pytest.mark.slow)],
 )
 def test_a_run_that_is_stopped_trains_every_prompt_once(
     stops: list[tuple[str, str]], num_steps: int, tmp_path: Path

@@ -130,13 +130,12 @@ def test_a_run_comes_to_its_end_whatever_happens_on_the_way(slurm_cluster: Clust
         assert "generation engine 0 (node n2" in "".join(job.driver_log(3).splitlines()[-3:]), job.everything()
         assert "requeued: failed with status 1 after it had saved step_" in job.log, job.everything()
         assert "n2 failed and may be used again: the partition has no other node" in job.log, job.everything()
-        before = saved(job)
-        job.wait_until(lambda: saved(job) > before, "checkpoint of the fourth start", seconds=START_SECONDS)
+        job.wait_until(lambda: job.driver_log(4) != "", "fourth start", seconds=START_SECONDS)
         slurm_cluster.run(["scancel", job.id])
         assert job.wait(seconds=60) == "CANCELLED"
 
     with step("a job that is too short for the rest saves and requeues"):
-        limit = math.ceil((3 * start_seconds + STEPS_SECONDS) / 60)  # the machine may be busier now
+        limit = math.ceil((2 * start_seconds + STEPS_SECONDS) / 60)  # the machine may be busier now
         short = launch(slurm_cluster, "stage1.1", env | {"SLURM_TIME_LIMIT": str(limit)})
         short.wait_until(lambda: short.restarts == 1, "requeue at the time limit", seconds=60 * limit + START_SECONDS)
         assert "(the job's time limit); start again to resume" in short.driver_log(5), short.everything()

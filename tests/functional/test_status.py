@@ -30,9 +30,10 @@ pytestmark = [pytest.mark.functional, pytest.mark.timeout(900)]
 
 START_SECONDS = 300.0  # until the first steps are saved, on a machine that does other things, too
 END_SECONDS = 60.0  # from the end of a run, or a signal, to that of its last process
-NUM_STEPS, SAVE_PERIOD = 15, 5
+NUM_STEPS, SAVE_PERIOD = 12, 4
 OVERRIDES = {
     "grpo.max_num_steps": NUM_STEPS,
+    "grpo.num_generations_per_prompt": 4,
     "grpo.val_period": 0,
     "grpo.val_at_start": "false",
     "grpo.val_at_end": "false",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
+import http.server
 import io
 import os
 import re
@@ -11,7 +13,10 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import threading
 import time
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pip
@@ -127,6 +132,66 @@ def test_cuda_lock_is_refused(setup, tmp_path):
 def test_no_network(setup):
     text = setup(expect=2, **NO_INDEX)
     assert "no network: the package index could not be reached" in text
+
+
+def wheel(name: str) -> tuple[str, bytes]:
+    """Return file name and content of a wheel that holds one empty module."""
+    info = f"{name}-1.0.dist-info"
+    files = {
+        f"{name}/__init__.py": "",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for path, text in {**files, f"{info}/RECORD": record}.items():
+            archive.writestr(path, text)
+    return f"{name}-1.0-py3-none-any.whl", content.getvalue()
+
+
+@contextlib.contextmanager
+def index(*wheels: tuple[str, bytes]) -> Iterator[tuple[str, list[str]]]:
+    """Serve packages on loopback; yields the address of the index and the paths that were asked for."""
+    asked: list[str] = []
+    pages = {f"/{name}": content for name, content in wheels}
+    pages |= {f"/{name.split('-')[0]}/": f'<a href="/{name}">{name}</a>'.encode() for name, _ in wheels}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            page = pages.get(self.path)
+            self.send_response(404 if page is None else 200)
+            self.send_header("Content-Type", "text/html" if self.path.endswith("/") else "application/zip")
+            self.send_header("Content-Length", str(len(page or b"")))
+            self.end_headers()
+            self.wfile.write(page or b"")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", asked
+        server.shutdown()
+
+
+@pytest.mark.usefixtures("empty_environment")
+def test_each_package_comes_from_one_index(setup, tmp_path):
+    """The index of torch also has a package of another index's name, with other content: nothing asks it for that."""
+    torch, small = wheel("torch"), wheel("small")
+    pins = {"torch": torch, "small": small}
+    lines = [f"{name}==1.0 --hash=sha256:{hashlib.sha256(file[1]).hexdigest()}\n" for name, file in pins.items()]
+    (tmp_path / "lock").write_text("".join(lines))
+    (packages,) = (tmp_path / "venv" / "lib").glob("python3.*/site-packages")
+    (packages / "this.pth").write_text(f"{ROOT}\n")  # this package itself, which the set-up would build
+    with index(small) as (common, common_asked), index(torch, (small[0], b"other")) as (second, second_asked):
+        text = setup(expect=2, PIP_INDEX_URL=common, TORCH_INDEX=second, PIP_CONFIG_FILE=os.devnull, PIP_RETRIES="0")
+    assert "the environment is wrong" in text  # all packages are there, and these are not what they say
+    assert f"the configured index has no torch==1.0; trying {second}" in text
+    assert {path for path in second_asked if "small" in path} == set()
+    assert [path for path in second_asked if path.endswith(".whl")] == [f"/{torch[0]}"]
+    assert [path for path in common_asked if path.endswith(".whl")] == [f"/{small[0]}"]
 
 
 def test_a_second_set_up_waits_for_a_lock_that_only_its_owner_can_open(setup, tmp_path):

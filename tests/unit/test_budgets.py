@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,33 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What the tests look for in one file: each entry is a line number and more."""
+
+    functions: list[tuple[int, int, str, int]]  # first and last line, name, number of parameters
+    classes: list[tuple[int, str]]
+    prints: list[int]
+
+
+@functools.cache
+def facts(path: Path) -> Facts:
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    return Facts(
+        functions=[
+            (node.lineno, node.end_lineno or 0, node.name, num_parameters(node))
+            for node in nodes
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        ],
+        classes=[(node.lineno, node.name) for node in nodes if isinstance(node, ast.ClassDef)],
+        prints=[
+            node.lineno
+            for node in nodes
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+        ],
+    )
+
+
 def num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
     return len([argument for argument in arguments if argument.arg not in ("self", "cls")])
@@ -29,14 +58,11 @@ def num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 @pytest.mark.parametrize("path", SOURCES, ids=name)
 def test_fits_in_one_sitting(path):
-    source = path.read_text()
-    assert source.count("\n") <= MAX_FILE, "split by responsibility, not by line count"
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and path != TRAIN_LOOP:
-            where = f"{name(path)}:{node.lineno} {node.name}"
-            assert node.end_lineno is not None
-            assert node.end_lineno - node.lineno < MAX_FUNCTION, where
-            assert num_parameters(node) <= MAX_PARAMETERS, where
+    assert path.read_text().count("\n") <= MAX_FILE, "split by responsibility, not by line count"
+    for first, last, function, parameters in facts(path).functions if path != TRAIN_LOOP else []:
+        where = f"{name(path)}:{first} {function}"
+        assert last - first < MAX_FUNCTION, where
+        assert parameters <= MAX_PARAMETERS, where
 
 
 @pytest.mark.parametrize("path", SHELL, ids=name)
@@ -52,10 +78,10 @@ def test_what_runs_on_a_node_stays_short(path):
 def test_names_say_what_is_inside():
     assert not [name(path) for path in SOURCES if path.stem in VAGUE_NAMES]
     classes = [
-        f"{name(path)}:{node.lineno} {node.name}"
+        f"{name(path)}:{line} {found}"
         for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef) and node.name.endswith(("Manager", "Helper", "Utils"))
+        for line, found in facts(path).classes
+        if found.endswith(("Manager", "Helper", "Utils"))
     ]
     assert not classes
 
@@ -69,10 +95,9 @@ def test_train_loop_stays_readable():
 
 def test_no_prints_in_the_package():
     prints = [
-        f"{name(path)}:{node.lineno}"
+        f"{name(path)}:{line}"
         for path in SOURCES
         if path.is_relative_to(ROOT / "recipes") and path.name != "run_grpo.py"
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+        for line in facts(path).prints
     ]
     assert not prints, "use a logger"

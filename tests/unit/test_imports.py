@@ -7,6 +7,7 @@ fresh process.
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections import defaultdict
@@ -82,6 +83,7 @@ def room_of(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
+@functools.cache
 def imported(path: Path) -> set[str]:
     """Return every module that a file imports, of `from package import name` both where that is a module."""
     found: set[str] = set()

@@ -18,12 +18,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from recipes.errors import LaunchError, Problem, RunError
 from recipes.files import nearest_existing
 from tools.command_line import FALSE, TRUE, exit_status
+from tools.images.bases import Base, bases_of, digests
 from tools.images.builders import (
     build_words,
     check_words,
@@ -52,6 +53,7 @@ class Build:
     builder: str
     tag: str
     arguments: Mapping[str, str]
+    bases: Sequence[Base]
     flags: Sequence[str]
     push: bool
     sqsh: Path | None
@@ -91,6 +93,7 @@ def plan(name: str, environ: Mapping[str, str], builder: str) -> Build:
         raise LaunchError(found)
     image = IMAGES[name]
     arguments = build_arguments(image, environ)
+    bases = bases_of(image, arguments, ROOT)
     if image.on_training_image:
         arguments.setdefault("BASE", tag_of(environ.get("ENGINE") or "native", environ))
     return Build(
@@ -98,6 +101,7 @@ def plan(name: str, environ: Mapping[str, str], builder: str) -> Build:
         builder=builder,
         tag=tag_of(name, environ),
         arguments=arguments,
+        bases=bases,
         flags=shlex.split(environ.get("BUILD_FLAGS", "")),
         push=environ.get("PUSH", "").lower() in TRUE,
         sqsh=Path(environ["SQSH"]).absolute() if environ.get("SQSH") else None,
@@ -161,10 +165,18 @@ def problems(build: Build) -> list[Problem]:
 
 
 def make(build: Build, root: Path = ROOT) -> LockedImage:
-    """Build the image and record its digest; raises `RunError` with the command that failed."""
-    read_lock(root / LOCK)  # so that a damaged lock ends this before the build
+    """Build the image from bases with a digest, and record all digests; raises `RunError` with what failed."""
+    earlier = read_lock(root / LOCK).get(build.image.name)  # a damaged lock ends this before the build
     (root / build.digest_file.parent).mkdir(exist_ok=True)
-    for command in build.commands:
+    bases = digests(
+        build.bases,
+        earlier.bases if earlier else {},
+        build.builder,
+        ask=lambda command: _ask(command, root).stdout,
+        run=lambda command: execute(command, root),
+    )
+    pinned = {base.argument: base.by_digest(bases[base.name]) for base in build.bases}
+    for command in replace(build, arguments={**build.arguments, **pinned}).commands:
         if command[:2] == ["enroot", "import"]:
             import_image(build, root)
             continue
@@ -173,7 +185,8 @@ def make(build: Build, root: Path = ROOT) -> LockedImage:
         execute(command, root)
     digest = digest_of(build, root)
     inputs = hash_inputs(root, build.image.inputs) if build.image.inputs else (build.image.source or ("", ""))[1]
-    entry = LockedImage(tag=build.tag, digest=digest, inputs=inputs, arguments=dict(build.arguments))
+    arguments = dict(build.arguments)
+    entry = LockedImage(tag=build.tag, digest=digest, inputs=inputs, arguments=arguments, bases=bases)
     lock = read_lock(root / LOCK)
     lock[build.image.name] = entry
     write_lock(root / LOCK, lock)

@@ -83,6 +83,13 @@ def digest_words(builder: str, tag: str) -> list[str]:
     return ["buildah", "inspect", "--type=image", "--format={{.FromImageDigest}}", tag]
 
 
+def base_digest_words(builder: str, name: str) -> list[str]:
+    """Return the command that prints the digest by which a registry knows an image of the builder's store."""
+    if builder == "docker":  # without a digest for an image that was built here
+        return ["docker", "image", "inspect", "--format={{range .RepoDigests}}{{.}} {{end}}", name]
+    return digest_words(builder, name)
+
+
 def size_words(builder: str, tag: str) -> list[str]:
     """Return the command that prints the unpacked size of an image in bytes."""
     return ["docker" if builder == "docker" else "podman", "image", "inspect", "--format={{.Size}}", tag]

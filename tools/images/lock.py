@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from recipes.errors import LaunchError, Problem
@@ -24,6 +24,7 @@ class LockedImage:
     digest: str
     inputs: str  # sha256 of the files of this repository that it was built from
     arguments: Mapping[str, str]
+    bases: Mapping[str, str] = field(default_factory=dict)  # name and tag of each base image -> its digest
 
 
 def read_lock(path: Path) -> dict[str, LockedImage]:

@@ -31,7 +31,7 @@ class Answers(BaseHTTPRequestHandler):
 @pytest.fixture
 def url() -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()

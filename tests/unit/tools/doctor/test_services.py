@@ -26,7 +26,7 @@ class Answers(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     with HTTPServer(("127.0.0.1", 0), Answers) as running:
-        thread = threading.Thread(target=running.serve_forever)
+        thread = threading.Thread(target=running.serve_forever, args=(0.02,))
         thread.start()
         yield f"http://127.0.0.1:{running.server_address[1]}"
         running.shutdown()

@@ -18,7 +18,7 @@ SECRET = "hf_secret"
 def test_a_token_is_in_no_message() -> None:
     headers = {"Authorization": f"Bearer {SECRET}\v"}
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         message = "HF_TOKEN: got a character that no header can hold"
         with pytest.raises(DataError, match=message) as raised, session_with(HUB, "some/data") as session:
             session.get(f"http://127.0.0.1:{server.server_port}/", headers=headers)

@@ -11,6 +11,7 @@ import pytest
 
 from recipes.errors import LaunchError, RunError
 from tools.images import build as containers
+from tools.images.bases import bases_of, digests
 from tools.images.build import main, output_of, plan, problems, space_problems, wrong_values
 from tools.images.builders import find_builder
 from tools.images.lock import (
@@ -49,6 +50,48 @@ def test_the_swe_image_is_built_on_the_training_image_of_the_same_variables():
     assert plan("swe", environ, "podman").arguments == {"BASE": plan("nemo_rl", environ, "podman").tag}
     assert plan("swe", {}, "podman").arguments == {"BASE": plan("native", {}, "podman").tag}
     assert plan("swe", {**environ, "BASE": "x:1"}, "podman").arguments == {"BASE": "x:1"}
+
+
+def answers(found: dict[str, str]):
+    """Return an `ask` that knows the digest of some images, and the commands that were run."""
+    commands: list[list[str]] = []
+
+    def run(command):
+        commands.append(list(command))
+        found.setdefault(command[-1], DIGEST)
+
+    return (lambda command: found.get(command[-1], "")), run, commands
+
+
+def test_a_base_is_looked_up_once_and_then_taken_from_the_lock():
+    bases = bases_of(IMAGES["native"], {}, ROOT)
+    assert [(base.argument, base.is_given) for base in bases] == [("BASE", False), ("UV", False)]
+    ask, run, commands = answers({bases[1].name: OTHER})
+    found = digests(bases, {}, "podman", ask=ask, run=run)
+    assert found == {bases[0].name: DIGEST, bases[1].name: OTHER}
+    assert commands == [["podman", "pull", bases[0].name]], "what the store has is not downloaded again"
+    ask, run, commands = answers({base.name: f"sha256:{'c' * 64}" for base in bases})  # the tags have moved
+    assert digests(bases, found, "podman", ask=ask, run=run) == found
+    assert bases[0].by_digest(DIGEST) == f"nvcr.io/nvidia/cuda@{DIGEST}"
+
+
+def test_a_base_that_is_named_is_looked_up_again_unless_it_has_a_digest():
+    (base,) = bases_of(IMAGES["sandbox"], {"BASE": "r.example:5000/debian"}, ROOT)
+    assert base.is_given and base.by_digest(DIGEST) == f"r.example:5000/debian@{DIGEST}"
+    ask, run, _ = answers({base.name: DIGEST})
+    assert digests([base], {base.name: OTHER}, "docker", ask=ask, run=run) == {base.name: DIGEST}
+    assert bases_of(IMAGES["sandbox"], {"BASE": f"debian@{DIGEST}"}, ROOT) == ()
+
+
+def test_our_own_training_image_is_no_base_to_look_up():
+    assert bases_of(IMAGES["swe"], {}, ROOT) == ()
+    assert plan("swe", {"BASE": "localhost/super-rl/native:latest"}, "podman").bases == ()
+    assert bases_of(IMAGES["nemo-skills"], {}, ROOT) == ()
+
+
+def test_a_base_without_a_digest_ends_the_build():
+    with pytest.raises(RunError, match=r"no digest of .*debian:bookworm-slim from: docker image inspect"):
+        digests(bases_of(IMAGES["sandbox"], {}, ROOT), {}, "docker", ask=lambda _: "", run=lambda _: None)
 
 
 @pytest.mark.parametrize("builder", ["docker", "podman", "buildah"])

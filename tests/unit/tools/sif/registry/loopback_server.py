@@ -22,6 +22,6 @@ def serving(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield f"127.0.0.1:{server.server_port}"
         server.shutdown()
