@@ -93,25 +93,34 @@ def split(sharding: Sharding, full: list[Tensor], config: TransformerConfig, *, 
 
 
 def join(sharding: Sharding, shards: list[Tensor], config: TransformerConfig) -> list[Tensor]:
-    """Return full Hugging Face tensors from the shards of all ranks; the inverse of `split`."""
+    """Return full Hugging Face tensors from the shards of all ranks; the inverse of `split`.
+
+    A tensor that lies in one piece within one shard is a view of it.
+    """
     if sharding is Sharding.QKV:
         groups, head = config.num_query_groups, config.kv_channels
-        joined = torch.cat(shards)
+        joined = _joined(shards)
         fused = joined.view(groups, -1, joined.shape[-1])
         sizes = [config.num_attention_heads // groups * head, head, head]
         return [part.flatten(0, 1) for part in torch.split(fused, sizes, dim=1)]
     if sharding is Sharding.GATE_UP:
         halves = [shard.chunk(2, dim=0) for shard in shards]
-        return [torch.cat([gate for gate, _ in halves]), torch.cat([up for _, up in halves])]
+        return [_joined([gate for gate, _ in halves]), _joined([up for _, up in halves])]
     if sharding in (Sharding.MAMBA_IN, Sharding.MAMBA_CONV):
         sizes = [size // len(shards) for size in _mamba_parts(sharding, config)]
+        if len(shards) == 1:
+            return shards
         parts = zip(*[_cut(shard, sizes) for shard in shards], strict=True)
         return [torch.cat([torch.cat(part) for part in parts])]
     if sharding is Sharding.ROWS:
-        return [torch.cat(shards)]
+        return [_joined(shards)]
     if sharding is Sharding.COLUMNS:
-        return [torch.cat(shards, dim=1)]
+        return [_joined(shards, dim=1)]
     return [shards[0]]
+
+
+def _joined(parts: list[Tensor], dim: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 def _cut(tensor: Tensor, sizes: list[int]) -> list[Tensor]:
