@@ -306,3 +306,4 @@ class WeightLayout:
     offsets: tuple[int, ...]  # bytes, 64-aligned
     num_bytes: int  # of the whole file
     host: str = ""  # that has the file; an engine elsewhere gets a copy
+    count_offset: int | None = None  # of an int64 in the file: how many tensors all pushes have written

@@ -23,6 +23,10 @@ CPU_METHODS = ("mtp", "nemotron_h_mtp")
 """Kinds of speculative decoding that work on a CPU; both names are those of a model's multi-token heads."""
 
 CPU_ENV: Mapping[str, str] = {
+    # The memory of packed weights is used again at the next push: fresh memory takes longer than what is written to it.
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 40),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "OMP_NUM_THREADS": "1",  # unset, OpenMP threads spin against each other: stalls of 4-17 s per batch
     "TORCHDYNAMO_DISABLE": "1",  # a helper is compiled at the first request even with enforce_eager: 2.4 s
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else vLLM turns the executor "uni" into "mp", one more process

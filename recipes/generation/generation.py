@@ -177,12 +177,17 @@ class Generation:
             deadline_seconds = self._deadlines.generation + self._deadlines.refit
             self._require_one(self._eject_failed(calls, deadline_seconds))
 
-    def update_weights(self, version: int, content: Any = None) -> None:
+    def update_weights(self, version: int, content: Any = None, *, num_before: int | None = None) -> None:
         """Load the weights the policy has sent as `version`, on all engines at once; returns when all use them.
 
-        `content` is a Ray reference to the bytes of the file, for the engines that do not see it. An engine that fails
-        is replaced; raises `EngineError` when none is left.
+        `content` is a Ray reference to the bytes of the file, for the engines that do not see it. With `num_before`,
+        how many tensors earlier pushes have written, the policy writes while this runs. An engine that fails is
+        replaced; raises `EngineError` when none is left.
         """
+        seconds, update_info = self._deadlines.refit, self._update_info
+        if num_before is not None:
+            seconds *= 2  # to write and to load: where the policy is late, its own error comes first
+            update_info = {"num_before": num_before, "wait_seconds": seconds}
         with self._push_lock:
             with self._state_lock:
                 self._needs_push = True
@@ -190,13 +195,13 @@ class Generation:
             calls = {
                 engine: engine.actor.update_weights.remote(
                     version,
-                    self._update_info,
+                    update_info,
                     None if engine.can_see_file else content,
                     keeps_caches=self.at_push is AtPush.KEEP,
                 )
                 for engine in keys
             }
-            failed = self._eject_failed(calls, self._deadlines.refit)
+            failed = self._eject_failed(calls, seconds)
             with self._state_lock:
                 for engine, key in keys.items():
                     if engine.is_up and engine.key == key:  # else it was started again and has not got these weights

@@ -17,6 +17,7 @@ def shared_memory_init(layout: WeightLayout) -> dict[str, Any]:
         "shapes": [list(shape) for shape in layout.shapes],
         "offsets": list(layout.offsets),
         "num_bytes": layout.num_bytes,
+        "count_offset": layout.count_offset,
     }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from recipes.generation import cpu_generator, cpu_hybrid, cpu_speculation
+from recipes.generation.direct_load import DirectLoad, record
 
 SHM_BACKEND = "shm"
+_POLL_SECONDS = 0.0005  # between two looks at what the policy has written
 
 
 @dataclass
@@ -38,11 +41,15 @@ class SharedMemoryInit(WeightTransferInitInfo):  # type: ignore[misc]
     shapes: list[list[int]]
     offsets: list[int]
     num_bytes: int
+    count_offset: int | None
 
 
 @dataclass
 class SharedMemoryUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Empty, since the file holds all that a push needs."""
+    """Whether the policy is still writing the file: then each tensor is waited for."""
+
+    num_before: int | None = None  # tensors that earlier pushes have written; None: all of this push are in the file
+    wait_seconds: float = 0.0
 
 
 class WeightCopy:
@@ -73,10 +80,11 @@ class SharedMemoryWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         with Path(init_info.path).open("r+b") as file:
             self._bytes = torch.frombuffer(mmap.mmap(file.fileno(), init_info.num_bytes), dtype=torch.uint8)
         self._layout = init_info
+        self._direct: DirectLoad | None = None
+        self._is_recorded = False
 
     def start_weight_update(self) -> None:
-        """Unpack the layers: vLLM packs CPU weights after loading, and packed layers cannot be loaded."""
-        initialize_layerwise_reload(self.model)
+        """Do nothing: what a push needs before it, `receive_weights` does."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load all tensors. The base class synchronizes an accelerator, which raises on CPU (vLLM 0.32)."""
@@ -84,14 +92,39 @@ class SharedMemoryWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     @torch.no_grad()
     def receive_weights(self, update_info: SharedMemoryUpdate) -> None:
-        """Load all tensors from the mapped file."""
-        self.model.load_weights(self._tensors())
+        """Load all tensors from the mapped file, each once it is written; raises `TimeoutError` when one is late."""
+        end = time.monotonic() + update_info.wait_seconds
+
+        def wait_for(number: int) -> None:
+            if update_info.num_before is not None:
+                self._wait(update_info.num_before + number + 1, end)
+
+        if not self._is_recorded:
+            tensors = list(self._tensors())
+            wait_for(len(tensors) - 1)
+            self._direct = record(self.model, self.model_config, tensors, self._bytes)
+            self._is_recorded = True
+        if self._direct is not None:
+            self._direct.load(wait_for)
+        else:
+            wait_for(len(self._layout.names) - 1)
+            initialize_layerwise_reload(self.model)  # unpacks: vLLM packs CPU weights, and cannot load packed layers
+            self.model.load_weights(self._tensors())
+            finalize_layerwise_reload(self.model, self.model_config)
 
     def finish_weight_update(self) -> None:
-        """Pack the layers again."""
-        finalize_layerwise_reload(self.model, self.model_config)
-        pack_tied_head(self.model)
+        """Pack what the layers do not pack one by one."""
+        pack_head(self.model)
         pack_experts(self.model)
+
+    def _wait(self, count: int, end: float) -> None:
+        """Wait until the policy has written `count` tensors, over all pushes."""
+        assert self._layout.count_offset is not None, "the file has no count"
+        written = self._bytes[self._layout.count_offset :][:8].view(torch.int64).numpy()
+        while written[0] < count:
+            if time.monotonic() > end:
+                raise TimeoutError(f"weight push: the policy has written {written[0]} of {count} tensors in time")
+            time.sleep(_POLL_SECONDS)
 
     def shutdown(self) -> None:
         """Release nothing: the mapping ends with the process."""
@@ -106,11 +139,10 @@ class SharedMemoryWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
             yield name, self._bytes[offset : offset + num_bytes].view(dtype).view(shape)
 
 
-def pack_tied_head(model: torch.nn.Module) -> None:
-    """Pack an output head that shares the embedding's weight.
+def pack_head(model: torch.nn.Module) -> None:
+    """Pack the output head, also one that shares the embedding's weight and so receives no tensor of its own.
 
-    The reload packs only layers that received a tensor, and a tied head receives none. Without this call the head would
-    go on with a packed copy of the old weights, and no error would say so (vLLM 0.32, CPU).
+    Without this call it would go on with a packed copy of the old weights, and no error would say so (vLLM 0.32, CPU).
     """
     head = getattr(model, "lm_head", None)
     if head is not None and hasattr(head, "cpu_linear") and head.weight.numel():
@@ -120,7 +152,7 @@ def pack_tied_head(model: torch.nn.Module) -> None:
 def pack_experts(model: torch.nn.Module) -> None:
     """Pack the weights of all mixtures of experts.
 
-    A model's experts are packed when it is loaded, but a reload copies theirs in as they are. The packed kernel would
+    A model's experts are packed when it is loaded, but a push copies theirs in as they are. The packed kernel would
     read them in a wrong order, and no error would say so (vLLM 0.32, CPU).
     """
     for layer in model.modules():

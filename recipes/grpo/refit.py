@@ -1,9 +1,9 @@
 """Refit: the policy's new weights into every generation engine, while the engines keep generating.
 
-On CPU the policy writes full tensors, by their Hugging Face names, to a file in shared memory, which the engines load;
-engines on other hosts get its content through Ray. On CUDA both sides are called together and join an NCCL broadcast.
-In-flight requests keep their KV cache, compute it again, or end before the push: `grpo.async_grpo` decides. The prefix
-cache never serves KV of older weights (see generation/core.py).
+On CPU the policy writes full tensors, by their Hugging Face names, to a file in shared memory, and the engines load one
+while the next is written. Where an engine is on another host, all load when Ray has brought it the whole content. On
+CUDA both sides join an NCCL broadcast. In-flight requests keep their KV cache, compute it again, or end before the
+push: `grpo.async_grpo` decides. The prefix cache never serves KV of older weights (see generation/core.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from recipes.types import WeightLayout
 
 class WeightSource(Protocol):
     """The part of `Policy` that a refit uses."""
+
+    @property
+    def num_sent(self) -> int: ...
 
     def weight_layout(self) -> WeightLayout: ...
 
@@ -46,7 +49,7 @@ class WeightSink(Protocol):
 
     def drain(self) -> None: ...
 
-    def update_weights(self, version: int, content: Any = None) -> None: ...
+    def update_weights(self, version: int, content: Any = None, *, num_before: int | None = None) -> None: ...
 
 
 def connect(policy: WeightSource, generation: WeightSink) -> None:
@@ -74,11 +77,12 @@ def refit(policy: WeightSource, generation: WeightSink, *, version: int) -> None
     generation.drain()  # first: a broadcast over NCCL would wait for the engines within its own, shorter deadline
     if generation.needs_connect:
         connect(policy, generation)
-    if policy.weight_layout().path:
+    if generation.needs_weight_content and policy.weight_layout().path:
         policy.send_weights()
-        generation.update_weights(version, policy.weight_content() if generation.needs_weight_content else None)
+        generation.update_weights(version, policy.weight_content())
     else:
-        together(policy.send_weights, lambda: generation.update_weights(version))
+        num_before = policy.num_sent if policy.weight_layout().path else None
+        together(policy.send_weights, lambda: generation.update_weights(version, num_before=num_before))
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:

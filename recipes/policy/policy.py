@@ -48,6 +48,7 @@ class Policy:
         self._identities: Sequence[WorkerIdentity] = ()
         self._coordinates: Sequence[Coordinates] = ()
         self._layout: WeightLayout | None = None
+        self.num_sent = 0  # tensors, by all calls of `send_weights`
 
     @classmethod
     def start(
@@ -137,8 +138,8 @@ class Policy:
 
     def send_weights(self) -> None:
         """Write all full tensors to where `weight_layout` says, or broadcast them to the connected engines."""
-        self.weight_layout()
-        self._call("send_weights", deadline=self._deadlines.refit)
+        num_before, self.num_sent = self.num_sent, self.num_sent + len(self.weight_layout().names)
+        self._call("send_weights", num_before, deadline=self._deadlines.refit)
 
     def weight_content(self) -> Any:
         """Return a Ray reference to what `send_weights` has written, for engines that do not see the file."""

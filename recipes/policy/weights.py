@@ -13,6 +13,7 @@ import secrets
 import socket
 import stat
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -60,20 +61,28 @@ class SharedMemoryWriter:
         remove_stale_files()
         # Other users of the machine shall not read weights, nor make a file of this name first: they cannot guess it.
         path = _SHARED_MEMORY / f"{_PREFIX}{driver_pid}-{os.getpid()}-{secrets.randbelow(10**12)}"
-        self.layout = make_layout(shapes, path=str(path))
+        layout = make_layout(shapes, path=str(path))
+        self.layout = replace(layout, count_offset=layout.num_bytes, num_bytes=layout.num_bytes + _ALIGNMENT)
         temporary = path.with_name(f"{path.name}.tmp")
         self._file = os.fdopen(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600), "w+b")
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.posix_fallocate(self._file.fileno(), 0, self.layout.num_bytes)  # fails here, not with SIGBUS at a write
         self._bytes = torch.frombuffer(mmap.mmap(self._file.fileno(), self.layout.num_bytes), dtype=torch.uint8)
+        self._count = self._bytes[layout.num_bytes :][:8].view(torch.int64).numpy()
         temporary.rename(path)
 
     @torch.no_grad()
-    def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Overwrite every tensor; `weights` comes in the order of the layout."""
-        for (_, tensor), offset in zip(checked(weights, self.layout), self.layout.offsets, strict=True):
+    def write(self, weights: Iterable[tuple[str, Tensor]], *, num_before: int) -> None:
+        """Overwrite every tensor; `weights` comes in the order of the layout.
+
+        Earlier pushes have written `num_before` tensors. The file counts on from there, so that an engine can load one
+        tensor while the next is written.
+        """
+        pairs = zip(checked(weights, self.layout), self.layout.offsets, strict=True)
+        for number, ((_, tensor), offset) in enumerate(pairs, start=num_before + 1):
             num_bytes = tensor.numel() * tensor.element_size()
             self._bytes[offset : offset + num_bytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            self._count[0] = number
 
     def content(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return the file as it is now, for engines on other hosts."""

@@ -166,15 +166,22 @@ class PolicyWorker:
                 self._layout, nccl_id=nccl_id, world_size=1 + num_engine_ranks, timeout_s=timeout_s
             )
 
-    def send_weights(self) -> None:
-        """Gather each full tensor; rank 0 writes it to the shared-memory file, or broadcasts it."""
+    def send_weights(self, num_before: int) -> None:
+        """Gather each full tensor; rank 0 writes it to the shared-memory file, or broadcasts it.
+
+        Earlier pushes have sent `num_before` tensors.
+        """
+        from recipes.policy.weights import SharedMemoryWriter
 
         if not self._coordinates.exports:
             return  # other ranks have the same weights
         exported = self._trainer.export()
         if self._rank == 0:
             assert self._sink is not None, "weight_layout or connect_engines comes first"
-            self._sink.write(exported)
+            if isinstance(self._sink, SharedMemoryWriter):
+                self._sink.write(exported, num_before=num_before)
+            else:
+                self._sink.write(exported)
         else:
             for _ in exported:
                 pass

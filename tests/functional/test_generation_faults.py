@@ -7,8 +7,10 @@ import itertools
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -16,7 +18,9 @@ import psutil
 import pytest
 import ray
 import tiny_engine
+import torch
 from speed import patiently
+from transformers import PreTrainedModel
 
 from recipes.errors import EngineError, RequestError
 from recipes.generation import generation as module
@@ -40,6 +44,7 @@ class Pair:
     """Two engines and the weights that are pushed to them."""
 
     generation: Generation
+    model: PreTrainedModel
     weights: tiny_engine.WeightFile
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
@@ -88,7 +93,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         model = tiny_engine.load(path)
         weights = tiny_engine.WeightFile(path / "weights", model)
         weights.write(model)
-        pair = Pair(generation, weights)
+        pair = Pair(generation, model, weights)
         pair.push(0)
         yield pair
         generation.shutdown()
@@ -105,6 +110,25 @@ def wait_until_gone(pid: int, *, seconds: float) -> None:
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, f"process {pid} is still there after {seconds} s"
         time.sleep(0.05)
+
+
+def test_engines_wait_for_the_tensors_that_the_policy_has_not_written_yet(pair: Pair) -> None:
+    may_end = threading.Event()
+    num_before = len(pair.weights.layout.names)
+    tiny_engine.perturb(pair.model, seed=1, scale=0.05)
+    with ThreadPoolExecutor(2) as pool:
+        pushing = pool.submit(pair.generation.update_weights, 1, num_before=num_before)
+        writing = pool.submit(pair.weights.write, pair.model, lambda: may_end.wait(60), num_before=num_before)
+        with pytest.raises(TimeoutError):
+            pushing.result(timeout=0.5)
+        may_end.set()
+        writing.result()
+        pushing.result()
+    for engine in (0, 1):
+        completion = pair.generate(LONG, engine=engine)
+        expected = tiny_engine.logprobs(pair.model, PROMPT, completion.token_ids)
+        assert (torch.tensor(completion.logprobs) - expected).abs().max() < 1e-4
+        assert {span.version for span in completion.versions} == {1}
 
 
 def test_engines_do_not_repeat_each_other(pair: Pair) -> None:

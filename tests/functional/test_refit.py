@@ -1,7 +1,8 @@
 """Policy and engine hold the same model: at the start, after every push, and after the hand-over by export.
 
-A real Megatron policy and a real vLLM engine, prefix cache on. The difference is the largest absolute one between
-the log-probabilities the engine sampled with and the policy's, float32, at a temperature other than 1.
+A real Megatron policy, of one rank or two, and a real vLLM engine, prefix cache on. The difference is the largest
+absolute one between the log-probabilities the engine sampled with and the policy's, float32, at a temperature other
+than 1.
 """
 
 from __future__ import annotations
@@ -39,10 +40,14 @@ pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 1e-4
+TENSORS = {"tensor_model_parallel_size": 2, "sequence_parallel": "true"}  # each rank has a part of every matrix
+EXPERTS = {"expert_model_parallel_size": 2}  # each rank has half of the experts
 # Every run at scale tiny compares a dense model's log-probabilities at its start, and test_smoke.py while it trains.
-MODELS = [
-    pytest.param(build_model, id="dense", marks=pytest.mark.slow),
-    pytest.param(build_hybrid_model, id="hybrid"),
+CASES = [
+    pytest.param((build_model, {}), id="dense", marks=pytest.mark.slow),
+    pytest.param((build_hybrid_model, {}), id="hybrid"),
+    pytest.param((build_hybrid_model, TENSORS), id="hybrid, two tensor-parallel ranks", marks=pytest.mark.slow),
+    pytest.param((build_hybrid_model, EXPERTS), id="hybrid, two expert-parallel ranks", marks=pytest.mark.slow),
 ]
 TEMPERATURE = 0.7  # not 1, so that forgetting it on one side shows
 SAMPLING = Sampling(temperature=TEMPERATURE, top_p=1.0, max_tokens=24)
@@ -51,16 +56,17 @@ PROMPTS = [
 ]  # two full KV blocks each
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=CASES)
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Config:
     path = tmp_path_factory.mktemp("model")
     tokenizer = build_tokenizer()
-    model = request.param(tokenizer, seed=3)
+    build, layout = request.param
+    model = build(tokenizer, seed=3)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     tokenizer.save_pretrained(path)
     model.save_pretrained(path)
     num_heads = 0
-    if request.param is build_hybrid_model:  # its multi-token heads are sent too, and the engine passes over them
+    if build is build_hybrid_model:  # its multi-token heads are sent too, and the engine passes over them
         add_heads(path)
         num_heads = 2
     overrides = {
@@ -70,6 +76,7 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "policy.generation.vllm_cfg.expose_http_server": "false",
         "policy.megatron_cfg.optimizer.lr": 2.0e-3,
         "policy.megatron_cfg.scheduler.lr_warmup_iters": 0,
+        **{f"policy.megatron_cfg.{key}": value for key, value in layout.items()},
     }
     return require_valid(
         load_config(ROOT / "configs/tiny/stage1_rlvr.yaml", [f"{k}={v}" for k, v in overrides.items()])
@@ -78,11 +85,13 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def policy(config: Config) -> Iterator[Policy]:
-    with local_ray(num_cpus=3):
+    cfg = config.policy.megatron_cfg
+    num_ranks = cfg.tensor_model_parallel_size * cfg.expert_model_parallel_size
+    with local_ray(num_cpus=num_ranks + 2):
         policy = Policy.start(
             config.policy,
             loss=partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=None),
-            placement=[{"num_cpus": 1}],
+            placement=[{"num_cpus": 1}] * num_ranks,
             deadlines=config.deadlines,
             seed=1,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,18 +109,25 @@ class WeightFile:
             dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in named),
             shapes=tuple(tuple(tensor.shape) for _, tensor in named),
             offsets=tuple(offsets),
-            num_bytes=end,
+            num_bytes=end + 64,
+            count_offset=end,
         )
-        path.write_bytes(bytes(end))
+        path.write_bytes(bytes(end + 64))
         with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), end)
+            self._map = mmap.mmap(file.fileno(), end + 64)
 
     @torch.no_grad()
-    def write(self, model: PreTrainedModel) -> None:
-        """Put all tensors of `model` into the file."""
-        for (_, tensor), offset in zip(model.named_parameters(), self.layout.offsets, strict=True):
+    def write(
+        self, model: PreTrainedModel, before_last: Callable[[], Any] = lambda: None, *, num_before: int = 0
+    ) -> None:
+        """Put all tensors of `model` into the file and count them; `before_last` is called before the last."""
+        pairs = list(zip(model.named_parameters(), self.layout.offsets, strict=True))
+        for number, ((_, tensor), offset) in enumerate(pairs, start=num_before + 1):
+            if number == num_before + len(pairs):
+                before_last()
             data = tensor.numpy().tobytes()
             self._map[offset : offset + len(data)] = data
+            self._map[-64:-56] = number.to_bytes(8, "little")
 
 
 def generation_config(**changes: Any) -> Any:

@@ -106,10 +106,8 @@ def join(sharding: Sharding, shards: list[Tensor], config: TransformerConfig) ->
     if sharding is Sharding.GATE_UP:
         halves = [shard.chunk(2, dim=0) for shard in shards]
         return [_joined([gate for gate, _ in halves]), _joined([up for _, up in halves])]
-    if sharding in (Sharding.MAMBA_IN, Sharding.MAMBA_CONV):
+    if sharding in (Sharding.MAMBA_IN, Sharding.MAMBA_CONV) and len(shards) > 1:
         sizes = [size // len(shards) for size in _mamba_parts(sharding, config)]
-        if len(shards) == 1:
-            return shards
         parts = zip(*[_cut(shard, sizes) for shard in shards], strict=True)
         return [torch.cat([torch.cat(part) for part in parts])]
     if sharding is Sharding.ROWS:

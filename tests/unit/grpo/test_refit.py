@@ -37,11 +37,12 @@ def test_results_come_in_the_order_of_the_calls() -> None:
 class Sides:
     """Policy and engines at once; remembers what was called."""
 
-    needs_weight_content = False
     num_ranks = 2
+    num_sent = 0
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, needs_weight_content: bool = False) -> None:
         self.calls: list[str] = []
+        self.needs_weight_content = needs_weight_content
         self.needs_connect = True
         self._layout = WeightLayout(path=path, names=(), dtypes=(), shapes=(), offsets=(), num_bytes=0)
 
@@ -59,13 +60,18 @@ class Sides:
         self.needs_connect = False
 
     def send_weights(self) -> None:
+        self.num_sent += 5
         self.calls.append("send")
+
+    def weight_content(self) -> str:
+        return "content"
 
     def drain(self) -> None:
         self.calls.append("drain")
 
-    def update_weights(self, version: int, _content: Any = None) -> None:
+    def update_weights(self, version: int, content: Any = None, *, num_before: int | None = None) -> None:
         self.calls.append(f"update {version}")
+        self.pushed = (content, num_before)
 
 
 @pytest.mark.parametrize(
@@ -81,3 +87,21 @@ def test_engines_are_connected_when_they_have_changed(path: str, connected: list
     assert sides.calls[0] == sides.calls[num + 3] == "drain", "a push begins once running requests may be touched"
     pushes = [sorted(sides.calls[n : n + 2]) for n in (num + 1, num + 4)]
     assert pushes == [["send", "update 3"], ["send", "update 4"]]
+
+
+@pytest.mark.parametrize(
+    ("path", "needs_weight_content", "pushed"),
+    [
+        ("/dev/shm/x", False, [(None, 0), (None, 5)]),  # engines begin where the count of the file stands
+        ("/dev/shm/x", True, [("content", None), ("content", None)]),
+        ("", False, [(None, None), (None, None)]),
+    ],
+    ids=["file", "other host", "NCCL"],
+)
+def test_engines_wait_for_tensors_only_where_they_see_the_count(
+    path: str, needs_weight_content: bool, pushed: list[Any]
+) -> None:
+    sides = Sides(path, needs_weight_content=needs_weight_content)
+    for version, expected in enumerate(pushed):
+        refit(sides, sides, version=version)
+        assert sides.pushed == expected

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def test_a_push_overwrites_every_tensor_and_the_file_goes_at_the_end() -> None:
     assert path.stat().st_mode & 0o777 == 0o600  # other users of the machine cannot read it
     for value in (1.0, 2.0):
         tensors = [(name, torch.full(shape, value, dtype=dtype)) for name, dtype, shape in SHAPES]
-        writer.write(tensors)
+        writer.write(tensors, num_before=0)
         raw = path.read_bytes()
         for (_, tensor), offset in zip(tensors, writer.layout.offsets, strict=True):
             expected = tensor.view(torch.uint8).numpy().tobytes()
@@ -45,10 +46,29 @@ def test_a_push_overwrites_every_tensor_and_the_file_goes_at_the_end() -> None:
     assert not path.exists()
 
 
+def test_the_file_counts_the_tensors_of_all_pushes_one_by_one() -> None:
+    writer = SharedMemoryWriter(SHAPES, driver_pid=1)
+    counts = []
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in _tensors():
+            counts.append(count())
+            yield name, tensor
+
+    def count() -> int:
+        assert writer.layout.count_offset is not None
+        return int.from_bytes(Path(writer.layout.path).read_bytes()[writer.layout.count_offset :][:8], "little")
+
+    for push in range(2):
+        writer.write(tensors(), num_before=3 * push)
+    assert [*counts, count()] == [0, 1, 2, 3, 4, 5, 6]
+    writer.close()
+
+
 def test_a_push_that_does_not_fit_the_layout_is_refused() -> None:
     writer = SharedMemoryWriter(SHAPES[:1], driver_pid=2)
     with pytest.raises(PolicyError, match=r"sends b \(float32 \[3, 5\]\), the engines expect a \(float32 \[3, 5\]\)"):
-        writer.write([("b", torch.zeros(3, 5))])
+        writer.write([("b", torch.zeros(3, 5))], num_before=0)
     writer.close()
 
 
