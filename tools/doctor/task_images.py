@@ -8,7 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import orjson
+
+from recipes.environments.contract.rows import shown
+from recipes.environments.swe.hidden_tests import deciding_calls
 from recipes.environments.swe.images import TEMPLATES, Listing, find_image
+from recipes.environments.swe.task import facts_of
 from tools.images.files import read_image
 from tools.planning.draft import Draft
 from tools.planning.findings import Finding, found
@@ -23,6 +28,7 @@ def check(draft: Draft) -> Iterator[Finding]:
     """Check that every row which needs an image has one."""
     if not needs_images(draft):
         return
+    yield from believed_commands(draft)
     wanted = rows_by_instance(draft)
     directory = draft.path("SIF_DIR")
     if directory is None or not directory.is_dir():
@@ -53,13 +59,33 @@ def needs_images(draft: Draft) -> bool:
 
 def rows_by_instance(draft: Draft) -> Counter[str]:
     """Count the rows of each instance in both files."""
-    counts: Counter[str] = Counter()
+    return Counter(name for line in _lines(draft) if (name := instance_of(line)))
+
+
+def _lines(draft: Draft) -> Iterator[bytes]:
     for path in (draft.path("TRAIN_PATH"), draft.path("VAL_PATH")):
-        if path is None or not path.is_file():
-            continue
-        with path.open("rb") as lines:
-            counts.update(name for line in lines if (name := instance_of(line)))
-    return counts
+        if path is not None and path.is_file():
+            with path.open("rb") as lines:
+                yield from lines
+
+
+def believed_commands(draft: Draft) -> Iterator[Finding]:
+    """Name the commands of tests whose output or status is believed as it is."""
+    commands = Counter(command for line in _lines(draft) if b"test_cmd" in line and (command := _believed(line)))
+    if commands:
+        wrong = f"the output or status of {len(commands)} commands ({commands.total()} rows) is believed as it is, "
+        wrong += f"such as: {shown(commands.most_common(1)[0][0])}"
+        fix = "make it one line of simple commands that ends with a call of pytest or unittest, or accept that a patch"
+        fix += " which prints results, or ends the command early, may count as a solution"
+        yield found("SIF005", where="test_cmd", wrong=wrong, fix=fix)
+
+
+def _believed(line: bytes) -> str:
+    try:
+        facts = facts_of(orjson.loads(line))
+        return "" if deciding_calls(facts) else str(facts.get("test_cmd") or "")
+    except (ValueError, TypeError, AttributeError):
+        return ""  # the check of the data names it
 
 
 def templates_of(draft: Draft, directory: Path) -> list[str]:

@@ -82,6 +82,7 @@ CODES = {
     "SIF002": Kind("rows have no task image", can_force=True),
     "SIF003": Kind("a task image is not a SIF file, or cut", can_force=True),
     "SIF004": Kind("rows of instances that a check of their images did not find good", can_force=True),
+    "SIF005": Kind("rows whose tests are run by a command that code under test can deceive", severity="note"),
     "CTR001": Kind("this machine cannot run the containers of tasks", can_force=True),
     "CTR002": Kind("an agent program is not installed"),
     "PRT001": Kind("a port of the run is taken"),

@@ -5,10 +5,10 @@ the row names or that the patch touched is what it was at the base commit, the r
 tests run in a shell of their own. Each step's status is that of the container's shell, not a line that was printed. So
 are files that configure tests, unless the row's own solution changes them.
 
-What remains: the tests run in one process with the code under test. Code that seeks out the framework's objects there,
-or that prints what SymPy's or R2E-Gym's programs would, or that ends with status 0 a `test_cmd` that does more than
-call pytest or unittest, can forge their report. Nothing but running the tests where that code does not run would
-prevent it.
+What remains: the tests run in one process with the code under test. Code that seeks out the framework's objects there
+can forge their report. So can code that runs earlier, in the commands before the tests, by changing the framework; and
+code under a command that is not made of calls of a framework, by printing or by ending with status 0. Nothing but
+running the tests where that code does not run would prevent it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 import secrets
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -36,36 +37,36 @@ from recipes.environments.swe.hidden_tests import (
     ENTER,
     EXIT_STATUS,
     PATCHED_FILE,
-    all_passed,
     command_of,
+    deciding_calls,
     expected_tests,
     files_of_tests,
     framework_of,
     is_r2e,
     results,
-    results_behind,
-    runner_words,
     wrong_tests,
 )
+from recipes.environments.swe.marked import MAX_CHARACTERS, Reported, run_calls, shown
 
-PREPARE, RUN_TESTS = (Path(__file__).with_name(name).read_bytes() for name in ("prepare.sh", "run_tests.py"))
+PREPARE = Path(__file__).with_name("prepare.sh").read_bytes()
 R2E_NAMES = ("r2e_tests", "run_tests.sh")
 R2E_PLACES = ("/", "/root")  # and the workspace
 STEP_SECONDS = 300.0  # of any step but the tests: a large repository is packed anew
-MAX_CHARACTERS = 8_000_000  # of what the tests print
-MAX_SHOWN = 300  # characters of an output in a reason
+MAX_SCRIPT = 100_000  # bytes of R2E-Gym's script
 MAX_NAMED = 3  # tests in a reason
 GIT = "git -c safe.directory='*' -c core.hooksPath=/dev/null -c core.fsmonitor=false"
 APPLY = f"{GIT} apply --verbose --whitespace=nowarn"
 TOUCHED = re.compile(r'^(?:diff --git "?a/(.+?)"? "?b/(.+?)"?|(?:---|\+\+\+) "?[ab]/(.+?)"?\t?)$', re.MULTILINE)
-TEST_NAME = re.compile(r"test_.*\.py|.*_test\.py|tests\.py|conftest\.py")
+TEST_NAME = re.compile(r"test_.*\.py|.*_test\.py|(?:run)?tests\.py|conftest\.py")
 CONFIGURATION = frozenset(
     (
-        *("pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "unittest.cfg"),
+        *("pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "pyproject.toml"),
+        "unittest.cfg",
         *("sitecustomize.py", "usercustomize.py"),
     )
 )
 LINK = re.compile(r"^(?:new file|new|deleted file) mode 120000$|^index \S+ 120000$", re.MULTILINE)
+INSTALLED = frozenset((".venv", "site-packages", "dist-packages"))  # of what an image has installed, the framework too
 TEST_DIRECTORIES = frozenset(("test", "tests", "testing", "r2e_tests"))
 
 
@@ -153,15 +154,21 @@ class TestRun:
         await _prepare_tests(container, shell, task, place)
         if wrong := await _apply(container, shell, task, patch, place):
             return Evaluation(resolved=False, reason=wrong)
+        calls = deciding_calls(task.facts, await _r2e_script(container, task))
+        if calls:
+            try:
+                reported = await run_calls(container, calls, self.seconds)
+            except OSError as error:  # the patch, or the code that it changes, has left no place
+                return Evaluation(resolved=False, reason=f"the tests could not be started: {error}")
+            return self._late() if reported.is_late else verdict_of_calls(task, reported)
         tests = await container.open_shell()  # nothing that a patch made git do has a hand in it
-        mark = secrets.token_hex(16)
-        command = await _test_command(container, task, mark)
-        command = f"{{ {ENTER}; }} && {{ {command}; }} </dev/null 2>&1"
+        command = f"{{ {ENTER}; }} && {{ {command_of(task.facts)}; }} </dev/null 2>&1"
         done = await tests.run(command, seconds=self.seconds, max_characters=MAX_CHARACTERS)
-        if done.status is None:
-            reason = f"the tests did not end within {self.seconds:g} s"
-            return Evaluation(resolved=False, reason=reason, is_late=True)
-        return verdict_of(task, done, mark)
+        return self._late() if done.status is None else verdict_of(task, done)
+
+    def _late(self) -> Evaluation:
+        reason = f"the tests did not end within {self.seconds:g} s"
+        return Evaluation(resolved=False, reason=reason, is_late=True)
 
 
 async def evaluate_gold(evaluate: Evaluator, task: SweTask) -> Evaluation:
@@ -171,42 +178,43 @@ async def evaluate_gold(evaluate: Evaluator, task: SweTask) -> Evaluation:
     return await evaluate(task, task.gold_patch)
 
 
-def verdict_of(task: SweTask, done: CommandResult, mark: str) -> Evaluation:
-    """Return the verdict on what the tests printed, and with which status they ended."""
+def verdict_of_calls(task: SweTask, reported: Reported) -> Evaluation:
+    """Return the verdict on what calls of a framework reported behind their marks."""
+    if reported.wrong or not reported.tests:
+        return Evaluation(resolved=False, reason=reported.wrong or f"no test ran ({reported.said})")
+    expected = expected_tests(task.facts)
+    is_status = framework_of(task.facts).name == EXIT_STATUS
+    return _verdict(expected, dict.fromkeys(expected, reported.is_good) if is_status else reported.tests)
+
+
+def verdict_of(task: SweTask, done: CommandResult) -> Evaluation:
+    """Return the verdict on what a command printed, and with which status it ended: both are believed."""
     framework = framework_of(task.facts)
     expected = expected_tests(task.facts)
-    if runner_words(task.facts):
-        known = results_behind(mark, done.output)
-        if known is not None and framework.name == EXIT_STATUS:
-            known = dict.fromkeys(expected, bool(all_passed(mark, done.output)))
-        done = replace(done, output=done.output.rpartition(f"\n{mark} ")[0] or done.output)
-        if known is None:
-            reason = f"the tests did not come to their end (status {done.status}): {_shown(done)}"
-            return Evaluation(resolved=False, reason=reason)
-        found = known
-    elif framework.name == EXIT_STATUS:
-        found = dict.fromkeys(expected, done.status == 0)
-    else:
-        found = results(framework, done.output)
+    is_status = framework.name == EXIT_STATUS
+    found = dict.fromkeys(expected, done.status == 0) if is_status else results(framework, done.output)
+    if not found:
+        reason = f"no test ran (status {done.status}): {shown(done.output)}"
+        return Evaluation(resolved=False, reason=reason)
+    return _verdict(expected, found)
+
+
+def _verdict(expected: Mapping[str, bool], found: Mapping[str, bool]) -> Evaluation:
     wrong = wrong_tests(expected, found)
     if not wrong:
         return Evaluation(resolved=True, reason=f"all {len(expected)} tests did what they do in a solved instance")
     names = ", ".join(wrong[:MAX_NAMED]) + (", ..." if len(wrong) > MAX_NAMED else "")
-    reason = f"{len(wrong)} of {len(expected)} tests failed or did not run: {names}"
-    if not found:
-        reason = f"no test ran (status {done.status}): {_shown(done)}"
-    return Evaluation(resolved=False, reason=reason)
+    return Evaluation(resolved=False, reason=f"{len(wrong)} of {len(expected)} tests failed or did not run: {names}")
 
 
-async def _test_command(container: Container, task: SweTask, mark: str) -> str:
-    """Return the shell command of the tests; what it needs is written into the container."""
-    words = runner_words(task.facts)
-    if not words:
-        return command_of(task.facts)
-    place = f"/tmp/{secrets.token_hex(8)}"
-    await _write(container, f"{place}/run_tests.py", RUN_TESTS)
-    await _write(container, f"{place}/mark", mark.encode())
-    return shlex.join(["python", f"{place}/run_tests.py", f"{place}/mark", *words])
+async def _r2e_script(container: Container, task: SweTask) -> str:
+    """Return the script by which an image of R2E-Gym runs its tests; empty for other tasks, and where there is none."""
+    for place in (task.workspace, "") if is_r2e(task.facts) else ():
+        try:
+            return (await container.read_file(f"{place}/run_tests.sh", max_bytes=MAX_SCRIPT)).decode()
+        except (FileNotFoundError, UnicodeDecodeError):
+            continue
+    return ""
 
 
 async def _prepare_tests(container: Container, shell: Shell, task: SweTask, place: str) -> None:
@@ -230,6 +238,8 @@ async def _apply(container: Container, shell: Shell, task: SweTask, patch: str, 
     touched = touched_files(patch)
     if any(".git" in PurePosixPath(path).parts for path in touched):
         return "the patch changes git's own files"
+    if any(INSTALLED.intersection(PurePosixPath(path).parts) for path in touched):
+        return "the patch changes installed packages"
     if patch.strip() and (wrong := await _apply_solution(container, shell, patch, place)):
         return wrong
     ours = [*PATCHED_FILE.findall(task.test_patch), *files_of_tests(task.facts)]
@@ -288,4 +298,4 @@ def _encoded(text: str) -> bytes:
 def _shown(done: CommandResult) -> str:
     if done.status is None:
         return f"it did not end within {STEP_SECONDS:g} s"
-    return " ".join(done.output[-MAX_SHOWN:].split())
+    return shown(done.output)

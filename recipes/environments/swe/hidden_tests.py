@@ -5,10 +5,10 @@ for SymPy; for R2E-Gym what its own script prints. An instance may say itself ho
 SWE-rebench do: `test_cmd` is a shell command, and `log_parser` one of the frameworks below; with `exit_status` the
 instance is solved when that command ends with status 0.
 
-The code under test can print, too. So pytest, unittest and Django's tests are run by `run_tests.py`, which takes the
-results from the framework and prints them behind a mark; so is a `test_cmd` that only calls one of the first two. Of
-other commands' output by pytest, only what follows the last heading of its summary counts. What SymPy's and R2E-Gym's
-own programs print, and how any other command ends, is believed as it is.
+The code under test can print, too. So where a command is made of calls of pytest, unittest, Django's or SymPy's tests
+(`calls.py`), also in R2E-Gym's script, `run_tests.py` makes these calls, takes the results from the framework and
+prints them behind a mark. What other commands print and how they end is believed as it is, but of pytest's output only
+what follows the last heading of its summary.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 from recipes.environments.checks.reports import COLOR, END, PASSED, SUMMARY
 from recipes.environments.contract.rows import one_of, wrong
+from recipes.environments.swe.calls import FrameworkCall, calls_in
 
 SWE_BENCH, SWE_GYM, R2E_GYM = "swebench", "swegym", "r2egym"  # families of data sets, as the images' names begin
 PATCHED_FILE = re.compile(r"^\+\+\+ b/(\S+)", re.MULTILINE)
@@ -32,15 +33,10 @@ CONDA = "/opt/miniconda3/bin/activate"  # reads its arguments, and dash gives a 
 WORKSPACE = "/testbed"  # in all three families
 ENTER = f"[ ! -f {CONDA} ] || {{ set -- testbed; . {CONDA} testbed; }}; cd {WORKSPACE}"
 R2E_SCRIPT = "for script in run_tests.sh /run_tests.sh; do [ ! -f $script ] || break; done; [ -f $script ]"
+R2E_LINK = "[ -e r2e_tests ] || [ ! -e /r2e_tests ] || ln -s /r2e_tests r2e_tests"
 EXIT_STATUS = "exit_status"
-# Frameworks that `run_tests.py` knows -> their options.
-RUNNER_OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "pytest": ("-rA", "--tb=no", "-p", "no:cacheprovider"),
-    "unittest": (),
-    "django": ("tests/runtests.py", "--verbosity", "2", "--settings=test_sqlite", "--parallel", "1"),
-}
-# A command of a row that is no more than a call of a framework, and so can be run by `run_tests.py`, too.
-PLAIN_COMMAND = re.compile(r"(?:(?:python3? -m )?(pytest)|python3? -m (unittest))((?: [\w./:=,@%+\[\]'\"-]+)*)")
+# Frameworks of rows -> those whose calls decide. A script that code under test ends early may end with status 0.
+DECIDING: Mapping[str, tuple[str, ...]] = {EXIT_STATUS: ("pytest", "unittest"), R2E_GYM: ("pytest",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +64,7 @@ FRAMEWORKS = {
     R2E_GYM: Framework(
         name=R2E_GYM,
         present=R2E_SCRIPT,
-        command=f"{{{{ [ -e r2e_tests ] || [ ! -e /r2e_tests ] || ln -s /r2e_tests r2e_tests; {R2E_SCRIPT}; }}}}"
-        " && bash $script",
+        command=f"{{{{ {R2E_LINK}; {R2E_SCRIPT}; }}}} && bash $script",
     ),
     EXIT_STATUS: Framework(name=EXIT_STATUS, present="true", command="false"),  # it is used with a command of its own
 }
@@ -149,20 +144,15 @@ def _labels(files: Sequence[str]) -> list[str]:
     return [file.removeprefix("tests/").removesuffix(".py").replace("/", ".") for file in files]
 
 
-def runner_words(facts: Mapping[str, Any]) -> list[str]:
-    """Return what `run_tests.py` takes after its mark; nothing for tests that only a command of their own can run."""
+def deciding_calls(facts: Mapping[str, Any], script: str = "") -> tuple[FrameworkCall, ...]:
+    """Return the calls that are made behind marks; none for tests that only a command of their own can run.
+
+    `script` is R2E-Gym's own, of the image.
+    """
     name = framework_of(facts).name
-    if command := facts.get("test_cmd"):
-        plain = PLAIN_COMMAND.fullmatch(str(command).strip())
-        framework = (plain[1] or plain[2]) if plain else ""
-        try:
-            return [framework, *shlex.split(plain[3])] if plain and name in (framework, EXIT_STATUS) else []
-        except ValueError:  # a quote that does not end
-            return []
-    if name not in RUNNER_OPTIONS:
-        return []
-    files = files_of_tests(facts)
-    return [name, *RUNNER_OPTIONS[name], *(_labels(files) if name == "django" else files)]
+    has_script = name == R2E_GYM and not facts.get("test_cmd")
+    calls = calls_in(f"{R2E_LINK}\n{script}" if has_script else command_of(facts))
+    return calls if all(call.framework in DECIDING.get(name, (name,)) for call in calls) else ()
 
 
 def files_of_tests(facts: Mapping[str, Any]) -> list[str]:
@@ -187,18 +177,14 @@ def results_behind(mark: str, output: str) -> dict[str, bool] | None:
     pairs = _pairs_behind(mark, output)
     if pairs is None:
         return None
-    whole: dict[str, bool] = {}
-    for outcome, name in pairs:
-        whole[name] = outcome in ("PASSED", "XFAIL") and whole.get(name, True)
-    return {way: passed for name, passed in whole.items() for way in _ways(name)}
+    lines = ((way, outcome) for outcome, name in pairs if outcome != "SKIPPED" for way in _ways(name))
+    return _of_lines((name, outcome in ("PASSED", "XFAIL")) for name, outcome in lines)
 
 
-def all_passed(mark: str, output: str) -> bool | None:
-    """Return whether the framework ended well, of what `run_tests.py` printed, and ran a test; None as above."""
-    pairs = _pairs_behind(mark, output)
-    return (
-        None if pairs is None else _behind(mark, output).get("status") == 0 and any(way == "PASSED" for way, _ in pairs)
-    )
+def ended_well(mark: str, output: str) -> bool:
+    """Return whether the framework ended well and a test passed, of what `run_tests.py` printed."""
+    pairs = _pairs_behind(mark, output) or []
+    return any(outcome == "PASSED" for outcome, _ in pairs) and _behind(mark, output).get("status") == 0
 
 
 def _pairs_behind(mark: str, output: str) -> list[tuple[str, str]] | None:

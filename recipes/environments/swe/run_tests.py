@@ -1,6 +1,6 @@
 """Run the tests of a task inside its image, and print what each came to behind a mark that only the worker knows.
 
-    python run_tests.py MARK_FILE pytest|unittest|django WORDS...
+    python run_tests.py MARK_FILE pytest|unittest|django|sympy WORDS...
 
 The code under test runs in this process and prints, too. So the results are taken from the framework, and the mark is
 read and its file removed before that code is loaded; a process that ends early prints no mark. Python of the image: 3.6
@@ -99,19 +99,66 @@ def with_unittest(words):
 
 def with_django(words):
     """Return the status of Django's own program of tests, and pairs as of unittest, by which it runs them."""
-    import runpy
     import unittest
 
     found = []
     unittest.TextTestRunner.resultclass = unittest_outcomes(found)  # where a runner names no class of its own
+    return run_script(words), found
+
+
+def with_sympy(words):
+    """Return the status of SymPy's own program of tests, and pairs of an outcome and a test's name."""
+    import importlib
+
+    found = {}  # of two tests of one name the later counts, as in what the program prints
+    os.environ.setdefault("PYTHONHASHSEED", "0")  # else its tests run in a process of their own
+    enter_workspace()
+    try:
+        runtests = importlib.import_module("sympy.testing.runtests")
+    except ImportError:  # before 1.6
+        runtests = importlib.import_module("sympy.utilities.runtests")
+
+    class SympyOutcomes(runtests.PyTestReporter):
+        test = None
+
+        def entering_test(self, function):
+            self.test = function.__name__
+            super().entering_test(function)
+
+    def noting(name, outcome):
+        def add(self, *details):
+            if self.test is not None:  # else a file could not be loaded
+                found[self.test], self.test = outcome, None
+            getattr(super(SympyOutcomes, self), name)(*details)
+
+        setattr(SympyOutcomes, name, add)
+
+    for name, outcome in (
+        ("test_pass", "PASSED"),
+        ("test_fail", "FAILED"),
+        ("test_exception", "ERROR"),
+        ("test_skip", "SKIPPED"),
+        ("test_xfail", "SKIPPED"),  # no data set counts it as passed
+        ("test_xpass", "XPASS"),
+    ):
+        noting(name, outcome)
+    runtests.PyTestReporter = SympyOutcomes
+    status = run_script(words)
+    return status, [(outcome, name) for name, outcome in found.items()]
+
+
+def run_script(words):
+    """Run a program of the workspace as `python WORDS` does; return its status."""
+    import runpy
+
     script = os.path.abspath(words[0])  # noqa: PTH100
     sys.path[0] = os.path.dirname(script)  # noqa: PTH120
     sys.argv[:] = words
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
-        return int(end.code if isinstance(end.code, int) else end.code is not None), found
-    return 0, found
+        return int(end.code if isinstance(end.code, int) else end.code is not None)
+    return 0
 
 
 def enter_workspace():
@@ -126,7 +173,7 @@ def main():
         mark = file.read()
     os.remove(path)  # noqa: PTH107
     del sys.argv[1:]
-    run = {"pytest": with_pytest, "unittest": with_unittest, "django": with_django}[framework]
+    run = {"pytest": with_pytest, "unittest": with_unittest, "django": with_django, "sympy": with_sympy}[framework]
     status, found = run(words)
     sys.stdout.flush()
     sys.stderr.flush()

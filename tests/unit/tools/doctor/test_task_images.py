@@ -11,6 +11,7 @@ from tests.unit.tools.launch_case import ROW, LaunchCase, sif_file, write_case
 from tools.images.files import read_image
 from tools.launch.submit import task_image_word
 from tools.planning.draft import draft_launch
+from tools.planning.findings import CODES
 
 
 @pytest.fixture
@@ -94,6 +95,20 @@ def test_rows_beside_the_list_of_good_instances_are_refused(case):
     good.write_text("django__django-11098\n")
     assert [code for code, _ in found(case)] == ["SIF004"]
     assert found(case)[0][1].startswith("1 of 1 instances")
+
+
+def test_commands_that_a_patch_can_deceive_are_a_note(case):
+    def task(command: object, parser: str = "pytest") -> dict[str, object]:
+        metadata = {"instance_id": "django__django-11099", "test_cmd": command, "log_parser": parser}
+        return {**ROW, "responses_create_params": {"input": "x", "metadata": metadata}}
+
+    case.write_rows(
+        "train.jsonl", task("cd a && pytest x"), task("make test", "exit_status"), task("make test"), task([])
+    )
+    assert found(case) == [
+        ("SIF005", "the output or status of 1 commands (2 rows) is believed as it is, such as: string 'make test'")
+    ]
+    assert CODES["SIF005"].severity == "note"
 
 
 def test_stages_without_tasks_need_no_images(case):
