@@ -50,7 +50,11 @@ PORT_TABLE = (
     PortRange(name="torch rendezvous of the policy ranks", low=1400, high=2000, is_open=False, guard="nothing"),
     PortRange(name="Ray workers", low=2000, high=3000, is_open=True, guard="the job's token"),
     PortRange(
-        name="generation HTTP servers", low=3000, high=5000, is_open=False, guard="a random key, or VLLM_API_KEY"
+        name="generation engines: their clients and HTTP servers",
+        low=3000,
+        high=5000,
+        is_open=False,
+        guard="a random key, or VLLM_API_KEY",
     ),
     PortRange(name="environment servers", low=5000, high=6000, is_open=False, guard="nothing"),
     PortRange(name="sandbox entry", low=SANDBOX_PORT, high=SANDBOX_PORT + 1, is_open=True, guard="the sandbox's token"),

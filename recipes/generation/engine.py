@@ -3,7 +3,8 @@
 The model runs in a subprocess of the actor, vLLM's EngineCore. The actor's event loop takes requests and weight pushes
 side by side. A push keeps running requests and their KV, and vLLM reports which weights sampled which token.
 
-A request that fails has its failure as its answer. Only when the EngineCore process ends do the actor's methods raise.
+Requests come from clients through connections (`serving/listener.py`). A request that fails has its failure as its
+answer. When the EngineCore process ends, each client is told so, and the actor's methods raise.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,13 +22,16 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from recipes.cluster.ports import hold_in_range
 from recipes.errors import EngineError
 from recipes.generation.core_start import as_main_module
 from recipes.generation.engine_args import CPU_ENV, ENV, engine_args, stop_token_ids
 from recipes.generation.samples import EngineSamples
+from recipes.generation.serving.listener import Listener
 from recipes.generation.serving.mailboxes import Mailboxes
-from recipes.generation.serving.requests import Answers, Request, Sample, request_seed
+from recipes.generation.serving.requests import Request, Sample, request_seed
 from recipes.generation.serving.sessions import Tokens
+from recipes.generation.serving.stream import EngineAddress
 from recipes.imports import without_gc
 from recipes.types import Sampling
 
@@ -50,6 +54,7 @@ class EngineInfo:
     node: str
     pid: int  # of the actor
     core_pids: tuple[int, ...]  # of its EngineCore processes
+    address: EngineAddress  # where its clients connect
     base_url: str | None  # of its OpenAI-compatible server
     api_key: str | None = field(repr=False)  # of that server
     import_seconds: float
@@ -108,7 +113,7 @@ class EngineActor:
             os.environ.setdefault(name, value)
 
     async def start(self) -> EngineInfo:
-        """Load the model and, when the configuration has one, open the HTTP server."""
+        """Load the model and take connections of clients, and over HTTP where the configuration says so."""
         began = time.monotonic()
         with without_gc():
             from vllm.engine.arg_utils import AsyncEngineArgs
@@ -131,10 +136,12 @@ class EngineActor:
         self._stop_token_ids = list(stop_token_ids(Path(self._model_path)))
         await self._llm.update_weight_version("0")
         loaded = time.monotonic()
+        host = ray.util.get_node_ip_address()
+        held = hold_in_range(self._cfg.port_range_low, self._cfg.port_range_high, host=host)
+        self._listener = await Listener.start(self._mailboxes, held)
         if self._cfg.vllm_cfg.expose_http_server:
             from recipes.generation.server import HttpServer
 
-            host = ray.util.get_node_ip_address()
             self._server = await HttpServer.start(self._llm, self._cfg, host=host, count=self._counted)
         processes = self._llm.engine_core.resources.engine_manager.processes
         self._info = EngineInfo(
@@ -142,6 +149,7 @@ class EngineActor:
             node=socket.gethostname(),
             pid=os.getpid(),
             core_pids=tuple(process.pid for process in processes),
+            address=self._listener.address,
             base_url=self._server.base_url if self._server else None,
             api_key=self._server.api_key if self._server else None,
             import_seconds=imported - began,
@@ -207,25 +215,6 @@ class EngineActor:
             await asyncio.wait({task}, timeout=_CORE_POLL_SECONDS)
         await task
 
-    async def submit(self, client: str, requests: Sequence[Request], deadline_seconds: float) -> None:
-        """Begin to sample; each request is answered within its deadline, unless it is aborted."""
-        self._mailboxes.submit(client, requests, deadline_seconds)
-
-    async def answers(self, client: str, wait_seconds: float) -> Answers:
-        """Return the answers that are ready for a client, waiting up to `wait_seconds` for the first of them.
-
-        Raises `EngineError` when the EngineCore process has ended and the client has fetched all of its answers.
-        """
-        return await self._mailboxes.answers(client, wait_seconds)
-
-    async def abort(self, client: str, request_id: int) -> None:
-        """End a request that nobody waits for; it gets no answer."""
-        self._mailboxes.abort(client, request_id)
-
-    async def end_session(self, client: str, number: int) -> None:
-        """Forget the tokens of a rollout that is over."""
-        self._mailboxes.sessions.end(client, number)
-
     async def forget(self, client: str) -> None:
         """End every request and every session of a client that has died."""
         self._mailboxes.forget(client)
@@ -290,7 +279,8 @@ class EngineActor:
         return self._samples.take() if self._samples else {}
 
     async def shutdown(self) -> None:
-        """Close the server and end the EngineCore process."""
+        """Take no more requests and end the EngineCore process."""
+        self._listener.close()
         if self._server is not None:
             await self._server.stop()
         self._llm.shutdown()

@@ -7,10 +7,10 @@ What happens when something fails:
                      `SILENCE_SECONDS`              starts in its place, takes part in the next push and then requests
     all engines      are closed                     `generate` and `update_weights` raise `EngineError`
 
-One thread fetches the answers of all engines. Its loops, one per engine:
+One thread receives the answers of all engines. Its loops, one per engine:
 
     consumes                  waits for                             unblocked by
-    the engine's answers      the next ones, `POLL_SECONDS` long    an answer, the end of the poll, the engine's death
+    the engine's messages     the next one, `SILENCE_SECONDS` long  a message, which comes every 2 s; the engine's death
     the engine's death        a new actor that can generate         its start, or `deadlines.engine_start`
 """
 
@@ -29,6 +29,7 @@ from recipes.errors import EngineError
 from recipes.generation.clients.client import EngineClient, OpenEngines
 from recipes.generation.clients.failure import failure
 from recipes.generation.clients.session import EngineSession
+from recipes.generation.clients.stream import SILENCE_SECONDS
 from recipes.generation.engine import EngineActor, EngineInfo
 from recipes.generation.handle import EngineHandle
 from recipes.generation.handshake import nccl_init, nccl_update, shared_memory_init
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 20.0  # without an answer, after which an engine is asked again; rollout workers ask for themselves
-SILENCE_SECONDS = 60.0  # without any answer to a poll, after which an actor counts as dead
 STATS_SECONDS = 10.0
 MAX_STARTS = 3  # in a row that fail, after which an engine stays closed
 
@@ -67,14 +66,15 @@ class Generation:
         self._connected: frozenset[tuple[int, int]] = frozenset()  # keys of the engines that can receive weights
         self._update_info: dict[str, Any] = {}
         self._needs_push = not loads_weights  # before an engine that starts may sample
+        self._loop = asyncio.new_event_loop()
         for engine in engines:
+            self._attach(engine)
             if loads_weights:
-                self._client.open(engine.index, engine.actor)
+                self._client.open(engine.index)
             else:
                 self._client.router.close(engine.index, f"{engine} has no weights before the first push")
         self._push_lock = threading.Lock()
         self._state_lock = threading.Lock()  # of the engines' ups and downs
-        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="generation", daemon=True)
         self._thread.start()
         for engine in engines:
@@ -205,7 +205,7 @@ class Generation:
             with self._state_lock:
                 for engine, key in keys.items():
                     if engine.is_up and engine.key == key:  # else it was started again and has not got these weights
-                        self._client.open(engine.index, engine.actor)
+                        self._client.open(engine.index)
             self._tell_clients()
             self._require_one(failed)
 
@@ -244,10 +244,11 @@ class Generation:
         """Tell the clients which engines are open, when this has changed."""
         with self._state_lock:
             closed = self._client.router.closed()
-            actors = {engine.key: engine.actor for engine in self._engines if engine.index not in closed}
-            if actors.keys() == self._told.actors.keys():
+            opened = [engine for engine in self._engines if engine.info and engine.index not in closed]
+            addresses = {engine.key: engine.info.address for engine in opened if engine.info}
+            if addresses.keys() == self._told.addresses.keys():
                 return
-            now = self._told = OpenEngines(number=self._told.number + 1, actors=actors, closed=closed)
+            now = self._told = OpenEngines(number=self._told.number + 1, addresses=addresses, closed=closed)
             clients = list(self._tell)
         for tell in clients:
             tell(now)
@@ -303,6 +304,10 @@ class Generation:
         for engine in self._engines:
             engine.kill()
 
+    def _attach(self, engine: EngineHandle) -> None:
+        assert engine.info is not None, "it has not been started"
+        self._client.attach(engine.index, engine.info.address, self._loop)
+
     # -- failures -----------------------------------------------------------------------------------------------
 
     def _up(self) -> list[EngineHandle]:
@@ -338,13 +343,11 @@ class Generation:
     async def _watch(self, engine: EngineHandle) -> None:
         """Pass on the answers of one engine, and replace its actor whenever it fails."""
         while engine.is_up:
-            key, actor = engine.key, engine.actor
+            key = engine.key
             try:
-                while True:
-                    poll = self._client.fetch(engine.index, actor, POLL_SECONDS)
-                    await asyncio.wait_for(poll, POLL_SECONDS + SILENCE_SECONDS)
+                await self._client.pass_on(engine.index)
             except Exception as error:  # whatever it is, this actor's answers can no longer be had
-                self._eject(engine, key, failure(str(engine), error, POLL_SECONDS + SILENCE_SECONDS))
+                self._eject(engine, key, failure(str(engine), error, SILENCE_SECONDS))
             await self._restart(engine)
 
     async def _restart(self, engine: EngineHandle) -> None:
@@ -359,8 +362,9 @@ class Generation:
                 continue
             with self._state_lock:
                 engine.started(info)
+                self._attach(engine)
                 if not self._needs_push:
-                    self._client.open(engine.index, engine.actor)
+                    self._client.open(engine.index)
             self._tell_clients()
             logger.info("%s has been started again", engine)
             return

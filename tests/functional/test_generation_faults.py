@@ -23,7 +23,7 @@ from speed import patiently
 from transformers import PreTrainedModel
 
 from recipes.errors import EngineError, RequestError
-from recipes.generation import generation as module
+from recipes.generation.clients import stream
 from recipes.generation.clients.session import EngineSession
 from recipes.generation.engine import EngineInfo
 from recipes.generation.generation import Generation
@@ -79,8 +79,7 @@ class Pair:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     path = tmp_path_factory.mktemp("model")
     tiny_engine.build_model(path, seed=0, is_tied=True, eos=None)
-    with tempfile.TemporaryDirectory(prefix="ray_") as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "POLL_SECONDS", 3.0)
+    with tempfile.TemporaryDirectory(prefix="ray_") as directory:
         ray.init(num_cpus=2, include_dashboard=False, _temp_dir=directory, logging_level="ERROR", log_to_driver=False)
         generation = Generation.start(
             tiny_engine.generation_config(),
@@ -307,13 +306,12 @@ def test_an_engine_that_dies_in_a_push_is_left_out(pair: Pair) -> None:
 
 
 def test_a_silent_actor_is_replaced(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SILENCE_SECONDS", 2.0)
+    monkeypatch.setattr(stream, "SILENCE_SECONDS", 8.0)  # a live one speaks every 2 s
     dead = pair.generation.infos[1]
-    time.sleep(module.POLL_SECONDS)  # the poll in progress has the longer limit
 
     async def stop() -> Completion:
         os.kill(dead.pid, signal.SIGSTOP)
-        return await asyncio.wait_for(pair.start(SHORT, engine=3), module.POLL_SECONDS + 20)
+        return await asyncio.wait_for(pair.start(SHORT, engine=3), patiently(60))
 
     assert len(asyncio.run(stop()).token_ids) == 4
     wait_until_gone(dead.pid, seconds=10)

@@ -1,4 +1,4 @@
-"""Engines that answer with random tokens: actor, mailboxes and sessions are the real ones, but there is no vLLM.
+"""Engines that answer with random tokens: actor, connections and sessions are the real ones, but there is no vLLM.
 
 The length of an answer is log-normal, and its tokens come at the speed of one sequence on an engine, `TIME_SCALE` times
 as fast. The same request gets the same answer.
@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from recipes.cluster.ports import hold_in_range
+from recipes.generation.serving.listener import Listener
 from recipes.generation.serving.mailboxes import Mailboxes
-from recipes.generation.serving.requests import Answers, Request, Sample, request_seed
+from recipes.generation.serving.requests import Request, Sample, request_seed
 from recipes.generation.serving.sessions import Tokens
 
 if TYPE_CHECKING:
@@ -29,8 +30,9 @@ SIGMA = 1.0  # spread of the logarithm of a length
 class RandomEngine:
     """A Ray actor in the place of an engine's."""
 
-    def __init__(self, index: int, *, mean_tokens: float, num_ids: int) -> None:
-        """Ids are below `num_ids`."""
+    def __init__(self, index: int, *, mean_tokens: float, num_ids: int, ports: tuple[int, int]) -> None:
+        """Ids are below `num_ids`; `it listens on one of `ports`: the first, and the end of the range."""
+        self._ports = ports
         self._index, self._mean_tokens, self._num_ids = index, mean_tokens, num_ids
         self._mailboxes = Mailboxes(self)
         self._totals = dict.fromkeys(("requests", "prompt_tokens", "generated_tokens"), 0.0)
@@ -41,11 +43,13 @@ class RandomEngine:
 
         from recipes.generation.engine import EngineInfo
 
+        self._listener = await Listener.start(self._mailboxes, hold_in_range(*self._ports, host="127.0.0.1"))
         self._info = EngineInfo(
             index=self._index,
             node=socket.gethostname(),
             pid=os.getpid(),
             core_pids=(),
+            address=self._listener.address,
             base_url=None,
             api_key=None,
             import_seconds=0.0,
@@ -56,22 +60,6 @@ class RandomEngine:
 
     def __str__(self) -> str:
         return str(self._info)
-
-    async def submit(self, client: str, requests: Sequence[Request], deadline_seconds: float) -> None:
-        """Begin to answer."""
-        self._mailboxes.submit(client, requests, deadline_seconds)
-
-    async def answers(self, client: str, wait_seconds: float) -> Answers:
-        """Return the answers that are ready for a client."""
-        return await self._mailboxes.answers(client, wait_seconds)
-
-    async def abort(self, client: str, request_id: int) -> None:
-        """End a request."""
-        self._mailboxes.abort(client, request_id)
-
-    async def end_session(self, client: str, number: int) -> None:
-        """Forget a session."""
-        self._mailboxes.sessions.end(client, number)
 
     async def forget(self, client: str) -> None:
         """End every request and every session of a client."""
@@ -119,13 +107,14 @@ def start_engines(config: Config, count: int, *, mean_tokens: float, num_ids: in
     from recipes.generation.generation import Generation
     from recipes.generation.handle import EngineHandle
 
-    remote = ray.remote(RandomEngine).options(num_cpus=0)
-    handles = [
-        EngineHandle(index, lambda index: remote.remote(index, mean_tokens=mean_tokens, num_ids=num_ids))
-        for index in range(count)
-    ]
+    remote, cfg = ray.remote(RandomEngine).options(num_cpus=0), config.policy.generation
+    ports = cfg.port_range_low, cfg.port_range_high
+
+    def make_actor(index: int) -> Any:
+        return remote.remote(index, mean_tokens=mean_tokens, num_ids=num_ids, ports=ports)
+
+    handles = [EngineHandle(index, make_actor) for index in range(count)]
     for handle, info in zip(handles, ray.get([handle.launch() for handle in handles], timeout=300), strict=True):
         handle.started(info)
-    cfg = config.policy.generation.vllm_cfg
-    generation = Generation(handles, vllm_cfg=cfg, deadlines=config.deadlines, loads_weights=True)
+    generation = Generation(handles, vllm_cfg=cfg.vllm_cfg, deadlines=config.deadlines, loads_weights=True)
     return generation, [handle.actor for handle in handles]

@@ -10,7 +10,7 @@ from recipes.config.keys.schema import KeyProblem, show
 from recipes.config.rules.names import GENERATION, VLLM
 from recipes.config.tree import Config
 
-ENGINE_PORTS = "generation HTTP servers"  # their row of the port table
+ENGINE_PORTS = "generation engines: their clients and HTTP servers"  # their row of the port table
 TOOL_PARSERS = ("qwen3_coder", "hermes")  # vLLM's names of the two notations of environments/chat/tool_calls.py
 REASONING_PARSERS = ("nemotron_v3", "qwen3")  # both read <think> ... </think>
 HAVE_A_KEY = {

@@ -106,7 +106,7 @@ class GenerationConfig:
     val_top_k: Annotated[int | None, Ge(1), Unit("tokens")]
     """top-k sampling of validation; null = off"""
     port_range_low: Annotated[int, Ge(1024), Le(8999), Unit("TCP port")]
-    """first TCP port of the engines' HTTP servers"""
+    """first TCP port on which engines take requests"""
     port_range_high: Annotated[int, Ge(1024), Le(8999), Unit("TCP port")]
     """end of the range of ports, exclusive"""
     colocated: ColocatedConfig

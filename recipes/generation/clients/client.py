@@ -1,7 +1,8 @@
 """A client of all engines: requests in, completions out. Each rollout worker has one, and so has the driver.
 
 The driver alone decides which engines take requests: it starts them, pushes weights to them and replaces them. It tells
-the other clients by `OpenEngines`. A client fetches its own answers, one call per open engine at a time.
+the other clients by `OpenEngines`. A client has one connection to each engine, through which requests go and answers
+come. When it breaks, the client's requests are sampled elsewhere, and it connects again.
 """
 
 from __future__ import annotations
@@ -9,18 +10,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from recipes.generation.clients.failure import failure
 from recipes.generation.clients.router import Router
 from recipes.generation.clients.session import EngineSession
-from recipes.generation.serving.requests import Request
+from recipes.generation.clients.stream import SILENCE_SECONDS, EngineStream
+from recipes.generation.serving.requests import ClientMessage, Request
+from recipes.generation.serving.stream import EngineAddress
 from recipes.types import Completion, Sampling
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 2.0  # without an answer, after which an engine tells its load
+RECONNECT_SECONDS = 1.0  # between two attempts
 
 EngineKey = tuple[int, int]
 """Number of an engine, and how often it was started: another actor of one engine has another key."""
@@ -31,7 +34,7 @@ class OpenEngines:
     """Which engines take requests at one moment."""
 
     number: int = 0  # a larger one is newer
-    actors: Mapping[EngineKey, Any] = field(default_factory=dict)
+    addresses: Mapping[EngineKey, EngineAddress] = field(default_factory=dict)
     closed: Mapping[int, str] = field(default_factory=dict)  # why the others take none, by number
 
 
@@ -43,7 +46,7 @@ class EngineClient:
         self.router = Router(num_engines, send=self._send, abort=self._abort)
         self._max_model_len = max_model_len
         self.deadline_seconds = deadline_seconds  # of a request that is sent from now on
-        self._actors: dict[int, Any] = {}  # that run the engines now, or ran them last
+        self._streams: dict[int, EngineStream] = {}  # to the actors that run the engines now, or ran them last
 
     async def generate(
         self,
@@ -71,26 +74,37 @@ class EngineClient:
     def end(self, session: EngineSession) -> None:
         """Let the engine forget the tokens of a rollout that is over."""
         if session.engine is not None:
-            self._actors[session.engine].end_session.options(num_returns=0).remote(self.name, session.number)
+            self._streams[session.engine].send(ClientMessage(ended_sessions=(session.number,)))
 
-    def open(self, engine: int, actor: Any) -> None:
-        """Send requests to an engine from now on."""
-        self._actors[engine] = actor
+    def attach(self, engine: int, address: EngineAddress, loop: asyncio.AbstractEventLoop) -> EngineStream:
+        """Have an engine's requests sent to an actor that has started; `pass_on` must follow, on `loop`."""
+        stream = self._streams[engine] = EngineStream(self.name, address, loop)
+        return stream
+
+    def open(self, engine: int) -> None:
+        """Send requests to an engine from now on. One that is open stays as it is."""
         self.router.open(engine)
 
-    async def fetch(self, engine: int, actor: Any, wait_seconds: float) -> None:
-        """Pass on the answers of an engine that are ready, or come within `wait_seconds`.
+    async def pass_on(self, engine: int) -> None:
+        """Hand over the answers of an engine for as long as its connection lasts.
 
-        Raises what the call of the actor raises: no answer of that actor can be had any more.
+        Raises what ends it: no answer of that connection can be had any more. The caller must then close the engine in
+        the router, so that its requests are sampled elsewhere.
         """
-        self.router.deliver(engine, await actor.answers.remote(self.name, wait_seconds))
+        stream = self._streams[engine]
+        try:
+            await stream.connect()
+            while True:
+                self.router.deliver(engine, await stream.answers())
+        finally:
+            stream.close()
 
     def _send(self, engine: int, requests: Sequence[Request]) -> None:
-        submit = self._actors[engine].submit.options(num_returns=0)
-        submit.remote(self.name, requests, self.deadline_seconds)
+        message = ClientMessage(requests=tuple(requests), deadline_seconds=self.deadline_seconds)
+        self._streams[engine].send(message)
 
     def _abort(self, engine: int, request_id: int) -> None:
-        self._actors[engine].abort.options(num_returns=0).remote(self.name, request_id)
+        self._streams[engine].send(ClientMessage(aborted=(request_id,)))
 
 
 class FollowingClient(EngineClient):
@@ -99,8 +113,8 @@ class FollowingClient(EngineClient):
     def __init__(self, name: str, num_engines: int, *, max_model_len: int, deadline_seconds: float) -> None:
         super().__init__(name, num_engines, max_model_len=max_model_len, deadline_seconds=deadline_seconds)
         self._seen = -1
-        self._keys: dict[int, EngineKey] = {}  # of the engines that are open
-        self._fetching: dict[int, asyncio.Task[None]] = {}
+        self._keys: dict[int, EngineKey] = {}  # of the engines that the driver has opened
+        self._watching: dict[int, asyncio.Task[None]] = {}
         for engine in range(num_engines):
             self.router.close(engine, f"generation engine {engine} is not known yet")
 
@@ -109,30 +123,40 @@ class FollowingClient(EngineClient):
         if engines.number <= self._seen:
             return
         self._seen = engines.number
-        said = {key[0]: key for key in engines.actors}
+        said = {key[0]: key for key in engines.addresses}
         for engine, key in list(self._keys.items()):
             if said.get(engine) != key:
                 self._close(engine, engines.closed.get(engine, f"generation engine {engine} was started again"))
+        loop = asyncio.get_running_loop()
         for engine, key in said.items():
             if self._keys.get(engine) != key:
                 self._keys[engine] = key
-                self.open(engine, engines.actors[key])
-                self._fetching[engine] = asyncio.get_running_loop().create_task(self._watch(key, engines.actors[key]))
+                self.attach(engine, engines.addresses[key], loop)
+                self.open(engine)
+                self._watching[engine] = loop.create_task(self._watch(engine, engines.addresses[key]))
 
     def _close(self, engine: int, reason: str) -> None:
         del self._keys[engine]
-        self._fetching.pop(engine).cancel()
+        self._watching.pop(engine).cancel()
         self.router.close(engine, reason)
 
-    async def _watch(self, key: EngineKey, actor: Any) -> None:
-        """Pass on the answers of an engine until its actor fails, which the driver then sees as well."""
-        engine = key[0]
-        try:
-            while True:
-                await self.fetch(engine, actor, POLL_SECONDS)
-        except Exception as error:
-            if self._keys.get(engine) == key:
-                del self._keys[engine]
-                reason = failure(f"generation engine {engine}", error, POLL_SECONDS)
+    async def _watch(self, engine: int, address: EngineAddress) -> None:
+        """Pass on the answers of an engine until the driver closes it; connect again whenever the connection breaks.
+
+        When its actor has died the driver sees that as well, and closes it.
+        """
+        while True:
+            try:
+                await self.pass_on(engine)
+            except Exception as error:
+                reason = failure(f"generation engine {engine}", error, SILENCE_SECONDS)
                 num_moved = self.router.close(engine, str(reason))
                 logger.warning("%s; %d requests are sampled elsewhere", reason, num_moved)
+            await self._connect_again(engine, address)
+            self.open(engine)
+
+    async def _connect_again(self, engine: int, address: EngineAddress) -> None:
+        while True:
+            await asyncio.sleep(RECONNECT_SECONDS)
+            with suppress(OSError, EOFError, TimeoutError):
+                return await self.attach(engine, address, asyncio.get_running_loop()).connect()

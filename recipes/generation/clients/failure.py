@@ -1,4 +1,4 @@
-"""A failed call to the actor of an engine, as an error that names the engine."""
+"""A failed call to the actor of an engine, or a broken connection to it, as an error that names the engine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from recipes.errors import EngineError
 
 
 def failure(name: str, error: BaseException, deadline_seconds: float) -> EngineError:
-    """Return the error of a failed call to an engine's actor, as one that names the engine."""
+    """Return the error of a failed call or a broken connection to an engine's actor, as one that names the engine."""
+    if isinstance(error, EngineError):  # the actor has named itself
+        return error
     cause = getattr(error, "cause", None)
     if isinstance(cause, EngineError):  # the actor has named itself
         return EngineError(str(cause))
     if isinstance(error, TimeoutError | asyncio.TimeoutError | ray.exceptions.GetTimeoutError):
         reason = f"no answer within {deadline_seconds:g} s"
+    elif cause is None and isinstance(error, EOFError | OSError):
+        reason = f"its connection ended, since its actor process died or the network failed ({error})"
     elif isinstance(error, ray.exceptions.RayActorError):
         reason = "its actor process died"
     else:

@@ -80,6 +80,17 @@ class Answers:
 
     answers: tuple[Answer, ...] = ()
     work_of_others: int = 0  # tokens that the unanswered requests of the other clients may still take
+    failure: str = ""  # why the engine is dead; nothing follows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientMessage:
+    """What a client tells an engine at once."""
+
+    requests: tuple[Request, ...] = ()  # to sample
+    deadline_seconds: float = 0.0  # of each of these requests
+    aborted: tuple[int, ...] = ()  # ids of requests that nobody waits for
+    ended_sessions: tuple[int, ...] = ()  # numbers
 
 
 def to_bytes(token_ids: Sequence[int]) -> bytes:

@@ -1,83 +1,109 @@
-"""A client that is told which engines are open, on actors that answer when the test says so."""
+"""A client that is told which engines are open: real connections, to engines that answer when the test says so."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
-from recipes.errors import EngineError
+from recipes.cluster.ports import hold
+from recipes.errors import EngineError, RequestError
+from recipes.generation.clients import client as client_module
+from recipes.generation.clients import stream as stream_module
 from recipes.generation.clients.client import FollowingClient, OpenEngines
-from recipes.generation.serving.requests import Answer, Answers, Request, Sample
+from recipes.generation.clients.stream import EngineStream
+from recipes.generation.serving.listener import Listener
+from recipes.generation.serving.mailboxes import Mailboxes
+from recipes.generation.serving.requests import Answers, Request, Sample
+from recipes.generation.serving.sessions import Tokens
+from recipes.generation.serving.stream import EngineAddress, frame
 from recipes.types import Completion, Sampling
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=8)
+SECONDS = 30.0  # far more than any wait here takes
 
 
-class Method:
-    """A method of an actor, called as Ray calls it."""
+@dataclass(eq=False)
+class Engine:
+    """What one actor does with requests, and the connections of its clients."""
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.remote = call
+    name: str
+    is_dead: bool = False
+    asked: asyncio.Queue[Request] = field(default_factory=asyncio.Queue)
+    results: dict[int, asyncio.Future[Sample]] = field(default_factory=dict)  # by request id
+    ended: asyncio.Queue[int] = field(default_factory=asyncio.Queue)  # ids of requests that nobody waits for
 
-    def options(self, **_options: Any) -> Method:
+    async def start(self) -> Engine:
+        self.boxes = Mailboxes(self)
+        self.listener = await Listener.start(self.boxes, hold(0, host="127.0.0.1"))
         return self
 
+    def __str__(self) -> str:
+        return self.name
 
-class Actor:
-    """An engine's actor; what is put on `said` is the outcome of its next `answers`."""
+    @property
+    def address(self) -> EngineAddress:
+        return self.listener.address
 
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
-        self.aborted: list[int] = []
-        self.said: asyncio.Queue[Answers | Exception] = asyncio.Queue()
-        self.submit, self.abort, self.answers = Method(self._submit), Method(self._abort), Method(self._answers)
+    async def sample(self, name: str, request: Request, prompt: Tokens) -> Sample:
+        result = self.results[request.id] = asyncio.get_running_loop().create_future()
+        self.asked.put_nowait(request)
+        try:
+            return await result
+        except asyncio.CancelledError:
+            self.ended.put_nowait(request.id)
+            raise
 
-    def _submit(self, client: str, requests: Sequence[Request], _seconds: float) -> None:
-        assert client == "worker"
-        self.requests += requests
+    async def next(self) -> Request:
+        """Return the next request that has come."""
+        return await asyncio.wait_for(self.asked.get(), SECONDS)
 
-    def _abort(self, client: str, number: int) -> None:
-        assert client == "worker"
-        self.aborted.append(number)
-
-    def _answers(self, client: str, _seconds: float) -> Awaitable[Answers]:
-        assert client == "worker"
-        return self._next()
-
-    async def _next(self) -> Answers:
-        said = await self.said.get()
-        if isinstance(said, Exception):
-            raise said
-        return said
-
-    def answer(self, request: Request) -> None:
-        ids, logprobs = np.asarray([7], np.int32).tobytes(), np.asarray([-1.0], np.float32).tobytes()
+    def answer(self, request: Request, token: int = 7) -> None:
+        ids, logprobs = np.asarray([token], np.int32).tobytes(), np.asarray([-1.0], np.float32).tobytes()
         sample = Sample(token_ids=ids, logprobs=logprobs, versions=((0, 0, 1),), finish_reason="stop")
-        self.said.put_nowait(Answers(answers=(Answer(id=request.id, sample=sample),)))
+        self.results[request.id].set_result(sample)
+
+    def die(self) -> None:
+        self.is_dead = True
+        for result in self.results.values():
+            if not result.done():
+                result.set_exception(OSError("EngineCore died"))
 
 
-async def tick() -> None:
-    for _ in range(8):
-        await asyncio.sleep(0)
+class Case:
+    """One client of two engines."""
+
+    async def start(self) -> Case:
+        self.first, self.second = await Engine("engine A").start(), await Engine("engine B").start()
+        self.client = FollowingClient("worker", 2, max_model_len=16, deadline_seconds=SECONDS)
+        self.addresses = {(0, 1): self.first.address, (1, 1): self.second.address}
+        self.client.follow(OpenEngines(number=1, addresses=self.addresses))
+        return self
+
+    def ask(self, affinity: int) -> asyncio.Task[Completion]:
+        work = self.client.generate((1,), SAMPLING, affinity=affinity, sample=(0, 0))
+        return asyncio.get_running_loop().create_task(work)
 
 
 @pytest.fixture
-async def case() -> AsyncIterator[SimpleNamespace]:
-    client = FollowingClient("worker", 2, max_model_len=16, deadline_seconds=5.0)
-    first, second = Actor(), Actor()
-    client.follow(OpenEngines(number=1, actors={(0, 1): first, (1, 1): second}))
-
-    def ask(affinity: int) -> asyncio.Task[Completion]:
-        return asyncio.get_running_loop().create_task(client.generate((1,), SAMPLING, affinity=affinity, sample=(0, 0)))
-
-    yield SimpleNamespace(client=client, first=first, second=second, ask=ask)
-    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+async def case(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Case]:
+    monkeypatch.setattr(client_module, "RECONNECT_SECONDS", 0.01)
+    made = await Case().start()
+    yield made
+    for engine in (made.first, made.second):
+        engine.listener.close()
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
         task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def outcome(task: asyncio.Task[Completion]) -> tuple[int, ...]:
+    return (await asyncio.wait_for(task, SECONDS)).token_ids
 
 
 async def test_nothing_is_sampled_before_an_engine_is_known() -> None:
@@ -86,44 +112,126 @@ async def test_nothing_is_sampled_before_an_engine_is_known() -> None:
         await client.generate((1,), SAMPLING, affinity=0)
 
 
-async def test_answers_reach_who_asked(case: SimpleNamespace) -> None:
+async def test_answers_reach_who_asked(case: Case) -> None:
     asked = case.ask(0), case.ask(1)
-    await tick()
-    case.first.answer(case.first.requests[0])
-    case.second.answer(case.second.requests[0])
-    assert [(await task).token_ids for task in asked] == [(7,), (7,)]
+    case.first.answer(await case.first.next(), 3)
+    case.second.answer(await case.second.next(), 4)
+    assert [await outcome(task) for task in asked] == [(3,), (4,)]
 
 
-async def test_the_requests_of_an_engine_that_fails_go_to_the_other(case: SimpleNamespace) -> None:
+async def test_a_request_that_fails_says_why(case: Case) -> None:
     task = case.ask(0)
-    await tick()
-    case.first.said.put_nowait(EngineError("generation engine 0 (node a) is dead"))
-    await tick()
-    assert [request.affinity for request in case.second.requests] == [0]
-    case.second.answer(case.second.requests[0])
-    assert (await task).token_ids == (7,)
+    case.first.results[(await case.first.next()).id].set_exception(ValueError("odd"))
+    with pytest.raises(RequestError, match="engine A: ValueError: odd"):
+        await outcome(task)
 
 
-async def test_an_engine_that_the_driver_closes_gets_nothing_until_it_is_started_again(case: SimpleNamespace) -> None:
-    case.client.follow(OpenEngines(number=2, actors={(1, 1): case.second}, closed={0: "silent"}))
-    again = Actor()
+async def test_an_answer_arrives_when_a_push_opens_the_engine_meanwhile(case: Case) -> None:
+    """Each push opens the engines that are open already, and the driver may tell the same once more."""
+    task = case.ask(0)
+    request = await case.first.next()
+    case.client.open(0)
+    case.client.follow(OpenEngines(number=2, addresses={key: replace(one) for key, one in case.addresses.items()}))
+    case.first.answer(request)
+    assert await outcome(task) == (7,)
+    assert case.second.asked.empty(), "it must not be sampled twice"
+
+
+async def test_the_requests_of_an_engine_that_dies_go_to_the_other(case: Case) -> None:
+    task = case.ask(0)
+    await case.first.next()
+    case.first.die()
+    request = await case.second.next()
+    assert request.affinity == 0
+    case.second.answer(request)
+    assert await outcome(task) == (7,)
+    assert "engine A is dead" in case.client.router.closed()[0]
+
+
+async def test_a_dead_engine_says_so_to_clients_that_ask_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = case.ask(0)
+    case.first.answer(await case.first.next())
+    await outcome(task)
+    case.first.die()
+    case.first.boxes.died.set()  # as the beat finds it, sooner
+    async with asyncio.timeout(SECONDS):
+        while 0 not in case.client.router.closed():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_broken_connection_costs_no_request_and_is_made_again(case: Case) -> None:
+    task = case.ask(0)
+    lost = await case.first.next()
+    stream = case.client._streams[0]
+    assert stream._writer is not None
+    stream._writer.transport.abort()
+    request = await case.second.next()
+    assert await asyncio.wait_for(case.first.ended.get(), SECONDS) == lost.id, "nobody waits for it there"
+    case.second.answer(request)
+    assert await outcome(task) == (7,)
+    async with asyncio.timeout(SECONDS):
+        while case.client.router.closed():
+            await asyncio.sleep(0.01)
+    again = case.ask(4)
+    case.first.answer(await case.first.next(), 5)
+    assert await outcome(again) == (5,)
+
+
+async def test_an_engine_that_the_driver_closes_gets_nothing_until_it_is_started_again(case: Case) -> None:
+    case.client.follow(OpenEngines(number=2, addresses={(1, 1): case.second.address}, closed={0: "silent"}))
+    again = await Engine("engine A, again").start()
     moved = case.ask(0)
-    await tick()
-    assert (case.first.requests, len(case.second.requests)) == ([], 1)
-    case.client.follow(OpenEngines(number=3, actors={(0, 2): again, (1, 1): case.second}))
-    case.client.follow(OpenEngines(number=2, actors={}, closed={0: "old", 1: "old"}))
+    request = await case.second.next()
+    assert case.first.asked.empty()
+    case.client.follow(OpenEngines(number=3, addresses={(0, 2): again.address, (1, 1): case.second.address}))
+    case.client.follow(OpenEngines(number=2, closed={0: "old", 1: "old"}))
     for affinity in (2, 3):
         case.ask(affinity)
-    await tick()
-    assert again.requests, "what is older than what was said last must change nothing"
+    await again.next()  # what is older than what was said last changes nothing
     moved.cancel()
-    await tick()
-    assert case.second.aborted == [case.second.requests[0].id]
+    assert await asyncio.wait_for(case.second.ended.get(), SECONDS) == request.id
+    again.listener.close()
 
 
-async def test_no_engine_is_left_when_both_are_closed(case: SimpleNamespace) -> None:
+async def test_no_engine_is_left_when_both_are_closed(case: Case) -> None:
     task = case.ask(0)
-    await tick()
+    await case.first.next()
     case.client.follow(OpenEngines(number=2, closed={0: "silent", 1: "its actor process died"}))
     with pytest.raises(EngineError, match=r"no generation engine is left: .*died"):
-        await task
+        await outcome(task)
+
+
+async def test_who_has_not_got_the_key_is_turned_away(case: Case) -> None:
+    loop = asyncio.get_running_loop()
+    with pytest.raises((EOFError, OSError)):
+        await EngineStream("worker", replace(case.first.address, key=b"guessed"), loop).connect()
+    for sent in (b"GET / HTTP/1.1\r\n\r\n" * 10, b"\xff" * 500):
+        reader, writer = await asyncio.open_connection(case.first.address.host, case.first.address.port)
+        writer.write(sent)
+        with suppress(ConnectionResetError):  # some of what was sent was never read
+            assert len(await asyncio.wait_for(reader.read(), SECONDS)) <= 32, "it gets nothing but the question"
+        writer.close()
+    task = case.ask(0)
+    case.first.answer(await case.first.next())
+    assert await outcome(task) == (7,), "the others must not notice"
+
+
+async def test_a_program_in_the_place_of_an_engine_is_not_believed(case: Case) -> None:
+    async def lie(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(bytes(64) + frame(Answers()))
+
+    server = await asyncio.start_server(lie, "127.0.0.1", 0)
+    address = replace(case.first.address, port=server.sockets[0].getsockname()[1])
+    with pytest.raises(ConnectionError, match="does not have the key"):
+        await EngineStream("worker", address, asyncio.get_running_loop()).connect()
+    server.close()
+
+
+async def test_a_silent_engine_counts_as_dead(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = EngineStream("other", case.first.address, asyncio.get_running_loop())
+    monkeypatch.setattr(stream_module, "SILENCE_SECONDS", 0.2)  # it speaks every 2 s
+    await stream.connect()
+    with pytest.raises(TimeoutError):
+        for _ in range(2):  # it says its load at once
+            await stream.answers()
+    stream.close()

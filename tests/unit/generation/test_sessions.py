@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from recipes.generation.clients.router import Router
 from recipes.generation.clients.session import EngineSession, num_shared
 from recipes.generation.serving import sessions as module
 from recipes.generation.serving.mailboxes import Mailboxes
-from recipes.generation.serving.requests import InSession, Request, Sample, to_bytes
+from recipes.generation.serving.requests import ClientMessage, InSession, Request, Sample, to_bytes
 from recipes.generation.serving.sessions import KeptSessions, Tokens
 from recipes.types import Sampling
 
@@ -50,17 +51,17 @@ class Case:
         self.engines = [Engine(), Engine()]
         self.boxes = [Mailboxes(engine) for engine in self.engines]
         self.sent: list[tuple[int, int, int]] = []  # engine, tokens on the way, tokens that the engine keeps
-        self.router = Router(2, send=self._send, abort=lambda engine, number: self.boxes[engine].abort("w", number))
-        self.pumps = [asyncio.create_task(self._pump(engine)) for engine in (0, 1)]
+        self.router = Router(2, send=self._send, abort=self._abort)
+        self.opened = [boxes.open("w", partial(self.router.deliver, engine)) for engine, boxes in enumerate(self.boxes)]
 
     def _send(self, engine: int, requests: Sequence[Request]) -> None:
         for one in requests:
             self.sent.append((engine, len(one.token_ids) // 4, one.session.num_kept if one.session else 0))
-        self.boxes[engine].submit("w", requests, 5.0)
+        message = ClientMessage(requests=tuple(requests), deadline_seconds=5.0)
+        self.boxes[engine].take(self.opened[engine], message)
 
-    async def _pump(self, engine: int) -> None:
-        while True:
-            self.router.deliver(engine, await self.boxes[engine].answers("w", 5.0))
+    def _abort(self, engine: int, number: int) -> None:
+        self.boxes[engine].take(self.opened[engine], ClientMessage(aborted=(number,)))
 
     async def ask(self, prompt: tuple[int, ...], session: EngineSession | None, *, call: int = 0) -> tuple[int, ...]:
         """Return the prompt with its answer."""
@@ -70,12 +71,8 @@ class Case:
 
 
 @pytest.fixture
-async def case() -> AsyncIterator[Case]:
-    made = Case()
-    yield made
-    for task in made.pumps:
-        task.cancel()
-    await asyncio.gather(*made.pumps, return_exceptions=True)
+async def case() -> Case:
+    return Case()
 
 
 async def grow(case: Case, session: EngineSession, turns: int) -> tuple[int, ...]:
