@@ -55,7 +55,7 @@ class ModelClient(Protocol):
         """Tokens that the context holds, prompt and answer together."""
         ...
 
-    async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
+    async def generate(self, prompt_token_ids: Sequence[int], *, max_tokens: int) -> Completion:
         """Sample one completion; raises `RequestError` when this fails, `EngineError` when no engine is left."""
         ...
 

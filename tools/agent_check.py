@@ -49,7 +49,7 @@ class WrittenPolicy:
     num_asked: int = 0
     max_model_len: int = CONTEXT
 
-    async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
+    async def generate(self, prompt_token_ids: Sequence[int], *, max_tokens: int) -> Completion:
         """Return the next answer, cut at the limits of the request and of the context."""
         text = self.answers[min(self.num_asked, len(self.answers) - 1)]
         self.num_asked += 1

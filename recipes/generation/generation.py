@@ -213,7 +213,7 @@ class Generation:
 
     async def generate(
         self,
-        prompt_token_ids: tuple[int, ...],
+        prompt_token_ids: Sequence[int],
         sampling: Sampling,
         *,
         affinity: int,

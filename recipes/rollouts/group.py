@@ -23,7 +23,7 @@ class Sampler(Protocol):
 
     async def generate(
         self,
-        prompt_token_ids: tuple[int, ...],
+        prompt_token_ids: Sequence[int],
         sampling: Sampling,
         *,
         affinity: int,
@@ -69,7 +69,7 @@ class PolicyClient:
     calls: Iterator[int] = field(default_factory=itertools.count)
     session: EngineSession = field(default_factory=EngineSession)
 
-    async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
+    async def generate(self, prompt_token_ids: Sequence[int], *, max_tokens: int) -> Completion:
         room = self.max_model_len - len(prompt_token_ids)
         if room <= 0:
             return Completion(token_ids=(), logprobs=(), versions=(), finish_reason="length")

@@ -49,7 +49,7 @@ class Policy:
         ids = self.codec._tokenize(text)
         span = VersionSpan(version=1, start=0, end=len(ids))
         done = Completion(token_ids=ids, logprobs=(-0.5,) * len(ids), versions=(span,), finish_reason="stop")
-        self.sampled.append((prompt_token_ids, done))
+        self.sampled.append((tuple(prompt_token_ids), done))
         return done
 
 

@@ -73,7 +73,7 @@ class Scripted:
     async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
         if len(prompt_token_ids) >= self.max_model_len:
             return Completion(token_ids=(), logprobs=(), versions=(), finish_reason="length")
-        self.prompts.append(prompt_token_ids)
+        self.prompts.append(tuple(prompt_token_ids))
         sampled = self.codec.token_ids(self.says[min(len(self.prompts), len(self.says)) - 1])
         spans = (VersionSpan(version=0, start=0, end=len(sampled)),)
         return Completion(token_ids=sampled, logprobs=(-0.5,) * len(sampled), versions=spans, finish_reason="stop")

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from recipes.rollouts.group import PolicyClient
+from recipes.rollouts.group import PolicyClient, Sampler
+from recipes.token_ids import TokenIds
 from recipes.types import Sampling
 from tools.bench.scale_step import MODEL_TOKENS
 
@@ -33,10 +34,11 @@ class SessionCost:
 
     def __str__(self) -> str:
         total = self.client_seconds + self.engine_seconds
+        verdict = "within" if total <= LIMIT_SECONDS else "OVER"
         return (
             f"each of {NUM_SESSIONS} sessions at once, of {NUM_TURNS} turns and {self.num_tokens} tokens, costs"
-            f" {total:.2f} s of CPU (at most {LIMIT_SECONDS:g}): {self.client_seconds:.2f} s where the agent is,"
-            f" {self.engine_seconds:.2f} s where the engine is"
+            f" {total:.2f} s of CPU, {verdict} the limit of {LIMIT_SECONDS:g} s: {self.client_seconds:.2f} s where the"
+            f" agent is, {self.engine_seconds:.2f} s where the engine is"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -48,33 +50,42 @@ def measure_session(generation: Generation, engines: Sequence[Any], engine_cpu: 
     """Run rollouts as an agent of tools does; `engine_cpu()` returns the CPU seconds of the engines' processes."""
     import ray
 
-    per_turn = NUM_TOKENS // NUM_TURNS
-    ray.get([engine.set_mean.remote(per_turn / 2) for engine in engines], timeout=60)
-    asyncio.run(_converse_at_once(generation, 5, per_turn))  # makes what is made once
+    ray.get([engine.set_mean.remote(NUM_TOKENS / NUM_TURNS / 2) for engine in engines], timeout=60)
+    return asyncio.run(_measure(generation, engine_cpu))
+
+
+async def _measure(generation: Generation, engine_cpu: Callable[[], float]) -> SessionCost:
+    """Sample as a rollout worker does: by a client of its own, on one event loop."""
+    from recipes.generation.clients.client import FollowingClient
+
+    client = FollowingClient("bench", generation.num_engines, max_model_len=MODEL_TOKENS, deadline_seconds=60.0)
+    generation.subscribe(client.follow)  # nothing changes later, so it is told on this loop
+    await _converse_at_once(client, 5)  # makes what is made once
     began, began_engine = time.process_time(), engine_cpu()
-    num_tokens = asyncio.run(_converse_at_once(generation, NUM_TURNS, per_turn))
-    client, engine = time.process_time() - began, engine_cpu() - began_engine
+    num_tokens = await _converse_at_once(client, NUM_TURNS)
+    here, there = time.process_time() - began, engine_cpu() - began_engine
     return SessionCost(
         num_tokens=num_tokens // NUM_SESSIONS,
-        client_seconds=client / NUM_SESSIONS,
-        engine_seconds=engine / NUM_SESSIONS,
+        client_seconds=here / NUM_SESSIONS,
+        engine_seconds=there / NUM_SESSIONS,
     )
 
 
-async def _converse_at_once(generation: Generation, num_turns: int, per_turn: int) -> int:
+async def _converse_at_once(sampler: Sampler, num_turns: int) -> int:
     """Return the tokens of all rollouts together."""
-    rollouts = [_converse(generation, num_turns, per_turn, number) for number in range(NUM_SESSIONS)]
-    return sum(await asyncio.gather(*rollouts))
+    return sum(await asyncio.gather(*(_converse(sampler, num_turns, number) for number in range(NUM_SESSIONS))))
 
 
-async def _converse(generation: Generation, num_turns: int, per_turn: int, prompt: int) -> int:
+async def _converse(sampler: Sampler, num_turns: int, prompt: int) -> int:
     """Take turns; what a tool answers brings each turn to the same length."""
+    per_turn = NUM_TOKENS // NUM_TURNS
     sampling = Sampling(temperature=1.0, top_p=1.0, max_tokens=per_turn)
-    client = PolicyClient(generation, sampling, MODEL_TOKENS, affinity=prompt, rollout=0)
-    seen: tuple[int, ...] = ()
+    client = PolicyClient(sampler, sampling, MODEL_TOKENS, affinity=prompt, rollout=0)
+    seen = TokenIds()
     for turn in range(num_turns):
         new = tuple(range(1000, 1000 + turn * per_turn - len(seen))) or (1,)
-        completion = await client.generate(seen + new, max_tokens=per_turn)
-        seen += new + completion.token_ids
+        prompt_ids = seen.plus(new)
+        completion = await client.generate(prompt_ids, max_tokens=per_turn)
+        seen = prompt_ids.plus(completion.token_ids)
     client.close()
     return len(seen)

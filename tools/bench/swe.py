@@ -52,7 +52,7 @@ class Written:
     max_model_len: int = 100_000
     waited: float = field(default=0.0)
 
-    async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
+    async def generate(self, prompt_token_ids: Sequence[int], *, max_tokens: int) -> Completion:
         """Return the next answer; the last is repeated."""
         await asyncio.sleep(self.seconds)
         ids = self.codec.token_ids(self.says[min(self.num_asked, len(self.says) - 1)])

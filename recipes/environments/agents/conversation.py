@@ -16,6 +16,7 @@ from recipes.environments.agents.episode import Episode, make_turn, unusable
 from recipes.environments.chat.codec import PrefixError, callable_tools, row_template_kwargs
 from recipes.environments.chat.messages import chat_messages
 from recipes.environments.contract.responses import Item, function_call_output_item
+from recipes.token_ids import TokenIds
 from recipes.types import PREFIX_BREAKS, RolloutStatus, Turn
 
 CHECKED_TURNS = 16
@@ -38,7 +39,7 @@ class Conversation:
     params: Mapping[str, Any]
     items: list[Item] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    seen_ids: tuple[int, ...] = ()
+    seen_ids: TokenIds = field(default_factory=TokenIds)
     text: str = ""  # of the last turn
     is_cut: bool = False  # whether the last turn was cut off, or the context has no room for another
     num_calls: int = 0
@@ -53,14 +54,15 @@ class Conversation:
         """
         codec, tools = self.episode.codec, callable_tools(self.params)
         new_ids = self._new_ids()
-        completion = await self.episode.model.generate(self.seen_ids + new_ids, max_tokens=self.episode.max_tokens)
+        prompt_ids = self.seen_ids.plus(new_ids)
+        completion = await self.episode.model.generate(prompt_ids, max_tokens=self.episode.max_tokens)
         if self.turns and completion.finish_reason == "length" and not completion.token_ids:
             self.is_cut = True  # the context is full; the turns so far count
             return []
-        if problem := unusable(completion, num_prompt_tokens=len(self.seen_ids) + len(new_ids)):
+        if problem := unusable(completion, num_prompt_tokens=len(prompt_ids)):
             raise EndedError(RolloutStatus.ABORTED, problem)
         decoded = codec.decode(completion.token_ids, prompt_ids=new_ids, tools=tools, num_calls=self.num_calls)
-        self.seen_ids += new_ids + completion.token_ids
+        self.seen_ids = prompt_ids.plus(completion.token_ids)
         self.turns.append(make_turn(new_ids, completion, decoded, self.episode.patterns))
         self._num_before = len(self.items)
         self.items.extend(decoded.items)
@@ -106,7 +108,7 @@ class Conversation:
         if short is not None and (len(self.turns) - 1) % CHECKED_TURNS != 0:
             return short
         try:
-            whole = codec.extend(self.seen_ids, self.params, self.items)
+            whole = codec.extend(self.seen_ids[:], self.params, self.items)
             self._is_short = whole == short
             return whole
         except PrefixError as error:

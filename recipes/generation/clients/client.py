@@ -50,7 +50,7 @@ class EngineClient:
 
     async def generate(
         self,
-        prompt_token_ids: tuple[int, ...],
+        prompt_token_ids: Sequence[int],
         sampling: Sampling,
         *,
         affinity: int,

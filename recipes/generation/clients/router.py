@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 from recipes.errors import EngineError, RequestError
 from recipes.generation.clients.balance import Balance
 from recipes.generation.clients.session import EngineSession, SentPrompt
-from recipes.generation.serving.requests import Answer, Answers, Request, to_bytes, to_completion
+from recipes.generation.serving.requests import Answer, Answers, Request, to_completion
+from recipes.token_ids import TokenIds
 from recipes.types import Completion, Sampling
 
 MAX_ENGINES_LOST = 3
@@ -61,7 +62,7 @@ class Router:
 
     async def generate(
         self,
-        prompt_token_ids: tuple[int, ...],
+        prompt_token_ids: Sequence[int],
         sampling: Sampling,
         *,
         affinity: int,
@@ -72,11 +73,12 @@ class Router:
 
         Cancelling aborts the request in its engine.
         """
-        prompt = session.begin(prompt_token_ids) if session else SentPrompt(new_ids=to_bytes(prompt_token_ids))
+        token_ids = TokenIds.of(prompt_token_ids)
+        prompt = session.begin(token_ids) if session else SentPrompt(token_ids=token_ids)
         request = Request(
             id=next(self._ids),
             token_ids=b"",
-            num_prompt_tokens=len(prompt_token_ids),
+            num_prompt_tokens=len(token_ids),
             sampling=sampling,
             affinity=affinity,
             sample=sample,
@@ -94,9 +96,9 @@ class Router:
         finally:
             if prompt.session is not None:
                 if completion is None or waiter.engine is None:
-                    prompt.session.failed(prompt_token_ids)
+                    prompt.session.failed(token_ids)
                 else:
-                    prompt.session.answered(prompt_token_ids, completion, engine=waiter.engine, request_id=request.id)
+                    prompt.session.answered(token_ids, completion, engine=waiter.engine, request_id=request.id)
             self._forget(waiter)
 
     def deliver(self, engine: int, told: Answers) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from recipes.errors import RequestError
 from recipes.generation.clients.router import Router
-from recipes.generation.clients.session import EngineSession, num_shared
+from recipes.generation.clients.session import EngineSession
 from recipes.generation.serving import sessions as module
 from recipes.generation.serving.mailboxes import Mailboxes
 from recipes.generation.serving.requests import ClientMessage, InSession, Request, Sample, to_bytes
@@ -214,10 +214,3 @@ def test_what_is_kept_for_another_call_is_not_continued() -> None:
     assert asked(2, 4) is None and asked(3, 11) is None
     found = asked(3, 4)
     assert found is not None and found.values == [0, 1, 2, 3, 1]
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "count"), [((), (1,), 0), ((1, 2), (1, 2, 3), 2), ((1, 2, 3), (1, 5, 3), 1), ((1,), (1,), 1)]
-)
-def test_shared_tokens_are_counted(first: tuple[int, ...], second: tuple[int, ...], count: int) -> None:
-    assert num_shared(to_bytes(first), to_bytes(second)) == count

@@ -84,7 +84,7 @@ class Scripted:
     max_model_len: int = 1_000_000
 
     async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
-        self.prompts.append(prompt_token_ids)
+        self.prompts.append(tuple(prompt_token_ids))
         sampled = self.codec.token_ids(self.says[min(len(self.prompts), len(self.says)) - 1])
         if len(prompt_token_ids) >= self.room:
             return Completion(token_ids=(), logprobs=(), versions=(), finish_reason="length")

@@ -45,7 +45,7 @@ class Scripted:
 
     async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
         number = len(self.prompts)
-        self.prompts.append(prompt_token_ids)
+        self.prompts.append(tuple(prompt_token_ids))
         said = self.says[min(number, len(self.says) - 1)]
         sampled = ids(self.codec, said) if isinstance(said, str) else said
         if len(prompt_token_ids) >= self.room:

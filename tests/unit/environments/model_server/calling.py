@@ -46,7 +46,7 @@ class Policy:
 
     async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
         said = self.says[min(len(self.prompts), len(self.says) - 1)]
-        self.prompts.append(prompt_token_ids)
+        self.prompts.append(tuple(prompt_token_ids))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
