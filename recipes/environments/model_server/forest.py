@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from recipes.environments.model_server.messages import ChatMessage, difference, digests
+from recipes.token_ids import TokenIds
 from recipes.types import Turn
 
 
@@ -55,9 +57,7 @@ class CallNode:
 
     def token_ids(self) -> tuple[int, ...]:
         """Return all ids from the root's prompt to the end of this answer."""
-        return tuple(
-            token for node in self.path() for ids in (node.turn.prompt_token_ids, node.turn.token_ids) for token in ids
-        )
+        return tuple(chain.from_iterable((*node.turn.prompt_token_ids, *node.turn.token_ids) for node in self.path()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +77,14 @@ class Forest:
         self.roots: list[CallNode] = []
         self.counts: Counter[str] = Counter()  # reasons of forks and of roots after the first
         self._by_digest: defaultdict[bytes, list[CallNode]] = defaultdict(list)
+        self._latest: tuple[CallNode | None, TokenIds] = (None, TokenIds())  # the call that was added last, its ids
+
+    def ids_of(self, node: CallNode | None) -> TokenIds:
+        """Return `node.token_ids()`, at no cost for the call that was added last; nothing for None."""
+        latest, ids = self._latest
+        if node is None:
+            return TokenIds()
+        return ids if node is latest else TokenIds(node.token_ids())
 
     def attach(
         self, messages: Sequence[ChatMessage], tools: bytes, *, keeps_tools: bool = False, after: CallNode | None = None
@@ -89,10 +97,10 @@ class Forest:
         given = tuple(messages)
         if after is not None:
             return Place(parent=after, rest=given, reason=self._reason_below(after, given))
-        chain = digests(given[:-1])
+        begins = digests(given[:-1])
         have_tools_changed = False
-        for count in range(len(chain), 0, -1):
-            found = [node for node in self._by_digest.get(chain[count - 1], ()) if node.num_messages == count]
+        for count in range(len(begins), 0, -1):
+            found = [node for node in self._by_digest.get(begins[count - 1], ()) if node.num_messages == count]
             same_tools = [node for node in found if keeps_tools or node.tools == tools]
             have_tools_changed |= len(same_tools) < len(found)
             same = [node for node in same_tools if self._reasoning_agrees(node, given)]
@@ -126,6 +134,7 @@ class Forest:
             self.counts[node.reason] += 1
         siblings.append(node)
         self.nodes.append(node)
+        self._latest = (node, self.ids_of(parent).plus(turn.prompt_token_ids).plus(turn.token_ids))
         self._by_digest[node.digest].append(node)
         return node
 

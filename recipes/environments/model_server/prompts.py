@@ -9,9 +9,10 @@ from typing import Any
 from jinja2 import TemplateError
 
 from recipes.environments.chat.codec import ChatCodec, PrefixError
-from recipes.environments.model_server.forest import CallNode, Place
+from recipes.environments.model_server.forest import CallNode, Forest, Place
 from recipes.environments.model_server.messages import ChatMessage
 from recipes.environments.model_server.requests import ApiError
+from recipes.token_ids import TokenIds
 
 NOT_EXTENDABLE, STRIPPED = "template_not_extendable", "thinking_stripped"
 
@@ -21,7 +22,7 @@ class Prompt:
     """Where a call belongs, and the ids of its prompt."""
 
     place: Place
-    seen_ids: tuple[int, ...]  # of the call that it continues
+    seen_ids: TokenIds  # of the call that it continues
     new_ids: tuple[int, ...]
     has_matched: bool | None = None  # whether a whole rendering ends in the same ids; None: not compared
 
@@ -30,6 +31,7 @@ class Prompt:
 class PromptBuilder:
     """Renders the prompts of one rollout."""
 
+    forest: Forest
     codec: ChatCodec
     template_kwargs: Mapping[str, Any]
     keeps_history: bool = True
@@ -39,20 +41,20 @@ class PromptBuilder:
     def build(self, place: Place, tools: Sequence[Mapping[str, Any]], *, compares: bool = False) -> Prompt:
         """Return the prompt of a request at its place; raises `ApiError` for messages that the template refuses."""
         if place.parent is None:
-            return Prompt(place=place, seen_ids=(), new_ids=self._whole(place.rest, tools))
+            return Prompt(place=place, seen_ids=TokenIds(), new_ids=self._whole(place.rest, tools))
         if not self.keeps_history:
             return self._as_rendered(place, place.parent, tools)
         try:
             new_ids = self._behind(place.parent, place.rest)
         except (PrefixError, TemplateError):
             root = Place(parent=None, rest=(*place.parent.messages(), *place.rest), reason=NOT_EXTENDABLE)
-            return Prompt(place=root, seen_ids=(), new_ids=self._whole(root.rest, tools))
+            return Prompt(place=root, seen_ids=TokenIds(), new_ids=self._whole(root.rest, tools))
         has_matched = None
         if compares:
             tail = self._suffix(place.parent.served, place.rest)
             whole = self._whole((*place.parent.messages(), *place.rest), tools)
             has_matched = whole[-len(tail) :] == tail
-        return Prompt(place=place, seen_ids=place.parent.token_ids(), new_ids=new_ids, has_matched=has_matched)
+        return Prompt(place=place, seen_ids=self.forest.ids_of(place.parent), new_ids=new_ids, has_matched=has_matched)
 
     def _behind(self, parent: CallNode, rest: Sequence[ChatMessage]) -> tuple[int, ...]:
         """Return the ids between a call's answer and the next one: what ends the answer, then the new messages."""
@@ -84,7 +86,7 @@ class PromptBuilder:
             node = node.parent
         if node is not parent:
             place = Place(parent=node, rest=messages[node.num_messages if node else 0 :], reason=STRIPPED)
-        return Prompt(place=place, seen_ids=seen if node else (), new_ids=whole[len(seen) if node else 0 :])
+        return Prompt(place=place, seen_ids=self.forest.ids_of(node), new_ids=whole[node.num_tokens if node else 0 :])
 
 
 def cut_at_stop(codec: ChatCodec, token_ids: Sequence[int], stops: Sequence[str]) -> int | None:

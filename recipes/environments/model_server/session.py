@@ -99,7 +99,7 @@ class RolloutSession:
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.limits.num_running)
         self._prompts = PromptBuilder(
-            codec=self.codec, template_kwargs=self.template_kwargs, keeps_history=self.keeps_history
+            forest=self.forest, codec=self.codec, template_kwargs=self.template_kwargs, keeps_history=self.keeps_history
         )
 
     def start(self, request: ModelRequest, body: bytes, *, num_retries: int, is_gym: bool) -> Call:
@@ -186,7 +186,7 @@ class RolloutSession:
         self._num_extended += place.parent is not None
         prompt = await asyncio.to_thread(self._prompts.build, place, request.tools, compares=compares)
         self.counts["suffix_mismatches"] += prompt.has_matched is False
-        prompt_ids = prompt.seen_ids + prompt.new_ids
+        prompt_ids = prompt.seen_ids.plus(prompt.new_ids)
         limit = min(request.max_tokens or self.limits.max_tokens, self.limits.max_tokens)
         completion = await self.model.generate(prompt_ids, max_tokens=limit)
         if not completion.token_ids and completion.finish_reason == "length":
