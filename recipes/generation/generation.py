@@ -68,7 +68,7 @@ class Generation:
         self._needs_push = not loads_weights  # before an engine that starts may sample
         self._loop = asyncio.new_event_loop()
         for engine in engines:
-            self._attach(engine)
+            self._client.attach(engine.index, engine.address, self._loop)
             if loads_weights:
                 self._client.open(engine.index)
             else:
@@ -244,8 +244,7 @@ class Generation:
         """Tell the clients which engines are open, when this has changed."""
         with self._state_lock:
             closed = self._client.router.closed()
-            opened = [engine for engine in self._engines if engine.info and engine.index not in closed]
-            addresses = {engine.key: engine.info.address for engine in opened if engine.info}
+            addresses = {engine.key: engine.address for engine in self._engines if engine.index not in closed}
             if addresses.keys() == self._told.addresses.keys():
                 return
             now = self._told = OpenEngines(number=self._told.number + 1, addresses=addresses, closed=closed)
@@ -304,10 +303,6 @@ class Generation:
         for engine in self._engines:
             engine.kill()
 
-    def _attach(self, engine: EngineHandle) -> None:
-        assert engine.info is not None, "it has not been started"
-        self._client.attach(engine.index, engine.info.address, self._loop)
-
     # -- failures -----------------------------------------------------------------------------------------------
 
     def _up(self) -> list[EngineHandle]:
@@ -362,7 +357,7 @@ class Generation:
                 continue
             with self._state_lock:
                 engine.started(info)
-                self._attach(engine)
+                self._client.attach(engine.index, engine.address, self._loop)
                 if not self._needs_push:
                     self._client.open(engine.index)
             self._tell_clients()

@@ -8,6 +8,7 @@ from typing import Any
 import ray
 
 from recipes.generation.engine import EngineInfo
+from recipes.generation.serving.stream import EngineAddress
 
 COUNTERS = (  # these only grow
     "busy_seconds",
@@ -40,6 +41,12 @@ class EngineHandle:
     def key(self) -> tuple[int, int]:
         """Engine and actor: another actor of the same engine has another key."""
         return self.index, self.num_starts
+
+    @property
+    def address(self) -> EngineAddress:
+        """Where the actor that was started last takes requests."""
+        assert self.info is not None, "the engine has not been started"
+        return self.info.address
 
     def launch(self) -> Any:
         """Create a new actor and return the reference of its `EngineInfo`."""
