@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 CHECKED_VERSION = "0.16.1"
 _PACKAGE = "megatron.core."
@@ -98,6 +99,36 @@ class _Loader(importlib.machinery.SourceFileLoader):
         module.__dict__["_cpu_cuda"] = sys.modules[_STAND_IN]
         module.__dict__["te_general_gemm"] = None  # 0.16.1 leaves it undefined without Transformer Engine
         super().exec_module(module)
+        if module.__name__ == f"{_PACKAGE}distributed.param_and_grad_buffer":
+            module.__dict__["dist_all_gather_func"] = gather_in_place
+            module.__dict__["dist_reduce_scatter_func"] = reduce_in_place
+
+
+def gather_in_place(whole: torch.Tensor, own: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool) -> None:
+    """Fill `whole` with the equal parts of all ranks; `own` is this rank's part of it.
+
+    For the weights of the distributed optimizer. torch's form for gloo copies all of them twice more, into memory that
+    it allocates anew, also where there is one rank. This one has ended when it returns, whatever `async_op` says.
+    """
+    del own, async_op
+    if group.size() > 1:
+        for rank, part in enumerate(whole.chunk(group.size())):
+            dist.broadcast(part, group=group, group_src=rank)
+
+
+def reduce_in_place(
+    own: torch.Tensor, whole: torch.Tensor, *, op: Any, group: dist.ProcessGroup, async_op: bool
+) -> None:
+    """Reduce `whole` over the ranks, of which each then reads its part: `own`, a view of it.
+
+    For the gradients of the distributed optimizer, with the same reason as `gather_in_place`. torch's form for gloo
+    reduces a copy of all of them, too.
+    """
+    del own, async_op
+    if group.size() > 1:
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        group.allreduce([whole], options).wait()  # torch's function would leave it to the block that it is called in
 
 
 def rewrite(source: str, module: str) -> str:

@@ -40,8 +40,12 @@ pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 1e-4
-TENSORS = {"tensor_model_parallel_size": 2, "sequence_parallel": "true"}  # each rank has a part of every matrix
-EXPERTS = {"expert_model_parallel_size": 2}  # each rank has half of the experts
+TWO_RANKS = {"cluster.gpus_per_node": 3}  # two train, one generates
+TENSORS = TWO_RANKS | {  # each rank has a part of every matrix
+    "policy.megatron_cfg.tensor_model_parallel_size": 2,
+    "policy.megatron_cfg.sequence_parallel": "true",
+}
+EXPERTS = TWO_RANKS | {"policy.megatron_cfg.expert_model_parallel_size": 2}  # each rank has half of the experts
 # Every run at scale tiny compares a dense model's log-probabilities at its start, and test_smoke.py while it trains.
 CASES = [
     pytest.param((build_model, {}), id="dense", marks=pytest.mark.slow),
@@ -76,7 +80,7 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "policy.generation.vllm_cfg.expose_http_server": "false",
         "policy.megatron_cfg.optimizer.lr": 2.0e-3,
         "policy.megatron_cfg.scheduler.lr_warmup_iters": 0,
-        **{f"policy.megatron_cfg.{key}": value for key, value in layout.items()},
+        **layout,
     }
     return require_valid(
         load_config(ROOT / "configs/tiny/stage1_rlvr.yaml", [f"{k}={v}" for k, v in overrides.items()])
