@@ -3,6 +3,10 @@
 Three ways: the verifier's function alone, in this process as a run calls it, and over HTTP from a server of its own.
 The function alone is measured where a verifier asks no judge and runs no program. Judges are a server on this machine
 that answers at once, so the figures are those of everything but the judge's model.
+
+Then one environment gets many requests at the same moment, as at the end of a step. The limits are the speed of our
+client, also beside a program that only sends the same bytes and reads the replies, and the longest time for which the
+client's event loop does nothing else.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import orjson
 
@@ -27,7 +32,7 @@ from recipes.environments.contract.responses import message_item, response_objec
 from recipes.environments.contract.verdict import NoVerdict, Response, Verdict
 from recipes.environments.registry import VERIFIERS
 from recipes.environments.scoring.clients import HttpVerifier
-from recipes.errors import InputError, Problem
+from recipes.errors import InputError, Problem, RunError
 from recipes.types import Row
 from tools.command_line import exit_status, positive
 from tools.env_check.target import Target, Workshop
@@ -35,6 +40,11 @@ from tools.env_check.target import Target, Workshop
 EXAMPLES = Path("../shared/gym_examples")  # one file per environment, `NAME.jsonl`
 TEXT = "I think that the answer is \\boxed{B}. <answer>12</answer>"
 SECONDS = 60.0  # of one verdict at most
+AT_ONCE, AT_ONCE_NAME = 4096, "mcqa"
+PER_SECOND_LIMIT, SHARE_LIMIT = 1000.0, 0.8  # verdicts; of what the plain program reaches, where that is less
+STALL_LIMIT = 0.2  # seconds
+PLAIN_CONNECTIONS = 64
+_TICK_SECONDS = 0.005
 HEADS = ("environment", "function /s", "in process /s", "p99 ms", "over HTTP /s", "p99 ms", "no verdict")
 
 
@@ -52,13 +62,11 @@ Verify = Callable[[Row, Response], Awaitable[Verdict | NoVerdict]]
 
 async def measure(verify: Verify, rows: Sequence[Row], *, count: int, concurrency: int) -> Speed:
     """Verify `count` answers, `concurrency` at a time; no two are alike, so that none comes from a cache."""
-    numbers, seconds, failed = itertools.count(), list[float](), list[int]()
+    seconds, failed = list[float](), list[int]()
+    answers = enumerate([response_object([message_item(f"{TEXT} {number}")]) for number in range(count)])
 
     async def work() -> None:
-        for number in numbers:
-            if number >= count:
-                return
-            answer = response_object([message_item(f"{TEXT} {number}")])
+        for number, answer in answers:
             start = time.monotonic()
             verdict = await verify(rows[number % len(rows)], answer)
             seconds.append(time.monotonic() - start)
@@ -113,9 +121,106 @@ async def one(workshop: Workshop, name: str, rows: Sequence[Row], *, count: int,
     return [name, alone, *ways, str(here.num_failed + there.num_failed)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Burst:
+    """What became of many verifications that were asked for at once."""
+
+    count: int
+    per_second: float
+    plain_per_second: float  # of a program that only sends and receives
+    stall: float  # longest time, in seconds, for which the client's event loop did nothing else
+    num_failed: int  # no verdict
+
+    @property
+    def least_per_second(self) -> float:
+        """Return the speed that our client must reach."""
+        return min(PER_SECOND_LIMIT, SHARE_LIMIT * self.plain_per_second)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether both limits are kept and every verification gave a verdict."""
+        is_fast = self.per_second >= self.least_per_second
+        return is_fast and self.stall <= STALL_LIMIT and not self.num_failed
+
+    def lines(self) -> list[str]:
+        """Return one line per limit, with its verdict."""
+        speed = "ok" if self.per_second >= self.least_per_second else "BELOW"
+        stall = "ok" if self.stall <= STALL_LIMIT else "ABOVE"
+        return [
+            f"{self.count} at once over HTTP: {self.per_second:.0f} verdicts a second, at least"
+            f" {self.least_per_second:.0f}: {speed} (a plain program: {self.plain_per_second:.0f});"
+            f" {self.num_failed} without a verdict",
+            f"longest stall of the client's event loop: {self.stall:.3f} s, at most {STALL_LIMIT:g} s: {stall}",
+        ]
+
+
+async def burst(url: str, verify: Verify, rows: Sequence[Row], *, count: int) -> Burst:
+    """Ask for `count` verdicts at once, then have a plain program send as many requests to the same server."""
+    await measure(verify, rows, count=PLAIN_CONNECTIONS, concurrency=PLAIN_CONNECTIONS)  # makes what is made once
+    stalls: list[float] = []
+    ticking = asyncio.create_task(_note_stalls(stalls))
+    speed = await measure(verify, rows, count=count, concurrency=count)
+    ticking.cancel()
+    bodies = [
+        orjson.dumps({**row, "response": response_object([message_item(f"{TEXT} {number}")])})
+        for number, row in zip(range(PLAIN_CONNECTIONS), itertools.cycle(rows), strict=False)
+    ]
+    return Burst(
+        count=count,
+        per_second=speed.per_second,
+        plain_per_second=await plain_speed(f"{url}/verify", bodies, count=count),
+        stall=max(stalls, default=0.0),
+        num_failed=speed.num_failed,
+    )
+
+
+async def _note_stalls(stalls: list[float]) -> None:
+    """Add by how much each short sleep was longer than asked for."""
+    while True:
+        start = time.monotonic()
+        await asyncio.sleep(_TICK_SECONDS)
+        stalls.append(time.monotonic() - start - _TICK_SECONDS)
+
+
+async def plain_speed(url: str, bodies: Sequence[bytes], *, count: int) -> float:
+    """Return the replies a second to `count` requests on kept connections; raises `RunError` for another status."""
+    where = urlsplit(url)
+    numbers = iter(range(count))
+
+    async def work(body: bytes) -> None:
+        reader, writer = await asyncio.open_connection(where.hostname, where.port)
+        head = f"POST {where.path} HTTP/1.1\r\nhost: {where.netloc}\r\ncontent-type: application/json\r\n"
+        for _ in numbers:
+            writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            answer = await reader.readuntil(b"\r\n\r\n")
+            size = re.search(rb"content-length: (\d+)", answer.lower())
+            if size is None or not answer.startswith(b"HTTP/1.1 200"):
+                raise RunError(f"{url} answered {answer[:200]!r}")
+            await reader.readexactly(int(size[1]))
+        writer.close()
+
+    begin = time.monotonic()
+    await asyncio.gather(*map(work, bodies))
+    return count / (time.monotonic() - begin)
+
+
+async def _print_burst(workshop: Workshop, examples: Path) -> bool:
+    """Measure and print a burst; returns whether its limits are kept."""
+    path = examples / f"{AT_ONCE_NAME}.jsonl"
+    if not path.is_file():
+        print(f"{AT_ONCE} at once: not measured, there is no {path}")
+        return True
+    rows = [orjson.loads(line) for line in path.read_bytes().splitlines() if line.strip()]
+    with served(workshop.own(AT_ONCE_NAME, {}, seconds=SECONDS)) as url:
+        client = HttpVerifier(name=AT_ONCE_NAME, url=url, timeout_seconds=SECONDS, http=workshop.http)
+        found = await burst(url, client.verify, rows, count=AT_ONCE)
+    print(*found.lines(), sep="\n", flush=True)
+    return found.is_kept
+
+
 @exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print one line per environment."""
+    """Print one line per environment and one per limit; return 0 when the limits are kept, else 1."""
     parser = argparse.ArgumentParser(prog="bench.verifiers", description=__doc__.partition("\n")[0])
     parser.add_argument("--names", nargs="*", default=sorted(VERIFIERS), choices=sorted(VERIFIERS), metavar="NAME")
     parser.add_argument("--examples", type=Path, default=EXAMPLES, help="directory of example rows")
@@ -126,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _print(options: argparse.Namespace) -> int:
-    workshop = Workshop(examples=options.examples)
+    workshop, is_kept = Workshop(examples=options.examples), True
     print(" ".join(f"{head:>14}" for head in HEADS), flush=True)
     try:
         for name in options.names:
@@ -141,9 +246,11 @@ async def _print(options: argparse.Namespace) -> int:
                 print(f"{name}: not measured: {error}")
                 continue
             print(" ".join(f"{text[:14]:>14}" for text in line), flush=True)
+        if AT_ONCE_NAME in options.names:
+            is_kept = await _print_burst(workshop, options.examples)
     finally:
         await workshop.close()
-    return 0
+    return 0 if is_kept else 1
 
 
 if __name__ == "__main__":

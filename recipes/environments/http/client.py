@@ -23,6 +23,7 @@ from recipes.retry import TransientError, is_transient, retry_after
 MAX_REPLY_BYTES = 64 << 20  # a server that sends more is refused, so that it cannot fill this machine's memory
 CLOSE_SECONDS = 10.0  # for the connections of one event loop
 SHOWN_CHARS = 200  # of a server's error text
+AT_A_TICK = 32  # requests that begin before the event loop looks at everything else again
 
 
 class RefusedError(Exception):
@@ -37,6 +38,18 @@ class JsonReply:
     cookies: Mapping[str, str]
 
 
+class Turns:
+    """Spreads requests that are made at the same moment, so that thousands of them do not stall the event loop."""
+
+    def __init__(self) -> None:
+        self._free = asyncio.Semaphore(AT_A_TICK)
+
+    async def wait(self) -> None:
+        """Return at once, unless many others have begun in this tick of the event loop."""
+        await self._free.acquire()
+        asyncio.get_running_loop().call_soon(self._free.release)
+
+
 @dataclass(slots=True, kw_only=True)
 class JsonClient:
     """Posts JSON objects. One session per event loop, since connections belong to the loop that opened them."""
@@ -45,6 +58,7 @@ class JsonClient:
     _sessions: WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = field(
         default_factory=WeakKeyDictionary
     )
+    _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, Turns] = field(default_factory=WeakKeyDictionary)
 
     async def post(
         self,
@@ -79,6 +93,10 @@ class JsonClient:
     async def _exchange(
         self, url: str, body: Mapping[str, Any], headers: Mapping[str, str] | None, cookies: Mapping[str, str] | None
     ) -> tuple[aiohttp.ClientResponse, bytes]:
+        loop = asyncio.get_running_loop()
+        if loop not in self._turns:
+            self._turns[loop] = Turns()
+        await self._turns[loop].wait()
         try:
             async with self._session().post(
                 url,

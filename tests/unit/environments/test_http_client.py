@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from recipes.environments.http.client import JsonClient
+from recipes.environments.http.client import AT_A_TICK, JsonClient, Turns
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -94,3 +94,20 @@ async def test_the_connections_of_a_loop_in_another_thread_are_closed(url: str) 
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
+
+
+async def test_many_requests_at_once_leave_the_event_loop_time_for_others() -> None:
+    turns, begun, most = Turns(), 0, 0
+
+    async def begin() -> None:
+        nonlocal begun
+        await turns.wait()
+        begun += 1
+
+    tasks = [asyncio.create_task(begin()) for _ in range(10 * AT_A_TICK)]
+    while begun < len(tasks):
+        before = begun
+        await asyncio.sleep(0)
+        most = max(most, begun - before)
+    assert most <= AT_A_TICK
+    await asyncio.wait_for(turns.wait(), 10)
