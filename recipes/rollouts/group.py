@@ -73,7 +73,7 @@ class PolicyClient:
         room = self.max_model_len - len(prompt_token_ids)
         if room <= 0:
             return Completion(token_ids=(), logprobs=(), versions=(), finish_reason="length")
-        sampling = replace(self.sampling, max_tokens=min(max_tokens, self.sampling.max_tokens, room))
+        sampling = replace(self.sampling, max_tokens=int(min(max_tokens, self.sampling.max_tokens, room)))
         sample = (self.rollout, next(self.calls))
         return await self.sampler.generate(
             prompt_token_ids, sampling, affinity=self.affinity, sample=sample, session=self.session

@@ -125,6 +125,7 @@ class Mailboxes:
         return Answer(id=request.id, sample=sample)
 
 
-def _ended(box: Mailbox, request: Request, _: asyncio.Task[None]) -> None:
-    del box.tasks[request.id]
+def _ended(box: Mailbox, request: Request, task: asyncio.Task[None]) -> None:
+    if box.tasks.get(request.id) is task:  # else it was asked again, since its session was lost
+        del box.tasks[request.id]
     box.work -= request.work
