@@ -21,6 +21,7 @@ from recipes.generation.serving.mailboxes import Mailboxes
 from recipes.generation.serving.requests import Answers, Request, Sample
 from recipes.generation.serving.sessions import Tokens
 from recipes.generation.serving.stream import EngineAddress, frame
+from recipes.rollouts.group import PolicyClient
 from recipes.types import Completion, Sampling
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=8)
@@ -235,3 +236,13 @@ async def test_a_silent_engine_counts_as_dead(case: Case, monkeypatch: pytest.Mo
         for _ in range(2):  # it says its load at once
             await stream.answers()
     stream.close()
+
+
+async def test_what_a_row_says_reaches_the_engine_as_a_number(case: Case) -> None:
+    """JSON has `true` where a number is meant; what an engine cannot read would end the connection for all."""
+    model = PolicyClient(case.client, SAMPLING, max_model_len=16, affinity=0, rollout=0)
+    task = asyncio.create_task(model.generate((1, 2), max_tokens=True))
+    request = await case.first.next()
+    assert request.sampling.max_tokens == 1
+    case.first.answer(request)
+    assert await outcome(task) == (7,)
