@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipes.config.stages import load_stages
+from recipes.environments.agents.coding.programs import PROGRAMS
 from tools.launch.stage_table import markdown, replaced, rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -173,3 +174,15 @@ def test_a_tiny_pipeline_on_this_machine_makes_what_it_starts_from(words: list[s
     assert all(line.rstrip().endswith(makes) for line in prepared)
     assert run.split()[0] == starts or not starts
     assert ("MODEL_PATH" in run) is bool(starts)
+
+
+def test_the_longest_tier_installs_every_agent_program() -> None:
+    said = dry_run("test-all").stdout
+    assert "warning" not in said
+    for name in PROGRAMS:
+        assert said.index(f"tools.setup.agent_programs {name}\n") < said.index("pytest -m 'not gpu'")
+
+
+def test_the_wide_blend_is_validated_with_its_own_configuration() -> None:
+    assert "--config configs/tiny/wide.yaml" in dry_run("data-validate", "BLEND=tiny-wide").stdout
+    assert "--config" not in dry_run("data-validate", "BLEND=rlvr1").stdout

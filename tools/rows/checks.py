@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import orjson
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.chat.messages import chat_request
 from recipes.environments.chat.tool_calls import FlagPatterns
+from recipes.environments.contract.verifier import Agent
 from recipes.environments.environments import Environments
-from recipes.environments.instances import agents_of, servers_of
+from recipes.environments.instances import ServerInstance, agents_of, servers_of
 from recipes.environments.registry import ALL_VERIFIERS, CODING, find_agent
 from recipes.environments.swe.task import parse_task
 from recipes.grpo.data import check_line as check_shape
@@ -24,26 +26,31 @@ FAILURES = (ValueError, TypeError, KeyError, AttributeError)  # what code raises
 
 @dataclass(slots=True)
 class RowChecker:
-    """Checks rows one by one; with a codec it also counts their tokens."""
+    """Checks rows one by one; with a codec it also counts their tokens.
+
+    `instances` are the servers and agents of a configuration; without them those that verifiers bring read the rows.
+    """
 
     codec: ChatCodec | None
+    instances: Mapping[str, Any] = field(default_factory=dict)
     _check_environment: Callable[[Row], list[str]] = field(init=False)
+    _agents: Mapping[str, Agent] = field(init=False)
     _known_tools: dict[bytes, str | None] = field(default_factory=dict)  # checked once: many rows share their tools
 
     def __post_init__(self) -> None:
+        servers = servers_of(self.instances)
+        self._agents = agents_of(self.instances, servers)
         if self.codec is None:
-            self._check_environment = check_without_codec
+            self._check_environment = partial(check_without_codec, servers=servers, agents=self._agents)
         else:
-            servers = servers_of({})
             patterns = FlagPatterns(invalid_tool_call=(), thinking_tags=())
-            agents = agents_of({}, servers)
-            environments = Environments(self.codec, servers=servers, agents=agents, patterns=patterns)
+            environments = Environments(self.codec, servers=servers, agents=self._agents, patterns=patterns)
             self._check_environment = environments.check_row
 
     @classmethod
-    def for_tokenizer(cls, tokenizer: Path | None) -> RowChecker:
-        """Return a checker with the codec of a Hugging Face directory, or without one."""
-        return cls(ChatCodec(tokenizer) if tokenizer else None)
+    def for_tokenizer(cls, tokenizer: Path | None, instances: Mapping[str, Any] | None = None) -> RowChecker:
+        """Return a checker with the codec of a Hugging Face directory, or without one; raises `ConfigError`."""
+        return cls(ChatCodec(tokenizer) if tokenizer else None, instances or {})
 
     def check(self, line: bytes) -> tuple[Row | None, list[tuple[str, str]]]:
         """Return the row of a line and its problems as (kind, text); None for a line without the shape of a row."""
@@ -56,7 +63,7 @@ class RowChecker:
             found = [("environment", text) for text in self._check_environment(row)]
         except FAILURES as error:
             found = [("environment", f"a row that cannot be read ({type(error).__name__}: {error})")]
-        if not found and (text := unrewardable(row)):
+        if not found and (text := unrewardable(row, self._agents)):
             found = [("reward", text)]
         return row, found + [("tools", text) for text in self._check_tools(row["responses_create_params"])]
 
@@ -81,7 +88,7 @@ def _nothing(_row: Row) -> list[str]:
     return []
 
 
-def check_without_codec(row: Row) -> list[str]:
+def check_without_codec(row: Row, *, servers: Mapping[str, ServerInstance], agents: Mapping[str, Agent]) -> list[str]:
     """Return what is wrong with a row's request and with the fields of its verifier."""
     problems = []
     try:
@@ -89,20 +96,20 @@ def check_without_codec(row: Row) -> list[str]:
     except FAILURES as error:
         problems.append(f"responses_create_params: {error}")
     try:
-        agent = find_agent(row["agent_ref"]["name"], {})
+        agent = find_agent(row["agent_ref"]["name"], agents)
         if agent.kind == CODING:
             parse_task(row)
             return problems
-        server = servers_of({})[agent.server]
+        server = servers[agent.server]
         ALL_VERIFIERS[server.verifier].parse_task(row, server.settings)
     except FAILURES as error:
         problems.append(str(error))
     return problems
 
 
-def unrewardable(row: Row) -> str | None:
+def unrewardable(row: Row, agents: Mapping[str, Agent]) -> str | None:
     """Return why no answer to a well-typed row can earn a reward, or None; the verifier itself would only give 0."""
-    verifier = find_agent(row["agent_ref"]["name"], {}).server
+    verifier = find_agent(row["agent_ref"]["name"], agents).server
     if verifier == "mcqa":
         letters = sorted(key.strip().upper() for option in row["options"] for key in option)
         answer = str(row.get("expected_answer") or "").strip().upper()

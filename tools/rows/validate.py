@@ -1,10 +1,11 @@
 """Check the two files that training reads, every row of both, and report what is in them.
 
-    python -m tools.rows.validate --train F --val F [--others DIR ...] [--tokenizer DIR] [--problems OUT.jsonl]
+    python -m tools.rows.validate --train F --val F [--config C] [--others DIR ...] [--tokenizer DIR] [--problems OUT]
 
-Ends with status 2 when anything is wrong. --problems takes all problems; the first few are printed. --others names
-directories of other blends: training rows that occur there too are listed, which is no error, and validation rows that
-occur in their training rows, which is an error (contamination).
+Ends with status 2 when anything is wrong. --config names the configuration whose environments read the rows; without
+it they have the settings of the published blends. --problems takes all problems, one JSON object per line; the first
+few are printed. --others names directories of other blends: training rows that occur there too are listed, which is no
+error, and validation rows that occur in their training rows, which is an error (contamination).
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import orjson
 
-from recipes.errors import DataError, Problem
+from recipes.config.load import load_config
+from recipes.errors import ConfigError, DataError, Problem
 from recipes.files import atomic_writer
 from tools.command_line import exit_status
 from tools.data.split import TRAIN, VALIDATION
@@ -57,6 +60,7 @@ class SplitsCheck:
     train: Path
     validation: Path
     tokenizer: Path | None
+    instances: Mapping[str, Any] = field(default_factory=dict)  # servers and agents that read the rows
     findings: list[RowFinding] = field(default_factory=list)
     stats: dict[Path, FileStats] = field(default_factory=dict)
     _held_out: list[tuple[int, str]] = field(default_factory=list)
@@ -65,9 +69,9 @@ class SplitsCheck:
 
     def check(self, others: Sequence[Path]) -> None:
         """Check both files, validation first, then compare with the training files of other blends."""
-        self._check_file(BlockChecker(self.validation, self.tokenizer))
+        self._check_file(BlockChecker(self.validation, self.tokenizer, instances=self.instances))
         self._lines = {}
-        self._check_file(BlockChecker(self.train, self.tokenizer, self._held_out))
+        self._check_file(BlockChecker(self.train, self.tokenizer, self._held_out, self.instances))
         for other in others:
             self._compare(other)
         order = [str(self.validation), str(self.train)]
@@ -121,16 +125,30 @@ def _blocks(work: BlockChecker) -> Iterator[tuple[int, BlockFindings]]:
         num_lines += checked.stats.num_lines
 
 
-def validate(train: Path, validation: Path, tokenizer: Path | None, others: Sequence[Path] = ()) -> SplitsCheck:
+def validate(
+    train: Path,
+    validation: Path,
+    tokenizer: Path | None,
+    others: Sequence[Path] = (),
+    instances: Mapping[str, Any] | None = None,
+) -> SplitsCheck:
     """Check the splits of one blend; raises `InputError` only for what cannot be opened."""
     for path in (train, validation, *others):
         require_file(path, fix="make the data, or correct the path")
     if same := [str(path) for path in others if path.resolve() == train.resolve()]:
         wrong, fix = f"{same[0]} is the blend that is checked", "name the other blends only"
         raise DataError(Problem(where="--others", wrong=wrong, fix=fix))
-    result = SplitsCheck(train, validation, tokenizer)
+    result = SplitsCheck(train, validation, tokenizer, instances or {})
     result.check(others)
     return result
+
+
+def instances_in(path: Path) -> Mapping[str, Any]:
+    """Return the servers and agents of a configuration; raises `ConfigError` for one that is wrong."""
+    loaded = load_config(path)
+    if loaded.config is None:
+        raise ConfigError(loaded.problems)
+    return loaded.config.env.nemo_gym.instances
 
 
 def write_findings(path: Path, findings: Sequence[RowFinding]) -> None:
@@ -146,6 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, help=f"directory with {TRAIN} and {VALIDATION}")
     parser.add_argument("--train", type=Path, help="rows to train on")
     parser.add_argument("--val", type=Path, help="rows to validate with")
+    parser.add_argument("--config", type=Path, help="configuration whose environments read the rows")
     parser.add_argument("--others", type=Path, nargs="*", default=[], help="directories of other blends")
     parser.add_argument("--tokenizer", type=Path, help="Hugging Face directory, to give lengths in tokens")
     parser.add_argument("--problems", type=Path, help="file to write every problem to, one JSON object per line")
@@ -156,7 +175,8 @@ def main(arguments: list[str] | None = None) -> int:
     train, val = (
         (options.train, options.val) if options.data is None else (options.data / TRAIN, options.data / VALIDATION)
     )
-    result = validate(train, val, options.tokenizer, [directory / TRAIN for directory in options.others])
+    others = [directory / TRAIN for directory in options.others]
+    result = validate(train, val, options.tokenizer, others, instances_in(options.config) if options.config else {})
     print(result.report())
     if options.problems:
         write_findings(options.problems, result.findings)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -37,12 +39,16 @@ class BlockChecker:
     path: Path
     tokenizer: Path | None
     held_out: list[tuple[int, str]] | None = None
+    instances: Mapping[str, Any] = field(default_factory=dict)  # servers and agents that read the rows
     is_complete: bool = True  # False: a file of another blend, whose rows are compared but not checked
     _tools: tuple[RowChecker, ValidationTexts] | None = None
 
     def __call__(self, block: Block) -> BlockFindings:
         if self._tools is None:  # made in each worker: a codec is not picklable, and hashes of texts differ there
-            self._tools = RowChecker.for_tokenizer(self.tokenizer), ValidationTexts.of(self.held_out or ())
+            self._tools = (
+                RowChecker.for_tokenizer(self.tokenizer, self.instances),
+                ValidationTexts.of(self.held_out or ()),
+            )
         checker, held_out = self._tools
         held_out.forget()
         checked = BlockFindings()

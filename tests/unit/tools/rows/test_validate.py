@@ -6,17 +6,21 @@ import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from tools.data.split import TRAIN, VALIDATION
 from tools.files import parallel
 from tools.rows.checks import RowChecker
 from tools.rows.overlap import shingles, text_of
 from tools.rows.pass_rates import pass_rate_of
 from tools.rows.stats import quantile
-from tools.rows.validate import main, validate
+from tools.rows.validate import instances_in, main, validate
+from tools.tiny.tasks import make_row
+from tools.tiny.tool_tasks import EMAILS, write_office
 
 
 def _load_table() -> ModuleType:
@@ -218,3 +222,21 @@ def test_pass_rates_are_read_in_both_forms_and_shown(tmp_path: Path, capsys: pyt
     train, validation = write(tmp_path / "t.jsonl", rows), write(tmp_path / "v.jsonl", numbered(9, 1))
     assert main(["--train", str(train), "--val", str(validation)]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[5] == "0.50"
+
+
+def test_rows_are_read_with_the_settings_of_a_configuration(tmp_path: Path) -> None:
+    rng = Random(0)
+    rows = [make_row(EMAILS, EMAILS.draw(rng)) for _ in range(3)]
+    train, validation = write(tmp_path / TRAIN, rows[:2]), write(tmp_path / VALIDATION, rows[2:])
+    write_office(tmp_path / "office")
+    config = tmp_path / "office.yaml"
+    wide = Path(__file__).parents[4] / "configs/tiny/wide.yaml"
+    office = {"workplace_assistant": {"tables": str(tmp_path / "office")}}
+    tree = {"env": {"nemo_gym": {"workplace_assistant": {"resources_servers": office}}}}
+    config.write_text(json.dumps({"defaults": str(wide), **tree}))
+    assert validate(train, validation, None, instances=instances_in(config)).findings == []
+    elsewhere = {"workplace_assistant": {"resources_servers": {"workplace_assistant": {"tables": "/no/office"}}}}
+    found = validate(train, validation, None, instances=elsewhere)
+    assert [finding.kind for finding in found.findings] == ["environment"] * 3
+    assert main(["--data", str(tmp_path), "--config", str(config)]) == 0
+    assert main(["--data", str(tmp_path), "--config", str(tmp_path / "none.yaml")]) == 2
