@@ -23,7 +23,7 @@ from small_root import require, write_root
 from speed import patiently
 from swe_project import CANARY, WRONG, Project, git, write_project
 
-from recipes.environments.swe.containers.places import AS_NOBODY
+from recipes.environments.swe.containers.places import AS_NOBODY, MOUNT_IMAGE
 from tools.sif import run as sif_run
 from tools.sif.history import Repository, strip_history
 from tools.sif.registry.errors import ImageError
@@ -136,9 +136,9 @@ def test_a_user_without_rights_runs_it_too(made):
         image = place / "image.sif"
         shutil.copy(made.stripped, image)
         words = sif_run.words_of(CONTAINER, image, place / "user" / "work", place / "inputs")
-        script = shutil.copy(sif_run.RUN, place / "run.sh")
         start = [shutil.copy(AS_NOBODY, place), *words[1:]]
-        start[start.index(str(sif_run.RUN))] = script
+        for script in (sif_run.RUN, MOUNT_IMAGE):
+            start[start.index(str(script))] = shutil.copy(script, place / script.name)
         (place / "user").mkdir()
         (place / "user/work").mkdir()
         for directory in (place / "user", place / "user/work"):

@@ -16,6 +16,7 @@ import pytest
 from small_root import require
 
 from recipes.environments.swe.containers.bwrap import BwrapRuntime
+from recipes.environments.swe.containers.check import check_runtime
 from recipes.environments.swe.contract import Container, ContainerLimits, Evaluation, SweTask
 from recipes.environments.swe.evaluation import TestRun, evaluate_gold, prepare
 from recipes.environments.swe.task import images_of, parse_task
@@ -61,6 +62,10 @@ def test_the_solution_passes_and_nothing_else_does(task):
     assert (wrong.resolved, wrong.failed) == (False, "") and "test_result" in wrong.reason
     broken = run(task, module("def f(a, b:\n"))
     assert not broken.resolved and not broken.failed
+
+
+def test_the_check_of_a_launch_can_use_these_images(task):
+    asyncio.run(check_runtime(BwrapRuntime(), task.image))  # which hold few programs
 
 
 def test_an_empty_patch_starts_nothing(task):

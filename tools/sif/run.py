@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.environments.sandbox.apptainer import isolation
-from recipes.environments.swe.containers.places import AS_NOBODY
+from recipes.environments.swe.containers.places import AS_NOBODY, MOUNT_IMAGE
 from tools.sif.programs import run_program
 from tools.sif.registry.errors import ImageError
 
@@ -76,7 +76,7 @@ def words_of(container: ImageRunner, image: Path, work: Path, inputs: Path) -> l
         options = isolation(network=container.network)
         return ["apptainer", "exec", *options, "--bind", f"{inputs}:/inputs:ro", str(image)]
     network = "yes" if container.network else "no"
-    words = [str(AS_NOBODY), str(work), str(image), str(inputs), str(RUN), "--"]
+    words = [str(AS_NOBODY), str(work), str(image), str(inputs), str(RUN), str(MOUNT_IMAGE), "--"]
     return [*words, "bash", str(work / "2"), str(work), str(offset_of(image)), network, container.size]
 
 

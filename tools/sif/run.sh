@@ -3,7 +3,7 @@
 # Run a command in a SIF file without Apptainer. Its file system is read-only; what the command writes goes to a layer in
 # memory that ends with it. The image is not trusted: it is mounted and run without any rights on this machine.
 #
-# Usage: as_nobody.sh WORK IMAGE INPUTS run.sh -- bash WORK/2 WORK OFFSET NETWORK SIZE COMMAND...
+# Usage: as_nobody.sh WORK IMAGE INPUTS run.sh mount_image.sh -- bash WORK/2 WORK OFFSET NETWORK SIZE COMMAND...
 #
 #   INPUTS   a directory that the command sees read-only as /inputs
 #   OFFSET   where in the file its squashfs begins, in bytes
@@ -14,7 +14,6 @@ set -euo pipefail
 shopt -s inherit_errexit
 
 readonly MAX_PROCESSES=4096 # of one command; a fork bomb ends there
-readonly MOUNT_STEPS=100    # of 0.05 s
 
 main() {
   local work=$1 offset=$2 network=$3 size=$4 place
@@ -23,6 +22,8 @@ main() {
   mkdir -p -- "${place}"
   mount -t tmpfs -o "size=${size}" tmpfs "${place}"
   mkdir -- "${place}/"{image,upper,work,root}
+  # shellcheck source=recipes/environments/swe/containers/mount_image.sh
+  source "${work}/3"
   mount_image "${work}/0" "${offset}" "${place}/image"
   mount -t overlay -o "userxattr,lowerdir=${place}/image,upperdir=${place}/upper,workdir=${place}/work" overlay \
     "${place}/root"
@@ -35,21 +36,6 @@ main() {
   local enter='for file in /.singularity.d/env/*.sh; do [ -f "$file" ] && . "$file"; done; exec "$@"'
   env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     prlimit --core=0 --nproc="${MAX_PROCESSES}" -- "${sandbox[@]}" /bin/sh -c "${enter}" sh "$@"
-}
-
-# Mount a squashfs by a program of its own, without the kernel's driver: a damaged one cannot harm the kernel.
-mount_image() {
-  local step
-  squashfuse -f -o "offset=$2" "$1" "$3" &
-  server=$!
-  trap 'kill -- "${server}" 2>/dev/null || true' EXIT # it outlives the namespace
-  for ((step = 0; step < MOUNT_STEPS; step++)); do
-    if mountpoint --quiet -- "$3"; then return; fi
-    kill -0 "${server}" 2>/dev/null || break
-    sleep 0.05
-  done
-  printf 'run.sh: the image cannot be mounted: is it readable to everybody, and /dev/fuse there?\n' >&2
-  exit 1
 }
 
 # The mounts need a user namespace in which the caller is root.

@@ -42,7 +42,7 @@ async def check_runtime(runtime: Runtime, image: str) -> None:
             if await container.read_file("/tmp/check", max_bytes=100) != b"written":
                 raise OSError("what was read is not what was written")
             doing = "stop a late command"
-            late = await shell.run("cat /tmp/check; sleep 600", seconds=0.5, max_characters=100)
+            late = await shell.run("cat /tmp/check; tail -f /dev/null", seconds=0.5, max_characters=100)
             again = await shell.run("echo here", seconds=SECONDS, max_characters=100)
             if (late.status, again.output) != (None, "here\n"):
                 raise OSError(f"its shell answered {late.output!r}, then {again.output!r}")

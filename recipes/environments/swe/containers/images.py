@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from recipes.environments.swe.containers.container import END_SECONDS, MAX_SHOWN
-from recipes.environments.swe.containers.places import AS_NOBODY, container_user, home
+from recipes.environments.swe.containers.places import AS_NOBODY, MOUNT_IMAGE, container_user, home
 from recipes.environments.swe.containers.sif import root_offset
 from recipes.environments.swe.containers.waiting import has_ended, is_readable
 from recipes.environments.swe.contract import ContainerFailedError
 
-KEEP_IMAGE, START_CONTAINER = (Path(__file__).with_name(name) for name in ("keep_image.sh", "start_container.sh"))
+SCRIPTS = [Path(__file__).with_name("keep_image.sh"), Path(__file__).with_name("start_container.sh"), MOUNT_IMAGE]
 MOUNT_SECONDS = 60.0
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 Key = tuple[str, int, int, int]
@@ -95,7 +95,7 @@ async def _hold(path: Path) -> HeldImage:
     number = os.urandom(6).hex()
     work = home() / f"image-{number}"
     work.mkdir(mode=0o711)
-    words = [str(AS_NOBODY), str(work), str(path), str(KEEP_IMAGE), str(START_CONTAINER), "--"]
+    words = [str(AS_NOBODY), str(work), str(path), *map(str, SCRIPTS), "--"]
     words += ["bash", str(work / "1"), str(work), offset]
     pipe = subprocess.PIPE
     process = subprocess.Popen(words, env=environment(), cwd="/", stdin=pipe, stdout=pipe, stderr=pipe)

@@ -2,7 +2,7 @@
 #
 # Hold an image in a mount namespace that containers are started in, until standard input ends.
 #
-# Usage: as_nobody.sh WORK IMAGE keep_image.sh start_container.sh -- bash WORK/1 WORK OFFSET
+# Usage: as_nobody.sh WORK IMAGE keep_image.sh start_container.sh mount_image.sh -- bash WORK/1 WORK OFFSET
 #
 #   OFFSET   where in the file IMAGE its squashfs begins, in bytes; "directory" when IMAGE is a root file system
 #
@@ -11,8 +11,6 @@
 set -euo pipefail
 shopt -s inherit_errexit
 
-readonly MOUNT_STEPS=200 # of 0.05 s
-
 main() {
   local work=$1 offset=$2
   mkdir -- "${work}/layer"
@@ -20,25 +18,12 @@ main() {
     ln -s 0 "${work}/image"
   else
     mkdir -- "${work}/image"
+    # shellcheck source=recipes/environments/swe/containers/mount_image.sh
+    source "${work}/3"
     mount_image "${work}/0" "${offset}" "${work}/image"
   fi
   printf 'ready\n'
   read -r || true
-}
-
-# Mount a squashfs by a program of its own, without the kernel's driver: a damaged one cannot harm the kernel.
-mount_image() {
-  local step
-  setpriv --pdeathsig KILL squashfuse -f -o "offset=$2" "$1" "$3" </dev/null >/dev/null &
-  server=$!
-  trap 'kill -- "${server}" 2>/dev/null && wait -- "${server}" || true' EXIT # it outlives the namespace
-  for ((step = 0; step < MOUNT_STEPS; step++)); do
-    if mountpoint --quiet -- "$3"; then return; fi
-    kill -0 "${server}" 2>/dev/null || break
-    sleep 0.05
-  done
-  printf 'the image cannot be mounted: is it readable to everybody, and /dev/fuse there?\n' >&2
-  exit 1
 }
 
 # The mounts need a user namespace in which the caller is root.

@@ -17,7 +17,7 @@ from pathlib import Path
 from recipes.environments.swe.contract import ContainerFailedError
 from recipes.files import lock_directory
 
-AS_NOBODY = Path(__file__).with_name("as_nobody.sh")
+AS_NOBODY, MOUNT_IMAGE = (Path(__file__).with_name(name) for name in ("as_nobody.sh", "mount_image.sh"))
 PREFIX = "swe-containers-"
 NOBODY = 65534
 _homes: dict[int, Path] = {}  # process -> its directory; a fork makes its own
