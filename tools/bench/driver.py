@@ -10,7 +10,7 @@ from pathlib import Path
 
 from recipes.config.load import load_config, require_runnable
 from recipes.errors import RecipeError
-from tools.bench.rollouts import OURS, measure_rollouts
+from tools.bench.rollouts import ENVIRONMENT, measure_rollouts
 from tools.bench.training import measure_pushes, measure_training
 from tools.bench.verdict import (
     Check,
@@ -75,7 +75,7 @@ def _bench(args: argparse.Namespace) -> list[Check]:
         pushes = measure_pushes(run, args.run_dir, num_steps=args.steps)
     finally:
         run.close()
-    checks = [*training_checks(runs), rollout_check(ways, OURS)]
+    checks = [*training_checks(runs), rollout_check(ways, ENVIRONMENT)]
     results = Results(machine=found, training=runs, pushes=pushes, rollouts=ways, checks=checks)
     print(f"{table(checks, ways)}\n\n{push_table(push_costs(pushes))}")
     write(args.out, results)

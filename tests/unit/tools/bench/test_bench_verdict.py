@@ -71,7 +71,7 @@ def test_the_costs_of_the_ways_add_up_to_the_whole_difference(ways: list[Generat
     assert [share for _, share, _ in rows] == [1.0, 0.8, 0.5]
     assert [cost for _, _, cost in rows] == pytest.approx([0.0, 25.0, 75.0])
     check = rollout_check(ways, "ours")
-    assert (check.ratio, check.limit, check.is_kept) == (0.5, 0.85, False)
+    assert (check.ratio, check.limit, check.is_kept) == (0.5, 0.9, False)
 
 
 def test_table_and_files_state_the_verdicts(
