@@ -109,7 +109,7 @@ def _workers_config(place: Path, args: argparse.Namespace) -> Config:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print and write; return 0, or 2 for a wrong input."""
+    """Measure, print and write; return 0, 1 when a session costs more than its limit, or 2 for a wrong input."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench.scale", description=__doc__)
     parser.add_argument("--config", type=Path, default=Path("configs/stage1_rlvr.yaml"), help="stage to plan for")
     parser.add_argument("--out", type=Path, default=Path("results/bench_scale.json"), help="JSON result")
@@ -138,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
     if warning := load_warning(found):
         print(f"bench-scale: {warning}")
     print(f"bench-scale: {args.out}")
-    return 0
+    return 0 if session.is_kept else 1
 
 
 def _measure_all(parts: Parts, *, num_prompts: int) -> tuple[list[StepCost], SessionCost]:

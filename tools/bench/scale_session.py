@@ -32,13 +32,22 @@ class SessionCost:
     client_seconds: float
     engine_seconds: float
 
+    @property
+    def seconds(self) -> float:
+        """Return the cost in both processes."""
+        return self.client_seconds + self.engine_seconds
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it costs no more than the limit."""
+        return self.seconds <= LIMIT_SECONDS
+
     def __str__(self) -> str:
-        total = self.client_seconds + self.engine_seconds
-        verdict = "within" if total <= LIMIT_SECONDS else "OVER"
+        verdict = "within" if self.is_kept else "OVER"
         return (
             f"each of {NUM_SESSIONS} sessions at once, of {NUM_TURNS} turns and {self.num_tokens} tokens, costs"
-            f" {total:.2f} s of CPU, {verdict} the limit of {LIMIT_SECONDS:g} s: {self.client_seconds:.2f} s where the"
-            f" agent is, {self.engine_seconds:.2f} s where the engine is"
+            f" {self.seconds:.2f} s of CPU, {verdict} the limit of {LIMIT_SECONDS:g} s: {self.client_seconds:.2f} s"
+            f" where the agent is, {self.engine_seconds:.2f} s where the engine is"
         )
 
     def as_dict(self) -> dict[str, Any]:
