@@ -194,14 +194,11 @@ class EngineActor:
         self._usage.update_seconds += time.monotonic() - began
 
     async def _push(self, version: int, update_info: dict[str, Any], *, keeps_caches: bool) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         llm = self._llm
         # AsyncLLM.pause_generation does this, then sleeps 20 ms only for the order of events in the caller's view.
         await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-        await llm.start_weight_update()
-        await llm.update_weights(WeightTransferUpdateRequest(update_info=update_info))
-        await llm.finish_weight_update(str(version))
+        await llm.collective_rpc("load_pushed_weights", kwargs={"update_info": update_info})
+        await llm.update_weight_version(str(version))
         await llm.reset_prefix_cache(reset_running_requests=not keeps_caches)
         await llm.resume_generation()
 

@@ -1,11 +1,12 @@
-"""The time of weight pushes from a real policy to a real engine, and of plain copies of as many bytes."""
+"""The time of weight pushes from a policy to an engine, of plain copies of as many bytes, and of empty calls."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,19 +17,29 @@ START_SECONDS = 900.0  # for policy and engine to be up, and for a push: the mac
 STORE_BYTES = 100 << 20
 
 
-def measure_push(config: Config, num_rounds: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of pushes and of copies, round by round; they take turns."""
+@dataclass(frozen=True, slots=True)
+class PushTimes:
+    """Seconds, one of each kind per round; the kinds take turns."""
+
+    pushes: list[float] = field(default_factory=list)
+    copies: list[float] = field(default_factory=list)
+    calls: list[float] = field(default_factory=list)  # to the engine and back, without weights: no push is faster
+
+
+def measure_push(config: Config, num_rounds: int) -> PushTimes:
+    """Push the weights of a policy to an engine, copy as many bytes within this process, and call the engine."""
     import numpy as np
     import ray
 
     from recipes.generation.generation import Generation
+    from recipes.generation.serving.requests import AtPush
     from recipes.grpo.loss import grpo_loss
     from recipes.grpo.refit import connect, refit
     from recipes.policy.policy import Policy
 
     os.environ["OMP_NUM_THREADS"] = "1"
     deadlines = replace(config.deadlines, placement=START_SECONDS, engine_start=START_SECONDS, refit=START_SECONDS)
-    pushes, copies = [], []
+    times = PushTimes()
     with tempfile.TemporaryDirectory(prefix="ray-push-", dir="/tmp", ignore_cleanup_errors=True) as directory:
         ray.init(
             address="local",
@@ -55,14 +66,19 @@ def measure_push(config: Config, num_rounds: int) -> tuple[list[float], list[flo
             source = np.ones(policy.weight_layout().num_bytes, np.uint8)
             target = np.zeros_like(source)
             for version in range(1, num_rounds + 1):
-                began = time.perf_counter()
-                refit(policy, generation, version=version)
-                pushed = time.perf_counter()
-                np.copyto(target, source)
-                pushes.append(pushed - began)
-                copies.append(time.perf_counter() - pushed)
+                times.pushes.append(_seconds(partial(refit, policy, generation, version=version)))
+                times.copies.append(_seconds(partial(np.copyto, target, source)))
+                generation.at_push = AtPush.DRAIN  # an idle engine answers at once; the next push lets it go on
+                times.calls.append(_seconds(generation.drain))
+                generation.at_push = AtPush.KEEP
             generation.shutdown()
             policy.shutdown()
         finally:
             ray.shutdown()
-    return pushes, copies
+    return times
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began

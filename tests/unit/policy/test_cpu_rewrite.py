@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -59,3 +61,16 @@ def test_adam_equals_torch_and_resumes_exactly() -> None:
     _train(ours, adam, range(3, 5))
     _train(resumed, other, range(3, 5))
     assert torch.equal(ours, resumed)
+
+
+def test_the_sums_and_gathers_of_one_rank_touch_nothing() -> None:
+    """torch's own would copy all gradients and all weights, at each step."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    assert param_and_grad_buffer.dist_all_gather_func is cpu.gather_in_place
+    assert param_and_grad_buffer.dist_reduce_scatter_func is cpu.reduce_in_place
+    weights = torch.arange(4.0)
+    group: Any = SimpleNamespace(size=lambda: 1)  # any call to it would fail
+    cpu.gather_in_place(weights, weights, group=group, async_op=True)
+    cpu.reduce_in_place(weights, weights, op=None, group=group, async_op=False)
+    assert weights.tolist() == [0.0, 1.0, 2.0, 3.0]
