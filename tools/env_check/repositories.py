@@ -124,7 +124,23 @@ def dishonest_patches() -> dict[str, str]:
         "a file outside": new_file("../outside.py", "x = 1\n"),
         "a file behind a link": link + new_file("link/unittest/__main__.py", RESULTS),
         "git's own files": new_file(".git/hooks/post-checkout", "exit 0\n"),
+        **_written_otherwise(),
         "a binary file without content": f"{binary}Binary files /dev/null and b/x.bin differ\n",
+    }
+
+
+def _written_otherwise() -> dict[str, str]:
+    """Return what is tried -> a patch that writes the name of a package of tests in another way than git does."""
+    lines = "".join(f"+{line}\n" for line in ("import unittest", "unittest.TestCase.assertEqual = lambda *_: None"))
+    hunk = f"@@ -0,0 +1,2 @@\n{lines}"
+    name = '"b/t\\145sts/__init__.py"'
+    quoted = f"diff --git {name.replace('b/', 'a/')} {name}\n--- {name.replace('b/', 'a/')}\n+++ {name}\n{hunk}"
+    return {
+        "tests under a quoted name": quoted + module(WRONG),
+        "tests in a patch that is not git's": f"--- x/tests/__init__.py\n+++ x/tests/__init__.py\n{hunk}"
+        + module(WRONG),
+        "git's own files in a patch that is not git's": f"--- x/.git/attributes\n+++ x/.git/attributes\n{hunk}"
+        + module(WRONG),
     }
 
 

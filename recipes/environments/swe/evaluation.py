@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import secrets
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -53,8 +53,19 @@ R2E_NAMES = ("r2e_tests", "run_tests.sh")
 R2E_PLACES = ("/", "/root")  # and the workspace
 STEP_SECONDS = 300.0  # of any step but the tests: a large repository is packed anew
 MAX_SCRIPT = 100_000  # bytes of R2E-Gym's script
+MAX_NAMES = 16_000_000  # bytes of the names of changed files
 MAX_NAMED = 3  # tests in a reason
 GIT = "git -c safe.directory='*' -c core.hooksPath=/dev/null -c core.fsmonitor=false"
+# What is written after this has a later time of change than the stamp.
+NOTE_BEFORE = (
+    f"{GIT} ls-files -d -z >{{place}}/gone_before; touch {{place}}/stamp; "
+    "until touch {place}/later; [ {place}/later -nt {place}/stamp ]; do :; done"
+)
+# Git is not asked of a repository whose own files have changed: they can name programs that it runs.
+NOTE_AFTER = (
+    "find . \\( -type f -o -type l \\) -cnewer {place}/stamp -print0 >{place}/written && : >{place}/gone && "
+    f"{{{{ grep -qzF /.git/ {{place}}/written || {GIT} ls-files -d -z >{{place}}/gone; }}}}"
+)
 APPLY = f"{GIT} apply --verbose --whitespace=nowarn"
 TOUCHED = re.compile(r'^(?:diff --git "?a/(.+?)"? "?b/(.+?)"?|(?:---|\+\+\+) "?[ab]/(.+?)"?\t?)$', re.MULTILINE)
 TEST_NAME = re.compile(r"test_.*\.py|.*_test\.py|(?:run)?tests\.py|conftest\.py")
@@ -139,7 +150,7 @@ class TestRun:
             return Evaluation(resolved=False, reason="", failed=str(error))
         try:
             found = await self._run(container, task, patch)
-        except PreparationError as error:
+        except (PreparationError, TimeoutError) as error:
             found = Evaluation(resolved=False, reason="", failed=str(error))
         except ContainerEndedError as error:
             found = _of_end(error)
@@ -152,13 +163,21 @@ class TestRun:
         shell = await container.open_shell()
         place = f"/tmp/{secrets.token_hex(8)}"
         await _prepare_tests(container, shell, task, place)
-        if wrong := await _apply(container, shell, task, patch, place):
+        try:
+            wrong = await _apply(container, shell, task, patch, place)
+        except PreparationError as error:
+            if not patch.strip():
+                raise
+            wrong = str(error)  # the container was fit before: the patch has left no room
+        if wrong:
             return Evaluation(resolved=False, reason=wrong)
         calls = deciding_calls(task.facts, await _r2e_script(container, task))
         if calls:
             try:
                 reported = await run_calls(container, calls, self.seconds)
-            except OSError as error:  # the patch, or the code that it changes, has left no place
+            except TimeoutError:
+                raise
+            except OSError as error:  # the patch, or the code that it changes, has left no room
                 return Evaluation(resolved=False, reason=f"the tests could not be started: {error}")
             return self._late() if reported.is_late else verdict_of_calls(task, reported)
         tests = await container.open_shell()  # nothing that a patch made git do has a hand in it
@@ -235,18 +254,19 @@ async def _prepare_tests(container: Container, shell: Shell, task: SweTask, plac
 
 async def _apply(container: Container, shell: Shell, task: SweTask, patch: str, place: str) -> str:
     """Apply a patch, then the row's tests over it; return why that cannot be done, empty where it was."""
-    touched = touched_files(patch)
-    if any(".git" in PurePosixPath(path).parts for path in touched):
-        return "the patch changes git's own files"
-    if any(INSTALLED.intersection(PurePosixPath(path).parts) for path in touched):
-        return "the patch changes installed packages"
-    if patch.strip() and (wrong := await _apply_solution(container, shell, patch, place)):
-        return wrong
+    changed: list[str] = []
+    if patch.strip():
+        if wrong := _refusal(touched_files(patch)) or await _apply_solution(container, shell, patch, place):
+            return wrong
+        changed = await _changed(container, shell, place)
+        if wrong := _refusal(changed):
+            return wrong
     ours = [*PATCHED_FILE.findall(task.test_patch), *files_of_tests(task.facts)]
     kept = set(touched_files(task.gold_patch))
-    settings = [path for path in touched if configures_tests(path) and path not in kept]
-    restored = dict.fromkeys([*ours, *settings, *(path for path in touched if is_of_tests(path))])
-    await _write(container, f"{place}/restored", "".join(f"{path}\0" for path in restored).encode(errors="replace"))
+    settings = [path for path in changed if configures_tests(path) and path not in kept]
+    restored = dict.fromkeys([*ours, *settings, *(path for path in changed if is_of_tests(path))])
+    names = "".join(f"{path}\0" for path in restored).encode(errors="surrogateescape")
+    await _write(container, f"{place}/restored", names)
     lines = [f"xargs -0 -r rm -rf -- <{place}/restored"]
     tree, checkout = "ls-tree -r -z --name-only", "--literal-pathspecs checkout --quiet"
     lines.append(f"xargs -0 -r {GIT} {tree} {task.base_commit} -- <{place}/restored >{place}/base")
@@ -259,17 +279,41 @@ async def _apply(container: Container, shell: Shell, task: SweTask, patch: str, 
     return "" if done.status == 0 else f"the hidden tests cannot be put in place over the patch: {_shown(done)}"
 
 
+def _refusal(paths: Sequence[str]) -> str:
+    """Return why a patch that changes these files is refused, empty where it is not."""
+    parts = {part for path in paths for part in PurePosixPath(path).parts}
+    if ".git" in parts:
+        return "the patch changes git's own files"
+    return "the patch changes installed packages" if parts & INSTALLED else ""
+
+
 async def _apply_solution(container: Container, shell: Shell, patch: str, place: str) -> str:
     await _write(container, f"{place}/solution.patch", _encoded(patch))
-    moved = f"patch --batch --fuzz=5 -p1 --input={place}/solution.patch"
+    moved = f"patch --batch --unified --fuzz=5 -p1 --input={place}/solution.patch"
     apply = f"{APPLY} {place}/solution.patch"
     if not LINK.search(patch):  # git alone refuses to write behind a link
         apply += f" || {{ {moved} --dry-run && {moved}; }}"
-    done = await _step(shell, apply)
+    done = await _step(shell, f"{NOTE_BEFORE.format(place=place)}; {apply}")
     if done.status == 0:
         return ""
     what = "the patch changes a binary file without its content" if "binary patch" in done.output else ""
     return f"{what or 'the patch does not apply'}: {_shown(done)}"
+
+
+async def _changed(container: Container, shell: Shell, place: str) -> list[str]:
+    """Return the files that were written or removed since `NOTE_BEFORE`.
+
+    They are asked of the file system: a patch can name them in ways that only the program that applies it understands.
+    """
+    done = await _step(shell, NOTE_AFTER.format(place=place))
+    if done.status != 0:
+        raise PreparationError(f"what a patch has changed could not be found: {_shown(done)}")
+    written, gone, gone_before = [
+        (await container.read_file(f"{place}/{name}", max_bytes=MAX_NAMES)).decode(errors="surrogateescape").split("\0")
+        for name in ("written", "gone", "gone_before")
+    ]
+    removed = set(gone) - set(gone_before)
+    return [path for path in dict.fromkeys([*(name.removeprefix("./") for name in written), *sorted(removed)]) if path]
 
 
 def _of_end(error: ContainerEndedError) -> Evaluation:
@@ -287,6 +331,8 @@ async def _step(shell: Shell, command: str) -> CommandResult:
 async def _write(container: Container, path: str, content: bytes) -> None:
     try:
         await container.write_file(path, content)
+    except TimeoutError:  # the machine is slow
+        raise
     except OSError as error:
         raise PreparationError(f"{path} could not be written into the container: {error}") from error
 
