@@ -5,7 +5,7 @@ tokens and end at 65,024. Collector, rollout workers with their agents and scori
 buffer, rewards, advantages, planning and the ranks' fetching and packing are those of a run, on a real Ray. Three parts
 are not: engines answer with random tokens, a thousand times as fast as real ones; the tokenizer and the questions are
 those of the tiny stages; a rank stops at its first packed microbatch. Steps with fewer or shorter rollouts show how the
-cost grows. Then one rollout of 200 turns and 100,000 tokens, as in stage 2.2, goes through a session.
+cost grows. Then rollouts of 200 turns and 100,000 tokens, as in stage 2.2, go through sessions.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _measure_all(parts: Parts, *, num_prompts: int) -> tuple[list[StepCost], Ses
     measure(StepSize(num_prompts=4, mean_tokens=100), parts)  # makes what is made once
     costs = [measure(size, parts) for size in sizes]
     engine_cpu = partial(cpu_seconds, "ray::RandomEngine")
-    return costs, measure_session(parts.generation, parts.engines, engine_cpu)
+    return costs, measure_session(parts.generation, parts.engines, engine_cpu, parts.rows.parent / "model")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a long rollout costs between the agent and the engine's input: CPU seconds of both processes, engine apart.
+"""What a long rollout costs from the agent to the engine's input: CPU seconds of both processes, the model apart.
 
 Several such rollouts run at once, as in stage 2.2, and their cost is divided among them. With one alone most of what is
 measured would be the idle threads of Ray.
@@ -10,11 +10,16 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
+from recipes.environments.agents.conversation import Conversation
+from recipes.environments.agents.episode import Episode
+from recipes.environments.chat.codec import ChatCodec
+from recipes.environments.chat.tool_calls import FlagPatterns
 from recipes.rollouts.group import PolicyClient, Sampler
 from recipes.token_ids import TokenIds
-from recipes.types import Sampling
+from recipes.types import Completion, Sampling, VersionSpan
 from tools.bench.scale_step import MODEL_TOKENS
 
 if TYPE_CHECKING:
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
 
 NUM_SESSIONS, NUM_TURNS, NUM_TOKENS = 8, 200, 100_000
 LIMIT_SECONDS = 0.5
+_WORDS = "The file has a line that nobody reads. " * 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +35,14 @@ class SessionCost:
     """CPU seconds of one rollout of `NUM_TURNS` turns and about `NUM_TOKENS` tokens, beside others like it."""
 
     num_tokens: int
+    agent_seconds: float  # to render, to tokenize and to read what is said
     client_seconds: float
     engine_seconds: float
 
     @property
     def seconds(self) -> float:
-        """Return the cost in both processes."""
-        return self.client_seconds + self.engine_seconds
+        """Return the cost in both processes, the agent's own part included."""
+        return self.agent_seconds + self.client_seconds + self.engine_seconds
 
     @property
     def is_kept(self) -> bool:
@@ -46,8 +53,8 @@ class SessionCost:
         verdict = "within" if self.is_kept else "OVER"
         return (
             f"each of {NUM_SESSIONS} sessions at once, of {NUM_TURNS} turns and {self.num_tokens} tokens, costs"
-            f" {self.seconds:.2f} s of CPU, {verdict} the limit of {LIMIT_SECONDS:g} s: {self.client_seconds:.2f} s"
-            f" where the agent is, {self.engine_seconds:.2f} s where the engine is"
+            f" {self.seconds:.2f} s of CPU, {verdict} the limit of {LIMIT_SECONDS:g} s: {self.agent_seconds:.2f} s"
+            f" for the agent, {self.client_seconds:.2f} s to reach the engine, {self.engine_seconds:.2f} s there"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -55,15 +62,24 @@ class SessionCost:
         return {**asdict(self), "limit_seconds": LIMIT_SECONDS}
 
 
-def measure_session(generation: Generation, engines: Sequence[Any], engine_cpu: Callable[[], float]) -> SessionCost:
-    """Run rollouts as an agent of tools does; `engine_cpu()` returns the CPU seconds of the engines' processes."""
+def measure_session(
+    generation: Generation, engines: Sequence[Any], engine_cpu: Callable[[], float], model_path: Path
+) -> SessionCost:
+    """Run rollouts as an agent of tools does; `engine_cpu()` returns the CPU seconds of the engines' processes.
+
+    The agent is measured on written answers, since random tokens call no tools. `model_path` has its tokenizer.
+    """
     import ray
 
     ray.get([engine.set_mean.remote(NUM_TOKENS / NUM_TURNS / 2) for engine in engines], timeout=60)
-    return asyncio.run(_measure(generation, engine_cpu))
+    codec = ChatCodec(model_path)
+    asyncio.run(_use_tools(codec, 5))  # makes what is made once
+    began = time.process_time()
+    asyncio.run(_use_tools(codec, NUM_TURNS))
+    return asyncio.run(_measure(generation, engine_cpu, agent_seconds=time.process_time() - began))
 
 
-async def _measure(generation: Generation, engine_cpu: Callable[[], float]) -> SessionCost:
+async def _measure(generation: Generation, engine_cpu: Callable[[], float], *, agent_seconds: float) -> SessionCost:
     """Sample as a rollout worker does: by a client of its own, on one event loop."""
     from recipes.generation.clients.client import FollowingClient
 
@@ -75,6 +91,7 @@ async def _measure(generation: Generation, engine_cpu: Callable[[], float]) -> S
     here, there = time.process_time() - began, engine_cpu() - began_engine
     return SessionCost(
         num_tokens=num_tokens // NUM_SESSIONS,
+        agent_seconds=agent_seconds,
         client_seconds=here / NUM_SESSIONS,
         engine_seconds=there / NUM_SESSIONS,
     )
@@ -98,3 +115,36 @@ async def _converse(sampler: Sampler, num_turns: int, prompt: int) -> int:
         seen = prompt_ids.plus(completion.token_ids)
     client.close()
     return len(seen)
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A model that says the same in every turn."""
+
+    token_ids: tuple[int, ...]
+    max_model_len: int = MODEL_TOKENS
+
+    async def generate(self, prompt_token_ids: Sequence[int], *, max_tokens: int) -> Completion:
+        count = len(self.token_ids)
+        span = VersionSpan(version=0, start=0, end=count)
+        return Completion(token_ids=self.token_ids, logprobs=(-0.5,) * count, versions=(span,), finish_reason="stop")
+
+
+async def _use_tools(codec: ChatCodec, num_turns: int) -> None:
+    """Let a written policy and a tool take turns; each says half of the tokens of a turn."""
+    half = codec.text(codec.token_ids(_WORDS)[: NUM_TOKENS // NUM_TURNS // 2])
+    call = "<tool_call>\n<function=run>\n<parameter=command>\nls\n</parameter>\n</function>\n</tool_call>"
+    says = (*codec.token_ids(f"<think>{half}</think>\n{call}"), codec.eos_token_id)
+    episode = Episode(
+        row={},
+        codec=codec,
+        model=_Written(says),
+        verifier=cast(Any, None),  # nothing is scored
+        patterns=FlagPatterns(invalid_tool_call=("<tool_call>",), thinking_tags=("<think>", "</think>")),
+        max_tokens=len(says),
+    )
+    tool = {"type": "function", "name": "run", "parameters": {"properties": {"command": {"type": "string"}}}}
+    said = Conversation(episode, {"input": [{"role": "user", "content": "Look around."}], "tools": [tool]})
+    for _ in range(num_turns):
+        [called] = await said.next_turn()
+        said.add_answer(half, call_id=called["call_id"])

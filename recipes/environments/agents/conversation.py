@@ -99,13 +99,16 @@ class Conversation:
         """Return the ids that are new in the prompt of the next turn.
 
         Rendering all turns each time would take seconds in a long rollout. So where the template gives the same ids for
-        the new messages alone, only these are rendered; the whole is looked at again every CHECKED_TURNS turns.
+        the new messages alone, only these are rendered. The whole is looked at again after the first turn,
+        CHECKED_TURNS turns later, and whenever the rollout is twice as long as then.
         """
         codec = self.episode.codec
         if not self.turns:
             return codec.encode(self.params)
         short = self._short_ids() if self._is_short else None
-        if short is not None and (len(self.turns) - 1) % CHECKED_TURNS != 0:
+        parts, rest = divmod(len(self.turns) - 1, CHECKED_TURNS)
+        is_checked = rest == 0 and parts & (parts - 1) == 0  # after 0, 1, 2, 4, ... times as many turns
+        if short is not None and not is_checked:
             return short
         try:
             whole = codec.extend(self.seen_ids[:], self.params, self.items)

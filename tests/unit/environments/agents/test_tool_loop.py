@@ -225,16 +225,22 @@ async def test_prompts_are_those_of_the_whole_conversation(
         return extend(seen_ids, *given)
 
     monkeypatch.setattr(codec, "extend", counted)
-    prompts = []
-    for every in (1, 2, 16):
+
+    async def prompts(every: int) -> list[tuple[int, ...]]:
         whole.clear()
         monkeypatch.setattr(conversation, "CHECKED_TURNS", every)
         model = Scripted(codec, says)
         rollout = await environments.run(ROW, model, max_tokens=64)
         assert len(rollout.turns) == 6
-        prompts.append(model.prompts)
-        assert len(whole) == {1: 5, 2: 3, 16: 1}[every]
-    assert prompts[0] == prompts[1] == prompts[2]
+        return model.prompts
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversation.Conversation, "_short_ids", lambda _: None)
+        expected = await prompts(16)
+        assert len(whole) == 5, "every later turn"
+    for every, num_whole in {1: 4, 2: 3, 16: 1}.items():  # not the fourth of the later turns: 3 is no power of 2
+        assert await prompts(every) == expected
+        assert len(whole) == num_whole
 
 
 NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}"
