@@ -305,7 +305,7 @@ bench-train: tiny ## measure asynchronous against synchronous training, and roll
 	$(PYTHON) -m tools.bench $(ARGS)
 
 .PHONY: bench-policy
-bench-policy: $(READY) ## measure a train step beside transformers, and a weight push beside a memory copy
+bench-policy: $(READY) ## measure train step, weight push and save beside something plain
 #= ARGS="--rounds 5 --steps 10 50 --pushes 1 50 300" (millions of parameters)
 	$(PYTHON) -m tools.bench.policy $(ARGS)
 

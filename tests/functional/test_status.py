@@ -33,7 +33,6 @@ END_SECONDS = 60.0  # from the end of a run, or a signal, to that of its last pr
 NUM_STEPS, SAVE_PERIOD = 12, 4
 OVERRIDES = {
     "grpo.max_num_steps": NUM_STEPS,
-    "grpo.num_generations_per_prompt": 4,
     "grpo.val_period": 0,
     "grpo.val_at_start": "false",
     "grpo.val_at_end": "false",

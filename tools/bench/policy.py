@@ -5,6 +5,7 @@ the same model on the same rows with the same number of threads: forward, the sa
 clipping, AdamW. Both take turns, so that a slow minute of the machine changes both. A push takes the weights from the
 policy's process to an engine that can generate with them. Beside it numpy copies as many bytes within one process. The
 time of one call to the engine and back, without weights, is printed too: where a copy takes less, no push can keep up.
+Of a checkpoint, the time for which training stands still is compared with the time that writing takes.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from recipes.config.load import load_config, require_valid
 from recipes.errors import RecipeError
 from recipes.files import write_atomically
 from tools.bench.policy_push import measure_push
+from tools.bench.policy_save import measure_save
 from tools.bench.verdict import Check, load_warning, machine, median_ratio, table
 from tools.tiny.tokenizer import build_tokenizer
 
 STEP_LIMIT = 1.0  # of the tokens per second of plain transformers
 PUSH_LIMIT = 1 / 3  # of the speed of a copy
+SAVE_LIMIT = 10.0  # times as long as training stands still may writing take, at least
 ROWS, TOKENS = 4, 256
 VOCABULARY = 512
 SHAPES = {  # millions of parameters -> hidden size, layers
@@ -196,6 +199,23 @@ def push_checks(sizes: Sequence[int], num_rounds: int, place: Path) -> list[Chec
     return checks
 
 
+def save_checks(sizes: Sequence[int], num_rounds: int, place: Path) -> list[Check]:
+    """Measure a checkpoint of models of these sizes."""
+    checks = []
+    for millions in sizes:
+        parameters = write_model(place / f"save{millions}", millions)
+        config = require_valid(load_config(TINY, [f"policy.model_name={place / f'save{millions}'}"]))
+        stood, wrote = measure_save(config, _batch(), num_rounds, place)
+        check = Check(
+            name=f"writing over standing still, {parameters / 1e6:.1f} M",
+            ratio=median_ratio(wrote, stood),
+            limit=SAVE_LIMIT,
+            detail=f"{statistics.median(stood):.2f} of {statistics.median(wrote):.2f} s",
+        )
+        checks.append(check)
+    return checks
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure, print and write; return 0 when every limit is kept, 1 when one is not, 2 for a wrong input."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench.policy", description=__doc__.split("\n", 1)[0])
@@ -203,20 +223,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each size")
     parser.add_argument("--steps", type=int, nargs="*", default=[10, 50], choices=SHAPES, help="millions of parameters")
     parser.add_argument("--pushes", type=int, nargs="*", default=[1, 50, 300], choices=SHAPES, help="the same")
+    parser.add_argument("--saves", type=int, nargs="*", default=[300], choices=SHAPES, help="the same")
     args = parser.parse_args(argv)
-    if args.rounds < 1 or not args.steps + args.pushes:
+    if args.rounds < 1 or not args.steps + args.pushes + args.saves:
         parser.error("at least one round and one size are needed")
     found = machine()
     try:
-        with tempfile.TemporaryDirectory(prefix="bench-policy-") as directory:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".bench-policy-", dir=args.out.parent) as directory:
             checks = step_checks(args.steps, args.rounds, Path(directory)) if args.steps else []
             checks += push_checks(args.pushes, args.rounds, Path(directory)) if args.pushes else []
+            checks += save_checks(args.saves, args.rounds, Path(directory)) if args.saves else []
     except RecipeError as error:
         print(f"bench-policy: {error}", file=sys.stderr)
         return error.exit_code
     print(table(checks, []))
     result = {"machine": found, "checks": [{**asdict(check), "is_kept": check.is_kept} for check in checks]}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(args.out, (json.dumps(result, indent=1) + "\n").encode())
     if warning := load_warning(found):
         print(f"bench-policy: {warning}")
