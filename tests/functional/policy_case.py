@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
@@ -26,6 +25,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from recipes.cluster.private import private_ray
 from recipes.config.load import load_config, require_valid
 from recipes.config.tree import Config
 from recipes.grpo.loss import grpo_loss
@@ -186,14 +186,9 @@ def showing_gradients(config: Config) -> Config:
 @contextmanager
 def local_ray(num_cpus: int) -> Iterator[None]:
     """Run a Ray instance of our own, in a directory of its own."""
-    os.environ.pop("RAY_ADDRESS", None)
     os.environ["OMP_NUM_THREADS"] = "1"
-    with TemporaryDirectory(prefix="ray-policy-", dir="/tmp", ignore_cleanup_errors=True) as directory:
-        ray.init(num_cpus=num_cpus, include_dashboard=False, _temp_dir=directory, object_store_memory=100 * 2**20)
-        try:
-            yield
-        finally:
-            ray.shutdown()
+    with private_ray(num_cpus, object_store_memory=100 * 2**20):
+        yield
 
 
 @contextmanager

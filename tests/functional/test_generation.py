@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,13 +16,13 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import ray
 import tiny_engine
 import torch
 from engine_setup import Setup
 from safetensors.torch import load_file
 from transformers import DynamicCache, PreTrainedModel
 
+from recipes.cluster.private import private_ray
 from recipes.generation.generation import Generation
 from recipes.generation.serving.requests import AtPush
 from recipes.types import Completion, Sampling
@@ -38,10 +37,8 @@ PROMPT = tuple(10 + (7 * index) % 100 for index in range(3 * tiny_engine.BLOCK +
 
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
-    with tempfile.TemporaryDirectory(prefix="ray_") as directory:
-        ray.init(num_cpus=2, include_dashboard=False, _temp_dir=directory, logging_level="ERROR", log_to_driver=False)
+    with private_ray(2):
         yield
-        ray.shutdown()
 
 
 def start(path: Path, *, is_tied: bool, eos: int | None, expose_http_server: bool, batch_tokens: int = 2048) -> Setup:

@@ -6,7 +6,6 @@ like those that `cluster/placement.py` reserves. Ray believes the number of GPUs
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from recipes.cluster.private import private_ray
 from recipes.config.load import load_config, require_valid
 from recipes.generation.engine_args import engine_args
 
@@ -40,9 +40,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def node() -> Iterator[Any]:
     """An actor in a bundle of eight GPUs."""
-    with tempfile.TemporaryDirectory(prefix="ray_") as directory:
-        gpus = fake_cuda.GPUS_PER_NODE
-        ray.init(num_cpus=1, num_gpus=gpus, include_dashboard=False, _temp_dir=directory, logging_level="ERROR")
+    gpus = fake_cuda.GPUS_PER_NODE
+    with private_ray(1, num_gpus=gpus):
         group = placement_group([{"GPU": gpus}])
         ray.get(group.ready(), timeout=60)
 
@@ -54,7 +53,6 @@ def node() -> Iterator[Any]:
 
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         yield ray.remote(Node).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=strategy).remote()
-        ray.shutdown()
 
 
 def test_there_are_stages_for_every_kind_of_cluster() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ import torch
 from speed import patiently
 from transformers import PreTrainedModel
 
+from recipes.cluster.private import private_ray
 from recipes.errors import EngineError, RequestError
 from recipes.generation.clients import stream
 from recipes.generation.clients.session import EngineSession
@@ -79,8 +79,7 @@ class Pair:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     path = tmp_path_factory.mktemp("model")
     tiny_engine.build_model(path, seed=0, is_tied=True, eos=None)
-    with tempfile.TemporaryDirectory(prefix="ray_") as directory:
-        ray.init(num_cpus=2, include_dashboard=False, _temp_dir=directory, logging_level="ERROR", log_to_driver=False)
+    with private_ray(2):
         generation = Generation.start(
             tiny_engine.generation_config(),
             model_path=str(path),
@@ -96,7 +95,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         pair.push(0)
         yield pair
         generation.shutdown()
-        ray.shutdown()
 
 
 def is_named(info: EngineInfo, message: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,10 +12,10 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import ray
 from speed import patiently
 
 from recipes.cluster.placement import WorkerCounts, place, place_judges
+from recipes.cluster.private import private_ray
 from recipes.config.keys.judges import StartedJudge, started_judges
 from recipes.config.keys.schema import CONFIG_DIR
 from recipes.config.load import load_config, require_valid
@@ -41,17 +40,8 @@ PORTS = (3000, 5000)
 
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
-    with tempfile.TemporaryDirectory(prefix="ray_") as directory:
-        ray.init(
-            num_cpus=2,
-            resources={"worker_units": 3},
-            include_dashboard=False,
-            _temp_dir=directory,
-            logging_level="ERROR",
-            log_to_driver=False,
-        )
+    with private_ray(2, resources={"worker_units": 3}):
         yield
-        ray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import time
 from dataclasses import replace
 from functools import partial
@@ -28,8 +27,7 @@ def measure_save(config: Config, batch: TrainBatch, num_rounds: int, place: Path
     A save has weights, optimizer and the export, as a run's has. `batch` is trained once before, as the optimizer has
     no state before its first step; its arrays lie in this process.
     """
-    import ray
-
+    from recipes.cluster.private import private_ray
     from recipes.cluster.token_store import RayTokenStore
     from recipes.grpo.loss import grpo_loss
     from recipes.policy.policy import Policy
@@ -37,28 +35,17 @@ def measure_save(config: Config, batch: TrainBatch, num_rounds: int, place: Path
     os.environ["OMP_NUM_THREADS"] = "1"
     deadlines = replace(config.deadlines, placement=START_SECONDS, engine_start=START_SECONDS, checkpoint=START_SECONDS)
     stood, wrote = [], []
-    with tempfile.TemporaryDirectory(prefix="ray-save-", dir="/tmp", ignore_cleanup_errors=True) as directory:
-        ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            _temp_dir=directory,
-            object_store_memory=STORE_BYTES,
-            log_to_driver=False,
-        )
-        try:
-            loss = partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=None)
-            policy = Policy.start(config.policy, loss=loss, placement=[{"num_cpus": 1}], deadlines=deadlines, seed=1)
-            store = RayTokenStore()
-            policy.train(replace(batch, tokens=tuple(store.put(tokens) for tokens in batch.tokens)))
-            for number in range(num_rounds):
-                began, seconds = _save(policy, place / f"save{number}")
-                stood.append(began)
-                wrote.append(seconds)
-                shutil.rmtree(place / f"save{number}")
-            policy.shutdown()
-        finally:
-            ray.shutdown()
+    with private_ray(2, object_store_memory=STORE_BYTES):
+        loss = partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=None)
+        policy = Policy.start(config.policy, loss=loss, placement=[{"num_cpus": 1}], deadlines=deadlines, seed=1)
+        store = RayTokenStore()
+        policy.train(replace(batch, tokens=tuple(store.put(tokens) for tokens in batch.tokens)))
+        for number in range(num_rounds):
+            began, seconds = _save(policy, place / f"save{number}")
+            stood.append(began)
+            wrote.append(seconds)
+            shutil.rmtree(place / f"save{number}")
+        policy.shutdown()
     return stood, wrote
 
 

@@ -54,40 +54,33 @@ def running(config: Config, args: argparse.Namespace) -> Iterator[Parts]:
     """Run a Ray instance of our own with all parts of a step; `config` is that of the stage to plan for."""
     import ray
 
+    from recipes.cluster.private import private_ray
     from recipes.rollouts.workers import RolloutWorkers
     from tools.bench.random_engines import start_engines
 
-    with tempfile.TemporaryDirectory(prefix="ray-scale-", dir="/tmp", ignore_cleanup_errors=True) as directory:
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-scale-", ignore_cleanup_errors=True) as directory,
+        private_ray(args.ranks, object_store_memory=STORE_BYTES),
+    ):
         place = Path(directory)
         write_inputs(place, args.prompts)
         own = _workers_config(place, args)
-        ray.init(
-            address="local",
-            num_cpus=args.ranks,
-            include_dashboard=False,
-            _temp_dir=directory,
-            object_store_memory=STORE_BYTES,
-            log_to_driver=False,
+        multiple = config.policy.make_sequence_length_divisible_by
+        ranks = [ray.remote(Rank).options(num_cpus=1).remote(multiple) for _ in range(args.ranks)]
+        generation, engines = start_engines(own, args.engines, mean_tokens=MEAN_TOKENS, num_ids=NUM_IDS)
+        workers = RolloutWorkers(own, [{"num_cpus": 0} for _ in range(args.workers)])
+        workers.connect(generation)
+        ray.get([rank.__ray_ready__.remote() for rank in ranks], timeout=300)
+        yield Parts(
+            config=config,
+            rows=place / "rows.jsonl",
+            workers=workers,
+            generation=generation,
+            engines=engines,
+            ranks=ranks,
         )
-        try:
-            multiple = config.policy.make_sequence_length_divisible_by
-            ranks = [ray.remote(Rank).options(num_cpus=1).remote(multiple) for _ in range(args.ranks)]
-            generation, engines = start_engines(own, args.engines, mean_tokens=MEAN_TOKENS, num_ids=NUM_IDS)
-            workers = RolloutWorkers(own, [{"num_cpus": 0} for _ in range(args.workers)])
-            workers.connect(generation)
-            ray.get([rank.__ray_ready__.remote() for rank in ranks], timeout=300)
-            yield Parts(
-                config=config,
-                rows=place / "rows.jsonl",
-                workers=workers,
-                generation=generation,
-                engines=engines,
-                ranks=ranks,
-            )
-            workers.close()
-            generation.shutdown()
-        finally:
-            ray.shutdown()
+        workers.close()
+        generation.shutdown()
 
 
 def _workers_config(place: Path, args: argparse.Namespace) -> Config:
