@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -29,8 +28,8 @@ class PushTimes:
 def measure_push(config: Config, num_rounds: int) -> PushTimes:
     """Push the weights of a policy to an engine, copy as many bytes within this process, and call the engine."""
     import numpy as np
-    import ray
 
+    from recipes.cluster.private import private_ray
     from recipes.generation.generation import Generation
     from recipes.generation.serving.requests import AtPush
     from recipes.grpo.loss import grpo_loss
@@ -40,41 +39,30 @@ def measure_push(config: Config, num_rounds: int) -> PushTimes:
     os.environ["OMP_NUM_THREADS"] = "1"
     deadlines = replace(config.deadlines, placement=START_SECONDS, engine_start=START_SECONDS, refit=START_SECONDS)
     times = PushTimes()
-    with tempfile.TemporaryDirectory(prefix="ray-push-", dir="/tmp", ignore_cleanup_errors=True) as directory:
-        ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            _temp_dir=directory,
-            object_store_memory=STORE_BYTES,
-            log_to_driver=False,
+    with private_ray(2, object_store_memory=STORE_BYTES):
+        loss = partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=None)
+        one = [{"num_cpus": 1}]
+        policy = Policy.start(config.policy, loss=loss, placement=one, deadlines=deadlines, seed=1)
+        generation = Generation.start(
+            config.policy.generation,
+            model_path=config.policy.model_name,
+            seed=1,
+            placement=one,
+            deadlines=deadlines,
+            loads_weights=False,
         )
-        try:
-            loss = partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=None)
-            one = [{"num_cpus": 1}]
-            policy = Policy.start(config.policy, loss=loss, placement=one, deadlines=deadlines, seed=1)
-            generation = Generation.start(
-                config.policy.generation,
-                model_path=config.policy.model_name,
-                seed=1,
-                placement=one,
-                deadlines=deadlines,
-                loads_weights=False,
-            )
-            connect(policy, generation)
-            refit(policy, generation, version=0)  # makes what is made once
-            source = np.ones(policy.weight_layout().num_bytes, np.uint8)
-            target = np.zeros_like(source)
-            for version in range(1, num_rounds + 1):
-                times.pushes.append(_seconds(partial(refit, policy, generation, version=version)))
-                times.copies.append(_seconds(partial(np.copyto, target, source)))
-                generation.at_push = AtPush.DRAIN  # an idle engine answers at once; the next push lets it go on
-                times.calls.append(_seconds(generation.drain))
-                generation.at_push = AtPush.KEEP
-            generation.shutdown()
-            policy.shutdown()
-        finally:
-            ray.shutdown()
+        connect(policy, generation)
+        refit(policy, generation, version=0)  # makes what is made once
+        source = np.ones(policy.weight_layout().num_bytes, np.uint8)
+        target = np.zeros_like(source)
+        for version in range(1, num_rounds + 1):
+            times.pushes.append(_seconds(partial(refit, policy, generation, version=version)))
+            times.copies.append(_seconds(partial(np.copyto, target, source)))
+            generation.at_push = AtPush.DRAIN  # an idle engine answers at once; the next push lets it go on
+            times.calls.append(_seconds(generation.drain))
+            generation.at_push = AtPush.KEEP
+        generation.shutdown()
+        policy.shutdown()
     return times
 
 
