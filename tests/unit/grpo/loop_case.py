@@ -60,6 +60,8 @@ class Failures(dict[str, Exception]):
 class LoopPolicy:
     """Counts its optimizer steps; a checkpoint holds the count."""
 
+    num_sent = 0  # tensors
+
     def __init__(self, failures: Failures) -> None:
         self.failures, self.step = failures, 0
 
@@ -118,7 +120,7 @@ class LoopGeneration:
 
     def drain(self) -> None: ...
 
-    def update_weights(self, _version: int, _content: Any = None) -> None:
+    def update_weights(self, _version: int, _content: Any = None, **_options: Any) -> None:
         self.failures.meet("generation.update_weights")
         self.has_weights = True
 
