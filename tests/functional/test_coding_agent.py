@@ -173,6 +173,13 @@ async def test_a_command_that_takes_the_memory_ends_the_agent(made: Made) -> Non
     assert rollout.metrics["ended/oom"] == 1.0
 
 
+@pytest.mark.parametrize("place", ["/", "/testbed"])
+async def test_an_agent_that_ruins_its_container_earns_nothing(made: Made, place: str) -> None:
+    command = f"rm -rf --no-preserve-root {place} 2>/dev/null"
+    rollout = await made.run([called("execute_bash", command=command), called("finish")])
+    assert (rollout.status, rollout.reward) == (RolloutStatus.COMPLETED, 0.0), rollout.reason
+
+
 async def test_an_image_that_is_none_gives_no_verdict(made: Made) -> None:
     (made.images / "bad_some__calc-1.sif").write_text("not an image")
     rollout = await made.run([MESSAGE], container_formatter=f"{made.images}/bad_{{instance_id}}.sif")

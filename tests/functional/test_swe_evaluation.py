@@ -25,6 +25,7 @@ from tools.env_check.repositories import (
     PASSING,
     REPOSITORY,
     TEST,
+    WRONG,
     changed,
     check_repositories,
     module,
@@ -120,6 +121,19 @@ def test_tests_that_hang_or_take_all_memory_are_told_apart(task):
     assert (late.resolved, late.is_late, late.failed) == (False, True, "")
     full = run(task, module("x = bytearray(b'x') * 2**29\nimport time\ntime.sleep(30)\n"))
     assert (full.resolved, full.out_of_memory, full.failed) == (False, True, "")
+
+
+def test_a_flood_of_output_hides_no_result(task):
+    flood = "import os\n\nfor _ in range(64):\n    os.write(1, b'FAILED\\n' * 2**17)\n\n\n"
+    assert run(task, module(f"{flood}def f(a, b):\n    return a * b\n")).resolved
+    assert not run(task, module(f"{flood}{WRONG.strip()}\n")).resolved
+
+
+def test_a_patch_that_fills_the_disk_fails_the_tests(task):
+    limits = replace(LIMITS, disk_mib=8)
+    large = task.gold_patch + new_file("large.txt", "x\n" * 2**22)
+    found = asyncio.run(TestRun(runtime=BwrapRuntime(), limits=limits, seconds=60)(task, large))
+    assert (found.resolved, found.failed) == (False, ""), found
 
 
 @dataclass(frozen=True)
