@@ -332,8 +332,8 @@ class Generation:
 
     def _require_one(self, failed: Sequence[EngineError]) -> None:
         if not self._up():
-            reasons = "; ".join(map(str, failed)) or "all died before"
-            raise EngineError(f"no generation engine is left: {reasons}")
+            reasons = [str(error) for error in failed] or self._client.router.closed().values()
+            raise EngineError(f"no generation engine is left: {'; '.join(reasons)}")
 
     async def _watch(self, engine: EngineHandle) -> None:
         """Pass on the answers of one engine, and replace its actor whenever it fails."""

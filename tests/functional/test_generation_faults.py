@@ -332,6 +332,7 @@ def test_without_any_engine_requests_and_pushes_fail_and_name_the_engines(pair: 
 
     message = asyncio.run(kill_both())
     assert all(is_named(info, message) for info in infos)
-    with pytest.raises(EngineError, match="no generation engine is left"):
+    with pytest.raises(EngineError, match="no generation engine is left") as raised:
         pair.push(7)
+    assert all(is_named(info, str(raised.value)) for info in infos)
     assert [engine["running"] for engine in pair.generation.stats()] == [0, 0]  # and does not raise
