@@ -6,19 +6,25 @@ never averaged. Groups weigh equally, however many valid members they have.
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+from recipes.errors import RunError
 from recipes.types import PREFIX_BREAKS, Group, RolloutHeader, RolloutStatus
+
+logger = logging.getLogger(__name__)
 
 TIMING_PREFIX = "timing/train/"
 PASS_REWARD = 1.0  # smallest reward that counts as solved in pass rates
 _SPECULATED = ("spec_num_drafts", "spec_num_draft_tokens", "spec_num_accepted_tokens")  # an engine's counts
+_MAX_MASKED_SHARE, _MASKED_STEPS = 0.1, 5  # the alarm: of the sequences, for this many steps in a row
 _MAX_KIND = 80  # characters of a reason that say its kind
 
 PHASES: Mapping[str, str] = {
@@ -265,6 +271,47 @@ def _ages(groups: Sequence[Group], version: int) -> dict[str, float]:
         ages["token_age/mean"] = sum(age * count for age, count in spans) / sum(count for _, count in spans)
         ages["token_age/max"] = float(max(age for age, _ in spans))
     return ages
+
+
+@dataclass(slots=True)
+class Alarms:
+    """What goes wrong in several steps in a row, counted since the start of the process."""
+
+    masked_steps: int = 0  # with too many sequences masked by the mismatch test
+    skipped_steps: int = 0  # with an optimizer step whose loss or gradients were not finite
+
+    def masked(self, values: Mapping[str, float], step: int) -> dict[str, float]:
+        """Count the steps in which the mismatch test masks more than a tenth of the sequences; say so.
+
+        Training then goes on with what engine and policy agree on: silently, it would learn from easy prompts only.
+        """
+        share = values.get("train/num_masked_seqs_by_logprob_error", 0.0) / values["train/num_sequences"]
+        self.masked_steps = self.masked_steps + 1 if share > _MAX_MASKED_SHARE else 0
+        if self.masked_steps >= _MASKED_STEPS:
+            logger.error(
+                "step %d: %.0f%% of the sequences are masked because engine and policy disagree on their tokens "
+                "(grpo.seq_logprob_error_threshold), more than a tenth in each of the last %d steps",
+                step,
+                100 * share,
+                self.masked_steps,
+            )
+        return {"masked_seqs_share": share, "mismatch_alarm_steps": float(self.masked_steps)}
+
+    def skipped(self, values: Mapping[str, float], step: int) -> None:
+        """Count the steps in which the policy skipped an optimizer step; say so."""
+        count = values.get("train/skipped_steps", 0.0)
+        self.skipped_steps = self.skipped_steps + 1 if count else 0
+        if count:
+            logger.error("step %d: the weights stay as they are: loss or gradients are not finite", step)
+
+    def end_if_stuck(self, max_skipped_steps: int) -> None:
+        """Raise `RunError` after more steps in a row without finite gradients than allowed."""
+        if self.skipped_steps > max_skipped_steps:
+            raise RunError(
+                f"loss or gradients were not finite in each of the last {self.skipped_steps} steps, more than "
+                f"policy.max_skipped_steps = {max_skipped_steps}: the weights of the last checkpoint are good; look at "
+                "the rows of these steps in rollouts/train.jsonl"
+            )
 
 
 def metrics_record(step: int, now: float, values: Mapping[str, float]) -> dict[str, Any]:

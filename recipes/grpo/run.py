@@ -19,7 +19,7 @@ from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.checkpoint import LedgerEntry, SavedState, prune
 from recipes.grpo.data import DataIdentity
 from recipes.grpo.log import RunLogger
-from recipes.grpo.metrics import StepMetrics, aggregate_rollouts, engine_samples, rates
+from recipes.grpo.metrics import Alarms, StepMetrics, aggregate_rollouts, engine_samples, rates
 from recipes.grpo.refit import WeightSink, WeightSource
 from recipes.grpo.rollout import RolloutCollector
 from recipes.grpo.saving import CheckpointSaver, Saved
@@ -30,7 +30,6 @@ from recipes.types import Group, TrainBatch
 
 logger = logging.getLogger(__name__)
 
-_MAX_MASKED_SHARE, _MASKED_STEPS = 0.1, 5  # the alarm: of the sequences, for this many steps in a row
 _ROLLOUTS_LOGGED = 8  # per step: enough to see what the policy writes, while the log stays smaller than the checkpoints
 
 
@@ -125,7 +124,7 @@ class Run:
     metrics: StepMetrics = field(default_factory=lambda: StepMetrics(0))  # of the step in progress
     _groups: list[Group] = field(default_factory=list)  # of the step in progress
     _logged_step: int = -1
-    _masked_steps: int = 0  # in a row, with too many sequences masked by the mismatch test
+    _alarms: Alarms = field(default_factory=Alarms)
     _logged_at: float = field(default_factory=time.monotonic)
     _save_seconds: float = 0.0  # for which the loop has stood still for a checkpoint since the last record
     _last_stats: dict[str, float] = field(default_factory=dict)
@@ -206,6 +205,7 @@ class Run:
             self.state.metrics = metrics.as_dict()
             self.logger.log(metrics)
         self.logger.show(metrics)
+        self._alarms.end_if_stuck(self.config.policy.max_skipped_steps)
 
     def _measure(self, metrics: StepMetrics, groups: Sequence[Group]) -> None:
         now = time.monotonic()
@@ -215,7 +215,8 @@ class Run:
             metrics.add(aggregate_rollouts(groups, self.state.step - 1))
             metrics.add({"buffer_size": float(len(self.buffer))})
             metrics.add({"wd": self.config.policy.megatron_cfg.optimizer.weight_decay})
-            metrics.add(self._mismatch_alarm(metrics.as_dict()))
+            metrics.add(self._alarms.masked(metrics.as_dict(), self.state.step))
+            self._alarms.skipped(metrics.as_dict(), self.state.step)
             metrics.add(self.collector.environment_metrics())
             metrics.add(self._shares(metrics, seconds), prefix="")
             store = self.collector.token_store
@@ -224,23 +225,6 @@ class Run:
         times = {"total_step_time": seconds, "checkpointing": self._save_seconds}
         metrics.add(times, prefix="timing/train/")
         self._save_seconds = 0.0
-
-    def _mismatch_alarm(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Count the steps in a row in which the mismatch test masks more than a tenth of the sequences; say so.
-
-        Training then goes on with what engine and policy agree on: silently, it would learn from easy prompts only.
-        """
-        share = values.get("train/num_masked_seqs_by_logprob_error", 0.0) / values["train/num_sequences"]
-        self._masked_steps = self._masked_steps + 1 if share > _MAX_MASKED_SHARE else 0
-        if self._masked_steps >= _MASKED_STEPS:
-            logger.error(
-                "step %d: %.0f%% of the sequences are masked because engine and policy disagree on their tokens "
-                "(grpo.seq_logprob_error_threshold), more than a tenth in each of the last %d steps",
-                self.state.step,
-                100 * share,
-                self._masked_steps,
-            )
-        return {"masked_seqs_share": share, "mismatch_alarm_steps": float(self._masked_steps)}
 
     def save(self) -> None:
         """Begin a checkpoint of everything up to the step just logged, once the one before is complete."""

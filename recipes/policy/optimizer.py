@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from recipes.policy.cpu import use_exact_adam
 from recipes.policy.model import DTYPES
+from recipes.policy.parallel import device
 
 if TYPE_CHECKING:
     from recipes.config.tree import MegatronConfig, PolicyConfig, SchedulerConfig
@@ -39,7 +41,7 @@ def ddp_config(cfg: MegatronConfig) -> DistributedDataParallelConfig:
         overlap_param_gather=ddp.overlap_param_gather,
         bucket_size=_BUCKET_SIZE,
         average_in_collective=False,  # gradients of ranks add up and are divided afterwards
-        check_for_nan_in_grad=True,
+        check_for_nan_in_grad=False,  # it would end its rank alone, and the others would wait; see `is_finite`
     )
 
 
@@ -77,6 +79,18 @@ class HeadsApart(ChainedOptimizer):  # type: ignore[misc]
         self.heads_grad_norm = float(norm or 0.0)
         is_updated, norm, zeros = self.model.step()
         return is_updated and are_updated, norm, zeros
+
+
+def is_finite(optimizer: ChainedOptimizer, loss: float) -> bool:
+    """Whether this rank's loss and the norm of all gradients are finite on every rank; all ranks call it together."""
+    parts = [optimizer.heads, optimizer.model] if isinstance(optimizer, HeadsApart) else [optimizer]
+    values = [loss]
+    for part in parts:
+        part.prepare_grads()
+        values.append(float(part.get_grad_norm()))
+    answer = torch.tensor(float(all(map(math.isfinite, values))), device=device())
+    dist.all_reduce(answer, op=dist.ReduceOp.MIN)
+    return bool(answer.item())
 
 
 def optimizer_parts(optimizer: ChainedOptimizer) -> dict[str, Any]:

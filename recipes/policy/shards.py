@@ -109,9 +109,14 @@ def merge_metrics(parts: Sequence[Mapping[str, Measured]]) -> dict[str, Measured
 def merge_optimizer_steps(parts: Sequence[Mapping[str, Measured]]) -> dict[str, Measured]:
     """Combine what one rank measured in the optimizer steps of one batch.
 
-    `lr` is that of the last step, `grad_norm` the largest.
+    `lr` is that of the last step, `grad_norm` the largest of those that are finite, and `skipped_steps` adds up.
     """
-    last = {"lr": parts[-1]["lr"], "grad_norm": max(part["grad_norm"] for part in parts)}
+    norms, skipped = ([_divided(part[name]) for part in parts] for name in ("grad_norm", "skipped_steps"))
+    last: dict[str, Measured] = {
+        "lr": parts[-1]["lr"],
+        "grad_norm": max(filter(math.isfinite, norms), default=math.nan),
+        "skipped_steps": sum(skipped),
+    }
     return merge_metrics([{name: part[name] for name in part if name not in last} for part in parts]) | last
 
 
@@ -120,7 +125,7 @@ def merge_step_metrics(parts: Sequence[Mapping[str, Measured]]) -> dict[str, flo
 
     A mean of nothing is 0. The extremes of nothing are -1, those of `min_` and `max_` names are 0, as in the reference.
     """
-    shared = {name: parts[0][name] for name in ("grad_norm", "lr")}  # equal on all ranks
+    shared = {name: parts[0][name] for name in ("grad_norm", "lr", "skipped_steps")}  # equal on all ranks
     merged = merge_metrics([{name: part[name] for name in part if name not in shared} for part in parts])
     metrics = {name: _divided(value) for name, value in (merged | shared).items()}
     nothing = {"min": math.inf, "max": -math.inf}

@@ -9,6 +9,7 @@ Shape legend: B rows of a microbatch, S the longest of them, T = S - 1.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ from recipes.policy.layers.token_heads import TokenHeads
 from recipes.policy.layout import check_model_fits
 from recipes.policy.microbatch import Microbatch, pack_microbatch
 from recipes.policy.model import build_heads, build_model, forward, transformer_config
-from recipes.policy.optimizer import build_optimizer, wrap_ddp
+from recipes.policy.optimizer import build_optimizer, is_finite, wrap_ddp
 from recipes.policy.parallel import device, finish_queued_work, release_unused_memory
 from recipes.policy.reference import ReferenceWeights
 from recipes.policy.shards import BatchShard, Measured, merge_metrics, merge_optimizer_steps
@@ -189,16 +190,20 @@ def _sum_over_replicas(own: Tensor) -> Tensor:
 
 
 def train_step(trainer: Trainer, shard: BatchShard, passes: Passes | None = None) -> dict[str, Measured]:
-    """Take one optimizer step over all rows of all shards; return this rank's loss metrics, `grad_norm` and `lr`."""
+    """Take one optimizer step over all rows of all shards; return this rank's loss metrics, `grad_norm` and `lr`.
+
+    Where loss or gradients are not finite, weights, optimizer and schedule stay as they are, and `skipped_steps` is 1.
+    """
     level = trainer.cfg.megatron_cfg.empty_unused_memory_level
     metrics = accumulate_gradients(trainer, shard, passes or Passes())
     if level >= _AFTER_BACKWARD:
         release_unused_memory()
     lr = get_canonical_lr_for_logging(trainer.optimizer.param_groups)
-    updated, grad_norm, _ = trainer.optimizer.step()
-    if not updated:
-        raise RuntimeError("the optimizer skipped the step: its gradients were not finite")
-    trainer.scheduler.step(increment=1)
+    is_taken, grad_norm = is_finite(trainer.optimizer, _total(metrics.get("loss", 0.0))), math.nan
+    if is_taken:
+        is_taken, grad_norm, _ = trainer.optimizer.step()
+        assert is_taken, "only a scaled loss lets Megatron skip a step, and none is scaled"
+        trainer.scheduler.step(increment=1)
     gather_params(trainer)
     if trainer.head_training is not None:
         metrics["mtp/grad_norm"] = (trainer.optimizer.heads_grad_norm, 1.0)
@@ -207,7 +212,11 @@ def train_step(trainer: Trainer, shard: BatchShard, passes: Passes | None = None
     if trainer.cfg.megatron_cfg.moe_per_layer_logging:
         loads = take_expert_loads(unwrap_model(trainer.model))
         metrics |= {f"expert_load/layer_{number}": (ratio, 1.0) for number, ratio in loads.items()}
-    return metrics | {"grad_norm": float(grad_norm), "lr": float(lr)}
+    return metrics | {"grad_norm": float(grad_norm), "lr": float(lr), "skipped_steps": float(not is_taken)}
+
+
+def _total(measured: Measured) -> float:
+    return measured[0] if isinstance(measured, tuple) else measured
 
 
 def accumulate_gradients(trainer: Trainer, shard: BatchShard, passes: Passes) -> dict[str, Measured]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -122,6 +123,23 @@ def test_training_does_not_change_a_snapshot_that_is_written_later(tmp_path: Pat
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=patiently(300))
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_a_step_without_finite_gradients_on_one_rank_changes_nothing_on_any(tmp_path: Path) -> None:
+    config = load_case(save_model(tmp_path / "model"))
+    bad, good = (random_batch(8, RayTokenStore(), seed=seed) for seed in range(2))
+    advantages = bad.advantages_B.clone()
+    advantages[next(row for row, kept in enumerate(bad.sample_mask_B.tolist()) if kept)] = torch.inf
+    with running(config, num_ranks=2) as policy:
+        policy.train(good)
+        before = policy_logprobs(policy, good)
+        skipped = policy.train(replace(bad, advantages_B=advantages))
+        assert torch.equal(policy_logprobs(policy, good), before)
+        trained = policy.train(good)
+    assert (skipped["skipped_steps"], trained["skipped_steps"]) == (1.0, 0.0)
+    assert not math.isfinite(skipped["grad_norm"])
+    assert trained["lr"] == skipped["lr"], "the schedule counts steps that were taken"
+    assert math.isfinite(trained["grad_norm"])
 
 
 def test_a_save_while_training_goes_on_is_the_state_at_its_beginning(tmp_path: Path) -> None:

@@ -71,6 +71,8 @@ class PolicyConfig:
     """move optimizer state to the CPU during log-probability passes"""
     max_grad_norm: Annotated[float, Gt(0), Unit("L2 norm")]
     """global L2 norm to which gradients are clipped"""
+    max_skipped_steps: Annotated[int, Ge(0), Unit("steps")]
+    """steps in a row that may leave the weights as they are because loss or gradients are not finite; one more ends"""
     make_sequence_length_divisible_by: Annotated[int, Ge(1), Unit("tokens")]
     """pad each rollout to a multiple of this many tokens: 2*CP*TP"""
     sequence_packing: SequencePackingConfig

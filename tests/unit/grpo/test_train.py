@@ -14,7 +14,7 @@ import pytest
 from torch import Tensor
 
 from recipes.config.tree import Config
-from recipes.errors import EngineError, PolicyError, StalledError
+from recipes.errors import EngineError, PolicyError, RunError, StalledError
 from recipes.grpo.checkpoint import complete_checkpoints, latest_checkpoint, load_state
 from recipes.grpo.reward import collect_rewards
 from recipes.grpo.run import Run, TrainState
@@ -355,6 +355,17 @@ def test_dynamic_sampling_leaves_no_group_without_variance_in_a_batch(tmp_path: 
     lost = [entry for entry in load_state(found).ledger if not entry.step]
     assert {int(entry.key.split(":")[1]) for entry in lost} == {0, 3, 6, 9, 12, 15}
     assert {entry.reason.partition(":")[0] for entry in lost} == {"no_variance"}
+
+
+def test_steps_without_finite_gradients_in_a_row_end_the_run_saved(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ROWS, "policy.max_skipped_steps=1")
+    skipped, train_step = iter([1.0, 0.0, 1.0, 1.0]), run.policy.train
+    run.policy.train = lambda batch: {**train_step(batch), "skipped_steps": next(skipped)}  # type: ignore[method-assign]
+    failure = drive(run)
+    assert isinstance(failure, RunError)
+    assert "in each of the last 2 steps, more than policy.max_skipped_steps = 1" in str(failure)
+    assert policy_step(tmp_path) == 4
+    assert [record["train/skipped_steps"] for record in records(tmp_path)] == [1.0, 0.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def of_padded(
     current_BT = bigram_logprobs(weights_VV, ids_BS[:, :-1], ids_BS[:, 1:])
     inputs = replace(inputs, prev_logprobs_BT=current_BT.detach(), nll_weight_B=batch.nll_weight_B)
     sums = grpo_loss(current_BT, inputs, cfg=config.loss_fn, mismatch_threshold=30.0)
-    step = {"grad_norm": 0.0, "lr": 0.0}
+    step = {"grad_norm": 0.0, "lr": 0.0, "skipped_steps": 0.0}
     return sums.loss / sums.count, merge_step_metrics([step | numbers(sums.metrics)])
 
 
@@ -70,7 +70,7 @@ def of_ragged(
             losses.append(sums.loss)
             counts.append(sums.count)
             measured.append(numbers(sums.metrics))
-        ranks.append({"grad_norm": 0.0, "lr": 0.0} | merge_metrics(measured))
+        ranks.append({"grad_norm": 0.0, "lr": 0.0, "skipped_steps": 0.0} | merge_metrics(measured))
     return sum(losses, torch.zeros(())) / sum(counts, torch.zeros(())), merge_step_metrics(ranks)
 
 

@@ -59,16 +59,17 @@ def test_results_return_to_the_order_of_the_batch() -> None:
 
 
 def test_metrics_add_up_and_extremes_stay_extremes() -> None:
-    first = {"loss": 0.25, "probs_ratio_min": 0.5, "probs_ratio_max": 1.5, "grad_norm": 2.0, "lr": 1e-6}
+    shared = {"grad_norm": 2.0, "lr": 1e-6, "skipped_steps": 0.0}
+    first = {"loss": 0.25, "probs_ratio_min": 0.5, "probs_ratio_max": 1.5} | shared
     second = first | {"loss": 0.5, "probs_ratio_min": float("inf"), "probs_ratio_max": float("-inf")}
     assert merge_step_metrics([first, second]) == pytest.approx(
-        {"loss": 0.75, "probs_ratio_min": 0.5, "probs_ratio_max": 1.5, "grad_norm": 2.0, "lr": 1e-6}
+        {"loss": 0.75, "probs_ratio_min": 0.5, "probs_ratio_max": 1.5} | shared
     )
     assert merge_step_metrics([second])["probs_ratio_min"] == merge_step_metrics([second])["probs_ratio_max"] == -1.0
 
 
 def test_means_are_divided_after_the_last_rank() -> None:
-    shared = {"grad_norm": 2.0, "lr": 1e-6}
+    shared = {"grad_norm": 2.0, "lr": 1e-6, "skipped_steps": 0.0}
     first = {"loss": (6.0, 2.0), "masked_correct_pct": (0.0, 0.0), "max_error": 3.0, "min_error": math.inf} | shared
     second = {"loss": (3.0, 1.0), "masked_correct_pct": (0.0, 0.0), "max_error": 5.0, "min_error": math.inf} | shared
     assert merge_step_metrics([first, second]) == pytest.approx(
@@ -77,7 +78,7 @@ def test_means_are_divided_after_the_last_rank() -> None:
 
 
 def test_a_loss_that_is_no_number_stays_none() -> None:
-    step = {"loss": 0.25, "probs_ratio_max": 1.5, "grad_norm": 2.0, "lr": 1e-6}
+    step = {"loss": 0.25, "probs_ratio_max": 1.5, "grad_norm": 2.0, "lr": 1e-6, "skipped_steps": 0.0}
     merged = merge_step_metrics([step, step | {"loss": float("nan"), "probs_ratio_max": float("inf")}])
     assert math.isnan(merged["loss"])
     assert merged["probs_ratio_max"] == float("inf")
@@ -135,8 +136,21 @@ def test_a_batch_is_cut_into_those_of_its_optimizer_steps() -> None:
 
 def test_metrics_of_the_optimizer_steps_of_a_batch_add_up() -> None:
     steps = [
-        {"loss": (2.0, 4.0), "num_valid_samples": 3.0, "probs_ratio_max": 1.0, "grad_norm": 5.0, "lr": 1e-4},
+        {"loss": (2.0, 4.0), "num_valid_samples": 3.0, "probs_ratio_max": 1.0, "grad_norm": math.nan, "lr": 1e-4},
         {"loss": (4.0, 4.0), "num_valid_samples": 1.0, "probs_ratio_max": 1.5, "grad_norm": 2.0, "lr": 2e-4},
     ]
-    merged = merge_step_metrics([merge_optimizer_steps(steps)])
-    assert merged == {"loss": 0.75, "num_valid_samples": 4.0, "probs_ratio_max": 1.5, "grad_norm": 5.0, "lr": 2e-4}
+    merged = merge_step_metrics(
+        [
+            merge_optimizer_steps(
+                [{**step, "skipped_steps": skipped} for step, skipped in zip(steps, (1.0, 0.0), strict=True)]
+            )
+        ]
+    )
+    assert merged == {
+        "loss": 0.75,
+        "num_valid_samples": 4.0,
+        "probs_ratio_max": 1.5,
+        "grad_norm": 2.0,
+        "lr": 2e-4,
+        "skipped_steps": 1.0,
+    }
