@@ -1,4 +1,4 @@
-"""Faults at random moments of a run, and after each of them a checkpoint whose ledger is exact.
+"""Fifty faults at random moments of runs, and after each of them a checkpoint whose ledger is exact.
 
 A process is killed, the power is cut (every process ends at once, and of every file only what was synced is left), the
 disk is full, or file handles are stale. After these the same `make stage1.1` starts the run again. As a start takes
@@ -28,10 +28,10 @@ from speed import patiently
 
 pytestmark = [pytest.mark.functional, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-NUM_FAULTS, NUM_STEPS = 25, 400  # more steps than the run can train between its faults
+RUNS, FAULTS_PER_RUN, NUM_STEPS = 2, 25, 400  # more steps than a run can train between its faults
 DISK_BYTES = 1250 * 2**20  # a launch asks for 1 GiB; a run that keeps two checkpoints has about 60 MiB
 EXIT_SECONDS, FAULT_SECONDS = 60.0, 1.5
-VICTIMS = {"kill driver": "run_grpo.py", "kill engine": "ray::EngineActor"}
+VICTIMS = {"kill driver": "run_grpo.py", "kill engine": "ray::EngineActor", "kill policy": "ray::PolicyWorker"}
 COPY, CUT, CUT_AT_START, FULL, STALE = "copy", "power cut", "power cut while it starts", "full disk", "stale handles"
 DISK_FAULTS = (FULL, STALE)
 PROGRAM = Path(__file__).with_name("faults")
@@ -46,11 +46,11 @@ class Fault:
     seconds: float
 
 
-def draw_faults() -> list[Fault]:
-    """Return the faults in order; one of them hits the run while it starts again."""
-    rng = Random(0)
-    kinds = [*VICTIMS, CUT, *DISK_FAULTS]
-    kinds += [COPY] * (NUM_FAULTS - len(kinds) - 1)
+def draw_faults(run: int) -> list[Fault]:
+    """Return the faults of a run in order, other ones for each run; one of them hits it while it starts again."""
+    rng, victims = Random(run), [*VICTIMS, *VICTIMS]
+    kinds = [*victims[2 * run : 2 * run + 2], CUT, *DISK_FAULTS]
+    kinds += [COPY] * (FAULTS_PER_RUN - len(kinds) - 1)
     rng.shuffle(kinds)
     faults = [Fault(kind, rng.randint(1, 3), rng.uniform(0.0, 1.0)) for kind in kinds]
     first_end = next(number for number, kind in enumerate(kinds) if kind != COPY)
@@ -77,15 +77,16 @@ def case(tmp_path: Path) -> Iterator[RunCase]:
     subprocess.run(["umount", "--lazy", str(case.run_dir)], check=True)
 
 
-def test_twenty_five_faults_and_an_exact_ledger_after_each(case: RunCase) -> None:
-    faults, saved = deque(draw_faults()), 0
+@pytest.mark.parametrize("number", range(RUNS))
+def test_faults_of_a_run_and_an_exact_ledger_after_each(number: int, case: RunCase) -> None:
+    faults, saved = deque(draw_faults(number)), 0
     while faults:
         with case.started() as run:
             try:
                 saved = endure(case, run, faults, saved)
             finally:
                 kill_all(run)
-    assert saved >= NUM_FAULTS, "the run has hardly trained"
+    assert saved >= FAULTS_PER_RUN, "the run has hardly trained"
 
 
 def endure(case: RunCase, run: subprocess.Popen[bytes], faults: deque[Fault], resumed_from: int) -> int:
