@@ -92,7 +92,7 @@ def merged(parts: list[Any]) -> dict[str, float]:
         return tuple(part.item() for part in value) if isinstance(value, tuple) else value.item()
 
     numbers = [{name: number_of(value) for name, value in part.items()} for part in parts]
-    return merge_step_metrics([part | {"grad_norm": 0.0, "lr": 0.0} for part in numbers])
+    return merge_step_metrics([part | {"grad_norm": 0.0, "lr": 0.0, "skipped_steps": 0.0} for part in numbers])
 
 
 def loss_config(config: dict[str, Any]) -> Any:
