@@ -28,7 +28,7 @@ OVERRIDES = {
     "policy.generation.max_new_tokens": 64,
 }
 DEADLINES = {  # of tiny runs, on a quiet machine
-    "placement": 60,
+    "placement": 180,
     "generation": 60,
     "rollout": 90,
     "refit": 60,
