@@ -82,7 +82,7 @@ class SharedMemoryWriter:
         for number, ((_, tensor), offset) in enumerate(pairs, start=num_before + 1):
             num_bytes = tensor.numel() * tensor.element_size()
             self._bytes[offset : offset + num_bytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            self._count[0] = number
+            self._count[0] = number  # after the tensor: x86-64, where CPU engines run, keeps the order of stores
 
     def content(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return the file as it is now, for engines on other hosts."""
