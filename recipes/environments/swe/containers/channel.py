@@ -39,11 +39,11 @@ class Channel:
                     os.chown(path, owner, -1)
                 # Opened for both, a pipe has no end as long as this process has it.
                 self._descriptors[kind] = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+            self._loop.add_reader(self._descriptors["control"], self.read_control)
+            self._loop.add_reader(self._descriptors["output"], self._read_output, READ_BYTES)
         except OSError:
             self.close()
             raise
-        self._loop.add_reader(self._descriptors["control"], self.read_control)
-        self._loop.add_reader(self._descriptors["output"], self._read_output, READ_BYTES)
 
     def unlink(self) -> None:
         """Remove the names."""

@@ -22,6 +22,8 @@ from recipes.environments.swe.containers.state import ContainerState
 from recipes.environments.swe.containers.waiting import has_ended
 from recipes.environments.swe.containers.watchdog import WATCHDOG, Watched
 from recipes.environments.swe.contract import (
+    ContainerEnd,
+    ContainerEndedError,
     ContainerFailedError,
     ContainerLimits,
 )
@@ -131,6 +133,8 @@ class RunningContainer:
             self._handle = os.pidfd_open(init)
         except ProcessLookupError as error:
             raise ContainerFailedError("the container ended as soon as it was ready") from error
+        except OSError as error:
+            raise ContainerFailedError(f"the container cannot be watched: {error}") from error
         layers, memory_files = self._launch.layers, self._launch.memory_files
         self._state.watched = Watched(init, self._handle, self._limits, layers=layers, memory_files=memory_files)
         self._loop.add_reader(self._handle, self._on_end)
@@ -180,7 +184,11 @@ class RunningContainer:
         self._state.check()
         self._num_programs += 1
         name = str(self._num_programs)
-        program = Program(self._state, self._launch.directory, name, self._launch.owner)
+        try:
+            program = Program(self._state, self._launch.directory, name, self._launch.owner)
+        except OSError as error:  # of this machine: no space, or no descriptor is left
+            self._state.kill()
+            raise ContainerEndedError(ContainerEnd.DIED, f"its pipes cannot be made: {error}") from error
         self._programs.add(program)
         program.on_close = self._programs.discard
         try:
