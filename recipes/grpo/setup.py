@@ -27,7 +27,7 @@ from recipes.generation.serving.requests import AtPush
 from recipes.grpo import refit
 from recipes.grpo.advantage import advantage_bounds, subtract_kl
 from recipes.grpo.buffer import ReplayBuffer
-from recipes.grpo.checkpoint import LedgerEntry, SavedState, latest_checkpoint, load_state, step_dir
+from recipes.grpo.checkpoint import EXPORT, LedgerEntry, SavedState, latest_checkpoint, load_state, step_dir
 from recipes.grpo.data import PromptDataset, PromptStream, require_rows
 from recipes.grpo.draw import CollectorState, RolloutSettings
 from recipes.grpo.log import RunLogger
@@ -268,7 +268,7 @@ def _saved_state(checkpoints: Path, stream: PromptStream, config: Config) -> Sav
     if path is None:
         return None
     saved = on_same_data(load_state(path), stream, config.data.on_change, path)
-    require_window(saved, config.grpo, path)
+    require_window(saved, config, path)
     return saved
 
 
@@ -321,33 +321,39 @@ def _differences(saved: SavedState, stream: PromptStream, path: Path) -> list[Pr
     ]
 
 
-def require_window(saved: SavedState, cfg: GrpoConfig, path: Path) -> None:
-    """Check that the prompts drawn before a save fit into the window of steps after it; raises `ConfigError`.
+def require_window(saved: SavedState, config: Config, path: Path) -> None:
+    """Check that what was drawn before a save can be trained on after it; raises `ConfigError`.
 
-    With a smaller window some groups would be trained too late, or never.
+    With a smaller window some groups would be trained too late, or never. With another group size a step would have
+    another number of optimizer steps, and with a shorter limit a micro-batch would not hold a saved sequence.
     """
-    finished, in_flight = saved.collector.finished, saved.collector.in_flight
+    cfg, finished, in_flight = config.grpo, saved.collector.finished, saved.collector.in_flight
     num_finished = Counter(group.target_step for group in finished)  # what is in flight beyond P finds another step
     targets = [group.target_step for group in finished] + [drawn.target_step for drawn in in_flight]
     ages = [target - saved.step for target in targets] + [group.target_step - group.version for group in finished]
+    rollouts = [rollout for group in finished for rollout in group.rollouts]
+    lengths = [tokens for rollout in rollouts for tokens, _ in rollout.sequences]
+    age_key = "max_trajectory_age_steps" if cfg.async_grpo.enabled else "enabled"
     needed = {
-        "num_prompts_per_step": (cfg.num_prompts_per_step, max(num_finished.values(), default=0)),
-        "async_grpo.max_trajectory_age_steps": (max_age(cfg.async_grpo), max(ages, default=0)),
+        "grpo.num_prompts_per_step": (cfg.num_prompts_per_step, max(num_finished.values(), default=0)),
+        f"grpo.async_grpo.{age_key}": (max_age(cfg.async_grpo), max(ages, default=0)),
+        "policy.max_total_sequence_length": (config.policy.max_total_sequence_length, max(lengths, default=0)),
     }
-    if not cfg.async_grpo.enabled:
-        needed["async_grpo.enabled"] = needed.pop("async_grpo.max_trajectory_age_steps")
-    problems = [
-        Problem(
-            where=f"grpo.{key}",
-            got="false, so that the age limit is 0" if key == "async_grpo.enabled" else str(given),
-            expected=f"at least {least}: it was larger when {path} was saved",
-            fix=f"restore it, or start a new run with MODEL_PATH={path / 'hf'}",
-        )
+    wrong = {
+        key: (str(given), f"at least {least}: it was larger when {path} was saved")
         for key, (given, least) in needed.items()
         if given < least
-    ]
-    if problems:
-        raise ConfigError(problems)
+    }
+    if (key := "grpo.async_grpo.enabled") in wrong:
+        wrong[key] = ("false, so that the age limit is 0", wrong[key][1])
+    size = cfg.num_generations_per_prompt
+    for other in {len(group.rollouts) for group in finished} - {size}:  # a rollout that failed is one of them
+        wrong["grpo.num_generations_per_prompt"] = (str(size), f"{other}, as when {path} was saved")
+    fix = f"restore it, or start a new run with MODEL_PATH={path / EXPORT}"
+    if wrong:
+        raise ConfigError(
+            [Problem(where=key, got=got, expected=expected, fix=fix) for key, (got, expected) in wrong.items()]
+        )
 
 
 def _restore(

@@ -19,7 +19,10 @@ from recipes.grpo.checkpoint import LedgerEntry, SavedState
 from recipes.grpo.data import DataIdentity, PromptDataset, PromptStream
 from recipes.grpo.draw import CollectorState, DrawnPrompt
 from recipes.grpo.setup import _at_push, _num_steps, _open_data, _validation, on_same_data, require_window
-from recipes.types import Group, PromptRef
+from recipes.tokens import pack_rollouts
+from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn
+
+G, LENGTH = 2, 16  # rollouts of a group, tokens of its longest sequence
 
 
 @functools.cache
@@ -32,10 +35,14 @@ def async_grpo(age: int, **changes: bool) -> AsyncGrpoConfig:
     return replace(usual(), max_trajectory_age_steps=age, **changes)
 
 
-def config(*, prompts: int, age: int = 1, path: Path | None = None, enabled: bool = True) -> Any:
+def config(
+    *, prompts: int, age: int = 1, path: Path | None = None, enabled: bool = True, size: int = G, longest: int = LENGTH
+) -> Any:
     return SimpleNamespace(
+        policy=SimpleNamespace(max_total_sequence_length=longest),
         grpo=SimpleNamespace(
             num_prompts_per_step=prompts,
+            num_generations_per_prompt=size,
             max_num_epochs=2,
             seed=0,
             async_grpo=async_grpo(age, enabled=enabled),
@@ -73,8 +80,16 @@ def test_one_answer_alone_cannot_be_validated_where_answers_are_compared() -> No
 
 
 def group(row: int, *, target: int, version: int) -> Group:
+    """Return a group of G rollouts: one failed, another has a long branch beside its short main sequence."""
     ref = PromptRef(epoch=0, row_index=row, prompt_id="ab" * 8)
-    return Group(prompt=ref, agent="a", prompt_text="", target_step=target, version=version, rollouts=())
+    main, branch = (
+        Turn(prompt_token_ids=(1,) * length, token_ids=(), logprobs=(), versions=(), finish_reason="stop")
+        for length in (3, LENGTH)
+    )
+    failed = Rollout(turns=(), status=RolloutStatus.ABORTED, reason="lost", reward=None)
+    whole = Rollout(turns=(main,), status=RolloutStatus.COMPLETED, reason="", reward=1.0, branches=((branch,),))
+    headers, _ = pack_rollouts([failed, whole])
+    return Group(prompt=ref, agent="a", prompt_text="", target_step=target, version=version, rollouts=headers)
 
 
 def saved(in_flight: tuple[tuple[int, int], ...], *finished: Group) -> SavedState:
@@ -85,9 +100,9 @@ def saved(in_flight: tuple[tuple[int, int], ...], *finished: Group) -> SavedStat
     return SavedState(step=4, data=data, collector=collector, ledger=(), metrics={})
 
 
-def problems(state: SavedState, *, prompts: int, age: int) -> list[str]:
+def problems(state: SavedState, *, prompts: int, age: int, **changes: int) -> list[str]:
     try:
-        require_window(state, config(prompts=prompts, age=age).grpo, Path("step_000004"))
+        require_window(state, config(prompts=prompts, age=age, **changes), Path("step_000004"))
     except ConfigError as error:
         return [str(problem) for problem in error.problems]
     return []
@@ -109,9 +124,25 @@ def test_a_resume_needs_the_window_it_was_saved_with() -> None:
 def test_a_resume_that_no_longer_generates_ahead_says_which_key_does_that() -> None:
     state = saved(((12, 5),), group(10, target=4, version=3))
     with pytest.raises(ConfigError) as caught:
-        require_window(state, config(prompts=2, enabled=False).grpo, Path("step_000004"))
+        require_window(state, config(prompts=2, enabled=False), Path("step_000004"))
     [problem] = map(str, caught.value.problems)
     assert problem.startswith("grpo.async_grpo.enabled: got false, so that the age limit is 0, expected at least 1")
+
+
+@pytest.mark.parametrize("size", [G - 1, 2 * G])
+def test_a_resume_needs_groups_of_the_size_it_was_saved_with(size: int) -> None:
+    """Else a step would have another number of rollouts, and so of optimizer steps."""
+    state = saved(((12, 5),), group(10, target=4, version=3))
+    [problem] = problems(state, prompts=2, age=1, size=size)
+    assert problem.startswith(f"grpo.num_generations_per_prompt: got {size}, expected {G}, as when step_000004 was")
+    assert problems(saved(((12, 5),)), prompts=2, age=1, size=size) == [], "what is in flight is sampled anew"
+
+
+def test_a_resume_needs_room_for_the_longest_saved_sequence() -> None:
+    state = saved((), group(10, target=4, version=3))
+    [problem] = problems(state, prompts=2, age=1, longest=LENGTH - 1)
+    assert problem.startswith(f"policy.max_total_sequence_length: got {LENGTH - 1}, expected at least {LENGTH}: it was")
+    assert problems(saved(((12, 5),)), prompts=2, age=1, longest=1) == []
 
 
 def test_running_requests_keep_their_caches_unless_the_configuration_says_otherwise() -> None:
