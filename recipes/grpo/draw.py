@@ -245,3 +245,11 @@ def teaches_nothing(target: int, count: int, batches: int) -> RunError:
         f"grpo.dynamic_sampling_max_gen_batches = {batches}: the data is solved or too hard; leave such rows out "
         "(make curriculum), or set grpo.use_dynamic_sampling=false"
     )
+
+
+def all_fail(count: int, settings: RolloutSettings, *, last: str) -> RunError:
+    """Return why a run ends of which `count` prompts in a row failed; `last` is the last one and its reason."""
+    return RunError(
+        f"{count} prompts in a row failed, more than {settings.max_generation_failures} steps of "
+        f"{settings.num_prompts_per_step} (grpo.async_grpo.max_generation_failures); the last one, {last}"
+    )

@@ -19,13 +19,13 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Coroutine, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from recipes.environments.contract.rows import last_user_text
-from recipes.errors import RunError, StalledError, TokensLostError
+from recipes.errors import StalledError, TokensLostError
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.data import PromptStream
 from recipes.grpo.draw import (
@@ -36,6 +36,7 @@ from recipes.grpo.draw import (
     Prompt,
     PromptQueue,
     RolloutSettings,
+    all_fail,
     teaches_nothing,
 )
 from recipes.rollouts.group import GroupRequest, StoredGroup
@@ -45,6 +46,7 @@ from recipes.types import Group, PromptRef, Row, Sampling
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _DUE_PROBE_SECONDS = 1.0  # until a probe that is due, and waits for a free place, is tried again
+_LOOK_SECONDS = 1.0  # between two looks at whether a wait is to end
 _SNAPSHOT_SECONDS = 60.0  # a change of the state reads a few rows of the data file at most
 
 
@@ -364,21 +366,14 @@ class RolloutCollector:
             is_failed = not is_valid and self._queue.give_back(position, group, reason)
             self._consecutive_failures = self._consecutive_failures + 1 if is_failed else 0
         if self._is_solved(target):
-            self._buffer.fail(teaches_nothing(target, self._replaced[target], self.settings.max_gen_batches))
-            return
+            return self._buffer.fail(teaches_nothing(target, self._replaced[target], self.settings.max_gen_batches))
         if not is_failed:
             self._fill()  # the environment may have been paused or resumed, or the group is to be replaced
             return
         logger.warning("prompt %s failed (%d of %d rollouts: %s)", group.prompt.key, count, len(group.rollouts), reason)
         if self._consecutive_failures > self.settings.max_generation_failures * self.settings.num_prompts_per_step:
-            self._buffer.fail(
-                RunError(
-                    f"{self._consecutive_failures} prompts in a row failed, more than "
-                    f"{self.settings.max_generation_failures} steps of {self.settings.num_prompts_per_step} "
-                    f"(grpo.async_grpo.max_generation_failures); the last one, {group.prompt.key}: {reason}"
-                )
-            )
-            return
+            last = f"{group.prompt.key}: {reason}"
+            return self._buffer.fail(all_fail(self._consecutive_failures, self.settings, last=last))
         self._fill()
 
     async def run_group(self, row: Row, sampling: Sampling, *, affinity: int, num: int = 0) -> StoredGroup:
@@ -388,11 +383,18 @@ class RolloutCollector:
         return await self._workers.run_group(request)
 
 
-def gather_results(futures: Sequence[Future[T]], *, deadline_seconds: float, what: str) -> list[T]:
-    """Wait, from the main thread, for all `futures`; raises `StalledError` naming `what` at the deadline."""
+def gather_results(
+    futures: Sequence[Future[T]], *, deadline_seconds: float, what: str, look: Callable[[], None] = lambda: None
+) -> list[T]:
+    """Wait, from the main thread, for all `futures`; raises `StalledError` naming `what` at the deadline.
+
+    The first of them that fails ends the wait. So does `look`, which is called each second, when it raises.
+    """
     end = time.monotonic() + deadline_seconds
-    try:
-        return [future.result(timeout=max(end - time.monotonic(), 0.0)) for future in futures]
-    except TimeoutError as late:
-        done = sum(future.done() for future in futures)
-        raise StalledError(f"{what}: {done} of {len(futures)} done after {deadline_seconds:g} s") from late
+    while waiting := [future for future in futures if not future.done()]:
+        look()
+        if (left := end - time.monotonic()) <= 0:
+            raise StalledError(f"{what}: {len(waiting)} of {len(futures)} not done after {deadline_seconds:g} s")
+        for future in wait(waiting, timeout=min(left, _LOOK_SECONDS), return_when=FIRST_EXCEPTION).done:
+            future.result()
+    return [future.result() for future in futures]

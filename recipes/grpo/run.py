@@ -165,10 +165,15 @@ class Run:
         return self._groups
 
     def validate(self, metrics: StepMetrics) -> None:
-        """Measure the held-out reward of the weights the engines hold."""
+        """Measure the held-out reward of the weights the engines hold; nothing once the run is asked to stop."""
         if self.validation is None:
             return
-        values, groups = self.validation.run(self.collector, step=self.state.step)
+        measured = self.validation.run(
+            self.collector, step=self.state.step, is_stopped=lambda: self.stop.requested(step_seconds=0.0)
+        )
+        if measured is None:
+            return
+        values, groups = measured
         metrics.add(values, prefix="validation/")
         self.end_if_good_enough(metrics.as_dict())
         store = self.collector.token_store

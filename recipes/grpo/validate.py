@@ -13,6 +13,10 @@ from recipes.grpo.rollout import RolloutCollector, gather_results
 from recipes.types import Group, PromptRef, Row, Sampling
 
 
+class _StoppedError(Exception):
+    """The run is to end before all is sampled."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationSet:
     """The validation set and how it is sampled."""
@@ -24,24 +28,43 @@ class ValidationSet:
     deadline_seconds: float
     compares: Callable[[Row], bool]  # whether the answers to a row are compared: one alone is not sampled
 
-    def run(self, collector: RolloutCollector, *, step: int) -> tuple[dict[str, float], list[Group]]:
-        """Return the metrics, their names without `validation/`, and the sampled groups for the log."""
+    def run(
+        self, collector: RolloutCollector, *, step: int, is_stopped: Callable[[], bool]
+    ) -> tuple[dict[str, float], list[Group]] | None:
+        """Return the metrics, their names without `validation/`, and the sampled groups for the log.
+
+        None once `is_stopped`: it is asked each second, and then what is not sampled yet is given up.
+        """
+
+        def look() -> None:
+            if is_stopped():
+                raise _StoppedError
+
         start = time.monotonic()
-        sampled = self._sample(collector, self.sampling, self.num_generations, step=step)
-        metrics = reward_metrics(sampled, "")
-        if self.greedy:
-            best = Sampling(temperature=0.0, top_p=1.0, max_tokens=self.sampling.max_tokens)
-            metrics |= reward_metrics(self._sample(collector, best, 1, step=step), "greedy_")
+        try:
+            sampled = self._sample(collector, self.sampling, self.num_generations, step=step, look=look)
+            metrics = reward_metrics(sampled, "")
+            if self.greedy:
+                best = Sampling(temperature=0.0, top_p=1.0, max_tokens=self.sampling.max_tokens)
+                metrics |= reward_metrics(self._sample(collector, best, 1, step=step, look=look), "greedy_")
+        except _StoppedError:
+            return None
         metrics["seconds"] = time.monotonic() - start
         return metrics, sampled
 
-    def _sample(self, collector: RolloutCollector, sampling: Sampling, num: int, *, step: int) -> list[Group]:
+    def _sample(
+        self, collector: RolloutCollector, sampling: Sampling, num: int, *, step: int, look: Callable[[], None]
+    ) -> list[Group]:
         rows = {index: self.dataset[index] for index in range(len(self.dataset))}
         rows = {index: row for index, row in rows.items() if num > 1 or not self.compares(row)}
         futures = [
             collector.submit(collector.run_group(row, sampling, affinity=index, num=num)) for index, row in rows.items()
         ]
-        stored = gather_results(futures, deadline_seconds=self.deadline_seconds, what="validation")
+        try:
+            stored = gather_results(futures, deadline_seconds=self.deadline_seconds, what="validation", look=look)
+        finally:
+            for future in futures:  # those that are done stay so
+                future.cancel()
         return [
             Group(
                 prompt=PromptRef(epoch=0, row_index=index, prompt_id=row_id(row)),

@@ -283,6 +283,42 @@ def test_every_progress_line_says_when_engines_are_lost(tmp_path: Path, caplog: 
     assert all("engines 1 of 2" in line for line in lines)
 
 
+@pytest.mark.parametrize("by_signal", [True, False])
+def test_a_stop_ends_a_validation_and_saves_the_step(tmp_path: Path, by_signal: bool) -> None:
+    class Slow(LoopEnvironments):
+        """The held-out row takes longer than the test may."""
+
+        was_cancelled = False
+
+        async def run(self, row: Row, model: ModelClient, *, max_tokens: int) -> Rollout:
+            if row["agent_ref"]["name"] != "held":
+                return await super().run(row, model, max_tokens=max_tokens)
+            if by_signal:
+                run.stop.reason = "signal SIGTERM"  # as the handler does
+            else:
+                run.stop = StopRequest(must_save_by="00:00:00:00", job_start=time.time())
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                self.was_cancelled = True
+                raise
+            raise AssertionError("nobody cancelled it")
+
+    environments = Slow()
+    run = make_run(tmp_path, ROWS, "grpo.val_period=2", environments=environments)
+    start = time.monotonic()
+    assert drive(run) is None
+    assert time.monotonic() - start < 60
+    assert environments.was_cancelled
+    assert not run.is_complete
+    assert policy_step(tmp_path) == 2
+    lines = records(tmp_path)
+    assert [record["step"] for record in lines] == [1, 2]
+    assert not [name for name in lines[-1] if name.startswith("validation/")]
+    assert drive(make_run(tmp_path, ROWS)) is None
+    assert sorted(trained(tmp_path)) == list(range(12))
+
+
 class Learning(LoopEnvironments):
     """Validation earns 0.25 more each time."""
 

@@ -71,7 +71,9 @@ def test_rows_whose_answers_are_compared_are_left_out_of_the_greedy_pass() -> No
         deadline_seconds=30.0,
         compares=lambda row: row["agent_ref"]["name"] == "genrm",
     )
-    metrics, sampled = validation.run(Collector(), step=3)  # type: ignore[arg-type]
+    measured = validation.run(Collector(), step=3, is_stopped=lambda: False)  # type: ignore[arg-type]
+    assert measured is not None
+    metrics, sampled = measured
     assert asked == [("math", 2), ("genrm", 2), ("mcqa", 2), ("math", 1), ("mcqa", 1)]
     assert [group.prompt.row_index for group in sampled] == [0, 1, 2]
     assert metrics["genrm/accuracy"] == 1.0 and "genrm/greedy_accuracy" not in metrics
