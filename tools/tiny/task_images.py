@@ -29,7 +29,10 @@ PROGRAMS = (
 EMPTY = ("dev", "etc", "proc", "root", "run", "sys", "tmp", "usr/bin", "usr/lib", "var")
 LIBRARY = re.compile(r"(/\S+) \(0x")
 # What the tests import beside what Python loads at its start, so that its files can be listed.
-LOAD = "import argparse, difflib, encodings.ascii, gettext, json, locale, pprint, shutil, subprocess, sys, unittest"
+LOAD = (
+    "import argparse, base64, difflib, encodings.ascii, gettext, hmac, json, locale, pprint, shutil, subprocess, sys, "
+    "unittest, zlib"
+)
 LIST = f"{LOAD}\nprint(*(getattr(m, '__file__', None) or '' for m in list(sys.modules.values())), sep='\\n')"
 NOBODY = 65534  # whose containers are, where this process is root
 SECONDS = 120.0

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
+KEPT_CHARACTERS = 2**19  # that a shell keeps of the beginning of an output, and as many of its end
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweTask:

@@ -37,6 +37,7 @@ from recipes.environments.swe.hidden_tests import (
     ENTER,
     EXIT_STATUS,
     PATCHED_FILE,
+    LongReportError,
     command_of,
     deciding_calls,
     expected_tests,
@@ -46,7 +47,7 @@ from recipes.environments.swe.hidden_tests import (
     results,
     wrong_tests,
 )
-from recipes.environments.swe.marked import MAX_CHARACTERS, Reported, run_calls, shown
+from recipes.environments.swe.sealed import MAX_CHARACTERS, Reported, run_calls, shown
 
 PREPARE = Path(__file__).with_name("prepare.sh").read_bytes()
 R2E_NAMES = ("r2e_tests", "run_tests.sh")
@@ -150,7 +151,7 @@ class TestRun:
             return Evaluation(resolved=False, reason="", failed=str(error))
         try:
             found = await self._run(container, task, patch)
-        except (PreparationError, TimeoutError) as error:
+        except (PreparationError, LongReportError, TimeoutError) as error:
             found = Evaluation(resolved=False, reason="", failed=str(error))
         except ContainerEndedError as error:
             found = _of_end(error)
@@ -198,7 +199,7 @@ async def evaluate_gold(evaluate: Evaluator, task: SweTask) -> Evaluation:
 
 
 def verdict_of_calls(task: SweTask, reported: Reported) -> Evaluation:
-    """Return the verdict on what calls of a framework reported behind their marks."""
+    """Return the verdict on what calls of a framework reported under their seals."""
     if reported.wrong or not reported.tests:
         return Evaluation(resolved=False, reason=reported.wrong or f"no test ran ({reported.said})")
     expected = expected_tests(task.facts)

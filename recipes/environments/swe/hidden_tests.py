@@ -7,15 +7,18 @@ instance is solved when that command ends with status 0.
 
 The code under test can print, too. So where a command is made of calls of pytest, unittest, Django's or SymPy's tests
 (`calls.py`), also in R2E-Gym's script, `run_tests.py` makes these calls, takes the results from the framework and
-prints them behind a mark. What other commands print and how they end is believed as it is, but of pytest's output only
-what follows the last heading of its summary.
+seals what it prints of them. What other commands print and how they end is believed as it is, but of pytest's output
+only what follows the last heading of its summary.
 """
 
 from __future__ import annotations
 
+import base64
+import hmac
 import json
 import re
 import shlex
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +38,8 @@ ENTER = f"[ ! -f {CONDA} ] || {{ set -- testbed; . {CONDA} testbed; }}; cd {WORK
 R2E_SCRIPT = "for script in run_tests.sh /run_tests.sh; do [ ! -f $script ] || break; done; [ -f $script ]"
 R2E_LINK = "[ -e r2e_tests ] || [ ! -e /r2e_tests ] || ln -s /r2e_tests r2e_tests"
 EXIT_STATUS = "exit_status"
+REPORT = re.compile(r"^report ([0-9a-f]{64}) ([0-9A-Za-z+/]+=*)$", re.MULTILINE)  # as `run_tests.py` prints it
+MAX_RESULTS = 8_000_000  # characters of a report, once it is unpacked
 # Frameworks of rows -> those whose calls decide. A script that code under test ends early may end with status 0.
 DECIDING: Mapping[str, tuple[str, ...]] = {EXIT_STATUS: ("pytest", "unittest"), R2E_GYM: ("pytest",)}
 
@@ -145,7 +150,7 @@ def _labels(files: Sequence[str]) -> list[str]:
 
 
 def deciding_calls(facts: Mapping[str, Any], script: str = "") -> tuple[FrameworkCall, ...]:
-    """Return the calls that are made behind marks; none for tests that only a command of their own can run.
+    """Return the calls whose reports are sealed; none for tests that only a command of their own can run.
 
     `script` is R2E-Gym's own, of the image.
     """
@@ -172,30 +177,44 @@ def results(framework: Framework, output: str) -> dict[str, bool]:
     return _of_pytest(text.split("\n"))
 
 
-def results_behind(mark: str, output: str) -> dict[str, bool] | None:
-    """Return test -> whether it passed, of what `run_tests.py` printed; None where it did not come to its end."""
-    pairs = _pairs_behind(mark, output)
-    if pairs is None:
+class LongReportError(Exception):
+    """There are too many tests to report what they came to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `run_tests.py` printed of one call."""
+
+    tests: Mapping[str, bool]  # test -> whether it passed
+    is_good: bool  # whether the framework ended well and a test passed
+    said: str  # what was printed before it
+
+
+def sealed_report(key: str, output: str) -> Report | None:
+    """Return the last report in an output that is sealed with a key; None where the tests did not come to their end.
+
+    Raises `LongReportError`.
+    """
+    for found in reversed(list(REPORT.finditer(output))):
+        seal = hmac.new(key.encode(), found[2].encode(), "sha256").hexdigest()
+        if hmac.compare_digest(seal, found[1]):
+            return _unpacked(found[2], output[: found.start()])
+    return None
+
+
+def _unpacked(text: str, said: str) -> Report | None:
+    """Return a report; None for one that is none, of code under test that found the key in its own process."""
+    try:
+        report = json.loads(zlib.decompressobj().decompress(base64.b64decode(text), MAX_RESULTS))
+        if "too_long" in report:
+            raise LongReportError(f"what the tests came to has {report['too_long']} characters, too many to report")
+        pairs = [(str(outcome), str(name)) for outcome, name in report["tests"]]
+    except (ValueError, TypeError, KeyError, RecursionError, zlib.error):
         return None
     lines = ((way, outcome) for outcome, name in pairs if outcome != "SKIPPED" for way in _ways(name))
-    return _of_lines((name, outcome in ("PASSED", "XFAIL")) for name, outcome in lines)
-
-
-def ended_well(mark: str, output: str) -> bool:
-    """Return whether the framework ended well and a test passed, of what `run_tests.py` printed."""
-    pairs = _pairs_behind(mark, output) or []
-    return any(outcome == "PASSED" for outcome, _ in pairs) and _behind(mark, output).get("status") == 0
-
-
-def _pairs_behind(mark: str, output: str) -> list[tuple[str, str]] | None:
-    try:
-        return [(str(outcome), str(name)) for outcome, name in _behind(mark, output)["tests"]]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None
-
-
-def _behind(mark: str, output: str) -> Any:
-    return json.loads(output.rpartition(f"\n{mark} ")[2].partition("\n")[0] if f"\n{mark} " in output else "")
+    tests = _of_lines((name, outcome in ("PASSED", "XFAIL")) for name, outcome in lines)
+    is_good = report.get("status") == 0 and any(outcome == "PASSED" for outcome, _ in pairs)
+    return Report(tests, is_good, said)
 
 
 def _ways(name: str) -> tuple[str, ...]:

@@ -1,16 +1,22 @@
-"""Run the tests of a task inside its image, and print what each came to behind a mark that only the worker knows.
+"""Run the tests of a task inside its image, and print what each came to, sealed with a key that only the worker knows.
 
-    python run_tests.py MARK_FILE pytest|unittest|django|sympy WORDS...
+    python run_tests.py KEY_FILE pytest|unittest|django|sympy WORDS...
 
-The code under test runs in this process and prints, too. So the results are taken from the framework, and the mark is
-read and its file removed before that code is loaded; a process that ends early prints no mark. Python of the image: 3.6
-and later.
+The code under test runs in this process and prints, too. So the results are taken from the framework, and the key is
+read and its file removed before that code is loaded; a process that ends early prints no report. The key itself is
+never printed: whoever reads this program's output cannot seal another report. Python of the image: 3.6 and later.
 """
 
 # mypy: ignore-errors
+import base64
+import hmac
 import json
 import os
 import sys
+import zlib
+
+MAX_RESULTS = 8000000  # characters of what the tests came to
+MAX_REPORT = 500000  # characters of a report; a shell keeps no more of the end of what is printed
 
 
 def with_pytest(words):
@@ -166,18 +172,35 @@ def enter_workspace():
     sys.path[0] = os.getcwd()  # noqa: PTH109
 
 
+def report_of(status, found):
+    """Return what the tests came to as text without spaces; their names are much alike, so it is short."""
+    results = json.dumps({"status": status, "tests": found}).encode("ascii")
+    report = packed(results)
+    if len(results) > MAX_RESULTS or len(report) > MAX_REPORT:
+        return packed(json.dumps({"too_long": len(results)}).encode("ascii"))
+    return report
+
+
+def packed(text):
+    return base64.b64encode(zlib.compress(text, 9))
+
+
 def main():
     """Run the tests, print the results."""
     path, framework, words = sys.argv[1], sys.argv[2], sys.argv[3:]
-    with open(path) as file:  # noqa: PTH123  # as old as the image's Python
-        mark = file.read()
+    with open(path, "rb") as file:  # noqa: PTH123  # as old as the image's Python
+        seal = hmac.new(file.read(), digestmod="sha256")
     os.remove(path)  # noqa: PTH107
     del sys.argv[1:]
     run = {"pytest": with_pytest, "unittest": with_unittest, "django": with_django, "sympy": with_sympy}[framework]
     status, found = run(words)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.write(1, "\n{} {}\n".format(mark, json.dumps({"status": status, "tests": found})).encode("utf-8"))
+    report = report_of(status, found)
+    seal.update(report)
+    line = b"\nreport " + seal.hexdigest().encode("ascii") + b" " + report + b"\n"
+    while line:
+        line = line[os.write(1, line) :]
     os._exit(status)  # nothing that the code under test left behind prints after it
 
 

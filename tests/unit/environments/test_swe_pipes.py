@@ -1,4 +1,4 @@
-"""The pipes to a container's programs: where this machine cannot make them, the container ends, and no patch is blamed."""
+"""The pipes to a container's programs: where they cannot be made, the container ends, and no patch is blamed."""
 
 from __future__ import annotations
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import codecs
 import re
 
+from recipes.environments.swe.contract import KEPT_CHARACTERS
+
 # What an interactive bash without a terminal says when a program was killed by a signal.
 NO_TERMINAL = re.compile(r"^bash: \[[0-9: ()]{1,40}\] tcsetattr: Inappropriate ioctl for device\n", re.MULTILINE)
-KEPT_CHARACTERS = 2**19  # of the beginning, and as many of the end
 
 
 class CommandOutput:

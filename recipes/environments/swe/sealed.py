@@ -1,6 +1,6 @@
-"""Calls of test frameworks in a container, each by `run_tests.py` behind a mark of its own.
+"""Calls of test frameworks in a container, each by `run_tests.py`, with a report that is sealed with a key of its own.
 
-A call's mark is written when the commands before it have ended, and read before code under test is loaded.
+A call's key is written when the commands before it have ended, and read before code under test is loaded.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from recipes.environments.swe.calls import FrameworkCall
-from recipes.environments.swe.contract import Container, Shell
-from recipes.environments.swe.hidden_tests import ENTER, ended_well, results_behind
+from recipes.environments.swe.contract import KEPT_CHARACTERS, Container, Shell
+from recipes.environments.swe.hidden_tests import ENTER, sealed_report
 
 RUN_TESTS = Path(__file__).with_name("run_tests.py").read_bytes()
-MAX_CHARACTERS = 8_000_000  # of what the tests print
+MAX_CHARACTERS = 2 * KEPT_CHARACTERS  # of what the tests print
 MAX_SHOWN = 300  # characters of an output in a reason
 
 
@@ -34,7 +34,7 @@ class Reported:
 async def run_calls(container: Container, calls: Sequence[FrameworkCall], seconds: float) -> Reported:
     """Make calls one after the other, in a shell of their own; `seconds` is the time of all together.
 
-    Raises `ContainerEndedError`, and `OSError` where the container refuses a file.
+    Raises `ContainerEndedError`, `LongReportError`, and `OSError` where the container refuses a file.
     """
     shell = await container.open_shell()
     end = time.monotonic() + seconds
@@ -64,18 +64,19 @@ async def run_calls(container: Container, calls: Sequence[FrameworkCall], second
 
 
 async def _run(container: Container, shell: Shell, call: FrameworkCall, end: float) -> Reported:
-    place, mark = f"/tmp/{secrets.token_hex(8)}", secrets.token_hex(16)
+    place, key = f"/tmp/{secrets.token_hex(8)}", secrets.token_hex(32)
     await container.write_file(f"{place}/run_tests.py", RUN_TESTS)
-    await container.write_file(f"{place}/mark", mark.encode())
-    command = f"{call.program} {place}/run_tests.py {place}/mark {call.framework} {call.words} </dev/null 2>&1"
+    await container.write_file(f"{place}/key", key.encode())
+    command = f"{call.program} {place}/run_tests.py {place}/key {call.framework} {call.words} </dev/null 2>&1"
     done = await shell.run(command, seconds=max(end - time.monotonic(), 0.0), max_characters=MAX_CHARACTERS)
     if done.status is None:
         return Reported(is_late=True)
-    tests = results_behind(mark, done.output)
-    said = shown(done.output.rpartition(f"\n{mark} ")[0] or done.output)
-    if tests is None:
-        return Reported(is_good=False, wrong=f"the tests did not come to their end (status {done.status}): {said}")
-    return Reported(tests=tests, is_good=ended_well(mark, done.output), said=f"status {done.status}: {said}")
+    report = sealed_report(key, done.output)
+    if report is None:
+        wrong = f"the tests did not come to their end (status {done.status}): {shown(done.output)}"
+        return Reported(is_good=False, wrong=wrong)
+    said = f"status {done.status}: {shown(report.said)}"
+    return Reported(tests=dict(report.tests), is_good=report.is_good, said=said)
 
 
 def shown(output: str) -> str:
