@@ -34,6 +34,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
 from recipes.errors import CheckpointError, Problem
@@ -182,7 +183,12 @@ class _NoCount:
 def _make_moments(optimizer: Any) -> None:
     """Give every parameter moments of zero if it has none: Megatron saves them, but makes them in the first step."""
     for part in optimizer.chained_optimizers:
-        part.init_state_fn(part.optimizer, part.config)
+        if part.config.use_precision_aware_optimizer:  # Megatron calls `initialize_state` as old releases had it
+            params = [param for group in part.optimizer.param_groups for param in group["params"]]
+            for param in (param for param in params if not part.optimizer.state[param]):
+                part.optimizer.initialize_state(param, part.config.store_param_remainders)
+        else:
+            part.init_state_fn(part.optimizer, part.config)
 
 
 def _start_anew(optimizer: Any) -> None:
@@ -231,8 +237,19 @@ def _optimizer_state(
 
 def _load_optimizer(optimizer: Any, state: dict[str, dict[str, Any]]) -> None:
     for name, part in optimizer_parts(optimizer).items():
+        if isinstance(part, DistributedOptimizer):
+            part._set_main_param_and_optimizer_states = partial(_set_tensors, part)
         part.load_state_dict(merge(state[name]["rest"], state[name]["divided"]))
     optimizer._synchronize_steps()
+
+
+def _set_tensors(part: DistributedOptimizer, param: torch.Tensor, state: dict[str, Any]) -> None:
+    """Set what the optimizer holds of a parameter, without the marks that Megatron leaves among the tensors.
+
+    Transformer Engine's optimizer would take such a mark, whether an entry is padding, for a state of its own.
+    """
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    DistributedOptimizer._set_main_param_and_optimizer_states(part, param, tensors)
 
 
 def _is_sharded(value: Any) -> bool:

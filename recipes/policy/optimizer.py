@@ -131,6 +131,7 @@ def optimizer_config(cfg: PolicyConfig) -> OptimizerConfig:
         params_dtype=dtype,
         use_distributed_optimizer=own.use_distributed_optimizer,
         use_precision_aware_optimizer=own.use_precision_aware_optimizer,
+        store_param_remainders=False,  # a checkpoint would hold half of each weight, which no other setting can read
         overlap_param_gather=cfg.megatron_cfg.distributed_data_parallel_config.overlap_param_gather,
         optimizer_cpu_offload=own.optimizer_cpu_offload,
         optimizer_offload_fraction=own.optimizer_offload_fraction,

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
+from one_rank import one_rank, trainer_of
 from policy_case import load_case, save_hybrid
 from random_batch import random_batch
-from torch._C._distributed_c10d import HashStore
 
-from recipes.grpo.loss import grpo_loss
-from recipes.policy import parallel, shards, step
+from recipes.policy import shards, step
 from tests.groups import LocalStore
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(120)]
@@ -33,13 +30,8 @@ _OVERRIDES = {
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[step.Trainer]:
     config = load_case(save_hybrid(tmp_path_factory.mktemp("traps") / "model"), **_OVERRIDES)
-    parallel.join_groups(HashStore(), rank=0, world_size=1, cfg=config.policy.megatron_cfg, seed=1, timeout_s=60.0)
-    yield step.build_trainer(config.policy, partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=None))
-
-    from megatron.core import parallel_state  # after recipes.policy, which makes it run on this machine
-
-    dist.destroy_process_group()
-    parallel_state.destroy_model_parallel()
+    with one_rank(config):
+        yield trainer_of(config)
 
 
 def test_every_layer_of_a_hybrid_is_computed_again_in_the_backward_pass(trainer: step.Trainer) -> None:

@@ -1,0 +1,90 @@
+"""What a checkpoint brings back of the optimizer, and what the configuration decides whatever a checkpoint says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from one_rank import one_rank, shard_of, trainer_of
+from policy_case import load_case, save_model
+
+from recipes.config.tree import Config
+from recipes.policy import checkpoint, step
+from tests import fused_adam
+
+_FUSED = {
+    "precision": "bfloat16",
+    "megatron_cfg__optimizer__bf16": "true",
+    "megatron_cfg__optimizer__use_precision_aware_optimizer": "true",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def fused(model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Config]:
+    """The published optimizer, in a form of checkpoint that the test may choose."""
+    fused_adam.install(monkeypatch)
+    reshardable = str(getattr(request, "param", False)).lower()
+    config = load_case(model, **_FUSED, megatron_cfg__dist_ckpt_optim_fully_reshardable=reshardable)
+    with one_rank(config):
+        yield config
+
+
+def saved(trainer: step.Trainer, path: Path) -> Path:
+    path.mkdir()
+    checkpoint.save(trainer, path)
+    return path
+
+
+def weights(trainer: step.Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.export()}
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["in-parts", "fully-reshardable"], indirect=True)
+def test_a_checkpoint_of_the_fused_optimizer_continues_exactly(fused: Config, tmp_path: Path) -> None:
+    trainer = trainer_of(fused)
+    step.train_step(trainer, shard_of(0))
+    path = saved(trainer, tmp_path / "checkpoint")
+    straight = [step.train_step(trainer, shard_of(seed)) for seed in (1, 2)]
+    after = weights(trainer)
+    for again in (trainer, trainer_of(fused)):
+        checkpoint.load(again, path)
+        assert [step.train_step(again, shard_of(seed)) for seed in (1, 2)] == straight
+        assert all(torch.equal(tensor, after[name]) for name, tensor in weights(again).items())
+
+
+def test_a_checkpoint_holds_whole_weights_which_a_plain_optimizer_reads(
+    fused: Config, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_of(fused)
+    step.train_step(trainer, shard_of(0))
+    path = saved(trainer, tmp_path / "checkpoint")
+    masters = main_weights(trainer)
+    assert {master.dtype for master in masters} == {torch.float32}
+    monkeypatch.undo()
+    values: dict[str, Any] = _FUSED | {"megatron_cfg__optimizer__use_precision_aware_optimizer": "false"}
+    plain = trainer_of(load_case(model, **values))
+    checkpoint.load(plain, path)
+    assert all(torch.equal(*pair) for pair in zip(main_weights(plain), masters, strict=True))
+
+
+def main_weights(trainer: step.Trainer) -> list[torch.Tensor]:
+    (part,) = trainer.optimizer.chained_optimizers
+    params = [param for ranges in part.gbuf_ranges for own in ranges.values() for b in own for param in b["param_map"]]
+    return [part._get_main_param_and_optimizer_states(param)["param"].clone() for param in params]
+
+
+def test_a_save_before_any_step_is_a_start(fused: Config, tmp_path: Path) -> None:
+    trainer = trainer_of(fused)
+    path = saved(trainer, tmp_path / "checkpoint")
+    straight = step.train_step(trainer, shard_of(0))
+    again = trainer_of(fused)
+    checkpoint.load(again, path)
+    assert step.train_step(again, shard_of(0)) == straight
