@@ -8,6 +8,9 @@ set -euo pipefail
 shopt -s inherit_errexit
 
 readonly RELEASES=https://github.com/apptainer/apptainer/releases/download
+readonly SETTINGS=/etc/apptainer/apptainer.conf
+# MiB of a container's writable layer, as rollouts use (`swe/contract.py`). Apptainer's own 64 are too few for tests.
+readonly LAYER="sessiondir max size = 8192"
 
 main() {
   local package=/tmp/apptainer.deb
@@ -19,6 +22,8 @@ main() {
   sha256sum -c <<<"${APPTAINER_SHA256}  ${package}"
   DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends "${package}"
   rm -rf -- "${package}" /var/lib/apt/lists/*
+  sed -i "s/^sessiondir max size = .*/${LAYER}/" "${SETTINGS}"
+  grep -qxF "${LAYER}" "${SETTINGS}"
   ln -sfn apptainer /usr/bin/singularity # the name that Gym's agents call
 }
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 
 from recipes.environments.swe.containers.held import user_words
 from recipes.environments.swe.containers.images import environment
-from recipes.environments.swe.contract import ContainerEndedError, ContainerFailedError, ContainerLimits, Runtime
+from recipes.environments.swe.contract import (
+    ContainerEndedError,
+    ContainerFailedError,
+    ContainerLimits,
+    Runtime,
+    Shell,
+)
 from recipes.errors import LaunchError, Problem
 
 LIMITS = ContainerLimits(memory_mib=1024, processes=64, disk_mib=64, file_mib=32)
+NEEDED_MIB = ContainerLimits(memory_mib=0).disk_mib  # of a rollout's writable layer
 SECONDS = 60.0
 IN_NAMESPACES = ("unshare", "--user", "--map-root-user", "--mount", "--", "bash", "-euc")
 OVERLAY = """mount -t tmpfs tmpfs /mnt; mkdir /mnt/lower /mnt/upper /mnt/work /mnt/root
@@ -46,11 +54,25 @@ async def check_runtime(runtime: Runtime, image: str) -> None:
             again = await shell.run("echo here", seconds=SECONDS, max_characters=100)
             if (late.status, again.output) != (None, "here\n"):
                 raise OSError(f"its shell answered {late.output!r}, then {again.output!r}")
+            doing = "say how large its writable layer is"
+            if runtime.name == "apptainer" and os.geteuid() != 0:  # which sets no limit for root
+                await _check_layer(runtime, shell)
         finally:
             await container.close()
     except (ContainerFailedError, ContainerEndedError, OSError) as error:
         fix = f"see what `{runtime.name}` says of {image}; a SIF file also needs /dev/fuse, which root may have to open"
         raise _problem(runtime, f"a container cannot {doing}: {error}", fix) from error
+
+
+async def _check_layer(runtime: Runtime, shell: Shell) -> None:
+    """Raise `LaunchError` where Apptainer gives a container less space than rollouts may use."""
+    done = await shell.run("LC_ALL=C df -Pk / | tail -n 1", seconds=SECONDS, max_characters=1000)
+    size = done.output.split()[1:2]
+    if done.status != 0 or not size or not size[0].isdecimal():
+        raise OSError(f"df answered {done.output!r}")
+    if (mib := int(size[0]) // 1024) < NEEDED_MIB:
+        wrong = f"the writable layer of a container has {mib} MiB, but a rollout may use {NEEDED_MIB} MiB"
+        raise _problem(runtime, wrong, f"set `sessiondir max size = {NEEDED_MIB}` in apptainer.conf")
 
 
 def _try(script: str) -> str:
