@@ -68,3 +68,10 @@ async def test_a_small_writable_layer_of_apptainer_is_refused(monkeypatch):
 def test_the_image_of_stage_2_2_gives_the_space_that_rollouts_use():
     text = (ROOT / "containers/swe/install.sh").read_text()
     assert re.findall(r'^readonly LAYER="sessiondir max size = (\d+)"$', text, re.MULTILINE) == [str(check.NEEDED_MIB)]
+
+
+async def test_what_only_other_runtimes_need_is_not_asked_of_apptainer(monkeypatch):
+    monkeypatch.setattr(check, "_try", lambda _script: "mount: unknown option userxattr")
+    await check_runtime(Scripted("apptainer"), "a.sif")
+    with pytest.raises(LaunchError, match="user namespaces cannot be made: mount: unknown option"):
+        await check_runtime(Scripted("bwrap"), "a.sif")
