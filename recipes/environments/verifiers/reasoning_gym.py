@@ -76,13 +76,19 @@ def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
 
 
 def score(response: Response, task: Task) -> Verdict:
-    """Extract the answer and let the task's own scorer judge it."""
+    """Extract the answer and let the task's own scorer judge it.
+
+    Raises what the library raises where it cannot build a scorer: an installation that is broken gives no verdict.
+    """
     answer = extract_answer(all_text(response))
     details = {"extracted_answer": answer, "task_name": task.task_name}
     entry = json.loads(task.entry)
     graded = answer if _may_be_evaluated(answer, task.task_name, entry) else NONSENSE
+    if not _is_known(task.task_name):  # as Gym's server answers
+        return Verdict(reward=0.0, reason=f"{task.task_name}: the library has no such task", details=details)
+    scorer = _scorer(task.task_name)
     try:
-        reward = float(_scorer(task.task_name)(graded, entry))
+        reward = float(scorer(graded, entry))
     except Exception as error:  # the scorer cannot read the model's text, which earns no credit
         reason = f"{task.task_name}: the scorer failed: {type(error).__name__}: {error}"[:200]
         return Verdict(reward=0.0, reason=reason, details=details)
@@ -109,7 +115,7 @@ def _may_be_evaluated(answer: str, task_name: str, entry: Mapping[str, Any]) -> 
 
 def prepare(task_name: str) -> None:
     """Build the scorer of a family of tasks, which reads data files for some."""
-    if task_name:
+    if task_name and _is_known(task_name):
         _scorer(task_name)
 
 
@@ -127,6 +133,12 @@ def _between(text: str, opening: str, closing: str) -> Iterator[str]:
     while at >= 0 and (end := text.find(closing, at + len(opening))) >= 0:
         yield text[at + len(opening) : end]
         at = text.find(opening, end + len(closing))
+
+
+def _is_known(name: str) -> bool:
+    from reasoning_gym.factory import DATASETS
+
+    return name in DATASETS
 
 
 @lru_cache(maxsize=256)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from recipes.environments.verifiers import reasoning_gym
 from recipes.environments.verifiers.reasoning_gym import extract_answer, parse_task, score
 
 Answer = Callable[..., dict[str, Any]]
@@ -55,10 +56,27 @@ def test_listing_many_answers_earns_next_to_nothing(answer: Answer) -> None:
     assert score(answer(f"<answer>{many}</answer>"), parse_task(ROW, {})).reward < 0.01
 
 
-def test_unknown_task_has_a_reason(answer: Answer) -> None:
+def test_an_unknown_task_has_a_reason(answer: Answer) -> None:
     verdict = score(answer("1"), parse_task(ROW | {"metadata": {"source_dataset": "nope"}}, {}))
-    assert verdict.reward == 0.0
-    assert "nope" in verdict.reason
+    assert (verdict.reward, verdict.reason) == (0.0, "nope: the library has no such task")
+
+
+def test_a_broken_installation_gives_no_verdict(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_name: str) -> None:
+        raise FileNotFoundError("words.txt")
+
+    monkeypatch.setattr(reasoning_gym, "_scorer", broken)
+    with pytest.raises(FileNotFoundError, match=r"words\.txt"):
+        score(answer("<answer>156</answer>"), parse_task(ROW, {}))
+
+
+def test_text_that_the_scorer_cannot_read_earns_nothing(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scorer(_answer: str, _entry: dict[str, Any]) -> float:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(reasoning_gym, "_scorer", lambda _name: scorer)
+    verdict = score(answer("1"), parse_task(ROW, {}))
+    assert (verdict.reward, verdict.reason) == (0.0, "chain_sum: the scorer failed: ZeroDivisionError: ")
 
 
 def test_real_row(gym_row: Callable[..., dict[str, Any]], answer: Answer) -> None:
