@@ -3,8 +3,10 @@
 What happens when something fails:
 
     a request        is late or fails in vLLM       `generate` raises `RequestError`; its rollout fails, the run goes on
-    an engine        dies, or is silent for         it is closed and its requests are sampled on the others; a new actor
-                     `SILENCE_SECONDS`              starts in its place, takes part in the next push and then requests
+    a connection     to an engine breaks            it is made again; its requests go to other engines, or wait for that
+    an engine        dies, is silent for            it is closed and its requests are sampled on the others; a new actor
+                     `SILENCE_SECONDS`, or cannot   starts in its place, takes part in the next push and then requests
+                     be reached
     all engines      are closed                     `generate` and `update_weights` raise `EngineError`
 
 One thread receives the answers of all engines. Its loops, one per engine:
@@ -19,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from recipes.generation.clients.failure import failure
 from recipes.generation.clients.session import EngineSession
 from recipes.generation.clients.stream import SILENCE_SECONDS
 from recipes.generation.engine import EngineActor, EngineInfo
-from recipes.generation.handle import EngineHandle
+from recipes.generation.handle import EngineHandle, outcomes
 from recipes.generation.handshake import nccl_init, nccl_update, shared_memory_init
 from recipes.generation.serving.requests import AtPush
 from recipes.types import Completion, Sampling, WeightLayout
@@ -106,7 +107,7 @@ class Generation:
 
         engines = [EngineHandle(index, make_actor) for index in range(len(placement))]
         calls = {engine: engine.launch() for engine in engines}
-        for engine, outcome in _outcomes(calls, deadlines.engine_start, stop_at_failure=True).items():
+        for engine, outcome in outcomes(calls, deadlines.engine_start, stop_at_failure=True).items():
             if isinstance(outcome, EngineError):
                 for other in engines:
                     other.kill()
@@ -272,9 +273,9 @@ class Generation:
     def stats(self) -> list[dict[str, float]]:
         """Return each engine's running totals; of an engine that does not answer, those that were known last."""
         calls = {engine: engine.actor.stats.remote() for engine in self._up()}
-        outcomes = _outcomes(calls, STATS_SECONDS)
+        found = outcomes(calls, STATS_SECONDS)
         return [
-            engine.totals(latest if isinstance(latest := outcomes.get(engine), Mapping) else None)
+            engine.totals(latest if isinstance(latest := found.get(engine), Mapping) else None)
             for engine in self._engines
         ]
 
@@ -283,9 +284,9 @@ class Generation:
 
         `EngineSamples.take` has the names.
         """
-        outcomes = _outcomes({engine: engine.actor.take_samples.remote() for engine in self._up()}, STATS_SECONDS)
-        found = (outcomes.get(engine) for engine in self._engines)
-        return [dict(samples) if isinstance(samples, Mapping) else {} for samples in found]
+        found = outcomes({engine: engine.actor.take_samples.remote() for engine in self._up()}, STATS_SECONDS)
+        samples = (found.get(engine) for engine in self._engines)
+        return [dict(one) if isinstance(one, Mapping) else {} for one in samples]
 
     def servers(self) -> list[tuple[str, str]]:
         """Return the address and the key of the OpenAI-compatible server of each engine that is up."""
@@ -324,8 +325,8 @@ class Generation:
     ) -> list[EngineError]:
         """Wait for one call per engine, eject the engines whose call fails, and return the failures."""
         keys = {engine: engine.key for engine in calls}
-        outcomes = _outcomes(calls, deadline_seconds, stop_at_failure=stop_at_failure)
-        failed = {engine: outcome for engine, outcome in outcomes.items() if isinstance(outcome, EngineError)}
+        found = outcomes(calls, deadline_seconds, stop_at_failure=stop_at_failure)
+        failed = {engine: outcome for engine, outcome in found.items() if isinstance(outcome, EngineError)}
         for engine, error in failed.items():
             self._eject(engine, keys[engine], error)
         return list(failed.values())
@@ -340,7 +341,7 @@ class Generation:
         while engine.is_up:
             key = engine.key
             try:
-                await self._client.pass_on(engine.index)
+                await self._client.pass_on_again(engine.index)
             except Exception as error:  # whatever it is, this actor's answers can no longer be had
                 self._eject(engine, key, failure(str(engine), error, SILENCE_SECONDS))
             await self._restart(engine)
@@ -350,6 +351,7 @@ class Generation:
         for attempt in range(1, MAX_STARTS + 1):
             try:
                 info = await asyncio.wait_for(engine.launch(), self._deadlines.engine_start)
+                await self._client.attach(engine.index, info.address, self._loop).connect()
             except Exception as error:
                 engine.kill()
                 reason = failure(f"generation engine {engine.index}", error, self._deadlines.engine_start)
@@ -357,7 +359,6 @@ class Generation:
                 continue
             with self._state_lock:
                 engine.started(info)
-                self._client.attach(engine.index, engine.address, self._loop)
                 if not self._needs_push:
                     self._client.open(engine.index)
             self._tell_clients()
@@ -372,27 +373,3 @@ async def _cancel_all() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _outcomes(
-    calls: Mapping[EngineHandle, Any], deadline_seconds: float, *, stop_at_failure: bool = False
-) -> dict[EngineHandle, Any]:
-    """Wait for one call per engine; return the result or the `EngineError` of each, failures first.
-
-    With `stop_at_failure` the first failure ends the wait, and calls that are not finished then have no entry.
-    """
-    end = time.monotonic() + deadline_seconds
-    engines = {call: engine for engine, call in calls.items()}
-    waiting = list(engines)
-    results: dict[EngineHandle, Any] = {}
-    errors: dict[EngineHandle, EngineError] = {}
-    while waiting and not (errors and stop_at_failure):
-        done, waiting = ray.wait(waiting, timeout=max(end - time.monotonic(), 0.0))
-        for call in done or waiting:  # none is done: all that are left are late
-            try:
-                results[engines[call]] = ray.get(call, timeout=0)
-            except Exception as error:
-                errors[engines[call]] = failure(str(engines[call]), error, deadline_seconds)
-        if not done:
-            break
-    return errors | results

@@ -1,12 +1,18 @@
-"""One engine as the driver sees it: the actor that runs it now, and the totals of all actors that have run it."""
+"""One engine as the driver sees it: the actor that runs it now, and the totals of all actors that have run it.
+
+`outcomes` waits for calls to several engines.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
 
+from recipes.errors import EngineError
+from recipes.generation.clients.failure import failure
 from recipes.generation.engine import EngineInfo
 from recipes.generation.serving.stream import EngineAddress
 
@@ -70,3 +76,27 @@ class EngineHandle:
             self._latest = latest
         totals = {name: self._past.get(name, 0.0) + self._latest.get(name, 0.0) for name in COUNTERS}
         return totals | {name: (latest or {}).get(name, 0.0) for name in GAUGES}
+
+
+def outcomes(
+    calls: Mapping[EngineHandle, Any], deadline_seconds: float, *, stop_at_failure: bool = False
+) -> dict[EngineHandle, Any]:
+    """Wait for one call per engine; return the result or the `EngineError` of each, failures first.
+
+    With `stop_at_failure` the first failure ends the wait, and calls that are not finished then have no entry.
+    """
+    end = time.monotonic() + deadline_seconds
+    engines = {call: engine for engine, call in calls.items()}
+    waiting = list(engines)
+    results: dict[EngineHandle, Any] = {}
+    errors: dict[EngineHandle, EngineError] = {}
+    while waiting and not (errors and stop_at_failure):
+        done, waiting = ray.wait(waiting, timeout=max(end - time.monotonic(), 0.0))
+        for call in done or waiting:  # none is done: all that are left are late
+            try:
+                results[engines[call]] = ray.get(call, timeout=0)
+            except Exception as error:
+                errors[engines[call]] = failure(str(engines[call]), error, deadline_seconds)
+        if not done:
+            break
+    return errors | results

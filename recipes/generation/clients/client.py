@@ -2,17 +2,18 @@
 
 The driver alone decides which engines take requests: it starts them, pushes weights to them and replaces them. It tells
 the other clients by `OpenEngines`. A client has one connection to each engine, through which requests go and answers
-come. When it breaks, the client's requests are sampled elsewhere, and it connects again.
+come. When it breaks, the client connects again; its requests go to other engines or, where none is left, wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
+from recipes.errors import EngineError
 from recipes.generation.clients.failure import failure
 from recipes.generation.clients.router import Router
 from recipes.generation.clients.session import EngineSession
@@ -79,7 +80,15 @@ class EngineClient:
     def attach(self, engine: int, address: EngineAddress, loop: asyncio.AbstractEventLoop) -> EngineStream:
         """Have an engine's requests sent to an actor that has started; `pass_on` must follow, on `loop`."""
         stream = self._streams[engine] = EngineStream(self.name, address, loop)
+        self.router.mend(engine)
         return stream
+
+    async def reconnect(self, engine: int) -> None:
+        """Make a connection that has broken again, in one attempt; raises `EngineError` when that fails."""
+        stream = self._streams[engine].again()
+        await stream.connect()
+        self._streams[engine] = stream
+        self.router.mend(engine)
 
     def open(self, engine: int) -> None:
         """Send requests to an engine from now on. One that is open stays as it is."""
@@ -88,8 +97,8 @@ class EngineClient:
     async def pass_on(self, engine: int) -> None:
         """Hand over the answers of an engine for as long as its connection lasts.
 
-        Raises what ends it: no answer of that connection can be had any more. The caller must then close the engine in
-        the router, so that its requests are sampled elsewhere.
+        Raises what ends it: no answer of that connection can be had any more. The caller must then cut or close the
+        engine in the router, so that its requests are sampled elsewhere.
         """
         stream = self._streams[engine]
         try:
@@ -98,6 +107,29 @@ class EngineClient:
                 self.router.deliver(engine, await stream.answers())
         finally:
             stream.close()
+
+    async def pass_on_again(self, engine: int) -> None:
+        """Hand over the answers of an engine until it is dead: a connection that breaks is made again, once each time.
+
+        Raises what has ended it. The caller must then close the engine in the router.
+        """
+        while True:
+            try:
+                await self.pass_on(engine)
+            except TimeoutError:  # the engine is silent
+                raise
+            except (OSError, EOFError) as broken:
+                self._cut(engine, broken)
+                await asyncio.sleep(RECONNECT_SECONDS)
+                try:
+                    await self.reconnect(engine)
+                except EngineError:
+                    raise broken from None
+
+    def _cut(self, engine: int, broken: Exception) -> None:
+        reason = failure(f"generation engine {engine}", broken, SILENCE_SECONDS)
+        num_moved = self.router.cut(engine, str(reason))
+        logger.warning("%s; %d requests are sampled again", reason, num_moved)
 
     def _send(self, engine: int, requests: Sequence[Request]) -> None:
         message = ClientMessage(requests=tuple(requests), deadline_seconds=self.deadline_seconds)
@@ -133,14 +165,14 @@ class FollowingClient(EngineClient):
                 self._keys[engine] = key
                 self.attach(engine, engines.addresses[key], loop)
                 self.open(engine)
-                self._watching[engine] = loop.create_task(self._watch(engine, engines.addresses[key]))
+                self._watching[engine] = loop.create_task(self._watch(engine))
 
     def _close(self, engine: int, reason: str) -> None:
         del self._keys[engine]
         self._watching.pop(engine).cancel()
         self.router.close(engine, reason)
 
-    async def _watch(self, engine: int, address: EngineAddress) -> None:
+    async def _watch(self, engine: int) -> None:
         """Pass on the answers of an engine until the driver closes it; connect again whenever the connection breaks.
 
         When its actor has died the driver sees that as well, and closes it.
@@ -149,14 +181,17 @@ class FollowingClient(EngineClient):
             try:
                 await self.pass_on(engine)
             except Exception as error:
-                reason = failure(f"generation engine {engine}", error, SILENCE_SECONDS)
-                num_moved = self.router.close(engine, str(reason))
-                logger.warning("%s; %d requests are sampled elsewhere", reason, num_moved)
-            await self._connect_again(engine, address)
+                self._cut(engine, error)
+            await self._connect_again(engine)
             self.open(engine)
 
-    async def _connect_again(self, engine: int, address: EngineAddress) -> None:
+    async def _connect_again(self, engine: int) -> None:
+        """Connect, whenever that is; requests do not wait for it longer than `SILENCE_SECONDS`."""
+        end = time.monotonic() + SILENCE_SECONDS
         while True:
             await asyncio.sleep(RECONNECT_SECONDS)
-            with suppress(OSError, EOFError, TimeoutError):
-                return await self.attach(engine, address, asyncio.get_running_loop()).connect()
+            try:
+                return await self.reconnect(engine)
+            except EngineError as error:
+                if time.monotonic() > end:
+                    self.router.close(engine, str(error))

@@ -5,6 +5,8 @@ soon as it is done. `balance.py` chooses the engine of each.
 
 When an engine dies, its requests are sampled again on the others. A request that has lost `MAX_ENGINES_LOST` engines
 fails, since it may be what kills them. While all engines are closed, every request raises `EngineError`.
+
+An engine whose connection is cut is not closed: where no other is left, requests wait until it is mended or closed.
 """
 
 from __future__ import annotations
@@ -55,6 +57,8 @@ class Router:
         self._send, self._abort = send, abort
         self._lock = threading.Lock()
         self._closed: dict[int, str] = {}  # why an engine takes no requests
+        self._cut: set[int] = set()  # engines that are open, and whose connection is being made again
+        self._held: list[_Waiter] = []  # that wait for one of these
         self._waiting: list[dict[int, _Waiter]] = [{} for _ in range(num_engines)]  # per engine, by request id
         self._balance = Balance(num_engines)  # counts what is in `_waiting`
         self._unsent: dict[asyncio.AbstractEventLoop, list[_Waiter]] = {}
@@ -120,6 +124,24 @@ class Router:
         """Send no more requests to an engine, and its present ones elsewhere; returns how many those are."""
         with self._lock:
             self._closed[engine] = reason
+            self._cut.discard(engine)
+        return self._move(engine, reason)
+
+    def cut(self, engine: int, reason: str) -> int:
+        """Send requests elsewhere until `mend`, the present ones as well; returns how many those are."""
+        with self._lock:
+            self._cut.add(engine)
+        return self._move(engine, reason)
+
+    def mend(self, engine: int) -> None:
+        """Send requests through the new connection to an engine, if it is open."""
+        with self._lock:
+            self._cut.discard(engine)
+        self._dispatch([])
+
+    def _move(self, engine: int, reason: str) -> int:
+        """Take all requests off an engine and send them, and those that are held, where they can be sampled."""
+        with self._lock:
             self._balance.work_of_others[engine] = 0
             taken = [self._take(engine, number) for number in list(self._waiting[engine])]
             waiters = [waiter for waiter in taken if waiter is not None]
@@ -128,7 +150,10 @@ class Router:
             waiter.num_engines_lost += 1
             if waiter.num_engines_lost < MAX_ENGINES_LOST:
                 again.append(waiter)
-        given_up = RequestError(f"{MAX_ENGINES_LOST} generation engines died while they sampled it, the last: {reason}")
+        given_up = RequestError(
+            f"{MAX_ENGINES_LOST} generation engines, or the connections to them, died while they sampled it, "
+            f"the last: {reason}"
+        )
         _settle([(waiter, given_up) for waiter in waiters if waiter.num_engines_lost >= MAX_ENGINES_LOST])
         self._dispatch(again)
         return len(waiters)
@@ -137,6 +162,7 @@ class Router:
         """Send requests to an engine again."""
         with self._lock:
             self._closed.pop(engine, None)
+        self._dispatch([])
 
     def closed(self) -> dict[int, str]:
         """Return why each engine that is closed takes no requests."""
@@ -152,14 +178,19 @@ class Router:
         self._dispatch(self._unsent.pop(loop))
 
     def _dispatch(self, waiters: Iterable[_Waiter]) -> None:
+        """Send requests, and those that are held, to engines; hold those again that have none and may get one."""
         batches: defaultdict[int, list[Request]] = defaultdict(list)
         stranded = []
         with self._lock:
+            unusable = self._closed.keys() | self._cut
+            waiters, self._held = [*self._held, *waiters], []
             for waiter in waiters:
                 if waiter.future.done():  # cancelled before it was sent
                     continue
-                waiter.engine = self._balance.place(waiter.request, self._closed)
-                if waiter.engine is None:
+                waiter.engine = self._balance.place(waiter.request, unusable)
+                if waiter.engine is None and self._cut - self._closed.keys():
+                    self._held.append(waiter)
+                elif waiter.engine is None:
                     stranded.append(waiter)
                 else:
                     self._waiting[waiter.engine][waiter.request.id] = waiter

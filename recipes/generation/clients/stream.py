@@ -34,21 +34,36 @@ class EngineStream:
     async def connect(self) -> None:
         """Connect, unless that is done; what has been said so far is sent.
 
-        Raises `OSError`, `EOFError` or `TimeoutError` when the actor cannot be reached or has an engine that is dead.
+        Raises `EngineError` with the address when the actor cannot be reached or has an engine that is dead.
         """
         if self._writer is not None:
             return
-        async with asyncio.timeout(HANDSHAKE_SECONDS):
-            reader, writer = await asyncio.open_connection(self._address.host, self._address.port)
-            try:
-                await introduce(reader, writer, self._address.key, self._name)
-            except BaseException:
-                writer.close()
-                raise
-        self._reader, self._writer = reader, writer
-        writer.write(b"".join(self._unsent))
+        try:
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                self._reader, self._writer = await self._introduced()
+        except (OSError, EOFError) as error:
+            late = isinstance(error, TimeoutError) and f"no answer within {HANDSHAKE_SECONDS:g} s"
+            raise EngineError(
+                f"the generation engine at {self._address.host}:{self._address.port} cannot be reached "
+                f"({late or error}); if it runs, open the ports policy.generation.port_range_low to port_range_high "
+                "between the nodes"
+            ) from error
+        self._writer.write(b"".join(self._unsent))
         self._unsent.clear()
         self._look()
+
+    async def _introduced(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection(self._address.host, self._address.port)
+        try:
+            await introduce(reader, writer, self._address.key, self._name)
+        except BaseException:
+            writer.close()
+            raise
+        return reader, writer
+
+    def again(self) -> EngineStream:
+        """Return another connection of the same client to the same actor, not made yet."""
+        return EngineStream(self._name, self._address, self._loop)
 
     def send(self, message: ClientMessage) -> None:
         """Send a message. It is lost when the connection breaks, which `answers` then raises."""

@@ -14,7 +14,7 @@ from recipes.cluster.ports import hold
 from recipes.errors import EngineError, RequestError
 from recipes.generation.clients import client as client_module
 from recipes.generation.clients import stream as stream_module
-from recipes.generation.clients.client import FollowingClient, OpenEngines
+from recipes.generation.clients.client import EngineClient, FollowingClient, OpenEngines
 from recipes.generation.clients.stream import EngineStream
 from recipes.generation.serving.listener import Listener
 from recipes.generation.serving.mailboxes import Mailboxes
@@ -146,7 +146,7 @@ async def test_the_requests_of_an_engine_that_dies_go_to_the_other(case: Case) -
     assert request.affinity == 0
     case.second.answer(request)
     assert await outcome(task) == (7,)
-    assert "engine A is dead" in case.client.router.closed()[0]
+    assert not case.client.router.closed(), "the driver decides that"
 
 
 async def test_a_dead_engine_says_so_to_clients_that_ask_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,26 +156,110 @@ async def test_a_dead_engine_says_so_to_clients_that_ask_nothing(case: Case, mon
     case.first.die()
     case.first.boxes.died.set()  # as the beat finds it, sooner
     async with asyncio.timeout(SECONDS):
-        while 0 not in case.client.router.closed():
+        while 0 not in case.client.router._cut:
             await asyncio.sleep(0.01)
 
 
 async def test_a_broken_connection_costs_no_request_and_is_made_again(case: Case) -> None:
     task = case.ask(0)
     lost = await case.first.next()
-    stream = case.client._streams[0]
-    assert stream._writer is not None
-    stream._writer.transport.abort()
+    break_connection(case.client)
     request = await case.second.next()
     assert await asyncio.wait_for(case.first.ended.get(), SECONDS) == lost.id, "nobody waits for it there"
     case.second.answer(request)
     assert await outcome(task) == (7,)
     async with asyncio.timeout(SECONDS):
-        while case.client.router.closed():
+        while case.client.router._cut:
             await asyncio.sleep(0.01)
     again = case.ask(4)
     case.first.answer(await case.first.next(), 5)
     assert await outcome(again) == (5,)
+
+
+def break_connection(client: EngineClient, engine: int = 0) -> None:
+    stream = client._streams[engine]
+    assert stream._writer is not None
+    stream._writer.transport.abort()
+
+
+def only_first(case: Case) -> None:
+    """Close the second engine, as the driver does."""
+    case.client.follow(OpenEngines(number=2, addresses={(0, 1): case.first.address}, closed={1: "silent"}))
+
+
+async def test_a_broken_connection_to_the_only_engine_costs_no_request(case: Case) -> None:
+    only_first(case)
+    asked = case.ask(0)
+    lost = await case.first.next()
+    break_connection(case.client)
+    assert await asyncio.wait_for(case.first.ended.get(), SECONDS) == lost.id
+    late = case.ask(1)  # while the connection is made again, or after that
+    for _ in range(2):
+        case.first.answer(await case.first.next())
+    assert [await outcome(task) for task in (asked, late)] == [(7,), (7,)]
+
+
+async def test_requests_do_not_wait_for_an_engine_that_the_driver_closes(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "RECONNECT_SECONDS", SECONDS)
+    only_first(case)
+    task = case.ask(0)
+    await case.first.next()
+    break_connection(case.client)
+    async with asyncio.timeout(SECONDS):
+        while not case.client.router._held:
+            await asyncio.sleep(0.01)
+    case.client.follow(OpenEngines(number=3, closed={0: "its actor process died", 1: "silent"}))
+    with pytest.raises(EngineError, match="no generation engine is left: its actor process died; silent"):
+        await outcome(task)
+
+
+async def test_an_engine_that_cannot_be_reached_is_named_by_its_address(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "SILENCE_SECONDS", 0.1)
+    only_first(case)
+    await outcome_of_one(case)
+    case.first.listener.close()
+    break_connection(case.client)
+    where = f"{case.first.address.host}:{case.first.address.port} cannot be reached .*port_range_low"
+    with pytest.raises(EngineError, match=where):
+        await outcome(case.ask(0))
+
+
+async def outcome_of_one(case: Case) -> None:
+    task = case.ask(0)
+    case.first.answer(await case.first.next())
+    await outcome(task)
+
+
+async def test_the_driver_makes_a_broken_connection_again_and_reports_an_engine_that_is_gone(case: Case) -> None:
+    driver = EngineClient("driver", 1, max_model_len=16, deadline_seconds=SECONDS)
+    driver.attach(0, case.first.address, asyncio.get_running_loop())
+    passing = asyncio.create_task(driver.pass_on_again(0))
+    task = asyncio.create_task(driver.generate((1,), SAMPLING, affinity=0))
+    await case.first.next()
+    break_connection(driver)
+    case.first.answer(await case.first.next())
+    assert await outcome(task) == (7,)
+    assert not passing.done() and not driver.router.closed()
+    case.first.listener.close()
+    break_connection(driver)
+    with pytest.raises((OSError, EOFError)):
+        await asyncio.wait_for(passing, SECONDS)
+
+
+async def test_an_engine_that_says_that_it_is_dead_is_not_asked_again(case: Case) -> None:
+    driver = EngineClient("driver", 1, max_model_len=16, deadline_seconds=SECONDS)
+    driver.attach(0, case.first.address, asyncio.get_running_loop())
+    passing = asyncio.create_task(driver.pass_on_again(0))
+    asking = asyncio.create_task(driver.generate((1,), SAMPLING, affinity=0))
+    await case.first.next()
+    case.first.die()
+    with pytest.raises(EngineError, match="engine A is dead"):
+        await asyncio.wait_for(passing, SECONDS)
+    asking.cancel()
 
 
 async def test_an_engine_that_the_driver_closes_gets_nothing_until_it_is_started_again(case: Case) -> None:
@@ -204,7 +288,7 @@ async def test_no_engine_is_left_when_both_are_closed(case: Case) -> None:
 
 async def test_who_has_not_got_the_key_is_turned_away(case: Case) -> None:
     loop = asyncio.get_running_loop()
-    with pytest.raises((EOFError, OSError)):
+    with pytest.raises(EngineError, match="cannot be reached"):
         await EngineStream("worker", replace(case.first.address, key=b"guessed"), loop).connect()
     for sent in (b"GET / HTTP/1.1\r\n\r\n" * 10, b"\xff" * 500):
         reader, writer = await asyncio.open_connection(case.first.address.host, case.first.address.port)
@@ -223,7 +307,7 @@ async def test_a_program_in_the_place_of_an_engine_is_not_believed(case: Case) -
 
     server = await asyncio.start_server(lie, "127.0.0.1", 0)
     address = replace(case.first.address, port=server.sockets[0].getsockname()[1])
-    with pytest.raises(ConnectionError, match="does not have the key"):
+    with pytest.raises(EngineError, match="does not have the key"):
         await EngineStream("worker", address, asyncio.get_running_loop()).connect()
     server.close()
 

@@ -124,6 +124,35 @@ async def test_a_request_that_kills_every_engine_fails_before_the_run_does() -> 
         await task
 
 
+async def test_requests_wait_for_a_connection_that_is_made_again_only_where_no_engine_is_left() -> None:
+    engines = Engines()
+    engines.router.cut(0, "its connection ended")
+    moved = engines.ask(affinity=0)
+    await tick()
+    assert [engine for engine, _ in engines.calls] == [1], "the other engine is there"
+    engines.router.close(1, "engine 1 is dead")
+    gone = engines.ask(affinity=0, sample=1)
+    await tick()
+    assert engines.router.num_open() == 1 and len(engines.calls) == 1
+    gone.cancel()
+    await tick()
+    engines.router.mend(0)
+    [_, (engine, [request])] = engines.calls
+    assert engine == 0
+    engines.answer(0, request, 4)
+    assert (await moved).token_ids == (4,)
+
+
+async def test_mending_a_connection_does_not_open_an_engine_that_is_closed() -> None:
+    engines = Engines()
+    engines.router.close(0, "engine 0 has no weights")
+    engines.router.close(1, "engine 1 has no weights")
+    engines.router.cut(0, "its connection ended")
+    engines.router.mend(0)
+    with pytest.raises(EngineError, match="engine 0 has no weights"):
+        await engines.ask()
+
+
 async def test_without_an_engine_every_request_is_an_engine_error() -> None:
     engines = Engines()
     task = engines.ask()

@@ -1,0 +1,121 @@
+"""How the driver watches an engine: real connections to fake actors, of which another starts when one is killed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recipes.cluster.ports import hold
+from recipes.generation.clients import client as client_module
+from recipes.generation.generation import MAX_STARTS, Generation, _cancel_all
+from recipes.generation.serving.listener import Listener
+from recipes.generation.serving.mailboxes import Mailboxes
+
+SECONDS = 30.0  # far more than any wait here takes
+DEADLINES: Any = SimpleNamespace(generation=SECONDS, engine_start=SECONDS, refit=SECONDS, shutdown=SECONDS)
+CONFIG: Any = SimpleNamespace(max_model_len=16, tensor_parallel_size=1, pipeline_parallel_size=1)
+
+
+class Handle:
+    """Stands in for `EngineHandle`; `is_reachable` says whether clients can connect to the actors that start."""
+
+    def __init__(self) -> None:
+        self.index, self.is_up, self.num_starts, self.num_kills, self.is_reachable = 0, True, 0, 0, True
+
+    def __str__(self) -> str:
+        return "engine A"
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.index, self.num_starts
+
+    async def launch(self) -> Any:
+        self.num_starts += 1
+        engine: Any = SimpleNamespace(is_dead=False)
+        self.listener = await Listener.start(Mailboxes(engine), hold(0, host="127.0.0.1"))
+        self.address = self.listener.address
+        if not self.is_reachable:
+            self.listener.close()
+        return SimpleNamespace(address=self.address)
+
+    def started(self, _info: Any) -> None:
+        self.is_up = True
+
+    def kill(self) -> None:
+        self.is_up = False
+        self.num_kills += 1
+        self.listener.close()
+
+
+class Case:
+    def __init__(self, handle: Handle) -> None:
+        self.handle = handle
+        self.generation = Generation(
+            [handle],  # type: ignore[list-item]
+            vllm_cfg=CONFIG,
+            deadlines=DEADLINES,
+            loads_weights=True,
+        )
+
+    async def connected(self) -> Any:
+        """Wait for the connection to the engine and return its stream."""
+        await eventually(lambda: self.generation._client._streams[0]._writer is not None)
+        return self.generation._client._streams[0]
+
+
+async def eventually(is_so: Callable[[], Any]) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def case(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Case]:
+    monkeypatch.setattr(client_module, "RECONNECT_SECONDS", 0.01)
+    handle = Handle()
+    await handle.launch()
+    made = Case(handle)
+    yield made
+    loop = made.generation._loop
+    await asyncio.to_thread(asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result, SECONDS)
+    loop.call_soon_threadsafe(loop.stop)
+    made.generation._thread.join(SECONDS)
+    handle.listener.close()
+
+
+def cut(case: Case, stream: Any) -> None:
+    case.generation._loop.call_soon_threadsafe(stream._writer.transport.abort)
+
+
+async def test_a_connection_that_breaks_costs_no_engine(case: Case) -> None:
+    for _ in range(3):
+        stream = await case.connected()
+        cut(case, stream)
+        await eventually(lambda: case.generation._client._streams[0] is not stream)  # noqa: B023
+    assert case.handle.is_up and case.handle.num_kills == 0
+    assert case.generation.num_engines_alive == 1
+
+
+async def test_an_engine_that_takes_no_connection_any_more_is_started_again(case: Case) -> None:
+    stream = await case.connected()
+    case.handle.listener.close()
+    cut(case, stream)
+    await eventually(lambda: case.handle.num_starts == 2 and case.generation.num_engines_alive == 1)
+    assert case.handle.num_kills == 1
+
+
+async def test_an_engine_that_starts_and_cannot_be_reached_stays_closed(
+    case: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = await case.connected()
+    case.handle.is_reachable = False
+    case.handle.listener.close()
+    cut(case, stream)
+    await eventually(lambda: "stays closed after" in caplog.text)
+    assert case.handle.num_starts == 1 + MAX_STARTS
+    assert not case.handle.is_up
+    assert f"start {MAX_STARTS} of {MAX_STARTS} failed: the generation engine at 127.0.0.1:" in caplog.text
