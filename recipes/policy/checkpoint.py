@@ -2,7 +2,8 @@
 
 Every rank writes its own part of the optimizer and a share of the weights, without sending either to another rank.
 Such a checkpoint can be read back under any number of data-parallel ranks. Under the same layout training goes on bit
-for bit. All ranks take part in both calls; making the directory appear atomically is the caller's business.
+for bit. Learning rates, schedule, betas, epsilon and weight decay are those of the configuration, also when it has
+changed. All ranks take part in both calls; making the directory appear atomically is the caller's business.
 
 To go on under another tensor-parallel size, resume once under the old one with
 `policy.megatron_cfg.dist_ckpt_optim_fully_reshardable: true` and let the run save. That form holds the optimizer per
@@ -236,10 +237,14 @@ def _optimizer_state(
 
 
 def _load_optimizer(optimizer: Any, state: dict[str, dict[str, Any]]) -> None:
+    """Restore the tensors and the count of steps; all other values of the groups stay those of the configuration."""
     for name, part in optimizer_parts(optimizer).items():
+        own = [{key: group[key] for key in group if key not in ("params", "step")} for group in part.param_groups]
         if isinstance(part, DistributedOptimizer):
             part._set_main_param_and_optimizer_states = partial(_set_tensors, part)
         part.load_state_dict(merge(state[name]["rest"], state[name]["divided"]))
+        for group, values in zip(part.param_groups, own, strict=True):
+            group.update(values)
     optimizer._synchronize_steps()
 
 

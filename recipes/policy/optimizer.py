@@ -154,4 +154,6 @@ def _build_scheduler(optimizer: Any, lr: float, min_lr: float, cfg: SchedulerCon
         end_wd=cfg.end_weight_decay,
         wd_incr_steps=decay_steps,
         wd_incr_style=cfg.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,  # a checkpoint brings the count of steps alone
     )

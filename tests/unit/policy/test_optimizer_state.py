@@ -37,9 +37,9 @@ def fused(model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureR
         yield config
 
 
-def saved(trainer: step.Trainer, path: Path) -> Path:
+def saved(trainer: step.Trainer, path: Path, *, with_optimizer: bool = True) -> Path:
     path.mkdir()
-    checkpoint.save(trainer, path)
+    checkpoint.save(trainer, path, with_optimizer=with_optimizer)
     return path
 
 
@@ -88,3 +88,38 @@ def test_a_save_before_any_step_is_a_start(fused: Config, tmp_path: Path) -> Non
     again = trainer_of(fused)
     checkpoint.load(again, path)
     assert step.train_step(again, shard_of(0)) == straight
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False], ids=["whole", "weights"])
+@pytest.mark.parametrize("is_distributed", ["true", "false"])
+def test_the_configuration_decides_rates_and_decay_after_a_resume(
+    model: Path, tmp_path: Path, is_distributed: str, with_optimizer: bool
+) -> None:
+    kind: dict[str, Any] = {
+        "megatron_cfg__optimizer__use_distributed_optimizer": is_distributed,
+        "megatron_cfg__distributed_data_parallel_config__overlap_param_gather": is_distributed,
+    }
+    changes: dict[str, Any] = {
+        "optimizer__lr": 5e-3,
+        "optimizer__min_lr": 1e-3,
+        "optimizer__weight_decay": 0.25,
+        "optimizer__adam_beta2": 0.95,
+        "optimizer__adam_eps": 1e-6,
+        "scheduler__lr_warmup_init": 2e-4,
+        "scheduler__lr_warmup_iters": 4,
+        "scheduler__lr_decay_style": "linear",
+        "scheduler__lr_decay_iters": 8,
+    }
+    config = load_case(model, **kind)
+    with one_rank(config):
+        trainer = trainer_of(config)
+        step.train_step(trainer, shard_of(0))
+        path = saved(trainer, tmp_path / "checkpoint", with_optimizer=with_optimizer)
+        resumed = trainer_of(load_case(model, **kind, **{f"megatron_cfg__{key}": changes[key] for key in changes}))
+        checkpoint.load(resumed, path)
+        rates = [step.train_step(resumed, shard_of(seed))["lr"] for seed in range(1, 6)]
+    assert rates == pytest.approx([2e-4 + 4.8e-3 * number / 4 for number in range(1, 5)] + [4e-3])
+    for group in resumed.optimizer.param_groups:
+        assert (group["betas"], group["eps"], group["step"]) == ((0.9, 0.95), 1e-6, 6 if with_optimizer else 5)
+        assert (group["max_lr"], group["min_lr"]) == (5e-3, 1e-3)
+        assert group["weight_decay"] == 0.25 * group["wd_mult"]
