@@ -36,7 +36,7 @@ def build_model(family: Family, hf: Any, config: TransformerConfig, cfg: PolicyC
     if not config.bf16:
         return model
     rounded: torch.nn.Module = Float16Module(config, model)
-    _restore_router_biases(rounded)
+    _restore_router_buffers(rounded)
     return rounded
 
 
@@ -47,16 +47,21 @@ def build_heads(family: Family, hf: Any, config: TransformerConfig) -> TokenHead
         return None
     count_tokens(heads)
     placed: TokenHeads = heads.to(device(), DTYPES["bfloat16"] if config.bf16 else None)
-    _restore_router_biases(placed)
+    _restore_router_buffers(placed)
     placed.requires_grad_(False)
     return placed
 
 
-def _restore_router_biases(model: torch.nn.Module) -> None:
-    """Undo the rounding of the routers' biases, which stay in float32."""
+def _restore_router_buffers(model: torch.nn.Module) -> None:
+    """Undo the rounding of the routers' biases and of their counts of tokens, which stay in float32.
+
+    A count in 16 bits does not grow beyond 256 times what a microbatch adds.
+    """
     for module in model.modules():
         if restore := getattr(module, "_maintain_float32_expert_bias", None):
             restore()
+        if (counts := getattr(module, "local_tokens_per_expert", None)) is not None:
+            module.local_tokens_per_expert = counts.float()
 
 
 def transformer_config(family: Family, hf: Any, cfg: PolicyConfig) -> TransformerConfig:
