@@ -309,8 +309,8 @@ class Alarms:
         if self.skipped_steps > max_skipped_steps:
             raise RunError(
                 f"loss or gradients were not finite in each of the last {self.skipped_steps} steps, more than "
-                f"policy.max_skipped_steps = {max_skipped_steps}: the weights of the last checkpoint are good; look at "
-                "the rows of these steps in rollouts/train.jsonl"
+                f"policy.max_skipped_steps = {max_skipped_steps}: the weights of the last checkpoint are good; "
+                "pass_rates.jsonl names the rows of these steps, rollouts/train.jsonl has some of their rollouts"
             )
 
 

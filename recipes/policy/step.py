@@ -32,7 +32,7 @@ from recipes.policy.families import mapping
 from recipes.policy.families.gather import FullWeights
 from recipes.policy.heads import HeadTargets, HeadTraining, head_targets, share_embedding, train_heads
 from recipes.policy.layers.context import share_over_context
-from recipes.policy.layers.router import take_expert_loads
+from recipes.policy.layers.router import biases_now, take_expert_loads
 from recipes.policy.layers.token_heads import TokenHeads
 from recipes.policy.layout import check_model_fits
 from recipes.policy.microbatch import Microbatch, pack_microbatch
@@ -192,9 +192,11 @@ def _sum_over_replicas(own: Tensor) -> Tensor:
 def train_step(trainer: Trainer, shard: BatchShard, passes: Passes | None = None) -> dict[str, Measured]:
     """Take one optimizer step over all rows of all shards; return this rank's loss metrics, `grad_norm` and `lr`.
 
-    Where loss or gradients are not finite, weights, optimizer and schedule stay as they are, and `skipped_steps` is 1.
+    Where loss or gradients are not finite, weights, routers' biases, optimizer and schedule stay as they are, and
+    `skipped_steps` is 1.
     """
     level = trainer.cfg.megatron_cfg.empty_unused_memory_level
+    biases = biases_now(trainer.model, trainer.heads)  # Megatron moves them with the gradients, before these are seen
     metrics = accumulate_gradients(trainer, shard, passes or Passes())
     if level >= _AFTER_BACKWARD:
         release_unused_memory()
@@ -204,9 +206,12 @@ def train_step(trainer: Trainer, shard: BatchShard, passes: Passes | None = None
         is_taken, grad_norm, _ = trainer.optimizer.step()
         assert is_taken, "only a scaled loss lets Megatron skip a step, and none is scaled"
         trainer.scheduler.step(increment=1)
+    else:
+        for bias, before in biases:
+            bias.copy_(before)
     gather_params(trainer)
     if trainer.head_training is not None:
-        metrics["mtp/grad_norm"] = (trainer.optimizer.heads_grad_norm, 1.0)
+        metrics["mtp/grad_norm"] = (trainer.optimizer.heads_grad_norm, 1.0) if is_taken else (0.0, 0.0)
     if level >= _AFTER_STEP:
         release_unused_memory()
     if trainer.cfg.megatron_cfg.moe_per_layer_logging:

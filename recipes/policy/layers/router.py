@@ -67,6 +67,12 @@ def take_expert_loads(model: torch.nn.Module) -> dict[int, float]:
     return {number: ratio for own in all_loads for number, ratio in own.items()}
 
 
+def biases_now(*models: torch.nn.Module | None) -> list[tuple[Tensor, Tensor]]:
+    """Return the bias of each router that has one, and a copy of it, by which a step that is skipped is undone."""
+    routers = [layer.router for model in models if model is not None for layer in _layers(model)]
+    return [(router.expert_bias, router.expert_bias.clone()) for router in routers if router.expert_bias is not None]
+
+
 def pads_of_rank(pads_1T: Tensor, *, is_divided: bool) -> Tensor:
     """Return the part of a row's pads, True where there is one, that a tensor-parallel rank has the tokens of."""
     if not is_divided:
