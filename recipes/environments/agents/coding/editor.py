@@ -59,9 +59,7 @@ class Editor:
             return self.answers["view"].format(path=path, text=await self._listing(path))
         if b"\0" in content[:8192]:
             raise ValueError(f"{path} is a binary file")
-        lines = content[:MAX_FILE].decode("utf-8", "replace").split("\n")
-        if lines[-1] == "" and len(lines) > 1:
-            lines.pop()
+        lines = _lines(content[:MAX_FILE].decode("utf-8", "replace")) or [""]
         first, last = _range(arguments, len(lines))
         text, shown = self._numbered(lines, first, last)
         notes = []
@@ -87,7 +85,7 @@ class Editor:
         shown: list[str] = []
         room = self.max_characters
         for number in range(first, last + 1):
-            line = lines[number - 1]
+            line = lines[number - 1].removesuffix("\n")
             line = line if len(line) <= MAX_LINE else line[:MAX_LINE] + f"[{len(line) - MAX_LINE} characters more]"
             entry = self.answers["line"].format(number=number, text=line)
             room -= len(entry) + 1
@@ -140,11 +138,11 @@ class Editor:
     async def _insert(self, path: str, arguments: Mapping[str, Any]) -> str:
         line, new = arguments["line"], arguments["new"]
         before = await self._content(path)
-        lines = _decoded(before).splitlines(keepends=True)
+        lines = _lines(_decoded(before))
         if not 0 <= line <= len(lines):
             raise ValueError(f"the line must be from 0 to {len(lines)}, the number of lines of {path}")
         head = "".join(lines[:line])
-        glue = "\n" if head and not head.endswith(("\n", "\r")) else ""
+        glue = "\n" if head and not head.endswith("\n") else ""
         new = glue + (new if new.endswith("\n") or line == len(lines) else new + "\n")
         text = head + new + "".join(lines[line:])
         await self._put(path, _encoded(text))
@@ -163,7 +161,7 @@ class Editor:
         """Return what the model is shown of a change: the lines around it."""
         first = text.count("\n", 0, start) + 1
         last = first + text.count("\n", start, start + length)
-        lines = text.split("\n")
+        lines = _lines(text) or [""]
         shown, _ = self._numbered(lines, max(first - AROUND, 1), min(last + AROUND, len(lines)))
         return self.answers["edited"].format(path=path, text=shown)
 
@@ -189,6 +187,12 @@ class Editor:
         self._undo.append((path, before))
         while len(self._undo) > 1 and sum(len(content) for _, content in self._undo) > MAX_UNDO:
             del self._undo[0]
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines of a text with their ends. Only "\\n" ends one, as in other programs: no form feed does."""
+    *lines, last = text.split("\n")
+    return [*(f"{line}\n" for line in lines), *([last] if last else [])]
 
 
 def _range(arguments: Mapping[str, Any], num_lines: int) -> tuple[int, int]:

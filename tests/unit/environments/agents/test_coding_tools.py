@@ -120,6 +120,19 @@ async def test_bytes_that_are_no_text_survive_an_edit(bench: Workbench, containe
     assert "caf\ufffd" in await edit(bench, "view")
 
 
+async def test_a_line_is_the_same_for_each_command(bench: Workbench, container: DirectoryContainer) -> None:
+    path = container.place / "a.py"
+    text = "import os\n\f\n# a\u2028b\x1c\x85\rc\ndef f():\n    pass"
+    path.write_bytes(text.encode())
+    assert "     4\tdef f():\n     5\t    pass" in await edit(bench, "view")
+    answer = await edit(bench, "insert", insert_line=3, new_str="@cached")
+    assert path.read_bytes().decode() == text.replace("def f", "@cached\ndef f")
+    assert "     4\t@cached\n     5\tdef f():\n     6\t    pass" in answer
+    assert "from 0 to 6" in await edit(bench, "insert", insert_line=7, new_str="x")
+    await edit(bench, "insert", insert_line=6, new_str="end")
+    assert path.read_bytes().decode().endswith("    pass\nend")
+
+
 WRONG = {
     "NUL in a path": ({"command": "view", "path": "a\0b"}, "none of them NUL"),
     "a long path": ({"command": "view", "path": "a/" * 3000}, "1 to 4096 characters"),
