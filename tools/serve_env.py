@@ -59,11 +59,12 @@ def _serve(options: argparse.Namespace, listener: socket.socket) -> None:
 
     import uvicorn
 
+    from recipes.cluster.http_limits import LimitedProtocol
     from recipes.environments.server.resources import create_app
 
     host, port = listener.getsockname()[:2]
     print(f"{options.name} listens on http://{host}:{port}", flush=True)
-    config = uvicorn.Config(create_app(instance), log_level="warning", access_log=False)
+    config = uvicorn.Config(create_app(instance), http=LimitedProtocol, log_level="warning", access_log=False)
     uvicorn.Server(config).run(sockets=[listener])
 
 

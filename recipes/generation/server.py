@@ -22,6 +22,7 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from recipes.cluster.http_limits import LimitedProtocol
 from recipes.cluster.ports import hold_in_range
 from recipes.errors import EngineError
 from recipes.generation.engine_args import SERVED_MODEL_NAME
@@ -65,7 +66,7 @@ class HttpServer:
         app = build_app(args, tasks, llm.model_config)
         await init_app_state(llm, app.state, args, tasks)
         app = guarded(counted(app, count), api_key)
-        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=60)
+        config = uvicorn.Config(app, http=LimitedProtocol, log_level="warning", access_log=False, timeout_keep_alive=60)
         server = uvicorn.Server(config)
         task = asyncio.create_task(server.serve(sockets=[held]))
         while not server.started:

@@ -24,6 +24,7 @@ from typing import Any
 import orjson
 import uvicorn
 
+from recipes.cluster.http_limits import LimitedProtocol
 from recipes.environments.model_server.replies import MODEL, error_event, last_event, stream_events, whole_reply
 from recipes.environments.model_server.requests import CHAT, RESPONSES, ApiError, ModelRequest, read_request
 from recipes.environments.model_server.session import RETRY_SECONDS, Call, RolloutSession, over
@@ -253,7 +254,7 @@ class ListeningServer:
         held.listen(BACKLOG)
         config = uvicorn.Config(
             app,
-            http="h11",
+            http=LimitedProtocol,
             lifespan="off",
             log_config=None,
             access_log=False,
