@@ -141,11 +141,18 @@ def mult_prob_errors(answers: Sequence[Completion], logprobs: Sequence[Tensor]) 
 def _candidates(run: Run) -> list[Probe]:
     """Return the prompts ahead that can be answered; rows whose agent writes the prompt have none yet."""
     longest = run.collector.settings.max_model_len
-    found = []
+    found, failures = [], []
     for ref, row in run.collector.prompts_ahead(_PROMPTS_READ):
         params: Mapping[str, object] = row["responses_create_params"]
-        if params["input"]:
+        if not params["input"]:
+            continue
+        try:
             ids = run.environments.codec.encode(params)
-            if len(ids) < longest:
-                found.append(Probe(prompt=ref, agent=row["agent_ref"]["name"], token_ids=ids))
+        except Exception as error:  # a template refuses a row as it likes; its rollouts will fail, and are counted
+            failures.append(f"{ref.key}: {type(error).__name__}: {error}")
+            continue
+        if len(ids) < longest:
+            found.append(Probe(prompt=ref, agent=row["agent_ref"]["name"], token_ids=ids))
+    if failures:
+        logger.warning("%d prompts ahead cannot be rendered, the first: %s", len(failures), failures[0])
     return found

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from jinja2 import TemplateError
 
 from recipes.errors import RunError
 from recipes.grpo.parity import Probe, check_parity, mult_prob_errors, pick_probes, probe_batch
@@ -79,6 +80,25 @@ def test_the_prompts_that_differ_are_named_and_no_others(tmp_path: Path) -> None
     assert "0:0:" not in str(caught.value)
     assert "code" not in str(caught.value)
     assert run.collector.state().position == 0, "a prompt was drawn"
+    run.close()
+
+
+def test_a_row_that_the_template_refuses_does_not_keep_the_run_from_starting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Codec:
+        def encode(self, params: dict[str, str]) -> tuple[int, ...]:
+            if params["input"] == "math:bad":
+                raise TemplateError("roles must alternate")
+            return (1, 2)
+
+    run = make_run(tmp_path, ["math:bad", "math:good"])
+    run.environments.codec = Codec()  # type: ignore[misc]
+    drifted(run, 1.0)
+    with pytest.raises(RunError, match="for 0:1:"):  # the other row is compared
+        check_parity(run)
+    assert "1 prompts ahead cannot be rendered, the first: 0:0:" in caplog.text
+    assert "TemplateError: roles must alternate" in caplog.text
     run.close()
 
 
