@@ -14,7 +14,7 @@ import torch
 
 from recipes.config.keys.derive import derive
 from recipes.config.tree import Config
-from recipes.errors import PolicyError, RecipeError, StalledError
+from recipes.errors import PolicyError, RecipeError, StalledError, TokensLostError
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.checkpoint import LedgerEntry, SavedState, prune
 from recipes.grpo.data import DataIdentity
@@ -37,6 +37,8 @@ class PolicyHandle(WeightSource, Protocol):
     """What the run asks of the policy; `policy.Policy` has it."""
 
     def logprobs(self, batch: TrainBatch) -> list[torch.Tensor]: ...
+
+    def fetch(self, batch: TrainBatch) -> None: ...
 
     def train(self, batch: TrainBatch) -> dict[str, float]: ...
 
@@ -163,6 +165,14 @@ class Run:
         )
         self._saved(self._saver.advance())
         return self._groups
+
+    def take_back(self, lost: TokensLostError) -> None:
+        """Give the groups of a step that did not begin back to the collector, which samples those that are lost again.
+
+        Raises `lost` when all can be read.
+        """
+        groups, self._groups = self._groups, []  # they are in the buffer from now on
+        self.collector.take_back(groups, lost)
 
     def validate(self, metrics: StepMetrics) -> None:
         """Measure the held-out reward of the weights the engines hold; nothing once the run is asked to stop."""

@@ -65,13 +65,14 @@ def train(run: Run) -> None:
 
         with metrics.timed("data_processing"):
             batch = spread_over_sequences(batch, groups, token_level_loss=cfg.loss_fn.token_level_loss)
+            try:
+                run.policy.fetch(batch)
+            except TokensLostError as lost:  # the step begins again once these groups are there
+                run.take_back(lost)
+                continue
 
-        try:
-            with metrics.timed("policy_training"):
-                losses = run.policy.train(batch)
-        except TokensLostError as lost:  # nothing was trained: the step begins again once these groups are there
-            run.collector.take_back(groups, lost)
-            continue
+        with metrics.timed("policy_training"):
+            losses = run.policy.train(batch)
         state.advance(groups)
         metrics.add(losses)
 

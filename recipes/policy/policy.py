@@ -48,6 +48,7 @@ class Policy:
         self._identities: Sequence[WorkerIdentity] = ()
         self._coordinates: Sequence[Coordinates] = ()
         self._layout: WeightLayout | None = None
+        self._fetched: TrainBatch | None = None  # that the ranks hold
         self.num_sent = 0  # tensors, by all calls of `send_weights`
 
     @classmethod
@@ -93,11 +94,10 @@ class Policy:
             raise
         return policy
 
-    def train(self, batch: TrainBatch) -> dict[str, float]:
-        """Take the optimizer steps of a batch; returns the loss metrics, `grad_norm` and `lr`.
+    def fetch(self, batch: TrainBatch) -> None:
+        """Share a batch among the ranks and have each fetch its tokens; nothing is trained.
 
-        One step has `policy.train_global_batch_size` rollouts. Several steps share the log-probabilities from before
-        the first one. Raises `TokensLostError`, before anything is trained, when tokens of the batch are lost.
+        Raises `TokensLostError` when tokens of the batch are lost.
         """
         steps = []
         for part in shards.optimizer_batches(batch, self._cfg.train_global_batch_size):
@@ -107,6 +107,17 @@ class Policy:
             steps.append(self._per_rank(part, plan))
         per_rank = [tuple(own) for own in zip(*steps, strict=True)]
         self._call("fetch", per_rank=per_rank, deadline=self._deadlines.train)
+        self._fetched = batch
+
+    def train(self, batch: TrainBatch) -> dict[str, float]:
+        """Take the optimizer steps of a batch; returns the loss metrics, `grad_norm` and `lr`.
+
+        One step has `policy.train_global_batch_size` rollouts. Several steps share the log-probabilities from before
+        the first one. A batch that was not the last one to be fetched is fetched first.
+        """
+        if self._fetched is not batch:
+            self.fetch(batch)
+        self._fetched = None
         metrics = self._call("train", deadline=self._deadlines.train)
         return shards.merge_step_metrics(self._outputs(metrics))
 

@@ -68,6 +68,9 @@ class LoopPolicy:
     def logprobs(self, batch: TrainBatch) -> list[torch.Tensor]:
         return [torch.full((length,), LOGPROB) for length in batch.lengths_B.tolist()]
 
+    def fetch(self, _batch: TrainBatch) -> None:
+        self.failures.meet("policy.fetch")
+
     def train(self, _batch: TrainBatch) -> dict[str, float]:
         self.failures.meet("policy.train")
         self.step += 1

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from recipes.errors import TokensLostError
+from recipes.errors import StalledError, TokensLostError
+from recipes.grpo.checkpoint import latest_checkpoint, load_state
 from recipes.grpo.run import Run
 from recipes.grpo.train import train
 from recipes.types import TrainBatch
@@ -31,16 +31,15 @@ def make(directory: Path, environments: LoopEnvironments) -> Run:
 def test_a_step_whose_tokens_are_lost_begins_again_with_new_ones(tmp_path: Path) -> None:
     environments = LoopEnvironments()
     run = make(tmp_path, environments)
-    train_batch, calls = run.policy.train, []
+    calls: list[TrainBatch] = []
 
-    def fetch_and_train(batch: TrainBatch) -> dict[str, float]:
+    def fetch(batch: TrainBatch) -> None:
         calls.append(batch)
         if len(calls) == 2:
             store_of(run).lost.append(batch.tokens[0])
             raise TokensLostError("the tokens of 1 group cannot be read")
-        return train_batch(batch)
 
-    run.policy.train = fetch_and_train  # type: ignore[method-assign]
+    run.policy.fetch = fetch  # type: ignore[method-assign]
     try:
         train(run)
     finally:
@@ -52,19 +51,31 @@ def test_a_step_whose_tokens_are_lost_begins_again_with_new_ones(tmp_path: Path)
     assert sorted(environments.asked.count(str(row)) for row in range(STEPS * P)) == [2] * (STEPS * P - 1) + [4]
 
 
-def test_a_loss_that_cannot_be_found_ends_the_run(tmp_path: Path) -> None:
-    run = make(tmp_path, LoopEnvironments())
-    lost = TokensLostError("the tokens of 1 group cannot be read")
-
-    def fail(_batch: TrainBatch) -> Any:
-        raise lost
-
-    run.policy.train = fail  # type: ignore[method-assign]
-    try:
-        with pytest.raises(TokensLostError):
-            train(run)
-    finally:
-        run.close()
+@pytest.mark.parametrize(
+    "failure",
+    [
+        TokensLostError("a loss that cannot be found: all groups can be read"),
+        StalledError("the tokens did not come"),
+        ValueError("a row is longer than a micro-batch"),
+    ],
+)
+def test_a_batch_that_cannot_be_fetched_ends_the_run_saved(tmp_path: Path, failure: Exception) -> None:
+    names = [str(number) for number in range(STEPS * P)]
+    run = make_run(tmp_path, names, failures={"policy.fetch 2": failure})
+    with pytest.raises(type(failure)) as caught:
+        train(run)
+    run.save_after(caught.value)
+    run.close()
+    found = latest_checkpoint(tmp_path / "checkpoints")
+    assert found is not None
+    saved = load_state(found)
+    assert saved.step == 1
+    waiting = [group.prompt.row_index for group in saved.collector.finished]
+    assert len(waiting) == len(set(waiting)), "a group is in the checkpoint twice"
+    again = make_run(tmp_path, names)
+    train(again)
+    again.close()
+    assert sorted(trained(tmp_path)) == list(range(STEPS * P))
 
 
 def test_a_checkpoint_holds_lost_groups_as_prompts_in_flight(tmp_path: Path) -> None:
