@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -192,7 +193,7 @@ def complete_checkpoints(root: Path) -> dict[int, Path]:
 
 
 def load_state(path: Path) -> SavedState:
-    """Read back what `write_state` wrote, without the policy."""
+    """Read back what `write_state` wrote, without the policy. A metric that is null in the file was not finite: NaN."""
     if not (path / _BUFFER).exists():
         raise CheckpointError(
             Problem(
@@ -218,7 +219,7 @@ def load_state(path: Path) -> SavedState:
             set_aside=tuple(raw["set_aside"]),
         ),
         ledger=tuple(LedgerEntry(**line) for line in _read_lines(path / "ledger.jsonl")),
-        metrics=raw["metrics"],
+        metrics={name: math.nan if value is None else value for name, value in raw["metrics"].items()},
         step_seconds=raw["step_seconds"],
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 from dataclasses import replace
@@ -25,6 +26,7 @@ from recipes.grpo.checkpoint import (
 )
 from recipes.grpo.data import DataIdentity
 from recipes.grpo.draw import CollectorState, DrawnPrompt
+from recipes.grpo.metrics import metrics_record
 from recipes.grpo.saving import save_checkpoint
 from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
 from tests.groups import as_lists, group_of
@@ -113,6 +115,13 @@ def test_reads_back_what_was_written(tmp_path: Path) -> None:
     assert got == replace(written, collector=replace(written.collector, finished_tokens=tokens))
     assert (tmp_path / "latest").resolve() == path == latest_checkpoint(tmp_path)
     assert (path / "hf" / "config.json").read_text() == "{}"
+
+
+def test_metrics_that_were_not_finite_can_be_recorded_again(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, run_state(4, {"train/reward": 0.5, "train/grad_norm": math.nan}), Policy())
+    record = metrics_record(4, 0.0, load_state(path).metrics)
+    assert (record["train/reward"], record["train/grad_norm"]) == (0.5, None)
+    assert record["non_finite"] == {"train/grad_norm": "nan"}
 
 
 def test_an_older_form_of_the_buffer_is_refused(tmp_path: Path) -> None:
