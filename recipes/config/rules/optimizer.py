@@ -55,6 +55,23 @@ def schedule_is_ordered(config: Config) -> Iterator[KeyProblem]:
         yield KeyProblem(key=key, got=str(decay), expected=expected, fix=fix, also=also)
 
 
+def weight_decay_does_not_fall(config: Config) -> Iterator[KeyProblem]:
+    """Require one weight decay where it is constant; else one that rises, and the number of steps in which it does."""
+    scheduler = config.policy.megatron_cfg.scheduler
+    start, end, style = scheduler.start_weight_decay, scheduler.end_weight_decay, scheduler.weight_decay_incr_style
+    key, first = f"{SCHEDULER}.end_weight_decay", f"{SCHEDULER}.start_weight_decay"
+    how = f"{SCHEDULER}.weight_decay_incr_style"
+    if style == "constant" and end != start:
+        fix = f"{how} is constant; set both to one value, or {how} to linear"
+        yield KeyProblem(key=key, got=f"{end:g}", expected=f"{first} = {start:g}", fix=fix, also=(first, how))
+    elif end < start:
+        fix = "weight decay can only rise; raise it, or lower the first value"
+        yield KeyProblem(key=key, got=f"{end:g}", expected=f"at least {first} = {start:g}", fix=fix, also=(first,))
+    if style != "constant" and scheduler.lr_decay_iters is None:
+        key, fix = f"{SCHEDULER}.lr_decay_iters", f"{how} is {style}; give the number of steps of the rise"
+        yield KeyProblem(key=key, got="null", expected="a number of steps", fix=fix, also=(how,))
+
+
 def distributed_optimizer_is_there(config: Config) -> Iterator[KeyProblem]:
     """Require the distributed optimizer where other settings build on it."""
     megatron = config.policy.megatron_cfg

@@ -158,6 +158,19 @@ CASES = [
     ("schedule_is_ordered", TINY, [f"{MEGATRON}.scheduler.lr_decay_iters=2"],
      "policy.megatron_cfg.scheduler.lr_decay_iters: got 2, expected more than "
      "policy.megatron_cfg.scheduler.lr_warmup_iters = 2; raise it, or set it to null for no decay"),
+    ("weight_decay_does_not_fall", TINY, [f"{MEGATRON}.scheduler.end_weight_decay=0.5"],
+     f"{MEGATRON}.scheduler.end_weight_decay: got 0.5, expected {MEGATRON}.scheduler.start_weight_decay = 0; "
+     f"{MEGATRON}.scheduler.weight_decay_incr_style is constant; set both to one value, or "
+     f"{MEGATRON}.scheduler.weight_decay_incr_style to linear"),
+    ("weight_decay_does_not_fall", TINY,
+     [f"{MEGATRON}.scheduler.{key}" for key in
+      ("start_weight_decay=0.5", "weight_decay_incr_style=linear", "lr_decay_iters=9")],
+     f"{MEGATRON}.scheduler.end_weight_decay: got 0, expected at least {MEGATRON}.scheduler.start_weight_decay = 0.5; "
+     "weight decay can only rise; raise it, or lower the first value"),
+    ("weight_decay_does_not_fall", TINY,
+     [f"{MEGATRON}.scheduler.end_weight_decay=0.5", f"{MEGATRON}.scheduler.weight_decay_incr_style=cosine"],
+     f"{MEGATRON}.scheduler.lr_decay_iters: got null, expected a number of steps; "
+     f"{MEGATRON}.scheduler.weight_decay_incr_style is cosine; give the number of steps of the rise"),
     ("distributed_optimizer_is_there", STAGE1,
      [f"{MEGATRON}.optimizer.use_distributed_optimizer=false",
       f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather=false"],
