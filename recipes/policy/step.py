@@ -314,10 +314,14 @@ def reference_logprobs(trainer: Trainer, shard: BatchShard) -> list[Tensor] | No
 
 def gather_params(trainer: Trainer) -> None:
     """Gather the parameters now, where an overlapped gather would end in the next forward pass."""
-    if trainer.model.ddp_config.overlap_param_gather:
-        trainer.model.start_param_sync(force_sync=True)
-        if trainer.head_training is not None:
-            trainer.head_training.model.start_param_sync(force_sync=True)
+    if not trainer.model.ddp_config.overlap_param_gather:
+        return
+    for model in [trainer.model, *([] if trainer.head_training is None else [trainer.head_training.model])]:
+        for group in model.bucket_groups + model.expert_parallel_bucket_groups:
+            if group.param_gather_handle is not None:  # begun before the step, of a layer whose weight alone is read:
+                group.param_gather_handle.wait()  # Megatron would take its end for that of a gather after the step
+                group.param_gather_handle = None
+        model.start_param_sync(force_sync=True)
 
 
 def loss_inputs(

@@ -28,6 +28,8 @@ from recipes.policy import shards
 from recipes.types import TrainBatch
 from tests.groups import LocalStore
 
+_BUCKET_SIZE = 2000  # parameters: an overlapped reduction has many buckets, and the output layer one of its own
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutCase:
@@ -67,8 +69,9 @@ def run_case(case: LayoutCase, rank: int, store: dist.Store, directory: Path) ->
     """Take one step; returns None on the ranks other than 0."""
     from megatron.core import parallel_state
 
-    from recipes.policy import checkpoint, parallel, step
+    from recipes.policy import checkpoint, optimizer, parallel, step
 
+    optimizer._BUCKET_SIZE = _BUCKET_SIZE
     config = load_case(case.model, **case.overrides)
     if not case.saves and not case.resumes:
         config = showing_gradients(config)

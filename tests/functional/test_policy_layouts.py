@@ -45,6 +45,7 @@ _EXPERTS: _Layouts = {
     "tensor": (2, _TENSOR),
     "expert": (2, _EXPERT),
     "shared-expert": (2, _TENSOR | _SHARED_EXPERT),
+    "data-overlap": (2, _OVERLAP),
 }
 _HYBRID: _Layouts = {
     "tensor": (2, _TENSOR | _RECOMPUTE),
