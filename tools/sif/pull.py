@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from recipes.errors import RecipeError
 from recipes.files import sha256_of
 from tools.files.progress import Progress
 from tools.sif.availability import Availability, failure_of
@@ -23,6 +24,7 @@ from tools.sif.registry.layers import LayerCache
 from tools.sif.registry.references import Reference
 
 SPACE = "space"
+ODD = (ValueError, TypeError, AttributeError, KeyError, RecursionError)  # what code raises that reads an odd image
 
 
 @dataclass(kw_only=True)
@@ -72,6 +74,10 @@ class Pull:
             self.inventory.add(entry)
             partial.replace(self.directory / instance.file)
             return entry
+        except RecipeError:
+            raise
+        except ODD as error:
+            raise ImageError("convert", f"{type(error).__name__}: {error}") from error
         except OSError as error:
             cause = SPACE if error.errno in (errno.ENOSPC, errno.EDQUOT) else "disk"
             raise ImageError(cause, str(error)) from error

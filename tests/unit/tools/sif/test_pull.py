@@ -1,0 +1,77 @@
+"""One odd image among others: its failure is counted, and the others are made."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recipes.errors import LaunchError, Problem
+from tools.sif import pull as module
+from tools.sif.convert import Conversion, write_environment
+from tools.sif.instances import Instance
+from tools.sif.inventory import Inventory
+from tools.sif.pull import Pull
+from tools.sif.registry.references import Reference
+
+ODD = {
+    "a surrogate": ({"Env": ["A=\udc80"]}, "UnicodeEncodeError"),
+    "variables that are no texts": ({"Env": [1]}, "AttributeError"),
+    "a command of numbers": ({"Cmd": [1]}, "TypeError"),
+    "a variable with NUL": (ValueError("embedded null byte"), "ValueError"),
+}
+
+
+def instance(name: str) -> Instance:
+    return Instance(id=name, reference=Reference.parse(f"docker.io/x/{name}:latest"), file=f"{name}.sif", facts={})
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pull:
+    """Pulls of images that need no registry and no programs."""
+
+    @contextmanager
+    def blobs(*_: Any) -> Any:
+        yield {}
+
+    def convert(_conversion: Any, manifest: Any, _blobs: Any, place: Path, _facts: Any) -> Path:
+        if isinstance(manifest.config, Exception):
+            raise manifest.config
+        (place / "root").mkdir()
+        write_environment(place / "root", manifest.config)
+        (place / "image.sif").write_bytes(b"image")
+        return place / "image.sif"
+
+    monkeypatch.setattr(module, "convert", convert)
+    (tmp_path / "work").mkdir()
+    fixed: Any = SimpleNamespace(of=blobs, add=lambda _: None)
+    return Pull(
+        directory=tmp_path,
+        work=tmp_path / "work",
+        registry=fixed,
+        conversion=Conversion(apptainer=False),
+        inventory=Inventory(tmp_path),
+        blobs=fixed,
+        locate=lambda reference: reference,
+        manifests={},
+        progress=fixed,
+    )
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_one_odd_image_stops_no_other(work: Pull, odd: str) -> None:
+    config, why = ODD[odd]
+    work.manifests = {name: SimpleNamespace(digest="d", config=found) for name, found in (("a", config), ("b", {}))}
+    (failure,) = work.run([instance("a"), instance("b")], 2, 2)
+    assert (failure.instance, failure.cause) == ("a", "convert") and failure.detail.startswith(f"{why}: ")
+    assert list(work.inventory.files) == ["b.sif"] and list(work.work.iterdir()) == []
+
+
+def test_what_is_wrong_for_all_images_is_said_once(work: Pull) -> None:
+    missing = LaunchError(Problem(where="umoci", wrong="not on PATH", fix="install it"))
+    work.manifests = {"a": SimpleNamespace(digest="d", config=missing)}
+    with pytest.raises(LaunchError, match="not on PATH"):
+        work.run([instance("a")], 1, 1)
