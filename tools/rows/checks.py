@@ -101,7 +101,9 @@ def check_without_codec(row: Row, *, servers: Mapping[str, ServerInstance], agen
             parse_task(row)
             return problems
         server = servers[agent.server]
-        ALL_VERIFIERS[server.verifier].parse_task(row, server.settings)
+        verifier = ALL_VERIFIERS.get(server.verifier)  # none for a type that is known by its URL only
+        if verifier is not None:
+            verifier.parse_task(row, server.settings)
     except FAILURES as error:
         problems.append(str(error))
     return problems

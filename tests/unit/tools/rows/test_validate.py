@@ -66,6 +66,16 @@ def test_a_good_row_has_no_problem(agent: str) -> None:
     assert checker.check(json.dumps(TABLE.row_of(agent)).encode())[1] == []
 
 
+@pytest.mark.parametrize("codec", [None, "codec"])
+def test_a_server_of_a_type_that_only_its_url_knows_reads_its_rows_itself(codec: str | None, request: Any) -> None:
+    server = {"resources_servers": {"of_others": {"url": "http://x:1"}}}
+    agent = {"responses_api_agents": {"simple_agent": {"resources_server": {"name": "theirs"}}}}
+    own = request.getfixturevalue(codec) if codec else None
+    checker = RowChecker(own, {"theirs": server, "their_agent": agent})
+    row = {**TABLE.row_of(TABLE.GYM), "agent_ref": {"type": "responses_api_agents", "name": "their_agent"}}
+    assert checker.check(json.dumps(row).encode())[1] == []
+
+
 def findings(tmp_path: Path, train: list[Any], validation: list[Any]) -> list[tuple[str, int, str, str]]:
     result = validate(write(tmp_path / "t.jsonl", train), write(tmp_path / "v.jsonl", validation), None)
     return [(Path(finding.file).name, finding.line, finding.kind, finding.text) for finding in result.findings]
