@@ -56,18 +56,17 @@ def digests(
 ) -> dict[str, str]:
     """Return name -> digest: the recorded one, or for a base that the user names, or a new one, that of its tag now.
 
-    A base that the builder's store lacks is downloaded. `ask` returns what a command prints, "" where it fails. `run`
-    runs one and raises `RunError` where it fails, as this does when the builder names no digest.
+    The tag is pulled before its digest is asked: what the builder's store has under that name may be old. `ask` returns
+    what a command prints, "" where it fails. `run` runs one and raises `RunError` where it fails, as this does when the
+    builder names no digest.
     """
     found = {}
     for base in bases:
         digest = None if base.is_given else recorded.get(base.name)
         if digest is None:
             question = base_digest_words(builder, base.name)
+            run([builder, "pull", base.name])
             match = DIGEST.search(ask(question))
-            if match is None:
-                run([builder, "pull", base.name])
-                match = DIGEST.search(ask(question))
             if match is None:
                 raise RunError(f"containers: no digest of {base.name} from: {shlex.join(question)}")
             digest = match[0]

@@ -53,12 +53,12 @@ def test_the_swe_image_is_built_on_the_training_image_of_the_same_variables():
 
 
 def answers(found: dict[str, str]):
-    """Return an `ask` that knows the digest of some images, and the commands that were run."""
+    """Return an `ask` of a store with some images, a `run` that downloads newer ones, and the commands it ran."""
     commands: list[list[str]] = []
 
     def run(command):
         commands.append(list(command))
-        found.setdefault(command[-1], DIGEST)
+        found[command[-1]] = DIGEST
 
     return (lambda command: found.get(command[-1], "")), run, commands
 
@@ -68,17 +68,17 @@ def test_a_base_is_looked_up_once_and_then_taken_from_the_lock():
     assert [(base.argument, base.is_given) for base in bases] == [("BASE", False), ("UV", False)]
     ask, run, commands = answers({bases[1].name: OTHER})
     found = digests(bases, {}, "podman", ask=ask, run=run)
-    assert found == {bases[0].name: DIGEST, bases[1].name: OTHER}
-    assert commands == [["podman", "pull", bases[0].name]], "what the store has is not downloaded again"
+    assert found == {base.name: DIGEST for base in bases}, "what the store had is older than the tag"
+    assert commands == [["podman", "pull", base.name] for base in bases]
     ask, run, commands = answers({base.name: f"sha256:{'c' * 64}" for base in bases})  # the tags have moved
-    assert digests(bases, found, "podman", ask=ask, run=run) == found
+    assert digests(bases, found, "podman", ask=ask, run=run) == found and commands == []
     assert bases[0].by_digest(DIGEST) == f"nvcr.io/nvidia/cuda@{DIGEST}"
 
 
 def test_a_base_that_is_named_is_looked_up_again_unless_it_has_a_digest():
     (base,) = bases_of(IMAGES["sandbox"], {"BASE": "r.example:5000/debian"}, ROOT)
     assert base.is_given and base.by_digest(DIGEST) == f"r.example:5000/debian@{DIGEST}"
-    ask, run, _ = answers({base.name: DIGEST})
+    ask, run, _ = answers({base.name: OTHER})  # in the store, from before
     assert digests([base], {base.name: OTHER}, "docker", ask=ask, run=run) == {base.name: DIGEST}
     assert bases_of(IMAGES["sandbox"], {"BASE": f"debian@{DIGEST}"}, ROOT) == ()
 
