@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
@@ -16,8 +16,8 @@ class CheckpointingConfig:
 
     enabled: bool
     """save checkpoints"""
-    checkpoint_dir: Text
-    """directory of the checkpoints, relative to the run directory"""
+    checkpoint_dir: Literal["checkpoints"]
+    """directory of the checkpoints in a run; later stages and tools look for this name"""
     save_period: Annotated[int, Ge(1), Unit("steps")]
     """steps between checkpoints"""
     keep_top_k: Annotated[int | None, Ge(1), Unit("checkpoints")]

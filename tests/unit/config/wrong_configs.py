@@ -30,6 +30,11 @@ FILES = {
         "env: {nemo_gym: {num_gpu_node: 7}}",
         "x.yaml: env.nemo_gym.num_gpu_node: there is no such key; did you mean env.nemo_gym.num_gpu_nodes?",
     ),
+    "checkpoints where no tool looks for them": (
+        "checkpointing: {checkpoint_dir: results/grpo}",
+        'x.yaml: checkpointing.checkpoint_dir: got "results/grpo", expected checkpoints; meaning: directory of the '
+        "checkpoints in a run; later stages and tools look for this name",
+    ),
     "server instance of no kind": (
         "env: {nemo_gym: {mcqa: {resource_servers: {mcqa: {}}}}}",
         "x.yaml: env.nemo_gym.mcqa.resource_servers: there is no such kind of server; did you mean "
