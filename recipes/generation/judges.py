@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ADDRESS_SECONDS = 120.0  # for an actor's process to start and to take a port
 WATCH_SECONDS = 5.0
 SILENCE_SECONDS = 60.0  # beyond those, after which an actor counts as dead
 ANSWER_SECONDS = 60.0  # for the first answer of a server that has just started
@@ -53,12 +52,12 @@ class JudgeEngine:
     def __str__(self) -> str:
         return f"judge {self.judge.name} at {self.url or 'no address yet'}"
 
-    async def launch(self) -> None:
+    async def launch(self, deadline_seconds: float) -> None:
         """Create an actor and have it take an address, the present one if there is one."""
         self.num_starts += 1
         self.actor = self._remote.remote(self.judge, api_key=self._api_key, ports=self._ports)
         port = int(self.url.rpartition(":")[2].partition("/")[0]) if self.url else None
-        url = await asyncio.wait_for(self.actor.hold_address.remote(port), ADDRESS_SECONDS)
+        url = await asyncio.wait_for(self.actor.hold_address.remote(port), deadline_seconds)
         if self.url and url != self.url:
             ray.kill(self.actor)
             raise EngineError(f"it was placed at {url}, where no environment would ask it")
@@ -108,7 +107,8 @@ class Judges:
             for judge, options in zip(copies, placement, strict=True)
         ]
         started = cls(engines, api_key, deadlines)
-        started._all(*(engine.launch() for engine in engines), seconds=ADDRESS_SECONDS)
+        seconds = deadlines.placement
+        started._all(*(engine.launch(seconds) for engine in engines), seconds=seconds)
         return started
 
     def addresses(self) -> dict[str, list[str]]:
@@ -168,7 +168,7 @@ class Judges:
         for attempt in range(1, MAX_STARTS + 1):
             ray.kill(engine.actor)
             try:
-                await engine.launch()
+                await engine.launch(self._deadlines.placement)
                 await engine.load(self._deadlines.engine_start)
             except Exception as error:
                 reason = failure(str(engine), error, self._deadlines.engine_start)
