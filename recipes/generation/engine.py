@@ -168,6 +168,7 @@ class EngineActor:
 
             self._copy = WeightCopy(init_info["num_bytes"])
             init_info = {**init_info, "path": self._copy.path}
+        await self._llm.shutdown_weight_transfer_engine()  # leave the group of before, which this one replaces
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
 
     async def drain(self) -> None:

@@ -183,9 +183,9 @@ class Generation:
 
         `content` is a Ray reference to the bytes of the file, for the engines that do not see it. With `num_before`,
         how many tensors earlier pushes have written, the policy writes while this runs. An engine that fails is
-        replaced; raises `EngineError` when none is left.
+        replaced; raises `EngineError` when none is left, or at the first failure where NCCL is used.
         """
-        seconds, update_info = self._deadlines.refit, self._update_info
+        seconds, update_info, is_nccl = self._deadlines.refit, self._update_info, bool(self._update_info)
         if num_before is not None:
             seconds *= 2  # to write and to load: where the policy is late, its own error comes first
             update_info = {"num_before": num_before, "wait_seconds": seconds}
@@ -202,7 +202,9 @@ class Generation:
                 )
                 for engine in keys
             }
-            failed = self._eject_failed(calls, seconds)
+            failed = self._eject_failed(calls, seconds, stop_at_failure=is_nccl)
+            if failed and is_nccl:  # the others wait for it in the broadcast
+                raise failed[0]
             with self._state_lock:
                 for engine, key in keys.items():
                     if engine.is_up and engine.key == key:  # else it was started again and has not got these weights

@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Protocol
 
+from recipes.errors import EngineError
 from recipes.types import WeightLayout
 
 
@@ -25,6 +26,8 @@ class WeightSource(Protocol):
     def weight_layout(self) -> WeightLayout: ...
 
     def send_weights(self) -> None: ...
+
+    def give_up_sending(self) -> None: ...
 
     def weight_content(self) -> Any: ...
 
@@ -72,7 +75,8 @@ def connect(policy: WeightSource, generation: WeightSink) -> None:
 def refit(policy: WeightSource, generation: WeightSink, *, version: int) -> None:
     """Push the policy's weights; afterwards every new token is sampled with `version`.
 
-    An engine that was started again since the last push takes part, and takes requests from then on.
+    An engine that was started again since the last push takes part, and takes requests from then on. When one fails in
+    a broadcast the others wait for it in vain, so the push fails.
     """
     generation.drain()  # first: a broadcast over NCCL would wait for the engines within its own, shorter deadline
     if generation.needs_connect:
@@ -80,9 +84,15 @@ def refit(policy: WeightSource, generation: WeightSink, *, version: int) -> None
     if generation.needs_weight_content and policy.weight_layout().path:
         policy.send_weights()
         generation.update_weights(version, policy.weight_content())
-    else:
-        num_before = policy.num_sent if policy.weight_layout().path else None
+    elif policy.weight_layout().path:
+        num_before = policy.num_sent
         together(policy.send_weights, lambda: generation.update_weights(version, num_before=num_before))
+    else:
+        try:
+            together(policy.send_weights, lambda: generation.update_weights(version))
+        except EngineError:
+            policy.give_up_sending()
+            raise
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 # Idle OpenMP threads sleep: the engines and verifiers beside a CPU policy need the cores between its steps.
 _ENV = {"OMP_WAIT_POLICY": "PASSIVE"}
 _POLL_SECONDS = 0.02  # between two looks at a save that is waited for
+_BEGIN_SECONDS = 2.0  # for a worker to begin a call: one that is cancelled before would never be made
 _ANSWER_SECONDS = 10.0  # for a worker to say that the deadline it was given is over
 _MOST_THREADS = 4  # of one rank: the operations of a model that trains on a CPU are too small for more
 
@@ -48,6 +49,7 @@ class Policy:
         self._identities: Sequence[WorkerIdentity] = ()
         self._coordinates: Sequence[Coordinates] = ()
         self._layout: WeightLayout | None = None
+        self._sending: list[Any] = []  # the ranks' calls of the last push
         self._fetched: TrainBatch | None = None  # that the ranks hold
         self.num_sent = 0  # tensors, by all calls of `send_weights`
 
@@ -150,7 +152,14 @@ class Policy:
     def send_weights(self) -> None:
         """Write all full tensors to where `weight_layout` says, or broadcast them to the connected engines."""
         num_before, self.num_sent = self.num_sent, self.num_sent + len(self.weight_layout().names)
-        self._call("send_weights", num_before, deadline=self._deadlines.refit)
+        deadline = self._deadlines.refit
+        self._sending = [worker.send_weights.remote(num_before, deadline) for worker in self._workers]
+        self._gather(self._sending, deadline=deadline + _ANSWER_SECONDS, what="send_weights")
+
+    def give_up_sending(self) -> None:
+        """End a broadcast of `send_weights` that no engine can complete; the ranks can save then."""
+        if ray.wait(self._sending[:1], timeout=_BEGIN_SECONDS)[1]:
+            ray.cancel(self._sending[0])
 
     def weight_content(self) -> Any:
         """Return a Ray reference to what `send_weights` has written, for engines that do not see the file."""

@@ -12,10 +12,11 @@ import os
 import secrets
 import socket
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recipes.errors import PolicyError
+from recipes.errors import EngineError, PolicyError
 from recipes.types import WeightLayout
 
 T = TypeVar("T")
@@ -31,6 +32,8 @@ T = TypeVar("T")
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "recipe-weights-"
 _ALIGNMENT = 64  # bytes: a cache line, and what any dtype's view needs
+_LOOK_SECONDS = 0.5  # between two looks at whether a broadcast is to be given up
+_LEAVE_SECONDS = 60.0  # to make the tensors that are left of one, with the other ranks
 
 
 def make_layout(shapes: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], *, path: str) -> WeightLayout:
@@ -124,6 +127,7 @@ class NcclSender:
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group  # needs CUDA libraries
 
         self._layout = layout
+        self._has_left = False
         device = torch.cuda.current_device()
         self._group: Any = within(
             timeout_s,
@@ -131,21 +135,44 @@ class NcclSender:
             what=f"weight push: the NCCL group of the policy and {world_size - 1} engine ranks",
         )
 
-    def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Broadcast in the packed form that the engines' update request announced; returns when all is sent."""
+    def write(
+        self, weights: Iterable[tuple[str, Tensor]], *, timeout_s: float, is_cancelled: Callable[[], bool]
+    ) -> None:
+        """Broadcast in the packed form that the engines' update request announced; returns when all is sent.
+
+        Raises `EngineError` when that takes longer than `timeout_s`, or once `is_cancelled`: an engine that dies leaves
+        all others waiting. The group is left then, which ends the broadcasts that wait, and the rest of `weights` is
+        made and not sent, since the other ranks make it together with this one.
+        """
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
-        packed_nccl_broadcast_producer(
-            iterator=_made_on(torch.cuda.current_stream(), checked(weights, self._layout)),
-            group=self._group,
-            src=0,
-            post_iter_func=lambda item: item[1],
-        )
-        torch.cuda.current_stream().synchronize()
+        stream = torch.cuda.current_stream()
+        made = _made_on(stream, checked(weights, self._layout))
+
+        def send() -> None:
+            packed_nccl_broadcast_producer(iterator=made, group=self, src=0, post_iter_func=lambda item: item[1])
+            stream.synchronize()
+
+        sending, end = in_thread(send), time.monotonic() + timeout_s
+        while not wait([sending], timeout=_LOOK_SECONDS).done:
+            if is_cancelled() or time.monotonic() > end:
+                self.close()
+                wait([sending], timeout=_LEAVE_SECONDS)
+                raise EngineError(
+                    "weight push: given up, since an engine has failed or is late; see the engines' errors"
+                )
+        sending.result()
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Send one packed buffer, for vLLM; nothing once the group has been left."""
+        if not self._has_left:
+            self._group.broadcast(tensor, src=src)
 
     def close(self) -> None:
-        """Leave the group."""
-        self._group.destroy()
+        """Leave the group; leaving again does nothing."""
+        if not self._has_left:
+            self._has_left = True
+            self._group.destroy()
 
 
 def make_nccl_id() -> bytes:
@@ -161,23 +188,24 @@ def within(timeout_s: float, call: Callable[[], T], *, what: str) -> T:
     For calls into libraries that wait without a deadline. The call then goes on, in a thread that does not keep the
     process, and the caller's process can still save what it holds.
     """
-    outcome: SimpleQueue[tuple[bool, Any]] = SimpleQueue()
+    outcome = in_thread(call)
+    if not wait([outcome], timeout=timeout_s).done:
+        raise PolicyError(f"{what} not complete within {timeout_s:g} s")
+    return outcome.result()
+
+
+def in_thread(call: Callable[[], T]) -> Future[T]:
+    """Begin `call` in a thread that does not keep the process."""
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            outcome.put((True, call()))
-        except Exception as error:  # raised below, in the caller's thread
-            outcome.put((False, error))
+            outcome.set_result(call())
+        except Exception as error:  # raised where the result is read
+            outcome.set_exception(error)
 
     Thread(target=run, daemon=True).start()
-    try:
-        is_result, value = outcome.get(timeout=timeout_s)
-    except Empty:
-        raise PolicyError(f"{what} not complete within {timeout_s:g} s") from None
-    if not is_result:
-        raise value
-    result: T = value
-    return result
+    return outcome
 
 
 def checked(weights: Iterable[tuple[str, Tensor]], layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:

@@ -162,14 +162,17 @@ class PolicyWorker:
         from recipes.policy import weights
 
         if self._rank == 0:
+            if self._sink is not None:  # else each engine that is started again leaves a communicator behind
+                self._sink.close()
             self._sink = weights.NcclSender(
                 self._layout, nccl_id=nccl_id, world_size=1 + num_engine_ranks, timeout_s=timeout_s
             )
 
-    def send_weights(self, num_before: int) -> None:
+    def send_weights(self, num_before: int, timeout_s: float) -> None:
         """Gather each full tensor; rank 0 writes it to the shared-memory file, or broadcasts it.
 
-        Earlier pushes have sent `num_before` tensors.
+        Earlier pushes have sent `num_before` tensors. A broadcast ends with an `EngineError` after `timeout_s`, or when
+        this call is cancelled.
         """
         from recipes.policy.weights import SharedMemoryWriter
 
@@ -181,7 +184,8 @@ class PolicyWorker:
             if isinstance(self._sink, SharedMemoryWriter):
                 self._sink.write(exported, num_before=num_before)
             else:
-                self._sink.write(exported)
+                is_cancelled = ray.get_runtime_context().is_canceled
+                self._sink.write(exported, timeout_s=timeout_s, is_cancelled=is_cancelled)
         else:
             for _ in exported:
                 pass

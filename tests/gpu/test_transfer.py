@@ -66,7 +66,7 @@ def test_vllm_sends_every_tensor_of_a_trained_model(tmp_path: Path, record: Reco
     sender = weights.NcclSender(layout, nccl_id=nccl_id, world_size=1, timeout_s=60)
     began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     began.record()
-    sender.write(trainer.export())
+    sender.write(trainer.export(), timeout_s=60, is_cancelled=lambda: False)
     ended.record()
     torch.cuda.synchronize()
     sender.close()

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from recipes.cluster.ports import hold
+from recipes.errors import EngineError
+from recipes.generation import generation as generation_module
 from recipes.generation.clients import client as client_module
 from recipes.generation.generation import MAX_STARTS, Generation, _cancel_all
 from recipes.generation.serving.listener import Listener
@@ -24,6 +26,8 @@ class Handle:
     """Stands in for `EngineHandle`; `is_reachable` says whether clients can connect to the actors that start."""
 
     def __init__(self) -> None:
+        self.actor = SimpleNamespace(update_weights=SimpleNamespace(remote=lambda *_args, **_options: None))
+        self.can_see_file = True
         self.index, self.is_up, self.num_starts, self.num_kills, self.is_reachable = 0, True, 0, 0, True
 
     def __str__(self) -> str:
@@ -98,6 +102,22 @@ async def test_a_connection_that_breaks_costs_no_engine(case: Case) -> None:
         await eventually(lambda: case.generation._client._streams[0] is not stream)  # noqa: B023
     assert case.handle.is_up and case.handle.num_kills == 0
     assert case.generation.num_engines_alive == 1
+
+
+async def test_a_broadcast_ends_at_the_first_engine_that_fails(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    await case.connected()
+    case.generation._update_info = {"names": ["a"]}  # as `connect_weights` leaves it for NCCL
+    case.generation._connected = frozenset({case.handle.key})
+    asked: list[bool] = []
+
+    def outcomes(calls: dict[Any, Any], _seconds: float, *, stop_at_failure: bool = False) -> dict[Any, Any]:
+        asked.append(stop_at_failure)
+        return {case.handle: EngineError("engine A is dead")}
+
+    monkeypatch.setattr(generation_module, "outcomes", outcomes)
+    with pytest.raises(EngineError, match="engine A is dead"):
+        case.generation.update_weights(1)
+    assert asked == [True], "the engines that wait in the broadcast are not waited for"
 
 
 async def test_an_engine_that_takes_no_connection_any_more_is_started_again(case: Case) -> None:

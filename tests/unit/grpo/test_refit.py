@@ -63,6 +63,9 @@ class Sides:
         self.num_sent += 5
         self.calls.append("send")
 
+    def give_up_sending(self) -> None:
+        self.calls.append("give up")
+
     def weight_content(self) -> str:
         return "content"
 
@@ -87,6 +90,28 @@ def test_engines_are_connected_when_they_have_changed(path: str, connected: list
     assert sides.calls[0] == sides.calls[num + 3] == "drain", "a push begins once running requests may be touched"
     pushes = [sorted(sides.calls[n : n + 2]) for n in (num + 1, num + 4)]
     assert pushes == [["send", "update 3"], ["send", "update 4"]]
+
+
+@pytest.mark.parametrize("path", ["", "/dev/shm/x"])
+def test_a_broadcast_that_an_engine_does_not_take_is_given_up(path: str) -> None:
+    class Dying(Sides):
+        may_end = threading.Event()
+
+        def send_weights(self) -> None:
+            assert self.may_end.wait(30), "rank 0 waits in the broadcast"
+
+        def give_up_sending(self) -> None:
+            super().give_up_sending()
+            self.may_end.set()
+
+        def update_weights(self, version: int, content: Any = None, *, num_before: int | None = None) -> None:
+            raise EngineError("engine 1 is dead")
+
+    sides = Dying(path)
+    with pytest.raises(EngineError, match="engine 1 is dead"):
+        refit(sides, sides, version=3)
+    assert (sides.calls[-1] == "give up") is (path == "")
+    sides.may_end.set()
 
 
 @pytest.mark.parametrize(

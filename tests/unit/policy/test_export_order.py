@@ -46,7 +46,7 @@ def test_a_broadcast_of_what_was_not_announced_sends_nothing(
     monkeypatch.setattr(packed_tensor, produce, lambda iterator, **_group: sent.extend(iterator))
     sender = object.__new__(NcclSender)  # joining a group takes a GPU
     sender._layout = make_layout([("a", torch.float32, (2,)), ("b", torch.float32, (2,))], path="")
-    sender._group = None
+    sender._has_left = False
     with pytest.raises(PolicyError, match=rf"the policy sends {name} \(.*, the engines expect a \(float32 \[2\]\)"):
-        sender.write([(name, tensor)])
+        sender.write([(name, tensor)], timeout_s=30.0, is_cancelled=lambda: False)
     assert sent == []
