@@ -47,8 +47,8 @@ def save_model(directory: Path, sizes: dict[str, int]) -> Path:
     return directory
 
 
-def config_of(model: Path, *, precision: str, micro_batch_tokens: int, recompute: bool) -> Any:
-    """Return the published configuration for one GPU without tensor parallelism."""
+def config_of(model: Path, *, precision: str, micro_batch_tokens: int, recompute: bool, is_fused: bool = False) -> Any:
+    """Return the published configuration for one GPU; `is_fused` asks for Transformer Engine's optimizer."""
     config = _namespace(yaml.safe_load(BASE.read_text()))
     policy, megatron = config.policy, config.policy.megatron_cfg
     policy.model_name, policy.precision, policy.hf_config_overrides = str(model), precision, {}
@@ -56,34 +56,23 @@ def config_of(model: Path, *, precision: str, micro_batch_tokens: int, recompute
     policy.sequence_packing.train_mb_tokens = micro_batch_tokens
     policy.generation.temperature = 1.0
     megatron.tensor_model_parallel_size, megatron.sequence_parallel = 1, False
+    megatron.apply_rope_fusion = megatron.moe_permute_fusion = False  # they need Transformer Engine
     megatron.activation_checkpointing = recompute
     megatron.mtp_num_layers = 0
-    megatron.optimizer.use_precision_aware_optimizer = False  # it needs Transformer Engine
+    megatron.optimizer.use_precision_aware_optimizer = is_fused
     megatron.optimizer.lr = megatron.optimizer.min_lr = 1e-4
     megatron.scheduler.start_weight_decay = megatron.scheduler.end_weight_decay = 0.0
     megatron.scheduler.lr_warmup_iters, megatron.scheduler.lr_warmup_init = 0, 0.0
     return config
 
 
-def join_groups() -> None:
-    """Form the process groups of one rank; harmless to repeat."""
-    from recipes.policy import parallel
-
-    if not torch.distributed.is_initialized():
-        megatron = SimpleNamespace(
-            tensor_model_parallel_size=1,
-            pipeline_model_parallel_size=1,
-            context_parallel_size=1,
-            expert_model_parallel_size=1,
-        )
-        parallel.join_groups(HashStore(), rank=0, world_size=1, cfg=megatron, seed=1, timeout_s=60)  # type: ignore[arg-type]
-
-
 def build_trainer(config: Any) -> Any:
     """Build a trainer on this GPU; the one before must be gone, or its memory counts as well."""
-    from recipes.policy import step
+    from recipes.policy import parallel, step
 
-    join_groups()
+    if not torch.distributed.is_initialized():
+        cfg = config.policy.megatron_cfg
+        parallel.join_groups(HashStore(), rank=0, world_size=1, cfg=cfg, seed=1, timeout_s=60)
     loss = partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=None)
     return step.build_trainer(config.policy, loss)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ from tests.gpu import gpu_case
 from tests.gpu.conftest import Record
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+
+needs_fused = pytest.mark.skipif(find_spec("transformer_engine") is None, reason="Transformer Engine is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +106,17 @@ def matrix_rate() -> float:
 
 
 @pytest.mark.parametrize("fully_reshardable", [False, True], ids=["usual", "fully-reshardable"])
-def test_a_bfloat16_checkpoint_continues(small: Path, record: Record, tmp_path: Path, fully_reshardable: bool) -> None:
+@pytest.mark.parametrize("is_fused", [False, pytest.param(True, marks=needs_fused)], ids=["plain", "fused"])
+def test_a_bfloat16_checkpoint_continues(
+    small: Path, record: Record, tmp_path: Path, fully_reshardable: bool, is_fused: bool
+) -> None:
     from recipes.policy import checkpoint
 
     shard = gpu_case.full_shard(tokens=4096, width=256)
     with gpu_case.fresh_memory():
-        config = gpu_case.config_of(small, precision="bfloat16", micro_batch_tokens=4096, recompute=False)
+        config = gpu_case.config_of(
+            small, precision="bfloat16", micro_batch_tokens=4096, recompute=False, is_fused=is_fused
+        )
         config.policy.megatron_cfg.dist_ckpt_optim_fully_reshardable = fully_reshardable
         trainer = gpu_case.build_trainer(config)
         train(trainer, shard, 2)
@@ -124,7 +132,7 @@ def test_a_bfloat16_checkpoint_continues(small: Path, record: Record, tmp_path: 
         (resumed,) = train(trainer, shard, 1)
         del trainer
     size = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
-    kind = "fully reshardable" if fully_reshardable else "usual"
+    kind = f"{'fused' if is_fused else 'plain'}, {'fully reshardable' if fully_reshardable else 'usual'}"
     record(f"checkpoint, {kind}", f"{size / 2**30:.2f} GiB, save {saved:.1f} s, load {loaded:.1f} s")
     assert resumed["loss"] == pytest.approx(straight["loss"], rel=1e-3, abs=1e-5)
     assert resumed["grad_norm"] == pytest.approx(straight["grad_norm"], rel=1e-3)

@@ -55,7 +55,6 @@ def test_a_reader_on_another_stream_sees_finished_weights(record: Record) -> Non
 @needs_vllm
 def test_vllm_sends_every_tensor_of_a_trained_model(tmp_path: Path, record: Record) -> None:
     """NCCL refuses two processes on one GPU, so the sender is alone in its group; it packs and sends as always."""
-    gpu_case.join_groups()
     model = gpu_case.save_model(tmp_path, gpu_case.SMALL)
     trainer = gpu_case.build_trainer(
         gpu_case.config_of(model, precision="bfloat16", micro_batch_tokens=4096, recompute=False)
