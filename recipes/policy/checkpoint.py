@@ -40,15 +40,20 @@ from megatron.core.utils import unwrap_model
 
 from recipes.errors import CheckpointError, Problem
 from recipes.policy.optimizer import optimizer_parts
+from recipes.policy.saved_form import (
+    IN_PARTS,
+    PER_PARAMETER,
+    layout,
+    optimizer_keys,
+    require_readable,
+    require_same_heads,
+)
 from recipes.policy.step import Trainer, gather_params
 
 logger = logging.getLogger(__name__)
 
 _FORMAT = ("torch_dist", 1)
-_DATA_PARALLEL_RESHARDABLE, _FULLY_RESHARDABLE = "dp_reshardable", "fully_reshardable"  # Megatron's names
 HEADS = "mtp."  # before the names of multi-token heads in a checkpoint
-_KINDS = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
-_MODEL_PARALLEL = tuple(f"{kind}_parallel_size" for kind in _KINDS)
 
 
 def save(trainer: Trainer, path: Path, *, with_optimizer: bool = True) -> None:
@@ -91,11 +96,11 @@ def snapshot(trainer: Trainer, path: Path, *, with_optimizer: bool = True) -> Sn
         _make_moments(trainer.optimizer)
     megatron = trainer.cfg.megatron_cfg
     in_parts = megatron.optimizer.use_distributed_optimizer and not megatron.dist_ckpt_optim_fully_reshardable
-    form = _DATA_PARALLEL_RESHARDABLE if in_parts else _FULLY_RESHARDABLE
+    form = IN_PARTS if in_parts else PER_PARAMETER
     state = _sharded_state(trainer, form if with_optimizer else None, is_loading=False)
     state["scheduler"] = trainer.scheduler.state_dict()
-    state["saved"] = {"form": form if with_optimizer else None, "layout": _layout(), "rng": _all_rng_states()}
-    state["saved"] |= {"trains_heads": trainer.cfg.megatron_cfg.mtp_num_layers > 0}
+    state["saved"] = {"form": form if with_optimizer else None, "layout": layout(), "rng": _all_rng_states()}
+    state["saved"] |= {"trains_heads": megatron.mtp_num_layers > 0, "optimizer_keys": optimizer_keys(trainer)}
     strategy = FullyParallelSaveStrategyWrapper(_InProcessSave(*_FORMAT, thread_count=1), _replicas())
     live = {value.data.untyped_storage().data_ptr() for value in nested_values(state) if _is_tensor(value)}
     return Snapshot(dist_checkpointing.save(state, str(path), strategy, async_sharded_save=True), live)
@@ -112,12 +117,12 @@ def load(trainer: Trainer, path: Path) -> None:
             )
         )
     saved = dist_checkpointing.load_common_state_dict(str(path))["saved"]
-    _require_same_heads(trainer, saved, path)
+    require_same_heads(trainer, saved, path)
     form: str | None = saved["form"]
     if form is None:
         logger.warning("%s holds no optimizer: it starts anew, so training does not go on exactly", path)
     else:
-        _require_readable(form, saved["layout"], path)
+        require_readable(trainer, saved, path)
     state = dist_checkpointing.load(_sharded_state(trainer, form, is_loading=True), str(path))
     unwrap_model(trainer.model).load_state_dict(state["model"])
     if trainer.heads is not None:
@@ -130,7 +135,7 @@ def load(trainer: Trainer, path: Path) -> None:
             _load_optimizer(trainer.optimizer, state["optimizer"])
     trainer.scheduler.num_steps = 0  # Megatron adds the steps of the checkpoint to those that were taken here
     trainer.scheduler.load_state_dict(state["scheduler"])
-    if saved["layout"] == _layout():
+    if saved["layout"] == layout():
         _restore_rng(saved["rng"][dist.get_rank()])
 
 
@@ -268,52 +273,10 @@ def model_state(model: Any, heads: Any | None) -> dict[str, Any]:
     return {**model.sharded_state_dict(metadata=metadata), **of_heads}
 
 
-def _require_same_heads(trainer: Trainer, saved: dict[str, Any], path: Path) -> None:
-    """Refuse to begin or to end the training of multi-token heads within a run: the optimizer holds their moments."""
-    now, then = trainer.cfg.megatron_cfg.mtp_num_layers > 0, saved.get("trains_heads", False)
-    if saved["form"] is not None and now != then:
-        problem = Problem(
-            where="policy.megatron_cfg.mtp_num_layers",
-            got=str(trainer.cfg.megatron_cfg.mtp_num_layers),
-            expected=f"{'more than 0' if then else '0'}, as when {path} was saved: its optimizer has"
-            f" {'' if then else 'no '}state of the heads",
-            fix="resume with that value, or start a new run from the export of that step",
-        )
-        raise CheckpointError([problem])
-
-
-def _require_readable(form: str, layout: dict[str, int], path: Path) -> None:
-    """Refuse a layout whose ranks hold other parts of the model than those that wrote the optimizer."""
-    problems = [
-        Problem(
-            where=f"policy.megatron_cfg.{key}",
-            got=str(now),
-            expected=f"{layout.get(key, 1)}, as when {path} was saved: its optimizer is divided by it",
-            fix="resume with that value; a save with policy.megatron_cfg.dist_ckpt_optim_fully_reshardable=true can be"
-            " resumed with any",
-        )
-        for key, now in _layout().items()
-        if form == _DATA_PARALLEL_RESHARDABLE and key in _MODEL_PARALLEL and layout.get(key, 1) != now
-    ]
-    if problems:
-        raise CheckpointError(problems)
-
-
 def _replicas() -> dist.ProcessGroup:
     """Return the ranks that hold the same weights as this one."""
     group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return group
-
-
-def _layout() -> dict[str, int]:
-    """Sizes that decide which rank holds which part of the model and which random state."""
-    return {
-        "world_size": dist.get_world_size(),
-        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
-        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
-        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
-    }
 
 
 def _all_rng_states() -> list[dict[str, Any]]:

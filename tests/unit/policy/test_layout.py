@@ -10,8 +10,7 @@ import pytest
 
 from recipes.config.load import load_config, require_valid
 from recipes.config.tree import Config
-from recipes.errors import CheckpointError, ConfigError
-from recipes.policy import checkpoint
+from recipes.errors import ConfigError
 from recipes.policy.layout import check_layout, check_model_fits
 
 BASE = Path(__file__).resolve().parents[3] / "configs" / "grpo_base.yaml"
@@ -98,16 +97,3 @@ def test_ranks_that_the_layout_does_not_divide_are_refused(
     megatron = replace(config.policy.megatron_cfg, **({"tensor_model_parallel_size": 1} | layout))
     with pytest.raises(ConfigError, match=refusal):
         check_layout(replace(config.policy, megatron_cfg=megatron), world_size=world_size)
-
-
-def test_an_optimizer_divided_by_experts_is_not_read_under_another_division(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {
-        "world_size": 2,
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "expert_model_parallel_size": 2,
-    }
-    monkeypatch.setattr(checkpoint, "_layout", lambda: sizes | {"expert_model_parallel_size": 1})
-    with pytest.raises(CheckpointError, match="expert_model_parallel_size: got 1, expected 2, as when saved/step"):
-        checkpoint._require_readable("dp_reshardable", sizes, Path("saved/step"))
-    checkpoint._require_readable("fully_reshardable", sizes, Path("saved/step"))

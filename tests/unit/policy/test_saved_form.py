@@ -1,0 +1,97 @@
+"""A saved optimizer that this trainer cannot read is refused by the key that was changed, before anything is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from one_rank import one_rank, trainer_of
+from policy_case import load_case, save_experts
+
+from recipes.errors import CheckpointError
+from recipes.policy import checkpoint, optimizer, saved_form
+from tests import fused_adam
+
+_REDUCTION = "megatron_cfg__distributed_data_parallel_config__"
+_PLAIN = {"megatron_cfg__optimizer__use_distributed_optimizer": "false", f"{_REDUCTION}overlap_param_gather": "false"}
+_BUCKETS = {f"{_REDUCTION}overlap_grad_reduce": "true"}
+_GRADIENTS = {f"{_REDUCTION}grad_reduce_in_fp32": "true"}
+_FROZEN = {"megatron_cfg__freeze_moe_router": "true"}
+_BFLOAT16 = {"precision": "bfloat16", "megatron_cfg__optimizer__bf16": "true"}
+_FUSED = _BFLOAT16 | {"megatron_cfg__optimizer__use_precision_aware_optimizer": "true"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_experts(tmp_path_factory.mktemp("experts") / "model")
+
+
+def save(model: Path, path: Path, **overrides: Any) -> Path:
+    config = load_case(model, **overrides)
+    path.mkdir()
+    with one_rank(config):
+        checkpoint.save(trainer_of(config), path)
+    return path
+
+
+def load(model: Path, path: Path, **overrides: Any) -> None:
+    config = load_case(model, **overrides)
+    with one_rank(config):
+        checkpoint.load(trainer_of(config), path)
+
+
+def without_keys(path: Path) -> Path:
+    """Make a checkpoint one of an older version of this recipe."""
+    common = torch.load(path / "common.pt", weights_only=False)
+    del common["saved"]["optimizer_keys"]
+    torch.save(common, path / "common.pt")
+    return path
+
+
+def test_changed_keys_are_named_where_the_optimizer_lies_in_parts(model: Path, tmp_path: Path) -> None:
+    path = save(model, tmp_path / "saved")
+    for changes in (_PLAIN, _BUCKETS, _GRADIENTS, _FROZEN, _BFLOAT16):
+        with pytest.raises(CheckpointError) as refusal:
+            load(model, path, **changes)
+        key = "policy." + next(iter(changes)).replace("__", ".")
+        assert [problem.where for problem in refusal.value.problems] == [key]
+    load(model, path)
+
+
+def test_an_optimizer_per_parameter_is_read_with_other_buckets(model: Path, tmp_path: Path) -> None:
+    path = save(model, tmp_path / "saved", megatron_cfg__dist_ckpt_optim_fully_reshardable="true")
+    load(model, path, **_BUCKETS, **_GRADIENTS)
+    for changes in (_PLAIN, _FROZEN):
+        with pytest.raises(CheckpointError, match="or start a new run from the export of that step"):
+            load(model, path, **changes)
+
+
+def test_a_checkpoint_of_an_older_version_is_read_unless_it_holds_half_weights(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(model, without_keys(save(model, tmp_path / "older")))
+    fused_adam.install(monkeypatch)
+    config_of = optimizer.OptimizerConfig
+    with monkeypatch.context() as before:
+        before.setattr(optimizer, "OptimizerConfig", lambda **own: config_of(**own | {"store_param_remainders": True}))
+        halves = without_keys(save(model, tmp_path / "halves", **_FUSED))
+    with pytest.raises(CheckpointError, match="its optimizer holds half of each weight"):
+        load(model, halves, **_FUSED)
+
+
+def test_an_optimizer_divided_by_experts_is_not_read_under_another_division(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {
+        "world_size": 2,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "expert_model_parallel_size": 2,
+    }
+    monkeypatch.setattr(saved_form, "layout", lambda: sizes | {"expert_model_parallel_size": 1})
+    monkeypatch.setattr(saved_form, "optimizer_keys", lambda trainer: {})
+    trainer: Any = None
+    saved = {"form": saved_form.IN_PARTS, "layout": sizes, "optimizer_keys": {}}
+    with pytest.raises(CheckpointError, match="expert_model_parallel_size: got 1, expected 2, as when saved/step"):
+        saved_form.require_readable(trainer, saved, Path("saved/step"))
+    saved_form.require_readable(trainer, saved | {"form": saved_form.PER_PARAMETER}, Path("saved/step"))
