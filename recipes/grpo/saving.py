@@ -2,7 +2,7 @@
 
     begin        training stands still    the policy's ranks copy their state, the driver notes where the run is
     writing      training goes on         each rank writes its copy, the driver everything else
-    finish       between two steps        the ranks write what says which file holds which tensor: milliseconds
+    finish       between two steps        one rank writes what says which file holds which tensor
     completing   training goes on         flush, checksums, COMPLETE, rename, `latest`; then older ones are pruned
 
 One save is in progress at a time. Until it is complete, the newest checkpoint is the one before, whatever happens.

@@ -194,7 +194,7 @@ class Policy:
         return all(self._call("is_save_written", deadline=self._deadlines.checkpoint))
 
     def finish_save(self) -> float:
-        """Complete the checkpoint, once all ranks have written. Takes milliseconds.
+        """Complete the checkpoint, once all ranks have written: rank 0 writes a few small files.
 
         Returns the seconds for which the slowest rank has written.
         """

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
+import torch.distributed as dist
 from torch import Tensor
 
-from recipes.files import sync_tree
+from recipes.files import sync_files, sync_tree
 from recipes.policy import checkpoint, hf
 from recipes.policy.model import DTYPES
 from recipes.policy.step import Trainer
+
+_OF_ONE_RANK = ".distcp"  # of the files that hold the tensors of a checkpoint
 
 
 class BackgroundSave:
@@ -48,9 +51,10 @@ class BackgroundSave:
         return self._written.done()
 
     def finish(self) -> None:
-        """Write what says where each tensor lies, once all ranks have written. Collective."""
+        """Write what says where each tensor lies, once all ranks have written. Collective; training stands still."""
         self._snapshot.finish()
-        sync_tree(self._path)
+        if dist.get_rank() == 0:  # it alone writes these files; each rank has flushed its own already
+            sync_files(file for file in self._path.iterdir() if file.suffix != _OF_ONE_RANK)
 
     def wait(self) -> None:
         """Wait until the thread has ended, however it ends."""

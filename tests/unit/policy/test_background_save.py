@@ -1,0 +1,42 @@
+"""The end of a save, for which training stands still, flushes what one rank has just written, and nothing else."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.policy import saving
+
+
+class Snapshot:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self) -> None:
+        for rank in range(3):
+            (self._path / f"__{rank}_0.distcp").write_bytes(b"tensors")
+
+    def finish(self) -> None:
+        for name in (".metadata", "metadata.json"):
+            (self._path / name).write_bytes(b"where they lie")
+
+
+@pytest.mark.parametrize(("rank", "flushed"), [(0, {".metadata", "metadata.json"}), (1, set())])
+def test_only_the_rank_that_says_where_tensors_lie_flushes_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, flushed: set[str]
+) -> None:
+    synced: set[str] = set()
+    trainer: Any = None
+    monkeypatch.setattr(saving.checkpoint, "snapshot", lambda trainer, path, with_optimizer: Snapshot(path))
+    monkeypatch.setattr(saving.dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(saving, "sync_files", lambda files: synced.update(file.name for file in files))
+    monkeypatch.setattr(saving, "sync_tree", lambda path: synced.add(f"everything in {path}"))
+    save = saving.BackgroundSave(trainer, tmp_path, None, with_optimizer=True)
+    end = time.monotonic() + 30
+    while not save.is_written() and time.monotonic() < end:
+        time.sleep(0.01)
+    save.finish()
+    assert synced == flushed
