@@ -37,8 +37,8 @@ class Bridge:
         try:
             request = json.loads(line)
             command, seconds = checked_command(request["command"]), float(request.get("seconds", self.seconds))
-            seconds = min(max(seconds, 1.0), self.seconds)  # NaN becomes the longest
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            seconds = min(max(seconds, 1.0), self.seconds) if seconds < self.seconds else self.seconds  # as for NaN
+        except (ValueError, OverflowError, TypeError, KeyError, AttributeError, RecursionError) as error:
             return {"output": f"the command was not run: {error}", "status": 2}
         self.num_commands += 1
         if request.get("lasting") is not True:  # then it leaves the next one's directory and variables alone
