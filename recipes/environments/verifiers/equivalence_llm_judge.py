@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,8 @@ Explain in at most three sentences, then end with [[A=B]] if they mean the same,
 class Task:
     """One question, its expected answer, and how the judge is asked about it."""
 
-    question: str
+    question: str  # as the row has it, and the expression that cuts it out of that
+    question_regex: str | None
     expected: str
     template: str
     system: str | None
@@ -91,10 +92,9 @@ def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
     threshold = settings.get("extraction_length_threshold", 120)
     is_long = own is not None and threshold is not None and len(expected) > threshold
     rescues = own is not None and not is_long and settings.get("check_full_generation_on_fail", True)
-    question = last_user_text(row)
-    question_regex = settings.get("question_extract_regex")
     return Task(
-        question=cut_out(question_regex, question) if question_regex else question,
+        question=last_user_text(row),
+        question_regex=settings.get("question_extract_regex"),
         expected=expected,
         template=_template(settings.get("judge_prompt_template_fpath")),
         system=settings.get("judge_system_message"),
@@ -110,6 +110,8 @@ def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
 
 def score(response: Response, task: Task) -> Scoring:
     """Ask whether the extracted answer is equal; when asked for, also in the other order or about the whole text."""
+    if task.question_regex:
+        task = replace(task, question=cut_out(task.question_regex, task.question))
     text = last_message_text(response)
     answer = text or task.no_answer
     if text and task.answer_regex:

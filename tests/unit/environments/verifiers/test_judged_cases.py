@@ -178,3 +178,15 @@ def test_any_reply_is_read_in_time_linear_in_its_length(unit: str) -> None:
     genrm_compare.read_comparison(text)
     genrm_compare.style_density(text)
     assert time.process_time() - start < 2.5
+
+
+def test_the_expression_of_the_question_runs_where_scores_are_made() -> None:
+    """Not where rows are read: that is the event loop of all rollouts."""
+    verifier = VERIFIERS["equivalence_llm_judge"]
+    row = {"responses_create_params": {"input": "a text</text>\n\nWhy?"}, "expected_answer": "5"}
+    assert verifier.parse_task(row, {"question_extract_regex": "(one that no program can read"})
+    task = verifier.parse_task(row, {"question_extract_regex": r"</text>\n\n(.*)$"})
+    scoring = verifier.score(response_object([message_item("5")]), task)
+    assert not isinstance(scoring, Verdict)
+    (question,) = next(scoring)
+    assert "Question:\nWhy?\n" in question.messages[-1][1]
