@@ -212,7 +212,8 @@ def _header(rollout: Rollout) -> RolloutHeader:
 
 
 def _short(reason: str) -> str:
-    """Return the beginning of a reason: it may quote an answer, and the driver keeps it."""
+    """Return the beginning of a reason, without what UTF-8 lacks: it may quote an answer, and the driver keeps it."""
+    reason = reason.encode(errors="backslashreplace").decode()  # JSON text may hold half a surrogate pair
     left = len(reason) - MOST_CHARACTERS
     return f"{reason[:MOST_CHARACTERS]} ({left} characters more)" if left > 0 else reason
 

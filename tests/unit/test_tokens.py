@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 
 from recipes.tokens import MOST_CHARACTERS, pack_rollouts
@@ -100,3 +101,11 @@ def test_a_header_has_only_the_beginning_of_a_reason_that_quotes_an_answer() -> 
     assert header.reason.startswith("wrong: 777") and header.reason.endswith("7 (998007 characters more)")
     assert len(header.reason) < MOST_CHARACTERS + 50
     assert pack_rollouts(ROLLOUTS[:1])[0][0].reason == "r"
+
+
+def test_a_reason_has_no_character_that_cannot_be_written() -> None:
+    """The reasons of failed prompts are in the checkpoint, where half a surrogate pair would end every save."""
+    failed = Rollout(turns=(), status=RolloutStatus.ENV_FAILED, reason="answer \ud800", reward=None)
+    [header], _ = pack_rollouts([failed])
+    assert header.reason == r"answer \ud800"
+    assert orjson.loads(orjson.dumps(header.reason)) == header.reason
