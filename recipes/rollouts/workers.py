@@ -66,6 +66,7 @@ class _Worker:
         self.num_groups = 0  # in flight
         self.is_up = False
         self.restart: asyncio.Task[None] | None = None
+        self.told: Any = None  # the call that tells it of the engines, until a group has waited for it
 
     def __str__(self) -> str:
         return f"rollout worker {self.index}"
@@ -140,7 +141,7 @@ class RolloutWorkers:
             num_on_node=sum(_node_of(options) == node for options in self._placement),
         )
         with self._lock:
-            worker.actor, worker.pulse = actor, Pulse(actor)
+            worker.actor, worker.pulse, worker.told = actor, Pulse(actor), None
 
     def _tell(self, engines: OpenEngines) -> None:
         """Tell every worker which engines are open; called by any thread."""
@@ -148,7 +149,7 @@ class RolloutWorkers:
             if engines.number > self._open.number:
                 self._open = engines
                 for worker in self._workers:
-                    worker.actor.follow.remote(engines)
+                    worker.told = worker.actor.follow.remote(engines)
 
     async def _least_busy(self) -> _Worker:
         """Return the worker with the fewest groups; wait for one while all are being started again."""
@@ -163,15 +164,18 @@ class RolloutWorkers:
     async def _run_on(self, worker: _Worker, request: GroupRequest) -> StoredGroup:
         """Run a group on a worker; raises `_WorkerLostError` when that dies."""
         actor, pulse, number = worker.actor, worker.pulse, worker.num_starts
-        call, tokens = actor.run_group.options(num_returns=2).remote(request)
         worker.num_groups += 1
+        call = None
         try:
+            await self._has_been_told(worker, pulse)
+            call, tokens = actor.run_group.options(num_returns=2).remote(request)
             report: GroupReport = await pulse.result(call)
             for warning in report.warnings:
                 logger.warning("%s: %s", worker, warning)
             return report.headers, tokens
         except asyncio.CancelledError:
-            ray.cancel(call)
+            if call is not None:
+                ray.cancel(call)
             raise
         except RayTaskError as failed:
             if isinstance(failed.cause, RecipeError):
@@ -189,6 +193,13 @@ class RolloutWorkers:
             raise lost from error
         finally:
             worker.num_groups -= 1
+
+    async def _has_been_told(self, worker: _Worker, pulse: Pulse) -> None:
+        """Wait until a worker knows which engines are open: a group may overtake the call that says so."""
+        if (told := worker.told) is not None:
+            await pulse.result(told)
+            with self._lock:
+                worker.told = worker.told if worker.told is not told else None
 
     def _replace(self, worker: _Worker, number: int, lost: _WorkerLostError) -> None:
         """End an actor that has failed, once, and begin to start another."""
