@@ -229,7 +229,6 @@ class Run:
             self.state.step_seconds = 0.8 * (self.state.step_seconds or seconds) + 0.2 * seconds
             metrics.add(aggregate_rollouts(groups, self.state.step - 1))
             metrics.add({"buffer_size": float(len(self.buffer))})
-            metrics.add({"wd": self.config.policy.megatron_cfg.optimizer.weight_decay})
             metrics.add(self._alarms.masked(metrics.as_dict(), self.state.step))
             self._alarms.skipped(metrics.as_dict(), self.state.step)
             metrics.add(self.collector.environment_metrics())

@@ -190,7 +190,7 @@ def _sum_over_replicas(own: Tensor) -> Tensor:
 
 
 def train_step(trainer: Trainer, shard: BatchShard, passes: Passes | None = None) -> dict[str, Measured]:
-    """Take one optimizer step over all rows of all shards; return this rank's loss metrics, `grad_norm` and `lr`.
+    """Take one optimizer step over all rows of all shards; return what this rank has measured of loss and optimizer.
 
     Where loss or gradients are not finite, weights, routers' biases, optimizer and schedule stay as they are, and
     `skipped_steps` is 1.
@@ -201,6 +201,7 @@ def train_step(trainer: Trainer, shard: BatchShard, passes: Passes | None = None
     if level >= _AFTER_BACKWARD:
         release_unused_memory()
     lr = get_canonical_lr_for_logging(trainer.optimizer.param_groups)
+    metrics["wd"] = (trainer.scheduler.get_wd(), 1.0)
     is_taken, grad_norm = is_finite(trainer.optimizer, _total(metrics.get("loss", 0.0))), math.nan
     if is_taken:
         is_taken, grad_norm, _ = trainer.optimizer.step()

@@ -102,7 +102,9 @@ def test_the_configuration_decides_rates_and_decay_after_a_resume(
     changes: dict[str, Any] = {
         "optimizer__lr": 5e-3,
         "optimizer__min_lr": 1e-3,
-        "optimizer__weight_decay": 0.25,
+        "scheduler__start_weight_decay": 0.1,
+        "scheduler__end_weight_decay": 0.5,
+        "scheduler__weight_decay_incr_style": "linear",
         "optimizer__adam_beta2": 0.95,
         "optimizer__adam_eps": 1e-6,
         "scheduler__lr_warmup_init": 2e-4,
@@ -117,9 +119,12 @@ def test_the_configuration_decides_rates_and_decay_after_a_resume(
         path = saved(trainer, tmp_path / "checkpoint", with_optimizer=with_optimizer)
         resumed = trainer_of(load_case(model, **kind, **{f"megatron_cfg__{key}": changes[key] for key in changes}))
         checkpoint.load(resumed, path)
-        rates = [step.train_step(resumed, shard_of(seed))["lr"] for seed in range(1, 6)]
-    assert rates == pytest.approx([2e-4 + 4.8e-3 * number / 4 for number in range(1, 5)] + [4e-3])
+        metrics = [step.train_step(resumed, shard_of(seed)) for seed in range(1, 6)]
+    assert [(0.1 + 0.05 * number, 1.0) for number in range(1, 6)] == [pytest.approx(own["wd"]) for own in metrics]
+    assert [own["lr"] for own in metrics] == pytest.approx(
+        [2e-4 + 4.8e-3 * number / 4 for number in range(1, 5)] + [4e-3]
+    )
     for group in resumed.optimizer.param_groups:
         assert (group["betas"], group["eps"], group["step"]) == ((0.9, 0.95), 1e-6, 6 if with_optimizer else 5)
         assert (group["max_lr"], group["min_lr"]) == (5e-3, 1e-3)
-        assert group["weight_decay"] == 0.25 * group["wd_mult"]
+        assert group["weight_decay"] == pytest.approx(0.4 * group["wd_mult"])
