@@ -27,7 +27,7 @@ class WeightSource(Protocol):
 
     def send_weights(self) -> None: ...
 
-    def give_up_sending(self) -> None: ...
+    def give_up_push(self) -> None: ...
 
     def weight_content(self) -> Any: ...
 
@@ -66,7 +66,8 @@ def connect(policy: WeightSource, generation: WeightSink) -> None:
         generation.connect_weights(layout)
         return
     nccl_id, num_ranks = policy.make_nccl_id(), generation.num_ranks
-    together(
+    _by_nccl(
+        policy,
         lambda: policy.connect_engines(nccl_id, num_engine_ranks=num_ranks),
         lambda: generation.connect_weights(layout, nccl_id=nccl_id),
     )
@@ -88,11 +89,16 @@ def refit(policy: WeightSource, generation: WeightSink, *, version: int) -> None
         num_before = policy.num_sent
         together(policy.send_weights, lambda: generation.update_weights(version, num_before=num_before))
     else:
-        try:
-            together(policy.send_weights, lambda: generation.update_weights(version))
-        except EngineError:
-            policy.give_up_sending()
-            raise
+        _by_nccl(policy, policy.send_weights, lambda: generation.update_weights(version))
+
+
+def _by_nccl(policy: WeightSource, *calls: Callable[[], Any]) -> None:
+    """Run what both sides do; when an engine fails, free the policy, which would wait for it and could not save."""
+    try:
+        together(*calls)
+    except EngineError:
+        policy.give_up_push()
+        raise
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:

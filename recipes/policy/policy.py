@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 # Idle OpenMP threads sleep: the engines and verifiers beside a CPU policy need the cores between its steps.
 _ENV = {"OMP_WAIT_POLICY": "PASSIVE"}
 _POLL_SECONDS = 0.02  # between two looks at a save that is waited for
-_BEGIN_SECONDS = 2.0  # for a worker to begin a call: one that is cancelled before would never be made
+_BEGIN_SECONDS = 2.0  # for a call to begin: one that is cancelled before would not be made, and the others wait for it
 _ANSWER_SECONDS = 10.0  # for a worker to say that the deadline it was given is over
 _MOST_THREADS = 4  # of one rank: the operations of a model that trains on a CPU are too small for more
 
@@ -49,7 +49,7 @@ class Policy:
         self._identities: Sequence[WorkerIdentity] = ()
         self._coordinates: Sequence[Coordinates] = ()
         self._layout: WeightLayout | None = None
-        self._sending: list[Any] = []  # the ranks' calls of the last push
+        self._pushing: list[Any] = []  # the ranks' calls of the last push
         self._fetched: TrainBatch | None = None  # that the ranks hold
         self.num_sent = 0  # tensors, by all calls of `send_weights`
 
@@ -146,20 +146,24 @@ class Policy:
 
     def connect_engines(self, nccl_id: bytes, *, num_engine_ranks: int) -> None:
         """Form the NCCL group that `send_weights` broadcasts in on CUDA; blocks until all engine ranks have joined."""
-        deadline = self._deadlines.refit
-        self._call("connect_engines", nccl_id, num_engine_ranks, deadline, deadline=deadline + _ANSWER_SECONDS)
+        self._push("connect_engines", nccl_id, num_engine_ranks)
 
     def send_weights(self) -> None:
         """Write all full tensors to where `weight_layout` says, or broadcast them to the connected engines."""
         num_before, self.num_sent = self.num_sent, self.num_sent + len(self.weight_layout().names)
-        deadline = self._deadlines.refit
-        self._sending = [worker.send_weights.remote(num_before, deadline) for worker in self._workers]
-        self._gather(self._sending, deadline=deadline + _ANSWER_SECONDS, what="send_weights")
+        self._push("send_weights", num_before)
 
-    def give_up_sending(self) -> None:
-        """End a broadcast of `send_weights` that no engine can complete; the ranks can save then."""
-        if ray.wait(self._sending[:1], timeout=_BEGIN_SECONDS)[1]:
-            ray.cancel(self._sending[0])
+    def give_up_push(self) -> None:
+        """End a `connect_engines` or `send_weights` that waits for an engine that has failed; then ranks can save."""
+        time.sleep(_BEGIN_SECONDS)
+        for call in self._pushing[:1]:  # of rank 0; one that has ended stays as it is
+            ray.cancel(call)
+
+    def _push(self, method: str, *args: Any) -> None:
+        """Call a method, which is given its deadline, on all ranks."""
+        deadline = self._deadlines.refit
+        self._pushing = [getattr(worker, method).remote(*args, deadline) for worker in self._workers]
+        self._gather(self._pushing, deadline=deadline + _ANSWER_SECONDS, what=method)
 
     def weight_content(self) -> Any:
         """Return a Ray reference to what `send_weights` has written, for engines that do not see the file."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,7 +32,7 @@ T = TypeVar("T")
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "recipe-weights-"
 _ALIGNMENT = 64  # bytes: a cache line, and what any dtype's view needs
-_LOOK_SECONDS = 0.5  # between two looks at whether a broadcast is to be given up
+_LOOK_SECONDS = 0.5  # between two looks at whether a wait for engines is to be given up
 _LEAVE_SECONDS = 60.0  # to make the tensors that are left of one, with the other ranks
 
 
@@ -118,11 +118,19 @@ class NcclSender:
     which `write` is called, after everything that was queued there before, and each side stream waits for it.
     """
 
-    def __init__(self, layout: WeightLayout, *, nccl_id: bytes, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        layout: WeightLayout,
+        *,
+        nccl_id: bytes,
+        world_size: int,
+        timeout_s: float,
+        is_cancelled: Callable[[], bool],
+    ) -> None:
         """Join as rank 0; blocks until all engine ranks (`world_size` - 1) have joined.
 
         `layout` is what the engines were told to expect, `nccl_id` what `make_nccl_id` returned in this process.
-        Raises `PolicyError` when an engine rank has not joined after `timeout_s`.
+        Raises `EngineError` when an engine rank has not joined after `timeout_s`, or once `is_cancelled`.
         """
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group  # needs CUDA libraries
 
@@ -133,6 +141,7 @@ class NcclSender:
             timeout_s,
             lambda: uid_init_process_group(nccl_id, rank=0, world_size=world_size, device=device),
             what=f"weight push: the NCCL group of the policy and {world_size - 1} engine ranks",
+            is_cancelled=is_cancelled,
         )
 
     def write(
@@ -149,19 +158,21 @@ class NcclSender:
         stream = torch.cuda.current_stream()
         made = _made_on(stream, checked(weights, self._layout))
 
-        def send() -> None:
-            packed_nccl_broadcast_producer(iterator=made, group=self, src=0, post_iter_func=lambda item: item[1])
-            stream.synchronize()
+        has_ended = Event()
 
-        sending, end = in_thread(send), time.monotonic() + timeout_s
-        while not wait([sending], timeout=_LOOK_SECONDS).done:
-            if is_cancelled() or time.monotonic() > end:
-                self.close()
-                wait([sending], timeout=_LEAVE_SECONDS)
-                raise EngineError(
-                    "weight push: given up, since an engine has failed or is late; see the engines' errors"
-                )
-        sending.result()
+        def send() -> None:
+            try:
+                packed_nccl_broadcast_producer(iterator=made, group=self, src=0, post_iter_func=lambda item: item[1])
+                stream.synchronize()
+            finally:
+                has_ended.set()
+
+        try:
+            within(timeout_s, send, what="weight push: the broadcast to the engines", is_cancelled=is_cancelled)
+        except EngineError:
+            self.close()
+            has_ended.wait(_LEAVE_SECONDS)
+            raise
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Send one packed buffer, for vLLM; nothing once the group has been left."""
@@ -182,30 +193,28 @@ def make_nccl_id() -> bytes:
     return bytes(NCCLLibrary().ncclGetUniqueId().internal)
 
 
-def within(timeout_s: float, call: Callable[[], T], *, what: str) -> T:
-    """Return what `call` returns; raises `PolicyError` when that takes longer than `timeout_s`.
+def within(timeout_s: float, call: Callable[[], T], *, what: str, is_cancelled: Callable[[], bool]) -> T:
+    """Return what `call` returns; raises `EngineError` when that takes longer than `timeout_s`, or once `is_cancelled`.
 
-    For calls into libraries that wait without a deadline. The call then goes on, in a thread that does not keep the
+    For calls that wait for the engines without a deadline. The call then goes on, in a thread that does not keep the
     process, and the caller's process can still save what it holds.
     """
-    outcome = in_thread(call)
-    if not wait([outcome], timeout=timeout_s).done:
-        raise PolicyError(f"{what} not complete within {timeout_s:g} s")
-    return outcome.result()
-
-
-def in_thread(call: Callable[[], T]) -> Future[T]:
-    """Begin `call` in a thread that does not keep the process."""
     outcome: Future[T] = Future()
 
     def run() -> None:
         try:
             outcome.set_result(call())
-        except Exception as error:  # raised where the result is read
+        except Exception as error:  # raised below, in the caller's thread
             outcome.set_exception(error)
 
     Thread(target=run, daemon=True).start()
-    return outcome
+    end = time.monotonic() + timeout_s
+    while not wait([outcome], timeout=min(max(end - time.monotonic(), 0.0), _LOOK_SECONDS)).done:
+        if is_cancelled():
+            raise EngineError(f"{what}: given up, since an engine has failed")
+        if time.monotonic() >= end:
+            raise EngineError(f"{what} not complete within {timeout_s:g} s")
+    return outcome.result()
 
 
 def checked(weights: Iterable[tuple[str, Tensor]], layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:

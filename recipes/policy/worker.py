@@ -158,14 +158,21 @@ class PolicyWorker:
         return weights.make_nccl_id() if self._rank == 0 else None
 
     def connect_engines(self, nccl_id: bytes, num_engine_ranks: int, timeout_s: float) -> None:
-        """Join the engines' NCCL group as its rank 0 (rank 0 only); returns when all engine ranks have joined."""
+        """Join the engines' NCCL group as its rank 0 (rank 0 only); returns when all engine ranks have joined.
+
+        Ends with an `EngineError` after `timeout_s`, or when this call is cancelled.
+        """
         from recipes.policy import weights
 
         if self._rank == 0:
             if self._sink is not None:  # else each engine that is started again leaves a communicator behind
                 self._sink.close()
             self._sink = weights.NcclSender(
-                self._layout, nccl_id=nccl_id, world_size=1 + num_engine_ranks, timeout_s=timeout_s
+                self._layout,
+                nccl_id=nccl_id,
+                world_size=1 + num_engine_ranks,
+                timeout_s=timeout_s,
+                is_cancelled=ray.get_runtime_context().is_canceled,
             )
 
     def send_weights(self, num_before: int, timeout_s: float) -> None:

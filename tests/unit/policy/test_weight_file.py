@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.errors import PolicyError
+from recipes.errors import EngineError, PolicyError
 from recipes.policy.weights import SharedMemoryWriter, checked, make_layout, remove_stale_files, within
 
 SHAPES = [("a", torch.float32, (3, 5)), ("b", torch.bfloat16, (2,)), ("c", torch.float32, (16,))]
@@ -122,13 +123,16 @@ def test_a_pipe_that_another_user_has_put_there_is_not_waited_for() -> None:
 
 
 def test_a_group_that_never_forms_ends_at_its_deadline() -> None:
-    never = threading.Event()
-    with pytest.raises(PolicyError, match=r"the group not complete within 0\.1 s"):
-        within(0.1, lambda: never.wait(30), what="the group")
+    never, began = threading.Event(), time.monotonic()
+    with pytest.raises(EngineError, match=r"the group not complete within 0\.1 s"):
+        within(0.1, lambda: never.wait(30), what="the group", is_cancelled=lambda: False)
+    with pytest.raises(EngineError, match="the group: given up, since an engine has failed"):
+        within(30, lambda: never.wait(30), what="the group", is_cancelled=lambda: True)
+    assert time.monotonic() - began < 15
     never.set()
-    assert within(30, lambda: 7, what="the group") == 7
+    assert within(30, lambda: 7, what="the group", is_cancelled=lambda: False) == 7
     with pytest.raises(ValueError, match="NCCL says no"):
-        within(30, lambda: _fail("NCCL says no"), what="the group")
+        within(30, lambda: _fail("NCCL says no"), what="the group", is_cancelled=lambda: False)
 
 
 def _fail(message: str) -> None:
