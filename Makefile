@@ -83,11 +83,15 @@ $(error got $(LAYOUT), expected one of TP=2, DP=2 and EP=2)
 endif
 SMOKE_MODEL = $(if $(filter-out qwen3,$(MODEL)),MODEL_PATH=$(CURDIR)/models/tiny-$(MODEL)-sft)
 
+# The tasks of the tiny blend are learned in so many steps, which stages 1.1 to 1.3 share when they run one by one.
+TINY_STEPS := grpo.max_num_steps=40
+
 .PHONY: smoke
-smoke: MODEL := $(or $(MODEL),$(if $(EP),nemotron-h))
+smoke: MODEL := $(or $(MODEL),nemotron-h)
 smoke: tiny ##* train stage 1.1 with a tiny model on this machine and show what it learned
-#= SEED=42 MODEL=nemotron-h TP=2 | DP=2 | EP=2 (two processes train) ARGS="key=value ..."
-	SCALE=tiny LAUNCHER=local SEED=$(SMOKE_SEED) EXP_NAME=$(SMOKE_RUN) $(SMOKE_MODEL) ./super_launch.sh stage1.1 $(LAYOUT_ARGS) $(ARGS)
+#= SEED=42 MODEL=nemotron-h|nemotron-dense|qwen3|qwen3-moe ARGS="key=value ..."
+#= TP=2 | DP=2 | EP=2 (two processes train)
+	SCALE=tiny LAUNCHER=local SEED=$(SMOKE_SEED) EXP_NAME=$(SMOKE_RUN) $(SMOKE_MODEL) ./super_launch.sh stage1.1 $(TINY_STEPS) $(LAYOUT_ARGS) $(ARGS)
 	$(PYTHON) -m tools.report --run-dir $(RESULTS_DIR)/$(SMOKE_RUN) --min-gain 0.25
 	$(PYTHON) -m tools.tiny.check_gain --run-dir $(RESULTS_DIR)/$(SMOKE_RUN)
 
@@ -101,7 +105,8 @@ CHAIN_START = $(if $(filter tiny,$(AT_TINY)),$(if $(filter stage1.1,$(CHAIN)),$(
 $(IS_LONG),MODEL_PATH=$(CURDIR)/models/tiny-wide-sft)))
 # On this machine a tiny chain first makes its rows, its images and its SFT checkpoint, where they are not there yet.
 CHAIN_MAKES = $(if $(filter tiny/local/,$(SCALE)/$(LAUNCHER)/$(MODEL_PATH)$(DRY_RUN)),$(PYTHON) -m tools.tiny.prepare \
---models models --data data $(if $(IS_LONG)$(filter wide,$(BLEND)),--blend wide))
+--models models --data data $(if $(filter stage2.2,$(CHAIN)),--with-containers) $(if \
+$(IS_LONG)$(filter wide,$(BLEND)),--blend wide))
 
 ##@ Stages (on Slurm; on this machine with LAUNCHER=local; DRY_RUN=1 prints the command)
 .PHONY: $(ALL_STAGES) pipeline
@@ -216,7 +221,7 @@ export-hf: $(READY) ## turn a checkpoint into a Hugging Face directory, on one p
 .PHONY: tiny
 tiny: $(READY) ## make what SCALE=tiny needs: data/tiny and the SFT checkpoint models/tiny-sft
 #= BLEND=wide (for the wide blend, and for stages 2.1, 2.2 and 3)
-#= MODEL=nemotron-h (a model with experts, which EP=2 of make smoke divides)
+#= MODEL=nemotron-h|nemotron-dense|qwen3-moe (makes models/tiny-MODEL-sft)
 	$(PYTHON) -m tools.tiny.prepare --models models --data data $(if $(BLEND),--blend $(BLEND)) $(if $(MODEL),--model $(MODEL))
 
 ##@ Images (with docker buildx, podman or buildah; DRY_RUN=1 prints the commands)
@@ -292,7 +297,7 @@ SEEDS ?= 42 43 44
 ablate: $(if $(filter tiny,$(SCALE)),tiny,$(READY)) ## compare variants of a stage over seeds, on one page; run it again to resume
 #= STAGE SCALE LAUNCHER SEEDS="42 43 44" EXP_NAME
 #= ARGS="key=value,value ..." (without: configs/ablations.yaml)
-	@$(PYTHON) -m tools.ablate --stage $(STAGE) --seeds "$(SEEDS)" $(ARGS)
+	@$(PYTHON) -m tools.ablate --stage $(STAGE) --seeds "$(SEEDS)" $(if $(filter tiny,$(SCALE)),--set $(TINY_STEPS)) $(ARGS)
 
 .PHONY: bench
 bench: ##* measure training, data tools, sandbox, verifiers, containers and job start

@@ -11,6 +11,7 @@ import pytest
 from recipes.config.stages import load_stages
 from recipes.environments.agents.coding.programs import PROGRAMS
 from tools.launch.stage_table import markdown, replaced, rows
+from tools.tiny.model import BUILDERS
 
 ROOT = Path(__file__).resolve().parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -104,15 +105,20 @@ def test_smoke_trains_with_two_processes_by_one_variable():
     assert parallel.format("tensor_model") in launched("TP=2")
     assert "_parallel_size" not in launched("DP=2")
     assert parallel.format("expert_model") in launched("EP=2")
-    for words in (["EP=2"], ["TP=2", "MODEL=nemotron-h"]):
-        assert "MODEL_PATH=" in launched(*words) and "/models/tiny-nemotron-h-sft" in launched(*words)
-        assert "tools.tiny.prepare --models models --data data --model nemotron-h" in " ".join(
-            dry_run("smoke", *words).stdout.split()
-        )
-    assert "MODEL_PATH=" not in launched("MODEL=qwen3")  # that of the stage
     for words in (["TP=3"], ["TP=2", "DP=2"]):
         refused = dry_run("smoke", *words)
         assert refused.returncode == 2 and f"got {' '.join(words)}, expected one of TP=2, DP=2" in refused.stderr
+
+
+def test_smoke_trains_the_hybrid_with_experts_unless_told_otherwise():
+    def lines(*words: str) -> str:
+        return " ".join(dry_run("smoke", *words).stdout.split())
+
+    for words in ([], ["EP=2"], *([f"MODEL={name}"] for name in BUILDERS if name != "qwen3")):
+        name = words[0].removeprefix("MODEL=") if words and "MODEL" in words[0] else "nemotron-h"
+        assert f"MODEL_PATH={ROOT}/models/tiny-{name}-sft" in lines(*words)
+        assert f"tools.tiny.prepare --models models --data data --model {name}" in lines(*words)
+    assert "MODEL_PATH=" not in lines("MODEL=qwen3")  # that of the stage
 
 
 def test_unknown_stage_is_answered_by_the_launcher():
@@ -157,8 +163,9 @@ WIDE_SFT = f"MODEL_PATH={ROOT}/models/tiny-wide-sft"
 @pytest.mark.parametrize(
     ("words", "makes", "starts"),
     [
-        (["LAUNCHER=local"], "--blend wide", WIDE_SFT),
-        (["LAUNCHER=local", "STAGES=stage1.1 stage2.2"], "--blend wide", WIDE_SFT),
+        (["LAUNCHER=local"], "--with-containers --blend wide", WIDE_SFT),
+        (["LAUNCHER=local", "STAGES=stage1.1 stage2.2"], "--with-containers --blend wide", WIDE_SFT),
+        (["LAUNCHER=local", "STAGES=stage1.1 stage2.1"], "--models models --data data --blend wide", WIDE_SFT),
         (["LAUNCHER=local", "STAGES=stage1.1 stage1.2"], "--models models --data data", ""),
         (["LAUNCHER=local", "BLEND=wide", "STAGES=stage1.1"], "--blend wide", ""),
         (["LAUNCHER=local", "MODEL_PATH=/sft"], "", ""),
@@ -171,7 +178,7 @@ def test_a_tiny_pipeline_on_this_machine_makes_what_it_starts_from(words: list[s
     prepared = [line for line in lines if "tools.tiny.prepare" in line]
     [run] = [line for line in lines if "tools.launch.pipeline" in line]
     assert len(prepared) == bool(makes)
-    assert all(line.rstrip().endswith(makes) for line in prepared)
+    assert all(" ".join(line.split()).endswith(makes) for line in prepared)
     assert run.split()[0] == starts or not starts
     assert ("MODEL_PATH" in run) is bool(starts)
 

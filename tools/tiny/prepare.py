@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from recipes.environments.swe.containers.runtime import runtime_of_machine
 from tools.command_line import exit_status
 from tools.data.fill import fill
 from tools.data.split import TRAIN, VALIDATION, split
@@ -68,7 +69,11 @@ def main(arguments: list[str] | None = None) -> int:
     about = "wide: tools, judges, repositories and preferences, too"
     parser.add_argument("--blend", default="", choices=("", *MADE), help=about)
     parser.add_argument("--model", default="qwen3", choices=BUILDERS, help="family of the checkpoint")
+    about = "make nothing on a machine that cannot run the containers of stage 2.2"
+    parser.add_argument("--with-containers", action="store_true", help=about)
     options = parser.parse_args(arguments)
+    if options.with_containers:
+        runtime_of_machine()
     blends, checkpoint, settings = MADE[options.blend or "tiny"]
     with only_one(options.data / ".prepare.lock"):
         splits = [prepare_data(options.data, seed=options.seed, blend=blend) for blend in blends]
