@@ -149,6 +149,7 @@ def make_sft_checkpoint(directory: Path, settings: SftSettings, held_out: Collec
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    logging.set_verbosity_error()  # it says of each Mamba layer that a package for CUDA is missing
     started, num_threads = time.monotonic(), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
