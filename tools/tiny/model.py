@@ -1,7 +1,8 @@
-"""Tiny models of about a million parameters with seeded random weights: Nemotron-H and Qwen3, with experts or without."""
+"""Tiny models of about a million parameters with seeded random weights: Nemotron-H, Qwen3, with experts or without."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -89,7 +90,7 @@ def _seeded(model: Any, config: Any, seed: int) -> Any:
     return model(config).float()
 
 
-BUILDERS = {  # by the name that MODEL of the Makefile has
+BUILDERS: dict[str, Callable[..., Any]] = {  # by the name that MODEL of the Makefile has
     "nemotron-h": build_hybrid_model,
     "nemotron-dense": partial(build_hybrid_model, layers=HYBRID_LAYERS_WITHOUT_EXPERTS),
     "qwen3": build_model,
