@@ -1,7 +1,7 @@
 """When a run ends early: at a signal, before the end of its job, or at the time by which it must have saved.
 
-The run stops between steps: it finishes the step in progress, saves, and exits with `EXIT_RESUME`. To the launcher
-this status means "start me again", never success.
+The run stops between steps: it finishes the step in progress, gives up a validation, saves, and exits with
+`EXIT_RESUME`. To the launcher this status means "start me again", never success.
 """
 
 from __future__ import annotations
