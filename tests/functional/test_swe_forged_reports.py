@@ -167,6 +167,22 @@ def test_a_command_of_several_is_judged_by_its_calls(task: SweTask, parser: str)
     assert (printed.resolved, printed.failed) == (False, "")
 
 
+def test_an_image_whose_python_cannot_run_the_tests_gives_no_verdict(task: SweTask) -> None:
+    lacking = Path(task.image) / "lacking"
+    lacking.mkdir()
+    (lacking / "base64.py").write_text("raise ImportError('base64')\n")
+    row = {
+        "dataset_name": "SWE-bench",
+        "test_cmd": "PYTHONPATH=/lacking .venv/bin/python -m pytest r2e_tests",
+        "log_parser": "pytest",
+        "FAIL_TO_PASS": ["r2e_tests/test_1.py::test_name"],
+        "PASS_TO_PASS": [],
+    }
+    own = replace(task, facts={**task.facts, **row})
+    found = run(own, task.gold_patch)
+    assert "could not start in the image: " in found.failed and "base64" in found.failed, found
+
+
 def test_commands_before_the_tests_that_fail_decide(task: SweTask) -> None:
     own = replace(
         task, facts={**task.facts, "test_cmd": "cd /nowhere && .venv/bin/pytest", "log_parser": "exit_status"}

@@ -47,7 +47,7 @@ from recipes.environments.swe.hidden_tests import (
     results,
     wrong_tests,
 )
-from recipes.environments.swe.sealed import MAX_CHARACTERS, Reported, run_calls, shown
+from recipes.environments.swe.sealed import MAX_CHARACTERS, NotStartedError, Reported, run_calls, shown
 
 PREPARE = Path(__file__).with_name("prepare.sh").read_bytes()
 R2E_NAMES = ("r2e_tests", "run_tests.sh")
@@ -151,7 +151,7 @@ class TestRun:
             return Evaluation(resolved=False, reason="", failed=str(error))
         try:
             found = await self._run(container, task, patch)
-        except (PreparationError, LongReportError, TimeoutError) as error:
+        except (PreparationError, LongReportError, NotStartedError, TimeoutError) as error:
             found = Evaluation(resolved=False, reason="", failed=str(error))
         except ContainerEndedError as error:
             found = _of_end(error)

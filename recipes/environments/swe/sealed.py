@@ -20,6 +20,10 @@ MAX_CHARACTERS = 2 * KEPT_CHARACTERS  # of what the tests print
 MAX_SHOWN = 300  # characters of an output in a reason
 
 
+class NotStartedError(Exception):
+    """The program that runs the tests could not start: Python of the image lacks what it needs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reported:
     """What the calls of one command reported."""
@@ -34,7 +38,7 @@ class Reported:
 async def run_calls(container: Container, calls: Sequence[FrameworkCall], seconds: float) -> Reported:
     """Make calls one after the other, in a shell of their own; `seconds` is the time of all together.
 
-    Raises `ContainerEndedError`, `LongReportError`, and `OSError` where the container refuses a file.
+    Raises `ContainerEndedError`, `LongReportError`, `NotStartedError`, `OSError` where the container refuses a file.
     """
     shell = await container.open_shell()
     end = time.monotonic() + seconds
@@ -73,10 +77,20 @@ async def _run(container: Container, shell: Shell, call: FrameworkCall, end: flo
         return Reported(is_late=True)
     report = sealed_report(key, done.output)
     if report is None:
+        await _require_started(container, f"{place}/key", done.output)
         wrong = f"the tests did not come to their end (status {done.status}): {shown(done.output)}"
         return Reported(is_good=False, wrong=wrong)
     said = f"status {done.status}: {shown(report.said)}"
     return Reported(tests=dict(report.tests), is_good=report.is_good, said=said)
+
+
+async def _require_started(container: Container, key_file: str, output: str) -> None:
+    """Raise `NotStartedError` where the key is still there: no code under test had been loaded yet."""
+    try:
+        await container.read_file(key_file, max_bytes=1)
+    except FileNotFoundError:
+        return
+    raise NotStartedError(f"the program that runs the tests could not start in the image: {shown(output)}")
 
 
 def shown(output: str) -> str:
