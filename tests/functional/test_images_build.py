@@ -22,6 +22,7 @@ from sandbox_client import TOKEN, Client
 from small_root import require, write_debian, write_root
 from speed import patiently
 
+from recipes.environments.swe.containers.check import NEEDED_MIB
 from recipes.errors import RunError
 from tools.images.build import make, plan
 from tools.images.lock import LOCK, launch_digest, read_lock
@@ -63,6 +64,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     for name, text in {"uv": UV, "curl": CURL}.items():
         write_program(small / "usr/bin" / name, text)
     (small / "opt/nemo-rl").mkdir(parents=True)
+    (small / "etc/apptainer").mkdir(parents=True)
+    (small / "etc/apptainer/apptainer.conf").write_text("sessiondir max size = 64\n")
     for name in ("bin", "uv"):
         (home / name).mkdir()
     write_program(home / "bin/enroot", ENROOT)
@@ -137,6 +140,8 @@ def test_the_swe_image_adds_apptainer_to_a_training_image(engine, checkout):
     noted = calls(engine, tag)
     assert "/releases/download/v1.4.2/apptainer_1.4.2_amd64.deb" in noted
     assert "install -qq --no-install-recommends /tmp/apptainer.deb" in noted
+    settings = engine.podman("run", "--rm", "--network=host", tag, "cat", "/etc/apptainer/apptainer.conf")
+    assert settings.split("\n")[0] == f"sessiondir max size = {NEEDED_MIB}"
     with pytest.raises(AssertionError, match=r"apptainer\.deb: FAILED"):
         build(engine, checkout, "swe", BASE=base, APPTAINER_SHA256="0" * 64)
 

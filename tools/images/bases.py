@@ -56,19 +56,31 @@ def digests(
 ) -> dict[str, str]:
     """Return name -> digest: the recorded one, or for a base that the user names, or a new one, that of its tag now.
 
-    The tag is pulled before its digest is asked: what the builder's store has under that name may be old. `ask` returns
-    what a command prints, "" where it fails. `run` runs one and raises `RunError` where it fails, as this does when the
-    builder names no digest.
+    The tag is pulled before its digest is asked: what the builder's store has under that name may be old. Where it
+    cannot be pulled, as without a network, the copy in the store is taken, and a line says so. `ask` returns what a
+    command prints, "" where it fails. `run` runs one and raises `RunError` where it fails, as this does when there is
+    no digest.
     """
     found = {}
     for base in bases:
         digest = None if base.is_given else recorded.get(base.name)
         if digest is None:
-            question = base_digest_words(builder, base.name)
-            run([builder, "pull", base.name])
-            match = DIGEST.search(ask(question))
-            if match is None:
-                raise RunError(f"containers: no digest of {base.name} from: {shlex.join(question)}")
-            digest = match[0]
+            digest = _digest_now(base.name, builder, ask=ask, run=run)
         found[base.name] = digest
     return found
+
+
+def _digest_now(
+    name: str, builder: str, *, ask: Callable[[Sequence[str]], str], run: Callable[[Sequence[str]], None]
+) -> str:
+    question, failed = base_digest_words(builder, name), None
+    try:
+        run([builder, "pull", name])
+    except RunError as error:
+        failed = error
+    match = DIGEST.search(ask(question))
+    if match is None:
+        raise failed or RunError(f"containers: no digest of {name} from: {shlex.join(question)}")
+    if failed:
+        print(f"containers: {name} could not be pulled: the copy on this machine is taken, {match[0]}", flush=True)
+    return match[0]

@@ -94,6 +94,18 @@ def test_a_base_without_a_digest_ends_the_build():
         digests(bases_of(IMAGES["sandbox"], {}, ROOT), {}, "docker", ask=lambda _: "", run=lambda _: None)
 
 
+def test_without_a_network_the_copy_of_a_base_is_taken_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def unreachable(_: object) -> None:
+        raise RunError("no network")
+
+    bases = bases_of(IMAGES["sandbox"], {}, ROOT)
+    found = digests(bases, {}, "docker", ask=lambda _: OTHER, run=unreachable)
+    assert found == {bases[0].name: OTHER}
+    assert f"could not be pulled: the copy on this machine is taken, {OTHER}" in capsys.readouterr().out
+    with pytest.raises(RunError, match="no network"):
+        digests(bases, {}, "docker", ask=lambda _: "", run=unreachable)
+
+
 @pytest.mark.parametrize("builder", ["docker", "podman", "buildah"])
 def test_an_image_is_built_then_checked_then_pushed_then_imported(builder):
     environ = {"REGISTRY": "r.example/lab/", "TAG": "7", "CUDA": "cu129", "PUSH": "1", "SQSH": "/images/x.sqsh"}
