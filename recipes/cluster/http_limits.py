@@ -23,6 +23,7 @@ class LimitedProtocol(H11Protocol):  # type: ignore[misc]
     body_seconds = 60.0
     _awaited: Any = None  # the state of the client in which `_timer` was started
     _timer: asyncio.TimerHandle | None = None
+    _was_paused = False  # since `_timer` was started: the program did not read
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -33,6 +34,7 @@ class LimitedProtocol(H11Protocol):  # type: ignore[misc]
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        self._was_paused |= self.flow.read_paused
         self._watch()
 
     def on_response_complete(self) -> None:
@@ -56,7 +58,8 @@ class LimitedProtocol(H11Protocol):  # type: ignore[misc]
             self._timer = self.loop.call_later(seconds, self._on_late, seconds)
 
     def _on_late(self, seconds: float) -> None:
-        if self.flow.read_paused:
+        if self._was_paused:
+            self._was_paused = self.flow.read_paused
             self._timer = self.loop.call_later(seconds, self._on_late, seconds)
         else:
             self.transport.close()
