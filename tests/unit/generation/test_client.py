@@ -234,10 +234,15 @@ async def outcome_of_one(case: Case) -> None:
     await outcome(task)
 
 
-async def test_the_driver_makes_a_broken_connection_again_and_reports_an_engine_that_is_gone(case: Case) -> None:
+def driving(case: Case) -> tuple[EngineClient, asyncio.Task[None]]:
+    """Return the driver's client of the first engine, and the task that hands over its answers."""
     driver = EngineClient("driver", 1, max_model_len=16, deadline_seconds=SECONDS)
     driver.attach(0, case.first.address, asyncio.get_running_loop())
-    passing = asyncio.create_task(driver.pass_on_again(0))
+    return driver, asyncio.create_task(driver.pass_on_again(0))
+
+
+async def test_the_driver_makes_a_broken_connection_again_and_reports_an_engine_that_is_gone(case: Case) -> None:
+    driver, passing = driving(case)
     task = asyncio.create_task(driver.generate((1,), SAMPLING, affinity=0))
     await case.first.next()
     break_connection(driver)
@@ -251,9 +256,7 @@ async def test_the_driver_makes_a_broken_connection_again_and_reports_an_engine_
 
 
 async def test_an_engine_that_says_that_it_is_dead_is_not_asked_again(case: Case) -> None:
-    driver = EngineClient("driver", 1, max_model_len=16, deadline_seconds=SECONDS)
-    driver.attach(0, case.first.address, asyncio.get_running_loop())
-    passing = asyncio.create_task(driver.pass_on_again(0))
+    driver, passing = driving(case)
     asking = asyncio.create_task(driver.generate((1,), SAMPLING, affinity=0))
     await case.first.next()
     case.first.die()

@@ -22,6 +22,7 @@ from recipes.grpo.log import RunLogger
 from recipes.grpo.rollout import RolloutCollector
 from recipes.grpo.run import Run
 from recipes.grpo.setup import _num_steps, _restore, _rollout_settings, _validation
+from recipes.grpo.train import train
 from recipes.rollouts.group import GroupRunner
 from recipes.stop import StopRequest
 from recipes.types import (
@@ -261,3 +262,22 @@ def trained(directory: Path) -> list[int]:
     found = latest_checkpoint(directory / "checkpoints")
     assert found is not None
     return [int(entry.key.split(":")[1]) for entry in load_state(found).ledger if entry.step]
+
+
+def drive(run: Run) -> BaseException | None:
+    """Train and leave as the entrypoint does."""
+    try:
+        train(run)
+    except Exception as failure:
+        run.save_after(failure)
+        return failure
+    finally:
+        run.close()
+    return None
+
+
+def policy_step(directory: Path) -> int:
+    """Return the step at which the policy of the newest checkpoint was saved."""
+    found = latest_checkpoint(directory / "checkpoints")
+    assert found is not None
+    return int((found / "policy" / "step").read_text())
