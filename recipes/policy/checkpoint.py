@@ -39,6 +39,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
 from recipes.errors import CheckpointError, Problem
+from recipes.policy.host_copies import HostCopies
 from recipes.policy.optimizer import optimizer_parts
 from recipes.policy.saved_form import (
     IN_PARTS,
@@ -58,7 +59,7 @@ HEADS = "mtp."  # before the names of multi-token heads in a checkpoint
 
 def save(trainer: Trainer, path: Path, *, with_optimizer: bool = True) -> None:
     """Write the state of all ranks into `path`, an existing empty directory."""
-    taken = snapshot(trainer, path, with_optimizer=with_optimizer)
+    taken = snapshot(trainer, path, HostCopies(), with_optimizer=with_optimizer)
     taken.write()
     taken.finish()
 
@@ -66,7 +67,7 @@ def save(trainer: Trainer, path: Path, *, with_optimizer: bool = True) -> None:
 class Snapshot:
     """What this rank writes into a checkpoint, in memory of its own: training may change the state meanwhile."""
 
-    def __init__(self, request: AsyncRequest, live: set[int]) -> None:
+    def __init__(self, request: AsyncRequest, live: set[int], copies: HostCopies) -> None:
         """Take the tensors out of `request`; those on storages of `live` are the trainer's own, and are copied."""
         self._request = request
         rank, buckets, results = request.async_fn_args or (0, [], queue.SimpleQueue())
@@ -74,7 +75,7 @@ class Snapshot:
             buckets = request.preload_fn()  # copies to the host
         self._arguments: tuple[Any, ...] = (
             rank,
-            [(name, key, (data, [_own(item, live) for item in tensors])) for name, key, (data, tensors) in buckets],
+            [(name, key, (data, [_own(item, live, copies) for item in items])) for name, key, (data, items) in buckets],
             results,
         )
 
@@ -89,8 +90,11 @@ class Snapshot:
             finalize()
 
 
-def snapshot(trainer: Trainer, path: Path, *, with_optimizer: bool = True) -> Snapshot:
-    """Copy the state of all ranks, to be written into `path`, an existing empty directory. Collective."""
+def snapshot(trainer: Trainer, path: Path, copies: HostCopies, *, with_optimizer: bool = True) -> Snapshot:
+    """Copy the state of all ranks, to be written into `path`, an existing empty directory. Collective.
+
+    The snapshot before it in the memory of `copies` must have been written.
+    """
     gather_params(trainer)
     if with_optimizer:
         _make_moments(trainer.optimizer)
@@ -103,7 +107,7 @@ def snapshot(trainer: Trainer, path: Path, *, with_optimizer: bool = True) -> Sn
     state["saved"] |= {"trains_heads": megatron.mtp_num_layers > 0, "optimizer_keys": optimizer_keys(trainer)}
     strategy = FullyParallelSaveStrategyWrapper(_InProcessSave(*_FORMAT, thread_count=1), _replicas())
     live = {value.data.untyped_storage().data_ptr() for value in nested_values(state) if _is_tensor(value)}
-    return Snapshot(dist_checkpointing.save(state, str(path), strategy, async_sharded_save=True), live)
+    return Snapshot(dist_checkpointing.save(state, str(path), strategy, async_sharded_save=True), live, copies)
 
 
 def load(trainer: Trainer, path: Path) -> None:
@@ -143,10 +147,11 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, ShardedTensor | ShardedTensorFactory) and isinstance(value.data, torch.Tensor)
 
 
-def _own(item: tuple[Any, torch.Tensor], live: set[int]) -> tuple[Any, torch.Tensor]:
+def _own(item: tuple[Any, torch.Tensor], live: set[int], copies: HostCopies) -> tuple[Any, torch.Tensor]:
     """Return an item of a bucket whose tensor shares no memory with the trainer's."""
     what, tensor = item
-    return what, tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
+    is_live = tensor.untyped_storage().data_ptr() in live
+    return what, copies.copy(what.index, tensor) if is_live else tensor
 
 
 class _InProcessSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from recipes.files import sync_files, sync_tree
 from recipes.policy import checkpoint, hf
+from recipes.policy.host_copies import HostCopies
 from recipes.policy.model import DTYPES
 from recipes.policy.step import Trainer
 
@@ -22,14 +23,20 @@ class BackgroundSave:
     """A save in progress. Made and finished by all ranks together; a thread of its own writes in between.
 
     It needs memory on the host for the copy: this rank's share of weights and optimizer, and on the rank that exports
-    the whole model in its precision.
+    the whole model in its precision. `copies` keeps that memory for the next save.
     """
 
     def __init__(
-        self, trainer: Trainer, path: Path, export: Callable[[], None] | None, *, with_optimizer: bool
+        self,
+        trainer: Trainer,
+        path: Path,
+        export: Callable[[], None] | None,
+        copies: HostCopies,
+        *,
+        with_optimizer: bool,
     ) -> None:
         """Copy the state for `path`, an existing empty directory. `export` also runs in the thread."""
-        self._snapshot = checkpoint.snapshot(trainer, path, with_optimizer=with_optimizer)
+        self._snapshot = checkpoint.snapshot(trainer, path, copies, with_optimizer=with_optimizer)
         self._export = export
         self._path = path
         self.seconds = 0.0  # for which the thread has written
@@ -61,7 +68,7 @@ class BackgroundSave:
         wait([self._written])
 
 
-def export_copy(trainer: Trainer, path: Path, *, is_writer: bool) -> Callable[[], None] | None:
+def export_copy(trainer: Trainer, path: Path, copies: HostCopies, *, is_writer: bool) -> Callable[[], None] | None:
     """Copy the full weights into memory on the writer; returns what writes them as a Hugging Face directory.
 
     Collective over the ranks of a replica; None on those that only take part.
@@ -70,7 +77,7 @@ def export_copy(trainer: Trainer, path: Path, *, is_writer: bool) -> Callable[[]
         for _ in trainer.export():
             pass
         return None
-    weights: list[tuple[str, Tensor]] = [(name, tensor.to("cpu", copy=True)) for name, tensor in trainer.export()]
+    weights: list[tuple[str, Tensor]] = [(name, copies.copy(name, tensor)) for name, tensor in trainer.export()]
     shapes = trainer.full_shapes()
 
     def write() -> None:

@@ -95,6 +95,7 @@ class PolicyWorker:
             import torch
 
             from recipes.policy import parallel, step
+            from recipes.policy.host_copies import HostCopies
 
         torch.set_num_threads(spec.num_threads)
         if spec.is_one_node:
@@ -112,6 +113,7 @@ class PolicyWorker:
         self._spec = spec
         self._coordinates = coordinates
         self._trainer = step.build_trainer(spec.policy_cfg, spec.loss, reference=spec.reference)
+        self._copies = HostCopies()  # the memory of all saves
         return coordinates
 
     def fetch(self, parts: Sequence[ray.ObjectRef[BatchShard]]) -> None:
@@ -210,10 +212,10 @@ class PolicyWorker:
 
         if self._saving is not None:
             self._saving.wait()  # of a save that was given up, since another rank could not write
-        export = None
+        export, copies = None, self._copies
         if export_path is not None and self._coordinates.exports:
-            export = saving.export_copy(self._trainer, export_path, is_writer=self._rank == 0)
-        self._saving = saving.BackgroundSave(self._trainer, path, export, with_optimizer=with_optimizer)
+            export = saving.export_copy(self._trainer, export_path, copies, is_writer=self._rank == 0)
+        self._saving = saving.BackgroundSave(self._trainer, path, export, copies, with_optimizer=with_optimizer)
 
     def is_save_written(self) -> bool:
         """Whether this rank has written all of the save in progress; raises what kept it from that."""
@@ -236,9 +238,10 @@ class PolicyWorker:
     def export_hf(self, path: Path) -> None:
         """Write a Hugging Face directory: rank 0 writes what the ranks of its replica gather."""
         from recipes.policy import saving
+        from recipes.policy.host_copies import HostCopies
 
         if self._coordinates.exports:
-            write = saving.export_copy(self._trainer, path, is_writer=self._rank == 0)
+            write = saving.export_copy(self._trainer, path, HostCopies(), is_writer=self._rank == 0)
             if write is not None:
                 write()
 

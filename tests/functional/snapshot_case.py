@@ -1,5 +1,7 @@
 """Take a snapshot of a tiny policy, train on, write it, load it: training must go on as if it had been written at once.
 
+It lies in the memory of an earlier snapshot that was written.
+
 Run by test_policy.py in a process of its own, because Megatron's process groups are per process:
 snapshot_case.py DIRECTORY (true|false), the latter for use_distributed_optimizer.
 """
@@ -18,6 +20,7 @@ from torch.distributed import HashStore
 
 from recipes.grpo.loss import grpo_loss
 from recipes.policy import checkpoint, parallel, step
+from recipes.policy.host_copies import HostCopies
 from recipes.policy.shards import BatchShard
 from tests.groups import LocalStore
 
@@ -40,17 +43,24 @@ def main() -> None:
         metrics = [step.train_step(trainer, shard) for shard in later]
         return metrics, {name: tensor.clone() for name, tensor in trainer.export()}
 
+    copies = HostCopies()
+    earlier, path = directory / "earlier", directory / "checkpoint"
+    for place in (earlier, path):
+        place.mkdir()
+    write(checkpoint.snapshot(trainer, earlier, copies))
     step.train_step(trainer, first)
-    path = directory / "checkpoint"
-    path.mkdir()
-    taken = checkpoint.snapshot(trainer, path)
+    taken = checkpoint.snapshot(trainer, path, copies)
     straight = go_on()
-    taken.write()
-    taken.finish()
+    write(taken)
     checkpoint.load(trainer, path)
     resumed = go_on()
     assert resumed[0] == straight[0]
     assert all(torch.equal(resumed[1][name], tensor) for name, tensor in straight[1].items())
+
+
+def write(taken: checkpoint.Snapshot) -> None:
+    taken.write()
+    taken.finish()
 
 
 if __name__ == "__main__":

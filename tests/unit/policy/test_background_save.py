@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from recipes.policy import saving
+from recipes.policy.host_copies import HostCopies
 
 
 class Snapshot:
@@ -30,11 +31,11 @@ def test_only_the_rank_that_says_where_tensors_lie_flushes_that(
 ) -> None:
     synced: set[str] = set()
     trainer: Any = None
-    monkeypatch.setattr(saving.checkpoint, "snapshot", lambda trainer, path, with_optimizer: Snapshot(path))
+    monkeypatch.setattr(saving.checkpoint, "snapshot", lambda trainer, path, copies, with_optimizer: Snapshot(path))
     monkeypatch.setattr(saving.dist, "get_rank", lambda: rank)
     monkeypatch.setattr(saving, "sync_files", lambda files: synced.update(file.name for file in files))
     monkeypatch.setattr(saving, "sync_tree", lambda path: synced.add(f"everything in {path}"))
-    save = saving.BackgroundSave(trainer, tmp_path, None, with_optimizer=True)
+    save = saving.BackgroundSave(trainer, tmp_path, None, HostCopies(), with_optimizer=True)
     end = time.monotonic() + 30
     while not save.is_written() and time.monotonic() < end:
         time.sleep(0.01)
