@@ -30,8 +30,13 @@ from tools.bench.verdict import Check, load_warning, machine, median_ratio, tabl
 from tools.files.packages import install_packages
 from tools.job.local import LocalRun, supervise
 
-LIMITS: Mapping[float, float] = {0.0: 1.5, 0.5: 3.0}
-"""Mean environment latency in seconds -> the smallest ratio of TRL's step time to ours."""
+LIMITS: Mapping[tuple[float, int], float] = {(0.0, 1): 1.5, (0.5, 1): 2.0, (0.5, 2): 3.0}
+"""Mean environment latency in seconds, max_trajectory_age_steps -> the smallest ratio of TRL's step time to ours.
+
+A batch of age A may be generated from the end of the training step A + 1 before its own. So A + 1 steps take at least
+one generation, one wait for the slowest rollout and one training step, which TRL's step takes one after the other: the
+ratio of the waits is at most A + 1.
+"""
 PLACE = ROOT / "build" / "peer"
 PACKAGES, REQUIREMENTS = PLACE / "packages", Path(__file__).with_name("peer_requirements.txt")
 WARMUP_STEPS = 2
@@ -77,31 +82,34 @@ def measure(args: argparse.Namespace) -> list[Check]:
     stop = StopRequest.from_environment(None)
     stop.install()
     run = setup(config, derive(config), args.run_dir, stop)
-    ours: dict[float, list[float]] = {latency: [] for latency in LIMITS}
-    theirs: dict[float, list[float]] = {latency: [] for latency in LIMITS}
+    ours: dict[tuple[float, int], list[float]] = {case: [] for case in LIMITS}
+    theirs: dict[float, list[float]] = {latency: [] for latency, _ in LIMITS}
     try:
         refit(run.policy, run.generation, version=run.state.step)
         start = args.run_dir / START
         shutil.rmtree(start, ignore_errors=True)
         run.policy.save(start)
         for number in range(1, args.rounds + 1):
-            for latency in LIMITS:
-                run.policy.load(start)
-                times = measure_once(run, args.run_dir, max_age=1, latency=latency, num_steps=WARMUP_STEPS + args.steps)
-                ours[latency].append(times.seconds_per_step)
+            for latency in theirs:
+                for case in (case for case in LIMITS if case[0] == latency):
+                    run.policy.load(start)
+                    num = WARMUP_STEPS + args.steps
+                    times = measure_once(run, args.run_dir, max_age=case[1], latency=latency, num_steps=num)
+                    ours[case].append(times.seconds_per_step)
                 theirs[latency].append(trl_seconds(args, latency))
-                figures = f"{ours[latency][-1]:.3f} s, TRL {theirs[latency][-1]:.3f} s"
-                print(f"bench-peer: round {number}, {latency:g} s environment: {figures}", flush=True)
+                figures = ", ".join(f"age {age} {ours[at, age][-1]:.3f} s" for at, age in LIMITS if at == latency)
+                trl = theirs[latency][-1]
+                print(f"bench-peer: round {number}, {latency:g} s environment: {figures}, TRL {trl:.3f} s", flush=True)
     finally:
         run.close()
     return [
         Check(
-            name=f"TRL's step over ours, {latency:g} s environment",
-            ratio=median_ratio(theirs[latency], ours[latency]),
+            name=f"TRL's step over ours at age {age}, {latency:g} s environment",
+            ratio=median_ratio(theirs[latency], ours[latency, age]),
             limit=limit,
-            detail=f"{statistics.median(theirs[latency]):.3f} s, {statistics.median(ours[latency]):.3f} s per step",
+            detail=f"{statistics.median(theirs[latency]):.3f} s, {statistics.median(ours[latency, age]):.3f} s a step",
         )
-        for latency, limit in LIMITS.items()
+        for (latency, age), limit in LIMITS.items()
     ]
 
 
