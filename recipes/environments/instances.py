@@ -149,9 +149,13 @@ def _server(name: str, verifier: str, settings: Mapping[str, Any], problems: lis
     where = f"env.nemo_gym.{name}.resources_servers.{verifier}"
     group = GROUP_VERIFIERS.get(verifier)
     own = ALL_VERIFIERS[verifier].settings if verifier in ALL_VERIFIERS else frozenset()
+    fixed = VERIFIERS[verifier].fixed if verifier in VERIFIERS else {}
     of_judge = settings_of_judge(group.judge) if group else JUDGE_SETTINGS
-    for key in settings:
-        if key not in own | CONNECTION | DESCRIPTIVE | of_judge:
+    for key, value in settings.items():
+        if key in fixed and value != fixed[key]:
+            expected, fix = f"{fixed[key]!r}, the one value that this verifier has", "correct it, or leave it out"
+            problems.append(Problem(where=f"{where}.{key}", got=repr(value), expected=expected, fix=fix))
+        elif key not in own | fixed.keys() | CONNECTION | DESCRIPTIVE | of_judge:
             fix = suggestion(key, own | CONNECTION)
             problems.append(Problem(where=f"{where}.{key}", wrong="no code reads this setting", fix=fix))
     default = group.seconds if group else DEFAULT_TIMEOUT_SECONDS

@@ -47,6 +47,8 @@ class Verifier:
     agents: Mapping[str, Agent]  # agent names of rows that need no configuration
     servers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of instances that need no configuration
     settings: frozenset[str] = frozenset()  # keys that the configuration of its server may set
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of NeMo Gym's server that have one value here; a configuration with another one is refused."""
     needs_judge: Callable[[Mapping[str, Any]], bool] = lambda _settings: False
     """Whether a server with these settings asks a judge, which its setting `judge_model_server` then names."""
     tools: Tools | None = None  # that the model can call during a rollout, beside the scoring

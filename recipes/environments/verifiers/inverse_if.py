@@ -128,6 +128,7 @@ VERIFIER = Verifier(
     rewards=(0.0, 1.0),
     agents={"inverse_if_simple_agent": Agent(kind="single_turn", server="inverse_if")},
     settings=frozenset({"aggregation_mode", "default_judge_prompt_template", "default_judge_system_prompt"}),
+    fixed={"parallel_evaluation": True},
     needs_judge=lambda _settings: True,
     is_cheap=lambda _task: True,  # it reads labels
 )

@@ -204,6 +204,20 @@ VERIFIER = Verifier(
         )
     },
     settings=frozenset({"reward_if_quality_low", "use_combined_reward"}),
+    fixed={
+        "use_nemotron_format": True,
+        "nemotron_enable_reasoning": False,
+        "strip_thinking_from_response": True,
+        "safe_label": CHECKS["safety_check"].positive,
+        "unsafe_label": CHECKS["safety_check"].negative,
+        "reward_if_safe": 1.0,
+        "reward_if_unsafe": 0.0,
+        "reward_if_unclear": 0.0,
+        "has_explanation_label": CHECKS["quality_explanation_check"].positive,
+        "no_explanation_label": CHECKS["quality_explanation_check"].negative,
+        "reward_if_quality_high": 1.0,
+        "policy_verifier_templates_path": "configs/verifier_prompt_templates.yaml",  # NeMo Gym's own
+    },
     needs_judge=lambda _settings: True,
     is_cheap=lambda _task: True,  # it reads labels
 )

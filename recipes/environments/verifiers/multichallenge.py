@@ -132,6 +132,7 @@ VERIFIER = Verifier(
     rewards=(0.0, 1.0),
     agents={"multichallenge_simple_agent": Agent(kind="single_turn", server="multichallenge")},
     settings=frozenset({"aggregation_mode", "judge_prompt_template", "judge_system_message", "no_label", "yes_label"}),
+    fixed={"parallel_evaluation": True},
     needs_judge=lambda _settings: True,
     is_cheap=lambda _task: True,  # it reads labels
 )

@@ -12,7 +12,7 @@ import yaml
 from recipes.config.keys import native
 from recipes.config.keys.schema import CONFIG_DIR, SERVER_KINDS, schema, settings_of
 from recipes.config.load import load_config
-from recipes.config.stages import config_path, load_stages
+from recipes.config.stages import Stage, config_path, load_stages
 from recipes.environments.instances import servers_of
 from recipes.environments.registry import AGENTS, ALL_VERIFIERS, LATER_AGENTS
 from recipes.errors import ConfigError
@@ -93,6 +93,20 @@ def test_a_declared_setting_of_an_existing_verifier_is_read_or_refused_by_name(n
             assert problem.where.endswith(f".{setting}"), setting
         else:
             assert setting not in ALL_VERIFIERS[name].settings or server.settings == {setting: value}
+
+
+@pytest.mark.parametrize("stage", load_stages(), ids=lambda stage: stage.id)
+@pytest.mark.parametrize(("scale", "platform"), [("prod", "h100"), ("prod", "b200"), ("small", "h100")])
+def test_the_native_engine_takes_the_servers_of_every_stage(stage: Stage, scale: str, platform: str) -> None:
+    loaded = load_config(config_path(stage, scale, platform))
+    assert loaded.repaired is not None
+    servers_of(loaded.repaired.env.nemo_gym.instances)
+
+
+def test_a_setting_with_one_value_is_refused_with_another() -> None:
+    given = {"mine": {"resources_servers": {"jailbreak_detection": {"reward_if_unclear": 0.5}}}}
+    with pytest.raises(ConfigError, match=r"reward_if_unclear: got 0\.5, expected 0\.0, the one value"):
+        servers_of(given)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
