@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from recipes.errors import Problem, nearest
 from tools.command_line import FALSE, TRUE
@@ -77,6 +78,7 @@ CHOICES = {
     "ENGINE": ("native", "nemo_rl"),
     "CONTAINER_RUNTIME": ("pyxis", "apptainer", "podman", "none"),
 }
+PATHS = ("MODEL_PATH", "TRAIN_PATH", "VAL_PATH", "PERSISTENT_CACHE", "SIF_DIR")  # relative to the shell's directory
 _SWITCHES = ("DRY_RUN", "ENABLE_MTP_INFERENCE", "SKIP_CODE_SNAPSHOT", "REFRESH_CODE_SNAPSHOT", "TRUST_REMOTE_CODE")
 # Read elsewhere: by make, by the stage table, and by the profiles.
 OF_MAKE = ("STAGE", "STAGES", "SCALE", "PLATFORM", "CLUSTER", "ENV_TOML", "NEMOTRON_ENV_FILE")
@@ -121,7 +123,8 @@ def read_contract(environ: Mapping[str, str]) -> tuple[Contract, list[Finding]]:
     values = {name: environ.get(name) or variable.default for name, variable in OPTIONAL.items()}
     everything = {**REQUIRED, **REQUIRED_ON_SLURM, **REQUIRED_WITH_CONTAINERS}
     values |= {name: environ.get(name, "") for name in everything}
-    values["MODEL_PATH"] = values["MODEL_PATH"].rstrip("/")
+    # A job runs in another directory than the shell that starts it, and there a relative path names nothing.
+    values |= {name: str(Path(values[name]).absolute()) for name in PATHS if values[name]}
     wrong = _wrong_values(values)
     values |= {problem.where: OPTIONAL[problem.where].default if problem.where in OPTIONAL else "" for problem in wrong}
     misnamed = {problem.where for problem in wrong}

@@ -39,6 +39,20 @@ def test_later_stage_starts_from_its_parents_last_complete_export():
     assert tiny["MODEL_PATH"] == "/checkout/results/stage1.1-rlvr1-tiny/checkpoints/latest/hf"
 
 
+def test_paths_name_the_same_place_in_the_directory_of_the_job(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "latest").symlink_to("step_1")
+    given = {"MODEL_PATH": "latest/hf/", "TRAIN_PATH": "rows.jsonl", "PERSISTENT_CACHE": "cache", "SIF_DIR": "/sif"}
+    contract, _ = read_contract(given)
+    assert {name: contract[name] for name in given} == {
+        "MODEL_PATH": f"{tmp_path}/latest/hf",  # the link is followed when the job starts
+        "TRAIN_PATH": f"{tmp_path}/rows.jsonl",
+        "PERSISTENT_CACHE": f"{tmp_path}/cache",
+        "SIF_DIR": "/sif",
+    }
+    assert contract["VAL_PATH"] == ""
+
+
 def test_swe_stages_have_their_own_image_where_one_is_given():
     images = {"CONTAINER": "training.sqsh", "SWE_CONTAINER": "swe.sqsh"}
     assert stage_environment("stage2.2", images, ROOT)["CONTAINER"] == "swe.sqsh"
