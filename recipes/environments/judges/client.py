@@ -34,6 +34,13 @@ RETRIES = RetryPolicy(
 SHORTENED = "judge_questions_shortened"  # metric: questions of which the judge has not seen the middle
 HALVINGS = 6  # of a question that is too long: a sixty-fourth of a megabyte fits any judge
 SHORTEST = 2_000  # characters of a message that stays whole
+# What chat templates set between messages. A server reads it out of a text too: an answer that holds it would end its
+# own message, and begin one of the system, or that of the answer which it is compared with.
+CONTROLS = re.compile(
+    r"<[|\uff5c][^<>\n]{1,40}?[|\uff5c]>|</?s>|<(?:bos|eos|pad|unk)>|<(?:start|end)_of_turn>|<SPECIAL_\d+>"
+    r"|<extra_id_\d+>|\[/?(?:INST|SYSTEM_PROMPT|TOOL_CALLS|TOOL_RESULTS)\]|<</?SYS>>"
+)
+ZERO_WIDTH_SPACE = "\u200b"  # breaks a control string, and is not seen
 _TOO_LONG = re.compile(r"context length|too long|max_model_len", re.IGNORECASE)  # in the refusals of servers
 _CHAT_NAMES = {"max_output_tokens": "max_tokens"}  # Responses name -> chat completions name
 
@@ -143,11 +150,16 @@ def chat_request(
     """Return the body of a chat completions request.
 
     Half a surrogate pair, which an answer may hold and no request can carry, becomes a question mark: an answer must
-    not get out of its judgement by it.
+    not get out of its judgement by it. Control strings (`CONTROLS`) are broken, whoever wrote them.
     """
-    messages = [{"role": role, "content": text.encode(errors="replace").decode()} for role, text in question.messages]
+    messages = [{"role": role, "content": _plain(text)} for role, text in question.messages]
     named = {_CHAT_NAMES.get(name, name): value for name, value in params.items() if value is not None}
     return {"model": model, "messages": messages, **named, **extra}
+
+
+def _plain(text: str) -> str:
+    whole = text.encode(errors="replace").decode()
+    return CONTROLS.sub(lambda found: f"{found[0][0]}{ZERO_WIDTH_SPACE}{found[0][1:]}", whole)
 
 
 def halved(request: Mapping[str, Any]) -> dict[str, Any] | None:
