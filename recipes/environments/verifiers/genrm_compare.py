@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.environments.contract.asking import JudgeQuestion
+from recipes.environments.contract.asking import JudgeQuestion, without_labels
 from recipes.environments.contract.group import GroupScoring, GroupVerifier, NoReply
 from recipes.environments.contract.responses import all_text, last_message_text, output_items
 from recipes.environments.contract.rows import one_of, optional_str
@@ -38,6 +38,7 @@ PRINCIPLE = """Be an impartial judge. First write your own answer to the request
 it: correctness first, then how helpful, relevant and concise they are, then creativity where the request asks for it,
 and what is missing. When the request is ambiguous, a response that asks for what is missing is better than a guess."""
 NO_ANSWER = "None"
+SCORES = ("score_1", "score_2", "ranking")  # of a reply
 _MAX_SCANNED = 20_000_000  # characters that are read in search of objects, some several times
 _FENCED = re.compile(r"```json(.*?)```", re.DOTALL | re.IGNORECASE)
 _CODE_BLOCK = re.compile(r"```.*?```", re.DOTALL)
@@ -203,9 +204,14 @@ def verdicts(
 
 
 def question(task: Task, first: Response, second: Response) -> JudgeQuestion:
-    """Return what the model is asked about a pair: the conversation, then the three roles of its chat template."""
+    """Return what the model is asked about a pair: the conversation, then the three roles of its chat template.
+
+    Names of scores within an answer are broken: the model may quote it, and the quote must not be read as its scores.
+    """
     principle = (("principle", task.principle),) if task.principle else ()
-    shown = (("response_1", shown_answer(first)), ("response_2", shown_answer(second)))
+    names = [f'"{name}"' for name in SCORES]
+    answers = [without_labels(shown_answer(response), *names) for response in (first, second)]
+    shown = (("response_1", answers[0]), ("response_2", answers[1]))
     return JudgeQuestion(messages=(*task.history, *principle, *shown))
 
 
@@ -228,7 +234,7 @@ def read_comparison(text: str, *, default_score: float = 3.0, default_ranking: f
         return None
     found = {"score_1": default_score, "score_2": default_score, "ranking": default_ranking} | candidates[0]
     try:
-        values = [float(found[name]) for name in ("score_1", "score_2", "ranking")]
+        values = [float(found[name]) for name in SCORES]
     except (TypeError, ValueError):
         return None
     if not all(math.isfinite(value) for value in values):
@@ -317,7 +323,7 @@ def _scores_in(text: str) -> dict[str, Any] | None:
     scores = overall if isinstance(overall, dict) else found
     if not isinstance(scores, dict):
         return None
-    named = {name: scores[name] for name in ("score_1", "score_2", "ranking") if name in scores}
+    named = {name: scores[name] for name in SCORES if name in scores}
     return named or None
 
 
