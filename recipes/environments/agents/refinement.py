@@ -2,7 +2,8 @@
 
 The verifier says what a correction must be asked with, as `correction_prompt` among its details. A correction sees that
 prompt and nothing of what was said before, so only the last attempt is trained: its turn and its reward are the
-rollout's. After `max_steps` attempts the last one stands.
+rollout's. After `max_steps` attempts the last one stands. So does an attempt whose correction would have no room for an
+answer: it showed a long attempt, and errors with long lines of it, and what is so long must not be spared its reward.
 
 A correction keeps the row's limit of output tokens and its `metadata`, where arguments of the chat template stand. The
 reference drops both.
@@ -32,6 +33,8 @@ async def refinement(episode: Episode) -> Rollout:
         if not prompt or num_attempts >= (episode.max_steps or 1):
             break
         params = corrected(episode.params, prompt)
+        if len(episode.codec.encode(params)) >= episode.model.max_model_len:
+            break
     metrics = {**rollout.metrics, "num_attempts": float(num_attempts)} if verdict is not None else rollout.metrics
     return replace(rollout, seconds=seconds, env_seconds=env_seconds, metrics=metrics)
 
