@@ -38,6 +38,10 @@ RUNS_CODE = re.compile(
 OPENS = frozenset({"open", "namespace", "export"})
 CODE_SPACES = frozenset({"IO", "Lean", "Elab", "Meta", "System"})
 WORD = re.compile(r"[\w.']+")
+REST_OF_LINE = re.compile(r"--[^\n]*")
+# Where none of these stands, two dashes begin a comment: no text, name in quotes or block can hold them. A notation of
+# the proof's own, of which they may be a part, is written in quotes.
+MAY_HOLD_DASHES = ('"', "«", "/-", "-/")
 CHECKS_OFF = ("warn.sorry", "skipKernelTC")  # options with which a proof could hide a gap
 
 
@@ -122,7 +126,12 @@ def check_turned_off(code: str) -> str | None:
 
 
 def code_run(proof: str) -> str | None:
-    """Return the word by which a proof would run code while it is compiled, None when it has none of them."""
+    """Return the word by which a proof would run code while it is compiled, None when it has none of them.
+
+    The words of a comment are not looked at, where it is certain that it is one.
+    """
+    if not any(sign in proof for sign in MAY_HOLD_DASHES):
+        proof = REST_OF_LINE.sub("", proof)
     plain = proof.replace("«", "").replace("»", "")
     if found := RUNS_CODE.search(plain):
         return found[0]

@@ -141,6 +141,12 @@ def test_a_file_that_is_not_compiled_to_its_end_earns_nothing() -> None:
         'sorry\nmacro "#print" : command => x',
         'simp [include_str "a"]',
         "sorry\ndef f : Lean.Elab.Tactic.TacticM Unit := g",
+        "simp -- a comment\n#eval x -- another",
+        'have : "--" = "--" := rfl; run_tac x',
+        'notation "a--" => 1\ntheorem u : a-- = 1 := rfl #eval x',
+        "exact «--».elim #eval x",
+        "/- -- -/ #eval x",
+        "/-\n--\n-/ #eval x",
     ],
 )
 def test_a_proof_that_runs_code_of_its_own_is_not_compiled(proof: str) -> None:
@@ -150,7 +156,12 @@ def test_a_proof_that_runs_code_of_its_own_is_not_compiled(proof: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "proof", ["-- In Lean 4 this is simple. IO is a line.\nrfl", "open Nat in simp", "nlinarith [h]"]
+    "proof",
+    [
+        *("-- In Lean 4 this is simple. IO is a line.\nrfl", "open Nat in simp", "nlinarith [h]"),
+        "simp -- initialize the sum; this is an unsafe step of a macro",
+        "-- the set is open\n-- Lean, or a System of equations, needs a hint: see Meta.x\nrfl",
+    ],
 )
 def test_a_proof_without_code_of_its_own_is_compiled(proof: str) -> None:
     assert not isinstance(scored(f"```lean4\n{proof}\n```"), Verdict)
@@ -192,6 +203,8 @@ class Compiler:
 class Scripted:
     """A policy that says one text per call, and keeps its prompts."""
 
+    max_model_len = 5000
+
     def __init__(self, codec: ChatCodec, *says: str) -> None:
         self.codec, self.says, self.prompts = codec, list(says), []
 
@@ -228,6 +241,12 @@ async def test_a_correction_is_a_conversation_of_its_own(codec: ChatCodec) -> No
 async def test_corrections_end(codec: ChatCodec, corrections: int | None, calls: int) -> None:
     rollout, policy = await proven(codec, *["no"] * 5, corrections=corrections)
     assert (rollout.reward, len(policy.prompts)) == (0.0, calls)
+
+
+async def test_an_attempt_stands_whose_correction_leaves_no_room(codec: ChatCodec) -> None:
+    rollout, policy = await proven(codec, "no", f"no {'and ' * 8000}", "rfl")
+    assert (rollout.status, rollout.reward, rollout.metrics["num_attempts"]) == (RolloutStatus.COMPLETED, 0.0, 2.0)
+    assert len(policy.prompts) == 2 and len(rollout.turns) == 1
 
 
 def test_a_correction_keeps_the_rows_sampling_only() -> None:
