@@ -45,8 +45,8 @@ def build_heads(family: Family, hf: Any, config: TransformerConfig) -> TokenHead
     heads = family.build_heads(hf, config) if parallel_state.is_pipeline_last_stage() else None
     if heads is None:
         return None
-    count_tokens(heads)
     placed: TokenHeads = heads.to(device(), DTYPES["bfloat16"] if config.bf16 else None)
+    count_tokens(placed)  # only now: Megatron makes a router's weight on the CPU, and the counts lie where it does
     _restore_router_buffers(placed)
     placed.requires_grad_(False)
     return placed

@@ -11,7 +11,8 @@ from head_reference import add_heads
 from one_rank import one_rank, shard_of, trainer_of
 from policy_case import load_case, save_hybrid
 
-from recipes.policy import step
+from recipes.policy import hf, step
+from recipes.policy.model import build_heads, build_model, transformer_config
 from recipes.policy.shards import merge_optimizer_steps
 
 _MORE_THAN_16_BITS_COUNT = 700
@@ -39,6 +40,20 @@ def test_tokens_are_counted_exactly_in_a_rounded_model(model: Path) -> None:
                 router._apply_expert_bias(one_token)
     counts = [router.local_tokens_per_expert.tolist() for router in found]
     assert len(counts) > 2 and all(own == [0, 0, 0, _MORE_THAN_16_BITS_COUNT, 0, 0, 0, 0] for own in counts)
+
+
+def test_tokens_are_counted_on_the_device_of_the_routers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron makes their weights on the CPU, also where the model is built for another device."""
+    policy = load_case(model).policy
+    elsewhere = torch.device("meta")
+    with one_rank(load_case(model)):
+        monkeypatch.setattr("recipes.policy.model.device", lambda: elsewhere)
+        hf_config, family = hf.read_config(model)
+        config = transformer_config(family, hf_config, policy)
+        built = build_model(family, hf_config, config, policy), build_heads(family, hf_config, config)
+        found = [m for part in built for m in part.modules() if hasattr(m, "local_tokens_per_expert")]
+    assert len(found) > 2
+    assert all(router.weight.device == router._apply_expert_bias.tokens_E.device == elsewhere for router in found)
 
 
 def test_a_skipped_step_leaves_the_biases_and_says_nothing_of_the_heads(model: Path) -> None:
