@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 
 import pytest
 
@@ -65,6 +66,31 @@ def test_a_start_that_saved_nothing_is_not_followed_by_another(job):
     assert code == 75
     assert not job.was_requeued()
     assert "saved no new checkpoint (newest: step_000010)" in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_before_the_steps_is_followed_by_another_start(job, number):
+    (job.directory / "end").write_text("Unknown")
+    control = job.directory / "bin" / "scontrol"
+    control.write_text(control.read_text() + "sleep 1\n")
+    process = job.start()
+    end = time.monotonic() + 20
+    while not (job.directory / "control").exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=40)
+    assert process.returncode == 75, output
+    assert f"got {number.name.removeprefix('SIG')} before anything was started" in output
+    assert not (job.directory / "calls").exists()
+    assert job.was_requeued(), output
+
+
+@pytest.mark.parametrize("status", [138, 143])
+def test_a_driver_that_the_signal_ends_while_its_python_loads_starts_again(job, status):
+    (job.directory / "end").write_text("Unknown")
+    code, output = job.run(driver=status)
+    assert code == 75
+    assert job.was_requeued(), output
 
 
 @pytest.mark.parametrize(("end", "is_requeued"), [("Unknown", True), ("2126-01-02T04:04:05", True), (None, False)])

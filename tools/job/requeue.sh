@@ -1,9 +1,10 @@
 # shellcheck shell=bash
 #
 # How a job ends: with the driver's status, or back in the queue under the same id, so that the jobs that depend on it
-# (afterok) still wait for it. The job file sources this and nodes.sh; it provides `say`, `log_dir`, `driver_pid`.
+# (afterok) still wait for it. The job file sources this and nodes.sh; it provides `say`, `log_dir`, `driver_pid` and
+# `asked`.
 #
-#   ask_driver SIGNAL         ask the driver to save and stop
+#   ask_driver SIGNAL         ask the driver to save and stop; before there is one, note it in `asked`
 #   newest_checkpoint DIR     print what DIR/latest names, nothing when there is none
 #   resume_or_end STATUS SAVED_BEFORE SAVED_NOW MAX_RESTARTS NODE...
 #                             put the job back into the queue when another start can go on; return the status to end with
@@ -22,8 +23,9 @@ readonly LIMIT_SECONDS=720 # Slurm signals a job so long before its end, up to a
 
 # srun takes TERM as an order to kill its step, but forwards USR1.
 ask_driver() {
+  # shellcheck disable=SC2034,SC2154 # both are the job file's
+  if [[ -z ${driver_pid} ]]; then asked=$1 && return; fi
   say "got $1: the driver is asked to save and stop"
-  # shellcheck disable=SC2154 # driver_pid is the job file's
   kill -USR1 "${driver_pid}" 2>/dev/null || true
   down_nodes "${SLURM_JOB_NODELIST}"
 }

@@ -16,6 +16,8 @@
 
 # Nodes that were asked to end have this time to copy their logs, and half a second more for each node of the job.
 readonly CAUSE_LINES=5 END_SECONDS=20
+# What srun makes of a signal that ends the driver's Python while it still loads; later each of them has a handler.
+readonly KILLED_BY_USR1=138 KILLED_BY_TERM=143
 
 # One directory per start, also per requeue: nothing is overwritten.
 make_log_dir() {
@@ -78,6 +80,9 @@ watch() {
     say_end "${ended}" "${status}"
     # A Ray node says 2 when its machine cannot be used. Only the driver may say 0 or 75.
     [[ ${roles[${ended}]} == ray_* && ${status} == 2 ]] || status=1
+  elif ((status == KILLED_BY_USR1 || status == KILLED_BY_TERM)); then
+    say 'the driver was asked to stop before it could take the signal: nothing had begun'
+    status=${EXIT_RESUME}
   elif ((status != 0 && status != EXIT_RESUME)); then
     say "the driver ended with status ${status}; the last lines of ${log_dir}/driver.log:"
     say_last_lines "${log_dir}/driver.log"
