@@ -91,10 +91,18 @@ def edited(content: str, edits: list[tuple[str, str]]) -> str:
 
 
 def diff_of(before: str, after: str, path: str) -> str:
-    """Return a git diff of one file, empty when nothing changed."""
-    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), "old", "new", lineterm="", n=CONTEXT_LINES)
+    """Return a git diff of one file, empty when nothing changed.
+
+    A last line without an end is written as one that has it: data sets cut that end off the files that they show.
+    """
+    lines = difflib.unified_diff(_lines(before), _lines(after), "old", "new", lineterm="", n=CONTEXT_LINES)
     body = "\n".join(lines)
     return f"diff --git a/{path} b/{path}\n{body}\n" if body else ""
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines of a text. Only "\\n" ends one, as in git: no form feed or line separator does."""
+    return text.removesuffix("\n").split("\n") if text else []
 
 
 def script_in(answer: str) -> tuple[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,18 @@ def test_patch(case: dict[str, Any], is_relaxed: bool) -> None:
     except PatchError:
         patch = None
     assert patch == case["relaxed" if is_relaxed else "strict"]
+
+
+@pytest.mark.parametrize("sign", ["\x0c\n", "\x0c", "\x1c", "\x85", "\u2028", "\r"])
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_a_patch_of_a_file_with_odd_signs_applies(sign: str, end: str, tmp_path: Path) -> None:
+    shown = f"x = 1{sign}y\nz = 2{end}"
+    answer = ANSWER.replace("x = 1\n", "z = 2\n").replace("x = 2\n", "z = 3\n")
+    patch = patch_in(answer, {"a.py": shown}, drops_first_part=False, is_relaxed=False)
+    file = tmp_path / "a.py"
+    file.write_bytes(f"x = 1{sign}y\nz = 2\n".encode())
+    subprocess.run(["git", "apply", "-"], input=patch.encode(), cwd=tmp_path, check=True, timeout=60)
+    assert file.read_bytes() == f"x = 1{sign}y\nz = 3\n".encode()
 
 
 @pytest.mark.parametrize("case", env_cases("swerl_gen_logic", "repro"))
