@@ -23,6 +23,7 @@ from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.types import Row
 
 NONSENSE = "="  # neither Python nor SymPy reads it
+ROUNDING = 1e-9  # by which a sum of parts may come out above 1 (`spell_backward`)
 
 
 def _is_formula(text: str) -> bool:
@@ -94,6 +95,7 @@ def score(response: Response, task: Task) -> Verdict:
         return Verdict(reward=0.0, reason=reason, details=details)
     if not math.isfinite(reward):
         return Verdict(reward=0.0, reason=f"{task.task_name}: the scorer returned {reward}", details=details)
+    reward = min(reward, 1.0) if reward <= 1.0 + ROUNDING else reward
     return Verdict(reward=reward, reason=f"{task.task_name}: {answer[:80]!r} scored {reward:.3g}", details=details)
 
 

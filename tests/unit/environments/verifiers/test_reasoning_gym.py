@@ -56,6 +56,12 @@ def test_listing_many_answers_earns_next_to_nothing(answer: Answer) -> None:
     assert score(answer(f"<answer>{many}</answer>"), parse_task(ROW, {})).reward < 0.01
 
 
+@pytest.mark.parametrize("word", ["detrevnoc", "ssenippahnu"])
+def test_parts_add_up_to_no_more_than_one(word: str, answer: Answer) -> None:
+    row = {"question": "?", "answer": word, "metadata": {"source_dataset": "spell_backward"}}
+    assert score(answer(f"<answer>{word}.</answer>"), parse_task(row, {})).reward == 1.0
+
+
 def test_an_unknown_task_has_a_reason(answer: Answer) -> None:
     verdict = score(answer("1"), parse_task(ROW | {"metadata": {"source_dataset": "nope"}}, {}))
     assert (verdict.reward, verdict.reason) == (0.0, "nope: the library has no such task")
