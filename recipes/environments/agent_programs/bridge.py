@@ -14,7 +14,7 @@ from typing import Any
 from recipes.environments.agents.coding.terminal import checked_command
 from recipes.environments.swe.contract import ContainerEndedError, Shell
 
-MAX_LINE = 1 << 20  # bytes of one request
+MAX_LINE = 64 << 20  # bytes of one request: more than a model can write in one answer, however it is escaped
 MAX_CHARACTERS = 200_000  # of one output; programs cut it further
 
 
@@ -66,6 +66,7 @@ async def bridge_to(shell: Shell, *, seconds: float) -> AsyncIterator[Bridge]:
             while line := await reader.readline():
                 writer.write(json.dumps(await bridge.answer(line)).encode() + b"\n")
                 await writer.drain()
+        writer.close()  # the program must not wait for an answer that does not come
 
     serving = asyncio.create_task(serve())
     try:

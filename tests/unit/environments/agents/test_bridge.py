@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import socket
 from dataclasses import dataclass, field
 
 import pytest
 
-from recipes.environments.agent_programs.bridge import Bridge
+from recipes.environments.agent_programs import bridge as bridges
+from recipes.environments.agent_programs.bridge import Bridge, bridge_to
 from recipes.environments.swe.contract import CommandResult
 
 
@@ -37,3 +42,24 @@ async def test_a_wrong_request_is_a_command_that_failed(line: bytes) -> None:
     bridge = Bridge(shell=Recording(), seconds=60.0, descriptor=-1)  # type: ignore[arg-type]
     answer = await bridge.answer(line)
     assert answer["status"] == 2 and answer["output"].startswith("the command was not run: ")
+
+
+async def replies_to(request: bytes) -> bytes:
+    """Return what a program reads after one request."""
+    async with bridge_to(Recording(), seconds=60.0) as bridge:  # type: ignore[arg-type]
+        with socket.socket(fileno=os.dup(bridge.descriptor)) as ours:
+            ours.setblocking(False)
+            reader, writer = await asyncio.open_connection(sock=ours)
+            writer.write(request)
+            async with asyncio.timeout(30):
+                return await reader.readline()
+
+
+async def test_a_command_that_is_too_long_is_answered() -> None:
+    answer = json.loads(await replies_to(json.dumps({"command": "\u00e9" * 400_000}).encode() + b"\n"))
+    assert answer["status"] == 2 and "the command has 400000 characters" in answer["output"]
+
+
+async def test_a_request_beyond_all_bounds_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bridges, "MAX_LINE", 1000)
+    assert await replies_to(b"x" * 5000 + b"\n") == b""
