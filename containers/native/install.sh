@@ -11,6 +11,8 @@ shopt -s inherit_errexit
 readonly BUILD_TOOLS='^(setuptools|wheel|packaging|ninja)=='
 # They compile against the torch of the lock, so they come after it.
 readonly COMPILED='^(causal-conv1d|mamba-ssm|transformer-engine-torch)=='
+# Else each would first look on GitHub for a file made by others, which no hash of the lock covers.
+export CAUSAL_CONV1D_FORCE_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE NVTE_PYTORCH_FORCE_BUILD=TRUE
 
 main() {
   local tools packages compiled
@@ -26,7 +28,8 @@ main() {
   # --no-deps: the lock is complete. No build isolation: what is built uses the build tools of the lock, installed first.
   install_packages "${tools}"
   install_packages "${packages}"
-  install_packages "${compiled}"
+  # The base image has no cuDNN. Transformer Engine includes its headers, which come with a package of the lock.
+  CPLUS_INCLUDE_PATH="${VENV}/lib/python3.11/site-packages/nvidia/cudnn/include" install_packages "${compiled}"
   uv cache clean
   rm -f -- "${tools}" "${packages}" "${compiled}"
 }

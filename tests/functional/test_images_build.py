@@ -36,6 +36,7 @@ UV = f"""{NOTE}
 [ -z "$UV_OVERRIDE" ] || cat "$UV_OVERRIDE" >>/calls
 for word in "$@"; do last=$word; done
 [ "$1" != pip ] || cat "$last" >>/calls
+env | grep -E '_FORCE_BUILD|^CPLUS_INCLUDE_PATH' >>/calls || true
 """
 CURL = f"""{NOTE}
 for word in "$@"; do
@@ -132,6 +133,10 @@ def test_the_native_image_installs_the_lock_and_compiles_last(engine, checkout):
     assert all("--hash=sha256:" in pin for pin in wanted)
     assert len(wanted) > 200
     assert not [pin for pin in wanted if f"\n{pin}\n" not in noted]
+    for name in ("CAUSAL_CONV1D", "MAMBA", "NVTE_PYTORCH"):  # else they would look for wheels on GitHub
+        assert f"\n{name}_FORCE_BUILD=TRUE\n" in noted
+    headers = "CPLUS_INCLUDE_PATH=/opt/venv/lib/python3.11/site-packages/nvidia/cudnn/include"
+    assert noted.index("\ntransformer-engine-torch==") < noted.index(headers)
 
 
 def test_the_swe_image_adds_apptainer_to_a_training_image(engine, checkout):

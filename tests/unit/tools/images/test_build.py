@@ -38,6 +38,26 @@ def test_every_dockerfile_is_an_image_and_its_arguments_are_declared():
             assert set(image.arguments) <= declared, image.name
 
 
+def test_the_gpu_lock_has_what_the_packages_import_that_are_compiled():
+    """An index shows no requirements of a source, and nothing outside the lock is installed."""
+    imports = {
+        "transformer-engine-torch": {
+            "einops",
+            "onnx",
+            "onnxscript",
+            "packaging",
+            "pydantic",
+            "transformer-engine-cu13",
+        },
+        "mamba-ssm": {"causal-conv1d", "einops", "transformers", "triton"},
+    }
+    lines = (ROOT / "containers/requirements-gpu.lock").read_text().splitlines()
+    pinned = {line.partition("==")[0] for line in lines if "==" in line and not line.startswith("#")}
+    assert set(imports) <= pinned
+    assert not [(name, needed - pinned) for name, needed in imports.items() if needed - pinned]
+    assert {"onnx-ir", "ml-dtypes", "protobuf"} <= pinned, "what onnx and onnxscript import"
+
+
 def test_published_base_and_pinned_sandbox():
     assert "ARG BASE=nvcr.io/nvidia/nemo-rl:v0.7.0\n" in (ROOT / IMAGES["nemo_rl"].dockerfile).read_text()
     commands = plan("nemo-skills", {}, "podman").commands
