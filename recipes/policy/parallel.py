@@ -105,7 +105,10 @@ def let_gloo_take_unequal_parts() -> None:
 def join_groups(
     store: Store, *, rank: int, world_size: int, cfg: MegatronConfig, seed: int, timeout_s: float
 ) -> Coordinates:
-    """Join the world and the model-parallel groups, and seed the generators."""
+    """Join the world and the model-parallel groups, and seed the generators.
+
+    In each group a rank waits `timeout_s` for the others at most.
+    """
     use_cuda = torch.cuda.is_available()
     if use_cuda:
         torch.cuda.set_device(0)  # Ray shows each worker only its own device
@@ -122,6 +125,7 @@ def join_groups(
         context_parallel_size=cfg.context_parallel_size,
         expert_model_parallel_size=cfg.expert_model_parallel_size,
         expert_tensor_parallel_size=cfg.expert_tensor_parallel_size,
+        distributed_timeout_minutes=timeout_s / 60,  # else 30, after which NCCL ends each process that still waits
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     if not use_cuda:
