@@ -244,9 +244,9 @@ class Run:
         """Begin a checkpoint of everything up to the step just logged, once the one before is complete."""
         if not self.config.checkpointing.enabled:
             return
-        start = time.monotonic()
-        self.logger.flush()  # so that metrics.jsonl has every step of a complete checkpoint
+        start, seconds = time.monotonic(), self.config.deadlines.checkpoint
         with self.metrics.timed("checkpointing"):  # for the heartbeat: this step's record is already written
+            self.logger.flush(seconds)  # so that metrics.jsonl has every step of a complete checkpoint
             self._finish_save()
             try:
                 collector = self.collector.state()
@@ -354,7 +354,7 @@ class Run:
         if self.stop_judges is not None:
             self.stop_judges()
         self.policy.shutdown()
-        self.logger.close()
+        self.logger.close(self.config.deadlines.shutdown)
 
     def _shares(self, metrics: StepMetrics, seconds: float) -> dict[str, float]:
         """Tokens per second and the share of the step in which each side had nothing to do."""

@@ -99,6 +99,16 @@ def test_a_collector_that_cannot_be_asked_costs_one_save_not_the_run(
     assert list(complete_checkpoints(tmp_path / "checkpoints")) == [4, 6]
 
 
+def test_a_save_waits_for_the_log_as_long_as_for_the_checkpoint_itself(tmp_path: Path) -> None:
+    """A shared file system may stand still for minutes: that must not end a run which its checkpoint would survive."""
+    run = make_run(tmp_path, ROWS, "checkpointing.save_period=3", "deadlines.checkpoint=77", "deadlines.shutdown=88")
+    flush, close, waits = run.logger.flush, run.logger.close, list[float]()
+    run.logger.flush = lambda *seconds: (waits.extend(seconds), flush(*seconds))[1]  # type: ignore[method-assign]
+    run.logger.close = lambda *seconds: (waits.extend(seconds), close(*seconds))[1]  # type: ignore[method-assign]
+    assert drive(run) is None
+    assert waits == [77, 77, 88]
+
+
 def test_the_snapshot_does_not_need_the_collectors_thread(tmp_path: Path) -> None:
     stuck, go_on = threading.Event(), threading.Event()
 
