@@ -4,6 +4,9 @@ The train loop only queues. One thread writes, so that a slow disk or network do
 bounded and nothing is dropped: when it is full the loop waits, with a deadline. Every line is flushed whole. A resumed
 run first removes the lines of steps after its checkpoint, so that each step appears once.
 
+TensorBoard and W&B take copies. One of them that fails, or does not end in time, is left out with an error in the log:
+metrics.jsonl has every number, and no run is worth losing for the copy.
+
     loop                consumes         waits for               unblocked by
     train loop          -                room in the queue       writer thread
     writer thread       queued records   the next record         log, log_rollouts, close
@@ -11,7 +14,6 @@ run first removes the lines of steps after its checkpoint, so that each step app
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import math
@@ -19,20 +21,22 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.text import Text
 
-from recipes.errors import ConfigError, Problem, RunError, StalledError
+from recipes.errors import RunError, StalledError
 from recipes.files import sync_files, write_atomically
 from recipes.grpo.metrics import PHASES, TIMING_PREFIX, StepMetrics, group_pass_rate, metrics_record
+from recipes.sinks import ScalarSink, TensorBoardSink, WandbSink, import_wandb
 from recipes.tokens import TokenStore, output_texts, trajectories
 from recipes.types import Group, RolloutHeader
 
 if TYPE_CHECKING:
-    from recipes.config.tree import LoggerConfig, WandbConfig
+    from recipes.config.tree import LoggerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +46,6 @@ ROLLOUT_KINDS = ("train", "val")
 QUEUE_SIZE = 256  # records; a record is one step or one set of sampled rollouts
 _POLL_SECONDS = 0.1
 ENQUEUE_SECONDS = 60.0  # the run ends when the disk takes no line for this long
-
-
-class ScalarSink(Protocol):
-    """A place that takes the finite scalars of a step, called from the writer thread only."""
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
-    def close(self) -> None: ...
 
 
 class RunLogger:
@@ -61,11 +58,12 @@ class RunLogger:
         self._num_steps = num_steps
         self._console = Console(stderr=True)
         if logger_cfg.wandb_enabled:
-            _import_wandb()
+            import_wandb()
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=QUEUE_SIZE)
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._files: dict[Path, TextIO] = {}
+        self._is_written = threading.Event()  # everything, and the files are closed
         self._sinks: list[ScalarSink] = []
 
     def resume(self, step: int) -> None:
@@ -144,21 +142,27 @@ class RunLogger:
             return
         thread, self._thread = self._thread, None
         end = time.monotonic() + deadline_seconds
-        try:
+        with suppress(queue.Full):  # then nothing is written in time
             self._queue.put(None, timeout=deadline_seconds)
-            thread.join(timeout=max(0.0, end - time.monotonic()))
-        except queue.Full:
-            pass  # the thread is still alive, which is reported below
-        if thread.is_alive():
+        if not self._is_written.wait(max(0.0, end - time.monotonic())):
             raise StalledError(f"{self.run_dir}: {self._queue.qsize()} log records not written in {deadline_seconds} s")
         self._raise_error()
+        thread.join(timeout=max(0.0, end - time.monotonic()))
+        if thread.is_alive():
+            names = " and ".join(sink.name for sink in self._sinks)
+            logger.warning("%s did not end within %g s; metrics.jsonl is complete", names, deadline_seconds)
 
     def _start(self, first_step: int) -> None:
         (self.run_dir / "rollouts").mkdir(parents=True, exist_ok=True)
         if self._cfg.tensorboard_enabled:
-            self._sinks.append(_TensorBoardSink(self.run_dir / "tensorboard", first_step))
+            self._sinks.append(TensorBoardSink(self.run_dir / "tensorboard", first_step))
         if self._cfg.wandb_enabled:
-            self._sinks.append(_WandbSink(self.run_dir, self._cfg.wandb))
+            try:
+                self._sinks.append(WandbSink(self.run_dir, self._cfg.wandb))
+            except Exception as error:
+                logger.error(
+                    "%s has not begun and is left out; metrics.jsonl has every number: %r", WandbSink.name, error
+                )
         self._thread = threading.Thread(target=self._write_until_closed, name="run-logger", daemon=True)
         self._thread.start()
 
@@ -181,13 +185,15 @@ class RunLogger:
         while (job := self._queue.get()) is not None:
             if self._error is None:
                 self._guard(job)
-        for close in [*(file.close for file in self._files.values()), *(sink.close for sink in self._sinks)]:
-            self._guard(close)
+        for file in self._files.values():
+            self._guard(file.close)
+        self._is_written.set()
+        self._tell_sinks(lambda sink: sink.close())
 
     def _guard(self, job: Callable[[], None]) -> None:
         try:
             job()
-        except Exception as error:  # each sink fails in its own way; the train loop raises the error at its next record
+        except Exception as error:  # the train loop raises it at its next record
             self._error = self._error or error
 
     def _write_metrics(
@@ -196,8 +202,15 @@ class RunLogger:
         """Write a line with all `values`; TensorBoard and W&B get only those that are `new` to them."""
         self._write_lines(self.run_dir / METRICS_FILE, [metrics_record(step, now, values)])
         finite = {key: value for key, value in (new or values).items() if math.isfinite(value)}
-        for sink in self._sinks:
-            sink.write(step, finite)
+        self._tell_sinks(lambda sink: sink.write(step, finite))
+
+    def _tell_sinks(self, tell: Callable[[ScalarSink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                tell(sink)
+            except Exception as error:  # each fails in its own way
+                self._sinks.remove(sink)
+                logger.error("%s is left out from now on; metrics.jsonl has every number: %r", sink.name, error)
 
     def _write_lines(self, path: Path, records: Iterable[Mapping[str, Any]]) -> None:
         text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
@@ -275,51 +288,6 @@ def _drop_lines_after(path: Path, step: int) -> None:
         if record["step"] <= step and line.endswith("\n"):
             kept.append(line)
     write_atomically(path, "".join(kept).encode())
-
-
-class _TensorBoardSink:
-    """Event files under `directory`. TensorBoard then hides what an earlier start wrote for `first_step` and later."""
-
-    def __init__(self, directory: Path, first_step: int) -> None:
-        # Imported here because it is slow, and not needed when TensorBoard is off.
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(log_dir=str(directory), purge_step=first_step)  # type: ignore[no-untyped-call]
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        for key, value in scalars.items():
-            self._writer.add_scalar(key, value, global_step=step)  # type: ignore[no-untyped-call]
-        self._writer.flush()  # type: ignore[no-untyped-call]
-
-    def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
-
-
-class _WandbSink:
-    """One W&B run per run directory; a resume continues it."""
-
-    def __init__(self, run_dir: Path, cfg: WandbConfig) -> None:
-        self._run = _import_wandb().init(
-            project=cfg.project, name=cfg.name, id=run_dir.name, dir=str(run_dir), resume="allow"
-        )
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._run.log(dict(scalars), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _import_wandb() -> Any:
-    try:
-        return importlib.import_module("wandb")
-    except ImportError as error:
-        problem = Problem(
-            where="logger.wandb_enabled",
-            wrong=f"it is true, but wandb cannot be imported ({error})",
-            fix="pip install wandb in this environment, or set logger.wandb_enabled=false",
-        )
-        raise ConfigError(problem) from error
 
 
 def progress_line(metrics: StepMetrics, num_steps: int) -> str:

@@ -26,7 +26,7 @@ FLOORS = (
     {"recipes.tokens", "recipes.token_ids"},
     {"recipes.cluster"},
     {"recipes.config"},
-    {"recipes.environments", "recipes.generation", "recipes.policy"},
+    {"recipes.environments", "recipes.generation", "recipes.policy", "recipes.sinks"},
     {"recipes.rollouts"},
     {"recipes.grpo"},
     {"recipes.heartbeat"},

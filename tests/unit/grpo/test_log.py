@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -230,9 +231,58 @@ def test_tensorboard_files_hold_the_scalars(tmp_path: Path) -> None:
 
 
 def test_wandb_that_is_not_installed_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"logger\.wandb_enabled: it is true, but .*pip install wandb"):
         RunLogger(tmp_path, LoggerCfg(wandb_enabled=True), num_steps=1)
+
+
+class Copy:
+    """Takes numbers as W&B does, until the step in which it fails; ends only when it may."""
+
+    def __init__(self, fails_in: int) -> None:
+        self.fails_in, self.steps, self.may_end = fails_in, list[int](), threading.Event()
+
+    def init(self, **_options: object) -> Copy:
+        if not self.fails_in:
+            raise ConnectionError("the server is away")
+        return self
+
+    def log(self, _scalars: dict[str, float], step: int) -> None:
+        if step == self.fails_in:
+            raise ConnectionError("the server is away")
+        self.steps.append(step)
+
+    def finish(self) -> None:
+        self.may_end.wait(20)
+
+
+@pytest.mark.parametrize(("fails_in", "copied"), [(0, []), (2, [1])])
+def test_a_copy_of_the_numbers_that_fails_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails_in: int, copied: list[int]
+) -> None:
+    copy = Copy(fails_in)
+    monkeypatch.setitem(sys.modules, "wandb", copy)  # type: ignore[arg-type]
+    run = RunLogger(tmp_path, LoggerCfg(wandb_enabled=True), num_steps=3)
+    for step in (1, 2, 3):
+        run.log(step_metrics(step, 0.0))
+        run.flush()
+    run.close()
+    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert copy.steps == copied
+    assert [entry.message for entry in caplog.records if "W&B" in entry.message and "server is away" in entry.message]
+
+
+def test_a_copy_that_does_not_end_fails_no_run_that_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = Copy(fails_in=9)
+    monkeypatch.setitem(sys.modules, "wandb", copy)  # type: ignore[arg-type]
+    run = RunLogger(tmp_path, LoggerCfg(wandb_enabled=True), num_steps=1)
+    run.log(step_metrics(1, 0.0))
+    run.close(deadline_seconds=0.5)
+    assert len(lines_of(tmp_path / "metrics.jsonl")) == 1
+    assert "W&B did not end within 0.5 s; metrics.jsonl is complete" in caplog.text
+    copy.may_end.set()
 
 
 def test_progress_line_reads_left_to_right_and_aligns() -> None:

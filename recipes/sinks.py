@@ -1,0 +1,72 @@
+"""TensorBoard and W&B: copies of the numbers in metrics.jsonl. `RunLogger` has one thread that calls them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from recipes.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from recipes.config.tree import WandbConfig
+
+
+class ScalarSink(Protocol):
+    """A place that takes the finite scalars of a step, called from the writer thread only."""
+
+    name: str  # for messages
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class TensorBoardSink:
+    """Event files under `directory`. TensorBoard then hides what an earlier start wrote for `first_step` and later."""
+
+    name = "TensorBoard"
+
+    def __init__(self, directory: Path, first_step: int) -> None:
+        # Imported here because it is slow, and not needed when TensorBoard is off.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(log_dir=str(directory), purge_step=first_step)  # type: ignore[no-untyped-call]
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        for key, value in scalars.items():
+            self._writer.add_scalar(key, value, global_step=step)  # type: ignore[no-untyped-call]
+        self._writer.flush()  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+class WandbSink:
+    """One W&B run per run directory; a resume continues it."""
+
+    name = "W&B"
+
+    def __init__(self, run_dir: Path, cfg: WandbConfig) -> None:
+        self._run = import_wandb().init(
+            project=cfg.project, name=cfg.name, id=run_dir.name, dir=str(run_dir), resume="allow"
+        )
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._run.log(dict(scalars), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def import_wandb() -> Any:
+    """Return the package; raises `ConfigError` where it is not installed."""
+    try:
+        return importlib.import_module("wandb")
+    except ImportError as error:
+        problem = Problem(
+            where="logger.wandb_enabled",
+            wrong=f"it is true, but wandb cannot be imported ({error})",
+            fix="pip install wandb in this environment, or set logger.wandb_enabled=false",
+        )
+        raise ConfigError(problem) from error
