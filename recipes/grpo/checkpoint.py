@@ -260,10 +260,13 @@ def prune(
     save_period: int,
     keep_latest: int | None = None,
 ) -> None:
-    """Delete the checkpoints that retention does not keep, once the newest is read back whole. Never ends the run."""
+    """Delete the checkpoints that retention does not keep, once the newest is read back whole. Never ends the run.
+
+    One whose metric cannot be read now stays: it may be the best.
+    """
     found = complete_checkpoints(root)
-    values = {step: _metric(path, metric) for step, path in found.items()}
-    kept = steps_to_keep(
+    values, unread = _metrics(found, metric)
+    kept = unread | steps_to_keep(
         values,
         keep_top_k=keep_top_k,
         by_metric=metric is not None,
@@ -272,6 +275,9 @@ def prune(
         keep_latest=keep_latest,
     )
     doomed = sorted(set(found) - kept)
+    if doomed and metric is not None and not unread and set(values.values()) == {None}:
+        wrong = "no checkpoint has this metric, so the newest are kept as if it were null"
+        logger.error("checkpointing.metric_name: %s: %s", metric, wrong)
     if doomed and (
         problems := _damage(
             found[max(found)], fix="copy it from elsewhere, or remove it; until then no older one is removed"
@@ -291,16 +297,17 @@ def prune(
         logger.info("pruned checkpoint of step %d", step)
 
 
-def _metric(path: Path, name: str | None) -> float | None:
-    """Return one metric stored with a checkpoint; None when it has none or cannot be read."""
-    if name is None:
-        return None
-    try:
-        value: float | None = orjson.loads((path / "state.json").read_bytes())["metrics"].get(name)
-    except (OSError, ValueError) as error:
-        logger.warning("%s: metrics not read: %s", path, error)
-        return None
-    return value
+def _metrics(found: Mapping[int, Path], name: str | None) -> tuple[dict[int, float | None], set[int]]:
+    """Return one metric stored with each checkpoint, None where it has none, and the steps that cannot be read."""
+    values: dict[int, float | None] = dict.fromkeys(found)
+    unread = set()
+    for step, path in found.items() if name is not None else ():
+        try:
+            values[step] = orjson.loads((path / "state.json").read_bytes())["metrics"].get(name)
+        except (OSError, ValueError) as error:
+            unread.add(step)
+            logger.warning("%s: metrics not read, so it is kept: %s", path, error)
+    return values, unread
 
 
 def discard(path: Path) -> None:

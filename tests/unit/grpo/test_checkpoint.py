@@ -341,6 +341,29 @@ def test_prune_keeps_the_best_and_the_newest(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("tmp_*"))
 
 
+def test_a_checkpoint_whose_metric_cannot_be_read_now_is_kept(tmp_path: Path) -> None:
+    for step, reward in ((2, 0.9), (4, 0.1), (6, 0.5), (8, 0.0)):
+        save_checkpoint(tmp_path, run_state(step, {"validation/accuracy": reward}), Policy())
+    state, away = tmp_path / "step_000002" / "state.json", tmp_path / "away"
+    state.rename(away)
+    options: dict[str, Any] = {"metric": "validation/accuracy", "higher_is_better": True, "save_period": 2}
+    prune(tmp_path, keep_top_k=1, **options)
+    assert list(complete_checkpoints(tmp_path)) == [2, 6, 8], "the best was deleted"
+    away.rename(state)
+    prune(tmp_path, keep_top_k=1, **options)
+    assert list(complete_checkpoints(tmp_path)) == [2, 8]
+
+
+@pytest.mark.parametrize(("name", "is_told"), [("train/rewrad", True), ("train/reward", False)])
+def test_a_metric_that_no_checkpoint_has_is_named_before_the_best_is_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, is_told: bool
+) -> None:
+    for step, reward in ((2, 0.9), (4, 0.1), (6, 0.5)):
+        save_checkpoint(tmp_path, run_state(step, {"train/reward": reward}), Policy())
+    prune(tmp_path, keep_top_k=1, metric=name, higher_is_better=True, save_period=2)
+    assert ("no checkpoint has this metric" in caplog.text) == is_told
+
+
 def test_export_is_the_one_latest_points_at_now(tmp_path: Path) -> None:
     given = tmp_path / "latest" / "hf"
     with pytest.raises(CheckpointError, match="latest/hf: there is no checkpoint"):
