@@ -75,4 +75,5 @@ REFUSALS: tuple[Rule, ...] = (
     judges.models_to_come,
     judges.judges_fit_a_node,
     judges.engines_of_judges_are_ours,
+    validation.metrics_are_measured,
 )

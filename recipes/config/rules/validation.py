@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from recipes.config.keys.schema import KeyProblem
@@ -10,6 +11,8 @@ from recipes.config.tree import Config
 ROWS = "data.validation.data_path"
 METRIC, THRESHOLD = "grpo.stop_at_validation_metric", "grpo.stop_at_validation_threshold"
 SAMPLES = "grpo.val_num_generations_per_prompt"
+RANKS = "checkpointing.metric_name"
+MEASURED = re.compile(r"(?:.+/)?(?P<g>greedy_)?accuracy|(?P<h>greedy_)?(?:pass_k|avg_length|num_failed)|seconds")
 
 
 def validation_can_run(config: Config) -> Iterator[KeyProblem]:
@@ -25,8 +28,7 @@ def validation_can_run(config: Config) -> Iterator[KeyProblem]:
     metric = config.checkpointing.metric_name
     if metric is not None and metric.startswith("val:") and not any(asked.values()):
         fix = "no validation would ever run; set grpo.val_period or grpo.val_at_end, or use null or a train: metric"
-        key = "checkpointing.metric_name"
-        yield KeyProblem(key=key, got=metric, expected="null or train:NAME", fix=fix, also=keys)
+        yield KeyProblem(key=RANKS, got=metric, expected="null or train:NAME", fix=fix, also=keys)
     yield from _early_stop(config, any(asked.values()), keys)
 
 
@@ -42,6 +44,23 @@ def _early_stop(config: Config, is_asked: bool, keys: tuple[str, ...]) -> Iterat
     if stop == "pass_k" and config.grpo.val_num_generations_per_prompt < 2:
         wrong, fix = "is pass_k, which needs more than one rollout per row", f"raise {SAMPLES}, or name another metric"
         yield KeyProblem(key=METRIC, wrong=wrong, fix=fix, also=(SAMPLES,))
+
+
+def metrics_are_measured(config: Config) -> Iterator[KeyProblem]:
+    """Refuse a validation metric that this engine never measures: no checkpoint would have it, no run stop at it."""
+    ranks, stop = config.checkpointing.metric_name or "", config.grpo.stop_at_validation_metric
+    asked = [(RANKS, "val:", ranks.removeprefix("val:"))] if ranks.startswith("val:") else []
+    asked += [(METRIC, "", stop)] if stop is not None else []
+    for key, prefix, name in asked:
+        measured = MEASURED.fullmatch(name)
+        if measured is None:
+            names = ("accuracy", "AGENT/accuracy", "pass_k", "avg_length", "num_failed")
+            expected = f"one of {', '.join(prefix + known for known in names)} (native engine)"
+            fix = "the mean reward, total_reward/mean in published files, is accuracy"
+            yield KeyProblem(key=key, got=prefix + name, expected=expected, fix=fix)
+        elif (measured["g"] or measured["h"]) and not config.grpo.val_greedy:
+            wrong, fix = f"is {prefix}{name}, which only greedy decoding measures", "set grpo.val_greedy"
+            yield KeyProblem(key=key, wrong=wrong, fix=fix, also=("grpo.val_greedy",))
 
 
 def greedy_validation_is_sampled_once(config: Config) -> Iterator[KeyProblem]:

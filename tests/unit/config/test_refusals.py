@@ -65,6 +65,12 @@ NATIVE_CASES = {
         f"{CHAT}.tool_parser: got llama3_json, expected qwen3_coder, hermes or null (native engine); rollouts read no "
         "other notation; correct the name, or launch with ENGINE=nemo_rl",
     ),
+    "metrics_are_measured": (
+        ["checkpointing.metric_name=val:total_reward/mean"],
+        "checkpointing.metric_name: got val:total_reward/mean, expected one of val:accuracy, val:AGENT/accuracy, "
+        "val:pass_k, val:avg_length, val:num_failed (native engine); the mean reward, total_reward/mean in published "
+        "files, is accuracy",
+    ),
 }
 
 
@@ -74,6 +80,30 @@ def test_combination_is_refused_natively(name: str) -> None:
     loaded = load_config(TINY, overrides)
     assert loaded.problems == ()
     assert [str(problem) for problem in refusals(loaded)] == [f"command line: {line}"]
+
+
+RANKS, STOPS = "checkpointing.metric_name=val:%s", "grpo.stop_at_validation_metric=%s"
+METRICS = {
+    "math/accuracy": True,
+    "pass_k": True,
+    "greedy_accuracy": True,
+    "math/greedy_accuracy": True,
+    "math/pass_k": False,
+    "acuracy": False,
+    "val:accuracy": False,
+}
+
+
+@pytest.mark.parametrize("option", [RANKS, STOPS])
+@pytest.mark.parametrize("name", METRICS)
+def test_only_what_a_validation_measures_ranks_checkpoints_or_ends_a_run(name: str, option: str) -> None:
+    options = [option % name, "grpo.val_num_generations_per_prompt=2"]
+    if option is STOPS:
+        options.append("grpo.stop_at_validation_threshold=0.5")
+    sampled, greedy = (load_config(TINY, [*options, f"grpo.val_greedy={is_on}"]) for is_on in ("false", "true"))
+    assert not sampled.problems and not greedy.problems
+    assert (refusals(greedy) == []) == METRICS[name]
+    assert (refusals(sampled) == []) == (METRICS[name] and "greedy" not in name)
 
 
 OFF = "env.nemo_gym.brief={_copy: policy_model, responses_api_models: {vllm_model: {%s}}}"

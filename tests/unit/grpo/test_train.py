@@ -291,11 +291,15 @@ def test_a_run_ends_complete_once_its_validation_is_good_enough(tmp_path: Path) 
 def test_a_metric_that_was_not_measured_ends_nothing_and_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = ("grpo.val_period=1", "grpo.stop_at_validation_metric=acuracy", "grpo.stop_at_validation_threshold=0")
+    options = (
+        "grpo.val_period=1",
+        "grpo.stop_at_validation_metric=helt/accuracy",
+        "grpo.stop_at_validation_threshold=0",
+    )
     run = make_run(tmp_path, ROWS, *options)
     assert drive(run) is None
     assert run.state.step == 6
-    assert "acuracy was not measured; there is accuracy, avg_length" in caplog.text
+    assert "helt/accuracy was not measured; there is accuracy, avg_length" in caplog.text
 
 
 @pytest.mark.parametrize("multiplier", [1, 2])
