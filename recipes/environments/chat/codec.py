@@ -183,8 +183,11 @@ class ChatCodec:
         """
         visible = [token_id for token_id in token_ids if token_id not in self._hidden_ids]
         text = self.text(visible)
-        is_open = self.text(prompt_ids[-8:]).rstrip().endswith("<think>")
-        reasoning, answer = split_reasoning(text, is_open=is_open) if self._reads_reasoning else ("", text)
+        prompt = self.text(prompt_ids[-8:]).rstrip()
+        is_open, is_off = prompt.endswith("<think>"), prompt.endswith("</think>")
+        reasoning, answer = ("", text)
+        if self._reads_reasoning:
+            reasoning, answer = split_reasoning(text, is_open=is_open, is_off=is_off)
         readable = list(tools) if self._reads_tool_calls else []
         content, calls = parse_tool_calls(answer, chat_tools({"tools": readable}))
         message = {
@@ -297,11 +300,16 @@ def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def split_reasoning(text: str, *, is_open: bool) -> tuple[str, str]:
-    """Return (reasoning, answer). A thinking block that never closes is all reasoning: it was cut off."""
+def split_reasoning(text: str, *, is_open: bool, is_off: bool = False) -> tuple[str, str]:
+    """Return (reasoning, answer). A thinking block that never closes is all reasoning: it was cut off.
+
+    Where the prompt has closed the block (`is_off`), the request wants no reasoning, and it is all answer.
+    """
     reasoning, closing, answer = text.partition("</think>")
     if closing:
         return reasoning.removeprefix("<think>"), answer
+    if is_off:
+        return "", text.lstrip().removeprefix("<think>") if text.lstrip().startswith("<think>") else text
     if is_open or text.lstrip().startswith("<think>"):
         return text.lstrip().removeprefix("<think>") if not is_open else text, ""
     return "", text

@@ -146,15 +146,17 @@ def test_decode_after_an_open_thinking_block(codec: ChatCodec, sampled: str, exp
     [
         ("4<|im_end|>", [("message", "4")]),
         ("<think>easy</think>4", [("reasoning", "easy"), ("message", "4")]),
-        ("<think>cut off", [("reasoning", "cut off")]),
+        ("<think>It is 4.<|im_end|>", [("message", "It is 4.")]),
+        (" 4<|im_end|>", [("message", " 4")]),
     ],
 )
-def test_decode_when_the_prompt_opens_no_block(codec: ChatCodec, sampled: str, expected: list[tuple[str, str]]) -> None:
+def test_decode_when_thinking_is_off(codec: ChatCodec, sampled: str, expected: list[tuple[str, str]]) -> None:
     prompt = codec.encode(ASK | {"metadata": {"chat_template_kwargs": '{"enable_thinking": false}'}})
     assert kinds(codec.decode(ids(codec, sampled), prompt_ids=prompt).items) == expected
 
 
 def test_split_keeps_whitespace() -> None:
+    assert split_reasoning("<think>cut off", is_open=False) == ("cut off", "")
     assert split_reasoning(" sp </think>\n\nans", is_open=True) == (" sp ", "\n\nans")
 
 
