@@ -25,7 +25,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipes.environments.contract.responses import output_items
+from recipes.environments.contract.responses import last_message_text, output_items
 from recipes.environments.contract.verdict import Response, Verdict
 
 
@@ -79,6 +79,21 @@ def advance(scored: Verdict | Scoring, replies: Replies) -> Verdict | Requests:
     finally:
         scored.close()
     return list(requests)  # type: ignore[return-value]  # all are of one kind
+
+
+class SilentJudgeError(Exception):
+    """A judge's reply holds no text, such as one that was cut off while it thought: there is no verdict."""
+
+
+def require_text(reply: Response) -> str:
+    """Return the text of a reply's last message; raises `SilentJudgeError` for a reply without text.
+
+    For a judge whose silence would earn something.
+    """
+    text = last_message_text(reply)
+    if not text:
+        raise SilentJudgeError("the judge's reply holds no text; let it write more tokens")
+    return text
 
 
 def last_part_text(reply: Response) -> str:

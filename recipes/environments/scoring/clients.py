@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeGuard, TypeVar
 from urllib.parse import quote
 
-from recipes.environments.contract.asking import Execution, JudgeQuestion, Replies, Requests, advance
+from recipes.environments.contract.asking import Execution, JudgeQuestion, Replies, Requests, SilentJudgeError, advance
 from recipes.environments.contract.rows import shown
 from recipes.environments.contract.tools import Cell, Tools
 from recipes.environments.contract.verdict import NoVerdict, Pending, Response, Verdict, env_failed
@@ -100,7 +100,7 @@ class InProcessVerifier:
             if num_shortened and isinstance(scored, Verdict):
                 return replace(scored, metrics={**scored.metrics, SHORTENED: float(num_shortened)})
             return scored
-        except JudgeFailedError as error:
+        except (JudgeFailedError, SilentJudgeError) as error:
             return NoVerdict(status=RolloutStatus.JUDGE_FAILED, reason=f"{self.name}: {error}")
         except SandboxFailedError as error:
             return env_failed(f"{self.name}: {error}")

@@ -3,7 +3,8 @@
 An item passes when the judge's word is the item's `pass_criteria`; any criterion other than YES and NO counts as YES,
 as in the reference. The word is the last label of the reply; without a label it is YES when the last line holds YES,
 else NO. Thinking of the judge and of the answer is removed first. The reward is the mean of the items, or what
-`aggregation_mode` names. An empty rubric earns 0.0.
+`aggregation_mode` names. An empty rubric earns 0.0. A reply without any text gives no verdict; in the reference it
+passes the items that NO passes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from recipes.environments.checks.judged_text import without_thinking
 from recipes.environments.checks.rubrics import AGGREGATIONS, aggregate
-from recipes.environments.contract.asking import JudgeQuestion, Scoring, filled, without_labels
+from recipes.environments.contract.asking import JudgeQuestion, Scoring, filled, require_text, without_labels
 from recipes.environments.contract.responses import last_message_text
 from recipes.environments.contract.rows import one_of, optional_object, optional_str, wrong
 from recipes.environments.contract.verdict import Response, Verdict
@@ -86,7 +87,7 @@ def score(response: Response, task: Task) -> Scoring:
         )
         for item in task.rubric
     ]
-    words = [spoken(last_message_text(reply), task.yes, task.no) for reply in replies]
+    words = [spoken(require_text(reply), task.yes, task.no) for reply in replies]
     passed = [word == item.passes_with for word, item in zip(words, task.rubric, strict=True)]
     return Verdict(
         reward=aggregate([float(value) for value in passed], [item.weight for item in task.rubric], task.aggregation),

@@ -10,11 +10,13 @@ import pytest
 from recipes.environments.contract.asking import JudgeQuestion, advance
 from recipes.environments.contract.responses import message_item, reasoning_item, response_object
 from recipes.environments.contract.rows import last_user_text
-from recipes.environments.contract.verdict import Verdict
+from recipes.environments.contract.verdict import NoVerdict, Verdict
 from recipes.environments.registry import VERIFIERS
+from recipes.environments.scoring.clients import InProcessVerifier
 from recipes.environments.verifiers import genrm_compare
 from recipes.environments.verifiers.genrm_compare import _reasoning_text
 from recipes.environments.verifiers.reasoning_gym import extract_answer
+from recipes.types import RolloutStatus
 
 ASKED: dict[str, Any] = {"responses_create_params": {"input": "Do it."}}
 JSON = '{"result": "PASS", "explanation": "right"}'
@@ -77,3 +79,26 @@ def test_many_open_tags_take_little_time(opening: str) -> None:
     start = time.monotonic()
     extract_answer(opening * (2_000_000 // len(opening)))
     assert time.monotonic() - start < 20.0
+
+
+@pytest.mark.parametrize("case", ["rubric", "over-refusal"])
+@pytest.mark.parametrize("items", [[], [reasoning_item(["hm"])], [message_item(" ")]])
+async def test_a_judge_that_says_nothing_gives_no_verdict(case: str, items: list[Any]) -> None:
+    name, fields = CASES[case][:2]
+    fields = {**fields, "rubric": [{"question": "q", "pass_criteria": "NO"}]}
+
+    class Silent:
+        async def ask(self, questions: list[JudgeQuestion]) -> list[Any]:
+            return [response_object(items, incomplete_reason="max_output_tokens") for _ in questions]
+
+    client = InProcessVerifier(
+        name=name,
+        verifier=VERIFIERS[name],
+        settings={},
+        pool=None,  # type: ignore[arg-type]
+        timeout_seconds=5.0,
+        judge=Silent(),  # type: ignore[arg-type]
+    )
+    found = await client.verify({**ASKED, **fields}, response_object([message_item("no idea")]))
+    assert isinstance(found, NoVerdict) and found.status is RolloutStatus.JUDGE_FAILED
+    assert "the judge's reply holds no text" in found.reason

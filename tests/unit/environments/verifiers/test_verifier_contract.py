@@ -84,7 +84,10 @@ def settled(verifier: Verifier, response: Any, task: Any) -> Verdict:
     replies: list[list[Any]] = []
     while isinstance(scored := advance(verifier.score(response, task), replies), list):
         printed = '{"ready": true}\n' + text
-        judged, run = {"output": [message_item(text)]}, {"process_status": "failed", "stdout": printed, "stderr": text}
+        judged, run = (
+            {"output": [message_item(text or "nothing")]},
+            {"process_status": "failed", "stdout": printed, "stderr": text},
+        )
         replies.append([{**judged, **run} for _ in scored])
     return scored
 
