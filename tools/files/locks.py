@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from recipes.errors import LaunchError, Problem
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # Lustre mounted without -o flock answers ENOSYS
 
 
 @contextmanager
@@ -33,11 +36,22 @@ def only_one(lock_file: Path) -> Iterator[None]:
 
 
 def _lock(path: Path, file: BinaryIO) -> None:
+    if not try_lock(path, file):
+        wrong, fix = "another process holds this lock and is at work here", "wait until it has finished"
+        raise LaunchError(Problem(where=str(path), wrong=wrong, fix=fix))
+
+
+def try_lock(path: Path, file: BinaryIO) -> bool:
+    """Lock an open file; False when another process has it. Where the file system has no locks, say so and go on."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        wrong, fix = "another process holds this lock and is at work here", "wait until it has finished"
-        raise LaunchError(Problem(where=str(path), wrong=wrong, fix=fix)) from error
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        print(f"{path}: this file system has no locks; start no second command that writes there")
+    return True
 
 
 def _is_at(path: Path, file: BinaryIO) -> bool:

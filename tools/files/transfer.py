@@ -8,7 +8,6 @@ compares hashes.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from recipes.errors import DataError, Problem
 from recipes.retry import RetryPolicy, TransientError
 from tools.files.hosts import GITHUB, HUB, Host, session_with, wait_or_raise
+from tools.files.locks import try_lock
 from tools.files.progress import Progress
 from tools.files.row_files import CHUNK
 
@@ -106,11 +106,9 @@ def download_file(file: RemoteFile, target: Path, policy: RetryPolicy) -> Downlo
 def _locked(partial: Path) -> Iterator[BinaryIO]:
     """Open and lock a partial file; remove it at the end when nothing was received."""
     with partial.open("a+b") as content:
-        try:
-            fcntl.flock(content, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        if not try_lock(partial, content):
             wrong, fix = "another download of this file is running", "wait until it has finished"
-            raise DataError(Problem(where=str(partial), wrong=wrong, fix=fix)) from error
+            raise DataError(Problem(where=str(partial), wrong=wrong, fix=fix))
         try:
             yield content
         finally:

@@ -144,7 +144,7 @@ def _keep(cache: CompileCache) -> None:
     cache.seed.parent.mkdir(parents=True, exist_ok=True)
     with cache.seed.with_suffix(".lock").open("w") as lock:
         if not _flock(lock.fileno(), fcntl.LOCK_EX):
-            return
+            return  # another node replaces it, or this file system has no locks and two could write at once
         if (_stamp(cache.seed.stat()) if cache.seed.exists() else "") != was:
             return
         new = names - (_names_in(cache.seed) if was else set())

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from recipes.errors import LaunchError, Problem
+from tools.files.locks import NO_LOCKS
 
 LOCK_FILE = ".lock"
 # So long a requeued job waits for its own last start: its driver may still be dying. A file server may hold the lock of
@@ -23,7 +24,6 @@ LOCK_FILE = ".lock"
 OWN_SECONDS = 180.0
 _POLL_SECONDS = 0.5
 _LOCK_MODE = 0o600  # whoever may read a file may lock it, and so keep its run from ever starting again
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # Lustre mounted without -o flock answers ENOSYS
 
 
 class RunInProgressError(LaunchError):
@@ -127,7 +127,7 @@ def _try_lock(run_dir: Path) -> int:
             )
         ) from error
     except OSError as error:
-        if error.errno in _NO_LOCKS:
+        if error.errno in NO_LOCKS:
             return descriptor  # jobs are kept apart by the ids in the file: live_jobs.py asks Slurm about them
         os.close(descriptor)
         raise
