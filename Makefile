@@ -48,7 +48,9 @@ READY := $(VENV)/.synced
 ALL_STAGES := stage1.1 stage1.2 stage1.3 stage2.1 stage2.2 stage3
 SMOKE_SEED := $(or $(SEED),42)
 SMOKE_RUN := $(or $(EXP_NAME),smoke-seed$(SMOKE_SEED)-$(shell date +%Y%m%d-%H%M%S))
-RUN_DIR = $(or $(addprefix $(RESULTS_DIR)/,$(EXP_NAME)),$(firstword $(shell ls -td $(RESULTS_DIR)/*/ 2>/dev/null)))
+# The newest run is the one that logged last: a report that is written makes its directory newer, not its run.
+RUN_DIR = $(or $(addprefix $(RESULTS_DIR)/,$(EXP_NAME)),$(patsubst %/,%,$(dir $(firstword $(shell \
+ls -t $(RESULTS_DIR)/*/metrics.jsonl 2>/dev/null)))))
 
 ##@ Start here
 .PHONY: help help-all

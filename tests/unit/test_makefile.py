@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -70,6 +71,23 @@ def test_recipes_are_short():
     for rule in re.split(r"\n(?=\S)", MAKEFILE):
         recipe = re.sub(r"\\\n", "", rule).splitlines()[1:]
         assert len([line for line in recipe if line.startswith("\t")]) <= MAX_RECIPE_LINES, rule
+
+
+def test_a_report_is_of_the_run_that_logged_last(tmp_path):
+    assert (
+        "no run in"
+        in subprocess.run(
+            ["make", "-n", "report", f"RESULTS_DIR={tmp_path}"], cwd=ROOT, capture_output=True, text=True, timeout=30
+        ).stderr
+    )
+    for number, name in enumerate(("old", "new")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").touch()
+        os.utime(tmp_path / name / "metrics.jsonl", (number, number))
+    (tmp_path / "old" / "report.html").touch()
+    (tmp_path / "profile-tiny").mkdir()  # no run
+    command = printed("-n", "report", f"RESULTS_DIR={tmp_path}")
+    assert command.rstrip().endswith(f"tools.report --run-dir {tmp_path}/new"), command
 
 
 def test_no_warning_and_no_unknown_target():
