@@ -122,7 +122,7 @@ def process_start(pid: int) -> int:
     It tells the process from a later one that was given the same id.
     """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return 0
     return int(stat.rpartition(")")[2].split()[19])

@@ -85,7 +85,7 @@ def _children() -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            stat = (entry / "stat").read_text()
+            stat = (entry / "stat").read_text(errors="replace")  # a process chooses its name
         except OSError:  # it ended while we looked
             continue
         # The command is in parentheses and may hold spaces; state and parent follow it.
@@ -138,7 +138,7 @@ def shared_memory_inodes(pids: list[int]) -> set[int]:
     found: set[int] = set()
     for pid in pids:
         with suppress(OSError):  # it ended while we looked
-            maps = Path(f"/proc/{pid}/maps").read_text()
+            maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
             # address, permissions, offset, device, inode, path
             found |= {int(line.split(maxsplit=5)[4]) for line in maps.splitlines() if _SHM in line}
             for descriptor in Path(f"/proc/{pid}/fd").iterdir():

@@ -171,22 +171,24 @@ def _collect(process: subprocess.Popen[bytes], deadline: float, limits: Limits) 
         for name, stream in (("stdout", process.stdout), ("stderr", process.stderr)):
             assert stream is not None
             selector.register(stream, selectors.EVENT_READ, name)
-        while not reason and (selector.get_map() or process.poll() is None):
-            wait = max(0.0, min(deadline, next_check) - time.monotonic())
-            if not selector.get_map():  # it closed its streams and runs on
-                _wait(process, wait)
-            for key, _ in selector.select(wait) if selector.get_map() else ():
-                data = os.read(key.fd, 65536)
-                if not data:
-                    selector.unregister(key.fileobj)
-                total += len(data)
-                kept[key.data] += data[: limits.output_bytes - len(kept[key.data])]
-            now = time.monotonic()
-            reason = "time" if now >= deadline else "output" if total > MAX_OUTPUT_BYTES else ""
-            if not reason and now >= next_check:
-                next_check = now + CHECK_SECONDS
-                reason = broken_limit(process, limits)
-        kill(process)
+        try:
+            while not reason and (selector.get_map() or process.poll() is None):
+                wait = max(0.0, min(deadline, next_check) - time.monotonic())
+                if not selector.get_map():  # it closed its streams and runs on
+                    _wait(process, wait)
+                for key, _ in selector.select(wait) if selector.get_map() else ():
+                    data = os.read(key.fd, 65536)
+                    if not data:
+                        selector.unregister(key.fileobj)
+                    total += len(data)
+                    kept[key.data] += data[: limits.output_bytes - len(kept[key.data])]
+                now = time.monotonic()
+                reason = "time" if now >= deadline else "output" if total > MAX_OUTPUT_BYTES else ""
+                if not reason and now >= next_check:
+                    next_check = now + CHECK_SECONDS
+                    reason = broken_limit(process, limits)
+        finally:  # nothing may leave a jail without its limits
+            kill(process)
     stdout, stderr = (bytes(kept[name]).decode(errors="replace") for name in ("stdout", "stderr"))
     return Outcome(status=None if reason else process.returncode, stdout=stdout, stderr=stderr, reason=reason)
 

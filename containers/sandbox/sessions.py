@@ -7,6 +7,7 @@ processes go on computing, or that nobody uses.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
 import subprocess
@@ -16,6 +17,8 @@ from pathlib import Path
 
 from jail import CHECK_SECONDS, Limits, Outcome, broken_limit, kill, start
 from usage import usage_of
+
+log = logging.getLogger("sandbox")
 
 WORKER = Path(__file__).with_name("worker.py")
 KEPT_SECONDS = 300.0  # a session that was used in this time is not ended for the sake of another
@@ -193,7 +196,11 @@ class Sessions:
             with self._lock:
                 sessions = dict(self._by_name)
             for name, session in sessions.items():
-                session.watch(self.idle_seconds)
+                try:
+                    session.watch(self.idle_seconds)
+                except Exception:  # of one session; the others must not go without their limits
+                    log.exception("a session could not be watched, and was ended")
+                    session.end("end")
                 if not session.is_alive and not session.lock.locked():
                     self.delete(name, session)
 

@@ -33,7 +33,8 @@ def usage_of(pid: int, disk_bytes: int = 0) -> Usage:
     while pending:
         current = pending.pop()
         try:
-            fields = Path(f"/proc/{current}/stat").read_text().rpartition(")")[2].split()
+            # A process chooses its name, which need be no text.
+            fields = Path(f"/proc/{current}/stat").read_text(errors="replace").rpartition(")")[2].split()
             tasks = list(Path(f"/proc/{current}/task").iterdir())
             pending += [int(child) for task in tasks for child in (task / "children").read_text().split()]
         except OSError:  # it has ended meanwhile

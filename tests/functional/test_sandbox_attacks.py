@@ -304,6 +304,19 @@ def test_nothing_escapes_the_time_limit(sandbox):
     assert sandbox.cell("1", "stubborn")["new_session_created"] is True
 
 
+def test_a_name_that_is_no_text_hides_nobody_from_the_limits(sandbox):
+    """What a program uses is read from files in which its name stands."""
+    nameless = "open('/proc/self/comm', 'wb').write(b'\\xff\\n')\n"
+    waits = f"{nameless}import time\nprint(1, flush=True)\ntime.sleep(1e6)"
+    start = time.monotonic()
+    answer = sandbox.python(waits, timeout=2)
+    assert (answer["process_status"], answer["stdout"]) == ("timeout", "1\n")
+    assert time.monotonic() - start < patiently(20)
+    sandbox.cell(f"{nameless}kept = 7", "nameless")
+    time.sleep(1.5)
+    assert sandbox.cell("print(kept)", "nameless")["stdout"] == "7\n"
+
+
 def test_nothing_of_the_host_or_of_neighbours_is_reached(sandbox):
     sandbox.cell("secret = 1", "neighbour")
     code = NEIGHBOURS.replace("PORT", sandbox.url.rpartition(":")[2])

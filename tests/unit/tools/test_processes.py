@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -11,9 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from recipes.heartbeat import process_start
 from tools.processes import descendants, remove_shared_memory, shared_memory_inodes
 
 ROOT = Path(__file__).resolve().parents[3]
+
+# A process that calls itself something that is no text.
+NAMELESS = "open('/proc/self/comm', 'wb').write(b'\\xff')\nprint()\nimport sys\nsys.stdin.read()"
 
 # Starts a shell that starts a sleeper in a session of its own and ends; then ends everything below itself.
 ORPHAN_MAKER = """
@@ -145,3 +150,18 @@ def test_the_limit_on_open_files_is_raised_as_far_as_it_may_be(soft: int) -> Non
     command = ["prlimit", f"--nofile={soft}:400", sys.executable, "-c", program]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "(400, 400)\n"
+
+
+def test_a_process_without_a_name_in_text_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "containers/sandbox"))
+    usage = runpy.run_path(str(ROOT / "containers/sandbox/usage.py"))
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", NAMELESS], stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            assert process.pid in descendants(os.getpid())
+            assert process_start(process.pid) > 0
+            assert usage["usage_of"](process.pid).memory_bytes > 1 << 20
+        finally:
+            process.kill()
