@@ -17,6 +17,7 @@ from recipes.errors import LaunchError, Problem
 from tools.job.local import count_gpus
 
 CONTAINER_SECONDS = 300.0  # in which a container of a task starts, works and ends
+SIGHT_SECONDS = 60.0  # in which a shared file system shows what another node has written
 PORT_SECONDS = 90.0  # in which the processes of a requeued job's last start free their ports
 NODES_FILE = "nodes"  # in the log directory: the names of the job's nodes
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -45,8 +46,13 @@ def gpu_problems(units: int, devices: int, *, has_driver: bool) -> list[Problem]
 
 
 def sight_problems(log_dir: Path) -> list[Problem]:
-    """Return a problem when this node does not see the file that the job wrote before it started any node."""
-    if (log_dir / NODES_FILE).is_file():
+    """Return a problem when this node never sees the file that the job wrote before it started any node."""
+    end = time.monotonic() + SIGHT_SECONDS
+    while not (log_dir / NODES_FILE).is_file():
+        if time.monotonic() >= end:
+            break
+        time.sleep(0.2)
+    else:
         return []
     fix = "put RESULTS_DIR on a file system that all nodes share, or mount it there"
     wrong = f"no file {log_dir / NODES_FILE}, which the job's first node has written"

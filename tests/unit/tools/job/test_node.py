@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,7 +80,16 @@ def test_a_busy_port_ends_the_node_with_its_owner(tmp_path, monkeypatch, capsys)
     assert "node: port 1200: got in use by pid 7" in capsys.readouterr().err
 
 
+def test_a_shared_file_system_may_show_the_run_directory_late(tmp_path):
+    log_dir = tmp_path / "attempt_1"
+    shown = threading.Timer(0.5, lambda: (log_dir.mkdir(), (log_dir / "nodes").touch()))
+    shown.start()
+    assert node_check.sight_problems(log_dir) == []
+    shown.join()
+
+
 def test_a_node_that_does_not_see_the_run_directory_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(node_check, "SIGHT_SECONDS", 0.0)
     monkeypatch.setattr(node_check, "busy_ports", lambda _ports: [])
     arguments = ["--role=worker", "--head=n1", "--num-nodes=2", "--units=1", f"--log-dir={tmp_path}/elsewhere", *TEMP]
     monkeypatch.setattr(node, "STOPS", ())
