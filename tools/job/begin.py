@@ -53,19 +53,17 @@ def lock_alone(run_dir: Path) -> None:
     """Lock the run; raises `LaunchError` beside a job that lives, `StaleLockError` when only its lock is left."""
     before = read_holder(run_dir)
     is_other = before is not None and before.job_id not in ("", this_process().job_id)
-    refused: RunInProgressError | None = None
+    # Slurm knows whether the other job lives. On a file system whose locks do not reach other nodes only Slurm does. It
+    # is asked first: whoever has locked the run is written down in place of the other.
+    if is_other and before is not None:
+        refuse_beside(run_dir.name, before.job_id)
     try:
         os.set_inheritable(lock_run(run_dir), True)
     except RunInProgressError as error:
         if not is_other:
             raise
-        refused = error
-    # Slurm knows whether the other job lives. On a file system whose locks do not reach other nodes only Slurm does.
-    if is_other and before is not None:
-        refuse_beside(run_dir.name, before.job_id)
-    if refused is not None:
         wrong = f"{before} has its lock, which a file server may keep for a while after the loss of a node"
-        raise StaleLockError(Problem(where=run_dir.name, wrong=wrong, fix="wait: this job starts again")) from refused
+        raise StaleLockError(Problem(where=run_dir.name, wrong=wrong, fix="wait: this job starts again")) from error
 
 
 def refuse_beside(name: str, job_id: str) -> None:
@@ -107,17 +105,16 @@ def require_same_data(run_dir: Path, command: Sequence[str]) -> None:
     given = dict(word.split("=", 1) for word in command if word.startswith(DATA_KEYS))  # the last of a key wins
     paths = [Path(str(found)) for word in given.values() if (found := yaml.safe_load(word)) is not None]
     recorded = read_run_lock(run_dir).get("data", {})
-    problems = [
-        Problem(
-            where=str(path),
-            got=f"sha256 {found[:12]}...",
-            expected=f"{recorded[name]['sha256'][:12]}..., as when the job was submitted",
-            fix="restore the file, or submit the run again; data.on_change says how a run with checkpoints goes on",
-        )
-        for path in dict.fromkeys(paths)
-        if (name := recorded_name(path, paths, recorded))
-        and (found := data_digest(path)["sha256"]) != recorded[name]["sha256"]
-    ]
+    problems = []
+    for path in dict.fromkeys(paths):
+        name = recorded_name(path, paths, recorded)
+        if name and not path.is_file():
+            fix = "restore the file, or submit the run again with another one"
+            problems.append(Problem(where=str(path), wrong="no such file any more", fix=fix))
+        elif name and (found := data_digest(path)["sha256"]) != recorded[name]["sha256"]:
+            expected = f"{recorded[name]['sha256'][:12]}..., as when the job was submitted"
+            fix = "restore the file, or submit the run again; data.on_change says how a run with checkpoints goes on"
+            problems.append(Problem(where=str(path), got=f"sha256 {found[:12]}...", expected=expected, fix=fix))
     if problems:
         raise LaunchError(problems)
 

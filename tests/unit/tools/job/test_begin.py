@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from recipes.errors import CheckpointError, LaunchError
+from tools.job import begin
 from tools.job.begin import refuse_beside, require_same_data, with_start_weights
 from tools.planning import live_jobs as queue
 from tools.planning.live_jobs import LiveJob, live_jobs, run_problems
@@ -94,6 +97,29 @@ def test_data_that_changed_since_the_launch_is_refused_at_each_start(tmp_path):
         require_same_data(tmp_path, command)
     assert [problem.where for problem in caught.value.problems] == [str(path) for path in paths]
     require_same_data(tmp_path, [*command, "data.validation.data_path=null", "data.train.data_path=null"])
+
+
+def test_data_that_is_gone_is_named(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text("row\n")
+    (tmp_path / "run.lock.json").write_text(json.dumps({"data": {path.name: data_digest(path)}}))
+    path.unlink()
+    with pytest.raises(LaunchError, match=r"train\.jsonl: no such file any more; restore the file"):
+        require_same_data(tmp_path, [f"data.train.data_path={path}"])
+
+
+def test_a_start_that_is_refused_leaves_the_record_of_the_job_that_lives(tmp_path, monkeypatch):
+    def no_locks(_file, _kind):
+        raise OSError(errno.ENOSYS, "as on Lustre without -o flock")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(begin, "live_jobs", lambda selection: [LiveJob(selection.removeprefix("--jobs="), "RUNNING")])
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    os.close(lock_run(tmp_path))
+    monkeypatch.setenv("SLURM_JOB_ID", "43")
+    for _ in range(2):  # a third job is refused, too
+        with pytest.raises(LaunchError, match="job 42 of this run is RUNNING"):
+            begin.lock_alone(tmp_path)
 
 
 @pytest.fixture
