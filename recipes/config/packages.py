@@ -6,6 +6,7 @@ The doctor looks for them before a launch on this machine. Elsewhere only the po
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +18,20 @@ if TYPE_CHECKING:
 _MEGATRON = "policy.megatron_cfg."
 _FUSED = "transformer_engine"
 _MAMBA = ("mamba_ssm", "causal_conv1d")
+_MODULES = {_FUSED: "transformer_engine.pytorch", "mamba_ssm": "mamba_ssm.ops.triton.ssd_combined"}
+"""What Megatron imports of a package, where that is not the package itself."""
 
 
-def package_problems(megatron: MegatronConfig, sizes: Mapping[str, Any], *, has_cuda: bool) -> list[Problem]:
+def package_problems(
+    megatron: MegatronConfig, sizes: Mapping[str, Any], *, has_cuda: bool, imports: bool = False
+) -> list[Problem]:
     """Return every key, and kind of layer, that needs a package which is not installed here.
 
     Args:
         sizes: the arguments of Megatron's `TransformerConfig` that describe the model.
         has_cuda: without CUDA, plain torch takes the place of what Mamba layers need.
+        imports: also import each package. Megatron takes one that cannot be imported for one that is not installed, and
+            does not say why.
     """
     wanted = {
         f"{_MEGATRON}apply_rope_fusion": megatron.apply_rope_fusion,
@@ -37,8 +44,17 @@ def package_problems(megatron: MegatronConfig, sizes: Mapping[str, Any], *, has_
         if megatron.context_parallel_size > 1:  # Megatron divides a packed row for Mamba layers by a function of it
             key = f"{_MEGATRON}context_parallel_size (with Mamba layers)"
             missing.append((key, _FUSED, "set it to 1, or use the GPU image"))
-    return [
-        Problem(where=where, wrong=f"the package {name} is not installed where the policy runs", fix=fix)
-        for where, name, fix in missing
-        if find_spec(name) is None
-    ]
+    wrong = {name: _wrong(name, imports=imports) for _, name, _ in missing}
+    return [Problem(where=where, wrong=text, fix=fix) for where, name, fix in missing if (text := wrong[name])]
+
+
+def _wrong(name: str, *, imports: bool) -> str:
+    """Return what is wrong with a package where the policy runs, or nothing."""
+    if find_spec(name) is None:
+        return f"the package {name} is not installed where the policy runs"
+    try:
+        if imports:
+            import_module(_MODULES.get(name, name))
+    except Exception as error:  # a wrong version of what it is compiled against raises anything
+        return f"the package {name} cannot be imported where the policy runs: {type(error).__name__}: {error}"
+    return ""

@@ -97,7 +97,8 @@ def build_trainer(cfg: PolicyConfig, loss: LossFunction, *, reference: Reference
     directory = hf.model_directory(cfg.model_name)
     hf_config, family = hf.read_config(directory)
     sizes = family.config(hf_config)
-    if problems := package_problems(cfg.megatron_cfg, sizes, has_cuda=torch.cuda.is_available()):
+    has_cuda = torch.cuda.is_available()
+    if problems := package_problems(cfg.megatron_cfg, sizes, has_cuda=has_cuda, imports=has_cuda):
         raise ConfigError(problems)
     check_model_fits(sizes, hf_config.vocab_size, cfg.megatron_cfg)
     reader = hf.WeightReader(directory)

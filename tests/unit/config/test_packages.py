@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,3 +43,24 @@ def test_mamba_layers_name_the_packages_they_need_on_cuda(monkeypatch: pytest.Mo
         assert [(problem.where, problem.wrong.split()[2]) for problem in found] == expected
     assert packages.package_problems(divided, hybrid, has_cuda=False) == []
     assert packages.package_problems(divided, {}, has_cuda=True) == []
+
+
+def test_a_package_that_cannot_be_imported_is_named_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    megatron = require_valid(load_config(BASE, ["policy.model_name=any"])).policy.megatron_cfg
+    module = tmp_path / "transformer_engine" / "pytorch.py"
+    module.parent.mkdir()
+    (module.parent / "__init__.py").touch()
+    module.write_text("import a_package_that_it_needs\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert packages.package_problems(megatron, {}, has_cuda=True) == [], "the doctor's machine may have no GPU"
+    found = packages.package_problems(megatron, {}, has_cuda=True, imports=True)
+    del sys.modules["transformer_engine"]
+    assert len(found) == len(FUSED)
+    why = "ModuleNotFoundError: No module named 'a_package_that_it_needs'"
+    assert {problem.wrong for problem in found} == {
+        f"the package transformer_engine cannot be imported where the policy runs: {why}"
+    }
