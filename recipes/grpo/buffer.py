@@ -67,17 +67,25 @@ class ReplayBuffer:
             self._closed = True
             self._changed.notify_all()
 
-    def take(self, step: int, *, deadline_seconds: float, waiting_for: Callable[[], str]) -> list[Group]:
-        """Wait for the P groups of `step`, remove and return them, oldest prompt first; an empty list once closed.
+    def take(
+        self,
+        step: int,
+        *,
+        deadline_seconds: float,
+        waiting_for: Callable[[], str],
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> list[Group]:
+        """Wait for the P groups of `step`, remove and return them, oldest prompt first.
 
-        Raises the collector's failure at once, and `StalledError` when no group arrives within the deadline.
+        An empty list once closed or `is_stopped`, which is asked each second. Raises the collector's failure at once,
+        and `StalledError` when no group arrives within the deadline.
         """
         with self._changed:
             last_progress, seen = time.monotonic(), -1
             while len(self._groups[step]) < self._num_prompts:
                 if self._failure is not None:
                     raise self._failure
-                if self._closed:
+                if self._closed or is_stopped():
                     return []
                 have = sum(len(groups) for groups in self._groups.values())
                 if have != seen:

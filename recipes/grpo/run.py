@@ -154,7 +154,7 @@ class Run:
     def take(self) -> list[Group]:
         """Wait for the groups of the next step and remove them from the buffer; an empty list when there are none.
 
-        A save in progress goes on before and after the wait; raises what made it fail.
+        None are waited for beyond a time limit. A save in progress goes on before and after; raises what made it fail.
         """
         self._groups = []
         self._saved(self._saver.advance())
@@ -162,6 +162,7 @@ class Run:
             self.state.step,
             deadline_seconds=self.config.deadlines.progress,
             waiting_for=self.collector.waiting_for,
+            is_stopped=lambda: self.stop.requested(step_seconds=0.0),
         )
         self._saved(self._saver.advance())
         return self._groups

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -190,6 +191,29 @@ def test_a_resumed_job_begins_no_step_that_it_cannot_finish(tmp_path: Path) -> N
     assert run.stop.reason == "the job's time limit"
     assert run.state.step == 2
     assert not run.is_complete
+
+
+def test_a_time_limit_ends_the_wait_for_rollouts_and_the_run_saves(tmp_path: Path) -> None:
+    class Late(LoopEnvironments):
+        async def run(self, row: Row, model: ModelClient, *, max_tokens: int) -> Rollout:
+            if int(row["responses_create_params"]["input"]) >= 4:
+                await asyncio.sleep(3600)
+            return await super().run(row, model, max_tokens=max_tokens)
+
+    run = make_run(tmp_path, ROWS, environments=Late())
+    take, asked = run.buffer.take, list[int]()
+
+    def note(step: int, **options: Any) -> list[Group]:
+        asked.append(step)
+        return take(step, **{**options, "deadline_seconds": 10.0})
+
+    run.buffer.take = note  # type: ignore[method-assign]
+    # The limit passes while the third step waits for its groups.
+    run.stop = StopRequest(must_save_by="00:00:10:00", job_start=0.0, clock=lambda: 700.0 if 2 in asked else 0.0)
+    assert drive(run) is None
+    assert run.stop.reason == "checkpointing.checkpoint_must_save_by"
+    assert not run.is_complete
+    assert list(complete_checkpoints(tmp_path / "checkpoints")) == [2]
 
 
 def test_many_masked_sequences_in_a_row_raise_an_alarm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
