@@ -314,6 +314,14 @@ class Alarms:
             )
 
 
+def metric_key(name: str | None) -> str | None:
+    """Translate `val:NAME` or `train:NAME` of the configuration to the key of metrics.jsonl."""
+    if name is None:
+        return None
+    kind, _, rest = name.partition(":")
+    return f"{'validation' if kind == 'val' else kind}/{rest}"
+
+
 def metrics_record(step: int, now: float, values: Mapping[str, float]) -> dict[str, Any]:
     """Return one line of metrics.jsonl; a value that is not finite is null there and named in `non_finite`."""
     record: dict[str, Any] = {"step": step, "time": now}

@@ -14,12 +14,12 @@ import torch
 
 from recipes.config.keys.derive import derive
 from recipes.config.tree import Config
-from recipes.errors import PolicyError, RecipeError, StalledError, TokensLostError
+from recipes.errors import PolicyError, RecipeError, RunError, StalledError, TokensLostError
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.checkpoint import LedgerEntry, SavedState, prune
 from recipes.grpo.data import DataIdentity
 from recipes.grpo.log import RunLogger
-from recipes.grpo.metrics import Alarms, StepMetrics, aggregate_rollouts, engine_samples, rates
+from recipes.grpo.metrics import Alarms, StepMetrics, aggregate_rollouts, engine_samples, metric_key, rates
 from recipes.grpo.refit import WeightSink, WeightSource
 from recipes.grpo.rollout import RolloutCollector
 from recipes.grpo.saving import CheckpointSaver, Saved
@@ -282,7 +282,7 @@ class Run:
         prune(
             self.checkpoints,
             keep_top_k=cfg.keep_top_k,
-            metric=_metric_key(cfg.metric_name),
+            metric=metric_key(cfg.metric_name),
             higher_is_better=cfg.higher_is_better,
             save_period=cfg.save_period,
             keep_latest=cfg.ft_keep_latest_k,
@@ -291,15 +291,7 @@ class Run:
     def finish(self) -> None:
         """End training: validate the last weights, if that is due and no step did, and save what is not saved yet."""
         if not self.stop.reason and self.state.step < self.num_steps:
-            reasons = Counter(reason.partition(":")[0] for _, reason in self.collector.state().failed)
-            logger.warning(
-                "the data ended after step %d of %d: %s",
-                self.state.step,
-                self.num_steps,
-                ", ".join(f"{count} prompts {reason}" for reason, count in reasons.most_common())
-                or "no prompt is left",
-            )
-            self.num_steps = self.state.step
+            self._end_of_data()
         if self.lacks_final_validation() and not self.stop.reason:
             # Its values join the record of the last step, which is written already.
             metrics = self.metrics = StepMetrics(self.state.step)
@@ -311,6 +303,15 @@ class Run:
         if self.state.step > self.state.saved_step:
             self.save()
             self._finish_save()
+
+    def _end_of_data(self) -> None:
+        """Make the present step the last one. Raises `RunError` before the first: nothing would be handed over."""
+        reasons = Counter(reason.partition(":")[0] for _, reason in self.collector.state().failed)
+        why = ", ".join(f"{count} prompts {reason}" for reason, count in reasons.most_common()) or "no prompt is left"
+        if self.state.step == 0:
+            raise RunError(f"the data ended before the first step was trained: {why}")
+        logger.warning("the data ended after step %d of %d: %s", self.state.step, self.num_steps, why)
+        self.num_steps = self.state.step
 
     def lacks_final_validation(self) -> bool:
         """Whether all steps are done, and the validation after the last one was asked for and has not been."""
@@ -388,11 +389,3 @@ class Run:
             / sizes.generation_gpus,
             "idle/generation": max(0.0, 1.0 - gained["busy_seconds"] / (seconds * len(stats))),
         }
-
-
-def _metric_key(name: str | None) -> str | None:
-    """Translate `val:NAME` / `train:NAME` of the configuration to the key of metrics.jsonl."""
-    if name is None:
-        return None
-    kind, _, rest = name.partition(":")
-    return f"{'validation' if kind == 'val' else kind}/{rest}"

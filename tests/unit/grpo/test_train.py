@@ -147,6 +147,13 @@ def test_data_that_ends_early_is_validated_and_saved_like_the_end(tmp_path: Path
     assert list(complete_checkpoints(tmp_path / "checkpoints")) == [4]
 
 
+def test_data_that_ends_before_the_first_step_is_a_failure(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ["0", "1", "2"], environments=LoopEnvironments(broken=["0", "2"]))
+    failure = drive(run)
+    assert isinstance(failure, RunError), "a stage that hands nothing over must not count as done"
+    assert str(failure) == "the data ended before the first step was trained: 2 prompts env_failed"
+
+
 def test_a_stop_in_the_last_step_leaves_the_validation_to_the_next_start(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS, *AT_END)
 
