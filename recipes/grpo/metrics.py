@@ -25,6 +25,9 @@ TIMING_PREFIX = "timing/train/"
 PASS_REWARD = 1.0  # smallest reward that counts as solved in pass rates
 _SPECULATED = ("spec_num_drafts", "spec_num_draft_tokens", "spec_num_accepted_tokens")  # an engine's counts
 _MAX_MASKED_SHARE, _MASKED_STEPS = 0.1, 5  # the alarm: of the sequences, for this many steps in a row
+_LARGEST = (
+    1e100  # of a verifier's number: a server may mean "no limit" by the largest there is, and sums must be finite
+)
 _MAX_KIND = 80  # characters of a reason that say its kind
 
 PHASES: Mapping[str, str] = {
@@ -210,7 +213,8 @@ def _group_metrics(group: Group) -> dict[str, float]:
     metrics["truncation_rate"] = sum(r.status is RolloutStatus.TRUNCATED for r in valid) / len(valid)
     for name in sorted({name for rollout in valid for name in rollout.metrics}):
         extras = [float(rollout.metrics[name]) for rollout in valid if name in rollout.metrics]
-        metrics.update(_spread(f"{agent}/{name}", extras))
+        if all(map(math.isfinite, extras)):
+            metrics.update(_spread(f"{agent}/{name}", [min(max(extra, -_LARGEST), _LARGEST) for extra in extras]))
     return metrics
 
 

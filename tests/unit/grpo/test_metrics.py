@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,6 +86,15 @@ def test_lengths_ends_and_verifier_extras(groups: list[Group]) -> None:
     assert metrics["natural_termination_rate"] == pytest.approx((2 / 3 + 1) / 2)
     assert metrics["math/exact/mean"] == 0.5
     assert "mcqa/exact/mean" not in metrics
+
+
+@pytest.mark.parametrize("value", [sys.float_info.max, -sys.float_info.max, math.inf, math.nan])
+def test_no_number_of_a_verifier_ends_a_run(value: float) -> None:
+    rollouts = [make_rollout(1.0, make_turn({4: 2}), metrics={"limit": number}) for number in (value, value, 0.0)]
+    found = aggregate_rollouts([make_group(0, rollouts), make_group(1, rollouts)], 4)
+    assert found["math/reward"] == 1.0
+    assert ("math/limit/mean" in found) == math.isfinite(value)
+    assert all(map(math.isfinite, found.values()))
 
 
 def test_tokens_and_flags_are_counted_over_all_rollouts(groups: list[Group]) -> None:
