@@ -62,6 +62,7 @@ class SavedState:
     ledger: tuple[LedgerEntry, ...]
     metrics: Mapping[str, float]  # of the last step, validation included; retention ranks by one of them
     step_seconds: float = 0.0  # how long a step takes, so that a resumed job begins none it cannot finish
+    save_seconds: float = 0.0  # of the longest save before this one, so that a resumed job leaves time for one
 
 
 def step_dir(root: Path, step: int) -> Path:
@@ -108,6 +109,7 @@ def write_state(path: Path, state: SavedState) -> None:
                 "set_aside": collector.set_aside,
                 "metrics": dict(state.metrics),
                 "step_seconds": state.step_seconds,
+                "save_seconds": state.save_seconds,
             },
             option=orjson.OPT_INDENT_2,
         )
@@ -221,6 +223,7 @@ def load_state(path: Path) -> SavedState:
         ledger=tuple(LedgerEntry(**line) for line in _read_lines(path / "ledger.jsonl")),
         metrics={name: math.nan if value is None else value for name, value in raw["metrics"].items()},
         step_seconds=raw["step_seconds"],
+        save_seconds=raw.get("save_seconds", 0.0),  # none in older checkpoints
     )
 
 

@@ -96,6 +96,7 @@ class TrainState:
     saved_step: int = 0
     ledger: list[LedgerEntry] = field(default_factory=list)  # prompts trained on
     step_seconds: float = 0.0  # moving average of the wall time of a step
+    save_seconds: float = 0.0  # of the longest save
     metrics: dict[str, float] = field(default_factory=dict)  # of the step logged last
 
     def advance(self, groups: Sequence[Group]) -> None:
@@ -134,6 +135,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self._saver = CheckpointSaver(self.checkpoints, self.policy, prune=self._prune)
+        self.stop.save_seconds = self.state.save_seconds
 
     def is_due(self, period: int) -> bool:
         """Whether the step just done is a multiple of `period`; never for 0 or less."""
@@ -262,6 +264,7 @@ class Run:
                 ledger=(*self.state.ledger, *failed),
                 metrics=self.state.metrics,
                 step_seconds=self.state.step_seconds,
+                save_seconds=self.state.save_seconds,
             )
             self._saver.begin(state, with_optimizer=self.config.checkpointing.save_optimizer)
         self._save_seconds = time.monotonic() - start
@@ -274,7 +277,7 @@ class Run:
         """Note a checkpoint that is complete now."""
         if saved is not None:
             self.state.saved_step = saved.step
-            self.stop.save_seconds = max(self.stop.save_seconds, saved.seconds)
+            self.stop.save_seconds = self.state.save_seconds = max(self.state.save_seconds, saved.seconds)
             logger.info("saved %s", saved.path)
 
     def _prune(self) -> None:

@@ -372,5 +372,6 @@ def _restore(
         saved_step=saved.step,
         ledger=trained,
         step_seconds=saved.step_seconds,
+        save_seconds=saved.save_seconds,
         metrics=dict(saved.metrics),
     )

@@ -103,6 +103,7 @@ def run_state(step: int, metrics: dict[str, float] | None = None) -> SavedState:
         ledger=(LedgerEntry(key="0:1:ab", step=1), LedgerEntry(key="0:3:cd", step=0, reason="env_failed: down")),
         metrics=metrics or {},
         step_seconds=1.25,
+        save_seconds=2.5,
     )
 
 
