@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -136,9 +136,15 @@ def merge_step_metrics(parts: Sequence[Mapping[str, Measured]]) -> dict[str, flo
 def _merged(name: str, values: Sequence[Measured]) -> Measured:
     pairs = [value for value in values if isinstance(value, tuple)]
     if pairs:
-        return math.fsum(total for total, _ in pairs), math.fsum(count for _, count in pairs)
-    combine = min if _is("min", name) else max if _is("max", name) else math.fsum
+        return _sum(total for total, _ in pairs), _sum(count for _, count in pairs)
+    combine = min if _is("min", name) else max if _is("max", name) else _sum
     return combine(value for value in values if not isinstance(value, tuple))
+
+
+def _sum(values: Iterable[float]) -> float:
+    """Return the sum. `fsum` refuses two infinities of both signs; such a step is skipped, and must not raise."""
+    found = list(values)
+    return math.fsum(found) if all(map(math.isfinite, found)) else sum(found)
 
 
 def _divided(value: Measured) -> float:

@@ -11,6 +11,7 @@ import torch
 
 from recipes.policy.packing import Shard
 from recipes.policy.shards import (
+    merge_metrics,
     merge_optimizer_steps,
     merge_step_metrics,
     optimizer_batches,
@@ -82,6 +83,14 @@ def test_a_loss_that_is_no_number_stays_none() -> None:
     merged = merge_step_metrics([step, step | {"loss": float("nan"), "probs_ratio_max": float("inf")}])
     assert math.isnan(merged["loss"])
     assert merged["probs_ratio_max"] == float("inf")
+
+
+def test_a_loss_without_bound_in_both_directions_is_no_number_either() -> None:
+    parts = [{"loss": (math.inf, 2.0), "kl": math.inf}, {"loss": (-math.inf, 1.0), "kl": -math.inf}]
+    merged = merge_metrics(parts)  # raised on one rank, it would leave the others waiting in a collective
+    loss, kl = merged["loss"], merged["kl"]
+    assert isinstance(loss, tuple) and math.isnan(loss[0]) and loss[1] == 3.0
+    assert isinstance(kl, float) and math.isnan(kl)
 
 
 def policy_config(*, is_packed: bool) -> Any:
