@@ -195,7 +195,7 @@ class Policy:
         self._call("begin_save", path, export_path, with_optimizer, deadline=self._deadlines.checkpoint)
 
     def is_save_written(self) -> bool:
-        """Whether all ranks have written their copies; raises `PolicyError` when one could not."""
+        """Whether all ranks have written their copies; raises `RunError` when one could not."""
         return all(self._call("is_save_written", deadline=self._deadlines.checkpoint))
 
     def finish_save(self) -> float:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from recipes.cluster.token_store import RayTokenStore
+from recipes.errors import RunError
 from recipes.imports import without_gc
 from recipes.types import LossFunction, ReferenceUse, WeightLayout
 
@@ -218,9 +219,15 @@ class PolicyWorker:
         self._saving = saving.BackgroundSave(self._trainer, path, export, copies, with_optimizer=with_optimizer)
 
     def is_save_written(self) -> bool:
-        """Whether this rank has written all of the save in progress; raises what kept it from that."""
+        """Whether this rank has written all of the save in progress; raises `RunError` when it could not.
+
+        The policy itself is as good as before then, so that is no `PolicyError`: the run may save again.
+        """
         assert self._saving is not None, "begin_save comes first"
-        return self._saving.is_written()
+        try:
+            return self._saving.is_written()
+        except Exception as error:
+            raise RunError(f"policy rank {self._rank} could not write its part of a checkpoint: {error!r}") from error
 
     def finish_save(self) -> float:
         """Complete the save that all ranks have written; returns the seconds for which this one has written."""

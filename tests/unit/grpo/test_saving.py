@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.errors import EngineError, PolicyError, StalledError
+from recipes.errors import EngineError, PolicyError, RunError, StalledError
 from recipes.grpo import saving
 from recipes.grpo.checkpoint import complete_checkpoints, latest_checkpoint, load_state
 from recipes.grpo.run import Run
@@ -122,8 +122,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits_f
 @pytest.mark.parametrize(
     ("where", "saved"),
     [
-        ("policy.is_save_written 1", []),  # the ranks cannot write: neither can they when the run leaves
-        ("policy.finish_save 1", []),
+        ("policy.finish_save 1", []),  # the policy may have failed: nothing more is asked of it
         ("policy.begin_save 2", [2]),
     ],
 )
@@ -154,6 +153,15 @@ def test_a_failure_of_the_drivers_part_is_saved_again_before_the_run_leaves(
     run = make_run(tmp_path, ROWS, *EVERY_TWO)
     assert drive(run) is failure
     assert list(complete_checkpoints(run.checkpoints)) == [run.state.step]
+    assert drive(make_run(tmp_path, ROWS, *EVERY_TWO)) is None
+    assert sorted(trained(tmp_path)) == list(range(12)), "a prompt was trained twice or never"
+
+
+def test_a_rank_that_could_not_write_writes_again_before_the_run_leaves(tmp_path: Path) -> None:
+    failure = RunError("policy rank 3 could not write its part of a checkpoint: the disk was away")
+    run = make_run(tmp_path, ROWS, *EVERY_TWO, failures={"policy.is_save_written 1": failure})
+    assert drive(run) is failure
+    assert list(complete_checkpoints(run.checkpoints)) == [run.state.step], "the steps since the last one are lost"
     assert drive(make_run(tmp_path, ROWS, *EVERY_TWO)) is None
     assert sorted(trained(tmp_path)) == list(range(12)), "a prompt was trained twice or never"
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from recipes.errors import PolicyError, RunError
 from recipes.policy import saving
 from recipes.policy.host_copies import HostCopies
+from recipes.policy.worker import PolicyWorker
 
 
 class Snapshot:
@@ -41,3 +44,15 @@ def test_only_the_rank_that_says_where_tensors_lie_flushes_that(
         time.sleep(0.01)
     save.finish()
     assert synced == flushed
+
+
+def test_a_rank_that_could_not_write_is_no_failed_policy() -> None:
+    class Failed:
+        def is_written(self) -> bool:
+            raise OSError(errno.EIO, "Input/output error")
+
+    worker = PolicyWorker(3)
+    worker._saving = Failed()  # type: ignore[assignment]
+    with pytest.raises(RunError, match=r"^policy rank 3 could not write .*Input/output error") as raised:
+        worker.is_save_written()
+    assert not isinstance(raised.value, PolicyError), "after which a run does not save"
