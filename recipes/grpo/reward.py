@@ -49,13 +49,6 @@ def collect_rewards(groups: Sequence[Group], config: Config) -> tuple[Tensor, di
     return rewards_B, metrics
 
 
-def has_variance(group: Group, config: Config) -> bool:
-    """Whether the shaped rewards of the group's valid rollouts differ, so that its advantages are not all 0."""
-    rewards_G, _ = collect_rewards([group], config)
-    valid_G = rewards_G[~rewards_G.isnan()]
-    return bool(valid_G.numel()) and bool(valid_G.max() > valid_G.min())
-
-
 def verdicts(groups: Sequence[Group]) -> Tensor:
     """Return the rewards that the verifiers gave, [B] float64, NaN where there was no verdict."""
     rewards = [

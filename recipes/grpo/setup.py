@@ -26,20 +26,21 @@ from recipes.generation.judges import Judges
 from recipes.generation.serving.requests import AtPush
 from recipes.grpo import refit
 from recipes.grpo.advantage import advantage_bounds, subtract_kl
+from recipes.grpo.batch import build_batch
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.checkpoint import EXPORT, LedgerEntry, SavedState, latest_checkpoint, load_state, step_dir
 from recipes.grpo.data import PromptDataset, PromptStream, require_rows
 from recipes.grpo.draw import CollectorState, RolloutSettings
 from recipes.grpo.log import RunLogger
 from recipes.grpo.loss import grpo_loss, sampled_kl
-from recipes.grpo.reward import has_variance
+from recipes.grpo.reward import collect_rewards
 from recipes.grpo.rollout import RolloutCollector
 from recipes.grpo.run import PolicyHandle, Run, TrainState
 from recipes.grpo.validate import ValidationSet
 from recipes.policy.policy import Policy
 from recipes.rollouts.workers import RolloutWorkers
 from recipes.stop import StopRequest
-from recipes.types import ReferenceUse, Sampling
+from recipes.types import Group, ReferenceUse, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -225,10 +226,19 @@ def _dynamic_sampling(config: Config) -> dict[str, Any]:
     if not config.grpo.use_dynamic_sampling:
         return {}
     return {
-        "teaches": partial(has_variance, config=config),
+        "teaches": partial(teaches, config=config),
         "max_gen_batches": config.grpo.dynamic_sampling_max_gen_batches,
         "num_prompts_ahead": num_prompts_at_once(config.grpo) - config.grpo.num_prompts_per_step,
     }
+
+
+def teaches(group: Group, config: Config) -> bool:
+    """Whether the rewards of the group's rollouts that may enter the loss differ: else its advantages are all 0."""
+    rewards_G, _ = collect_rewards([group], config)
+    masked, overlong = config.env.should_mask_flagged_samples, config.grpo.overlong_filtering
+    batch = build_batch([group], rewards_G, overlong_filtering=overlong, mask_flagged=masked)
+    kept_G = rewards_G[batch.sample_mask_B > 0]
+    return bool(kept_G.numel()) and bool(kept_G.max() > kept_G.min())
 
 
 def _validation(config: Config, rows: PromptDataset | None, environments: Environments) -> ValidationSet | None:

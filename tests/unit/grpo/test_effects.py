@@ -19,7 +19,8 @@ from recipes.config.tree import Config
 from recipes.grpo.advantage import add_advantages
 from recipes.grpo.batch import build_batch
 from recipes.grpo.loss import grpo_loss
-from recipes.grpo.reward import collect_rewards, has_variance
+from recipes.grpo.reward import collect_rewards
+from recipes.grpo.setup import teaches as is_drawn_for
 from recipes.types import Group, LossInputs, Rollout, RolloutStatus, Turn
 from tests.groups import group_of
 
@@ -189,8 +190,42 @@ def steps_until_learned(config: Config, *, teaches: Callable[[Group], bool]) -> 
 def test_dynamic_sampling_needs_fewer_optimizer_steps_for_the_same_reward() -> None:
     config = configured("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=16")
     without = steps_until_learned(config, teaches=lambda _group: True)
-    with_it = steps_until_learned(config, teaches=lambda group: has_variance(group, config))
+    with_it = steps_until_learned(config, teaches=lambda group: is_drawn_for(group, config))
     assert with_it * 2 < without < 500
+
+
+@pytest.mark.parametrize(
+    ("override", "kept_out"),
+    [
+        ("grpo.overlong_filtering", {"is_truncated": True}),
+        ("env.should_mask_flagged_samples", {"is_flagged": True}),
+    ],
+)
+def test_dynamic_sampling_counts_no_answer_that_stays_out_of_the_loss(override: str, kept_out: dict[str, bool]) -> None:
+    """DAPO filters both: a group whose only other reward is filtered would fill its place without a gradient."""
+    verdicts = [("right", 1.0, {}), ("right", 1.0, {}), ("wrong", 0.0, kept_out)]
+    rollouts = [
+        Rollout(
+            turns=(Turn(prompt_token_ids=(1,), token_ids=(2,), logprobs=(0.0,), versions=(), finish_reason="stop"),),
+            status=RolloutStatus.TRUNCATED if marks.get("is_truncated") else RolloutStatus.COMPLETED,
+            reason=reason,
+            reward=reward,
+            is_flagged=marks.get("is_flagged", False),
+        )
+        for reason, reward, marks in verdicts
+    ]
+    group = group_of(tuple(rollouts), prompt_text="prompt")
+    for is_on in (True, False):
+        config = configured(f"{override}={str(is_on).lower()}")
+        rewards_B, _ = collect_rewards([group], config)
+        batch = build_batch(
+            [group],
+            rewards_B,
+            overlong_filtering=config.grpo.overlong_filtering,
+            mask_flagged=config.env.should_mask_flagged_samples,
+        )
+        final, _ = add_advantages(batch, [group], config)
+        assert bool(final.advantages_B.any()) == is_drawn_for(group, config) == (not is_on)
 
 
 def test_a_prompt_is_no_longer_learned_once_its_verdicts_are_scaled_to_one_number() -> None:
