@@ -99,7 +99,7 @@ class GrpoConfig:
     reward_shaping: RewardShapingConfig
     overlong_filtering: bool
     """drop truncated rollouts from the loss and their group's statistics"""
-    seq_logprob_error_threshold: Annotated[float | None, Gt(0), Unit("ratio")]
+    seq_logprob_error_threshold: Annotated[float | None, Ge(1), Unit("ratio")]
     """drop a rollout whose mean exp(abs(engine - trainer log-prob)) exceeds this; null = off"""
     parity_error_threshold: Annotated[float | None, Ge(1), Unit("ratio")]
     """refuse to start when engine and trainer differ by more than this on a prompt, in the same mean; null = off"""

@@ -317,6 +317,11 @@ FILES = {
         "grpo.num_generations_per_prompt = 16 * 8 = 128; force_on_policy_ratio needs exactly one optimizer step per "
         "batch; delete this key",
     ),
+    "mismatch threshold that no rollout meets": (
+        "grpo: {seq_logprob_error_threshold: 0.5}",
+        "x.yaml: grpo.seq_logprob_error_threshold: got 0.5, expected a number >= 1 or null; meaning: drop a rollout "
+        "whose mean exp(abs(engine - trainer log-prob)) exceeds this; null = off",
+    ),
     "metric of a validation that never runs": (
         "grpo: {val_at_start: false, val_at_end: false}\ncheckpointing: {metric_name: val:accuracy}",
         "x.yaml: checkpointing.metric_name: got val:accuracy, expected null or train:NAME; no validation would ever "
