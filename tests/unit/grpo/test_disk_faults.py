@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from recipes.errors import RecipeError
+from recipes.grpo import log, saving
 from recipes.grpo.checkpoint import LedgerEntry, SavedState, latest_checkpoint, load_state, prune
 from recipes.grpo.data import DataIdentity
 from recipes.grpo.draw import CollectorState
@@ -52,11 +53,7 @@ class Disk:
     def __init__(self, root: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Watch what happens below `root`. Synced files get a second name in `kept`: no inode is used twice."""
         self.root, self._kept = root, kept
-        self.left, self.failing, self.number = (
-            FOREVER,
-            0,
-            0,
-        )  # calls before the fault, calls that fail, with which errno
+        self.left, self.failing, self.number = FOREVER, 0, 0  # calls before the fault, calls that fail, errno
         self._contents: dict[int, bytes] = {}
         self._names: dict[int, dict[str, Entry]] = {}
         self._link, self._rmdir = os.link, os.rmdir
@@ -195,6 +192,8 @@ def check(root: Path, said: int) -> int:
 
 
 def test_no_fault_of_the_disk_loses_or_repeats_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (log, saving):
+        monkeypatch.setattr(module, "_POLL_SECONDS", 0.001)
     rng, names = Random(SEED), (tmp_path / str(number) for number in itertools.count())
     root, kept = next(names), tmp_path / "kept"
     for path in (kept, root, root / "checkpoints"):
