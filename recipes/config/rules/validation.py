@@ -56,7 +56,7 @@ def metrics_are_measured(config: Config) -> Iterator[KeyProblem]:
         if measured is None:
             names = ("accuracy", "AGENT/accuracy", "pass_k", "avg_length", "num_failed")
             expected = f"one of {', '.join(prefix + known for known in names)} (native engine)"
-            fix = "the mean reward, total_reward/mean in published files, is accuracy"
+            fix = "name accuracy for the mean reward, which is total_reward/mean in published files"
             yield KeyProblem(key=key, got=prefix + name, expected=expected, fix=fix)
         elif (measured["g"] or measured["h"]) and not config.grpo.val_greedy:
             wrong, fix = f"is {prefix}{name}, which only greedy decoding measures", "set grpo.val_greedy"

@@ -68,8 +68,8 @@ NATIVE_CASES = {
     "metrics_are_measured": (
         ["checkpointing.metric_name=val:total_reward/mean"],
         "checkpointing.metric_name: got val:total_reward/mean, expected one of val:accuracy, val:AGENT/accuracy, "
-        "val:pass_k, val:avg_length, val:num_failed (native engine); the mean reward, total_reward/mean in published "
-        "files, is accuracy",
+        "val:pass_k, val:avg_length, val:num_failed (native engine); name accuracy for the mean reward, which is "
+        "total_reward/mean in published files",
     ),
 }
 
