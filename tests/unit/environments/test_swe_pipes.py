@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from recipes.environments.swe.containers.container import Launch, RunningContainer
+from recipes.environments.swe.containers.processes import number_inside
 from recipes.environments.swe.contract import ContainerEnd, ContainerEndedError, ContainerLimits
 
 PIPE = subprocess.PIPE
@@ -52,3 +54,17 @@ async def test_a_lost_directory_of_pipes_is_no_missing_file(container, tmp_path)
     tmp_path.rmdir()
     with pytest.raises(ContainerEndedError, match="its pipes cannot be made"):
         await container.read_file("/tmp/x", max_bytes=1)
+
+
+NAMED = "open('/proc/self/comm', 'wb').write({name!r})\nprint()\nimport sys\nsys.stdin.read()"
+
+
+@pytest.mark.parametrize("name", [b"\rNSpid: 1", b"\rNSpid: x", b"\x0cNSpid:\t1", b"\xff", b"a\nNSpid: 1"])
+def test_a_process_cannot_name_its_number(name: bytes) -> None:
+    with subprocess.Popen([sys.executable, "-c", NAMED.format(name=name)], stdin=PIPE, stdout=PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            assert number_inside(process.pid) == process.pid
+        finally:
+            process.kill()

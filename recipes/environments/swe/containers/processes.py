@@ -46,8 +46,9 @@ def tree(root: int, shells: frozenset[int] = frozenset()) -> Iterator[Running]:
 def number_inside(pid: int) -> int | None:
     """Return the number that a process has in its own process namespace."""
     with suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
-            if line.startswith("NSpid:"):
+        # A process chooses its name, which stands there first; of what ends a line the kernel hides only this one.
+        for line in Path(f"/proc/{pid}/status").read_bytes().split(b"\n"):
+            if line.startswith(b"NSpid:"):
                 return int(line.split()[-1])
     return None
 
