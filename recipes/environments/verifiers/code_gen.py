@@ -40,7 +40,8 @@ TAGS = ("<think>", "</think>")
 BATCH_GROWTH = 4  # 1 test, then 4, then 16
 START_SECONDS = 5.0  # to start Python in a sandbox that is busy
 BATCH_CHARACTERS = 600_000  # of the inputs and outputs of a batch of several tests
-MAX_CHARACTERS = 5_000_000  # of a batch's answers, which JSON may write with six characters for one
+MAX_CHARACTERS = 5_000_000  # of a batch's answers, beside those of a test that expects more
+ESCAPED = 6  # characters that JSON may write for one
 SHOWN_CHARACTERS = 200
 
 
@@ -62,6 +63,10 @@ def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
     if not isinstance(tests, Mapping):
         raise wrong("verifier_metadata.unit_tests", tests, "an object")
     inputs, outputs = (_texts(tests, name) for name in ("inputs", "outputs"))
+    longest = max(map(len, outputs), default=0)
+    if longest > program_harness.MAX_OUTPUT_CHARACTERS:  # no answer could pass it
+        most = f"at most {program_harness.MAX_OUTPUT_CHARACTERS} characters in each"
+        raise wrong("verifier_metadata.unit_tests.outputs", longest, most)
     count = min(len(inputs), len(outputs))
     return Task(
         inputs=inputs[:count],
@@ -115,7 +120,8 @@ def _score_by_running(code: str, task: Task) -> Scoring:
     while True:
         size = _fitting(task, start, size)
         inputs = task.inputs[start : start + size]
-        (reply,) = yield [_execution(code, inputs, task)]
+        num_expected = sum(map(len, task.outputs[start : start + size]))
+        (reply,) = yield [_execution(code, inputs, task, num_expected)]
         answers = _answers(reply)
         if not inputs and answers:  # the definitions of the program failed
             return _failed(code, f"without a test: {_problem(answers[0], '', task)}", 0)
@@ -148,14 +154,15 @@ def _failed(code: str, reason: str, passed: int) -> Verdict:
     return Verdict(reward=0.0, reason=reason, metrics=metrics, details={"extracted_model_code": code})
 
 
-def _execution(code: str, inputs: Sequence[str], task: Task) -> Execution:
+def _execution(code: str, inputs: Sequence[str], task: Task, num_expected: int) -> Execution:
+    """Return the run of a program on some tests, which together expect so many characters."""
     request = {"code": code, "inputs": inputs, "fn_name": task.fn_name, "seconds": task.seconds}
     return Execution(
         language="python3",
         code=HARNESS,
         stdin=json.dumps(request),
         seconds=START_SECONDS + (program_harness.CLOCK_FACTOR * task.seconds + 1) * (len(inputs) + 1),
-        max_characters=MAX_CHARACTERS,
+        max_characters=max(MAX_CHARACTERS, ESCAPED * num_expected + MAX_CHARACTERS // 2),
     )
 
 

@@ -55,6 +55,23 @@ def test_what_expects_is_not_sent_and_batches_grow() -> None:
     assert "secret" not in sent
 
 
+@pytest.mark.parametrize("letter", ["x", "\n", "\u4e2d"])
+def test_a_long_output_that_is_right_is_not_cut(letter: str) -> None:
+    given = task([f"<{letter * 1_200_000}>"])
+    (execution,) = scored(given)  # type: ignore[misc]
+    assert isinstance(execution, Execution)
+    right = reply({"output": f"<{letter * 1_200_000}>\n"})
+    right["stdout"] = right["stdout"][: execution.max_characters]  # as a sandbox cuts it
+    verdict = scored(given, right)
+    assert isinstance(verdict, Verdict) and verdict.reward == 1.0
+
+
+def test_a_row_that_no_program_could_pass_is_refused() -> None:
+    most = program_harness.MAX_OUTPUT_CHARACTERS
+    with pytest.raises(ValueError, match=f"outputs': got number {most + 1}, expected at most {most} characters"):
+        task(["1", "1" * (most + 1)])
+
+
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
