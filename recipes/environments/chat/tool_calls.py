@@ -1,15 +1,17 @@
 """Read tool calls from the text of a turn, and flag a turn whose text holds unread calls or stray thinking tags.
 
 Two notations are read, both between `<tool_call>` tags: a JSON object with `name` and `arguments`, and XML-like
-`<function=NAME><parameter=KEY>value</parameter></function>`, whose values get the types of the tool's schema.
+`<function=NAME><parameter=KEY>value</parameter></function>`, whose values get the types of the tool's schema, as vLLM's
+parser gives them.
 When one call of a turn cannot be read, the turn has no calls: its text stays unchanged, and the flags see it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,16 +80,72 @@ def _parameter_schemas(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping
 
 
 def _typed(value: str, schema: Any) -> Any:
-    """Return a parameter's text as JSON of the schema's type; text stays text where no other type is named."""
+    """Return a parameter's text as the first type of its schema that it can be read as, in the order of `_READERS`."""
     value = value.removeprefix("\n").removesuffix("\n")
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
-    kinds = kind if isinstance(kind, list) else [kind]
-    if kinds == [None] or "string" in kinds:
-        return None if value == "null" and "null" in kinds else value
+    types = _types(schema)
+    for name, read in _READERS.items():
+        if name in types:
+            try:
+                return read(value)
+            except (ValueError, LookupError):
+                continue
     try:
-        return json.loads(value)
+        return _json_value(value)
     except ValueError:
-        return {"true": True, "false": False}.get(value.lower(), value)  # Python's spelling
+        return value
+
+
+def _types(schema: Any) -> set[str]:
+    """Return the types that a schema allows; a text where it names none."""
+    if not isinstance(schema, Mapping):
+        return {"string"}
+    named = schema.get("type")
+    found = {name.strip().lower() for name in _listed(named) or [named] if isinstance(name, str)}
+    found |= {_TYPE_OF.get(type(value), "string") for value in _listed(schema.get("enum"))}
+    for key in ("anyOf", "oneOf", "allOf"):
+        found.update(*map(_types, _listed(schema.get(key))))
+    return {_OTHER_NAMES.get(name, name) for name in found} or {"string"}
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _null(text: str) -> None:
+    if text.lower() != "null":
+        raise ValueError(text)
+
+
+def _number(text: str) -> int | float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return int(value) if value.is_integer() else value
+
+
+def _json_value(text: str) -> Any:
+    value = json.loads(text)
+    json.dumps(value, allow_nan=False)  # such a number is none of JSON
+    return value
+
+
+_TYPE_OF = {type(None): "null", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+_OTHER_NAMES = {  # of types, in schemas that follow no standard
+    **dict.fromkeys(("str", "text", "varchar", "char", "enum"), "string"),
+    **dict.fromkeys(("int", "int32", "int64", "uint", "uint32", "uint64", "long", "short", "unsigned"), "integer"),
+    **dict.fromkeys(("float", "float32", "float64", "double"), "number"),
+    **dict.fromkeys(("arr", "list", "sequence"), "array"),
+    **{"bool": "boolean", "dict": "object"},
+}
+_READERS: Mapping[str, Callable[[str], Any]] = {
+    "null": _null,
+    "integer": int,
+    "number": _number,
+    "boolean": lambda text: {"true": True, "1": True, "false": False, "0": False}[text.strip().lower()],
+    "object": _json_value,
+    "array": _json_value,
+    "string": lambda text: text,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
