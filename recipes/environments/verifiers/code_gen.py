@@ -188,7 +188,7 @@ def _problem(answer: Any, expected: str, task: Task) -> str:
     if "time" in answer:
         return f"more than {task.seconds:g} s"
     if "error" in answer:
-        return str(answer["error"])[:SHOWN_CHARACTERS]
+        return str(answer["error"]).encode(errors="replace").decode()[:SHOWN_CHARACTERS]  # half a surrogate pair
     if task.fn_name is None:
         return "" if is_same_output(str(answer.get("output", "")), expected) else "wrong output"
     try:

@@ -78,6 +78,7 @@ def test_a_row_that_no_program_could_pass_is_refused() -> None:
         (reply({"output": "2"}), "test 1 of 2: wrong output"),
         (reply({"time": 10.0}), "test 1 of 2: more than 10 s"),
         (reply({"error": "KeyError: 1"}), "test 1 of 2: KeyError: 1"),
+        (reply({"error": "Odd: \ud800"}), "test 1 of 2: Odd: ?"),
         (reply(status="timeout"), "test 1 of 2: no end within its time"),
         (reply(status="error", stderr="Killed: more than 4096 MiB of memory\n"), "Killed: more than 4096 MiB"),
         (reply(), "test 1 of 2: the program ended its process: silently"),
