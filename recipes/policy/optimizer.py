@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from recipes.policy.cpu import use_exact_adam
 from recipes.policy.model import DTYPES
-from recipes.policy.parallel import device
+from recipes.policy.parallel import device, release_unused_memory
 
 if TYPE_CHECKING:
     from recipes.config.tree import MegatronConfig, PolicyConfig, SchedulerConfig
@@ -29,6 +29,20 @@ _BUCKET_SIZE = 40_000_000
 def wrap_ddp(model: torch.nn.Module, config: TransformerConfig, cfg: MegatronConfig) -> DistributedDataParallel:
     """Give the model gradient buffers that are summed over data-parallel ranks."""
     return DistributedDataParallel(config, ddp_config(cfg), model)
+
+
+def wrap_unloaded(model: torch.nn.Module, config: TransformerConfig, cfg: MegatronConfig) -> DistributedDataParallel:
+    """Do what `wrap_ddp` does with a model whose weights are undefined; they are to be loaded afterwards.
+
+    Megatron makes buffers for all weights and all gradients before it moves the first weight. So that a device need not
+    hold the weights twice for a moment, which is more than training takes, those of the model give up theirs first.
+    """
+    if cfg.optimizer.use_distributed_optimizer:  # else weights stay where they are
+        for param in (param for param in model.parameters() if param.requires_grad):
+            one = param.data.new_zeros(1).untyped_storage()
+            param.data = param.data.new_empty(0).set_(one, 0, param.shape, (0,) * param.dim())
+        release_unused_memory()
+    return wrap_ddp(model, config, cfg)
 
 
 def ddp_config(cfg: MegatronConfig) -> DistributedDataParallelConfig:

@@ -37,7 +37,7 @@ from recipes.policy.layers.token_heads import TokenHeads
 from recipes.policy.layout import check_model_fits
 from recipes.policy.microbatch import Microbatch, pack_microbatch
 from recipes.policy.model import build_heads, build_model, forward, transformer_config
-from recipes.policy.optimizer import build_optimizer, is_finite, wrap_ddp
+from recipes.policy.optimizer import build_optimizer, is_finite, wrap_unloaded
 from recipes.policy.parallel import device, finish_queued_work, release_unused_memory
 from recipes.policy.reference import ReferenceWeights
 from recipes.policy.shards import BatchShard, Measured, merge_metrics, merge_optimizer_steps
@@ -103,8 +103,8 @@ def build_trainer(cfg: PolicyConfig, loss: LossFunction, *, reference: Reference
     check_model_fits(sizes, hf_config.vocab_size, cfg.megatron_cfg)
     reader = hf.WeightReader(directory)
     config = transformer_config(family, hf_config, cfg)
-    model = build_model(family, hf_config, config, cfg)
-    own = family.weights(unwrap_model(model))
+    wrapped = wrap_unloaded(build_model(family, hf_config, config, cfg), config, cfg.megatron_cfg)
+    own = family.weights(unwrap_model(wrapped))
     heads = build_heads(family, hf_config, config)
     if heads is not None:
         of_heads = family.head_weights(heads)
@@ -116,8 +116,7 @@ def build_trainer(cfg: PolicyConfig, loss: LossFunction, *, reference: Reference
     reader.check_all_used(weights.names() | family.unread_weights(hf_config))
     mapping.load(own, config, reader)
 
-    wrapped = wrap_ddp(model, config, cfg.megatron_cfg)
-    head_training = train_heads(heads, unwrap_model(model), config, cfg)
+    head_training = train_heads(heads, unwrap_model(wrapped), config, cfg)
     optimizer, scheduler = build_optimizer(wrapped, cfg, heads=head_training and head_training.model)
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
