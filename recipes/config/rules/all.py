@@ -71,6 +71,7 @@ RULES: tuple[Rule, ...] = (
 REFUSALS: tuple[Rule, ...] = (
     generation.requests_share_the_template,
     generation.parsers_are_built,
+    parallel.engines_fit_a_node,
     environments.agents_sample_from_the_policy,
     judges.models_to_come,
     judges.judges_fit_a_node,

@@ -85,6 +85,15 @@ def engines_divide_the_gpus(config: Config) -> Iterator[KeyProblem]:
         yield KeyProblem(key=f"{VLLM}.expert_parallel_size", got=str(ep), expected=expected, fix=fix, also=(key,))
 
 
+def engines_fit_a_node(config: Config) -> Iterator[KeyProblem]:
+    """Require engines that lie within one node: no node has a place for a larger one, and the run would wait for it."""
+    size, per_node = derive(config).gpus_per_engine, config.cluster.gpus_per_node
+    if size > per_node and size % per_node == 0:  # else engines_divide_the_gpus names it
+        key, also = f"{VLLM}.tensor_parallel_size", (f"{VLLM}.pipeline_parallel_size", GPUS)
+        expected, fix = f"TP * PP to be at most {GPUS} = {per_node}", "an engine lies within one node (native engine)"
+        yield KeyProblem(key=key, got=f"TP * PP = {size}", expected=expected, fix=f"{fix}; lower it", also=also)
+
+
 def sequence_parallel_has_ranks(config: Config) -> Iterator[KeyProblem]:
     """Require tensor-parallel ranks that can split the sequence among them."""
     megatron = config.policy.megatron_cfg

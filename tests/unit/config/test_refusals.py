@@ -22,6 +22,15 @@ NATIVE_CASES = {
         "env.nemo_gym.grader: this judge has no address; give its base_url, or write its server as local_vllm_model: "
         "then the run starts it on nodes of its own",
     ),
+    "engines_fit_a_node": (
+        [
+            "cluster.num_nodes=3",
+            "policy.generation.colocated.resources={num_nodes: 2, gpus_per_node: 2}",
+            "policy.generation.vllm_cfg.tensor_parallel_size=4",
+        ],
+        "policy.generation.vllm_cfg.tensor_parallel_size: got TP * PP = 4, expected TP * PP to be at most "
+        "cluster.gpus_per_node = 2; an engine lies within one node (native engine); lower it",
+    ),
     "judges_fit_a_node": (
         [
             "env.nemo_gym.num_gpu_nodes=2",
