@@ -77,6 +77,15 @@ def build_trainer(config: Any) -> Any:
     return step.build_trainer(config.policy, loss)
 
 
+def planned_bytes(model: Path, config: Any) -> float:
+    """Return the memory that the planner expects of the trainer of one GPU."""
+    from tools.sizing.architecture import read_architecture
+    from tools.sizing.memory import trainer_memory
+
+    one_gpu: Any = SimpleNamespace(train_gpus=1)
+    return trainer_memory(read_architecture(model), config, one_gpu, other=0.0).total
+
+
 def full_shard(*, tokens: int, width: int, num_microbatches: int = 1) -> Any:
     """Return rows of `width` tokens without padding, `tokens` of them in each micro-batch."""
     rows = tokens // width

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,7 +65,6 @@ def test_bfloat16_logprobs_and_steps_follow_float32(small: Path, record: Record)
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_speed_and_memory_of_a_step(large: Path, record: Record, recompute: bool) -> None:
     from tools.sizing.architecture import read_architecture
-    from tools.sizing.memory import trainer_memory
 
     tokens = 16384
     model = read_architecture(large)
@@ -82,8 +80,7 @@ def test_speed_and_memory_of_a_step(large: Path, record: Record, recompute: bool
         seconds = (time.monotonic() - began) / 5
         peak = torch.cuda.max_memory_allocated()
         del trainer
-    planned = trainer_memory(model, config, SimpleNamespace(train_gpus=1), other=0.0)  # type: ignore[arg-type]
-    expected = sum(getattr(planned, part) for part in ("weights", "gradients", "optimizer", "activations", "logits"))
+    expected = gpu_case.planned_bytes(large, config)
     rate = 6 * model.active_parameters * tokens / seconds  # forward and backward, without attention and recomputation
     name = "recomputed" if recompute else "kept"
     record(f"step of {tokens} tokens, activations {name}", f"{seconds:.3f} s, {tokens / seconds:.0f} tokens/s")
