@@ -389,7 +389,7 @@ test: lint test-unit test-functional ##* run what CI runs: lint, unit tests, fun
 test-unit: $(READY) ## run the pure tests and those of the shell scripts
 #= ARGS
 	$(PYTHON) -m pytest -m 'not functional and not gpu and not slow' --ignore tests/functional --ignore tests/gpu \
-	  -n 2 --dist worksteal --durations 10 $(ARGS)
+	  -n 3 --dist worksteal --durations 10 $(ARGS)
 
 .PHONY: test-functional
 test-functional: $(READY) ## run the tests that start something real: Ray, vLLM, Megatron, Slurm, ...

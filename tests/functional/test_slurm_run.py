@@ -135,7 +135,7 @@ def test_a_run_comes_to_its_end_whatever_happens_on_the_way(slurm_cluster: Clust
         assert job.wait(seconds=60) == "CANCELLED"
 
     with step("a job that is too short for the rest saves and requeues"):
-        limit = math.ceil((2 * start_seconds + STEPS_SECONDS) / 60)  # the machine may be busier now
+        limit = math.ceil((1.5 * start_seconds + STEPS_SECONDS) / 60)  # the machine may be busier now
         short = launch(slurm_cluster, "stage1.1", env | {"SLURM_TIME_LIMIT": str(limit)})
         short.wait_until(lambda: short.restarts == 1, "requeue at the time limit", seconds=60 * limit + START_SECONDS)
         assert "(the job's time limit); start again to resume" in short.driver_log(5), short.everything()
