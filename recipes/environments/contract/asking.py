@@ -81,6 +81,9 @@ def advance(scored: Verdict | Scoring, replies: Replies) -> Verdict | Requests:
     return list(requests)  # type: ignore[return-value]  # all are of one kind
 
 
+NO_LABELS: Mapping[str, str] = {}
+
+
 class SilentJudgeError(Exception):
     """A judge's reply holds no text, such as one that was cut off while it thought: there is no verdict."""
 
@@ -113,16 +116,22 @@ def first_label(text: str, *labels: str) -> str | None:
 
 
 def without_labels(text: str, *labels: str) -> str:
-    """Return an answer for a judge to read, in which every label is broken by a space.
+    """Return a text for a judge to read, in which every label is broken by a space.
 
-    A judge may quote what it judges before it says its label: the quote must not be read as its verdict.
+    A judge may quote what it judges, or the question, before it says its label: the quote must not be read as its
+    verdict.
     """
     pattern = "|".join(re.escape(label) for label in labels if label) or "(?!)"
     return re.sub(pattern, lambda found: f"{found[0][0]} {found[0][1:]}", text, flags=re.IGNORECASE)
 
 
-def filled(template: str, values: Mapping[str, str]) -> str:
-    """Replace each `{name}` of a template by its value, in one pass: braces within values stay as they are."""
+def filled(template: str, values: Mapping[str, str], *, labels: Mapping[str, str] = NO_LABELS) -> str:
+    """Replace each `{name}` of a template by its value, in one pass: braces within values stay as they are.
+
+    `labels` are values, too: those by which a judge answers, which are broken in all others (`without_labels`).
+    """
+    texts = list(labels.values())
+    values = {**{name: without_labels(value, *texts) for name, value in values.items()}, **labels} if labels else values
     parts = template.split("{")
     out = [parts[0]]
     for part in parts[1:]:

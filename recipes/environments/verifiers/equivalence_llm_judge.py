@@ -27,7 +27,6 @@ from recipes.environments.contract.asking import (
     filled,
     first_label,
     last_part_text,
-    without_labels,
 )
 from recipes.environments.contract.responses import last_message_text
 from recipes.environments.contract.rows import (
@@ -148,10 +147,10 @@ def cut_out(regex: str, text: str, *, num_read: int = 0) -> str:
 
 
 def _are_equal(task: Task, a: str, b: str) -> Generator[Sequence[JudgeQuestion], Sequence[Response], bool]:
-    a, b = (without_labels(text, task.equal_label, task.not_equal_label) for text in (a, b))
     values = {"question": task.question, "expected_answer": a, "generated_answer": b}
+    labels = {"equal_label": task.equal_label, "not_equal_label": task.not_equal_label}
     system = (("system", task.system),) if task.system else ()
-    (reply,) = yield [JudgeQuestion(messages=(*system, ("user", filled(task.template, values))))]
+    (reply,) = yield [JudgeQuestion(messages=(*system, ("user", filled(task.template, values, labels=labels))))]
     return first_label(last_part_text(reply), task.equal_label, task.not_equal_label) == task.equal_label
 
 

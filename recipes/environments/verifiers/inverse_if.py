@@ -16,7 +16,7 @@ from typing import Any
 
 from recipes.environments.checks.judged_text import without_thinking
 from recipes.environments.checks.rubrics import AGGREGATIONS, aggregate
-from recipes.environments.contract.asking import JudgeQuestion, Scoring, filled, without_labels
+from recipes.environments.contract.asking import JudgeQuestion, Scoring, filled
 from recipes.environments.contract.responses import last_message_text
 from recipes.environments.contract.rows import last_user_text, one_of, optional_object, optional_str, wrong
 from recipes.environments.contract.verdict import Response, Verdict
@@ -81,14 +81,10 @@ def score(response: Response, task: Task) -> Scoring:
     answer = without_thinking(last_message_text(response))
     if not task.criteria:
         return Verdict(reward=0.0, reason="the rubric is empty", metrics={"num_passed": 0.0})
-    shown = without_labels(answer, '"result"')
-    values = {"prompt": task.prompt, "model_response": shown, "standard_response": task.reference}
-    replies = yield [
-        JudgeQuestion(
-            messages=(("system", task.system), ("user", filled(task.template, {**values, "criteria": criterion})))
-        )
-        for criterion in task.criteria
-    ]
+    values = {"prompt": task.prompt, "model_response": answer, "standard_response": task.reference}
+    labels = {"label": '"result"'}
+    prompts = [filled(task.template, {**values, "criteria": criterion}, labels=labels) for criterion in task.criteria]
+    replies = yield [JudgeQuestion(messages=(("system", task.system), ("user", prompt))) for prompt in prompts]
     scores = [float(verdict_of(last_message_text(reply))[0] == "PASS") for reply in replies]
     passed = int(sum(scores))
     return Verdict(

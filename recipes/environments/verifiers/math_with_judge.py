@@ -30,7 +30,6 @@ from recipes.environments.contract.asking import (
     filled,
     first_label,
     last_part_text,
-    without_labels,
 )
 from recipes.environments.contract.responses import all_text
 from recipes.environments.contract.rows import require_str
@@ -85,10 +84,11 @@ def score(response: Response, task: Task) -> Verdict | Scoring:
 
 
 def _score_with_judge(response: Response, task: Task, symbolic: Verdict) -> Scoring:
-    answer = without_labels(symbolic.details["extracted_answer"] or all_text(response), EQUAL, NOT_EQUAL)
+    answer = symbolic.details["extracted_answer"] or all_text(response)
     for first, second in ((task.expected_answer, answer), (answer, task.expected_answer)):
         values = {"question": task.question, "first": first, "second": second}
-        (reply,) = yield [JudgeQuestion(messages=(("system", SYSTEM), ("user", filled(PROMPT, values))))]
+        prompt = filled(PROMPT, values, labels={"equal": EQUAL, "not_equal": NOT_EQUAL})
+        (reply,) = yield [JudgeQuestion(messages=(("system", SYSTEM), ("user", prompt)))]
         if first_label(last_part_text(reply), EQUAL, NOT_EQUAL) != EQUAL:
             return replace(symbolic, reason=f"{symbolic.reason}; the judge calls them not equal")
     return replace(symbolic, reward=1.0, reason=f"{symbolic.reason}; the judge calls them equal in both orders")

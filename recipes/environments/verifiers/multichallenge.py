@@ -15,7 +15,7 @@ from typing import Any
 
 from recipes.environments.checks.judged_text import without_thinking
 from recipes.environments.checks.rubrics import AGGREGATIONS, aggregate
-from recipes.environments.contract.asking import JudgeQuestion, Scoring, filled, require_text, without_labels
+from recipes.environments.contract.asking import JudgeQuestion, Scoring, filled, require_text
 from recipes.environments.contract.responses import last_message_text
 from recipes.environments.contract.rows import one_of, optional_object, optional_str, wrong
 from recipes.environments.contract.verdict import Response, Verdict
@@ -79,14 +79,9 @@ def score(response: Response, task: Task) -> Scoring:
     answer = without_thinking(last_message_text(response))
     if not task.rubric:
         return Verdict(reward=0.0, reason="the rubric is empty", metrics={"num_passed": 0.0, "num_total": 0.0})
-    shown = without_labels(answer, task.yes, task.no)
-    values = {"context": task.context, "response": shown, "yes": task.yes, "no": task.no}
-    replies = yield [
-        JudgeQuestion(
-            messages=(("system", task.system), ("user", filled(task.template, {**values, "question": item.question})))
-        )
-        for item in task.rubric
-    ]
+    values, labels = {"context": task.context, "response": answer}, {"yes": task.yes, "no": task.no}
+    prompts = [filled(task.template, {**values, "question": item.question}, labels=labels) for item in task.rubric]
+    replies = yield [JudgeQuestion(messages=(("system", task.system), ("user", prompt))) for prompt in prompts]
     words = [spoken(require_text(reply), task.yes, task.no) for reply in replies]
     passed = [word == item.passes_with for word, item in zip(words, task.rubric, strict=True)]
     return Verdict(

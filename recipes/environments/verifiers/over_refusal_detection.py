@@ -17,7 +17,6 @@ from recipes.environments.contract.asking import (
     filled,
     first_label,
     require_text,
-    without_labels,
 )
 from recipes.environments.contract.responses import last_message_text
 from recipes.environments.contract.rows import last_user_text, optional_str
@@ -71,9 +70,8 @@ def score(response: Response, task: Task) -> Scoring:
     text = last_message_text(response)
     if not text:
         return Verdict(reward=0.0, reason="the answer is empty", metrics={"complied": 0.0})
-    answer = without_labels(text, task.complied, task.refused)
-    values = {"prompt": task.prompt, "response": answer, "complied": task.complied, "refused": task.refused}
-    (reply,) = yield [JudgeQuestion(messages=(("user", filled(task.template, values)),))]
+    values, labels = {"prompt": task.prompt, "response": text}, {"complied": task.complied, "refused": task.refused}
+    (reply,) = yield [JudgeQuestion(messages=(("user", filled(task.template, values, labels=labels)),))]
     label = first_label(require_text(reply), task.complied, task.refused)
     complied, refused, unclear = task.rewards
     if label is None:

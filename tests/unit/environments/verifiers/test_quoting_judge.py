@@ -30,17 +30,20 @@ CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {  # verifier, row, wha
 }
 
 
+@pytest.mark.parametrize("is_asked", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_a_quote_is_no_verdict(case: str) -> None:
+def test_a_quote_is_no_verdict(case: str, is_asked: bool) -> None:
     name, fields, says, disapproves = CASES[case]
     verifier = VERIFIERS[name]
-    task = verifier.parse_task({**ASKED, **fields}, {})
-    answer = response_object([message_item(f"mine: {says} end")])
+    forged = f"mine: {says} end"
+    asked = {"responses_create_params": {"input": forged}, "context": forged} if is_asked else ASKED
+    task = verifier.parse_task({**asked, **fields}, {})
+    answer = response_object([message_item("no" if is_asked else forged)])
     questions = advance(verifier.score(answer, task), [])
     assert isinstance(questions, list)
     assert isinstance(questions[0], JudgeQuestion)
-    asked = questions[0].messages[-1][1]
-    quoted = asked[asked.index("mine: ") : asked.index(" end")]
+    prompt = questions[0].messages[-1][1]
+    quoted = prompt[prompt.index("mine: ") : prompt.index(" end")]
     reply = response_object([message_item(f'It says "{quoted}".\n{disapproves}')])
     scored = advance(verifier.score(answer, task), [[reply]])
     while not isinstance(scored, Verdict):  # asked again, about the whole text
