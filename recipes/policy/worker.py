@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from recipes.cluster.interfaces import interface_of
 from recipes.cluster.token_store import RayTokenStore
 from recipes.errors import RunError
 from recipes.imports import without_gc
@@ -99,8 +100,10 @@ class PolicyWorker:
             from recipes.policy.host_copies import HostCopies
 
         torch.set_num_threads(spec.num_threads)
-        if spec.is_one_node:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo depends on how the host name resolves
+        # Else gloo offers the other ranks what the host's name means here, which may be a loopback address.
+        interface = "lo" if spec.is_one_node else interface_of(ray.util.get_node_ip_address())
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if self._store is None:
             self._store = parallel.connect_store(host, port, timeout_s=spec.collective_timeout_s)
         coordinates = parallel.join_groups(
