@@ -154,7 +154,7 @@ class Environments:
         problems = []
         try:
             _check_request(row, needs_message=not self._writes_prompt(row))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             problems.append(f"responses_create_params: {error}")
         try:
             agent = find_agent(_agent_name(row), self._agents)
@@ -170,7 +170,7 @@ class Environments:
                 verifier.tools.start(server.settings)  # a session could not begin without what they read
             if verifier.needs_judge(server.settings) and server.judge is None and server.url is None:
                 problems.append(f"agent '{_agent_name(row)}' needs a judge: {server.name} names none with a base_url")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # a row, or JSON text in it, may be nested too deep
             problems.append(str(error))
         return problems
 

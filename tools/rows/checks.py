@@ -21,7 +21,13 @@ from recipes.environments.swe.task import parse_task
 from recipes.grpo.data import check_line as check_shape
 from recipes.types import Row
 
-FAILURES = (ValueError, TypeError, KeyError, AttributeError)  # what code raises that expects a well-formed row
+FAILURES = (
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    RecursionError,
+)  # what code raises that expects a well-formed row
 
 
 @dataclass(slots=True)

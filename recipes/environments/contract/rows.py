@@ -15,7 +15,10 @@ def shown(value: object) -> str:
     names = {str: "string", bool: "boolean", int: "number", float: "number", list: "list", dict: "object"}
     if value is None:
         return "nothing"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:  # orjson reads more levels than Python writes
+        text = "that is nested too deep to be shown"
     text = text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
     return f"{names.get(type(value), type(value).__name__)} {text}"
 

@@ -272,6 +272,24 @@ def test_check_row_names_the_problem(environments: Environments, row: Mapping[st
     assert problem in found
 
 
+def test_check_row_names_what_is_nested_too_deep(environments: Environments) -> None:
+    deep: Any = 1
+    for _ in range(1000):  # as deep as orjson reads
+        deep = [deep]
+    request = {"input": "q"}
+    (found,) = environments.check_row({**ROW, "options": deep})
+    assert "field 'options': got list that is nested too deep to be shown, expected a list of {letter: text}" in found
+    brackets = "[" * 100_000
+    image = {"image": "i", "relevant_file_contents": brackets}
+    instance = {"repo": "o/r", "setup_script": "", "test_script": ""}
+    row = {"responses_create_params": request, "agent_ref": {"name": "swerl_gen_simple_agent"}}
+    (found,) = environments.check_row({**row, "mode": "eval", "instance": instance, "metadata": image})
+    assert "recursion" in found
+    request = {"input": "q", "metadata": {"chat_template_kwargs": brackets}}
+    (found,) = environments.check_row({**ROW, "responses_create_params": request})
+    assert found.startswith("responses_create_params: ") and "recursion" in found
+
+
 @pytest.mark.parametrize("has_tables", [True, False])
 def test_check_row_names_what_the_tools_of_a_row_lack(codec: ChatCodec, has_tables: bool) -> None:
     row = {**ROW, "agent_ref": {"name": "workplace_assistant_simple_agent"}, "ground_truth": []}
