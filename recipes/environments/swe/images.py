@@ -45,10 +45,14 @@ class Listing:
         self._names: dict[Path, frozenset[str]] = {}
 
     def names(self, directory: Path) -> frozenset[str]:
-        """Return the names in a directory, none where it cannot be read."""
+        """Return the names in a directory, none where it cannot be read. A shared file system may be able to later."""
         if directory not in self._names:
-            entries = directory.iterdir() if directory.is_dir() else ()
-            self._names[directory] = frozenset(entry.name for entry in entries)
+            try:
+                self._names[directory] = frozenset(entry.name for entry in directory.iterdir())
+            except (FileNotFoundError, NotADirectoryError):
+                self._names[directory] = frozenset()
+            except OSError:
+                return frozenset()
         return self._names[directory]
 
     def has(self, path: Path) -> bool:

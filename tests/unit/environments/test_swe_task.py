@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,3 +148,19 @@ def test_paths_of_a_patch_are_found():
 )
 def test_files_of_tests_are_known_by_their_names(path, is_test):
     assert is_of_tests(path) is is_test
+
+
+def test_a_directory_of_images_that_cannot_be_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a__b-1.sif").touch()
+    listing, templates, read = Listing(), [f"{tmp_path}/{{instance_id}}.sif"], Path.iterdir
+
+    def stale(path: Path) -> Iterator[Path]:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "iterdir", stale)
+    assert find_image("a__b-1", templates, listing) is None
+    monkeypatch.setattr(Path, "iterdir", read)
+    assert find_image("a__b-1", templates, listing) == tmp_path / "a__b-1.sif"
+    assert find_image("a__b-1", [f"{tmp_path}/none/{{instance_id}}.sif"], listing) is None
