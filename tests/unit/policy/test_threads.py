@@ -1,10 +1,13 @@
-"""How many threads a rank computes with."""
+"""How many threads a rank computes with, and the variables that it starts with."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from recipes.policy.policy import threads_per_rank
+from recipes.policy.policy import threads_per_rank, worker_variables
 from recipes.policy.worker import WorkerIdentity
 
 
@@ -25,3 +28,11 @@ def identity(node: str, cores: int) -> WorkerIdentity:
 )
 def test_the_ranks_of_a_node_share_its_cores(ranks: list[tuple[str, int]], threads: int) -> None:
     assert threads_per_rank([identity(*rank) for rank in ranks]) == threads
+
+
+@pytest.mark.parametrize("asked", [None, {"CUDA_DEVICE_MAX_CONNECTIONS": 8}], ids=["default", "asked"])
+def test_kernels_run_in_the_order_in_which_megatron_queues_them_unless_asked(asked: dict[str, Any] | None) -> None:
+    cfg: Any = SimpleNamespace(megatron_cfg=SimpleNamespace(env_vars=asked))
+    found = worker_variables(cfg)
+    assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == ("8" if asked else "1")
+    assert found["OMP_WAIT_POLICY"] == "PASSIVE"
