@@ -3,6 +3,9 @@
 Many scorers give partial credit. Some families evaluate text as Python or SymPy (EVALUATED): there, an answer that is
 no literal or plain expression is replaced by one that no parser reads, so that the scorer rates it as nonsense, and a
 row whose own text is neither has no verdict. In addition, everything runs in a jailed process.
+
+Kept from the reference, because rewards depend on it: a board of BOARDS is never right, and earns 0.05. It comes out of
+a row as lists, and the scorer compares it with tuples. With the setting `compare_boards` a right one earns 1.0.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.types import Row
 
 NONSENSE = "="  # neither Python nor SymPy reads it
+BOARDS = ("arc_agi", "rearc")
 ROUNDING = 1e-9  # by which a sum of parts may come out above 1 (`spell_backward`)
 
 
@@ -62,6 +66,7 @@ class Task:
 
     task_name: str
     entry: str  # JSON of {question, answer, metadata}
+    compares_boards: bool = False
 
 
 def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
@@ -73,7 +78,7 @@ def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
     if not isinstance(name, str) or not name:
         raise wrong("metadata.source_dataset", name, "the name of a reasoning-gym task")
     entry = {"question": require_str(row, "question"), "answer": optional_str(row, "answer"), "metadata": metadata}
-    return Task(task_name=name, entry=json.dumps(entry))
+    return Task(task_name=name, entry=json.dumps(entry), compares_boards=bool(settings.get("compare_boards", False)))
 
 
 def score(response: Response, task: Task) -> Verdict:
@@ -84,6 +89,9 @@ def score(response: Response, task: Task) -> Verdict:
     answer = extract_answer(all_text(response))
     details = {"extracted_answer": answer, "task_name": task.task_name}
     entry = json.loads(task.entry)
+    board = entry["metadata"].get("output")
+    if task.compares_boards and task.task_name in BOARDS and isinstance(board, list):
+        entry["metadata"]["output"] = tuple(tuple(line) if isinstance(line, list) else line for line in board)
     graded = answer if _may_be_evaluated(answer, task.task_name, entry) else NONSENSE
     if not _is_known(task.task_name):  # as Gym's server answers
         return Verdict(reward=0.0, reason=f"{task.task_name}: the library has no such task", details=details)
@@ -158,6 +166,7 @@ VERIFIER = Verifier(
     class_name="ReasoningGymResourcesServer",
     rewards=(0.0, 1.0),
     agents={"reasoning_gym_simple_agent": Agent(kind="single_turn", server="reasoning_gym")},
+    settings=frozenset({"compare_boards"}),
     imports=("reasoning_gym",),
     kind_of=lambda task: task.task_name,
     prepare=prepare,

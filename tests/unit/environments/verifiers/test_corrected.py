@@ -21,6 +21,11 @@ STATE = {"0": {**EVENT, "constraint": None, "min_time": "09:00", "max_time": "12
 NO_COMMA = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [None]}
 NAMED = {"type": "object", "properties": {"name": {"type": "string"}}}
 EITHER = {"anyOf": [NAMED, {"type": "string"}]}
+BOARD = {
+    "question": "?",
+    "answer": "1 2\n3 4",
+    "metadata": {"source_dataset": "rearc", "output": [[1, 2], [3, 4]]},
+}
 SUM = {"question": "q", "expected_answer": "8"}
 BOXES = "\\boxed{7} no, \\boxed{8}"
 ODD = {"type": "object", "properties": {"properties": {"type": "string"}}}
@@ -38,6 +43,8 @@ CASES: list[tuple[str, str, dict[str, Any], str, float, float]] = [
     ("math_with_judge", "last_box_only", {**SUM, "expected_answer": "7"}, BOXES, 0.0, 0.0),
     ("math_with_judge", "last_box_only", SUM, "The answer is 8.", 1.0, 1.0),
     ("ns_tools", "last_box_only", SUM, BOXES, 0.0, 1.0),
+    ("reasoning_gym", "compare_boards", BOARD, "<answer>1 2\n3 4</answer>", 0.05, 1.0),
+    ("reasoning_gym", "compare_boards", BOARD, "<answer>1 2\n3 5</answer>", 0.05, 0.05),
 ]
 
 
