@@ -13,7 +13,7 @@ from pathlib import Path
 from recipes.errors import LaunchError, Problem
 from tools.planning.draft import Draft
 from tools.planning.findings import Finding, as_findings, found
-from tools.planning.live_jobs import run_problems
+from tools.planning.live_jobs import asking_environment, run_problems
 from tools.planning.walltime import UNLIMITED, slurm_seconds
 
 DEADLINE_SECONDS = 5.0  # of one command; sinfo waits for many seconds when the controller is dead
@@ -74,7 +74,9 @@ def ask(*command: str) -> subprocess.CompletedProcess[str]:
     if shutil.which(command[0]) is None:
         raise NoAnswerError(f"no command {command[0]}")
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
+        result = subprocess.run(
+            command, env=asking_environment(), capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired as error:
         raise NoAnswerError(f"{command[0]} did not answer within {DEADLINE_SECONDS:g} s") from error
     return result

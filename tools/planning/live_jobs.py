@@ -12,6 +12,7 @@ from recipes.errors import LaunchError, Problem
 from tools.planning.run_dir import lock_problems, read_holder
 
 DEADLINE_SECONDS = 10.0
+_FILTERS = ("SQUEUE_", "SINFO_", "SACCT_")  # with which users set what these programs print for them
 _UNKNOWN_JOB = "Invalid job id"  # squeue's answer for a job that ended a while ago
 
 
@@ -23,6 +24,11 @@ class LiveJob:
     state: str
 
 
+def asking_environment() -> dict[str, str]:
+    """Return this environment without what would have Slurm's programs leave out jobs, as SQUEUE_STATES does."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_FILTERS)}
+
+
 def live_jobs(*selection: str) -> list[LiveJob]:
     """Return the jobs that squeue lists for a selection; none where there is no Slurm.
 
@@ -30,7 +36,9 @@ def live_jobs(*selection: str) -> list[LiveJob]:
     """
     command = ["squeue", "--noheader", "--format=%i|%T", *selection]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
+        done = subprocess.run(
+            command, env=asking_environment(), capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
+        )
     except FileNotFoundError:
         return []
     except subprocess.TimeoutExpired as error:

@@ -8,6 +8,8 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tools.planning.live_jobs import asking_environment
+
 DEADLINE_SECONDS = 5.0
 _QUEUED = "%i|%T|%r|%D|%M|%L|%B"
 _ENDED = "JobID,State,ExitCode,NNodes,Elapsed"
@@ -97,7 +99,13 @@ def parse_ended(line: str) -> SlurmJob:
 def _ask(command: Sequence[str], notes: list[str]) -> list[str]:
     try:
         result = subprocess.run(
-            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=DEADLINE_SECONDS, check=False
+            command,
+            env=asking_environment(),
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=DEADLINE_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         notes.append(f"{command[0]} did not answer within {DEADLINE_SECONDS:g} s")

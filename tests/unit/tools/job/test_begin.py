@@ -22,6 +22,7 @@ from tools.planning import live_jobs as queue
 from tools.planning.live_jobs import LiveJob, live_jobs, run_problems
 from tools.planning.provenance import data_digest
 from tools.planning.run_dir import lock_problems, lock_run
+from tools.watching.job_state import read_queue
 
 
 def write_checkpoint(root: Path, step: int, weights: bytes) -> Path:
@@ -206,6 +207,15 @@ def path_with_squeue(tmp_path, monkeypatch):
     directory.mkdir()
     monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
     return directory
+
+
+@pytest.mark.parametrize("variable", ["SQUEUE_STATES", "SQUEUE_PARTITION", "SQUEUE_NAMES"])
+def test_what_a_user_has_squeue_leave_out_is_asked_for_all_the_same(path_with_squeue, monkeypatch, variable):
+    """Slurm 22.05 prints nothing of a running job with SQUEUE_STATES=PENDING, and no error."""
+    shim(path_with_squeue, f'[[ -v {variable} ]] || echo "7|RUNNING|None|2|1:00|2:00|n1"')
+    monkeypatch.setenv(variable, "PENDING")
+    assert [job.job_id for job in live_jobs("--name=run")] == ["7"]
+    assert [job.id for job in read_queue("run", "").jobs] == ["7"]
 
 
 def test_live_job_of_the_name_is_refused_with_id_and_state(path_with_squeue, tmp_path, monkeypatch):
