@@ -33,6 +33,7 @@ from recipes.environments.agents.tool_loop import tool_loop
 from recipes.environments.chat.codec import ChatCodec, callable_tools, row_template_kwargs
 from recipes.environments.chat.messages import chat_request
 from recipes.environments.chat.tool_calls import FlagPatterns
+from recipes.environments.contract.rows import optional_object, optional_str
 from recipes.environments.contract.verdict import NoVerdict, Response, env_failed
 from recipes.environments.contract.verifier import Agent, Verifier
 from recipes.environments.http.client import JsonClient
@@ -328,8 +329,11 @@ def _check_request(row: Row, *, needs_message: bool) -> None:
     for key in params:
         if key not in REQUEST_KEYS:
             raise ValueError(f"unknown key '{key}'; {suggestion(key, REQUEST_KEYS)}")
+    for key in ("metadata", "reasoning"):
+        optional_object(params, key)
+    optional_str(params, "instructions")
     limit = params.get("max_output_tokens")
-    if limit is not None and (not isinstance(limit, int) or limit < 1):
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ValueError(f"max_output_tokens: got {limit!r}, expected a positive integer or null")
     request = chat_request(params)
     if needs_message and not request["messages"]:
