@@ -98,6 +98,18 @@ def test_times_of_the_job_reach_its_programs(job):
     assert "SLURM_JOB_END_TIME=1767326645" in lines
 
 
+def test_what_the_shell_of_an_interactive_job_passes_on_is_no_option_of_the_steps(job):
+    """With SLURM_EXPORT_ENV=NONE no step would find its program, with SLURM_STEP_GRES no step would be made."""
+    (job.directory / "bin" / "srun").write_text(
+        SRUN.replace("#!/usr/bin/env bash\n", "#!/usr/bin/env bash\nenv >>${SHIM_DIR}/env\n", 1)
+    )
+    job.run(driver=0, environment={"SLURM_EXPORT_ENV": "NONE", "SLURM_STEP_GRES": "gpu:1", "SLURM_GPUS": "1"})
+    lines = (job.directory / "env").read_text()
+    assert "SLURM_EXPORT_ENV=ALL\n" in lines
+    assert "SLURM_STEP_GRES" not in lines
+    assert "SLURM_GPUS" not in lines
+
+
 def test_every_start_logs_to_a_directory_of_its_own(job):
     job.run(driver=0)
     job.run(driver=0)

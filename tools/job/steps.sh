@@ -39,6 +39,10 @@ export_environment() {
   export SANDBOX_TOKEN
   export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
   export PYTHONPATH="${PWD}" # the snapshot, before what is installed
+  # srun takes options from variables. A launch from the shell of an interactive job has passed on those of that job.
+  unset SLURM_STEP_GRES SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_GPUS SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU \
+    SLURM_GPU_BIND SLURM_CPUS_PER_GPU SLURM_TRES_PER_TASK SLURM_TIMELIMIT
+  export SLURM_EXPORT_ENV=ALL
   # When the job started and when it will be ended, in Unix seconds; not every version of Slurm tells its jobs.
   times="$(timeout 60 env --unset=SLURM_TIME_FORMAT scontrol show job --oneliner "${SLURM_JOB_ID}")" || true
   for name in Start End; do
