@@ -383,7 +383,11 @@ fix: $(READY) ## let ruff and shfmt correct what they can
 	@tools/setup/lint.sh --fix
 
 .PHONY: test
-test: lint test-unit test-functional ##* run what CI runs: lint, unit tests, functional tests
+test: lint-and-unit test-functional ##* run what CI runs: lint, unit tests, functional tests
+
+.PHONY: lint-and-unit
+lint-and-unit: $(READY) ## run lint beside the unit tests
+	+@$(MAKE) --no-print-directory -j2 lint test-unit
 
 .PHONY: test-unit
 test-unit: $(READY) ## run the pure tests and those of the shell scripts

@@ -163,7 +163,8 @@ def test_a_disk_that_takes_no_more_leaves_the_old_splits(tmp_path: Path) -> None
     split(source, out, val_rows=2)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     source.write_bytes(rows(2000))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[4])}
+    found = [str(Path(__file__).resolve().parents[4]), os.environ.get("PYTHONPATH")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, found))}
     command = [sys.executable, "-c", LIMITED, "--in", str(source), "--out-dir", str(out), "--val-rows", "2"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 2
@@ -198,7 +199,8 @@ def test_a_kill_leaves_the_old_file_and_the_next_run_completes(tmp_path: Path) -
     source, train = tmp_path / "rows.jsonl", tmp_path / "out" / "train-split.jsonl"
     source.write_bytes(rows(9))
     split(source, tmp_path / "out", val_rows=2)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[4])}
+    found = [str(Path(__file__).resolve().parents[4]), os.environ.get("PYTHONPATH")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, found))}
     command = [sys.executable, "-c", KILLED_WHILE_WRITING, str(train)]
     assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
     assert train.read_bytes() == rows(7)
