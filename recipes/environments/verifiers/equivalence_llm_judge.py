@@ -90,6 +90,8 @@ def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
         own = optional_str(optional_object(row, "template_metadata"), "output_regex")
     threshold = settings.get("extraction_length_threshold", 120)
     is_long = own is not None and threshold is not None and len(expected) > threshold
+    if own is not None and not is_long:
+        _require_expression(own)
     rescues = own is not None and not is_long and settings.get("check_full_generation_on_fail", True)
     return Task(
         question=last_user_text(row),
@@ -105,6 +107,14 @@ def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
         reward_if_swap_fails=float(settings.get("reward_if_swap_fails", 0.0)),
         reward_if_whole_text_is_equal=settings.get("reward_if_full_generation_succeeds", 0.5) if rescues else None,
     )
+
+
+def _require_expression(own: str) -> None:
+    """Refuse an expression of a row that Python cannot read: with it no answer has a verdict."""
+    try:
+        re.compile(own)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise wrong("template_metadata.output_regex", own, f"a regular expression ({error})") from error
 
 
 def score(response: Response, task: Task) -> Scoring:

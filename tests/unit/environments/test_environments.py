@@ -30,6 +30,12 @@ ROW = {
 }
 
 
+def judged(regex: str) -> Row:
+    """Return a row of a judge, with an expression of its own."""
+    agent = {"name": "equivalence_llm_judge_simple_agent"}
+    return {**ROW, "agent_ref": agent, "template_metadata": {"output_regex": regex}}
+
+
 @dataclass
 class Scripted:
     """A policy that answers with given text."""
@@ -257,6 +263,7 @@ def with_params(**params: Any) -> dict[str, Any]:
         ({**ROW, "agent_ref": {"name": "mcqa_agent"}}, "unknown agent 'mcqa_agent'; did you mean 'mcqa_simple_agent'?"),
         ({**ROW, "agent_ref": {"name": "swe_pivot_tool_simulation_agent"}}, "comes with a later release"),
         ({**ROW, "options": 5}, "field 'options': got number 5"),
+        (judged("("), "field 'template_metadata.output_regex': got string '(', expected a regular expression (missing"),
         (with_params(tempurature=1), "responses_create_params: unknown key 'tempurature'; did you mean 'temperature'?"),
         (with_params(max_output_tokens=0), "max_output_tokens: got 0, expected a positive integer"),
         (with_params(max_output_tokens=True), "max_output_tokens: got True, expected a positive integer"),
