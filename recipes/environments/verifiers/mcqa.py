@@ -69,7 +69,7 @@ def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
     if settings.get("grading_mode") is None:
         mode = one_of("grading_mode", mode, ROW_MODES)
     return Task(
-        options=() if patterns and row.get("options") is None else _options(row),
+        options=() if any(map(_is_readable, patterns)) and row.get("options") is None else _options(row),
         answer=(optional_str(row, "expected_answer") or "").strip().upper(),
         grading_mode=mode,
         patterns=patterns,
@@ -118,6 +118,14 @@ def _patterns(value: object) -> tuple[str, ...]:
     return tuple(values)
 
 
+def _is_readable(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
+
+
 def _normal(text: str) -> str:
     return " ".join(text.lower().split())
 
@@ -152,7 +160,7 @@ def _by_pattern(text: str, pattern: str, task: Task) -> str | None:
     """Return the last match of a row's own pattern, as a letter."""
     try:
         found = re.findall(pattern, text[-EXPRESSION_CHARACTERS:], re.IGNORECASE)
-    except re.error:
+    except (re.error, OverflowError, RecursionError):
         return None
     if not found:
         return None

@@ -209,3 +209,11 @@ def test_a_pattern_whose_groups_all_stayed_empty_leaves_the_answer_to_the_mode(a
 def test_wrong_rows_are_named(row: dict[str, Any], settings: dict[str, Any], got: str) -> None:
     with pytest.raises(ValueError, match=re.escape(got)):
         parse_task({"options": OPTIONS, **row}, settings)
+
+
+def test_a_row_without_options_needs_a_pattern_that_can_be_read() -> None:
+    row = {"expected_answer": "A", "template_metadata": {"output_regex": ["(", r"is (\w)"]}}
+    assert parse_task(row, {}).options == ()
+    for pattern in ("(", "a{99999999999}", "(" * 5000 + ")" * 5000):
+        with pytest.raises(ValueError, match="field 'options': got nothing, expected a list"):
+            parse_task({**row, "template_metadata": {"output_regex": pattern}}, {})
