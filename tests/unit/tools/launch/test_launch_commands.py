@@ -30,7 +30,7 @@ def words(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> list[
 @pytest.mark.parametrize(("stage", "scale", "platform"), COMBINATIONS, ids=lambda part: getattr(part, "id", part))
 def test_a_dry_run_prints_what_is_executed_and_recorded(stage, scale, platform, monkeypatch, capsys):
     prepared: list[plan.Plan] = []
-    # Without the doctor and without writing: some of these stages this engine refuses, and no cluster is here.
+    # Without the doctor and without writing: the inputs of these stages are not here, and no cluster is.
     monkeypatch.setattr(plan, "examine", lambda _draft: [])
     monkeypatch.setattr(plan, "start_findings", lambda _draft: [])
     monkeypatch.setattr(plan, "prepare", lambda made: prepared.append(made) or [])
