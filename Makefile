@@ -29,7 +29,8 @@ DATA ?=
 BLEND ?=
 MODEL_PATH ?=
 VAL_ROWS ?= 100
-NAME ?=
+# Under WSL the environment has a NAME, that of the machine: only one that is given to make counts.
+NAME := $(if $(filter command,$(origin NAME)),$(NAME))
 URL ?=
 CMD ?=
 PORT ?= 5000

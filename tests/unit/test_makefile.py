@@ -90,6 +90,13 @@ def test_a_report_is_of_the_run_that_logged_last(tmp_path):
     assert command.rstrip().endswith(f"tools.report --run-dir {tmp_path}/new"), command
 
 
+def test_the_name_of_the_machine_is_no_name_of_an_environment(monkeypatch):
+    """As under WSL, which exports it as NAME."""
+    monkeypatch.setenv("NAME", "DESKTOP-1")
+    assert "DESKTOP-1" not in printed("-n", "env-check")
+    assert "--name mcqa" in printed("-n", "env-check", "NAME=mcqa")
+
+
 def test_no_warning_and_no_unknown_target():
     result = subprocess.run(["make", "-n", "help"], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert result.stderr == ""
