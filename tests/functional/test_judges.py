@@ -25,7 +25,10 @@ pytestmark = pytest.mark.functional
 
 
 class Judge(QuietHandler):
-    """Does what the question says: `say TEXT`, `fail N TEXT` (after N errors), `busy`, `refuse`, `junk`, `hang S`."""
+    """Does what the question says: `say TEXT`, `fail N TEXT` (after N errors), `busy`, `refuse`, `junk`, `hang S`.
+
+    It calls equal what it is asked to `approve`.
+    """
 
     failures: dict[str, int] = {}  # noqa: RUF012 (of all connections)
     seen: list[dict[str, Any]] = []  # noqa: RUF012
@@ -66,7 +69,8 @@ class Judge(QuietHandler):
             time.sleep(float(rest))
             with Judge.lock:
                 Judge.running -= 1
-        message = {"role": "assistant", "content": rest, "reasoning_content": "hm"}
+        said = math_with_judge.EQUAL if "approve" in content else rest
+        message = {"role": "assistant", "content": said, "reasoning_content": "hm"}
         completion = {"choices": [{"message": message, "finish_reason": "stop"}]}
         self._send(200, json.dumps(completion).encode())
 
@@ -219,7 +223,7 @@ def test_a_verifier_gets_its_verdict_from_the_judge(judge: JudgeClient, template
 def test_a_scoring_process_asks_the_judge_and_goes_on_from_its_replies(judge: JudgeClient) -> None:
     """math-verify runs on model text, so it runs in a jail, which reaches no judge by itself."""
     pool = ScoringPool(num_workers=1)
-    row = {"question": "say x [[A=B]]", "expected_answer": "5"}
+    row = {"question": "approve this", "expected_answer": "5"}
 
     async def verify(text: str, **settings: Any) -> Verdict | NoVerdict:
         client = InProcessVerifier(
@@ -241,7 +245,7 @@ def test_a_scoring_process_asks_the_judge_and_goes_on_from_its_replies(judge: Ju
     other = asyncio.run(verify("\\boxed{6}", should_use_judge=True))
     assert isinstance(other, Verdict)
     assert len(Judge.seen) == 2, "asked in both orders"
-    assert other.reward == 1.0  # this judge repeats the problem, and with it the label
+    assert other.reward == 1.0
     judge.urls, judge.timeout_seconds = ("http://127.0.0.1:9/v1",), 1.0
     failed = asyncio.run(verify("\\boxed{7}", should_use_judge=True))
     assert isinstance(failed, NoVerdict)
