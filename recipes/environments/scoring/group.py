@@ -122,6 +122,6 @@ def _with_verdict(rollout: Rollout, verdict: Verdict | NoVerdict, seconds: float
         timed,
         reward=verdict.reward,
         reason=verdict.reason,
-        metrics=verdict.metrics,
-        is_flagged=verdict.is_flagged,
+        metrics={**rollout.metrics, **verdict.metrics},
+        is_flagged=rollout.is_flagged or verdict.is_flagged,
     )

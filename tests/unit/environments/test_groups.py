@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from recipes.environments.chat.codec import ChatCodec
+from recipes.environments.contract.verdict import NoVerdict, Response, Verdict
 from recipes.environments.environments import Environments
+from recipes.environments.scoring.group import score_group
 from recipes.types import Completion, Rollout, RolloutStatus, Row, VersionSpan
 from tests.quiet_server import QuietHandler, QuietServer
 
@@ -186,3 +189,27 @@ def test_a_row_decides_over_the_variant_of_its_agent(codec: ChatCodec, address: 
     asyncio.run(made.run(row, policy, max_tokens=400))
     made.close()
     assert policy.prompt.rstrip().endswith("<think>")
+
+
+def test_a_verdict_on_a_group_keeps_what_was_known_of_a_rollout() -> None:
+    """An agent by URL that has lost tokens is flagged before its answer is compared, and must stay out of the loss."""
+
+    class Scorer:
+        name = "genrm"
+
+        async def score(self, row: Row, responses: Sequence[Response]) -> list[Verdict | NoVerdict]:
+            return [Verdict(reward=1.0, reason="best", metrics={"tie_rate": 0.5}) for _ in responses]
+
+    waiting = Rollout(
+        turns=(),
+        status=RolloutStatus.COMPLETED,
+        reason="its group is not scored yet",
+        reward=None,
+        is_flagged=True,
+        metrics={"lost_share": 0.4},
+        response={},
+    )
+    flagged, clean = asyncio.run(score_group(Scorer(), ROW, [waiting, replace(waiting, is_flagged=False)]))
+    assert (flagged.is_flagged, clean.is_flagged) == (True, False)
+    assert flagged.reward == 1.0
+    assert flagged.metrics == {"lost_share": 0.4, "tie_rate": 0.5}
