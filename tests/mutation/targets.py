@@ -15,18 +15,35 @@ class Equivalent:
     reason: str
 
 
+SEQUENCES, RAGGED = "tests/unit/grpo/test_sequences.py", "tests/unit/policy/test_ragged.py"
+GOLDEN = "tests/unit/test_golden.py"
 TARGETS: dict[str, tuple[str, ...]] = {
-    "recipes/grpo/loss.py": ("tests/unit/test_golden.py",),
-    "recipes/grpo/advantage.py": ("tests/unit/grpo/test_advantage.py", "tests/unit/test_golden.py"),
-    "recipes/grpo/batch.py": ("tests/unit/grpo/test_batch.py", "tests/unit/test_golden.py"),
+    "recipes/grpo/loss.py": (
+        GOLDEN,
+        "tests/unit/grpo/test_loss.py",
+        "tests/unit/grpo/test_loss_options.py",
+        SEQUENCES,
+    ),
+    "recipes/grpo/advantage.py": (
+        GOLDEN,
+        "tests/unit/grpo/test_advantage.py",
+        "tests/unit/grpo/test_advantage_options.py",
+        SEQUENCES,
+    ),
+    "recipes/grpo/batch.py": (GOLDEN, "tests/unit/grpo/test_batch.py", "tests/unit/grpo/test_effects.py", SEQUENCES),
     "recipes/grpo/buffer.py": ("tests/unit/grpo/test_buffer.py", "tests/unit/grpo/test_checkpoint.py"),
     "recipes/environments/verifiers/mcqa.py": (
         "tests/unit/environments/verifiers/test_mcqa.py",
         "tests/unit/environments/verifiers/test_golden_cases.py",
     ),
     "recipes/policy/packing.py": ("tests/unit/policy/test_packing.py",),
-    "recipes/policy/shards.py": ("tests/unit/policy/test_shards.py",),
-    "tools/data/split.py": ("tests/unit/tools/data/test_split.py",),
+    "recipes/policy/shards.py": (
+        "tests/unit/policy/test_shards.py",
+        "tests/unit/grpo/test_batch.py",
+        SEQUENCES,
+        RAGGED,
+    ),
+    "tools/data/split.py": ("tests/unit/tools/data/test_split.py", "tests/unit/tools/lineage/test_record.py"),
 }
 
 PACKING, SHARDS = "recipes/policy/packing.py", "recipes/policy/shards.py"
