@@ -2,7 +2,7 @@
 
 `call_with_retries` repeats a blocking request, `reply_within` a coroutine within a deadline. A transfer that can go on
 where it broke off has a loop of its own, and asks `RetryPolicy.seconds_until_retry` after each failure; it starts to
-count again when more bytes came.
+count again when more bytes came, fast enough.
 """
 
 from __future__ import annotations

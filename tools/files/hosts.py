@@ -15,7 +15,7 @@ from recipes.retry import RetryPolicy, TransientError, is_transient, retry_after
 if TYPE_CHECKING:
     import httpx2
 
-READ_SECONDS = 60.0  # without a byte
+READ_SECONDS = 60.0  # without a byte; tools/files/speed.py has the lowest speed
 CONNECT_SECONDS = 10.0  # a firewall may drop every packet, so a connection needs a deadline of its own
 RESUME = "run the same command again; it goes on where it stopped"
 

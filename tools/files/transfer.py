@@ -23,6 +23,7 @@ from tools.files.hosts import GITHUB, HUB, Host, session_with, wait_or_raise
 from tools.files.locks import try_lock
 from tools.files.progress import Progress
 from tools.files.row_files import CHUNK
+from tools.files.speed import Tries
 
 if TYPE_CHECKING:
     import httpx2
@@ -126,27 +127,26 @@ def _require_space(partial: Path, needed: int) -> None:
 def _receive_all(file: RemoteFile, content: BinaryIO, policy: RetryPolicy) -> bool:
     """Append to `content` until it has the declared size; return whether it was put together from several parts."""
     progress = Progress(f"download: {file.name}", file.size)
-    begin = size = furthest = content.seek(0, 2)
+    begin = size = content.seek(0, 2)
     progress.begin(begin)
-    resumed, num_failures = begin > 0, 0
+    resumed, tries = begin > 0, Tries(begin)
     while size < file.size:
         try:
-            _receive(file, content, progress)
+            _receive(file, content, progress, tries)
             if content.tell() < file.size:
                 raise TransientError(f"{file.host.name} ended after {content.tell()} of {file.size} bytes")
         except TransientError as failure:
             size = content.tell()
-            num_failures = 1 if size > furthest else num_failures + 1  # progress starts a new row of failures
-            furthest = max(furthest, size)
+            num_failures = tries.failed(size)
             resumed = resumed or size > 0
-            failure.is_reached |= furthest > begin
+            failure.is_reached |= tries.furthest > begin
             wait_or_raise(failure, num_failures, policy, file.where, file.host)
         size = content.tell()
     progress.end()
     return resumed
 
 
-def _receive(file: RemoteFile, content: BinaryIO, progress: Progress) -> None:
+def _receive(file: RemoteFile, content: BinaryIO, progress: Progress, tries: Tries) -> None:
     """Append the host's answer to one request to `content`."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
@@ -167,7 +167,9 @@ def _receive(file: RemoteFile, content: BinaryIO, progress: Progress) -> None:
         if start and not str(answer.headers.get("Content-Range")).startswith(f"bytes {start}-"):
             _empty(content)  # the whole file comes again
             progress.begin(0)
-        for chunk in answer.iter_bytes():  # each chunk is written at once, so a broken connection loses none
+        for chunk in tries.chunks(
+            answer.iter_bytes()
+        ):  # each chunk is written at once, so a broken connection loses none
             content.write(chunk)
             progress.add(len(chunk))
             if content.tell() > file.size:

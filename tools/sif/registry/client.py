@@ -22,6 +22,7 @@ import httpx2
 
 from recipes.errors import LaunchError, Problem
 from recipes.retry import Answer, RetryPolicy, TransientError, call_with_retries, is_transient, retry_after
+from tools.files.speed import Tries, fast_enough
 from tools.sif.registry.authorization import LOGIN_FIX, Authorizer
 from tools.sif.registry.credentials import Credentials
 from tools.sif.registry.errors import ImageError
@@ -35,7 +36,7 @@ MANIFESTS = (
     "application/vnd.docker.distribution.manifest.list.v2+json",
 )
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-READ_SECONDS = 60.0  # without a byte
+READ_SECONDS = 60.0  # without a byte; tools/files/speed.py has the lowest speed
 SHOWN_WAIT_SECONDS = 10.0  # longer waits are printed
 
 
@@ -122,7 +123,7 @@ class Registry:
                 if answer.status_code == 404:
                     raise ImageError("missing", f"{reference}: not in the registry")
                 self._require_ok(answer, reference)
-                content = answer.read()
+                content = b"".join(fast_enough(answer.iter_bytes()))
             digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
             declared = name if DIGEST.fullmatch(name) else answer.headers.get("Docker-Content-Digest", digest)
             if declared != digest:
@@ -134,29 +135,29 @@ class Registry:
     def blob(self, reference: Reference, digest: str, target: Path, count: Callable[[int], None]) -> None:
         """Write a blob to `target`, which appears only with the right digest; `count` gets the bytes of each chunk."""
         partial = target.with_name(f"{target.name}.partial")
-        num_failures = size = 0
         for is_last in (False, False, True):  # whole transfers with a wrong digest
+            tries = Tries(0)
             while True:
                 try:
-                    self._receive(reference, digest, partial, count)
+                    self._receive(reference, digest, partial, count, tries)
                     break
                 except TransientError as failure:
                     now = partial.stat().st_size if partial.exists() else 0
-                    num_failures, size = (1 if now > size else num_failures + 1), max(size, now)
-                    self._wait_or_raise(failure, num_failures, reference)
+                    self._wait_or_raise(failure, tries.failed(now), reference)
             with partial.open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
             if found == digest.removeprefix("sha256:"):
                 partial.replace(target)
                 return
             partial.unlink()
-            size = 0
             self.waits["wrong digest"] += 1
             if is_last:
                 detail = f"{reference} {digest[:19]}: the registry sent bytes with another digest three times"
                 raise ImageError("digest", detail)
 
-    def _receive(self, reference: Reference, digest: str, partial: Path, count: Callable[[int], None]) -> None:
+    def _receive(
+        self, reference: Reference, digest: str, partial: Path, count: Callable[[int], None], tries: Tries
+    ) -> None:
         """Append what is missing to `partial`."""
         start = partial.stat().st_size if partial.exists() else 0
         headers = {"Range": f"bytes={start}-"} if start else {}
@@ -171,7 +172,7 @@ class Registry:
                 start = 0
             declared = answer.headers.get("Content-Length")
             with partial.open("ab" if start else "wb") as file:
-                for chunk in answer.iter_raw():  # written as they arrive, so that a break loses none
+                for chunk in tries.chunks(answer.iter_raw()):  # written as they arrive, so that a break loses none
                     file.write(chunk)
                     count(len(chunk))
                 received = file.tell() - start
