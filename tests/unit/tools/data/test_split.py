@@ -78,18 +78,33 @@ def test_a_rerun_does_nothing_until_something_changes(tmp_path: Path, capsys: py
         (lambda: train.unlink(), "train-split.jsonl is missing"),
         (lambda: train.write_bytes(b"x"), "train-split.jsonl was edited"),
         (lambda: (tmp_path / "out" / "manifest.json").unlink(), "no manifest"),
-        (lambda: source.write_bytes(rows(8)), "inputs changed"),
+        (
+            lambda: source.write_bytes(rows(8)),
+            f"inputs changed: rows.jsonl.bytes was {len(rows(9))}, is {len(rows(8))})",
+        ),
+        (lambda: source.write_bytes(rows(8).replace(b"0", b"9")), "(inputs changed: rows.jsonl.sha256 was "),
     ):
         change()
         split(source, tmp_path / "out", val_rows=2)
-        assert reason in capsys.readouterr().out
-    assert train.read_bytes() == rows(6)
+        said = capsys.readouterr().out
+        assert reason in said and "; " not in said
+    assert train.read_bytes() == rows(6).replace(b"0", b"9")
+
+
+def test_every_reason_for_a_new_split_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_bytes(rows(9))
+    split(source, tmp_path / "out", val_rows=2)
+    for name in ("train-split.jsonl", "val-split.jsonl"):
+        (tmp_path / "out" / name).unlink()
+    split(source, tmp_path / "out", val_rows=2)
+    assert "(train-split.jsonl is missing, val-split.jsonl is missing): 7 rows to train on" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("content", "val_rows", "message"),
     [
-        (rows(3), 3, "got 3 rows, expected more than the 3"),
+        (rows(3), 3, "rows.jsonl: got 3 rows, expected more than the 3 rows for validation; lower --val-rows\n"),
         (rows(1), 100, "got 1 rows, expected more than the 100"),
         (b"", 1, "got 0 rows"),
         (b"{}\n\n{}\n", 1, "rows.jsonl:2: the line is empty"),
@@ -102,7 +117,7 @@ def test_a_rerun_does_nothing_until_something_changes(tmp_path: Path, capsys: py
         (rows(4)[:-1] + b"\0\0\n", 1, "rows.jsonl:4: the line holds a NUL byte"),
         (b'{"a": "\0"}\n' + rows(4), 1, "rows.jsonl:1: the line holds a NUL byte"),
         (rows(2) + '{"a": "\u00e9"}\n'.encode("latin-1") + rows(2), 1, "rows.jsonl:3: the line is invalid UTF-8"),
-        (None, 1, "rows.jsonl: there is no such file"),
+        (None, 1, "rows.jsonl: there is no such file; give --in the filled blend\n"),
     ],
 )
 def test_wrong_inputs_are_named_and_nothing_is_written(
@@ -308,7 +323,11 @@ def test_shares_are_proportional(total: int, counts: dict[str, int], expected: d
 
 def test_the_comparison_names_what_is_missing() -> None:
     table = compare({"a": 3, "b": 1}, {"a": 1, "c": 1}).splitlines()
+    assert table[0].split() == ["agent", "train", "val", "val", "-", "train"]
+    assert len(table[0].partition(" val")[0]) == len(table[1].partition("% ")[0]) + 4
+    assert table[1].split() == ["a", "3", "75.0%", "1", "50.0%", "-25.0"]
     assert [line.split()[0] for line in table[1:]] == ["a", "b", "c"]
     assert table[1].endswith("-25.0")
     assert table[2].endswith("-25.0  not in validation")
     assert table[3].endswith("+50.0  not in training")
+    assert compare({"a": 1}, {"a": 1}).splitlines()[1].split() == ["a", "1", "100.0%", "1", "100.0%", "+0.0"]
