@@ -1,6 +1,7 @@
 """The inventory of a SIF directory: one JSON line per file that was built, and the list of failures.
 
-The line is written before the file takes its name. A file without a line, or with another size than its line says, was
+The disk holds the content of a file and its line before the file takes its name, so that a power cut leaves no file of
+the right size with wrong content. A file without a line, or with another size than its line says, was
 made by another program, or its run was killed in between.
 """
 
@@ -13,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from recipes.errors import DataError, Problem
-from recipes.files import write_atomically
+from recipes.files import sync_files, write_atomically
 from tools.images.files import read_image
 
 INVENTORY, FAILED = "inventory.jsonl", "images.failed"
@@ -51,16 +52,17 @@ class Inventory:
         self.files = {entry.file: entry for entry in _read(directory / INVENTORY)}
 
     def add(self, entry: SifFile) -> None:
-        """Append a line; a line before it that a kill or a full disk cut stays a line of its own."""
+        """Append a line, and wait until the disk holds it; one before it that was cut stays a line of its own."""
         path = self._directory / INVENTORY
-        with self._lock, path.open("ab+") as file:
-            size = file.seek(0, 2)
-            if size:
-                file.seek(size - 1)
-                if file.read(1) != b"\n":
-                    file.write(b"\n")
-            file.write(json.dumps(asdict(entry), sort_keys=True).encode() + b"\n")
-            file.flush()
+        with self._lock:
+            with path.open("ab+") as file:
+                size = file.seek(0, 2)
+                if size:
+                    file.seek(size - 1)
+                    if file.read(1) != b"\n":
+                        file.write(b"\n")
+                file.write(json.dumps(asdict(entry), sort_keys=True).encode() + b"\n")
+            sync_files([path])
             self.files[entry.file] = entry
 
     def is_whole(self, path: Path) -> bool:

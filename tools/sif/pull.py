@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from recipes.errors import RecipeError
-from recipes.files import sha256_of
+from recipes.files import sha256_of, sync_directory, sync_files
 from tools.files.progress import Progress
 from tools.sif.availability import Availability, failure_of
 from tools.sif.convert import Conversion, convert, remove_tree
@@ -71,8 +71,10 @@ class Pull:
             shutil.move(sif, partial)  # copies when the work is on another file system
             if partial.stat().st_size != entry.bytes:
                 raise ImageError("convert", f"{partial}: {partial.stat().st_size} bytes of {entry.bytes}")
+            sync_files([partial])  # a file that has its name is taken for whole when it has its size
             self.inventory.add(entry)
             partial.replace(self.directory / instance.file)
+            sync_directory(self.directory)
             return entry
         except RecipeError:
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,3 +76,25 @@ def test_what_is_wrong_for_all_images_is_said_once(work: Pull) -> None:
     work.manifests = {"a": SimpleNamespace(digest="d", config=missing)}
     with pytest.raises(LaunchError, match="not on PATH"):
         work.run([instance("a")], 1, 1)
+
+
+def test_the_disk_holds_a_file_and_its_line_before_the_file_takes_its_name(
+    work: Pull, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, synced, fsync = work.directory, [], os.fsync
+
+    def record(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        content = b"" if path.is_dir() else path.read_bytes()
+        synced.append((path.name, content, (place / "a.sif").exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    work.manifests = {"a": SimpleNamespace(digest="d", config={})}
+    assert work.run([instance("a")], 1, 1) == []
+    line = (place / "inventory.jsonl").read_bytes()
+    assert [entry for entry in synced if entry[0] != place.name] == [
+        (".a.sif.partial", b"image", False),
+        ("inventory.jsonl", line, False),
+    ]
+    assert synced[-1] == (place.name, b"", True)
