@@ -10,8 +10,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from recipes.errors import InputError, Problem
 from recipes.grpo.checkpoint import complete_checkpoints
 from recipes.grpo.draw import NO_VARIANCE
+
+MAX_LOOKS = 3  # a run needs minutes from one checkpoint to the next
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,19 +28,35 @@ class Unjudged:
 
 def unjudged(run_dir: Path) -> tuple[Unjudged, ...]:
     """Return the prompts without a verdict up to the newest checkpoint, in row order; none without a checkpoint."""
-    checkpoints = complete_checkpoints(run_dir / "checkpoints")
-    if not checkpoints:
-        return ()
     failed: dict[tuple[int, str], str] = {}
     judged: set[tuple[int, str]] = set()
-    with (checkpoints[max(checkpoints)] / "ledger.jsonl").open(encoding="utf-8") as ledger:
-        for entry in map(json.loads, ledger):
-            _, row, prompt_id = entry["key"].split(":", 2)
-            if not entry["reason"] or entry["reason"] == NO_VARIANCE:
-                judged.add((int(row), prompt_id))
-            else:
-                failed[int(row), prompt_id] = entry["reason"]
+    for entry in map(json.loads, _newest_ledger(run_dir / "checkpoints").splitlines()):
+        _, row, prompt_id = entry["key"].split(":", 2)
+        if not entry["reason"] or entry["reason"] == NO_VARIANCE:
+            judged.add((int(row), prompt_id))
+        else:
+            failed[int(row), prompt_id] = entry["reason"]
     return tuple(
         Unjudged(line=row + 1, prompt_id=prompt_id, reason=failed[row, prompt_id])
         for row, prompt_id in sorted(failed.keys() - judged)
     )
+
+
+def _newest_ledger(root: Path) -> bytes:
+    """Return the ledger of the newest checkpoint, nothing without a checkpoint.
+
+    A run that goes on may remove what was the newest a moment ago, once it has a newer one: then that one is read.
+    """
+    for _ in range(MAX_LOOKS):
+        checkpoints = complete_checkpoints(root)
+        if not checkpoints:
+            return b""
+        newest = checkpoints[max(checkpoints)]
+        try:
+            return (newest / "ledger.jsonl").read_bytes()
+        except FileNotFoundError as error:
+            if newest.exists():
+                wrong, fix = "the checkpoint has no ledger.jsonl", "copy it from elsewhere, or remove the checkpoint"
+                raise InputError(Problem(where=str(newest), wrong=wrong, fix=fix)) from error
+    wrong = f"the run removed its newest checkpoint before it could be read, {MAX_LOOKS} times"
+    raise InputError(Problem(where=str(root), wrong=wrong, fix="make the report again"))

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from recipes.errors import InputError
+from recipes.grpo.checkpoint import complete_checkpoints
 from recipes.grpo.draw import NO_VARIANCE
 from tests.page_text import text_of
+from tools.report import ledger
 from tools.report.ledger import unjudged
 from tools.report.load import load_run
 from tools.report.page import render
@@ -41,6 +47,46 @@ def test_only_prompts_that_failed_in_every_epoch_are_listed(tmp_path: Path) -> N
 def test_a_run_without_a_checkpoint_lists_none(tmp_path: Path) -> None:
     assert unjudged(tmp_path) == ()
     assert unjudged_table((), "rows.jsonl") == ""
+
+
+@pytest.fixture
+def remove_before_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Give a function that makes a run save a checkpoint and remove the one before, so many times before a read."""
+
+    def remove(times: int) -> None:
+        left = iter(range(times))
+
+        def listed(root: Path) -> dict[int, Path]:
+            found = complete_checkpoints(root)
+            if next(left, None) is not None:
+                newest = max(found)
+                write_ledger(tmp_path, newest + 1, LEDGER)
+                shutil.rmtree(found[newest])
+            return found
+
+        monkeypatch.setattr(ledger, "complete_checkpoints", listed)
+
+    return remove
+
+
+def test_a_checkpoint_that_the_run_removes_is_left_for_the_newer_one(
+    tmp_path: Path, remove_before_reads: Callable[[int], None]
+) -> None:
+    write_ledger(tmp_path, 2, LEDGER[:4])
+    remove_before_reads(1)
+    assert [one.line for one in unjudged(tmp_path)] == [2]
+
+
+def test_a_ledger_that_cannot_be_read_is_an_error_that_says_why(
+    tmp_path: Path, remove_before_reads: Callable[[int], None]
+) -> None:
+    write_ledger(tmp_path, 2, LEDGER[:4])
+    remove_before_reads(3)
+    with pytest.raises(InputError, match=r"checkpoints: the run removed its newest checkpoint .* 3 times; make the"):
+        unjudged(tmp_path)
+    (tmp_path / "checkpoints" / "step_000005" / "ledger.jsonl").unlink()
+    with pytest.raises(InputError, match=r"step_000005: the checkpoint has no ledger.jsonl; copy it from elsewhere"):
+        unjudged(tmp_path)
 
 
 def test_the_table_names_the_task_of_a_row_and_escapes_it(tmp_path: Path) -> None:
