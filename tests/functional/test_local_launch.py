@@ -180,6 +180,19 @@ def test_signal_reaches_the_driver_and_two_runs_live_side_by_side(launched, tmp_
     assert first.alive() == []
 
 
+def test_a_signal_before_the_driver_is_started_means_start_it_again(launched, tmp_path):
+    launch = Launch(tmp_path / "run", seconds=600, status=0)
+    launched.append(launch)
+    end = time.monotonic() + patiently(60)
+    while not temporary(launch.run_dir) and time.monotonic() < end:
+        time.sleep(0.02)
+    launch.process.send_signal(signal.SIGTERM)
+    output, _ = launch.process.communicate(timeout=patiently(60))
+    assert launch.process.returncode == 75, output
+    assert "got SIGTERM before the driver was started" in output
+    assert launch.alive() == []
+
+
 def test_nothing_is_left_when_the_driver_is_killed(launched, tmp_path):
     launch = Launch(tmp_path / "run", seconds=600, status=0)
     launched.append(launch)

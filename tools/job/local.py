@@ -4,9 +4,9 @@
                                         +-> the driver (RAY_ADDRESS set)
 
 The supervisor locks the run directory, takes a slot of the port table, starts the Ray head, then the driver. It
-forwards TERM, INT and USR1 to the driver, ends the run when the head dies, and exits with the driver's status. Every
-process below it is found and ended, also when the driver was killed; when the supervisor itself is killed, the kernel
-signals the head and the driver.
+forwards TERM, INT and USR1 to the driver, ends the run when the head dies, and exits with the driver's status, or with
+75 (start it again) when the signal came before the driver could handle it. Every process below it is found and ended,
+also when the driver was killed; when the supervisor itself is killed, the kernel signals the head and the driver.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from types import FrameType
 from recipes.cluster.ports import NUM_SLOTS, RayPorts, hold, node_problems, ray_ports
 from recipes.cluster.tuning import worker_environment
 from recipes.errors import LaunchError, Problem, RecipeError, RunError
+from recipes.stop import EXIT_RESUME
 from tools.job.begin import with_start_weights
 from tools.job.ray_temp import PREFIX, RAY, clear_abandoned, keep_logs, make_private, remove_sessions
 from tools.planning.run_dir import lock_run, new_attempt
@@ -100,6 +101,22 @@ class Signals:
         self.stop_by = self.stop_by or time.monotonic() + STOP_SECONDS
         if self.driver is not None:
             self.driver.send_signal(signal.SIGKILL if is_second_interrupt else received)
+
+    def forward_to(self, driver: subprocess.Popen[bytes]) -> None:
+        """Forward signals to `driver` from now on, and at once those that came while it was started."""
+        self.driver = driver
+        for received in tuple(self.received):
+            driver.send_signal(received)
+
+    def status_of(self, returncode: int) -> int:
+        """Return the status of the run for that of the driver: 128 + N when a signal N ended it that nobody sent here.
+
+        A driver that a forwarded signal ended had no handler for it yet, so it could not say itself what this means.
+        """
+        if -returncode in self.received:
+            print("local: the driver was asked to stop before it could take the signal", file=sys.stderr)
+            return EXIT_RESUME
+        return returncode if returncode >= 0 else 128 - returncode
 
 
 def take_slot() -> tuple[RayPorts, socket.socket]:
@@ -229,7 +246,7 @@ def start_driver(run: LocalRun, env: dict[str, str], log: Path, locks: tuple[int
 
 
 def watch(driver: subprocess.Popen[bytes], head: subprocess.Popen[bytes], signals: Signals, shm: set[int]) -> int:
-    """Wait for the driver and return its status, 128 + N when signal N ended it; 1 when the head died first."""
+    """Wait for the driver and return the status of the run; 1 when the head died first."""
     next_scan = 0.0
     while driver.poll() is None:
         now = time.monotonic()
@@ -246,7 +263,7 @@ def watch(driver: subprocess.Popen[bytes], head: subprocess.Popen[bytes], signal
             reap_orphans(besides={driver.pid, head.pid})
             next_scan = now + _SHM_SCAN_SECONDS
         time.sleep(_POLL_SECONDS)
-    return driver.returncode if driver.returncode >= 0 else 128 - driver.returncode
+    return signals.status_of(driver.returncode)
 
 
 @contextmanager
@@ -308,10 +325,12 @@ def supervise(run: LocalRun) -> int:
     try:
         head = bring_up_head(run, ports, env, signals, attempt / "ray_head.log")
         if signals.received:
-            return 128 + signals.received[0]
+            print(f"local: got {signals.received[0].name} before the driver was started", file=sys.stderr)
+            return EXIT_RESUME
         with echo(log):
-            signals.driver = start_driver(run, env, log, (lock, held))
-            return watch(signals.driver, head, signals, shm)
+            driver = start_driver(run, env, log, (lock, held))
+            signals.forward_to(driver)
+            return watch(driver, head, signals, shm)
     finally:
         tear_down(temp, attempt, shm)
         os.close(held)

@@ -1,14 +1,19 @@
-"""What happens around a local run, and does not stop it: others that take ports, an output that cannot be written."""
+"""What happens around a local run: others that take ports, an output that cannot be written, an early signal."""
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-from tools.job.local import take_slot
+import pytest
+
+from recipes.stop import EXIT_RESUME
+from tools.job.local import Signals, take_slot, watch
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -39,3 +44,46 @@ with echo(log):
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.endswith("second\n")
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.fixture
+def sleeping() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two programs that handle no signal, as a driver and a head; they are ended after the test."""
+    programs = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    yield programs
+    for program in programs:
+        program.kill()
+        program.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_a_driver_that_still_loads_means_start_it_again(
+    sleeping: list[subprocess.Popen[bytes]], number: signal.Signals
+) -> None:
+    driver, head = sleeping
+    signals = Signals()
+    signals.forward_to(driver)
+    signals._handle(number, None)
+    assert watch(driver, head, signals, set()) == EXIT_RESUME
+
+
+def test_a_signal_that_comes_while_the_driver_is_started_reaches_it(
+    sleeping: list[subprocess.Popen[bytes]],
+) -> None:
+    driver, head = sleeping
+    signals = Signals()
+    signals._handle(signal.SIGTERM, None)
+    signals.forward_to(driver)
+    driver.wait(timeout=30)
+    assert watch(driver, head, signals, set()) == EXIT_RESUME
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_driver_that_another_program_ends_has_failed(
+    sleeping: list[subprocess.Popen[bytes]], number: signal.Signals
+) -> None:
+    driver, head = sleeping
+    signals = Signals()
+    signals.forward_to(driver)
+    driver.send_signal(number)
+    assert watch(driver, head, signals, set()) == 128 + number
