@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.recorded import recorded
 
+for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL"):  # a make that a test starts is no part of the one that runs the tests
+    os.environ.pop(name, None)
 gc.disable()  # until all tests are collected: the collector would look through them again and again
 
 
