@@ -99,15 +99,20 @@ class RunLogger:
     def log_rollouts(self, kind: str, step: int, groups: Sequence[Group], store: TokenStore, *, limit: int) -> None:
         """Queue at most `limit` rollouts of `groups` for rollouts/<kind>.jsonl, kind "train" or "val".
 
-        Training also adds to pass_rates.jsonl how often each row was solved.
+        Training also adds to pass_rates.jsonl how often each row was solved. Texts that do not come from the store are
+        left out with an error in the log: they are there to be read, and no run is worth losing for them.
         """
         path = self._rollout_path(kind)
-        samples = _with_texts(pick_rollouts(groups, limit), store)
-        if kind == "val":
-            self._print_validation(step, groups, store)
-        else:
+        if kind != "val":
             rates = [{"step": step, "version": group.version, **group_pass_rate(group)} for group in groups]
             self._put(lambda: self._write_lines(self.run_dir / PASS_RATES_FILE, rates))
+        try:
+            samples = _with_texts(pick_rollouts(groups, limit), store)
+            if kind == "val":
+                self._print_validation(step, groups, store)
+        except StalledError as late:
+            logger.error("step %d: rollouts are not logged: %s", step, late)
+            return
         self._put(lambda: self._write_lines(path, (_rollout_record(step, *sample) for sample in samples)))
 
     def _print_validation(self, step: int, groups: Sequence[Group], store: TokenStore) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from recipes.config.keys.derive import derive
-from recipes.errors import RunError
+from recipes.errors import RequestError, RunError
 from recipes.grpo.batch import build_batch
 from recipes.grpo.rollout import gather_results
 from recipes.rollouts.group import PolicyClient
@@ -60,12 +60,9 @@ def check_parity(run: Run) -> None:
     sampling = replace(run.collector.settings.sampling, max_tokens=min(_TOKENS, cfg.policy.generation.max_new_tokens))
     length = run.collector.settings.max_model_len
     clients = [PolicyClient(run.generation, sampling, length, affinity=n, rollout=0) for n in range(len(probes))]
-    futures = [
-        run.collector.submit(client.generate(probe.token_ids, max_tokens=_TOKENS))
-        for client, probe in zip(clients, probes, strict=True)
-    ]
+    futures = [run.collector.submit(_sample(client, probe)) for client, probe in zip(clients, probes, strict=True)]
     answers = gather_results(futures, deadline_seconds=cfg.deadlines.generation, what="the parity gate's prompts")
-    sampled = [(probe, answer) for probe, answer in zip(probes, answers, strict=True) if answer.token_ids]
+    sampled = [(probe, answer) for probe, answer in zip(probes, answers, strict=True) if answer and answer.token_ids]
     if not sampled:
         logger.warning(
             "parity of engine and policy not checked: none of the first %d prompts has an answer", _PROMPTS_READ
@@ -83,6 +80,15 @@ def check_parity(run: Run) -> None:
             "engine and policy disagree on tokens that the engine has just sampled: mean probability ratio above "
             f"{threshold:g} (grpo.parity_error_threshold) for {'; '.join(wrong)}"
         )
+
+
+async def _sample(client: PolicyClient, probe: Probe) -> Completion | None:
+    """Return an answer to the prompt; None when the request fails, which would cost a run one rollout only."""
+    try:
+        return await client.generate(probe.token_ids, max_tokens=_TOKENS)
+    except RequestError as failure:
+        logger.warning("parity of engine and policy not checked on %s: %s", probe, failure)
+        return None
 
 
 def pick_probes(candidates: Sequence[Probe]) -> list[Probe]:

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from recipes.errors import ConfigError, RunError, StalledError
 from recipes.grpo import log
 from recipes.grpo.log import RunLogger, pick_rollouts, progress_line, validation_line
 from recipes.grpo.metrics import StepMetrics
+from recipes.tokens import GroupTokens
 from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
 from tests.groups import LocalStore, group_of
 from tools.rows.pass_rates import read_pass_rates
@@ -152,6 +154,21 @@ def test_every_trained_group_leaves_its_pass_rate_and_a_resume_removes_what_it_r
     again.resume(1)
     again.close()
     assert [line["step"] for line in lines_of(file)] == [1, 1]
+
+
+def test_texts_that_do_not_come_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Stalled(LocalStore):
+        def get(self, references: Sequence[Any]) -> list[GroupTokens]:
+            raise StalledError("the tokens of 1 groups did not come")
+
+    run = RunLogger(tmp_path, LoggerCfg(), num_steps=1)
+    for kind in ("train", "val"):
+        run.log_rollouts(kind, 1, [make_group(0, [1.0, 0.0])], Stalled(), limit=2)
+    run.log_rollouts("train", 2, [make_group(1, [1.0])], LocalStore(), limit=2)
+    run.close()
+    assert [line["step"] for line in lines_of(tmp_path / "rollouts" / "train.jsonl")] == [2]
+    assert [line["step"] for line in lines_of(tmp_path / "pass_rates.jsonl")] == [1, 2]
+    assert caplog.messages == ["step 1: rollouts are not logged: the tokens of 1 groups did not come"] * 2
 
 
 def test_validation_samples_are_printed_when_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

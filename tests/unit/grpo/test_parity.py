@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from jinja2 import TemplateError
 
-from recipes.errors import RunError
+from recipes.errors import RequestError, RunError
 from recipes.grpo.parity import Probe, check_parity, mult_prob_errors, pick_probes, probe_batch
 from recipes.grpo.run import Run
 from recipes.types import Completion, PromptRef, TrainBatch
@@ -99,6 +100,26 @@ def test_a_row_that_the_template_refuses_does_not_keep_the_run_from_starting(
         check_parity(run)
     assert "1 prompts ahead cannot be rendered, the first: 0:0:" in caplog.text
     assert "TemplateError: roles must alternate" in caplog.text
+    run.close()
+
+
+def test_a_request_that_fails_does_not_keep_the_run_from_starting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(tmp_path, ["math:a", "code:b"])
+    generate = run.generation.generate
+
+    async def refuse_code(ids: tuple[int, ...], *arguments: Any, **options: Any) -> Completion:
+        if len(ids) == 2 + len("code:b") and not caplog.messages:
+            raise RequestError("late")
+        return await generate(ids, *arguments, **options)
+
+    run.generation.generate = refuse_code  # type: ignore[method-assign]
+    drifted(run, 1.0)
+    with pytest.raises(RunError, match=r"0:[01]:") as caught:  # the other prompt is compared
+        check_parity(run)
+    assert str(caught.value).count("prompt tokens") == 1
+    assert sum("late" in message for message in caplog.messages) == 1
     run.close()
 
 
