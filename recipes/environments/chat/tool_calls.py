@@ -17,6 +17,7 @@ from typing import Any
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^<>\s]+)>(.*?)</function>\s*", re.DOTALL)
+_BETWEEN_FUNCTIONS = re.compile(r"(?<=</function>)\s*(?=<function=)")
 _PARAMETER = re.compile(r"<parameter=([^<>\s]+)>(.*?)</parameter>", re.DOTALL)
 
 
@@ -40,7 +41,8 @@ def parse_tool_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str
     if len(bodies) != text.count("<tool_call>"):
         return text, ()
     try:
-        calls = tuple(_parse_call(body, tools) for body in bodies)
+        # A model may put several functions between one pair of tags, as vLLM reads them.
+        calls = tuple(_parse_call(part, tools) for body in bodies for part in _BETWEEN_FUNCTIONS.split(body))
     except (ValueError, RecursionError):  # model text that is no call
         return text, ()
     return text[:start], calls

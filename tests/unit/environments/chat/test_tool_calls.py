@@ -52,3 +52,14 @@ def test_a_value_has_a_type_of_its_schema(schema: Any, text: str, value: object)
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}
     _, (call,) = parse_tool_calls(FORMAT.format(text), [tool])
     assert call.arguments == json.dumps({"a": value})
+
+
+def test_functions_between_one_pair_of_tags_are_calls_of_their_own() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {}}}}
+    function = "<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>"
+    both = "\n".join(function.format(value) for value in ("one", "</function> two"))
+    before, calls = parse_tool_calls(f"Hm.<tool_call>\n{both}\n</tool_call>", [tool])
+    assert before == "Hm."
+    assert [json.loads(call.arguments) for call in calls] == [{"a": "one"}, {"a": "</function> two"}]
+    text = f"<tool_call>\n{function.format(1)}\n<function=f>\n</tool_call>"
+    assert parse_tool_calls(text, [tool]) == (text, ())
