@@ -5,7 +5,7 @@
 #
 # Usage: bash -c "$(<init.sh)" init TOKEN PROCESSES FILE_KIB
 #
-#   TOKEN  what it prints when it is ready; the image's own scripts cannot know it
+#   TOKEN  what it prints when it is ready; what the image's own scripts print by chance is another text
 #
 # A request is "shell NAME" or "script NAME". The pipes NAME.input, NAME.output and NAME.control are in /.shells.
 
