@@ -46,10 +46,16 @@ with echo(log):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def take_signals() -> None:
+    """End at each signal: a shell has a program that runs in the background ignore some, and what that starts, too."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.fixture
 def sleeping() -> Iterator[list[subprocess.Popen[bytes]]]:
     """Two programs that handle no signal, as a driver and a head; they are ended after the test."""
-    programs = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    programs = [subprocess.Popen(["sleep", "60"], preexec_fn=take_signals) for _ in range(2)]
     yield programs
     for program in programs:
         program.kill()
