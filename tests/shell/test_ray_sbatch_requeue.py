@@ -72,7 +72,7 @@ def test_a_start_that_saved_nothing_is_not_followed_by_another(job):
 def test_a_signal_before_the_steps_is_followed_by_another_start(job, number):
     (job.directory / "end").write_text("Unknown")
     control = job.directory / "bin" / "scontrol"
-    control.write_text(control.read_text() + "sleep 1\n")
+    control.write_text(control.read_text() + "sleep 0.4\n")
     process = job.start()
     end = time.monotonic() + 20
     while not (job.directory / "control").exists() and time.monotonic() < end:

@@ -29,7 +29,7 @@ class Quick(LimitedProtocol):
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
     """Answer with the number of bytes of the body, "/slow" after a while, before it reads and before it answers."""
-    pause = 3 * SECONDS if scope["path"] == "/slow" else 0.0
+    pause = 1.5 * SECONDS if scope["path"] == "/slow" else 0.0
     await asyncio.sleep(pause)
     size, more = 0, True
     while more:

@@ -60,7 +60,7 @@ def test_a_resume_while_an_environment_is_paused_loses_none_of_its_prompts(tmp_p
 def test_an_environment_that_stays_down_ends_the_run_by_name_and_saved(tmp_path: Path) -> None:
     rows = [f"{('math', 'code')[number % 2]}:{number}" for number in range(16)]
     run = make_run(tmp_path, rows, *BREAKER, environments=Outage("code", 10**6))
-    run.config = replace(run.config, deadlines=replace(run.config.deadlines, progress=5.0))
+    run.config = replace(run.config, deadlines=replace(run.config.deadlines, progress=3.0))
     failure = drive(run)
     assert isinstance(failure, StalledError)
     assert "code" in str(failure)

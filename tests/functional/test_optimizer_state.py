@@ -15,6 +15,8 @@ from recipes.config.tree import Config
 from recipes.policy import checkpoint, step
 from tests import fused_adam
 
+pytestmark = pytest.mark.functional
+
 _FUSED = {
     "precision": "bfloat16",
     "megatron_cfg__optimizer__bf16": "true",

@@ -12,6 +12,8 @@ from tests import fused_adam
 from tests.gpu import gpu_case
 from tools.sizing.architecture import read_architecture
 
+pytestmark = pytest.mark.functional
+
 
 @pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
 def test_a_trainer_of_the_gpu_tests_trains_and_saves(
