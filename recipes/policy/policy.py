@@ -104,9 +104,7 @@ class Policy:
         Raises `TokensLostError` when tokens of the batch are lost.
         """
         steps = []
-        for part in shards.optimizer_batches(batch, self._cfg.train_global_batch_size):
-            if not self._cfg.sequence_packing.enabled:
-                part = shards.padded(part, self._num_shards)
+        for part in shards.optimizer_batches(batch, self._cfg.train_global_batch_size, num_shards=self._num_shards):
             plan = shards.plan(part, self._cfg, num_shards=self._num_shards, training=True)
             steps.append(self._per_rank(part, plan))
         per_rank = [tuple(own) for own in zip(*steps, strict=True)]

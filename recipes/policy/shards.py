@@ -39,20 +39,25 @@ class BatchShard:
         return tokens.row(int(self.batch.member_B[row]))
 
 
-def optimizer_batches(batch: TrainBatch, size: int) -> list[TrainBatch]:
-    """Cut a batch into those of its optimizer steps: `size` rollouts each, in order; the last may have fewer."""
+def optimizer_batches(batch: TrainBatch, size: int, *, num_shards: int = 1) -> list[TrainBatch]:
+    """Cut a batch into those of its optimizer steps: `size` rollouts each, in order; the last may have fewer.
+
+    Rollouts with several sequences give any number of rows; `padded` makes it one that `num_shards` divides.
+    """
     rollout_B = torch.arange(len(batch.lengths_B)) if batch.rollout_B is None else batch.rollout_B
     num_rollouts = int(rollout_B[-1]) + 1 if len(rollout_B) else 0
     if num_rollouts <= size:
-        return [batch]
+        return [padded(batch, num_shards)]
     step_B = rollout_B // size
-    return [_take(batch, (step_B == step).nonzero().ravel()) for step in range(int(step_B[-1]) + 1)]
+    steps = [_take(batch, (step_B == step).nonzero().ravel()) for step in range(int(step_B[-1]) + 1)]
+    return [padded(step, num_shards) for step in steps]
 
 
 def padded(batch: TrainBatch, multiple: int) -> TrainBatch:
     """Return a batch of which the rows divide evenly: its shortest row is repeated, out of the loss.
 
-    Without packing, every rank computes equally many rows, and rollouts with several sequences give any number of them.
+    Every rank computes equally many rows, or with packing equally many bins. Where each row fills a bin of its own,
+    there are as many bins as ranks can share only if there are as many rows.
     """
     num_rows = len(batch.lengths_B)
     missing = -num_rows % multiple

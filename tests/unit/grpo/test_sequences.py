@@ -18,7 +18,7 @@ from recipes.grpo.buffer import read_groups, write_groups
 from recipes.grpo.loss import grpo_loss
 from recipes.grpo.metrics import aggregate_rollouts
 from recipes.grpo.reward import verdicts
-from recipes.policy.shards import BatchShard, optimizer_batches, padded
+from recipes.policy.shards import BatchShard, optimizer_batches, padded, plan
 from recipes.types import Group, LossInputs, Rollout, RolloutStatus, TrainBatch, Turn
 from tests.groups import as_lists, group_of
 from tests.unit.grpo.test_loss import CONFIG
@@ -168,6 +168,17 @@ def test_ranks_get_equally_many_rows_of_which_the_added_ones_teach_nothing(multi
     assert len(full.lengths_B) % multiple == 0 and len(full.lengths_B) < 7 + multiple
     assert full.sample_mask_B[7:].tolist() == [0.0] * (len(full.lengths_B) - 7)
     assert loss_of(full, config)[0] == pytest.approx(loss_of(batch, config)[0])
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("size", [4, 2])
+def test_ranks_share_any_number_of_sequences_of_which_each_fills_a_bin(is_packed: bool, size: int) -> None:
+    packing = SimpleNamespace(enabled=is_packed, train_mb_tokens=8, algorithm="modified_first_fit_decreasing")
+    cfg: Any = SimpleNamespace(sequence_packing=packing, train_micro_batch_size=1, make_sequence_length_divisible_by=8)
+    for part in optimizer_batches(trained(settings(), GROUP)[0], size, num_shards=2):
+        first, second = plan(part, cfg, num_shards=2, training=True)
+        assert len(first.microbatches) == len(second.microbatches)
+        assert sorted(first.rows + second.rows) == list(range(len(part.lengths_B)))
 
 
 def test_sequences_outlive_a_checkpoint(tmp_path: Path) -> None:
