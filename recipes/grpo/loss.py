@@ -183,9 +183,13 @@ def reference_kl(logprobs_BT: Tensor, inputs: LossInputs, cfg: LossConfig) -> Te
     """Per-token KL to the reference policy, weighted for off-policy tokens; the weight carries gradient."""
     if inputs.reference_logprobs_BT is None:
         raise ValueError("loss_fn.reference_policy_kl_penalty > 0 needs reference log-probabilities")
-    base_BT = inputs.generation_logprobs_BT if cfg.use_on_policy_kl_approximation else logprobs_BT.detach()
-    # On a token that was not sampled the two may be any distance apart: exp of it may overflow, and inf * 0 is NaN.
-    reference_BT = torch.where(inputs.token_mask_BT > 0, inputs.reference_logprobs_BT, logprobs_BT.detach())
+    own_BT = logprobs_BT.detach()
+    # On a token that is out of the loss they may be any distance apart: exp of it may overflow, and inf * 0 is NaN.
+    is_trained_BT = inputs.token_mask_BT * inputs.sample_mask_B[:, None] > 0
+    reference_BT = torch.where(is_trained_BT, inputs.reference_logprobs_BT, own_BT)
+    base_BT = own_BT
+    if cfg.use_on_policy_kl_approximation:
+        base_BT = torch.where(is_trained_BT, inputs.generation_logprobs_BT, own_BT)
     kl_BT = kl_estimate(
         logprobs_BT,
         reference_BT,

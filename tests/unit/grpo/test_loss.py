@@ -174,3 +174,28 @@ def test_what_was_not_sampled_is_no_nan_in_the_kl(reference: float) -> None:
     assert total / count == pytest.approx((math.exp(-0.4) - 1 + 0.4) / 2)
     assert gradient[0, 0] == 0.0
     assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize(("policy", "engine"), [(-120.0, -0.5), (-0.5, -120.0)])
+@pytest.mark.parametrize("approximates", [True, False])
+def test_a_sequence_that_the_mismatch_masks_is_no_nan_in_the_kl(
+    policy: float, engine: float, approximates: bool
+) -> None:
+    current = torch.tensor([[-9.0, -0.5, -0.7], [-9.0, policy, -0.7]]).requires_grad_()
+    given = replace(
+        inputs_of([[0.0, -0.5, -0.7], [0.0, engine, -0.7]], current),
+        advantages_BT=torch.zeros(2, 3),
+        reference_logprobs_BT=torch.tensor([[-1.0, -0.9, -0.7], [-1.0, -0.9, -0.7]]),
+    )
+    cfg = options(
+        reference_policy_kl_penalty=0.1,
+        use_on_policy_kl_approximation=approximates,
+        kl_input_clamp_value=None,
+        kl_output_clamp_value=None,
+    )
+    sums = grpo_loss(current, given, cfg=cfg, mismatch_threshold=2.0)
+    (gradient,) = torch.autograd.grad(sums.loss, current)
+    assert sums.metrics["num_masked_seqs_by_logprob_error"] == 1
+    assert (sums.loss / sums.count).item() == pytest.approx(0.1 * (math.exp(-0.4) - 1 + 0.4) / 2)
+    assert gradient[1].tolist() == [0.0] * 3
+    assert gradient.isfinite().all()
