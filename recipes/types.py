@@ -252,6 +252,7 @@ class LossSums:
 
     loss: Tensor  # with gradient
     count: Tensor  # tokens, or sequences, that stay in the loss
+    sample_mask_B: Tensor  # of the microbatch's rows; 0 also for those that the loss itself has taken out
     metrics: Mapping[str, Tensor | tuple[Tensor, Tensor]]
     """A pair is a mean: both entries add up over the batch, then the first is divided by the second. Other metrics add
     up, except names with `min` or `max` at one end, which combine by it and are infinite where there is no value."""

@@ -68,7 +68,7 @@ def grpo_loss(
             "global_valid_seqs": inputs.sample_mask_B.sum(),
             "global_valid_toks": mask_BT.sum(),
         }
-    return LossSums(loss=loss, count=count, metrics=metrics)
+    return LossSums(loss=loss, count=count, sample_mask_B=inputs.sample_mask_B, metrics=metrics)
 
 
 @torch.no_grad()

@@ -55,22 +55,35 @@ class HeadTargets:
 
 
 def head_targets(
-    packed: Microbatch, ids: Sequence[NDArray[np.int32]], masks: Sequence[NDArray[np.floating[Any]]], *, num_heads: int
+    packed: Microbatch,
+    ids: Sequence[NDArray[np.int32]],
+    masks: Sequence[NDArray[np.floating[Any]]],
+    sample_mask_B: Tensor,
+    *,
+    num_heads: int,
 ) -> HeadTargets:
-    """Shift the tokens and the loss masks of each row, one array each, within its own sequence."""
+    """Shift the tokens and the masks of each row, one array each, within its own sequence.
+
+    Args:
+        masks: 1 on sampled tokens.
+        sample_mask_B: 0 for rows that are out of the loss; on the device, where the loss decides it.
+    """
     total = packed.tokens_1T.shape[1]
     tokens, mask = np.zeros((num_heads + 1, total), np.int64), np.zeros((num_heads + 1, total), np.float32)
-    for start, own, kept in zip(packed.starts, ids, masks, strict=True):
+    rows_T = np.zeros(total, np.int64)
+    for row, (start, own, sampled) in enumerate(zip(packed.starts, ids, masks, strict=True)):
+        rows_T[start : start + len(own)] = row
         for shift in range(1, min(num_heads + 2, len(own))):
             tokens[shift - 1, start : start + len(own) - shift] = own[shift:]
-            mask[shift - 1, start : start + len(own) - shift] = kept[shift:]
+            mask[shift - 1, start : start + len(own) - shift] = sampled[shift:]
     where = packed.tokens_1T.device
     moved = torch.from_numpy(tokens).to(where)
+    kept_KT = torch.from_numpy(mask).to(where) * sample_mask_B[torch.from_numpy(rows_T).to(where)]
     return HeadTargets(
         tokens_KT=moved[:-1],
         labels_KT=moved[1:],
-        mask_KT=torch.from_numpy(mask[1:]).to(where),
-        count=torch.tensor(float(sum(kept[1:].sum() for kept in masks)), device=where),
+        mask_KT=kept_KT[1:],
+        count=kept_KT[0].sum(),  # moved by 1: all tokens but the first of each row, which nothing predicts
     )
 
 

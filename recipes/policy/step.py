@@ -41,7 +41,7 @@ from recipes.policy.optimizer import build_optimizer, is_finite, wrap_unloaded
 from recipes.policy.parallel import device, finish_queued_work, release_unused_memory
 from recipes.policy.reference import ReferenceWeights
 from recipes.policy.shards import BatchShard, Measured, merge_metrics, merge_optimizer_steps
-from recipes.types import LossFunction, LossInputs, PolicyRow, ReferenceUse, TokenAdvantages
+from recipes.types import LossFunction, LossInputs, LossSums, PolicyRow, ReferenceUse, TokenAdvantages
 
 _AFTER_BACKWARD, _AFTER_STEP = 1, 2  # levels of empty_unused_memory_level
 
@@ -247,7 +247,8 @@ def accumulate_gradients(trainer: Trainer, shard: BatchShard, passes: Passes) ->
             count = sums.count.to(torch.int) * counts
             if heads is None:
                 return sums.loss, count, sums.metrics
-            of_heads, metrics = heads.loss(unwrap_model(trainer.model), packed, _head_targets(shard, packed, heads))
+            targets = _head_targets(shard, packed, sums, num_heads=heads.num_heads)
+            of_heads, metrics = heads.loss(unwrap_model(trainer.model), packed, targets)
             return sums.loss + of_heads, count, {**sums.metrics, **metrics}
 
         return loss
@@ -258,10 +259,10 @@ def accumulate_gradients(trainer: Trainer, shard: BatchShard, passes: Passes) ->
     return merge_metrics(_on_host(outputs)) if outputs else {}
 
 
-def _head_targets(shard: BatchShard, packed: Microbatch, heads: HeadTraining) -> HeadTargets:
-    rows = [(shard.row(row), float(shard.batch.sample_mask_B[row])) for row in packed.rows]
-    masks = [row.token_mask() * kept for row, kept in rows]
-    return head_targets(packed, [row.token_ids for row, _ in rows], masks, num_heads=heads.num_heads)
+def _head_targets(shard: BatchShard, packed: Microbatch, sums: LossSums, *, num_heads: int) -> HeadTargets:
+    rows = [shard.row(row) for row in packed.rows]
+    ids, masks = [row.token_ids for row in rows], [row.token_mask() for row in rows]
+    return head_targets(packed, ids, masks, sums.sample_mask_B, num_heads=num_heads)
 
 
 @contextmanager
