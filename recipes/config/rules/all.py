@@ -53,6 +53,7 @@ RULES: tuple[Rule, ...] = (
     optimizer.clip_norm_is_stated_once,
     optimizer.schedule_is_ordered,
     optimizer.weight_decay_does_not_fall,
+    optimizer.weight_decay_is_that_of_the_schedule,
     optimizer.distributed_optimizer_is_there,
     optimizer.chunked_logprobs_defer_logits,
     optimizer.offloaded_share_is_offloaded,

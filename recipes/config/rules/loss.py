@@ -41,6 +41,9 @@ def truncation_is_complete(config: Config) -> Iterator[KeyProblem]:
     if kind in ("icepop", "seq-mask-tis") and low is None:
         fix = f"{kind} drops what lies below it; give a bound (0.5 is common)"
         yield KeyProblem(key=f"{TIS}_ratio_min", got="null", expected="a number", fix=fix, also=(f"{TIS}_type",))
+    if low is not None and high is None and kind is None:
+        fix = f"{TIS}_ratio is null, so no weight is bounded; set both bounds and {TIS}_type, or this to null"
+        yield KeyProblem(key=f"{TIS}_ratio_min", got=str(low), expected="null", fix=fix, also=(f"{TIS}_ratio",))
     if high is not None and low is not None and low > high:
         fix = "no weight could pass; lower it"
         expected = f"at most {TIS}_ratio = {high}"

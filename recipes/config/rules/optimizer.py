@@ -72,6 +72,21 @@ def weight_decay_does_not_fall(config: Config) -> Iterator[KeyProblem]:
         yield KeyProblem(key=key, got="null", expected="a number of steps", fix=fix, also=(how,))
 
 
+def weight_decay_is_that_of_the_schedule(config: Config) -> Iterator[KeyProblem]:
+    """Require the optimizer's weight decay to be one that its schedule has: the schedule alone is what a step takes."""
+    own, scheduler = config.policy.megatron_cfg.optimizer.weight_decay, config.policy.megatron_cfg.scheduler
+    start, end = scheduler.start_weight_decay, scheduler.end_weight_decay
+    if own not in (start, end):
+        key, first, last = (
+            f"{OPTIMIZER}.weight_decay",
+            f"{SCHEDULER}.start_weight_decay",
+            f"{SCHEDULER}.end_weight_decay",
+        )
+        expected = f"{first} = {start:g}" if start == end else f"{first} = {start:g} or {last} = {end:g}"
+        fix = "only the schedule's values are used; set one of them to the other"
+        yield KeyProblem(key=key, got=f"{own:g}", expected=expected, fix=fix, also=(first, last))
+
+
 def distributed_optimizer_is_there(config: Config) -> Iterator[KeyProblem]:
     """Require the distributed optimizer where other settings build on it."""
     megatron = config.policy.megatron_cfg

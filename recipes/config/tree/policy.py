@@ -38,7 +38,7 @@ class SequencePackingConfig:
     train_mb_tokens: Annotated[int, Ge(1), Unit("tokens")]
     """tokens in one training micro-batch"""
     logprob_mb_tokens: Annotated[int, Ge(1), Unit("tokens")]
-    """tokens in one log-probability micro-batch"""
+    """tokens in one log-probability micro-batch; see logprob_batch_size"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class PolicyConfig:
     train_micro_batch_size: Annotated[int, Ge(1), Unit("rollouts")]
     """full-length rollouts in one training micro-batch; sets the packing budget"""
     logprob_batch_size: Annotated[int, Ge(1), Unit("rollouts")]
-    """full-length rollouts in one log-probability micro-batch"""
+    """full-length rollouts in one log-probability micro-batch; in the native engine, of the parity gate only"""
     logprob_chunk_size: Annotated[int | None, Ge(1), Unit("tokens")]
     """tokens whose float32 logits exist at once; null = all"""
     offload_optimizer_for_logprob: Annotated[bool, Honours(False, reason=OFFLOAD)]

@@ -42,7 +42,9 @@ class OptimizerConfig:
     """train in bfloat16 with float32 master weights"""
     fp16: Annotated[bool, Honours(False, reason="float16 training is not built")]
     """train in float16 with loss scaling"""
-    params_dtype: Literal["float32", "bfloat16", "float16"]
+    params_dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], Honours("float32", reason="master weights are always float32")
+    ]
     """dtype of the master weights"""
     use_distributed_optimizer: bool
     """shard optimizer state over data-parallel ranks"""

@@ -208,6 +208,7 @@ def test_stage_names_everything_that_is_still_to_come(stage: str, directory: str
         (f"{MEGATRON}.pipeline_model_parallel_size=1", None),
         (f"{MEGATRON}.mtp_detach_heads=false", "the heads of the native policy are always detached"),
         (f"{MEGATRON}.mtp_use_repeated_layer=false", "published models have one layer for all heads"),
+        (f"{MEGATRON}.optimizer.params_dtype=bfloat16", "master weights are always float32"),
         (
             f"{MEGATRON}.fp8_cfg.enabled=true",
             "it needs Transformer Engine's linear layers, and the native policy has Megatron's own",

@@ -48,6 +48,9 @@ CASES = [
      f"{TIS}_ratio_min: got null, expected a number; icepop drops what lies below it; give a bound (0.5 is common)"),
     ("truncation_is_complete", TINY, [f"{TIS}_ratio_min=6"],
      f"{TIS}_ratio_min: got 6.0, expected at most {TIS}_ratio = 5.0; no weight could pass; lower it"),
+    ("truncation_is_complete", TINY, [f"{TIS}_type=null", f"{TIS}_ratio=null", f"{TIS}_ratio_min=0.5"],
+     f"{TIS}_ratio_min: got 0.5, expected null; {TIS}_ratio is null, so no weight is bounded; set both bounds and "
+     f"{TIS}_type, or this to null"),
     ("truncation_is_complete", TINY,
      [f"{TIS}_type=seq-mask-tis", f"{TIS}_ratio_min=0.5", "loss_fn.sequence_level_importance_ratios=true",
       "loss_fn.token_level_loss=false"],
@@ -158,6 +161,10 @@ CASES = [
     ("schedule_is_ordered", TINY, [f"{MEGATRON}.scheduler.lr_decay_iters=2"],
      "policy.megatron_cfg.scheduler.lr_decay_iters: got 2, expected more than "
      "policy.megatron_cfg.scheduler.lr_warmup_iters = 2; raise it, or set it to null for no decay"),
+    ("weight_decay_is_that_of_the_schedule", TINY,
+     [f"{MEGATRON}.scheduler={{start_weight_decay: 0.01, end_weight_decay: 0.01}}"],
+     f"{MEGATRON}.optimizer.weight_decay: got 0, expected {MEGATRON}.scheduler.start_weight_decay = 0.01; only the "
+     "schedule's values are used; set one of them to the other"),
     ("weight_decay_does_not_fall", TINY, [f"{MEGATRON}.scheduler.end_weight_decay=0.5"],
      f"{MEGATRON}.scheduler.end_weight_decay: got 0.5, expected {MEGATRON}.scheduler.start_weight_decay = 0; "
      f"{MEGATRON}.scheduler.weight_decay_incr_style is constant; set both to one value, or "
