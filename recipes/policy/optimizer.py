@@ -74,7 +74,21 @@ def build_optimizer(
     elif own.mtp_num_layers:  # another pipeline stage has them; Megatron compares groups of parameters over all ranks,
         for _ in ("dense weights", "experts"):  # once for each of these
             _get_param_groups([], optimizer_config(cfg), None)
+    if own.optimizer.optimizer == "sgd":
+        for part in optimizer.chained_optimizers:
+            part.init_state_fn = _make_momenta  # Megatron has none for sgd, and calls it to load what it has saved
     return optimizer, _build_scheduler(optimizer, own.optimizer.lr, own.optimizer.min_lr, own.scheduler)
+
+
+def _make_momenta(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
+    """Give every parameter a momentum of zero if it has none: the first step makes the same of it as of none.
+
+    Also where momentum is 0 and nothing reads it, so that a checkpoint can be resumed with another value.
+    """
+    del config
+    for group in optimizer.param_groups:
+        for param in (param for param in group["params"] if not optimizer.state[param]):
+            optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param.data)
 
 
 class HeadsApart(ChainedOptimizer):  # type: ignore[misc]

@@ -21,6 +21,7 @@ _MODEL_PARALLEL = tuple(f"{kind}_parallel_size" for kind in _KINDS)
 _OF_EVERY_FORM = (
     "policy.precision",
     f"{_MEGATRON}freeze_moe_router",
+    f"{_MEGATRON}optimizer.optimizer",
     f"{_MEGATRON}optimizer.use_distributed_optimizer",
 )
 
@@ -44,6 +45,7 @@ def optimizer_keys(trainer: Trainer) -> dict[str, Any]:
     return {
         "policy.precision": trainer.cfg.precision,
         f"{_MEGATRON}freeze_moe_router": megatron.freeze_moe_router and has_experts,
+        f"{_MEGATRON}optimizer.optimizer": megatron.optimizer.optimizer,
         f"{_MEGATRON}optimizer.use_distributed_optimizer": megatron.optimizer.use_distributed_optimizer,
         f"{_MEGATRON}num_layers_in_first_pipeline_stage": megatron.num_layers_in_first_pipeline_stage,
         f"{_MEGATRON}num_layers_in_last_pipeline_stage": megatron.num_layers_in_last_pipeline_stage,

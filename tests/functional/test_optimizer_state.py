@@ -130,3 +130,60 @@ def test_the_configuration_decides_rates_and_decay_after_a_resume(
         assert (group["betas"], group["eps"], group["step"]) == ((0.9, 0.95), 1e-6, 6 if with_optimizer else 5)
         assert (group["max_lr"], group["min_lr"]) == (5e-3, 1e-3)
         assert group["weight_decay"] == pytest.approx(0.4 * group["wd_mult"])
+
+
+_SGD: dict[str, Any] = {
+    "megatron_cfg__optimizer__optimizer": "sgd",
+    "megatron_cfg__optimizer__use_distributed_optimizer": "false",
+    "megatron_cfg__distributed_data_parallel_config__overlap_param_gather": "false",
+    "megatron_cfg__optimizer__lr": 0.5,
+    "megatron_cfg__optimizer__weight_decay": 0.1,
+    "megatron_cfg__scheduler__start_weight_decay": 0.1,
+    "megatron_cfg__scheduler__end_weight_decay": 0.1,
+}
+_BF16: dict[str, Any] = {"precision": "bfloat16", "megatron_cfg__optimizer__bf16": "true"}
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_sgd_follows_gradient_momentum_and_weight_decay(model: Path, momentum: float) -> None:
+    config = load_case(model, **_SGD, megatron_cfg__optimizer__sgd_momentum=momentum)
+    with one_rank(config):
+        trainer = trainer_of(config)
+        params = [param for param in trainer.model.parameters() if param.requires_grad]
+        directions = [torch.zeros_like(param) for param in params]
+        for seed in range(3):
+            before = [param.detach().clone() for param in params]
+            measured = step.train_step(trainer, shard_of(seed))
+            decays = [0.1 if param.dim() > 1 else 0.0 for param in params]
+            for param, old, direction, decay in zip(params, before, directions, decays, strict=True):
+                direction.mul_(momentum).add_(param.main_grad + decay * old)  # the gradient as it was clipped
+                torch.testing.assert_close(param.detach(), old - measured["lr"] * direction)
+
+
+@pytest.mark.parametrize("precision", [{}, _BF16], ids=["float32", "bfloat16"])
+def test_a_checkpoint_of_sgd_continues_exactly(model: Path, tmp_path: Path, precision: dict[str, Any]) -> None:
+    config = load_case(model, **_SGD, **precision)
+    with one_rank(config):
+        trainer = trainer_of(config)
+        unmoved = saved(trainer, tmp_path / "before-any-step")
+        straight = [step.train_step(trainer, shard_of(0))]
+        path = saved(trainer, tmp_path / "checkpoint")
+        straight += [step.train_step(trainer, shard_of(seed)) for seed in (1, 2)]
+        after = weights(trainer)
+        for place, seeds in ((path, (1, 2)), (unmoved, (0, 1, 2))):
+            again = trainer_of(config)
+            checkpoint.load(again, place)
+            assert [step.train_step(again, shard_of(seed)) for seed in seeds] == straight[-len(seeds) :]
+            assert all(torch.equal(tensor, after[name]) for name, tensor in weights(again).items())
+
+
+def test_a_resume_takes_the_momentum_of_the_configuration(model: Path, tmp_path: Path) -> None:
+    config = load_case(model, **_SGD, megatron_cfg__optimizer__sgd_momentum=0.0)
+    with one_rank(config):
+        trainer = trainer_of(config)
+        step.train_step(trainer, shard_of(0))
+        path = saved(trainer, tmp_path / "checkpoint")
+        resumed = trainer_of(load_case(model, **_SGD, megatron_cfg__optimizer__sgd_momentum=0.5))
+        checkpoint.load(resumed, path)
+        assert {group["momentum"] for group in resumed.optimizer.param_groups} == {0.5}
+        assert step.train_step(resumed, shard_of(1))["grad_norm"] == step.train_step(trainer, shard_of(1))["grad_norm"]

@@ -80,8 +80,7 @@ def trainer_memory(model: Architecture, config: Config, sizes: Derived, *, other
     is_carried = model.has_heads and not megatron.mtp_num_layers  # heads that are not trained are weights alone
     carried = sum(_head_parameters(model, megatron)) if is_carried else 0.0
     optimizer = megatron.optimizer
-    # Adam keeps two float32 moments; weights in 16 bits have a float32 copy as well.
-    each = (8 if optimizer.optimizer == "adam" else 4) + (4 if width < 4 else 0)
+    each = _state_bytes(config)
     shards = (dense_copies, expert_copies) if optimizer.use_distributed_optimizer else (1, 1)
     offloaded = optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0
     in_fp32 = megatron.distributed_data_parallel_config.grad_reduce_in_fp32
@@ -95,6 +94,15 @@ def trainer_memory(model: Architecture, config: Config, sizes: Derived, *, other
         backward=max(layers.working, _logits(model, config, tokens, width)),
         other=other,
     )
+
+
+def _state_bytes(config: Config) -> int:
+    """Return the bytes of one parameter's optimizer state: two float32 moments of Adam, or the momentum of SGD.
+
+    Weights in 16 bits have a float32 copy as well.
+    """
+    moments = 8 if config.policy.megatron_cfg.optimizer.optimizer == "adam" else 4
+    return moments + (4 if _BYTES[config.policy.precision] < 4 else 0)
 
 
 def _logits(model: Architecture, config: Config, tokens: float, width: int) -> float:
@@ -116,9 +124,8 @@ def host_memory(model: Architecture, config: Config, sizes: Derived) -> HostMemo
     dense, experts, dense_copies, expert_copies = _local_parameters(model, megatron, sizes.train_gpus)
     workers = sizes.train_workers_per_node
     reference = (dense + experts) * width * workers if config.loss_fn.reference_policy_kl_penalty > 0 else 0.0
-    # The ranks that hold a tensor share the work of saving it. Adam has two float32 moments, and a float32 copy of
-    # weights in 16 bits.
-    each = width + (0 if not checkpointing.save_optimizer else 8 + (4 if width < 4 else 0))
+    # The ranks that hold a tensor share the work of saving it.
+    each = width + (_state_bytes(config) if checkpointing.save_optimizer else 0)
     return HostMemory(
         reference=reference,
         reference_pass=reference,

@@ -54,6 +54,8 @@ RULES: tuple[Rule, ...] = (
     optimizer.schedule_is_ordered,
     optimizer.weight_decay_does_not_fall,
     optimizer.weight_decay_is_that_of_the_schedule,
+    optimizer.values_belong_to_the_optimizer,
+    optimizer.sgd_is_not_distributed,
     optimizer.distributed_optimizer_is_there,
     optimizer.chunked_logprobs_defer_logits,
     optimizer.offloaded_share_is_offloaded,

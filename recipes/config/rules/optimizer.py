@@ -8,6 +8,12 @@ from recipes.config.keys.schema import KeyProblem
 from recipes.config.rules.names import MEGATRON, OPTIMIZER, SCHEDULER
 from recipes.config.tree import Config
 
+# What each optimizer does not read, with the values of configs/grpo_base.yaml, which every file inherits.
+UNREAD: dict[str, dict[str, float]] = {
+    "adam": {"sgd_momentum": 0.9},
+    "sgd": {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8},
+}
+
 
 def dtypes_agree(config: Config) -> Iterator[KeyProblem]:
     """Require the optimizer's and the pipeline's dtype to be the policy's."""
@@ -85,6 +91,24 @@ def weight_decay_is_that_of_the_schedule(config: Config) -> Iterator[KeyProblem]
         expected = f"{first} = {start:g}" if start == end else f"{first} = {start:g} or {last} = {end:g}"
         fix = "only the schedule's values are used; set one of them to the other"
         yield KeyProblem(key=key, got=f"{own:g}", expected=expected, fix=fix, also=(first, last))
+
+
+def values_belong_to_the_optimizer(config: Config) -> Iterator[KeyProblem]:
+    """Require the values that only the other optimizer reads to be those of the base: a change would do nothing."""
+    optimizer, key = config.policy.megatron_cfg.optimizer, f"{OPTIMIZER}.optimizer"
+    for name, value in UNREAD[optimizer.optimizer].items():
+        if (own := getattr(optimizer, name)) != value:
+            fix = f"{optimizer.optimizer} does not read it; delete this key, or change {key}"
+            yield KeyProblem(key=f"{OPTIMIZER}.{name}", got=f"{own:g}", expected=f"{value:g}", fix=fix, also=(key,))
+
+
+def sgd_is_not_distributed(config: Config) -> Iterator[KeyProblem]:
+    """Require the plain optimizer of sgd: Megatron's distributed optimizer keeps and saves the state of Adam only."""
+    optimizer = config.policy.megatron_cfg.optimizer
+    if optimizer.optimizer == "sgd" and optimizer.use_distributed_optimizer:
+        key, also = f"{OPTIMIZER}.use_distributed_optimizer", (f"{OPTIMIZER}.optimizer",)
+        fix = f"{also[0]} is sgd, whose state Megatron does not shard; set it to false"
+        yield KeyProblem(key=key, got="true", expected="false", fix=fix, also=also)
 
 
 def distributed_optimizer_is_there(config: Config) -> Iterator[KeyProblem]:

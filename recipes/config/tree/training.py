@@ -20,22 +20,22 @@ OFFLOAD = "offloading optimizer state is not built yet"
 class OptimizerConfig:
     """Megatron's optimizer."""
 
-    optimizer: Annotated[Literal["adam", "sgd"], Honours("adam", reason="only adam is built")]
-    """optimizer"""
+    optimizer: Literal["adam", "sgd"]
+    """optimizer; sgd needs use_distributed_optimizer: false, since Megatron shards the state of adam only"""
     lr: Annotated[float, Gt(0), Le(1), Unit("per step")]
     """learning rate after warm-up"""
     min_lr: Annotated[float, Ge(0), Le(1), Unit("per step")]
     """learning rate at the end of the decay"""
     weight_decay: Annotated[float, Ge(0), Unit("per step and learning rate")]
-    """decoupled weight decay"""
+    """weight decay: decoupled from the gradient with adam, added to it with sgd"""
     adam_beta1: Annotated[float, Ge(0), Lt(1), Unit("share")]
-    """decay of the first moment"""
+    """decay of the first moment of adam"""
     adam_beta2: Annotated[float, Ge(0), Lt(1), Unit("share")]
-    """decay of the second moment"""
+    """decay of the second moment of adam"""
     adam_eps: Annotated[float, Gt(0), Unit("gradient")]
-    """added to the root of the second moment"""
+    """added to the root of the second moment of adam"""
     sgd_momentum: Annotated[float, Ge(0), Lt(1), Unit("share")]
-    """momentum of sgd"""
+    """momentum of sgd: what a step keeps of the direction of the steps before"""
     clip_grad: Annotated[float, Ge(0), Unit("L2 norm")]
     """the same bound as policy.max_grad_norm"""
     bf16: bool

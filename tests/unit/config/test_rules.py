@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from recipes.config.keys.schema import CONFIG_DIR
+from recipes.config.keys.schema import CONFIG_DIR, lookup
 from recipes.config.load import load_config
 from recipes.config.rules.all import RULES
+from recipes.config.rules.optimizer import UNREAD
 
 STAGE1 = CONFIG_DIR / "stage1_rlvr.yaml"
 SMALL = CONFIG_DIR / "small_scale" / "stage1_rlvr_convergence_27node_h100.yaml"
@@ -19,6 +20,10 @@ RESOURCES = "policy.generation.colocated.resources"
 GENRM = "env.nemo_gym.genrm_compare_resources_server.resources_servers.genrm_compare"
 
 # rule, file, overrides, the one line they must give (after "command line: ")
+SGD = [
+    f"{MEGATRON}.optimizer.optimizer=sgd",
+    f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather=false",
+]
 CASES = [
     ("batch_is_prompts_times_generations", STAGE1, ["policy.train_global_batch_size=2048"],
      "policy.train_global_batch_size: got 2048, expected grpo.num_prompts_per_step * grpo.num_generations_per_prompt = "
@@ -178,6 +183,16 @@ CASES = [
      [f"{MEGATRON}.scheduler.end_weight_decay=0.5", f"{MEGATRON}.scheduler.weight_decay_incr_style=cosine"],
      f"{MEGATRON}.scheduler.lr_decay_iters: got null, expected a number of steps; "
      f"{MEGATRON}.scheduler.weight_decay_incr_style is cosine; give the number of steps of the rise"),
+    ("values_belong_to_the_optimizer", TINY, [f"{MEGATRON}.optimizer.sgd_momentum=0.5"],
+     f"{MEGATRON}.optimizer.sgd_momentum: got 0.5, expected 0.9; adam does not read it; delete this key, or change "
+     f"{MEGATRON}.optimizer.optimizer"),
+    ("values_belong_to_the_optimizer", TINY,
+     [*SGD, f"{MEGATRON}.optimizer.use_distributed_optimizer=false", f"{MEGATRON}.optimizer.adam_beta2=0.98"],
+     f"{MEGATRON}.optimizer.adam_beta2: got 0.98, expected 0.999; sgd does not read it; delete this key, or change "
+     f"{MEGATRON}.optimizer.optimizer"),
+    ("sgd_is_not_distributed", TINY, SGD,
+     f"{MEGATRON}.optimizer.use_distributed_optimizer: got true, expected false; {MEGATRON}.optimizer.optimizer is "
+     "sgd, whose state Megatron does not shard; set it to false"),
     ("distributed_optimizer_is_there", STAGE1,
      [f"{MEGATRON}.optimizer.use_distributed_optimizer=false",
       f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather=false"],
@@ -276,6 +291,11 @@ def test_contradiction_gives_its_line(rule: str, path: Path, overrides: list[str
 
 def test_every_rule_is_tested() -> None:
     assert {case[0] for case in CASES} == {rule.__name__ for rule in RULES}
+
+
+def test_what_another_optimizer_reads_is_compared_with_the_base() -> None:
+    base = lookup(load_config(CONFIG_DIR / "grpo_base.yaml").tree, f"{MEGATRON}.optimizer")
+    assert all(base[name] == value for unread in UNREAD.values() for name, value in unread.items())
 
 
 def test_stage_with_repository_agents_decides_overlong_filtering() -> None:

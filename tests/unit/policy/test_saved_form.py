@@ -16,6 +16,7 @@ from tests import fused_adam
 
 _REDUCTION = "megatron_cfg__distributed_data_parallel_config__"
 _PLAIN = {"megatron_cfg__optimizer__use_distributed_optimizer": "false", f"{_REDUCTION}overlap_param_gather": "false"}
+_SGD = {"megatron_cfg__optimizer__optimizer": "sgd"}
 _BUCKETS = {f"{_REDUCTION}overlap_grad_reduce": "true"}
 _GRADIENTS = {f"{_REDUCTION}grad_reduce_in_fp32": "true"}
 _FROZEN = {"megatron_cfg__freeze_moe_router": "true"}
@@ -58,6 +59,12 @@ def test_changed_keys_are_named_where_the_optimizer_lies_in_parts(model: Path, t
         key = "policy." + next(iter(changes)).replace("__", ".")
         assert [problem.where for problem in refusal.value.problems] == [key]
     load(model, path)
+
+
+def test_the_state_of_one_optimizer_is_not_read_by_another(model: Path, tmp_path: Path) -> None:
+    path = save(model, tmp_path / "saved", **_PLAIN)
+    with pytest.raises(CheckpointError, match=r"optimizer\.optimizer: got sgd, expected adam, as when"):
+        load(model, path, **_PLAIN, **_SGD)
 
 
 def test_an_optimizer_per_parameter_is_read_with_other_buckets(model: Path, tmp_path: Path) -> None:

@@ -175,6 +175,17 @@ def test_memory_falls_with_parallelism_and_rises_without_recomputation(productio
     assert changed(distributed_data_parallel_config=in_fp32).gradients == pytest.approx(2 * base.weights)
 
 
+def test_sgd_has_one_number_per_parameter_beside_the_weights(production):
+    sizes, megatron = derive(production), production.policy.megatron_cfg
+    optimizer = replace(megatron.optimizer, optimizer="sgd", use_distributed_optimizer=False)
+    policy = replace(production.policy, megatron_cfg=replace(megatron, optimizer=optimizer))
+    plain = replace(production, policy=policy)
+    trainer = trainer_memory(SUPER, plain, sizes, other=0.0)
+    assert trainer.optimizer == pytest.approx(4 * trainer.weights)  # momentum and master weights, which no rank shares
+    adam, sgd = (host_memory(SUPER, config, sizes) for config in (production, plain))
+    assert sgd.save == pytest.approx(adam.save * 10 / 14)
+
+
 def test_host_memory_of_a_reference_policy_and_of_a_save(production):
     sizes = derive(production)
     trainer, host = (of(SUPER, production, sizes) for of in (partial(trainer_memory, other=0.0), host_memory))
