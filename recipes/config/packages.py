@@ -17,8 +17,13 @@ if TYPE_CHECKING:
 
 _MEGATRON = "policy.megatron_cfg."
 _FUSED = "transformer_engine"
+_ACCUMULATED = "apex (its extension fused_weight_gradient_mlp_cuda)"
 _MAMBA = ("mamba_ssm", "causal_conv1d")
-_MODULES = {_FUSED: "transformer_engine.pytorch", "mamba_ssm": "mamba_ssm.ops.triton.ssd_combined"}
+_MODULES = {
+    _FUSED: "transformer_engine.pytorch",
+    _ACCUMULATED: "fused_weight_gradient_mlp_cuda",  # apex can be installed without it
+    "mamba_ssm": "mamba_ssm.ops.triton.ssd_combined",
+}
 """What Megatron imports of a package, where that is not the package itself."""
 
 
@@ -39,6 +44,9 @@ def package_problems(
         f"{_MEGATRON}optimizer.use_precision_aware_optimizer": megatron.optimizer.use_precision_aware_optimizer,
     }
     missing = [(key, _FUSED, "set it to false, or use the GPU image") for key, value in wanted.items() if value]
+    if megatron.gradient_accumulation_fusion:
+        fix = "set it to false, or install apex built with --cpp_ext and --cuda_ext"
+        missing.append((f"{_MEGATRON}gradient_accumulation_fusion", _ACCUMULATED, fix))
     if has_cuda and "mamba_num_heads" in sizes:
         missing += [("policy.model_name (Mamba layers)", name, "use the GPU image") for name in _MAMBA]
         if megatron.context_parallel_size > 1:  # Megatron divides a packed row for Mamba layers by a function of it
@@ -50,11 +58,12 @@ def package_problems(
 
 def _wrong(name: str, *, imports: bool) -> str:
     """Return what is wrong with a package where the policy runs, or nothing."""
-    if find_spec(name) is None:
+    module = _MODULES.get(name, name)
+    if find_spec(module.partition(".")[0]) is None:
         return f"the package {name} is not installed where the policy runs"
     try:
         if imports:
-            import_module(_MODULES.get(name, name))
+            import_module(module)
     except Exception as error:  # a wrong version of what it is compiled against raises anything
         return f"the package {name} cannot be imported where the policy runs: {type(error).__name__}: {error}"
     return ""

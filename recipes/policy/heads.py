@@ -179,8 +179,21 @@ def train_heads(
         )
         raise ConfigError([problem])
     trunk.keeps_hidden = True
+    if config.recompute_granularity == "full":
+        _sum_outside_of_kernels(heads)
     wrapped = wrap_ddp(heads.requires_grad_(True), config, cfg.megatron_cfg)
     return HeadTraining(wrapped, _embedding(trunk), config, cfg.megatron_cfg)
+
+
+def _sum_outside_of_kernels(heads: TokenHeads) -> None:
+    """Take the gradients of linear layers as any others, whatever `gradient_accumulation_fusion` says.
+
+    Torch recomputes heads with copies of their weights. Megatron would mark the copy as one whose gradient is in its
+    sum already, and then miss the gradient of the weight itself.
+    """
+    for module in heads.modules():
+        if hasattr(module, "gradient_accumulation_fusion"):
+            module.gradient_accumulation_fusion = False
 
 
 def share_embedding(trunk: Any, heads: HeadTraining | None, cfg: MegatronConfig) -> None:

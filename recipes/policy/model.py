@@ -96,11 +96,11 @@ def transformer_config(family: Family, hf: Any, cfg: PolicyConfig) -> Transforme
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # variable lengths ask for it, dense models too
         apply_rope_fusion=megatron.apply_rope_fusion,
+        gradient_accumulation_fusion=megatron.gradient_accumulation_fusion,
         # Fused kernels need CUDA extensions that the CPU lock does not have.
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         **recompute,
     )

@@ -138,8 +138,8 @@ class MegatronConfig:
     """fused rotary embedding kernel; needs Transformer Engine"""
     bias_activation_fusion: Annotated[bool, Honours(False, reason=FUSED)]
     """fused bias and activation kernel"""
-    gradient_accumulation_fusion: Annotated[bool, Honours(False, reason=FUSED)]
-    """accumulate weight gradients inside the GEMM kernel"""
+    gradient_accumulation_fusion: bool
+    """add weight gradients up inside the GEMM kernel; needs CUDA and apex's fused_weight_gradient_mlp_cuda"""
     use_fused_weighted_squared_relu: Annotated[bool, Honours(False, reason=EXPERTS)]
     """fused squared-ReLU kernel of the experts"""
     freeze_moe_router: bool

@@ -45,6 +45,20 @@ def test_mamba_layers_name_the_packages_they_need_on_cuda(monkeypatch: pytest.Mo
     assert packages.package_problems(divided, {}, has_cuda=True) == []
 
 
+def test_sums_of_gradients_inside_the_kernel_need_an_extension_of_apex(monkeypatch: pytest.MonkeyPatch) -> None:
+    megatron = require_valid(load_config(BASE, ["policy.model_name=any"])).policy.megatron_cfg
+    fused = replace(megatron, gradient_accumulation_fusion=True)
+    monkeypatch.setattr(packages, "find_spec", lambda name: None if name.startswith("fused_weight") else object())
+    (problem,) = packages.package_problems(fused, {}, has_cuda=True)
+    assert str(problem) == (
+        "policy.megatron_cfg.gradient_accumulation_fusion: the package apex (its extension "
+        "fused_weight_gradient_mlp_cuda) is not installed where the policy runs; set it to false, or install apex "
+        "built with --cpp_ext and --cuda_ext"
+    )
+    monkeypatch.setattr(packages, "find_spec", lambda name: None if name == "apex" else object())
+    assert packages.package_problems(fused, {}, has_cuda=True) == []
+
+
 def test_a_package_that_cannot_be_imported_is_named_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
