@@ -37,6 +37,9 @@ if [[ -e ${SHIM_DIR}/${name} ]]; then
   fi
   [[ ! $* =~ --output=([^ ]+/driver\\.log) ]] || printf 'begin: what was wrong\\n' >"${BASH_REMATCH[1]}"
   [[ ${name} != worker ]] || printf 'srun: error: 127.0.0.2: task 0: Exited\\nsrun: error: Node failure on n9\\n' >&2
+  # The rest of the step is ended by srun itself.
+  [[ ${name} != worker ]] || printf 'srun: %s\\nsrun: error: 127.0.0.3: task 1: Terminated\\n' \\
+    'launch/slurm: _step_signal: Terminating StepId=7.1' >&2
   exit "$(<"${SHIM_DIR}/${name}")"
 fi
 for ((i = 0; i < 600; i++)); do sleep 0.1; done

@@ -179,6 +179,7 @@ def test_a_step_that_failed_names_its_node_and_earlier_ones_stay_left_out(job):
     assert code == 1
     assert "a Ray worker ended with status 1 before the driver" in output
     assert job.updates() == ["update JobId=7 ExcNodeList=127.0.0.2,n[8-9]"]
+    assert "on 127.0.0.3: " not in output  # srun ended its task, for the other had failed
 
 
 def test_a_node_is_used_again_where_the_partition_has_no_other(job):

@@ -5,6 +5,7 @@
 #   down_nodes LIST           print what Slurm says of those nodes of LIST that it cannot use
 #   silent_nodes NODE...      print the nodes on which no slurmd answers
 #   named_nodes NODE...       print the nodes that the failure of the job names
+#   first_errors ROLE         print what srun said of a step before it ended the rest of it
 #   has_enough_nodes LIST     whether the partition has enough nodes when those of LIST are left out
 #   setting NAME DEFAULT      print a number of the controller's configuration
 
@@ -39,19 +40,29 @@ silent_nodes() {
   done
 }
 
+# The nodes on which srun itself ends the tasks that are left have not failed, but it names them in the same way.
+first_errors() {
+  # shellcheck disable=SC2154 # log_dir is the job file's
+  sed '/Terminating StepId=/q' "${log_dir}/srun_$1.log" 2>/dev/null || true
+}
+
 # Print the nodes that a failure names: of a step, those on which srun says that it failed; of the driver, those in its
 # last message, by name ("node n2") or by address. Nothing when the failure names none of them, or all.
 named_nodes() {
   local node address said=''
   local -a named=()
   # shellcheck disable=SC2154 # ended_role and log_dir are the job file's
-  if [[ ${ended_role} == driver ]]; then said="$(tail -n 3 "${log_dir}/driver.log" 2>/dev/null)" || true; fi
+  if [[ ${ended_role} == driver ]]; then
+    said="$(tail -n 3 "${log_dir}/driver.log" 2>/dev/null)" || true
+  else
+    said="$(first_errors "${ended_role}")"
+  fi
   for node in "$@"; do
     address="$(getent ahostsv4 "${node}" | awk 'NR == 1 { print $1 }')" || true
     if [[ ${ended_role} == driver ]]; then
       [[ ${said} =~ (^|[^[:alnum:]_.-])(node ${node}|${address:-node ${node}})($|[^[:alnum:]_-]) ]] || continue
     else
-      grep -qs "^srun: error: ${node}: " "${log_dir}/srun_${ended_role}.log" || continue
+      [[ $'\n'${said} == *$'\n'"srun: error: ${node}: "* ]] || continue
     fi
     named+=("${node}")
   done

@@ -115,7 +115,7 @@ say_end() {
   while read -r node; do
     say "on ${node}: $(grep -m 1 "^srun: error: ${node}: " "${log_dir}/srun_${role}.log")"
     say_last_lines "${log_dir}/${role}_${node}.log"
-  done < <(sed -n 's/^srun: error: \([^: ]*\): .*/\1/p' "${log_dir}/srun_${role}.log" | sort -u)
+  done < <(first_errors "${role}" | sed -n 's/^srun: error: \([^: ]*\): .*/\1/p' | sort -u)
 }
 
 # Slurm often ends the job file together with the node, before it has said anything; then the next start says it.
