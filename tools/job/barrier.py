@@ -20,7 +20,7 @@ from pathlib import Path
 
 from recipes.cluster.ports import SANDBOX_PORT, ray_ports
 from recipes.stop import EXIT_RESUME, SIGNALS
-from tools.job.bring_up import Timeline, bring_up_seconds, report_missing
+from tools.job.bring_up import Timeline, bring_up_seconds, joined_names, report_missing, short
 
 _POLL_SECONDS = 0.25
 _PROBE_SECONDS = 5.0
@@ -59,11 +59,11 @@ def wait_for_nodes(address: str, expected: Sequence[str], units: int, end: float
     try:
         while True:
             joined = {
-                short(node["NodeManagerHostname"])
+                short(node["NodeManagerHostname"]): str(node["NodeManagerAddress"])
                 for node in ray.nodes()
                 if node["Alive"] and node["Resources"].get("worker_units", 0) >= units
             }
-            for name in [name for name in missing if short(name) in joined]:
+            for name in joined_names(missing, expected, joined):
                 missing.remove(name)
                 timeline.mark(f"{name} joined Ray")
             if not missing or time.monotonic() >= end:
@@ -93,11 +93,6 @@ def sandbox_answers(host: str) -> bool:
     with suppress(OSError), direct.open(f"http://{host}:{SANDBOX_PORT}/health", timeout=_PROBE_SECONDS) as answer:
         return bool(answer.status == 200)
     return False
-
-
-def short(host: str) -> str:
-    """Return a host name without its domain."""
-    return host.split(".")[0]
 
 
 def hold_signals() -> None:

@@ -1,11 +1,13 @@
-"""How long a job's parts may take to come up, when each was there, and what the log of a missing one says last."""
+"""How long a job's parts may take to come up, when each was there, by which names, and what a missing one logged."""
 
 from __future__ import annotations
 
+import functools
 import json
+import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +18,30 @@ from recipes.files import write_atomically
 def bring_up_seconds(num_nodes: int) -> float:
     """Return the time in which all parts must be there: images are imported, and a first job fills the caches."""
     return 1800.0 + 10.0 * num_nodes
+
+
+def joined_names(missing: Sequence[str], expected: Sequence[str], joined: Mapping[str, str]) -> list[str]:
+    """Return which of the missing nodes have joined; `joined` is host name -> address.
+
+    A node of Slurm may have another name than its host. Then its address says which it is: `node.py` joins with the one
+    that the node's name leads to.
+    """
+    known = {short(name) for name in expected}
+    strangers = {address for host, address in joined.items() if host not in known}
+    return [name for name in missing if short(name) in joined or (strangers and address_of(name) in strangers)]
+
+
+@functools.cache
+def address_of(host: str) -> str:
+    """Return the address that a name leads to; empty where it leads to none."""
+    with suppress(OSError):
+        return socket.gethostbyname(host)
+    return ""
+
+
+def short(host: str) -> str:
+    """Return a host name without its domain."""
+    return host.split(".")[0]
 
 
 @dataclass(slots=True)

@@ -70,3 +70,15 @@ def test_a_head_that_never_answers_is_given_up_at_the_deadline(monkeypatch):
     monkeypatch.setattr("ray.init", init)
     with socket.create_server(("127.0.0.1", 0)) as head:
         assert not barrier.join(f"127.0.0.1:{head.getsockname()[1]}", time.monotonic() + 0.6)
+
+
+def test_a_node_whose_host_has_another_name_is_known_by_its_address(monkeypatch):
+    addresses = {"gpu-1": "10.0.0.1", "gpu-2": "10.0.0.2", "gpu-3": "10.0.0.3"}
+    asked = []
+    monkeypatch.setattr(bring_up.socket, "gethostbyname", lambda name: asked.append(name) or addresses[name])
+    monkeypatch.setattr(bring_up, "address_of", bring_up.address_of.__wrapped__)
+    expected = list(addresses)
+    assert bring_up.joined_names(expected, expected, {"gpu-1": "10.0.0.1"}) == ["gpu-1"]
+    assert not asked
+    hosts = {"gpu-1": "10.0.0.1", "ip-10-0-0-2": "10.0.0.2", "ip-10-0-0-9": "10.0.0.9"}
+    assert bring_up.joined_names(expected, expected, hosts) == ["gpu-1", "gpu-2"]
