@@ -55,10 +55,11 @@ case "$1 $2" in
   'show config') printf 'SlurmdPort = %s\\nSlurmdTimeout = 0 sec\\n' "$(<"${SHIM_DIR}/port")" ;;
   'show job')
     [[ -z ${SLURM_TIME_FORMAT:-} ]] || echo 'JobId=7 StartTime=Today 03:04 EndTime=Tomorr 02:00 '
-    printf 'JobId=7 ExcNodeList=%s JobState=%s StartTime=2026-01-02T03:04:05 EndTime=%s Deadline=N/A\\n' \\
+    printf 'JobId=7 ExcNodeList=%s JobState=%s StartTime=2026-01-02T03:04:05 EndTime=%s PreemptTime=%s \\n' \\
     "$(cat "${SHIM_DIR}/excluded" 2>/dev/null || echo '(null)')" \\
     "$(cat "${SHIM_DIR}/state" 2>/dev/null || echo RUNNING)" \\
-    "$(cat "${SHIM_DIR}/end" 2>/dev/null || echo 2026-01-02T04:04:05)" ;;
+    "$(cat "${SHIM_DIR}/end" 2>/dev/null || echo 2026-01-02T04:04:05)" \\
+    "$(cat "${SHIM_DIR}/preempted" 2>/dev/null || echo None)" ;;
 esac
 """
 

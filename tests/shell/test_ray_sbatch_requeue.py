@@ -136,6 +136,20 @@ def test_a_failure_that_saved_nothing_is_the_end(job):
     assert not job.was_requeued()
 
 
+@pytest.mark.parametrize("has_saved", [True, False])
+def test_a_preempted_start_is_followed_by_another_on_any_node(job, has_saved):
+    """Slurm ends the programs of all steps, Ray's too, long before it tells the job file."""
+    (job.directory / "preempted").write_text("2026-01-02T03:30:00")
+    if has_saved:
+        (job.directory / "saves").touch()
+    code, output = job.run(worker=0)
+    assert code == 1
+    saved = "saved step_05" if has_saved else "saved nothing new"
+    assert f"requeued: preempted, {saved}, restart 1 of at most 3" in output
+    assert job.requeues() == 1
+    assert job.updates() == []
+
+
 def test_a_failure_after_a_save_is_followed_by_another_start(job):
     (job.directory / "saves").touch()
     code, output = job.run(driver=1)

@@ -6,6 +6,7 @@
 #   silent_nodes NODE...      print the nodes on which no slurmd answers
 #   named_nodes NODE...       print the nodes that the failure of the job names
 #   first_errors ROLE         print what srun said of a step before it ended the rest of it
+#   nodes_to_leave_out NODE... print these nodes and those that earlier starts left out
 #   has_enough_nodes LIST     whether the partition has enough nodes when those of LIST are left out
 #   setting NAME DEFAULT      print a number of the controller's configuration
 
@@ -67,6 +68,15 @@ named_nodes() {
     named+=("${node}")
   done
   if ((${#named[@]} && ${#named[@]} < $#)); then printf '%s\n' "${named[@]}"; fi
+}
+
+# Print these nodes and those that earlier starts have left out; nothing when the others are too few.
+nodes_to_leave_out() {
+  local text list
+  text="$(timeout 30 scontrol show job --oneliner "${SLURM_JOB_ID}")" || true
+  list="$(printf '%s\n' "$@" | paste -sd,)"
+  if [[ ${text} =~ \ ExcNodeList=([^ ]+) && ${BASH_REMATCH[1]} != '(null)' ]]; then list+=",${BASH_REMATCH[1]}"; fi
+  if has_enough_nodes "${list}"; then printf '%s' "${list}"; fi
 }
 
 # Whether the partition of this job has enough nodes when those of a list are left out: has_enough_nodes NODE,NODE...

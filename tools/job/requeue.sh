@@ -13,6 +13,7 @@
 #   75, with a new checkpoint       the driver saved and stopped: a signal, or the time limit
 #   75, without one                 only when it was interrupted before its time was up
 #   another error, new checkpoint   a rank or the last engine failed: again without the node that the message names
+#   another error, preempted        Slurm has told the programs of all steps to end, Ray's too, before they could save
 #   a node that does not answer     Slurm puts the job back when it has noticed; when it has not, this does
 # After 0 the run is done; after 2 an input is wrong, and the next start would end in the same way.
 
@@ -47,6 +48,14 @@ was_interrupted() {
     ((EPOCHSECONDS + LIMIT_SECONDS < ${SLURM_JOB_END_TIME:-EPOCHSECONDS + 2 * LIMIT_SECONDS}))
 }
 
+# Whether Slurm has chosen this job to make room for another. With a grace time it tells the steps at once, and this
+# script when that time is over; a cluster whose PreemptParameters have send_user_signal tells this script first.
+was_preempted() {
+  local text
+  text="$(timeout 30 scontrol show job --oneliner "${SLURM_JOB_ID}")" || true
+  [[ ${text} =~ \ PreemptTime=[0-9] ]]
+}
+
 resume_or_end() {
   local status=$1 before=$2 now=$3 most=$4 restarts=${SLURM_RESTART_COUNT:-0} saved='' reason='' node
   local -a silent=() failed=()
@@ -63,7 +72,9 @@ resume_or_end() {
       [[ -z ${saved} ]] || reason="failed with status ${status} after it had ${saved}"
       mapfile -t silent < <(silent_nodes "$@")
       wait "$!"
-      if ((${#silent[@]} == 0)); then
+      if ((${#silent[@]} == 0)) && was_preempted; then
+        reason="preempted, ${saved:-saved nothing new}"
+      elif ((${#silent[@]} == 0)); then
         mapfile -t failed < <(named_nodes "$@")
       else
         for node in "${silent[@]}"; do say "node ${node} is lost: no slurmd answers there"; done
@@ -136,13 +147,4 @@ leave_out() {
     if shielded scontrol update "JobId=${SLURM_JOB_ID}" "ExcNodeList=$1"; then return 0; fi
   done
   return 1
-}
-
-# Print these nodes and those that earlier starts have left out; nothing when the others are too few.
-nodes_to_leave_out() {
-  local text list
-  text="$(timeout 30 scontrol show job --oneliner "${SLURM_JOB_ID}")" || true
-  list="$(printf '%s\n' "$@" | paste -sd,)"
-  if [[ ${text} =~ \ ExcNodeList=([^ ]+) && ${BASH_REMATCH[1]} != '(null)' ]]; then list+=",${BASH_REMATCH[1]}"; fi
-  if has_enough_nodes "${list}"; then printf '%s' "${list}"; fi
 }
