@@ -47,6 +47,7 @@ _ALONE: dict[str, Any] = {
     "num_layers_in_last_pipeline_stage": None,
     "apply_rope_fusion": False,
     "moe_permute_fusion": False,
+    "moe_token_dispatcher_type": "alltoall",
 }
 
 

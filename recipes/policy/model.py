@@ -14,6 +14,7 @@ from torch import Tensor
 
 from recipes.policy.families.family import Family
 from recipes.policy.layers.context import ContextSequences, gather_row
+from recipes.policy.layers.dispatch import use_uneven_gather
 from recipes.policy.layers.head import OutputConfig
 from recipes.policy.layers.packed import PackedSequences
 from recipes.policy.layers.router import count_tokens, freeze_routers, pads_of_rank
@@ -29,6 +30,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def build_model(family: Family, hf: Any, config: TransformerConfig, cfg: PolicyConfig) -> torch.nn.Module:
     """Build this rank's part of the model; its weights are undefined until loaded."""
     output = OutputConfig(temperature=cfg.generation.temperature, chunk_size=cfg.logprob_chunk_size)
+    use_uneven_gather()
     model = family.build(hf, config, output).to(device())
     count_tokens(model)
     if cfg.megatron_cfg.freeze_moe_router:
@@ -74,9 +76,10 @@ def transformer_config(family: Family, hf: Any, cfg: PolicyConfig) -> Transforme
         else {}
     )
     sizes = family.config(hf)
-    return TransformerConfig(
+    experts = _expert_config(sizes, megatron)
+    config = TransformerConfig(
         **sizes,
-        **(_expert_config(sizes, megatron) if sizes.get("num_moe_experts") else {}),
+        **experts,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -93,8 +96,7 @@ def transformer_config(family: Family, hf: Any, cfg: PolicyConfig) -> Transforme
         expert_tensor_parallel_size=megatron.expert_tensor_parallel_size,
         sequence_parallel=megatron.sequence_parallel and megatron.tensor_model_parallel_size > 1,
         calculate_per_token_loss=True,  # gradients are divided once, by what the loss counted over all ranks
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # variable lengths ask for it, dense models too
+        variable_seq_lengths=experts["moe_token_dispatcher_type"] != "allgather",  # it asks for equal lengths,
         apply_rope_fusion=megatron.apply_rope_fusion,
         gradient_accumulation_fusion=megatron.gradient_accumulation_fusion,
         # Fused kernels need CUDA extensions that the CPU lock does not have.
@@ -104,10 +106,14 @@ def transformer_config(family: Family, hf: Any, cfg: PolicyConfig) -> Transforme
         persist_layer_norm=False,
         **recompute,
     )
+    config.variable_seq_lengths = True  # which `UnevenAllGather` does without
+    return config
 
 
 def _expert_config(sizes: Mapping[str, Any], megatron: MegatronConfig) -> dict[str, Any]:
-    """Return what the configuration says of experts."""
+    """Return what the configuration says of experts, if the model has any."""
+    if not sizes.get("num_moe_experts"):
+        return {"moe_token_dispatcher_type": "alltoall"}  # Megatron's default asks for equal lengths
     has_bias = sizes.get("moe_router_enable_expert_bias", False)
     return {
         "moe_router_dtype": megatron.moe_router_dtype,
@@ -115,6 +121,7 @@ def _expert_config(sizes: Mapping[str, Any], megatron: MegatronConfig) -> dict[s
         "moe_aux_loss_coeff": 0.0,
         "moe_router_bias_update_rate": megatron.moe_router_bias_update_rate if has_bias else 0.0,
         "moe_permute_fusion": megatron.moe_permute_fusion,
+        "moe_token_dispatcher_type": megatron.moe_token_dispatcher_type,
         "moe_grouped_gemm": False,
         "moe_shared_expert_overlap": False,
     }

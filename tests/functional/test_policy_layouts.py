@@ -25,6 +25,7 @@ _REDUCTION = "megatron_cfg__distributed_data_parallel_config__"
 _GATHER_AFTER = {f"{_REDUCTION}overlap_param_gather": "false"}
 _OVERLAP = {f"{_REDUCTION}overlap_grad_reduce": "true", f"{_REDUCTION}overlap_param_gather": "true"}
 _EXPERT = {"megatron_cfg__expert_model_parallel_size": 2}
+_GATHER = {"megatron_cfg__moe_token_dispatcher_type": "allgather"}
 _SHARED_EXPERT = {"megatron_cfg__expert_tensor_parallel_size": 2}
 _CONTEXT = {"megatron_cfg__context_parallel_size": 2}
 _PIPELINE = {"megatron_cfg__pipeline_model_parallel_size": 2}
@@ -50,6 +51,7 @@ _EXPERTS: _Layouts = {
 _HYBRID: _Layouts = {
     "tensor": (2, _TENSOR | _RECOMPUTE),
     "expert": (2, _EXPERT),
+    "expert-gather": (2, _EXPERT | _GATHER),
     "tensor-expert": (2, _TENSOR | _EXPERT),
     "shared-expert": (2, _SHARED_EXPERT),
     "context": (2, _CONTEXT),
@@ -68,6 +70,8 @@ _FOUR: _Layouts = {
     "expert-context-data": (4, _EXPERT | _CONTEXT),
     "expert-pipeline": (4, _EXPERT | _PIPELINE),
     "expert-shared": (4, _EXPERT | _SHARED_EXPERT | _TENSOR),
+    "expert-gather-tensor-data": (4, _EXPERT | _GATHER | _TENSOR),
+    "expert-gather-shared": (4, _EXPERT | _GATHER | _SHARED_EXPERT | _TENSOR),
     "expert-of-four": (4, {"megatron_cfg__expert_model_parallel_size": 4} | _TENSOR),
 }
 

@@ -54,7 +54,7 @@ def layer_activations(
         "attention": _attention(model, tokens, width, tensor, has_fused_rotation=megatron.apply_rope_fusion),
         "mamba": _mamba(model, tokens, width, tensor),
         "mlp": _mlp(model, tokens * model.mlp_size * width / tensor),
-        "moe": _moe(model, tokens, width, tensor),
+        "moe": _moe(model, tokens, width, tensor, gathered=_gathered(model, megatron, tokens, width)),
     }
     return {
         kind: LayerActivations(kept=2 * stream + kept, working=working) for kind, (kept, working) in of_parts.items()
@@ -103,7 +103,18 @@ def _mlp(model: Architecture, inner: float) -> tuple[float, float]:
     return (3 if model.is_gated else 2) * inner, 3 * inner
 
 
-def _moe(model: Architecture, tokens: float, width: int, tensor: int) -> tuple[float, float]:
+def _gathered(model: Architecture, megatron: MegatronConfig, tokens: float, width: int) -> float:
+    """Return the bytes of the tokens of all ranks that share the experts, where each rank gathers them.
+
+    In the backward pass these are gradients of outputs, in float32 as they are added up, and of inputs.
+    """
+    if megatron.moe_token_dispatcher_type != "allgather":
+        return 0.0
+    ranks = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
+    return tokens / megatron.tensor_model_parallel_size * ranks * model.expert_hidden * (4 + 2 * width)
+
+
+def _moe(model: Architecture, tokens: float, width: int, tensor: int, *, gathered: float) -> tuple[float, float]:
     """Return the activations of experts, shared expert and router.
 
     Tokens are split over the tensor ranks before routing; with even routing each rank receives as many as it sends.
@@ -116,5 +127,6 @@ def _moe(model: Architecture, tokens: float, width: int, tensor: int) -> tuple[f
     shared_kept, shared_working = _mlp(model, tokens * model.shared_size * width / tensor)
     latent = tokens / tensor * model.expert_hidden * width if model.expert_hidden != model.hidden else 0.0
     scores = 3 * tokens / tensor * model.experts * 4
+    working += gathered
     working += 2 * routed * model.expert_hidden * width  # the gradients of inputs and outputs, each in its two orders
     return kept + shared_kept + latent + scores, max(working, shared_working)

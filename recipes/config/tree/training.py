@@ -156,7 +156,9 @@ class MegatronConfig:
     """fused token permutation kernel; needs Transformer Engine"""
     moe_enable_deepep: Annotated[bool, Honours(False, reason=EXPERTS)]
     """DeepEP all-to-all kernels"""
-    moe_token_dispatcher_type: Annotated[Literal["alltoall", "allgather", "flex"], Honours("alltoall", reason=EXPERTS)]
+    moe_token_dispatcher_type: Annotated[
+        Literal["alltoall", "allgather", "flex"], Honours("alltoall", "allgather", reason=EXPERTS)
+    ]
     """how tokens reach their experts"""
     moe_shared_expert_overlap: Annotated[bool, Honours(False, reason=EXPERTS)]
     """overlap the shared expert with token dispatch"""

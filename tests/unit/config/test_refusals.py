@@ -206,6 +206,7 @@ def test_stage_names_everything_that_is_still_to_come(stage: str, directory: str
     ("override", "reason"),
     [
         (f"{MEGATRON}.pipeline_model_parallel_size=1", None),
+        (f"{MEGATRON}.moe_token_dispatcher_type=allgather", None),
         (f"{MEGATRON}.mtp_detach_heads=false", "the heads of the native policy are always detached"),
         (f"{MEGATRON}.mtp_use_repeated_layer=false", "published models have one layer for all heads"),
         (f"{MEGATRON}.optimizer.params_dtype=bfloat16", "master weights are always float32"),

@@ -148,6 +148,14 @@ def test_trainer_memory_of_super_on_256_gpus(production):
     assert found.total < 79.6 * GIB
 
 
+def test_an_all_gather_holds_the_tokens_of_all_ranks_that_share_the_experts(production):
+    megatron = production.policy.megatron_cfg
+    gathering = replace(megatron, moe_token_dispatcher_type="allgather")
+    own, gathered = (layer_activations(SUPER, cfg, 8192, 2)["moe"].working for cfg in (megatron, gathering))
+    # 8,192 tokens over TP 4, of EP 16 ranks, in the latent size; outputs in 2 and 4 bytes, inputs in 2
+    assert gathered - own == pytest.approx(8192 / 4 * 16 * SUPER.expert_hidden * 8)
+
+
 def _untrained(config: Any) -> Any:
     return replace(config.policy, megatron_cfg=replace(config.policy.megatron_cfg, mtp_num_layers=0))
 
