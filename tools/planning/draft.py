@@ -9,14 +9,16 @@ command of a draft with errors, and the doctor examines everything else all the 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
 from recipes.config.keys.derive import Derived, derive
+from recipes.config.keys.schema import lookup
 from recipes.config.load import LoadedConfig, load_config, refusals, unset
+from recipes.config.merge import COMMAND_LINE
 from recipes.config.stages import Stage, find_stage
 from recipes.config.tree import Config
 from recipes.errors import InputError, Problem
@@ -35,6 +37,7 @@ OVERRIDES = {
     "WANDB_PROJ": "logger.wandb.project",
     "EXP_NAME": "logger.wandb.name",
 }  # variable -> the key that it sets
+INPUTS = ("MODEL_PATH", "TRAIN_PATH", "VAL_PATH", "SIF_DIR")  # that are checked, mounted and recorded by the variable
 FORMATTER = "env.nemo_gym.swe_agents_train.responses_api_agents.swe_agents.container_formatter"
 SIZE_KEYS = (
     "cluster",
@@ -116,6 +119,7 @@ def _config_findings(contract: Contract, loaded: LoadedConfig | None) -> list[Fi
     findings = as_findings("CFG001", loaded.problems)
     if loaded.repaired is None:  # without the base every key would be missing
         return findings
+    findings += as_findings("ENV008", _other_inputs(contract, loaded))
     findings += as_findings("CFG002", [problem for problem in unset(loaded) if _key(problem) not in missing])
     if contract["ENGINE"] == "native":
         known = {finding.problem.where for finding in findings}
@@ -125,6 +129,16 @@ def _config_findings(contract: Contract, loaded: LoadedConfig | None) -> list[Fi
         for problem in walltime_problems(must_save_by, contract["SLURM_TIME_LIMIT"]):
             findings.append(as_finding("ENV002" if problem.where == "SLURM_TIME_LIMIT" else "CFG004", problem))
     return findings
+
+
+def _other_inputs(contract: Contract, loaded: LoadedConfig) -> Iterator[Problem]:
+    """Yield a problem for each input that an override takes from elsewhere; null, for none, is no other input."""
+    for variable in INPUTS:
+        key, given = OVERRIDES[variable], contract[variable]
+        used = lookup(loaded.tree, key)
+        if given and isinstance(used, str) and Path(used).absolute() != Path(given):
+            fix = f"set {variable}={used} in its place, which is also checked and recorded"
+            yield Problem(where=f"{COMMAND_LINE}: {key}", got=used, expected=f"{variable}, {given}", fix=fix)
 
 
 def _key(problem: Problem) -> str:

@@ -32,6 +32,7 @@ CODES = {
     "ENV005": Kind("the profile of CLUSTER is wrong, or there is none of that name"),
     "ENV006": Kind("a field of the profile has no effect here", severity="note"),
     "ENV007": Kind("a variable that nothing reads has almost the name of one that the launch reads", severity="note"),
+    "ENV008": Kind("an override names another input than the variable that the launch checks and records"),
     "CFG001": Kind("the configuration is wrong: file, key, type, range, or a rule between keys"),
     "CFG002": Kind("a value that must be given at launch is missing from the configuration"),
     "CFG003": Kind("a value that the native engine would have to ignore"),

@@ -147,3 +147,20 @@ def test_names_of_task_images_reach_the_agent(names, expected):
     assert draft.config.sif_dir == "/sif"
     agent = draft.config.env.nemo_gym.instances["swe_agents_train"]["responses_api_agents"]["swe_agents"]
     assert agent["container_formatter"] == expected
+
+
+@pytest.mark.parametrize(
+    ("variable", "override", "is_refused"),
+    [
+        ("TRAIN_PATH", "data.train.data_path=/data/other.jsonl", True),
+        ("VAL_PATH", "data.validation.data_path=other.jsonl", True),
+        ("MODEL_PATH", "policy.model_name=/models/other", True),
+        ("SIF_DIR", "sif_dir=/other", True),
+        ("TRAIN_PATH", "data.train.data_path=/data/one", False),
+        ("VAL_PATH", "data.validation.data_path=null", False),
+    ],
+)
+def test_an_input_is_named_by_its_variable_which_is_checked_and_recorded(variable, override, is_refused):
+    draft = draft_launch("stage1.1", (override,), {"SCALE": "tiny", variable: "/data/one"})
+    found = [finding.problem for finding in draft.findings if finding.code == "ENV008"]
+    assert [problem.expected for problem in found] == ([f"{variable}, /data/one"] if is_refused else [])
