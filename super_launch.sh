@@ -5,7 +5,7 @@
 # Usage: ./super_launch.sh [--dry-run] [--force] [STAGE] [KEY=VALUE ...]
 #
 #   STAGE        a stage of configs/stages.yaml (stage1.1 or rlvr1): fills the variables below that are not set
-#   KEY=VALUE    configuration overrides, e.g. grpo.max_num_steps=10
+#   KEY=VALUE    configuration overrides, e.g. grpo.max_num_steps=10; ~KEY deletes a key
 #   --dry-run    print the command that would be executed, and stop (also DRY_RUN=true)
 #   --force      start in spite of findings that may be wrong about this cluster; a wrong configuration stays refused
 #   --help       print this text
@@ -44,7 +44,7 @@ main() {
       -n | --dry-run) options+=(--dry-run) ;;
       --force) options+=(--force) ;;
       -*) wrong+=("unknown option '$1' (see --help)") ;;
-      *=*) overrides+=("$1") ;;
+      *=* | '~'*) overrides+=("$1") ;;
       *)
         [[ -z ${stage} ]] || wrong+=("two stages given: '${stage}' and '$1'; overrides are KEY=VALUE")
         stage=${stage:-$1}

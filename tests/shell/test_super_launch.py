@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shlex
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from recipes.cluster.ports import NUM_SLOTS, ray_ports
+from tools.launch import plan
 from tools.planning.contract import REQUIRED, REQUIRED_ON_SLURM, REQUIRED_WITH_CONTAINERS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -189,6 +191,25 @@ def test_what_may_be_wrong_about_the_cluster_can_be_forced_a_wrong_configuration
     assert not (launch.directory / "argv").exists()
     assert "note: DAT006" in launch("--force").stderr
     assert launch.submitted()
+
+
+def test_a_word_that_deletes_a_key_is_an_override(launch):
+    result = launch("stage1.1", "~no_such.key", expect=2, SCALE="tiny")
+    assert "~no_such.key: there is no such key to delete" in result.stderr
+
+
+def test_a_number_of_restarts_is_decimal_for_the_job_file_too(launch):
+    assert "--max-restarts=8" in launch.plan("--dry-run", MAX_RESTARTS="08").words
+
+
+def test_a_disk_that_takes_nothing_more_is_one_line(launch, monkeypatch):
+    def full(*_args, **_kwargs):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded", "/runs/exp/run.lock.json")
+
+    monkeypatch.setattr(plan, "prepare", full)
+    stderr = launch.plan(expect=2).stderr
+    assert stderr.splitlines()[-1].startswith("/runs/exp/run.lock.json: Disk quota exceeded; make room")
+    assert "Traceback" not in stderr
 
 
 def test_missing_model_is_refused(launch):

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from recipes.config.stages import Stage, find_stage, load_stages
 from recipes.errors import InputError, LaunchError, Problem, RecipeError
-from tools.command_line import TRUE
+from tools.command_line import TRUE, exit_status
 from tools.doctor.examine import examine
 from tools.launch.links import Link, make_links
 from tools.launch.plan import plan_draft, start_findings
@@ -173,6 +173,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
+@exit_status
 def main(argv: Sequence[str] | None = None) -> int:
     """Link, inspect, and start; return the exit status."""
     args = parse(argv)

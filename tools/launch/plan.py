@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from recipes.errors import LaunchError, RecipeError
+from tools.command_line import exit_status
 from tools.doctor.examine import examine
 from tools.launch.prepare import Plan, prepare, unprepared
 from tools.launch.submit import local_argv, sbatch_argv
@@ -86,6 +87,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@exit_status
 def main(argv: Sequence[str] | None = None) -> int:
     """Draft, examine, plan, prepare; write the argv."""
     args = parse(argv)

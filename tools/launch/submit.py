@@ -57,7 +57,7 @@ def sbatch_argv(draft: Draft, sizes: Derived, run_dir: Path, code_dir: Path, dri
         f"--checkpoints={checkpoints}",
         f"--units={gpus_per_node}",
         f"--cache={contract['PERSISTENT_CACHE']}",
-        f"--max-restarts={contract['MAX_RESTARTS']}",
+        f"--max-restarts={int(contract['MAX_RESTARTS'])}",  # bash reads 08 as octal
         *container_arguments(contract, run_dir, code_dir),
         *((f"--variables={','.join(draft.profile_variables)}",) if draft.profile_variables else ()),
         f"--sandbox-command={sandbox}",
