@@ -75,13 +75,19 @@ class StopRequest:
 
     def requested(self, step_seconds: float) -> bool:
         """Whether to stop before another step of about `step_seconds`."""
-        soonest = self._clock() + step_seconds
+        now, times = self._clock(), ""
+        step = f"; a step takes about {step_seconds:.0f} s" if step_seconds else ""
+        soonest = now + step_seconds
         if not self.reason and self._limit is not None and soonest >= self._limit:
             self.reason = "checkpointing.checkpoint_must_save_by"
-        if not self.reason and self._job_end is not None and soonest + self._reserve(self._job_end) >= self._job_end:
-            self.reason = "the job's time limit"
+            times = f"; {self._limit - now:.0f} s are left{step}"
+        if not self.reason and self._job_end is not None:
+            reserve = self._reserve(self._job_end)
+            if soonest + reserve >= self._job_end:
+                self.reason = "the job's time limit"
+                times = f"; {self._job_end - now:.0f} s are left, of which {reserve:.0f} s are for saving{step}"
         if self.reason:
-            logger.warning("stopping early: %s", self.reason)
+            logger.warning("stopping early: %s%s", self.reason, times)
         return bool(self.reason)
 
     def _reserve(self, job_end: float) -> float:

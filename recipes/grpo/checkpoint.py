@@ -19,7 +19,7 @@ import logging
 import math
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +63,7 @@ class SavedState:
     metrics: Mapping[str, float]  # of the last step, validation included; retention ranks by one of them
     step_seconds: float = 0.0  # how long a step takes, so that a resumed job begins none it cannot finish
     save_seconds: float = 0.0  # of the longest save before this one, so that a resumed job leaves time for one
+    save_period: int | None = None  # when this was saved: a resumed run may have another; None in older checkpoints
 
 
 def step_dir(root: Path, step: int) -> Path:
@@ -110,6 +111,7 @@ def write_state(path: Path, state: SavedState) -> None:
                 "metrics": dict(state.metrics),
                 "step_seconds": state.step_seconds,
                 "save_seconds": state.save_seconds,
+                "save_period": state.save_period,
             },
             option=orjson.OPT_INDENT_2,
         )
@@ -224,6 +226,7 @@ def load_state(path: Path) -> SavedState:
         metrics={name: math.nan if value is None else value for name, value in raw["metrics"].items()},
         step_seconds=raw["step_seconds"],
         save_seconds=raw.get("save_seconds", 0.0),  # none in older checkpoints
+        save_period=raw.get("save_period"),
     )
 
 
@@ -233,10 +236,10 @@ def steps_to_keep(
     keep_top_k: int | None,
     by_metric: bool,
     higher_is_better: bool,
-    save_period: int,
+    on_period: Container[int],
     keep_latest: int | None = None,
 ) -> set[int]:
-    """Return the steps that survive pruning: the best `keep_top_k` of those on the save period, and the newest.
+    """Return the steps that survive pruning: the best `keep_top_k` of those `on_period`, and the newest.
 
     `keep_latest` is how many of the newest stay, on the save period or not; None is 1. A checkpoint without the metric
     ranks last; ties prefer the newer; without `by_metric` newer is better; `keep_top_k` None keeps all.
@@ -250,8 +253,8 @@ def steps_to_keep(
             return (float("-inf"), step)
         return (value if higher_is_better else -value, step)
 
-    on_period = sorted((step for step in metrics if step % save_period == 0), key=rank, reverse=True)
-    return {*on_period[:keep_top_k], *sorted(metrics)[-(keep_latest or 1) :]}
+    ranked = sorted((step for step in metrics if step in on_period), key=rank, reverse=True)
+    return {*ranked[:keep_top_k], *sorted(metrics)[-(keep_latest or 1) :]}
 
 
 def prune(
@@ -265,16 +268,19 @@ def prune(
 ) -> None:
     """Delete the checkpoints that retention does not keep, once the newest is read back whole. Never ends the run.
 
-    One whose metric cannot be read now stays: it may be the best.
+    One whose metric cannot be read now stays: it may be the best. `save_period` is that of checkpoints that do not say
+    theirs.
     """
     found = complete_checkpoints(root)
-    values, unread = _metrics(found, metric)
+    records, unread = _records(found)
+    values = {step: records[step]["metrics"].get(metric) if step in records else None for step in found}
+    periods = {step: record.get("save_period") or save_period for step, record in records.items()}
     kept = unread | steps_to_keep(
         values,
         keep_top_k=keep_top_k,
         by_metric=metric is not None,
         higher_is_better=higher_is_better,
-        save_period=save_period,
+        on_period={step for step, period in periods.items() if step % period == 0},
         keep_latest=keep_latest,
     )
     doomed = sorted(set(found) - kept)
@@ -300,17 +306,16 @@ def prune(
         logger.info("pruned checkpoint of step %d", step)
 
 
-def _metrics(found: Mapping[int, Path], name: str | None) -> tuple[dict[int, float | None], set[int]]:
-    """Return one metric stored with each checkpoint, None where it has none, and the steps that cannot be read."""
-    values: dict[int, float | None] = dict.fromkeys(found)
-    unread = set()
-    for step, path in found.items() if name is not None else ():
+def _records(found: Mapping[int, Path]) -> tuple[dict[int, Any], set[int]]:
+    """Return what `state.json` of each checkpoint says, and the steps whose file cannot be read."""
+    records, unread = {}, set()
+    for step, path in found.items():
         try:
-            values[step] = orjson.loads((path / "state.json").read_bytes())["metrics"].get(name)
+            records[step] = orjson.loads((path / "state.json").read_bytes())
         except (OSError, ValueError) as error:
             unread.add(step)
             logger.warning("%s: metrics not read, so it is kept: %s", path, error)
-    return values, unread
+    return records, unread
 
 
 def discard(path: Path) -> None:

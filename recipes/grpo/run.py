@@ -265,6 +265,7 @@ class Run:
                 metrics=self.state.metrics,
                 step_seconds=self.state.step_seconds,
                 save_seconds=self.state.save_seconds,
+                save_period=self.config.checkpointing.save_period,
             )
             self._saver.begin(state, with_optimizer=self.config.checkpointing.save_optimizer)
         self._save_seconds = time.monotonic() - start

@@ -74,10 +74,12 @@ def test_the_jobs_end_leaves_room_for_a_step_and_for_saving() -> None:
     assert stop.requested(step_seconds=0.0)
 
 
-def test_a_short_job_is_not_all_reserve() -> None:
+def test_a_short_job_is_not_all_reserve(caplog: pytest.LogCaptureFixture) -> None:
     stop = StopRequest(must_save_by=None, job_start=0.0, job_end=120.0, clock=lambda: 90.0)
     assert not stop.requested(step_seconds=9.0)
     assert stop.requested(step_seconds=10.0)
+    times = "30 s are left, of which 20 s are for saving; a step takes about 10 s"
+    assert caplog.messages == [f"stopping early: the job's time limit; {times}"]
 
 
 def test_times_are_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -342,6 +342,14 @@ def test_prune_keeps_the_best_and_the_newest(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("tmp_*"))
 
 
+def test_the_best_stays_when_a_resumed_run_has_another_save_period(tmp_path: Path) -> None:
+    for step, period, reward in ((2, 2, 0.1), (4, 2, 0.9), (5, 2, 1.0), (6, 3, 0.5), (9, 3, 0.2)):
+        state = replace(run_state(step, {"validation/accuracy": reward}), save_period=period)
+        save_checkpoint(tmp_path, state, Policy())
+    prune(tmp_path, keep_top_k=1, metric="validation/accuracy", higher_is_better=True, save_period=3)
+    assert list(complete_checkpoints(tmp_path)) == [4, 9], "4 was on its period; 5 was not, and is not the newest"
+
+
 def test_a_checkpoint_whose_metric_cannot_be_read_now_is_kept(tmp_path: Path) -> None:
     for step, reward in ((2, 0.9), (4, 0.1), (6, 0.5), (8, 0.0)):
         save_checkpoint(tmp_path, run_state(step, {"validation/accuracy": reward}), Policy())
