@@ -400,7 +400,7 @@ test-unit: $(READY) ## run the pure tests and those of the shell scripts
 test-functional: $(READY) ## run the tests that start something real: Ray, vLLM, Megatron, Slurm, ...
 #= ARGS
 	@tools/setup/test_tools.sh
-	$(PYTHON) -m pytest -m 'functional and not gpu and not slow' -n 2 --dist loadfile --no-loadscope-reorder --durations 40 $(ARGS)
+	$(PYTHON) -m pytest -m 'functional and not gpu and not slow' -n 3 --dist loadfile --no-loadscope-reorder --durations 40 $(ARGS)
 
 .PHONY: test-gpu
 test-gpu: $(READY) ## run the tests of one GPU and print what they measured; see tests/gpu/conftest.py

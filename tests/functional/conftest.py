@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Give the tests of this folder time by the speed of the machine, and put the files that take longest first.
 
-    Of two processes that take file after file, one would otherwise wait long for the last file of the other.
+    Of the processes that take file after file, some would otherwise wait long for the last file of another.
     """
     allowed: defaultdict[Path, float] = defaultdict(float)  # seconds of a file's longest test
     for item in items:

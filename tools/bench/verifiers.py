@@ -161,6 +161,7 @@ async def burst(url: str, verify: Verify, rows: Sequence[Row], *, count: int) ->
     ticking = asyncio.create_task(_note_stalls(stalls))
     speed = await measure(verify, rows, count=count, concurrency=count)
     ticking.cancel()
+    await asyncio.wait([ticking])
     bodies = [
         orjson.dumps({**row, "response": response_object([message_item(f"{TEXT} {number}")])})
         for number, row in zip(range(PLAIN_CONNECTIONS), itertools.cycle(rows), strict=False)
@@ -175,11 +176,13 @@ async def burst(url: str, verify: Verify, rows: Sequence[Row], *, count: int) ->
 
 
 async def _note_stalls(stalls: list[float]) -> None:
-    """Add by how much each short sleep was longer than asked for."""
+    """Add by how much each short sleep was longer than asked for, also the one in which this is cancelled."""
     while True:
         start = time.monotonic()
-        await asyncio.sleep(_TICK_SECONDS)
-        stalls.append(time.monotonic() - start - _TICK_SECONDS)
+        try:
+            await asyncio.sleep(_TICK_SECONDS)
+        finally:
+            stalls.append(time.monotonic() - start - _TICK_SECONDS)
 
 
 async def plain_speed(url: str, bodies: Sequence[bytes], *, count: int) -> float:
