@@ -308,3 +308,4 @@ class WeightLayout:
     num_bytes: int  # of the whole file
     host: str = ""  # that has the file; an engine elsewhere gets a copy
     count_offset: int | None = None  # of an int64 in the file: how many tensors all pushes have written
+    is_verified: bool = False  # whether both sides compute a checksum of each tensor, to be compared after each push

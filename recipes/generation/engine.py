@@ -14,7 +14,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -198,10 +198,19 @@ class EngineActor:
         llm = self._llm
         # AsyncLLM.pause_generation does this, then sleeps 20 ms only for the order of events in the caller's view.
         await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-        await llm.collective_rpc("load_pushed_weights", kwargs={"update_info": update_info})
+        arguments = {"update_info": update_info, "is_verified": self._cfg.verify_weight_pushes}
+        self._received = await llm.collective_rpc("load_pushed_weights", kwargs=arguments)
         await llm.update_weight_version(str(version))
         await llm.reset_prefix_cache(reset_running_requests=not keeps_caches)
         await llm.resume_generation()
+
+    async def verify_weights(self, sent: Mapping[str, int]) -> None:
+        """Raise `EngineError` where a rank has received tensors of other checksums in the last push."""
+        for rank, received in enumerate(self._received):
+            wrong = [name for name in sent | received if sent.get(name) != received.get(name)]
+            if wrong:
+                example = f"{len(wrong)} of {len(sent)} tensors, for example {wrong[0]}"
+                raise EngineError(f"{self}: rank {rank} has not received what the policy has sent: {example}")
 
     async def _while_alive(self, call: Coroutine[Any, Any, None]) -> None:
         """Await calls to the EngineCore process; raises `EngineError` when that ends, for then no answer comes."""

@@ -212,6 +212,17 @@ class Generation:
             self._tell_clients()
             self._require_one(failed)
 
+    def verify_weights(self, sent: Mapping[str, int]) -> None:
+        """Compare what the engines received in the last push with what the policy sent, and replace those that differ.
+
+        `sent` has the checksum of each tensor by its name. Raises `EngineError` when no engine is left.
+        """
+        with self._push_lock:
+            stored = ray.put(dict(sent))
+            up = [engine for engine in self._up() if engine.key in self._connected]
+            calls = {engine: engine.actor.verify_weights.remote(stored) for engine in up}
+            self._require_one(self._eject_failed(calls, self._deadlines.refit))
+
     # -- requests -----------------------------------------------------------------------------------------------
 
     async def generate(

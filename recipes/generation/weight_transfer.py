@@ -11,7 +11,8 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from recipes.checksums import checksum
 from recipes.generation import cpu_generator, cpu_hybrid, cpu_speculation
 from recipes.generation.direct_load import DirectLoad, record
 
@@ -100,7 +102,7 @@ class SharedMemoryWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
                 self._wait(update_info.num_before + number + 1, end)
 
         if not self._is_recorded:
-            tensors = list(self._tensors())
+            tensors = list(self.tensors())
             wait_for(len(tensors) - 1)
             self._direct = record(self.model, self.model_config, tensors, self._bytes)
             self._is_recorded = True
@@ -109,7 +111,7 @@ class SharedMemoryWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         else:
             wait_for(len(self._layout.names) - 1)
             initialize_layerwise_reload(self.model)  # unpacks: vLLM packs CPU weights, and cannot load packed layers
-            self.model.load_weights(self._tensors())
+            self.model.load_weights(self.tensors())
             finalize_layerwise_reload(self.model, self.model_config)
 
     def finish_weight_update(self) -> None:
@@ -129,7 +131,8 @@ class SharedMemoryWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Release nothing: the mapping ends with the process."""
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all tensors by name; they are views of the file."""
         layout = self._layout
         for name, dtype_name, shape, offset in zip(
             layout.names, layout.dtypes, layout.shapes, layout.offsets, strict=True
@@ -161,6 +164,31 @@ def pack_experts(model: torch.nn.Module) -> None:
             kernel.fused_experts.process_weights_after_loading(layer)
 
 
+@contextmanager
+def noted(engine: WeightTransferEngine, received: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Enter the checksum of each tensor that `engine` receives in this block.
+
+    vLLM's NCCL transfer hands each tensor to the model as it comes. A model may load from our file in other ways, so it
+    is read once more.
+    """
+    if isinstance(engine, SharedMemoryWeightTransfer):
+        yield
+        received.update((name, checksum(tensor)) for name, tensor in engine.tensors())
+        return
+    load = engine.model.load_weights
+
+    def load_and_note(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        pairs = list(weights)  # views of one buffer
+        received.update((name, checksum(tensor)) for name, tensor in pairs)
+        return load(iter(pairs))
+
+    engine.model.load_weights = load_and_note
+    try:
+        yield
+    finally:
+        del engine.model.load_weights  # the class has its own
+
+
 if current_platform.is_cpu():
     cpu_generator.install()
     cpu_hybrid.install()
@@ -172,8 +200,14 @@ if SHM_BACKEND not in WeightTransferEngineFactory._registry:
 class WorkerExtension:
     """vLLM's workers get its method. That the engine's arguments name it also makes them import this module."""
 
-    def load_pushed_weights(self: Any, update_info: dict[str, Any]) -> None:
-        """Take all steps of a push in one call: each call to the worker's process takes about half a millisecond."""
+    def load_pushed_weights(self: Any, update_info: dict[str, Any], is_verified: bool) -> dict[str, int]:
+        """Take all steps of a push in one call: each call to the worker's process takes about half a millisecond.
+
+        With `is_verified` it returns a checksum of each tensor as it was received.
+        """
+        received: dict[str, torch.Tensor] = {}
         self.start_weight_update()
-        self.update_weights(update_info)
+        with noted(self.weight_transfer_engine, received) if is_verified else nullcontext():
+            self.update_weights(update_info)
         self.finish_weight_update()
+        return {name: int(value) for name, value in received.items()}

@@ -8,7 +8,7 @@ push: `grpo.async_grpo` decides. The prefix cache never serves KV of older weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Protocol
@@ -30,6 +30,8 @@ class WeightSource(Protocol):
     def give_up_push(self) -> None: ...
 
     def weight_content(self) -> Any: ...
+
+    def sent_checksums(self) -> Mapping[str, int]: ...
 
     def make_nccl_id(self) -> bytes: ...
 
@@ -53,6 +55,8 @@ class WeightSink(Protocol):
     def drain(self) -> None: ...
 
     def update_weights(self, version: int, content: Any = None, *, num_before: int | None = None) -> None: ...
+
+    def verify_weights(self, sent: Mapping[str, int]) -> None: ...
 
 
 def connect(policy: WeightSource, generation: WeightSink) -> None:
@@ -90,6 +94,8 @@ def refit(policy: WeightSource, generation: WeightSink, *, version: int) -> None
         together(policy.send_weights, lambda: generation.update_weights(version, num_before=num_before))
     else:
         _by_nccl(policy, policy.send_weights, lambda: generation.update_weights(version))
+    if policy.weight_layout().is_verified:
+        generation.verify_weights(policy.sent_checksums())
 
 
 def _by_nccl(policy: WeightSource, *calls: Callable[[], Any]) -> None:

@@ -165,6 +165,12 @@ class Policy:
         self._pushing = [getattr(worker, method).remote(*args, deadline) for worker in self._workers]
         self._gather(self._pushing, deadline=deadline + _ANSWER_SECONDS, what=method)
 
+    def sent_checksums(self) -> dict[str, int]:
+        """Return the checksum of each tensor that `send_weights` has sent, by name."""
+        call, deadline = self._workers[0].sent_checksums.remote(), self._deadlines.refit
+        sums: dict[str, int] = self._gather([call], deadline=deadline, what="sent_checksums")[0]
+        return sums
+
     def weight_content(self) -> Any:
         """Return a Ray reference to what `send_weights` has written, for engines that do not see the file."""
         return self._workers[0].weight_content.remote()

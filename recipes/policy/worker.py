@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +72,7 @@ class PolicyWorker:
         self._sink: SharedMemoryWriter | NcclSender | None = None
         self._saving: BackgroundSave | None = None
         self._fetched: list[BatchShard] = []
+        self._sent: dict[str, torch.Tensor] = {}  # checksums of the last push, where it is verified
 
     def identity(self) -> WorkerIdentity:
         """Tell where this process runs."""
@@ -155,6 +156,7 @@ class PolicyWorker:
         else:
             self._sink = weights.SharedMemoryWriter(shapes, driver_pid=self._spec.driver_pid)
             self._layout = self._sink.layout
+        self._layout = replace(self._layout, is_verified=self._spec.policy_cfg.generation.verify_weight_pushes)
         return self._layout
 
     def make_nccl_id(self) -> bytes | None:
@@ -194,6 +196,8 @@ class PolicyWorker:
         exported = self._trainer.export()
         if self._rank == 0:
             assert self._sink is not None, "weight_layout or connect_engines comes first"
+            if self._layout.is_verified:
+                exported = self._noted(exported)
             if isinstance(self._sink, SharedMemoryWriter):
                 self._sink.write(exported, num_before=num_before)
             else:
@@ -202,6 +206,19 @@ class PolicyWorker:
         else:
             for _ in exported:
                 pass
+
+    def _noted(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass tensors on and keep their checksums."""
+        from recipes.checksums import checksum
+
+        self._sent = {}
+        for name, tensor in weights:
+            self._sent[name] = checksum(tensor)
+            yield name, tensor
+
+    def sent_checksums(self) -> dict[str, int]:
+        """Return the checksum of each tensor of the last push (rank 0 only)."""
+        return {name: int(value) for name, value in self._sent.items()}
 
     def weight_content(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return what `send_weights` has written to the shared-memory file (rank 0 only)."""

@@ -107,3 +107,22 @@ def test_a_layer_that_keeps_another_form_of_its_weight_is_left_to_vllm() -> None
     config: Any = SimpleNamespace(dtype=torch.float32)
     assert record(model, config, views(source), source) is None
     assert model.gain.dtype == torch.float64 and not model.gain.is_meta
+
+
+def test_what_a_bucket_hands_to_the_model_is_noted_and_loaded() -> None:
+    from recipes.checksums import checksum
+    from recipes.generation.weight_transfer import noted
+
+    model = Model((0, 1))
+    bucket = torch.arange(2 * SIZE * SIZE + SIZE, dtype=torch.float32)
+    engine: Any = SimpleNamespace(model=model)  # as vLLM's NCCL engine, which calls `model.load_weights` per bucket
+    received: dict[str, Tensor] = {}
+    with noted(engine, received):
+        engine.model.load_weights(iter([("gain", bucket[-SIZE:])]))
+        engine.model.load_weights(iter([("first", bucket[: SIZE * SIZE].view(SIZE, SIZE))]))
+        bucket.zero_()  # vLLM fills the same memory again
+    assert {name: int(value) for name, value in received.items()} == {
+        "gain": int(checksum(torch.arange(2 * SIZE * SIZE, 2 * SIZE * SIZE + SIZE, dtype=torch.float32))),
+        "first": int(checksum(torch.arange(SIZE * SIZE, dtype=torch.float32))),
+    }
+    assert model.gain[0] == 2 * SIZE * SIZE and "load_weights" not in vars(model)

@@ -77,6 +77,7 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "policy.model_name": path,
         "policy.megatron_cfg.mtp_num_layers": num_heads,
         "policy.generation.temperature": TEMPERATURE,
+        "policy.generation.verify_weight_pushes": "true",
         "policy.generation.vllm_cfg.expose_http_server": "false",
         "policy.megatron_cfg.optimizer.lr": 2.0e-3,
         "policy.megatron_cfg.scheduler.lr_warmup_iters": 0,
@@ -185,6 +186,11 @@ def test_engine_and_policy_agree_before_and_after_pushes_and_after_export(
         gap, batch = difference(policy, completions)
         assert gap < LIMIT
         assert generation.stats()[0]["cached_prompt_tokens"] > 0, "the prefix cache was never used"
+        sent = policy.sent_checksums()
+        assert list(sent) == list(policy.weight_layout().names)
+        one = next(iter(sent))
+        with pytest.raises(EngineError, match=f"is left: generation .*1 of {len(sent)} tensors, .* {one}$"):
+            generation.verify_weights({**sent, one: sent[one] + 1})
     finally:
         generation.shutdown()
 

@@ -162,6 +162,7 @@ def generation_config(**changes: Any) -> Any:
         "top_k": None,
         "port_range_low": 3000,
         "port_range_high": 5000,
+        "verify_weight_pushes": False,
     }
     for key, value in changes.items():
         part = next(part for part in (vllm_cfg, vllm_kwargs, cfg) if key in part)

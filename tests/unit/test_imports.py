@@ -23,7 +23,7 @@ SOURCES = [*sorted((ROOT / "recipes").rglob("*.py")), *sorted((ROOT / "tools").r
 # From the ground up. A room imports from floors below its own, never from its own floor or above.
 FLOORS = (
     {"recipes.errors", "recipes.types", "recipes.stop", "recipes.files", "recipes.imports", "recipes.retry"},
-    {"recipes.tokens", "recipes.token_ids"},
+    {"recipes.tokens", "recipes.token_ids", "recipes.checksums"},
     {"recipes.cluster"},
     {"recipes.config"},
     {"recipes.environments", "recipes.generation", "recipes.policy", "recipes.sinks"},

@@ -109,6 +109,8 @@ class GenerationConfig:
     """first TCP port on which engines take requests"""
     port_range_high: Annotated[int, Ge(1024), Le(8999), Unit("TCP port")]
     """end of the range of ports, exclusive"""
+    verify_weight_pushes: bool
+    """compare a checksum of every tensor of a weight push on both sides; it takes seconds per push"""
     colocated: ColocatedConfig
     vllm_cfg: VllmConfig
     vllm_kwargs: Mapping[str, Any]

@@ -11,11 +11,11 @@ from recipes.errors import EngineError
 
 def failure(name: str, error: BaseException, deadline_seconds: float) -> EngineError:
     """Return the error of a failed call or a broken connection to an engine's actor, as one that names the engine."""
-    if isinstance(error, EngineError):  # the actor has named itself
-        return error
-    cause = getattr(error, "cause", None)
+    cause = getattr(error, "cause", None)  # of an error that Ray brings from the actor, whose own text is a traceback
     if isinstance(cause, EngineError):  # the actor has named itself
         return EngineError(str(cause))
+    if isinstance(error, EngineError):
+        return error
     if isinstance(error, TimeoutError | asyncio.TimeoutError | ray.exceptions.GetTimeoutError):
         reason = f"no answer within {deadline_seconds:g} s"
     elif cause is None and isinstance(error, EOFError | OSError):

@@ -40,11 +40,13 @@ class Sides:
     num_ranks = 2
     num_sent = 0
 
-    def __init__(self, path: str, *, needs_weight_content: bool = False) -> None:
+    def __init__(self, path: str, *, needs_weight_content: bool = False, is_verified: bool = False) -> None:
         self.calls: list[str] = []
         self.needs_weight_content = needs_weight_content
         self.needs_connect = True
-        self._layout = WeightLayout(path=path, names=(), dtypes=(), shapes=(), offsets=(), num_bytes=0)
+        self._layout = WeightLayout(
+            path=path, names=(), dtypes=(), shapes=(), offsets=(), num_bytes=0, is_verified=is_verified
+        )
 
     def weight_layout(self) -> WeightLayout:
         return self._layout
@@ -75,6 +77,21 @@ class Sides:
     def update_weights(self, version: int, content: Any = None, *, num_before: int | None = None) -> None:
         self.calls.append(f"update {version}")
         self.pushed = (content, num_before)
+
+    def sent_checksums(self) -> dict[str, int]:
+        return {"embed": 5}
+
+    def verify_weights(self, sent: dict[str, int]) -> None:
+        self.calls.append(f"verify {sent}")
+
+
+@pytest.mark.parametrize("path", ["/dev/shm/x", ""])
+def test_a_push_is_verified_where_the_policy_keeps_checksums(path: str) -> None:
+    plain, verified = Sides(path), Sides(path, is_verified=True)
+    for sides in (plain, verified):
+        refit(sides, sides, version=3)
+    assert not any(call.startswith("verify") for call in plain.calls)
+    assert verified.calls[-1] == "verify {'embed': 5}"
 
 
 @pytest.mark.parametrize(
