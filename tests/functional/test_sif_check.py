@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -25,7 +26,7 @@ from swe_project import CANARY, WRONG, Project, git, write_project
 
 from recipes.environments.swe.containers.places import AS_NOBODY, MOUNT_IMAGE
 from tools.sif import run as sif_run
-from tools.sif.history import Repository, strip_history
+from tools.sif.history import MAX_PROCESSES, Repository, strip_history
 from tools.sif.registry.errors import ImageError
 from tools.sif.run import ImageRunner, run_in
 
@@ -247,6 +248,22 @@ HOSTILE_SETTINGS = {
 }
 ATTACK = """!exec 2>&1; id -u; grep CapEff /proc/self/status; ls / | tr '\\n' ' '; echo; grep -c : /proc/net/dev;
 (echo 1 >/proc/sys/vm/drop_caches) 2>/dev/null && echo written; (echo x >/usr/x) 2>/dev/null && echo written; true"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes nobody")
+def test_what_nobody_runs_elsewhere_does_not_count_against_git(tmp_path):
+    require("bwrap", "git", "unshare", "setpriv")
+    write_project(tmp_path / "testbed")
+    many = f"for i in $(seq {MAX_PROCESSES}); do sleep 600 & done; echo started; wait"
+    command = ["setpriv", "--reuid=65534", "--clear-groups", "sh", "-c", many]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as sandbox:
+        try:
+            assert sandbox.stdout.readline() == b"started\n"
+            repository = Repository(tmp_path, 60)
+            with repository.writable():
+                assert len(repository.lines("rev-parse", "HEAD")) == 1
+        finally:
+            os.killpg(sandbox.pid, signal.SIGKILL)
 
 
 def test_a_hostile_configuration_of_git_gets_no_rights(tmp_path):

@@ -67,10 +67,12 @@ class Repository:
             place.chmod(0o711)
             work = place / "work"
             work.mkdir()
-            command: list[str | Path] = [AS_NOBODY, work, self.path, "--", "prlimit", f"--nproc={MAX_PROCESSES}", "--"]
+            command: list[str | Path] = [AS_NOBODY, work, self.path, "--"]
             command += ["bwrap", "--unshare-all", "--unshare-user", "--cap-drop", "ALL", "--die-with-parent"]
             command += ["--new-session", "--dev", "/dev", "--proc", "/proc", *system_words(), "--tmpfs", "/tmp"]
-            command += ["--bind", work / "0", "/repository", "--chdir", "/tmp", "git"]
+            command += ["--bind", work / "0", "/repository", "--chdir", "/tmp"]
+            # Only inside: outside, the limit would count what the user nobody runs elsewhere on the machine.
+            command += ["prlimit", f"--nproc={MAX_PROCESSES}", "--", "git"]
             command += [word for setting in SETTINGS for word in ("-c", setting)]
             return run_program([*command, *words], seconds=self._seconds, environ=ENVIRONMENT, cause="history")
 
