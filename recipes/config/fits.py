@@ -22,6 +22,7 @@ def fit_problems(sizes: Mapping[str, Any], vocab_size: int, megatron: MegatronCo
     checks = (
         _tensor_problem(sizes, vocab_size, megatron),
         _expert_problem(sizes, megatron),
+        _overlap_problem(sizes, megatron),
         _stage_problem(sizes, megatron),
         _context_problem(sizes, megatron),
     )
@@ -72,6 +73,18 @@ def _expert_problem(sizes: Mapping[str, Any], megatron: MegatronConfig) -> Probl
         fix = "set it: a model with experts divides the tokens over the tensor-parallel ranks"
         return Problem(where=f"{_WHERE}sequence_parallel", got="false", expected="true", fix=fix)
     return None
+
+
+def _overlap_problem(sizes: Mapping[str, Any], megatron: MegatronConfig) -> Problem | None:
+    """Megatron lets a shared expert run beside the exchange of tokens where both take the same tokens."""
+    if not megatron.moe_shared_expert_overlap:
+        return None
+    has_shared = bool(sizes.get("num_moe_experts") and sizes.get("moe_shared_expert_intermediate_size"))
+    if has_shared and not sizes.get("moe_latent_size"):
+        return None
+    why = "the experts of the model are latent" if has_shared else "the model has no shared expert"
+    where, expected = f"{_WHERE}moe_shared_expert_overlap", f"false: {why}"
+    return Problem(where=where, got="true", expected=expected, fix="set it to false")
 
 
 def _stage_problem(sizes: Mapping[str, Any], megatron: MegatronConfig) -> Problem | None:

@@ -123,7 +123,7 @@ def _expert_config(sizes: Mapping[str, Any], megatron: MegatronConfig) -> dict[s
         "moe_permute_fusion": megatron.moe_permute_fusion,
         "moe_token_dispatcher_type": megatron.moe_token_dispatcher_type,
         "moe_grouped_gemm": False,
-        "moe_shared_expert_overlap": False,
+        "moe_shared_expert_overlap": megatron.moe_shared_expert_overlap,
     }
 
 

@@ -26,6 +26,7 @@ _GATHER_AFTER = {f"{_REDUCTION}overlap_param_gather": "false"}
 _OVERLAP = {f"{_REDUCTION}overlap_grad_reduce": "true", f"{_REDUCTION}overlap_param_gather": "true"}
 _EXPERT = {"megatron_cfg__expert_model_parallel_size": 2}
 _GATHER = {"megatron_cfg__moe_token_dispatcher_type": "allgather"}
+_OVERLAP_SHARED = {"megatron_cfg__moe_shared_expert_overlap": "true"}
 _SHARED_EXPERT = {"megatron_cfg__expert_tensor_parallel_size": 2}
 _CONTEXT = {"megatron_cfg__context_parallel_size": 2}
 _PIPELINE = {"megatron_cfg__pipeline_model_parallel_size": 2}
@@ -167,6 +168,17 @@ def test_checkpoints_continue_under_other_layouts(
 @pytest.mark.slow
 def test_hybrid_layouts_of_four_ranks_equal_one_rank(models: Models, tmp_path: Path) -> None:
     _check(models.hybrid, outcomes(_cases(models.hybrid, _FOUR), tmp_path, timeout_s=patiently(140)), _FOUR)
+
+
+@pytest.mark.slow
+def test_a_shared_expert_beside_the_exchange_equals_one_after_it(tmp_path: Path) -> None:
+    model = save_hybrid(tmp_path / "hybrid", moe_latent_size=None)
+    layouts: _Layouts = {
+        "alone": (1, _OVERLAP_SHARED),
+        "tensor-expert": (2, _OVERLAP_SHARED | _TENSOR | _EXPERT | _RECOMPUTE),
+        "expert-pipeline": (4, _OVERLAP_SHARED | _EXPERT | _PIPELINE),
+    }
+    _check(model, outcomes(_cases(model, layouts), tmp_path / "job", timeout_s=patiently(140)), layouts)
 
 
 @pytest.mark.slow

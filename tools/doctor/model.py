@@ -185,6 +185,7 @@ def policy_sizes(path: Path) -> tuple[dict[str, Any], int] | None:
         "num_moe_experts": model.experts or None,
         "moe_ffn_hidden_size": model.expert_size,
         "moe_shared_expert_intermediate_size": model.shared_size,
+        "moe_latent_size": model.expert_hidden if model.expert_hidden != model.hidden else None,
     }
     if is_hybrid:
         sizes |= {"mamba_num_heads": model.mamba_heads, "mamba_num_groups": model.mamba_groups}

@@ -54,7 +54,7 @@ def layer_activations(
         "attention": _attention(model, tokens, width, tensor, has_fused_rotation=megatron.apply_rope_fusion),
         "mamba": _mamba(model, tokens, width, tensor),
         "mlp": _mlp(model, tokens * model.mlp_size * width / tensor),
-        "moe": _moe(model, tokens, width, tensor, gathered=_gathered(model, megatron, tokens, width)),
+        "moe": _moe(model, megatron, tokens, width),
     }
     return {
         kind: LayerActivations(kept=2 * stream + kept, working=working) for kind, (kept, working) in of_parts.items()
@@ -114,11 +114,12 @@ def _gathered(model: Architecture, megatron: MegatronConfig, tokens: float, widt
     return tokens / megatron.tensor_model_parallel_size * ranks * model.expert_hidden * (4 + 2 * width)
 
 
-def _moe(model: Architecture, tokens: float, width: int, tensor: int, *, gathered: float) -> tuple[float, float]:
+def _moe(model: Architecture, megatron: MegatronConfig, tokens: float, width: int) -> tuple[float, float]:
     """Return the activations of experts, shared expert and router.
 
     Tokens are split over the tensor ranks before routing; with even routing each rank receives as many as it sends.
     """
+    tensor = megatron.tensor_model_parallel_size
     routed = tokens / tensor * model.experts_per_token
     inner = routed * model.expert_size * width
     kept, _ = _mlp(model, inner)
@@ -127,6 +128,7 @@ def _moe(model: Architecture, tokens: float, width: int, tensor: int, *, gathere
     shared_kept, shared_working = _mlp(model, tokens * model.shared_size * width / tensor)
     latent = tokens / tensor * model.expert_hidden * width if model.expert_hidden != model.hidden else 0.0
     scores = 3 * tokens / tensor * model.experts * 4
-    working += gathered
+    working += _gathered(model, megatron, tokens, width)
     working += 2 * routed * model.expert_hidden * width  # the gradients of inputs and outputs, each in its two orders
-    return kept + shared_kept + latent + scores, max(working, shared_working)
+    both = working + shared_working if megatron.moe_shared_expert_overlap else max(working, shared_working)
+    return kept + shared_kept + latent + scores, both

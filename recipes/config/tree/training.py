@@ -160,8 +160,8 @@ class MegatronConfig:
         Literal["alltoall", "allgather", "flex"], Honours("alltoall", "allgather", reason=EXPERTS)
     ]
     """how tokens reach their experts"""
-    moe_shared_expert_overlap: Annotated[bool, Honours(False, reason=EXPERTS)]
-    """overlap the shared expert with token dispatch"""
+    moe_shared_expert_overlap: bool
+    """run the shared expert beside the all-to-all exchange of tokens; not where experts are latent"""
     moe_per_layer_logging: bool
     """log per layer how many tokens the busiest expert had, over the mean"""
     mtp_num_layers: Annotated[int, Ge(0), Unit("heads")]

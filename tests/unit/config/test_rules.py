@@ -235,6 +235,10 @@ CASES = [
     ("uneven_stages_have_a_pipeline", STAGE1, [f"{MEGATRON}.num_layers_in_first_pipeline_stage=4"],
      f"{MEGATRON}.num_layers_in_first_pipeline_stage: got 4, expected null; "
      f"{MEGATRON}.pipeline_model_parallel_size is 1: there is one stage; set this to null"),
+    ("shared_expert_overlaps_an_exchange", STAGE1,
+     [f"{MEGATRON}.moe_shared_expert_overlap=true", f"{MEGATRON}.moe_token_dispatcher_type=allgather"],
+     f"{MEGATRON}.moe_shared_expert_overlap: got true, expected false; {MEGATRON}.moe_token_dispatcher_type is "
+     "allgather; set this to false, or that to alltoall"),
     ("offloaded_share_is_offloaded", TINY, [f"{MEGATRON}.optimizer.optimizer_offload_fraction=0.5"],
      f"{MEGATRON}.optimizer.optimizer_offload_fraction: got 0.5, expected 0; "
      f"{MEGATRON}.optimizer.optimizer_cpu_offload is false; set both or neither"),

@@ -17,6 +17,8 @@ BASE = Path(__file__).resolve().parents[3] / "configs" / "grpo_base.yaml"
 DENSE = {"num_layers": 4, "num_attention_heads": 8, "num_query_groups": 2, "ffn_hidden_size": 64}
 HYBRID = DENSE | {"num_moe_experts": 6, "moe_ffn_hidden_size": 32, "mamba_num_heads": 8, "mamba_num_groups": 2}
 
+SHARING = HYBRID | {"moe_shared_expert_intermediate_size": 32}
+
 
 @pytest.fixture(scope="module")
 def config() -> Config:
@@ -42,6 +44,7 @@ def _refusals(config: Config, sizes: dict[str, Any], vocab_size: int = 96, **lay
         (DENSE, {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 1}),
         (DENSE, {"context_parallel_size": 3}),
         (HYBRID, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 3}),
+        (SHARING, {"moe_shared_expert_overlap": True}),
         (HYBRID, {"context_parallel_size": 4}),  # two ranks share a Mamba group
     ],
 )
@@ -55,6 +58,9 @@ def test_a_layout_that_fits_the_model_passes(config: Config, sizes: dict[str, An
         (DENSE, {"tensor_model_parallel_size": 3}, "8 attention heads, of 64 units of an MLP, of 2 key-value heads"),
         (HYBRID, {"tensor_model_parallel_size": 4, "sequence_parallel": True}, "a divisor of 2 Mamba groups"),
         (DENSE, {"expert_model_parallel_size": 2}, "1: the model has no experts"),
+        (DENSE, {"moe_shared_expert_overlap": True}, "false: the model has no shared expert"),
+        (HYBRID, {"moe_shared_expert_overlap": True}, "false: the model has no shared expert"),
+        (SHARING | {"moe_latent_size": 8}, {"moe_shared_expert_overlap": True}, "false: the experts of the model are"),
         (HYBRID, {"expert_model_parallel_size": 4}, "a divisor of 6 experts"),
         (DENSE, {"expert_tensor_parallel_size": 2}, "1: the model has no experts"),
         (HYBRID, {"expert_tensor_parallel_size": 3}, "a divisor of 32 units of an expert"),
