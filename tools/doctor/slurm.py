@@ -118,6 +118,7 @@ def partition_findings(draft: Draft, name: str, partition: Mapping[str, str] | N
         got, fix = f"{name}, which is {partition['State']}", "choose another one, or wait"
         yield found("SLM001", where=where, got=got, expected="a partition that takes jobs", fix=fix)
     yield from _time_findings(draft, name, partition)
+    yield from preemption_findings(name, partition, ask("scontrol", "show", "config").stdout)
     yield from _taken_account_findings(draft, name, partition)
     if draft.sizes is not None:
         needed = max(draft.sizes.num_nodes, int(draft.contract["SBATCH_NUM_NODES"] or 0))
@@ -144,6 +145,17 @@ def node_findings(name: str, groups: list[NodeGroup], needed: int, gpus: int) ->
     elif up < needed:
         wrong = f"{up} of {fitting} nodes are up, and the run needs {needed}"
         yield found("SLM007", where=where, wrong=wrong, fix="start it all the same: the job waits until nodes return")
+
+
+def preemption_findings(name: str, partition: Mapping[str, str], settings: str) -> Iterator[Finding]:
+    """Note a partition that takes nodes back from a run which has not been asked to save; `settings` are Slurm's."""
+    mode, grace = partition.get("PreemptMode", "OFF"), partition.get("GraceTime", "0")
+    asks_first = re.search(r"^PreemptParameters\s*=.*send_user_signal", settings, re.MULTILINE) is not None
+    if mode in ("CANCEL", "REQUEUE") and (grace == "0" or not asks_first):
+        wrong = f"jobs of {name} can be preempted (PreemptMode={mode}), and a run then loses what it has not saved"
+        fix = "lower checkpointing.save_period; or have the partition get a GraceTime, and PreemptParameters "
+        fix += "send_user_signal: then a run is asked to save first"
+        yield found("SLM009", where=f"SLURM_PARTITION={name}", wrong=wrong, fix=fix)
 
 
 def _time_findings(draft: Draft, name: str, partition: Mapping[str, str]) -> Iterator[Finding]:

@@ -47,6 +47,7 @@ CODES = {
     "SLM006": Kind("Slurm did not answer, so nothing was compared with it", severity="note"),
     "SLM007": Kind("fewer nodes are up right now than the run needs: the job would wait", severity="note"),
     "SLM008": Kind("there is no sbatch on this machine, so nothing can be submitted from it"),
+    "SLM009": Kind("jobs of the partition can be preempted before they have saved", severity="note"),
     "PTH001": Kind("the run directory, or the directory of caches, cannot be written", can_force=True),
     "PTH002": Kind("a path that a container must see is not mounted", can_force=True),
     "PTH003": Kind("a run of this name is in progress"),

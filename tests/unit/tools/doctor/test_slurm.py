@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.doctor.slurm import NodeGroup, node_findings, node_group
+from tools.doctor.slurm import NodeGroup, node_findings, node_group, preemption_findings
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,18 @@ def group(count: int, *, gpus: int = 8, is_up: bool = True) -> NodeGroup:
 def test_twenty_nodes_of_eight_gpus(groups, code):
     findings = list(node_findings("batch", groups, 20, 8))
     assert [finding.code for finding in findings] == ([code] if code else [])
+
+
+@pytest.mark.parametrize(
+    ("mode", "grace", "parameters", "is_noted"),
+    [
+        ("OFF", "0", "", False),
+        ("REQUEUE", "20", "", True),
+        ("CANCEL", "0", "send_user_signal", True),
+        ("REQUEUE", "600", "min_exempt_priority=5,send_user_signal", False),
+    ],
+)
+def test_a_partition_that_takes_nodes_back_without_asking_is_noted(mode, grace, parameters, is_noted):
+    settings = f"PreemptMode             = REQUEUE\nPreemptParameters       = {parameters}\nPriorityType = x\n"
+    findings = list(preemption_findings("batch", {"PreemptMode": mode, "GraceTime": grace}, settings))
+    assert [(finding.code, finding.severity) for finding in findings] == ([("SLM009", "note")] if is_noted else [])
