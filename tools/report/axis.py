@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+_SAME = 1e-12  # share by which values differ that are one value but for rounding: no ticks lie between them
+_NONE = 1e-300  # below this, a number counts as 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
@@ -31,9 +34,10 @@ def linear_axis(
 ) -> Axis:
     """Return an axis between two round values that contains all `values` and `include`."""
     low, high = min([*values, *include]), max([*values, *include])
-    if low == high:
-        pad = abs(low) * 0.1 or 1.0
-        low, high = low - (pad if low else 0.0), high + pad
+    size = max(abs(low), abs(high))
+    if high - low <= _SAME * size or size < _NONE:
+        pad = size * 0.1 if size >= _NONE else 1.0
+        low, high = low - (pad if size >= _NONE else 0.0), high + pad
     step = nice_step((high - low) / num_ticks)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     ticks = tuple(index * step for index in range(first, last + 1))

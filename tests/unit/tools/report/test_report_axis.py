@@ -23,6 +23,13 @@ def test_one_value_still_has_an_axis_around_it() -> None:
     assert step_axis([7], start=0, end=100).pixel(7) == 50
 
 
+def test_values_that_differ_by_rounding_alone_have_an_axis_around_them() -> None:
+    for low, high in ((999999999.9999999, 1e9), (-0.9999999999999996, -0.9999999999999994)):
+        axis = linear_axis([low, high], start=0, end=100)
+        assert axis.low <= low <= high <= axis.high
+        assert 0 <= axis.pixel(low) <= axis.pixel(high) <= 100
+
+
 def test_step_axis_ends_at_the_data_and_ticks_whole_steps() -> None:
     axis = step_axis([3, 40], start=0, end=370)
     assert axis.ticks == (5, 10, 15, 20, 25, 30, 35, 40)
