@@ -31,7 +31,7 @@ from recipes.cluster.ports import NUM_SLOTS, RayPorts, hold, node_problems, ray_
 from recipes.cluster.tuning import worker_environment
 from recipes.errors import LaunchError, Problem, RecipeError, RunError
 from recipes.stop import EXIT_RESUME
-from tools.job.begin import with_start_weights
+from tools.job.begin import stop_at_once, with_start_weights
 from tools.job.ray_temp import PREFIX, RAY, clear_abandoned, keep_logs, make_private, remove_sessions
 from tools.planning.run_dir import lock_run, new_attempt
 from tools.processes import (
@@ -55,6 +55,7 @@ _POLL_SECONDS = 0.1
 _SHM_SCAN_SECONDS = 1.0  # a scan takes about 15 ms
 OBJECT_STORE_BYTES = 256 * 2**20  # a tiny run's batches are a few MiB; Ray's default is 30 % of the memory
 
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 LOOPBACK = "127.0.0.1"
 CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # spinning OpenMP threads of two processes on two cores cost a factor of ten
@@ -91,7 +92,7 @@ class Signals:
     stop_by: float | None = None  # monotonic second at which a driver that was told to stop is killed
 
     def install(self) -> None:
-        for number in caught(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        for number in caught(*FORWARDED):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
@@ -309,6 +310,8 @@ def tear_down(temp: Path, attempt: Path, shm: set[int]) -> None:
 def supervise(run: LocalRun) -> int:
     """Run the job from lock to cleanup and return its exit status."""
     lock = lock_run(run.run_dir)
+    for number in caught(*FORWARDED):
+        signal.signal(number, stop_at_once)  # the checksums of large start weights take minutes
     run = replace(run, command=with_start_weights(run.run_dir, run.command))
     ports, slot = take_slot()
     signals = Signals()

@@ -46,6 +46,24 @@ with echo(log):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_while_start_weights_are_checked_means_start_it_again(tmp_path: Path, number: signal.Signals) -> None:
+    program = f"""
+import os, time
+from pathlib import Path
+from tools.job import local
+def check(*_):
+    os.kill(os.getpid(), {int(number)})
+    time.sleep(30)
+local.with_start_weights = check
+local.supervise(local.LocalRun(run_dir=Path({str(tmp_path)!r}), command=("true",), num_units=1))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, preexec_fn=take_signals
+    )
+    assert done.returncode == EXIT_RESUME, done.stderr
+
+
 def take_signals() -> None:
     """End at each signal: a shell has a program that runs in the background ignore some, and what that starts, too."""
     for number in (signal.SIGINT, signal.SIGHUP):
