@@ -34,7 +34,7 @@ def live_jobs(*selection: str) -> list[LiveJob]:
 
     Raises `LaunchError` when the controller does not answer: then it is unknown.
     """
-    command = ["squeue", "--noheader", "--format=%i|%T", *selection]
+    command = ["squeue", "--noheader", "--all", "--format=%i|%T", *selection]  # also those in hidden partitions
     try:
         done = subprocess.run(
             command, env=asking_environment(), capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False

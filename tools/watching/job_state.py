@@ -66,7 +66,7 @@ def read_queue(name: str, job_id: str) -> Queue:
     if shutil.which("squeue") is None:
         return Queue(notes=(f"squeue is not on this machine: nothing is known of job {job_id}",) if job_id else ())
     notes: list[str] = []
-    ask = ["squeue", "--noheader", f"--format={_QUEUED}"]
+    ask = ["squeue", "--noheader", "--all", f"--format={_QUEUED}"]  # also jobs in hidden partitions
     # Others may have jobs of this name, which the stage gives; theirs are found by the id that their run notes.
     jobs = [parse_queued(line) for line in _ask([*ask, f"--user={os.getuid()}", f"--name={name}"], notes)]
     if notes and not job_id:

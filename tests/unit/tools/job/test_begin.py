@@ -218,6 +218,11 @@ def test_what_a_user_has_squeue_leave_out_is_asked_for_all_the_same(path_with_sq
     assert [job.id for job in read_queue("run", "").jobs] == ["7"]
 
 
+def test_jobs_in_partitions_that_are_hidden_are_asked_for(path_with_squeue):
+    shim(path_with_squeue, '[[ " $* " != *" --all "* ]] || echo "7|RUNNING"')
+    assert [job.job_id for job in live_jobs("--name=run")] == ["7"]
+
+
 def test_live_job_of_the_name_is_refused_with_id_and_state(path_with_squeue, tmp_path, monkeypatch):
     log = tmp_path / "calls"
     shim(path_with_squeue, f'printf "%s\\n" "$*" >>"{log}"; echo "7|RUNNING"')
@@ -226,7 +231,7 @@ def test_live_job_of_the_name_is_refused_with_id_and_state(path_with_squeue, tmp
         "EXP_NAME=stage1.1-rlvr1: job 7 of this run is RUNNING, and a name has one run at a time; "
         "wait for its end, or scancel 7, or choose another EXP_NAME"
     )
-    assert log.read_text() == f"--noheader --format=%i|%T --user={os.getuid()} --name=stage1.1-rlvr1\n"
+    assert log.read_text() == f"--noheader --all --format=%i|%T --user={os.getuid()} --name=stage1.1-rlvr1\n"
 
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     os.close(lock_run(tmp_path / "run"))  # its directory records the same job: still one problem
