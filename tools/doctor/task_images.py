@@ -111,7 +111,7 @@ def swe_agents(draft: Draft) -> list[Mapping[str, Any]]:
 def not_good(directory: Path, wanted: Mapping[str, int]) -> Iterator[Finding]:
     """Name the rows whose instances a check of the images did not find good: their reward may say nothing."""
     path = directory / GOOD_INSTANCES
-    good = set(path.read_text(encoding="utf-8").split()) if path.is_file() else wanted.keys()
+    good = set(path.read_text(encoding="utf-8").split("\n")) if path.is_file() else wanted.keys()
     if others := [instance for instance in wanted if instance not in good]:
         wrong = f"{len(others)} of {len(wanted)} instances ({sum(wanted[name] for name in others)} rows) are not in it"
         fix = "train on the rows that `make sif-check` writes (data/BLEND-good), or check the images of these rows, too"

@@ -92,7 +92,7 @@ def test_rows_beside_the_list_of_good_instances_are_refused(case):
     good = case.sif.parent / "good_instances.txt"
     good.write_text("django__django-11099\n")
     assert found(case) == []
-    good.write_text("django__django-11098\n")
+    good.write_text("django__django-11098\na copy of django__django-11099\n")  # one id per line
     assert [code for code, _ in found(case)] == ["SIF004"]
     assert found(case)[0][1].startswith("1 of 1 instances")
 
