@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from recipes.config.tree import MegatronConfig
 
 _WHERE = "policy.megatron_cfg."
+_DEEPEP_CHOICES = 32  # parts of experts per token
 
 
 def fit_problems(sizes: Mapping[str, Any], vocab_size: int, megatron: MegatronConfig) -> list[Problem]:
@@ -23,6 +24,7 @@ def fit_problems(sizes: Mapping[str, Any], vocab_size: int, megatron: MegatronCo
         _tensor_problem(sizes, vocab_size, megatron),
         _expert_problem(sizes, megatron),
         _overlap_problem(sizes, megatron),
+        _deepep_problem(sizes, megatron),
         _stage_problem(sizes, megatron),
         _context_problem(sizes, megatron),
     )
@@ -85,6 +87,16 @@ def _overlap_problem(sizes: Mapping[str, Any], megatron: MegatronConfig) -> Prob
     why = "the experts of the model are latent" if has_shared else "the model has no shared expert"
     where, expected = f"{_WHERE}moe_shared_expert_overlap", f"false: {why}"
     return Problem(where=where, got="true", expected=expected, fix="set it to false")
+
+
+def _deepep_problem(sizes: Mapping[str, Any], megatron: MegatronConfig) -> Problem | None:
+    """DeepEP takes each rank that shares an expert for one that has an expert of its own."""
+    chosen, share = sizes.get("moe_router_topk") or 0, megatron.expert_tensor_parallel_size
+    if not megatron.moe_enable_deepep or chosen * share <= _DEEPEP_CHOICES:
+        return None
+    expected = f"false: a token goes to {chosen} experts * {share} ranks, and DeepEP's kernels take {_DEEPEP_CHOICES}"
+    fix = "set it to false and moe_token_dispatcher_type to alltoall, or lower expert_tensor_parallel_size"
+    return Problem(where=f"{_WHERE}moe_enable_deepep", got="true", expected=expected, fix=fix)
 
 
 def _stage_problem(sizes: Mapping[str, Any], megatron: MegatronConfig) -> Problem | None:

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 _MEGATRON = "policy.megatron_cfg."
 _FUSED = "transformer_engine"
 _ACCUMULATED = "apex (its extension fused_weight_gradient_mlp_cuda)"
+_DEEPEP = "deep_ep"
 _MAMBA = ("mamba_ssm", "causal_conv1d")
 _MODULES = {
     _FUSED: "transformer_engine.pytorch",
     _ACCUMULATED: "fused_weight_gradient_mlp_cuda",  # apex can be installed without it
+    _DEEPEP: "deep_ep.utils",
     "mamba_ssm": "mamba_ssm.ops.triton.ssd_combined",
 }
 """What Megatron imports of a package, where that is not the package itself."""
@@ -47,12 +49,17 @@ def package_problems(
     if megatron.gradient_accumulation_fusion:
         fix = "set it to false, or install apex built with --cpp_ext and --cuda_ext"
         missing.append((f"{_MEGATRON}gradient_accumulation_fusion", _ACCUMULATED, fix))
+    if megatron.moe_enable_deepep:
+        fix = "set it to false and moe_token_dispatcher_type to alltoall, or add the package to the GPU image"
+        missing.append((f"{_MEGATRON}moe_enable_deepep", _DEEPEP, fix))
     if has_cuda and "mamba_num_heads" in sizes:
         missing += [("policy.model_name (Mamba layers)", name, "use the GPU image") for name in _MAMBA]
         if megatron.context_parallel_size > 1:  # Megatron divides a packed row for Mamba layers by a function of it
             key = f"{_MEGATRON}context_parallel_size (with Mamba layers)"
             missing.append((key, _FUSED, "set it to 1, or use the GPU image"))
     wrong = {name: _wrong(name, imports=imports) for _, name, _ in missing}
+    if not has_cuda and not wrong.get(_DEEPEP, "none asked for"):
+        wrong[_DEEPEP] = f"the package {_DEEPEP} needs CUDA, which is not there where the policy runs"
     return [Problem(where=where, wrong=text, fix=fix) for where, name, fix in missing if (text := wrong[name])]
 
 

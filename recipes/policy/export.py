@@ -48,6 +48,7 @@ _ALONE: dict[str, Any] = {
     "apply_rope_fusion": False,
     "moe_permute_fusion": False,
     "moe_token_dispatcher_type": "alltoall",
+    "moe_enable_deepep": False,
     "moe_shared_expert_overlap": False,
 }
 

@@ -122,6 +122,7 @@ def _expert_config(sizes: Mapping[str, Any], megatron: MegatronConfig) -> dict[s
         "moe_router_bias_update_rate": megatron.moe_router_bias_update_rate if has_bias else 0.0,
         "moe_permute_fusion": megatron.moe_permute_fusion,
         "moe_token_dispatcher_type": megatron.moe_token_dispatcher_type,
+        "moe_enable_deepep": megatron.moe_enable_deepep,
         "moe_grouped_gemm": False,
         "moe_shared_expert_overlap": megatron.moe_shared_expert_overlap,
     }

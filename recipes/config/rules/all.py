@@ -50,6 +50,8 @@ RULES: tuple[Rule, ...] = (
     parallel.sequence_parallel_has_ranks,
     parallel.experts_share_the_sequence,
     parallel.uneven_stages_have_a_pipeline,
+    experts.deepep_is_the_flex_dispatcher,
+    experts.deepep_can_carry_the_tokens,
     experts.shared_expert_overlaps_an_exchange,
     optimizer.dtypes_agree,
     optimizer.clip_norm_is_stated_once,

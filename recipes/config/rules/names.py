@@ -13,6 +13,7 @@ MEGATRON = "policy.megatron_cfg"
 OPTIMIZER, SCHEDULER = f"{MEGATRON}.optimizer", f"{MEGATRON}.scheduler"
 TP, CP, PP = (f"{MEGATRON}.{name}_parallel_size" for name in ("tensor_model", "context", "pipeline_model"))
 EP, ETP = f"{MEGATRON}.expert_model_parallel_size", f"{MEGATRON}.expert_tensor_parallel_size"
+DEEPEP = f"{MEGATRON}.moe_enable_deepep"
 DISPATCHER = f"{MEGATRON}.moe_token_dispatcher_type"
 NODES, GPUS = "cluster.num_nodes", "cluster.gpus_per_node"
 SIZES = (TP, CP, PP, NODES, GPUS, f"{GENERATION_PART}.num_nodes", f"{GENERATION_PART}.gpus_per_node")

@@ -154,12 +154,10 @@ class MegatronConfig:
     """step of the expert bias that balances load, per optimizer step; for models with such a bias"""
     moe_permute_fusion: bool
     """fused token permutation kernel; needs Transformer Engine"""
-    moe_enable_deepep: Annotated[bool, Honours(False, reason=EXPERTS)]
-    """DeepEP all-to-all kernels"""
-    moe_token_dispatcher_type: Annotated[
-        Literal["alltoall", "allgather", "flex"], Honours("alltoall", "allgather", reason=EXPERTS)
-    ]
-    """how tokens reach their experts"""
+    moe_enable_deepep: bool
+    """DeepEP's kernels for the flex dispatcher; needs the package deep_ep and CUDA"""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"]
+    """how tokens reach their experts: an exchange, all tokens to all ranks, or DeepEP's exchange (flex)"""
     moe_shared_expert_overlap: bool
     """run the shared expert beside the all-to-all exchange of tokens; not where experts are latent"""
     moe_per_layer_logging: bool

@@ -29,6 +29,24 @@ def test_every_fused_key_names_the_package_it_needs(monkeypatch: pytest.MonkeyPa
     assert packages.package_problems(megatron, {}, has_cuda=True) == []
 
 
+def test_deepep_needs_its_package_and_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = require_valid(load_config(BASE, ["policy.model_name=any"]))
+    optimizer = replace(config.policy.megatron_cfg.optimizer, use_precision_aware_optimizer=False)
+    plain = replace(config.policy.megatron_cfg, apply_rope_fusion=False, moe_permute_fusion=False, optimizer=optimizer)
+    flex = replace(plain, moe_enable_deepep=True, moe_token_dispatcher_type="flex")
+
+    def wrong(*, has_cuda: bool) -> list[tuple[str, str]]:
+        found = packages.package_problems(flex, {}, has_cuda=has_cuda)
+        return [(problem.where.rpartition(".")[2], problem.wrong) for problem in found]
+
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    missing = "the package deep_ep is not installed where the policy runs"
+    assert wrong(has_cuda=True) == wrong(has_cuda=False) == [("moe_enable_deepep", missing)]
+    monkeypatch.setattr(packages, "find_spec", lambda name: object())
+    no_cuda = "the package deep_ep needs CUDA, which is not there where the policy runs"
+    assert wrong(has_cuda=True) == [] and wrong(has_cuda=False) == [("moe_enable_deepep", no_cuda)]
+
+
 def test_mamba_layers_name_the_packages_they_need_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     megatron = require_valid(load_config(BASE, ["policy.model_name=any"])).policy.megatron_cfg
     hybrid = {"mamba_num_heads": 8}

@@ -18,6 +18,7 @@ MEGATRON = "policy.megatron_cfg"
 VLLM = "policy.generation.vllm_cfg"
 RESOURCES = "policy.generation.colocated.resources"
 GENRM = "env.nemo_gym.genrm_compare_resources_server.resources_servers.genrm_compare"
+FLEX = [f"{MEGATRON}.moe_enable_deepep=true", f"{MEGATRON}.moe_token_dispatcher_type=flex"]
 
 # rule, file, overrides, the one line they must give (after "command line: ")
 SGD = [
@@ -235,6 +236,27 @@ CASES = [
     ("uneven_stages_have_a_pipeline", STAGE1, [f"{MEGATRON}.num_layers_in_first_pipeline_stage=4"],
      f"{MEGATRON}.num_layers_in_first_pipeline_stage: got 4, expected null; "
      f"{MEGATRON}.pipeline_model_parallel_size is 1: there is one stage; set this to null"),
+    ("deepep_is_the_flex_dispatcher", STAGE1, [f"{MEGATRON}.moe_enable_deepep=true"],
+     f"{MEGATRON}.moe_enable_deepep: got true, expected false; {MEGATRON}.moe_token_dispatcher_type is alltoall; set "
+     "it to flex, or this to false"),
+    ("deepep_is_the_flex_dispatcher", STAGE1, [f"{MEGATRON}.moe_token_dispatcher_type=flex"],
+     f"{MEGATRON}.moe_enable_deepep: got false, expected true; {MEGATRON}.moe_token_dispatcher_type is flex; set this "
+     "to true, or that to alltoall"),
+    ("deepep_can_carry_the_tokens", STAGE1, [*FLEX, f"{MEGATRON}.moe_router_dtype=fp64"],
+     f"{MEGATRON}.moe_router_dtype: got fp64, expected fp32; DeepEP sends the router's shares in this format alone; "
+     f"change it, or set {MEGATRON}.moe_enable_deepep to false"),
+    ("deepep_can_carry_the_tokens", TINY,
+     [*FLEX, f"{MEGATRON}.expert_model_parallel_size=2", "cluster.gpus_per_node=5"],
+     "policy.precision: got float32, expected bfloat16; DeepEP sends states of tokens in this format alone; change "
+     f"it, or set {MEGATRON}.moe_enable_deepep to false"),
+    ("deepep_can_carry_the_tokens", STAGE1, [*FLEX, f"{MEGATRON}.expert_model_parallel_size=1"],
+     f"{MEGATRON}.expert_model_parallel_size: got EP 1 * ETP 1 = 1, expected EP * ETP to be one of 2, 4, 8, 16, 24, "
+     "32, 64, 128, 144, 160; DeepEP has settings for no other number of ranks; change it, or set "
+     f"{MEGATRON}.moe_enable_deepep to false"),
+    ("deepep_can_carry_the_tokens", CONFIG_DIR / "stage2_swe1.yaml", [*FLEX, "cluster.gpus_per_node=4"],
+     f"{MEGATRON}.expert_model_parallel_size: got EP 8 * ETP 1 = 8, expected EP * ETP to divide "
+     "cluster.gpus_per_node = 4; DeepEP goes beyond a node where nodes have 8 GPUs; change it, or set "
+     f"{MEGATRON}.moe_enable_deepep to false"),
     ("shared_expert_overlaps_an_exchange", STAGE1,
      [f"{MEGATRON}.moe_shared_expert_overlap=true", f"{MEGATRON}.moe_token_dispatcher_type=allgather"],
      f"{MEGATRON}.moe_shared_expert_overlap: got true, expected false; {MEGATRON}.moe_token_dispatcher_type is "

@@ -45,6 +45,7 @@ def _refusals(config: Config, sizes: dict[str, Any], vocab_size: int = 96, **lay
         (DENSE, {"context_parallel_size": 3}),
         (HYBRID, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 3}),
         (SHARING, {"moe_shared_expert_overlap": True}),
+        (HYBRID | {"moe_router_topk": 22}, {"moe_enable_deepep": True}),
         (HYBRID, {"context_parallel_size": 4}),  # two ranks share a Mamba group
     ],
 )
@@ -61,6 +62,11 @@ def test_a_layout_that_fits_the_model_passes(config: Config, sizes: dict[str, An
         (DENSE, {"moe_shared_expert_overlap": True}, "false: the model has no shared expert"),
         (HYBRID, {"moe_shared_expert_overlap": True}, "false: the model has no shared expert"),
         (SHARING | {"moe_latent_size": 8}, {"moe_shared_expert_overlap": True}, "false: the experts of the model are"),
+        (
+            HYBRID | {"moe_router_topk": 22},
+            {"moe_enable_deepep": True, "expert_tensor_parallel_size": 2},
+            "false: a token goes to 22 experts * 2 ranks, and DeepEP's kernels take 32",
+        ),
         (HYBRID, {"expert_model_parallel_size": 4}, "a divisor of 6 experts"),
         (DENSE, {"expert_tensor_parallel_size": 2}, "1: the model has no experts"),
         (HYBRID, {"expert_tensor_parallel_size": 3}, "a divisor of 32 units of an expert"),
