@@ -23,7 +23,7 @@ from recipes.config.keys.derive import Derived, derive
 from recipes.config.load import load_config, require_valid
 from recipes.config.stages import PLATFORMS, SCALES, Stage, config_path, find_stage
 from recipes.errors import InputError, Problem
-from tools.command_line import exit_status
+from tools.command_line import amount, exit_status
 from tools.planning.stage_env import TINY_MODEL
 from tools.report.load import load_run
 from tools.sizing.architecture import SUPER, Architecture, read_architecture
@@ -38,6 +38,14 @@ ROOT = Path(__file__).resolve().parents[2]
 _SHARES = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of the generation nodes, of the what-if table; 1: as configured
 _CHECKPOINT_BYTES = 16  # per parameter: weights in 16 bits, Adam's state in 32, and the export
 _SIMULATED_STEPS, _SEED = 10, 0
+_MAY_BE_0 = (
+    "environment_seconds",
+    "refit_seconds",
+    "iteration_ms",
+    "trainer_other_gib",
+    "engine_other_gib",
+    "image_gb",
+)
 
 
 def make_plan(args: argparse.Namespace) -> StagePlan:
@@ -49,6 +57,10 @@ def make_plan(args: argparse.Namespace) -> StagePlan:
     is_tiny = args.scale == "tiny"
     model = architecture(is_tiny)
     given = assumptions(args, stage, is_tiny)
+    if given.prompt_tokens >= (longest := config.policy.max_total_sequence_length):
+        expected = f"less than policy.max_total_sequence_length = {longest}"
+        fix = "lower it: nothing could be generated after such prompts"
+        raise InputError(Problem(where="--prompt-tokens", got=f"{given.prompt_tokens:g}", expected=expected, fix=fix))
     gpu = GPUS[args.platform]
     gpu = replace(gpu, memory_gib=args.gpu_memory_gib or gpu.memory_gib)
     trainer = trainer_memory(model, config, sizes, other=given.trainer_other_gib * GIB)
@@ -185,20 +197,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--platform", choices=PLATFORMS, default="h100")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--from-run", type=Path, metavar="RUN_DIR", help="take lengths and environment times of a run")
-    parser.add_argument("--gpu-memory-gib", type=float, help="memory of one GPU; default: the platform's")
+    parser.add_argument("--gpu-memory-gib", type=amount, help="memory of one GPU; default: the platform's")
     group = parser.add_argument_group("assumptions")
     for field in fields(Assumptions):
         text = f"{field.metadata['meaning']} (default {field.default:g}, or the stage's)"
-        group.add_argument(f"--{field.name.replace('_', '-')}", type=_positive, help=text)
+        kind = _amount_or_none if field.name in _MAY_BE_0 else amount
+        group.add_argument(f"--{field.name.replace('_', '-')}", type=kind, help=text)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="configuration overrides")
     return parser.parse_intermixed_args(argv)
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative")
-    return value
+def _amount_or_none(text: str) -> float:
+    return 0.0 if text.strip("0") in ("", ".") else amount(text)
 
 
 @exit_status

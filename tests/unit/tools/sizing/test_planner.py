@@ -337,11 +337,29 @@ def test_lengths_of_a_real_run_replace_the_assumed_ones(capsys, tmp_path):
         (["--stage", "stage1.1", "--gpu-memory-gib", "24"], "no sequence of the expected length fits"),
         (["--stage", "stage1.1", "grpo.nonsense=1"], "grpo.nonsense"),
         (["--stage", "stage1.1", "--from-run", "/nowhere"], "/nowhere"),
+        (["--stage", "stage1.1", "--prompt-tokens", "65536"], "--prompt-tokens: got 65536, expected less than policy."),
     ],
 )
 def test_wrong_inputs_are_refused(capsys, words, message):
     assert planner.main(words) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "is_refused"),
+    [
+        *(("--generated-tokens", value, True) for value in ("0", "-1", "nan", "inf", "many")),
+        *((name, "0", True) for name in ("--train-mfu", "--save-gb-per-second", "--gpu-memory-gib")),
+        *((name, "0.0", False) for name in ("--refit-seconds", "--environment-seconds")),
+    ],
+)
+def test_assumptions_are_numbers_with_which_something_happens(capsys, option, value, is_refused):
+    if is_refused:
+        with pytest.raises(SystemExit):
+            planner.parse(["--stage", "stage1.1", option, value])
+        assert f"argument {option}: got '{value}', expected a number above 0" in capsys.readouterr().err
+    else:
+        assert getattr(planner.parse(["--stage", "stage1.1", option, value]), option[2:].replace("-", "_")) == 0
 
 
 def test_a_policy_that_does_not_fit_is_said(capsys):
