@@ -269,8 +269,11 @@ def _parsed(content: bytes, reference: Reference) -> dict[str, Any]:
 
 
 def _for_amd64(index: Mapping[str, Any], reference: Reference) -> str:
-    for entry in index["manifests"]:
-        platform = entry.get("platform") or {}
-        if (platform.get("os"), platform.get("architecture")) == ("linux", "amd64"):
-            return str(entry["digest"])
+    try:
+        for entry in index["manifests"]:
+            platform = entry.get("platform") or {}
+            if (platform.get("os"), platform.get("architecture")) == ("linux", "amd64"):
+                return str(entry["digest"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ImageError("manifest", f"{reference}: its list of manifests: {type(error).__name__} {error}") from error
     raise ImageError("platform", f"{reference}: has no image for linux/amd64")

@@ -69,3 +69,28 @@ def test_a_password_is_in_no_message():
             registry.manifest(Reference.parse(f"{host}/a/b"))
         registry.close()
     assert "c2VjcmV0" not in "".join(traceback.format_exception(raised.value))
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        '["sha256:0"]',
+        "7",
+        "null",
+        '[{"platform": "linux"}]',
+        '[{"platform": {"os": "linux", "architecture": "amd64"}}]',
+    ],
+)
+def test_an_odd_list_of_manifests_is_the_failure_of_one_image(listed):
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        content = f'{{"manifests": {listed}}}'.encode()
+        request.send_response(200)
+        request.send_header("Content-Length", str(len(content)))
+        request.end_headers()
+        request.wfile.write(content)
+
+    with serving(answer) as host:
+        registry = Registry(Credentials({}, ()), RetryPolicy(max_retries=0))
+        with pytest.raises(ImageError, match="its list of manifests"):
+            registry.manifest(Reference.parse(f"{host}/a/b"))
+        registry.close()
