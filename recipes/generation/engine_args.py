@@ -16,11 +16,11 @@ SERVED_MODEL_NAME = "policy"  # what an HTTP request puts in `model`
 OURS = frozenset({"logprobs_mode", "scheduler_cls", "weight_transfer_config", "worker_extension_cls"})
 """Arguments that the refit and the log-probabilities depend on; `vllm_kwargs` may not set them."""
 
-NEED_FILES = frozenset({"load_format", "quantization", "speculative_config"})
+NEED_FILES = frozenset({"load_format", "quantization"})
 """Arguments in `vllm_kwargs` with which an engine reads the model's files, also when a push follows."""
 
-CPU_METHODS = ("mtp", "nemotron_h_mtp")
-"""Kinds of speculative decoding that work on a CPU; both names are those of a model's multi-token heads."""
+OWN_HEADS = ("mtp", "nemotron_h_mtp")
+"""Names of speculative decoding with the model's own multi-token heads: a push reaches them, and a CPU has the code."""
 
 CPU_ENV: Mapping[str, str] = {
     # The memory of packed weights is used again at the next push: fresh memory takes longer than what is written to it.
@@ -47,9 +47,9 @@ def engine_args(
 
     Without `loads_weights` the model is built with small random weights, and only a push makes it usable: vLLM's
     "dummy" format, which fills parameters and saved buffers and leaves what it computes itself (rotary tables) as it
-    is. A push replaces all that a checkpoint holds; for the CPU, see `weight_transfer.py`. It does not reach a draft
-    model, and vLLM derives the tensors of a quantized model while it reads them: with such arguments, `NEED_FILES`,
-    the files are read in any case.
+    is. A push replaces all that a checkpoint holds, multi-token heads included; for the CPU, see `weight_transfer.py`.
+    It does not reach a draft model of other files, and vLLM derives the tensors of a quantized model while it reads
+    them: in such cases the files are read all the same.
 
     `logprobs_mode` is "processed": the log-probability of a token under the distribution from which it was sampled. At
     temperature T this is the log-softmax of logits / T, which is what the trainer computes. With top-p or top-k it
@@ -91,9 +91,16 @@ def engine_args(
     reasoning_parser = vllm_cfg.http_server_serving_chat_kwargs.reasoning_parser
     if vllm_cfg.expose_http_server and reasoning_parser is not None:
         args["reasoning_parser"] = reasoning_parser
-    if not loads_weights and not NEED_FILES & set(cfg.vllm_kwargs):
+    if not loads_weights and not _needs_files(cfg.vllm_kwargs):
         args["load_format"] = "dummy"
     return args | dict(cfg.vllm_kwargs)
+
+
+def _needs_files(vllm_kwargs: Mapping[str, Any]) -> bool:
+    speculation = vllm_kwargs.get("speculative_config")
+    if speculation and (speculation.get("method") not in OWN_HEADS or {"model", "quantization"} & set(speculation)):
+        return True
+    return bool(NEED_FILES & set(vllm_kwargs))
 
 
 def _refuse_ours(vllm_kwargs: Mapping[str, Any]) -> None:
@@ -116,10 +123,10 @@ def _refuse_speculation(cfg: GenerationConfig) -> None:
     if not speculation:
         return
     problems = []
-    if speculation.get("method") not in CPU_METHODS:
+    if speculation.get("method") not in OWN_HEADS:
         where = "policy.generation.vllm_kwargs.speculative_config.method"
         wrong = f"got {speculation.get('method')}; on a CPU only the model's own heads sample the right tokens"
-        problems.append(Problem(where=where, wrong=wrong, fix=f"write {CPU_METHODS[0]}, or run on a GPU"))
+        problems.append(Problem(where=where, wrong=wrong, fix=f"write {OWN_HEADS[0]}, or run on a GPU"))
     if cfg.vllm_cfg.enable_prefix_caching:
         where = "policy.generation.vllm_cfg.enable_prefix_caching"
         wrong = "with speculative_config on a CPU, vLLM has no code for the prefix cache"

@@ -3,7 +3,8 @@
 On GPUs, vLLM's NCCL transfer is used as it is. On CPU none of vLLM's transfers works, so this module registers one more
 under the name `shm`: the policy writes all tensors, whole and under their Hugging Face names, into a file in shared
 memory (`WeightLayout`), and each engine maps that file and loads from it. vLLM's worker processes import this module
-because the engine arguments name it as `worker_extension_cls`; on CPU this also installs what vLLM lacks there.
+because the engine arguments name it as `worker_extension_cls`; on CPU this also installs what vLLM lacks there. Either
+way a push also loads the model's own multi-token heads where an engine drafts with them (`drafter.py`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from vllm.platforms import current_platform
 from recipes.checksums import checksum
 from recipes.generation import cpu_generator, cpu_hybrid, cpu_speculation
 from recipes.generation.direct_load import DirectLoad, record
+from recipes.generation.drafter import WithDrafter, pushed_drafter
 
 SHM_BACKEND = "shm"
 _POLL_SECONDS = 0.0005  # between two looks at what the policy has written
@@ -116,7 +118,7 @@ class SharedMemoryWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     def finish_weight_update(self) -> None:
         """Pack what the layers do not pack one by one."""
-        pack_head(self.model)
+        pack_heads(self.model)
         pack_experts(self.model)
 
     def _wait(self, count: int, end: float) -> None:
@@ -142,14 +144,14 @@ class SharedMemoryWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
             yield name, self._bytes[offset : offset + num_bytes].view(dtype).view(shape)
 
 
-def pack_head(model: torch.nn.Module) -> None:
-    """Pack the output head, also one that shares the embedding's weight and so receives no tensor of its own.
+def pack_heads(model: torch.nn.Module) -> None:
+    """Pack the output heads, also one that shares the embedding's weight and so receives no tensor of its own.
 
     Without this call it would go on with a packed copy of the old weights, and no error would say so (vLLM 0.32, CPU).
     """
-    head = getattr(model, "lm_head", None)
-    if head is not None and hasattr(head, "cpu_linear") and head.weight.numel():
-        dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+    for head in {getattr(part, "lm_head", None) for part in model.modules()}:
+        if head is not None and hasattr(head, "cpu_linear") and head.weight.numel():
+            dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
 
 def pack_experts(model: torch.nn.Module) -> None:
@@ -175,18 +177,19 @@ def noted(engine: WeightTransferEngine, received: dict[str, torch.Tensor]) -> It
         yield
         received.update((name, checksum(tensor)) for name, tensor in engine.tensors())
         return
-    load = engine.model.load_weights
+    model = engine.model  # a push that fails sets another one
+    load = model.load_weights
 
     def load_and_note(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         pairs = list(weights)  # views of one buffer
         received.update((name, checksum(tensor)) for name, tensor in pairs)
         return load(iter(pairs))
 
-    engine.model.load_weights = load_and_note
+    model.load_weights = load_and_note
     try:
         yield
     finally:
-        del engine.model.load_weights  # the class has its own
+        del model.load_weights  # the class has its own
 
 
 if current_platform.is_cpu():
@@ -200,14 +203,23 @@ if SHM_BACKEND not in WeightTransferEngineFactory._registry:
 class WorkerExtension:
     """vLLM's workers get its method. That the engine's arguments name it also makes them import this module."""
 
+    _with_drafter: WithDrafter | None = None  # made at the first push, where there is a drafter
+
     def load_pushed_weights(self: Any, update_info: dict[str, Any], is_verified: bool) -> dict[str, int]:
         """Take all steps of a push in one call: each call to the worker's process takes about half a millisecond.
 
         With `is_verified` it returns a checksum of each tensor as it was received.
         """
         received: dict[str, torch.Tensor] = {}
+        both = self._with_drafter
+        if both is None and (drafter := pushed_drafter(self)) is not None:
+            both = self._with_drafter = WithDrafter(self.get_model(), drafter)
+        if both is not None:
+            self.weight_transfer_engine.set_weight_update_target(both, self.model_config)
         self.start_weight_update()
         with noted(self.weight_transfer_engine, received) if is_verified else nullcontext():
             self.update_weights(update_info)
         self.finish_weight_update()
+        if both is not None:
+            both.require_drafter()
         return {name: int(value) for name, value in received.items()}

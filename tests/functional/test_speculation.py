@@ -1,42 +1,50 @@
 """Speculative decoding by a hybrid model's own heads on CPU: the tokens are those of the model, and the counts say so.
 
-vLLM's own functions are 10 to 16 nats wrong here, and sample from another distribution, without an error.
+vLLM's own functions are 10 to 16 nats wrong here, and sample from another distribution, without an error. The engines
+read no weights: those of the model and of its heads come with a push.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import nccl_push
 import pytest
 import torch
 from head_reference import add_heads
 from policy_case import local_ray
 from safetensors.torch import load_file, save_file
+from speed import patiently
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from recipes.config.load import load_config, require_valid
+from recipes.generation.engine_args import CPU_ENV, ENV
 from recipes.generation.generation import Generation
 from recipes.grpo.metrics import engine_samples
+from recipes.policy.weights import SharedMemoryWriter
 from recipes.types import Completion, Sampling
 from tools.tiny.model import build_hybrid_model
 from tools.tiny.tokenizer import build_tokenizer
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT, HERE = Path(__file__).resolve().parents[2], Path(__file__).resolve().parent
 NUM_DRAFTED = 2
 PROMPTS = [tuple(10 + (7 * row + 3 * place) % 200 for place in range(20 + row)) for row in range(24)]
+ALONE, MAINLY = 1000.0, 40.0  # what the newest token counts for a model, against all that it makes of the others
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose heads guess some of its tokens: both look mainly at the newest token."""
-    path = tmp_path_factory.mktemp("model")
+def write_model(path: Path, *, newest_token: float, heads_agree: bool) -> Path:
+    """Write a model with heads that go by the newest token, as the model does, or with random ones."""
     tokenizer = build_tokenizer()
     hybrid = build_hybrid_model(tokenizer, seed=3)
     hybrid.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -48,19 +56,59 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name.endswith("lm_head.weight"):
             tensor *= 12  # a few tokens are likely
         elif name.endswith("embeddings.weight"):
-            tensor *= 40
-        elif name.startswith("mtp.") and "norm" in name:
+            tensor *= newest_token
+        elif not (heads_agree and name.startswith("mtp.")):
+            continue
+        elif "norm" in name:
             tensor.fill_(1.0)
-        elif name.startswith("mtp.") and name.endswith(("o_proj.weight", "down_proj.weight", "fc2_latent_proj.weight")):
-            tensor *= 0.01
-    hidden = hybrid.config.hidden_size
-    tensors["mtp.layers.0.eh_proj.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
+        elif name.endswith(("o_proj.weight", "down_proj.weight", "fc2_latent_proj.weight")):
+            tensor *= 1e-4
+    if heads_agree:
+        hidden = hybrid.config.hidden_size
+        tensors["mtp.layers.0.eh_proj.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
 
 @pytest.fixture(scope="module")
-def generation(model: Path) -> Iterator[Generation]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose heads guess some of its tokens."""
+    return write_model(tmp_path_factory.mktemp("some"), newest_token=MAINLY, heads_agree=True)
+
+
+@pytest.fixture(scope="module")
+def random_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("random"), newest_token=ALONE, heads_agree=False)
+
+
+@pytest.fixture(scope="module")
+def agreeing_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("agreeing"), newest_token=ALONE, heads_agree=True)
+
+
+class Pushing:
+    """An engine that has read no weights, and what pushes those of a model to it."""
+
+    def __init__(self, generation: Generation, model: Path) -> None:
+        self.generation = generation
+        shapes = [(name, one.dtype, tuple(one.shape)) for name, one in load_file(model / "model.safetensors").items()]
+        self._writer = SharedMemoryWriter(shapes, driver_pid=os.getpid())
+        generation.connect_weights(self._writer.layout)
+        self._version = 0
+
+    def push(self, model: Path) -> None:
+        self._version += 1
+        self._writer.write(load_file(model / "model.safetensors").items(), num_before=0)
+        self.generation.drain()
+        self.generation.update_weights(self._version)
+
+    def close(self) -> None:
+        self._writer.close()
+        self.generation.shutdown()
+
+
+@pytest.fixture(scope="module")
+def pushing(model: Path) -> Iterator[Pushing]:
     config = require_valid(
         load_config(
             ROOT / "configs/tiny/stage1_rlvr.yaml",
@@ -82,10 +130,17 @@ def generation(model: Path) -> Iterator[Generation]:
             seed=1,
             placement=[{"num_cpus": 1}],
             deadlines=config.deadlines,
-            loads_weights=True,
+            loads_weights=False,
         )
-        yield generation
-        generation.shutdown()
+        pushing = Pushing(generation, model)
+        yield pushing
+        pushing.close()
+
+
+@pytest.fixture
+def generation(pushing: Pushing, model: Path) -> Generation:
+    pushing.push(model)
+    return pushing.generation
 
 
 def sample(generation: Generation, temperature: float) -> list[Completion]:
@@ -142,6 +197,38 @@ def test_greedy_tokens_are_the_likeliest(generation: Generation, model: Path) ->
     completions = sample(generation, 0.0)
     for completion, scores in zip(completions, reference(model, completions, 0.0), strict=True):
         assert (scores.max(-1).values - own(scores, completion)).max() < 1e-4
+
+
+def test_a_push_reaches_the_heads_that_guess(pushing: Pushing, random_heads: Path, agreeing_heads: Path) -> None:
+    shares = []
+    for pushed in (random_heads, agreeing_heads):
+        pushing.push(pushed)
+        pushing.generation.take_samples()
+        completions = sample(pushing.generation, 0.0)
+        shares.append(engine_samples(pushing.generation.take_samples())["train/vllm/spec_acceptance_rate"])
+        for completion, scores in zip(completions, reference(pushed, completions, 0.0), strict=True):
+            assert (scores.max(-1).values - own(scores, completion)).max() < 1e-4
+            assert torch.allclose(torch.tensor(completion.logprobs), own(scores, completion), atol=1e-4, rtol=0)
+    assert shares[0] < 0.1
+    assert shares[1] > 0.95
+
+
+def test_a_push_by_nccl_reaches_the_heads_too(model: Path, random_heads: Path, agreeing_heads: Path) -> None:
+    argv = [sys.executable, str(HERE / "nccl_push.py"), *map(str, (model, random_heads, agreeing_heads))]
+    env = {**os.environ, **ENV, **CPU_ENV, "PYTHONPATH": f"{ROOT}:{HERE}"}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=patiently(120))
+    assert done.returncode == 0, done.stderr
+    lines = [line.removeprefix(nccl_push.MARK) for line in done.stdout.splitlines() if line.startswith(nccl_push.MARK)]
+    refused, *answered = map(json.loads, lines)
+    assert "no value for 2 of 16 parameters of the drafter: model.layers.0.eh_proj.weight, " in refused
+    for pushed, answers in zip((random_heads, agreeing_heads), answered, strict=True):
+        plain = AutoModelForCausalLM.from_pretrained(pushed, dtype=torch.float32)
+        for prompt, tokens in zip(nccl_push.PROMPTS, answers["tokens"], strict=True):
+            with torch.no_grad():
+                scores = plain(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+            assert (scores.max(-1).values - scores.gather(-1, torch.tensor(tokens)[:, None])[:, 0]).max() < 1e-3
+    assert answered[0]["accepted"] < 0.1
+    assert answered[1]["accepted"] > 0.95
 
 
 @pytest.mark.parametrize("accepted", [1, 2, 3])

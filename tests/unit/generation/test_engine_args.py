@@ -80,7 +80,9 @@ def test_engines_that_are_pushed_to_first_read_no_weights_unless_a_push_cannot_r
         return result.get("load_format")
 
     assert load_format() == load_format(max_num_seqs=7) == "dummy"
-    assert load_format(speculative_config={"method": "mtp"}, is_cpu=False) is None
+    assert load_format(speculative_config={"method": "mtp"}, is_cpu=False) == "dummy"
+    for other in ({"method": "eagle3", "model": "/drafter"}, {"method": "mtp", "model": "/drafter"}):
+        assert load_format(speculative_config=other, is_cpu=False) is None
     assert load_format(quantization="fp8") is None
     assert load_format(load_format="runai_streamer") == "runai_streamer"
     assert "load_format" not in args(config()), "an engine that is told to load its weights reads them"
