@@ -44,7 +44,7 @@ def test_environment_wins_over_the_profile(launch):
     words = launch.plan("--dry-run", **variables).words
     assert "--account=other" in words
     assert "--partition=long" in words
-    assert not [word for word in words if word.startswith("--export")]  # the job inherits it as it is
+    assert [word for word in words if word.startswith("--export")] == ["--export=ALL"]  # the job inherits it as it is
     assert "--variables=GREETING" in words
 
 

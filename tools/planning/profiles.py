@@ -123,14 +123,15 @@ class Profile:
 
 
 def with_variables(argv: Sequence[str], variables: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a command that gives its job these variables: Slurm's own option, or `env` on this machine."""
+    """Return a command that gives its job these variables: Slurm's own option, or `env` on this machine.
+
+    A job needs those of the shell, too, also where a site sets SBATCH_EXPORT to keep them back.
+    """
     program, *words = argv
     further = [f"{name}={value}" for name, value in variables.items()]
-    if not further:
-        return tuple(argv)
     if program == "sbatch":
         return (program, f"--export={','.join(['ALL', *further])}", *words)
-    return ("env", *further, *argv)
+    return ("env", *further, *argv) if further else tuple(argv)
 
 
 def read_profile(environ: Mapping[str, str], root: Path) -> Profile:
