@@ -150,6 +150,9 @@ def test_every_trained_group_leaves_its_pass_rate_and_a_resume_removes_what_it_r
     shown = [(line["step"], line["line"], line["pass_rate"], line["mean_reward"], line["num_scored"]) for line in lines]
     assert shown == [(1, 1, 0.5, 0.75, 2), (1, 2, None, None, 0), (2, 1, 1.0, 1.0, 1)]
     assert read_pass_rates(file) == {lines[0]["row_id"]: 1.0}  # the last line of a row counts
+    with file.open("a") as cut:
+        cut.write('{"row_id": "x", "pass_')
+    assert read_pass_rates(file) == {lines[0]["row_id"]: 1.0}
     again = RunLogger(tmp_path, LoggerCfg(), num_steps=2)
     again.resume(1)
     again.close()
