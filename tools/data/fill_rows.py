@@ -14,6 +14,7 @@ from tools.files.parallel import Block
 from tools.files.row_blocks import changed, count_lines
 
 MARK = PLACEHOLDER.encode()
+MAX_ROWS = 2**63  # of a source: SQLite knows no larger number
 
 
 @dataclass(slots=True, kw_only=True)
@@ -157,7 +158,7 @@ def _reference(line: bytes, sources: Collection[str]) -> Reference | UnfilledRow
 
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return unfilled(
             "no JSON",
             f"no JSON ({error})",
@@ -169,7 +170,8 @@ def _reference(line: bytes, sources: Collection[str]) -> Reference | UnfilledRow
     name, reference = str(row.get("dataset")), row[PLACEHOLDER]
     if name not in sources:
         return unfilled("unknown data set", f"dataset {name}", ", ".join(sorted(sources)), "add it to --sources")
-    if not isinstance(reference, dict) or type(reference.get("row")) is not int or reference["row"] < 0:
+    number = reference.get("row") if isinstance(reference, dict) else None
+    if type(number) is not int or not 0 <= number < MAX_ROWS:
         expected = "{row: number from 0, question_template: ...}"
         return unfilled("no row number", f"{PLACEHOLDER} {reference!r}", expected, "download the blend again")
-    return row, name, reference["row"]
+    return row, name, number

@@ -96,7 +96,7 @@ def _facts_of(path: Path, problems: list[Problem]) -> Iterator[tuple[int, dict[s
                 if not isinstance(metadata.get("instance_id"), str):
                     continue
                 yield number, {**row, **metadata, **_instance_dict(metadata)}
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 wrong = f"not a row of a SWE data set ({type(error).__name__}: {error})"
                 problems.append(Problem(where=f"{path}:{number}", wrong=wrong, fix=VALIDATE))
 

@@ -120,6 +120,8 @@ WRONG_ROWS: list[tuple[bytes, str]] = [
     (placeholder(0, "maths"), "blend.jsonl:1: got dataset maths, expected math; add it to --sources"),
     (placeholder("0"), "blend.jsonl:1: got _hf_placeholder {'row': '0'"),
     (placeholder(-1), "blend.jsonl:1: got _hf_placeholder {'row': -1"),
+    (placeholder(10**30), "blend.jsonl:1: got _hf_placeholder {'row': 1000"),
+    (b'{"_hf_placeholder": ' + b"[" * 100_000 + b"\n", "blend.jsonl:1: got no JSON"),
     (placeholder(True), "blend.jsonl:1: got _hf_placeholder {'row': True"),
     (b'{"_hf_placeholder": 3}\n', "blend.jsonl:1: got dataset None"),
     (PLAIN + b'{"_hf_placeholder": \n', "blend.jsonl:2: got no JSON"),

@@ -94,11 +94,12 @@ def test_many_wrong_rows_are_counted(tmp_path):
 
 def test_every_wrong_row_is_named(tmp_path):
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(row("a__b-1", "somebody/else") + "{\n" + row("a__b-2", VERIFIED) + row("plain", R2E))
+    deep = json.dumps({"responses_create_params": {"metadata": {"instance_id": "x", "instance_dict": "[" * 100_000}}})
+    rows.write_text(row("a__b-1", "somebody/else") + "{\n" + row("a__b-2", VERIFIED) + row("plain", R2E) + deep)
     with pytest.raises(DataError) as raised:
         instances_of_rows([rows, tmp_path / "absent.jsonl"])
     places = [problem.where for problem in raised.value.problems]
-    assert places == [f"{rows}:1: a__b-1", f"{rows}:2", f"{rows}:4: plain", str(tmp_path / "absent.jsonl")]
+    assert places == [f"{rows}:1: a__b-1", f"{rows}:2", f"{rows}:4: plain", f"{rows}:5", str(tmp_path / "absent.jsonl")]
 
 
 @pytest.mark.parametrize(
