@@ -46,6 +46,8 @@ def package_problems(
         f"{_MEGATRON}optimizer.use_precision_aware_optimizer": megatron.optimizer.use_precision_aware_optimizer,
     }
     missing = [(key, _FUSED, "set it to false, or use the GPU image") for key, value in wanted.items() if value]
+    if megatron.attention_backend != "local":
+        missing.append((f"{_MEGATRON}attention_backend", _FUSED, "set it to local, or use the GPU image"))
     if megatron.gradient_accumulation_fusion:
         fix = "set it to false, or install apex built with --cpp_ext and --cuda_ext"
         missing.append((f"{_MEGATRON}gradient_accumulation_fusion", _ACCUMULATED, fix))

@@ -45,6 +45,7 @@ _ALONE: dict[str, Any] = {
     "sequence_parallel": False,
     "num_layers_in_first_pipeline_stage": None,
     "num_layers_in_last_pipeline_stage": None,
+    "attention_backend": "local",
     "apply_rope_fusion": False,
     "moe_permute_fusion": False,
     "moe_token_dispatcher_type": "alltoall",

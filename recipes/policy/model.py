@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
@@ -77,6 +78,7 @@ def transformer_config(family: Family, hf: Any, cfg: PolicyConfig) -> Transforme
     )
     sizes = family.config(hf)
     experts = _expert_config(sizes, megatron)
+    is_local = megatron.attention_backend == "local"
     config = TransformerConfig(
         **sizes,
         **experts,
@@ -97,6 +99,8 @@ def transformer_config(family: Family, hf: Any, cfg: PolicyConfig) -> Transforme
         sequence_parallel=megatron.sequence_parallel and megatron.tensor_model_parallel_size > 1,
         calculate_per_token_loss=True,  # gradients are divided once, by what the loss counted over all ranks
         variable_seq_lengths=experts["moe_token_dispatcher_type"] != "allgather",  # it asks for equal lengths,
+        transformer_impl="local" if is_local else "transformer_engine",  # of attention alone; see `core_attention`
+        attention_backend=AttnBackend["auto" if is_local else megatron.attention_backend],
         apply_rope_fusion=megatron.apply_rope_fusion,
         gradient_accumulation_fusion=megatron.gradient_accumulation_fusion,
         # Fused kernels need CUDA extensions that the CPU lock does not have.

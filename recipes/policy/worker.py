@@ -72,7 +72,8 @@ class PolicyWorker:
         self._sink: SharedMemoryWriter | NcclSender | None = None
         self._saving: BackgroundSave | None = None
         self._fetched: list[BatchShard] = []
-        self._sent: dict[str, torch.Tensor] = {}  # checksums of the last push, where it is verified
+        self._is_verified = False  # whether a push computes checksums
+        self._sent: dict[str, torch.Tensor] = {}  # those of the last push
 
     def identity(self) -> WorkerIdentity:
         """Tell where this process runs."""
@@ -156,7 +157,8 @@ class PolicyWorker:
         else:
             self._sink = weights.SharedMemoryWriter(shapes, driver_pid=self._spec.driver_pid)
             self._layout = self._sink.layout
-        self._layout = replace(self._layout, is_verified=self._spec.policy_cfg.generation.verify_weight_pushes)
+        self._is_verified = self._spec.policy_cfg.generation.verify_weight_pushes
+        self._layout = replace(self._layout, is_verified=self._is_verified)
         return self._layout
 
     def make_nccl_id(self) -> bytes | None:
@@ -196,7 +198,7 @@ class PolicyWorker:
         exported = self._trainer.export()
         if self._rank == 0:
             assert self._sink is not None, "weight_layout or connect_engines comes first"
-            if self._layout.is_verified:
+            if self._is_verified:
                 exported = self._noted(exported)
             if isinstance(self._sink, SharedMemoryWriter):
                 self._sink.write(exported, num_before=num_before)

@@ -46,6 +46,7 @@ _CPU = {
     "policy.megatron_cfg.sequence_parallel": "false",
     "policy.megatron_cfg.tensor_model_parallel_size": 1,
     "policy.megatron_cfg.activation_checkpointing": "false",
+    "policy.megatron_cfg.attention_backend": "local",
     "policy.megatron_cfg.apply_rope_fusion": "false",
     "policy.megatron_cfg.moe_permute_fusion": "false",
     "policy.megatron_cfg.mtp_num_layers": 0,

@@ -54,6 +54,7 @@ RULES: tuple[Rule, ...] = (
     experts.deepep_can_carry_the_tokens,
     experts.shared_expert_overlaps_an_exchange,
     optimizer.dtypes_agree,
+    optimizer.fused_attention_has_16_bits,
     optimizer.clip_norm_is_stated_once,
     optimizer.schedule_is_ordered,
     optimizer.weight_decay_does_not_fall,

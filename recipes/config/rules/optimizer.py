@@ -30,6 +30,17 @@ def dtypes_agree(config: Config) -> Iterator[KeyProblem]:
         yield KeyProblem(key=key, got=got, expected=precision, fix="delete this key", also=also)
 
 
+def fused_attention_has_16_bits(config: Config) -> Iterator[KeyProblem]:
+    """Require bfloat16 where Transformer Engine attends: its kernels for packed rows have no other format here."""
+    backend, precision = config.policy.megatron_cfg.attention_backend, config.policy.precision
+    if backend != "local" and precision == "float32":
+        key, fix = (
+            f"{MEGATRON}.attention_backend",
+            "Transformer Engine attends over packed rows in 16 bits; set it to local",
+        )
+        yield KeyProblem(key=key, got=backend, expected="local", fix=fix, also=("policy.precision",))
+
+
 def clip_norm_is_stated_once(config: Config) -> Iterator[KeyProblem]:
     """Require the optimizer's clip norm to be the policy's."""
     own, norm = config.policy.megatron_cfg.optimizer.clip_grad, config.policy.max_grad_norm

@@ -134,6 +134,8 @@ class MegatronConfig:
     """write optimizer checkpoints that any layout can resume from, not only another DP; slower, more host memory"""
     defer_fp32_logits: Annotated[bool, Honours(True, reason="the native policy never makes float32 logits as a whole")]
     """keep logits in `precision` until the chunked log-softmax"""
+    attention_backend: Literal["auto", "flash", "fused", "local"]
+    """attention over packed rows: Transformer Engine's choice, its flash or cuDNN kernels, or local: torch's alone"""
     apply_rope_fusion: bool
     """fused rotary embedding kernel; needs Transformer Engine"""
     bias_activation_fusion: Annotated[bool, Honours(False, reason=FUSED)]

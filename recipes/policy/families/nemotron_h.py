@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from recipes.policy.families.mapping import Sharding, WeightMapping, first_local_expert, sum_experts_apart
 from recipes.policy.layers import mamba_cpu
-from recipes.policy.layers.attention import CoreAttention
+from recipes.policy.layers.attention import core_attention
 from recipes.policy.layers.head import HybridLogProbModel, OutputConfig
 from recipes.policy.layers.norm import RMSNorm
 from recipes.policy.layers.recompute import recompute_in_backward
@@ -156,7 +156,7 @@ class NemotronH:
         model = HybridLogProbModel(
             output,
             config=config,
-            mamba_stack_spec=ModuleSpec(module=MambaStack, submodules=_layer_specs(hf)),
+            mamba_stack_spec=ModuleSpec(module=MambaStack, submodules=_layer_specs(hf, config)),
             vocab_size=hf.vocab_size,
             max_sequence_length=hf.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -186,7 +186,7 @@ class NemotronH:
         """Build the heads from an attention layer and a layer of experts like the model's."""
         if not hf.num_nextn_predict_layers:
             return None
-        specs = _layer_specs(hf)
+        specs = _layer_specs(hf, config)
         heads = TokenHeads(config, attention=specs.attention_layer, experts=specs.moe_layer)
         sum_experts_apart(heads)
         return heads
@@ -233,7 +233,7 @@ def _layer_mapping(config: TransformerConfig, layer: str, rest: str, tensor: tor
     return WeightMapping(param=tensor, sharding=sharding, names=tuple(layer + name for name in names))
 
 
-def _layer_specs(hf: Any) -> MambaStackSubmodules:
+def _layer_specs(hf: Any, config: TransformerConfig) -> MambaStackSubmodules:
     moe = get_moe_module_spec(use_te=False, num_experts=hf.n_routed_experts, moe_grouped_gemm=False)
     mixer = ModuleSpec(
         module=MambaMixer,
@@ -244,7 +244,7 @@ def _layer_specs(hf: Any) -> MambaStackSubmodules:
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear, core_attention=CoreAttention, linear_proj=RowParallelLinear
+            linear_qkv=ColumnParallelLinear, core_attention=core_attention(config), linear_proj=RowParallelLinear
         ),
     )
     mlp = ModuleSpec(

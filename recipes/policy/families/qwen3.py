@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from recipes.policy.families.mapping import Sharding, WeightMapping, sum_experts_apart
-from recipes.policy.layers.attention import CoreAttention
+from recipes.policy.layers.attention import core_attention, rotates
 from recipes.policy.layers.gated import GatedSilu
 from recipes.policy.layers.head import LogProbModel, OutputConfig
 from recipes.policy.layers.norm import RMSNorm
@@ -86,7 +86,7 @@ class Qwen3:
             max_sequence_length=hf.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
-            position_embedding_type="rope" if config.apply_rope_fusion else "none",  # none: our attention rotates
+            position_embedding_type="none" if rotates(config) else "rope",  # none: our attention rotates
             rotary_base=_rope_theta(hf),
             share_embeddings_and_output_weights=hf.tie_word_embeddings,
             parallel_output=True,
@@ -147,9 +147,7 @@ def _layer_spec(config: TransformerConfig, rotary_base: int) -> ModuleSpec:
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
-    attention.core_attention = ModuleSpec(
-        module=CoreAttention, params={} if config.apply_rope_fusion else {"rotary_base": rotary_base}
-    )
+    attention.core_attention = core_attention(config, rotary_base=rotary_base)
     attention.q_layernorm = attention.k_layernorm = RMSNorm
     mlp = layer.mlp.submodules
     (mlp.experts.submodules if config.num_moe_experts else mlp).activation_func = GatedSilu

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
@@ -15,6 +16,20 @@ from torch.nn import functional
 from recipes.policy.layers.context import ContextSequences, attend
 from recipes.policy.layers.packed import AttentionBatch, PackedSequences
 from recipes.policy.layers.rotary import rotary_angles, rotate
+
+
+def core_attention(config: TransformerConfig, *, rotary_base: float | None = None) -> ModuleSpec:
+    """Return Transformer Engine's attention, or the one below, as `policy.megatron_cfg.attention_backend` asks."""
+    if config.transformer_impl == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        return ModuleSpec(module=TEDotProductAttention)
+    return ModuleSpec(module=CoreAttention, params={"rotary_base": rotary_base} if rotates(config) else {})
+
+
+def rotates(config: TransformerConfig) -> bool:
+    """Whether the attention below rotates queries and keys, and Megatron does not."""
+    return config.transformer_impl == "local" and not config.apply_rope_fusion
 
 
 class CoreAttention(MegatronModule):  # type: ignore[misc]

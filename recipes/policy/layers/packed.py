@@ -67,6 +67,8 @@ def packed_sequences(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
+        cu_seqlens_q_padded=bounds,  # Transformer Engine asks for them with context parallelism
+        cu_seqlens_kv_padded=bounds,
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
         batches=batches,

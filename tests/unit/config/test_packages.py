@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,9 @@ from recipes.config import packages
 from recipes.config.load import load_config, require_valid
 
 BASE = Path(__file__).resolve().parents[3] / "configs" / "grpo_base.yaml"
-FUSED = {"apply_rope_fusion", "moe_permute_fusion", "optimizer.use_precision_aware_optimizer"}
+FUSED = {"attention_backend", "apply_rope_fusion", "moe_permute_fusion", "optimizer.use_precision_aware_optimizer"}
+
+UNFUSED: dict[str, Any] = {"attention_backend": "local", "apply_rope_fusion": False, "moe_permute_fusion": False}
 
 
 def test_every_fused_key_names_the_package_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +26,7 @@ def test_every_fused_key_names_the_package_it_needs(monkeypatch: pytest.MonkeyPa
     assert {problem.where.removeprefix("policy.megatron_cfg.") for problem in found} == FUSED
 
     optimizer = replace(megatron.optimizer, use_precision_aware_optimizer=False)
-    plain = replace(megatron, apply_rope_fusion=False, moe_permute_fusion=False, optimizer=optimizer)
+    plain = replace(megatron, **UNFUSED, optimizer=optimizer)
     assert packages.package_problems(plain, {}, has_cuda=True) == []
     monkeypatch.setattr(packages, "find_spec", lambda name: object())
     assert packages.package_problems(megatron, {}, has_cuda=True) == []
@@ -32,7 +35,7 @@ def test_every_fused_key_names_the_package_it_needs(monkeypatch: pytest.MonkeyPa
 def test_deepep_needs_its_package_and_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     config = require_valid(load_config(BASE, ["policy.model_name=any"]))
     optimizer = replace(config.policy.megatron_cfg.optimizer, use_precision_aware_optimizer=False)
-    plain = replace(config.policy.megatron_cfg, apply_rope_fusion=False, moe_permute_fusion=False, optimizer=optimizer)
+    plain = replace(config.policy.megatron_cfg, **UNFUSED, optimizer=optimizer)
     flex = replace(plain, moe_enable_deepep=True, moe_token_dispatcher_type="flex")
 
     def wrong(*, has_cuda: bool) -> list[tuple[str, str]]:
@@ -51,7 +54,7 @@ def test_mamba_layers_name_the_packages_they_need_on_cuda(monkeypatch: pytest.Mo
     megatron = require_valid(load_config(BASE, ["policy.model_name=any"])).policy.megatron_cfg
     hybrid = {"mamba_num_heads": 8}
     optimizer = replace(megatron.optimizer, use_precision_aware_optimizer=False)
-    plain = replace(megatron, apply_rope_fusion=False, moe_permute_fusion=False, optimizer=optimizer)
+    plain = replace(megatron, **UNFUSED, optimizer=optimizer)
     divided = replace(plain, context_parallel_size=8)
     monkeypatch.setattr(packages, "find_spec", lambda name: None)
     mamba = [("policy.model_name (Mamba layers)", name) for name in ("mamba_ssm", "causal_conv1d")]

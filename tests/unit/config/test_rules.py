@@ -194,6 +194,9 @@ CASES = [
     ("sgd_is_not_distributed", TINY, SGD,
      f"{MEGATRON}.optimizer.use_distributed_optimizer: got true, expected false; {MEGATRON}.optimizer.optimizer is "
      "sgd, whose state Megatron does not shard; set it to false"),
+    ("fused_attention_has_16_bits", TINY, [f"{MEGATRON}.attention_backend=auto"],
+     f"{MEGATRON}.attention_backend: got auto, expected local; Transformer Engine attends over packed rows in 16 bits; "
+     "set it to local"),
     ("distributed_optimizer_is_there", STAGE1,
      [f"{MEGATRON}.optimizer.use_distributed_optimizer=false",
       f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather=false"],

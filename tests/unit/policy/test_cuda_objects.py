@@ -31,6 +31,7 @@ def cfg() -> PolicyConfig:
     values = {
         "context_parallel_size": 1,
         "expert_model_parallel_size": 1,
+        "attention_backend": "local",
         "apply_rope_fusion": "false",
         "optimizer.use_precision_aware_optimizer": "false",
     }
