@@ -62,6 +62,32 @@ def test_bfloat16_logprobs_and_steps_follow_float32(small: Path, record: Record)
     assert losses["bfloat16"][-1]["loss"] == pytest.approx(losses["float32"][-1]["loss"], rel=0.1, abs=0.02)
 
 
+@needs_fused
+def test_attention_of_transformer_engine_follows_torchs(small: Path, record: Record) -> None:
+    from recipes.policy import step
+
+    shard = gpu_case.full_shard(tokens=4096, width=256, num_microbatches=2)
+    logprobs, norms, seconds = {}, {}, {}
+    for backend in ("local", "auto"):
+        config = gpu_case.config_of(small, precision="bfloat16", micro_batch_tokens=4096, recompute=False)
+        config.policy.megatron_cfg.attention_backend = backend
+        with gpu_case.fresh_memory():
+            trainer = gpu_case.build_trainer(config)
+            logprobs[backend] = torch.cat(step.logprobs(trainer, shard))
+            norms[backend] = train(trainer, shard, 1)[0]["grad_norm"]
+            torch.cuda.synchronize()
+            began = time.monotonic()
+            train(trainer, shard, 5)
+            torch.cuda.synchronize()
+            seconds[backend] = (time.monotonic() - began) / 5
+            del trainer
+    gap = (logprobs["auto"] - logprobs["local"]).abs()
+    record("log-probability gap of the two attentions", f"mean {gap.mean():.2e}, max {gap.max():.2e}")
+    record("step with either attention", ", ".join(f"{name} {value:.3f} s" for name, value in seconds.items()))
+    assert gap.mean() < 0.02
+    assert norms["auto"] == pytest.approx(norms["local"], rel=0.03)
+
+
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_speed_and_memory_of_a_step(large: Path, record: Record, recompute: bool) -> None:
     from tools.sizing.architecture import read_architecture
