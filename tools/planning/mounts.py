@@ -149,11 +149,13 @@ def seen(mounts: Sequence[Mount], path: Path) -> Path | None:
 
 def _host(mounts: Sequence[Mount], path: Path) -> Path | None:
     """Return what the innermost mount has at a place of the container."""
+    inner = _innermost(mounts, path)
+    return None if inner is None else inner.source.resolve() / path.relative_to(inner.target)
+
+
+def _innermost(mounts: Sequence[Mount], path: Path) -> Mount | None:
     around = [mount for mount in mounts if path.is_relative_to(mount.target)]
-    if not around:
-        return None
-    inner = max(around, key=lambda mount: len(mount.target.parts))
-    return inner.source.resolve() / path.relative_to(inner.target)
+    return max(around, key=lambda mount: len(mount.target.parts), default=None)
 
 
 def mount_problems(draft: Draft) -> list[Problem]:
@@ -168,6 +170,11 @@ def mount_problems(draft: Draft) -> list[Problem]:
             problems += _awkward("a path that the job mounts", mount)
     for where, path in _needed(draft):
         problems += _sight_problems(where, path, mounts)
+    for path in (draft.run_dir, Path(contract["PERSISTENT_CACHE"]).absolute()):
+        inner = _innermost(mounts, path)
+        if inner is not None and inner.flags == "ro":
+            fix = f"remove `:ro`, or mount {path}:{path} as well"
+            problems.append(_extra(str(inner), f"a mount that can be written: the run writes to {path}", fix))
     return problems
 
 

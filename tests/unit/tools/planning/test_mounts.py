@@ -80,6 +80,14 @@ def test_a_mount_of_the_user_makes_ours_unnecessary(shared):
     assert mount_problems(plan) == []
 
 
+def test_what_the_run_writes_is_not_mounted_read_only(shared):
+    wrong = mount_problems(draft(shared, EXTRA_MOUNTS=f"{shared}:{shared}:ro"))
+    assert [(problem.where, problem.got) for problem in wrong] == [("EXTRA_MOUNTS", f"{shared}:{shared}:ro")] * 2
+    assert [problem.expected.rpartition(" ")[2] for problem in wrong] == [f"{shared}/results/run", f"{shared}/cache"]
+    inner = [f"{shared}/{name}:{shared}/{name}" for name in ("results", "cache")]
+    assert mount_problems(draft(shared, EXTRA_MOUNTS=",".join([f"{shared}:{shared}:ro", *inner]))) == []
+
+
 def test_extra_mounts_are_parsed(tmp_path):
     mounts, problems = parse_mounts(f"{tmp_path}:/data:ro, {tmp_path},")
     assert problems == []
