@@ -64,7 +64,7 @@ def build_optimizer(
 ) -> tuple[Any, OptimizerParamScheduler]:
     """Build the optimizer of the model, and of the multi-token heads if they are trained, and its schedule.
 
-    One scheduler step is one optimizer step.
+    One scheduler step is one batch, whatever number of optimizer steps it has.
     """
     use_exact_adam()
     own = cfg.megatron_cfg

@@ -45,7 +45,6 @@ from recipes.types import LossFunction, LossInputs, LossSums, PolicyRow, Referen
 
 _AFTER_BACKWARD, _AFTER_STEP = 1, 2  # levels of empty_unused_memory_level
 
-
 Rows = Sequence[Tensor]
 """One tensor per row of a shard; entry t belongs to token t of the row."""
 
@@ -137,9 +136,11 @@ def build_trainer(cfg: PolicyConfig, loss: LossFunction, *, reference: Reference
 
 
 def train_steps(trainer: Trainer, parts: Sequence[BatchShard]) -> dict[str, Measured]:
-    """Take one optimizer step per part of a batch; return this rank's loss metrics, `grad_norm` and `lr`."""
+    """Take one optimizer step per part of a batch, then one of the schedule; return metrics, `grad_norm` and `lr`."""
     passes, metrics = passes_before(trainer, parts)
     steps = [train_step(trainer, *pair) for pair in zip(parts, passes, strict=True)]
+    if not all(step["skipped_steps"] for step in steps):  # it counts batches, as a run counts its steps
+        trainer.scheduler.step(increment=1)
     return metrics | (steps[0] if len(steps) == 1 else merge_optimizer_steps(steps))
 
 
@@ -192,8 +193,7 @@ def _sum_over_replicas(own: Tensor) -> Tensor:
 def train_step(trainer: Trainer, shard: BatchShard, passes: Passes | None = None) -> dict[str, Measured]:
     """Take one optimizer step over all rows of all shards; return what this rank has measured of loss and optimizer.
 
-    Where loss or gradients are not finite, weights, routers' biases, optimizer and schedule stay as they are, and
-    `skipped_steps` is 1.
+    Where loss or gradients are not finite, weights, biases and optimizer stay as they are, and `skipped_steps` is 1.
     """
     level = trainer.cfg.megatron_cfg.empty_unused_memory_level
     biases = biases_now(trainer.model, trainer.heads)  # Megatron moves them with the gradients, before these are seen
@@ -206,7 +206,6 @@ def train_step(trainer: Trainer, shard: BatchShard, passes: Passes | None = None
     if is_taken:
         is_taken, grad_norm, _ = trainer.optimizer.step()
         assert is_taken, "only a scaled loss lets Megatron skip a step, and none is scaled"
-        trainer.scheduler.step(increment=1)
     else:
         for bias, before in biases:
             bias.copy_(before)

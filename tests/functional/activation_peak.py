@@ -71,7 +71,7 @@ def full_batch(vocab: int) -> BatchShard:
 def peak_bytes(trainer: step.Trainer, shard: BatchShard) -> int:
     """Return how much more than before is allocated at the worst moment of a step."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step.train_step(trainer, shard)
+        step.train_steps(trainer, [shard])
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -89,7 +89,7 @@ def measured(model: Path, *, recompute: bool) -> dict[str, object]:
     trainer = step.build_trainer(config.policy, partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=None))
     architecture = read_architecture(model)
     shard = full_batch(architecture.vocab)
-    step.train_step(trainer, shard)
+    step.train_steps(trainer, [shard])
     expected = trainer_memory(architecture, config, derive(config), other=0.0)
     return {
         "shape": model.name,

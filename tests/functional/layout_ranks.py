@@ -93,7 +93,7 @@ def run_case(case: LayoutCase, rank: int, store: dist.Store, directory: Path) ->
         plans = [shards.plan(batch, config.policy, num_shards=num_shards, training=flag) for flag in (False, True)]
         own = [shards.split(batch, plan)[where.data] for plan in plans]
         if case.saves:
-            step.train_step(trainer, own[1])
+            step.train_steps(trainer, [own[1]])
             (directory / f"{case.name}.checkpoint").mkdir(exist_ok=True)
             checkpoint.save(trainer, directory / f"{case.name}.checkpoint")
         if case.resumes:
@@ -102,7 +102,7 @@ def run_case(case: LayoutCase, rank: int, store: dist.Store, directory: Path) ->
         other = shards.split(_with_another_first_row(batch), plans[0])[where.data]
         changed = torch.cat(step.logprobs(trainer, other))
         before = _full_weights(trainer) if where.exports else {}
-        metrics = step.train_step(trainer, own[1])
+        metrics = step.train_steps(trainer, [own[1]])
         after = _full_weights(trainer) if where.exports else {}
         answers: list[Any] = [None] * case.num_ranks
         dist.all_gather_object(answers, (where, (logprobs, changed), metrics))

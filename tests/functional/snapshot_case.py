@@ -40,7 +40,7 @@ def main() -> None:
     first, *later = [BatchShard(batch=batch, microbatches=((0, 1), (2, 3))) for batch in batches]
 
     def go_on() -> tuple[list[object], dict[str, torch.Tensor]]:
-        metrics = [step.train_step(trainer, shard) for shard in later]
+        metrics = [step.train_steps(trainer, [shard]) for shard in later]
         return metrics, {name: tensor.clone() for name, tensor in trainer.export()}
 
     copies = HostCopies()
@@ -48,7 +48,7 @@ def main() -> None:
     for place in (earlier, path):
         place.mkdir()
     write(checkpoint.snapshot(trainer, earlier, copies))
-    step.train_step(trainer, first)
+    step.train_steps(trainer, [first])
     taken = checkpoint.snapshot(trainer, path, copies)
     straight = go_on()
     write(taken)

@@ -63,7 +63,7 @@ def trained(config: Config, *, is_fused: bool) -> tuple[list[dict[str, Any]], di
     megatron = replace(config.policy.megatron_cfg, gradient_accumulation_fusion=is_fused)
     with one_rank(config):
         trainer = trainer_of(replace(config, policy=replace(config.policy, megatron_cfg=megatron)))
-        metrics = [step.train_step(trainer, shard_of(seed)) for seed in (0, 1)]
+        metrics = [step.train_steps(trainer, [shard_of(seed)]) for seed in (0, 1)]
         assert trainer.heads is not None
         parts = {"": trainer.model, "mtp.": trainer.heads}
         params = {f"{prefix}{name}": p for prefix, part in parts.items() for name, p in part.named_parameters()}

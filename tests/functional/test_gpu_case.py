@@ -29,12 +29,12 @@ def test_a_trainer_of_the_gpu_tests_trains_and_saves(
     shard = gpu_case.full_shard(tokens=64, width=32)
     try:
         trainer = gpu_case.build_trainer(config)
-        assert step.train_step(trainer, shard)["skipped_steps"] == 0.0
+        assert step.train_steps(trainer, [shard])["skipped_steps"] == 0.0
         (tmp_path / "checkpoint").mkdir()
         checkpoint.save(trainer, tmp_path / "checkpoint")
-        straight = step.train_step(trainer, shard)
+        straight = step.train_steps(trainer, [shard])
         checkpoint.load(trainer, tmp_path / "checkpoint")
-        assert step.train_step(trainer, shard) == straight
+        assert step.train_steps(trainer, [shard]) == straight
     finally:
         dist.destroy_process_group()
         parallel_state.destroy_model_parallel()

@@ -52,13 +52,13 @@ def weights(trainer: step.Trainer) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("fused", [False, True], ids=["in-parts", "fully-reshardable"], indirect=True)
 def test_a_checkpoint_of_the_fused_optimizer_continues_exactly(fused: Config, tmp_path: Path) -> None:
     trainer = trainer_of(fused)
-    step.train_step(trainer, shard_of(0))
+    step.train_steps(trainer, [shard_of(0)])
     path = saved(trainer, tmp_path / "checkpoint")
-    straight = [step.train_step(trainer, shard_of(seed)) for seed in (1, 2)]
+    straight = [step.train_steps(trainer, [shard_of(seed)]) for seed in (1, 2)]
     after = weights(trainer)
     for again in (trainer, trainer_of(fused)):
         checkpoint.load(again, path)
-        assert [step.train_step(again, shard_of(seed)) for seed in (1, 2)] == straight
+        assert [step.train_steps(again, [shard_of(seed)]) for seed in (1, 2)] == straight
         assert all(torch.equal(tensor, after[name]) for name, tensor in weights(again).items())
 
 
@@ -66,7 +66,7 @@ def test_a_checkpoint_holds_whole_weights_which_a_plain_optimizer_reads(
     fused: Config, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = trainer_of(fused)
-    step.train_step(trainer, shard_of(0))
+    step.train_steps(trainer, [shard_of(0)])
     path = saved(trainer, tmp_path / "checkpoint")
     masters = main_weights(trainer)
     assert {master.dtype for master in masters} == {torch.float32}
@@ -86,10 +86,10 @@ def main_weights(trainer: step.Trainer) -> list[torch.Tensor]:
 def test_a_save_before_any_step_is_a_start(fused: Config, tmp_path: Path) -> None:
     trainer = trainer_of(fused)
     path = saved(trainer, tmp_path / "checkpoint")
-    straight = step.train_step(trainer, shard_of(0))
+    straight = step.train_steps(trainer, [shard_of(0)])
     again = trainer_of(fused)
     checkpoint.load(again, path)
-    assert step.train_step(again, shard_of(0)) == straight
+    assert step.train_steps(again, [shard_of(0)]) == straight
 
 
 @pytest.mark.parametrize("with_optimizer", [True, False], ids=["whole", "weights"])
@@ -104,6 +104,7 @@ def test_the_configuration_decides_rates_and_decay_after_a_resume(
     changes: dict[str, Any] = {
         "optimizer__lr": 5e-3,
         "optimizer__min_lr": 1e-3,
+        "optimizer__weight_decay": 0.1,
         "scheduler__start_weight_decay": 0.1,
         "scheduler__end_weight_decay": 0.5,
         "scheduler__weight_decay_incr_style": "linear",
@@ -117,11 +118,11 @@ def test_the_configuration_decides_rates_and_decay_after_a_resume(
     config = load_case(model, **kind)
     with one_rank(config):
         trainer = trainer_of(config)
-        step.train_step(trainer, shard_of(0))
+        step.train_steps(trainer, [shard_of(0)])
         path = saved(trainer, tmp_path / "checkpoint", with_optimizer=with_optimizer)
         resumed = trainer_of(load_case(model, **kind, **{f"megatron_cfg__{key}": changes[key] for key in changes}))
         checkpoint.load(resumed, path)
-        metrics = [step.train_step(resumed, shard_of(seed)) for seed in range(1, 6)]
+        metrics = [step.train_steps(resumed, [shard_of(seed)]) for seed in range(1, 6)]
     assert [(0.1 + 0.05 * number, 1.0) for number in range(1, 6)] == [pytest.approx(own["wd"]) for own in metrics]
     assert [own["lr"] for own in metrics] == pytest.approx(
         [2e-4 + 4.8e-3 * number / 4 for number in range(1, 5)] + [4e-3]
@@ -153,7 +154,7 @@ def test_sgd_follows_gradient_momentum_and_weight_decay(model: Path, momentum: f
         directions = [torch.zeros_like(param) for param in params]
         for seed in range(3):
             before = [param.detach().clone() for param in params]
-            measured = step.train_step(trainer, shard_of(seed))
+            measured = step.train_steps(trainer, [shard_of(seed)])
             decays = [0.1 if param.dim() > 1 else 0.0 for param in params]
             for param, old, direction, decay in zip(params, before, directions, decays, strict=True):
                 direction.mul_(momentum).add_(param.main_grad + decay * old)  # the gradient as it was clipped
@@ -166,14 +167,14 @@ def test_a_checkpoint_of_sgd_continues_exactly(model: Path, tmp_path: Path, prec
     with one_rank(config):
         trainer = trainer_of(config)
         unmoved = saved(trainer, tmp_path / "before-any-step")
-        straight = [step.train_step(trainer, shard_of(0))]
+        straight = [step.train_steps(trainer, [shard_of(0)])]
         path = saved(trainer, tmp_path / "checkpoint")
-        straight += [step.train_step(trainer, shard_of(seed)) for seed in (1, 2)]
+        straight += [step.train_steps(trainer, [shard_of(seed)]) for seed in (1, 2)]
         after = weights(trainer)
         for place, seeds in ((path, (1, 2)), (unmoved, (0, 1, 2))):
             again = trainer_of(config)
             checkpoint.load(again, place)
-            assert [step.train_step(again, shard_of(seed)) for seed in seeds] == straight[-len(seeds) :]
+            assert [step.train_steps(again, [shard_of(seed)]) for seed in seeds] == straight[-len(seeds) :]
             assert all(torch.equal(tensor, after[name]) for name, tensor in weights(again).items())
 
 
@@ -181,9 +182,12 @@ def test_a_resume_takes_the_momentum_of_the_configuration(model: Path, tmp_path:
     config = load_case(model, **_SGD, megatron_cfg__optimizer__sgd_momentum=0.0)
     with one_rank(config):
         trainer = trainer_of(config)
-        step.train_step(trainer, shard_of(0))
+        step.train_steps(trainer, [shard_of(0)])
         path = saved(trainer, tmp_path / "checkpoint")
         resumed = trainer_of(load_case(model, **_SGD, megatron_cfg__optimizer__sgd_momentum=0.5))
         checkpoint.load(resumed, path)
         assert {group["momentum"] for group in resumed.optimizer.param_groups} == {0.5}
-        assert step.train_step(resumed, shard_of(1))["grad_norm"] == step.train_step(trainer, shard_of(1))["grad_norm"]
+        assert (
+            step.train_steps(resumed, [shard_of(1)])["grad_norm"]
+            == step.train_steps(trainer, [shard_of(1)])["grad_norm"]
+        )

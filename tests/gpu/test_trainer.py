@@ -37,7 +37,7 @@ def trainer_of(model: Path, *, precision: str = "bfloat16", tokens: int = 4096, 
 def train(trainer: Any, shard: Any, steps: int) -> list[dict[str, float]]:
     from recipes.policy import step
 
-    return [merge_step_metrics([step.train_step(trainer, shard)]) for _ in range(steps)]
+    return [merge_step_metrics([step.train_steps(trainer, [shard])]) for _ in range(steps)]
 
 
 def test_bfloat16_logprobs_and_steps_follow_float32(small: Path, record: Record) -> None:

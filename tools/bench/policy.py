@@ -97,7 +97,7 @@ def _our_step(directory: Path) -> Callable[[], None]:
     shard = BatchShard(batch=_batch(), microbatches=(tuple(range(ROWS)),))
 
     def call() -> None:
-        step.train_step(trainer, shard)
+        step.train_steps(trainer, [shard])
 
     return call
 

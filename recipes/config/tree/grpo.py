@@ -17,7 +17,7 @@ class AsyncGrpoConfig:
     enabled: bool
     """generate while training; false is the same as max_trajectory_age_steps 0"""
     max_trajectory_age_steps: Annotated[int, Ge(0), Unit("steps")]
-    """oldest weights trained on, in optimizer steps; 0 = synchronous"""
+    """oldest weights trained on, in steps; 0 = synchronous"""
     max_generation_failures: Annotated[int, Ge(0), Unit("batches")]
     """consecutive failed batches of rollouts before the run ends"""
     num_rollout_workers: Annotated[int | None, Ge(1), Unit("processes")]
@@ -79,11 +79,11 @@ class GrpoConfig:
     """The algorithm: batch shape, schedule, rollouts, rewards, advantages, validation."""
 
     num_prompts_per_step: Annotated[int, Ge(1), Unit("prompts")]
-    """prompts (groups) in one optimizer step: P"""
+    """prompts (groups) in one step: P"""
     num_generations_per_prompt: Annotated[int, Ge(1), Unit("rollouts")]
     """rollouts of one prompt, the group size: G"""
     max_num_steps: Annotated[int, Ge(1), Unit("steps")]
-    """stop after this many optimizer steps; the last one always saves"""
+    """stop after this many steps; the last one always saves"""
     max_num_epochs: Annotated[int, Ge(1), Unit("epochs")]
     """stop after this many passes over the training rows"""
     seed: Annotated[int, Ge(0), Unit("seed")]

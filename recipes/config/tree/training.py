@@ -60,7 +60,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Learning rate and weight decay over training steps."""
+    """Learning rate and weight decay over training steps, each of which is a batch."""
 
     lr_warmup_iters: Annotated[int, Ge(0), Unit("steps")]
     """steps from lr_warmup_init to lr"""

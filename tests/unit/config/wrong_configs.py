@@ -108,7 +108,7 @@ FILES = {
     "text for a number": (
         "grpo: {num_prompts_per_step: many}",
         'x.yaml: grpo.num_prompts_per_step: got "many", expected an integer >= 1; '
-        "meaning: prompts (groups) in one optimizer step: P",
+        "meaning: prompts (groups) in one step: P",
     ),
     "fraction for an integer": (
         "grpo: {num_generations_per_prompt: 8.5}",
