@@ -215,6 +215,20 @@ def test_a_second_set_up_waits_for_a_lock_that_only_its_owner_can_open(setup, tm
     assert "could not create it" in output
 
 
+@pytest.mark.parametrize(("status", "says"), [(65, "has no locks; start no second set-up"), (1, "for 15 minutes")])
+def test_a_file_system_without_locks_is_no_other_set_up(setup, tmp_path, status, says):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$2" = venv ] && exit 1\nexec {sys.executable} "$@"\n')
+    flock = tmp_path / "bin" / "flock"
+    flock.parent.mkdir()
+    flock.write_text(f"#!/bin/sh\nexit {status}\n")
+    for program in (python, flock):
+        program.chmod(0o755)
+    said = setup(expect=2, PYTHON=str(python), PATH=f"{flock.parent}:{os.environ['PATH']}", MIN_FREE_GB="0")
+    assert says in said
+    assert ("could not create it" in said) == (status == 65)  # it went on
+
+
 def test_finished_environment_is_left_alone(setup, tmp_path):
     (tmp_path / "venv").mkdir()
     (tmp_path / "venv" / ".synced").write_text(hashlib.sha256((tmp_path / "lock").read_bytes()).hexdigest())

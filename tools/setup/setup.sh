@@ -24,6 +24,7 @@ readonly MIN_FREE_GB="${MIN_FREE_GB:-6}"
 readonly TORCH_INDEX="${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}"
 readonly LOG="${VENV}/setup.log"
 readonly CHECK="${ROOT}/tools/setup/check_env.py"
+readonly LOCK_TIMED_OUT=1 # of flock; another status says that it cannot lock there, as on Lustre without -o flock
 
 usage() { sed -n '3,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 
@@ -64,13 +65,15 @@ require_cpu_lock() {
 # Two set-ups at once would install over each other. Children inherit the lock on purpose. Its owner alone may open the
 # file: whoever may read a file may lock it.
 lock_environment() {
-  local file="${VENV%/}.lock"
+  local file="${VENV%/}.lock" status=0
   mkdir -p -- "$(dirname -- "${file}")"
   if ! (umask 077 && : >>"${file}"); then
     die "${file}: it cannot be written; delete it or set VENV to a directory of your own"
   fi
   exec 9>>"${file}"
-  flock --timeout 900 9 || die "${file}: another set-up has held this lock for 15 minutes; end it and run again"
+  flock --timeout 900 9 || status=$?
+  ((status != LOCK_TIMED_OUT)) || die "${file}: another set-up has held this lock for 15 minutes; end it and run again"
+  ((status == 0)) || say "${file}: this file system has no locks; start no second set-up of ${VENV}"
 }
 
 # shellcheck source=tools/setup/packages.sh
