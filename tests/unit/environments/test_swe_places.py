@@ -63,3 +63,17 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_has_is_kept
     own = places.home()
     assert list(open_directory.iterdir()) == [own]
     places.leave()
+
+
+def test_what_another_machine_has_in_a_shared_directory_is_kept(open_directory, monkeypatch):
+    """No lock that is held there is seen here."""
+    monkeypatch.setattr(places, "_homes", {})
+    monkeypatch.setattr(places, "_parent", lambda _: open_directory)
+    monkeypatch.setattr(places.socket, "gethostname", lambda: "node-7")
+    theirs = places.home()
+    places.leave()
+    theirs.mkdir()
+    monkeypatch.setattr(places.socket, "gethostname", lambda: "node-8")
+    own = places.home()
+    assert sorted(open_directory.iterdir()) == sorted([theirs, own])
+    places.leave()

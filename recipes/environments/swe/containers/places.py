@@ -1,7 +1,9 @@
 """The directory in which a process keeps its containers' pipes and mount points, and the user that containers run as.
 
 A process that is killed cannot clear its directory. So it holds a lock on it as long as it lives, and the next process
-of the same user that starts containers removes the directories without a lock.
+of the same user that starts containers on this machine removes its directories without a lock. Their names have the
+machine's: a temporary directory may lie on a file system that others share, and a lock of a directory holds on one
+machine only.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import socket
 import stat
 import tempfile
 from contextlib import suppress
@@ -63,8 +66,8 @@ def container_user() -> int:
 
 
 def clear_abandoned(parent: Path) -> None:
-    """Remove this user's directories below `parent` that no process holds."""
-    for path in parent.glob(f"{PREFIX}*"):
+    """Remove this user's directories of this machine below `parent` that no process holds."""
+    for path in parent.glob(f"{_prefix()}*"):
         with suppress(OSError):
             found = path.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
@@ -84,9 +87,13 @@ def _parent(temporary: Path) -> Path:
     return temporary if is_own or can_pass else Path("/tmp")
 
 
+def _prefix() -> str:
+    return f"{PREFIX}{socket.gethostname()}-"
+
+
 def _make(parent: Path) -> Path:
     while True:
-        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        path = Path(tempfile.mkdtemp(prefix=_prefix(), dir=parent))
         lock = lock_directory(path)
         if lock is not None and os.fstat(lock).st_nlink:  # else another start took it for an abandoned one
             path.chmod(0o711)  # the container's user passes through
