@@ -257,12 +257,12 @@ def add_advantages(batch: TrainBatch, groups: Sequence[Group], config: Config) -
         flag_advantages=tuple(None if value is None else min(max(value, low), high) for value in of_flags),
         nll_weight_B=nll_weights(batch.rewards_B, tokens_B, config.loss_fn) if with_nll else None,
     )
-    zero_groups = [not advantages_B[batch.group_B == group].any() for group in range(len(groups))]
-    return final, {
-        **_token_metrics(advantages_B, of_flags, final, rollouts),
-        **_turn_metrics(rollouts),
-        "num_zero_advantage_groups": float(sum(zero_groups)),
-    }
+    metrics = _turn_metrics(rollouts)
+    if not kl_in_reward:  # else a token's advantage is known to the ranks alone, which measure it
+        zero_groups = [not advantages_B[batch.group_B == group].any() for group in range(len(groups))]
+        metrics |= _token_metrics(advantages_B, of_flags, final, rollouts)
+        metrics["num_zero_advantage_groups"] = float(sum(zero_groups))
+    return final, metrics
 
 
 def _token_metrics(

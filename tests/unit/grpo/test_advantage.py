@@ -233,8 +233,9 @@ def test_with_the_kl_in_the_reward_the_ranks_normalise_and_clip() -> None:
     estimator = SimpleNamespace(name="reinforce_plus_plus", minus_baseline=False)
     batch, groups = given([90.0, 0.0, 60.0, 30.0], [0, 0, 1, 1], [1.0, 1.0, 1.0, 0.0])
     options = {"adv_estimator": estimator, "invalid_tool_call_advantage": -70.0}
-    got, _ = add_advantages(batch, groups, config(use_kl_in_reward=True, **options))
+    got, metrics = add_advantages(batch, groups, config(use_kl_in_reward=True, **options))
     assert got.advantages_B.tolist() == [90.0, 0.0, 60.0, 0.0]
+    assert not any("advantage" in name for name in metrics)  # no token is trained with 90
     assert min(value for value in got.flag_advantages if value is not None) == -50.0
     without, _ = add_advantages(batch, groups, config(**options))
     assert without.advantages_B.abs().max() < 2.0
