@@ -221,7 +221,7 @@ class TrainBatch:
     flag_advantages: tuple[float | None, ...] = (None,) * NUM_FLAGS  # [F] of flagged turns; None is the row's own
     nll_weight_B: Tensor | None = None  # float32, factor on the row's negative log-likelihood in the loss; None = 0
     rollout_B: Tensor | None = None  # int64, ascending, number of the row's rollout; None: each row is a rollout
-    row_weight_B: Tensor | None = None  # float32, see `LossInputs`
+    row_weight_B: Tensor | None = None  # float32, the row's share of its rollout in a mean over rollouts; None = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,8 +51,7 @@ def spread_over_sequences(batch: TrainBatch, groups: Sequence[Group], *, token_l
 
     Every sequence has the advantage, the reward and the mask of its rollout. A loss per token needs no more: each
     sampled token is in one row. In a loss per sample the unit is the rollout: a row counts by its share of the
-    rollout's sampled tokens. The loss divides by the number of rows that stay, so `row_weight_B` holds rows per rollout
-    too, over those that are in the loss now.
+    rollout's sampled tokens, `row_weight_B`.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     counts_B = torch.tensor([len(rollout.sequences) for rollout in rollouts])
@@ -60,17 +59,14 @@ def spread_over_sequences(batch: TrainBatch, groups: Sequence[Group], *, token_l
         return batch
     values = {f.name: getattr(batch, f.name) for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)}
     spread = replace(batch, **{name: value_B.repeat_interleave(counts_B, dim=0) for name, value_B in values.items()})
-    shares = [sampled / max(r.num_generated_tokens, 1) for r in rollouts for _, sampled in r.sequences]
-    num_rows = (spread.sample_mask_B > 0).sum()
-    rows_per_rollout = num_rows / (batch.sample_mask_B > 0).sum().clamp(min=1)
-    nll_weight_B = spread.nll_weight_B
-    if nll_weight_B is not None and not token_level_loss:
-        nll_weight_B = nll_weight_B * rows_per_rollout
+    weight_B = None
+    if not token_level_loss:
+        shares = [sampled / max(r.num_generated_tokens, 1) for r in rollouts for _, sampled in r.sequences]
+        weight_B = torch.tensor(shares, dtype=torch.float32)
     return replace(
         spread,
         member_B=torch.cat([torch.arange(sum(len(r.sequences) for r in group.rollouts)) for group in groups]),
         lengths_B=torch.tensor([max(tokens, 1) for rollout in rollouts for tokens, _ in rollout.sequences]),
         rollout_B=torch.arange(len(rollouts)).repeat_interleave(counts_B),
-        row_weight_B=torch.tensor(shares, dtype=torch.float32) * rows_per_rollout,
-        nll_weight_B=nll_weight_B,
+        row_weight_B=weight_B,
     )

@@ -46,11 +46,24 @@ def optimizer_batches(batch: TrainBatch, size: int, *, num_shards: int = 1) -> l
     """
     rollout_B = torch.arange(len(batch.lengths_B)) if batch.rollout_B is None else batch.rollout_B
     num_rollouts = int(rollout_B[-1]) + 1 if len(rollout_B) else 0
-    if num_rollouts <= size:
-        return [padded(batch, num_shards)]
     step_B = rollout_B // size
-    steps = [_take(batch, (step_B == step).nonzero().ravel()) for step in range(int(step_B[-1]) + 1)]
-    return [padded(step, num_shards) for step in steps]
+    steps = [batch]
+    if num_rollouts > size:
+        steps = [_take(batch, (step_B == step).nonzero().ravel()) for step in range(int(step_B[-1]) + 1)]
+    return [padded(_counted_by_rows(step), num_shards) for step in steps]
+
+
+def _counted_by_rows(step: TrainBatch) -> TrainBatch:
+    """Return a step whose mean over rollouts is the sum over its rows, divided by the number of those in the loss.
+
+    That number is what a loss divides by, so shares of rollouts are multiplied by rows per rollout.
+    """
+    if step.row_weight_B is None or step.rollout_B is None:
+        return step
+    kept_B = step.sample_mask_B > 0
+    rows_per_rollout = int(kept_B.sum()) / max(len(set(step.rollout_B[kept_B].tolist())), 1)
+    nll_weight_B = None if step.nll_weight_B is None else step.nll_weight_B * rows_per_rollout
+    return replace(step, row_weight_B=step.row_weight_B * rows_per_rollout, nll_weight_B=nll_weight_B)
 
 
 def padded(batch: TrainBatch, multiple: int) -> TrainBatch:

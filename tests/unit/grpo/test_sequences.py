@@ -145,12 +145,14 @@ def test_calls_in_several_sequences_weigh_as_the_same_calls_in_one(token_level: 
     config = settings(token_level=token_level, nll_weight=nll_weight)
     calls = [turn((1, 2), (10, 11)), turn((3,), (12, 13, 14))]
     context = (1, 2, 10, 11, 3)
-    others = [rollout(0.0, [turn((1,), (20,))]), rollout(None, [turn((1,), (30,))])]
+    others = [rollout(None, [turn((1,), (30,))]), *[rollout(0.0, [turn((1,), (token,))]) for token in (20, 21)]]
     one = group_of([rollout(1.0, calls), *others])
     several = group_of([rollout(1.0, calls[:1], [turn(context, calls[1].token_ids)]), *others])
-    whole, split = loss_of(trained(config, one)[0], config), loss_of(trained(config, several)[0], config)
-    assert split[0] == pytest.approx(whole[0])
-    torch.testing.assert_close(split[1], whole[1])
+    for size in (4, 2):  # rollouts of an optimizer step
+        parts = zip(*(optimizer_batches(trained(config, group)[0], size) for group in (one, several)), strict=True)
+        for whole, split in ((loss_of(part, config), loss_of(same, config)) for part, same in parts):
+            assert split[0] == pytest.approx(whole[0])
+            torch.testing.assert_close(split[1], whole[1])
 
 
 def test_an_optimizer_step_is_as_many_rollouts_however_many_sequences_they_have() -> None:
