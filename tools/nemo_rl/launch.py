@@ -17,10 +17,12 @@ from recipes.files import write_atomically
 from tools.nemo_rl.accepted import instance_of, is_known, key_problem
 from tools.nemo_rl.export import ExportedConfig, engine, export, render_export, rules
 from tools.planning.contract import Contract
+from tools.planning.draft import INPUTS, OVERRIDES
 
 FILE_NAME = "nemo_rl.yaml"
 PARSER = "policy.generation.vllm_cfg.reasoning_parser_plugin"
 VLLM = "policy.generation.vllm_kwargs"
+INPUT_KEYS = {OVERRIDES[variable]: variable for variable in INPUTS}
 SIZES = ("cluster", "policy.generation.colocated", "env.nemo_gym.num_gpu_nodes")  # node totals follow from these
 
 
@@ -100,6 +102,10 @@ def override_problems(tree: Mapping[str, Any], words: Sequence[str]) -> Iterator
         if any(key == name or key.startswith(f"{name}.") for name in SIZES):
             fix = f"give {key}=... to super_launch.sh or as ARGS of make, where nodes are counted"
             yield Problem(where=where, wrong="this key decides how many nodes the job asks for", fix=fix)
+            continue
+        if (variable := INPUT_KEYS.get(key)) is not None:
+            wrong = f"{variable} sets this key, and what it names is checked and recorded"
+            yield Problem(where=where, wrong=wrong, fix=f"set {variable} in its place")
             continue
         is_there = _has(tree, key)
         if sign in ("", "~") and not is_there:

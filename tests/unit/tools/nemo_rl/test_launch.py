@@ -97,6 +97,8 @@ def test_users_overrides_are_the_last_words_and_whole() -> None:
         ("+cluster.num_nodes=3", "this key decides how many nodes the job asks for",
          "give cluster.num_nodes=... to super_launch.sh or as ARGS of make, where "
          "nodes are counted"),
+        ("++policy.model_name=/other", "MODEL_PATH sets this key, and what it names is checked and recorded",
+         "set MODEL_PATH in its place"),
     ],
 )  # fmt: skip
 def test_override_that_nobody_would_read_is_refused(loaded: LoadedConfig, word: str, what: str, fix: str) -> None:
