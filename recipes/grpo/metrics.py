@@ -282,7 +282,7 @@ class Alarms:
     """What goes wrong in several steps in a row, counted since the start of the process."""
 
     masked_steps: int = 0  # with too many sequences masked by the mismatch test
-    skipped_steps: int = 0  # with an optimizer step whose loss or gradients were not finite
+    skipped_steps: int = 0  # without an optimizer step whose loss and gradients were finite
 
     def masked(self, values: Mapping[str, float], step: int) -> dict[str, float]:
         """Count the steps in which the mismatch test masks more than a tenth of the sequences; say so.
@@ -301,12 +301,18 @@ class Alarms:
             )
         return {"masked_seqs_share": share, "mismatch_alarm_steps": float(self.masked_steps)}
 
-    def skipped(self, values: Mapping[str, float], step: int) -> None:
-        """Count the steps in which the policy skipped an optimizer step; say so."""
+    def skipped(self, values: Mapping[str, float], step: int, *, num_optimizer_steps: int) -> None:
+        """Count the steps in which the policy skipped all of its optimizer steps; say how many it skipped."""
         count = values.get("train/skipped_steps", 0.0)
-        self.skipped_steps = self.skipped_steps + 1 if count else 0
+        self.skipped_steps = self.skipped_steps + 1 if count >= num_optimizer_steps else 0
         if count:
-            logger.error("step %d: the weights stay as they are: loss or gradients are not finite", step)
+            logger.error(
+                "step %d: loss or gradients are not finite in %.0f of %d optimizer steps, which leave the weights as"
+                " they are",
+                step,
+                count,
+                num_optimizer_steps,
+            )
 
     def end_if_stuck(self, max_skipped_steps: int) -> None:
         """Raise `RunError` after more steps in a row without finite gradients than allowed."""

@@ -233,7 +233,8 @@ class Run:
             metrics.add(aggregate_rollouts(groups, self.state.step - 1))
             metrics.add({"buffer_size": float(len(self.buffer))})
             metrics.add(self._alarms.masked(metrics.as_dict(), self.state.step))
-            self._alarms.skipped(metrics.as_dict(), self.state.step)
+            parts = derive(self.config).samples_per_step // self.config.policy.train_global_batch_size
+            self._alarms.skipped(metrics.as_dict(), self.state.step, num_optimizer_steps=parts)
             metrics.add(self.collector.environment_metrics())
             metrics.add(self._shares(metrics, seconds), prefix="")
             store = self.collector.token_store

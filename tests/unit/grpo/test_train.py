@@ -383,6 +383,17 @@ def test_steps_without_finite_gradients_in_a_row_end_the_run_saved(tmp_path: Pat
     assert [record["train/skipped_steps"] for record in records(tmp_path)] == [1.0, 0.0, 1.0, 1.0]
 
 
+def test_a_run_goes_on_while_one_optimizer_step_of_each_batch_is_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    halves = ["policy.train_global_batch_size=2", "loss_fn.force_on_policy_ratio=false"]
+    run = make_run(tmp_path, ROWS, "policy.max_skipped_steps=1", *halves)
+    train_step = run.policy.train
+    run.policy.train = lambda batch: {**train_step(batch), "skipped_steps": 1.0}  # type: ignore[method-assign]
+    assert drive(run) is None
+    assert "step 1: loss or gradients are not finite in 1 of 2 optimizer steps" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("override", "oldest"), [("enabled=false", {0}), ("max_trajectory_age_steps=0", {0}), ("enabled=true", {0, 1})]
 )
