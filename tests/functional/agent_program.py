@@ -29,6 +29,8 @@ async def work(row: dict[str, Any]) -> dict[str, Any]:
     async with httpx.AsyncClient(timeout=WAIT) as client:
         for step in range(row.get("num_calls", 4)):
             reply = await client.post(address, json={"messages": messages, **fields})
+            if row.get("gives_up") and reply.is_server_error:
+                break
             reply.raise_for_status()
             message = reply.json()["choices"][0]["message"]
             calls = message.get("tool_calls", ())

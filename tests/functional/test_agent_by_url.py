@@ -20,7 +20,7 @@ from recipes.environments.chat.tool_calls import FlagPatterns
 from recipes.environments.environments import Environments
 from recipes.environments.model_server.agent import UrlAgents
 from recipes.environments.model_server.session import RolloutSession, SessionLimits
-from recipes.errors import EngineError
+from recipes.errors import EngineError, RequestError
 from recipes.types import Completion, Rollout, RolloutStatus, VersionSpan
 from tests.functional.agent_program import running_agent
 from tests.functional.speed import patiently
@@ -39,13 +39,13 @@ class Policy:
 
     max_model_len = 4096
 
-    def __init__(self, codec: ChatCodec, says: list[str]) -> None:
+    def __init__(self, codec: ChatCodec, says: list[str | Exception]) -> None:
         self.codec, self.says, self.sampled = codec, says, []
 
     async def generate(self, prompt_token_ids: tuple[int, ...], *, max_tokens: int) -> Completion:
         text = self.says[min(len(self.sampled), len(self.says) - 1)]
-        if not text:
-            raise EngineError("engine 0 died")
+        if isinstance(text, Exception):
+            raise text
         ids = self.codec._tokenize(text)
         span = VersionSpan(version=1, start=0, end=len(ids))
         done = Completion(token_ids=ids, logprobs=(-0.5,) * len(ids), versions=(span,), finish_reason="stop")
@@ -89,7 +89,7 @@ def row(**fields: Any) -> dict[str, Any]:
     }
 
 
-async def rollout(codec: ChatCodec, url: str, says: list[str], **fields: Any) -> tuple[Rollout, Policy]:
+async def rollout(codec: ChatCodec, url: str, says: list[str | Exception], **fields: Any) -> tuple[Rollout, Policy]:
     policy, settings = Policy(codec, says), fields.pop("settings", {})
     with environments(codec, url, **settings) as made:
         assert made.check_row(row(**fields)) == []
@@ -178,7 +178,17 @@ async def test_agent_that_is_not_there(codec: ChatCodec) -> None:
 
 async def test_lost_engines_end_the_run_at_once(codec: ChatCodec, agent_url: str) -> None:
     with pytest.raises(EngineError, match="engine 0 died"):
-        await rollout(codec, agent_url, [""])
+        await rollout(codec, agent_url, [EngineError("engine 0 died")])
+
+
+@pytest.mark.parametrize("gives_up", [True, False], ids=["the agent reports what it has", "the agent fails"])
+async def test_what_an_agent_does_when_the_engine_fails_it_earns_nothing(
+    codec: ChatCodec, agent_url: str, gives_up: bool
+) -> None:
+    says = [f"a</think>\\boxed{{B}}{END}", RequestError("engine 0 was late")]
+    done, _ = await rollout(codec, agent_url, says, gives_up=gives_up)
+    assert (done.status, done.reward, len(done.turns)) == (RolloutStatus.ABORTED, None, 1), done.reason
+    assert "the agent's last model call had no answer: engine 0 was late" in done.reason
 
 
 def session(codec: ChatCodec, policy: Policy) -> RolloutSession:

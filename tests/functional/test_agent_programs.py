@@ -18,6 +18,7 @@ from recipes.environments.agents.episode import Episode
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.model_server.agent import UrlAgents
 from recipes.environments.swe.contract import SweTask
+from recipes.errors import RequestError
 from recipes.types import Rollout, RolloutStatus
 from tests.directory_container import DirectoryRuntime
 from tests.unit.environments.agents.test_coding_agent import (
@@ -89,20 +90,48 @@ async def run(place: Path, codec: ChatCodec, says: list[str], **settings: Any) -
         servers.close()
 
 
+def install(place: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """Put a program in the place of OpenHands."""
+    monkeypatch.setenv("AGENT_PROGRAMS_DIR", str(place / "programs"))
+    python = PROGRAMS["openhands-ai"].python
+    python.parent.mkdir(parents=True)
+    python.write_text(program)
+    python.chmod(0o755)
+
+
 async def test_what_lasts_is_the_shell_of_lasting_commands(
     tmp_path: Path, codec: ChatCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AGENT_PROGRAMS_DIR", str(tmp_path / "programs"))
-    python = PROGRAMS["openhands-ai"].python
-    python.parent.mkdir(parents=True)
-    python.write_text(PROGRAM)
-    python.chmod(0o755)
+    install(tmp_path, monkeypatch, PROGRAM)
     rollout, model = await run(
         tmp_path / "task", codec, ["hm</think>So it is.<|im_end|>"], agent_framework="openhands-ai"
     )
     assert "ended/finished" in rollout.metrics, rollout.reason
     assert "lasting: /usr:1; other: /usr:" in codec.text(model.prompts[0])
     assert rollout.metrics["program/num_commands"] == 4.0
+
+
+GIVES_UP = f"""#!{sys.executable}
+import json, os, urllib.error, urllib.request
+body = json.dumps({{"model": "policy", "messages": [{{"role": "user", "content": "u"}}]}}).encode()
+try:
+    urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)).read()
+except urllib.error.HTTPError:
+    print(json.dumps({{"end": "other"}}))
+"""
+
+
+async def test_a_program_whom_the_engine_has_failed_earns_nothing(
+    tmp_path: Path, codec: ChatCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_arguments: Any, **_more: Any) -> Any:
+        raise RequestError("engine 0 was late")
+
+    monkeypatch.setattr(Scripted, "generate", fail)
+    install(tmp_path, monkeypatch, GIVES_UP)
+    rollout, _ = await run(tmp_path / "task", codec, [], agent_framework="openhands-ai")
+    assert (rollout.status, rollout.reward) == (RolloutStatus.ABORTED, None), rollout.reason
+    assert "engine 0 was late" in rollout.reason
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@
     -> run the hidden tests in a fresh container -> the verdict
 
 Every call is captured and trained once, as for an agent by URL; the verdict is that of our own agent's rollouts. A
-program that fails, or that never asks the policy, gives no verdict.
+program that fails, that never asks the policy, or whose last question no engine has answered, gives no verdict.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from recipes.environments.agents.coding.work import end_of_container
 from recipes.environments.agents.episode import Episode, scored, unscored
 from recipes.environments.chat.codec import row_template_kwargs
 from recipes.environments.contract.verdict import NoVerdict
-from recipes.environments.model_server.agent import MAX_LOST, UrlAgents, sequences_in, session_metrics
+from recipes.environments.model_server.agent import MAX_LOST, UrlAgents, no_answer, sequences_in, session_metrics
 from recipes.environments.model_server.replies import MODEL
 from recipes.environments.model_server.session import RolloutSession, SessionLimits
 from recipes.environments.swe.containers.places import home
@@ -82,7 +82,7 @@ async def program_rollout(
             failed = str(error)
     if session.engine_failure is not None:
         raise session.engine_failure
-    if not failed and course.work.patch:
+    if not failed and not session.failure and course.work.patch:
         tests = time.monotonic()
         evaluation = await means.evaluator(task, course.work.patch)
         course.work = replace(course.work, evaluation=evaluation)
@@ -211,7 +211,9 @@ def _rollout(session: RolloutSession, course: _ProgramCourse, failed: str, *, se
     metrics = {**course.metrics, **session_metrics(session, kept)}
     text = session.codec.decode(turns[-1].token_ids, prompt_ids=turns[-1].prompt_token_ids).text if turns else ""
     verdict = None if failed else verdict_on(course.work)
-    if verdict is None:
+    if session.failure:  # what a program leaves then is not its own work
+        rollout = unscored(turns, RolloutStatus.ABORTED, no_answer(session), seconds=seconds)
+    elif verdict is None:
         rollout = unscored(turns, RolloutStatus.ENV_FAILED, failed, seconds=seconds)
     elif not turns:
         what = "took no answer that can be trained" if session.num_calls else "made no model call"

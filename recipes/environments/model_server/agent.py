@@ -7,7 +7,8 @@ The verifier scores the main path of the calls that the agent made: the one with
 with its reward, each call once. What the bounds on a rollout's sequences leave out is `lost_share`, a share of the
 sampled tokens, and a rollout that lost more than half of them is kept out of the loss. With the setting `train: main`
 only the main path is trained, and what is beside it is `ignored_share`, which keeps nothing out of the loss. A rollout
-has no reward when the agent failed, was late, or made no call.
+has no reward when the agent failed, was late, or made no call, and when the engine gave no answer to its last call: an
+agent may go on without it, and report what it has.
 """
 
 from __future__ import annotations
@@ -79,15 +80,13 @@ class UrlAgents:
         )
         server = await self.server_for(urlsplit(agent.url).hostname or "")
         async with server.serving(session) as base_url:
-            try:
-                reply = await self._result(episode, agent, session, base_url)
-            except _NotDoneError as end:
-                kept = sequences_in(session, main_only=agent.trains_main_only)
-                turns = kept.turns(0) if kept.paths else ()
-                rollout = unscored(turns, end.status, str(end), seconds=time.monotonic() - start)
-                return replace(rollout, metrics=session_metrics(session, kept), branches=kept.branches())
+            end = await self._end(episode, agent, session, base_url)
         kept = sequences_in(session, main_only=agent.trains_main_only)
-        return await _with_verdict(episode, session, kept, reply, start=start)
+        if isinstance(end, NoVerdict):
+            turns = kept.turns(0) if kept.paths else ()
+            rollout = unscored(turns, end.status, end.reason, seconds=time.monotonic() - start)
+            return replace(rollout, metrics=session_metrics(session, kept), branches=kept.branches())
+        return await _with_verdict(episode, session, kept, end, start=start)
 
     def close(self) -> None:
         """End the servers and the connections."""
@@ -96,6 +95,20 @@ class UrlAgents:
                 if starting.done() and not starting.cancelled() and starting.exception() is None:
                     starting.result().stop()
         self.http.close_all()
+
+    async def _end(
+        self, episode: Episode, agent: Agent, session: RolloutSession, base_url: str
+    ) -> Mapping[str, Any] | NoVerdict:
+        """Return what the agent adds to its row, or why its work gets no verdict."""
+        try:
+            reply = await self._result(episode, agent, session, base_url)
+        except _NotDoneError as end:
+            if end.status is RolloutStatus.TIMED_OUT or not session.failure:
+                return NoVerdict(status=end.status, reason=str(end))
+            return NoVerdict(status=RolloutStatus.ABORTED, reason=f"{no_answer(session)}; {end}")
+        if session.failure:
+            return NoVerdict(status=RolloutStatus.ABORTED, reason=no_answer(session))
+        return reply
 
     async def _result(
         self, episode: Episode, agent: Agent, session: RolloutSession, base_url: str
@@ -139,6 +152,11 @@ class UrlAgents:
             held = hold_in_range(AGENT_PORTS.low, AGENT_PORTS.high, host=address)
             starting = servers[address] = asyncio.create_task(ListeningServer.start(held))
         return await asyncio.shield(starting)
+
+
+def no_answer(session: RolloutSession) -> str:
+    """Return why the work of an agent, whose last question we could not answer, is not its own."""
+    return f"the agent's last model call had no answer: {session.failure}"
 
 
 def own_address(host: str) -> str:

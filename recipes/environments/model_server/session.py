@@ -87,6 +87,7 @@ class RolloutSession:
     engine_failure: EngineError | None = None  # no engine is left: the run must end
     is_over: bool = False
     is_full: bool = False  # the latest call found no room in the context
+    failure: str = ""  # why we could not answer the latest call; "" once a later one is answered
     num_calls: int = 0  # that were begun, failed ones included
     _calls: dict[bytes, Call] = field(default_factory=dict)  # the latest of each request
     _running: set[asyncio.Task[Stored]] = field(default_factory=set)
@@ -164,15 +165,19 @@ class RolloutSession:
                 return await self._answer(number, request, is_gym=is_gym)
         except TimeoutError as error:
             self.counts["late_calls"] += 1
-            raise ApiError(503, f"no answer within {self.limits.call_seconds:g} s") from error
+            self.failure = f"no answer within {self.limits.call_seconds:g} s"
+            raise ApiError(503, self.failure) from error
         except EngineError as error:
             self.engine_failure = error
             self.engine_failed.set()
             raise ApiError(503, "the policy has no engine left") from error
         except RequestError as error:
-            self.counts["failed_calls"] += 1
-            logger.warning("a model call of an agent failed: %s", error)
-            raise ApiError(500, "the engine failed") from error
+            raise self._failed(str(error)) from error
+        except ApiError:
+            raise
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            raise
 
     async def _answer(self, number: int, request: ModelRequest, *, is_gym: bool) -> Stored:
         if request.ends_in_reasoning:
@@ -192,15 +197,20 @@ class RolloutSession:
         if not completion.token_ids and completion.finish_reason == "length":
             return self._overflow(number, len(prompt_ids), limit, is_gym=is_gym)
         if problem := unusable(completion, num_prompt_tokens=len(prompt_ids)):
-            self.counts["failed_calls"] += 1
-            logger.warning("a model call of an agent failed: %s", problem)
-            raise ApiError(500, "the engine failed")
+            raise self._failed(problem)
         if keeps_tools and prompt.place.parent is not None:
             tools = prompt.place.parent.tools
         decoded = await asyncio.to_thread(_sampled, self.codec, request, prompt, completion)
         if self.is_over:
             raise over()
         return self._store(number, request, prompt, decoded, tools=tools, is_gym=is_gym)
+
+    def _failed(self, reason: str) -> ApiError:
+        """Note that the engine failed a call, and return what the agent is told."""
+        self.failure = reason
+        self.counts["failed_calls"] += 1
+        logger.warning("a model call of an agent failed: %s", reason)
+        return ApiError(500, "the engine failed")
 
     def _previous(self, request: ModelRequest) -> CallNode | None:
         if request.previous is None:
@@ -213,7 +223,7 @@ class RolloutSession:
 
     def _overflow(self, number: int, num_prompt: int, limit: int, *, is_gym: bool) -> Stored:
         """ModelAnswer a call whose prompt fills the context, in the words that agents look for."""
-        self.is_full = True
+        self.is_full, self.failure = True, ""
         self.counts["full_contexts"] += 1
         if is_gym:
             return Stored(answer=_empty(number, "length"), node=None)
@@ -246,7 +256,7 @@ class RolloutSession:
             tools=tools,
             is_thinking_open=sampled.is_thinking_open,
         )
-        self.is_full = False
+        self.is_full, self.failure = False, ""
         self._responses[f"resp_{number}"] = node
         answer = ModelAnswer(
             number=number,

@@ -104,8 +104,11 @@ async def test_case_15_errors_of_the_engine_leave_no_node(codec: ChatCodec) -> N
     body = recording("openai_retry_500").requests[0]["body"]
     async with serving(policy) as rollout:
         replies = [await rollout.post(body, headers={"x-stainless-retry-count": str(n)}) for n in range(3)]
-    assert [reply.status for reply in replies] == [500, 500, 200]
-    assert rollout.kinds == "R" and len(policy.prompts) == 3
+        assert [reply.status for reply in replies] == [500, 500, 200] and not rollout.session.failure
+        policy.says = [RequestError("later still")]
+        assert (await rollout.post({"messages": QUESTION})).status == 500
+        assert rollout.session.failure == "later still"
+    assert rollout.kinds == "R" and len(policy.prompts) == 4
 
 
 @pytest.mark.parametrize("counts", [pytest.param((0, 1), id="16"), pytest.param((0, 1, 2, 0, 1, 2), id="17")])
