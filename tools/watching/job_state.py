@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,6 +49,7 @@ class Queue:
     jobs: tuple[SlurmJob, ...] = ()
     notes: tuple[str, ...] = ()
     has_answered: bool = False  # the controller did: a job that is not among them is no more
+    asked_at: float | None = None  # Unix seconds; what is known of a job is of then. None: of now
 
     def job(self, job_id: str) -> SlurmJob | None:
         return next((job for job in self.jobs if job.id == job_id), None)
@@ -66,6 +68,7 @@ def read_queue(name: str, job_id: str) -> Queue:
     if shutil.which("squeue") is None:
         return Queue(notes=(f"squeue is not on this machine: nothing is known of job {job_id}",) if job_id else ())
     notes: list[str] = []
+    asked_at = time.time()
     ask = ["squeue", "--noheader", "--all", f"--format={_QUEUED}"]  # also jobs in hidden partitions
     # Others may have jobs of this name, which the stage gives; theirs are found by the id that their run notes.
     jobs = [parse_queued(line) for line in _ask([*ask, f"--user={os.getuid()}", f"--name={name}"], notes)]
@@ -78,7 +81,7 @@ def read_queue(name: str, job_id: str) -> Queue:
     if job_id and not any(job.id == job_id for job in jobs) and shutil.which("sacct"):
         command = ["sacct", f"--jobs={job_id}", "--allocations", "--noheader", "--parsable2", f"--format={_ENDED}"]
         jobs += [parse_ended(line) for line in _ask(command, notes)]
-    return Queue(jobs=tuple(jobs), notes=tuple(notes), has_answered=has_answered)
+    return Queue(jobs=tuple(jobs), notes=tuple(notes), has_answered=has_answered, asked_at=asked_at)
 
 
 def parse_queued(line: str) -> SlurmJob:

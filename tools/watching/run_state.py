@@ -181,7 +181,8 @@ def judge(
 ) -> tuple[RunStatus, str]:
     """Decide what a run is doing from its pulse, its jobs and, where the driver ran here, its process."""
     job = queue.running
-    if job is not None and (job.id != pulse.get("job_id") or _began_after(job, pulse, now)):
+    asked_at = now if queue.asked_at is None else queue.asked_at
+    if job is not None and (job.id != pulse.get("job_id") or _began_after(job, pulse, asked_at)):
         return RunStatus.STARTING, f"{job}; its driver has not started"
     is_over = pulse.get("state") in ("done", "stopped", "failed")
     if is_locked and (not pulse or (is_over and not _is_alive(pulse, machine))):
@@ -195,10 +196,10 @@ def judge(
     return RunStatus.UNKNOWN, f"no {STATUS_FILE}: nothing says whether it runs"
 
 
-def _began_after(job: SlurmJob, pulse: Mapping[str, Any], now: float) -> bool:
+def _began_after(job: SlurmJob, pulse: Mapping[str, Any], asked_at: float) -> bool:
     """Whether a job was started again, as a requeued one is, since the driver of this pulse began."""
     elapsed = slurm_seconds(job.elapsed)
-    return elapsed is not None and pulse["started"] < now - elapsed - _CLOCK_SECONDS
+    return elapsed is not None and pulse["started"] < asked_at - elapsed - _CLOCK_SECONDS
 
 
 def _judge_beating(pulse: Mapping[str, Any], queue: Queue, *, now: float, machine: Machine) -> tuple[RunStatus, str]:

@@ -79,6 +79,8 @@ def status(machine: Machine, queue: Queue | None = None, *, is_locked: bool = Fa
         # The driver started 100 s ago; its job, requeued, 20 s ago.
         (ELSEWHERE, Queue(jobs=(job(elapsed="0:20"),)), {"job_id": "77", "state": "stopped"}, RunStatus.STARTING),
         (ELSEWHERE, Queue(jobs=(job(elapsed="0:20"),)), {"job_id": "77", "updated": 950.0}, RunStatus.STARTING),
+        # An answer of half a minute ago, of a job whose driver began soon.
+        (ELSEWHERE, Queue(jobs=(job(elapsed="1:15"),), asked_at=NOW - 30), {"job_id": "77"}, RunStatus.RUNNING),
         (ELSEWHERE, Queue(jobs=(job(state="PENDING"),)), {"job_id": "77", "state": "stopped"}, RunStatus.QUEUED),
         (ELSEWHERE, Queue(jobs=(job(state="PENDING"),)), {"job_id": "77", "updated": 950.0}, RunStatus.QUEUED),
         (ELSEWHERE, Queue(jobs=(job(state="PENDING"),)), {"job_id": "77", "state": "done"}, RunStatus.DONE),
