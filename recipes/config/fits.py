@@ -25,6 +25,7 @@ def fit_problems(sizes: Mapping[str, Any], vocab_size: int, megatron: MegatronCo
         _expert_problem(sizes, megatron),
         _overlap_problem(sizes, megatron),
         _deepep_problem(sizes, megatron),
+        _activation_problem(sizes, megatron),
         _stage_problem(sizes, megatron),
         _context_problem(sizes, megatron),
     )
@@ -97,6 +98,17 @@ def _deepep_problem(sizes: Mapping[str, Any], megatron: MegatronConfig) -> Probl
     expected = f"false: a token goes to {chosen} experts * {share} ranks, and DeepEP's kernels take {_DEEPEP_CHOICES}"
     fix = "set it to false and moe_token_dispatcher_type to alltoall, or lower expert_tensor_parallel_size"
     return Problem(where=f"{_WHERE}moe_enable_deepep", got="true", expected=expected, fix=fix)
+
+
+def _activation_problem(sizes: Mapping[str, Any], megatron: MegatronConfig) -> Problem | None:
+    """The fused activation is the squared ReLU that experts without a gate have."""
+    if not megatron.use_fused_weighted_squared_relu:
+        return None
+    if sizes.get("num_moe_experts") and not sizes.get("gated_linear_unit"):
+        return None
+    why = "the experts of the model have a gate" if sizes.get("num_moe_experts") else "the model has no experts"
+    where = f"{_WHERE}use_fused_weighted_squared_relu"
+    return Problem(where=where, got="true", expected=f"false: {why}", fix="set it to false")
 
 
 def _stage_problem(sizes: Mapping[str, Any], megatron: MegatronConfig) -> Problem | None:

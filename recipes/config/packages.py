@@ -43,6 +43,7 @@ def package_problems(
     wanted = {
         f"{_MEGATRON}apply_rope_fusion": megatron.apply_rope_fusion,
         f"{_MEGATRON}moe_permute_fusion": megatron.moe_permute_fusion,
+        f"{_MEGATRON}moe_grouped_gemm": megatron.moe_grouped_gemm,
         f"{_MEGATRON}optimizer.use_precision_aware_optimizer": megatron.optimizer.use_precision_aware_optimizer,
     }
     missing = [(key, _FUSED, "set it to false, or use the GPU image") for key, value in wanted.items() if value]

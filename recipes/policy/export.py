@@ -50,6 +50,8 @@ _ALONE: dict[str, Any] = {
     "moe_permute_fusion": False,
     "moe_token_dispatcher_type": "alltoall",
     "moe_enable_deepep": False,
+    "moe_grouped_gemm": False,
+    "use_fused_weighted_squared_relu": False,
     "moe_shared_expert_overlap": False,
 }
 

@@ -192,8 +192,9 @@ def _sum_outside_of_kernels(heads: TokenHeads) -> None:
     sum already, and then miss the gradient of the weight itself.
     """
     for module in heads.modules():
-        if hasattr(module, "gradient_accumulation_fusion"):
-            module.gradient_accumulation_fusion = False
+        for name in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation"):  # Megatron's, Transformer Engine's
+            if hasattr(module, name):
+                setattr(module, name, False)
 
 
 def share_embedding(trunk: Any, heads: HeadTraining | None, cfg: MegatronConfig) -> None:

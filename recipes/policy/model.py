@@ -127,7 +127,11 @@ def _expert_config(sizes: Mapping[str, Any], megatron: MegatronConfig) -> dict[s
         "moe_permute_fusion": megatron.moe_permute_fusion,
         "moe_token_dispatcher_type": megatron.moe_token_dispatcher_type,
         "moe_enable_deepep": megatron.moe_enable_deepep,
-        "moe_grouped_gemm": False,
+        "moe_grouped_gemm": megatron.moe_grouped_gemm,
+        "use_fused_weighted_squared_relu": megatron.use_fused_weighted_squared_relu,
+        # Else it is for its first call that a layer of Transformer Engine overwrites the gradients of fused sums, and
+        # the multi-token heads call one several times.
+        "disable_parameter_transpose_cache": True,
         "moe_shared_expert_overlap": megatron.moe_shared_expert_overlap,
     }
 

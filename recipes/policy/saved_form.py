@@ -18,6 +18,7 @@ IN_PARTS, PER_PARAMETER = "dp_reshardable", "fully_reshardable"  # forms of a sa
 _MEGATRON = "policy.megatron_cfg."
 _KINDS = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
 _MODEL_PARALLEL = tuple(f"{kind}_parallel_size" for kind in _KINDS)
+_GROUPED = f"{_MEGATRON}moe_grouped_gemm"
 _OF_EVERY_FORM = (
     "policy.precision",
     f"{_MEGATRON}freeze_moe_router",
@@ -47,6 +48,7 @@ def optimizer_keys(trainer: Trainer) -> dict[str, Any]:
         f"{_MEGATRON}freeze_moe_router": megatron.freeze_moe_router and has_experts,
         f"{_MEGATRON}optimizer.optimizer": megatron.optimizer.optimizer,
         f"{_MEGATRON}optimizer.use_distributed_optimizer": megatron.optimizer.use_distributed_optimizer,
+        _GROUPED: megatron.moe_grouped_gemm and has_experts,  # it decides the order of the weights
         f"{_MEGATRON}num_layers_in_first_pipeline_stage": megatron.num_layers_in_first_pipeline_stage,
         f"{_MEGATRON}num_layers_in_last_pipeline_stage": megatron.num_layers_in_last_pipeline_stage,
         f"{_MEGATRON}distributed_data_parallel_config.overlap_grad_reduce": ddp.overlap_grad_reduce,
@@ -77,7 +79,8 @@ def require_readable(trainer: Trainer, saved: dict[str, Any], path: Path) -> Non
         _require_whole_weights(path)
     sizes = {key: size for key, size in layout().items() if key in _MODEL_PARALLEL}
     now = {f"{_MEGATRON}{key}": size for key, size in sizes.items()} | optimizer_keys(trainer)
-    then = {f"{_MEGATRON}{key}": saved["layout"].get(key, 1) for key in sizes} | saved.get("optimizer_keys", {})
+    then = {f"{_MEGATRON}{key}": saved["layout"].get(key, 1) for key in sizes}
+    then |= {_GROUPED: False} | saved.get("optimizer_keys", {})
     problems = [
         Problem(
             where=key,

@@ -26,6 +26,7 @@ from torch import Tensor
 from recipes.grpo.loss import grpo_loss
 from recipes.policy import shards
 from recipes.types import TrainBatch
+from tests.grouped_linear import stand_in
 from tests.groups import LocalStore
 
 _BUCKET_SIZE = 2000  # parameters: an overlapped reduction has many buckets, and the output layer one of its own
@@ -75,6 +76,8 @@ def run_case(case: LayoutCase, rank: int, store: dist.Store, directory: Path) ->
     config = load_case(case.model, **case.overrides)
     if not case.saves and not case.resumes:
         config = showing_gradients(config)
+    if config.policy.megatron_cfg.moe_grouped_gemm:
+        stand_in()
     where = parallel.join_groups(
         dist.PrefixStore(case.name, store),
         rank=rank,

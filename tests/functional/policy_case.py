@@ -48,6 +48,7 @@ _CPU = {
     "policy.megatron_cfg.activation_checkpointing": "false",
     "policy.megatron_cfg.attention_backend": "local",
     "policy.megatron_cfg.apply_rope_fusion": "false",
+    "policy.megatron_cfg.moe_grouped_gemm": "false",
     "policy.megatron_cfg.moe_permute_fusion": "false",
     "policy.megatron_cfg.mtp_num_layers": 0,
     "policy.megatron_cfg.freeze_moe_router": "false",

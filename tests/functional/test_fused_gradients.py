@@ -18,6 +18,7 @@ from torch import Tensor
 
 from recipes.config.tree import Config
 from recipes.policy import step
+from tests import grouped_linear
 
 pytestmark = pytest.mark.functional
 
@@ -105,6 +106,20 @@ def test_sums_inside_the_kernel_train_as_those_outside(
             torch.testing.assert_close(inside[name], gradient, rtol=0.05, atol=0.05 * gradient.abs().max().item())
         else:
             assert torch.equal(inside[name], gradient), name
+
+
+def test_recomputed_heads_sum_outside_of_the_grouped_kernel_too(
+    model: Path, sums: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grouped_linear.stand_in(monkeypatch.setattr)
+    config = load_case(model, megatron_cfg__mtp_num_layers=2, megatron_cfg__moe_grouped_gemm="true", **_RECOMPUTE)
+    megatron = replace(config.policy.megatron_cfg, gradient_accumulation_fusion=True)
+    with one_rank(config):
+        trainer = trainer_of(replace(config, policy=replace(config.policy, megatron_cfg=megatron)))
+    assert trainer.heads is not None
+    for part, expected in ((trainer.model, True), (trainer.heads, False)):
+        grouped = [module for module in part.modules() if isinstance(module, grouped_linear.GroupedLinear)]
+        assert grouped and {module.fuse_wgrad_accumulation for module in grouped} == {expected}
 
 
 def of_policy(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:

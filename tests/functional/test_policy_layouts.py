@@ -26,6 +26,7 @@ _GATHER_AFTER = {f"{_REDUCTION}overlap_param_gather": "false"}
 _OVERLAP = {f"{_REDUCTION}overlap_grad_reduce": "true", f"{_REDUCTION}overlap_param_gather": "true"}
 _EXPERT = {"megatron_cfg__expert_model_parallel_size": 2}
 _GATHER = {"megatron_cfg__moe_token_dispatcher_type": "allgather"}
+_GROUPED = {"megatron_cfg__moe_grouped_gemm": "true"}
 _OVERLAP_SHARED = {"megatron_cfg__moe_shared_expert_overlap": "true"}
 _SHARED_EXPERT = {"megatron_cfg__expert_tensor_parallel_size": 2}
 _CONTEXT = {"megatron_cfg__context_parallel_size": 2}
@@ -47,12 +48,14 @@ _EXPERTS: _Layouts = {
     "tensor": (2, _TENSOR),
     "expert": (2, _EXPERT),
     "shared-expert": (2, _TENSOR | _SHARED_EXPERT),
+    "shared-expert-grouped": (2, _TENSOR | _SHARED_EXPERT | _GROUPED),
     "data-overlap": (2, _OVERLAP),
 }
 _HYBRID: _Layouts = {
     "tensor": (2, _TENSOR | _RECOMPUTE),
     "expert": (2, _EXPERT),
     "expert-gather": (2, _EXPERT | _GATHER),
+    "expert-grouped": (2, _EXPERT | _GROUPED | {"megatron_cfg__use_fused_weighted_squared_relu": "true"}),
     "tensor-expert": (2, _TENSOR | _EXPERT),
     "shared-expert": (2, _SHARED_EXPERT),
     "context": (2, _CONTEXT),
@@ -61,7 +64,12 @@ _HYBRID: _Layouts = {
     "data": (2, {}),
     "frozen": (1, {"megatron_cfg__freeze_moe_router": "true"}),
 }
-_FROM_EXPERTS: _Layouts = {"to-one": (1, {}), "to-tensor": (2, _TENSOR), "to-stages": (2, _PIPELINE)}
+_FROM_EXPERTS: _Layouts = {
+    "to-one": (1, {}),
+    "to-grouped": (2, _TENSOR | _EXPERT | _GROUPED),
+    "to-tensor": (2, _TENSOR),
+    "to-stages": (2, _PIPELINE),
+}
 _FOUR: _Layouts = {
     "tensor-data": (4, _TENSOR),
     "tensor-pipeline": (4, _TENSOR | _PIPELINE),
@@ -73,6 +81,8 @@ _FOUR: _Layouts = {
     "expert-shared": (4, _EXPERT | _SHARED_EXPERT | _TENSOR),
     "expert-gather-tensor-data": (4, _EXPERT | _GATHER | _TENSOR),
     "expert-gather-shared": (4, _EXPERT | _GATHER | _SHARED_EXPERT | _TENSOR),
+    "expert-grouped-tensor-data": (4, _EXPERT | _GROUPED | _TENSOR | _RECOMPUTE),
+    "expert-gather-grouped-shared": (4, _EXPERT | _GATHER | _GROUPED | _SHARED_EXPERT | _TENSOR),
     "expert-of-four": (4, {"megatron_cfg__expert_model_parallel_size": 4} | _TENSOR),
 }
 
@@ -146,6 +156,7 @@ def test_checkpoints_continue_with_experts_divided_otherwise(found: dict[str, La
 @pytest.mark.parametrize(
     ("saved", "others"),
     [
+        ((2, _EXPERT | _GROUPED), {"to-one": (1, {}), "to-grouped": (1, _GROUPED)}),
         ((4, _TENSOR | _PIPELINE), _ONE | {"to-experts": (2, _EXPERT)}),
         (
             (1, {}),
@@ -156,7 +167,7 @@ def test_checkpoints_continue_with_experts_divided_otherwise(found: dict[str, La
             },
         ),
     ],
-    ids=["tensor-pipeline", "one"],
+    ids=["grouped", "tensor-pipeline", "one"],
 )
 def test_checkpoints_continue_under_other_layouts(
     models: Models, saved: tuple[int, dict[str, Any]], others: _Layouts, tmp_path: Path

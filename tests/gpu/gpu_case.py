@@ -58,6 +58,7 @@ def config_of(model: Path, *, precision: str, micro_batch_tokens: int, recompute
     megatron.tensor_model_parallel_size, megatron.sequence_parallel = 1, False
     megatron.apply_rope_fusion = megatron.moe_permute_fusion = False  # they need Transformer Engine
     megatron.attention_backend = "local"
+    megatron.moe_grouped_gemm = False
     megatron.activation_checkpointing = recompute
     megatron.mtp_num_layers = 0
     megatron.optimizer.use_precision_aware_optimizer = is_fused

@@ -183,6 +183,7 @@ def policy_sizes(path: Path) -> tuple[dict[str, Any], int] | None:
         "num_query_groups": model.kv_heads,
         "ffn_hidden_size": model.mlp_size,
         "num_moe_experts": model.experts or None,
+        "gated_linear_unit": model.is_gated,
         "moe_router_topk": model.experts_per_token,
         "moe_ffn_hidden_size": model.expert_size,
         "moe_shared_expert_intermediate_size": model.shared_size,

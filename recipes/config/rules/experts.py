@@ -49,6 +49,22 @@ def deepep_can_carry_the_tokens(config: Config) -> Iterator[KeyProblem]:
         yield KeyProblem(key=EP, got=got, expected=expected, fix=fix, also=(ETP, GPUS, NODES, DEEPEP))
 
 
+def fused_activation_has_grouped_experts(config: Config) -> Iterator[KeyProblem]:
+    """Require the grouped GEMM where the activation of experts is fused: Megatron fuses it there alone."""
+    megatron, needed = config.policy.megatron_cfg, f"{MEGATRON}.moe_grouped_gemm"
+    if megatron.use_fused_weighted_squared_relu and not megatron.moe_grouped_gemm:
+        key, fix = f"{MEGATRON}.use_fused_weighted_squared_relu", f"{needed} is false; set it to true, or this to false"
+        yield KeyProblem(key=key, got="true", expected="false", fix=fix, also=(needed,))
+
+
+def grouped_experts_are_rounded(config: Config) -> Iterator[KeyProblem]:
+    """Require bfloat16 where experts are grouped: Transformer Engine multiplies float32 as TF32, with 10 bits."""
+    megatron, precision = config.policy.megatron_cfg, "policy.precision"
+    if megatron.moe_grouped_gemm and config.policy.precision == "float32":
+        key, fix = f"{MEGATRON}.moe_grouped_gemm", f"{precision} is float32, which its kernels round; set this to false"
+        yield KeyProblem(key=key, got="true", expected="false (native engine)", fix=fix, also=(precision,))
+
+
 def shared_expert_overlaps_an_exchange(config: Config) -> Iterator[KeyProblem]:
     """Require an all-to-all exchange where the shared expert runs beside it: Megatron runs it beside no other."""
     megatron = config.policy.megatron_cfg

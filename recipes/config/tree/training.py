@@ -142,8 +142,8 @@ class MegatronConfig:
     """fused bias and activation kernel"""
     gradient_accumulation_fusion: bool
     """add weight gradients up inside the GEMM kernel; needs CUDA and apex's fused_weight_gradient_mlp_cuda"""
-    use_fused_weighted_squared_relu: Annotated[bool, Honours(False, reason=EXPERTS)]
-    """fused squared-ReLU kernel of the experts"""
+    use_fused_weighted_squared_relu: bool
+    """fused squared-ReLU kernel of experts without a gate; needs moe_grouped_gemm"""
     freeze_moe_router: bool
     """do not train router weights"""
     moe_router_dtype: Literal["fp32", "fp64"]
@@ -154,6 +154,8 @@ class MegatronConfig:
     """auxiliary balancing loss of the router"""
     moe_router_bias_update_rate: Annotated[float, Ge(0), Unit("per step")]
     """step of the expert bias that balances load, per optimizer step; for models with such a bias"""
+    moe_grouped_gemm: bool
+    """one grouped GEMM for all experts of a rank, not one GEMM after another; needs Transformer Engine"""
     moe_permute_fusion: bool
     """fused token permutation kernel; needs Transformer Engine"""
     moe_enable_deepep: bool

@@ -7,6 +7,7 @@ makes full tensors of them again.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,6 +17,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+_EXPERT_WEIGHT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(?P<module>\d+)\.)?(?P<linear>linear_fc[12])\.weight(?P<weight>\d*)"
+)
 
 
 class Sharding(StrEnum):
@@ -61,6 +66,19 @@ def first_local_expert(config: TransformerConfig) -> int:
     """Return the number, in the whole layer, of the first expert that this rank holds."""
     num_local = config.num_moe_experts // config.expert_model_parallel_size
     return int(parallel_state.get_expert_model_parallel_rank() * num_local)
+
+
+def weight_of_expert(name: str, config: TransformerConfig) -> tuple[int, str] | None:
+    """Return which expert of the layer a parameter belongs to, and whether it is its linear_fc1 or its linear_fc2.
+
+    `name` is Megatron's within the layer; None where it is of no routed expert. Experts that are computed one after
+    another are modules of their own; those of a grouped GEMM are numbered weights of one.
+    """
+    found = _EXPERT_WEIGHT.fullmatch(name)
+    if found is None:
+        return None
+    local = int(found["module"] or found["weight"])
+    return first_local_expert(config) + local, found["linear"]
 
 
 def sum_experts_apart(model: torch.nn.Module) -> None:

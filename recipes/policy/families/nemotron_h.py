@@ -27,9 +27,10 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from recipes.policy.families.mapping import Sharding, WeightMapping, first_local_expert, sum_experts_apart
+from recipes.policy.families.mapping import Sharding, WeightMapping, sum_experts_apart, weight_of_expert
 from recipes.policy.layers import mamba_cpu
 from recipes.policy.layers.attention import core_attention
+from recipes.policy.layers.experts import choose_experts
 from recipes.policy.layers.head import HybridLogProbModel, OutputConfig
 from recipes.policy.layers.norm import RMSNorm
 from recipes.policy.layers.recompute import recompute_in_backward
@@ -84,7 +85,6 @@ _OTHER_WEIGHTS: dict[str, tuple[Sharding, tuple[str, ...]]] = {
     "decoder.final_norm.weight": (_REPLICATED, ("backbone.norm_f.weight",)),
     "output_layer.weight": (_ROWS, ("lm_head.weight",)),
 }
-_EXPERTS = "mlp.experts.local_experts."
 
 
 class NemotronH:
@@ -223,10 +223,9 @@ def _mapping(model: Any, name: str, tensor: torch.Tensor) -> WeightMapping:
 
 def _layer_mapping(config: TransformerConfig, layer: str, rest: str, tensor: torch.Tensor) -> WeightMapping:
     """Map one tensor of a layer; `rest` is Megatron's name in it, `layer` the prefix of its checkpoint names."""
-    if rest.startswith(_EXPERTS):
-        local, kind = rest.removeprefix(_EXPERTS).split(".", 1)
-        expert = first_local_expert(config) + int(local)
-        sharding, part = (_ROWS, "up_proj") if kind.startswith("linear_fc1") else (_COLUMNS, "down_proj")
+    if (found := weight_of_expert(rest, config)) is not None:
+        expert, linear = found
+        sharding, part = (_ROWS, "up_proj") if linear == "linear_fc1" else (_COLUMNS, "down_proj")
         name = f"{layer}mixer.experts.{expert}.{part}.weight"
         return WeightMapping(param=tensor, sharding=sharding, names=(name,), is_expert=True)
     sharding, names = _LAYER_WEIGHTS[rest]
@@ -235,6 +234,7 @@ def _layer_mapping(config: TransformerConfig, layer: str, rest: str, tensor: tor
 
 def _layer_specs(hf: Any, config: TransformerConfig) -> MambaStackSubmodules:
     moe = get_moe_module_spec(use_te=False, num_experts=hf.n_routed_experts, moe_grouped_gemm=False)
+    choose_experts(moe, config)
     mixer = ModuleSpec(
         module=MambaMixer,
         params={"chunk_size": hf.chunk_size, "d_conv": hf.conv_kernel},

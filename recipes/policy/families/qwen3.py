@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from recipes.policy.families.mapping import Sharding, WeightMapping, sum_experts_apart
 from recipes.policy.layers.attention import core_attention, rotates
+from recipes.policy.layers.experts import choose_experts
 from recipes.policy.layers.gated import GatedSilu
 from recipes.policy.layers.head import LogProbModel, OutputConfig
 from recipes.policy.layers.norm import RMSNorm
@@ -140,7 +141,7 @@ def _rope_theta(hf: Any) -> int:
 def _layer_spec(config: TransformerConfig, rotary_base: int) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
+        moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
         normalization=config.normalization,
     )
@@ -151,4 +152,6 @@ def _layer_spec(config: TransformerConfig, rotary_base: int) -> ModuleSpec:
     attention.q_layernorm = attention.k_layernorm = RMSNorm
     mlp = layer.mlp.submodules
     (mlp.experts.submodules if config.num_moe_experts else mlp).activation_func = GatedSilu
+    if config.num_moe_experts:
+        choose_experts(layer.mlp, config)
     return spec

@@ -7,10 +7,8 @@ from typing import Any
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from recipes.policy.families.mapping import Sharding, WeightMapping, first_local_expert
+from recipes.policy.families.mapping import Sharding, WeightMapping, weight_of_expert
 from recipes.policy.families.qwen3 import Qwen3
-
-_EXPERTS = "mlp.experts.local_experts."
 
 
 class Qwen3Moe(Qwen3):
@@ -42,11 +40,12 @@ class Qwen3Moe(Qwen3):
         """Map one parameter of a layer, as `Qwen3` does, or of an expert or router."""
         if name == "mlp.router.weight":
             return WeightMapping(param=param, sharding=Sharding.REPLICATED, names=(f"{layer}mlp.gate.weight",))
-        if not name.startswith(_EXPERTS):
+        found = weight_of_expert(name, config)
+        if found is None:
             return super().layer_mapping(param, name, layer, config)
-        local, kind = name.removeprefix(_EXPERTS).split(".", 1)
-        expert = f"{layer}mlp.experts.{first_local_expert(config) + int(local)}."
-        if kind == "linear_fc1.weight":
+        number, linear = found
+        expert = f"{layer}mlp.experts.{number}."
+        if linear == "linear_fc1":
             names = (f"{expert}gate_proj.weight", f"{expert}up_proj.weight")
             return WeightMapping(param=param, sharding=Sharding.GATE_UP, names=names, is_expert=True)
         return WeightMapping(

@@ -13,9 +13,13 @@ from recipes.config import packages
 from recipes.config.load import load_config, require_valid
 
 BASE = Path(__file__).resolve().parents[3] / "configs" / "grpo_base.yaml"
-FUSED = {"attention_backend", "apply_rope_fusion", "moe_permute_fusion", "optimizer.use_precision_aware_optimizer"}
-
-UNFUSED: dict[str, Any] = {"attention_backend": "local", "apply_rope_fusion": False, "moe_permute_fusion": False}
+UNFUSED: dict[str, Any] = {
+    "attention_backend": "local",
+    "apply_rope_fusion": False,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+}
+FUSED = {*UNFUSED, "optimizer.use_precision_aware_optimizer"}
 
 
 def test_every_fused_key_names_the_package_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

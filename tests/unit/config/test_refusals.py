@@ -31,6 +31,11 @@ NATIVE_CASES = {
         "policy.generation.vllm_cfg.tensor_parallel_size: got TP * PP = 4, expected TP * PP to be at most "
         "cluster.gpus_per_node = 2; an engine lies within one node (native engine); lower it",
     ),
+    "grouped_experts_are_rounded": (
+        [f"{MEGATRON}.moe_grouped_gemm=true"],
+        f"{MEGATRON}.moe_grouped_gemm: got true, expected false (native engine); policy.precision is float32, which "
+        "its kernels round; set this to false",
+    ),
     "judges_fit_a_node": (
         [
             "env.nemo_gym.num_gpu_nodes=2",

@@ -260,6 +260,10 @@ CASES = [
      f"{MEGATRON}.expert_model_parallel_size: got EP 8 * ETP 1 = 8, expected EP * ETP to divide "
      "cluster.gpus_per_node = 4; DeepEP goes beyond a node where nodes have 8 GPUs; change it, or set "
      f"{MEGATRON}.moe_enable_deepep to false"),
+    ("fused_activation_has_grouped_experts", STAGE1,
+     [f"{MEGATRON}.use_fused_weighted_squared_relu=true", f"{MEGATRON}.moe_grouped_gemm=false"],
+     f"{MEGATRON}.use_fused_weighted_squared_relu: got true, expected false; {MEGATRON}.moe_grouped_gemm is false; "
+     "set it to true, or this to false"),
     ("shared_expert_overlaps_an_exchange", STAGE1,
      [f"{MEGATRON}.moe_shared_expert_overlap=true", f"{MEGATRON}.moe_token_dispatcher_type=allgather"],
      f"{MEGATRON}.moe_shared_expert_overlap: got true, expected false; {MEGATRON}.moe_token_dispatcher_type is "

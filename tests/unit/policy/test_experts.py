@@ -6,10 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from one_rank import one_rank, trainer_of
+import torch
+from head_reference import add_heads
+from one_rank import one_rank, shard_of, trainer_of
 from policy_case import load_case, save_hybrid
+from safetensors.torch import load_file
 
-from recipes.policy import step
+from recipes.policy import checkpoint, step
+from recipes.policy.export import export_checkpoint
+from tests import grouped_linear
+
+GROUPED = {"megatron_cfg__moe_grouped_gemm": "true"}
 
 
 @pytest.fixture(scope="module")
@@ -36,3 +43,33 @@ def test_the_shared_expert_runs_beside_the_exchange_where_it_is_asked(model: Pat
     with one_rank(config):
         layers = layers_of(trainer_of(config))
     assert layers and all((layer.token_dispatcher.shared_experts is not None) == is_asked for layer in layers)
+
+
+def test_experts_of_model_and_heads_are_grouped_where_it_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With latent experts; the stand-in refuses a call that would overwrite gradients of the heads' other calls."""
+    grouped_linear.stand_in(monkeypatch.setattr)
+    model = add_heads(save_hybrid(tmp_path / "model"))
+    (tmp_path / "saved").mkdir()
+    metrics, weights = [], []
+    for experts in ({}, GROUPED):
+        config = load_case(model, megatron_cfg__mtp_num_layers=2, **experts)
+        with one_rank(config):
+            trainer = trainer_of(config)
+            assert trainer.heads is not None
+            layers = [*layers_of(trainer), trainer.heads.moe.mlp]
+            metrics.append(step.train_step(trainer, shard_of(0)))
+            weights.append({name: tensor.clone() for name, tensor in trainer.export()})
+            if experts:
+                checkpoint.save(trainer, tmp_path / "saved")
+        kind = "TEGroupedMLP" if experts else "SequentialMLP"
+        assert {type(layer.experts).__name__ for layer in layers} == {kind}
+    assert metrics[1] == {name: pytest.approx(value, rel=1e-4) for name, value in metrics[0].items()}
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.allclose(weights[1][name], tensor, atol=1e-5) for name, tensor in weights[0].items())
+    # The export builds plain experts, whatever the run had: it needs neither CUDA nor Transformer Engine.
+    export_checkpoint(tmp_path / "saved", tmp_path / "out", load_case(model, **GROUPED).policy)
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == weights[1].keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in weights[1].items())

@@ -45,6 +45,7 @@ def _refusals(config: Config, sizes: dict[str, Any], vocab_size: int = 96, **lay
         (DENSE, {"context_parallel_size": 3}),
         (HYBRID, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 3}),
         (SHARING, {"moe_shared_expert_overlap": True}),
+        (HYBRID, {"use_fused_weighted_squared_relu": True}),
         (HYBRID | {"moe_router_topk": 22}, {"moe_enable_deepep": True}),
         (HYBRID, {"context_parallel_size": 4}),  # two ranks share a Mamba group
     ],
@@ -59,6 +60,8 @@ def test_a_layout_that_fits_the_model_passes(config: Config, sizes: dict[str, An
         (DENSE, {"tensor_model_parallel_size": 3}, "8 attention heads, of 64 units of an MLP, of 2 key-value heads"),
         (HYBRID, {"tensor_model_parallel_size": 4, "sequence_parallel": True}, "a divisor of 2 Mamba groups"),
         (DENSE, {"expert_model_parallel_size": 2}, "1: the model has no experts"),
+        (DENSE, {"use_fused_weighted_squared_relu": True}, "false: the model has no experts"),
+        (HYBRID | {"gated_linear_unit": True}, {"use_fused_weighted_squared_relu": True}, "the model have a gate"),
         (DENSE, {"moe_shared_expert_overlap": True}, "false: the model has no shared expert"),
         (HYBRID, {"moe_shared_expert_overlap": True}, "false: the model has no shared expert"),
         (SHARING | {"moe_latent_size": 8}, {"moe_shared_expert_overlap": True}, "false: the experts of the model are"),

@@ -7,18 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from one_rank import one_rank, trainer_of
+from one_rank import one_rank, shard_of, trainer_of
 from policy_case import load_case, save_experts
 
 from recipes.errors import CheckpointError
-from recipes.policy import checkpoint, optimizer, saved_form
-from tests import fused_adam
+from recipes.policy import checkpoint, optimizer, saved_form, step
+from tests import fused_adam, grouped_linear
 
 _REDUCTION = "megatron_cfg__distributed_data_parallel_config__"
 _PLAIN = {"megatron_cfg__optimizer__use_distributed_optimizer": "false", f"{_REDUCTION}overlap_param_gather": "false"}
 _SGD = {"megatron_cfg__optimizer__optimizer": "sgd"}
 _BUCKETS = {f"{_REDUCTION}overlap_grad_reduce": "true"}
 _GRADIENTS = {f"{_REDUCTION}grad_reduce_in_fp32": "true"}
+_ANY_LAYOUT = {"megatron_cfg__dist_ckpt_optim_fully_reshardable": "true"}
+_GROUPED = {"megatron_cfg__moe_grouped_gemm": "true"}
 _FROZEN = {"megatron_cfg__freeze_moe_router": "true"}
 _BFLOAT16 = {"precision": "bfloat16", "megatron_cfg__optimizer__bf16": "true"}
 _FUSED = _BFLOAT16 | {"megatron_cfg__optimizer__use_precision_aware_optimizer": "true"}
@@ -59,6 +61,47 @@ def test_changed_keys_are_named_where_the_optimizer_lies_in_parts(model: Path, t
         key = "policy." + next(iter(changes)).replace("__", ".")
         assert [problem.where for problem in refusal.value.problems] == [key]
     load(model, path)
+
+
+def test_parts_in_the_order_of_other_experts_are_refused_and_single_parameters_read(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts of an older checkpoint have the order of experts that are computed one after another."""
+    grouped_linear.stand_in(monkeypatch.setattr)
+    path = save(model, tmp_path / "saved")
+    for change in (lambda own: own, without_keys):
+        with pytest.raises(CheckpointError, match=r"moe_grouped_gemm: got true, expected false, as when"):
+            load(model, change(path), **_GROUPED)
+    grouped = save(model, tmp_path / "grouped", **_GROUPED)
+    with pytest.raises(CheckpointError, match=r"moe_grouped_gemm: got false, expected true, as when"):
+        load(model, grouped)
+    load(model, save(model, tmp_path / "each", megatron_cfg__dist_ckpt_optim_fully_reshardable="true"), **_GROUPED)
+
+
+@pytest.mark.parametrize("precision", [{}, _BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("form", [_PLAIN, _ANY_LAYOUT], ids=["plain", "distributed"])
+def test_a_step_after_a_resumption_with_other_experts_is_the_same(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: dict[str, str], precision: dict[str, str]
+) -> None:
+    grouped_linear.stand_in(monkeypatch.setattr)
+    tmp_path.joinpath("saved").mkdir()
+    found: list[dict[str, torch.Tensor]] = []
+    for experts in ({}, {}, _GROUPED):
+        config = load_case(model, **form, **precision, **experts)
+        with one_rank(config):
+            trainer = trainer_of(config)
+            if not found:
+                step.train_step(trainer, shard_of(1))
+                checkpoint.save(trainer, tmp_path / "saved")
+            else:
+                checkpoint.load(trainer, tmp_path / "saved")
+                step.train_step(trainer, shard_of(2))
+            found.append({name: tensor.clone() for name, tensor in trainer.export()})
+    before, plain, other = found
+    moved = {name for name in plain if not torch.equal(before[name], plain[name])}
+    assert {name.split(".")[-2] for name in moved if ".experts." in name} == {"gate_proj", "up_proj", "down_proj"}
+    for name in moved:
+        assert torch.allclose(other[name], plain[name], rtol=2e-2 if precision else 1e-4, atol=1e-5), name
 
 
 def test_the_state_of_one_optimizer_is_not_read_by_another(model: Path, tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def test_another_template_or_tokenizer_than_the_parents_is_named(tmp_path):
 
 def test_packages_are_looked_for_where_the_policy_will_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
-    for overlay, expected in (("stage1_rlvr.yaml", 4), ("tiny/stage1_rlvr.yaml", 0)):
+    for overlay, expected in (("stage1_rlvr.yaml", 5), ("tiny/stage1_rlvr.yaml", 0)):
         loaded = load_config(ROOT / "configs" / overlay, [f"policy.model_name={tmp_path}"])
         assert loaded.repaired is not None
         found = list(package_findings(tmp_path, loaded.repaired))
