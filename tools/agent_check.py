@@ -76,8 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokenizer", default="models/tiny-sft", help="model directory with a chat template")
     parser.add_argument("--seconds", type=float, default=300.0, help="deadline of the agent")
     options = parser.parse_args(arguments)
-    row = json.loads(_lines(options.rows)[0]) if options.rows else QUESTION
-    answers = [str(json.loads(line)) for line in _lines(options.answers)] if options.answers else made_up(row)
+    if options.url and not options.url.startswith(("http://", "https://")):
+        fix = "write the address with its scheme"
+        raise InputError(Problem(where="URL", got=options.url, expected="http://host:port", fix=fix))
+    row = _values(options.rows)[0] if options.rows else QUESTION
+    answers = [str(answer) for answer in _values(options.answers)] if options.answers else made_up(row)
     return asyncio.run(_check(options, row, answers))
 
 
@@ -160,11 +163,18 @@ def _line(node: CallNode, *, is_trained: bool) -> str:
     return f"{'  ' * (node.num_calls - 1)}{node.kind} {node.number}{why}: {sizes}; {said!r}{mark}"
 
 
-def _lines(path: Path) -> list[str]:
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not lines:
+def _values(path: Path) -> list[Any]:
+    """Return the JSON value of each line of a file; raises `InputError` when there is none."""
+    values = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            values += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            fix = "write one JSON value per line"
+            raise InputError(Problem(where=f"{path}:{number}", wrong=f"no JSON ({error})", fix=fix)) from error
+    if not values:
         raise InputError(Problem(where=str(path), wrong="it has no line", fix="write at least one"))
-    return lines
+    return values
 
 
 if __name__ == "__main__":

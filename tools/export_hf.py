@@ -41,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checkpoint, out = options.checkpoint.resolve(), options.out
     if out.exists():
         raise InputError(Problem(where=str(out), wrong="it exists already", fix="remove it, or give another OUT"))
+    if not checkpoint.is_dir():
+        fix = "give the directory of a step: CHECKPOINT=results/RUN/checkpoints/step_000010, or .../latest"
+        raise InputError(Problem(where=str(options.checkpoint), wrong="there is no such directory", fix=fix))
     policy = _policy(checkpoint, options.model, options.tokenizer)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: the export needs no GPU
 

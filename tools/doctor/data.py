@@ -6,7 +6,7 @@ Equal problems are one finding, at the first row that has them, with the number 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +23,7 @@ from recipes.environments.registry import find_agent
 from recipes.errors import InputError
 from recipes.grpo.data import check_line
 from recipes.types import Row
+from tools.data.blends import BLENDS_FILE, load_blends
 from tools.data.placeholders import PLACEHOLDER
 from tools.files.manifest import manifest_of, read_manifest
 from tools.planning.draft import Draft
@@ -250,5 +251,15 @@ def effort_findings(path: Path, scan: FileScan, config: Config) -> Iterator[Find
 
 def _maker(path: Path) -> str:
     """Return the command that makes a missing file of rows, by the directory that a stage's rows are in."""
-    name = path.parent.name
-    return f"make {'tiny BLEND=wide' if 'tiny-' in name else 'data'}"
+    name = path.parent.name.removesuffix("-good")
+    if name.startswith("tiny-"):
+        return "make tiny BLEND=wide"
+    return f"make data BLEND={name}" if name in _blends() else "make data"
+
+
+def _blends() -> Collection[str]:
+    """Return the names of the published blends; none when their table cannot be read."""
+    try:
+        return load_blends(BLENDS_FILE)
+    except InputError:
+        return ()

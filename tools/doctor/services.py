@@ -78,11 +78,12 @@ def model_findings(instances: Mapping[str, Any], environ: Mapping[str, str]) -> 
         model = settings.get("model")
         if settings.get("base_url") or not isinstance(model, str) or Path(model).is_dir():
             continue
-        if model.startswith(("/", ".")) or not is_cached(model, environ):
+        is_path = model.startswith(("/", "."))
+        if is_path or not is_cached(model, environ):
             expected = "a model directory, or a hub name whose files are in the cache"
-            fix = f"give the path, or fetch it: hf download {model}"
+            fix = "correct the path, or make the model" if is_path else f"give a path, or fetch it: hf download {model}"
             yield found("JDG002", where=f"{where}.model", got=model, expected=expected, fix=fix)
-            if not model.startswith(("/", ".")) and not environ.get("HF_TOKEN"):
+            if not is_path and not environ.get("HF_TOKEN"):
                 wrong = f"not set, and {model} would have to be fetched"
                 yield found("TOK002", where="HF_TOKEN", wrong=wrong, fix="export HF_TOKEN=..., if the model is gated")
 

@@ -130,6 +130,9 @@ def architecture(is_tiny: bool) -> Architecture:
     given = os.environ.get("MODEL_PATH", "")
     if given:
         return read_architecture(Path(given))
+    if is_tiny and not (ROOT / TINY_MODEL).is_dir():
+        fix = "run `make tiny`, which makes it, or set MODEL_PATH"
+        raise InputError(Problem(where=TINY_MODEL, wrong="there is no such directory", fix=fix))
     return read_architecture(ROOT / TINY_MODEL) if is_tiny else SUPER
 
 

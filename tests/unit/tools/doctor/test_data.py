@@ -141,7 +141,14 @@ def test_validation_rows_that_are_training_rows_are_a_note(case):
 
 @pytest.mark.parametrize(
     ("directory", "command"),
-    [("tiny-swe2", "make tiny BLEND=wide"), ("tiny-rlhf", "make tiny BLEND=wide"), ("rlvr1", "make data")],
+    [
+        ("tiny-swe2", "make tiny BLEND=wide"),
+        ("tiny-rlhf", "make tiny BLEND=wide"),
+        ("rlvr1", "make data BLEND=rlvr1"),
+        ("swe2-good", "make data BLEND=swe2"),
+        ("tiny", "make data"),
+        ("of-my-own", "make data"),
+    ],
 )
 def test_a_missing_file_is_made_by_the_command_of_its_rows(directory, command):
     assert _maker(Path("data") / directory / "train-split.jsonl") == command
