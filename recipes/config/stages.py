@@ -85,8 +85,8 @@ def load_stages(path: Path = STAGES) -> list[Stage]:
     return stages
 
 
-def find_stage(name: str, stages: Sequence[Stage] | None = None) -> Stage:
-    """Return the stage with this id (`stage1.1`) or name (`rlvr1`)."""
+def find_stage(name: str, stages: Sequence[Stage] | None = None, *, where: str = "STAGE") -> Stage:
+    """Return the stage with this id (`stage1.1`) or name (`rlvr1`); `where` is what the user has set to it."""
     stages = load_stages() if stages is None else stages
     for stage in stages:
         if name in (stage.id, stage.name):
@@ -95,7 +95,7 @@ def find_stage(name: str, stages: Sequence[Stage] | None = None) -> Stage:
     close = nearest(name, known)
     fix = f"did you mean {close}?" if close else "choose from what `make stages` prints"
     expected = f"one of {', '.join(f'{stage.id} ({stage.name})' for stage in stages)}"
-    raise ConfigError(Problem(where="STAGE", got=name, expected=expected, fix=fix))
+    raise ConfigError(Problem(where=where, got=name, expected=expected, fix=fix))
 
 
 def config_path(stage: Stage, scale: str, platform: str) -> Path:

@@ -89,10 +89,8 @@ def other_configuration(args: argparse.Namespace) -> LoadedConfig:
     for value, choices in ((scale or args.scale, SCALES), (platform or args.platform, PLATFORMS)):
         if value not in choices:
             expected = f"one of {', '.join(choices)}"
-            raise ConfigError(
-                Problem(where="--diff", got=value, expected=expected, fix="write STAGE[/SCALE[/PLATFORM]]")
-            )
-    return load_config(config_path(find_stage(stage), scale or args.scale, platform or args.platform))
+            raise ConfigError(Problem(where="DIFF", got=value, expected=expected, fix="write STAGE[/SCALE[/PLATFORM]]"))
+    return load_config(config_path(find_stage(stage, where="DIFF"), scale or args.scale, platform or args.platform))
 
 
 def render(loaded: LoadedConfig) -> Iterator[str]:

@@ -61,7 +61,7 @@ def base_path(name: str) -> Path:
             raise ConfigError(
                 Problem(where="--base", got=value, expected=expected, fix="write STAGE[/SCALE[/PLATFORM]]")
             )
-    return config_path(find_stage(stage), scale or "prod", platform or "h100")
+    return config_path(find_stage(stage, where="BASE"), scale or "prod", platform or "h100")
 
 
 def overlays() -> list[Path]:

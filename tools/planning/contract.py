@@ -83,6 +83,7 @@ _SWITCHES = ("DRY_RUN", "ENABLE_MTP_INFERENCE", "SKIP_CODE_SNAPSHOT", "REFRESH_C
 # Read elsewhere: by make, by the stage table, and by the profiles.
 OF_MAKE = ("STAGE", "STAGES", "SCALE", "PLATFORM", "CLUSTER", "ENV_TOML", "NEMOTRON_ENV_FILE")
 _MIN_NAME, _ALIKE = 8, 0.86  # shortest name, and least similarity (`nearest`), that is reported as a misspelling
+_MAX_NAME = 128  # characters of EXP_NAME: a file system takes 255, and other names are made from this one
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -160,6 +161,9 @@ def _wrong_values(values: Mapping[str, str]) -> list[Problem]:
     if values["EXP_NAME"] and not _NAME.fullmatch(values["EXP_NAME"]):
         expected = "letters, digits and . _ -, for it names a directory and a job"
         problems.append(Problem(where="EXP_NAME", got=values["EXP_NAME"], expected=expected, fix="rename the run"))
+    elif len(values["EXP_NAME"]) > _MAX_NAME:
+        got, expected = f"{len(values['EXP_NAME'])} characters", f"{_MAX_NAME} at most, for it names files and a job"
+        problems.append(Problem(where="EXP_NAME", got=got, expected=expected, fix="shorten the name of the run"))
     if values["CONTAINER_FORMATTER"].startswith("[") and not _is_list_of_texts(values["CONTAINER_FORMATTER"]):
         expected = "a name with {instance_id}, or a JSON list of such names"
         got = values["CONTAINER_FORMATTER"]

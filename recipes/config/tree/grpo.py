@@ -86,7 +86,7 @@ class GrpoConfig:
     """stop after this many steps; the last one always saves"""
     max_num_epochs: Annotated[int, Ge(1), Unit("epochs")]
     """stop after this many passes over the training rows"""
-    seed: Annotated[int, Ge(0), Unit("seed")]
+    seed: Annotated[int, Ge(0), Le(2**31 - 1), Unit("seed")]  # NumPy, which vLLM seeds, takes 32 bits
     """seed of data order, sampling and initialisation"""
     async_grpo: AsyncGrpoConfig
     use_dynamic_sampling: bool

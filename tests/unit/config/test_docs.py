@@ -156,4 +156,4 @@ def test_difference_to_another_scale_and_platform(capsys: pytest.CaptureFixture[
     printed = capsys.readouterr().out.splitlines()
     assert [line for line in printed if not line.startswith("#")] == []
     assert main(["--stage", "stage3", "--diff", "stage3/huge"]) == 2
-    assert "--diff: got huge, expected one of prod, small, tiny" in capsys.readouterr().err
+    assert "DIFF: got huge, expected one of prod, small, tiny" in capsys.readouterr().err

@@ -68,8 +68,8 @@ OVERRIDES = {
     'write 493, or quote it: "0755"',
     "grpo.seed=[1": "command line: grpo.seed: '[1' is not YAML (did not find expected ',' or ']'); quote it",
     "~grpo.sed": "command line: ~grpo.sed: there is no such key to delete; choose from: ",
-    "~grpo.seed": "command line: grpo.seed: this key has no value; set it to an integer >= 0",
-    "grpo.seed=abc": 'command line: grpo.seed: got "abc", expected an integer >= 0; '
+    "~grpo.seed": "command line: grpo.seed: this key has no value; set it to an integer >= 0 and <= 2147483647",
+    "grpo.seed=abc": 'command line: grpo.seed: got "abc", expected an integer >= 0 and <= 2147483647; '
     "meaning: seed of data order, sampling and initialisation",
 }
 

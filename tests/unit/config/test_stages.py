@@ -56,6 +56,8 @@ def test_unknown_stage_lists_them() -> None:
         ConfigError, match=r"STAGE: got rlvr9, expected one of stage1.1 \(rlvr1\),.*did you mean rlvr3\?"
     ):
         find_stage("rlvr9")
+    with pytest.raises(ConfigError, match=r"^DIFF: got rlvr9"):
+        find_stage("rlvr9", where="DIFF")
 
 
 def test_configuration_that_is_not_there_is_named() -> None:

@@ -117,7 +117,7 @@ FILES = {
     ),
     "truth value for a number": (
         "grpo: {seed: true}",
-        "x.yaml: grpo.seed: got true, expected an integer >= 0; "
+        "x.yaml: grpo.seed: got true, expected an integer >= 0 and <= 2147483647; "
         "meaning: seed of data order, sampling and initialisation",
     ),
     "number for a truth value": (
@@ -239,7 +239,7 @@ FILES = {
     ),
     "deleting what must be there": (
         "grpo: {~seed: null}",
-        "x.yaml: grpo.seed: this key has no value; set it to an integer >= 0",
+        "x.yaml: grpo.seed: this key has no value; set it to an integer >= 0 and <= 2147483647",
     ),
     "list for one value": (
         "policy: {precision: [bfloat16, float32]}",

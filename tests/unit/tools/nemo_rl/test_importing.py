@@ -224,8 +224,8 @@ def test_a_problem_of_either_form_names_the_imported_file() -> None:
     found = problems_of("# theirs\ndefaults: stage2_swe2.yaml\ngrpo: {sed: 1, seed: x}\n")
     assert [str(problem) for problem in found] == [
         "imported.yaml: grpo.sed: there is no such key; did you mean grpo.seed?",
-        'imported.yaml: grpo.seed: got "x", expected an integer >= 0; meaning: seed of data order, sampling and '
-        "initialisation",
+        'imported.yaml: grpo.seed: got "x", expected an integer >= 0 and <= 2147483647; '
+        "meaning: seed of data order, sampling and initialisation",
     ]
 
 
