@@ -9,18 +9,18 @@ SHELL := bash
 
 # What and where, as in `make stage1.1 SCALE=tiny LAUNCHER=local`. The launcher reads these and the variables of
 # tools/planning/contract.py from the environment; what is empty here counts as not given.
-SCALE ?= prod
-PLATFORM ?= h100
+SCALE ?=
+PLATFORM ?=
 LAUNCHER ?=
 CLUSTER ?=
 ENV_TOML ?=
-ENGINE ?= native
+ENGINE ?=
 SEED ?=
 EXP_NAME ?=
 DRY_RUN ?=
 ARGS ?=
-RESULTS_DIR ?= results
-STAGE ?= stage1.1
+RESULTS_DIR ?=
+STAGE ?=
 STAGES ?=
 DIFF ?=
 FILE ?=
@@ -28,12 +28,18 @@ BASE ?=
 DATA ?=
 BLEND ?=
 MODEL_PATH ?=
-VAL_ROWS ?= 100
+VAL_ROWS ?=
 # Under WSL the environment has a NAME, that of the machine: only one that is given to make counts.
 NAME := $(if $(filter command,$(origin NAME)),$(NAME))
 URL ?=
 CMD ?=
-PORT ?= 5000
+PORT ?=
+override SCALE := $(or $(SCALE),prod)
+override PLATFORM := $(or $(PLATFORM),h100)
+override ENGINE := $(or $(ENGINE),native)
+override RESULTS_DIR := $(or $(RESULTS_DIR),results)
+override STAGE := $(or $(STAGE),stage1.1)
+override PORT := $(or $(PORT),5000)
 export SCALE PLATFORM LAUNCHER CLUSTER ENV_TOML ENGINE SEED EXP_NAME DRY_RUN RESULTS_DIR
 
 # A misspelt variable would be ignored: what is given to make is named in this file or in the launcher's contract.
@@ -88,13 +94,18 @@ SMOKE_MODEL = $(if $(filter-out qwen3,$(MODEL)),MODEL_PATH=$(CURDIR)/models/tiny
 
 # The tasks of the tiny blend are learned in so many steps, which stages 1.1 to 1.3 share when they run one by one.
 TINY_STEPS := grpo.max_num_steps=40
+SMOKE = SCALE=tiny LAUNCHER=local SEED=$(SMOKE_SEED) EXP_NAME=$(SMOKE_RUN) $(SMOKE_MODEL) ./super_launch.sh
+SMOKE_WORDS = $(TINY_STEPS) $(LAYOUT_ARGS) $(ARGS)
+# What `tiny` runs first for a target that trains afterwards: a wrong input is said before the warm-up, not after it.
+BEFORE :=
 
 .PHONY: smoke
 smoke: MODEL := $(or $(MODEL),nemotron-h)
+smoke: BEFORE = @$(SMOKE) --check stage1.1 $(SMOKE_WORDS)
 smoke: tiny ##* train stage 1.1 with a tiny model on this machine and show what it learned
 #= SEED=42 MODEL=nemotron-h|nemotron-dense|qwen3|qwen3-moe ARGS="key=value ..."
 #= TP=2 | DP=2 | EP=2 (two processes train)
-	SCALE=tiny LAUNCHER=local SEED=$(SMOKE_SEED) EXP_NAME=$(SMOKE_RUN) $(SMOKE_MODEL) ./super_launch.sh stage1.1 $(TINY_STEPS) $(LAYOUT_ARGS) $(ARGS)
+	$(SMOKE) stage1.1 $(SMOKE_WORDS)
 	$(PYTHON) -m tools.report --run-dir $(RESULTS_DIR)/$(SMOKE_RUN) --min-gain 0.25
 	$(PYTHON) -m tools.tiny.check_gain --run-dir $(RESULTS_DIR)/$(SMOKE_RUN)
 
@@ -110,6 +121,8 @@ $(IS_LONG),MODEL_PATH=$(CURDIR)/models/tiny-wide-sft)))
 CHAIN_MAKES = $(if $(filter tiny/local/,$(SCALE)/$(LAUNCHER)/$(MODEL_PATH)$(DRY_RUN)),$(PYTHON) -m tools.tiny.prepare \
 --models models --data data $(if $(filter stage2.2,$(CHAIN)),--with-containers) $(if \
 $(IS_LONG)$(filter wide,$(BLEND)),--blend wide))
+
+PIPELINE = $(PYTHON) -m tools.launch.pipeline --stages "$(STAGES)"
 
 ##@ Stages (on Slurm; on this machine with LAUNCHER=local; DRY_RUN=1 prints the command)
 .PHONY: $(ALL_STAGES) pipeline
@@ -132,8 +145,8 @@ stage%: $(READY) # the launcher answers a stage that does not exist with the nam
 pipeline: $(READY) ##* run all six stages in order, each from its parent's export; run it again to resume
 #= STAGES="stage1.1 stage2.1" MODEL_PATH BLEND
 #= ARGS=--report (only the page about the chain)
-	@$(CHAIN_MAKES)
-	@$(CHAIN_START) $(JUDGED) $(PYTHON) -m tools.launch.pipeline --stages "$(STAGES)" $(ARGS)
+	@$(if $(CHAIN_MAKES),$(CHAIN_START) $(PIPELINE) --check $(ARGS) && $(CHAIN_MAKES))
+	@$(CHAIN_START) $(JUDGED) $(PIPELINE) $(ARGS)
 
 .PHONY: doctor
 doctor: $(READY) ##* report every problem of a planned launch, each with a code and a fix
@@ -155,8 +168,8 @@ stages: $(READY) ## print the stage table with its sizes; update the README's co
 
 .PHONY: config
 config: $(READY) ##* print a stage's configuration and which file set each value
-#= STAGE SCALE PLATFORM ENGINE DIFF=stage
-	@$(PYTHON) -m tools.config.show --stage $(STAGE) --scale $(SCALE) --platform $(PLATFORM) --engine $(ENGINE) $(if $(DIFF),--diff $(DIFF)) $(ARGS)
+#= STAGE SCALE PLATFORM, or FILE=overlay.yaml; ENGINE DIFF=stage ARGS="key=value ..."
+	@$(PYTHON) -m tools.config.show $(if $(FILE),--file $(FILE),--stage $(STAGE)) --scale $(SCALE) --platform $(PLATFORM) --engine $(ENGINE) $(if $(DIFF),--diff $(DIFF)) $(ARGS)
 
 .PHONY: config-import
 config-import: $(READY) ## turn a NeMo RL stage file into an overlay, on standard output
@@ -180,9 +193,9 @@ config-golden: $(READY) ## update the recorded configurations in tests/golden/co
 data: $(READY) ##* download, check, fill and split a blend; without BLEND make the tiny rows
 #= BLEND=rlvr1 VAL_ROWS=100 ARGS="--stratify agent"
 ifeq ($(BLEND),)
-	$(PYTHON) -m tools.tiny.prepare --data data
+	$(PYTHON) -m tools.tiny.prepare --data data $(if $(VAL_ROWS),$(error VAL_ROWS: the tiny rows are split as they are made; give a BLEND with it, such as BLEND=rlvr1)) $(ARGS)
 else
-	$(PYTHON) -m tools.data.prepare --blend $(BLEND) --data data --val-rows $(VAL_ROWS) $(ARGS)
+	$(PYTHON) -m tools.data.prepare --blend $(BLEND) --data data --val-rows $(or $(VAL_ROWS),100) $(ARGS)
 endif
 
 .PHONY: data-validate
@@ -225,10 +238,12 @@ export-hf: $(READY) ## turn a checkpoint into a Hugging Face directory, on one p
 tiny: $(READY) ## make what SCALE=tiny needs: data/tiny and the SFT checkpoint models/tiny-sft
 #= BLEND=wide (for the wide blend, and for stages 2.1, 2.2 and 3)
 #= MODEL=nemotron-h|nemotron-dense|qwen3-moe (makes models/tiny-MODEL-sft)
+	$(BEFORE)
 	$(PYTHON) -m tools.tiny.prepare --models models --data data $(if $(BLEND),--blend $(BLEND)) $(if $(MODEL),--model $(MODEL))
 
 ##@ Images (with docker buildx, podman or buildah; DRY_RUN=1 prints the commands)
-SANDBOX ?= sandbox
+SANDBOX ?=
+override SANDBOX := $(or $(SANDBOX),sandbox)
 SQSH ?=
 export SQSH
 .PHONY: container
@@ -295,12 +310,15 @@ swe-replay: $(READY) ## show what agents did on an instance of stage 2.2, turn b
 #= RUN=name of the run INSTANCE=instance_id
 	@$(PYTHON) -m tools.report.replay --results $(RESULTS_DIR) --run '$(RUN)' --instance '$(INSTANCE)' $(ARGS)
 
-SEEDS ?= 42 43 44
+SEEDS ?=
+override SEEDS := $(or $(SEEDS),42 43 44)
+ABLATE = $(PYTHON) -m tools.ablate --stage $(STAGE) --seeds "$(SEEDS)" $(if $(filter tiny,$(SCALE)),--set $(TINY_STEPS))
 .PHONY: ablate
+ablate: BEFORE = @$(ABLATE) --check $(ARGS)
 ablate: $(if $(filter tiny,$(SCALE)),tiny,$(READY)) ## compare variants of a stage over seeds, on one page; run it again to resume
 #= STAGE SCALE LAUNCHER SEEDS="42 43 44" EXP_NAME
 #= ARGS="key=value,value ..." (without: configs/ablations.yaml)
-	@$(PYTHON) -m tools.ablate --stage $(STAGE) --seeds "$(SEEDS)" $(if $(filter tiny,$(SCALE)),--set $(TINY_STEPS)) $(ARGS)
+	@$(ABLATE) $(ARGS)
 
 .PHONY: bench
 bench: ##* measure training, data tools, sandbox, verifiers, containers and job start
@@ -322,7 +340,8 @@ bench-peer: tiny ## measure the tiny stage beside TRL's GRPOTrainer, installed t
 #= ARGS
 	$(PYTHON) -m tools.bench.peer $(ARGS)
 
-AGENT ?= mini-swe-agent
+AGENT ?=
+override AGENT := $(or $(AGENT),mini-swe-agent)
 .PHONY: swe-agent
 swe-agent: $(READY) ## install an agent program that agent_framework names, to build/agents
 #= AGENT=mini-swe-agent or openhands-ai (needs Python 3.12)

@@ -2,11 +2,12 @@
 #
 # Start one stage of the recipe: on a Slurm cluster, or with LAUNCHER=local on this machine.
 #
-# Usage: ./super_launch.sh [--dry-run] [--force] [STAGE] [KEY=VALUE ...]
+# Usage: ./super_launch.sh [--dry-run] [--check] [--force] [STAGE] [KEY=VALUE ...]
 #
 #   STAGE        a stage of configs/stages.yaml (stage1.1 or rlvr1): fills the variables below that are not set
 #   KEY=VALUE    configuration overrides, e.g. grpo.max_num_steps=10; ~KEY deletes a key
 #   --dry-run    print the command that would be executed, and stop (also DRY_RUN=true)
+#   --check      check the variables and the configuration, not whether files are there, and stop
 #   --force      start in spite of findings that may be wrong about this cluster; a wrong configuration stays refused
 #   --help       print this text
 #
@@ -42,7 +43,7 @@ main() {
         return
         ;;
       -n | --dry-run) options+=(--dry-run) ;;
-      --force) options+=(--force) ;;
+      --check | --force) options+=("$1") ;;
       -*) wrong+=("unknown option '$1' (see --help)") ;;
       *=* | '~'*) overrides+=("$1") ;;
       *)
@@ -59,6 +60,7 @@ main() {
   # `wait` collects the status that a process substitution would lose.
   mapfile -d '' -t plan < <("${python}" -m tools.launch.plan "${options[@]}" --stage "${stage}" -- "${overrides[@]}")
   wait "$!" || exit
+  ((${#plan[@]})) || return 0 # --check found nothing wrong
 
   if [[ ${plan[0]} == print ]]; then
     printf '%q ' "${plan[@]:1}"

@@ -134,11 +134,20 @@ def test_problems_of_all_stages_are_listed_at_once_and_nothing_is_submitted(pipe
 
 def test_wrong_stages_are_named_at_once(pipeline):
     text = pipeline("--stages", "stage1.1 stage9 rlvr7", expect=2).stderr
-    assert "STAGE: got stage9" in text
-    assert "STAGE: got rlvr7" in text
+    assert "STAGES: got stage9" in text
+    assert "STAGES: got rlvr7" in text
     text = pipeline(expect=2, CONFIG_PATH="configs/tiny/stage1_rlvr.yaml", ENGINE="nemo_rl").stderr
     assert "ENGINE: got nemo_rl, expected native" in text
     assert "CONFIG_PATH: it is set, and 3 stages cannot share one configuration" in text
+
+
+def test_a_check_names_what_is_wrong_before_anything_is_made(pipeline):
+    missing = {"MODEL_PATH": "/no/model", "TRAIN_PATH": "/no/rows"}
+    assert not pipeline("--check", **missing).stdout
+    refused = pipeline("--check", "grpo.max_num_step=7", expect=2, **missing)
+    assert refused.stderr.count("did you mean grpo.max_num_steps?") == 1
+    assert "/no/" not in refused.stderr
+    assert pipeline.calls() == []
 
 
 def test_failed_submission_ends_the_pipeline_and_says_how_to_cancel(pipeline):

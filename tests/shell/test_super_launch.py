@@ -142,7 +142,9 @@ def test_wrong_overrides_are_refused_with_the_fix(launch, override, message):
         ("ENGINE", "verl", "ENGINE: got verl, expected native or nemo_rl"),
         ("CONTAINER_RUNTIME", "docker", "CONTAINER_RUNTIME: got docker"),
         ("EXP_NAME", "a/b", "EXP_NAME: got a/b"),
+        ("EXP_NAME", "a" * 129, "EXP_NAME: got 129 characters, expected 128 at most"),
         ("SEED", "4.5", "SEED: got 4.5"),
+        ("SEED", "4294967296", "grpo.seed: got 4294967296, expected an integer >= 0 and <= 2147483647"),
         ("DRY_RUN", "perhaps", "DRY_RUN: got perhaps, expected true or false"),
         ("EXTRA_HYDRA_ARGS", "a='b", "EXTRA_HYDRA_ARGS: got a='b"),
         (
@@ -212,6 +214,18 @@ def test_a_disk_that_takes_nothing_more_is_one_line(launch, monkeypatch):
     assert "Traceback" not in stderr
 
 
+def test_a_check_looks_at_the_input_and_not_for_files(launch):
+    for number in (1, 2):
+        missing = {"MODEL_PATH": "/no/model", "TRAIN_PATH": "/no/rows", "MAX_RESTARTS": "x" * (number - 1)}
+        wrong = [] if number == 1 else ["grpo.max_num_step=7"]
+        said = launch("--check", *wrong, expect=2 * (number - 1), **missing)
+        assert not said.stdout
+        assert "/no/" not in said.stderr
+    assert "MAX_RESTARTS: got x" in said.stderr
+    assert "did you mean grpo.max_num_steps?" in said.stderr
+    assert not (launch.directory / "results").exists()
+
+
 def test_missing_model_is_refused(launch):
     assert "no such directory" in launch.plan(expect=2, MODEL_PATH="/no/model").stderr
 
@@ -245,4 +259,4 @@ def test_second_submission_reuses_the_snapshot_and_names_what_changed(launch):
 def test_help_is_the_header(launch):
     text = launch("--help").stdout
     assert text.startswith("Start one stage")
-    assert "Usage: ./super_launch.sh [--dry-run] [--force] [STAGE] [KEY=VALUE ...]" in text
+    assert "Usage: ./super_launch.sh [--dry-run] [--check] [--force] [STAGE] [KEY=VALUE ...]" in text

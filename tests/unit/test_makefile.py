@@ -121,7 +121,7 @@ def test_misspelt_variables_are_refused_by_every_target():
 
 def test_smoke_trains_with_two_processes_by_one_variable():
     def launched(*words: str) -> str:
-        (line,) = [line for line in dry_run("smoke", *words).stdout.splitlines() if "super_launch.sh" in line]
+        (line,) = [line for line in dry_run("smoke", *words).stdout.splitlines() if "super_launch.sh stage1.1" in line]
         return line
 
     parallel = "policy.megatron_cfg.{}_parallel_size=2"
@@ -144,6 +144,41 @@ def test_smoke_trains_the_hybrid_with_experts_unless_told_otherwise():
         assert f"MODEL_PATH={ROOT}/models/tiny-{name}-sft" in lines(*words)
         assert f"tools.tiny.prepare --models models --data data --model {name}" in lines(*words)
     assert "MODEL_PATH=" not in lines("MODEL=qwen3")  # that of the stage
+
+
+@pytest.mark.parametrize(
+    ("words", "check"),
+    [
+        (["smoke", "ARGS=a=1"], "super_launch.sh --check stage1.1 grpo.max_num_steps=40 a=1"),
+        (["ablate", "SCALE=tiny", "SEEDS=7"], '--seeds "7" --set grpo.max_num_steps=40 --check'),
+        (["pipeline", "SCALE=tiny", "LAUNCHER=local", "ARGS=a=1"], "--check a=1"),
+    ],
+)
+def test_a_wrong_input_is_said_before_the_warm_up(words, check):
+    lines = " ".join(dry_run(*words).stdout.split())
+    assert 0 <= lines.find(check) < lines.find("tools.tiny.prepare")
+    assert "--check" not in dry_run("tiny").stdout
+
+
+@pytest.mark.parametrize(
+    "words", [["config"], ["plan"], ["data", "BLEND=rlvr1"], ["serve-env"], ["sandbox"], ["ablate"]]
+)
+def test_an_empty_variable_counts_as_not_given(words, monkeypatch):
+    names = ("SCALE", "PLATFORM", "ENGINE", "STAGE", "RESULTS_DIR", "VAL_ROWS", "PORT", "SANDBOX", "SEEDS", "AGENT")
+    expected = dry_run(*words).stdout
+    assert dry_run(*words, *(f"{name}=" for name in names)).stdout == expected
+    for name in names:
+        monkeypatch.setenv(name, "")
+    assert dry_run(*words).stdout == expected
+
+
+def test_options_that_the_tiny_rows_do_not_have_are_refused():
+    assert "give a BLEND with it" in dry_run("data", "VAL_ROWS=7").stderr
+    assert "--data data --stratify agent" in " ".join(dry_run("data", "ARGS=--stratify agent").stdout.split())
+
+
+def test_a_file_of_ones_own_can_be_shown():
+    assert "--file my.yaml --scale" in dry_run("config", "FILE=my.yaml").stdout
 
 
 def test_unknown_stage_is_answered_by_the_launcher():
@@ -201,7 +236,7 @@ WIDE_SFT = f"MODEL_PATH={ROOT}/models/tiny-wide-sft"
 def test_a_tiny_pipeline_on_this_machine_makes_what_it_starts_from(words: list[str], makes: str, starts: str) -> None:
     lines = dry_run("pipeline", "SCALE=tiny", *words).stdout.splitlines()
     prepared = [line for line in lines if "tools.tiny.prepare" in line]
-    [run] = [line for line in lines if "tools.launch.pipeline" in line]
+    [run] = [line for line in lines if "tools.launch.pipeline" in line and "--check" not in line]
     assert len(prepared) == bool(makes)
     assert all(" ".join(line.split()).endswith(makes) for line in prepared)
     assert run.split()[0] == starts or not starts

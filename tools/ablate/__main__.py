@@ -44,9 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     page = runs[0].run_dir.with_name(f"{name}.html")
     if options.page:
         return write_page(page, name, runs, seeds)
-    if refused := refusals(runs):
+    if refused := refusals(runs, is_only_input=options.check):
         print("\n".join(f"ablate: {line}" for line in refused), file=sys.stderr)
         return LaunchError.exit_code
+    if options.check:
+        return 0
     return run_all(options.stage, name, runs, seeds, page)
 
 
@@ -117,6 +119,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", default="42 43 44", help="seeds of each variant")
     parser.add_argument("--file", type=Path, default=ABLATIONS, help="variants where no KEY is given")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override of all variants")
+    parser.add_argument("--check", action="store_true", help="check seeds, variants and configuration, and stop")
     parser.add_argument("--page", action="store_true", help="write the page of what has run, and start nothing")
     parser.add_argument("variants", nargs="*", metavar="KEY=VALUE,VALUE", help="one variant per value")
     return parser.parse_intermixed_args(arguments)

@@ -50,12 +50,15 @@ def make_runs(
     return runs
 
 
-def refusals(runs: Sequence[VariantRun]) -> list[str]:
-    """Return what the doctor has against the variants, each finding once with the variants that have it."""
+def refusals(runs: Sequence[VariantRun], *, is_only_input: bool = False) -> list[str]:
+    """Return what the doctor has against the variants, each finding once with the variants that have it.
+
+    With `is_only_input` the doctor looks at variables and configuration alone: files need not be there yet.
+    """
     where: dict[Finding, list[str]] = {}
     for run in runs:
         if run.seed == runs[0].seed and not run.is_finished:
-            for finding in examine(run.draft):
+            for finding in run.draft.findings if is_only_input else examine(run.draft):
                 where.setdefault(finding, []).append(run.variant.name)
     return [f"{', '.join(where[finding])}: {finding}" for finding in errors(where)]
 

@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         *args.overrides,
     ]
     config = args.config or config_path(
-        find_stage(args.stage), os.environ.get("SCALE", "prod"), os.environ.get("PLATFORM", "h100")
+        find_stage(args.stage), os.environ.get("SCALE") or "prod", os.environ.get("PLATFORM") or "h100"
     )
     checked = require_runnable(load_config(config, overrides))
     if judges := started_judges(checked):

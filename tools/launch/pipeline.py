@@ -36,7 +36,7 @@ def chosen_stages(names: Sequence[str]) -> list[Stage]:
     table, problems, chosen = load_stages(), [], set()
     for name in names:
         try:
-            chosen.add(find_stage(name, table).id)
+            chosen.add(find_stage(name, table, where="STAGES").id)
         except InputError as error:
             problems += error.problems
     if problems:
@@ -59,13 +59,17 @@ def variable_problems(environ: Mapping[str, str], num_stages: int) -> list[Probl
 
 
 def inspect(links: Sequence[Link], *, force: bool) -> list[str]:
-    """Return everything that refuses the pipeline, equal findings of several stages once; notes are printed."""
+    """Return everything that refuses the pipeline; notes are printed."""
+    left = [link for link in links if not link.is_finished]
+    findings = [[*examine(link.checked), *order_findings(link)] for link in left]
+    return refusals(left, [forced(some) for some in findings] if force else findings)
+
+
+def refusals(links: Sequence[Link], findings: Iterable[Iterable[Finding]]) -> list[str]:
+    """Return the errors of each stage as lines, equal findings of several stages once; print the notes."""
     where: dict[Finding, list[str]] = {}
-    for link in links:
-        if link.is_finished:
-            continue
-        findings = [*examine(link.checked), *order_findings(link)]
-        for finding in forced(findings) if force else findings:
+    for link, some in zip(links, findings, strict=True):
+        for finding in some:
             where.setdefault(finding, []).append(link.stage.id)
     say(f"{', '.join(ids)}: note: {finding}" for finding, ids in where.items() if finding.severity == "note")
     return [f"{', '.join(where[finding])}: {finding}" for finding in errors(where)]
@@ -167,6 +171,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--stages", default="", help="ids or names, e.g. 'stage1.1 stage1.2'; empty: all")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and stop (also DRY_RUN=true)")
+    parser.add_argument("--check", action="store_true", help="check variables and configuration, and stop")
     parser.add_argument("--force", action="store_true", help="make notes of the errors that may be forced")
     parser.add_argument("--report", action="store_true", help="only write the page about the chain")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="configuration overrides of every stage")
@@ -183,6 +188,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if problems := variable_problems(os.environ, len(stages)):
             raise LaunchError(problems)
         links = make_links(stages, args.overrides, os.environ)
+        if args.check:
+            refused = refusals(links, [link.checked.findings for link in links])
+            say(refused)
+            return LaunchError.exit_code if refused else 0
         status = 0 if args.report else run_pipeline(links, args.overrides, is_dry=is_dry, force=args.force)
         has_run = links[0].draft.contract.is_local and not is_dry and status != LaunchError.exit_code
         if args.report or has_run:

@@ -3,7 +3,8 @@
     draft (variables, configuration) -> argv -> doctor -> run directory, snapshot, run.lock.json
 
 With --dry-run nothing is written, and what the doctor finds is a note: the argv is what would be executed. With
---force the findings that may be forced are notes (tools/planning/findings.py says which).
+--force the findings that may be forced are notes (tools/planning/findings.py says which). With --check only the
+variables and the configuration are looked at: files need not be there yet.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tools.launch.plan", description="Plan one launch.")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--force", action="store_true")
+    parser.add_argument("--check", action="store_true")
     parser.add_argument("--stage", default="")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     return parser.parse_args(argv)
@@ -92,6 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Draft, examine, plan, prepare; write the argv."""
     args = parse(argv)
     draft = draft_launch(args.stage, args.overrides, os.environ)
+    if args.check:
+        wrong = errors(draft.findings)
+        say([str(finding) for finding in wrong])
+        return LaunchError.exit_code if wrong else 0
     is_dry = args.dry_run or draft.contract.is_set("DRY_RUN")
     findings = [*examine(draft), *([] if is_dry else start_findings(draft))]
     findings = forced(findings) if args.force else findings

@@ -47,7 +47,7 @@ def launcher(tmp_path, monkeypatch, results):
     (tmp_path / "failing").write_text("nothing")
     monkeypatch.setattr(ablate_runs, "start", lambda run, stage: _call(program, run, stage))
     monkeypatch.setattr(ablate, "start", lambda run, stage: _call(program, run, stage))
-    monkeypatch.setattr(ablate, "refusals", lambda _runs: [])
+    monkeypatch.setattr(ablate, "refusals", lambda _runs, **_: [])
     return tmp_path
 
 
@@ -94,6 +94,15 @@ def test_a_wrong_variant_is_refused_before_any_run(results, capsys):
     assert "use_cispoo=true: " in said
     assert "did you mean" in said
     assert "use_dynamic_sampling=7: " in said
+    assert not results.exists()
+
+
+def test_a_check_looks_at_the_input_alone(results, capsys):
+    """As before `make ablate` trains the SFT checkpoint that the runs start from."""
+    words = ["--stage", "stage1.1", "--seeds", "1", "--check"]
+    assert ablate.main([*words, "grpo.max_num_step=7"]) == 2
+    assert "did you mean grpo.max_num_steps?" in capsys.readouterr().err
+    assert ablate.main([*words, "grpo.max_num_steps=7"]) == 0, capsys.readouterr().err
     assert not results.exists()
 
 
