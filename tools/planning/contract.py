@@ -163,7 +163,7 @@ def _wrong_values(values: Mapping[str, str]) -> list[Problem]:
         problems.append(Problem(where="EXP_NAME", got=values["EXP_NAME"], expected=expected, fix="rename the run"))
     elif len(values["EXP_NAME"]) > _MAX_NAME:
         got, expected = f"{len(values['EXP_NAME'])} characters", f"{_MAX_NAME} at most, for it names files and a job"
-        problems.append(Problem(where="EXP_NAME", got=got, expected=expected, fix="shorten the name of the run"))
+        problems.append(Problem(where="EXP_NAME", got=got, expected=expected, fix="choose a shorter name"))
     if values["CONTAINER_FORMATTER"].startswith("[") and not _is_list_of_texts(values["CONTAINER_FORMATTER"]):
         expected = "a name with {instance_id}, or a JSON list of such names"
         got = values["CONTAINER_FORMATTER"]
