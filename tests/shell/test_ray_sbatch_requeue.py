@@ -235,6 +235,13 @@ def test_a_lost_node_that_slurm_does_not_notice_is_left_out_of_the_next_start(jo
     assert "lost 127.0.0.1 127.0.0.2 127.0.0.3, restart 1 of at most 3" in output
 
 
+def test_a_probe_that_finds_not_even_its_own_node_finds_no_lost_ones(job):
+    job.slurmd.close()
+    output = job.run(driver=1, environment={"SLURMD_NODENAME": "127.0.0.1"})[1]
+    assert "is lost" not in output
+    assert "not restarted: this start saved no new checkpoint" in output
+
+
 def test_a_lost_node_is_not_waited_for_after_the_last_restart(job):
     job.slurmd.close()
     output = job.run(driver=1, environment={"SLURM_RESTART_COUNT": "3"})[1]

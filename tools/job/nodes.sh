@@ -23,9 +23,11 @@ setting() {
   printf '%s' "${text:-$2}"
 }
 
-# Print the nodes on which no slurmd answers: switched off, cut off, or crashed.
+# Print the nodes on which no slurmd answers: switched off, cut off, or crashed. When all seem to be, also the one that
+# runs this, the probe says nothing: this bash may have no /dev/tcp, or slurmd another port.
 silent_nodes() {
   local node port tries
+  local -a silent=()
   local -A probes=()
   port="$(setting SlurmdPort 6818)"
   for node in "$@"; do
@@ -37,8 +39,10 @@ silent_nodes() {
   done
   for node in "$@"; do
     kill -TERM "${probes[${node}]}" 2>/dev/null || true # the kernel itself would try for minutes
-    wait "${probes[${node}]}" || printf '%s\n' "${node}"
+    wait "${probes[${node}]}" || silent+=("${node}")
   done
+  if ((${#silent[@]} == $#)) && [[ " $* " == *" ${SLURMD_NODENAME:-none} "* ]]; then return; fi
+  ((${#silent[@]} == 0)) || printf '%s\n' "${silent[@]}"
 }
 
 # The nodes on which srun itself ends the tasks that are left have not failed, but it names them in the same way.
