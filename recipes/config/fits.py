@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from recipes.errors import Problem
 
 if TYPE_CHECKING:
-    from recipes.config.tree import MegatronConfig
+    from recipes.config.tree import MegatronConfig, VllmConfig
 
 _WHERE = "policy.megatron_cfg."
+_ENGINE = "policy.generation.vllm_cfg."
 _DEEPEP_CHOICES = 32  # parts of experts per token
 
 
@@ -30,6 +31,26 @@ def fit_problems(sizes: Mapping[str, Any], vocab_size: int, megatron: MegatronCo
         _context_problem(sizes, megatron),
     )
     return [problem for problem in checks if problem is not None]
+
+
+def engine_problem(sizes: Mapping[str, Any], vllm: VllmConfig) -> Problem | None:
+    """Return why the GPUs of an engine cannot share the experts of a model; None where they can.
+
+    Args:
+        sizes: as for `fit_problems`.
+    """
+    experts, units = sizes.get("num_moe_experts"), sizes.get("moe_ffn_hidden_size")
+    ways, tensor = vllm.expert_parallel_size, vllm.tensor_parallel_size
+    where, got = f"{_ENGINE}expert_parallel_size", str(ways)
+    if not experts and ways > 1:
+        return Problem(where=where, got=got, expected="1: the model has no experts", fix="set it to 1")
+    if experts and experts % ways:
+        expected, fix = f"a divisor of {experts} experts", "each GPU has as many; change it and tensor_parallel_size"
+        return Problem(where=where, got=got, expected=expected, fix=fix)
+    if experts and ways == 1 and units and units % tensor:
+        expected = f"{tensor} = tensor_parallel_size, or that one a divisor of {units} units of an expert"
+        return Problem(where=where, got=got, expected=expected, fix="change one of them")
+    return None
 
 
 def _tensor_problem(sizes: Mapping[str, Any], vocab_size: int, megatron: MegatronConfig) -> Problem | None:

@@ -129,6 +129,8 @@ def record(
         copies = _Copies()
         with copies:
             result = loader(*args, **kwargs)
+        if result is False:  # an expert of another rank
+            return result
         given = [value for key, value in arguments.arguments.items() if isinstance(value, Tensor) and key != "param"]
         if len(given) != 1 or "param" not in arguments.arguments or not _is_within(given[0], source):
             is_direct = False

@@ -29,6 +29,7 @@ CPU_ENV: Mapping[str, str] = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "OMP_NUM_THREADS": "1",  # unset, OpenMP threads spin against each other: stalls of 4-17 s per batch
     "TORCHDYNAMO_DISABLE": "1",  # a helper is compiled at the first request even with enforce_eager: 2.4 s
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else each worker process needs a NUMA node of its own
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else vLLM turns the executor "uni" into "mp", one more process
     "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about Triton and a reload of layers without weights, at each push
 }

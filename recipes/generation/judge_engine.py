@@ -106,6 +106,8 @@ def serve_arguments(judge: StartedJudge, *, is_cpu: bool) -> Any:
         "scheduler_cls": f"recipes.generation.core.Rollout{'' if is_cpu else 'Async'}Scheduler",
         "disable_log_stats": True,
     }
+    # On CPU this module installs in vLLM's workers what a model with experts needs there.
+    extension = {"worker_extension_cls": "recipes.generation.weight_transfer.WorkerExtension"} if is_cpu else {}
     unknown = [name for name in judge.engine_arguments if not hasattr(args, name)]
     if unknown:
         fix = "correct the name, or remove it"
@@ -113,6 +115,6 @@ def serve_arguments(judge: StartedJudge, *, is_cpu: bool) -> Any:
         raise ConfigError(
             [Problem(where=f"{where}.{name}", wrong="vLLM has no such argument", fix=fix) for name in unknown]
         )
-    for name, value in {**judge.engine_arguments, **ours}.items():
+    for name, value in {**extension, **judge.engine_arguments, **ours}.items():
         setattr(args, name, value)
     return args

@@ -39,12 +39,14 @@ class Merged(Module):
 
 
 class Model(Module):
-    """The layer, and a weight that is used as it is loaded."""
+    """The layer, and a weight that is used as it is loaded; `has_gain` says whether that one belongs to this rank."""
 
-    def __init__(self, order: tuple[int, int]) -> None:
+    def __init__(self, order: tuple[int, int], *, has_gain: bool) -> None:
         super().__init__()
         self.merged = Merged(order)
-        self.gain = Parameter(torch.zeros(SIZE), requires_grad=False)
+        self.gain: Any = Parameter(torch.zeros(SIZE), requires_grad=False)
+        if not has_gain:
+            self.gain.weight_loader = lambda param, loaded: False
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         from vllm.model_executor.model_loader.weight_utils import default_weight_loader
@@ -63,11 +65,11 @@ def views(source: Tensor) -> list[tuple[str, Tensor]]:
     return [(name, part.view(shape)) for name, part, shape in zip(NAMES, parts, shapes, strict=True)]
 
 
-def made(order: tuple[int, int]) -> tuple[Model, Tensor]:
+def made(order: tuple[int, int], *, has_gain: bool = True) -> tuple[Model, Tensor]:
     """Return a model as vLLM leaves it after its start, and the bytes that its weights are pushed through."""
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-    model = Model(order)
+    model = Model(order, has_gain=has_gain)
     record_metadata_for_reloading(model)
     model.merged.quant_method.process_weights_after_loading(model.merged)
     assert model.merged.weight.numel() == 0, "this build of vLLM does not pack"
@@ -97,6 +99,19 @@ def test_every_push_reaches_every_weight(order: tuple[int, int], is_one_piece: b
         got = model.merged.cpu_linear(x, model.merged.weight, None)  # type: ignore[operator]
         assert torch.allclose(got, linear(x, torch.cat(rows)), atol=1e-5)
         assert model.gain is gain and torch.equal(gain, weights[2][1]), "what else refers to it must see it"
+
+
+def test_a_tensor_of_another_rank_is_not_waited_for() -> None:
+    from recipes.generation.direct_load import record
+
+    model, source = made((0, 1), has_gain=False)
+    source.view(torch.float32).fill_(1.0)
+    config: Any = SimpleNamespace(dtype=torch.float32)
+    direct = record(model, config, views(source), source)
+    assert direct is not None
+    waited: list[int] = []
+    direct.load(waited.append)
+    assert waited == [1] and not model.gain.any()
 
 
 def test_a_layer_that_keeps_another_form_of_its_weight_is_left_to_vllm() -> None:

@@ -27,6 +27,7 @@ PUBLISHED = sorted(
     str(path.relative_to(CONFIGS)) for pattern in ("*", "b200/*", "small_scale/*") for path in CONFIGS.glob(pattern)
     if path.name.startswith("stage") and path.name != "stages.yaml"
 )  # fmt: skip
+SHARED_EXPERTS = "policy.generation.vllm_cfg.expert_parallel_size=8"
 GIVEN = ("data.train.data_path=x", "data.validation.data_path=x", "sif_dir=x")  # what the launcher sets
 
 
@@ -59,9 +60,14 @@ def test_there_are_stages_for_every_kind_of_cluster() -> None:
     assert len(PUBLISHED) == 12
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_vllm_accepts_the_arguments_of_a_published_stage(name: str, model: Path, node: Any) -> None:
-    config = require_valid(load_config(CONFIGS / name, [f"policy.model_name={model}", *GIVEN]))
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [*((name, ()) for name in PUBLISHED), pytest.param("stage1_rlvr.yaml", (SHARED_EXPERTS,), id="shared experts")],
+)
+def test_vllm_accepts_the_arguments_of_a_published_stage(
+    name: str, overrides: tuple[str, ...], model: Path, node: Any
+) -> None:
+    config = require_valid(load_config(CONFIGS / name, [f"policy.model_name={model}", *overrides, *GIVEN]))
     generation = config.policy.generation
     arguments = engine_args(generation, model_path=str(model), seed=1, is_cpu=False)
     resolved = ray.get(node.resolve.remote(arguments), timeout=120)

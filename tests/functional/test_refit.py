@@ -33,7 +33,7 @@ from recipes.grpo.loss import grpo_loss
 from recipes.grpo.refit import connect, refit
 from recipes.policy.policy import Policy
 from recipes.types import Completion, Rollout, RolloutStatus, Sampling, TrainBatch, Turn
-from tools.tiny.model import build_hybrid_model, build_model
+from tools.tiny.model import build_hybrid_model, build_model, build_model_with_experts
 from tools.tiny.tokenizer import build_tokenizer
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
@@ -46,12 +46,20 @@ TENSORS = TWO_RANKS | {  # each rank has a part of every matrix
     "policy.megatron_cfg.sequence_parallel": "true",
 }
 EXPERTS = TWO_RANKS | {"policy.megatron_cfg.expert_model_parallel_size": 2}  # each rank has half of the experts
+SHARED = {  # the two ranks of the engine have half of the experts each, and parts of every other matrix
+    "cluster.gpus_per_node": 4,
+    "policy.generation.colocated.resources.gpus_per_node": 2,
+    "policy.generation.vllm_cfg.tensor_parallel_size": 2,
+    "policy.generation.vllm_cfg.expert_parallel_size": 2,
+}
 # Every run at scale tiny compares a dense model's log-probabilities at its start, and test_smoke.py while it trains.
 CASES = [
     pytest.param((build_model, {}), id="dense", marks=pytest.mark.slow),
     pytest.param((build_hybrid_model, {}), id="hybrid"),
     pytest.param((build_hybrid_model, TENSORS), id="hybrid, two tensor-parallel ranks", marks=pytest.mark.slow),
     pytest.param((build_hybrid_model, EXPERTS), id="hybrid, two expert-parallel ranks", marks=pytest.mark.slow),
+    pytest.param((build_hybrid_model, EXPERTS | SHARED), id="hybrid, to an engine of two", marks=pytest.mark.slow),
+    pytest.param((build_model_with_experts, TENSORS | SHARED), id="gated, to an engine of two", marks=pytest.mark.slow),
 ]
 TEMPERATURE = 0.7  # not 1, so that forgetting it on one side shows
 SAMPLING = Sampling(temperature=TEMPERATURE, top_p=1.0, max_tokens=24)

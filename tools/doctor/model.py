@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from recipes.config.fits import fit_problems
+from recipes.config.fits import engine_problem, fit_problems
 from recipes.config.keys.native import ARCHITECTURES
 from recipes.config.packages import package_problems
 from recipes.config.tree import Config, MegatronConfig
@@ -150,6 +150,10 @@ def fit_findings(path: Path, config: Config) -> Iterator[Finding]:
         expected = f"a divisor of num_attention_heads = {heads} of {path / 'config.json'}"
         fix = "give the parts of the model that it has, or another model"
         yield found("MDL004", where=key, got=str(size), expected=expected, fix=fix)
+    known = policy_sizes(path)
+    unshared = known and engine_problem(known[0], config.policy.generation.vllm_cfg)
+    if unshared:
+        yield from as_findings("MDL004", [unshared])
     longest, wanted = model.get("max_position_embeddings"), config.policy.max_total_sequence_length
     if isinstance(longest, int) and longest < wanted:
         expected = f"at most max_position_embeddings = {longest} of {path / 'config.json'}"

@@ -80,8 +80,9 @@ def engines_divide_the_gpus(config: Config) -> Iterator[KeyProblem]:
         expected = f"TP * PP = {sizes.gpus_per_engine} to divide {GPUS} = {per_node}, or to be a multiple of it"
         fix = "an engine must not end within a node that it shares; change TP or PP"
         yield KeyProblem(key=key, got=str(tp), expected=expected, fix=fix, also=also)
-    if ep > 1 and ep % tp:
-        expected, fix = f"1 or a multiple of {key} = {tp}", "change one of them: vLLM's EP is DP * TP"
+    if ep not in (1, tp):
+        expected = f"1 or {key} = {tp}"
+        fix = "vLLM's EP is DP * TP, and asynchronous engines have no data-parallel ranks inside; change one of them"
         yield KeyProblem(key=f"{VLLM}.expert_parallel_size", got=str(ep), expected=expected, fix=fix, also=(key,))
 
 

@@ -60,10 +60,8 @@ class VllmConfig:
         int, Ge(1), Unit("GPUs"), Honours(1, reason="engines with pipeline parallelism are not built yet")
     ]
     """GPUs that hold successive layers of one engine"""
-    expert_parallel_size: Annotated[
-        int, Ge(1), Unit("GPUs"), Honours(1, reason="engines with expert parallelism are not built yet")
-    ]
-    """GPUs that share the experts; 1 = as tensor parallel"""
+    expert_parallel_size: Annotated[int, Ge(1), Unit("GPUs")]
+    """GPUs that share whole experts: 1 (each expert is split) or tensor_parallel_size"""
     gpu_memory_utilization: Annotated[float, Gt(0), Lt(1), Unit("share")]
     """share of GPU memory an engine takes"""
     max_model_len: Annotated[int, Ge(1), Unit("tokens")]

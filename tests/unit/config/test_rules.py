@@ -148,8 +148,11 @@ CASES = [
      "policy.generation.vllm_cfg.tensor_parallel_size: got 6, expected TP * PP = 6 to divide cluster.gpus_per_node "
      "= 8, or to be a multiple of it; an engine must not end within a node that it shares; change TP or PP"),
     ("engines_divide_the_gpus", SMALL, [f"{VLLM}.expert_parallel_size=4"],
-     f"{VLLM}.expert_parallel_size: got 4, expected 1 or a multiple of {VLLM}.tensor_parallel_size = 8; "
-     "change one of them: vLLM's EP is DP * TP"),
+     f"{VLLM}.expert_parallel_size: got 4, expected 1 or {VLLM}.tensor_parallel_size = 8; vLLM's EP is DP * TP, and "
+     "asynchronous engines have no data-parallel ranks inside; change one of them"),
+    ("engines_divide_the_gpus", SMALL, [f"{VLLM}.expert_parallel_size=16"],
+     f"{VLLM}.expert_parallel_size: got 16, expected 1 or {VLLM}.tensor_parallel_size = 8; vLLM's EP is DP * TP, and "
+     "asynchronous engines have no data-parallel ranks inside; change one of them"),
     ("sequence_parallel_has_ranks", TINY, [f"{MEGATRON}.sequence_parallel=true"],
      f"{MEGATRON}.sequence_parallel: got true, expected false; {MEGATRON}.tensor_model_parallel_size is 1, so there "
      "are no ranks to split between; set it to false"),

@@ -6,10 +6,13 @@ import hashlib
 import json
 import struct
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models
 
+from recipes.config.fits import engine_problem
 from recipes.config.load import load_config
 from tools.doctor.model import (
     export_findings,
@@ -119,6 +122,7 @@ def test_files_too_large_to_hash_are_said_to_be_so(tmp_path, monkeypatch):
         ("policy.max_total_sequence_length=512", []),
         ("policy.max_total_sequence_length=1024", ["policy.max_total_sequence_length"]),
         ("policy.generation.vllm_cfg.tensor_parallel_size=3", ["policy.generation.vllm_cfg.tensor_parallel_size"]),
+        ("policy.generation.vllm_cfg.expert_parallel_size=2", ["policy.generation.vllm_cfg.expert_parallel_size"]),
         ("policy.megatron_cfg.expert_model_parallel_size=2", ["policy.megatron_cfg.expert_model_parallel_size"]),
         ("policy.megatron_cfg.tensor_model_parallel_size=2", ["policy.megatron_cfg.tensor_model_parallel_size"]),
         ("policy.megatron_cfg.pipeline_model_parallel_size=3", ["policy.megatron_cfg.pipeline_model_parallel_size"]),
@@ -166,6 +170,23 @@ def test_a_hybrid_is_divided_by_its_layers_and_mamba_groups(tmp_path):
         "policy.megatron_cfg.context_parallel_size: got 3, expected a size that divides the 4 Mamba heads and 0 Mamba "
         "groups of a tensor-parallel rank, or a multiple of the groups; change it or tensor_model_parallel_size",
     ]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expert", "expected"),
+    [
+        (2, 1, None),
+        (8, 8, None),
+        (1, 3, "expert_parallel_size: got 3, expected a divisor of 8 experts; each GPU has as many; change it and "
+         "tensor_parallel_size"),
+        (5, 1, "expert_parallel_size: got 1, expected 5 = tensor_parallel_size, or that one a divisor of 48 units of "
+         "an expert; change one of them"),
+    ],
+)  # fmt: skip
+def test_an_engine_shares_whole_experts_or_parts_of_each(tensor, expert, expected):
+    vllm: Any = SimpleNamespace(tensor_parallel_size=tensor, expert_parallel_size=expert)
+    problem = engine_problem({"num_moe_experts": 8, "moe_ffn_hidden_size": 48}, vllm)
+    assert (problem and str(problem)) == (expected and f"policy.generation.vllm_cfg.{expected}")
 
 
 def test_another_template_or_tokenizer_than_the_parents_is_named(tmp_path):
