@@ -40,11 +40,13 @@ def package_problems(
         imports: also import each package. Megatron takes one that cannot be imported for one that is not installed, and
             does not say why.
     """
+    optimizer = megatron.optimizer  # an offloaded one has typed state of Megatron's own
+    has_fused_adam = optimizer.use_precision_aware_optimizer and not optimizer.optimizer_cpu_offload
     wanted = {
         f"{_MEGATRON}apply_rope_fusion": megatron.apply_rope_fusion,
         f"{_MEGATRON}moe_permute_fusion": megatron.moe_permute_fusion,
         f"{_MEGATRON}moe_grouped_gemm": megatron.moe_grouped_gemm,
-        f"{_MEGATRON}optimizer.use_precision_aware_optimizer": megatron.optimizer.use_precision_aware_optimizer,
+        f"{_MEGATRON}optimizer.use_precision_aware_optimizer": has_fused_adam,
     }
     missing = [(key, _FUSED, "set it to false, or use the GPU image") for key, value in wanted.items() if value]
     if megatron.attention_backend != "local":

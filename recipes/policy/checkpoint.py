@@ -40,6 +40,7 @@ from megatron.core.utils import unwrap_model
 
 from recipes.errors import CheckpointError, Problem
 from recipes.policy.host_copies import HostCopies
+from recipes.policy.offloading.hybrid import OffloadedAdam
 from recipes.policy.optimizer import optimizer_parts
 from recipes.policy.saved_form import (
     IN_PARTS,
@@ -127,6 +128,9 @@ def load(trainer: Trainer, path: Path) -> None:
         logger.warning("%s holds no optimizer: it starts anew, so training does not go on exactly", path)
     else:
         require_readable(trainer, saved, path)
+        for own in (part.optimizer for part in trainer.optimizer.chained_optimizers):
+            if isinstance(own, OffloadedAdam):
+                own.make_moments()
     state = dist_checkpointing.load(_sharded_state(trainer, form, is_loading=True), str(path))
     unwrap_model(trainer.model).load_state_dict(state["model"])
     if trainer.heads is not None:
@@ -194,7 +198,9 @@ class _NoCount:
 def _make_moments(optimizer: Any) -> None:
     """Give every parameter moments of zero if it has none: Megatron saves them, but makes them in the first step."""
     for part in optimizer.chained_optimizers:
-        if part.config.use_precision_aware_optimizer:  # Megatron calls `initialize_state` as old releases had it
+        if isinstance(part.optimizer, OffloadedAdam):
+            part.optimizer.make_moments()
+        elif part.config.use_precision_aware_optimizer:  # Megatron calls `initialize_state` as old releases had it
             params = [param for group in part.optimizer.param_groups for param in group["params"]]
             for param in (param for param in params if not part.optimizer.state[param]):
                 part.optimizer.initialize_state(param, part.config.store_param_remainders)
@@ -205,7 +211,10 @@ def _make_moments(optimizer: Any) -> None:
 def _start_anew(optimizer: Any) -> None:
     """Forget all moments, and take the weights that the model has now as those to go on from."""
     for part in optimizer.chained_optimizers:
-        part.optimizer.state.clear()
+        if isinstance(part.optimizer, OffloadedAdam):
+            part.optimizer.start_anew()
+        else:
+            part.optimizer.state.clear()
     optimizer.reload_model_params()
 
 
@@ -253,6 +262,8 @@ def _load_optimizer(optimizer: Any, state: dict[str, dict[str, Any]]) -> None:
         if isinstance(part, DistributedOptimizer):
             part._set_main_param_and_optimizer_states = partial(_set_tensors, part)
         part.load_state_dict(merge(state[name]["rest"], state[name]["divided"]))
+        if isinstance(part.optimizer, OffloadedAdam):
+            part.optimizer.take_loaded()
         for group, values in zip(part.param_groups, own, strict=True):
             group.update(values)
     optimizer._synchronize_steps()
@@ -261,9 +272,10 @@ def _load_optimizer(optimizer: Any, state: dict[str, dict[str, Any]]) -> None:
 def _set_tensors(part: DistributedOptimizer, param: torch.Tensor, state: dict[str, Any]) -> None:
     """Set what the optimizer holds of a parameter, without the marks that Megatron leaves among the tensors.
 
-    Transformer Engine's optimizer would take such a mark, whether an entry is padding, for a state of its own.
+    Transformer Engine's optimizer would take such a mark, whether an entry is padding, for a state of its own. A count
+    of steps among them is that of before: the one of the checkpoint is with the groups.
     """
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor) and name != "step"}
     DistributedOptimizer._set_main_param_and_optimizer_states(part, param, tensors)
 
 

@@ -230,10 +230,10 @@ class Adam(torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
+        lr: float = 1e-3,  # Megatron's optimizer for two devices gives all of these with the groups
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
         adam_w_mode: bool = True,  # Megatron passes it to every fused Adam
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})

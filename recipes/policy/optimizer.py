@@ -13,8 +13,10 @@ from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, _get_para
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from recipes.policy.cpu import use_exact_adam
+from recipes.errors import ConfigError, Problem
+from recipes.policy.cpu import Adam, use_exact_adam
 from recipes.policy.model import DTYPES
+from recipes.policy.offloading.hybrid import use_offloading
 from recipes.policy.parallel import device, release_unused_memory
 
 if TYPE_CHECKING:
@@ -68,6 +70,9 @@ def build_optimizer(
     """
     use_exact_adam()
     own = cfg.megatron_cfg
+    if _is_offloaded(own):
+        _require_copies(cfg)
+        use_offloading(Adam)
     optimizer = get_megatron_optimizer(optimizer_config(cfg), [model])
     if heads is not None:
         optimizer = HeadsApart(optimizer, get_megatron_optimizer(optimizer_config(cfg), [heads]))
@@ -141,11 +146,32 @@ def _groups_of_a_stage(config: OptimizerConfig) -> tuple[dist.ProcessGroup, dist
     )
 
 
+def _is_offloaded(cfg: MegatronConfig) -> bool:
+    """Whether state goes from the device to the CPU: on a machine without CUDA it lies there anyway."""
+    return cfg.optimizer.optimizer_cpu_offload and device().type == "cuda"
+
+
+def _require_copies(cfg: PolicyConfig) -> None:
+    """Refuse to offload from parameters in float32: the optimizer takes no views of a model's own parameters."""
+    if DTYPES[cfg.precision] == torch.float32:
+        problem = Problem(
+            where="policy.megatron_cfg.optimizer.optimizer_cpu_offload",
+            got="true",
+            expected="false with policy.precision float32 on CUDA",
+            fix="Megatron offloads only from weights in 16 bits; set it to false, or policy.precision to bfloat16",
+        )
+        raise ConfigError([problem])
+
+
 def optimizer_config(cfg: PolicyConfig) -> OptimizerConfig:
-    """Translate our configuration of the optimizer."""
-    own = cfg.megatron_cfg.optimizer
+    """Translate our configuration of the optimizer.
+
+    Megatron offloads as a precision-aware optimizer does its work, with master weights in the optimizer's state. That
+    needs no Transformer Engine, and where nothing is offloaded after all it is plain Adam.
+    """
+    own, is_offloaded = cfg.megatron_cfg.optimizer, _is_offloaded(cfg.megatron_cfg)
     dtype = DTYPES[cfg.precision]
-    return OptimizerConfig(
+    config = OptimizerConfig(
         optimizer=own.optimizer,
         lr=own.lr,
         min_lr=own.min_lr,
@@ -158,13 +184,16 @@ def optimizer_config(cfg: PolicyConfig) -> OptimizerConfig:
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=own.use_distributed_optimizer,
-        use_precision_aware_optimizer=own.use_precision_aware_optimizer,
+        use_precision_aware_optimizer=own.use_precision_aware_optimizer and not own.optimizer_cpu_offload,
         store_param_remainders=False,  # a checkpoint would hold half of each weight, which no other setting can read
         overlap_param_gather=cfg.megatron_cfg.distributed_data_parallel_config.overlap_param_gather,
-        optimizer_cpu_offload=own.optimizer_cpu_offload,
+        optimizer_cpu_offload=is_offloaded,
         optimizer_offload_fraction=own.optimizer_offload_fraction,
         overlap_cpu_optimizer_d2h_h2d=own.overlap_cpu_optimizer_d2h_h2d,
     )
+    if is_offloaded:  # only now: its constructor asks Transformer Engine for its release, also where that is not there
+        config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    return config
 
 
 def _build_scheduler(optimizer: Any, lr: float, min_lr: float, cfg: SchedulerConfig) -> OptimizerParamScheduler:

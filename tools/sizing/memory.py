@@ -16,6 +16,7 @@ from tools.sizing.activations import activations
 from tools.sizing.architecture import Architecture
 
 GIB = 2**30
+_OFFLOADED = 16  # bytes of a parameter whose optimizer is a CPU's: weight, gradient and two moments in float32
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1}
 
 
@@ -44,12 +45,13 @@ class HostMemory:
 
     reference: float  # the weights that the stage started from
     reference_pass: float  # the trained weights, while the reference policy has their place
+    offloaded: float  # the optimizer's share of the CPU: its state, weights and gradients, all in float32
     save: float  # weights and optimizer state of a checkpoint
     export: float  # the whole model, on the node of the first rank
 
     @property
     def total(self) -> float:
-        return self.reference + self.reference_pass + self.save + self.export
+        return self.reference + self.reference_pass + self.offloaded + self.save + self.export
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +84,13 @@ def trainer_memory(model: Architecture, config: Config, sizes: Derived, *, other
     optimizer = megatron.optimizer
     each = _state_bytes(config)
     shards = (dense_copies, expert_copies) if optimizer.use_distributed_optimizer else (1, 1)
-    offloaded = optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0
     in_fp32 = megatron.distributed_data_parallel_config.grad_reduce_in_fp32
     tokens = policy.sequence_packing.train_mb_tokens / megatron.context_parallel_size
     layers = activations(model, megatron, tokens, width)
     return TrainerMemory(
         weights=(dense + experts + carried) * width,
         gradients=(dense + experts) * (4 if in_fp32 or width == 4 else 2),
-        optimizer=(1.0 - offloaded) * each * (dense / shards[0] + experts / shards[1]),
+        optimizer=(1.0 - _offloaded_share(megatron)) * each * (dense / shards[0] + experts / shards[1]),
         activations=layers.kept,
         backward=max(layers.working, _logits(model, config, tokens, width)),
         other=other,
@@ -103,6 +104,10 @@ def _state_bytes(config: Config) -> int:
     """
     moments = 8 if config.policy.megatron_cfg.optimizer.optimizer == "adam" else 4
     return moments + (4 if _BYTES[config.policy.precision] < 4 else 0)
+
+
+def _offloaded_share(megatron: MegatronConfig) -> float:
+    return megatron.optimizer.optimizer_offload_fraction if megatron.optimizer.optimizer_cpu_offload else 0.0
 
 
 def _logits(model: Architecture, config: Config, tokens: float, width: int) -> float:
@@ -129,6 +134,7 @@ def host_memory(model: Architecture, config: Config, sizes: Derived) -> HostMemo
     return HostMemory(
         reference=reference,
         reference_pass=reference,
+        offloaded=_offloaded_share(megatron) * _OFFLOADED * (dense / dense_copies + experts / expert_copies) * workers,
         save=each * (dense / dense_copies + experts / expert_copies) * workers if checkpointing.enabled else 0.0,
         export=float(model.parameters * width) if checkpointing.enabled else 0.0,
     )

@@ -131,6 +131,7 @@ def distributed_optimizer_is_there(config: Config) -> Iterator[KeyProblem]:
     ddp = megatron.distributed_data_parallel_config
     dependants = {
         f"{OPTIMIZER}.use_precision_aware_optimizer": megatron.optimizer.use_precision_aware_optimizer,
+        f"{OPTIMIZER}.optimizer_cpu_offload": megatron.optimizer.optimizer_cpu_offload,
         f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather": ddp.overlap_param_gather,
     }
     for key in (key for key, is_on in dependants.items() if is_on):
@@ -147,7 +148,7 @@ def chunked_logprobs_defer_logits(config: Config) -> Iterator[KeyProblem]:
 
 
 def offloaded_share_is_offloaded(config: Config) -> Iterator[KeyProblem]:
-    """Require optimizer offloading to have a share, and a share to have offloading."""
+    """Require optimizer offloading to have a share, and a share or overlapped copies to have offloading."""
     optimizer = config.policy.megatron_cfg.optimizer
     share, is_on = optimizer.optimizer_offload_fraction, optimizer.optimizer_cpu_offload
     if is_on != (share > 0):
@@ -156,3 +157,7 @@ def offloaded_share_is_offloaded(config: Config) -> Iterator[KeyProblem]:
         fix = f"{switch} is {str(is_on).lower()}; set both or neither"
         key = f"{OPTIMIZER}.optimizer_offload_fraction"
         yield KeyProblem(key=key, got=f"{share:g}", expected=expected, fix=fix, also=(switch,))
+    if optimizer.overlap_cpu_optimizer_d2h_h2d and not is_on:
+        key, switch = f"{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d", f"{OPTIMIZER}.optimizer_cpu_offload"
+        fix = f"{switch} is false, so nothing is copied; set both or neither"
+        yield KeyProblem(key=key, got="true", expected="false", fix=fix, also=(switch,))

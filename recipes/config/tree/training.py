@@ -13,7 +13,6 @@ from recipes.config.tree.marks import Honours, NoEffect, Unit
 EXPERTS = "the native policy computes experts only in this way"
 FUSED = "Transformer Engine's fused kernels are not wired in yet"
 FP8 = "it needs Transformer Engine's linear layers, and the native policy has Megatron's own"
-OFFLOAD = "offloading optimizer state is not built yet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +48,11 @@ class OptimizerConfig:
     use_distributed_optimizer: bool
     """shard optimizer state over data-parallel ranks"""
     use_precision_aware_optimizer: bool
-    """Transformer Engine's fused Adam with typed state; needs that package"""
-    optimizer_cpu_offload: Annotated[bool, Honours(False, reason=OFFLOAD)]
-    """keep optimizer state in CPU memory"""
+    """Transformer Engine's fused Adam with typed state; needs that package, but not with optimizer_cpu_offload"""
+    optimizer_cpu_offload: bool
+    """keep optimizer state in CPU memory and take its steps there; needs use_distributed_optimizer"""
     optimizer_offload_fraction: Annotated[float, Ge(0), Le(1), Unit("share")]
-    """share of the optimizer state that is kept in CPU memory"""
+    """share of the optimizer state that is kept in CPU memory; the rest stays on the GPU"""
     overlap_cpu_optimizer_d2h_h2d: bool
     """overlap the copies between CPU and GPU with the optimizer step"""
 

@@ -274,6 +274,15 @@ CASES = [
     ("offloaded_share_is_offloaded", TINY, [f"{MEGATRON}.optimizer.optimizer_offload_fraction=0.5"],
      f"{MEGATRON}.optimizer.optimizer_offload_fraction: got 0.5, expected 0; "
      f"{MEGATRON}.optimizer.optimizer_cpu_offload is false; set both or neither"),
+    ("offloaded_share_is_offloaded", TINY, [f"{MEGATRON}.optimizer.overlap_cpu_optimizer_d2h_h2d=true"],
+     f"{MEGATRON}.optimizer.overlap_cpu_optimizer_d2h_h2d: got true, expected false; "
+     f"{MEGATRON}.optimizer.optimizer_cpu_offload is false, so nothing is copied; set both or neither"),
+    ("distributed_optimizer_is_there", TINY,
+     [f"{MEGATRON}.optimizer.use_distributed_optimizer=false", f"{MEGATRON}.optimizer.optimizer_cpu_offload=true",
+      f"{MEGATRON}.optimizer.optimizer_offload_fraction=0.5",
+      f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather=false"],
+     f"{MEGATRON}.optimizer.optimizer_cpu_offload: got true, expected false; "
+     f"set it to false, or {MEGATRON}.optimizer.use_distributed_optimizer to true"),
     ("judges_fill_their_nodes", STAGE1, ["env.nemo_gym.num_gpu_nodes=6"],
      "env.nemo_gym.num_gpu_nodes: got 6, expected 7 = 4 (genrm_model) + 2 (nl2bash_judge_model) + "
      "1 (safety_judge_model); raise it: judges without a node never start"),

@@ -194,6 +194,19 @@ def test_sgd_has_one_number_per_parameter_beside_the_weights(production):
     assert sgd.save == pytest.approx(adam.save * 10 / 14)
 
 
+def test_what_is_offloaded_goes_from_the_gpu_to_the_host(production):
+    sizes, megatron = derive(production), production.policy.megatron_cfg
+    optimizer = replace(megatron.optimizer, optimizer_cpu_offload=True, optimizer_offload_fraction=0.75)
+    policy = replace(production.policy, megatron_cfg=replace(megatron, optimizer=optimizer))
+    offloaded = replace(production, policy=policy)
+    before, after = (trainer_memory(SUPER, config, sizes, other=0.0) for config in (production, offloaded))
+    assert after.optimizer == pytest.approx(before.optimizer / 4)
+    host, more = (host_memory(SUPER, config, sizes) for config in (production, offloaded))
+    assert host.offloaded == 0.0
+    assert more.offloaded == pytest.approx(8 * 0.75 * before.optimizer * 16 / 12)  # gradients, too, of eight workers
+    assert more.total == host.total + more.offloaded
+
+
 def test_host_memory_of_a_reference_policy_and_of_a_save(production):
     sizes = derive(production)
     trainer, host = (of(SUPER, production, sizes) for of in (partial(trainer_memory, other=0.0), host_memory))
