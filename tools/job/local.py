@@ -46,6 +46,7 @@ from tools.processes import (
     shared_memory_inodes,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 TEMP_ROOT = Path("/tmp")
 HEAD_SECONDS = 120.0  # for the Ray head to start
 LOCAL_RUNS = "local runs"  # where a problem is when there are too many of them
@@ -162,12 +163,16 @@ def count_gpus() -> int:
 
 
 def run_environment(temp: Path, ports: RayPorts) -> dict[str, str]:
-    """Return the environment of head and driver; what the user has set wins over the defaults."""
+    """Return the environment of head and driver; what the user has set wins over the defaults.
+
+    In PYTHONPATH this checkout comes first: another one that the user has there would be run in its place.
+    """
     defaults = worker_environment(1) | ENVIRONMENT | ({} if count_gpus() else CPU_ENVIRONMENT)
     fixed = {
         "RAY_ADDRESS": f"{LOOPBACK}:{ports.gcs}",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "TMPDIR": str(temp / "tmp"),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         **ports.variables(),
     }
     return defaults | os.environ | fixed

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from recipes.cluster.ports import ray_ports
 from recipes.stop import EXIT_RESUME
-from tools.job.local import Signals, take_slot, watch
+from tools.job.local import Signals, run_environment, take_slot, watch
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -111,3 +112,16 @@ def test_a_driver_that_another_program_ends_has_failed(
     signals.forward_to(driver)
     driver.send_signal(number)
     assert watch(driver, head, signals, set()) == 128 + number
+
+
+def test_another_checkout_in_pythonpath_is_not_run_in_place_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "__init__.py").write_text("raise SystemExit('the other checkout')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    env = run_environment(tmp_path, ray_ports(0))
+    command = [sys.executable, str(ROOT / "recipes" / "run_grpo.py"), "--help"]
+    result = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert env["PYTHONPATH"].endswith(str(tmp_path))
