@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
+import io
 import math
 import os
 import sys
@@ -56,6 +57,8 @@ def exit_status(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
 
     @functools.wraps(main)
     def ended(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal of another encoding than UTF-8 shows a ? for the rest
+            sys.stdout.reconfigure(errors="replace")
         try:
             status = main(*args, **kwargs)
             sys.stdout.flush()

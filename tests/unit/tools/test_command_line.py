@@ -75,6 +75,13 @@ def test_a_reader_that_has_gone_ends_it_without_a_word(program: str) -> None:
     assert (result.returncode, result.stderr) == (141, b"")
 
 
+def test_a_terminal_of_another_encoding_shows_a_mark_for_what_it_lacks() -> None:
+    program = TALKATIVE.replace("while", "if").replace('"x" * 1000', r'"\u2587 \ud83d x"')
+    command, env = [sys.executable, "-c", program], os.environ | {"PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0"}
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=60, check=False)
+    assert (result.stdout, result.stderr) == (b"? ? x\n", b"")
+
+
 def test_a_mistake_of_the_program_keeps_its_trace() -> None:
     with pytest.raises(ZeroDivisionError):
         raising(ZeroDivisionError())()
