@@ -84,9 +84,12 @@ class JsonClient:
         return JsonReply(body=value, cookies={name: morsel.value for name, morsel in reply.cookies.items()})
 
     async def post_for_text(self, url: str, body: Mapping[str, Any], *, cookies: Mapping[str, str]) -> str:
-        """Post one object and return the reply as text, that of a refusal too; raises `TransientError`."""
+        """Post one object and return the reply as text, that of a refusal too.
+
+        Raises `TransientError`, and `RefusedError` for a redirect, which is no answer.
+        """
         reply, content = await self._exchange(url, body, None, cookies)
-        if is_transient(reply.status):
+        if is_transient(reply.status) or 300 <= reply.status < 400:
             _raise_for_status(reply, content, url)
         return content.decode(errors="replace")
 

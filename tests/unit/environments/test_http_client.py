@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from recipes.environments.http.client import AT_A_TICK, JsonClient, Turns
+from recipes.environments.http.client import AT_A_TICK, JsonClient, RefusedError, Turns
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -19,7 +19,7 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         content = self.rfile.read(int(self.headers["content-length"]))
-        self.send_response(200)
+        self.send_response(int(self.path.strip("/") or 200))
         self.send_header("content-length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
@@ -48,6 +48,14 @@ async def test_half_a_surrogate_pair_is_carried_as_a_question_mark(url: str) -> 
     for beyond_json in ({"a": {1}}, {"a\ud800": float("nan")}, {"a": deep}):
         with pytest.raises(TypeError):
             await client.post(url, beyond_json)
+    await client.close()
+
+
+async def test_a_redirect_is_no_answer_of_a_tool(url: str) -> None:
+    client = JsonClient()
+    assert await client.post_for_text(f"{url}422", {"a": 1}, cookies={}) == '{"a":1}'
+    with pytest.raises(RefusedError, match="answered 307"):
+        await client.post_for_text(f"{url}307", {"a": 1}, cookies={})
     await client.close()
 
 
