@@ -1,4 +1,7 @@
-"""Limits on the connections of an HTTP server. Uvicorn has none for one that is silent before its request is whole."""
+"""Limits on the connections of an HTTP server.
+
+Uvicorn has none for a client that is silent before its request is whole, nor for one that does not read its answer.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,15 @@ class LimitedProtocol(H11Protocol):  # type: ignore[misc]
 
     The time counts from the connection for its first request, from the first byte for each later one, and again from
     the end of the head for the body. Bytes that arrive do not prolong it; a program that does not read the body does.
+    An answer that waits for its reader for `unread_seconds` ends the connection, too.
     """
 
     head_seconds = 30.0
     body_seconds = 60.0
+    unread_seconds = 300.0
     _awaited: Any = None  # the state of the client in which `_timer` was started
     _timer: asyncio.TimerHandle | None = None
+    _unread_timer: asyncio.TimerHandle | None = None
     _was_paused = False  # since `_timer` was started: the program did not read
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -42,8 +48,17 @@ class LimitedProtocol(H11Protocol):  # type: ignore[misc]
         if self.conn.their_state is h11.SEND_BODY:  # of the next request, which came with this one
             self._watch()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread_timer = self.loop.call_later(self.unread_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_unread_timer()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_unread_timer()
         super().connection_lost(exc)
 
     def _watch(self) -> None:
@@ -63,6 +78,11 @@ class LimitedProtocol(H11Protocol):  # type: ignore[misc]
             self._timer = self.loop.call_later(seconds, self._on_late, seconds)
         else:
             self.transport.close()
+
+    def _stop_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

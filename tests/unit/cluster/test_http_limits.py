@@ -24,7 +24,7 @@ WHOLE = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nab"
 
 
 class Quick(LimitedProtocol):
-    head_seconds = body_seconds = SECONDS
+    head_seconds = body_seconds = unread_seconds = SECONDS
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
@@ -45,9 +45,9 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[int]:
+async def serving(app: Any = echo) -> AsyncIterator[int]:
     held = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(echo, http=Quick, lifespan="off", log_config=None))
+    server = uvicorn.Server(uvicorn.Config(app, http=Quick, lifespan="off", log_config=None))
     task = asyncio.create_task(server._serve([held]))
     try:
         async with asyncio.timeout(WAIT):
@@ -101,6 +101,27 @@ async def test_a_slow_program_loses_no_request() -> None:
             writer.write(b"POST /slow HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(large) + large)
             assert await answer(reader) == str(len(large)).encode()
         writer.close()
+
+
+async def test_a_client_that_does_not_read_its_answer_is_cut_off() -> None:
+    gone = asyncio.Event()
+
+    async def write(send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while True:
+            await send({"type": "http.response.body", "body": b"x" * (1 << 20), "more_body": True})
+
+    async def endless(_scope: Any, receive: Any, send: Any) -> None:
+        writing = asyncio.create_task(write(send))
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        writing.cancel()
+        gone.set()
+
+    async with serving(endless) as port:
+        with socket.create_connection(("127.0.0.1", port)) as silent:
+            silent.send(WHOLE)
+            await asyncio.wait_for(gone.wait(), WAIT)
 
 
 async def test_connections_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
