@@ -50,12 +50,16 @@ Work = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 def create_app(work: Work = work) -> FastAPI:
     """Return the server of an agent that works so; rows may ask it to fail."""
     app = FastAPI()
+    app.state.refused = None
 
     @app.post("/run")
     async def run(request: Request) -> dict[str, Any]:
         row = await request.json()
         if row.get("fails") == "late":
             await asyncio.sleep(WAIT)
+        if row.get("fails") == "at the door" and not app.state.refused:
+            app.state.refused = asyncio.create_task(work(row))  # and yet it works, beside the second attempt
+            raise HTTPException(502, "a proxy lost the answer")
         done = await work(row)
         if row.get("fails") == "hangs at the end":
             await asyncio.sleep(WAIT)

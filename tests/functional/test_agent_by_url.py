@@ -22,7 +22,7 @@ from recipes.environments.model_server.agent import UrlAgents
 from recipes.environments.model_server.session import RolloutSession, SessionLimits
 from recipes.errors import EngineError, RequestError
 from recipes.types import Completion, Rollout, RolloutStatus, VersionSpan
-from tests.functional.agent_program import running_agent
+from tests.functional.agent_program import running_agent, work
 from tests.functional.speed import patiently
 from tools import agent_check
 from tools.tiny.tokenizer import build_tokenizer
@@ -160,6 +160,19 @@ async def test_no_failure_is_a_reward(
     assert reason in done.reason
     if fields.get("fails") == "at the end":  # for the log
         assert len(done.turns) == 2 and done.metrics["model_calls"] == 2.0
+
+
+async def test_calls_of_an_attempt_that_was_given_up_are_not_mixed_with_the_next(codec: ChatCodec) -> None:
+    says: list[str | Exception] = [f"a</think>\\boxed{{B}}{END}"]
+
+    async def work_later(row: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.sleep(0.1)
+        return await work(row)
+
+    with running_agent(work_later) as url:
+        done, policy = await rollout(codec, url, says, fails="at the door")
+    assert (done.status, done.reward) == (RolloutStatus.COMPLETED, 1.0), done.reason
+    assert (len(policy.sampled), done.metrics["num_roots"]) == (2, 1.0)
 
 
 async def test_case_21_calls_of_an_agent_that_never_ends_stay_without_a_reward(

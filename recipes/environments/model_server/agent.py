@@ -79,8 +79,7 @@ class UrlAgents:
             keeps_history=agent.keeps_history,
         )
         server = await self.server_for(urlsplit(agent.url).hostname or "")
-        async with server.serving(session) as base_url:
-            end = await self._end(episode, agent, session, base_url)
+        end = await self._end(episode, agent, session, server)
         kept = sequences_in(session, main_only=agent.trains_main_only)
         if isinstance(end, NoVerdict):
             turns = kept.turns(0) if kept.paths else ()
@@ -97,11 +96,11 @@ class UrlAgents:
         self.http.close_all()
 
     async def _end(
-        self, episode: Episode, agent: Agent, session: RolloutSession, base_url: str
+        self, episode: Episode, agent: Agent, session: RolloutSession, server: ListeningServer
     ) -> Mapping[str, Any] | NoVerdict:
         """Return what the agent adds to its row, or why its work gets no verdict."""
         try:
-            reply = await self._result(episode, agent, session, base_url)
+            reply = await self._result(episode, agent, session, server)
         except _NotDoneError as end:
             if end.status is RolloutStatus.TIMED_OUT or not session.failure:
                 return NoVerdict(status=end.status, reason=str(end))
@@ -111,18 +110,22 @@ class UrlAgents:
         return reply
 
     async def _result(
-        self, episode: Episode, agent: Agent, session: RolloutSession, base_url: str
+        self, episode: Episode, agent: Agent, session: RolloutSession, server: ListeningServer
     ) -> Mapping[str, Any]:
-        """Return what the agent adds to its row; raises `_NotDoneError`."""
+        """Return what the agent adds to its row; raises `_NotDoneError`.
+
+        Each attempt has a path of its own: an agent whose answer was lost may only begin to work later.
+        """
 
         async def ask() -> Mapping[str, Any]:
-            body = {**episode.row, "model_server": {"base_url": base_url, "model": MODEL}}
-            try:
-                reply = await self.http.post(f"{agent.url.rstrip('/')}/run", body)
-            except TransientError as error:
-                if session.num_calls:  # a second run would mix its calls with those of the first
-                    raise RefusedError(str(error)) from error
-                raise
+            async with server.serving(session) as base_url:
+                body = {**episode.row, "model_server": {"base_url": base_url, "model": MODEL}}
+                try:
+                    reply = await self.http.post(f"{agent.url.rstrip('/')}/run", body)
+                except TransientError as error:
+                    if session.num_calls:  # a second run would mix its calls with those of the first
+                        raise RefusedError(str(error)) from error
+                    raise
             return {key: value for key, value in reply.body.items() if key not in body}
 
         asking = asyncio.create_task(reply_within(agent.timeout_seconds, ask, RETRIES))

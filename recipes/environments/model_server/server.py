@@ -52,10 +52,14 @@ class ModelServer:
 
     @asynccontextmanager
     async def serving(self, session: RolloutSession) -> AsyncIterator[str]:
-        """Serve one rollout; yields its secret. Afterwards its calls are cancelled and its path is gone."""
+        """Serve one rollout; yields its secret. Afterwards its calls are cancelled and its path is gone.
+
+        One that has made no call may be served again, under another secret.
+        """
         secret = secrets.token_urlsafe(SECRET_BYTES)
         digest = _digest(secret)
         self._sessions[digest] = session
+        session.is_over = False
         try:
             yield secret
         finally:
