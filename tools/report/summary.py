@@ -129,7 +129,7 @@ def shares(run: RunData) -> str:
     policy = [(label, spent.get(phase, 0.0) / total, style) for label, phase, style in names]
     policy.insert(-1, ("other", 1.0 - sum(share for _, share, _ in policy), "c7"))
     bars = [("Policy", policy)]
-    idle = _weighted(steps, "idle/generation")
+    idle = share_of_time(steps, "idle/generation")
     if idle is not None:
         bars.append(("Generation", [("generate", 1.0 - idle, "c3"), ("idle", idle, "c8")]))
     rows = "".join(f'<div class="sharerow"><span>{label}</span>{share_bar(parts)}</div>' for label, parts in bars)
@@ -230,7 +230,7 @@ def _lost(run: RunData) -> tuple[float, float]:
     return total - counts.get("completed", 0.0) - counts.get("truncated", 0.0), total
 
 
-def _weighted(steps: Sequence[StepRecord], key: str) -> float | None:
+def share_of_time(steps: Sequence[StepRecord], key: str) -> float | None:
     """Return the mean of a share over the steps that have it, weighted by their seconds."""
     found = [(record.values[key], step_seconds(record)) for record in steps if key in record.values]
     seconds = sum(weight for _, weight in found)

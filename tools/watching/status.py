@@ -23,7 +23,7 @@ from tools.command_line import exit_status
 from tools.planning.walltime import slurm_seconds
 from tools.report.axis import format_seconds
 from tools.report.load import StepRecord
-from tools.report.summary import spent_by_phase
+from tools.report.summary import share_of_time, spent_by_phase
 from tools.watching.run_state import ObservedRun, RunStatus, ask_slurm, find_run, read_run
 
 _RECENT = 10  # steps that "now" means
@@ -297,9 +297,9 @@ def _shares(run: ObservedRun) -> str:
         return ""
     largest = sorted(((seconds / total, phase) for phase, seconds in spent.items()), reverse=True)
     shares = ", ".join(f"{phase} {share:.0%}" for share, phase in largest if share >= 0.01)
-    idle = [record.values["idle/generation"] for record in recent if "idle/generation" in record.values]
+    idle = share_of_time(recent, "idle/generation")
     speed = _last(run, "performance/generation_tokens_per_sec")
-    engines = f"; engines idle {statistics.fmean(idle):.0%}" if idle else ""
+    engines = f"; engines idle {idle:.0%}" if idle is not None else ""
     return f"{shares}{engines}" + (f", {speed:,.0f} tokens/s" if speed is not None else "")
 
 

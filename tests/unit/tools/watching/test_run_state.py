@@ -151,6 +151,20 @@ def make_run(run_dir: Path, **changed: Any) -> Path:
     return run_dir
 
 
+def test_a_long_step_counts_for_as_much_of_the_engines_time_as_it_takes(tmp_path):
+    """As in the report: a share of the time, not a mean over steps."""
+    run_dir = make_run(tmp_path / "mine")
+    long = {
+        "step": 5,
+        "timing/train/policy_training": 60.0,
+        "timing/train/total_step_time": 60.0,
+        "idle/generation": 0.0,
+    }
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()[:-1]
+    (run_dir / "metrics.jsonl").write_text("\n".join([*lines, json.dumps({"time": 995.0, **long})]) + "\n")
+    assert "engines idle 20%" in plain(read_run(run_dir, Queue(), machine=ALIVE, now=NOW))
+
+
 def test_a_running_run_says_all_that_is_asked_for(tmp_path):
     state = read_run(make_run(tmp_path / "mine"), Queue(), machine=ALIVE, now=NOW)
     assert headline(state) == "mine  stage1.1  running  step 4 of 60"
