@@ -37,6 +37,7 @@ from recipes.policy.layers.token_heads import TokenHeads
 from recipes.policy.layout import check_model_fits
 from recipes.policy.microbatch import Microbatch, pack_microbatch
 from recipes.policy.model import build_heads, build_model, forward, transformer_config
+from recipes.policy.offloading.aside import state_aside, with_state_aside
 from recipes.policy.optimizer import build_optimizer, is_finite, wrap_unloaded
 from recipes.policy.parallel import device, finish_queued_work, release_unused_memory
 from recipes.policy.reference import ReferenceWeights
@@ -153,15 +154,17 @@ def passes_before(trainer: Trainer, parts: Sequence[BatchShard]) -> tuple[list[P
     has_steps = len(parts) > 1
     if not has_steps and trainer.token_advantages is None:
         return [Passes()], {}
-    previous = [logprobs(trainer, part) for part in parts]
+    with state_aside(trainer):
+        previous = [logprobs(trainer, part) for part in parts]
     passes = [Passes(previous=own if has_steps else None) for own in previous]
     if trainer.token_advantages is None:
         return passes, {}
     rows: list[PolicyRow] = []
-    for part, own in zip(parts, previous, strict=True):
-        start = reference_logprobs(trainer, part)
-        assert start is not None, "token advantages come with a reference policy"
-        rows += _policy_rows(part, own, start)
+    with state_aside(trainer):
+        for part, own in zip(parts, previous, strict=True):
+            start = reference_logprobs(trainer, part)
+            assert start is not None, "token advantages come with a reference policy"
+            rows += _policy_rows(part, own, start)
     advantages, metrics = trainer.token_advantages(rows, _sum_over_replicas)
     ends = itertools.accumulate(len(own) for own in previous)
     return [
@@ -202,7 +205,8 @@ def train_step(trainer: Trainer, shard: BatchShard, passes: Passes | None = None
         release_unused_memory()
     lr = get_canonical_lr_for_logging(trainer.optimizer.param_groups)
     metrics["wd"] = (trainer.scheduler.get_wd(), 1.0)
-    is_taken, grad_norm = is_finite(trainer.optimizer, _total(metrics.get("loss", 0.0))), math.nan
+    loss = metrics.get("loss", 0.0)
+    is_taken, grad_norm = is_finite(trainer.optimizer, loss[0] if isinstance(loss, tuple) else loss), math.nan
     if is_taken:
         is_taken, grad_norm, _ = trainer.optimizer.step()
         assert is_taken, "only a scaled loss lets Megatron skip a step, and none is scaled"
@@ -218,10 +222,6 @@ def train_step(trainer: Trainer, shard: BatchShard, passes: Passes | None = None
         loads = take_expert_loads(unwrap_model(trainer.model))
         metrics |= {f"expert_load/layer_{number}": (ratio, 1.0) for number, ratio in loads.items()}
     return metrics | {"grad_norm": float(grad_norm), "lr": float(lr), "skipped_steps": float(not is_taken)}
-
-
-def _total(measured: Measured) -> float:
-    return measured[0] if isinstance(measured, tuple) else measured
 
 
 def accumulate_gradients(trainer: Trainer, shard: BatchShard, passes: Passes) -> dict[str, Measured]:
@@ -282,6 +282,7 @@ def _on_host(outputs: Sequence[Mapping[str, Tensor | tuple[Tensor, Tensor]]]) ->
     ]
 
 
+@with_state_aside
 def logprobs(trainer: Trainer, shard: BatchShard) -> list[Tensor]:
     """Return the log-probabilities of each row under the current weights, on the CPU.
 

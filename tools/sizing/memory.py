@@ -46,12 +46,13 @@ class HostMemory:
     reference: float  # the weights that the stage started from
     reference_pass: float  # the trained weights, while the reference policy has their place
     offloaded: float  # the optimizer's share of the CPU: its state, weights and gradients, all in float32
+    aside: float  # the state of the GPU's share, while log-probabilities are computed
     save: float  # weights and optimizer state of a checkpoint
     export: float  # the whole model, on the node of the first rank
 
     @property
     def total(self) -> float:
-        return self.reference + self.reference_pass + self.offloaded + self.save + self.export
+        return self.reference + self.reference_pass + self.offloaded + self.aside + self.save + self.export
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,11 +131,14 @@ def host_memory(model: Architecture, config: Config, sizes: Derived) -> HostMemo
     workers = sizes.train_workers_per_node
     reference = (dense + experts) * width * workers if config.loss_fn.reference_policy_kl_penalty > 0 else 0.0
     # The ranks that hold a tensor share the work of saving it.
+    copies = (dense_copies, expert_copies) if megatron.optimizer.use_distributed_optimizer else (1, 1)
+    aside = (1.0 - _offloaded_share(megatron)) * _state_bytes(config) * (dense / copies[0] + experts / copies[1])
     each = width + (_state_bytes(config) if checkpointing.save_optimizer else 0)
     return HostMemory(
         reference=reference,
         reference_pass=reference,
         offloaded=_offloaded_share(megatron) * _OFFLOADED * (dense / dense_copies + experts / expert_copies) * workers,
+        aside=aside * workers if config.policy.offload_optimizer_for_logprob else 0.0,
         save=each * (dense / dense_copies + experts / expert_copies) * workers if checkpointing.enabled else 0.0,
         export=float(model.parameters * width) if checkpointing.enabled else 0.0,
     )

@@ -70,6 +70,7 @@ def _host_memory(plan: StagePlan) -> list[str]:
         ("reference policy", host.reference, "the weights that the stage started from"),
         ("its pass", host.reference_pass, "the trained weights, while the reference policy has their place"),
         ("offloaded optimizer", host.offloaded, "its share of the CPU: state, weights and gradients"),
+        ("optimizer set aside", host.aside, "the state on GPUs, while log-probabilities are computed"),
         ("a save in progress", host.save, "weights and optimizer state, until they are written"),
         ("an export in progress", host.export, "the whole model, on the first node only"),
         ("total", host.total, ""),

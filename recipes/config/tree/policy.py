@@ -12,8 +12,6 @@ from recipes.config.tree.generation import GenerationConfig
 from recipes.config.tree.marks import Honours, Text, Unit
 from recipes.config.tree.training import MegatronConfig
 
-OFFLOAD = "offloading optimizer state is not built yet"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerConfig:
@@ -67,8 +65,8 @@ class PolicyConfig:
     """full-length rollouts in one log-probability micro-batch; in the native engine, of the parity gate only"""
     logprob_chunk_size: Annotated[int | None, Ge(1), Unit("tokens")]
     """tokens whose float32 logits exist at once; null = all"""
-    offload_optimizer_for_logprob: Annotated[bool, Honours(False, reason=OFFLOAD)]
-    """move optimizer state to the CPU during log-probability passes"""
+    offload_optimizer_for_logprob: bool
+    """move optimizer state to CPU memory during passes for log-probabilities alone, and back after each"""
     max_grad_norm: Annotated[float, Gt(0), Unit("L2 norm")]
     """global L2 norm to which gradients are clipped"""
     max_skipped_steps: Annotated[int, Ge(0), Unit("steps")]

@@ -32,6 +32,8 @@ def test_every_fused_key_names_the_package_it_needs(monkeypatch: pytest.MonkeyPa
     optimizer = replace(megatron.optimizer, use_precision_aware_optimizer=False)
     plain = replace(megatron, **UNFUSED, optimizer=optimizer)
     assert packages.package_problems(plain, {}, has_cuda=True) == []
+    offloaded = replace(plain, optimizer=replace(megatron.optimizer, optimizer_cpu_offload=True))
+    assert packages.package_problems(offloaded, {}, has_cuda=True) == []
     monkeypatch.setattr(packages, "find_spec", lambda name: object())
     assert packages.package_problems(megatron, {}, has_cuda=True) == []
 

@@ -205,6 +205,9 @@ def test_what_is_offloaded_goes_from_the_gpu_to_the_host(production):
     assert host.offloaded == 0.0
     assert more.offloaded == pytest.approx(8 * 0.75 * before.optimizer * 16 / 12)  # gradients, too, of eight workers
     assert more.total == host.total + more.offloaded
+    aside = replace(offloaded, policy=replace(policy, offload_optimizer_for_logprob=True))
+    assert host_memory(SUPER, aside, sizes).aside == pytest.approx(8 * after.optimizer)
+    assert more.aside == 0.0
 
 
 def test_host_memory_of_a_reference_policy_and_of_a_save(production):
