@@ -187,7 +187,7 @@ async def _work(
         return AgentEnd.TIME
     if session.is_full:
         return AgentEnd.CONTEXT
-    return _end_of(program, ended, is_spent=session.num_calls >= session.limits.num_calls)
+    return _end_of(program, ended, is_spent=session.is_spent)
 
 
 def _end_of(program: AgentProgram, ended: Ended, *, is_spent: bool) -> AgentEnd:

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 5  # that a client is asked to wait after a 503
 MAX_CALLS = 1024  # of one rollout
+MAX_CONTEXTS = 64  # of tokens that one rollout stores: rewritten histories would else fill the memory
 COMPARED = 100  # the first suffix of a rollout, and each of this many, is compared with the whole rendering
 
 
@@ -93,6 +94,7 @@ class RolloutSession:
     _running: set[asyncio.Task[Stored]] = field(default_factory=set)
     _responses: dict[str, CallNode] = field(default_factory=dict)  # by id
     _num_extended: int = 0
+    _num_tokens: int = 0  # that are stored
     _function_ids: itertools.count[int] = field(default_factory=itertools.count)
     _slots: asyncio.Semaphore = field(init=False)
     _prompts: PromptBuilder = field(init=False)
@@ -115,7 +117,7 @@ class RolloutSession:
         if earlier is not None and earlier.is_repeated_by(num_retries):
             self.counts["retries"] += 1
             return earlier
-        if self.num_calls >= self.limits.num_calls:
+        if self.is_spent:
             self.end()
             raise over()
         call = Call(task=asyncio.create_task(self._run(self.num_calls, request, is_gym=is_gym)))
@@ -124,6 +126,11 @@ class RolloutSession:
         self._running.add(call.task)
         call.task.add_done_callback(lambda task: self._ended(digest, call, task))
         return call
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the rollout has no further call: it made all, or they took all the tokens that are kept of one."""
+        return self.num_calls >= self.limits.num_calls or self._num_tokens >= MAX_CONTEXTS * self.model.max_model_len
 
     def wait(self, call: Call) -> None:
         """Note that a connection waits for a call."""
@@ -257,6 +264,7 @@ class RolloutSession:
             is_thinking_open=sampled.is_thinking_open,
         )
         self.is_full, self.failure = False, ""
+        self._num_tokens += len(prompt.new_ids) + len(completion.token_ids)
         self._responses[f"resp_{number}"] = node
         answer = ModelAnswer(
             number=number,

@@ -11,6 +11,7 @@ import pytest
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.model_server.requests import read_request
 from recipes.environments.model_server.server import MAX_BODY_BYTES
+from recipes.environments.model_server.session import MAX_CONTEXTS
 from recipes.errors import EngineError
 from tests.unit.environments.model_server.calling import (
     END,
@@ -57,6 +58,18 @@ async def test_case_42_what_cannot_be_honoured_is_400_and_named(
     async with serving(Policy(codec, [DONE])) as rollout:
         reply = await rollout.post(fields)
     assert reply.status == 400 and named in reply.json()["error"]["message"]
+
+
+async def test_an_agent_that_rewrites_its_history_for_ever_is_ended(codec: ChatCodec) -> None:
+    policy = Policy(codec, [DONE], max_model_len=1000)
+    statuses = []
+    async with serving(policy) as rollout:
+        while len(statuses) < 400 and 404 not in statuses:
+            rewritten = f"step {len(statuses)} " * 60
+            statuses.append((await rollout.post({"messages": [user(rewritten), user("u")], "max_tokens": 1})).status)
+        kept = sum(len(node.turn.prompt_token_ids) for node in rollout.session.forest.nodes)
+    assert statuses[-1] == 404 and set(statuses[:-1]) == {200}
+    assert MAX_CONTEXTS * 1000 <= kept < (MAX_CONTEXTS + 1) * 1000 and rollout.session.is_spent
 
 
 async def test_budget_of_calls_ends_the_rollout(codec: ChatCodec) -> None:
