@@ -6,6 +6,7 @@ Shape legend: L tokens of a row, H hidden size, E experts.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -92,6 +93,38 @@ def heads_of_batch(model: Path, num_heads: int) -> tuple[list[float], dict[str, 
     (sum(sums, torch.zeros(())) * 0.3 / num_heads / tokens).backward()  # type: ignore[no-untyped-call]
     gradients = {f"mtp.layers.{name}": weight.grad for name, weight in weights.items() if weight.grad is not None}
     return [(total / count).item() for total, count in zip(sums, counts, strict=True)], gradients
+
+
+@torch.no_grad()
+def accepted_share(model: Path, answers: Iterable[tuple[Sequence[int], Sequence[int]]], num_drafted: int) -> float:
+    """Return the share of drafts that greedy answers accept; `answers` has prompts and what follows them.
+
+    After each token that the model itself has chosen, the heads guess the next ones, the second from the first.
+    """
+    hf = NemotronHConfig.from_pretrained(model)
+    trunk = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tensors = load_file(model / "model.safetensors")
+    weights = {name.removeprefix("mtp.layers."): one for name, one in tensors.items() if name.startswith("mtp.")}
+    embeddings = tensors["backbone.embeddings.weight"]
+    num_drafts = num_accepted = 0
+    for prompt, answer in answers:
+        ids = torch.tensor([*prompt, *answer])
+        hidden_of_all_LH = trunk.model(ids[None]).last_hidden_state[0]
+        newest = len(prompt)
+        while newest < len(ids) - 1:
+            hidden_LH, embedding_LH = hidden_of_all_LH[:newest], embeddings[ids[1 : newest + 1]]
+            drafts: list[int] = []
+            for _ in range(num_drafted):
+                last_H = _step(weights, hf, hidden_LH, embedding_LH)[-1]
+                drafts.append(int((tensors["lm_head.weight"] @ last_H).argmax()))
+                hidden_LH = torch.cat([hidden_LH, last_H[None]])
+                embedding_LH = torch.cat([embedding_LH, embeddings[drafts[-1]][None]])
+            right = [draft == token for draft, token in zip(drafts, ids[newest + 1 :].tolist(), strict=False)]
+            accepted = [*right, False].index(False)
+            num_drafts += num_drafted
+            num_accepted += accepted
+            newest += 1 + accepted
+    return num_accepted / num_drafts
 
 
 def _step(weights: dict[str, Tensor], hf: NemotronHConfig, hidden_LH: Tensor, embedding_LH: Tensor) -> Tensor:
