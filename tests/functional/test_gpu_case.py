@@ -2,32 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from policy_case import save_model
+from policy_case import save_experts, save_model
 
 from recipes.policy import checkpoint, step
-from tests import fused_adam
+from tests import fused_adam, grouped_linear
 from tests.gpu import gpu_case
 from tools.sizing.architecture import read_architecture
 
 pytestmark = pytest.mark.functional
 
 
+@contextmanager
+def leaving_groups() -> Iterator[None]:
+    """Leave Megatron's groups at the end."""
+    from megatron.core import parallel_state
+    from torch import distributed as dist
+
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        parallel_state.destroy_model_parallel()
+
+
+def test_experts_of_the_gpu_tests_are_built_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grouped_linear.stand_in(monkeypatch.setattr)
+    model = save_experts(tmp_path / "model", vocab_size=gpu_case.VOCAB)
+    shard = gpu_case.full_shard(tokens=32, width=32, num_microbatches=2)
+    norms = []
+    for is_grouped in (False, True):
+        config = gpu_case.config_of(model, precision="bfloat16", micro_batch_tokens=32, recompute=True)
+        config.policy.megatron_cfg.moe_grouped_gemm = is_grouped
+        config.policy.megatron_cfg.dist_ckpt_optim_fully_reshardable = True
+        with leaving_groups():
+            norms.append(step.train_steps(gpu_case.build_trainer(config), [shard])["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=0.03)
+
+
 @pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
 def test_a_trainer_of_the_gpu_tests_trains_and_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_fused: bool
 ) -> None:
-    from megatron.core import parallel_state
-    from torch import distributed as dist
-
     if is_fused:
         fused_adam.install(monkeypatch)
     model = save_model(tmp_path / "model", vocab_size=gpu_case.VOCAB)
     config = gpu_case.config_of(model, precision="bfloat16", micro_batch_tokens=64, recompute=True, is_fused=is_fused)
     shard = gpu_case.full_shard(tokens=64, width=32)
-    try:
+    with leaving_groups():
         trainer = gpu_case.build_trainer(config)
         assert step.train_steps(trainer, [shard])["skipped_steps"] == 0.0
         (tmp_path / "checkpoint").mkdir()
@@ -35,8 +61,5 @@ def test_a_trainer_of_the_gpu_tests_trains_and_saves(
         straight = step.train_steps(trainer, [shard])
         checkpoint.load(trainer, tmp_path / "checkpoint")
         assert step.train_steps(trainer, [shard]) == straight
-    finally:
-        dist.destroy_process_group()
-        parallel_state.destroy_model_parallel()
     assert gpu_case.planned_bytes(model, config) > 0
     assert read_architecture(model).active_parameters > 0

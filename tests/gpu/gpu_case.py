@@ -1,4 +1,4 @@
-"""A random Qwen3 model on one GPU, its configuration and its batches.
+"""A random Qwen3 model, dense or with experts, on one GPU, its configuration and its batches.
 
 The configuration is read without the loader, and nothing here needs Ray or vLLM: a machine with torch, transformers and
 megatron-core (its directory on PYTHONPATH is enough) can run the tests.
@@ -27,13 +27,17 @@ VOCAB = 32768
 SMALL = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
 LARGE = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 16, "num_attention_heads": 16}  # 0.9 B
 
+EXPERTS = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
+EXPERTS |= {"moe_intermediate_size": 256, "num_experts": 64, "num_experts_per_tok": 4}
+
 
 def save_model(directory: Path, sizes: dict[str, int]) -> Path:
     """Write a random model of these sizes in bfloat16, so that both precisions start from equal weights."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(
+    kind = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if "num_experts" in sizes else (Qwen3Config, Qwen3ForCausalLM)
+    config = kind[0](
         **sizes,
         vocab_size=VOCAB,
         num_key_value_heads=sizes["num_attention_heads"] // 2,
@@ -42,7 +46,7 @@ def save_model(directory: Path, sizes: dict[str, int]) -> Path:
         tie_word_embeddings=False,
     )
     with torch.device("cuda"):
-        model = Qwen3ForCausalLM(config)
+        model = kind[1](config)
     model.to(torch.bfloat16).save_pretrained(directory)
     return directory
 

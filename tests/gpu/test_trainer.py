@@ -88,6 +88,38 @@ def test_attention_of_transformer_engine_follows_torchs(small: Path, record: Rec
     assert norms["auto"] == pytest.approx(norms["local"], rel=0.03)
 
 
+@needs_fused
+def test_experts_of_one_grouped_gemm_follow_single_ones(
+    tmp_path_factory: pytest.TempPathFactory, record: Record
+) -> None:
+    """With few tokens, so that some experts get none, and with recomputation; each reads the other's checkpoint."""
+    from recipes.policy import checkpoint, step
+
+    model = gpu_case.save_model(tmp_path_factory.mktemp("experts"), gpu_case.EXPERTS)
+    shards = [gpu_case.full_shard(tokens=tokens, width=32, num_microbatches=2) for tokens in (32, 4096)]
+    logprobs, norms, after = {}, {}, {}
+    saved = {is_grouped: tmp_path_factory.mktemp("saved") for is_grouped in (False, True)}
+    for is_grouped in (False, True):
+        config = gpu_case.config_of(model, precision="bfloat16", micro_batch_tokens=4096, recompute=True)
+        config.policy.megatron_cfg.moe_grouped_gemm = is_grouped
+        config.policy.megatron_cfg.dist_ckpt_optim_fully_reshardable = True
+        with gpu_case.fresh_memory():
+            trainer = gpu_case.build_trainer(config)
+            logprobs[is_grouped] = torch.cat([torch.cat(step.logprobs(trainer, shard)) for shard in shards])
+            norms[is_grouped] = [train(trainer, shard, 1)[0]["grad_norm"] for shard in shards]
+            checkpoint.save(trainer, saved[is_grouped])
+            after[is_grouped] = {name: tensor.cpu() for name, tensor in trainer.export()}
+            if is_grouped:
+                checkpoint.load(trainer, saved[False])
+                read = {name: tensor.cpu() for name, tensor in trainer.export()}
+                assert all(torch.equal(tensor, after[False][name]) for name, tensor in read.items())
+            del trainer
+    gap = (logprobs[True] - logprobs[False]).abs()
+    record("log-probability gap of grouped and single experts", f"mean {gap.mean():.2e}, max {gap.max():.2e}")
+    assert gap.mean() < 0.02
+    assert norms[True] == pytest.approx(norms[False], rel=0.03)
+
+
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_speed_and_memory_of_a_step(large: Path, record: Record, recompute: bool) -> None:
     from tools.sizing.architecture import read_architecture
