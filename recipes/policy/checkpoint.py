@@ -263,7 +263,7 @@ def _load_optimizer(optimizer: Any, state: dict[str, dict[str, Any]]) -> None:
             part._set_main_param_and_optimizer_states = partial(_set_tensors, part)
         part.load_state_dict(merge(state[name]["rest"], state[name]["divided"]))
         if isinstance(part.optimizer, OffloadedAdam):
-            part.optimizer.take_loaded()
+            part.optimizer.drop_loaded_copies()
         for group, values in zip(part.param_groups, own, strict=True):
             group.update(values)
     optimizer._synchronize_steps()

@@ -126,6 +126,7 @@ def test_a_checkpoint_of_an_offloaded_optimizer_continues_exactly(
             (trainer_of(plain), path, (1, 2)),
         ):
             checkpoint.load(again, place)
+            assert copies_of_weights(again) == 0
             assert [step.train_step(again, shard_of(seed)) for seed in seeds] == straight[-len(seeds) :]
             assert same(weights(again), after)
         third = saved(again, tmp_path / "of-the-plain-one")
@@ -138,6 +139,23 @@ def test_a_checkpoint_of_an_offloaded_optimizer_continues_exactly(
             checkpoint.load(again, third)
 
 
+def copies_of_weights(trainer: step.Trainer) -> int:
+    """Count the weights of an offloaded state that are not those which its steps change."""
+    parts = [part.optimizer for part in trainer.optimizer.chained_optimizers]
+    offloaded = [own for own in parts if isinstance(own, OffloadedAdam)]
+    return sum(
+        state["master_param"] is not own.param_to_inner_param[param]
+        for own in offloaded
+        for param, state in own.state.items()
+    )
+
+
+def test_parameters_of_the_model_itself_are_not_copied() -> None:
+    params = [torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))]
+    own = OffloadedAdam([{"params": params}], cpu_optimizer_cls=torch.optim.AdamW, gpu_optimizer_cls=torch.optim.Adam)
+    assert not hasattr(own, "cpu_optimizers")
+
+
 @pytest.mark.usefixtures("device")
 def test_weights_alone_start_an_offloaded_optimizer_anew(model: Path, tmp_path: Path) -> None:
     config = load_case(model, **_SETTINGS, **offloaded(0.5))
@@ -146,10 +164,12 @@ def test_weights_alone_start_an_offloaded_optimizer_anew(model: Path, tmp_path: 
         step.train_step(trainer, shard_of(0))
         path = saved(trainer, tmp_path / "weights", with_optimizer=False)
         plain, again = trainer_of(load_case(model, **_SETTINGS)), trainer_of(config)
-        for own in (plain, again):
+        for own in (plain, again, trainer):
             checkpoint.load(own, path)
-        assert step.train_step(again, shard_of(1)) == step.train_step(plain, shard_of(1))
-        assert same(weights(again), weights(plain))
+        expected = [step.train_step(plain, shard_of(seed)) for seed in (1, 2)]
+        for own in (again, trainer):
+            assert [step.train_step(own, shard_of(seed)) for seed in (1, 2)] == expected
+            assert same(weights(own), weights(plain))
 
 
 @pytest.mark.usefixtures("device")

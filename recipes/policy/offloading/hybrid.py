@@ -53,16 +53,17 @@ class OffloadedAdam(HybridDeviceOptimizer):  # type: ignore[misc]
                         inner.state[param]["step"] = torch.zeros(())
         self._sync_sub_optimizers_state_to_hdo()
 
-    def take_loaded(self) -> None:
-        """Let the inner optimizers go on from the state that was loaded; Megatron does so for some forms only."""
-        self._sync_hdo_state_to_sub_optimizers()
+    def drop_loaded_copies(self) -> None:
+        """Let the state name the weights that a step changes, which have its values, and not a copy of them."""
         self._sync_sub_optimizers_state_to_hdo()
 
     def start_anew(self) -> None:
-        """Forget all moments."""
+        """Forget all moments, and how many steps there were."""
         self.state.clear()
         for inner in self.sub_optimizers:
             inner.state.clear()
+            for group in inner.param_groups:
+                group.pop("step", None)
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
