@@ -10,7 +10,7 @@ import pytest
 from policy_case import save_experts, save_model
 
 from recipes.policy import checkpoint, step
-from tests import fused_adam, grouped_linear
+from tests import fused_adam, grouped_linear, two_devices
 from tests.gpu import gpu_case
 from tools.sizing.architecture import read_architecture
 
@@ -44,14 +44,18 @@ def test_experts_of_the_gpu_tests_are_built_both_ways(tmp_path: Path, monkeypatc
     assert norms[0] == pytest.approx(norms[1], rel=0.03)
 
 
-@pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("kind", ["plain", "fused", "offloaded"])
 def test_a_trainer_of_the_gpu_tests_trains_and_saves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_fused: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
+    is_fused = kind == "fused"
     if is_fused:
         fused_adam.install(monkeypatch)
     model = save_model(tmp_path / "model", vocab_size=gpu_case.VOCAB)
     config = gpu_case.config_of(model, precision="bfloat16", micro_batch_tokens=64, recompute=True, is_fused=is_fused)
+    if kind == "offloaded":
+        two_devices.install(monkeypatch)
+        gpu_case.offload(config, share=0.5)
     shard = gpu_case.full_shard(tokens=64, width=32)
     with leaving_groups():
         trainer = gpu_case.build_trainer(config)

@@ -72,6 +72,13 @@ def config_of(model: Path, *, precision: str, micro_batch_tokens: int, recompute
     return config
 
 
+def offload(config: Any, *, share: float) -> None:
+    """Give the CPU a share of the optimizer, with copies that overlap its steps."""
+    optimizer = config.policy.megatron_cfg.optimizer
+    optimizer.optimizer_cpu_offload, optimizer.optimizer_offload_fraction = True, share
+    optimizer.overlap_cpu_optimizer_d2h_h2d = True
+
+
 def build_trainer(config: Any) -> Any:
     """Build a trainer on this GPU; the one before must be gone, or its memory counts as well."""
     from recipes.policy import parallel, step

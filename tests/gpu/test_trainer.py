@@ -161,18 +161,20 @@ def matrix_rate() -> float:
 
 
 @pytest.mark.parametrize("fully_reshardable", [False, True], ids=["usual", "fully-reshardable"])
-@pytest.mark.parametrize("is_fused", [False, pytest.param(True, marks=needs_fused)], ids=["plain", "fused"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("fused", marks=needs_fused), "offloaded"])
 def test_a_bfloat16_checkpoint_continues(
-    small: Path, record: Record, tmp_path: Path, fully_reshardable: bool, is_fused: bool
+    small: Path, record: Record, tmp_path: Path, fully_reshardable: bool, kind: str
 ) -> None:
     from recipes.policy import checkpoint
 
     shard = gpu_case.full_shard(tokens=4096, width=256)
     with gpu_case.fresh_memory():
         config = gpu_case.config_of(
-            small, precision="bfloat16", micro_batch_tokens=4096, recompute=False, is_fused=is_fused
+            small, precision="bfloat16", micro_batch_tokens=4096, recompute=False, is_fused=kind == "fused"
         )
         config.policy.megatron_cfg.dist_ckpt_optim_fully_reshardable = fully_reshardable
+        if kind == "offloaded":
+            gpu_case.offload(config, share=0.5)
         trainer = gpu_case.build_trainer(config)
         train(trainer, shard, 2)
         began = time.monotonic()
@@ -187,7 +189,49 @@ def test_a_bfloat16_checkpoint_continues(
         (resumed,) = train(trainer, shard, 1)
         del trainer
     size = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
-    kind = f"{'fused' if is_fused else 'plain'}, {'fully reshardable' if fully_reshardable else 'usual'}"
-    record(f"checkpoint, {kind}", f"{size / 2**30:.2f} GiB, save {saved:.1f} s, load {loaded:.1f} s")
+    form = "fully reshardable" if fully_reshardable else "usual"
+    record(f"checkpoint, {kind}, {form}", f"{size / 2**30:.2f} GiB, save {saved:.1f} s, load {loaded:.1f} s")
     assert resumed["loss"] == pytest.approx(straight["loss"], rel=1e-3, abs=1e-5)
     assert resumed["grad_norm"] == pytest.approx(straight["grad_norm"], rel=1e-3)
+
+
+def test_an_offloaded_optimizer_trains_as_one_that_is_not(small: Path, record: Record) -> None:
+    shard = gpu_case.full_shard(tokens=4096, width=256)
+    steps, memory = {}, {}
+    for share in (0.0, 0.5, 1.0):
+        with gpu_case.fresh_memory():
+            config = gpu_case.config_of(small, precision="bfloat16", micro_batch_tokens=4096, recompute=False)
+            config.policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32 = True
+            if share:
+                gpu_case.offload(config, share=share)
+            trainer = gpu_case.build_trainer(config)
+            steps[share] = train(trainer, shard, 5)
+            memory[share] = torch.cuda.memory_allocated()
+            del trainer
+    record("memory after steps", ", ".join(f"{share:g}: {used / 2**30:.2f} GiB" for share, used in memory.items()))
+    for share in (0.5, 1.0):
+        for own, plain in zip(steps[share], steps[0.0], strict=True):
+            assert own["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-2)
+    assert memory[1.0] < memory[0.5] < memory[0.0]
+
+
+def test_state_set_aside_leaves_its_memory(small: Path, record: Record) -> None:
+    from recipes.policy.offloading import aside
+
+    shard = gpu_case.full_shard(tokens=4096, width=256)
+    with gpu_case.fresh_memory():
+        config = gpu_case.config_of(small, precision="bfloat16", micro_batch_tokens=4096, recompute=False)
+        config.policy.offload_optimizer_for_logprob = True
+        trainer = gpu_case.build_trainer(config)
+        train(trainer, shard, 1)
+        state = [tensor.clone() for tensor in aside.state_tensors(trainer.optimizer)]
+        before = torch.cuda.memory_allocated()
+        with aside.state_aside(trainer):
+            freed = before - torch.cuda.memory_allocated()
+        after = torch.cuda.memory_allocated()
+        size = sum(tensor.nbytes for tensor in state)
+        assert all(torch.equal(*pair) for pair in zip(aside.state_tensors(trainer.optimizer), state, strict=True))
+        del trainer, state
+    record("optimizer state set aside", f"{freed / 2**30:.2f} of {size / 2**30:.2f} GiB")
+    assert after == before
+    assert freed >= 0.99 * size
