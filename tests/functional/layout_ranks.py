@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fake_deep_ep
 import torch
 import torch.distributed as dist
 from policy_case import GRADIENT_SCALE, load_case, showing_gradients
@@ -42,6 +43,7 @@ class LayoutCase:
     overrides: dict[str, Any]
     saves: bool = False  # a first step is taken and saved before the one that is looked at
     resumes: str = ""  # the case whose checkpoint is loaded first
+    is_flex: bool = False  # tokens are sent by the stand-in of DeepEP, which in truth carries no float32
     trains: bool = True  # else the weights are loaded and exported, and nothing more
 
 
@@ -78,6 +80,10 @@ def run_case(case: LayoutCase, rank: int, store: dist.Store, directory: Path) ->
         config = showing_gradients(config)
     if config.policy.megatron_cfg.moe_grouped_gemm:
         stand_in()
+    if case.is_flex:
+        fake_deep_ep.stand_in()
+        flex = replace(config.policy.megatron_cfg, moe_token_dispatcher_type="flex", moe_enable_deepep=True)
+        config = replace(config, policy=replace(config.policy, megatron_cfg=flex))
     where = parallel.join_groups(
         dist.PrefixStore(case.name, store),
         rank=rank,

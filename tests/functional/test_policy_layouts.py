@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +190,19 @@ def test_a_shared_expert_beside_the_exchange_equals_one_after_it(tmp_path: Path)
         "expert-pipeline": (4, _OVERLAP_SHARED | _EXPERT | _PIPELINE),
     }
     _check(model, outcomes(_cases(model, layouts), tmp_path / "job", timeout_s=patiently(140)), layouts)
+
+
+@pytest.mark.slow
+def test_tokens_sent_as_deepep_does_equal_one_rank(models: Models, tmp_path: Path) -> None:
+    layouts: _Layouts = {
+        "expert": (2, _EXPERT),
+        "expert-grouped-tensor-data": (4, _EXPERT | _GROUPED | _TENSOR | _RECOMPUTE),
+        "expert-shared": (4, _EXPERT | _SHARED_EXPERT | _TENSOR),
+        "expert-pipeline": (4, _EXPERT | _PIPELINE),
+    }
+    one, *others = _cases(models.hybrid, layouts)
+    cases = (one, *(replace(case, is_flex=True) for case in others))
+    _check(models.hybrid, outcomes(cases, tmp_path, timeout_s=patiently(140)), layouts)
 
 
 @pytest.mark.slow
