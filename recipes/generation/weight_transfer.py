@@ -110,8 +110,8 @@ class SharedMemoryWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
             self._is_recorded = True
         if self._direct is not None:
             self._direct.load(wait_for)
-        else:
-            wait_for(len(self._layout.names) - 1)
+        wait_for(len(self._layout.names) - 1)  # also for tensors that this rank does not use: they are verified
+        if self._direct is None:
             initialize_layerwise_reload(self.model)  # unpacks: vLLM packs CPU weights, and cannot load packed layers
             self.model.load_weights(self.tensors())
             finalize_layerwise_reload(self.model, self.model_config)

@@ -41,7 +41,7 @@ class Merged(Module):
 class Model(Module):
     """The layer, and a weight that is used as it is loaded; `has_gain` says whether that one belongs to this rank."""
 
-    def __init__(self, order: tuple[int, int], *, has_gain: bool) -> None:
+    def __init__(self, order: tuple[int, int], *, has_gain: bool = True) -> None:
         super().__init__()
         self.merged = Merged(order)
         self.gain: Any = Parameter(torch.zeros(SIZE), requires_grad=False)
@@ -112,6 +112,20 @@ def test_a_tensor_of_another_rank_is_not_waited_for() -> None:
     waited: list[int] = []
     direct.load(waited.append)
     assert waited == [1] and not model.gain.any()
+
+
+def test_a_push_ends_when_all_is_written_also_what_this_rank_does_not_use() -> None:
+    from recipes.generation.weight_transfer import SharedMemoryUpdate, SharedMemoryWeightTransfer
+
+    transfer = object.__new__(SharedMemoryWeightTransfer)
+    transfer._is_recorded, transfer._direct = True, SimpleNamespace(load=lambda wait_for: wait_for(0))
+    transfer._layout = SimpleNamespace(names=NAMES, count_offset=0)
+    transfer._bytes = torch.zeros(8, dtype=torch.uint8)
+    transfer._bytes[0] = 1
+    with pytest.raises(TimeoutError, match="has written 1 of 3 tensors"):
+        transfer.receive_weights(SharedMemoryUpdate(num_before=0, wait_seconds=0.01))
+    transfer._bytes[0] = 3
+    transfer.receive_weights(SharedMemoryUpdate(num_before=0, wait_seconds=0.01))
 
 
 def test_a_layer_that_keeps_another_form_of_its_weight_is_left_to_vllm() -> None:
