@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from recipes.errors import InputError
 from recipes.grpo.metrics import PHASES, TIMING_PREFIX
 from tools.command_line import exit_status
 from tools.planning.walltime import slurm_seconds
@@ -26,6 +28,7 @@ from tools.report.load import StepRecord
 from tools.report.summary import share_of_time, spent_by_phase
 from tools.watching.run_state import ObservedRun, RunStatus, ask_slurm, find_run, read_run
 
+_OF_THE_USER = [kind.__name__ for kind in (InputError, *InputError.__subclasses__())]  # the same start fails again
 _RECENT = 10  # steps that "now" means
 _BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _STYLES = {
@@ -131,10 +134,16 @@ def advice(run: ObservedRun) -> str:
     again = f"start it again: it resumes after step {run.saved_step}" if run.saved_step else "start it again"
     if run.status is RunStatus.SILENT:
         return f"look at {run.run_dir}/logs/latest/driver.log; to end it: kill {run.pulse['pid']} on its host"
+    if run.status is RunStatus.FAILED and run.why.partition(":")[0] in _OF_THE_USER:
+        again = f"correct what the state names, then {again}"
     if run.status in (RunStatus.STOPPED, RunStatus.FAILED, RunStatus.DEAD):
         return again + (f", {lost} steps are trained again" if lost > 0 else "")
     if run.status is RunStatus.DONE:
-        return f"make report EXP_NAME={run.run_dir.name}"
+        results = run.run_dir.parent
+        elsewhere = (
+            "" if results.resolve() == Path("results").resolve() else f" RESULTS_DIR={shlex.quote(str(results))}"
+        )
+        return f"make report EXP_NAME={run.run_dir.name}{elsewhere}"
     return ""
 
 

@@ -235,6 +235,27 @@ def test_a_failed_run_gives_its_reason(tmp_path):
     assert (state.status, state.why) == (RunStatus.FAILED, "EngineError: engine 3 died")
 
 
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        ("EngineError: engine 3 died", "start it again: it resumes after step 2"),
+        ("ConfigError: grpo.seed: got 7, expected 42", "correct what the state names, then start it again: it resumes"),
+    ],
+)
+def test_a_wrong_input_is_to_be_corrected_before_the_next_start(tmp_path, reason, expected):
+    run_dir = make_run(tmp_path / "mine", state="failed", reason=reason)
+    assert advice(read_run(run_dir, Queue(), machine=GONE, now=NOW)).startswith(expected)
+
+
+def test_the_command_for_a_report_names_another_place_of_results(tmp_path, monkeypatch):
+    run_dir = make_run(tmp_path / "my results" / "mine", state="done")
+    state = read_run(run_dir, Queue(), machine=GONE, now=NOW)
+    assert advice(state) == f"make report EXP_NAME=mine RESULTS_DIR='{tmp_path}/my results'"
+    (tmp_path / "results").symlink_to("my results")
+    monkeypatch.chdir(tmp_path)
+    assert advice(state) == "make report EXP_NAME=mine"
+
+
 def test_a_run_of_before_there_was_a_pulse(tmp_path):
     run_dir = make_run(tmp_path / "mine")
     (run_dir / "status.json").unlink()
