@@ -56,8 +56,8 @@ ALL_STAGES := stage1.1 stage1.2 stage1.3 stage2.1 stage2.2 stage3
 SMOKE_SEED := $(or $(SEED),42)
 SMOKE_RUN := $(or $(EXP_NAME),smoke-seed$(SMOKE_SEED)-$(shell date +%Y%m%d-%H%M%S))
 # The newest run is the one that logged last: a report that is written makes its directory newer, not its run.
-RUN_DIR = $(or $(addprefix $(RESULTS_DIR)/,$(EXP_NAME)),$(patsubst %/,%,$(dir $(firstword $(shell \
-ls -t $(RESULTS_DIR)/*/metrics.jsonl 2>/dev/null)))))
+RUN_DIR = $(if $(EXP_NAME),$(RESULTS_DIR)/$(EXP_NAME),$(shell \
+ls -t '$(RESULTS_DIR)'/*/metrics.jsonl 2>/dev/null | sed -n '1s:/metrics.jsonl$$::p'))
 
 ##@ Start here
 .PHONY: help help-all
@@ -106,8 +106,8 @@ smoke: tiny ##* train stage 1.1 with a tiny model on this machine and show what 
 #= SEED=42 MODEL=nemotron-h|nemotron-dense|qwen3|qwen3-moe ARGS="key=value ..."
 #= TP=2 | DP=2 | EP=2 (two processes train)
 	$(SMOKE) stage1.1 $(SMOKE_WORDS)
-	$(PYTHON) -m tools.report --run-dir $(RESULTS_DIR)/$(SMOKE_RUN) --min-gain 0.25
-	$(PYTHON) -m tools.tiny.check_gain --run-dir $(RESULTS_DIR)/$(SMOKE_RUN)
+	$(PYTHON) -m tools.report --run-dir '$(RESULTS_DIR)/$(SMOKE_RUN)' --min-gain 0.25
+	$(PYTHON) -m tools.tiny.check_gain --run-dir '$(RESULTS_DIR)/$(SMOKE_RUN)'
 
 # At scale tiny on this machine rules judge the wide blend, as long as the command runs.
 JUDGED = $(if $(filter tiny/local/wide,$(SCALE)/$(LAUNCHER)/$(BLEND)),$(PYTHON) -m tools.tiny.rule_judge --)
@@ -212,7 +212,7 @@ data-report: $(READY) ## count rows, lengths and pass rates per agent; write dat
 .PHONY: profile
 profile: $(READY) ## record how often a checkpoint solves each training row; run it again to resume
 #= BLEND=tiny MODEL_PATH STAGE SCALE
-	$(PYTHON) -m tools.curriculum.profile --stage $(STAGE) --model $(or $(MODEL_PATH),models/tiny-sft) --data data/$(or $(BLEND),tiny)/train-split.jsonl --run-dir $(RESULTS_DIR)/profile-$(or $(BLEND),tiny) $(ARGS)
+	$(PYTHON) -m tools.curriculum.profile --stage $(STAGE) --model $(or $(MODEL_PATH),models/tiny-sft) --data data/$(or $(BLEND),tiny)/train-split.jsonl --run-dir '$(RESULTS_DIR)/profile-$(or $(BLEND),tiny)' $(ARGS)
 
 PASS_RATES = $(addprefix --pass-rates ,$(if $(EXP_NAME),$(RESULTS_DIR)/$(EXP_NAME)/pass_rates.jsonl,$(wildcard \
 $(RESULTS_DIR)/profile-$(or $(BLEND),tiny)/pass_rates.jsonl)))
@@ -225,7 +225,7 @@ curriculum: $(READY) ## order rows by their pass rates into data/BLEND-ordered
 .PHONY: lineage
 lineage: $(READY) ## record splits and the newest export in artifacts/; print where they came from
 #= EXP_NAME
-	@$(PYTHON) -m tools.lineage.record --data $(patsubst %/,%,$(dir $(wildcard data/*/manifest.json))) $(if $(EXP_NAME),--run-dir $(RESULTS_DIR)/$(EXP_NAME)) $(ARGS)
+	@$(PYTHON) -m tools.lineage.record --data $(patsubst %/,%,$(dir $(wildcard data/*/manifest.json))) $(if $(EXP_NAME),--run-dir '$(RESULTS_DIR)/$(EXP_NAME)') $(ARGS)
 
 CHECKPOINT ?=
 OUT ?=
@@ -291,24 +291,24 @@ sif-check: $(READY) ## check that task images can run tests; write their rows to
 .PHONY: status
 status: $(READY) ##* say what a run is doing and who waits for whom
 #= EXP_NAME (the newest run without it)
-	@$(PYTHON) -m tools.watching.status --results $(RESULTS_DIR) $(if $(EXP_NAME),--exp-name $(EXP_NAME)) $(ARGS)
+	@$(PYTHON) -m tools.watching.status --results '$(RESULTS_DIR)' $(if $(EXP_NAME),--exp-name $(EXP_NAME)) $(ARGS)
 
 .PHONY: watch
 watch: $(READY) ## follow a run until it ends, redrawn in a terminal
 #= EXP_NAME
-	@$(PYTHON) -m tools.watching.watch --results $(RESULTS_DIR) $(if $(EXP_NAME),--exp-name $(EXP_NAME))
+	@$(PYTHON) -m tools.watching.watch --results '$(RESULTS_DIR)' $(if $(EXP_NAME),--exp-name $(EXP_NAME))
 
 .PHONY: report
 report: $(READY) ##* write report.html of a run: curves, samples, provenance
 #= EXP_NAME (the newest run without it)
-	$(PYTHON) -m tools.report --run-dir $(or $(RUN_DIR),$(error no run in $(RESULTS_DIR)/; give EXP_NAME=...))
+	$(PYTHON) -m tools.report --run-dir '$(or $(RUN_DIR),$(error no run in $(RESULTS_DIR)/; start one, e.g. `make smoke`, or give EXP_NAME and RESULTS_DIR))'
 
 RUN ?=
 INSTANCE ?=
 .PHONY: swe-replay
 swe-replay: $(READY) ## show what agents did on an instance of stage 2.2, turn by turn
 #= RUN=name of the run INSTANCE=instance_id
-	@$(PYTHON) -m tools.report.replay --results $(RESULTS_DIR) --run '$(RUN)' --instance '$(INSTANCE)' $(ARGS)
+	@$(PYTHON) -m tools.report.replay --results '$(RESULTS_DIR)' --run '$(RUN)' --instance '$(INSTANCE)' $(ARGS)
 
 SEEDS ?=
 override SEEDS := $(or $(SEEDS),42 43 44)

@@ -42,6 +42,13 @@ def amount(text: str) -> float:
     return number
 
 
+def tcp_port(text: str) -> int:
+    """Read a TCP port from the command line; 0 stands for any free one."""
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a TCP port, 0 to 65535")
+    return int(text)
+
+
 def setting(text: str) -> tuple[str, Any]:
     """Read KEY=VALUE, a YAML value, from the command line; raises `ConfigError`."""
     import yaml  # here: some commands run before the environment is installed

@@ -16,7 +16,7 @@ from recipes.environments.contract.verifier import Verifier
 from recipes.environments.instances import servers_of
 from recipes.environments.registry import ALL_VERIFIERS, GROUP_VERIFIERS
 from recipes.errors import LaunchError, Problem, suggestion
-from tools.command_line import exit_status, setting
+from tools.command_line import exit_status, setting, tcp_port
 
 
 @exit_status
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--instance", help="name of the server instance, in its session cookie; default: the verifier's"
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=5000, help="TCP port; 0 takes any free one")
+    parser.add_argument("--port", type=tcp_port, default=5000, help="TCP port; 0 takes any free one")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the verifier")
     parser.add_argument("--judge-url", default="", help="address of its judge's API, up to and with /v1")
     parser.add_argument("--judge-model", default="judge", help="name of the judge's model")

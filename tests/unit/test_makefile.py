@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -87,7 +88,20 @@ def test_a_report_is_of_the_run_that_logged_last(tmp_path):
     (tmp_path / "old" / "report.html").touch()
     (tmp_path / "profile-tiny").mkdir()  # no run
     command = printed("-n", "report", f"RESULTS_DIR={tmp_path}")
-    assert command.rstrip().endswith(f"tools.report --run-dir {tmp_path}/new"), command
+    assert command.rstrip().endswith(f"tools.report --run-dir '{tmp_path}/new'"), command
+
+
+def test_results_may_lie_in_a_directory_with_a_space(tmp_path):
+    results = tmp_path / "my results"
+    (results / "run").mkdir(parents=True)
+    (results / "run" / "metrics.jsonl").touch()
+    words = shlex.split(printed("-n", "report", f"RESULTS_DIR={results}"))
+    assert words[words.index("--run-dir") + 1 :] == [f"{results}/run"]
+    for target in ("status", "watch", "swe-replay"):
+        words = shlex.split(printed("-n", target, f"RESULTS_DIR={results}"))
+        assert words[words.index("--results") + 1] == str(results)
+    launched = printed("-n", "smoke", f"RESULTS_DIR={results}", "EXP_NAME=mine")
+    assert launched.count(f"--run-dir '{results}/mine'") == 2
 
 
 def test_the_name_of_the_machine_is_no_name_of_an_environment(monkeypatch):

@@ -65,7 +65,7 @@ async def run_program(
                 process_group=0,
             )
 
-    process = await asyncio.wrap_future(_SPAWNER.submit(fork))
+    process = await _forked(asyncio.wrap_future(_SPAWNER.submit(fork)))
     waiting = [asyncio.ensure_future(has_ended(process, float(task["seconds"]))), asyncio.ensure_future(until)]
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -74,11 +74,27 @@ async def run_program(
             one.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         status = process.poll()
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill(process)
         await has_ended(process, END_SECONDS)
     result = _result(_tail(place / "out")) if status == 0 else {}
     return Ended(status=status, result=result, said=" ".join(_tail(place / "err").split())[-MAX_SHOWN:])
+
+
+async def _forked(forking: asyncio.Future[subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+    """Return the process that another thread starts; one whose rollout ends meanwhile is ended, too."""
+    try:
+        return await asyncio.shield(forking)
+    except asyncio.CancelledError:
+        with suppress(OSError):
+            process = await forking
+            _kill(process)
+            await has_ended(process, END_SECONDS)
+        raise
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _limits() -> list[str]:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from recipes.config.tree import PolicyConfig
 
 KEPT_SPECIAL_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # the parsers look for them
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")  # whose texts a template is given
+OURS = frozenset({"messages", "tools", "add_generation_prompt", *SPECIAL_TOKENS})  # arguments of every template
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # what a request may ask for, as in vLLM
 ZERO_WIDTH_SPACE = "\u200b"  # breaks a control string inside a text
 _BEFORE_AN_ANSWER = ({"role": "system", "content": "s"}, {"role": "user", "content": "u"})  # what `suffix` shows first
@@ -72,7 +74,7 @@ class ChatCodec:
         self._special_tokens = {
             name: token["content"] if isinstance(token, Mapping) else token
             for name, token in config.items()
-            if name in ("bos_token", "eos_token", "pad_token", "unk_token") and token is not None
+            if name in SPECIAL_TOKENS and token is not None
         }
         self._end = self._special_tokens.get("eos_token", "")
         self.eos_token_id = self._id_of("eos_token", directory)
@@ -291,6 +293,8 @@ def row_template_kwargs(params: Mapping[str, Any]) -> dict[str, Any]:
         value = None
     if not isinstance(value, dict):
         raise wrong("metadata.chat_template_kwargs", text, "JSON text of an object")
+    if taken := sorted(OURS & value.keys()):
+        raise wrong("metadata.chat_template_kwargs", taken[0], "other arguments: the codec gives the template this one")
     return of_effort | value
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from recipes.errors import DataError, Problem, RunError
-from tools.command_line import amount, exit_status, positive
+from tools.command_line import amount, exit_status, positive, tcp_port
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -88,9 +88,10 @@ def test_a_mistake_of_the_program_keeps_its_trace() -> None:
 
 
 def test_numbers_of_things_and_amounts() -> None:
-    assert (positive("12"), amount("0.5"), amount("3")) == (12, 0.5, 3.0)
+    assert (positive("12"), amount("0.5"), amount("3"), tcp_port("0"), tcp_port("65535")) == (12, 0.5, 3.0, 0, 65535)
     for read, wrong in (
         (positive, ["0", "-1", "1.5", "x", "", "\u00b2"]),
+        (tcp_port, ["-1", "65536", "x", ""]),
         (amount, ["0", "-1", "x", "", "nan", "inf"]),
     ):
         for text in wrong:

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from recipes.config.load import load_config, require_valid
-from recipes.environments.chat.codec import ChatCodec, PrefixError, callable_tools, replace_prefix, split_reasoning
+from recipes.environments.chat.codec import (
+    ChatCodec,
+    PrefixError,
+    callable_tools,
+    replace_prefix,
+    row_template_kwargs,
+    split_reasoning,
+)
 from recipes.environments.chat.messages import assistant_items, chat_tools
 from recipes.environments.chat.tool_calls import parse_tool_calls
 from recipes.environments.contract.responses import Item
@@ -343,3 +350,9 @@ def test_open_parameters_before_a_closing_tag_are_none() -> None:
 def test_reasoning_ends_with_the_last_closed_block() -> None:
     items = tuple(assistant_items({"content": "<think>a</think>b<think>c<think>d</think>e<think>f"}))
     assert kinds(items) == [("reasoning", "a|c<think>d"), ("message", "be<think>f")]
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "eos_token"])
+def test_a_row_that_sets_what_every_template_is_given_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"metadata.chat_template_kwargs.*'{name}'"):
+        row_template_kwargs({"metadata": {"chat_template_kwargs": json.dumps({name: []})}})
