@@ -28,7 +28,8 @@ from tools.report.load import StepRecord
 from tools.report.summary import share_of_time, spent_by_phase
 from tools.watching.run_state import ObservedRun, RunStatus, ask_slurm, find_run, read_run
 
-_OF_THE_USER = [kind.__name__ for kind in (InputError, *InputError.__subclasses__())]  # the same start fails again
+# The errors of wrong input, with which the same start fails again.
+_OF_THE_USER = (InputError.__name__, *(kind.__name__ for kind in InputError.__subclasses__()))
 _RECENT = 10  # steps that "now" means
 _BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _STYLES = {
