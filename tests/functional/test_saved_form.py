@@ -14,6 +14,8 @@ from recipes.errors import CheckpointError
 from recipes.policy import checkpoint, optimizer, saved_form, step
 from tests import fused_adam, grouped_linear
 
+pytestmark = pytest.mark.functional
+
 _REDUCTION = "megatron_cfg__distributed_data_parallel_config__"
 _PLAIN = {"megatron_cfg__optimizer__use_distributed_optimizer": "false", f"{_REDUCTION}overlap_param_gather": "false"}
 _SGD = {"megatron_cfg__optimizer__optimizer": "sgd"}
