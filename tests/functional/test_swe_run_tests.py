@@ -18,6 +18,8 @@ from recipes.environments.swe.containers.output import CommandOutput
 from recipes.environments.swe.hidden_tests import MAX_RESULTS, LongReportError, sealed_report
 from recipes.environments.swe.sealed import MAX_CHARACTERS, RUN_TESTS
 
+pytestmark = pytest.mark.functional
+
 KEY = "0123456789abcdef"
 WORDS = {
     "pytest": ("-rA", "--tb=no", "-p", "no:cacheprovider"),
