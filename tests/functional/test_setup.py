@@ -22,6 +22,8 @@ from pathlib import Path
 import pip
 import pytest
 
+pytestmark = pytest.mark.functional
+
 ROOT = Path(__file__).resolve().parents[2]
 SETUP = ROOT / "tools" / "setup" / "setup.sh"
 # Nothing listens on the discard port: the index cannot be reached.
