@@ -14,8 +14,6 @@ import pytest
 
 from recipes.errors import CheckpointError
 from recipes.grpo.checkpoint import (
-    LedgerEntry,
-    SavedState,
     complete_checkpoints,
     complete_export,
     is_export,
@@ -24,87 +22,10 @@ from recipes.grpo.checkpoint import (
     prune,
     require_whole,
 )
-from recipes.grpo.data import DataIdentity
-from recipes.grpo.draw import CollectorState, DrawnPrompt
 from recipes.grpo.metrics import metrics_record
 from recipes.grpo.saving import save_checkpoint
-from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
-from tests.groups import as_lists, group_of
-
-
-class Policy:
-    """Writes two small files, or dies after the first."""
-
-    def __init__(self, *, dies: bool = False) -> None:
-        self.dies = dies
-
-    def begin_save(self, path: Path, export_path: Path, *, with_optimizer: bool) -> None:
-        path.mkdir()
-        (path / "weights").write_bytes(b"weights")
-        if self.dies:
-            raise KeyboardInterrupt
-        export_path.mkdir()
-        (export_path / "config.json").write_text("{}")
-
-    def is_save_written(self) -> bool:
-        return True
-
-    def finish_save(self) -> float:
-        return 0.5
-
-
-def group(row: int) -> Group:
-    turn = Turn(
-        prompt_token_ids=(1, 2),
-        token_ids=(3, 4),
-        logprobs=(-0.1, -1.2345678901234567e-05),
-        versions=(VersionSpan(version=3, start=0, end=1), VersionSpan(version=4, start=1, end=2)),
-        finish_reason="stop",
-        has_malformed_thinking=True,
-    )
-    failed = Rollout(turns=(), status=RolloutStatus.TIMED_OUT, reason="late", reward=None)
-    good = Rollout(
-        turns=(turn,),
-        status=RolloutStatus.COMPLETED,
-        reason="right",
-        reward=1 / 3,
-        metrics={"library_reward": 1.0},
-        output_text="\u2028 \ud800",
-    )
-    return group_of(
-        (good, failed),
-        prompt=PromptRef(epoch=1, row_index=row, prompt_id="ab" * 8),
-        agent="mcqa_simple_agent",
-        prompt_text="which? \ud800",  # half a surrogate pair, as JSON may hold
-        target_step=5,
-        version=4,
-    )
-
-
-def drawn(position: int, target_step: int) -> DrawnPrompt:
-    prompt = PromptRef(epoch=0, row_index=position, prompt_id="01" * 8)
-    return DrawnPrompt(position=position, target_step=target_step, prompt=prompt)
-
-
-def run_state(step: int, metrics: dict[str, float] | None = None) -> SavedState:
-    finished = (group(7), group(8))
-    return SavedState(
-        step=step,
-        data=DataIdentity(sha256="ef" * 32, num_rows=100, shuffle=False, seed=42),
-        collector=CollectorState(
-            position=12,
-            in_flight=(drawn(9, 5), drawn(10, 6)),
-            finished=tuple(replace(one, tokens=None) for one in finished),
-            finished_tokens=tuple(one.tokens for one in finished),
-            failed=((PromptRef(epoch=0, row_index=3, prompt_id="cd" * 8), "env_failed: down"),),
-            skipped=(14, 17),
-            set_aside=(6, 11),
-        ),
-        ledger=(LedgerEntry(key="0:1:ab", step=1), LedgerEntry(key="0:3:cd", step=0, reason="env_failed: down")),
-        metrics=metrics or {},
-        step_seconds=1.25,
-        save_seconds=2.5,
-    )
+from tests.groups import as_lists
+from tests.unit.grpo.checkpoint_case import Policy, run_state
 
 
 def test_reads_back_what_was_written(tmp_path: Path) -> None:
@@ -315,62 +236,6 @@ def test_a_full_disk_leaves_no_half_checkpoint(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, run_state(6), Full())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000004"]
     assert latest_checkpoint(tmp_path) == first
-
-
-@pytest.mark.parametrize(
-    ("options", "kept"),
-    [
-        ({"keep_top_k": 1, "keep_latest": 2}, [2, 6, 7]),
-        ({"keep_top_k": 1, "higher_is_better": False}, [4, 7]),
-        ({"keep_top_k": 1, "metric": None}, [6, 7]),
-        ({"keep_top_k": None}, [2, 4, 6, 7]),
-    ],
-    ids=["two newest", "lower is better", "no metric", "all"],
-)
-def test_retention_follows_its_keys(tmp_path: Path, options: dict[str, Any], kept: list[int]) -> None:
-    for step, loss in ((2, 0.9), (4, 0.1), (6, 0.5), (7, 0.0)):
-        save_checkpoint(tmp_path, run_state(step, {"validation/loss": loss}), Policy())
-    prune(tmp_path, **{"metric": "validation/loss", "higher_is_better": True, "save_period": 2, **options})
-    assert list(complete_checkpoints(tmp_path)) == kept
-
-
-def test_prune_keeps_the_best_and_the_newest(tmp_path: Path) -> None:
-    for step, reward in ((2, 0.9), (4, 0.1), (6, 0.5), (7, 0.0)):
-        save_checkpoint(tmp_path, run_state(step, {"validation/accuracy": reward}), Policy())
-    prune(tmp_path, keep_top_k=2, metric="validation/accuracy", higher_is_better=True, save_period=2)
-    assert list(complete_checkpoints(tmp_path)) == [2, 6, 7]
-    assert not list(tmp_path.glob("tmp_*"))
-
-
-def test_the_best_stays_when_a_resumed_run_has_another_save_period(tmp_path: Path) -> None:
-    for step, period, reward in ((2, 2, 0.1), (4, 2, 0.9), (5, 2, 1.0), (6, 3, 0.5), (9, 3, 0.2)):
-        state = replace(run_state(step, {"validation/accuracy": reward}), save_period=period)
-        save_checkpoint(tmp_path, state, Policy())
-    prune(tmp_path, keep_top_k=1, metric="validation/accuracy", higher_is_better=True, save_period=3)
-    assert list(complete_checkpoints(tmp_path)) == [4, 9], "4 was on its period; 5 was not, and is not the newest"
-
-
-def test_a_checkpoint_whose_metric_cannot_be_read_now_is_kept(tmp_path: Path) -> None:
-    for step, reward in ((2, 0.9), (4, 0.1), (6, 0.5), (8, 0.0)):
-        save_checkpoint(tmp_path, run_state(step, {"validation/accuracy": reward}), Policy())
-    state, away = tmp_path / "step_000002" / "state.json", tmp_path / "away"
-    state.rename(away)
-    options: dict[str, Any] = {"metric": "validation/accuracy", "higher_is_better": True, "save_period": 2}
-    prune(tmp_path, keep_top_k=1, **options)
-    assert list(complete_checkpoints(tmp_path)) == [2, 6, 8], "the best was deleted"
-    away.rename(state)
-    prune(tmp_path, keep_top_k=1, **options)
-    assert list(complete_checkpoints(tmp_path)) == [2, 8]
-
-
-@pytest.mark.parametrize(("name", "is_told"), [("train/rewrad", True), ("train/reward", False)])
-def test_a_metric_that_no_checkpoint_has_is_named_before_the_best_is_deleted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, is_told: bool
-) -> None:
-    for step, reward in ((2, 0.9), (4, 0.1), (6, 0.5)):
-        save_checkpoint(tmp_path, run_state(step, {"train/reward": reward}), Policy())
-    prune(tmp_path, keep_top_k=1, metric=name, higher_is_better=True, save_period=2)
-    assert ("no checkpoint has this metric" in caplog.text) == is_told
 
 
 def test_export_is_the_one_latest_points_at_now(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from recipes.grpo.draw import CollectorState
 from recipes.grpo.log import RunLogger
 from recipes.grpo.metrics import StepMetrics
 from recipes.grpo.saving import CheckpointSaver
-from tests.unit.grpo.test_checkpoint import Policy
+from tests.unit.grpo.checkpoint_case import Policy
 from tests.unit.grpo.test_log import LoggerCfg
 
 FAULTS, SEED = 100, 7

@@ -14,8 +14,8 @@ from recipes.grpo import saving
 from recipes.grpo.checkpoint import complete_checkpoints, latest_checkpoint, load_state
 from recipes.grpo.run import Run
 from recipes.grpo.saving import CheckpointSaver, save_checkpoint
+from tests.unit.grpo.checkpoint_case import Policy, run_state
 from tests.unit.grpo.loop_case import drive, make_run, policy_step, records, trained
-from tests.unit.grpo.test_checkpoint import Policy, run_state
 
 ROWS = [str(number) for number in range(12)]  # for six steps
 EVERY_TWO = ("checkpointing.save_period=2", "checkpointing.keep_top_k=10")

@@ -1,4 +1,4 @@
-"""The loop as a whole, on fakes: what a failure costs, how a run ends, what a resume does."""
+"""The loop as a whole, on fakes: what a failure costs, what a resume does, what a limit of time ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from recipes.config.tree import Config
 from recipes.errors import EngineError, PolicyError, RunError, StalledError
 from recipes.grpo.checkpoint import complete_checkpoints, latest_checkpoint, load_state
 from recipes.grpo.reward import collect_rewards
-from recipes.grpo.run import TrainState
 from recipes.stop import StopRequest
 from recipes.types import Group, ModelClient, Rollout, Row
 from tests.unit.grpo.loop_case import LoopEnvironments, drive, make_run, policy_step, records, trained
@@ -130,61 +129,6 @@ def test_the_snapshot_does_not_need_the_collectors_thread(tmp_path: Path) -> Non
     run.close()
 
 
-AT_END = ("grpo.val_at_end=true", "grpo.val_num_generations_per_prompt=1", "grpo.val_greedy=false")
-
-
-def test_data_that_ends_early_is_validated_and_saved_like_the_end(tmp_path: Path) -> None:
-    environments = LoopEnvironments(broken=["3", "8", "9"])
-    run = make_run(tmp_path, ROWS, *AT_END, environments=environments)
-    assert run.num_steps == 6
-    assert drive(run) is None
-    assert run.is_complete
-    assert (run.state.step, run.num_steps) == (4, 4), "nine prompts are four steps of two"
-    lines = records(tmp_path)
-    assert [record["step"] for record in lines] == [1, 2, 3, 4]
-    assert ["validation/accuracy" in record for record in lines] == [False, False, False, True]
-    assert "train/reward" in lines[-1], "the record of the last step was lost"
-    assert list(complete_checkpoints(tmp_path / "checkpoints")) == [4]
-
-
-def test_data_that_ends_before_the_first_step_is_a_failure(tmp_path: Path) -> None:
-    run = make_run(tmp_path, ["0", "1", "2"], environments=LoopEnvironments(broken=["0", "2"]))
-    failure = drive(run)
-    assert isinstance(failure, RunError), "a stage that hands nothing over must not count as done"
-    assert str(failure) == "the data ended before the first step was trained: 2 prompts env_failed"
-
-
-def test_a_stop_in_the_last_step_leaves_the_validation_to_the_next_start(tmp_path: Path) -> None:
-    run = make_run(tmp_path, ROWS, *AT_END)
-
-    class Stopping(TrainState):
-        def advance(self, groups: Sequence[Group]) -> None:
-            super().advance(groups)
-            if self.step == 6:
-                run.stop.reason = "signal SIGTERM"
-
-    run.state = Stopping()
-    assert drive(run) is None
-    assert not run.is_complete, "the launcher must start it again"
-    assert list(complete_checkpoints(tmp_path / "checkpoints")) == [6]
-
-    again = make_run(tmp_path, ROWS, *AT_END)
-    assert drive(again) is None
-    assert again.is_complete
-    lines = records(tmp_path)
-    assert [record["step"] for record in lines] == [1, 2, 3, 4, 5, 6]
-    assert "validation/accuracy" in lines[-1]
-    assert "train/reward" in lines[-1]
-
-
-def test_a_stop_in_the_last_step_is_the_end_when_nothing_is_left_to_do(tmp_path: Path) -> None:
-    run = make_run(tmp_path, ROWS[:2])
-    run.state.step_seconds = 1.0
-    assert drive(run) is None
-    run.stop.reason = "signal SIGTERM"
-    assert run.is_complete
-
-
 def test_a_resumed_job_begins_no_step_that_it_cannot_finish(tmp_path: Path) -> None:
     first = make_run(tmp_path, ROWS, "grpo.max_num_steps=2")
     first.state.step_seconds = 1000.0
@@ -292,54 +236,6 @@ def test_a_stop_ends_a_validation_and_saves_the_step(tmp_path: Path, by_signal: 
     assert not [name for name in lines[-1] if name.startswith("validation/")]
     assert drive(make_run(tmp_path, ROWS)) is None
     assert sorted(trained(tmp_path)) == list(range(12))
-
-
-class Learning(LoopEnvironments):
-    """Validation earns 0.25 more each time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_held_out = 0
-
-    async def run(self, row: Row, model: ModelClient, *, max_tokens: int) -> Rollout:
-        rollout = await super().run(row, model, max_tokens=max_tokens)
-        if row["agent_ref"]["name"] != "held":
-            return rollout
-        self.num_held_out += 1
-        return replace(rollout, reward=0.25 * (self.num_held_out - 1))
-
-
-def test_a_run_ends_complete_once_its_validation_is_good_enough(tmp_path: Path) -> None:
-    options = (
-        "grpo.val_period=1",
-        "grpo.val_at_start=true",
-        "grpo.val_greedy=false",
-        "grpo.val_num_generations_per_prompt=1",
-        "grpo.stop_at_validation_metric=held/accuracy",
-        "grpo.stop_at_validation_threshold=0.5",
-    )
-    run = make_run(tmp_path, ROWS, *options, environments=Learning())
-    assert drive(run) is None
-    assert run.is_complete
-    assert policy_step(tmp_path) == run.state.step == 2  # 0 at the start, 0.25 after one step, 0.5 after two
-    assert records(tmp_path)[-1]["validation/held/accuracy"] == 0.5
-    again = make_run(tmp_path, ROWS, *options, environments=Learning())
-    assert again.is_complete, "a job that was queued behind it must not train on"
-    again.close()
-
-
-def test_a_metric_that_was_not_measured_ends_nothing_and_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    options = (
-        "grpo.val_period=1",
-        "grpo.stop_at_validation_metric=helt/accuracy",
-        "grpo.stop_at_validation_threshold=0",
-    )
-    run = make_run(tmp_path, ROWS, *options)
-    assert drive(run) is None
-    assert run.state.step == 6
-    assert "helt/accuracy was not measured; there is accuracy, avg_length" in caplog.text
 
 
 @pytest.mark.parametrize("multiplier", [1, 2])
