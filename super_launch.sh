@@ -12,11 +12,11 @@
 #   --help       print this text
 #
 # Required environment: EXP_NAME CONFIG_PATH MODEL_PATH TRAIN_PATH VAL_PATH; on Slurm also CONTAINER
-# SANDBOX_CONTAINER PERSISTENT_CACHE SLURM_PARTITION SLURM_ACCOUNT. All variables: tools/planning/contract.py.
+# SANDBOX_CONTAINER PERSISTENT_CACHE SLURM_PARTITION SLURM_ACCOUNT. All variables: tools/draft/contract.py.
 # With a STAGE also: SCALE=prod|small|tiny, PLATFORM=h100|b200.
 #
 # Exit status: the driver's with LAUNCHER=local (75: stopped early and saved, start again to resume), else sbatch's;
-# 2 when an input is wrong, before anything is started.
+# 2 when an input is wrong, before anything is started; a dry run then still prints the command, where there is one.
 
 set -euo pipefail
 shopt -s inherit_errexit
@@ -33,8 +33,8 @@ die() {
 }
 
 main() {
-  local stage='' python="${PYTHON:-${ROOT}/.venv/bin/python}"
-  local -a overrides=() options=() wrong=() plan=()
+  local stage='' python="${PYTHON:-${ROOT}/.venv/bin/python}" status=0 between=' ' word
+  local -a overrides=() options=() wrong=() words=()
 
   while (($#)); do
     case "$1" in
@@ -58,15 +58,20 @@ main() {
 
   # Words cross from Python as NUL-separated argv: never split, never quoted again. The first says what to do.
   # `wait` collects the status that a process substitution would lose.
-  mapfile -d '' -t plan < <("${python}" -m tools.launch.plan "${options[@]}" --stage "${stage}" -- "${overrides[@]}")
-  wait "$!" || exit
-  ((${#plan[@]})) || return 0 # --check found nothing wrong
+  # The modules are those of this checkout, whatever else the interpreter has.
+  mapfile -d '' -t words < <(PYTHONPATH="${ROOT}${PYTHONPATH:+:${PYTHONPATH}}" \
+    "${python}" -m tools.launch.command "${options[@]}" --stage "${stage}" -- "${overrides[@]}")
+  wait "$!" || status=$?
+  ((${#words[@]})) || return "${status}" # 0: --check found nothing wrong
 
-  if [[ ${plan[0]} == print ]]; then
-    printf '%q ' "${plan[@]:1}"
+  if [[ ${words[0]} == print ]]; then
+    [[ ! -t 1 ]] || between=$' \\\n  ' # one word a line, for eyes
+    printf '%q' "${words[1]}"
+    for word in "${words[@]:2}"; do printf '%s%q' "${between}" "${word}"; done
     printf '\n'
+    return "${status}"
   else
-    exec "${plan[@]:1}"
+    exec "${words[@]:1}"
   fi
 }
 

@@ -1,12 +1,14 @@
 """The errors that users cause or meet, and the form of their messages.
 
-`RecipeError` is the base; `exit_code` is what the entrypoints return: 2 for a wrong input, 1 for a failed run.
+`RecipeError` is the base; `exit_code` is what the entrypoints return: 2 for a wrong input, 1 for a failed run, 69 for
+one that failed on some of its nodes before it began.
 To add an error, inherit from the category it belongs to.
 """
 
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -51,6 +53,29 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"did you mean '{close}'?" if close else f"choose from: {', '.join(names)}"
 
 
+_RESOURCES = {  # of an OSError: what it means where its own words do not say it, and what to do
+    errno.ENOSPC: ("", "make room there, or name another place"),
+    errno.EDQUOT: ("", "make room there, or name another place"),
+    errno.EFBIG: ("", "raise the limit of file sizes (ulimit -f), or name another place"),
+    errno.EROFS: ("it is mounted for reading only", "name another place"),
+    errno.EACCES: ("this user may not do that there", "ask for the right, or name another place"),
+    errno.EPERM: ("this user may not do that there", "ask for the right, or name another place"),
+    errno.EMFILE: ("this process has too many open files", "raise the limit of open files (ulimit -n)"),
+    errno.ENFILE: ("this machine has too many open files", "close some, or raise fs.file-max"),
+    errno.ENOMEM: ("", "free some memory of this machine, or of the job's limit"),
+    errno.EAGAIN: ("no more processes may be started", "raise the limit of processes (ulimit -u)"),
+}
+
+
+def resource_problem(error: OSError, where: str) -> Problem:
+    """Return what the system refused, at `where` if the error names no file, and what to do about it."""
+    place = str(error.filename or where)
+    otherwise = "correct the path, or what is wrong there, and run it again" if error.filename else "run it again"
+    why, fix = _RESOURCES.get(error.errno or 0, ("", otherwise))
+    said = error.strerror or f"{type(error).__name__} {error}"
+    return Problem(where=place, wrong=f"{said}: {why}" if why else said, fix=fix)
+
+
 class RecipeError(Exception):
     """Base of all errors that this project raises on purpose."""
 
@@ -89,6 +114,12 @@ class LaunchError(InputError):
 
 class RunError(RecipeError, RuntimeError):
     """The run failed after it had started."""
+
+
+class BringUpError(RunError):
+    """Parts of the run did not start on some of its nodes, and did on others; the message's last line names these."""
+
+    exit_code = 69  # so that the job starts again without these nodes: tools/job/requeue.sh
 
 
 class EngineError(RunError):

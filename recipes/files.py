@@ -1,15 +1,17 @@
-"""Writing a file whole or not at all, its hash, the lock of a directory, and the nearest place that exists."""
+"""Writing files whole or not at all, reading an object, hashes, a directory's lock, the nearest existing place."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import hashlib
+import itertools
+import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 @contextmanager
@@ -76,15 +78,47 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def unused(path: Path) -> Path:
+    """Return `path`, or where something has this name already, `path.2`, `path.3`, ..."""
+    names = itertools.chain([path], (path.with_name(f"{path.name}.{number}") for number in itertools.count(2)))
+    return next(name for name in names if not name.exists())
+
+
 def nearest_existing(path: Path) -> Path:
     """Return the path itself or the nearest directory above it that exists."""
     return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a file, empty where the file is missing, was cut or holds anything else."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def setting_of(tree: Mapping[str, Any], key: str) -> Any:
+    """Return the value at a dotted key of nested objects, None where a part of the key leads to nothing."""
+    node: Any = tree
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
 
 
 def sha256_of(path: Path) -> str:
     """Return the hex digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def tree_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, or of the names and contents of all files below a directory."""
+    if not path.is_dir():
+        return sha256_of(path)
+    files = sorted(file.relative_to(path) for file in path.rglob("*") if file.is_file())
+    lines = "".join(f"{file.as_posix()} {sha256_of(path / file)}\n" for file in files)
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def lock_directory(path: Path) -> int | None:

@@ -3,6 +3,9 @@
 It says which phase the loop is in and since when, what the collector waits for and, at the end, how the run ended.
 `make status` and `make watch` read it. When it is no longer rewritten, the driver has died or hangs.
 
+The same thread is the watchdog of the driver. Every wait of ours has a deadline, but a call into Ray can wait outside
+Python for a process that stands still. When nothing moves for longer than they allow, the thread ends the process.
+
     loop              consumes                        waits for           unblocked by
     heartbeat thread  the state of `Run`              the next period     time; the end of the `with` block
 """
@@ -13,14 +16,17 @@ import json
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections import Counter
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from recipes.config.keys.derive import max_age
+from recipes.config.tree import DeadlinesConfig
+from recipes.errors import StalledError
 from recipes.files import write_atomically
 
 if TYPE_CHECKING:
@@ -31,13 +37,18 @@ logger = logging.getLogger(__name__)
 STATUS_FILE = "status.json"
 PERIOD_SECONDS = 1.0
 _MAX_REASON = 2000  # characters of the error that ended a run
+_MAX_BEAT_SECONDS = 5.0  # counted of one period: a process that was stopped and goes on has not been stuck
 
 
 class Heartbeat:
-    """Writes the file while its `with` block runs. Call `watch` once the run is built."""
+    """Writes the file while its `with` block runs, and ends a process in which nothing moves any more.
 
-    def __init__(self, run_dir: Path) -> None:
+    Call `watch` once the run is built. Until then the start may take as long as its own deadlines together.
+    """
+
+    def __init__(self, run_dir: Path, deadlines: DeadlinesConfig) -> None:
         self._path = run_dir / STATUS_FILE
+        self._deadlines = deadlines
         self._run: Run | None = None
         self._done = threading.Event()
         self._fixed: dict[str, Any] = {
@@ -71,11 +82,49 @@ class Heartbeat:
         elif self._run is not None and not self._run.is_complete:
             self._write("stopped", self._run.stop.reason)
         else:
-            self._write("done")
+            self._write("done", "" if self._run is None else self._run.shortfall)
 
     def _beat(self) -> None:
+        mark, still, before = self._mark(), 0.0, time.monotonic()
         while not self._done.wait(PERIOD_SECONDS):
             self._write("starting" if self._run is None else "running")
+            now = time.monotonic()
+            still, before = still + min(now - before, _MAX_BEAT_SECONDS), now
+            if (new := self._mark()) != mark:
+                mark, still = new, 0.0
+            elif still > self._limit():
+                self._end(still)
+
+    def _mark(self) -> tuple[Any, ...]:
+        """Return what changes while a run moves: the step, its phase, and the groups that are ready."""
+        if self._run is None:
+            return ()
+        phase = self._run.recorder.metrics.phase()
+        return self._run.state.step, phase and phase[0], len(self._run.buffer)
+
+    def _limit(self) -> float:
+        """Return the seconds without a change after which the process ends: every wait of ours ends before.
+
+        Between two changes of the mark a run may push, validate, and validate greedily.
+        """
+        limits = self._deadlines
+        if self._run is None:
+            # Judges get addresses beside the placement; models, then workers: see recipes/cluster/starts.py.
+            return 3 * limits.placement + 4 * limits.engine_start + limits.checkpoint
+        return limits.refit + 2 * limits.progress + limits.train + limits.shutdown
+
+    def _end(self, seconds: float) -> None:
+        """End the process, with where it stands still. What is saved is whole; the launcher ends all that is left."""
+        phase = "its start" if self._run is None else f"step {self._run.recorder.metrics.step}, phase {self._mark()[1]}"
+        where = _innermost(sys._current_frames().get(threading.main_thread().ident or 0))
+        said = (
+            f"nothing moved for {seconds:.0f} s, more than the deadlines allow, in {phase}: "
+            f"the driver waits in {where}; "
+            "a process of Ray may stand still, see logs/latest/ray; start again to resume"
+        )
+        logger.error("%s", said)
+        self._write("failed", f"{StalledError.__name__}: {said}")
+        os._exit(StalledError.exit_code)
 
     def _write(self, state: str, reason: str = "") -> None:
         """Replace the file; a failure is logged and never ends the run."""
@@ -87,9 +136,16 @@ class Heartbeat:
             logger.warning("%s: not written: %r", self._path, error)
 
 
+def _innermost(frame: FrameType | None) -> str:
+    """Return the innermost place of this project in which a thread is."""
+    while frame is not None and "/recipes/" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return "a library" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
 def observe(run: Run) -> dict[str, Any]:
     """Return what a run is doing now. The loop goes on meanwhile, so the values may be from two moments."""
-    phase = run.metrics.phase()
+    phase = run.recorder.metrics.phase()
     in_flight = run.collector.num_in_flight()
     ready = Counter(group.target_step + 1 for group in run.buffer.groups())
     return {
@@ -102,6 +158,7 @@ def observe(run: Run) -> dict[str, Any]:
         "max_age": max_age(run.config.grpo.async_grpo),
         "ready": {str(step): count for step, count in sorted(ready.items())},  # groups in the buffer, per step
         "in_flight": in_flight,  # groups being sampled
+        "missing": run.missing(),  # engines, judges and rollout workers that are not up, with the reason
         "paused": run.collector.paused(),  # environments, with their seconds so far
         "set_aside": run.collector.num_set_aside(),  # prompts that wait for them
         "waiting_for": run.collector.waiting_for() if in_flight else "",
@@ -122,7 +179,7 @@ def process_start(pid: int) -> int:
     It tells the process from a later one that was given the same id.
     """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return 0
     return int(stat.rpartition(")")[2].split()[19])

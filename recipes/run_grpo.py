@@ -16,11 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from recipes.config.load import LoadedConfig, load_config, require_runnable
-from recipes.errors import RecipeError
+from recipes.config.load import LoadedConfig, load_config, require_runnable, with_defaults
+from recipes.errors import RecipeError, resource_problem
 from recipes.files import write_atomically
 from recipes.imports import without_gc
-from recipes.stop import EXIT_RESUME, StopRequest
+from recipes.stop import EXIT_RESUME, LEAVE_SECONDS, StopRequest, leave_within
 
 logger = logging.getLogger("recipes.run_grpo")
 
@@ -46,6 +46,10 @@ def main(argv: list[str] | None = None) -> int:
         for line in str(error).splitlines():
             print(f"run_grpo: {line}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        traceback.print_exc()
+        print(f"run_grpo: {resource_problem(error, 'the run')}", file=sys.stderr)
+        return 1
     except Exception:
         traceback.print_exc()
         return 1
@@ -59,6 +63,7 @@ def run_stage(config_path: Path, run_dir: Path, overrides: list[str]) -> int:
     stop.install()
     write_resolved(loaded, run_dir)
 
+    logger.info("the configuration is written to %s; loading the libraries", run_dir / "resolved.json")
     # Heavy imports come after the checks, so that a typo is reported in under a second, without torch.
     with without_gc():
         from recipes.config.keys.derive import derive
@@ -66,7 +71,7 @@ def run_stage(config_path: Path, run_dir: Path, overrides: list[str]) -> int:
         from recipes.grpo.train import train
         from recipes.heartbeat import Heartbeat
 
-    with Heartbeat(run_dir) as heartbeat:
+    with Heartbeat(run_dir, config.deadlines) as heartbeat:
         run = setup(config, derive(config), run_dir, stop)
         heartbeat.watch(run)
         try:
@@ -80,7 +85,8 @@ def run_stage(config_path: Path, run_dir: Path, overrides: list[str]) -> int:
     if not run.is_complete:
         logger.warning("stopped at step %d (%s); start again to resume", run.state.step, run.stop.reason)
         return EXIT_RESUME
-    logger.info("done: step %d, checkpoints in %s", run.state.step, run.checkpoints)
+    fewer = f" ({run.shortfall})" if run.shortfall else ""
+    logger.info("done: step %d%s, checkpoints in %s", run.state.step, fewer, run.saver.root)
     return 0
 
 
@@ -93,11 +99,14 @@ def without_secrets(tree: Any) -> Any:
 
 
 def write_resolved(loaded: LoadedConfig, run_dir: Path) -> None:
-    """Write resolved.json: every value that this start uses, and the file that set it."""
-    content = {"config": without_secrets(loaded.tree), "sources": loaded.sources, "files": loaded.files}
+    """Write resolved.json: every value that this start uses, those of verifiers too, and the file that set it."""
+    whole = with_defaults(loaded)
+    content = {"config": without_secrets(whole.tree), "sources": whole.sources, "files": whole.files}
     text = json.dumps(content, indent=2, default=dict) + "\n"
     write_atomically(run_dir / "resolved.json", text.encode())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    leave_within(LEAVE_SECONDS, status)
+    sys.exit(status)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import os
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from recipes.errors import ConfigError, Problem
+from recipes.files import write_atomically
 
 if TYPE_CHECKING:
     from recipes.config.tree import WandbConfig
+
+WANDB_ID_FILE = "wandb_id"  # in the run directory; names alone are not unique in a project
 
 
 class ScalarSink(Protocol):
@@ -43,14 +48,20 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """One W&B run per run directory; a resume continues it."""
+    """One W&B run per run directory, by an id that is stored there. A resume continues it where it lost no step.
+
+    W&B takes no step twice. So where steps are trained again, a new W&B run takes the place of the old one, and
+    `is_new` asks for all that was logged before.
+    """
 
     name = "W&B"
 
-    def __init__(self, run_dir: Path, cfg: WandbConfig) -> None:
-        self._run = import_wandb().init(
-            project=cfg.project, name=cfg.name, id=run_dir.name, dir=str(run_dir), resume="allow"
-        )
+    def __init__(self, run_dir: Path, cfg: WandbConfig, *, continues: bool) -> None:
+        file = run_dir / WANDB_ID_FILE
+        self.is_new = not (continues and file.is_file())
+        run_id = uuid.uuid4().hex[:16] if self.is_new else file.read_text(encoding="utf-8").strip()
+        self._run = import_wandb().init(project=cfg.project, name=cfg.name, id=run_id, dir=str(run_dir), resume="allow")
+        write_atomically(file, f"{run_id}\n".encode())
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         self._run.log(dict(scalars), step=step)
@@ -62,11 +73,13 @@ class WandbSink:
 def import_wandb() -> Any:
     """Return the package; raises `ConfigError` where it is not installed."""
     try:
+        if not os.environ.get("WANDB_MODE"):
+            os.environ.pop("WANDB_MODE", None)  # W&B refuses a mode that is there and empty
         return importlib.import_module("wandb")
     except ImportError as error:
         problem = Problem(
             where="logger.wandb_enabled",
             wrong=f"it is true, but wandb cannot be imported ({error})",
-            fix="pip install wandb in this environment, or set logger.wandb_enabled=false",
+            fix="install what the lock pins (`make setup`), or set logger.wandb_enabled=false",
         )
         raise ConfigError(problem) from error

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -21,10 +23,35 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _MIN_RESERVE_SECONDS, _MAX_RESERVE_SECONDS = 20.0, 600.0
 
 
+LEAVE_SECONDS = 30.0  # for what libraries do when the interpreter ends
+_ANCHOR = time.time() - time.monotonic()
+
+
+def steady_time() -> float:
+    """Return the Unix time in seconds as it goes on from the start of this process, also when the clock is set."""
+    return _ANCHOR + time.monotonic()
+
+
 def parse_duration(text: str) -> float:
     """Return the seconds of "DD:HH:MM:SS"."""
     days, hours, minutes, seconds = (int(part) for part in text.split(":"))
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def leave_within(seconds: float, status: int) -> None:
+    """End the process with `status` if it still runs after so many seconds.
+
+    All work is done by then. Ray takes minutes to say goodbye to a head that no longer answers.
+    """
+
+    def leave() -> None:
+        logger.warning("libraries did not end within %g s; leaving with status %d", seconds, status)
+        sys.stdout.flush()
+        os._exit(status)
+
+    timer = threading.Timer(seconds, leave)
+    timer.daemon = True
+    timer.start()
 
 
 class StopRequest:
@@ -36,7 +63,7 @@ class StopRequest:
         must_save_by: str | None,
         job_start: float,
         job_end: float | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = steady_time,
     ) -> None:
         """Count `must_save_by` from `job_start`; both times are the job's, not this process's, in Unix seconds."""
         self._clock = clock
@@ -52,7 +79,7 @@ class StopRequest:
         end = os.environ.get("SLURM_JOB_END_TIME")
         return cls(
             must_save_by=must_save_by,
-            job_start=float(os.environ.get("SLURM_JOB_START_TIME", time.time())),
+            job_start=float(os.environ.get("SLURM_JOB_START_TIME", steady_time())),
             job_end=float(end) if end else None,
         )
 

@@ -29,6 +29,8 @@ class RowTokens:
     token_ids: Array  # int32 [L], at least one
     sampled_logprobs: Array  # float32 [N]
     turns: Array  # int32 [U, 3], see `GroupTokens`; they cover the tokens
+    routes: bytes = b""  # see `recipes.routes`
+    sampled_teacher_logprobs: Array | None = None  # float32 [N]; None where no teacher was asked
 
     def token_mask(self) -> Array:
         """Return float32 [L], 1 on sampled tokens."""
@@ -36,9 +38,17 @@ class RowTokens:
 
     def logprobs(self) -> Array:
         """Return float32 [L]: the engine's log-probability of sampled tokens, 0 elsewhere."""
-        logprobs = np.zeros(len(self.token_ids), np.float32)
-        logprobs[self.token_mask() > 0] = self.sampled_logprobs
-        return logprobs
+        return self._on_sampled(self.sampled_logprobs)
+
+    def teacher_logprobs(self) -> Array | None:
+        """Return float32 [L]: the teacher's log-probability of sampled tokens, 0 elsewhere; None without a teacher."""
+        own = self.sampled_teacher_logprobs
+        return None if own is None else self._on_sampled(own)
+
+    def _on_sampled(self, values_N: Array) -> Array:
+        spread = np.zeros(len(self.token_ids), np.float32)
+        spread[self.token_mask() > 0] = values_N
+        return spread
 
     def advantages(self, advantage: float | Array, flag_advantages: Sequence[float | None]) -> Array:
         """Return float32 [L]: on sampled tokens the entry of `flag_advantages` for the flags of their turn.
@@ -79,6 +89,9 @@ class GroupTokens:
     text_offsets: Array
     trajectories: Array = field(default_factory=lambda: np.zeros(0, np.uint8))  # JSON in ASCII, for the log
     trajectories_offsets: Array = field(default_factory=lambda: np.zeros(0, np.int64))  # none in older checkpoints
+    routes: Array = field(default_factory=lambda: np.zeros(0, np.uint8))  # of each row, see `recipes.routes`
+    routes_offsets: Array = field(default_factory=lambda: np.zeros(0, np.int64))  # none in older checkpoints
+    teacher_logprobs: Array = field(default_factory=lambda: np.zeros(0, np.float32))  # as `logprobs`, or empty
 
     def row(self, row: int) -> RowTokens:
         """Return one row. One without any token has a single token 0 that is not sampled: a row is never empty."""
@@ -88,6 +101,10 @@ class GroupTokens:
             token_ids=token_ids if len(token_ids) else np.zeros(1, np.int32),
             sampled_logprobs=self._of(row, self.logprobs, self.logprobs_offsets),
             turns=turns if len(token_ids) else np.array([[1, 0, 0]], np.int32),
+            routes=self._of(row, self.routes, self.routes_offsets).tobytes() if len(self.routes) else b"",
+            sampled_teacher_logprobs=self._of(row, self.teacher_logprobs, self.logprobs_offsets)
+            if len(self.teacher_logprobs)
+            else None,
         )
 
     def output_text(self, member: int) -> str:
@@ -158,6 +175,9 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> tuple[tuple[RolloutHeader, ...
     texts = [np.frombuffer(r.output_text.encode("utf-8", "surrogatepass"), np.uint8) for r in rollouts]
     noted = [b"" if r.trajectory is None else json.dumps(r.trajectory).encode() for r in rollouts]
     trajectories = [np.frombuffer(one, np.uint8) for one in noted]
+    taught = [_flat((turn.teacher_logprobs or (0.0,) * len(turn.token_ids) for turn in row), "f4") for row in rows]
+    is_taught = any(turn.teacher_logprobs for row in rows for turn in row)
+    routes = [np.frombuffer(b"".join(turn.routes for turn in row), np.uint8) for row in rows]
     tokens = GroupTokens(
         token_ids=_joined(ids, "i4"),
         token_ids_offsets=_offsets(ids),
@@ -171,6 +191,9 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> tuple[tuple[RolloutHeader, ...
         text_offsets=_offsets(texts),
         trajectories=_joined(trajectories, "u1"),
         trajectories_offsets=_offsets(trajectories),
+        routes=_joined(routes, "u1"),
+        routes_offsets=_offsets(routes),
+        teacher_logprobs=_joined(taught if is_taught else [], "f4"),
     )
     return tuple(_header(rollout) for rollout in rollouts), tokens
 

@@ -45,6 +45,7 @@ class Completion:
     logprobs: tuple[float, ...]  # [T] natural log, of the sampled token, at the sampling temperature
     versions: tuple[VersionSpan, ...]  # cover [0, T) without gaps
     finish_reason: str  # "stop" | "length"; anything else is the engine's failure
+    routes: bytes = b""  # of prompt and answer, see `recipes.routes`; empty where the engine reports none
 
 
 class ModelClient(Protocol):
@@ -82,6 +83,8 @@ class Turn:
     finish_reason: str
     is_invalid_tool_call: bool = False
     has_malformed_thinking: bool = False
+    routes: bytes = b""  # of the sequence up to here, those that earlier turns have not got; see `recipes.routes`
+    teacher_logprobs: tuple[float, ...] = ()  # [T] of the sampled tokens under a teacher; () where none was asked
 
 
 PREFIX_BREAKS = "prefix_breaks"  # metric of a rollout that ended because a prompt did not extend the ids seen
@@ -265,7 +268,8 @@ class PolicyRow:
     advantage: float
     loss_mask_S: Tensor  # float32, 1 on tokens in the loss
     logprobs_S: Tensor  # float32, under the weights before the step; the first is 0
-    reference_logprobs_S: Tensor  # float32, under the reference policy; the first is 0
+    reference_logprobs_S: Tensor | None = None  # float32, under the reference policy, if there is one; the first is 0
+    teacher_logprobs_S: Tensor | None = None  # float32, under the teacher that was asked; 0 on tokens not sampled
 
 
 class TokenAdvantages(Protocol):
@@ -283,9 +287,13 @@ class TokenAdvantages(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceUse:
-    """What a policy needs the reference policy for: its log-probabilities enter the loss or change the advantages."""
+    """What a policy is compared with: log-probabilities of its start weights, or those that a teacher gave rollouts.
+
+    The first enter the loss or change the advantages, the others are the advantages.
+    """
 
     token_advantages: TokenAdvantages | None = None  # None: they enter the loss
+    keeps_start: bool = True  # false where a teacher alone is compared with
 
 
 class LossFunction(Protocol):

@@ -41,7 +41,9 @@ class DirectoryShell:
         reading = asyncio.ensure_future(self.process.stdout.readline())
         done, _ = await asyncio.wait({reading}, timeout=seconds)
         if not done:
-            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+            children = (
+                Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text(encoding="utf-8").split()
+            )
             for child in children:
                 os.kill(int(child), signal.SIGKILL)
         status = int((await reading).decode() or -1)

@@ -93,7 +93,7 @@ def stand_in(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
     from recipes.config import packages
 
     module: Any = transformer_engine
-    tree = ast.parse(Path(module.__file__).read_text())
+    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
     found = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name in _CLASSES]
     assert len(found) == len(_CLASSES)
     te = types.SimpleNamespace(pytorch=types.SimpleNamespace(GroupedLinear=GroupedLinear))

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from recipes.cluster.starts import Starts
 from recipes.errors import TokensLostError
 from recipes.rollouts.group import GroupRequest, GroupRunner, StoredGroup
 from recipes.tokens import GroupTokens, pack_rollouts
@@ -36,6 +37,7 @@ class LocalWorkers:
 
     def __init__(self, groups: GroupRunner) -> None:
         self.groups = groups
+        self.starts = Starts(["rollout worker 0"], max_starts=1, min_share=1.0)
 
     async def run_group(self, request: GroupRequest) -> StoredGroup:
         return pack_rollouts(await self.groups.run(request))

@@ -1,12 +1,21 @@
-"""A policy whose answers are written down beforehand."""
+"""A policy whose answers are written down beforehand, and a tool call as a model writes it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from recipes.environments.chat.codec import ChatCodec
 from recipes.types import Completion, VersionSpan
+
+
+def written_call(name: str, arguments: Mapping[str, Any]) -> str:
+    """Return a call in the notation of the recipe's models: texts as they are, all else as JSON."""
+    values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
 
 @dataclass

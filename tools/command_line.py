@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec
 
-from recipes.errors import ConfigError, InputError, Problem, RecipeError
+from recipes.errors import ConfigError, InputError, Problem, RecipeError, resource_problem
 
 INTERRUPTED, READER_GONE = 130, 141  # what a shell makes of SIGINT and SIGPIPE
 TRUE, FALSE = (
@@ -77,17 +77,10 @@ def exit_status(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return READER_GONE
         except OSError as error:
-            print(refused(error, Path(inspect.getfile(main)).stem), file=sys.stderr)
+            print(resource_problem(error, Path(inspect.getfile(main)).stem), file=sys.stderr)
             return InputError.exit_code
         except KeyboardInterrupt:
             print("interrupted; the same command starts again", file=sys.stderr)
             return INTERRUPTED
 
     return ended
-
-
-def refused(error: OSError, program: str) -> Problem:
-    """Return what the machine refused (a full disk, a file that may not be read) as one line a user can act on."""
-    where = str(error.filename) if error.filename else program
-    wrong = error.strerror or f"{type(error).__name__} {error}"
-    return Problem(where=where, wrong=wrong, fix="make room, or correct the path or its rights, and run it again")

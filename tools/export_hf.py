@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import shutil
 import sys
@@ -49,9 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.")  # what they lack without a GPU
 
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # warns of random states, which an export does not draw from
+    logging.getLogger("recipes.policy.hf").setLevel(logging.INFO)  # which file is written
+
     from recipes.grpo.checkpoint import require_whole
     from recipes.policy.export import export_checkpoint
 
+    print(f"{checkpoint}: comparing the files of policy/ with their checksums", flush=True)
     require_whole(checkpoint, "policy")
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a run of this command that was killed
@@ -75,6 +81,7 @@ def _policy(checkpoint: Path, model: Path | None, tokenizer: Path | None) -> Pol
         raise CheckpointError(
             Problem(where=str(where), wrong=wrong, fix="restore the file that the run wrote")
         ) from error
+    template = recorded["tokenizer"].get("chat_template")
     base = load_config(BASE).repaired
     assert base is not None, "the base configuration loads"
     model_name, tokenizer_name = str(model or name), str(tokenizer or model or words)
@@ -87,15 +94,15 @@ def _policy(checkpoint: Path, model: Path | None, tokenizer: Path | None) -> Pol
         base.policy,
         model_name=model_name,
         precision=precision,
-        tokenizer=replace(base.policy.tokenizer, name=tokenizer_name),
+        tokenizer=replace(base.policy.tokenizer, name=tokenizer_name, chat_template=template),
     )
 
 
 def _recorded(path: Path) -> Mapping[str, Any]:
     """Return the block `policy` of the configuration that the run has recorded."""
     try:
-        policy: Mapping[str, Any] = json.loads(path.read_text())["config"]["policy"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        policy: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))["config"]["policy"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         wrong = f"the configuration of the run cannot be read: {error}"
         fix = "give the directory of a step below its run: results/RUN/checkpoints/step_000010"
         raise CheckpointError(Problem(where=str(path), wrong=wrong, fix=fix)) from error

@@ -1,7 +1,7 @@
 """Find and end every process below a supervisor, at any depth, also those whose parents have died.
 
 A supervisor that calls `adopt_orphans` becomes the parent of each descendant whose own parent died (Linux child
-subreaper), also of those that left its session. Walking /proc from the supervisor therefore finds them all, and
+subreaper), also of those that left its session. Walking the processes from the supervisor therefore finds them all, and
 nothing but them.
 """
 
@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+
+import psutil
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -67,45 +69,33 @@ def allow_open_files() -> None:
 
 def children(parent: int) -> list[int]:
     """List the process ids of the children of a process."""
-    return _children().get(parent, [])
+    return _below(parent, recursive=False)
 
 
 def descendants(root: int) -> list[int]:
-    """List the process ids below `root`, children before grandchildren."""
-    below, found, pending = _children(), list[int](), [root]
-    while pending:
-        next_ones = below.get(pending.pop(0), [])
-        found += next_ones
-        pending += next_ones
-    return found
+    """List the process ids below `root`, each after that of its parent."""
+    return _below(root, recursive=True)
 
 
-def _children() -> dict[int, list[int]]:
-    """Return the process ids by parent."""
-    found: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            stat = (entry / "stat").read_text(errors="replace")  # a process chooses its name
-        except OSError:  # it ended while we looked
-            continue
-        # The command is in parentheses and may hold spaces; state and parent follow it.
-        parent = int(stat.rpartition(")")[2].split()[1])
-        found.setdefault(parent, []).append(int(entry.name))
-    return found
+def _below(root: int, *, recursive: bool) -> list[int]:
+    try:
+        return [process.pid for process in psutil.Process(root).children(recursive=recursive)]
+    except psutil.NoSuchProcess:  # it has ended
+        return []
 
 
 def kill_descendants(*, deadline_seconds: float) -> list[int]:
     """Kill everything below this process and reap it; return what is left at the deadline (normally nothing)."""
     end = time.monotonic() + deadline_seconds
     while True:
-        left = descendants(os.getpid())
-        for pid in left:
-            with suppress(ProcessLookupError):  # it ended by itself
-                os.kill(pid, signal.SIGKILL)
+        left = psutil.Process().children(recursive=True)
+        for process in left:
+            with suppress(psutil.NoSuchProcess):  # it ended by itself
+                process.kill()
         _reap()
-        left = [pid for pid in left if Path(f"/proc/{pid}").exists()]
+        left = [process for process in left if process.is_running()]
         if not left or time.monotonic() >= end:
-            return left
+            return [process.pid for process in left]
         time.sleep(0.02)
 
 
@@ -138,7 +128,7 @@ def shared_memory_inodes(pids: list[int]) -> set[int]:
     found: set[int] = set()
     for pid in pids:
         with suppress(OSError):  # it ended while we looked
-            maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+            maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
             # address, permissions, offset, device, inode, path
             found |= {int(line.split(maxsplit=5)[4]) for line in maps.splitlines() if _SHM in line}
             for descriptor in Path(f"/proc/{pid}/fd").iterdir():
@@ -150,7 +140,7 @@ def shared_memory_inodes(pids: list[int]) -> set[int]:
 
 def remove_shared_memory(inodes: set[int]) -> None:
     """Remove the files of `inodes` from /dev/shm, except those that any process still uses."""
-    in_use = shared_memory_inodes([int(path.name) for path in Path("/proc").glob("[0-9]*")])
+    in_use = shared_memory_inodes(psutil.pids())
     for path in Path(_SHM).iterdir():
         with suppress(OSError):  # somebody else has removed it
             if path.stat().st_ino in inodes - in_use and path.is_file():

@@ -9,10 +9,10 @@ main() {
   apt-get update -qq
   DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends ca-certificates curl gcc git make \
     python3.11 python3.11-dev python3.11-venv
-  tools/setup/test_tools.sh
+  tools/dev/test_tools.sh
   rm -rf /var/lib/apt/lists/*
   # A failed build leaves no container in which the log could be read.
-  VENV=/opt/venv tools/setup/setup.sh || {
+  VENV=/opt/venv tools/dev/setup.sh || {
     cat /opt/venv/setup.log >&2
     exit 1
   }

@@ -16,13 +16,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
-from seccomp import filter_program
-from usage import usage_of
+from recipes.confinement import filters, jails
+from recipes.confinement.usage import JailUsage, OwnTime, usage_of
 
 PATH = "/usr/local/bin:/usr/bin:/bin"
-NOBODY = 65534
 MAX_OUTPUT_BYTES = 64 * 2**20  # of both streams; a program that prints more is ended
 # Process 1 of a jail, which collects what its parents left. That of bubblewrap has no filter, and could be traced.
 INIT = '"$@"; exit $?'
@@ -55,52 +53,24 @@ class Outcome:
     stdout: str
     stderr: str
     reason: str = ""
+    used_seconds: float = 0.0  # of the time until it was killed, see `OwnTime`
 
     @property
     def timed_out(self) -> bool:
         return self.reason == "time"
 
 
-def jail_words(command: Sequence[str], limits: Limits, *, cpu_seconds: int | None, words: Sequence[str]) -> list[str]:
-    """Return the words that run `command` in a jail; `words` are further ones for bubblewrap."""
+def jail_words(
+    command: Sequence[str], limits: Limits, *, cpu_seconds: int | None, filter_descriptor: int, shown: Sequence[str]
+) -> list[str]:
+    """Return the words that run `command` in a jail; `shown` are bubblewrap's words for the files that it is given."""
     jail = ["env", "-i", f"PATH={PATH}", "HOME=/tmp", "LANG=C.UTF-8", "OMP_NUM_THREADS=1", "OPENBLAS_NUM_THREADS=1"]
-    jail += [*_user_words(), "bwrap", "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
-    jail += ["--as-pid-1", "--cap-drop", "ALL", *_system_words()]
-    size = str(limits.disk_mib * MIB)
-    jail += ["--proc", "/proc", "--dev", "/dev", "--size", size, "--tmpfs", "/dev/shm", "--size", size]
-    jail += ["--tmpfs", "/tmp", *words]
-    # What bubblewrap makes itself is a file system without a limit.
-    jail += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--", "prlimit", "--core=0"]
+    jail += jails.nobody_words()
+    jail += jails.program(disk_bytes=limits.disk_mib * MIB, filter_descriptor=filter_descriptor, shown=shown)
+    jail += ["prlimit", "--core=0"]
     jail += [f"--as={limits.memory_mib * MIB}", f"--nproc={limits.processes}", f"--fsize={limits.file_mib * MIB}"]
     jail += [f"--nofile={limits.open_files}", *([f"--cpu={cpu_seconds}"] if cpu_seconds else []), "--"]
     return [*jail, "sh", "-c", INIT, "sh", *command]
-
-
-def _user_words() -> list[str]:
-    """Return the words that make a server that is root become nobody."""
-    if os.geteuid() == 0 and _is_mapped(NOBODY):
-        return ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--no-new-privs"]
-    return []
-
-
-def _system_words() -> list[str]:
-    """Show programs and libraries of this machine, and nothing else of its files."""
-    words = ["--ro-bind", "/usr", "/usr"]
-    for name in ("/bin", "/sbin", "/lib", "/lib64"):
-        path = Path(name)
-        if path.is_symlink():
-            words += ["--symlink", str(path.readlink()), name]
-        elif path.exists():
-            words += ["--ro-bind", name, name]
-    for name in ("/etc/alternatives", "/etc/ld.so.cache", "/opt"):
-        words += ["--ro-bind-try", name, name]
-    return words
-
-
-def _is_mapped(uid: int) -> bool:
-    """Whether this user namespace has the user `uid`; that of an unprivileged container has one user only."""
-    ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
-    return any(int(low) <= uid < int(low) + int(count) for low, _, count in ranges)
 
 
 def start(
@@ -115,12 +85,10 @@ def start(
 
     The jail leads a process group of its own.
     """
-    descriptors = {path: _memory_file(path, content) for path, content in files.items()}
-    seccomp = _memory_file("seccomp", filter_program())
-    words = ["--seccomp", str(seccomp)]
-    for path, descriptor in descriptors.items():
-        words += ["--ro-bind-data", str(descriptor), path]
-    jail = jail_words(command, limits, cpu_seconds=cpu_seconds, words=words)
+    descriptors = {path: jails.memory_file(path, _as_bytes(content)) for path, content in files.items()}
+    shown = [word for path, descriptor in descriptors.items() for word in ("--ro-bind-data", str(descriptor), path)]
+    seccomp = jails.memory_file("seccomp", filters.jail())
+    jail = jail_words(command, limits, cpu_seconds=cpu_seconds, filter_descriptor=seccomp, shown=shown)
     passed = (seccomp, *descriptors.values())
 
     def fork() -> subprocess.Popen[bytes]:
@@ -136,7 +104,7 @@ def start(
 
 def run(command: Sequence[str], code: str, stdin: str, seconds: float, limits: Limits) -> Outcome:
     """Run `command` on a file /main that holds `code`; returns when it has ended, or was killed for a limit."""
-    given = _memory_file("stdin", stdin)
+    given = jails.memory_file("stdin", _as_bytes(stdin))
     try:
         process = start(command, limits, cpu_seconds=int(seconds * 2) + 2, files={"/main": code}, stdin=given)
     finally:
@@ -144,18 +112,16 @@ def run(command: Sequence[str], code: str, stdin: str, seconds: float, limits: L
     return _collect(process, time.monotonic() + seconds, limits)
 
 
-def _memory_file(name: str, content: str | bytes) -> int:
-    """Return a descriptor from which `content` can be read."""
-    descriptor = os.memfd_create(name)
-    with os.fdopen(os.dup(descriptor), "wb") as file:
-        file.write(content if isinstance(content, bytes) else content.encode(errors="surrogateescape"))
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    return descriptor
+def _as_bytes(content: str | bytes) -> bytes:
+    return content if isinstance(content, bytes) else content.encode(errors="surrogateescape")
 
 
 def broken_limit(process: subprocess.Popen[bytes], limits: Limits) -> str:
     """Return which limit the processes of a jail together break: memory, sockets or files; an empty text for none."""
-    usage = usage_of(process.pid, limits.disk_mib * MIB)
+    return _broken(usage_of(process.pid, limits.disk_mib * MIB), limits)
+
+
+def _broken(usage: JailUsage, limits: Limits) -> str:
     if usage.memory_bytes > limits.memory_mib * MIB:
         return "memory"
     if usage.sockets > limits.sockets:
@@ -166,7 +132,7 @@ def broken_limit(process: subprocess.Popen[bytes], limits: Limits) -> str:
 def _collect(process: subprocess.Popen[bytes], deadline: float, limits: Limits) -> Outcome:
     """Read what a jail prints until it has ended; kill it at the deadline or when it breaks a limit."""
     kept: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
-    total, reason, next_check = 0, "", time.monotonic() + CHECK_SECONDS
+    total, reason, next_check, own = 0, "", time.monotonic() + CHECK_SECONDS, OwnTime()
     with process, selectors.DefaultSelector() as selector:
         for name, stream in (("stdout", process.stdout), ("stderr", process.stderr)):
             assert stream is not None
@@ -184,13 +150,16 @@ def _collect(process: subprocess.Popen[bytes], deadline: float, limits: Limits) 
                     kept[key.data] += data[: limits.output_bytes - len(kept[key.data])]
                 now = time.monotonic()
                 reason = "time" if now >= deadline else "output" if total > MAX_OUTPUT_BYTES else ""
-                if not reason and now >= next_check:
+                if now >= min(next_check, deadline):
                     next_check = now + CHECK_SECONDS
-                    reason = broken_limit(process, limits)
+                    usage = usage_of(process.pid, limits.disk_mib * MIB)
+                    own.add(usage)
+                    reason = reason or _broken(usage, limits)
         finally:  # nothing may leave a jail without its limits
             kill(process)
     stdout, stderr = (bytes(kept[name]).decode(errors="replace") for name in ("stdout", "stderr"))
-    return Outcome(status=None if reason else process.returncode, stdout=stdout, stderr=stderr, reason=reason)
+    status = None if reason else process.returncode
+    return Outcome(status=status, stdout=stdout, stderr=stderr, reason=reason, used_seconds=own.seconds)
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:

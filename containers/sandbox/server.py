@@ -1,7 +1,8 @@
 """Execute code for the trainer over HTTP, in the protocol of the NeMo-Skills sandbox, each execution in a jail.
 
     POST /execute   {generated_code, timeout, language, std_input, max_output_characters}; X-Session-ID for ipython
-                    -> {process_status: completed | error | timeout, stdout, stderr, new_session_created (ipython)}
+                    -> {process_status: completed | error | timeout, stdout, stderr, new_session_created (ipython),
+                        used_seconds (timeout, not ipython: those in which the code ran or waited by itself)}
     DELETE /sessions/ID, GET /sessions (how many), GET /health (needs no token)
 
 Every other request needs the job's token: `Authorization: Bearer TOKEN`, or, for a client that can only be given a
@@ -10,12 +11,12 @@ URL, http://job:TOKEN@HOST:PORT.
 Languages: ipython (one Python session per X-Session-ID, without magics), python, python3, shell, and pypy3 where it is
 installed. Lean 4 is only in the image of NeMo-Skills.
 
-Usage: python3 server.py. Environment: SANDBOX_TOKEN (required), NGINX_PORT or LISTEN_PORT (6000), SANDBOX_HOST
-(0.0.0.0, because the driver's node asks those of the other nodes), SANDBOX_MEMORY_MIB, SANDBOX_PROCESSES,
-SANDBOX_DISK_MIB, SANDBOX_CONCURRENCY (executions at a time), SANDBOX_SESSIONS, SANDBOX_IDLE_SECONDS (after which an
-unused session ends), SANDBOX_KEPT_SECONDS (for which a session that was used is not ended to make room for another:
-that one is refused with status 503). SANDBOX_LISTEN_FD: a listening socket that another process hands over; the server
-then says "ready" on standard output, and ends when standard input does.
+Usage: start.sh, so that it finds recipes/confinement. Environment: SANDBOX_TOKEN (required), NGINX_PORT or LISTEN_PORT
+(6000), SANDBOX_HOST (0.0.0.0, because the driver's node asks those of the other nodes), SANDBOX_MEMORY_MIB,
+SANDBOX_PROCESSES, SANDBOX_DISK_MIB, SANDBOX_CONCURRENCY (executions at a time), SANDBOX_SESSIONS, SANDBOX_IDLE_SECONDS
+(after which an unused session ends), SANDBOX_KEPT_SECONDS (for which a session that was used is not ended to make room
+for another: that one is refused with status 503). SANDBOX_LISTEN_FD: a listening socket that another process hands
+over; the server then says "ready" on standard output, and ends when standard input does.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import base64
 import binascii
 import dataclasses
 import hmac
+import io
 import json
 import logging
 import os
@@ -34,7 +36,9 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -60,7 +64,10 @@ MAX_SECONDS = 3600.0
 QUEUE_SECONDS = 4.0  # a client waits for the timeout and five seconds more
 IDLE_SECONDS = "1800"
 MIN_TOKEN_CHARACTERS = 16
-MAX_CONNECTIONS = 2048
+MAX_HEAD_BYTES = 2**16
+REQUEST_SECONDS = 60.0  # for the head of a request, and again for its body; also for the client to take an answer
+MAX_CONNECTIONS = 2048  # that have shown the token
+MAX_STRANGERS = 1024  # connections that have not, in places of their own
 SESSION_NAME = re.compile(r"[\w.:-]{1,200}")
 KILLED = {
     "memory": "Killed: more than {memory} MiB of memory\n",
@@ -167,6 +174,8 @@ class Sandbox:
             kept = min(UTF8_BYTES * (request.max_characters + 1), MAX_KEPT_BYTES)
             limits = dataclasses.replace(self.limits, output_bytes=kept)
             outcome = run(COMMANDS[request.language], request.code, request.stdin, request.seconds, limits)
+            if outcome.timed_out:
+                extra["used_seconds"] = round(outcome.used_seconds, 2)
         status = "timeout" if outcome.timed_out else "completed" if outcome.status == 0 else "error"
         streams = {"stdout": outcome.stdout, "stderr": outcome.stderr + self._reason(outcome, request)}
         cut = {name: _cut(text, request.max_characters) for name, text in streams.items()}
@@ -182,12 +191,49 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[:most] + CUT
 
 
+class Arriving(io.RawIOBase):
+    """What a client sends, up to a deadline and a size: bytes that drip do not prolong the time."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.allow(0)
+
+    def allow(self, num_bytes: int) -> None:
+        """Read so many bytes from now on, for `REQUEST_SECONDS`."""
+        self._deadline, self._bytes_left = time.monotonic() + REQUEST_SECONDS, num_bytes
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read some bytes; raises `TimeoutError` and `ConnectionError` when there is no time or room left."""
+        seconds = self._deadline - time.monotonic()
+        if seconds <= 0:
+            raise TimeoutError("the request did not arrive in time")
+        if self._bytes_left <= 0:
+            raise ConnectionError("the client sends too much")
+        self._connection.settimeout(seconds)
+        count = self._connection.recv_into(buffer)
+        self._bytes_left -= count
+        return count
+
+
 class Handler(BaseHTTPRequestHandler):
     """One connection."""
 
     protocol_version = "HTTP/1.1"
-    timeout = 60.0  # seconds without a byte from the client
     sandbox: Sandbox
+    server: Server
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self._arriving = Arriving(self.connection)
+        self.rfile = io.BufferedReader(self._arriving)
+
+    def handle_one_request(self) -> None:
+        self._arriving.allow(MAX_HEAD_BYTES)
+        super().handle_one_request()
 
     def do_GET(self) -> None:
         if self.path == "/health":
@@ -230,7 +276,11 @@ class Handler(BaseHTTPRequestHandler):
     def _is_allowed(self) -> bool:
         """Whether the request has the token; if not, answer it without reading its body."""
         if self.sandbox.accepts(self.headers.get("Authorization") or ""):
-            return True
+            if self.server.admits(self.connection):
+                return True
+            self.close_connection = True
+            self._send(HTTPStatus.SERVICE_UNAVAILABLE, {"error": "too many connections"})
+            return False
         self.close_connection = True
         self._send(HTTPStatus.UNAUTHORIZED, {"error": "this needs the job's token: Authorization: Bearer TOKEN"})
         return False
@@ -245,10 +295,12 @@ class Handler(BaseHTTPRequestHandler):
         if len(text) > len(str(MAX_BODY_BYTES)) or int(text) > MAX_BODY_BYTES:
             self.close_connection = True
             raise RequestError(f"more than {MAX_BODY_BYTES} bytes", HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+        self._arriving.allow(int(text))
         return self.rfile.read(int(text))
 
     def _send(self, status: HTTPStatus, answer: Mapping[str, Any]) -> None:
         data = json.dumps(answer).encode()
+        self.connection.settimeout(REQUEST_SECONDS)
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
@@ -262,7 +314,11 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """One thread per connection, up to a limit; further clients are turned away."""
+    """One thread per connection, up to a limit.
+
+    Who has not shown the token has a place among the strangers, and loses it to a newer one when there are too many: a
+    client of the job shows it at once, so however many connections others hold, it gets in.
+    """
 
     daemon_threads = True
     request_queue_size = 512
@@ -273,19 +329,45 @@ class Server(ThreadingHTTPServer):
         if listening:
             self.socket.close()
             self.socket = socket.socket(fileno=int(listening))
-        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most, self._most_strangers = min(MAX_CONNECTIONS, files // 2), min(MAX_STRANGERS, files // 8)
+        self._lock = threading.Lock()
+        self._admitted: set[socket.socket] = set()
+        self._strangers: dict[socket.socket, None] = {}  # the oldest first
+
+    def admits(self, connection: socket.socket) -> bool:
+        """Give a connection that has shown the token a place, unless too many have."""
+        with self._lock:
+            if connection not in self._admitted and len(self._admitted) >= self._most:
+                return False
+            self._strangers.pop(connection, None)
+            self._admitted.add(connection)
+            return True
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
+        with self._lock:
+            while len(self._strangers) >= self._most_strangers:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread ends
+            self._strangers[request] = None
+        try:
             super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        except RuntimeError:  # no thread can be started
+            self._forget(request)
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            self._forget(request)
+
+    def _forget(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._strangers.pop(connection, None)
+            self._admitted.discard(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("the connection of %s broke off", client_address)

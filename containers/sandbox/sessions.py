@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 
 from jail import CHECK_SECONDS, Limits, Outcome, broken_limit, kill, start
-from usage import usage_of
+
+from recipes.confinement.usage import usage_of
 
 log = logging.getLogger("sandbox")
 

@@ -6,4 +6,6 @@
 set -euo pipefail
 shopt -s inherit_errexit
 
-exec python3 "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/server.py"
+home="$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")"
+# The server imports recipes/confinement: beside it in the image, two folders above it in a checkout.
+PYTHONPATH="${home}/../.." exec python3 "${home}/server.py"

@@ -61,7 +61,7 @@ def answer(request: dict[str, Any], name: str, namespace: dict[str, Any]) -> dic
     captured = {number: os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR) for number in (1, 2)}
     for target, file in captured.items():
         os.dup2(file, target)
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in captured)  # noqa: SIM115
+    sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", buffering=1, closefd=False) for number in captured)  # noqa: SIM115
     try:
         status = attempt(request, name, namespace)
         sys.stdout.flush()

@@ -13,12 +13,18 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from recipes.errors import StalledError
 
 _UNIT = "worker_units"
+_FREE_SECONDS = 5.0  # in which Ray finds a place that is free
 _HEAD = "node:__internal_head__"  # the resource that Ray gives to the node of the driver
 
 ActorOptions = dict[str, Any]
@@ -76,6 +82,30 @@ def place_judges(units: Sequence[int], *, deadline_seconds: float) -> list[Actor
     return [_options(group, bundles[engine], size) for engine, size in enumerate(units)]
 
 
+def elsewhere(options: ActorOptions) -> ActorOptions | None:
+    """Return the options of an actor as large at a place of its own that is free, as on a spare node; None: none is."""
+    units = options.get("resources", {}).get(_UNIT)
+    if units is None:
+        return None
+    group = placement_group([_bundle(units)])
+    try:
+        ray.get(group.ready(), timeout=_FREE_SECONDS)
+    except GetTimeoutError:
+        remove_placement_group(group)
+        return None
+    return _options(group, 0, units)
+
+
+def node_of(options: ActorOptions) -> str:
+    """Return the name of the node on which an actor with these options is placed; empty when it has no place."""
+    strategy = options.get("scheduling_strategy")
+    node = getattr(strategy, "node_id", None)
+    if isinstance(strategy, PlacementGroupSchedulingStrategy):
+        found = placement_group_table(strategy.placement_group)["bundles_to_node_id"]
+        node = found.get(strategy.placement_group_bundle_index)
+    return next((str(one["NodeManagerHostname"]) for one in ray.nodes() if one["NodeID"] == node), "")
+
+
 def spread(count: int | None) -> list[ActorOptions]:
     """Return the actor options of `count` rollout workers, node by node in turn; None: one on each node.
 
@@ -87,7 +117,7 @@ def spread(count: int | None) -> list[ActorOptions]:
 
 
 def _reserve(units: list[int], what: str, *, first: dict[str, float], deadline_seconds: float) -> PlacementGroup:
-    bundles = [{_UNIT: float(count), **({"GPU": float(count)} if _has_gpus() else {})} for count in units]
+    bundles = [_bundle(count) for count in units]
     bundles[0] |= first
     group = placement_group(bundles, strategy="PACK")
     try:
@@ -102,6 +132,10 @@ def _reserve(units: list[int], what: str, *, first: dict[str, float], deadline_s
             f"env.nemo_gym.num_gpu_nodes"
         ) from late
     return group
+
+
+def _bundle(units: int) -> dict[str, float]:
+    return {_UNIT: float(units), **({"GPU": float(units)} if _has_gpus() else {})}
 
 
 def _options(group: PlacementGroup, bundle: int, units: int) -> ActorOptions:

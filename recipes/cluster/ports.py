@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,35 +227,19 @@ def ephemeral_overlap(range_text: str) -> list[Problem]:
 
 def node_problems(ports: RayPorts, *, head: bool) -> list[Problem]:
     """Return every reason why a Ray node with these ports cannot start on this machine."""
-    return ephemeral_overlap(EPHEMERAL_RANGE.read_text()) + busy_ports(ports.fixed(head=head))
+    return ephemeral_overlap(EPHEMERAL_RANGE.read_text(encoding="utf-8")) + busy_ports(ports.fixed(head=head))
 
 
 def find_owner(port: int) -> str:
     """Return "pid N (command)" of the process that has a TCP port, or what is known when the kernel hides it."""
-    inodes = {f"socket:[{inode}]" for inode in _inodes(port)}
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # the process has ended, or belongs to another user
-            if inodes & set(_descriptors(process)):
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                return f"pid {process.name} ({command[:120]})"
-    return "a process of another user" if inodes else "a connection that is closing"
+    import psutil  # only to name who has a port
 
-
-def _descriptors(process: Path) -> Iterator[str]:
-    for descriptor in (process / "fd").iterdir():
-        with suppress(OSError):  # closed in the meantime
-            yield str(descriptor.readlink())
-
-
-def _inodes(port: int) -> set[str]:
-    found = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        path = Path(table)
-        for line in path.read_text().splitlines()[1:] if path.exists() else ():
-            words = line.split()
-            if int(words[1].rsplit(":", 1)[1], 16) == port and words[9] != "0":
-                found.add(words[9])
-    return found
+    using = [one for one in psutil.net_connections("tcp") if one.laddr and one.laddr.port == port]
+    for pid in (one.pid for one in using if one.pid is not None):
+        with suppress(psutil.Error):  # the process has ended
+            return f"pid {pid} ({' '.join(psutil.Process(pid).cmdline())[:120]})"
+    is_open = any(one.status in (psutil.CONN_LISTEN, psutil.CONN_ESTABLISHED) for one in using)
+    return "a process of another user" if is_open else "a connection that is closing"
 
 
 def _busy(port: int) -> Problem:

@@ -1,11 +1,44 @@
-"""Ray's settings for a job, which depend on its number of nodes, and for a local run. What the user has set wins."""
+"""Variables of a run's processes: Ray's settings, in which what the user has set wins, and what is kept back.
+
+Ray's settings depend on the number of nodes of a job.
+"""
 
 from __future__ import annotations
+
+import re
+
+KEPT_BACK = (
+    # Python: other modules, other files than those of this checkout, no assertions, a warning that ends an engine.
+    *("PYTHONHOME", "PYTHONINSPECT", "PYTHONOPTIMIZE", "PYTHONPLATLIBDIR", "PYTHONSAFEPATH", "PYTHONSTARTUP"),
+    "PYTHONWARNINGS",
+    # torch and CUDA: files that run code when they are read, sums in another precision.
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"),
+    # The ranks of another job, of which a launch from its shell is no part.
+    *("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"),
+    # vLLM: code and pickles from a request, paths that need no key, ports and ranks of another server.
+    *("VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_DP_MASTER_IP"),
+    *("VLLM_DP_MASTER_PORT", "VLLM_DP_RANK", "VLLM_DP_SIZE", "VLLM_PLUGINS", "VLLM_PORT", "VLLM_RPC_BASE_PATH"),
+    *("VLLM_SERVER_DEV_MODE",),
+)
+"""Variables of the shell that no process of a run gets. What the loader takes, as LD_PRELOAD, is the operator's."""
+_RAY_TUNING = re.compile(
+    r"RAY_[a-z]\w*"
+)  # Ray names its settings so; in capitals are other clusters, keys and switches
 
 _LARGE = 32  # from this many nodes on, the head node answers late because of its own work
 
 NODE_DEATH_SECONDS = 30.0  # in a small cluster, a node that is silent for so long is declared dead
 _CHECK_PERIOD_SECONDS, _CHECK_TIMEOUT_SECONDS = 2.0, 8.0
+
+
+def is_kept_back(name: str) -> bool:
+    """Return whether a variable of the shell would take from a run what the launch promises."""
+    return name in KEPT_BACK or (name.startswith("RAY_") and not _RAY_TUNING.fullmatch(name))
+
+
+def with_loopback(no_proxy: str) -> str:
+    """Return the list of hosts that no proxy is asked for, with this machine in it."""
+    return ",".join(filter(None, (no_proxy, "127.0.0.1", "localhost")))
 
 
 def node_death_seconds(num_nodes: int) -> float:

@@ -23,28 +23,44 @@ from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from recipes.environments.agent_programs.rollouts import program_rollout
-from recipes.environments.agents.coding.agent import coding
-from recipes.environments.agents.coding.rollouts import CodingAgents
-from recipes.environments.agents.episode import Episode, unscored
-from recipes.environments.agents.refinement import refinement
-from recipes.environments.agents.single_turn import single_turn
-from recipes.environments.agents.tool_loop import tool_loop
+from recipes.environments.agents.by_url.agent import UrlAgents
+from recipes.environments.agents.coding.agent import CodingAgents, coding
+from recipes.environments.agents.conversation import Episode, refinement, single_turn, tool_loop, unscored
+from recipes.environments.agents.programs.rollouts import program_rollout
 from recipes.environments.chat.codec import ChatCodec, callable_tools, row_template_kwargs
 from recipes.environments.chat.messages import chat_request
 from recipes.environments.chat.tool_calls import FlagPatterns
-from recipes.environments.contract.rows import optional_object, optional_str
-from recipes.environments.contract.verdict import NoVerdict, Response, env_failed
-from recipes.environments.contract.verifier import Agent, Verifier
-from recipes.environments.http.client import JsonClient
-from recipes.environments.instances import ServerInstance, agents_of, coding_settings_of, servers_of
-from recipes.environments.model_server.agent import UrlAgents
-from recipes.environments.registry import ALL_VERIFIERS, CODING, GROUP_VERIFIERS, VERIFIERS, find_agent
+from recipes.environments.contract import (
+    Agent,
+    NoVerdict,
+    Response,
+    Verifier,
+    env_failed,
+    optional_object,
+    optional_str,
+)
+from recipes.environments.contract.http import JsonClient
+from recipes.environments.instances import (
+    ALL_VERIFIERS,
+    CODING,
+    GROUP_VERIFIERS,
+    VERIFIERS,
+    ServerInstance,
+    agents_of,
+    coding_settings_of,
+    find_agent,
+    servers_of,
+)
 from recipes.environments.sandbox.client import client_of
 from recipes.environments.sandbox.server import SandboxServer
-from recipes.environments.scoring.clients import HttpVerifier, InProcessVerifier, VerifierClient
-from recipes.environments.scoring.group import GroupClient, score_group
-from recipes.environments.scoring.group_by_url import HttpGroupClient
+from recipes.environments.scoring.clients import (
+    GroupClient,
+    HttpGroupClient,
+    HttpVerifier,
+    InProcessVerifier,
+    VerifierClient,
+    score_group,
+)
 from recipes.environments.scoring.known_answers import find_wrong_judges
 from recipes.environments.scoring.pool import ScoringPool, num_processes
 from recipes.environments.swe.containers.runtime import runtime_of_machine
@@ -64,6 +80,7 @@ AGENT_KINDS: Mapping[str, Callable[[Episode], Awaitable[Rollout]]] = {
     "tool_loop": tool_loop,
 }
 
+UNWORDED = "add environments/{}.yaml to env.nemo_gym.config_paths, or set env.judge_texts=own"
 # The keys that a Responses create request may have.
 REQUEST_KEYS = frozenset(
     {
@@ -94,6 +111,13 @@ REQUEST_KEYS = frozenset(
 )
 
 
+# A prompt of the kind that an agent writes itself.
+ANY_PROMPT = {
+    "input": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
+    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}],
+}
+
+
 class Environments:
     """All agents and verifiers of a run."""
 
@@ -108,18 +132,13 @@ class Environments:
         num_on_node: int = 1,
     ) -> None:
         self.codec = codec
-        self._servers, self._agents, self._patterns = servers, agents, patterns
+        self._agents, self._patterns = agents, patterns
         self._pool = ScoringPool(num_workers=num_processes(num_pools=num_on_node))
         self._sandbox = SandboxServer()
         self._http = JsonClient()
         self._url_agents = UrlAgents()
         self._coding = coding or CodingAgents(settings={}, find_runtime=find_runtime)
-        self._clients = {
-            name: _client(server, self._pool, self._sandbox, self._http) for name, server in servers.items()
-        }
-        self._groups = {
-            name: client for name, client in self._clients.items() if isinstance(client, GroupClient | HttpGroupClient)
-        }
+        self._set_servers(servers)
         self.asked_for: set[str] = set()  # servers of the rows that were checked
 
     @classmethod
@@ -131,10 +150,7 @@ class Environments:
         `num_sharers` processes ask the same judges: each asks its share of what may be asked at once. `num_on_node` of
         them share the cores of this machine for their scoring processes.
         """
-        servers = {
-            name: replace(server, judge=server.judge.shared_by(num_sharers)) if server.judge else server
-            for name, server in servers_of(env.nemo_gym.instances).items()
-        }
+        servers = _shared_servers(env, num_sharers)
         return cls(
             codec,
             servers=servers,
@@ -150,6 +166,19 @@ class Environments:
             num_on_node=num_on_node,
         )
 
+    def _set_servers(self, servers: Mapping[str, ServerInstance]) -> None:
+        self._servers = servers
+        self._clients = {
+            name: _client(server, self._pool, self._sandbox, self._http) for name, server in servers.items()
+        }
+        self._groups = {
+            name: client for name, client in self._clients.items() if isinstance(client, GroupClient | HttpGroupClient)
+        }
+
+    def ask_judges_of(self, env: EnvConfig) -> None:
+        """Ask the judges where this configuration says that they are; no rollout may have begun."""
+        self._set_servers(_shared_servers(env, num_sharers=1))
+
     def check_row(self, row: Row) -> list[str]:
         """Return what is wrong with one data row, empty when it can be run."""
         problems = []
@@ -159,6 +188,8 @@ class Environments:
             problems.append(f"responses_create_params: {error}")
         try:
             agent = find_agent(_agent_name(row), self._agents)
+            if not problems and (refusal := self._why_refused(row, agent)):
+                problems.append(f"responses_create_params: {refusal}")
             if agent.kind == CODING:
                 return problems + self._coding.row_problems(_agent_name(row), row)
             server = self._servers[agent.server]
@@ -167,6 +198,8 @@ class Environments:
             if verifier is None:  # a type that only its server knows
                 return problems
             verifier.parse_task(row, server.settings)
+            if server.is_unworded and not verifier.needs_judge(server.settings):  # without a judge those are refused
+                problems.append(f"agent '{_agent_name(row)}' needs published words: {UNWORDED.format(server.verifier)}")
             if isinstance(verifier, Verifier) and verifier.tools is not None and server.url is None:
                 verifier.tools.start(server.settings)  # a session could not begin without what they read
             if verifier.needs_judge(server.settings) and server.judge is None and server.url is None:
@@ -174,6 +207,15 @@ class Environments:
         except (ValueError, RecursionError) as error:  # a row, or JSON text in it, may be nested too deep
             problems.append(str(error))
         return problems
+
+    def _why_refused(self, row: Row, agent: Agent) -> str | None:
+        """Return why the chat template cannot show a row and what may follow; None also for an agent elsewhere."""
+        params = row["responses_create_params"]
+        if not self.codec or agent.kind not in (*AGENT_KINDS, CODING):  # a check of rows may have no codec
+            return None
+        if agent.kind == CODING and not params.get("input"):  # the agent writes the prompt
+            params = {**params, **ANY_PROMPT}
+        return self.codec.why_refused(params, agent.template_kwargs, goes_on=agent.kind != "single_turn")
 
     def wrong_judges(self, servers: Collection[str]) -> list[Problem]:
         """Return what is wrong with the judges of these servers. Blocking; they are asked about known answers."""
@@ -197,13 +239,13 @@ class Environments:
             return find_agent(_agent_name(row), self._agents).kind == CODING
         return False
 
-    def place(self, row: Row, *, seconds: float) -> AbstractAsyncContextManager[None]:
+    def reserve(self, row: Row, *, seconds: float) -> AbstractAsyncContextManager[None]:
         """Hold the room that a rollout of a row takes on this machine, before it begins.
 
         Entering raises `RequestError` when there is none within `seconds`.
         """
         if self._writes_prompt(row):
-            return self._coding.place(_agent_name(row), seconds=seconds)
+            return self._coding.reserve(_agent_name(row), seconds=seconds)
         return nullcontext()
 
     async def run(self, row: Row, model: ModelClient, *, max_tokens: int) -> Rollout:
@@ -268,6 +310,14 @@ class Environments:
         self._sandbox.close()
         self._http.close_all()
         self._url_agents.close()
+
+
+def _shared_servers(env: EnvConfig, num_sharers: int) -> dict[str, ServerInstance]:
+    """Return the servers of a configuration, whose judges as many processes ask."""
+    return {
+        name: replace(server, judge=server.judge.shared_by(num_sharers)) if server.judge else server
+        for name, server in servers_of(env.nemo_gym.instances, judge_texts=env.judge_texts).items()
+    }
 
 
 def find_runtime() -> Runtime:

@@ -56,7 +56,7 @@ class WithDrafter(Module):
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Take what is shared out of the drafter, so that it is neither loaded twice nor in a form half loaded."""
+        """Take the shared parts out of the drafter, so that they are not loaded twice."""
         for parent, name, _ in self._shared:
             setattr(parent, name, None)
         try:

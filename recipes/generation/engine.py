@@ -3,8 +3,13 @@
 The model runs in a subprocess of the actor, vLLM's EngineCore. The actor's event loop takes requests and weight pushes
 side by side. A push keeps running requests and their KV, and vLLM reports which weights sampled which token.
 
-Requests come from clients through connections (`serving/listener.py`). A request that fails has its failure as its
+Requests come from clients through connections (`serving/outstanding.py`). A request that fails has its failure as its
 answer. When the EngineCore process ends, each client is told so, and the actor's methods raise.
+
+What one engine reports of its queue and its cache, sampled over time (`vllm_cfg.enable_vllm_metrics_logger`).
+
+vLLM calls `record` after every iteration of the engine. It would fail all requests if a logger raised, so `record`
+never does: samples that cannot be taken are missing, and nothing else is.
 """
 
 from __future__ import annotations
@@ -22,16 +27,14 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from recipes import routes
 from recipes.cluster.ports import hold_in_range
 from recipes.errors import EngineError
-from recipes.generation.core_start import as_main_module
+from recipes.generation.core_start import allow_routes, as_main_module
 from recipes.generation.engine_args import CPU_ENV, ENV, engine_args, stop_token_ids
-from recipes.generation.samples import EngineSamples
-from recipes.generation.serving.listener import Listener
-from recipes.generation.serving.mailboxes import Mailboxes
-from recipes.generation.serving.requests import Request, Sample, request_seed
-from recipes.generation.serving.sessions import Tokens
-from recipes.generation.serving.stream import EngineAddress
+from recipes.generation.serving.core_log import core_cause
+from recipes.generation.serving.outstanding import Listener, OutstandingRequests, Tokens
+from recipes.generation.serving.requests import EngineAddress, Request, Sample, request_seed
 from recipes.imports import without_gc
 from recipes.types import Sampling
 
@@ -41,7 +44,78 @@ if TYPE_CHECKING:
     from recipes.config.tree import GenerationConfig
     from recipes.generation.server import HttpServer
 
+
 logger = logging.getLogger(__name__)
+
+# NeMo RL's names of the timelines. In-flight and pending are requests, the cache is a share between 0 and 1.
+IN_FLIGHT, PENDING, CACHE = "inflight_batch_sizes", "num_pending_samples", "kv_cache_usage_perc"
+TOKENS = "generation_tokens"
+DRAFTS, DRAFT_TOKENS, ACCEPTED = "spec_num_drafts", "spec_num_draft_tokens", "spec_num_accepted_tokens"
+
+
+class EngineSamples:
+    """A stat logger of vLLM: it keeps the newest figures, and a task of the actor samples them at an interval."""
+
+    def __init__(self) -> None:
+        self._newest = {IN_FLIGHT: 0.0, PENDING: 0.0, CACHE: 0.0}
+        self._sums = dict.fromkeys(self._newest, 0.0)
+        self._maxima = dict.fromkeys(self._newest, 0.0)
+        self._num_samples = 0
+        self._num_tokens = 0
+        self._speculated: dict[str, float] = {}  # empty where the engine does not speculate
+        self._has_warned = False
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, **_: Any) -> None:
+        """Note the figures of one iteration of the engine; vLLM calls it and passes None for figures that it lacks."""
+        try:
+            if scheduler_stats is not None:
+                self._newest = {
+                    IN_FLIGHT: float(scheduler_stats.num_running_reqs),
+                    PENDING: float(scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs),
+                    CACHE: float(scheduler_stats.kv_cache_usage),
+                }
+                if scheduler_stats.spec_decoding_stats is not None:
+                    self._count(scheduler_stats.spec_decoding_stats)
+            if iteration_stats is not None:
+                self._num_tokens += int(iteration_stats.num_generation_tokens)
+        except Exception:
+            if not self._has_warned:
+                logger.warning("an engine's statistics cannot be read; its samples are incomplete", exc_info=True)
+            self._has_warned = True
+
+    def _count(self, stats: Any) -> None:
+        counts = {DRAFTS: stats.num_drafts, DRAFT_TOKENS: stats.num_draft_tokens, ACCEPTED: stats.num_accepted_tokens}
+        self._speculated = {name: self._speculated.get(name, 0.0) + count for name, count in counts.items()}
+
+    def log_engine_initialized(self) -> None:
+        """Do nothing when vLLM says that the engine is up."""
+
+    def sample(self) -> None:
+        """Add the newest figures to the samples."""
+        self._num_samples += 1
+        for name, value in self._newest.items():
+            self._sums[name] += value
+            self._maxima[name] = max(self._maxima[name], value)
+
+    async def sample_at(self, interval_seconds: float) -> None:
+        """Sample for ever."""
+        while True:
+            await asyncio.sleep(interval_seconds)
+            self.sample()
+
+    def take(self) -> dict[str, float]:
+        """Return `NAME/mean`, `NAME/max`, generated tokens and drafts since the last call; {} without a sample."""
+        if not self._num_samples:
+            return {}
+        found = {f"{name}/mean": total / self._num_samples for name, total in self._sums.items()}
+        found |= {f"{name}/max": value for name, value in self._maxima.items()}
+        found |= {TOKENS: float(self._num_tokens), **self._speculated}
+        self._speculated = {}
+        self._sums = dict.fromkeys(self._sums, 0.0)
+        self._maxima = dict.fromkeys(self._maxima, 0.0)
+        self._num_samples = self._num_tokens = 0
+        return found
+
 
 _CORE_POLL_SECONDS = 0.5
 
@@ -104,12 +178,13 @@ class EngineActor:
         self._seed = seed
         self._loads_weights = loads_weights
         self._num_pushes = 0
-        self._mailboxes = Mailboxes(self)
+        self._outstanding = OutstandingRequests(self)
         self._usage = Usage()
         self._server: HttpServer | None = None
         self._samples: EngineSamples | None = None
         # These must be set before torch and vLLM are imported. The EngineCore process inherits them.
-        for name, value in (ENV if ray.get_gpu_ids() else {**ENV, **CPU_ENV}).items():
+        os.environ.update(ENV)
+        for name, value in ({} if ray.get_gpu_ids() else CPU_ENV).items():
             os.environ.setdefault(name, value)
 
     async def start(self) -> EngineInfo:
@@ -127,10 +202,14 @@ class EngineActor:
         args = engine_args(
             self._cfg, model_path=self._model_path, seed=seed, is_cpu=is_cpu, loads_weights=self._loads_weights
         )
+        allow_routes()
         samples = EngineSamples() if self._cfg.vllm_cfg.enable_vllm_metrics_logger else None
         loggers: list[Any] = [lambda *_: samples] if samples else []
         with without_gc(), as_main_module():
-            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args), stat_loggers=loggers)
+            try:
+                self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args), stat_loggers=loggers)
+            except RuntimeError as error:  # vLLM's own names no cause when its other process fails
+                raise EngineError(f"generation engine {self._index}: {error}: {core_cause()}") from error
         if samples is not None:
             self._begin_sampling(samples)
         self._stop_token_ids = list(stop_token_ids(Path(self._model_path)))
@@ -138,7 +217,7 @@ class EngineActor:
         loaded = time.monotonic()
         host = ray.util.get_node_ip_address()
         held = hold_in_range(self._cfg.port_range_low, self._cfg.port_range_high, host=host)
-        self._listener = await Listener.start(self._mailboxes, held)
+        self._listener = await Listener.start(self._outstanding, held)
         if self._cfg.vllm_cfg.expose_http_server:
             from recipes.generation.server import HttpServer
 
@@ -218,13 +297,13 @@ class EngineActor:
         while not task.done():
             if self._llm.errored:
                 task.cancel()
-                raise EngineError(f"{self} is dead: its EngineCore process ended")
+                raise EngineError(f"{self} is dead: its EngineCore process ended: {core_cause()}")
             await asyncio.wait({task}, timeout=_CORE_POLL_SECONDS)
         await task
 
     async def forget(self, client: str) -> None:
         """End every request and every session of a client that has died."""
-        self._mailboxes.forget(client)
+        self._outstanding.forget(client)
 
     def __str__(self) -> str:
         return str(self._info)
@@ -249,7 +328,9 @@ class EngineActor:
         from recipes.generation.core import push_salt
 
         tokens = tokens_input(prompt.values, cache_salt=push_salt(self._num_pushes))
-        params = self._params(request.sampling, seed=request_seed(self._seed, request, prompt.ids))
+        params = self._params(
+            request.sampling, seed=request_seed(self._seed, request, prompt.ids), routes_from=request.routes_from
+        )
         with self._counted(1):
             async for output in self._llm.generate(tokens, params, name):
                 final = output
@@ -259,7 +340,11 @@ class EngineActor:
         totals["prompt_tokens"] += len(prompt.values)
         totals["cached_prompt_tokens"] += final.num_cached_tokens or 0
         totals["generated_tokens"] += len(completion.token_ids)
-        return _sample(completion)
+        routed = b""
+        if completion.routed_experts is not None:  # all but the last token, which is computed with what follows it
+            start = len(prompt.values) + len(completion.token_ids) - 1 - len(completion.routed_experts)
+            routed = await asyncio.to_thread(routes.pack, completion.routed_experts, start)
+        return _sample(completion, routed)
 
     async def stats(self) -> dict[str, float]:
         """Return running totals and the sequences in flight, split by the engine's batch limit."""
@@ -292,7 +377,7 @@ class EngineActor:
             await self._server.stop()
         self._llm.shutdown()
 
-    def _params(self, sampling: Sampling, *, seed: int) -> Any:
+    def _params(self, sampling: Sampling, *, seed: int, routes_from: int) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -306,10 +391,11 @@ class EngineActor:
             flat_logprobs=True,  # lists instead of an object per token
             output_kind=RequestOutputKind.FINAL_ONLY,
             detokenize=False,
+            routed_experts_prompt_start=routes_from,
         )
 
 
-def _sample(completion: Any) -> Sample:
+def _sample(completion: Any, routed: bytes) -> Sample:
     """Compact one vLLM `CompletionOutput`."""
     import numpy as np
 
@@ -318,4 +404,5 @@ def _sample(completion: Any) -> Sample:
         logprobs=np.asarray(completion.logprobs.logprobs, dtype=np.float32).tobytes(),
         versions=tuple((int(span.version), span.start, span.end) for span in completion.weight_versions or ()),
         finish_reason=completion.finish_reason,
+        routes=routed,
     )

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.errors import ConfigError, Problem
+from recipes.weight_files import require_object
 
 if TYPE_CHECKING:
     from recipes.config.tree import GenerationConfig
 
 SERVED_MODEL_NAME = "policy"  # what an HTTP request puts in `model`
-OURS = frozenset({"logprobs_mode", "scheduler_cls", "weight_transfer_config", "worker_extension_cls"})
-"""Arguments that the refit and the log-probabilities depend on; `vllm_kwargs` may not set them."""
 
 NEED_FILES = frozenset({"load_format", "quantization"})
 """Arguments in `vllm_kwargs` with which an engine reads the model's files, also when a push follows."""
 
 OWN_HEADS = ("mtp", "nemotron_h_mtp")
 """Names of speculative decoding with the model's own multi-token heads: a push reaches them, and a CPU has the code."""
+
+MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # variable: unset, vLLM takes the second one where that can do what is asked
+NOT_IN_SECOND_RUNNER = ("suffix", "medusa", "mlp_speculator", "custom_class")  # methods of speculative decoding
 
 CPU_ENV: Mapping[str, str] = {
     # The memory of packed weights is used again at the next push: fresh memory takes longer than what is written to it.
@@ -38,6 +41,7 @@ ENV: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",  # the model is a directory
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "",  # unset, vLLM runs the code that any installed package registers with it
 }
 
 
@@ -56,13 +60,15 @@ def engine_args(
     temperature T this is the log-softmax of logits / T, which is what the trainer computes. With top-p or top-k it
     would be that of the filtered distribution, which the trainer does not compute; the configuration refuses both.
 
-    Raises `ConfigError` when `vllm_kwargs` sets an argument that belongs to the recipe, and on a CPU for speculative
-    decoding of another kind than `cpu_speculation.py` makes right.
+    Raises `ConfigError` on a CPU for speculative decoding of another kind than `cpu_hybrid.py` makes right, and on a
+    GPU for routes without a prefix cache.
     """
     vllm_cfg = cfg.vllm_cfg
-    _refuse_ours(cfg.vllm_kwargs)
-    if is_cpu:
-        _refuse_speculation(cfg)
+    reports_routes = vllm_cfg.enable_return_routed_experts and has_experts(Path(model_path))
+    if is_cpu and (problems := speculation_problems(cfg)):
+        raise ConfigError(problems)
+    if reports_routes and not is_cpu and (problems := route_problems(cfg, os.environ)):
+        raise ConfigError(problems)
     num_ranks = vllm_cfg.tensor_parallel_size * vllm_cfg.pipeline_parallel_size
     args: dict[str, Any] = {
         "model": model_path,
@@ -80,6 +86,7 @@ def engine_args(
         "max_model_len": vllm_cfg.max_model_len,
         "enforce_eager": vllm_cfg.enforce_eager,
         "enable_prefix_caching": vllm_cfg.enable_prefix_caching,
+        "enable_return_routed_experts": reports_routes,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "recipes.generation.weight_transfer.WorkerExtension",
         "weight_transfer_config": {"backend": "shm" if is_cpu else "nccl"},
@@ -104,25 +111,11 @@ def _needs_files(vllm_kwargs: Mapping[str, Any]) -> bool:
     return bool(NEED_FILES & set(vllm_kwargs))
 
 
-def _refuse_ours(vllm_kwargs: Mapping[str, Any]) -> None:
-    taken = OURS & set(vllm_kwargs)
-    if taken:
-        raise ConfigError(
-            [
-                Problem(
-                    where=f"policy.generation.vllm_kwargs.{name}",
-                    wrong="set, but weight pushes and log-probabilities depend on the value that the recipe sets",
-                    fix="remove it",
-                )
-                for name in sorted(taken)
-            ]
-        )
-
-
-def _refuse_speculation(cfg: GenerationConfig) -> None:
+def speculation_problems(cfg: GenerationConfig) -> list[Problem]:
+    """Return why tokens cannot be guessed ahead as asked on a machine without GPUs."""
     speculation = cfg.vllm_kwargs.get("speculative_config")
     if not speculation:
-        return
+        return []
     problems = []
     if speculation.get("method") not in OWN_HEADS:
         where = "policy.generation.vllm_kwargs.speculative_config.method"
@@ -132,8 +125,30 @@ def _refuse_speculation(cfg: GenerationConfig) -> None:
         where = "policy.generation.vllm_cfg.enable_prefix_caching"
         wrong = "with speculative_config on a CPU, vLLM has no code for the prefix cache"
         problems.append(Problem(where=where, wrong=wrong, fix="write false, or run on a GPU"))
-    if problems:
-        raise ConfigError(problems)
+    return problems
+
+
+def route_problems(cfg: GenerationConfig, environ: Mapping[str, str]) -> list[Problem]:
+    """Return why engines on GPUs cannot report routes as asked: vLLM's second model runner alone does."""
+    where, problems = "policy.router_replay.enabled", []
+    if not cfg.vllm_cfg.enable_prefix_caching:
+        wrong = "on a GPU, vLLM keeps no routes without its prefix cache"
+        fix = "write false, or policy.generation.vllm_cfg.enable_prefix_caching: true"
+        problems.append(Problem(where=where, wrong=wrong, fix=fix))
+    if environ.get(MODEL_RUNNER, "").lower() in ("0", "false"):
+        wrong = f"{MODEL_RUNNER}={environ[MODEL_RUNNER]}, and only vLLM's second model runner reports routes"
+        problems.append(Problem(where=where, wrong=wrong, fix=f"write false, or unset {MODEL_RUNNER}"))
+    method = (cfg.vllm_kwargs.get("speculative_config") or {}).get("method")
+    if method in NOT_IN_SECOND_RUNNER:
+        wrong = f"with speculative_config.method {method}, vLLM takes its first model runner, which reports no routes"
+        problems.append(Problem(where=where, wrong=wrong, fix=f"write false, or {OWN_HEADS[0]} as the method"))
+    return problems
+
+
+def has_experts(model_path: Path) -> bool:
+    """Whether a model directory says that the model has experts that tokens are routed to."""
+    config = _read(model_path / "config.json")
+    return any(config.get(key) for key in ("n_routed_experts", "num_experts", "num_local_experts"))
 
 
 def stop_token_ids(model_path: Path) -> tuple[int, ...]:
@@ -144,16 +159,17 @@ def stop_token_ids(model_path: Path) -> tuple[int, ...]:
     ids: set[int] = set()
     for file in ("generation_config.json", "config.json"):
         eos = _read(model_path / file).get("eos_token_id")
-        ids.update([eos] if isinstance(eos, int) else eos or [])
+        given = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(type(token_id) is int for token_id in given):
+            where, expected = f"{model_path / file}: eos_token_id", "a token id, or a list of them"
+            raise ConfigError(Problem(where=where, got=json.dumps(eos), expected=expected, fix="correct it"))
+        ids.update(given)
     eos_token = _read(model_path / "tokenizer_config.json").get("eos_token")
     content = eos_token.get("content") if isinstance(eos_token, dict) else eos_token
-    added = _read(model_path / "tokenizer.json").get("added_tokens", [])
+    added = _read(model_path / "tokenizer.json").get("added_tokens") or []
     ids.update(token["id"] for token in added if token["content"] == content)
     return tuple(sorted(ids))
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return content
+    return require_object(path, fix="copy the model directory again") if path.is_file() else {}

@@ -7,6 +7,8 @@ What happens when something fails:
     an engine        dies, is silent for            it is closed and its requests are sampled on the others; a new actor
                      `SILENCE_SECONDS`, or cannot   starts in its place, takes part in the next push and then requests
                      be reached
+    a start          of an engine fails             it is tried again, where a place is free elsewhere; the run begins
+                                                    when enough engines are up, and the others join at a push
     all engines      are closed                     `generate` and `update_weights` raise `EngineError`
 
 One thread receives the answers of all engines. Its loops, one per engine:
@@ -14,36 +16,177 @@ One thread receives the answers of all engines. Its loops, one per engine:
     consumes                  waits for                             unblocked by
     the engine's messages     the next one, `SILENCE_SECONDS` long  a message, which comes every 2 s; the engine's death
     the engine's death        a new actor that can generate         its start, or `deadlines.engine_start`
+
+One engine as the driver sees it: the actor that runs it now, and the totals of all actors that have run it.
+
+`outcomes` waits for calls to several engines.
+
+The dicts that prepare a weight transfer, as vLLM's weight-transfer API expects them. Imports no vLLM.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from recipes.errors import EngineError
+from recipes.cluster.placement import ActorOptions, elsewhere, node_of
+from recipes.cluster.starts import NUM_DEADLINES, Starts, wrong_input
+from recipes.errors import EngineError, RunError
 from recipes.generation.clients.client import EngineClient, OpenEngines
 from recipes.generation.clients.failure import failure
-from recipes.generation.clients.session import EngineSession
-from recipes.generation.clients.stream import SILENCE_SECONDS
+from recipes.generation.clients.router import SILENCE_SECONDS, EngineSession
 from recipes.generation.engine import EngineActor, EngineInfo
-from recipes.generation.handle import EngineHandle, outcomes
-from recipes.generation.handshake import nccl_init, nccl_update, shared_memory_init
-from recipes.generation.serving.requests import AtPush
+from recipes.generation.serving.requests import AtPush, EngineAddress
 from recipes.types import Completion, Sampling, WeightLayout
 
 if TYPE_CHECKING:
-    from recipes.config.tree import DeadlinesConfig, GenerationConfig, VllmConfig
+    from recipes.config.tree import DeadlinesConfig, GenerationConfig
+
+
+def shared_memory_init(layout: WeightLayout) -> dict[str, Any]:
+    """Return the init info of the shared-memory transfer, the fields of `weight_transfer.SharedMemoryInit`."""
+    return {
+        "path": layout.path,
+        "names": list(layout.names),
+        "dtypes": list(layout.dtypes),
+        "shapes": [list(shape) for shape in layout.shapes],
+        "offsets": list(layout.offsets),
+        "num_bytes": layout.num_bytes,
+        "count_offset": layout.count_offset,
+    }
+
+
+def nccl_init(nccl_id: bytes, *, engine: int, num_engines: int, ranks_per_engine: int) -> dict[str, Any]:
+    """Return the init info of vLLM's NCCL transfer for one engine; rank 0 is the policy, the engines follow.
+
+    `nccl_id` are the 128 bytes of the id that the policy has made for this group.
+    """
+    return {
+        "nccl_unique_id_b64": base64.b64encode(nccl_id).decode(),
+        "rank_offset": 1 + engine * ranks_per_engine,
+        "world_size": 1 + num_engines * ranks_per_engine,
+        "packed": True,
+    }
+
+
+def nccl_update(layout: WeightLayout) -> dict[str, Any]:
+    """Return the update info of vLLM's NCCL transfer: the tensors in the order of their broadcast."""
+    return {
+        "names": list(layout.names),
+        "dtype_names": list(layout.dtypes),
+        "shapes": [list(shape) for shape in layout.shapes],
+    }
+
+
+COUNTERS = (  # these only grow
+    "busy_seconds",
+    "update_seconds",
+    "requests",
+    "prompt_tokens",
+    "cached_prompt_tokens",
+    "generated_tokens",
+)
+GAUGES = ("running", "waiting")  # requests, at the moment
+
+
+class EngineHandle:
+    """An engine keeps its number; its actor is replaced when it dies."""
+
+    def __init__(self, index: int, options: ActorOptions, make_actor: Callable[[int, ActorOptions], Any]) -> None:
+        self.index = index
+        self.name = f"generation engine {index}"
+        self.actor: Any = None
+        self.info: EngineInfo | None = None
+        self.num_starts = 0
+        self.is_up = False  # from the end of a start until a failure
+        self.can_see_file = True  # whether it is on the host of the policy's shared-memory file
+        self._options, self._make_actor = options, make_actor
+        self._has_moved = False
+        self._past: dict[str, float] = {}  # totals of earlier actors
+        self._latest: Mapping[str, float] = {}  # of the present one, when it was last asked
+
+    def __str__(self) -> str:
+        return str(self.info) if self.info else self.name
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Engine and actor: another actor of the same engine has another key."""
+        return self.index, self.num_starts
+
+    @property
+    def address(self) -> EngineAddress:
+        """Where the actor that was started last takes requests."""
+        assert self.info is not None, "the engine has not been started"
+        return self.info.address
+
+    def launch(self) -> Any:
+        """Create a new actor and return the reference of its `EngineInfo`."""
+        self.actor = self._make_actor(self.index, self._options)
+        self.num_starts += 1
+        self._past, self._latest = self.totals(None), {}
+        return self.actor.start.remote()
+
+    def started(self, info: EngineInfo) -> None:
+        """Note that the actor can generate."""
+        self.info, self.is_up = info, True
+
+    def kill(self) -> None:
+        """End the actor and its EngineCore process."""
+        self.is_up = False
+        if self.actor is not None:
+            ray.kill(self.actor)
+
+    def node(self) -> str:
+        """Return the name of the node on which the engine is placed. Blocking."""
+        return node_of(self._options)
+
+    def move(self) -> None:
+        """Have the next actor, and only that one, start on another place, if one is free. Blocking."""
+        if not self._has_moved and (options := elsewhere(self._options)) is not None:
+            self._options, self._has_moved = options, True
+
+    def totals(self, latest: Mapping[str, float] | None) -> dict[str, float]:
+        """Return the statistics over all actors, `latest` being those of the present one; None: it did not answer."""
+        if latest is not None:
+            self._latest = latest
+        totals = {name: self._past.get(name, 0.0) + self._latest.get(name, 0.0) for name in COUNTERS}
+        return totals | {name: (latest or {}).get(name, 0.0) for name in GAUGES}
+
+
+def outcomes(
+    calls: Mapping[EngineHandle, Any], deadline_seconds: float, *, stop_at_failure: bool = False
+) -> dict[EngineHandle, Any]:
+    """Wait for one call per engine; return the result or the `EngineError` of each, failures first.
+
+    With `stop_at_failure` the first failure ends the wait, and calls that are not finished then have no entry.
+    """
+    end = time.monotonic() + deadline_seconds
+    engines = {call: engine for engine, call in calls.items()}
+    waiting = list(engines)
+    results: dict[EngineHandle, Any] = {}
+    errors: dict[EngineHandle, EngineError] = {}
+    while waiting and not (errors and stop_at_failure):
+        done, waiting = ray.wait(waiting, timeout=max(end - time.monotonic(), 0.0))
+        for call in done or waiting:  # none is done: all that are left are late
+            try:
+                results[engines[call]] = ray.get(call, timeout=0)
+            except Exception as error:
+                errors[engines[call]] = failure(str(engines[call]), error, deadline_seconds)
+        if not done:
+            break
+    return errors | results
+
 
 logger = logging.getLogger(__name__)
 
 STATS_SECONDS = 10.0
-MAX_STARTS = 3  # in a row that fail, after which an engine stays closed
 
 
 class Generation:
@@ -53,9 +196,13 @@ class Generation:
     """
 
     def __init__(
-        self, engines: Sequence[EngineHandle], *, vllm_cfg: VllmConfig, deadlines: DeadlinesConfig, loads_weights: bool
+        self, engines: Sequence[EngineHandle], *, cfg: GenerationConfig, deadlines: DeadlinesConfig, loads_weights: bool
     ) -> None:
+        """Begin to start the engines that are not up."""
+        vllm_cfg = cfg.vllm_cfg
         self.at_push = AtPush.KEEP
+        names = [engine.name for engine in engines]
+        self.starts = Starts(names, max_starts=cfg.max_starts, min_share=cfg.min_share_up)
         self._engines = engines
         self._ranks_per_engine = vllm_cfg.tensor_parallel_size * vllm_cfg.pipeline_parallel_size
         self._deadlines = deadlines
@@ -69,11 +216,10 @@ class Generation:
         self._needs_push = not loads_weights  # before an engine that starts may sample
         self._loop = asyncio.new_event_loop()
         for engine in engines:
-            self._client.attach(engine.index, engine.address, self._loop)
-            if loads_weights:
-                self._client.open(engine.index)
+            if engine.is_up:
+                self._client.attach(engine.index, engine.address, self._loop)
             else:
-                self._client.router.close(engine.index, f"{engine} has no weights before the first push")
+                self._client.router.close(engine.index, f"{engine} has not been started yet")
         self._push_lock = threading.Lock()
         self._state_lock = threading.Lock()  # of the engines' ups and downs
         self._thread = threading.Thread(target=self._loop.run_forever, name="generation", daemon=True)
@@ -88,33 +234,31 @@ class Generation:
         *,
         model_path: str,
         seed: int,
-        placement: Sequence[dict[str, Any]],
+        placement: Sequence[ActorOptions],
         deadlines: DeadlinesConfig,
         loads_weights: bool,
     ) -> Generation:
-        """Start one engine per entry of `placement` (options of a Ray actor) and wait until all are up.
+        """Start one engine per entry of `placement` (options of a Ray actor) and wait until enough are up.
 
         With `loads_weights` they read the weights of `model_path` and can generate. Without, they start faster, and
         until the first `update_weights` every request raises `EngineError`.
-        Raises `EngineError` as soon as one of them fails or is late.
+        Raises `RunError`, which names those that are missing, when fewer than `min_share_up` come up.
         """
         remote = ray.remote(EngineActor)
 
-        def make_actor(index: int) -> Any:
-            return remote.options(**placement[index]).remote(
+        def make_actor(index: int, options: ActorOptions) -> Any:
+            return remote.options(**options).remote(
                 cfg, index=index, model_path=model_path, seed=seed, loads_weights=loads_weights
             )
 
-        engines = [EngineHandle(index, make_actor) for index in range(len(placement))]
-        calls = {engine: engine.launch() for engine in engines}
-        for engine, outcome in outcomes(calls, deadlines.engine_start, stop_at_failure=True).items():
-            if isinstance(outcome, EngineError):
-                for other in engines:
-                    other.kill()
-                raise outcome
-            engine.started(outcome)
-            logger.info("%s: import %.1f s, engine %.1f s", engine, outcome.import_seconds, outcome.engine_seconds)
-        return cls(engines, vllm_cfg=cfg.vllm_cfg, deadlines=deadlines, loads_weights=loads_weights)
+        engines = [EngineHandle(index, options, make_actor) for index, options in enumerate(placement)]
+        generation = cls(engines, cfg=cfg, deadlines=deadlines, loads_weights=loads_weights)
+        try:
+            generation.starts.wait(NUM_DEADLINES * deadlines.engine_start)
+        except RunError:
+            generation.shutdown()
+            raise
+        return generation
 
     # -- weights ------------------------------------------------------------------------------------------------
 
@@ -284,7 +428,7 @@ class Generation:
         return self._client.router.num_open()
 
     def stats(self) -> list[dict[str, float]]:
-        """Return each engine's running totals; of an engine that does not answer, those that were known last."""
+        """Return each engine's running totals; for an engine that does not answer, its last known ones."""
         calls = {engine: engine.actor.stats.remote() for engine in self._up()}
         found = outcomes(calls, STATS_SECONDS)
         return [
@@ -329,6 +473,7 @@ class Generation:
                 return
             engine.kill()
             self._client.router.close(engine.index, str(error))
+            self.starts.lost(engine.name, error)
         self._tell_clients()
         left = f"{len(self._up())} of {self.num_engines} engines are left"
         logger.warning("%s; its requests are sampled elsewhere; %s", error, left)
@@ -350,34 +495,48 @@ class Generation:
             raise EngineError(f"no generation engine is left: {'; '.join(reasons)}")
 
     async def _watch(self, engine: EngineHandle) -> None:
-        """Pass on the answers of one engine, and replace its actor whenever it fails."""
-        while engine.is_up:
+        """Start an engine, pass on its answers, and replace its actor whenever it fails."""
+        while engine.is_up or await self._start(engine):
             key = engine.key
             try:
                 await self._client.pass_on_again(engine.index)
             except Exception as error:  # whatever it is, this actor's answers can no longer be had
                 self._eject(engine, key, failure(str(engine), error, SILENCE_SECONDS))
-            await self._restart(engine)
 
-    async def _restart(self, engine: EngineHandle) -> None:
-        """Start a new actor. The next push opens it, or its start does where nothing is ever pushed."""
-        for attempt in range(1, MAX_STARTS + 1):
+    async def _start(self, engine: EngineHandle) -> bool:
+        """Start an actor, another when that fails, and return whether one is up in the end.
+
+        The next push opens it, or its start does where nothing is ever pushed.
+        """
+        while True:
             try:
                 info = await asyncio.wait_for(engine.launch(), self._deadlines.engine_start)
                 await self._client.attach(engine.index, info.address, self._loop).connect()
             except Exception as error:
                 engine.kill()
-                reason = failure(f"generation engine {engine.index}", error, self._deadlines.engine_start)
-                logger.warning("start %d of %d failed: %s", attempt, MAX_STARTS, reason)
+                reason = failure(engine.name, error, self._deadlines.engine_start)
+                self._client.router.close(engine.index, str(reason))
+                node = await asyncio.to_thread(engine.node)
+                if not self.starts.failed(engine.name, reason, node=node, is_final=wrong_input(error)):
+                    return False
+                await asyncio.to_thread(engine.move)
                 continue
-            with self._state_lock:
-                engine.started(info)
-                if not self._needs_push:
-                    self._client.open(engine.index)
-            self._tell_clients()
+            self._has_started(engine, info)
+            return True
+
+    def _has_started(self, engine: EngineHandle, info: EngineInfo) -> None:
+        with self._state_lock:
+            engine.started(info)
+            if not self._needs_push:
+                self._client.open(engine.index)
+            elif engine.num_starts == 1:
+                self._client.router.close(engine.index, f"{engine} has no weights before the first push")
+        self._tell_clients()
+        if engine.num_starts > 1:
             logger.info("%s has been started again", engine)
-            return
-        logger.error("generation engine %d stays closed after %d failed starts", engine.index, MAX_STARTS)
+        else:
+            logger.info("%s: import %.1f s, engine %.1f s", engine, info.import_seconds, info.engine_seconds)
+        self.starts.succeeded(engine.name)
 
 
 async def _cancel_all() -> None:

@@ -114,7 +114,7 @@ def counted(app: Asgi, count: Count) -> Asgi:
 def guarded(app: Asgi, api_key: str) -> Asgi:
     """Return `app` for requests with the key (`Authorization: Bearer KEY`) to the known paths.
 
-    Without the key a request gets 401, to another path 404; a websocket is closed.
+    Without the key a request gets 401, to another path 404. `LimitedProtocol` takes no websocket.
     """
     expected = f"Bearer {api_key}".encode()
 
@@ -122,8 +122,6 @@ def guarded(app: Asgi, api_key: str) -> Asgi:
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
         if scope["type"] == "lifespan":
             await app(scope, receive, send)
-        elif scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})
         elif not secrets.compare_digest(given, expected):
             await refuse(send, 401, "give the server's key as Authorization: Bearer KEY")
         elif scope["path"] not in PATHS:

@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from recipes.checksums import checksum
-from recipes.generation import cpu_generator, cpu_hybrid, cpu_speculation
+from recipes.generation import cpu_hybrid
 from recipes.generation.direct_load import DirectLoad, record
 from recipes.generation.drafter import WithDrafter, pushed_drafter
 
@@ -193,9 +193,10 @@ def noted(engine: WeightTransferEngine, received: dict[str, torch.Tensor]) -> It
 
 
 if current_platform.is_cpu():
-    cpu_generator.install()
+    cpu_hybrid.install_generators()
     cpu_hybrid.install()
-    cpu_speculation.install()
+    cpu_hybrid.install_speculation()
+    cpu_hybrid.install_routes()
 if SHM_BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(SHM_BACKEND, SharedMemoryWeightTransfer)
 

@@ -27,7 +27,7 @@ _EPS = 1e-6  # added to the deviation, as in the reference
 _MIN_RELATIVE_STD = 1e-3
 _MIN_VARIANCE = 1e-8  # of a batch's tokens in Reinforce++, as in the reference
 
-REINFORCE = "reinforce_plus_plus"
+REINFORCE, DISTILLATION = "reinforce_plus_plus", "on_policy_distillation"
 
 
 def group_baseline(rewards_G: Tensor, valid_G: Tensor, *, leave_one_out: bool) -> tuple[Tensor, Tensor]:
@@ -127,6 +127,7 @@ def subtract_kl(
     """
     estimates = []
     for row in rows:
+        assert row.reference_logprobs_S is not None, "the KL to the reference needs one"
         # Tokens that were not sampled are out of the loss, and exp of their distance may overflow.
         reference_S = torch.where(row.loss_mask_S > 0, row.reference_logprobs_S, row.logprobs_S)
         estimates.append(kl(row.logprobs_S.double(), reference_S.double()) * row.loss_mask_S)
@@ -148,12 +149,54 @@ def subtract_kl(
         ((row.advantage - weight * kl_S - batch.mean) * batch.scale).clamp(*bounds).float()
         for row, kl_S in zip(rows, estimates, strict=True)
     ]
-    trained = [own_S[row.loss_mask_S > 0] for row, own_S in zip(rows, advantages, strict=True)]
-    return advantages, {
-        "kl_in_reward": (float(kl_sums_B.sum()), float(tokens_B.sum())),
-        "token_advantages_min": min((float(own.min()) for own in trained if len(own)), default=math.inf),
-        "token_advantages_max": max((float(own.max()) for own in trained if len(own)), default=-math.inf),
-    }
+    measured: dict[str, float | tuple[float, float]] = {"kl_in_reward": (float(kl_sums_B.sum()), float(tokens_B.sum()))}
+    return advantages, measured | _extremes(rows, advantages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimated:
+    """What an estimator of advantages reads, one entry per rollout."""
+
+    rewards_B: Tensor
+    group_B: Tensor
+    valid_B: Tensor
+    tokens_B: Tensor
+
+
+def _relative_to_group(batch: Estimated, cfg: AdvEstimatorConfig, *, of_ranks: bool) -> Tensor:
+    del of_ranks
+    return estimate_advantages(
+        batch.rewards_B,
+        batch.group_B,
+        batch.valid_B,
+        normalize=cfg.normalize_rewards,
+        leave_one_out=cfg.use_leave_one_out_baseline,
+    )
+
+
+def _relative_to_batch(batch: Estimated, cfg: AdvEstimatorConfig, *, of_ranks: bool) -> Tensor:
+    """Reinforce++; with the KL in the reward it ends in `subtract_kl`, on the ranks that know the KL of each token."""
+    if cfg.minus_baseline:
+        advantages_B = subtract_group_mean(batch.rewards_B, batch.group_B, batch.valid_B)
+    else:
+        advantages_B = torch.where(batch.valid_B, batch.rewards_B.double(), 0.0)
+    if of_ranks:
+        return advantages_B
+    whole = whitening(advantages_B, batch.tokens_B * batch.valid_B)
+    return torch.where(batch.valid_B, (advantages_B - whole.mean) * whole.scale, 0.0)
+
+
+def _relative_to_teacher(batch: Estimated, cfg: AdvEstimatorConfig, *, of_ranks: bool) -> Tensor:
+    """On-policy distillation: each token's advantage comes from `distil`; rewards play no part."""
+    del cfg, of_ranks
+    return torch.zeros_like(batch.rewards_B, dtype=torch.float64)
+
+
+ESTIMATORS: dict[str, Callable[..., Tensor]] = {
+    "grpo": _relative_to_group,
+    REINFORCE: _relative_to_batch,
+    DISTILLATION: _relative_to_teacher,
+}
 
 
 def rollout_advantages(
@@ -165,26 +208,42 @@ def rollout_advantages(
     *,
     kl_in_reward: bool = False,
 ) -> Tensor:
-    """Return one advantage per rollout by the configured estimator, float64; 0 for invalid members.
+    """Return one advantage per rollout by the configured estimator, float64; 0 for invalid members."""
+    batch = Estimated(rewards_B=rewards_B, group_B=group_B, valid_B=valid_B, tokens_B=tokens_B)
+    return ESTIMATORS[cfg.name](batch, cfg, of_ranks=kl_in_reward)
 
-    With `kl_in_reward`, Reinforce++ ends in `subtract_kl`, on the ranks that know the KL of each token.
+
+def distil(
+    rows: Sequence[PolicyRow],
+    total: Callable[[Tensor], Tensor],
+    *,
+    bounds: tuple[float, float] = (-math.inf, math.inf),
+) -> tuple[list[Tensor], dict[str, float | tuple[float, float]]]:
+    """Return as the advantages of each row's tokens how much likelier the teacher finds them than the policy does.
+
+    The mean of policy minus teacher over tokens that the policy has sampled is the reverse KL to the teacher, and its
+    gradient is that of a policy gradient with teacher minus policy as the advantage. Both log-probabilities are those
+    before the step. `bounds` clip the result. Where no teacher has answered, the advantage is 0.
     """
-    if cfg.name != REINFORCE:
-        return estimate_advantages(
-            rewards_B,
-            group_B,
-            valid_B,
-            normalize=cfg.normalize_rewards,
-            leave_one_out=cfg.use_leave_one_out_baseline,
-        )
-    if cfg.minus_baseline:
-        advantages_B = subtract_group_mean(rewards_B, group_B, valid_B)
-    else:
-        advantages_B = torch.where(valid_B, rewards_B.double(), 0.0)
-    if kl_in_reward:
-        return advantages_B
-    batch = whitening(advantages_B, tokens_B * valid_B)
-    return torch.where(valid_B, (advantages_B - batch.mean) * batch.scale, 0.0)
+    del total
+    advantages, gaps, counts = [], 0.0, 0.0
+    for row in rows:
+        if row.teacher_logprobs_S is None:
+            advantages.append(torch.zeros_like(row.logprobs_S))
+            continue
+        gap_S = (row.teacher_logprobs_S - row.logprobs_S) * row.loss_mask_S
+        gaps, counts = gaps - float(gap_S.double().sum()), counts + float(row.loss_mask_S.sum())
+        advantages.append(gap_S.clamp(*bounds).float())
+    return advantages, {"teacher_reverse_kl": (gaps, counts)} | _extremes(rows, advantages)
+
+
+def _extremes(rows: Sequence[PolicyRow], advantages: Sequence[Tensor]) -> dict[str, float | tuple[float, float]]:
+    """Return the smallest and the largest advantage of a token in the loss."""
+    trained = [own_S[row.loss_mask_S > 0] for row, own_S in zip(rows, advantages, strict=True)]
+    return {
+        "token_advantages_min": min((float(own.min()) for own in trained if len(own)), default=math.inf),
+        "token_advantages_max": max((float(own.max()) for own in trained if len(own)), default=-math.inf),
+    }
 
 
 def advantages_of_flags(
@@ -219,7 +278,7 @@ def nll_weights(rewards_B: Tensor, tokens_B: Tensor, cfg: LossConfig) -> Tensor:
 
 def has_group_baseline(cfg: AdvEstimatorConfig) -> bool:
     """Whether a rollout is compared with the others of its group, so that one alone teaches nothing."""
-    return cfg.name != REINFORCE or cfg.minus_baseline
+    return cfg.name == "grpo" or (cfg.name == REINFORCE and cfg.minus_baseline)
 
 
 def advantage_bounds(cfg: GrpoConfig) -> tuple[float, float]:
@@ -241,9 +300,9 @@ def add_advantages(batch: TrainBatch, groups: Sequence[Group], config: Config) -
         valid_B &= num_valid_P[batch.group_B] >= 2
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     tokens_B = torch.tensor([rollout.num_generated_tokens for rollout in rollouts]) * valid_B
-    kl_in_reward = config.loss_fn.use_kl_in_reward
+    of_ranks = config.loss_fn.use_kl_in_reward or cfg.adv_estimator.name == DISTILLATION  # they know them by token
     advantages_B = rollout_advantages(
-        batch.rewards_B, batch.group_B, valid_B, tokens_B, cfg.adv_estimator, kl_in_reward=kl_in_reward
+        batch.rewards_B, batch.group_B, valid_B, tokens_B, cfg.adv_estimator, kl_in_reward=of_ranks
     )
     of_flags = advantages_of_flags(
         invalid_tool_call=cfg.invalid_tool_call_advantage, malformed_thinking=cfg.malformed_thinking_advantage
@@ -253,12 +312,12 @@ def add_advantages(batch: TrainBatch, groups: Sequence[Group], config: Config) -
     final = replace(
         batch,
         sample_mask_B=batch.sample_mask_B * valid_B,
-        advantages_B=advantages_B.float() if kl_in_reward else advantages_B.float().clamp(low, high),
+        advantages_B=advantages_B.float() if of_ranks else advantages_B.float().clamp(low, high),
         flag_advantages=tuple(None if value is None else min(max(value, low), high) for value in of_flags),
         nll_weight_B=nll_weights(batch.rewards_B, tokens_B, config.loss_fn) if with_nll else None,
     )
     metrics = _turn_metrics(rollouts)
-    if not kl_in_reward:  # else a token's advantage is known to the ranks alone, which measure it
+    if not of_ranks:  # else a token's advantage is known to the ranks alone, which measure it
         zero_groups = [not advantages_B[batch.group_B == group].any() for group in range(len(groups))]
         metrics |= _token_metrics(advantages_B, of_flags, final, rollouts)
         metrics["num_zero_advantage_groups"] = float(sum(zero_groups))

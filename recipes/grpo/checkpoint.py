@@ -14,32 +14,37 @@ cut at any moment leaves the previous one. Older ones are removed only once the 
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 import logging
 import math
 import re
 import shutil
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import orjson
+from safetensors import SafetensorError
 
+from recipes.config.keys.derive import max_age
+from recipes.config.tree import Config
 from recipes.errors import CheckpointError, Problem
-from recipes.files import sha256_of, sync_directory, sync_tree, write_atomically
+from recipes.files import sha256_of, sync_directory, sync_tree, unused, write_atomically
 from recipes.grpo.buffer import read_groups, write_groups
-from recipes.grpo.data import DataIdentity
-from recipes.grpo.draw import CollectorState, DrawnPrompt
-from recipes.types import PromptRef
+from recipes.grpo.data import CollectorState, DataIdentity, DrawnPrompt
+from recipes.types import Group, PromptRef
 
 logger = logging.getLogger(__name__)
 _COMPLETE = "COMPLETE"
 EXPORT = "hf"
 _BUFFER = "replay_buffer.safetensors"
+_OF_ONE_SAVE = (_BUFFER, ".metadata", "state.json")
 _LATEST = "latest"
 _STEP = re.compile(r"step_(\d{6,})")
+_START_OVER = "to start over, take another EXP_NAME"
 _HASH_THREADS = 16  # hashing releases the interpreter lock, and a parallel file system serves many readers
 
 
@@ -66,6 +71,23 @@ class SavedState:
     save_period: int | None = None  # when this was saved: a resumed run may have another; None in older checkpoints
 
 
+@dataclass(slots=True)
+class TrainState:
+    """What training changes besides the weights."""
+
+    step: int = 0  # batches trained on; also the version of the weights
+    saved_step: int = 0
+    ledger: list[LedgerEntry] = field(default_factory=list)  # prompts trained on
+    step_seconds: float = 0.0  # moving average of the wall time of a step
+    save_seconds: float = 0.0  # of the longest save
+    metrics: dict[str, float] = field(default_factory=dict)  # of the step logged last
+
+    def advance(self, groups: Sequence[Group]) -> None:
+        """Count a step done and enter its prompts in the ledger."""
+        self.step += 1
+        self.ledger += [LedgerEntry(key=group.prompt.key, step=self.step) for group in groups]
+
+
 def step_dir(root: Path, step: int) -> Path:
     """Return the directory of a saved step."""
     return root / f"step_{step:06d}"
@@ -76,7 +98,7 @@ def make_directory(root: Path, step: int) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     for left in root.glob("tmp_*"):
         discard(left)
-    temporary = _unused(root / f"tmp_{step_dir(root, step).name}")
+    temporary = unused(root / f"tmp_{step_dir(root, step).name}")
     temporary.mkdir()
     return temporary
 
@@ -87,7 +109,7 @@ def complete(root: Path, step: int, temporary: Path) -> None:
     sync_tree(temporary)
     _write_complete(temporary)
     if target.exists():  # of a run that was killed after the rename: its content is the same step
-        target.rename(_unused(root / f"tmp_replaced_{target.name}"))
+        target.rename(unused(root / f"tmp_replaced_{target.name}"))
     temporary.rename(target)
     sync_directory(root)
     _swap_latest(root, target.name)
@@ -121,15 +143,16 @@ def write_state(path: Path, state: SavedState) -> None:
 
 
 def latest_checkpoint(root: Path) -> Path | None:
-    """Return the newest complete checkpoint under `root` whose files equal their checksums; None when there is none.
+    """Return the newest checkpoint under `root` whose files equal their checksums; None when no step was ever saved.
 
-    Damaged ones that are newer are logged as errors and moved aside, to `damaged_step_...`: the steps after the one
-    returned are trained again. Raises `CheckpointError` when all are damaged: starting over is the user's decision.
+    Damaged ones that are newer, those without COMPLETE among them, are logged as errors and moved aside, to
+    `damaged_step_...`: the steps after the one returned are trained again. Raises `CheckpointError` when all are
+    damaged, and when `latest` leads nowhere: starting over is the user's decision.
     """
     problems: list[Problem] = []
     damaged: list[Path] = []
-    for path in reversed(complete_checkpoints(root).values()):
-        found = _damage(path, fix="restore it, or remove the directory to do without it")
+    for path in reversed(_step_directories(root).values()):
+        found = damage(path, fix="restore it, or remove the directory to do without it")
         if not found:
             _move_aside(root, damaged, path)
             return path
@@ -137,9 +160,26 @@ def latest_checkpoint(root: Path) -> Path | None:
         damaged.append(path)
         for problem in found:
             logger.error("damaged checkpoint: %s", problem)
-    if problems:
-        raise CheckpointError(problems)
+    if problems := problems or lost_checkpoints(root):
+        raise CheckpointError([replace(problem, fix=f"{problem.fix}; {_START_OVER}") for problem in problems])
     return None
+
+
+def lost_checkpoints(root: Path) -> list[Problem]:
+    """Return why a run can neither go on nor start over: it had checkpoints, and no complete one is left."""
+    if complete_checkpoints(root):
+        return []
+    if left := _step_directories(root):
+        wrong, fix = (
+            f"it has no {_COMPLETE}, and no other checkpoint is complete",
+            "restore it, or remove the directory",
+        )
+        return [Problem(where=str(path), wrong=wrong, fix=fix) for path in left.values()]
+    latest = root / _LATEST
+    if not latest.is_symlink():
+        return []
+    wrong = f"it leads to {latest.readlink()}, and no checkpoint is here any more"
+    return [Problem(where=str(latest), wrong=wrong, fix="bring the checkpoints back, or remove it")]
 
 
 def _move_aside(root: Path, damaged: Sequence[Path], good: Path) -> None:
@@ -147,7 +187,7 @@ def _move_aside(root: Path, damaged: Sequence[Path], good: Path) -> None:
         _swap_latest(root, good.name)
     for path in damaged:
         logger.error("%s is damaged: the run goes on from %s, the steps after it are trained again", path, good)
-        aside = _unused(root / f"damaged_{path.name}")
+        aside = unused(root / f"damaged_{path.name}")
         try:
             path.rename(aside)
             logger.error("the damaged checkpoint is kept as %s; remove it when nobody needs it", aside)
@@ -175,24 +215,25 @@ def complete_export(path: Path) -> Path:
             )
         )
     fix = "restore it, or set MODEL_PATH to the export of another step"
-    if problems := _damage(checkpoint, below=f"{EXPORT}/", fix=fix):
+    if problems := damage(checkpoint, below=f"{EXPORT}/", fix=fix):
         raise CheckpointError(problems)
     return checkpoint / EXPORT
 
 
 def require_whole(checkpoint: Path, part: str) -> None:
     """Raise `CheckpointError` unless every file below `part` of a saved step equals its checksum."""
-    if problems := _damage(checkpoint, below=f"{part}/", fix="restore it, or take another step"):
+    if problems := damage(checkpoint, below=f"{part}/", fix="restore it, or take another step"):
         raise CheckpointError(problems)
 
 
 def complete_checkpoints(root: Path) -> dict[int, Path]:
     """Return step -> directory of every complete checkpoint, in order of step; other names are ignored."""
-    found = {
-        int(match[1]): path
-        for path in root.glob("step_*")
-        if (match := _STEP.fullmatch(path.name)) and (path / _COMPLETE).is_file()
-    }
+    return {step: path for step, path in _step_directories(root).items() if (path / _COMPLETE).is_file()}
+
+
+def _step_directories(root: Path) -> dict[int, Path]:
+    """Return step -> directory of every checkpoint, complete or not, in order of step."""
+    found = {int(match[1]): path for path in root.glob("step_*") if (match := _STEP.fullmatch(path.name))}
     return dict(sorted(found.items()))
 
 
@@ -206,8 +247,20 @@ def load_state(path: Path) -> SavedState:
                 fix=f"finish the run with that version, or start a new run with MODEL_PATH={path / EXPORT}",
             )
         )
+    try:
+        return _read_state(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        wrong = f"its state cannot be read ({type(error).__name__}: {error}): another version may have written it"
+        fix = f"start a new run with MODEL_PATH={path / EXPORT}"
+        raise CheckpointError(Problem(where=str(path), wrong=wrong, fix=fix)) from error
+
+
+def _read_state(path: Path) -> SavedState:
     raw = orjson.loads((path / "state.json").read_bytes())
     finished, finished_tokens = read_groups(path / _BUFFER)
+    numbers = {name: raw[name] for name in ("step", "position")}
+    if any(type(value) is not int or value < 0 for value in numbers.values()):
+        raise ValueError(f"{numbers} are no counts")
     return SavedState(
         step=raw["step"],
         data=DataIdentity(**raw["data"]),
@@ -284,11 +337,17 @@ def prune(
         keep_latest=keep_latest,
     )
     doomed = sorted(set(found) - kept)
-    if doomed and metric is not None and not unread and set(values.values()) == {None}:
+    if (
+        doomed
+        and metric is not None
+        and not unread
+        and set(values.values()) == {None}
+        and _is_measured(metric, records)
+    ):
         wrong = "no checkpoint has this metric, so the newest are kept as if it were null"
         logger.error("checkpointing.metric_name: %s: %s", metric, wrong)
     if doomed and (
-        problems := _damage(
+        problems := damage(
             found[max(found)], fix="copy it from elsewhere, or remove it; until then no older one is removed"
         )
     ):
@@ -296,7 +355,7 @@ def prune(
             logger.error("damaged checkpoint: %s", problem)
         return
     for step in doomed:
-        aside = _unused(root / f"tmp_pruned_{found[step].name}")  # renamed first: a kill leaves no half checkpoint
+        aside = unused(root / f"tmp_pruned_{found[step].name}")  # renamed first: a kill leaves no half checkpoint
         try:
             found[step].rename(aside)
         except OSError as error:
@@ -306,13 +365,54 @@ def prune(
         logger.info("pruned checkpoint of step %d", step)
 
 
+def window_problems(saved: SavedState, config: Config, path: Path) -> list[Problem]:
+    """Return why what was drawn before a save cannot be trained on after it.
+
+    With a smaller window some groups would be trained too late, or never. With another group size a step would have
+    another number of optimizer steps, and with a shorter limit a micro-batch would not hold a saved sequence.
+    """
+    cfg, finished, in_flight = config.grpo, saved.collector.finished, saved.collector.in_flight
+    num_finished = Counter(group.target_step for group in finished)  # what is in flight beyond P finds another step
+    targets = [group.target_step for group in finished] + [drawn.target_step for drawn in in_flight]
+    ages = [target - saved.step for target in targets] + [group.target_step - group.version for group in finished]
+    rollouts = [rollout for group in finished for rollout in group.rollouts]
+    lengths = [tokens for rollout in rollouts for tokens, _ in rollout.sequences]
+    age_key = "max_trajectory_age_steps" if cfg.async_grpo.enabled else "enabled"
+    needed = {
+        "grpo.num_prompts_per_step": (cfg.num_prompts_per_step, max(num_finished.values(), default=0)),
+        f"grpo.async_grpo.{age_key}": (max_age(cfg.async_grpo), max(ages, default=0)),
+        "policy.max_total_sequence_length": (config.policy.max_total_sequence_length, max(lengths, default=0)),
+    }
+    wrong = {
+        key: (str(given), f"at least {least}: it was larger when {path} was saved")
+        for key, (given, least) in needed.items()
+        if given < least
+    }
+    if (key := "grpo.async_grpo.enabled") in wrong:
+        wrong[key] = ("false, so that the age limit is 0", wrong[key][1])
+    size = cfg.num_generations_per_prompt
+    for other in {len(group.rollouts) for group in finished} - {size}:  # a rollout that failed is one of them
+        wrong["grpo.num_generations_per_prompt"] = (str(size), f"{other}, as when {path} was saved")
+    fix = f"restore it, or start a new run with MODEL_PATH={path / EXPORT}"
+    return [Problem(where=key, got=got, expected=expected, fix=fix) for key, (got, expected) in wrong.items()]
+
+
+def _is_measured(metric: str, records: Mapping[int, Any]) -> bool:
+    """Whether these checkpoints have metrics of the kind: the first ones may come before the first validation."""
+    kind = metric.partition("/")[0] + "/"
+    return kind != "validation/" or any(
+        key.startswith(kind) for record in records.values() for key in record["metrics"]
+    )
+
+
 def _records(found: Mapping[int, Path]) -> tuple[dict[int, Any], set[int]]:
-    """Return what `state.json` of each checkpoint says, and the steps whose file cannot be read."""
+    """Return metrics and save period of each checkpoint, and the steps whose `state.json` cannot be read."""
     records, unread = {}, set()
     for step, path in found.items():
         try:
-            records[step] = orjson.loads((path / "state.json").read_bytes())
-        except (OSError, ValueError) as error:
+            record = orjson.loads((path / "state.json").read_bytes())
+            records[step] = {"metrics": dict(record["metrics"]), "save_period": record.get("save_period")}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             unread.add(step)
             logger.warning("%s: metrics not read, so it is kept: %s", path, error)
     return records, unread
@@ -325,12 +425,6 @@ def discard(path: Path) -> None:
         logger.warning("not removed: %s: %s", left, failure[1])
 
     shutil.rmtree(path, onerror=report)
-
-
-def _unused(path: Path) -> Path:
-    """Return `path`, or where something that could not be removed has this name, `path.2`, `path.3`, ..."""
-    names = itertools.chain([path], (path.with_name(f"{path.name}.{number}") for number in itertools.count(2)))
-    return next(name for name in names if not name.exists())
 
 
 def _write_lines(path: Path, items: Sequence[Any]) -> None:
@@ -353,18 +447,37 @@ def _write_complete(path: Path) -> None:
     write_atomically(path / _COMPLETE, orjson.dumps(content, option=orjson.OPT_INDENT_2))
 
 
-def _damage(path: Path, *, below: str = "", fix: str) -> list[Problem]:
-    """Return the files of a checkpoint, of those whose names begin with `below`, that differ from their checksums."""
+def content_digest(path: Path) -> str:
+    """Return one sha256 of what a run continues with from a complete checkpoint: equal in runs equal bit for bit.
+
+    It covers the export, weights, optimizer, random states and the ledger, from their sums in COMPLETE. It leaves out
+    what names this one save (Megatron's `.metadata`) or tells how long something took (`state.json`, waiting groups).
+    """
+    recorded: dict[str, str] = orjson.loads((path / _COMPLETE).read_bytes())
+    kept = {name: digest for name, digest in recorded.items() if Path(name).name not in _OF_ONE_SAVE}
+    return hashlib.sha256(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def damage(path: Path, *, below: str = "", fix: str, most_bytes: float = math.inf) -> list[Problem]:
+    """Return the files of a checkpoint, of those whose names begin with `below`, that differ from their checksums.
+
+    Of files larger than `most_bytes` only whether they are there is looked at.
+    """
     try:
         recorded: dict[str, str] = orjson.loads((path / _COMPLETE).read_bytes())
+        if not isinstance(recorded, dict) or not all(isinstance(digest, str) for digest in recorded.values()):
+            raise ValueError("it is no object of file names and checksums")
+    except FileNotFoundError:
+        return [Problem(where=str(path), wrong=f"it has no {_COMPLETE}: it was not finished, or it was taken", fix=fix)]
     except (OSError, ValueError) as error:
         return [Problem(where=str(path / _COMPLETE), wrong=f"it cannot be read ({error})", fix=fix)]
     digests = {name: digest for name, digest in recorded.items() if name.startswith(below)}
 
     def is_intact(name: str) -> bool:
         try:
-            return sha256_of(path / name) == digests[name]
-        except OSError:
+            is_large = (path / name).stat().st_size > most_bytes
+            return is_large or sha256_of(path / name) == digests[name]
+        except (OSError, ValueError):  # a name may hold what no path can
             return False
 
     with ThreadPoolExecutor(max_workers=_HASH_THREADS) as pool:

@@ -2,7 +2,8 @@
 
 The train loop only queues. One thread writes, so that a slow disk or network does not slow training. The queue is
 bounded and nothing is dropped: when it is full the loop waits, with a deadline. Every line is flushed whole. A resumed
-run first removes the lines of steps after its checkpoint, so that each step appears once.
+run first removes the lines of steps after its checkpoint, so that each step appears once. A run that starts over keeps
+what an earlier one has logged, in set_aside/.
 
 TensorBoard and W&B take copies. One of them that fails, or does not end in time, is left out with an error in the log:
 metrics.jsonl has every number, and no run is worth losing for the copy.
@@ -22,29 +23,47 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from rich.console import Console
 from rich.text import Text
 
-from recipes.errors import RunError, StalledError
-from recipes.files import sync_files, write_atomically
-from recipes.grpo.metrics import PHASES, TIMING_PREFIX, StepMetrics, group_pass_rate, metrics_record
-from recipes.sinks import ScalarSink, TensorBoardSink, WandbSink, import_wandb
+from recipes.cluster.starts import Starts
+from recipes.config.keys.derive import derive
+from recipes.errors import RecipeError, RunError, StalledError
+from recipes.files import sync_files, unused, write_atomically
+from recipes.grpo.metrics import (
+    PHASES,
+    TIMING_PREFIX,
+    Alarms,
+    StepMetrics,
+    aggregate_rollouts,
+    engine_samples,
+    group_pass_rate,
+    metrics_record,
+    rates,
+    without_gradient,
+)
+from recipes.sinks import WANDB_ID_FILE, ScalarSink, TensorBoardSink, WandbSink, import_wandb
 from recipes.tokens import TokenStore, output_texts, trajectories
 from recipes.types import Group, RolloutHeader
 
 if TYPE_CHECKING:
-    from recipes.config.tree import LoggerConfig
+    from recipes.config.tree import Config, LoggerConfig
+    from recipes.grpo.checkpoint import TrainState
+    from recipes.grpo.rollout import RolloutCollector
 
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 PASS_RATES_FILE = "pass_rates.jsonl"  # one line per trained group, in the form that `make curriculum` reads
+TENSORBOARD = "tensorboard"  # directory of its event files
 ROLLOUT_KINDS = ("train", "val")
 QUEUE_SIZE = 256  # records; a record is one step or one set of sampled rollouts
 _POLL_SECONDS = 0.1
+_ROLLOUTS_LOGGED = 8  # per step: enough to see what the policy writes, while the log stays smaller than the checkpoints
 ENQUEUE_SECONDS = 60.0  # the run ends when the disk takes no line for this long
 
 
@@ -57,6 +76,7 @@ class RunLogger:
         self._cfg = logger_cfg
         self._num_steps = num_steps
         self._console = Console(stderr=True)
+        self._flat_steps = 0  # without a gradient, in a row
         if logger_cfg.wandb_enabled:
             import_wandb()
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=QUEUE_SIZE)
@@ -67,14 +87,25 @@ class RunLogger:
         self._sinks: list[ScalarSink] = []
 
     def resume(self, step: int) -> None:
-        """Remove what was logged beyond `step`, and start writing. Step 0 starts over: nothing is kept."""
+        """Remove what was logged beyond `step`, and start writing. At step 0 the old log is moved away."""
         if self._thread is not None:
             raise RuntimeError("resume comes before the first record")
+        metrics, rates = self.run_dir / METRICS_FILE, self.run_dir / PASS_RATES_FILE
+        if step == 0 and (last := max(_last_step(metrics), _last_step(rates))) > 0:
+            self._set_aside(last)
         rollouts = [self._rollout_path(kind) for kind in ROLLOUT_KINDS]
-        for path in [self.run_dir / METRICS_FILE, self.run_dir / PASS_RATES_FILE, *rollouts]:
-            if path.exists():
-                _drop_lines_after(path, step or -1)
-        self._start(first_step=step + 1 if step else 0)
+        num_lost = {path: _drop_lines_after(path, step or -1) for path in (metrics, rates, *rollouts) if path.exists()}
+        self._start(first_step=step + 1 if step else 0, continues=not num_lost.get(metrics))
+
+    def _set_aside(self, last: int) -> None:
+        """Move what was logged out of the way of a run that starts over."""
+        place = unused(self.run_dir / "set_aside")
+        place.mkdir()
+        for name in (METRICS_FILE, PASS_RATES_FILE, "rollouts", TENSORBOARD, WANDB_ID_FILE):
+            if (self.run_dir / name).exists():
+                (self.run_dir / name).rename(place / name)
+        what = f"steps up to {last} are logged, and there is no checkpoint of any: the run starts over from step 1"
+        logger.warning("%s: %s; what was logged is kept in %s", self.run_dir, what, place)
 
     def log(self, metrics: StepMetrics) -> None:
         """Queue one line of metrics.jsonl, and the same scalars for TensorBoard and W&B."""
@@ -130,6 +161,10 @@ class RunLogger:
                 self._console.print(Text.assemble(*segments), soft_wrap=True)
             else:
                 logger.info("%s", "".join(text for text, _ in segments))
+        said = without_gradient(metrics.as_dict())
+        self._flat_steps = self._flat_steps + 1 if said else 0
+        if said and self._flat_steps.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ... in a row
+            logger.warning("step %d: %s (%d in a row)", metrics.step, said, self._flat_steps)
 
     def flush(self, deadline_seconds: float = 30.0) -> None:
         """Wait until the disk holds what is queued so far; raises `RunError` or, after the deadline, `StalledError`."""
@@ -157,13 +192,18 @@ class RunLogger:
             names = " and ".join(sink.name for sink in self._sinks)
             logger.warning("%s did not end within %g s; metrics.jsonl is complete", names, deadline_seconds)
 
-    def _start(self, first_step: int) -> None:
+    def _start(self, first_step: int, *, continues: bool = True) -> None:
+        """Open the sinks and start to write; `continues` is False where W&B has steps that are logged no more."""
         (self.run_dir / "rollouts").mkdir(parents=True, exist_ok=True)
         if self._cfg.tensorboard_enabled:
-            self._sinks.append(TensorBoardSink(self.run_dir / "tensorboard", first_step))
+            self._sinks.append(TensorBoardSink(self.run_dir / TENSORBOARD, first_step))
         if self._cfg.wandb_enabled:
             try:
-                self._sinks.append(WandbSink(self.run_dir, self._cfg.wandb))
+                sink = WandbSink(self.run_dir, self._cfg.wandb, continues=continues)
+                if sink.is_new:
+                    for step, values in _logged(self.run_dir / METRICS_FILE):
+                        sink.write(step, values)
+                self._sinks.append(sink)
             except Exception as error:
                 logger.error(
                     "%s has not begun and is left out; metrics.jsonl has every number: %r", WandbSink.name, error
@@ -230,6 +270,134 @@ class RunLogger:
         return self.run_dir / "rollouts" / f"{kind}.jsonl"
 
 
+class MeasuredEngines(Protocol):
+    """What the recorder asks of the engines; `generation.Generation` has it."""
+
+    starts: Starts
+
+    @property
+    def num_engines(self) -> int: ...
+
+    @property
+    def num_engines_alive(self) -> int: ...
+
+    def stats(self) -> list[dict[str, float]]: ...
+
+    def take_samples(self) -> list[dict[str, float]]: ...
+
+
+class MeasuredWorkers(Protocol):
+    """What the recorder asks of the rollout workers; `rollouts.RolloutWorkers` has it."""
+
+    num_lost: int
+    starts: Starts
+
+
+@dataclass(slots=True, kw_only=True)
+class Recorder:
+    """Measures each step, writes its record and samples of its rollouts, and raises the alarms."""
+
+    config: Config
+    logger: RunLogger
+    state: TrainState
+    generation: MeasuredEngines
+    workers: MeasuredWorkers
+    collector: RolloutCollector
+    metrics: StepMetrics = field(default_factory=lambda: StepMetrics(0))  # of the step in progress
+    save_seconds: float = 0.0  # for which the loop has stood still for a checkpoint since the last record
+    _recorded_step: int = -1
+    _recorded_at: float = field(default_factory=time.monotonic)
+    _alarms: Alarms = field(default_factory=Alarms)
+    _last_stats: dict[str, float] = field(default_factory=dict)
+
+    def begin(self, step: int) -> StepMetrics:
+        """Return the metrics of a new step in progress."""
+        self.metrics = StepMetrics(step)
+        return self.metrics
+
+    @property
+    def lacks_step(self) -> bool:
+        """Whether the step in progress has no record yet."""
+        return self._recorded_step < self.metrics.step
+
+    def record(self, groups: Sequence[Group] = ()) -> None:
+        """Record the step in progress: its metrics, its rollouts', and how busy policy and engines were.
+
+        Raises `RunError` when the policy has skipped too many steps.
+        """
+        metrics = self.metrics
+        self._recorded_step = metrics.step
+        try:
+            self._measure(metrics, groups)
+        finally:  # a step that was trained has a record, also when measuring it fails
+            self.state.metrics = metrics.as_dict()
+            self.logger.log(metrics)
+        self.logger.show(metrics)
+        self._alarms.end_if_stuck(self.config.policy.max_skipped_steps)
+
+    def amend(self) -> None:
+        """Add the metrics in progress to the record of the last step, which is written already."""
+        self.state.metrics = {**self.state.metrics, **self.metrics.as_dict()}
+        self.logger.amend(self.metrics, self.state.metrics)
+
+    def log_rollouts(self, kind: str, groups: Sequence[Group]) -> None:
+        """Write samples of the rollouts of the present step, kind "train" or "val"."""
+        store = self.collector.token_store
+        self.logger.log_rollouts(kind, self.state.step, groups, store, limit=_ROLLOUTS_LOGGED)
+
+    def _measure(self, metrics: StepMetrics, groups: Sequence[Group]) -> None:
+        now = time.monotonic()
+        seconds, self._recorded_at = now - self._recorded_at, now
+        if groups:
+            self.state.step_seconds = 0.8 * (self.state.step_seconds or seconds) + 0.2 * seconds
+            metrics.add(aggregate_rollouts(groups, self.state.step - 1))
+            metrics.add({"buffer_size": float(len(self.collector.buffer))})
+            metrics.add(self._alarms.masked(metrics.as_dict(), self.state.step))
+            parts = derive(self.config).samples_per_step // self.config.policy.train_global_batch_size
+            self._alarms.skipped(metrics.as_dict(), self.state.step, num_optimizer_steps=parts)
+            metrics.add(self.collector.environment_metrics())
+            metrics.add(self._shares(metrics, seconds), prefix="")
+            self.log_rollouts("train", groups)
+        # A checkpoint holds the metrics of its step, so it is written after them: its seconds are in the next record.
+        times = {"total_step_time": seconds, "checkpointing": self.save_seconds}
+        metrics.add(times, prefix="timing/train/")
+        self.save_seconds = 0.0
+
+    def _shares(self, metrics: StepMetrics, seconds: float) -> dict[str, float]:
+        """Tokens per second and the share of the step in which each side had nothing to do."""
+        totals: dict[str, float] = {}
+        timing = metrics.as_dict()
+        trained = timing["timing/train/policy_training"]
+        sizes = derive(self.config)
+        shares = rates(timing, seconds, train_gpus=sizes.train_gpus, generation_gpus=sizes.generation_gpus)
+        shares["idle/policy"] = max(0.0, 1.0 - trained / seconds)
+        shares["idle/buffer_starvation"] = timing["timing/train/exposed_generation"] / seconds
+        shares["performance/num_engines"] = float(self.generation.num_engines)
+        shares["performance/num_engines_alive"] = float(self.generation.num_engines_alive)
+        shares["performance/num_rollout_workers_lost"] = float(self.workers.num_lost)
+        failed = self.generation.starts.num_failed + self.workers.starts.num_failed
+        shares["performance/num_failed_starts"] = float(failed)
+        try:
+            if self.config.policy.generation.vllm_cfg.enable_vllm_metrics_logger:
+                shares |= engine_samples(self.generation.take_samples())
+            stats = self.generation.stats()
+        except RecipeError as error:  # only what is measured of the engines is missing then
+            logger.warning("no engine statistics of step %d: %s", metrics.step, error)
+            return shares
+        for engine in stats:
+            for name, value in engine.items():
+                totals[name] = totals.get(name, 0.0) + value
+        gained = {name: value - self._last_stats.get(name, 0.0) for name, value in totals.items()}
+        self._last_stats = totals
+        return shares | {
+            "performance/generation_tokens_per_sec": gained["generated_tokens"] / seconds,
+            "performance/generation_tokens_per_sec_per_gpu": gained["generated_tokens"]
+            / seconds
+            / sizes.generation_gpus,
+            "idle/generation": max(0.0, 1.0 - gained["busy_seconds"] / (seconds * len(stats))),
+        }
+
+
 def pick_rollouts(groups: Sequence[Group], limit: int) -> list[tuple[Group, int]]:
     """Choose rollouts to log as (group, member), always the same: some without a verdict, then agents in turn."""
     members = [(group, member) for group in groups for member in range(len(group.rollouts))]
@@ -281,18 +449,43 @@ def _rollout_record(step: int, group: Group, rollout: RolloutHeader, output_text
     }
 
 
-def _drop_lines_after(path: Path, step: int) -> None:
-    """Rewrite a file without the records after `step` and without lines that a killed run left incomplete."""
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
+def _drop_lines_after(path: Path, step: int) -> int:
+    """Rewrite a file without the records after `step` and without lines that a killed run left incomplete.
+
+    Returns how many records it had after `step`.
+    """
+    lines = list(_records(path))
+    kept = [line for line, record in lines if record is not None and record["step"] <= step and line.endswith("\n")]
+    for line, record in lines:
+        if record is None:
             logger.warning("%s: removed an unreadable line of %d characters", path, len(line))
-            continue
-        if record["step"] <= step and line.endswith("\n"):
-            kept.append(line)
     write_atomically(path, "".join(kept).encode())
+    return sum(record is not None and record["step"] > step for _, record in lines)
+
+
+def _records(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Yield every line of a log with its record, or None where the line is not a record."""
+    # Not splitlines: JSON may hold U+2028 as it is.
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            yield line, record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+def _last_step(path: Path) -> int:
+    """Return the last step that a log names; -1 when there is none."""
+    return max((record["step"] for _, record in _records(path) if record), default=-1) if path.exists() else -1
+
+
+def _logged(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
+    """Yield the steps of metrics.jsonl with their finite scalars."""
+    for _, record in _records(path) if path.exists() else ():
+        numbers = {name: value for name, value in (record or {}).items() if type(value) in (int, float)}
+        if record:
+            yield record["step"], {name: value for name, value in numbers.items() if name not in ("step", "time")}
 
 
 def progress_line(metrics: StepMetrics, num_steps: int) -> str:

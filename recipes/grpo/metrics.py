@@ -25,10 +25,11 @@ TIMING_PREFIX = "timing/train/"
 PASS_REWARD = 1.0  # smallest reward that counts as solved in pass rates
 _SPECULATED = ("spec_num_drafts", "spec_num_draft_tokens", "spec_num_accepted_tokens")  # an engine's counts
 _MAX_MASKED_SHARE, _MASKED_STEPS = 0.1, 5  # the alarm: of the sequences, for this many steps in a row
+_ALIKE_SHARE = 0.9  # of a step's groups: when the answers to so many earn the same, hardly anything is learned
 _LARGEST = (
     1e100  # of a verifier's number: a server may mean "no limit" by the largest there is, and sums must be finite
 )
-_MAX_KIND = 80  # characters of a reason that say its kind
+_MAX_KIND = 120  # characters of a reason that say its kind
 
 PHASES: Mapping[str, str] = {
     "exposed_generation": "wait",
@@ -277,6 +278,17 @@ def _ages(groups: Sequence[Group], version: int) -> dict[str, float]:
     return ages
 
 
+def without_gradient(values: Mapping[str, float]) -> str:
+    """Return a warning, with advice, when (nearly) all groups of a step have equal rewards; else an empty text."""
+    alike, total = values.get("train/num_groups_zero_variance", 0.0), values.get("train/num_groups", 0.0)
+    if not total or alike / total < _ALIKE_SHARE:
+        return ""
+    none, nothing = "no" if alike == total else "hardly any", values.get("train/total_reward/max", 1.0) <= 0
+    rows = "easier rows" if nothing else "rows that are neither solved always nor never"
+    fix = f"take {rows} (`make profile` finds them), or raise grpo.num_generations_per_prompt"
+    return f"{alike:.0f} of {total:.0f} groups scored alike: {none} gradient; {fix}"
+
+
 @dataclass(slots=True)
 class Alarms:
     """What goes wrong in several steps in a row, counted since the start of the process."""
@@ -287,7 +299,8 @@ class Alarms:
     def masked(self, values: Mapping[str, float], step: int) -> dict[str, float]:
         """Count the steps in which the mismatch test masks more than a tenth of the sequences; say so.
 
-        Training then goes on with what engine and policy agree on: silently, it would learn from easy prompts only.
+        Training goes on with the sequences that engine and policy agree on. Without a warning nobody would see that
+        it learns from easy prompts only.
         """
         share = values.get("train/num_masked_seqs_by_logprob_error", 0.0) / values["train/num_sequences"]
         self.masked_steps = self.masked_steps + 1 if share > _MAX_MASKED_SHARE else 0
@@ -376,6 +389,16 @@ def profile_entry(
 
 
 def _kind(rollout: RolloutHeader) -> str:
-    """Say in a few words why a rollout is kept out of the loss: what comes before the details of its reason."""
-    how = "flagged" if rollout.is_flagged else rollout.status
-    return f"{how}: {rollout.reason.partition(':')[0][:_MAX_KIND]}"
+    """Say in a few words why a rollout is kept out of the loss."""
+    return f"{'flagged' if rollout.is_flagged else rollout.status}: {kind_of(rollout.reason)}"
+
+
+def kind_of(reason: str) -> str:
+    """Return a reason without its details, by which equal failures are counted together.
+
+    A reason begins with names, of a status, a verifier, its server; each ends in a colon. What happened follows: a
+    clause, or the name of an exception. The rest, and what stands in brackets, are details.
+    """
+    parts = reason.split(": ")
+    happened = next((at for at, part in enumerate(parts) if " " in part or part.endswith("Error")), len(parts))
+    return ": ".join(parts[: happened + 1]).partition(" (")[0][:_MAX_KIND]

@@ -11,7 +11,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -128,6 +128,7 @@ def _as_rollout(probe: Probe, answer: Completion) -> Rollout:
         logprobs=answer.logprobs,
         versions=answer.versions,
         finish_reason=answer.finish_reason,
+        routes=answer.routes,
     )
     return Rollout(turns=(turn,), status=RolloutStatus.COMPLETED, reason="", reward=0.0)
 
@@ -145,20 +146,28 @@ def mult_prob_errors(answers: Sequence[Completion], logprobs: Sequence[Tensor]) 
 
 
 def _candidates(run: Run) -> list[Probe]:
-    """Return the prompts ahead that can be answered; rows whose agent writes the prompt have none yet."""
+    """Return the prompts ahead that can be answered. Rows whose agent writes the prompt give the text of their task."""
     longest = run.collector.settings.max_model_len
     found, failures = [], []
     for ref, row in run.collector.prompts_ahead(_PROMPTS_READ):
         params: Mapping[str, object] = row["responses_create_params"]
-        if not params["input"]:
-            continue
         try:
-            ids = run.environments.codec.encode(params)
+            ids = run.environments.codec.encode(params if params["input"] else _with_task(params))
         except Exception as error:  # a template refuses a row as it likes; its rollouts will fail, and are counted
             failures.append(f"{ref.key}: {type(error).__name__}: {error}")
             continue
+        if not params["input"]:
+            ids = ids[: longest // 2]  # a task may be longer than a prompt can be; any tokens show a difference
         if len(ids) < longest:
             found.append(Probe(prompt=ref, agent=row["agent_ref"]["name"], token_ids=ids))
     if failures:
         logger.warning("%d prompts ahead cannot be rendered, the first: %s", len(failures), failures[0])
     return found
+
+
+def _with_task(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the request of a row whose agent writes the prompt, with the text of its task in place of that prompt."""
+    metadata = params.get("metadata")
+    task = metadata.get("problem_statement") if isinstance(metadata, Mapping) else None
+    task = task if isinstance(task, str) and task else "Repair the program."
+    return {**params, "input": [{"role": "user", "content": task}]}

@@ -27,14 +27,14 @@ from typing import Any, Protocol, TypeVar
 from recipes.environments.contract.rows import last_user_text
 from recipes.errors import StalledError, TokensLostError
 from recipes.grpo.buffer import ReplayBuffer
-from recipes.grpo.data import PromptStream
-from recipes.grpo.draw import (
+from recipes.grpo.data import (
     NO_VARIANCE,
     CircuitBreaker,
     CollectorState,
     DrawnPrompt,
     Prompt,
     PromptQueue,
+    PromptStream,
     RolloutSettings,
     all_fail,
     teaches_nothing,
@@ -45,7 +45,7 @@ from recipes.types import Group, PromptRef, Row, Sampling
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-_DUE_PROBE_SECONDS = 1.0  # until a probe that is due, and waits for a free place, is tried again
+_DUE_PROBE_SECONDS = 1.0  # until a probe that is due, but found no free place, is tried again
 _LOOK_SECONDS = 1.0  # between two looks at whether a wait is to end
 _SNAPSHOT_SECONDS = 60.0  # a change of the state reads a few rows of the data file at most
 
@@ -67,7 +67,7 @@ class RolloutCollector:
         token_store: TokenStore,
         settings: RolloutSettings,
     ) -> None:
-        self._workers, self._buffer = workers, buffer
+        self._workers, self.buffer = workers, buffer
         self.token_store = token_store
         self.settings = settings
         self._version = 0
@@ -79,7 +79,7 @@ class RolloutCollector:
         self._consecutive_failures = 0
         self._replaced: Counter[int] = Counter()  # groups that did not teach, per target
         self._num_replaced = 0  # of all targets
-        self._num_returned = 0  # prompts whose groups no step had a place for
+        self._num_returned = 0  # prompts whose groups no step needed
         self._has_ended = False
         self._queue = PromptQueue(
             stream,
@@ -128,7 +128,7 @@ class RolloutCollector:
         Raises `lost` when all can be read.
         """
         for group in groups:
-            self._buffer.add(group)
+            self.buffer.add(group)
         self._sample_lost_again(groups, lost)
 
     def state(self) -> CollectorState:
@@ -164,7 +164,7 @@ class RolloutCollector:
             return CollectorState(
                 position=self._queue.position,
                 in_flight=tuple(sorted(waiting + self._retry, key=lambda drawn: drawn.position)),
-                finished=tuple(self._buffer.groups()),
+                finished=tuple(self.buffer.groups()),
                 failed=tuple(self._queue.failed),
                 skipped=self._queue.skipped(),
                 set_aside=self._queue.set_aside(),
@@ -180,7 +180,7 @@ class RolloutCollector:
         for group, tokens in zip(state.finished, state.finished_tokens, strict=True):
             self._assigned[group.target_step] += 1
             self._finished[group.target_step] += 1
-            self._buffer.add(replace(group, tokens=self.token_store.put(tokens)))
+            self.buffer.add(replace(group, tokens=self.token_store.put(tokens)))
         for drawn in self._retry:
             self._assigned[drawn.target_step] += 1
 
@@ -224,7 +224,7 @@ class RolloutCollector:
         flying = ", ".join(
             f"prompt {ref.key} for step {target + 1} since {now - since:.0f} s" for target, ref, since in oldest
         )
-        return f"oldest in flight: {flying}" + (f"; {why}" if why else "")  # what flies may be a probe of one of them
+        return f"oldest in flight: {flying}" + (f"; {why}" if why else "")  # the oldest may be a probe
 
     def close(self) -> None:
         """Cancel what is in flight and end the thread; closing again does nothing."""
@@ -247,7 +247,7 @@ class RolloutCollector:
     # -- in the collector's thread ------------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """Draw prompts until every target of the window has its P groups. What fails here ends the run."""
+        """Draw prompts until every target of the window has its P groups. An error here ends the run."""
         if self._probe_timer is not None:
             self._probe_timer.cancel()
             self._probe_timer = None
@@ -256,7 +256,7 @@ class RolloutCollector:
                 self._draw()
                 seconds = self._queue.seconds_to_probe()
         except Exception as failure:
-            return self._buffer.fail(failure)
+            return self.buffer.fail(failure)
         if seconds is not None:
             self._probe_timer = self._loop.call_later(seconds or _DUE_PROBE_SECONDS, self._fill)
 
@@ -280,7 +280,7 @@ class RolloutCollector:
 
     async def _sample_again(self, groups: Sequence[Group]) -> None:
         with self._lock:
-            self._buffer.remove(groups)
+            self.buffer.remove(groups)
             for group in groups:
                 position = self._queue.position_of(group.prompt)
                 self._finished[group.target_step] -= 1
@@ -305,7 +305,7 @@ class RolloutCollector:
         if target == self._version and not self._has_ended and not may_come_back:
             self._has_ended = True
             logger.info("end of data: %d prompts drawn, none left for step %d", self._queue.position, target + 1)
-            self._buffer.close()
+            self.buffer.close()
 
     async def _group(self, position: int, target: int, ref: PromptRef, row: Row) -> None:
         """Sample one prompt G times; hand the group over, or replace the prompt when it gave no signal."""
@@ -323,7 +323,7 @@ class RolloutCollector:
             )
             self._finish(position, group)
         except Exception as failure:  # ends the run with its cause: a task that died unseen would stall it
-            self._buffer.fail(failure)
+            self.buffer.fail(failure)
 
     def _place(self, position: int, group: Group) -> None:
         """Hand a group to its step. The lock is held.
@@ -337,7 +337,7 @@ class RolloutCollector:
             if self._finished[target] < self.settings.num_prompts_per_step:
                 self._assigned[target] += 1
                 self._finished[target] += 1
-                self._buffer.add(replace(group, target_step=target))
+                self.buffer.add(replace(group, target_step=target))
                 return
         self._queue.draw_again(position)
         self._num_returned += 1
@@ -366,14 +366,14 @@ class RolloutCollector:
             is_failed = not is_valid and self._queue.give_back(position, group, reason)
             self._consecutive_failures = self._consecutive_failures + 1 if is_failed else 0
         if self._is_solved(target):
-            return self._buffer.fail(teaches_nothing(target, self._replaced[target], self.settings.max_gen_batches))
+            return self.buffer.fail(teaches_nothing(target, self._replaced[target], self.settings.max_gen_batches))
         if not is_failed:
             self._fill()  # the environment may have been paused or resumed, or the group is to be replaced
             return
         logger.warning("prompt %s failed (%d of %d rollouts: %s)", group.prompt.key, count, len(group.rollouts), reason)
         if self._consecutive_failures > self.settings.max_generation_failures * self.settings.num_prompts_per_step:
             last = f"{group.prompt.key}: {reason}"
-            return self._buffer.fail(all_fail(self._consecutive_failures, self.settings, last=last))
+            return self.buffer.fail(all_fail(self._consecutive_failures, self.settings, last=last))
         self._fill()
 
     async def run_group(self, row: Row, sampling: Sampling, *, affinity: int, num: int = 0) -> StoredGroup:

@@ -10,15 +10,36 @@ One save is in progress at a time. Until it is complete, the newest checkpoint i
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from recipes.config.tree import Config
 from recipes.errors import StalledError
-from recipes.grpo.checkpoint import EXPORT, SavedState, complete, discard, make_directory, step_dir, write_state
+from recipes.grpo.checkpoint import (
+    EXPORT,
+    LedgerEntry,
+    SavedState,
+    TrainState,
+    complete,
+    content_digest,
+    discard,
+    make_directory,
+    prune,
+    step_dir,
+    write_state,
+)
+from recipes.grpo.data import DataIdentity
+from recipes.grpo.log import Recorder
+from recipes.grpo.metrics import metric_key
+from recipes.grpo.rollout import RolloutCollector
+from recipes.stop import StopRequest
+
+logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.02
 
@@ -51,11 +72,11 @@ class _Save:
     is_finished: bool = False  # by the ranks
 
 
-class CheckpointSaver:
-    """Saves one checkpoint at a time. Its methods are called by the loop's thread, between steps."""
+class CheckpointWriter:
+    """Writes one checkpoint at a time. Its methods are called by the loop's thread, between steps."""
 
     def __init__(self, root: Path, policy: Saveable, *, prune: Callable[[], None] = lambda: None) -> None:
-        """Save below `root`; `prune` is called after each checkpoint, in a thread."""
+        """Write below `root`; `prune` is called after each checkpoint, in a thread."""
         self._root, self._policy, self._prune = root, policy, prune
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._save: _Save | None = None
@@ -131,8 +152,99 @@ def _timed(call: Callable[..., None], *arguments: object) -> float:
 
 def save_checkpoint(root: Path, state: SavedState, policy: Saveable) -> Path:
     """Write a checkpoint, point `latest` at it and return its directory."""
-    saver = CheckpointSaver(root, policy)
+    saver = CheckpointWriter(root, policy)
     saver.begin(state)
     saved = saver.wait()
     assert saved is not None
     return saved.path
+
+
+@dataclass(slots=True, kw_only=True)
+class Saver:
+    """When the checkpoints of a run are written, and of what; how many are kept."""
+
+    config: Config
+    root: Path  # directory of the checkpoints
+    policy: Saveable
+    collector: RolloutCollector
+    recorder: Recorder
+    state: TrainState
+    data: DataIdentity  # of the training rows
+    stop: StopRequest  # keeps free the time that a save takes
+    _writer: CheckpointWriter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._writer = CheckpointWriter(self.root, self.policy, prune=self._prune)
+        self.stop.save_seconds = self.state.save_seconds
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a checkpoint of the step just done was asked for."""
+        cfg = self.config.checkpointing
+        return cfg.enabled and cfg.save_period > 0 and self.state.step % cfg.save_period == 0
+
+    @property
+    def lacks_step(self) -> bool:
+        """Whether the step just done is in no checkpoint, and should be in one."""
+        return self.config.checkpointing.enabled and self.state.step > self.state.saved_step
+
+    def begin(self) -> None:
+        """Begin a checkpoint of everything up to the step just recorded, once the one before is complete."""
+        start, seconds = time.monotonic(), self.config.deadlines.checkpoint
+        with self.recorder.metrics.timed("checkpointing"):  # for the heartbeat: this step's record is already written
+            self.recorder.logger.flush(seconds)  # so that metrics.jsonl has every step of a complete checkpoint
+            self.wait()
+            try:
+                state = self._state()
+            except StalledError as error:
+                logger.error("step %d not saved, the next save tries again: %s", self.state.step, error)
+                return
+            self._writer.begin(state, with_optimizer=self.config.checkpointing.save_optimizer)
+        self.recorder.save_seconds = time.monotonic() - start
+
+    def advance(self) -> None:
+        """Go on with the save in progress as far as is possible without waiting; raises what made it fail."""
+        self._mark_saved(self._writer.advance())
+
+    def wait(self) -> None:
+        """Wait until the save in progress is complete, if there is one."""
+        self._mark_saved(self._writer.wait(self.config.deadlines.checkpoint))
+
+    def save_rest(self) -> None:
+        """Save what no checkpoint has yet; when this returns, the newest one is complete."""
+        self.wait()
+        if self.lacks_step:
+            self.begin()
+            self.wait()
+
+    def _state(self) -> SavedState:
+        collector = self.collector.state()
+        failed = [LedgerEntry(key=ref.key, step=0, reason=reason) for ref, reason in collector.failed]
+        return SavedState(
+            step=self.state.step,
+            data=self.data,
+            collector=collector,
+            ledger=(*self.state.ledger, *failed),
+            metrics=self.state.metrics,
+            step_seconds=self.state.step_seconds,
+            save_seconds=self.state.save_seconds,
+            save_period=self.config.checkpointing.save_period,
+        )
+
+    def _mark_saved(self, saved: Saved | None) -> None:
+        """Take in that a checkpoint is complete now."""
+        if saved is not None:
+            self.state.saved_step = saved.step
+            self.stop.save_seconds = self.state.save_seconds = max(self.state.save_seconds, saved.seconds)
+            logger.info("saved %s, content %s", saved.path, content_digest(saved.path)[:16])
+
+    def _prune(self) -> None:
+        cfg = self.config.checkpointing
+        prune(
+            self.root,
+            keep_top_k=cfg.keep_top_k,
+            metric=metric_key(cfg.metric_name),
+            higher_is_better=cfg.higher_is_better,
+            save_period=cfg.save_period,
+            keep_latest=cfg.ft_keep_latest_k,
+        )

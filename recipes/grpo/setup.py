@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,28 +14,46 @@ from typing import Any
 from recipes.cluster.connect import connect
 from recipes.cluster.placement import ActorOptions, Places, WorkerCounts, place, spread
 from recipes.cluster.token_store import RayTokenStore
-from recipes.config.keys.derive import Derived, max_age, num_prompts_at_once
-from recipes.config.keys.judges import started_judges
+from recipes.config.keys.derive import Derived, max_age, num_prompts_at_once, started_judges
 from recipes.config.tree import AsyncGrpoConfig, Config, GrpoConfig
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.environments import Environments
-from recipes.environments.judges.servers import with_addresses
+from recipes.environments.scoring.judge_servers import with_addresses
 from recipes.errors import CheckpointError, ConfigError, DataError, Problem
 from recipes.generation.generation import Generation
 from recipes.generation.judges import Judges
 from recipes.generation.serving.requests import AtPush
 from recipes.grpo import refit
-from recipes.grpo.advantage import advantage_bounds, subtract_kl
+from recipes.grpo.advantage import DISTILLATION, advantage_bounds, distil, subtract_kl
 from recipes.grpo.batch import build_batch
 from recipes.grpo.buffer import ReplayBuffer
-from recipes.grpo.checkpoint import EXPORT, LedgerEntry, SavedState, latest_checkpoint, load_state, step_dir
-from recipes.grpo.data import PromptDataset, PromptStream, require_rows
-from recipes.grpo.draw import CollectorState, RolloutSettings
-from recipes.grpo.log import RunLogger
+from recipes.grpo.checkpoint import (
+    LedgerEntry,
+    SavedState,
+    TrainState,
+    latest_checkpoint,
+    load_state,
+    step_dir,
+    window_problems,
+)
+from recipes.grpo.data import (
+    COMPARED_ALONE,
+    RESTORE_DATA,
+    CollectorState,
+    PromptDataset,
+    PromptStream,
+    RolloutSettings,
+    few_rows,
+    identity_problems,
+    require_rows,
+    too_few_rows,
+)
+from recipes.grpo.log import Recorder, RunLogger
 from recipes.grpo.loss import grpo_loss, sampled_kl
 from recipes.grpo.reward import collect_rewards
 from recipes.grpo.rollout import RolloutCollector
-from recipes.grpo.run import PolicyHandle, Run, TrainState
+from recipes.grpo.run import PolicyHandle, Run
+from recipes.grpo.saving import Saver
 from recipes.grpo.validate import ValidationSet
 from recipes.policy.policy import Policy
 from recipes.rollouts.workers import RolloutWorkers
@@ -47,49 +65,61 @@ logger = logging.getLogger(__name__)
 
 def setup(config: Config, derived: Derived, run_dir: Path, stop: StopRequest) -> Run:
     """Return a run that is ready to train, restored from its newest complete checkpoint if there is one."""
+    logger.info("checking every row of training and validation")
     environments = Environments.from_config(config.env, ChatCodec.from_config(config.policy))
     stream, validation_rows = _open_data(config, environments)
-    servers = environments.asked_for
     validation = _validation(config, validation_rows, environments)
     checkpoints = run_dir / config.checkpointing.checkpoint_dir
     checkpoints.mkdir(parents=True, exist_ok=True)
     saved = _saved_state(checkpoints, stream, config)  # verified before policy and engines start
+    num_steps = _num_steps(config.grpo, stream, saved)
+    run_logger = RunLogger(run_dir, config.logger, num_steps=num_steps)
+    run_logger.resume(0 if saved is None else saved.step)  # before they start, as it opens TensorBoard and W&B
 
+    logger.info("joining Ray, and placing %d workers", derived.train_gpus + derived.num_engines)
     connect()
     places = _place(config, derived)
     judges = _launch_judges(config, places.judges)
-    if judges is not None:  # the environments learn where their judges are
-        config = _with_addresses(config, judges)
-        environments.close()
-        environments = Environments.from_config(config.env, environments.codec)
+    config = _with_addresses(config, judges, environments)
     workers = RolloutWorkers(config, spread(config.grpo.async_grpo.num_rollout_workers))  # they start beside the models
     policy, generation = _start_models(config, places, judges)
     workers.connect(generation)
-    _probe_judges(config, environments, servers)
+    _probe_judges(config, environments)
     buffer = ReplayBuffer(
         num_prompts_per_step=config.grpo.num_prompts_per_step,
         max_trajectory_age_steps=max_age(config.grpo.async_grpo),
     )
     collector = RolloutCollector(stream, workers, buffer, RayTokenStore(), _rollout_settings(config))
-    num_steps = _num_steps(config.grpo, stream, saved)
+    state = _restore(saved, checkpoints, policy, collector)
+    recorder = Recorder(
+        config=config, logger=run_logger, state=state, generation=generation, workers=workers, collector=collector
+    )
+    saver = Saver(
+        config=config,
+        root=checkpoints,
+        policy=policy,
+        collector=collector,
+        recorder=recorder,
+        state=state,
+        data=stream.identity,
+        stop=stop,
+    )
     run = Run(
         config=config,
         policy=policy,
         generation=generation,
-        stop_judges=judges.shutdown if judges is not None else None,
+        judges=judges,
         environments=environments,
         workers=workers,
         collector=collector,
         buffer=buffer,
         validation=validation,
-        logger=RunLogger(run_dir, config.logger, num_steps=num_steps),
+        recorder=recorder,
+        saver=saver,
         stop=stop,
-        state=_restore(saved, checkpoints, policy, collector),
-        data=stream.identity,
-        checkpoints=checkpoints,
+        state=state,
         num_steps=num_steps,
     )
-    run.logger.resume(run.state.step)
     run.end_if_good_enough(run.state.metrics)  # of the step that was saved last: then nothing is left to do
     stop.wake_with(buffer.close)
     return run
@@ -100,15 +130,10 @@ def _open_data(config: Config, environments: Environments) -> tuple[PromptStream
     stream = PromptStream(
         rows, num_epochs=config.grpo.max_num_epochs, shuffle=config.data.shuffle, seed=config.grpo.seed
     )
-    if stream.num_prompts < config.grpo.num_prompts_per_step:
-        raise DataError(
-            Problem(
-                where=config.data.train.data_path,
-                got=f"{stream.num_prompts} prompts ({len(rows)} rows, {config.grpo.max_num_epochs} times)",
-                expected=f"enough for one step: grpo.num_prompts_per_step is {config.grpo.num_prompts_per_step}",
-                fix="add rows, raise grpo.max_num_epochs, or lower grpo.num_prompts_per_step",
-            )
-        )
+    if problem := too_few_rows(rows.path, len(rows), config.grpo):
+        raise DataError(problem)
+    if problem := few_rows(rows.path, len(rows), config.grpo):
+        logger.warning("%s", problem)
     path = config.data.validation.data_path
     return stream, require_rows(Path(path), environments.check_row) if path else None
 
@@ -126,25 +151,29 @@ def _place(config: Config, derived: Derived) -> Places:
 
 def _launch_judges(config: Config, places: Sequence[ActorOptions]) -> Judges | None:
     """Return the judges that the run starts, with an address each; their models are not loaded yet."""
-    generation = config.policy.generation
     if not places:
         return None
     return Judges.launch(
         started_judges(config),
         placement=places,
-        ports=(generation.port_range_low, generation.port_range_high),
+        cfg=config.policy.generation,
         deadlines=config.deadlines,
     )
 
 
-def _with_addresses(config: Config, judges: Judges) -> Config:
+def _with_addresses(config: Config, judges: Judges | None, environments: Environments) -> Config:
+    """Return the configuration with the addresses of the judges that the run starts; the environments learn them."""
+    if judges is None:
+        return config
     instances = with_addresses(config.env.nemo_gym.instances, judges.addresses(), judges.api_key)
-    return replace(config, env=replace(config.env, nemo_gym=replace(config.env.nemo_gym, instances=instances)))
+    env = replace(config.env, nemo_gym=replace(config.env.nemo_gym, instances=instances))
+    environments.ask_judges_of(env)
+    return replace(config, env=env)
 
 
-def _probe_judges(config: Config, environments: Environments, servers: Collection[str]) -> None:
+def _probe_judges(config: Config, environments: Environments) -> None:
     """Refuse judges that are wrong about known answers, or warn of them, as `env.judge_probe` says."""
-    if config.env.judge_probe == "off" or not (problems := environments.wrong_judges(servers)):
+    if config.env.judge_probe == "off" or not (problems := environments.wrong_judges(environments.asked_for)):
         return
     if config.env.judge_probe == "refuse":
         raise ConfigError(problems)
@@ -155,6 +184,7 @@ def _probe_judges(config: Config, environments: Environments, servers: Collectio
 def _start_models(config: Config, places: Places, judges: Judges | None) -> tuple[Policy, Generation]:
     """Start policy, engines and judges at the same time: each takes most of the time that a start needs."""
     start = time.monotonic()
+    logger.info("loading %s into policy and engines", config.policy.model_name)
     further = [judges.load] if judges is not None else []
     policy, generation, *_ = refit.together(
         lambda: Policy.start(
@@ -182,8 +212,10 @@ def _start_models(config: Config, places: Places, judges: Judges | None) -> tupl
 
 
 def reference_use(config: Config) -> ReferenceUse | None:
-    """Return what the policy needs its start weights for; None where the KL to them has no weight."""
+    """Return what the policy is compared with; None where there is no teacher and the KL to the start has no weight."""
     loss = config.loss_fn
+    if config.grpo.adv_estimator.name == DISTILLATION:
+        return ReferenceUse(token_advantages=partial(distil, bounds=advantage_bounds(config.grpo)), keeps_start=False)
     if loss.reference_policy_kl_penalty == 0:
         return None
     if not loss.use_kl_in_reward:
@@ -246,13 +278,7 @@ def _validation(config: Config, rows: PromptDataset | None, environments: Enviro
         return None
     generation, num = config.policy.generation, config.grpo.val_num_generations_per_prompt
     if num == 1 and any(environments.compares(rows[index]) for index in range(len(rows))):
-        raise ConfigError(
-            Problem(
-                where="grpo.val_num_generations_per_prompt",
-                wrong="is 1, and answers to rows of the validation set are scored by comparing them",
-                fix="set it to 2 or more",
-            )
-        )
+        raise ConfigError(COMPARED_ALONE)
     return ValidationSet(
         dataset=rows,
         sampling=Sampling(
@@ -278,7 +304,8 @@ def _saved_state(checkpoints: Path, stream: PromptStream, config: Config) -> Sav
     if path is None:
         return None
     saved = on_same_data(load_state(path), stream, config.data.on_change, path)
-    require_window(saved, config, path)
+    if problems := window_problems(saved, config, path):
+        raise ConfigError(problems)
     return saved
 
 
@@ -312,58 +339,20 @@ def on_same_data(saved: SavedState, stream: PromptStream, on_change: str, path: 
 
 def _differences(saved: SavedState, stream: PromptStream, path: Path) -> list[Problem]:
     """Name what differs between the data of a checkpoint and `stream`; when nothing does, the prompts that moved."""
-    file = str(stream.dataset.path)
-    names = {"sha256": f"{file}: sha256", "num_rows": f"{file}: rows", "shuffle": "data.shuffle", "seed": "grpo.seed"}
-    was, now = asdict(saved.data), asdict(stream.identity)
-    found = [(where, now[key], was[key]) for key, where in names.items() if now[key] != was[key]]
-    if not found:
-        drawn = [(prompt.prompt, stream.draw(prompt.position)) for prompt in saved.collector.in_flight]
-        drawn += [(group.prompt, stream.find(group.prompt)) for group in saved.collector.finished]
-        found = [
-            (f"{file}: row {ref.row_index + 1} of pass {ref.epoch + 1}", got[0].key if got else "no row", ref.key)
-            for ref, got in drawn
-            if got is None or got[0] != ref
-        ]
-    fix = "restore it, or set data.on_change to keep_ledger (draw the rows that were not trained yet) or restart"
+    if found := identity_problems(saved.data, stream.identity, stream.dataset.path, path):
+        return found
+    drawn = [(prompt.prompt, stream.draw(prompt.position)) for prompt in saved.collector.in_flight]
+    drawn += [(group.prompt, stream.find(group.prompt)) for group in saved.collector.finished]
+    moved = [(ref, got[0].key if got else "no row") for ref, got in drawn if got is None or got[0] != ref]
     return [
-        Problem(where=where, got=str(got), expected=f"{before}, as when {path} was saved", fix=fix)
-        for where, got, before in found
-    ]
-
-
-def require_window(saved: SavedState, config: Config, path: Path) -> None:
-    """Check that what was drawn before a save can be trained on after it; raises `ConfigError`.
-
-    With a smaller window some groups would be trained too late, or never. With another group size a step would have
-    another number of optimizer steps, and with a shorter limit a micro-batch would not hold a saved sequence.
-    """
-    cfg, finished, in_flight = config.grpo, saved.collector.finished, saved.collector.in_flight
-    num_finished = Counter(group.target_step for group in finished)  # what is in flight beyond P finds another step
-    targets = [group.target_step for group in finished] + [drawn.target_step for drawn in in_flight]
-    ages = [target - saved.step for target in targets] + [group.target_step - group.version for group in finished]
-    rollouts = [rollout for group in finished for rollout in group.rollouts]
-    lengths = [tokens for rollout in rollouts for tokens, _ in rollout.sequences]
-    age_key = "max_trajectory_age_steps" if cfg.async_grpo.enabled else "enabled"
-    needed = {
-        "grpo.num_prompts_per_step": (cfg.num_prompts_per_step, max(num_finished.values(), default=0)),
-        f"grpo.async_grpo.{age_key}": (max_age(cfg.async_grpo), max(ages, default=0)),
-        "policy.max_total_sequence_length": (config.policy.max_total_sequence_length, max(lengths, default=0)),
-    }
-    wrong = {
-        key: (str(given), f"at least {least}: it was larger when {path} was saved")
-        for key, (given, least) in needed.items()
-        if given < least
-    }
-    if (key := "grpo.async_grpo.enabled") in wrong:
-        wrong[key] = ("false, so that the age limit is 0", wrong[key][1])
-    size = cfg.num_generations_per_prompt
-    for other in {len(group.rollouts) for group in finished} - {size}:  # a rollout that failed is one of them
-        wrong["grpo.num_generations_per_prompt"] = (str(size), f"{other}, as when {path} was saved")
-    fix = f"restore it, or start a new run with MODEL_PATH={path / EXPORT}"
-    if wrong:
-        raise ConfigError(
-            [Problem(where=key, got=got, expected=expected, fix=fix) for key, (got, expected) in wrong.items()]
+        Problem(
+            where=f"{stream.dataset.path}: row {ref.row_index + 1} of pass {ref.epoch + 1}",
+            got=got,
+            expected=f"{ref.key}, as when {path} was saved",
+            fix=RESTORE_DATA,
         )
+        for ref, got in moved
+    ]
 
 
 def _restore(

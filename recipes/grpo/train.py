@@ -7,8 +7,8 @@
 The collector generates ahead, at most `max_trajectory_age_steps` steps; this loop is the only clock. With 0 the
 collector waits for each refit, so training is synchronous with the same code.
 
-What this loop handles are headers: who was asked, how it ended, how long, which reward, where the tokens lie. The ranks
-of the policy fetch the tokens themselves.
+This loop handles only headers of rollouts: which prompt, how it ended, its length, its reward, where its tokens lie.
+The ranks of the policy fetch the tokens themselves.
 
 `state.step` is the number of batches trained on, and so the version of the weights. A batch is one optimizer step, or
 several of `policy.train_global_batch_size` rollouts each. Metrics and checkpoint names use the same count: the record
@@ -20,7 +20,6 @@ from __future__ import annotations
 from recipes.errors import TokensLostError
 from recipes.grpo.advantage import add_advantages
 from recipes.grpo.batch import build_batch, spread_over_sequences
-from recipes.grpo.metrics import StepMetrics
 from recipes.grpo.parity import check_parity
 from recipes.grpo.refit import refit
 from recipes.grpo.reward import collect_rewards
@@ -34,13 +33,13 @@ def train(run: Run) -> None:
     refit(run.policy, run.generation, version=state.step)
     check_parity(run)
     if state.step == 0 and run.validates_now():
-        metrics = run.metrics = StepMetrics(state.step)
-        run.validate(metrics)
-        run.log(metrics)
+        run.recorder.begin(state.step)
+        run.validate()
+        run.recorder.record()
     run.collector.start(version=state.step, last_step=run.num_steps)
 
     while state.step < run.num_steps and not run.stop.requested(state.step_seconds):
-        metrics = run.metrics = StepMetrics(state.step + 1)
+        metrics = run.recorder.begin(state.step + 1)
 
         with metrics.timed("exposed_generation"):
             groups = run.take()
@@ -83,10 +82,10 @@ def train(run: Run) -> None:
 
         if run.validates_now():
             with metrics.timed("validation"):
-                run.validate(metrics)
+                run.validate()
 
-        run.log(metrics, groups)
-        if run.is_due(cfg.checkpointing.save_period):
-            run.save()
+        run.recorder.record(groups)
+        if run.saver.is_due:
+            run.saver.begin()  # written while the next steps train
 
     run.finish()

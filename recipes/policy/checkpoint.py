@@ -9,10 +9,13 @@ To go on under another tensor-parallel size, resume once under the old one with
 `policy.megatron_cfg.dist_ckpt_optim_fully_reshardable: true` and let the run save. That form holds the optimizer per
 parameter, so any layout reads it. To write it, one rank of each data-parallel group collects the group's optimizer in
 its host memory (12 bytes per parameter of its part of the model).
+
+Which saved optimizers a trainer can read: those whose parts have the names and the sizes of its own.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 from functools import partial
@@ -35,22 +38,119 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import get_model_config, unwrap_model
 
 from recipes.errors import CheckpointError, Problem
 from recipes.policy.host_copies import HostCopies
 from recipes.policy.offloading.hybrid import OffloadedAdam
 from recipes.policy.optimizer import optimizer_parts
-from recipes.policy.saved_form import (
-    IN_PARTS,
-    PER_PARAMETER,
-    layout,
-    optimizer_keys,
-    require_readable,
-    require_same_heads,
-)
 from recipes.policy.step import Trainer, gather_params
+
+IN_PARTS, PER_PARAMETER = "dp_reshardable", "fully_reshardable"  # forms of a saved optimizer, by Megatron's names
+_MEGATRON = "policy.megatron_cfg."
+_KINDS = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
+_MODEL_PARALLEL = tuple(f"{kind}_parallel_size" for kind in _KINDS)
+_GROUPED, _FREEZES = f"{_MEGATRON}moe_grouped_gemm", f"{_MEGATRON}freeze_trunk"
+_OF_EVERY_FORM = (
+    "policy.precision",
+    f"{_MEGATRON}freeze_moe_router",
+    _FREEZES,
+    f"{_MEGATRON}optimizer.optimizer",
+    f"{_MEGATRON}optimizer.use_distributed_optimizer",
+)
+
+
+def layout() -> dict[str, int]:
+    """Sizes that decide which rank holds which part of the model and which random state."""
+    return {
+        "world_size": dist.get_world_size(),
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+    }
+
+
+def optimizer_keys(trainer: Trainer) -> dict[str, Any]:
+    """Return the values, by their keys, that decide under which names an optimizer is saved, and in which parts."""
+    megatron = trainer.cfg.megatron_cfg
+    ddp = megatron.distributed_data_parallel_config
+    has_experts = bool(get_model_config(trainer.model).num_moe_experts)
+    return {
+        "policy.precision": trainer.cfg.precision,
+        f"{_MEGATRON}freeze_moe_router": megatron.freeze_moe_router and has_experts,
+        _FREEZES: megatron.freeze_trunk,
+        f"{_MEGATRON}optimizer.optimizer": megatron.optimizer.optimizer,
+        f"{_MEGATRON}optimizer.use_distributed_optimizer": megatron.optimizer.use_distributed_optimizer,
+        _GROUPED: megatron.moe_grouped_gemm and has_experts,  # it decides the order of the weights
+        f"{_MEGATRON}num_layers_in_first_pipeline_stage": megatron.num_layers_in_first_pipeline_stage,
+        f"{_MEGATRON}num_layers_in_last_pipeline_stage": megatron.num_layers_in_last_pipeline_stage,
+        f"{_MEGATRON}distributed_data_parallel_config.overlap_grad_reduce": ddp.overlap_grad_reduce,
+        f"{_MEGATRON}distributed_data_parallel_config.grad_reduce_in_fp32": ddp.grad_reduce_in_fp32,
+    }
+
+
+def require_same_heads(trainer: Trainer, saved: dict[str, Any], path: Path) -> None:
+    """Refuse to begin or to end the training of multi-token heads within a run: the optimizer holds their moments."""
+    now, then = trainer.cfg.megatron_cfg.mtp_num_layers > 0, saved.get("trains_heads", False)
+    if saved["form"] is not None and now != then:
+        problem = Problem(
+            where="policy.megatron_cfg.mtp_num_layers",
+            got=str(trainer.cfg.megatron_cfg.mtp_num_layers),
+            expected=f"{'more than 0' if then else '0'}, as when {path} was saved: its optimizer has"
+            f" {'' if then else 'no '}state of the heads",
+            fix="resume with that value, or start a new run from the export of that step",
+        )
+        raise CheckpointError([problem])
+
+
+def require_readable(trainer: Trainer, saved: dict[str, Any], path: Path) -> None:
+    """Refuse to read an optimizer whose parts have other names or sizes than those of this trainer.
+
+    Older versions of this recipe have not written all the values; what they have not is not compared.
+    """
+    if "optimizer_keys" not in saved:
+        _require_whole_weights(path)
+    sizes = {key: size for key, size in layout().items() if key in _MODEL_PARALLEL}
+    now = {f"{_MEGATRON}{key}": size for key, size in sizes.items()} | optimizer_keys(trainer)
+    then = {f"{_MEGATRON}{key}": saved["layout"].get(key, 1) for key in sizes}
+    then |= {_GROUPED: False, _FREEZES: False} | saved.get("optimizer_keys", {})
+    problems = [
+        Problem(
+            where=key,
+            got=_text(now[key]),
+            expected=f"{_text(then[key])}, as when {path} was saved: the parts of its optimizer depend on it",
+            fix="resume with that value"
+            + (
+                ", or start a new run from the export of that step"
+                if key in _OF_EVERY_FORM
+                else f"; a save with {_MEGATRON}dist_ckpt_optim_fully_reshardable=true can be resumed with any"
+            ),
+        )
+        for key in now
+        if key in then and now[key] != then[key] and (saved["form"] == IN_PARTS or key in _OF_EVERY_FORM)
+    ]
+    if problems:
+        raise CheckpointError(problems)
+
+
+def _require_whole_weights(path: Path) -> None:
+    """Refuse what an older version has saved of Transformer Engine's optimizer: the low halves of the weights alone."""
+    if any(tensor.dtype == torch.int16 for tensor in dist_checkpointing.load_tensors_metadata(str(path)).values()):
+        problem = Problem(
+            where=str(path),
+            wrong="its optimizer holds half of each weight, as an older version of this recipe wrote it",
+            fix="start a new run from the export of that step",
+        )
+        raise CheckpointError(problem)
+
+
+def _text(value: Any) -> str:
+    """Return a value as a configuration file has it."""
+    return json.dumps(value) if not isinstance(value, str) else value
+
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +228,7 @@ def load(trainer: Trainer, path: Path) -> None:
         logger.warning("%s holds no optimizer: it starts anew, so training does not go on exactly", path)
     else:
         require_readable(trainer, saved, path)
-        for own in (part.optimizer for part in trainer.optimizer.chained_optimizers):
+        for own in (part.optimizer for part in optimizer_parts(trainer.optimizer).values()):
             if isinstance(own, OffloadedAdam):
                 own.make_moments()
     state = dist_checkpointing.load(_sharded_state(trainer, form, is_loading=True), str(path))
@@ -197,7 +297,7 @@ class _NoCount:
 
 def _make_moments(optimizer: Any) -> None:
     """Give every parameter moments of zero if it has none: Megatron saves them, but makes them in the first step."""
-    for part in optimizer.chained_optimizers:
+    for part in optimizer_parts(optimizer).values():
         if isinstance(part.optimizer, OffloadedAdam):
             part.optimizer.make_moments()
         elif part.config.use_precision_aware_optimizer:  # Megatron calls `initialize_state` as old releases had it
@@ -210,7 +310,7 @@ def _make_moments(optimizer: Any) -> None:
 
 def _start_anew(optimizer: Any) -> None:
     """Forget all moments, and take the weights that the model has now as those to go on from."""
-    for part in optimizer.chained_optimizers:
+    for part in optimizer_parts(optimizer).values():
         if isinstance(part.optimizer, OffloadedAdam):
             part.optimizer.start_anew()
         else:
@@ -241,8 +341,8 @@ def _optimizer_state(
     Only the last pipeline stage has that of multi-token heads. What Megatron would leave to rank 0 (steps, rates) is
     therefore an object of its own for each part, which the first of the ranks with that part writes.
     """
-    optimizer._synchronize_steps()
     parts, rank = optimizer_parts(optimizer), dist.get_rank()
+    _synchronize(parts)
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, list(parts))
     result = {}
@@ -257,7 +357,8 @@ def _optimizer_state(
 
 def _load_optimizer(optimizer: Any, state: dict[str, dict[str, Any]]) -> None:
     """Restore the tensors and the count of steps; all other values of the groups stay those of the configuration."""
-    for name, part in optimizer_parts(optimizer).items():
+    parts = optimizer_parts(optimizer)
+    for name, part in parts.items():
         own = [{key: group[key] for key in group if key not in ("params", "step")} for group in part.param_groups]
         if isinstance(part, DistributedOptimizer):
             part._set_main_param_and_optimizer_states = partial(_set_tensors, part)
@@ -266,7 +367,12 @@ def _load_optimizer(optimizer: Any, state: dict[str, dict[str, Any]]) -> None:
             part.optimizer.drop_loaded_copies()
         for group, values in zip(part.param_groups, own, strict=True):
             group.update(values)
-    optimizer._synchronize_steps()
+    _synchronize(parts)
+
+
+def _synchronize(parts: dict[str, Any]) -> None:
+    """Give the parameters of all parts one count of steps, as Megatron does it."""
+    ChainedOptimizer(list(parts.values()))._synchronize_steps()
 
 
 def _set_tensors(part: DistributedOptimizer, param: torch.Tensor, state: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ from recipes.files import sync_tree
 from recipes.policy import hf, parallel
 from recipes.policy.checkpoint import HEADS, model_state
 from recipes.policy.families.mapping import WeightMapping, join
-from recipes.policy.model import DTYPES, build_heads, build_model, transformer_config
+from recipes.policy.model import build_heads, build_model, transformer_config
 
 if TYPE_CHECKING:
     from recipes.config.tree import PolicyConfig
@@ -80,8 +80,8 @@ def export_checkpoint(path: Path, target: Path, cfg: PolicyConfig) -> None:
 
     Raises `CheckpointError` when the checkpoint is not of the model of `policy.model_name`.
     """
-    source, tokenizer = hf.model_directory(cfg.model_name), hf.model_directory(cfg.tokenizer.name)
-    hf_config, family = hf.read_config(source)
+    hf_config, family = hf.read_config(hf.model_directory(cfg.model_name))
+    side_files = hf.side_files(cfg)
     cfg = replace(cfg, megatron_cfg=replace(cfg.megatron_cfg, **_ALONE))
     parallel.join_groups(HashStore(), rank=0, world_size=1, cfg=cfg.megatron_cfg, seed=0, timeout_s=60.0)
     try:
@@ -96,7 +96,7 @@ def export_checkpoint(path: Path, target: Path, cfg: PolicyConfig) -> None:
         _check_shapes(path, reader, saved)
         shapes = [shape for part in saved for shape in part.shapes(config)]
         hf.write_weights(shapes, _stream(reader, saved, config), target)
-        hf.copy_side_files(source, tokenizer, target, dtype=DTYPES[cfg.precision])
+        hf.write_side_files(side_files, target)
         sync_tree(target)
     finally:
         dist.destroy_process_group()

@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
+from recipes.config.keys.derive import template_kwargs
 from recipes.config.keys.native import ARCHITECTURES
 from recipes.errors import CheckpointError, ConfigError, PolicyError, Problem
 from recipes.policy.families.family import Family, family_of
+from recipes.weight_files import AGAIN, INDEX, WHOLE, read_weights, require_object
+
+if TYPE_CHECKING:
+    from recipes.config.tree import PolicyConfig
+
+logger = logging.getLogger(__name__)
 
 TensorShape = tuple[str, torch.dtype, tuple[int, ...]]
 """Name, dtype and shape of a tensor."""
 
 SHARD_BYTES = 5 * 10**9  # the hub's customary size of one weight file
-_WHOLE, _PART = "model.safetensors", "model-{:05d}-of-{:05d}.safetensors"  # the names that transformers looks for
+_PART = "model-{:05d}-of-{:05d}.safetensors"  # the name that transformers looks for
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
-_INDEX = "model.safetensors.index.json"
-_SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model")  # configuration, tokenizer, chat template
+_SIDE_FILES = ("*.json", "*.txt", "*.model")  # configuration and tokenizer
+_CONFIG = "config.json"
+_MODEL_FILES = (_CONFIG, "generation_config.json")  # of which a tokenizer apart from the model has none to give
+TEMPLATE_KWARGS = "chat_template_kwargs"  # in an export's tokenizer_config.json
+_TOKENIZER_CONFIG, _TEMPLATE, _TEMPLATES = "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates"
+_TOKENIZER_FILES = {
+    *(_TOKENIZER_CONFIG, "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json"),
+    *("vocab.json", "vocab.txt", "merges.txt"),
+}
+_RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.(\w+)\s+import\b", re.MULTILINE)
 
 
 def model_directory(name: str) -> Path:
@@ -37,8 +53,21 @@ def model_directory(name: str) -> Path:
     return Path(snapshot_download(name))
 
 
+def chosen_template(cfg: PolicyConfig) -> str | None:
+    """Return the chat template that a configuration chooses over the tokenizer's own; None where it chooses none."""
+    path = cfg.tokenizer.chat_template
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        where, wrong = "policy.tokenizer.chat_template", f"{path} cannot be read ({error.strerror or error})"
+        raise CheckpointError(Problem(where=where, wrong=wrong, fix="restore the file that the run used")) from error
+
+
 def read_config(directory: Path) -> tuple[Any, Family]:
     """Read a transformers configuration and find its family; raises `ConfigError` for what the policy cannot build."""
+    require_object(directory / _CONFIG, fix="name a model directory in Hugging Face format")  # else a traceback
     config = AutoConfig.from_pretrained(directory)
     architecture = (getattr(config, "architectures", None) or ["none"])[0]
     family = family_of(architecture)
@@ -62,18 +91,11 @@ class WeightReader:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._file_of: dict[str, Path] = {}
-        for file in sorted(directory.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as tensors:
-                self._file_of |= dict.fromkeys(tensors.keys(), file)
-        if not self._file_of:
-            raise CheckpointError(
-                Problem(
-                    where=str(directory),
-                    wrong="this is no Hugging Face model directory: it has no *.safetensors file",
-                    fix="set policy.model_name to one",
-                )
-            )
+        weights = read_weights(directory)
+        self._file_of = weights.file_of
+        if weights.strays:
+            names = ", ".join(file.name for file in weights.strays)
+            logger.warning("%s: not read, because %s does not name it: %s", directory, INDEX, names)
 
     def has(self, name: str) -> bool:
         """Whether the directory has a tensor of this name."""
@@ -107,18 +129,118 @@ class WeightReader:
             )
 
 
-def copy_side_files(source: Path, tokenizer: Path, target: Path, *, dtype: torch.dtype) -> None:
-    """Copy configuration and tokenizer files, and note the dtype of the exported weights."""
-    target.mkdir(parents=True, exist_ok=True)
-    for directory in (source, tokenizer):  # the tokenizer's own files win
+def side_files(cfg: PolicyConfig) -> dict[str, bytes]:
+    """Return what belongs beside the exported weights of a policy, as it is now: see `read_side_files`."""
+    return read_side_files(
+        model_directory(cfg.model_name),
+        model_directory(cfg.tokenizer.name),
+        precision=cfg.precision,
+        chat_template=chosen_template(cfg),
+        template_kwargs=template_kwargs(cfg),
+    )
+
+
+def read_side_files(
+    source: Path,
+    tokenizer: Path,
+    *,
+    precision: str,
+    chat_template: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> dict[str, bytes]:
+    """Return what belongs beside exported weights, by name: configuration, tokenizer, chat templates, code.
+
+    A run reads it once, at its start: what somebody changes there later is not what the run uses. `chat_template` is
+    the text of the one that the configuration chose over the tokenizer's own. `template_kwargs` are the arguments with
+    which it renders; no reader of exports applies any, so `tokenizer_config.json` says them.
+    """
+    files = {file.name: file.read_bytes() for file in _used_files(source, tokenizer)}
+    config = _without_lost_code(require_object(source / _CONFIG, fix=AGAIN), source, files)
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = precision
+    path = tokenizer / _TOKENIZER_CONFIG
+    given = require_object(path, fix=AGAIN) if path.is_file() else {}
+    own = {key: value for key, value in given.items() if key not in ("chat_template", TEMPLATE_KWARGS)}
+    settings = _without_lost_code(own, tokenizer, files)
+    settings |= {TEMPLATE_KWARGS: dict(template_kwargs)} if template_kwargs else {}
+    for name, text in _templates(tokenizer, given.get("chat_template"), chat_template).items():
+        files[_TEMPLATE if name == "default" else f"{_TEMPLATES}/{Path(name).name}.jinja"] = text.encode()
+    written = {_CONFIG: (config, None), _TOKENIZER_CONFIG: (settings, given)}
+    return files | {name: _as_json(content) for name, (content, old) in written.items() if content != old}
+
+
+def write_side_files(files: Mapping[str, bytes], target: Path) -> None:
+    """Write what `read_side_files` returned."""
+    for name, content in files.items():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (target / name).write_bytes(content)
+
+
+def _used_files(source: Path, tokenizer: Path) -> Iterator[Path]:
+    """Yield the files of model and tokenizer that a reader of the export needs; of two with one name, the right one."""
+    is_apart = source.resolve() != tokenizer.resolve()
+    for directory in (source, tokenizer) if is_apart else (source,):
         for pattern in _SIDE_FILES:
             for file in directory.glob(pattern):
-                if not file.name.endswith(".index.json") and (directory == source or file.name != "config.json"):
-                    shutil.copyfile(file, target / file.name)
-    path = target / "config.json"
-    config = json.loads(path.read_text())
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+                of_tokenizer = file.name in _TOKENIZER_FILES or file.suffix == ".model"
+                is_used = not (of_tokenizer if directory == source else file.name in _MODEL_FILES) or not is_apart
+                if is_used and not file.name.endswith(".index.json"):
+                    yield file
+
+
+def _templates(tokenizer: Path, entry: Any, chosen: str | None) -> dict[str, str]:
+    """Return each chat template by name. An export has each as a file of its own, which every reader takes first.
+
+    A chosen template is used with and without tools, so the tokenizer's own for tools is left out then.
+    """
+    named: dict[str, str] = {}
+    if (tokenizer / _TEMPLATE).is_file():
+        named["default"] = (tokenizer / _TEMPLATE).read_text(encoding="utf-8")
+    elif isinstance(entry, list):
+        given = [one for one in entry if isinstance(one, dict)]
+        named |= {str(one["name"]): one["template"] for one in given if isinstance(one.get("template"), str)}
+    elif isinstance(entry, str):
+        named["default"] = entry
+    named |= {file.stem: file.read_text(encoding="utf-8") for file in (tokenizer / _TEMPLATES).glob("*.jinja")}
+    if chosen is not None:
+        named["default"] = chosen
+        named.pop("tool_use", None)
+    return named
+
+
+def _without_lost_code(config: dict[str, Any], directory: Path, files: dict[str, bytes]) -> dict[str, Any]:
+    """Add the Python files that `auto_map` names to `files`; returns the settings without entries that lack theirs."""
+    if not isinstance(entries := config.get("auto_map"), dict):
+        return config
+    kept = {}
+    for kind, entry in entries.items():
+        names = [name for name in (entry if isinstance(entry, list) else [entry]) if name and "--" not in name]
+        modules = _modules(directory, {name.partition(".")[0] for name in names})
+        if all(file.is_file() for file in modules):
+            kept[kind] = entry
+            files.update({file.name: file.read_bytes() for file in modules})
+        else:
+            lost = ", ".join(file.name for file in modules if not file.is_file())
+            said = "%s: auto_map names %s for %s: it is not there, and left out of exports"
+            logger.warning(said, directory, lost, kind)
+    others = {key: value for key, value in config.items() if key != "auto_map"}
+    return others | ({"auto_map": kept} if kept else {})
+
+
+def _modules(directory: Path, names: set[str]) -> list[Path]:
+    """Return the files of modules, and of those beside them that they import."""
+    found: dict[str, Path] = {}
+    left = sorted(names)
+    while left:
+        name = left.pop()
+        if name not in found:
+            found[name] = directory / f"{name}.py"
+            text = found[name].read_text(encoding="utf-8") if found[name].is_file() else ""
+            left += _RELATIVE_IMPORT.findall(text)
+    return list(found.values())
+
+
+def _as_json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
 def write_weights(shapes: Sequence[TensorShape], weights: Iterable[tuple[str, Tensor]], target: Path) -> None:
@@ -132,13 +254,15 @@ def write_weights(shapes: Sequence[TensorShape], weights: Iterable[tuple[str, Te
     target.mkdir(parents=True, exist_ok=True)
     stream = iter(weights)
     files = in_files(shapes)
-    names = [_WHOLE if len(files) == 1 else _PART.format(number, len(files)) for number in range(1, len(files) + 1)]
-    for name, own in zip(names, files, strict=True):
+    names = [WHOLE if len(files) == 1 else _PART.format(number, len(files)) for number in range(1, len(files) + 1)]
+    for number, (name, own) in enumerate(zip(names, files, strict=True), start=1):
+        size = f"{sum(map(num_bytes, own)) / 1e6:,.1f} MB"
+        logger.info("writing file %d of %d: %s, %s", number, len(files), name, size)
         _write_file(target / name, own, stream)
     if len(files) > 1:
         weight_map = {tensor: name for name, own in zip(names, files, strict=True) for tensor, *_ in own}
         index = {"metadata": {"total_size": sum(map(num_bytes, shapes))}, "weight_map": weight_map}
-        (target / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        (target / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def in_files(shapes: Sequence[TensorShape]) -> list[list[TensorShape]]:

@@ -6,7 +6,7 @@ Shape legend: B rows of the microbatch, S the longest of them, T tokens of the p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from recipes.policy.layers.packed import PackedSequences, packed_sequences
 from recipes.policy.packing import round_up
+from recipes.routes import UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,15 @@ class Microbatch:
         for row_S, own in zip(aligned_BS, values, strict=True):
             row_S[: len(own) - 1] = torch.tensor(own[1:])
         return aligned_BS.to(self.source_BS.device, non_blocking=True)
+
+    def with_routes(self, routes: Sequence[NDArray[np.int16]]) -> Microbatch:
+        """Return it with the routes of its tokens, [S, L, K] of each row; pads have none."""
+        total = self.tokens_1T.shape[1]
+        routes_TLK = np.full((total, *routes[0].shape[1:]), UNKNOWN, np.int16)
+        for start, own in zip(self.starts, routes, strict=True):
+            routes_TLK[start : start + len(own)] = own
+        placed = torch.from_numpy(routes_TLK).to(self.tokens_1T.device)
+        return replace(self, sequences=replace(self.sequences, routes_TLK=placed))
 
 
 def pack_microbatch(

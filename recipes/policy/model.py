@@ -15,10 +15,16 @@ from torch import Tensor
 
 from recipes.policy.families.family import Family
 from recipes.policy.layers.context import ContextSequences, gather_row
-from recipes.policy.layers.dispatch import use_uneven_gather
 from recipes.policy.layers.head import OutputConfig
 from recipes.policy.layers.packed import PackedSequences
-from recipes.policy.layers.router import count_tokens, freeze_routers, pads_of_rank
+from recipes.policy.layers.router import (
+    count_tokens,
+    freeze_routers,
+    pads_of_rank,
+    replay_routes,
+    row_marks,
+    use_uneven_gather,
+)
 from recipes.policy.layers.token_heads import TokenHeads
 from recipes.policy.parallel import device
 
@@ -34,8 +40,12 @@ def build_model(family: Family, hf: Any, config: TransformerConfig, cfg: PolicyC
     use_uneven_gather()
     model = family.build(hf, config, output).to(device())
     count_tokens(model)
+    if cfg.router_replay.enabled:
+        replay_routes(model)
     if cfg.megatron_cfg.freeze_moe_router:
         freeze_routers(model)
+    if cfg.megatron_cfg.freeze_trunk:
+        model.requires_grad_(False)
     if not config.bf16:
         return model
     rounded: torch.nn.Module = Float16Module(config, model)
@@ -85,6 +95,7 @@ def transformer_config(family: Family, hf: Any, cfg: PolicyConfig) -> Transforme
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        deterministic_mode=cfg.determinism == "full",
         perform_initialization=True,  # also marks sharded weights, without which the gradient norm misses shards
         init_method=_keep,
         output_layer_init_method=_keep,
@@ -141,9 +152,9 @@ def forward(model: torch.nn.Module, tokens_1T: Tensor, labels_1T: Tensor, sequen
 
     With context parallelism each rank computes its share of the tokens and gets the log-probabilities of all.
     """
-    pads_1T = sequences.pads_1T
+    marks_1T = row_marks(sequences.pads_1T, sequences.routes_TLK)
     if isinstance(sequences, ContextSequences):
-        tokens_1T, labels_1T, pads_1T = (row_1T[:, sequences.own_O] for row_1T in (tokens_1T, labels_1T, pads_1T))
+        tokens_1T, labels_1T, marks_1T = (row_1T[:, sequences.own_O] for row_1T in (tokens_1T, labels_1T, marks_1T))
     config = get_model_config(model)
     result: Tensor = model(
         input_ids=tokens_1T,
@@ -151,7 +162,7 @@ def forward(model: torch.nn.Module, tokens_1T: Tensor, labels_1T: Tensor, sequen
         attention_mask=None,
         labels=labels_1T,
         packed_seq_params=sequences,
-        padding_mask=pads_of_rank(pads_1T, is_divided=config.sequence_parallel) if config.num_moe_experts else None,
+        padding_mask=pads_of_rank(marks_1T, is_divided=config.sequence_parallel) if config.num_moe_experts else None,
     )
     if isinstance(sequences, ContextSequences) and parallel_state.is_pipeline_last_stage():
         return gather_row(result, sequences, parallel_state.get_context_parallel_group())

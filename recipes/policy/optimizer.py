@@ -13,7 +13,6 @@ from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, _get_para
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from recipes.errors import ConfigError, Problem
 from recipes.policy.cpu import Adam, use_exact_adam
 from recipes.policy.model import DTYPES
 from recipes.policy.offloading.hybrid import use_offloading
@@ -71,7 +70,6 @@ def build_optimizer(
     use_exact_adam()
     own = cfg.megatron_cfg
     if _is_offloaded(own):
-        _require_copies(cfg)
         use_offloading(Adam)
     optimizer = get_megatron_optimizer(optimizer_config(cfg), [model])
     if heads is not None:
@@ -129,8 +127,9 @@ def is_finite(optimizer: ChainedOptimizer, loss: float) -> bool:
 def optimizer_parts(optimizer: ChainedOptimizer) -> dict[str, Any]:
     """Return the optimizers of which this rank's one is made, by the names that they have in a checkpoint."""
     names = ["optimizer.dense", "optimizer.experts"]
-    if not isinstance(optimizer, HeadsApart):
-        return dict(zip(names, optimizer.chained_optimizers, strict=False))
+    if not isinstance(optimizer, HeadsApart):  # of a frozen trunk there is one in name only
+        named = zip(names, optimizer.chained_optimizers, strict=False)
+        return {name: part for name, part in named if not part.is_stub_optimizer}
     heads = dict(zip(["heads.dense", "heads.experts"], optimizer.heads.chained_optimizers, strict=False))
     return optimizer_parts(optimizer.model) | heads
 
@@ -149,18 +148,6 @@ def _groups_of_a_stage(config: OptimizerConfig) -> tuple[dist.ProcessGroup, dist
 def _is_offloaded(cfg: MegatronConfig) -> bool:
     """Whether state goes from the device to the CPU: on a machine without CUDA it lies there anyway."""
     return cfg.optimizer.optimizer_cpu_offload and device().type == "cuda"
-
-
-def _require_copies(cfg: PolicyConfig) -> None:
-    """Refuse to offload from parameters in float32: the optimizer takes no views of a model's own parameters."""
-    if DTYPES[cfg.precision] == torch.float32:
-        problem = Problem(
-            where="policy.megatron_cfg.optimizer.optimizer_cpu_offload",
-            got="true",
-            expected="false with policy.precision float32 on CUDA",
-            fix="Megatron offloads only from weights in 16 bits; set it to false, or policy.precision to bfloat16",
-        )
-        raise ConfigError([problem])
 
 
 def optimizer_config(cfg: PolicyConfig) -> OptimizerConfig:

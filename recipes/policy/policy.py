@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 # make the copy for a checkpoint, in new memory, four times as fast. On GPUs before Blackwell, Megatron's layers overlap
 # communication with matrix products only where kernels run in the order in which they are queued.
 _ENV = {"OMP_WAIT_POLICY": "PASSIVE", "THP_MEM_ALLOC_ENABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+# With `determinism: full`. cuBLAS, NCCL and Transformer Engine read them at their start.
+_DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 _POLL_SECONDS = 0.02  # between two looks at a save that is waited for
 _BEGIN_SECONDS = 2.0  # for a call to begin: one that is cancelled before would not be made, and the others wait for it
 _ANSWER_SECONDS = 10.0  # for a worker to say that the deadline it was given is over
@@ -105,7 +107,7 @@ class Policy:
         """
         steps = []
         for part in shards.optimizer_batches(batch, self._cfg.train_global_batch_size, num_shards=self._num_shards):
-            plan = shards.plan(part, self._cfg, num_shards=self._num_shards, training=True)
+            plan = shards.divide(part, self._cfg, num_shards=self._num_shards, training=True)
             steps.append(self._per_rank(part, plan))
         per_rank = [tuple(own) for own in zip(*steps, strict=True)]
         self._call("fetch", per_rank=per_rank, deadline=self._deadlines.train)
@@ -128,7 +130,7 @@ class Policy:
 
         Entry t belongs to token t of the row; the first is 0. For few rows: they pass through the driver.
         """
-        plan = shards.plan(batch, self._cfg, num_shards=self._num_shards, training=False)
+        plan = shards.divide(batch, self._cfg, num_shards=self._num_shards, training=False)
         parts = self._call("logprobs", per_rank=self._per_rank(batch, plan), deadline=self._deadlines.train)
         return shards.scatter_rows(self._outputs(parts), plan, batch.lengths_B.tolist())
 
@@ -264,7 +266,7 @@ class Policy:
         return self._gather(calls, deadline=deadline, what=method)
 
     def _gather(self, calls: Sequence[Any], *, deadline: float, what: str = "open_store") -> list[Any]:
-        """Wait for all ranks; the first that fails, or lateness, ends the wait."""
+        """Wait for all ranks; the first failure, or the deadline, ends the wait."""
         rank_of = {call: rank for rank, call in enumerate(calls)}
         results: list[Any] = [None] * len(calls)
         pending = list(calls)
@@ -298,7 +300,8 @@ class Policy:
 
 def worker_variables(cfg: PolicyConfig) -> dict[str, str]:
     """Return what a worker's environment has from its start, when CUDA reads it; `env_vars` wins over our values."""
-    return _ENV | {name: str(value) for name, value in (cfg.megatron_cfg.env_vars or {}).items()}
+    exact = _DETERMINISTIC if cfg.determinism == "full" else {}
+    return _ENV | exact | {name: str(value) for name, value in (cfg.megatron_cfg.env_vars or {}).items()}
 
 
 def threads_per_rank(identities: Sequence[WorkerIdentity]) -> int:

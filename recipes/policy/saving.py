@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from recipes.files import sync_files, sync_tree
 from recipes.policy import checkpoint, hf
 from recipes.policy.host_copies import HostCopies
-from recipes.policy.model import DTYPES
 from recipes.policy.step import Trainer
 
 _OF_ONE_RANK = ".distcp"  # of the files that hold the tensors of a checkpoint
@@ -68,12 +67,14 @@ class BackgroundSave:
         wait([self._written])
 
 
-def export_copy(trainer: Trainer, path: Path, copies: HostCopies, *, is_writer: bool) -> Callable[[], None] | None:
+def export_copy(
+    trainer: Trainer, path: Path, copies: HostCopies, side_files: Mapping[str, bytes]
+) -> Callable[[], None] | None:
     """Copy the full weights into memory on the writer; returns what writes them as a Hugging Face directory.
 
-    Collective over the ranks of a replica; None on those that only take part.
+    Collective over the ranks of a replica; None on those that only take part, which have no `side_files`.
     """
-    if not is_writer:
+    if not side_files:
         for _ in trainer.export():
             pass
         return None
@@ -81,10 +82,8 @@ def export_copy(trainer: Trainer, path: Path, copies: HostCopies, *, is_writer: 
     shapes = trainer.full_shapes()
 
     def write() -> None:
-        cfg = trainer.cfg
-        source, tokenizer = hf.model_directory(cfg.model_name), hf.model_directory(cfg.tokenizer.name)
         hf.write_weights(shapes, weights, path)
-        hf.copy_side_files(source, tokenizer, path, dtype=DTYPES[cfg.precision])
+        hf.write_side_files(side_files, path)
         sync_tree(path)
 
     return write

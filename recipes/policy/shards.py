@@ -83,7 +83,7 @@ def padded(batch: TrainBatch, multiple: int) -> TrainBatch:
     return replace(result, sample_mask_B=mask_B)
 
 
-def plan(batch: TrainBatch, cfg: PolicyConfig, *, num_shards: int, training: bool) -> list[Shard]:
+def divide(batch: TrainBatch, cfg: PolicyConfig, *, num_shards: int, training: bool) -> list[Shard]:
     """Choose the rows and microbatches of every data-parallel rank."""
     packing = cfg.sequence_packing
     if not packing.enabled:

@@ -4,6 +4,12 @@ Each microbatch adds the sum of its loss to the gradients, and counts what stays
 Megatron adds up gradients and counts over the data-parallel ranks and divides once, as for a loss per token.
 
 Shape legend: B rows of a microbatch, S the longest of them, T = S - 1.
+
+The reference policy: the weights that the stage started from, kept in host memory.
+
+A trainer is built from `policy.model_name` before a checkpoint is loaded into it, so a copy taken in between holds the
+start weights, also when a run resumes. For the reference's pass the copy takes the place of the trained weights. The
+accelerator then never holds two models; the host holds one copy more for as long as the pass lasts.
 """
 
 from __future__ import annotations
@@ -21,8 +27,8 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import unwrap_model
-from torch import Tensor
+from megatron.core.utils import get_model_config, unwrap_model
+from torch import Tensor, nn
 
 from recipes.config.packages import package_problems
 from recipes.config.tree import PolicyConfig
@@ -32,17 +38,47 @@ from recipes.policy.families import mapping
 from recipes.policy.families.gather import FullWeights
 from recipes.policy.heads import HeadTargets, HeadTraining, head_targets, share_embedding, train_heads
 from recipes.policy.layers.context import share_over_context
-from recipes.policy.layers.router import biases_now, take_expert_loads
+from recipes.policy.layers.router import biases_now, routed_layers, take_changed_routes, take_expert_loads
 from recipes.policy.layers.token_heads import TokenHeads
 from recipes.policy.layout import check_model_fits
 from recipes.policy.microbatch import Microbatch, pack_microbatch
 from recipes.policy.model import build_heads, build_model, forward, transformer_config
-from recipes.policy.offloading.aside import state_aside, with_state_aside
+from recipes.policy.offloading.state import state_on_host, with_state_on_host
 from recipes.policy.optimizer import build_optimizer, is_finite, wrap_unloaded
 from recipes.policy.parallel import device, finish_queued_work, release_unused_memory
-from recipes.policy.reference import ReferenceWeights
 from recipes.policy.shards import BatchShard, Measured, merge_metrics, merge_optimizer_steps
+from recipes.routes import ROUTES_CHANGED, ROUTES_UNKNOWN, laid_out, num_unknown
 from recipes.types import LossFunction, LossInputs, LossSums, PolicyRow, ReferenceUse, TokenAdvantages
+
+
+class ReferenceWeights:
+    """This rank's part of the start weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Copy the parameters and buffers that `model` has now."""
+        self._tensors = [*model.parameters(), *model.buffers()]  # a parameter that two modules share is there once
+        self._start = _copies_on_host(self._tensors)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Give the model the start weights inside the block, and its own back after it, bit for bit."""
+        own = _copies_on_host(self._tensors)
+        _fill(self._tensors, self._start)
+        try:
+            yield
+        finally:
+            _fill(self._tensors, own)
+
+
+def _copies_on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+
+
+@torch.no_grad()
+def _fill(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
+
 
 _AFTER_BACKWARD, _AFTER_STEP = 1, 2  # levels of empty_unused_memory_level
 
@@ -73,6 +109,8 @@ class Trainer:
     scheduler: OptimizerParamScheduler
     reference: ReferenceWeights | None  # None where nothing needs the reference policy
     token_advantages: TokenAdvantages | None  # None where every token has the advantage of its rollout
+    replays: bool = False  # whether the engine's choices of experts take the place of the policy's own
+    routed_layers: tuple[int, ...] = ()  # whose choices are replayed: this rank's layers with experts
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) on the ranks of `Coordinates.exports`; all iterate to the end.
@@ -103,6 +141,7 @@ def build_trainer(cfg: PolicyConfig, loss: LossFunction, *, reference: Reference
     check_model_fits(sizes, hf_config.vocab_size, cfg.megatron_cfg)
     reader = hf.WeightReader(directory)
     config = transformer_config(family, hf_config, cfg)
+    replays = cfg.router_replay.enabled and bool(config.num_moe_experts)
     wrapped = wrap_unloaded(build_model(family, hf_config, config, cfg), config, cfg.megatron_cfg)
     own = family.weights(unwrap_model(wrapped))
     heads = build_heads(family, hf_config, config)
@@ -120,7 +159,7 @@ def build_trainer(cfg: PolicyConfig, loss: LossFunction, *, reference: Reference
     optimizer, scheduler = build_optimizer(wrapped, cfg, heads=head_training and head_training.model)
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
-    if wrapped.ddp_config.overlap_grad_reduce:
+    if wrapped.ddp_config.overlap_grad_reduce and not cfg.megatron_cfg.freeze_trunk:
         config.no_sync_func = partial(_without_sync, wrapped, head_training)
     return Trainer(
         cfg=cfg,
@@ -131,8 +170,10 @@ def build_trainer(cfg: PolicyConfig, loss: LossFunction, *, reference: Reference
         head_training=head_training,
         optimizer=optimizer,
         scheduler=scheduler,
-        reference=None if reference is None else ReferenceWeights(unwrap_model(wrapped)),
+        reference=ReferenceWeights(unwrap_model(wrapped)) if reference is not None and reference.keeps_start else None,
         token_advantages=None if reference is None else reference.token_advantages,
+        replays=replays,
+        routed_layers=routed_layers(unwrap_model(wrapped)) if replays else (),
     )
 
 
@@ -154,17 +195,15 @@ def passes_before(trainer: Trainer, parts: Sequence[BatchShard]) -> tuple[list[P
     has_steps = len(parts) > 1
     if not has_steps and trainer.token_advantages is None:
         return [Passes()], {}
-    with state_aside(trainer):
+    with state_on_host(trainer):
         previous = [logprobs(trainer, part) for part in parts]
     passes = [Passes(previous=own if has_steps else None) for own in previous]
     if trainer.token_advantages is None:
         return passes, {}
     rows: list[PolicyRow] = []
-    with state_aside(trainer):
+    with state_on_host(trainer):
         for part, own in zip(parts, previous, strict=True):
-            start = reference_logprobs(trainer, part)
-            assert start is not None, "token advantages come with a reference policy"
-            rows += _policy_rows(part, own, start)
+            rows += _policy_rows(part, own, reference_logprobs(trainer, part))
     advantages, metrics = trainer.token_advantages(rows, _sum_over_replicas)
     ends = itertools.accumulate(len(own) for own in previous)
     return [
@@ -173,17 +212,22 @@ def passes_before(trainer: Trainer, parts: Sequence[BatchShard]) -> tuple[list[P
     ], metrics
 
 
-def _policy_rows(shard: BatchShard, logprobs: Rows, reference: Rows) -> list[PolicyRow]:
+def _policy_rows(shard: BatchShard, logprobs: Rows, reference: Rows | None) -> list[PolicyRow]:
     masks, advantages = shard.batch.sample_mask_B.tolist(), shard.batch.advantages_B.tolist()
-    return [
-        PolicyRow(
-            advantage=advantages[row],
-            loss_mask_S=torch.from_numpy(shard.row(row).token_mask()) * masks[row],
-            logprobs_S=own_S,
-            reference_logprobs_S=start_S,
+    result = []
+    for number, own_S in enumerate(logprobs):
+        row = shard.row(number)
+        taught = row.teacher_logprobs()
+        result.append(
+            PolicyRow(
+                advantage=advantages[number],
+                loss_mask_S=torch.from_numpy(row.token_mask()) * masks[number],
+                logprobs_S=own_S,
+                reference_logprobs_S=None if reference is None else reference[number],
+                teacher_logprobs_S=None if taught is None else torch.from_numpy(taught),
+            )
         )
-        for row, (own_S, start_S) in enumerate(zip(logprobs, reference, strict=True))
-    ]
+    return result
 
 
 def _sum_over_replicas(own: Tensor) -> Tensor:
@@ -200,10 +244,11 @@ def train_step(trainer: Trainer, shard: BatchShard, passes: Passes | None = None
     """
     level = trainer.cfg.megatron_cfg.empty_unused_memory_level
     biases = biases_now(trainer.model, trainer.heads)  # Megatron moves them with the gradients, before these are seen
-    metrics = accumulate_gradients(trainer, shard, passes or Passes())
+    accumulate = GRADIENTS_OF["heads" if trainer.cfg.megatron_cfg.freeze_trunk else "policy"]
+    metrics = accumulate(trainer, shard, passes or Passes())
     if level >= _AFTER_BACKWARD:
         release_unused_memory()
-    lr = get_canonical_lr_for_logging(trainer.optimizer.param_groups)
+    lr = get_canonical_lr_for_logging(trainer.optimizer.param_groups) or 0.0  # a stage without heads may train nothing
     metrics["wd"] = (trainer.scheduler.get_wd(), 1.0)
     loss = metrics.get("loss", 0.0)
     is_taken, grad_norm = is_finite(trainer.optimizer, loss[0] if isinstance(loss, tuple) else loss), math.nan
@@ -221,6 +266,8 @@ def train_step(trainer: Trainer, shard: BatchShard, passes: Passes | None = None
     if trainer.cfg.megatron_cfg.moe_per_layer_logging:
         loads = take_expert_loads(unwrap_model(trainer.model))
         metrics |= {f"expert_load/layer_{number}": (ratio, 1.0) for number, ratio in loads.items()}
+    if trainer.replays:
+        metrics[ROUTES_CHANGED] = take_changed_routes(unwrap_model(trainer.model))
     return metrics | {"grad_norm": float(grad_norm), "lr": float(lr), "skipped_steps": float(not is_taken)}
 
 
@@ -229,12 +276,7 @@ def accumulate_gradients(trainer: Trainer, shard: BatchShard, passes: Passes) ->
     if trainer.token_advantages is None:  # else the loss has no term for the reference
         passes = replace(passes, reference=reference_logprobs(trainer, shard))
     trainer.model.train()
-    trainer.model.zero_grad_buffer()
-    trainer.optimizer.zero_grad()
-    heads = trainer.head_training
-    share_embedding(unwrap_model(trainer.model), heads, trainer.cfg.megatron_cfg)
-    if heads is not None:
-        heads.begin()
+    heads = _begin_step(trainer)
 
     # All context-parallel ranks compute the same loss, and Megatron adds up what they count.
     counts = int(parallel_state.get_context_parallel_rank() == 0)
@@ -244,11 +286,12 @@ def accumulate_gradients(trainer: Trainer, shard: BatchShard, passes: Passes) ->
             inputs, current_BT = loss_inputs(shard, packed, logprobs_1T, passes)
             sums = trainer.loss(current_BT, inputs)
             count = sums.count.to(torch.int) * counts
+            metrics = {**sums.metrics, **(_fallback(shard, packed) if trainer.replays else {})}
             if heads is None:
-                return sums.loss, count, sums.metrics
+                return sums.loss, count, metrics
             targets = _head_targets(shard, packed, sums, num_heads=heads.num_heads)
-            of_heads, metrics = heads.loss(unwrap_model(trainer.model), packed, targets)
-            return sums.loss + of_heads, count, {**sums.metrics, **metrics}
+            of_heads, of_training = heads.loss(unwrap_model(trainer.model), packed, targets)
+            return sums.loss + of_heads, count, {**metrics, **of_training}
 
         return loss
 
@@ -256,6 +299,62 @@ def accumulate_gradients(trainer: Trainer, shard: BatchShard, passes: Passes) ->
     if heads is not None:
         heads.finish()
     return merge_metrics(_on_host(outputs)) if outputs else {}
+
+
+def accumulate_head_gradients(trainer: Trainer, shard: BatchShard, passes: Passes) -> dict[str, Measured]:
+    """Run the frozen policy forward and only its heads backward too: MTP healing; return this rank's loss metrics.
+
+    The heads learn the policy's own answers by their negative log-likelihood. The loss of the policy says, as in other
+    stages, which rows count, and is measured; nothing is trained by it.
+    """
+    trainer.model.eval()
+    heads, left = _begin_step(trainer), itertools.count(len(shard.microbatches) - 1, -1)
+
+    def train_function(packed: Microbatch) -> Callable[..., Any]:
+        def train(logprobs_1T: Tensor, non_loss_data: bool) -> Mapping[str, Any]:
+            del non_loss_data
+            assert heads is not None, "the last stage has the heads"
+            inputs, current_BT = loss_inputs(shard, packed, logprobs_1T, passes)
+            sums = trainer.loss(current_BT, inputs)
+            targets = _head_targets(shard, packed, sums, num_heads=heads.num_heads)
+            with torch.enable_grad(), heads.model.no_sync() if next(left) else nullcontext():
+                of_heads, of_training = heads.loss(unwrap_model(trainer.model), packed, targets)
+                of_heads.backward()  # type: ignore[no-untyped-call]
+            return {**sums.metrics, **(_fallback(shard, packed) if trainer.replays else {}), **of_training}
+
+        return train
+
+    with torch.no_grad():
+        outputs = _run(trainer, shard, train_function, forward_only=True)
+    if heads is not None:
+        heads.finish()
+    return merge_metrics(_on_host(outputs)) if outputs else {}
+
+
+GRADIENTS_OF: Mapping[str, Callable[[Trainer, BatchShard, Passes], dict[str, Measured]]] = {
+    "policy": accumulate_gradients,  # and of its heads, where these are trained beside it
+    "heads": accumulate_head_gradients,
+}
+
+
+def _begin_step(trainer: Trainer) -> HeadTraining | None:
+    """Forget the gradients of the last step; return the heads that this rank trains."""
+    trainer.model.zero_grad_buffer()
+    trainer.optimizer.zero_grad()
+    heads = trainer.head_training
+    share_embedding(unwrap_model(trainer.model), heads, trainer.cfg.megatron_cfg)
+    if heads is not None:
+        heads.begin()
+    return heads
+
+
+def _fallback(shard: BatchShard, packed: Microbatch) -> dict[str, tuple[Tensor, Tensor]]:
+    """Count the tokens that the policy routes itself, because the engine has not reported their routes."""
+    rows = [shard.row(row) for row in packed.rows]
+    unknown = sum(num_unknown(row.routes, len(row.token_ids)) for row in rows)
+    total = sum(len(row.token_ids) - 1 for row in rows)
+    where = packed.tokens_1T.device
+    return {ROUTES_UNKNOWN: (torch.tensor(unknown, device=where), torch.tensor(total, device=where))}
 
 
 def _head_targets(shard: BatchShard, packed: Microbatch, sums: LossSums, *, num_heads: int) -> HeadTargets:
@@ -282,7 +381,7 @@ def _on_host(outputs: Sequence[Mapping[str, Tensor | tuple[Tensor, Tensor]]]) ->
     ]
 
 
-@with_state_aside
+@with_state_on_host
 def logprobs(trainer: Trainer, shard: BatchShard) -> list[Tensor]:
     """Return the log-probabilities of each row under the current weights, on the CPU.
 
@@ -306,7 +405,10 @@ def logprobs(trainer: Trainer, shard: BatchShard) -> list[Tensor]:
 
 
 def reference_logprobs(trainer: Trainer, shard: BatchShard) -> list[Tensor] | None:
-    """Return what `logprobs` returns, under the reference policy; None where the loss needs none."""
+    """Return what `logprobs` returns, under the reference policy; None where nothing needs it.
+
+    It replays the same routes: a policy that has not moved is then at no distance from it.
+    """
     if trainer.reference is None:
         return None
     finish_queued_work()  # the trained weights are read and put back: none of their values may still be on its way
@@ -388,13 +490,19 @@ def _microbatches(trainer: Trainer, shard: BatchShard) -> Iterator[Microbatch]:
     context = parallel_state.get_context_parallel_group()
     chunks = 2 * context.size() if context.size() > 1 else 1
     for rows in shard.microbatches:
+        own = [shard.row(row) for row in rows]
         packed = pack_microbatch(
-            [shard.row(row).token_ids for row in rows],
+            [row.token_ids for row in own],
             rows,
             multiple=trainer.cfg.make_sequence_length_divisible_by,
             row_multiple=chunks * (megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1),
             where=device(),
         )
+        if trainer.routed_layers and any(row.routes for row in own):
+            num_chosen = get_model_config(trainer.model).moe_router_topk
+            packed = packed.with_routes(
+                [laid_out(row.routes, len(row.token_ids), trainer.routed_layers, num_chosen) for row in own]
+            )
         if context.size() > 1:
             packed = replace(packed, sequences=share_over_context(packed.sequences, context))
         yield packed

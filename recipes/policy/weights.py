@@ -6,6 +6,7 @@ so a later run recognizes the file of a killed run and removes it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recipes.errors import EngineError, PolicyError
+from recipes.errors import EngineError, PolicyError, Problem, resource_problem
 from recipes.types import WeightLayout
 
 T = TypeVar("T")
@@ -67,9 +68,15 @@ class SharedMemoryWriter:
         layout = make_layout(shapes, path=str(path))
         self.layout = replace(layout, count_offset=layout.num_bytes, num_bytes=layout.num_bytes + _ALIGNMENT)
         temporary = path.with_name(f"{path.name}.tmp")
-        self._file = os.fdopen(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600), "w+b")
-        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.posix_fallocate(self._file.fileno(), 0, self.layout.num_bytes)  # fails here, not with SIGBUS at a write
+        try:
+            self._file = os.fdopen(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600), "w+b")
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(self._file.fileno(), 0, self.layout.num_bytes)  # fails here, not with SIGBUS at a write
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            is_full = error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
+            problem = no_room(error, self.layout.num_bytes) if is_full else resource_problem(error, str(temporary))
+            raise PolicyError(str(problem)) from error
         self._bytes = torch.frombuffer(mmap.mmap(self._file.fileno(), self.layout.num_bytes), dtype=torch.uint8)
         self._count = self._bytes[layout.num_bytes :][:8].view(torch.int64).numpy()
         temporary.rename(path)
@@ -95,6 +102,13 @@ class SharedMemoryWriter:
         """Remove the file; engines that mapped it keep their mapping."""
         Path(self.layout.path).unlink(missing_ok=True)
         self._file.close()
+
+
+def no_room(error: OSError, num_bytes: int) -> Problem:
+    """Return why the file of the weights could not be made."""
+    wrong = f"{error.strerror}, and the weights that are pushed to the engines need {num_bytes / 2**20:.1f} MiB there"
+    fix = "make it larger: mount -o remount,size=..., or a container's --shm-size or --ipc=host"
+    return Problem(where=str(_SHARED_MEMORY), wrong=wrong, fix=fix)
 
 
 def remove_stale_files() -> None:

@@ -98,13 +98,16 @@ class PolicyWorker:
         with without_gc():
             import torch
 
-            from recipes.policy import parallel, step
+            from recipes.policy import hf, parallel, step
             from recipes.policy.host_copies import HostCopies
 
         torch.set_num_threads(spec.num_threads)
+        # A checkpoint also holds memory that nothing writes, between the optimizer's buffers: torch then fills it.
+        torch.use_deterministic_algorithms(spec.policy_cfg.determinism == "full")
         # Else gloo offers the other ranks what the host's name means here, which may be a loopback address.
-        interface = "lo" if spec.is_one_node else interface_of(ray.util.get_node_ip_address())
-        if interface is not None:
+        if spec.is_one_node:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        elif (interface := interface_of(ray.util.get_node_ip_address())) is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if self._store is None:
             self._store = parallel.connect_store(host, port, timeout_s=spec.collective_timeout_s)
@@ -119,6 +122,7 @@ class PolicyWorker:
         self._spec = spec
         self._coordinates = coordinates
         self._trainer = step.build_trainer(spec.policy_cfg, spec.loss, reference=spec.reference)
+        self._side_files = hf.side_files(spec.policy_cfg) if self._rank == 0 else {}  # of all exports, which it writes
         self._copies = HostCopies()  # the memory of all saves
         return coordinates
 
@@ -237,7 +241,7 @@ class PolicyWorker:
             self._saving.wait()  # of a save that was given up, since another rank could not write
         export, copies = None, self._copies
         if export_path is not None and self._coordinates.exports:
-            export = saving.export_copy(self._trainer, export_path, copies, is_writer=self._rank == 0)
+            export = saving.export_copy(self._trainer, export_path, copies, self._side_files)
         self._saving = saving.BackgroundSave(self._trainer, path, export, copies, with_optimizer=with_optimizer)
 
     def is_save_written(self) -> bool:
@@ -270,7 +274,7 @@ class PolicyWorker:
         from recipes.policy.host_copies import HostCopies
 
         if self._coordinates.exports:
-            write = saving.export_copy(self._trainer, path, HostCopies(), is_writer=self._rank == 0)
+            write = saving.export_copy(self._trainer, path, HostCopies(), self._side_files)
             if write is not None:
                 write()
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from recipes.errors import RequestError
-from recipes.generation.clients.session import EngineSession
+from recipes.generation.clients.router import EngineSession
+from recipes.rollouts.teachers import Teachers
 from recipes.types import Completion, ModelClient, Rollout, RolloutHeader, RolloutStatus, Row, Sampling
 
 StoredGroup = tuple[tuple[RolloutHeader, ...], Any]
@@ -37,7 +38,7 @@ class Sampler(Protocol):
 class AgentRunner(Protocol):
     """The part of `Environments` that rollouts use."""
 
-    def place(self, row: Row, *, seconds: float) -> AbstractAsyncContextManager[None]: ...
+    def reserve(self, row: Row, *, seconds: float) -> AbstractAsyncContextManager[None]: ...
 
     async def run(self, row: Row, model: ModelClient, *, max_tokens: int) -> Rollout: ...
 
@@ -92,6 +93,7 @@ class GroupRunner:
     runner: AgentRunner
     max_model_len: int  # tokens, prompt and answer together
     rollout_seconds: float  # deadline of one rollout, and before it of the wait for room on this machine
+    teachers: Teachers | None = None  # asked about every finished rollout
 
     async def run(self, request: GroupRequest) -> tuple[Rollout, ...]:
         """Return the rollouts of a prompt; raises `EngineError` when no engine is left."""
@@ -105,13 +107,14 @@ class GroupRunner:
         finally:
             for task in tasks:  # the others of one that raised
                 task.cancel()
-        return await self.runner.finish_group(request.row, rollouts)
+        finished = await self.runner.finish_group(request.row, rollouts)
+        return finished if self.teachers is None else await self.teachers.score(request.row, finished)
 
     async def _one(self, row: Row, client: PolicyClient) -> Rollout:
         """Run one rollout; one that is late, or of which a request fails, ends without a reward."""
         start = time.monotonic()
         try:
-            async with self.runner.place(row, seconds=self.rollout_seconds):
+            async with self.runner.reserve(row, seconds=self.rollout_seconds):
                 run = self.runner.run(row, client, max_tokens=client.sampling.max_tokens)
                 return await asyncio.wait_for(run, timeout=self.rollout_seconds)
         except TimeoutError:

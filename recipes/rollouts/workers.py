@@ -5,10 +5,18 @@ What happens when something fails:
     a worker           dies, or is silent for        its groups begin again on the others, or on the new actor that
                        `SILENCE_SECONDS`             starts in its place; engines drop what it has asked
     a prompt           has lost `MAX_WORKERS_LOST`   its rollouts are aborted: it may be what kills them
+    a start            of a worker fails             it is tried again, on the next node; the run begins when enough
+                                                     workers are up
     all workers        cannot be started again       `run_group` raises `RunError`
 
 A worker's scoring processes and its sandbox end with it. The finished groups of a dead worker stay: the driver owns
 their objects, and the node's object store keeps them. When the node dies as well, the collector has them sampled again.
+
+The actor that runs rollouts: codec, agents, verifiers' clients and scoring processes, on one event loop.
+
+It samples on the engines directly. A finished group leaves it as two objects: the headers, which the driver reads, and
+the tokens, which lie in the object store until a rank of the policy fetches them. The driver owns both, so they outlive
+this process.
 """
 
 from __future__ import annotations
@@ -18,26 +26,107 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError, RayTaskError
 
+from recipes.cluster.placement import ActorOptions, node_of
+from recipes.cluster.starts import NUM_DEADLINES, Starts, wrong_input
 from recipes.cluster.token_store import RayTokenStore
+from recipes.config.keys.derive import derive
+from recipes.config.tree import Config
+from recipes.environments.chat.codec import ChatCodec
+from recipes.environments.environments import Environments
+from recipes.environments.swe.containers import places
 from recipes.errors import RecipeError, RunError
-from recipes.generation.clients.client import OpenEngines
-from recipes.rollouts.group import GroupRequest, StoredGroup, without_answer
-from recipes.rollouts.worker import GroupReport, RolloutWorker
-from recipes.tokens import store_rollouts
-from recipes.types import RolloutStatus
+from recipes.generation.clients.client import FollowingClient, OpenEngines
+from recipes.generation.clients.failure import failure
+from recipes.rollouts.group import GroupRequest, GroupRunner, StoredGroup, without_answer
+from recipes.rollouts.teachers import Teachers
+from recipes.tokens import GroupTokens, pack_rollouts, store_rollouts
+from recipes.types import RolloutHeader, RolloutStatus
 
-if TYPE_CHECKING:
-    from recipes.config.tree import Config
+MAX_WARNINGS = 20  # that travel with one group; a warning of every rollout would be many
+_SHOWN_CHARACTERS = 2000  # of one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupReport:
+    """What the driver reads of a finished group."""
+
+    headers: tuple[RolloutHeader, ...]
+    warnings: list[str]  # of the worker, since its last report
+
+
+class Warnings(logging.Handler):
+    """Keeps what this process warns of until the driver takes it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if len(self._lines) < MAX_WARNINGS:
+            self._lines.append(self.format(record)[:_SHOWN_CHARACTERS])
+
+    def take(self) -> list[str]:
+        """Return what has been kept since the last call."""
+        taken, self._lines = self._lines, []
+        return taken
+
+
+class RolloutWorker:
+    """A Ray actor. Every method is a coroutine on the actor's one event loop."""
+
+    def __init__(self, config: Config, *, name: str, num_workers: int, num_on_node: int) -> None:
+        """`name` is this process's own among all that sample.
+
+        `num_workers` share the limits of the judges, and `num_on_node` of them the cores of this machine.
+        """
+        logging.basicConfig(level=logging.WARNING)
+        self._warnings = Warnings()
+        logging.getLogger("recipes").addHandler(self._warnings)
+        cfg = config.policy.generation
+        self._environments = Environments.from_config(
+            config.env, ChatCodec.from_config(config.policy), num_sharers=num_workers, num_on_node=num_on_node
+        )
+        self._engines = FollowingClient(
+            name,
+            derive(config).num_engines,
+            max_model_len=cfg.vllm_cfg.max_model_len,
+            deadline_seconds=config.deadlines.generation,
+        )
+        self._groups = GroupRunner(
+            sampler=self._engines,
+            runner=self._environments,
+            max_model_len=cfg.vllm_cfg.max_model_len,
+            rollout_seconds=config.deadlines.rollout,
+            teachers=Teachers.from_config(config),
+        )
+
+    async def ping(self) -> None:
+        """Return when the event loop comes to it."""
+
+    async def follow(self, engines: OpenEngines) -> None:
+        """Sample on these engines from now on."""
+        self._engines.follow(engines)
+
+    async def run_group(self, request: GroupRequest) -> tuple[GroupReport, GroupTokens]:
+        """Return what the driver is told of a group, and its tokens; raises `EngineError` when no engine is left."""
+        headers, tokens = pack_rollouts(await self._groups.run(request))
+        return GroupReport(headers=headers, warnings=self._warnings.take()), tokens
+
+    async def close(self) -> None:
+        """End the scoring processes, the sandbox and the connections; remove the containers' files."""
+        await asyncio.to_thread(self._environments.close)
+        await asyncio.to_thread(places.leave)
+
 
 logger = logging.getLogger(__name__)
 
 MAX_WORKERS_LOST = 3
-MAX_STARTS = 3  # in a row that fail, after which a worker stays away
 CHECK_SECONDS = 30.0  # without an answer to a group, after which its worker is asked whether it lives
 SILENCE_SECONDS = 120.0  # without an answer to that; one answer of a model never keeps the loop so long
 _CALLS_AT_ONCE = 1 << 16  # of one actor: more than the groups that are ever in flight
@@ -61,8 +150,9 @@ class _Worker:
     def __init__(self, index: int) -> None:
         self.index = index
         self.actor: Any = None
-        self.pulse = Pulse(None)  # of that actor
+        self.liveness = Liveness(None)  # of that actor
         self.num_starts = 0
+        self.num_failed = 0  # starts, each of which moves it to the next node
         self.num_groups = 0  # in flight
         self.is_up = False
         self.restart: asyncio.Task[None] | None = None
@@ -80,7 +170,7 @@ class _Worker:
 class RolloutWorkers:
     """All workers as one. `run_group` and what it calls run on one event loop, that of the collector."""
 
-    def __init__(self, config: Config, placement: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, config: Config, placement: Sequence[ActorOptions]) -> None:
         """Create one actor per entry of `placement` (options of a Ray actor); they start while others do."""
         self._config, self._placement = config, placement
         self._workers = [_Worker(index) for index in range(len(placement))]
@@ -88,24 +178,29 @@ class RolloutWorkers:
         self._open = OpenEngines(number=-1)
         self._lock = threading.Lock()  # of `_open` and of the actors that were told
         self.num_lost = 0  # workers that died, in the whole run
+        cfg = config.policy.generation
+        self.starts = Starts(list(map(str, self._workers)), max_starts=cfg.max_starts, min_share=cfg.min_share_up)
         for worker in self._workers:
             self._launch(worker)
 
     def connect(self, engines: Engines) -> None:
-        """Wait until all workers are up and know `engines`; raises `RunError` when one does not start.
+        """Wait until the workers are up and know `engines`; raises `RunError` when too few are.
 
         A worker's calls may overtake each other: one that is up before it has heard of an engine could not sample.
         """
-        seconds = self._config.deadlines.engine_start
         self._engines = engines
         engines.subscribe(self._tell)
-        for worker in self._workers:
-            try:
-                ray.get(worker.actor.follow.remote(self._open), timeout=seconds)
-            except RayError as error:
-                cause = getattr(error, "cause", None) or error
-                raise RunError(f"{worker} did not start: {type(cause).__name__}: {cause}") from error
-            worker.is_up = True
+        asyncio.run(self._first_starts())
+        self.starts.wait(0.0)
+
+    async def _first_starts(self) -> None:
+        seconds = NUM_DEADLINES * self._config.deadlines.engine_start
+        starting = {asyncio.create_task(self._start(worker)): worker for worker in self._workers}
+        _, late = await asyncio.wait(starting, timeout=seconds)
+        for task in late:
+            task.cancel()
+            ray.kill(starting[task].actor)
+            self.starts.failed(str(starting[task]), f"no answer within {seconds:g} s", is_final=True)
 
     async def run_group(self, request: GroupRequest) -> StoredGroup:
         """Return the headers of a prompt's rollouts and where their tokens lie.
@@ -130,10 +225,14 @@ class RolloutWorkers:
         for worker in self._workers:
             ray.kill(worker.actor)
 
+    def _place_of(self, worker: _Worker) -> ActorOptions:
+        return self._placement[(worker.index + worker.num_failed) % len(self._placement)]
+
     def _launch(self, worker: _Worker) -> None:
         worker.num_starts += 1
-        remote = ray.remote(RolloutWorker).options(**self._placement[worker.index], max_concurrency=_CALLS_AT_ONCE)
-        node = _node_of(self._placement[worker.index])
+        place = self._place_of(worker)
+        remote = ray.remote(RolloutWorker).options(**place, max_concurrency=_CALLS_AT_ONCE)
+        node = _node_of(place)
         actor = remote.remote(
             self._config,
             name=worker.name,
@@ -141,7 +240,7 @@ class RolloutWorkers:
             num_on_node=sum(_node_of(options) == node for options in self._placement),
         )
         with self._lock:
-            worker.actor, worker.pulse, worker.told = actor, Pulse(actor), None
+            worker.actor, worker.liveness, worker.told = actor, Liveness(actor), None
 
     def _tell(self, engines: OpenEngines) -> None:
         """Tell every worker which engines are open; called by any thread."""
@@ -163,13 +262,13 @@ class RolloutWorkers:
 
     async def _run_on(self, worker: _Worker, request: GroupRequest) -> StoredGroup:
         """Run a group on a worker; raises `_WorkerLostError` when that dies."""
-        actor, pulse, number = worker.actor, worker.pulse, worker.num_starts
+        actor, liveness, number = worker.actor, worker.liveness, worker.num_starts
         worker.num_groups += 1
         call = None
         try:
-            await self._has_been_told(worker, pulse)
+            await self._has_been_told(worker, liveness)
             call, tokens = actor.run_group.options(num_returns=2).remote(request)
-            report: GroupReport = await pulse.result(call)
+            report: GroupReport = await liveness.result(call)
             for warning in report.warnings:
                 logger.warning("%s: %s", worker, warning)
             return report.headers, tokens
@@ -194,10 +293,10 @@ class RolloutWorkers:
         finally:
             worker.num_groups -= 1
 
-    async def _has_been_told(self, worker: _Worker, pulse: Pulse) -> None:
+    async def _has_been_told(self, worker: _Worker, liveness: Liveness) -> None:
         """Wait until a worker knows which engines are open: a group may overtake the call that says so."""
         if (told := worker.told) is not None:
-            await pulse.result(told)
+            await liveness.result(told)
             with self._lock:
                 worker.told = worker.told if worker.told is not told else None
 
@@ -210,31 +309,41 @@ class RolloutWorkers:
         ray.kill(worker.actor)
         if self._engines is not None:
             self._engines.forget(worker.name)
+        self.starts.lost(str(worker), lost)
         logger.warning("%s; its %d groups begin again", lost, worker.num_groups)
         worker.restart = asyncio.get_running_loop().create_task(self._restart(worker))
 
     async def _restart(self, worker: _Worker) -> None:
+        self._launch(worker)
+        if await self._start(worker):
+            logger.info("%s has been started again", worker)
+
+    async def _start(self, worker: _Worker) -> bool:
+        """Have the new actor of a worker know the engines, and another when that fails; return whether one is up."""
         seconds = self._config.deadlines.engine_start
-        for attempt in range(1, MAX_STARTS + 1):
-            self._launch(worker)
+        while True:
             try:
                 await asyncio.wait_for(worker.actor.follow.remote(self._open), seconds)
             except (RayError, TimeoutError) as error:
                 ray.kill(worker.actor)
-                logger.warning("%s: start %d of %d failed: %r", worker, attempt, MAX_STARTS, error)
+                reason = failure(str(worker), error, seconds)
+                node = await asyncio.to_thread(node_of, self._place_of(worker))
+                if not self.starts.failed(str(worker), reason, node=node, is_final=wrong_input(error)):
+                    return False
+                worker.num_failed += 1
+                self._launch(worker)
                 continue
             worker.is_up = True
-            logger.info("%s has been started again", worker)
-            return
-        logger.error("%s stays away after %d failed starts", worker, MAX_STARTS)
+            self.starts.succeeded(str(worker))
+            return True
 
 
-def _node_of(options: dict[str, Any]) -> str | None:
+def _node_of(options: ActorOptions) -> str | None:
     """Return the node that an actor with these options is to run on; None where all share one."""
     return getattr(options.get("scheduling_strategy"), "node_id", None)
 
 
-class Pulse:
+class Liveness:
     """Whether one actor answers. All groups that run on it share its pings, since a step has hundreds of them."""
 
     def __init__(self, actor: Any) -> None:

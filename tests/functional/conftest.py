@@ -18,19 +18,30 @@ os.environ.update(worker_environment(1))  # for each `ray.init`, which would wai
 HERE = Path(__file__).resolve().parent
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give the tests of this folder time by the speed of the machine, and put the files that take longest first.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files whose tests may take longest first.
 
     Of the processes that take file after file, some would otherwise wait long for the last file of another.
     """
     allowed: defaultdict[Path, float] = defaultdict(float)  # seconds of a file's longest test
     for item in items:
         if HERE in item.path.parents:
-            marker = item.get_closest_marker("timeout")
-            seconds = float(marker.args[0] if marker else config.getini("timeout"))
-            item.add_marker(pytest.mark.timeout(patiently(seconds)), append=False)
-            allowed[item.path] = max(allowed[item.path], seconds)
+            allowed[item.path] = max(allowed[item.path], allowed_seconds(item))
     items.sort(key=lambda item: -allowed[item.path])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Give a test of this folder time by the speed that the machine has when it starts."""
+    if HERE in item.path.parents:
+        item.add_marker(pytest.mark.timeout(patiently(allowed_seconds(item))), append=False)
+    return (yield)
+
+
+def allowed_seconds(item: pytest.Item) -> float:
+    """Return the time that a test may take on a quiet machine."""
+    marker = item.get_closest_marker("timeout")
+    return float(marker.args[0] if marker else item.config.getini("timeout"))
 
 
 @pytest.fixture(scope="module")

@@ -72,10 +72,10 @@ def start_engine(home: Path) -> Iterator[Engine]:
     home.mkdir(parents=True)
     nofile = min(MAX_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     nproc = min(MAX_NPROC, resource.getrlimit(resource.RLIMIT_NPROC)[1] % 2**63)
-    (home / "containers.conf").write_text(CONTAINERS_CONF.format(nofile=nofile, nproc=nproc))
+    (home / "containers.conf").write_text(CONTAINERS_CONF.format(nofile=nofile, nproc=nproc), encoding="utf-8")
     kind = subprocess.run(["stat", "--file-system", "--format=%T", home], capture_output=True, text=True, check=True)
     driver = "vfs" if kind.stdout.strip() == "overlayfs" else "overlay"  # an overlay cannot lie on another one
-    (home / "storage.conf").write_text(STORAGE_CONF.format(home=home, driver=driver))
+    (home / "storage.conf").write_text(STORAGE_CONF.format(home=home, driver=driver), encoding="utf-8")
     engine = Engine(
         {
             "CONTAINERS_CONF": str(home / "containers.conf"),

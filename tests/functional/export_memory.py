@@ -39,13 +39,13 @@ def export(model: Path, path: Path, out: Path, shard_bytes: int) -> None:
     hf.SHARD_BYTES = shard_bytes
     export_checkpoint(path, out / "first", load_case(model).policy)
     before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak counts from here
     export_checkpoint(path, out / "second", load_case(model).policy)
     print(_resident("VmHWM") - before)
 
 
 def _resident(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     (line,) = [line for line in lines if line.startswith(f"{field}:")]
     return int(line.split()[1]) * 1024
 

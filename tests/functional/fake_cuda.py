@@ -19,7 +19,7 @@ def write_model(path: Path) -> None:
     """Write the configuration and tokenizer of a small model of the family that the stages train."""
     from transformers import NemotronHConfig
 
-    from tools.tiny.tokenizer import build_tokenizer
+    from tools.tiny.model import build_tokenizer
 
     build_tokenizer().save_pretrained(path)
 
@@ -72,7 +72,8 @@ def _use_cuda_platform() -> None:
         return
     os.environ["HF_HUB_OFFLINE"] = "1"
     sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")  # the GPU build's kernels
-    import vllm.model_executor.models.nemotron_h  # while the platform is the CPU's: a CUDA build has more to import
+    # While the platform is the CPU's: a CUDA build has more to import.
+    import vllm.model_executor.models.nemotron_h  # noqa: F401
     import vllm.platforms
     from vllm.platforms.cuda import NonNvmlCudaPlatform
     from vllm.platforms.interface import DeviceCapability

@@ -107,7 +107,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         return Missing(spec.name)
 
-    def exec_module(self, module: types.ModuleType) -> None:
+    def exec_module(self, module: Any) -> None:
         if module.__name__ == "transformer_engine":
             module.__version__ = "2.11.0"
         if module.__name__ == "transformer_engine.pytorch":
@@ -145,7 +145,8 @@ def main() -> None:
 
     from recipes.policy import parallel
 
-    routers = importlib.import_module("megatron.core.transformer.moe.moe_utils")  # only now: ours comes before Megatron
+    # Only now, because ours comes before Megatron.
+    routers: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     routers.te_general_gemm = None  # a product of Transformer Engine's, in whose place Megatron then takes torch's
 
     for save in (save_model, save_hybrid):

@@ -5,58 +5,19 @@ Shape legend: L tokens of a row, H hidden size, E experts.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 from random_batch import random_batch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, NemotronHConfig
 
 from recipes.policy.shards import BatchShard
 from tests.groups import LocalStore
-
-
-def add_heads(directory: Path) -> Path:
-    """Give a Nemotron-H checkpoint random multi-token heads, as the published ones have them."""
-    path = directory / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
-    hf = NemotronHConfig.from_pretrained(directory)
-    hidden, latent, inner = hf.hidden_size, hf.moe_latent_size, hf.moe_intermediate_size
-    shared = hf.moe_shared_expert_intermediate_size
-    queries, keys = hf.num_attention_heads * hf.head_dim, hf.num_key_value_heads * hf.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "0.enorm.weight": (hidden,),
-        "0.hnorm.weight": (hidden,),
-        "0.eh_proj.weight": (hidden, 2 * hidden),
-        "0.norm.weight": (hidden,),
-        "0.mixer.q_proj.weight": (queries, hidden),
-        "0.mixer.k_proj.weight": (keys, hidden),
-        "0.mixer.v_proj.weight": (keys, hidden),
-        "0.mixer.o_proj.weight": (hidden, queries),
-        "1.norm.weight": (hidden,),
-        "1.final_layernorm.weight": (hidden,),
-        "1.mixer.gate.weight": (hf.n_routed_experts, hidden),
-        "1.mixer.gate.e_score_correction_bias": (hf.n_routed_experts,),
-        "1.mixer.fc1_latent_proj.weight": (latent, hidden),
-        "1.mixer.fc2_latent_proj.weight": (hidden, latent),
-        "1.mixer.shared_experts.up_proj.weight": (shared, hidden),
-        "1.mixer.shared_experts.down_proj.weight": (hidden, shared),
-    }
-    for expert in range(hf.n_routed_experts):
-        shapes[f"1.mixer.experts.{expert}.up_proj.weight"] = (inner, latent)
-        shapes[f"1.mixer.experts.{expert}.down_proj.weight"] = (latent, inner)
-    generator = torch.Generator().manual_seed(7)
-    tensors = load_file(directory / "model.safetensors")
-    for name, shape in shapes.items():
-        noise = torch.randn(shape, generator=generator)
-        tensors[f"mtp.layers.{name}"] = 1 + 0.2 * noise if "norm" in name else 0.2 * noise
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
+from tools.tiny.heads import add_heads as add_heads
 
 
 def heads_of_batch(model: Path, num_heads: int) -> tuple[list[float], dict[str, Tensor]]:

@@ -21,7 +21,7 @@ import fake_deep_ep
 import torch
 import torch.distributed as dist
 from policy_case import GRADIENT_SCALE, load_case, showing_gradients
-from random_batch import random_batch
+from random_batch import batch_of, random_rollouts, with_random_routes
 from torch import Tensor
 
 from recipes.grpo.loss import grpo_loss
@@ -45,6 +45,7 @@ class LayoutCase:
     resumes: str = ""  # the case whose checkpoint is loaded first
     is_flex: bool = False  # tokens are sent by the stand-in of DeepEP, which in truth carries no float32
     trains: bool = True  # else the weights are loaded and exported, and nothing more
+    replays: bool = False  # the rollouts say to which experts of a hybrid their tokens went: to any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +98,10 @@ def run_case(case: LayoutCase, rank: int, store: dist.Store, directory: Path) ->
         trainer = step.build_trainer(config.policy, loss)
         if not case.trains:
             return LayoutOutcome(before=_full_weights(trainer), shapes=trainer.full_shapes())
-        batch = random_batch(10, LocalStore())
+        rollouts = random_rollouts(10)
+        batch = batch_of(with_random_routes(rollouts) if case.replays else rollouts, LocalStore())
         num_shards = parallel_state.get_data_parallel_world_size()
-        plans = [shards.plan(batch, config.policy, num_shards=num_shards, training=flag) for flag in (False, True)]
+        plans = [shards.divide(batch, config.policy, num_shards=num_shards, training=flag) for flag in (False, True)]
         own = [shards.split(batch, plan)[where.data] for plan in plans]
         if case.saves:
             step.train_steps(trainer, [own[1]])
@@ -174,7 +176,10 @@ def outcomes(cases: tuple[LayoutCase, ...], directory: Path, *, timeout_s: float
     folder = Path(__file__).resolve().parent
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder}:{folder.parents[1]}"}
     with ExitStack() as stack:
-        logs = [stack.enter_context((directory / f"{rank}.log").open("w")) for rank in range(job.num_ranks)]
+        logs = [
+            stack.enter_context((directory / f"{rank}.log").open("w", encoding="utf-8"))
+            for rank in range(job.num_ranks)
+        ]
         ranks = [
             subprocess.Popen([*command, str(rank)], env=env, stdout=log, stderr=subprocess.STDOUT)
             for rank, log in enumerate(logs)
@@ -185,7 +190,9 @@ def outcomes(cases: tuple[LayoutCase, ...], directory: Path, *, timeout_s: float
             for process in ranks:
                 process.kill()
                 process.wait()
-    said = "\n".join(f"rank {rank}: {Path(log.name).read_text()[-3000:]}" for rank, log in enumerate(logs))
+    said = "\n".join(
+        f"rank {rank}: {Path(log.name).read_text(encoding='utf-8')[-3000:]}" for rank, log in enumerate(logs)
+    )
     assert [process.returncode for process in ranks] == [0] * job.num_ranks, said
     return {case.name: torch.load(directory / f"{case.name}.pt", weights_only=False) for case in cases}
 

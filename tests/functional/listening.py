@@ -17,13 +17,15 @@ def sockets(pids: Iterable[int]) -> dict[tuple[str, int], str]:
     owners: dict[str, str] = {}
     for pid in pids:
         with suppress(OSError):  # it ended while we looked
-            command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
+            command = (
+                Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace").replace("\0", " ").strip()
+            )
             for descriptor in Path(f"/proc/{pid}/fd").iterdir():
                 with suppress(OSError):
                     owners[str(descriptor.readlink())] = command
     found = {}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
+        for line in Path(table).read_text(encoding="utf-8").splitlines()[1:]:
             _, local, _, state, *_, inode = line.split()[:10]
             if state == _LISTEN and f"socket:[{inode}]" in owners:
                 address, port = local.split(":")

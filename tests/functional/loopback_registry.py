@@ -56,7 +56,7 @@ def start_registry(directory: Path) -> Iterator[str]:
     directory.mkdir(parents=True)
     port = free_port()
     config = directory / "config.yml"
-    config.write_text(CONFIG.format(directory=directory / "blobs", port=port))
+    config.write_text(CONFIG.format(directory=directory / "blobs", port=port), encoding="utf-8")
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen([program, "serve", config], stdout=log, stderr=log)
     try:
@@ -67,7 +67,9 @@ def start_registry(directory: Path) -> Iterator[str]:
                 OPEN(f"{url}/v2/", timeout=2).close()
                 break
             except OSError:
-                assert process.poll() is None and time.monotonic() < end, (directory / "log").read_text()
+                assert process.poll() is None and time.monotonic() < end, (directory / "log").read_text(
+                    encoding="utf-8"
+                )
                 time.sleep(0.05)
         yield url
     finally:
@@ -267,6 +269,6 @@ def login(directory: Path, host: str) -> dict[str, str]:
     """Write docker's file of passwords for a host and return the environment that names it."""
     directory.mkdir(parents=True)
     auth = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
-    (directory / "config.json").write_text(json.dumps({"auths": {host: {"auth": auth}}}))
+    (directory / "config.json").write_text(json.dumps({"auths": {host: {"auth": auth}}}), encoding="utf-8")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("APPTAINER_", "REGISTRY_"))}
     return {**kept, "DOCKER_CONFIG": str(directory), "no_proxy": "127.0.0.1"}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from recipes.errors import EngineError
 from recipes.generation.engine_args import engine_args
-from recipes.generation.handshake import nccl_update
+from recipes.generation.generation import nccl_update
 from recipes.policy.weights import make_layout
 
 MARK = "pushed: "
@@ -54,7 +55,8 @@ def start(model: Path) -> tuple[Any, Any]:
 
     speculation = {"method": "mtp", "num_speculative_tokens": 2}
     cfg = tiny_engine.generation_config(enable_prefix_caching=False)
-    cfg.vllm_kwargs |= {"speculative_config": speculation, "disable_log_stats": False}
+    more = {"speculative_config": speculation, "disable_log_stats": False}
+    cfg = replace(cfg, vllm_kwargs={**cfg.vllm_kwargs, **more})
     llm = LLM(**engine_args(cfg, model_path=str(model), seed=1, is_cpu=True, loads_weights=False))
     worker = llm.llm_engine.model_executor.driver_worker.worker
     own = worker.weight_transfer_engine

@@ -34,7 +34,7 @@ def files(places: list[str]) -> Iterator[str]:
 
     Whoever can open a file, if only to read it, can lock it as soon as nobody else has, and keep the lock.
     """
-    locked = {int(inode) for inode in re.findall(r" \w+:\w+:(\d+) ", Path("/proc/locks").read_text())}
+    locked = {int(inode) for inode in re.findall(r" \w+:\w+:(\d+) ", Path("/proc/locks").read_text(encoding="utf-8"))}
     walks = (walk for place in places for walk in os.walk(place))  # passes over what it cannot open
     below = (Path(folder, name) for folder, folders, names in walks for name in [*folders, *names])
     for path in (*map(Path, places), *below):

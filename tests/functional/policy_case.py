@@ -16,11 +16,10 @@ from safetensors.torch import load_file
 from speed import patiently
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -60,10 +59,11 @@ _CPU = {
 }
 
 
-def save_model(directory: Path, *, tied: bool = False, **sizes: Any) -> Path:
-    """Write a random Qwen3 model with grouped queries, in float32."""
+def save_model(directory: Path, *, family: str = "qwen3", tied: bool = False, **sizes: Any) -> Path:
+    """Write a random dense model with grouped queries, in float32; `family` is its `model_type`."""
     torch.manual_seed(0)
-    config = Qwen3Config(
+    config = AutoConfig.for_model(
+        family,
         **{
             "vocab_size": 96,
             "hidden_size": 48,
@@ -78,9 +78,14 @@ def save_model(directory: Path, *, tied: bool = False, **sizes: Any) -> Path:
             "rms_norm_eps": 1e-6,
             "initializer_range": 0.2,  # large enough that every weight matters
             **sizes,
-        }
+        },
     )
-    Qwen3ForCausalLM(config).float().save_pretrained(directory)
+    model = AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():  # biases start at 0, where a wrong place would not show
+        for name, value in model.named_parameters():
+            if name.endswith("bias"):
+                value.normal_(std=0.5)
+    model.save_pretrained(directory)
     return directory
 
 

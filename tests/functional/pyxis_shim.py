@@ -56,7 +56,7 @@ def exported(options: list[str]) -> dict[str, str]:
 def environment(args: argparse.Namespace, job: dict[str, str], root: Path) -> dict[str, str]:
     """Return the variables in the container: the job's, then the image's, then again those named."""
     file = root / "etc/image-environment"
-    image = dict(line.split("=", 1) for line in file.read_text().splitlines()) if file.exists() else {}
+    image = dict(line.split("=", 1) for line in file.read_text(encoding="utf-8").splitlines()) if file.exists() else {}
     return job | image | {name: job[name] for name in args.container_env.split(",") if name in job}
 
 

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from recipes.grpo.batch import build_batch
+from recipes.routes import pack
 from recipes.tokens import TokenStore, store_rollouts
 from recipes.types import Group, LossInputs, PromptRef, Rollout, RolloutStatus, TrainBatch, Turn
 
@@ -39,6 +41,23 @@ def random_rollouts(num_rows: int, *, seed: int = 1, width: int = 40, vocab: int
         status, reward = (RolloutStatus.COMPLETED, draw.random()) if turns else (RolloutStatus.ENV_FAILED, None)
         rollouts.append(Rollout(turns=tuple(turns), status=status, reason="", reward=reward))
     return rollouts
+
+
+def with_random_routes(rollouts: Sequence[Rollout], *, layers: Sequence[int] = (3, 6)) -> list[Rollout]:
+    """Return them with three of eight experts for each token but some, in layers with these numbers, from 1."""
+    draw = np.random.default_rng(2)
+    result = []
+    for rollout in rollouts:
+        turns, begin, end = [], 0, 0
+        for turn in rollout.turns:
+            end += len(turn.prompt_token_ids) + len(turn.token_ids)
+            chosen_TDK = np.zeros((end - 1 - begin, max(layers), 3), np.uint8)
+            for layer in layers:
+                chosen_TDK[:, layer - 1] = draw.random((end - 1 - begin, 8)).argsort(axis=1)[:, :3]
+            turns.append(replace(turn, routes=pack(chosen_TDK[begin % 2 :], begin + begin % 2)))
+            begin = end - 1
+        result.append(replace(rollout, turns=tuple(turns)))
+    return result
 
 
 def full_rollouts(num_rows: int, *, width: int, vocab: int) -> list[Rollout]:

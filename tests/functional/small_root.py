@@ -54,9 +54,11 @@ def write_root(root: Path, *, programs: Iterable[str] = (), python: bool = False
             continue
         (root / "bin" / applet).symlink_to("busybox")
     (root / "usr/bin/env").symlink_to("/bin/busybox")
-    (root / "etc" / "passwd").write_text("root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534::/:/bin/sh\n")
-    (root / "etc" / "group").write_text("root:x:0:\nnogroup:x:65534:\n")
-    (root / "etc" / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files dns\n")
+    (root / "etc" / "passwd").write_text(
+        "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534::/:/bin/sh\n", encoding="utf-8"
+    )
+    (root / "etc" / "group").write_text("root:x:0:\nnogroup:x:65534:\n", encoding="utf-8")
+    (root / "etc" / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files dns\n", encoding="utf-8")
     for program in programs:
         _copy_program(root, Path(shutil.which(program) or ""))
     if python:

@@ -14,9 +14,9 @@ from small_root import require
 from speed import patiently
 from swe_image import write_sif, write_task_root
 
-from recipes.environments.swe.containers.bwrap import PROGRAMS
 from recipes.environments.swe.containers.container import RunningContainer
 from recipes.environments.swe.containers.places import PREFIX, home
+from recipes.environments.swe.containers.runtime import BWRAP_PROGRAMS as PROGRAMS
 from recipes.environments.swe.containers.runtime import RUNTIMES
 from recipes.environments.swe.containers.shell import BashShell
 from recipes.environments.swe.contract import (
@@ -54,7 +54,7 @@ def nothing_left() -> Iterator[None]:
 
 
 def mounts() -> list[str]:
-    return [line for line in Path("/proc/self/mounts").read_text().splitlines() if PREFIX in line]
+    return [line for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines() if PREFIX in line]
 
 
 def running(words: str) -> list[str]:

@@ -34,6 +34,6 @@ def write_task_root(root: Path) -> Path:
     (root / "bin/bash").unlink(missing_ok=True)
     (root / "bin/bash").symlink_to("/usr/bin/bash")
     (root / ".singularity.d/env").mkdir(parents=True)
-    (root / ".singularity.d/env/10-docker.sh").write_text("export OF_THE_IMAGE='a b'\n")
+    (root / ".singularity.d/env/10-docker.sh").write_text("export OF_THE_IMAGE='a b'\n", encoding="utf-8")
     (root / "testbed").mkdir()
     return root

@@ -8,30 +8,31 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from agent_program import running_agent, work
+from speed import patiently
 
+from recipes.environments.agents.by_url.agent import UrlAgents
+from recipes.environments.agents.by_url.session import RolloutSession, SessionLimits
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.chat.tool_calls import FlagPatterns
 from recipes.environments.environments import Environments
-from recipes.environments.model_server.agent import UrlAgents
-from recipes.environments.model_server.session import RolloutSession, SessionLimits
 from recipes.errors import EngineError, RequestError
 from recipes.types import Completion, Rollout, RolloutStatus, VersionSpan
-from tests.functional.agent_program import running_agent, work
-from tests.functional.speed import patiently
-from tools import agent_check
-from tools.tiny.tokenizer import build_tokenizer
+from tests.configuration import block
+from tests.scripted import written_call
+from tools.environments import agent_check
+from tools.tiny.model import build_tokenizer
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(120)]
 
 END = "<|im_end|>"
 TOOL = {"name": "look", "parameters": {"type": "object", "properties": {"place": {"type": "string"}}}}
-CALL = f'hm</think><tool_call>{{"name": "look", "arguments": {{"place": "here"}}}}</tool_call>{END}'
+CALL = f"hm</think>{written_call('look', {'place': 'here'})}{END}"
 
 
 class Policy:
@@ -70,9 +71,8 @@ def agent_url() -> Iterator[str]:
 def environments(codec: ChatCodec, url: str, **settings: Any) -> Iterator[Environments]:
     agent = {"external_agent": {"url": url, "resources_server": {"name": "mcqa"}, **settings}}
     patterns: dict[str, Any] = {"invalid_tool_call_patterns": ("<tool_call>",), "thinking_tags": ("<think>",)}
-    config: Any = SimpleNamespace(
-        nemo_gym=SimpleNamespace(instances={"mine": {"responses_api_agents": agent}}, **patterns)
-    )
+    gym = block("env.nemo_gym", instances={"mine": {"responses_api_agents": agent}}, **patterns)
+    config = block("env", nemo_gym=gym)
     made = Environments.from_config(config, codec)
     yield made
     made.close()
@@ -178,7 +178,7 @@ async def test_calls_of_an_attempt_that_was_given_up_are_not_mixed_with_the_next
 async def test_case_21_calls_of_an_agent_that_never_ends_stay_without_a_reward(
     codec: ChatCodec, agent_url: str
 ) -> None:
-    settings = {"timeout_seconds": patiently(4.0)}
+    settings = {"timeout_seconds": min(patiently(4.0), 30.0)}  # before the agent wakes up
     done, _ = await rollout(codec, agent_url, [CALL], fails="hangs at the end", settings=settings)
     assert (done.status, done.reward, len(done.turns)) == (RolloutStatus.TIMED_OUT, None, 2)
     assert done.metrics["model_calls"] == 2.0
@@ -308,7 +308,7 @@ def test_a_program_is_checked(
 ) -> None:
     build_tokenizer().save_pretrained(tmp_path / "tokenizer")
     program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
+    program.write_text(PROGRAM, encoding="utf-8")
     command = f"{sys.executable} {program} {status}"
     assert agent_check.main(["--command", command, "--tokenizer", str(tmp_path / "tokenizer")]) == int(bool(status))
     shown = capsys.readouterr().out.splitlines()
@@ -316,11 +316,42 @@ def test_a_program_is_checked(
     assert "NOT TRAINED" not in "".join(shown)
     assert any(line.endswith("sampled tokens would be trained, in 2 sequences") for line in shown)
     assert any("would have no reward" in line for line in shown) == bool(status)
+    assert any("give ROWS of the kind that it reads" in line for line in shown) == bool(status)
+
+
+CALLS_AS_TEXT = """
+import json, os, sys, urllib.request
+tools = [{"type": "function", "function": tool} for tool in json.load(sys.stdin)["responses_create_params"]["tools"]]
+messages = [{"role": "user", "content": "u"}]
+for number in range(12):
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions")
+    request.add_header("content-type", "application/json")
+    request.data = json.dumps({"messages": messages, "tools": tools}).encode()
+    message = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+    said = [call["function"] for call in message["tool_calls"]]
+    messages.append({"role": "assistant", "content": "Calling tools: " + json.dumps(said)})
+    messages.append({"role": "user", "content": "x"})
+"""
+
+
+def test_what_cannot_be_matched_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "program.py").write_text(CALLS_AS_TEXT, encoding="utf-8")
+    task = {"responses_create_params": {"input": [], "tools": [TOOL]}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(task), encoding="utf-8")
+    (tmp_path / "answers.jsonl").write_text(json.dumps(CALL.removesuffix(END)), encoding="utf-8")
+    files = ["--rows", f"{tmp_path}/rows.jsonl", "--answers", f"{tmp_path}/answers.jsonl"]
+    command = f"{sys.executable} {tmp_path / 'program.py'}"
+    assert agent_check.main(["--command", command, "--tokenizer", f"{tmp_path}/tokenizer", *files]) == 1
+    shown = capsys.readouterr().out.splitlines()
+    assert "12 calls answered, 12 begun, 12 conversations" in shown
+    assert any(line.startswith("calls_as_text: 11 (function calls came back as text: send them back") for line in shown)
+    assert any(line.startswith("lost: ") and line.endswith(" sampled tokens, calls_as_text") for line in shown)
 
 
 def test_a_server_is_checked(agent_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build_tokenizer().save_pretrained(tmp_path / "tokenizer")
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps(row()))
+    rows.write_text(json.dumps(row()), encoding="utf-8")
     assert agent_check.main(["--url", agent_url, "--rows", str(rows), "--tokenizer", str(tmp_path / "tokenizer")]) == 0
     assert "2 calls answered, 2 begun, 1 conversations" in capsys.readouterr().out

@@ -82,7 +82,9 @@ def test_an_agent_written_with_the_openai_package_gets_better(tmp_path: Path) ->
             check=False,
         )
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-4000:]}"
-    records = [json.loads(line) for line in (tmp_path / "agent" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "agent" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     steps = [record for record in records if record["step"] > 0]
     assert len(steps) == NUM_STEPS
     for step in steps:

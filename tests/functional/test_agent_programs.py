@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.agent_programs.rollouts import program_rollout
-from recipes.environments.agents.coding.agent import Means
+from recipes.environments.agents.by_url.agent import UrlAgents
+from recipes.environments.agents.coding.agent import Backend
 from recipes.environments.agents.coding.programs import PROGRAMS
-from recipes.environments.agents.episode import Episode
+from recipes.environments.agents.conversation import Episode
+from recipes.environments.agents.programs.rollouts import program_rollout
 from recipes.environments.chat.codec import ChatCodec
-from recipes.environments.model_server.agent import UrlAgents
 from recipes.environments.swe.contract import SweTask
 from recipes.errors import RequestError
 from recipes.types import Rollout, RolloutStatus
@@ -33,7 +33,7 @@ from tests.unit.environments.agents.test_coding_agent import (
     settings_of,
 )
 from tests.unit.environments.agents.test_patches import git
-from tools.tiny.tokenizer import build_tokenizer
+from tools.tiny.model import build_tokenizer
 
 pytestmark = pytest.mark.functional
 LOW = {"security_risk": "LOW"}
@@ -65,7 +65,7 @@ async def run(place: Path, codec: ChatCodec, says: list[str], **settings: Any) -
     """Let the program of the settings work on a small task; return the rollout, and the policy that it asked."""
     image = place / "image"
     image.mkdir(parents=True)
-    (image / "calc.py").write_text(f"def add(a, b):\n    {FAULT}\n")
+    (image / "calc.py").write_text(f"def add(a, b):\n    {FAULT}\n", encoding="utf-8")
     git(image, "init", "-q")
     git(image, "add", "-A")
     git(image, "commit", "-qm", "base")
@@ -83,7 +83,7 @@ async def run(place: Path, codec: ChatCodec, says: list[str], **settings: Any) -
         patterns=PATTERNS,
         max_tokens=4096,
     )
-    means = Means(runtime=runtime, limits=LIMITS, prepare=no_preparation, enter="", evaluator=Tests(runtime))
+    means = Backend(runtime=runtime, limits=LIMITS, prepare=no_preparation, enter="", evaluator=Tests(runtime))
     try:
         return await program_rollout(episode, task, settings_of(**settings), means, servers), model
     finally:
@@ -95,7 +95,7 @@ def install(place: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     monkeypatch.setenv("AGENT_PROGRAMS_DIR", str(place / "programs"))
     python = PROGRAMS["openhands-ai"].python
     python.parent.mkdir(parents=True)
-    python.write_text(program)
+    python.write_text(program, encoding="utf-8")
     python.chmod(0o755)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from slurm.cluster import ROOT, Cluster
 
-from tools.sizing.bring_up_cost import CONTROLLER_CALLS, measure
+from tools.bench.bring_up_cost import CONTROLLER_CALLS, measure
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(300)]
 
@@ -42,7 +42,7 @@ _CALL = re.compile(r"^\s*(\w+)\s*\(\s*\d+\)\s*count:(\d+)", re.MULTILINE)
 
 
 def program(path: Path, text: str) -> Path:
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     path.chmod(0o755)
     return path
 
@@ -78,7 +78,10 @@ def bring_up(directory: Path, num_nodes: int) -> tuple[Counter[str], Path]:
     (directory / "run" / "logs").mkdir(parents=True)
     cluster = Cluster(num_nodes=num_nodes, shared=[directory])
     conf = cluster.directory / "etc" / "slurm.conf"
-    conf.write_text(re.sub(r"^SlurmdTimeout=.*$", SLOW_NODES, conf.read_text(), flags=re.MULTILINE))
+    conf.write_text(
+        re.sub(r"^SlurmdTimeout=.*$", SLOW_NODES, conf.read_text(encoding="utf-8"), flags=re.MULTILINE),
+        encoding="utf-8",
+    )
     log = directory / "job.log"
     with cluster:
         cluster.run(["sdiag", "--reset"])
@@ -92,12 +95,14 @@ def bring_up(directory: Path, num_nodes: int) -> tuple[Counter[str], Path]:
         )
         # Not asked of Slurm: that would count.
         cluster.wait_until(
-            lambda: log.exists() and "the job ends with status" in log.read_text(), "end of the job", seconds=120
+            lambda: log.exists() and "the job ends with status" in log.read_text(encoding="utf-8"),
+            "end of the job",
+            seconds=120,
         )
         for name, count in (("REQUEST_STEP_COMPLETE", 3), ("REQUEST_COMPLETE_BATCH_SCRIPT", 1)):
             cluster.wait_until(lambda n=name, c=count: controller_calls(cluster)[n] >= c, name, seconds=30)  # type: ignore[misc]
         calls = controller_calls(cluster)
-    assert "the job ends with status 0" in log.read_text(), log.read_text()
+    assert "the job ends with status 0" in log.read_text(encoding="utf-8"), log.read_text(encoding="utf-8")
     return calls, directory / "run" / "logs" / "attempt_1"
 
 
@@ -110,7 +115,9 @@ def test_calls_to_the_controller_do_not_grow_with_the_nodes(tmp_path: Path) -> N
     assert small.total() == CONTROLLER_CALLS
     workers = sorted(logs.glob("ray_worker_n*.log"))
     assert len(workers) == LARGE - 1  # each node has a log of its own
-    assert all(log.read_text() == f"{log.stem.removeprefix('ray_worker_')} is there\n" for log in workers)
+    assert all(
+        log.read_text(encoding="utf-8") == f"{log.stem.removeprefix('ray_worker_')} is there\n" for log in workers
+    )
 
 
 def test_the_barrier_sees_183_nodes_that_register_with_a_real_head() -> None:

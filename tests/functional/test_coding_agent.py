@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +19,12 @@ from recipes.environments.agents.coding.harness import HARNESSES
 from recipes.environments.agents.coding.programs import PROGRAMS as PROGRAMS_OF_OTHERS
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.environments import Environments
-from recipes.environments.swe.containers.bwrap import PROGRAMS
 from recipes.environments.swe.containers.places import home
+from recipes.environments.swe.containers.runtime import BWRAP_PROGRAMS as PROGRAMS
 from recipes.types import Completion, Rollout, RolloutStatus, VersionSpan
-from tools.tiny.tokenizer import build_tokenizer
+from tests.configuration import environments as env_block
+from tests.scripted import written_call
+from tools.tiny.model import build_tokenizer
 
 pytestmark = pytest.mark.functional
 FAULT, FIX = "return a - b", "return a + b"
@@ -32,8 +33,7 @@ END = "<|im_end|>"
 
 
 def called(name: str, **arguments: Any) -> str:
-    call = json.dumps({"name": name, "arguments": arguments})
-    return f"so</think>\n<tool_call>\n{call}\n</tool_call>{END}"
+    return f"so</think>\n{written_call(name, arguments)}{END}"
 
 
 MESSAGE = f"done</think>It adds now.{END}"
@@ -110,7 +110,7 @@ class Made:
         }
         instances = {"swe_agents_val": {"responses_api_agents": {"swe_agents": own}}}
         patterns = {"invalid_tool_call_patterns": ("<tool_call>",), "thinking_tags": ("<think>",)}
-        config: Any = SimpleNamespace(nemo_gym=SimpleNamespace(instances=instances, **patterns))
+        config = env_block(instances=instances, **patterns)
         environments = Environments.from_config(config, self.codec)
         try:
             assert environments.check_row(self.row()) == []
@@ -181,7 +181,7 @@ async def test_an_agent_that_ruins_its_container_earns_nothing(made: Made, place
 
 
 async def test_an_image_that_is_none_gives_no_verdict(made: Made) -> None:
-    (made.images / "bad_some__calc-1.sif").write_text("not an image")
+    (made.images / "bad_some__calc-1.sif").write_text("not an image", encoding="utf-8")
     rollout = await made.run([MESSAGE], container_formatter=f"{made.images}/bad_{{instance_id}}.sif")
     assert (rollout.status, rollout.reward, rollout.turns) == (RolloutStatus.ENV_FAILED, None, ())
 
@@ -231,7 +231,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Install the program in the place of mini-swe-agent; return the name."""
     python = tmp_path / "mini-swe-agent/bin/python"
     python.parent.mkdir(parents=True)
-    python.write_text(PROGRAM.format(python=sys.executable))
+    python.write_text(PROGRAM.format(python=sys.executable), encoding="utf-8")
     python.chmod(0o755)
     monkeypatch.setenv("AGENT_PROGRAMS_DIR", str(tmp_path))
     return "mini-swe-agent"

@@ -100,7 +100,7 @@ class Node:
 
 def write_program(path: Path, text: str) -> None:
     path.parent.mkdir(exist_ok=True)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     path.chmod(0o755)
 
 
@@ -109,13 +109,13 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     require("bwrap", "busybox", "podman", "buildah", "runc")
     directory = tmp_path_factory.mktemp("node")
     image = write_root(directory / "image")
-    (image / "etc/image-environment").write_text("PATH=/bin\nPYTHONPATH=/image\nONLY_IN_IMAGE=1\n")
-    (image / "etc/version").write_text("first\n")
+    (image / "etc/image-environment").write_text("PATH=/bin\nPYTHONPATH=/image\nONLY_IN_IMAGE=1\n", encoding="utf-8")
+    (image / "etc/version").write_text("first\n", encoding="utf-8")
     for name in ("shared", "input", "home", "state"):
         (directory / name).mkdir()
-    (directory / "shared/rows").write_text("rows\n")
-    (directory / "input/weights").write_text("weights\n")
-    (directory / "home/secret").write_text("secret\n")
+    (directory / "shared/rows").write_text("rows\n", encoding="utf-8")
+    (directory / "input/weights").write_text("weights\n", encoding="utf-8")
+    (directory / "home/secret").write_text("secret\n", encoding="utf-8")
     write_program(directory / "bin/srun", f'#!/bin/sh\nexec {sys.executable} {SHIM} "$@"\n')
     if shutil.which("apptainer") is None:
         warnings.warn("apptainer is not on this machine: its words were read by a shim", stacklevel=1)
@@ -128,6 +128,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 RUNTIMES = ["pyxis", "apptainer", "podman"]
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_a_step_sees_its_mounts_and_nothing_else_of_the_host(node, runtime):
     text = node.step(
@@ -138,9 +139,9 @@ def test_a_step_sees_its_mounts_and_nothing_else_of_the_host(node, runtime):
     assert text.split("\n")[:4] == ["/shared", "rows", "weights", "first"]
     assert "read-only" in text
     assert "no home" in text
-    assert (node.directory / "shared/made").read_text() == "done\n"
+    assert (node.directory / "shared/made").read_text(encoding="utf-8") == "done\n"
     assert text.endswith("y\n")  # the root can be written,
-    assert (node.image / "etc/version").read_text() == "first\n"  # and the image is not
+    assert (node.image / "etc/version").read_text(encoding="utf-8") == "first\n"  # and the image is not
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
@@ -165,7 +166,7 @@ def test_a_sandbox_gets_neither_tokens_nor_mounts(node, runtime):
 
 def test_a_pyxis_container_goes_with_its_step(node, tmp_path):
     newer = write_root(tmp_path / "newer")
-    (newer / "etc/version").write_text("second\n")
+    (newer / "etc/version").write_text("second\n", encoding="utf-8")
     assert node.step("pyxis", "cat /etc/version") == "first\n"
     assert node.step("pyxis", "cat /etc/version", image=str(newer)) == "second\n"
 

@@ -41,7 +41,7 @@ def place(tmp_path: Path) -> Path:
 def write_blends(place: Path, *, revision: str | None = COMMIT, rows: int = 3000) -> None:
     files = {"rlvr1.jsonl": {"rows": rows}, "notes.txt": {}}
     entry = {"also_called": [ALIAS], "revision": revision, "blends": {"rlvr1": {"files": files}}}
-    (place / "blends.yaml").write_text(yaml.safe_dump({"datasets": {DATASET: entry}}))
+    (place / "blends.yaml").write_text(yaml.safe_dump({"datasets": {DATASET: entry}}), encoding="utf-8")
 
 
 def command(place: Path, *arguments: str) -> list[str]:
@@ -67,7 +67,7 @@ def require_complete(place: Path) -> dict[str, Any]:
     assert names == ["notes.txt", "notes.txt.manifest.json", "rlvr1.jsonl", "rlvr1.jsonl.manifest.json"]
     assert (place / "raw/rlvr1.jsonl").read_bytes() == ROWS
     assert (place / "raw/notes.txt").read_bytes() == b"small\n"
-    return json.loads((place / "raw/rlvr1.jsonl.manifest.json").read_text())
+    return json.loads((place / "raw/rlvr1.jsonl.manifest.json").read_text(encoding="utf-8"))
 
 
 def test_named_files_are_brought_and_a_rerun_asks_nothing(place: Path, hub: Hub) -> None:

@@ -82,9 +82,9 @@ def place(tmp_path: Path) -> Path:
     sources = {MATH: source | {"split": "math", "style": "skywork"}, DAPO: source | {"split": "train", "style": "dapo"}}
     side = {"blends": ["rlvr1"], "repository": "org/gym", "revision": COMMIT, "path": "tables"}
     side["files"] = {"a.csv": {"bytes": len(TABLE), "sha256": sha256(TABLE).hexdigest()}}
-    (tmp_path / "blends.yaml").write_text(yaml.safe_dump({"datasets": blends}))
-    (tmp_path / "sources.yaml").write_text(yaml.safe_dump({"sources": sources}))
-    (tmp_path / "side_files.yaml").write_text(yaml.safe_dump({"side_files": {"office": side}}))
+    (tmp_path / "blends.yaml").write_text(yaml.safe_dump({"datasets": blends}), encoding="utf-8")
+    (tmp_path / "sources.yaml").write_text(yaml.safe_dump({"sources": sources}), encoding="utf-8")
+    (tmp_path / "side_files.yaml").write_text(yaml.safe_dump({"side_files": {"office": side}}), encoding="utf-8")
     return tmp_path
 
 
@@ -139,7 +139,7 @@ def test_the_path_gives_what_its_rules_say(place: Path, hub: Hub) -> None:
         assert row["responses_create_params"] == {"input": [{"role": "user", "content": prompt}]}
         assert row["expected_answer"] == str(7 * (number % NUM_QUESTIONS))
         assert row["n"] == number
-    manifest = json.loads((place / "data/rlvr1/raw/filled.jsonl.manifest.json").read_text())
+    manifest = json.loads((place / "data/rlvr1/raw/filled.jsonl.manifest.json").read_text(encoding="utf-8"))
     assert manifest["questions"][MATH]["0"] == sha256(question(0).encode()).hexdigest()
     assert (place / "data/side_files/office/a.csv").read_bytes() == TABLE
     before = outputs(place / "data")

@@ -51,9 +51,11 @@ def hub() -> Iterator[Hub]:
 def place(tmp_path: Path) -> Path:
     files = {name: {"bytes": len(text), "sha256": sha256(text).hexdigest()} for name, text in TABLES.items()}
     side = {"blends": ["rlvr1"], "repository": "org/gym", "revision": COMMIT, "path": "tables", "files": files}
-    (tmp_path / "side.yaml").write_text(yaml.safe_dump({"side_files": {"office": side}}))
+    (tmp_path / "side.yaml").write_text(yaml.safe_dump({"side_files": {"office": side}}), encoding="utf-8")
     reference = {"row": 2, "question_template": "Solve: {question}"}
-    (tmp_path / "b.jsonl").write_text(json.dumps({"dataset": "m", "_hf_placeholder": reference}) + "\n")
+    (tmp_path / "b.jsonl").write_text(
+        json.dumps({"dataset": "m", "_hf_placeholder": reference}) + "\n", encoding="utf-8"
+    )
     write_sources(tmp_path, COMMIT)
     return tmp_path
 
@@ -61,7 +63,7 @@ def place(tmp_path: Path) -> Path:
 def write_sources(place: Path, revision: str) -> None:
     source = {"dataset": DATASET, "split": "math", "style": "skywork", "revision": revision}
     source |= {"question": ["prompt", 0, "content"], "answer": ["reward_model", "ground_truth"]}
-    (place / "s.yaml").write_text(yaml.safe_dump({"sources": {"m": source}}))
+    (place / "s.yaml").write_text(yaml.safe_dump({"sources": {"m": source}}), encoding="utf-8")
 
 
 def side_files(place: Path, out: Path) -> list[str]:
@@ -271,8 +273,8 @@ def test_a_branch_of_a_source_is_followed_only_on_request(place: Path, hub: Hub)
 
     moving = run([*fill(place, place), "--allow-moving-revision"], place, hub)
     assert moving.returncode == 0, moving
-    assert json.loads((place / "f.jsonl").read_text())["question"] == "q2"
-    recorded = json.loads((place / "f.jsonl.manifest.json").read_text())["parameters"]["sources"]["m"]
+    assert json.loads((place / "f.jsonl").read_text(encoding="utf-8"))["question"] == "q2"
+    recorded = json.loads((place / "f.jsonl.manifest.json").read_text(encoding="utf-8"))["parameters"]["sources"]["m"]
     assert (recorded["revision"], recorded["moving_revision"]) == (COMMIT, "main")
 
     write_sources(place, COMMIT)

@@ -30,8 +30,9 @@ class Merged(Module):
 
         super().__init__()
         self.order = order
-        self.weight: Any = Parameter(torch.zeros(2 * SIZE, SIZE), requires_grad=False)
-        self.weight.weight_loader = self.load
+        weight: Any = Parameter(torch.zeros(2 * SIZE, SIZE), requires_grad=False)
+        weight.weight_loader = self.load
+        self.weight = weight
         self.quant_method = UnquantizedLinearMethod()
 
     def load(self, param: Tensor, loaded: Tensor, part: int) -> None:
@@ -44,9 +45,10 @@ class Model(Module):
     def __init__(self, order: tuple[int, int], *, has_gain: bool = True) -> None:
         super().__init__()
         self.merged = Merged(order)
-        self.gain: Any = Parameter(torch.zeros(SIZE), requires_grad=False)
+        gain: Any = Parameter(torch.zeros(SIZE), requires_grad=False)
         if not has_gain:
-            self.gain.weight_loader = lambda param, loaded: False
+            gain.weight_loader = lambda param, loaded: False
+        self.gain = gain
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         from vllm.model_executor.model_loader.weight_utils import default_weight_loader

@@ -106,10 +106,12 @@ def test_eight_defects_at_once_have_eight_codes(cluster, case):
     """An unset variable, a typo, a missing image, a placeholder, few nodes, a busy port, cut weights, no container."""
     case.write_task_rows()
     case.sif.unlink()
-    case.write_rows("train.jsonl", json.loads((case.directory / "train.jsonl").read_text()), PLACEHOLDER_ROW)
+    case.write_rows(
+        "train.jsonl", json.loads((case.directory / "train.jsonl").read_text(encoding="utf-8")), PLACEHOLDER_ROW
+    )
     weights = case.export / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-3])
-    (case.directory / "training.sqsh").write_text("<html>404 Not Found</html>")
+    (case.directory / "training.sqsh").write_text("<html>404 Not Found</html>", encoding="utf-8")
     variables = {"SCALE": "small", "SBATCH_NUM_NODES": "19", "SLURM_CONF": f"{cluster.directory}/etc/slurm.conf"}
     env = {**case.env, "PATH": os.environ["PATH"], **variables}
     del env["CONFIG_PATH"], env["SLURM_ACCOUNT"]
@@ -130,7 +132,8 @@ def test_the_launcher_refuses_what_the_doctor_finds(cluster, case):
     done = cluster.run([str(ROOT / "super_launch.sh")], env=env, check=False)
     assert done.returncode == 2
     assert "SLM001 SLURM_PARTITION: got nope" in done.stderr
-    dry = cluster.run([str(ROOT / "super_launch.sh"), "--dry-run"], env=env)
+    dry = cluster.run([str(ROOT / "super_launch.sh"), "--dry-run"], env=env, check=False)
+    assert dry.returncode == 2
     assert "would be refused: SLM001" in dry.stderr
     assert shlex.split(dry.stdout)[0] == "sbatch"
 
@@ -143,7 +146,7 @@ def test_accounts_are_compared_where_slurm_insists_on_them(tmp_path, case):
 
 def test_a_controller_that_is_gone_is_a_note_within_the_deadline(tmp_path, case):
     with Cluster(num_nodes=1, gpus=2, shared=[tmp_path]) as cluster:
-        pid = (cluster.directory / "run" / "slurmctld.pid").read_text().strip()
+        pid = (cluster.directory / "run" / "slurmctld.pid").read_text(encoding="utf-8").strip()
         cluster.run(["kill", "-STOP", pid])  # it does not even refuse
         codes = doctor(cluster, case)
         cluster.run(["kill", "-CONT", pid])

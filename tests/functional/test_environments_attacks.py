@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.contract.responses import message_item
-from recipes.environments.contract.verdict import NoVerdict, Verdict
-from recipes.environments.registry import VERIFIERS
+from recipes.environments.contract.verifier import NoVerdict, Verdict, message_item
+from recipes.environments.instances import VERIFIERS
 from recipes.environments.scoring import jail, process
 from recipes.environments.scoring.pool import ScoringPool
 from tests.recorded import golden
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.functional
 SECRET = "a-token-that-no-answer-may-see"
 HOSTILE = """
 from dataclasses import dataclass
-from recipes.environments.contract.verdict import Verdict
+from recipes.environments.contract.verifier import Verdict
 from recipes.environments.contract.verifier import Verifier
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def hostile(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     """Return a verifier that runs the answer as Python, which only a jail that shows this directory can import."""
     code = tmp_path / "code"
     code.mkdir()
-    (code / "hostile.py").write_text(HOSTILE)
+    (code / "hostile.py").write_text(HOSTILE, encoding="utf-8")
     monkeypatch.syspath_prepend(str(code))
     paths, visible, trial = jail._import_paths, jail._visible, jail._trial
     monkeypatch.setattr(jail, "_import_paths", lambda: [*paths(), str(code)])
@@ -77,7 +76,7 @@ def text(code: str) -> dict[str, Any]:
 
 
 async def said(pool: ScoringPool, verifier: Any, code: str) -> str:
-    verdict = await pool.score(verifier, verifier.parse_task({}, {}), text(code))
+    verdict = await pool.score(verifier, verifier.parse_task({}, verifier.settings()), text(code))
     return verdict.reason
 
 
@@ -122,7 +121,7 @@ async def test_the_environment_is_not_ours(pool: ScoringPool, hostile: Any) -> N
 
 async def test_files_of_the_host_cannot_be_seen(pool: ScoringPool, hostile: Any, tmp_path: Path) -> None:
     secret = tmp_path / "token"
-    secret.write_text(SECRET)
+    secret.write_text(SECRET, encoding="utf-8")
     secret.chmod(0o600)
     reason = await said(pool, hostile, f"said = open({str(secret)!r}).read()")
     if jail.jail().words or jail.jail().becomes_nobody:
@@ -137,10 +136,11 @@ async def test_no_connection(pool: ScoringPool, hostile: Any) -> None:
 
 async def test_memory_and_time_are_bounded(pool: ScoringPool, hostile: Any) -> None:
     assert (await said(pool, hostile, "x = bytearray(8 << 30)")).startswith("MemoryError")
-    task = hostile.parse_task({}, {})
+    task = hostile.parse_task({}, hostile.settings())
     busy = "import signal; signal.signal(signal.SIGPROF, signal.SIG_DFL)\nwhile True: pass"
     spent = await pool.score(hostile, task, text(busy))
-    assert spent == Verdict(reward=0.0, reason="scoring used more than 2 s of processor time")
+    assert isinstance(spent, NoVerdict)
+    assert "scoring used more than 2 s of processor time" in spent.reason
     asleep = await pool.score(hostile, task, text("import time; time.sleep(100)"), seconds=2.0)
     assert isinstance(asleep, NoVerdict)
     assert "no score within 2 s" in asleep.reason
@@ -150,7 +150,7 @@ async def test_memory_and_time_are_bounded(pool: ScoringPool, hostile: Any) -> N
 async def test_an_answer_cannot_speak_for_another(
     pool: ScoringPool, hostile: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = hostile.parse_task({}, {})
+    task = hostile.parse_task({}, hostile.settings())
     forged = json.dumps({"id": "0" * 16, "verdict": {"reward": 1.0}})
     each = "try: os.write(fd, struct.pack('!2I', 1, len(b)) + b)"
     flood = f"import os, struct\nb = {forged!r}.encode()\n"
@@ -167,8 +167,8 @@ async def test_what_an_answer_changes_is_gone_with_its_scorer(
     pool: ScoringPool, hostile: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "SCORES_PER_PROCESS", 1)
-    task = hostile.parse_task({}, {})
-    swap = "import sys; from recipes.environments.contract.verdict import Verdict\n"
+    task = hostile.parse_task({}, hostile.settings())
+    swap = "import sys; from recipes.environments.contract.verifier import Verdict\n"
     swap += "v = sys.modules['hostile'].VERIFIER\n"
     swap += "object.__setattr__(v, 'score', lambda *_: Verdict(reward=1.0, reason='bribed'))"
     await pool.score(hostile, task, text(swap))
@@ -191,7 +191,9 @@ async def test_an_answer_to_reasoning_gym_is_never_run(pool: ScoringPool) -> Non
         extra = {"numbers": [1, 2], "target": 3, "valid_answers": ["x"]}
         row = {"question": "q", "answer": "right", "metadata": {"source_dataset": name, **extra}}
         for payload in PAYLOADS:
-            verdict = await pool.score(verifier, verifier.parse_task(row, {}), text(f"<answer>{payload}</answer>"))
+            verdict = await pool.score(
+                verifier, verifier.parse_task(row, verifier.settings()), text(f"<answer>{payload}</answer>")
+            )
             assert isinstance(verdict, Verdict)
             assert verdict.reward <= 0.01
     assert not Path("/tmp/from-an-answer").exists()
@@ -203,7 +205,7 @@ async def test_the_jail_changes_no_score(pool: ScoringPool, name: str) -> None:
     verifier = VERIFIERS[name.removesuffix("_library")]
     for case in golden(f"env/{name}.json").get("cases", []):
         try:
-            task = verifier.parse_task(case["row"], {})
+            task = verifier.parse_task(case["row"], verifier.settings())
         except ValueError:
             continue
         verdict = await pool.score(verifier, task, case["response"])

@@ -14,8 +14,8 @@ from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.environments import Environments
 from recipes.environments.scoring.clients import MAX_METRICS, MAX_REASON
 from recipes.types import Rollout, RolloutStatus
-from tests.scripted import Scripted
-from tools.tiny.tokenizer import build_tokenizer
+from tests.scripted import Scripted, written_call
+from tools.tiny.model import build_tokenizer
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(120)]
 
@@ -53,7 +53,7 @@ def environments(codec: ChatCodec, server: Mailroom) -> Iterator[Environments]:
 
 
 def deletes(email_id: str) -> str:
-    return f'so</think><tool_call>{{"name": "{TOOL}", "arguments": {{"email_id": "{email_id}"}}}}</tool_call><|im_end|>'
+    return f"so</think>{written_call(TOOL, {'email_id': email_id})}<|im_end|>"
 
 
 async def run(environments: Environments, *says: str, row: dict[str, Any] = ROW) -> Rollout:
@@ -118,7 +118,7 @@ async def test_a_huge_answer_is_refused_and_much_beside_a_verdict_is_cut(
     server.reply = 200, b'{"reward": 0.5, "reason": "%s", %s}' % (b"x" * 1_000_000, numbers)
     try:
         rollout = await run(environments, DONE)
-        monkeypatch.setattr("recipes.environments.http.client.MAX_REPLY_BYTES", 1 << 20)
+        monkeypatch.setattr("recipes.environments.contract.http.MAX_REPLY_BYTES", 1 << 20)
         huge = await run(environments, DONE)
     finally:
         server.reply = None

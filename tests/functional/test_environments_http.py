@@ -21,12 +21,10 @@ from speed import patiently
 
 from recipes.config.load import load_config, require_valid
 from recipes.environments.chat.codec import ChatCodec
-from recipes.environments.contract.responses import message_item, reasoning_item, response_object
-from recipes.environments.contract.verdict import NoVerdict, Verdict
+from recipes.environments.contract.http import JsonClient
+from recipes.environments.contract.verifier import NoVerdict, Verdict, message_item, reasoning_item, response_object
 from recipes.environments.environments import Environments
-from recipes.environments.http.client import JsonClient
-from recipes.environments.instances import servers_of
-from recipes.environments.registry import ALL_VERIFIERS, VERIFIERS
+from recipes.environments.instances import ALL_VERIFIERS, VERIFIERS, servers_of
 from recipes.environments.scoring.clients import HttpVerifier, InProcessVerifier
 from recipes.environments.scoring.pool import ScoringPool
 from recipes.types import Completion, RolloutStatus, VersionSpan
@@ -51,7 +49,7 @@ ANSWERS = ["\\boxed{0.5}", "\\boxed{B}", "<answer>12 or so</answer>", "a: 1", ""
 @contextmanager
 def served(name: str, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Serve a verifier in a process of its own; yields (url, process)."""
-    command = [sys.executable, "-m", "tools.serve_env", "--name", name, "--port", "0", *arguments]
+    command = [sys.executable, "-m", "tools.environments.serve_env", "--name", name, "--port", "0", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -85,7 +83,9 @@ def client(url: str, seconds: float = 30.0) -> HttpVerifier:
 
 @pytest.mark.parametrize("name", ROWS)
 async def test_same_verdicts_as_in_process(name: str, pool: ScoringPool) -> None:
-    local = InProcessVerifier(name=name, verifier=VERIFIERS[name], settings={}, pool=pool, timeout_seconds=60)
+    local = InProcessVerifier(
+        name=name, verifier=VERIFIERS[name], settings=VERIFIERS[name].settings(), pool=pool, timeout_seconds=60
+    )
     responses = [response_object([message_item(text)]) for text in ANSWERS]
     responses.append(response_object([reasoning_item(["\\boxed{B}"])], incomplete_reason="max_output_tokens"))
     with served(name) as (url, _):
@@ -135,6 +135,7 @@ async def test_settings_of_the_server_apply() -> None:
     assert verdict.reward == 1.0
 
 
+@pytest.mark.promise
 async def test_killed_server_is_no_verdict_within_the_deadline() -> None:
     response = response_object([message_item("\\boxed{B}")])
     with served("mcqa") as (url, process):
@@ -164,7 +165,7 @@ class Answers:
 
 
 async def test_a_url_in_the_configuration_is_all_it_takes(tmp_path: Path) -> None:
-    from tools.tiny.tokenizer import build_tokenizer
+    from tools.tiny.model import build_tokenizer
 
     tokenizer = build_tokenizer()
     tokenizer.chat_template = "{{ messages[0].content }}"
@@ -289,6 +290,6 @@ async def test_a_foreign_servers_reward_and_numbers_are_taken() -> None:
     ],
 )
 def test_serving_refuses_wrong_arguments(arguments: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "tools.serve_env", *arguments]
+    command = [sys.executable, "-m", "tools.environments.serve_env", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=patiently(60), check=False)
     assert (done.returncode, message in done.stderr) == (2, True), done.stderr

@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from small_root import require
+from test_environments_http import served
+from test_environments_tools import Scripted, called, compared
 
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.environments import Environments
 from recipes.environments.verifiers.ns_tools import LOST, TOOL
 from recipes.types import Rollout, RolloutStatus
-from tests.functional.test_environments_http import served
-from tests.functional.test_environments_tools import Scripted, called, compared
+from tests.configuration import environments as env_block
 from tests.recorded import recorded
-from tools.tiny.tokenizer import build_tokenizer
+from tools.tiny.model import build_tokenizer
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(120)]
 
@@ -40,7 +40,7 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> ChatCodec:
 def make_environments(codec: ChatCodec, **settings: Any) -> Environments:
     server = {"ns_tools": {"resources_servers": {"ns_tools": settings}}}
     patterns: dict[str, Any] = {"invalid_tool_call_patterns": (), "thinking_tags": ()}
-    config: Any = SimpleNamespace(nemo_gym=SimpleNamespace(instances=server, **patterns))
+    config = env_block(instances=server, **patterns)
     return Environments.from_config(config, codec)
 
 
@@ -84,7 +84,7 @@ async def run(environments: Environments, codec: ChatCodec, says: Sequence[str])
 async def num_sessions(environments: Environments) -> int:
     """Return how many sessions the sandbox has."""
     client: Any = environments._clients["ns_tools"]
-    address = await client.sandbox.server.address(client.sandbox.place)
+    address = await client.sandbox.server.address(client.sandbox.host_port)
     headers = {"authorization": f"Bearer {address.token}"}
     async with client.sandbox.http._session().get(f"{address.url}/sessions", headers=headers) as reply:
         return int((await reply.json())["num_sessions"])

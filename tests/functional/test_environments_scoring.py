@@ -16,9 +16,8 @@ import pytest
 from below import below
 from speed import patiently
 
-from recipes.environments.contract.responses import message_item
-from recipes.environments.contract.verdict import NoVerdict, Verdict
-from recipes.environments.registry import VERIFIERS
+from recipes.environments.contract.verifier import NoVerdict, Verdict, message_item
+from recipes.environments.instances import VERIFIERS
 from recipes.environments.scoring.jail import Jail
 from recipes.environments.scoring.pool import ScoringPool
 from recipes.environments.scoring.process import ScoringProcess
@@ -26,18 +25,24 @@ from recipes.types import RolloutStatus
 
 pytestmark = pytest.mark.functional
 
-# the scorer evaluates the answer as an expression: this one outlives every limit, inside one call that holds the GIL
-COUNTDOWN = {"source_dataset": "countdown", "numbers": [9], "target": 9}
-ENDLESS = {"output": [message_item("9**9**9**9")]}
+# The scorer matches the row's own pattern in 2 ** 40 tries, inside one call that holds the GIL.
+PATTERN_ROW = {
+    "options": [{"A": "x"}, {"B": "y"}],
+    "expected_answer": "B",
+    "template_metadata": {"output_regex": "(a+)+$"},
+}
+ENDLESS_TEXT = "a" * 40 + "!"
+ENDLESS = {"output": [message_item(ENDLESS_TEXT)]}
 
 
-def countdown_task() -> Any:
-    row = {"question": "q", "answer": "9", "metadata": COUNTDOWN}
-    return VERIFIERS["reasoning_gym"].parse_task(row, {})
+def pattern_task() -> Any:
+    return VERIFIERS["mcqa"].parse_task(PATTERN_ROW, VERIFIERS["mcqa"].settings())
 
 
 def math_task(expected: str = "5") -> Any:
-    return VERIFIERS["math_with_judge"].parse_task({"question": "q", "expected_answer": expected}, {})
+    return VERIFIERS["math_with_judge"].parse_task(
+        {"question": "q", "expected_answer": expected}, VERIFIERS["math_with_judge"].settings()
+    )
 
 
 def boxed(text: str) -> dict[str, Any]:
@@ -64,23 +69,26 @@ def command_of(process: int) -> bytes:
 
 
 async def test_scores_and_remembers(pool: ScoringPool) -> None:
-    assert (await pool.score(VERIFIERS["math_with_judge"], math_task(), boxed("10/2"))) == Verdict(
+    assert (await pool.score(VERIFIERS["math_with_judge"], math_task(), boxed("5"))) == Verdict(
         reward=1.0,
         reason="5 equals 5",
         metrics={"library_reward": 1.0},
         details={"extracted_answer": "5"},
     )
     pool.close()  # from here on only what is remembered can be answered
-    assert isinstance(await pool.score(VERIFIERS["math_with_judge"], math_task(), boxed("10/2")), Verdict)
+    assert isinstance(await pool.score(VERIFIERS["math_with_judge"], math_task(), boxed("5")), Verdict)
     with pytest.raises(RuntimeError):
-        await pool.score(VERIFIERS["math_with_judge"], math_task("6"), boxed("10/2"))
+        await pool.score(VERIFIERS["math_with_judge"], math_task("6"), boxed("5"))
 
 
-async def test_an_endless_score_earns_nothing_and_only_its_scorer_is_replaced(pool: ScoringPool) -> None:
+async def test_an_endless_score_has_no_verdict_and_only_its_scorer_is_replaced(pool: ScoringPool) -> None:
     assert await pool.score(VERIFIERS["math_with_judge"], math_task(), boxed("5"))
+    before_keys = set(pool._cache)
     *loaders, before = workers_of(os.getpid())
-    verdict = await pool.score(VERIFIERS["reasoning_gym"], countdown_task(), ENDLESS)
-    assert verdict == Verdict(reward=0.0, reason="scoring used more than 1.5 s of processor time")
+    verdict = await pool.score(VERIFIERS["mcqa"], pattern_task(), ENDLESS)
+    assert isinstance(verdict, NoVerdict)
+    assert verdict.reason == "mcqa: scoring used more than 1.5 s of processor time"
+    assert not pool._cache.keys() - before_keys
     after = await pool.score(VERIFIERS["math_with_judge"], math_task("7"), boxed("7"))
     assert isinstance(after, Verdict)
     assert after.reward == 1.0
@@ -126,6 +134,32 @@ async def test_a_busy_machine_costs_no_reward(pool: ScoringPool) -> None:
     assert (await scoring).reason == "7 equals 7"
 
 
+async def test_a_score_that_is_stopped_on_its_way_loses_no_reward(pool: ScoringPool) -> None:
+    """The library's own limits are five seconds on the clock, which also run while a process gets no processor."""
+    await pool.score(VERIFIERS["math_with_judge"], math_task(), boxed("5"))
+    scorer = workers_of(os.getpid())[-1]
+
+    async def all_right() -> list[Any]:
+        return [
+            await pool.score(
+                VERIFIERS["math_with_judge"],
+                math_task(f"x^2+\\frac{{{2 * number + 1}}}{{7}}"),
+                boxed(f"\\frac{{{2 * number + 1}}}{{7}}+x^2"),
+            )
+            for number in range(100)
+        ]
+
+    scoring = asyncio.create_task(all_right())
+    for seconds in (6.0, 0.1):
+        await asyncio.sleep(0.4)  # into the middle of a score
+        assert not scoring.done()
+        os.kill(scorer, signal.SIGSTOP)
+        await asyncio.sleep(seconds)
+        os.kill(scorer, signal.SIGCONT)
+    assert [verdict.reason for verdict in await scoring if getattr(verdict, "reward", 0.0) != 1.0] == []
+    assert workers_of(os.getpid())[-1] == scorer, "it was replaced"
+
+
 async def test_waiting_for_a_free_process_is_not_scoring(pool: ScoringPool) -> None:
     await pool.score(VERIFIERS["math_with_judge"], math_task(), boxed("5"))
     scorer = workers_of(os.getpid())[-1]
@@ -167,7 +201,7 @@ async def test_an_error_in_a_verifier_is_no_verdict(pool: ScoringPool) -> None:
 
 
 async def test_close_ends_a_score_in_flight(pool: ScoringPool) -> None:
-    waiting = asyncio.create_task(pool.score(VERIFIERS["reasoning_gym"], countdown_task(), ENDLESS))
+    waiting = asyncio.create_task(pool.score(VERIFIERS["mcqa"], pattern_task(), ENDLESS))
     while not workers_of(os.getpid()):
         await asyncio.sleep(0.05)
     await asyncio.to_thread(pool.close)
@@ -177,7 +211,7 @@ async def test_close_ends_a_score_in_flight(pool: ScoringPool) -> None:
 
 def is_running(process: int) -> bool:
     try:
-        state = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0]
     except (OSError, IndexError):
         return False
     return state != "Z"
@@ -188,21 +222,21 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
         "import asyncio, os, threading, time\n"
-        "from recipes.environments.registry import VERIFIERS\n"
-        "from recipes.environments.contract.responses import message_item\n"
+        "from recipes.environments.instances import VERIFIERS\n"
+        "from recipes.environments.contract.verifier import message_item\n"
         "from recipes.environments.scoring.pool import ScoringPool\n"
-        f"row = {{'question': 'q', 'answer': '9', 'metadata': {COUNTDOWN!r}}}\n"
-        "task = VERIFIERS['reasoning_gym'].parse_task(row, {})\n"
-        "pool = ScoringPool(num_workers=2, cpu_seconds=1.0)\n"
+        f"task = VERIFIERS['mcqa'].parse_task({PATTERN_ROW!r}, VERIFIERS['mcqa'].settings())\n"
+        "pool = ScoringPool(num_workers=2, cpu_seconds=30.0)\n"
         "async def score(text):\n"
-        "    return await pool.score(VERIFIERS['reasoning_gym'], task, {'output': [message_item(text)]})\n"
+        "    return await pool.score(VERIFIERS['mcqa'], task, {'output': [message_item(text)]})\n"
         "async def both():\n"
         "    await asyncio.gather(score('9'), score('8'))\n"
-        "    stuck = asyncio.create_task(score('9**9**9**9'))\n"
+        f"    stuck = asyncio.create_task(score({ENDLESS_TEXT!r}))\n"
         "    await asyncio.sleep(0.3)\n"
         "    print('ready', flush=True)\n"
         "    time.sleep(60)\n"
-        "asyncio.run(both())\n"
+        "asyncio.run(both())\n",
+        encoding="utf-8",
     )
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None

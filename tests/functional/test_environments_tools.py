@@ -6,20 +6,20 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from test_environments_http import served
 
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.environments import Environments
 from recipes.types import Completion, Rollout, RolloutStatus
-from tests.functional.test_environments_http import served
+from tests.configuration import environments as env_block
 from tests.office import real_office, small_office
 from tests.recorded import recorded
-from tests.scripted import Scripted
-from tools.tiny.tokenizer import build_tokenizer
+from tests.scripted import Scripted, written_call
+from tools.tiny.model import build_tokenizer
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(120)]
 
@@ -36,15 +36,14 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> ChatCodec:
 
 
 def called(name: str, arguments: str) -> str:
-    call = json.dumps({"name": name, "arguments": json.loads(arguments)})
-    return f"so</think><tool_call>{call}</tool_call><|im_end|>"
+    return f"so</think>{written_call(name, json.loads(arguments))}<|im_end|>"
 
 
 @asynccontextmanager
 async def environments(codec: ChatCodec, **settings: Any) -> AsyncIterator[Environments]:
     server = {"workplace_assistant": {"resources_servers": {"workplace_assistant": settings}}}
     patterns: dict[str, Any] = {"invalid_tool_call_patterns": (), "thinking_tags": ()}
-    config: Any = SimpleNamespace(nemo_gym=SimpleNamespace(instances=server, **patterns))
+    config = env_block(instances=server, **patterns)
     made = Environments.from_config(config, codec)
     yield made
     made.close()
@@ -63,7 +62,9 @@ def real_url() -> Iterator[str]:
 
 async def test_all_real_rows_give_the_same_rollouts_in_process_and_over_http(codec: ChatCodec, real_url: str) -> None:
     path = recorded("GYM_EXAMPLES_DIR", "gym_examples") / "workplace_assistant.jsonl"
-    rows = [{**json.loads(line), "agent_ref": {"name": AGENT}} for line in path.read_text().splitlines()]
+    rows = [
+        {**json.loads(line), "agent_ref": {"name": AGENT}} for line in path.read_text(encoding="utf-8").splitlines()
+    ]
     reads = [
         called("email_search_emails", '{"query": "task update", "page_size": 3}'),
         called("customer_relationship_manager_search_customers", '{"status": "Lost"}'),

@@ -71,7 +71,7 @@ def case(tmp_path: Path) -> Iterator[RunCase]:
     case.run_dir.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "run", str(case.run_dir)], check=True)
     (tmp_path / "faults").mkdir()
-    (tmp_path / "faults" / "run").write_text(str(case.run_dir))
+    (tmp_path / "faults" / "run").write_text(str(case.run_dir), encoding="utf-8")
     variables = {**case.environment, "FAULTS_DIR": str(tmp_path / "faults"), "PYTHONPATH": str(PROGRAM)}
     yield RunCase(directory=tmp_path, num_steps=NUM_STEPS, environment=variables)
     subprocess.run(["umount", "--lazy", str(case.run_dir)], check=True)
@@ -160,7 +160,7 @@ def standing_still(run: subprocess.Popen[bytes]) -> Iterator[list[psutil.Process
 def is_still(process: psutil.Process) -> bool:
     """Say whether every thread is stopped, or gone."""
     try:
-        states = [stat.read_text().rpartition(")")[2].split()[0] for stat in task_files(process)]
+        states = [stat.read_text(encoding="utf-8").rpartition(")")[2].split()[0] for stat in task_files(process)]
     except (FileNotFoundError, ProcessLookupError):
         return False  # a thread ended just now
     return set(states) <= set("TtZX")
@@ -182,7 +182,7 @@ def kill_all(run: subprocess.Popen[bytes]) -> None:
 
 def synced_sizes(log: Path) -> dict[int, int]:
     """Return inode -> bytes that were synced last."""
-    lines = log.read_text().split("\n")[:-1] if log.exists() else []
+    lines = log.read_text(encoding="utf-8").split("\n")[:-1] if log.exists() else []
     return {int(inode): int(size) for inode, size in (line.split() for line in lines)}
 
 
@@ -222,7 +222,7 @@ def full(run_dir: Path) -> Iterator[None]:
 @contextmanager
 def stale(told: Path) -> Iterator[None]:
     """Let calls that change the directory of the run fail now and then."""
-    told.write_text(str(errno.ESTALE))
+    told.write_text(str(errno.ESTALE), encoding="utf-8")
     yield
     told.unlink()
 

@@ -6,6 +6,7 @@ like those that `cluster/placement.py` reserves. Ray believes the number of GPUs
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from recipes.cluster.private import private_ray
 from recipes.config.load import load_config, require_valid
-from recipes.generation.engine_args import engine_args
+from recipes.generation.engine_args import ENV, engine_args
 
 pytestmark = pytest.mark.functional
 
@@ -57,7 +58,7 @@ def node() -> Iterator[Any]:
 
 
 def test_there_are_stages_for_every_kind_of_cluster() -> None:
-    assert len(PUBLISHED) == 12
+    assert len(PUBLISHED) == 15  # five files each for H100, B200 and small scale
 
 
 @pytest.mark.parametrize(
@@ -83,3 +84,18 @@ def test_vllm_accepts_the_arguments_of_a_published_stage(
         "weight_transfer": "nccl",
         "dtype": "torch.bfloat16",
     }
+
+
+def test_an_engine_runs_no_code_that_an_installed_package_registers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugins = importlib.import_module("vllm.plugins")
+    (tmp_path / "other-1.0.dist-info").mkdir()
+    (tmp_path / "other-1.0.dist-info" / "METADATA").write_text("Name: other\nVersion: 1.0\n", encoding="utf-8")
+    (tmp_path / "other-1.0.dist-info" / "entry_points.txt").write_text("[own.group]\nother = other:run\n", "utf-8")
+    (tmp_path / "other.py").write_text("run = print\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    assert plugins.load_plugins_by_group("own.group") == {"other": print}
+    monkeypatch.setenv("VLLM_PLUGINS", ENV["VLLM_PLUGINS"])
+    assert plugins.load_plugins_by_group("own.group") == {}

@@ -19,8 +19,7 @@ from safetensors.torch import load_file
 from recipes.cluster.private import private_ray
 from recipes.generation.generation import Generation
 from recipes.types import Completion, Sampling
-from tools.tiny.model import build_hybrid_model
-from tools.tiny.tokenizer import build_tokenizer
+from tools.tiny.model import build_hybrid_model, build_tokenizer
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
 

@@ -23,12 +23,12 @@ from transformers import PreTrainedModel
 
 from recipes.cluster.private import private_ray
 from recipes.errors import EngineError, RequestError
-from recipes.generation.clients import stream
-from recipes.generation.clients.session import EngineSession
+from recipes.generation.clients import router
+from recipes.generation.clients.router import EngineSession
 from recipes.generation.engine import EngineInfo
 from recipes.generation.generation import Generation
+from recipes.generation.serving.outstanding import Tokens
 from recipes.generation.serving.requests import Request, to_bytes
-from recipes.generation.serving.sessions import Tokens
 from recipes.types import Completion, Sampling
 
 pytestmark = pytest.mark.functional
@@ -304,7 +304,7 @@ def test_an_engine_that_dies_in_a_push_is_left_out(pair: Pair) -> None:
 
 
 def test_a_silent_actor_is_replaced(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "SILENCE_SECONDS", 8.0)  # a live one speaks every 2 s
+    monkeypatch.setattr(router, "SILENCE_SECONDS", 8.0)  # a live one speaks every 2 s
     dead = pair.generation.infos[1]
 
     async def stop() -> Completion:

@@ -14,14 +14,11 @@ import httpx
 import pytest
 from speed import patiently
 
-from recipes.environments.contract.responses import message_item, response_object
-from recipes.environments.contract.verdict import NoVerdict, Verdict
+from recipes.environments.contract.http import JsonClient
+from recipes.environments.contract.verifier import NoVerdict, Verdict, message_item, response_object
 from recipes.environments.environments import Environments
-from recipes.environments.http.client import JsonClient
-from recipes.environments.instances import servers_of
-from recipes.environments.registry import GROUP_VERIFIERS
-from recipes.environments.scoring.group import GroupClient
-from recipes.environments.scoring.group_by_url import HttpGroupClient
+from recipes.environments.instances import GROUP_VERIFIERS, servers_of
+from recipes.environments.scoring.clients import GroupClient, HttpGroupClient
 from recipes.types import RolloutStatus
 from tests.quiet_server import QuietHandler, QuietServer
 from tools.tiny.rule_judge import RuleServer
@@ -48,8 +45,17 @@ def judge_url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def url(judge_url: str) -> Iterator[str]:
-    command = [sys.executable, "-m", "tools.serve_env", "--name", "genrm_compare", "--port", "0"]
-    command += ["--judge-url", judge_url, "--judge-model", "rules", "--set", "group_style_penalty_coeff=0.1"]
+    command = [sys.executable, "-m", "tools.environments.serve_env", "--name", "genrm_compare", "--port", "0"]
+    command += [
+        "--judge-texts",
+        "own",
+        "--judge-url",
+        judge_url,
+        "--judge-model",
+        "rules",
+        "--set",
+        "group_style_penalty_coeff=0.1",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         found = re.search(r"http://\S+", process.stdout.readline())

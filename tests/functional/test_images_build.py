@@ -24,7 +24,7 @@ from speed import patiently
 
 from recipes.environments.swe.containers.check import NEEDED_MIB
 from recipes.errors import RunError
-from tools.images.build import make, plan
+from tools.images.build import build_of, make
 from tools.images.lock import LOCK, launch_digest, read_lock
 
 pytestmark = pytest.mark.functional
@@ -65,8 +65,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     for name, text in {"uv": UV, "curl": CURL}.items():
         write_program(small / "usr/bin" / name, text)
     (small / "opt/nemo-rl").mkdir(parents=True)
+    (small / "opt/nemo-rl/pyproject.toml").write_text('[[tool.uv.index]]\nname = "pytorch-cu129"\n', encoding="utf-8")
     (small / "etc/apptainer").mkdir(parents=True)
-    (small / "etc/apptainer/apptainer.conf").write_text("sessiondir max size = 64\n")
+    (small / "etc/apptainer/apptainer.conf").write_text("sessiondir max size = 64\n", encoding="utf-8")
     for name in ("bin", "uv"):
         (home / name).mkdir()
     write_program(home / "bin/enroot", ENROOT)
@@ -84,7 +85,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 def write_program(path: Path, text: str) -> None:
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     path.chmod(0o755)
 
 
@@ -98,14 +99,15 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the Dockerfiles need of this repository, so that the lock of the checkout stays as it is."""
     copy = tmp_path_factory.mktemp("checkout")
     shutil.copytree(ROOT / "containers", copy / "containers", ignore=shutil.ignore_patterns("__pycache__", "*.lock"))
-    for name in (".dockerignore", "containers/requirements-gpu.lock"):
+    shutil.copytree(ROOT / "recipes/confinement", copy / "recipes/confinement")
+    for name in (".dockerignore", "recipes/__init__.py", "containers/requirements-gpu.lock"):
         shutil.copy(ROOT / name, copy / name)
     return copy
 
 
 def build(engine: Engine, checkout: Path, name: str, **variables: str) -> str:
     """Build an image through the tool, with a check that the stand-ins can pass, and return its name."""
-    work = plan(name, variables, "buildah")
+    work = build_of(name, variables, "buildah")
     engine.buildah("build", *work.commands[0][2:-1], str(checkout), cwd=checkout)
     return work.tag
 
@@ -120,6 +122,10 @@ def test_the_image_of_nemo_rl_has_its_environments_built_in(engine, checkout):
     assert "uv run python examples/nemo_gym/prefetch_venvs.py examples/nemo_gym/prefetch_super_all_envs.yaml" in noted
     wheel = "download/v0.18.1/vllm-0.18.1+cu129-cp38-abi3-manylinux_2_35_aarch64.whl"
     assert f"vllm @ https://github.com/vllm-project/vllm/releases/{wheel}" in noted
+    files = ("examples/configs/super/stage2_swe1.yaml", "examples/configs/super/stage2_swe2.yaml")
+    noted = calls(engine, build(engine, checkout, "nemo_rl", VLLM_VERSION="lock", PREFETCH=" ".join(files)))
+    assert f"uv run python examples/nemo_gym/prefetch_venvs.py {files[0]} {files[1]}" in noted
+    assert "vllm @" not in noted
 
 
 def test_the_native_image_installs_the_lock_and_compiles_last(engine, checkout):
@@ -128,7 +134,11 @@ def test_the_native_image_installs_the_lock_and_compiles_last(engine, checkout):
     assert noted.count("mamba-ssm==") == 1
     installs = [line for line in noted.splitlines() if line.startswith("uv pip install")]
     assert len(installs) == 3 and all("--require-hashes" in line and "index" not in line for line in installs)
-    pins = [line for line in (ROOT / "containers/requirements-gpu.lock").read_text().splitlines() if "==" in line]
+    pins = [
+        line
+        for line in (ROOT / "containers/requirements-gpu.lock").read_text(encoding="utf-8").splitlines()
+        if "==" in line
+    ]
     wanted = [pin for pin in pins if not pin.startswith("#")]
     assert all("--hash=sha256:" in pin for pin in wanted)
     assert len(wanted) > 200
@@ -156,7 +166,7 @@ def variables(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """The sandbox without what its programs may import, built behind a proxy that only a file of the site names."""
     site = tmp_path_factory.mktemp("site") / "apt.conf"
     with start_proxy() as (url, seen):
-        site.write_text(f'Acquire::http::Proxy "{url}";\n')
+        site.write_text(f'Acquire::http::Proxy "{url}";\n', encoding="utf-8")
         flags = f"--layers --network=host --volume={site}:/etc/apt/apt.conf.d/99site:ro"
         yield {"TAG": "test", "PACKAGES": "python3", "BUILD_FLAGS": flags}
     assert [path for path in seen if "/bubblewrap_" in path]
@@ -168,7 +178,7 @@ def sandbox_file(
 ) -> Path:
     """The sandbox image, made by the tool with its own check and lock, and imported to a directory that it makes."""
     file = tmp_path_factory.mktemp("images") / "new/sandbox.sqsh"
-    entry = make(plan("sandbox", {**variables, "SQSH": str(file)}, "podman"), checkout)
+    entry = make(build_of("sandbox", {**variables, "SQSH": str(file)}, "podman"), checkout)
     assert read_lock(checkout / LOCK) == {"sandbox": entry}
     base = "docker.io/library/debian:bookworm-slim"
     assert entry.bases == {base: engine.podman("image", "inspect", "--format={{.Digest}}", base).strip()}
@@ -179,7 +189,7 @@ def sandbox_file(
 
 @pytest.fixture(scope="module")
 def sandbox_tag(sandbox_file: Path) -> str:
-    return str(json.loads(sandbox_file.with_name("sandbox.sqsh.json").read_text())["tag"])
+    return str(json.loads(sandbox_file.with_name("sandbox.sqsh.json").read_text(encoding="utf-8"))["tag"])
 
 
 def test_an_import_that_fails_leaves_the_file_as_it_was(sandbox_file, checkout, variables, monkeypatch):
@@ -187,15 +197,15 @@ def test_an_import_that_fails_leaves_the_file_as_it_was(sandbox_file, checkout, 
     assert before.startswith(b"hsqs")
     monkeypatch.setenv("ENROOT_FAILS", "1")
     with pytest.raises(RunError, match="status 1 of: enroot import"):
-        make(plan("sandbox", {**variables, "SQSH": str(sandbox_file)}, "podman"), checkout)
+        make(build_of("sandbox", {**variables, "SQSH": str(sandbox_file)}, "podman"), checkout)
     assert sandbox_file.read_bytes() == before
     assert sorted(path.name for path in sandbox_file.parent.iterdir()) == ["sandbox.sqsh", "sandbox.sqsh.json"]
 
 
 def test_an_image_that_cannot_import_its_packages_is_not_recorded(engine, checkout, variables, tmp_path):
-    work = plan("sandbox", {**variables, "TAG": "broken"}, "buildah")
+    work = build_of("sandbox", {**variables, "TAG": "broken"}, "buildah")
     copy = shutil.copytree(checkout, tmp_path / "copy")
-    (copy / "containers/sandbox/jail.py").write_text("import no_such_module\n")
+    (copy / "containers/sandbox/jail.py").write_text("import no_such_module\n", encoding="utf-8")
     (copy / LOCK).unlink(missing_ok=True)
     for _ in range(2):  # the container of a check that failed is not in the way
         with pytest.raises(RunError, match="buildah run check-"):

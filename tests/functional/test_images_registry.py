@@ -14,7 +14,7 @@ from loopback_registry import MANIFEST, OPEN, Pusher, busybox_root, layer, start
 from small_root import require
 
 from recipes.errors import RunError
-from tools.images.build import Build, make, plan
+from tools.images.build import Build, build_of, make
 from tools.images.lock import LOCK, digest_problems, read_lock
 
 pytestmark = pytest.mark.functional
@@ -35,9 +35,10 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     require("podman", "buildah", "runc", "docker-registry", "git")
     home = tmp_path_factory.mktemp("registry")
     with start_registry(home / "registry") as url, start_engine(home / "store") as engine:
-        Pusher(url).push(*BASE.split(":"), [layer(busybox_root())])
+        name, _, tag = BASE.partition(":")
+        Pusher(url).push(name, tag, [layer(busybox_root())])
         host = url.removeprefix("http://")
-        (home / "registries.conf").write_text(REGISTRIES_CONF.format(host=host))
+        (home / "registries.conf").write_text(REGISTRIES_CONF.format(host=host), encoding="utf-8")
         with pytest.MonkeyPatch.context() as patch:
             for name, value in {**engine.env, "CONTAINERS_REGISTRIES_CONF": str(home / "registries.conf")}.items():
                 patch.setenv(name, value)
@@ -47,8 +48,8 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def commit(repository: Path, text: str) -> str:
     """Commit a Dockerfile like that of NeMo-Skills and return the commit."""
     (repository / "dockerfiles").mkdir(parents=True, exist_ok=True)
-    (repository / "dockerfiles/Dockerfile.sandbox").write_text(f"FROM {BASE}\nCOPY text /text\n")
-    (repository / "text").write_text(text)
+    (repository / "dockerfiles/Dockerfile.sandbox").write_text(f"FROM {BASE}\nCOPY text /text\n", encoding="utf-8")
+    (repository / "text").write_text(text, encoding="utf-8")
     git = ["git", "-C", str(repository), "-c", "user.name=x", "-c", "user.email=x@example.com"]
     for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message=x"]):
         subprocess.run([*git, *words], check=True)
@@ -57,7 +58,7 @@ def commit(repository: Path, text: str) -> str:
 
 def skills(builder: str, repository: Path, pinned: str, **variables: str) -> Build:
     """What `make sandbox SANDBOX=nemo-skills` does, with another repository in place of the one on GitHub."""
-    work = plan("nemo-skills", variables, builder)
+    work = build_of("nemo-skills", variables, builder)
     return replace(work, image=replace(work.image, source=(str(repository), pinned), check=("cat", "/text")))
 
 

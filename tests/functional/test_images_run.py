@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from small_root import require
 
-from recipes.environments.contract.responses import message_item
-from recipes.environments.contract.verdict import NoVerdict, Verdict
-from recipes.environments.http.client import JsonClient
-from recipes.environments.registry import VERIFIERS
+from recipes.environments.contract.http import JsonClient
+from recipes.environments.contract.verifier import NoVerdict, Verdict, message_item
+from recipes.environments.instances import VERIFIERS
 from recipes.environments.sandbox.client import client_of
 from recipes.environments.sandbox.server import SandboxServer
 from recipes.environments.scoring.clients import InProcessVerifier
@@ -58,12 +57,12 @@ async def verifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     repository, conda, programs = tmp_path / "repository", tmp_path / "conda/bin", tmp_path / "programs"
     for directory in (repository, conda, programs):
         directory.mkdir(parents=True)
-    (repository / "code.py").write_text(CODE)
-    (repository / "a.py").write_text("")
+    (repository / "code.py").write_text(CODE, encoding="utf-8")
+    (repository / "a.py").write_text("", encoding="utf-8")
     subprocess.run(["git", "init", "-q", str(repository)], check=True)
-    (conda / "activate").write_text(ACTIVATE)
+    (conda / "activate").write_text(ACTIVATE, encoding="utf-8")
     (conda / "python").symlink_to("/usr/bin/python3")
-    (programs / "apptainer").write_text(APPTAINER.format(repository=repository, conda=conda.parent))
+    (programs / "apptainer").write_text(APPTAINER.format(repository=repository, conda=conda.parent), encoding="utf-8")
     (programs / "apptainer").chmod(0o755)
     (tmp_path / "task.sif").touch()
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
@@ -71,10 +70,10 @@ async def verifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     yield InProcessVerifier(
         name="swerl_gen",
         verifier=VERIFIERS["swerl_gen"],
-        settings={"sandbox_timeout": 20},
+        settings=VERIFIERS["swerl_gen"].settings(sandbox_timeout=20),
         pool=pool,
         timeout_seconds=60,
-        sandbox=client_of({}, server, http),
+        sandbox=client_of(VERIFIERS["swerl_gen"].settings(), server, http),
     )
     await http.close()
     pool.close()
@@ -138,7 +137,7 @@ CHEATS = {
 
 @pytest.mark.parametrize("name", CHEATS)
 async def test_patches_that_cheat_earn_nothing(verifier: InProcessVerifier, tmp_path: Path, name: str) -> None:
-    object.__setattr__(verifier, "settings", {"sandbox_timeout": 5})
+    object.__setattr__(verifier, "settings", VERIFIERS["swerl_gen"].settings(sandbox_timeout=5))
     verdict = await verifier.verify(row(tmp_path, "eval"), edit(CHEATS[name]))
     assert isinstance(verdict, Verdict), verdict
     assert verdict.reward == 0.0, verdict.reason
@@ -184,7 +183,7 @@ async def test_an_image_that_cannot_be_prepared_gives_no_verdict(verifier: InPro
     verdict = await verifier.verify(missing, edit(RIGHT))
     assert isinstance(verdict, NoVerdict)
     assert "there is no image /nowhere.sif here" in verdict.reason
-    object.__setattr__(verifier, "settings", {"sandbox_timeout": 3})
+    object.__setattr__(verifier, "settings", VERIFIERS["swerl_gen"].settings(sandbox_timeout=3))
     slow = await verifier.verify(row(tmp_path, "eval", setup_script="sleep 1000"), edit(RIGHT))
     assert isinstance(slow, NoVerdict)
     assert "could not be prepared (timeout)" in slow.reason
@@ -194,12 +193,12 @@ async def test_an_image_that_cannot_be_prepared_gives_no_verdict(verifier: InPro
 
 async def test_a_container_is_given_nothing_of_this_machine(verifier: InProcessVerifier, tmp_path: Path) -> None:
     await verifier.verify(row(tmp_path, "eval"), edit(RIGHT))
-    directory, *words = (tmp_path / "repository.words").read_text().splitlines()
+    directory, *words = (tmp_path / "repository.words").read_text(encoding="utf-8").splitlines()
     options = words[: words.index(str(tmp_path / "task.sif"))]
     assert directory == "/"
     assert options[:3] == ["exec", "--containall", "--writable-tmpfs"]
     assert {"--no-home", "--no-mount=bind-paths,cwd,home,hostfs,tmp", "--net", "--network=none"} < {*options}
-    limits = dict(line.split() for line in (tmp_path / "repository.limits").read_text().splitlines())
+    limits = dict(line.split() for line in (tmp_path / "repository.limits").read_text(encoding="utf-8").splitlines())
     assert limits["CORE"] == "0"
     assert "unlimited" not in (limits["AS"], limits["FSIZE"], limits["NPROC"])
 

@@ -16,21 +16,19 @@ from speed import patiently
 
 from recipes.cluster.placement import WorkerCounts, place, place_judges
 from recipes.cluster.private import private_ray
-from recipes.config.keys.judges import StartedJudge, started_judges
+from recipes.config.keys.derive import StartedJudge, started_judges
 from recipes.config.keys.schema import CONFIG_DIR
 from recipes.config.load import load_config, require_valid
 from recipes.config.tree import Config
-from recipes.environments.contract.responses import message_item, response_object
-from recipes.environments.contract.verdict import Verdict
-from recipes.environments.http.client import JsonClient
-from recipes.environments.instances import servers_of
-from recipes.environments.judges.servers import with_addresses
-from recipes.environments.registry import GROUP_VERIFIERS
-from recipes.environments.scoring.group import GroupClient
-from recipes.errors import EngineError, StalledError
+from recipes.environments.contract.http import JsonClient
+from recipes.environments.contract.verifier import Verdict, message_item, response_object
+from recipes.environments.instances import GROUP_VERIFIERS, servers_of
+from recipes.environments.scoring.clients import GroupClient
+from recipes.environments.scoring.judge_servers import with_addresses
+from recipes.errors import RunError, StalledError
 from recipes.generation.judges import Judges
-from tools.tiny.model import build_model
-from tools.tiny.tokenizer import build_tokenizer
+from tests.configuration import block
+from tools.tiny.model import build_model, build_tokenizer
 
 pytestmark = pytest.mark.functional
 
@@ -90,7 +88,8 @@ def test_a_judge_is_placed_scores_dies_and_comes_back_at_its_address(local_ray: 
     )
     places = place(counts, deadline_seconds=patiently(20))
     deadlines: Any = config.deadlines
-    judges = Judges.launch(started_judges(config), placement=places.judges, ports=PORTS, deadlines=deadlines)
+    cfg = block("policy.generation", port_range_low=PORTS[0], port_range_high=PORTS[1])
+    judges = Judges.launch(started_judges(config), placement=places.judges, cfg=cfg, deadlines=deadlines)
     try:
         [url] = judges.addresses()["genrm_model"]
         assert PORTS[0] <= int(url.rpartition(":")[2].partition("/")[0]) < PORTS[1]
@@ -121,8 +120,11 @@ def test_what_a_judge_lacks_is_said_within_its_deadline(local_ray: None, config:
         engine_arguments={"max_modle_len": 64},
     )
     deadlines: Any = config.deadlines
-    judges = Judges.launch([judge], placement=[{"num_cpus": 0}], ports=PORTS, deadlines=deadlines)
+    cfg = config.policy.generation
+    judges = Judges.launch([judge], placement=[{"num_cpus": 0}], cfg=cfg, deadlines=deadlines)
     began = time.monotonic()
-    with pytest.raises(EngineError, match=r"judge grader .*vllm_serve_kwargs.max_modle_len: vLLM has no such argument"):
+    with pytest.raises(
+        RunError, match=r"grader, copy 0: start 1 of .*_kwargs.max_modle_len: vLLM has no such argument"
+    ):
         judges.load()
     assert time.monotonic() - began < deadlines.engine_start

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.contract.asking import JudgeQuestion
-from recipes.environments.contract.responses import message_item, response_object
-from recipes.environments.contract.verdict import NoVerdict, Verdict
-from recipes.environments.judges.client import JudgeClient, JudgeFailedError
+from recipes.environments.contract.verifier import JudgeQuestion, NoVerdict, Verdict, message_item, response_object
 from recipes.environments.scoring.clients import InProcessVerifier
+from recipes.environments.scoring.judge import JudgeClient, JudgeFailedError
 from recipes.environments.scoring.pool import ScoringPool
 from recipes.environments.verifiers import math_with_judge, multichallenge
 from recipes.types import RolloutStatus
@@ -205,7 +203,7 @@ def test_a_verifier_gets_its_verdict_from_the_judge(judge: JudgeClient, template
         client = InProcessVerifier(
             name="multichallenge",
             verifier=multichallenge.VERIFIER,
-            settings={"judge_prompt_template": template},
+            settings=multichallenge.Settings(judge_prompt_template=template),
             pool=pool,
             timeout_seconds=10.0,
             judge=judge,
@@ -229,7 +227,7 @@ def test_a_scoring_process_asks_the_judge_and_goes_on_from_its_replies(judge: Ju
         client = InProcessVerifier(
             name="math_with_judge",
             verifier=math_with_judge.VERIFIER,
-            settings=settings,
+            settings=math_with_judge.Settings(**settings),
             pool=pool,
             timeout_seconds=60.0,
             judge=judge,

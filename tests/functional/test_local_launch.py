@@ -52,7 +52,7 @@ class Launch:
         self.run_dir = run_dir
         self.mark = uuid.uuid4().hex
         driver = run_dir.with_name("driver.py")
-        driver.write_text(DRIVER)
+        driver.write_text(DRIVER, encoding="utf-8")
         env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         self.process = subprocess.Popen(
             [
@@ -75,7 +75,7 @@ class Launch:
         log = self.run_dir / "logs" / "latest" / "driver.log"
         end = time.monotonic() + patiently(90)
         while time.monotonic() < end and self.process.poll() is None:
-            words = log.read_text().split() if log.exists() else []
+            words = log.read_text(encoding="utf-8").split() if log.exists() else []
             if "ready" in words and len(words) >= 4:
                 return words[1:4]
             time.sleep(0.1)
@@ -97,7 +97,8 @@ class Launch:
         (pid,) = [
             pid
             for pid in self.alive()
-            if pid != self.process.pid and command in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            if pid != self.process.pid
+            and command in Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").split("\0")
         ]
         return pid
 
@@ -122,7 +123,7 @@ def launched() -> Iterator[list[Launch]]:
 def temporary(run_dir: Path) -> list[Path]:
     """Return the directories below /tmp of a run that goes on or was killed."""
     notes = Path("/tmp").glob("rl-*/logs_go_to")
-    return [note.parent for note in notes if note.read_text().startswith(f"{run_dir}/")]
+    return [note.parent for note in notes if note.read_text(encoding="utf-8").startswith(f"{run_dir}/")]
 
 
 def assert_gone(launch: Launch, shared: str, *, within: float) -> None:

@@ -16,13 +16,13 @@ from typing import Any
 import httpx
 import pytest
 
+from recipes.environments.agents.by_url.agent import UrlAgents
+from recipes.environments.agents.by_url.forest import CallNode
+from recipes.environments.agents.by_url.session import Call, RolloutSession, SessionLimits
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.chat.tool_calls import FlagPatterns
-from recipes.environments.model_server.agent import UrlAgents
-from recipes.environments.model_server.forest import CallNode
-from recipes.environments.model_server.session import Call, RolloutSession, SessionLimits
 from recipes.types import Completion, VersionSpan
-from tools.tiny.tokenizer import build_tokenizer
+from tools.tiny.model import build_tokenizer
 
 pytestmark = [pytest.mark.functional, pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -11,7 +11,6 @@ from one_rank import one_rank, shard_of, trainer_of
 from policy_case import load_case, save_experts
 
 from recipes.config.tree import Config
-from recipes.errors import ConfigError
 from recipes.policy import checkpoint, step
 from recipes.policy.offloading.hybrid import OffloadedAdam
 from tests import two_devices
@@ -170,13 +169,6 @@ def test_weights_alone_start_an_offloaded_optimizer_anew(model: Path, tmp_path: 
         for own in (again, trainer):
             assert [step.train_step(own, shard_of(seed)) for seed in (1, 2)] == expected
             assert same(weights(own), weights(plain))
-
-
-@pytest.mark.usefixtures("device")
-def test_weights_in_float32_are_not_offloaded_from_a_device(model: Path) -> None:
-    config = load_case(model, **_FLOAT32, **offloaded(1.0))
-    with one_rank(config), pytest.raises(ConfigError, match="optimizer_cpu_offload: got true, expected false with"):
-        trainer_of(config)
 
 
 def test_without_a_device_nothing_is_offloaded(model: Path) -> None:

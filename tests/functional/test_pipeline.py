@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from speed import patiently
 from tiny_run import TWO_STEPS, launch_environment
 
-from tools.planning.provenance import model_digest
+from tools.draft.provenance import model_digest
 
-pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.functional, pytest.mark.promise, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = {"stage1.1": "rlvr1", "stage1.2": "rlvr2"}
@@ -36,7 +36,9 @@ def make_pipeline(env: dict[str, str]) -> subprocess.CompletedProcess[str]:
 
 
 def chain_of_the_readme() -> list[str]:
-    row = re.search(r"^\| from the command to the loss +\| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    row = re.search(
+        r"^\| from the command to the loss +\| (.*) \|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert row is not None
     return re.findall(r"`([^`]+)`", row[1])
 
@@ -76,10 +78,10 @@ def test_each_stage_starts_from_its_parents_export(env: dict[str, str]) -> None:
     seen = set()
     for stage, name in STAGES.items():
         run_dir = results / f"{stage}-{name}-tiny"
-        lock = json.loads((run_dir / "run.lock.json").read_text())
+        lock = json.loads((run_dir / "run.lock.json").read_text(encoding="utf-8"))
         assert lock["model"] == {"path": str(parent.resolve()), **model_digest(parent)}
         seen.add(lock["model"]["weights_sha256"])
-        used = json.loads((run_dir / "resolved.json").read_text())["config"]["policy"]["model_name"]
+        used = json.loads((run_dir / "resolved.json").read_text(encoding="utf-8"))["config"]["policy"]["model_name"]
         assert used == str(parent.resolve())  # the step, not `latest`
         export = run_dir / "checkpoints" / "latest" / "hf"
         assert load_file(export / "model.safetensors").keys() == load_file(parent / "model.safetensors").keys()

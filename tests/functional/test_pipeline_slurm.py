@@ -13,7 +13,7 @@ from slurm.cluster import Cluster
 from tiny_run import TWO_STEPS, launch_environment
 
 from recipes.grpo.checkpoint import complete_checkpoints
-from tools.planning.provenance import model_digest
+from tools.draft.provenance import model_digest
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(900)]
 
@@ -62,7 +62,11 @@ class Site:
 
     def log(self, fields: Mapping[str, str]) -> str:
         files = [Path(fields["StdOut"]), *sorted(self.directory.glob(f"{fields['JobName']}/logs/latest/*.log"))]
-        texts = [f"== {file}\n" + file.read_text(errors="replace")[-3000:] for file in files if file.exists()]
+        texts = [
+            f"== {file}\n" + file.read_text(errors="replace", encoding="utf-8")[-3000:]
+            for file in files
+            if file.exists()
+        ]
         return "\n".join([str(fields), *texts])
 
 
@@ -80,7 +84,7 @@ def submitted(output: str) -> dict[str, str]:
 def test_pipeline_from_a_failing_stage_to_its_end(site: Site) -> None:
     blocked = site.directory / RUNS["stage1.2"] / "checkpoints"
     blocked.parent.mkdir()
-    blocked.write_text("a file where the driver needs a directory")
+    blocked.write_text("a file where the driver needs a directory", encoding="utf-8")
     jobs = submitted(site.make("pipeline", STAGES).stdout)
     assert list(jobs) == list(RUNS)
     refuse_second_start(site, jobs)
@@ -103,21 +107,21 @@ def test_pipeline_from_a_failing_stage_to_its_end(site: Site) -> None:
 def refuse_second_start(site: Site, jobs: Mapping[str, str]) -> None:
     """Start everything once more while the first stage runs: at submission, and past it, on another node."""
     lock = site.directory / RUNS["stage1.1"] / ".lock"
-    site.cluster.wait_until(lambda: lock.exists() and lock.read_text() != "", "the lock", seconds=60)
+    site.cluster.wait_until(lambda: lock.exists() and lock.read_text(encoding="utf-8") != "", "the lock", seconds=60)
     refused = site.make("pipeline", STAGES, status=2).stderr
     for stage, state in (("stage1.1", "RUNNING"), ("stage1.2", "PENDING"), ("stage1.3", "PENDING")):
         assert f"{stage}: PTH003 EXP_NAME={RUNS[stage]}: job {jobs[stage]} of this run is {state}" in refused
     refused = site.make("stage1.1", status=2).stderr
     assert f"job {jobs['stage1.1']} of this run is RUNNING" in refused
 
-    line = site.make("stage1.1", DRY_RUN="1", SKIP_CODE_SNAPSHOT="true").stdout.replace(
+    line = site.make("stage1.1", DRY_RUN="1", SKIP_CODE_SNAPSHOT="true", status=2).stdout.replace(
         "sbatch ", "sbatch --parsable ", 1
     )
     past = site.cluster.run(["bash", "-c", line], env=site.env, cwd=ROOT).stdout.strip()
     fields = site.wait_for(past, "FAILED")
     assert fields["ExitCode"] == "2:0"
     assert f"begin: EXP_NAME={lock.parent.name}: job {jobs['stage1.1']} of this run is RUNNING" in site.log(fields)
-    assert json.loads(lock.read_text())["job_id"] == jobs["stage1.1"]
+    assert json.loads(lock.read_text(encoding="utf-8"))["job_id"] == jobs["stage1.1"]
     assert (lock.parent / "logs" / "latest").readlink() == Path("attempt_1")  # the other has attempt_2 for its own
     assert (lock.parent / "logs" / "attempt_2" / "driver.log").exists()
 
@@ -127,14 +131,18 @@ def check_hand_over(site: Site) -> None:
     parent, seen = site.directory / "model", set()
     trained = list(RUNS.values())[:2]
     for run in trained:
-        lock = json.loads((site.directory / run / "run.lock.json").read_text())
+        lock = json.loads((site.directory / run / "run.lock.json").read_text(encoding="utf-8"))
         assert lock["model"] == {"path": str(parent), **model_digest(parent)}
         seen.add(lock["model"]["weights_sha256"])
-        used = json.loads((site.directory / run / "resolved.json").read_text())["config"]["policy"]["model_name"]
+        used = json.loads((site.directory / run / "resolved.json").read_text(encoding="utf-8"))["config"]["policy"][
+            "model_name"
+        ]
         assert used == str(parent)  # the step, not `latest`
         assert list(complete_checkpoints(site.directory / run / "checkpoints")) == [2]
         parent = site.directory / run / "checkpoints" / "step_000002" / "hf"
     assert len(seen) == len(trained)
     snapshots = list((site.directory / "snapshots" / trained[-1]).iterdir())
-    assert lock["git"]["commit"] in {(snapshot / "COMMIT").read_text().strip() for snapshot in snapshots}
+    assert lock["git"]["commit"] in {
+        (snapshot / "COMMIT").read_text(encoding="utf-8").strip() for snapshot in snapshots
+    }
     assert not any((snapshot / ".venv").exists() for snapshot in snapshots)

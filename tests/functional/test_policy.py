@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,8 +43,17 @@ def ray_instance() -> Iterator[None]:
         yield
 
 
-def test_logprobs_and_export_agree_with_transformers(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model")
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("qwen3", {}),
+        ("llama", {"tied": True}),
+        ("qwen2", {}),
+        pytest.param("mistral", {"sliding_window": None}, marks=pytest.mark.slow),
+    ],
+)
+def test_logprobs_and_export_agree_with_transformers(tmp_path: Path, family: str, sizes: dict[str, Any]) -> None:
+    model = save_model(tmp_path / "model", family=family, **sizes)
     batch = random_batch(9, RayTokenStore())
     config = load_case(model, generation__temperature=0.7, logprob_chunk_size=16)
     with running(config) as policy:

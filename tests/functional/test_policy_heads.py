@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.functional, pytest.mark.timeout(900)]
 
 _NUM_HEADS = 3
 _TRAINED = {"megatron_cfg__mtp_num_layers": _NUM_HEADS}
+_HEALED = _TRAINED | {"megatron_cfg__freeze_trunk": "true"}
 _OVERLAP = {"megatron_cfg__distributed_data_parallel_config__overlap_grad_reduce": "true"}
 _SEQUENCE = {"megatron_cfg__tensor_model_parallel_size": 2, "megatron_cfg__sequence_parallel": "true"}
 _RECOMPUTE = {"megatron_cfg__activation_checkpointing": "true", "logprob_chunk_size": 24}
@@ -52,8 +53,12 @@ def found(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, La
         case("saved-stages", 2, _TRAINED | _STAGES | _ANY_LAYOUT, saves=True),
         case("resumed-stages", 2, _TRAINED | _STAGES, resumes="saved-stages"),
         case("resumed-on-one", 1, _TRAINED | _ANY_LAYOUT, resumes="saved-stages"),
+        case("healed", 1, _HEALED),
+        *(case(f"healed-{name}", 2, _HEALED | overrides) for name, overrides in _LAYOUTS.items()),
+        case("healed-saved", 2, _HEALED | _STAGES | _ANY_LAYOUT, saves=True),
+        case("healed-resumed", 1, _HEALED | _ANY_LAYOUT, resumes="healed-saved"),
     )
-    return outcomes(cases, tmp_path_factory.mktemp("job"), timeout_s=patiently(140))
+    return outcomes(cases, tmp_path_factory.mktemp("job"), timeout_s=patiently(220))
 
 
 def test_heads_learn_what_the_formula_says(model: Path, found: dict[str, LayoutOutcome]) -> None:
@@ -89,6 +94,19 @@ def test_layouts_train_heads_as_one_rank(found: dict[str, LayoutOutcome], layout
         assert (other.gradients[name] - expected).abs().max().item() < limit, name
 
 
+@pytest.mark.parametrize("name", ["healed", *(f"healed-{layout}" for layout in _LAYOUTS)])
+def test_healing_trains_heads_as_beside_the_policy_and_nothing_else(found: dict[str, LayoutOutcome], name: str) -> None:
+    one, healed = found["one"], found[name]
+    for key in [key for key in one.metrics if key.startswith("mtp/")]:
+        assert healed.metrics[key] == pytest.approx(one.metrics[key], rel=1e-5), key
+    for key, expected in one.gradients.items():
+        if key.startswith("mtp."):
+            limit = 1e-5 * max(expected.abs().max().item(), 1e-9)
+            assert (healed.gradients[key] - expected).abs().max().item() < limit, key
+        else:
+            assert not healed.gradients[key].any(), key  # bit for bit, the routers' biases, too
+
+
 @pytest.mark.parametrize("name", ["one", "carried", "carried-stages", *_LAYOUTS])
 def test_what_was_imported_is_exported(model: Path, found: dict[str, LayoutOutcome], name: str) -> None:
     on_disk, outcome = load_file(model / "model.safetensors"), found[name]
@@ -97,7 +115,13 @@ def test_what_was_imported_is_exported(model: Path, found: dict[str, LayoutOutco
 
 
 @pytest.mark.parametrize(
-    ("before", "later"), [("saved", "resumed"), ("saved-stages", "resumed-stages"), ("saved-stages", "resumed-on-one")]
+    ("before", "later"),
+    [
+        ("saved", "resumed"),
+        ("saved-stages", "resumed-stages"),
+        ("saved-stages", "resumed-on-one"),
+        ("healed-saved", "healed-resumed"),
+    ],
 )
 def test_checkpoints_hold_heads_and_their_moments(found: dict[str, LayoutOutcome], before: str, later: str) -> None:
     saved, resumed = found[before], found[later]

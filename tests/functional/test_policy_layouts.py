@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from speed import patiently
 from torch import Tensor
 
+from recipes.routes import ROUTES_CHANGED, ROUTES_UNKNOWN
 from tests.groups import LocalStore
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(900)]
@@ -44,6 +45,7 @@ _DENSE: _Layouts = {
     "data-overlap": (2, _OVERLAP),
     "data-plain": (2, _GATHER_AFTER | {"megatron_cfg__optimizer__use_distributed_optimizer": "false"}),
 }
+_BIASED: _Layouts = {"tensor": (2, _TENSOR), "pipeline": (2, _PIPELINE)}
 _EXPERTS: _Layouts = {
     "tensor": (2, _TENSOR),
     "expert": (2, _EXPERT),
@@ -87,11 +89,29 @@ _FOUR: _Layouts = {
 }
 
 
+_REPLAY = {"router_replay__enabled": "true"}
+_REPLAYED: _Layouts = {
+    "tensor": (2, _TENSOR | _RECOMPUTE | _REPLAY),
+    "expert": (2, _EXPERT | _REPLAY),
+    "context": (2, _CONTEXT | _REPLAY),
+    "pipeline": (2, _PIPELINE | _RECOMPUTE | _REPLAY),
+    "data": (2, _REPLAY),
+}
+_REPLAYED_BY_FOUR: _Layouts = {
+    "tensor-context": (4, _TENSOR | _CONTEXT | _RECOMPUTE | _REPLAY),
+    "tensor-pipeline": (4, _TENSOR | _PIPELINE | _REPLAY),
+    "expert-context-data": (4, _EXPERT | _CONTEXT | _REPLAY),
+    "expert-pipeline": (4, _EXPERT | _PIPELINE | _RECOMPUTE | _REPLAY),
+    "expert-gather-tensor-data": (4, _EXPERT | _GATHER | _TENSOR | _REPLAY),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Models:
     """One model of each family."""
 
     dense: Path
+    biased: Path
     experts: Path
     hybrid: Path
 
@@ -101,6 +121,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     directory = tmp_path_factory.mktemp("models")
     return Models(
         dense=save_model(directory / "dense", tied=True),
+        biased=save_model(directory / "biased", family="qwen2"),
         experts=save_experts(directory / "experts"),
         hybrid=save_hybrid(directory / "hybrid"),
     )
@@ -111,6 +132,7 @@ def found(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     """What every case of two ranks did, all in one job: the ranks import Megatron once."""
     cases = (
         *_cases(models.dense, _DENSE),
+        *_cases(models.biased, _BIASED),
         *_cases(models.experts, _EXPERTS),
         *_cases(models.hybrid, _HYBRID),
         *_resumptions(models.hybrid, (2, _EXPERT), _FROM_EXPERTS),
@@ -121,8 +143,8 @@ def found(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 @pytest.mark.parametrize(
     ("family", "layouts"),
-    [("dense", _DENSE), ("experts", _EXPERTS), ("hybrid", _HYBRID)],
-    ids=["dense", "experts", "hybrid"],
+    [("dense", _DENSE), ("biased", _BIASED), ("experts", _EXPERTS), ("hybrid", _HYBRID)],
+    ids=["dense", "biased", "experts", "hybrid"],
 )
 def test_layouts_equal_one_rank(
     models: Models, found: dict[str, LayoutOutcome], family: str, layouts: _Layouts
@@ -179,6 +201,23 @@ def test_checkpoints_continue_under_other_layouts(
 @pytest.mark.slow
 def test_hybrid_layouts_of_four_ranks_equal_one_rank(models: Models, tmp_path: Path) -> None:
     _check(models.hybrid, outcomes(_cases(models.hybrid, _FOUR), tmp_path, timeout_s=patiently(140)), _FOUR)
+
+
+@pytest.mark.parametrize("layouts", [_REPLAYED, pytest.param(_REPLAYED_BY_FOUR, marks=pytest.mark.slow)])
+def test_layouts_that_replay_any_routes_equal_one_rank(models: Models, layouts: _Layouts, tmp_path: Path) -> None:
+    """Each rank finds the routes of its own tokens in its own layers, also where it computes them again."""
+    cases = _cases(models.hybrid, {"replaying": (1, _REPLAY)} | layouts)
+    plain, *others = cases
+    found = outcomes((plain, *(replace(case, replays=True) for case in others)), tmp_path, timeout_s=patiently(140))
+    one = found["hybrid-replaying"]
+    assert (one.logprobs - found["hybrid-one"].logprobs).abs().max() > 0.1, "the routes are not those of the policy"
+    assert one.metrics[ROUTES_CHANGED] > 0.3 and 0 < one.metrics[ROUTES_UNKNOWN] < 0.2
+    on_disk = load_file(models.hybrid / "model.safetensors")
+    for name in layouts:
+        outcome = found[f"hybrid-{name}"]
+        assert not _differences(outcome, one, on_disk), name
+        for metric in (ROUTES_CHANGED, ROUTES_UNKNOWN):
+            assert outcome.metrics[metric] == pytest.approx(one.metrics[metric], rel=1e-9), name
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ def test_every_layer_of_a_hybrid_is_computed_again_in_the_backward_pass(trainer:
     batch = random_batch(4, LocalStore())
     for training, times in ((False, 1), (True, 2)):
         calls.clear()
-        plan = shards.plan(batch, trainer.cfg, num_shards=1, training=training)
+        plan = shards.divide(batch, trainer.cfg, num_shards=1, training=training)
         (shard,) = shards.split(batch, plan)
         run = step.train_step if training else step.logprobs
         run(trainer, shard)

@@ -15,21 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from below import below
 from small_root import require
 from speed import patiently
+from test_environments_http import served
 
-from recipes.environments.contract.asking import Execution, advance
-from recipes.environments.contract.responses import message_item
-from recipes.environments.contract.verdict import NoVerdict, Verdict
-from recipes.environments.http.client import JsonClient
-from recipes.environments.registry import VERIFIERS
+from recipes.config.tree import build
+from recipes.environments.contract.http import JsonClient
+from recipes.environments.contract.settings import NoSettings, SandboxSettings
+from recipes.environments.contract.verifier import Execution, NoVerdict, Verdict, advance, message_item
+from recipes.environments.instances import VERIFIERS
 from recipes.environments.sandbox import server as sandbox_server
 from recipes.environments.sandbox.client import SandboxClient, client_of
 from recipes.environments.sandbox.server import SandboxFailedError, SandboxServer
 from recipes.environments.scoring.clients import HttpVerifier, InProcessVerifier
 from recipes.environments.scoring.pool import ScoringPool
 from recipes.environments.verifiers import code_gen as code_gen_module
-from tests.functional.test_environments_http import served
+from recipes.environments.verifiers.checks import program_harness
 from tests.recorded import golden, recorded, skip_where_missing
 
 pytestmark = pytest.mark.functional
@@ -63,13 +65,14 @@ def verifier_in(
     server: SandboxServer, name: str, pool: ScoringPool, http: JsonClient, **settings: Any
 ) -> InProcessVerifier:
     """Return a verifier that runs programs in the sandbox of `server`."""
+    made = build(VERIFIERS[name].settings, settings)
     return InProcessVerifier(
         name=name,
         verifier=VERIFIERS[name],
-        settings=settings,
+        settings=made,
         pool=pool,
         timeout_seconds=60,
-        sandbox=client_of(settings, server, http),
+        sandbox=client_of(made, server, http),
     )
 
 
@@ -86,6 +89,10 @@ async def scored(
     return await verifier.verify({"verifier_metadata": {"unit_tests": tests}}, answer)
 
 
+# Recorded cases that are decided otherwise here, and what they earn.
+DECIDED = {"open_zero": 1.0}  # standard input can be opened by its number, as Python has it
+
+
 @pytest.mark.timeout(300)
 async def test_every_recorded_case(code_gen: InProcessVerifier) -> None:
     cases = golden("env/code_gen.json").get("cases", [])
@@ -93,7 +100,8 @@ async def test_every_recorded_case(code_gen: InProcessVerifier) -> None:
     verdicts = await asyncio.gather(*(code_gen.verify(case["row"], case["response"]) for case in cases))
     for case, verdict in zip(cases, verdicts, strict=True):
         assert isinstance(verdict, Verdict), (case["name"], verdict)
-        assert verdict.reward == case["reward"], (case["name"], verdict.reason)
+        reward = DECIDED.get(case["name"], case["reward"])
+        assert verdict.reward == reward, (case["name"], verdict.reason)
 
 
 async def test_real_rows_over_http_as_in_process(code_gen: InProcessVerifier) -> None:
@@ -113,6 +121,97 @@ async def test_real_rows_over_http_as_in_process(code_gen: InProcessVerifier) ->
         await remote.http.close()
     assert here == there
     assert [verdict.reward for verdict in here if isinstance(verdict, Verdict)] == [0, 0, 0, 0, 1] + [0] * 20
+
+
+WAYS_TO_READ_AND_WRITE = (
+    # Code, standard input, what Python prints.
+    ("n = int(input())\ninput()\nprint(n + int(input()))", "2\n\n3\n", "5\n"),
+    ("print(len(input()))", "\n", "0\n"),
+    ("from sys import stdin, stdout\nstdout.write(str(int(stdin.readline()) + 1))", "4\n", "5"),
+    ("from sys import stdin\nprint([line for line in stdin])", "a\n\nb", "['a\\n', '\\n', 'b']\n"),
+    ("import sys\nread = sys.stdin.readline\nprint([read(), read(), read(), read()])", "1\n\n3", None),
+    ("import sys\nprint(input(), len(sys.stdin.readlines()), sys.stdin.read())", "1\n2\n3\n", "1 2 \n"),
+    ("import sys\nprint(input(), sys.stdin.buffer.read())", "1\n2\n", "1 b''\n"),
+    ("import sys\nprint(sys.stdin.buffer.readline(), sys.stdin.readline())", "1\n2\n", None),
+    ("print(sum(map(int, open(0))))", "1\n2\n", "3\n"),
+    ("print(open('/dev/stdin').read())", "x", "x\n"),
+    ("import os\nprint(os.read(0, 1 << 20).split())", "1 2", "[b'1', b'2']\n"),
+    ("import os, io\nf = io.BytesIO(os.read(0, os.fstat(0).st_size))\nprint(f.readline())", "1\n2", "b'1\\n'\n"),
+    ("import fileinput\nprint(*(int(line) for line in fileinput.input()))", "1\n2\n", "1 2\n"),
+    ("import sys\nprint(sys.stdin.name, sys.stdin.fileno(), sys.stdout.encoding)", "", "<stdin> 0 utf-8\n"),
+    ("import sys\nsys.stdout.buffer.write(b'5')\nprint(6, end='')", "", None),
+    ("import sys\nprint(1, flush=True)\nsys.stdout.buffer.write(b'2')", "", "1\n2"),
+    ("out = open(1, 'w')\nout.write('never closed')", "", "never closed"),
+    ("import os\nos.write(1, b'7')", "", "7"),
+    ("import atexit\natexit.register(print, 'last')\nprint('first')", "", "first\nlast\n"),
+    ("import threading\nthreading.Thread(target=lambda: print(input())).start()", "7", "7\n"),
+    ("import subprocess\nprint(subprocess.run(['cat'], capture_output=True).stdout)", "7", "b'7'\n"),
+    ("print(1)\nquit()\nprint(2)", "", "1\n"),
+    ("print(1)\nimport sys\nsys.exit('with a text')", "", "1\n"),
+    ("import os\nprint(os.getcwd() > '', flush=True)\nos._exit(0)", "", "True\n"),
+    (
+        "count = 0\ndef add():\n    global count\n    count += 1\nadd()\nprint(count, 'count' in globals())",
+        "",
+        "1 True\n",
+    ),
+    ("from __future__ import annotations\nprint(input())", "x", "x\n"),
+    ("def main():\n    print(1)\nif __name__ == '__main__':\n    main()\nx = 1", "", "1\n"),
+    ("if '__main__' == __name__:\n    print(1)", "", "1\n"),
+    ("class A:\n    def f(self, n): return n and A().f(n - 1) + n\nprint(A().f(9))", "", "45\n"),
+    ("print(repr(input()), repr(input()))", "1\r\nab\r\n", "'1\\r' 'ab\\r'\n"),
+    ("import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))).__name__)", "", "A\n"),
+    ("import builtins, sys\nbuiltins.input = sys.stdin.readline\nprint(repr(input()))", "a\n", "'a\\n'\n"),
+    ("print(pow(2, 10, 1000), open.__module__)", "", None),
+    ("print(Counter('aab').most_common(1), math.gcd(4, 6), List)", "", "[('a', 2)] 2 typing.List\n"),
+    ("\ufeffprint('\u4e2d\u6587', input())", "\u00e9", "\u4e2d\u6587 \u00e9\n"),
+    ("n = 0\ntry:\n    while True: n += len(input())\nexcept EOFError:\n    print(n)", "ab\n\nc", "3\n"),
+)
+UNASKED = "Counter("  # a name that only the harness has
+
+
+async def test_a_program_reads_and_writes_as_python_has_it(
+    server: SandboxServer, http: JsonClient, tmp_path: Path
+) -> None:
+    """What the table leaves out is asked of this machine's Python; what it says, too."""
+    client, main, file = client_of(NoSettings(), server, http), tmp_path / "main.py", tmp_path / "input"
+    for code, given, expected in WAYS_TO_READ_AND_WRITE:
+        main.write_text(code, encoding="utf-8")
+        file.write_bytes(given.encode())
+        words = [sys.executable, "-I", "-X", "utf8", str(main)]
+        with file.open("rb") as stdin:
+            plain = subprocess.run(words, stdin=stdin, capture_output=True, timeout=patiently(30), check=False)
+        if UNASKED not in code:
+            assert expected in (None, plain.stdout.decode()), code
+        wanted = plain.stdout.decode() if expected is None else expected
+        task = code_gen_module.Task(inputs=(given,), outputs=(wanted,), fn_name=None, seconds=10.0, format_reward=0.0)
+        (reply,) = await client.run(advance(code_gen_module._score_by_running(code, task), []))  # type: ignore[arg-type]
+        assert json.loads(reply["stdout"].splitlines()[1]) == {"output": wanted}, (code, reply)
+
+
+def test_a_stop_from_outside_uses_nothing_of_a_tests_time() -> None:
+    """As on a machine that gives nobody of them a processor: the clock runs on, and that is all."""
+    harness = [sys.executable, "-I", str(program_harness.__file__)]
+    code = "import time\ntime.sleep(0.5)\nprint(input())"
+    request = json.dumps({"code": code, "inputs": ["7"], "fn_name": None, "seconds": 1.5})
+    with subprocess.Popen(harness, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(request)
+        process.stdin.close()
+        end = time.monotonic() + patiently(30)
+        while not (pids := below(process.pid)):
+            assert time.monotonic() < end and process.poll() is None
+            time.sleep(0.01)
+        for number, seconds in ((signal.SIGSTOP, 3.0), (signal.SIGCONT, 0.0)):
+            for pid in (process.pid, *pids):
+                os.kill(pid, number)
+            time.sleep(seconds)
+        assert process.stdout.read() == '{"ready": true}\n{"output": "7\\n"}\n'
+
+
+async def test_each_test_begins_with_a_new_process(code_gen: InProcessVerifier) -> None:
+    code = "import builtins\nbuiltins.seen = getattr(builtins, 'seen', 0) + 1\nprint(builtins.seen)"
+    verdict = await scored(code_gen, code, ("1",) * 6)
+    assert isinstance(verdict, Verdict) and verdict.reward == 1.0, verdict
 
 
 # Where a program could look for what its tests expect. Each prints what it finds, and must not find SECRET.
@@ -162,6 +261,10 @@ CHEATS = {
     "        try: os.write(fd, b'x' * 1000000)\n        except OSError: pass",
     "a full disk": "n = 0\nwhile True:\n    io.open(f'/tmp/{n}', 'wb').write(b'x' * (1 << 24))\n    n += 1",
     "deep recursion": "def f(n): return f(n + 1) + f(n + 1)\nf(0)",
+    "a sleep past the harness": "import os, signal, time\nos.kill(os.getppid(), signal.SIGSTOP)\ntime.sleep(1000)",
+    "work past the harness": "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)\nwhile True: pass",
+    "a stop": "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)",
+    "a lock that nobody opens": "import threading\nx = threading.Lock()\nx.acquire()\nx.acquire()",
     "a deep value": "x = []\nfor _ in range(10**6): x = [x]\nprint(x)",
     "a process left behind": "import posix, time\nif posix.fork() == 0: time.sleep(1000)",
 }
@@ -171,14 +274,16 @@ CHEATS = {
 async def test_what_a_test_expects_is_nowhere_to_be_found(
     server: SandboxServer, http: JsonClient, name: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "rows.jsonl").write_text(SECRET)
+    (tmp_path / "rows.jsonl").write_text(SECRET, encoding="utf-8")
     row = {"verifier_metadata": {"unit_tests": {"inputs": ["1"], "outputs": [SECRET]}}}
     verifier = VERIFIERS["code_gen"]
     code = SEARCHES[name].replace("PLACE", str(tmp_path))
     answer = {"output": [message_item(f"```python\n{code}\n```")]}
-    requests = advance(verifier.score(answer, verifier.parse_task(row, {"unit_test_timeout_secs": 5})), [])
+    requests = advance(
+        verifier.score(answer, verifier.parse_task(row, verifier.settings(unit_test_timeout_secs=5))), []
+    )
     assert isinstance(requests, list)
-    (reply,) = await client_of({}, server, http).run(requests)  # type: ignore[arg-type]  # a program
+    (reply,) = await client_of(NoSettings(), server, http).run(requests)  # type: ignore[arg-type]  # a program
     assert '{"output": ' in reply["stdout"] or '{"error": ' in reply["stdout"], reply
     assert SECRET not in reply["stdout"]
 
@@ -187,8 +292,10 @@ async def test_what_a_test_expects_is_nowhere_to_be_found(
 async def test_no_cheat_earns_anything_and_the_sandbox_goes_on(code_gen: InProcessVerifier) -> None:
     verdicts = await asyncio.gather(*(scored(code_gen, code) for code in CHEATS.values()))
     for name, verdict in zip(CHEATS, verdicts, strict=True):
-        assert isinstance(verdict, Verdict), (name, verdict)
-        assert verdict.reward == 0.0, (name, verdict.reason)
+        if isinstance(verdict, Verdict):
+            assert verdict.reward == 0.0, (name, verdict.reason)
+        else:  # it was stopped before it had used its time
+            assert "a busy machine" in verdict.reason, (name, verdict)
     honest = await scored(code_gen, "print(int(input()) * 2)", ("0", "2", "4", "6", "8", "10"))
     assert isinstance(honest, Verdict)
     assert honest.reward == 1.0
@@ -264,7 +371,11 @@ async def test_a_machine_that_makes_no_jail_gives_no_verdict(
 
 async def test_a_verifier_without_a_sandbox_gives_no_verdict(pool: ScoringPool) -> None:
     verifier = InProcessVerifier(
-        name="code_gen", verifier=VERIFIERS["code_gen"], settings={}, pool=pool, timeout_seconds=60
+        name="code_gen",
+        verifier=VERIFIERS["code_gen"],
+        settings=VERIFIERS["code_gen"].settings(),
+        pool=pool,
+        timeout_seconds=60,
     )
     verdict = await scored(verifier, "print(1)")
     assert isinstance(verdict, NoVerdict)
@@ -279,17 +390,17 @@ async def test_the_sandbox_of_a_job_is_asked_where_there_is_one(
     in_job = SandboxServer()
     host, port = own.url.removeprefix("http://").split(":")
     program = Execution(language="python3", code="print(input() * 2)", stdin="ab", seconds=20)
-    (answer,) = await client_of({"sandbox_host": host, "sandbox_port": 1}, in_job, http).run([program])
+    (answer,) = await client_of(SandboxSettings(sandbox_host=host, sandbox_port=1), in_job, http).run([program])
     assert answer["stdout"] == "abab\n"
     assert "no sandbox of the job listens at 127.0.0.1:1" in caplog.text
     assert await in_job.address((host, int(port))) == own  # though one of its own runs by now
-    (answer,) = await client_of({"sandbox_host": host, "sandbox_port": port}, in_job, http).run([program])
+    (answer,) = await client_of(SandboxSettings(sandbox_host=host, sandbox_port=port), in_job, http).run([program])
     assert (answer["process_status"], answer["stdout"]) == ("completed", "abab\n")
     in_job.close()
 
 
 async def test_a_language_that_is_not_there_is_refused(server: SandboxServer, http: JsonClient) -> None:
-    client = SandboxClient(server=server, place=("127.0.0.1", 6000), max_concurrency=1, http=http)
+    client = SandboxClient(server=server, host_port=("127.0.0.1", 6000), max_concurrency=1, http=http)
     with pytest.raises(SandboxFailedError, match="language 'lean4' is not installed here"):
         await client.run([Execution(language="lean4", code="", seconds=5)])
 
@@ -323,6 +434,9 @@ def test_the_server_ends_with_a_process_that_is_killed() -> None:
         pid = int(process.stdout.readline().split()[1])
         process.kill()
     end = time.monotonic() + patiently(30)
-    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]:
+    while (
+        Path(f"/proc/{pid}").exists()
+        and "Z" not in Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2][:3]
+    ):
         assert time.monotonic() < end, "the server lives on"
         time.sleep(0.05)

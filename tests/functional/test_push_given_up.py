@@ -15,6 +15,7 @@ from recipes.errors import EngineError
 from recipes.grpo.refit import refit
 from recipes.policy.policy import Policy
 from recipes.types import WeightLayout
+from tests.configuration import block
 
 pytestmark = pytest.mark.functional
 
@@ -45,7 +46,7 @@ def ranks() -> Iterator[list[Any]]:
 
 
 def test_a_rank_that_waits_for_a_dead_engine_can_save(ranks: list[Any]) -> None:
-    deadlines: Any = SimpleNamespace(refit=60.0)
+    deadlines = block("deadlines", refit=60.0)
     policy = Policy(ranks, None, deadlines)  # type: ignore[arg-type]
     policy._layout = WeightLayout(path="", names=(), dtypes=(), shapes=(), offsets=(), num_bytes=0)
 

@@ -33,8 +33,7 @@ from recipes.grpo.loss import grpo_loss
 from recipes.grpo.refit import connect, refit
 from recipes.policy.policy import Policy
 from recipes.types import Completion, Rollout, RolloutStatus, Sampling, TrainBatch, Turn
-from tools.tiny.model import build_hybrid_model, build_model, build_model_with_experts
-from tools.tiny.tokenizer import build_tokenizer
+from tools.tiny.model import build_hybrid_model, build_model, build_model_with_experts, build_tokenizer
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
 
@@ -55,6 +54,8 @@ SHARED = {  # the two ranks of the engine have half of the experts each, and par
 # Every run at scale tiny compares a dense model's log-probabilities at its start, and test_smoke.py while it trains.
 CASES = [
     pytest.param((build_model, {}), id="dense", marks=pytest.mark.slow),
+    pytest.param((partial(build_model, family="qwen2"), {}), id="biased"),
+    pytest.param((partial(build_model, family="llama"), {}), id="llama", marks=pytest.mark.slow),
     pytest.param((build_hybrid_model, {}), id="hybrid"),
     pytest.param((build_hybrid_model, TENSORS), id="hybrid, two tensor-parallel ranks", marks=pytest.mark.slow),
     pytest.param((build_hybrid_model, EXPERTS), id="hybrid, two expert-parallel ranks", marks=pytest.mark.slow),

@@ -18,10 +18,11 @@ from recipes.errors import EngineError
 from recipes.generation.clients.client import OpenEngines
 from recipes.rollouts import workers
 from recipes.rollouts.workers import RolloutWorkers
+from tests.configuration import block, config
 
 pytestmark = pytest.mark.functional
 
-CONFIG: Any = SimpleNamespace(deadlines=SimpleNamespace(engine_start=120.0, shutdown=20.0))
+CONFIG = config(deadlines=block("deadlines", engine_start=120.0, shutdown=20.0))
 
 
 class Engines:

@@ -338,7 +338,7 @@ def test_every_process_of_a_jail_has_the_filter(sandbox):
 
 
 def children_of(pid: int) -> list[int]:
-    text = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    text = [(task / "children").read_text(encoding="utf-8") for task in Path(f"/proc/{pid}/task").iterdir()]
     return [int(child) for words in text for child in words.split()]
 
 

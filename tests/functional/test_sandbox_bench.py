@@ -18,7 +18,7 @@ def test_the_bench_runs_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr().out
     assert status == (1 if "BELOW" in printed else 0)
     assert "programs a second" in printed
-    assert len(json.loads(out.read_text())["sandbox"]) == 1
+    assert len(json.loads(out.read_text(encoding="utf-8"))["sandbox"]) == 1
 
 
 def test_a_machine_without_a_sandbox_says_so(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.functional
 def modules(monkeypatch: pytest.MonkeyPatch) -> None:
     require("bwrap", "prlimit", "setpriv")
     monkeypatch.syspath_prepend(str(ROOT / "containers/sandbox"))
-    for name in ("jail", "seccomp", "sessions", "usage"):
+    for name in ("jail", "sessions"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -125,3 +126,40 @@ def test_a_session_in_use_is_not_ended_for_another():
         assert len(sessions) == 2
     finally:
         sessions.close()
+
+
+FORKING = """
+import os, signal, time
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so nobody is told what its children used
+while True:
+    try:
+        if os.fork() == 0:
+            sum(range(10**6))
+            os._exit(0)
+    except BlockingIOError:
+        time.sleep(0.01)
+"""
+ENDLESS = {
+    "it runs": "while True: pass",
+    "it sleeps": "import time\ntime.sleep(1000)",
+    "its children's time is lost": f"{FORKING}    time.sleep(0.02)\n",
+    "so many of them that they wait for each other": FORKING,
+}
+
+
+# What a program gets of a processor that it wants to itself for two seconds, in this very moment.
+SPINNING = "import time\nend = time.monotonic() + 2\nwhile time.monotonic() < end: pass\nprint(time.process_time() / 2)"
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_an_endless_program_is_told_from_a_busy_machine(name):
+    from jail import Limits, run
+
+    deadline, share, usual = time.monotonic() + 60, 0.0, 1.0
+    while share < 0.7 * usual and time.monotonic() < deadline:  # again where others came or went
+        beside = subprocess.Popen([sys.executable, "-I", "-c", SPINNING], stdout=subprocess.PIPE, text=True)
+        outcome = run(["python3", "-I", "/main"], ENDLESS[name], "", 2.0, Limits())
+        usual = min(float(beside.communicate(timeout=patiently(20))[0]), 1.0)
+        assert outcome.timed_out
+        share = outcome.used_seconds / 2.0
+    assert share >= 0.7 * usual

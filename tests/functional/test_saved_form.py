@@ -11,7 +11,7 @@ from one_rank import one_rank, shard_of, trainer_of
 from policy_case import load_case, save_experts
 
 from recipes.errors import CheckpointError
-from recipes.policy import checkpoint, optimizer, saved_form, step
+from recipes.policy import checkpoint, optimizer, step
 from tests import fused_adam, grouped_linear
 
 pytestmark = pytest.mark.functional
@@ -140,10 +140,10 @@ def test_an_optimizer_divided_by_experts_is_not_read_under_another_division(monk
         "pipeline_model_parallel_size": 1,
         "expert_model_parallel_size": 2,
     }
-    monkeypatch.setattr(saved_form, "layout", lambda: sizes | {"expert_model_parallel_size": 1})
-    monkeypatch.setattr(saved_form, "optimizer_keys", lambda trainer: {})
+    monkeypatch.setattr(checkpoint, "layout", lambda: sizes | {"expert_model_parallel_size": 1})
+    monkeypatch.setattr(checkpoint, "optimizer_keys", lambda trainer: {})
     trainer: Any = None
-    saved = {"form": saved_form.IN_PARTS, "layout": sizes, "optimizer_keys": {}}
+    saved = {"form": checkpoint.IN_PARTS, "layout": sizes, "optimizer_keys": {}}
     with pytest.raises(CheckpointError, match="expert_model_parallel_size: got 1, expected 2, as when saved/step"):
-        saved_form.require_readable(trainer, saved, Path("saved/step"))
-    saved_form.require_readable(trainer, saved | {"form": saved_form.PER_PARAMETER}, Path("saved/step"))
+        checkpoint.require_readable(trainer, saved, Path("saved/step"))
+    checkpoint.require_readable(trainer, saved | {"form": checkpoint.PER_PARAMETER}, Path("saved/step"))

@@ -21,7 +21,7 @@ def test_the_driver_does_not_see_the_tokens(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tools.bench.scale", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patiently(180))
     assert done.returncode in (0, 1), done.stderr[-2000:]  # a slow machine misses the limit of a session
-    result = json.loads(out.read_text())
+    result = json.loads(out.read_text(encoding="utf-8"))
     _, quarter, full, short = result["steps"]
     assert full["num_tokens"] > 2.5 * short["num_tokens"]
     assert full["driver_bytes"] < 1.1 * short["driver_bytes"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import socket
 import stat
 import statistics
 import subprocess
@@ -37,7 +38,7 @@ OPEN_FILES = 1024  # that a process of the run may have when it starts, as on mo
 WINDOWS, WINDOW_STEPS = 6, 20  # without a crowd and with it, in turn
 MANY, FEW = 1000, 20  # connections of the crowd to a port of the table, and to one that the kernel picked for gloo
 NOBODY = ["setpriv", "--reuid=65533", "--regid=65533", "--clear-groups", "/usr/bin/python3", "-I", "-c"]
-CROWD = Path(__file__).with_name("crowd.py").read_text()
+CROWD = Path(__file__).with_name("crowd.py").read_text(encoding="utf-8")
 
 
 def processes(mark: str) -> dict[int, dict[str, str]]:
@@ -56,7 +57,7 @@ def processes(mark: str) -> dict[int, dict[str, str]]:
 
 def command_line(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+        return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 
@@ -65,7 +66,7 @@ def what_a_neighbour_gets(seen: Mapping[int, Mapping[str, str]], run_dir: Path) 
     """Let another user of this machine try what it can do to these processes and to the files of the run."""
     places = {str(run_dir), *(environ["TMPDIR"] for environ in seen.values() if "TMPDIR" in environ)}
     given = json.dumps({"pids": list(seen), "places": sorted(places)})
-    program = Path(__file__).with_name("neighbour.py").read_text()
+    program = Path(__file__).with_name("neighbour.py").read_text(encoding="utf-8")
     done = subprocess.run(
         [*NOBODY, program], cwd="/", input=given, capture_output=True, text=True, check=True, timeout=patiently(60)
     )
@@ -146,9 +147,25 @@ def started(directory: Path, variables: Mapping[str, str], *, num_steps: int) ->
         case.stop(run)
 
 
+def hostile_shell() -> dict[str, str]:
+    """Return what profiles of clusters export, and worse: with it a run must not listen beyond this machine."""
+    addresses = {
+        name: found.address
+        for name, interface in psutil.net_if_addrs().items()
+        for found in interface
+        if found.family == socket.AF_INET and not found.address.startswith("127.")
+    }
+    name, address = next(iter(addresses.items()), ("eth0", "192.0.2.2"))
+    interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), name)
+    hosts = dict.fromkeys(("VLLM_HOST_IP", "RAY_NODE_IP_ADDRESS", "MASTER_ADDR"), address)
+    ray = {"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": f"{address}:6379", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
+    python = {"PYTHONWARNINGS": "error::FutureWarning", "PYTHONSTARTUP": "/nothing", "PYTHONOPTIMIZE": "1"}
+    return interfaces | hosts | ray | python | {"VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "64"}
+
+
 def test_no_secret_is_in_a_file_or_a_command_line_and_others_cannot_hold_the_run_up(open_place: Path) -> None:
     planted = {"WANDB_API_KEY": uuid.uuid4().hex, "HF_TOKEN": f"hf_{uuid.uuid4().hex}"}
-    with started(open_place, planted, num_steps=400) as watch:
+    with started(open_place, planted | hostile_shell(), num_steps=400) as watch:
         watch.until_step(2)
         ports = watch.ports()
         with crowd(ports) as found:

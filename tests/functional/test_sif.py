@@ -102,7 +102,7 @@ class Site:
     def command(self, directory: Path, *words: str) -> list[str]:
         options = ["--sif-dir", str(directory), "--rows", str(self.rows), "--mirror", f"{self.host}/cache"]
         options += ["--converter", "umoci", "--per-second", "200", "--back-off", "0.1", "--workers", "3"]
-        return [sys.executable, "-m", "tools.sif.build", *options, *words]
+        return [sys.executable, "-m", "tools.task_images.build", *options, *words]
 
     def make(self, directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
         command = self.command(directory, *words)
@@ -117,7 +117,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     assert not missing, f"these programs are missing, .ci/run installs them: {missing}"
     place = tmp_path_factory.mktemp("registry")
     rows = place / "rows.jsonl"
-    rows.write_text("".join(json.dumps(example.row) + "\n" for example in EXAMPLES))
+    rows.write_text("".join(json.dumps(example.row) + "\n" for example in EXAMPLES), encoding="utf-8")
     with start_registry(place / "registry") as url, start_proxy(url) as (host, faults):
         pusher, base, own = Pusher(url), layer(busybox_root()), {}
         for example in EXAMPLES:
@@ -151,7 +151,7 @@ def sif_files(directory: Path) -> dict[str, str]:
 
 def failed(directory: Path) -> dict[str, str]:
     path = directory / "images.failed"
-    entries = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     return {entry["instance"]: entry["cause"] for entry in entries}
 
 
@@ -227,7 +227,9 @@ def test_each_fault_happened(site, killed):
 def test_the_ledger_says_what_the_files_are(site, killed):
     directory, _ = killed
     files = sif_files(directory)
-    entries = {json.loads(line)["file"]: json.loads(line) for line in (directory / "inventory.jsonl").open()}
+    entries = {
+        json.loads(line)["file"]: json.loads(line) for line in (directory / "inventory.jsonl").open(encoding="utf-8")
+    }
     assert {name: entry["sha256"] for name, entry in entries.items() if name in files} == files
     assert all(entry["digest"].startswith("sha256:") and not entry["stripped"] for entry in entries.values())
 
@@ -268,8 +270,16 @@ def test_a_registry_that_wants_a_password_is_named(site, tmp_path):
 def list_all(place: Path, hub: Hub, revision: str, *words: str) -> subprocess.CompletedProcess[str]:
     """Ask for the images of all instances of one data set, at a registry where nothing listens."""
     entry = {"revision": revision, "split": "train", "instances": 2}
-    (place / "table.yaml").write_text(json.dumps({"datasets": {"R2E-Gym/R2E-Gym-Subset": entry}}))
-    command = [sys.executable, "-m", "tools.sif.build", "--sif-dir", str(place / "sif"), "--all", "--check-only"]
+    (place / "table.yaml").write_text(json.dumps({"datasets": {"R2E-Gym/R2E-Gym-Subset": entry}}), encoding="utf-8")
+    command = [
+        sys.executable,
+        "-m",
+        "tools.task_images.build",
+        "--sif-dir",
+        str(place / "sif"),
+        "--all",
+        "--check-only",
+    ]
     command += ["--datasets", str(place / "table.yaml"), "--mirror", "127.0.0.1:1", "--retries", "1", *words]
     environ = environment(place, hub)
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=patiently(60), check=False)

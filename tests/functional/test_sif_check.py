@@ -24,11 +24,12 @@ from small_root import require, write_root
 from speed import patiently
 from swe_project import CANARY, WRONG, Project, git, write_project
 
-from recipes.environments.swe.containers.places import AS_NOBODY, MOUNT_IMAGE
-from tools.sif import run as sif_run
-from tools.sif.history import MAX_PROCESSES, Repository, strip_history
-from tools.sif.registry.errors import ImageError
-from tools.sif.run import ImageRunner, run_in
+from recipes.confinement.jails import AS_NOBODY
+from recipes.environments.swe.containers.places import MOUNT_IMAGE
+from tools.task_images import run as sif_run
+from tools.task_images.convert import MAX_PROCESSES, Repository, strip_history
+from tools.task_images.registry.references import ImageError
+from tools.task_images.run import ImageRunner, run_in
 
 pytestmark = pytest.mark.functional
 
@@ -81,7 +82,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
         layers = [(plain.getvalue(), plain.getvalue())]  # not compressed: that is allowed, and quicker
         name, env = "swebench/sweb.eval.x86_64.some_1776_calc-1", ["PATH=/usr/bin:/bin", "A=b c"]
         Pusher(url).push(name, "latest", layers, env)
-        (place / "one.jsonl").write_text(json.dumps(row("some__calc-1", project)) + "\n")
+        (place / "one.jsonl").write_text(json.dumps(row("some__calc-1", project)) + "\n", encoding="utf-8")
         made = Made(project, place / "one.jsonl", host, login(place / "docker", host), place / "a.sif", place / "b.sif")
         make_image(made, place / "sif", "--converter", "umoci", "--strip-history").rename(made.stripped)
         make_image(made, place / "sif", "--converter", "umoci").rename(made.whole)
@@ -90,7 +91,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
 
 def make_image(made: Made, directory: Path, *words: str) -> Path:
     """Make the one image and return it."""
-    command = [sys.executable, "-m", "tools.sif.build", "--sif-dir", directory, "--rows", made.rows]
+    command = [sys.executable, "-m", "tools.task_images.build", "--sif-dir", directory, "--rows", made.rows]
     command += ["--mirror", made.host, "--compression", "lz4", *words]
     result = subprocess.run(
         command, env=made.environ, capture_output=True, text=True, timeout=patiently(200), check=False
@@ -221,7 +222,7 @@ def test_a_root_in_an_image_is_nobody_outside(made):
             time.sleep(0.05)
         try:
             for pid in (*found, *programs_with("squashfuse -f")):
-                status = Path(f"/proc/{pid}/status").read_text()
+                status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
                 assert re.search(r"^Uid:\s+65534\s+65534\s+65534\s+65534$", status, re.MULTILINE), status
         finally:
             process.kill()
@@ -270,7 +271,7 @@ def test_a_hostile_configuration_of_git_gets_no_rights(tmp_path):
     require("bwrap", "git", "unshare", "setpriv")
     project = write_project(tmp_path / "testbed")
     for hook in ("reference-transaction", "post-rewrite", "pre-auto-gc"):
-        (tmp_path / "testbed/.git/hooks" / hook).write_text("#!/bin/sh\ntouch /repository/ran\n")
+        (tmp_path / "testbed/.git/hooks" / hook).write_text("#!/bin/sh\ntouch /repository/ran\n", encoding="utf-8")
         (tmp_path / "testbed/.git/hooks" / hook).chmod(0o755)
     for name, value in HOSTILE_SETTINGS.items():
         git(tmp_path / "testbed", "config", name, value)
@@ -323,23 +324,25 @@ def test_the_good_instances_are_those_whose_tests_tell_patches_apart(made, tmp_p
     rows = tmp_path / "train-split.jsonl"
     plain = json.dumps({"responses_create_params": {"input": "x"}}) + "\n"
     lines = [json.dumps(row(name, project, **changed)) + "\n" for name, (_, changed) in cases.items()]
-    rows.write_text(plain + "".join(lines))
-    command = [sys.executable, "-m", "tools.sif.check", "--sif-dir", directory, "--rows", rows, "--golden"]
+    rows.write_text(plain + "".join(lines), encoding="utf-8")
+    command = [sys.executable, "-m", "tools.task_images.check", "--sif-dir", directory, "--rows", rows, "--golden"]
     command += ["--runner", runner, "--timeout", "60", "--out", tmp_path / "good"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=patiently(200), check=False)
     assert result.returncode == 1, result.stdout + result.stderr
-    found = [json.loads(line) for line in (directory / "checked.jsonl").open()]
+    found = [json.loads(line) for line in (directory / "checked.jsonl").open(encoding="utf-8")]
     causes = {entry["instance"]: entry["cause"] for entry in found}
     assert causes == {name: cause for name, (cause, _) in cases.items()}, found
-    assert (directory / "good_instances.txt").read_text() == "some__calc-1\n"
-    assert (tmp_path / "good" / "train-split.jsonl").read_text() == plain + lines[0]
-    manifest = json.loads((tmp_path / "good" / "manifest.json").read_text())
+    assert (directory / "good_instances.txt").read_text(encoding="utf-8") == "some__calc-1\n"
+    assert (tmp_path / "good" / "train-split.jsonl").read_text(encoding="utf-8") == plain + lines[0]
+    manifest = json.loads((tmp_path / "good" / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["counts"] == {"train-split.jsonl": {"rows": 2, "left_out": len(cases) - 1}}
-    rows.write_text(lines[0])
+    rows.write_text(lines[0], encoding="utf-8")
     result = subprocess.run(command, capture_output=True, text=True, timeout=patiently(100), check=False)
     assert result.returncode == 0 and "1 were found good before, 0 to check" in result.stdout, result.stdout
-    assert len((directory / "checked.jsonl").read_text().splitlines()) == len(cases)  # what is known of others stays
-    rows.write_text(lines[2] + json.dumps(row("some__calc-1", project, patch=no_fix)) + "\n")
+    assert len((directory / "checked.jsonl").read_text(encoding="utf-8").splitlines()) == len(
+        cases
+    )  # what is known of others stays
+    rows.write_text(lines[2] + json.dumps(row("some__calc-1", project, patch=no_fix)) + "\n", encoding="utf-8")
     command.remove("--golden")  # what failed with its tests does not become good without, and another row is another
     result = subprocess.run(command, capture_output=True, text=True, timeout=patiently(100), check=False)
     assert result.returncode == 1 and "0 were found good before, 2 to check" in result.stdout, result.stdout
@@ -357,7 +360,7 @@ def test_apptainer_runs_what_was_made_without_it(made):
 def test_what_apptainer_made_runs_with_and_without_it(made, tmp_path):
     make_image(made, tmp_path / "sif", "--converter", "apptainer")
     (image,) = (tmp_path / "sif").glob("*.sif")
-    assert json.loads((tmp_path / "sif" / "inventory.jsonl").read_text())["tool"] == "apptainer"
+    assert json.loads((tmp_path / "sif" / "inventory.jsonl").read_text(encoding="utf-8"))["tool"] == "apptainer"
     for container in (CONTAINER, ImageRunner(apptainer=True, seconds=60)):
         said = run_in(container, image, ["sh", "-c", "touch /made && cat /testbed/calc.py && echo $A $PWD"])
         assert said == f"{WRONG}b c /\n"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
-from slurm.cluster import Cluster
+from slurm.cluster import ROOT, Cluster
+
+from tools.launch.command import gres_words
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(120)]
 
@@ -21,7 +24,9 @@ def traces(directory: Path) -> list[str]:
                 found.append(os.fsdecode(words.replace(b"\0", b" ")))
         except OSError:
             continue
-    mounts = [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(directory) in line]
+    mounts = [
+        line for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines() if str(directory) in line
+    ]
     return found + mounts + [str(path) for top in ("/tmp", "/dev/shm") for path in Path(top).glob("only-n*")]
 
 
@@ -59,3 +64,19 @@ def test_accounts_are_real_with_slurmdbd(tmp_path: Path) -> None:
             ["sacct", "--noheader", "--parsable2", f"--jobs={job.stdout.strip()}", "--format=Account,State,ExitCode"]
         )
         assert listed.stdout.splitlines()[0] == "lab|FAILED|3:0"
+
+
+def test_a_cluster_that_counts_no_gpus_is_asked_for_none(tmp_path: Path) -> None:
+    """Slurm refuses a resource that it does not count, and an empty SBATCH_GRES of the shell if no word replaces it."""
+    say = "from tools.draft.slurm import asked_gres; print(repr(asked_gres('auto')))"
+    job = ["sbatch", "--parsable", "--wait", f"--output={tmp_path}/out", "--wrap=true"]
+    with Cluster(num_nodes=1, gpus=0, shared=[tmp_path]) as cluster:
+        assert cluster.run([sys.executable, "-c", say], cwd=ROOT).stdout == "''\n"
+        cluster.run(job)
+        for given in ("", "auto"):
+            cluster.run(["env", f"SBATCH_GRES={given}", *job[:-1], *gres_words("", 8, is_given=True), job[-1]])
+            assert cluster.run(["env", f"SBATCH_GRES={given}", *job], check=False).returncode != 0
+        refused = cluster.run([*job[:-1], "--gres=gpu:8", "--wrap=true"], check=False)
+        assert refused.returncode != 0 and "Invalid generic resource" in refused.stderr
+    with Cluster(num_nodes=1, gpus=2, shared=[tmp_path]) as cluster:
+        assert cluster.run([sys.executable, "-c", say], cwd=ROOT).stdout == "'gpu'\n"

@@ -43,14 +43,17 @@ def images(tmp_path: Path) -> dict[str, str]:
     for name in ("bin/python", "bin/python3", "bin/bash"):
         (training / name).unlink(missing_ok=True)
     (training / "bin/bash").symlink_to("/usr/bin/bash")
-    (training / "etc/image-environment").write_text(f"PATH={VENV}/bin:/bin:/usr/bin\nPYTHONPATH=/nothing\n")
+    (training / "etc/image-environment").write_text(
+        f"PATH={VENV}/bin:/bin:/usr/bin\nPYTHONPATH=/nothing\n", encoding="utf-8"
+    )
     sandbox = write_root(
         tmp_path / "images/sandbox", programs=["bash", "bwrap", "env", "setpriv", "prlimit"], python=True
     )
     (sandbox / "bin/bash").symlink_to("/usr/bin/bash")
     shutil.copytree(ROOT / "containers/sandbox", sandbox / "sandbox")
+    shutil.copytree(ROOT / "recipes/confinement", sandbox / "sandbox/recipes/confinement")
     (sandbox / "start-with-nginx.sh").symlink_to("/sandbox/start.sh")
-    (sandbox / "etc/image-environment").write_text("PATH=/usr/bin:/bin\n")
+    (sandbox / "etc/image-environment").write_text("PATH=/usr/bin:/bin\n", encoding="utf-8")
     for root in (training, sandbox):
         subprocess.run(
             ["mksquashfs", root, f"{root}.sqsh", "-quiet", "-no-progress", "-comp", "zstd", "-Xcompression-level", "1"],
@@ -60,7 +63,9 @@ def images(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "state").mkdir()
     (tmp_path / "bin").mkdir()
     srun = tmp_path / "bin/srun"
-    srun.write_text(f'#!/bin/sh\nPYXIS_SRUN={shutil.which("srun")} exec {sys.executable} {SHIM} "$@"\n')
+    srun.write_text(
+        f'#!/bin/sh\nPYXIS_SRUN={shutil.which("srun")} exec {sys.executable} {SHIM} "$@"\n', encoding="utf-8"
+    )
     srun.chmod(0o755)
     return {
         "CONTAINER_RUNTIME": "pyxis",
@@ -80,9 +85,11 @@ def test_a_stage_runs_in_containers_that_see_only_what_the_launch_mounts(
     env |= slurm_environment(tmp_path) | {"PATH": f"{tmp_path}/bin:{env['PATH']}"}
     job = launch(slurm_cluster, "stage1.1", env)
     assert job.wait(seconds=RUN_SECONDS) == "COMPLETED", job.everything()
-    records = [json.loads(line) for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (job.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     assert {path.name for path in (tmp_path / "state").iterdir()} == set(slurm_cluster.nodes)
     assert not list((tmp_path / "state").glob("n*/pyxis_*"))  # each went with its step
     for node in slurm_cluster.nodes:
-        assert "ready on port 6000" in (job.run_dir / "logs/attempt_1" / f"sandbox_{node}.log").read_text()
+        assert "ready on port 6000" in (job.run_dir / "logs/attempt_1" / f"sandbox_{node}.log").read_text(
+            encoding="utf-8"
+        )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from slurm.cluster import Cluster
 
-from tools.planning.profiles import with_variables
+from tools.draft.profiles import with_variables
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(120)]
 
@@ -21,4 +21,4 @@ def test_job_has_the_profiles_variables(tmp_path: Path) -> None:
     )
     with Cluster(num_nodes=1, shared=[tmp_path]) as cluster:
         cluster.run(["env", "INHERITED=yes", *argv])
-    assert shown.read_text() == "two words=here|2|yes"
+    assert shown.read_text(encoding="utf-8") == "two words=here|2|yes"

@@ -48,6 +48,7 @@ def environment(directory: Path) -> dict[str, str]:
         "checkpointing.save_period": SAVE_PERIOD,
         "checkpointing.keep_top_k": 2,
         "policy.generation.max_new_tokens": 8,
+        "deadlines.generation": 60,  # the test waits for it
     }
     env = launch_environment(directory, num_rows=STEPS * PROMPTS + 4, overrides=overrides)
     return env | slurm_environment(directory) | {"CONTAINER_RUNTIME": "none"}
@@ -63,7 +64,7 @@ def assert_exact(job: Job, num_steps: int) -> None:
     assert Counter(entry.step for entry in ledger) == dict.fromkeys(range(1, num_steps + 1), PROMPTS)
     rows = [int(entry.key.split(":")[1]) for entry in ledger]
     assert sorted(rows) == list(range(num_steps * PROMPTS)), "a prompt was trained twice or skipped"
-    records = [json.loads(line) for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (job.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [record["step"] for record in records] == list(range(1, num_steps + 1))
     # Sampled on one node, trained on the other: the weights that crossed are the same.
     assert (

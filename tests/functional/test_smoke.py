@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.functional, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.functional, pytest.mark.promise, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,7 +28,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def records(run_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def test_the_start_leaves_room_and_one_skill_is_new(run_dir: Path) -> None:
@@ -62,4 +62,4 @@ def test_everything_a_user_looks_for_is_there(run_dir: Path) -> None:
     ):
         assert path.is_file(), path
     assert any((run_dir / "tensorboard").iterdir())
-    assert json.loads((run_dir / "resolved.json").read_text())["config"]["grpo"]["seed"] == 42
+    assert json.loads((run_dir / "resolved.json").read_text(encoding="utf-8"))["config"]["grpo"]["seed"] == 42

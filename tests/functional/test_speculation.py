@@ -20,6 +20,7 @@ import pytest
 import torch
 from head_reference import accepted_share, add_heads
 from policy_case import local_ray
+from route_reference import check_routes
 from safetensors.torch import load_file, save_file
 from speed import patiently
 from torch import Tensor
@@ -32,8 +33,7 @@ from recipes.generation.generation import Generation
 from recipes.grpo.metrics import engine_samples
 from recipes.policy.weights import SharedMemoryWriter
 from recipes.types import Completion, Sampling
-from tools.tiny.model import build_hybrid_model
-from tools.tiny.tokenizer import build_tokenizer
+from tools.tiny.model import build_hybrid_model, build_tokenizer
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
 
@@ -170,6 +170,14 @@ def own(scores: Tensor, completion: Completion) -> Tensor:
     return scores.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
 
 
+def test_routes_are_those_of_the_tokens_that_stayed(generation: Generation, model: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    prompts = [*PROMPTS[:4], tuple(PROMPTS[0][place % 20] for place in range(100))]  # the last fills several blocks
+    for prompt, completion in zip(prompts, sample(generation, 1.0, prompts), strict=True):
+        whole = (*prompt, *completion.token_ids)
+        check_routes(plain, whole, completion.routes, start=0, end=len(whole) - 1)
+
+
 def test_sampled_tokens_have_the_models_log_probabilities_and_its_distribution(
     generation: Generation, model: Path
 ) -> None:
@@ -234,7 +242,7 @@ def test_a_push_by_nccl_reaches_the_heads_too(model: Path, random_heads: Path, a
 @pytest.mark.parametrize("accepted", [1, 2, 3])
 def test_a_mamba_layer_goes_on_from_the_accepted_tokens(accepted: int) -> None:
     """The first call is for three tokens of which some are accepted, the second for two that follow those."""
-    from recipes.generation.cpu_speculation import NewTokens, Recurrence, convolve, scan
+    from recipes.generation.cpu_hybrid import NewTokens, Recurrence, convolve, scan
 
     generator = torch.Generator().manual_seed(0)
     width, channels, heads, size, states, groups = 4, 6, 4, 3, 5, 2

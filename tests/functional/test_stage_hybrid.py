@@ -40,7 +40,7 @@ def test_two_steps_train_every_weight_and_the_engine_agrees(tmp_path: Path) -> N
     assert done.returncode == 0, f"{done.stdout[-5000:]}\n{done.stderr[-3000:]}"
 
     run_dir = tmp_path / "hybrid"
-    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     trained = [step for step in steps if step["step"] > 0]
     assert [step["step"] for step in trained] == [1, 2]
     assert all(step["train/logprob_error_max"] < 1e-4 for step in trained if step["train/max_trajectory_age"] == 0)

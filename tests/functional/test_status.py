@@ -20,11 +20,11 @@ from slurm.cluster import ROOT, Cluster
 from speed import patiently
 from tiny_run import launch_environment
 
-from tools.report.load import load_run
-from tools.sizing.calibrate import measured, measured_loop
+from tools.bench.calibrate import measured, measured_loop
+from tools.draft.slurm import Queue
+from tools.look.report.load import load_run
+from tools.look.run_state import RunStatus, read_run
 from tools.sizing.simulator import forecast
-from tools.watching.job_state import Queue
-from tools.watching.run_state import RunStatus, read_run
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(900)]
 
@@ -44,12 +44,14 @@ OVERRIDES = {
 DRIVER = """
 import sys, time
 from pathlib import Path
+from recipes.config.tree import DeadlinesConfig
 from recipes.heartbeat import Heartbeat
 
+names = "placement engine_start generation rollout refit train checkpoint progress shutdown".split()
 run_dir = Path(sys.argv[1])
 while not run_dir.with_name("go").exists():
     time.sleep(0.1)
-with Heartbeat(run_dir):
+with Heartbeat(run_dir, DeadlinesConfig(**dict.fromkeys(names, 600.0))):
     time.sleep(60)
 """
 
@@ -57,7 +59,7 @@ with Heartbeat(run_dir):
 def status(results: Path, *words: str) -> tuple[int, dict[str, Any]]:
     """Return exit status and content of `status --json`."""
     done = subprocess.run(
-        [sys.executable, "-m", "tools.watching.status", "--results", str(results), "--json", *words],
+        [sys.executable, "-m", "tools.look.status", "--results", str(results), "--json", *words],
         capture_output=True,
         text=True,
         timeout=patiently(60),
@@ -92,7 +94,7 @@ class Runs:
         return self.start("./super_launch.sh", "stage1.1")
 
     def watch(self) -> subprocess.Popen[str]:
-        return self.start(sys.executable, "-m", "tools.watching.watch", "--results", str(self.results))
+        return self.start(sys.executable, "-m", "tools.look.watch", "--results", str(self.results))
 
     def wait_for_save(self, launched: subprocess.Popen[str]) -> dict[str, Any]:
         """Return the status when the first checkpoint is there; the run is in its next steps then."""
@@ -130,7 +132,7 @@ def test_a_run_that_trains_and_is_killed_without_a_last_word(runs: Runs) -> None
     assert len(seen["waits"]) == 2
     assert seen["eta_seconds"] is not None and seen["max_trajectory_age"] == 0.0
 
-    os.kill(json.loads((runs.run_dir / "status.json").read_text())["pid"], signal.SIGKILL)
+    os.kill(json.loads((runs.run_dir / "status.json").read_text(encoding="utf-8"))["pid"], signal.SIGKILL)
     launched.communicate(timeout=patiently(END_SECONDS))
     code, dead = status(runs.results)
     assert (code, dead["state"]) == (1, "dead")
@@ -171,11 +173,11 @@ def test_the_simulator_gives_the_step_time_of_the_run_whose_speeds_it_has(runs: 
 
 def test_a_job_in_the_queue_then_running_then_cancelled(slurm_cluster: Cluster, tmp_path: Path) -> None:
     def ask() -> str:
-        command = [sys.executable, "-m", "tools.watching.status", "--results", str(tmp_path), "--exp-name", "queued"]
+        command = [sys.executable, "-m", "tools.look.status", "--results", str(tmp_path), "--exp-name", "queued"]
         return slurm_cluster.run(command, cwd=ROOT, check=False).stdout
 
     driver = tmp_path / "driver.py"
-    driver.write_text(DRIVER)
+    driver.write_text(DRIVER, encoding="utf-8")
     (tmp_path / "queued").mkdir()
     submit = ["sbatch", "--parsable", "--hold", "--job-name=queued", "--nodes=2", f"--output={tmp_path}/out"]
     words = [sys.executable, str(driver), str(tmp_path / "queued")]

@@ -164,7 +164,7 @@ async def test_a_container_sees_nothing_of_this_machine(each, image, monkeypatch
             shell = await container.open_shell()
             lines = (await run(shell, HOST)).output.splitlines()
             processes = await said(shell, "ls /proc | grep -c '^[0-9]'")
-            outside = Path(f"/proc/{container.init}/status").read_text()
+            outside = Path(f"/proc/{container.init}/status").read_text(encoding="utf-8")
     assert lines[0] == "rights: CapEff:0000000000000000CapBnd:0000000000000000NoNewPrivs:1"
     assert lines[1] == "user: 0" and lines[2].split()[-1] == "1"
     # Podman's /dev can be written. It is in memory, and counts as the writable layer.
@@ -318,7 +318,7 @@ async def test_many_containers_at_once_share_a_mount_and_wait_for_places(runtime
 
     async def one(number: int) -> str:
         nonlocal num_now, most
-        async with admission.place(seconds=patiently(120)), started(runtime, image) as container:
+        async with admission.reserve(seconds=patiently(120)), started(runtime, image) as container:
             num_now += 1
             most = max(most, num_now)
             assert len(mounted_images()) <= 1

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from small_root import require
 
-from recipes.environments.swe.containers.bwrap import BwrapRuntime
 from recipes.environments.swe.containers.check import check_runtime
+from recipes.environments.swe.containers.runtime import BwrapRuntime
 from recipes.environments.swe.contract import Container, ContainerLimits, Evaluation, SweTask
 from recipes.environments.swe.evaluation import TestRun, evaluate_gold, prepare
 from recipes.environments.swe.task import images_of, parse_task
-from tools.env_check.checks import Status
-from tools.env_check.repositories import (
+from tools.environments.check.checks import Status
+from tools.environments.check.repositories import (
     PASSING,
     REPOSITORY,
     TEST,
@@ -31,7 +31,7 @@ from tools.env_check.repositories import (
     module,
     new_file,
 )
-from tools.tiny.repository_tasks import metadata_of
+from tools.tiny.repositories import metadata_of
 from tools.tiny.task_images import give_away, make_images
 
 pytestmark = pytest.mark.functional
@@ -45,7 +45,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> SweTask:
     place = tmp_path_factory.mktemp("images")
     make_images(place, [REPOSITORY])
     row = {"responses_create_params": {"input": [], "metadata": metadata_of(REPOSITORY)}}
-    return images_of(f"{place}/{{instance_id}}").place(parse_task(row))
+    return images_of(f"{place}/{{instance_id}}").with_image(parse_task(row))
 
 
 def run(task: SweTask, patch: str, *, seconds: float = 60.0, runtime: Any = None) -> Evaluation:
@@ -208,8 +208,8 @@ def test_hidden_tests_of_the_image_are_gone_for_agents_and_there_for_the_verdict
         ("run_tests.sh", f"{summary}\n"),
     ):
         (root / name).parent.mkdir(exist_ok=True)
-        (root / name).write_text(text)
-    with (root / "testbed/r2e_tests/check.py").open("a") as file:
+        (root / name).write_text(text, encoding="utf-8")
+    with (root / "testbed/r2e_tests/check.py").open("a", encoding="utf-8") as file:
         file.write("print(word, 'r2e_tests/test_1.py::T::test_a')\n")
     give_away(root)
     facts = {

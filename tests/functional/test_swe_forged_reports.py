@@ -14,13 +14,13 @@ import pytest
 from small_root import require
 from speed import patiently
 
-from recipes.environments.swe.containers.bwrap import BwrapRuntime
+from recipes.environments.swe.containers.runtime import BwrapRuntime
 from recipes.environments.swe.contract import ContainerLimits, Evaluation, SweTask
 from recipes.environments.swe.evaluation import TestRun
 from recipes.environments.swe.task import images_of, parse_task
-from tools.env_check.repositories import REPOSITORY, module, new_file
+from tools.environments.check.repositories import REPOSITORY, module, new_file
 from tools.tiny import task_images
-from tools.tiny.repository_tasks import metadata_of
+from tools.tiny.repositories import metadata_of
 from tools.tiny.task_images import give_away, make_images
 
 pytestmark = pytest.mark.functional
@@ -114,15 +114,15 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> SweTask:
     shutil.copytree(SITE / "pygments/lexers", packages / "pygments/lexers", ignore=lambda _, names: {*names} - LEXERS)
     for known in SITE.glob("pluggy-*.dist-info"):
         shutil.copytree(known, packages / known.name)
-    (work / ".venv/pyvenv.cfg").write_text("home = /usr/bin\n")
+    (work / ".venv/pyvenv.cfg").write_text("home = /usr/bin\n", encoding="utf-8")
     (work / ".venv/bin").mkdir()
     (work / ".venv/bin/python").symlink_to("/usr/bin/python3")
     (work / "r2e_tests").mkdir()
-    (work / "r2e_tests/test_1.py").write_text(TESTS)
-    (work / "run_tests.sh").write_text(SCRIPT)
+    (work / "r2e_tests/test_1.py").write_text(TESTS, encoding="utf-8")
+    (work / "run_tests.sh").write_text(SCRIPT, encoding="utf-8")
     give_away(root)
     row = {"responses_create_params": {"input": [], "metadata": metadata_of(REPOSITORY)}}
-    found = images_of(f"{place}/{{instance_id}}").place(parse_task(row))
+    found = images_of(f"{place}/{{instance_id}}").with_image(parse_task(row))
     expected = {"FunctionTest.test_result": "PASSED", "test_name": "PASSED"}
     facts = {**found.facts, "dataset_name": "R2E-Gym", "log_parser": None, "expected_output_json": expected}
     return replace(found, facts=facts, test_patch="")
@@ -170,7 +170,7 @@ def test_a_command_of_several_is_judged_by_its_calls(task: SweTask, parser: str)
 def test_an_image_whose_python_cannot_run_the_tests_gives_no_verdict(task: SweTask) -> None:
     lacking = Path(task.image) / "lacking"
     lacking.mkdir()
-    (lacking / "base64.py").write_text("raise ImportError('base64')\n")
+    (lacking / "base64.py").write_text("raise ImportError('base64')\n", encoding="utf-8")
     row = {
         "dataset_name": "SWE-bench",
         "test_cmd": "PYTHONPATH=/lacking .venv/bin/python -m pytest r2e_tests",

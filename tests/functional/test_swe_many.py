@@ -12,9 +12,10 @@ import pytest
 from small_root import require
 from swe_image import write_sif, write_task_root
 
-from recipes.environments.swe.containers.bwrap import PROGRAMS, BwrapRuntime
 from recipes.environments.swe.containers.places import PREFIX, home
 from recipes.environments.swe.containers.processes import proportional_bytes, tree
+from recipes.environments.swe.containers.runtime import BWRAP_PROGRAMS as PROGRAMS
+from recipes.environments.swe.containers.runtime import BwrapRuntime
 from recipes.environments.swe.contract import ContainerLimits
 from tools.bench.swe import run_agents
 
@@ -26,7 +27,7 @@ LIMITS = ContainerLimits(memory_mib=400, processes=60, disk_mib=48, file_mib=24)
 
 def left() -> dict[str, object]:
     """Return what this process has: descriptors, threads, children, files, mounts."""
-    mounts = [line for line in Path("/proc/self/mounts").read_text().splitlines() if PREFIX in line]
+    mounts = [line for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines() if PREFIX in line]
     return {
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "threads": threading.active_count(),

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.environments.swe.containers.output import CommandOutput
+from recipes.environments.swe.containers.shell import CommandOutput
+from recipes.environments.swe.evaluation import MAX_CHARACTERS, RUN_TESTS
 from recipes.environments.swe.hidden_tests import MAX_RESULTS, LongReportError, sealed_report
-from recipes.environments.swe.sealed import MAX_CHARACTERS, RUN_TESTS
 
 pytestmark = pytest.mark.functional
 
@@ -52,7 +52,7 @@ def test_not_yet():
 
 def run(place: Path, framework: str, *words: str) -> subprocess.CompletedProcess[str]:
     (place / "run.py").write_bytes(RUN_TESTS)
-    (place / "key").write_text(KEY)
+    (place / "key").write_text(KEY, encoding="utf-8")
     work = place / "work"
     command = [sys.executable, "-B", "../run.py", "../key", framework, *WORDS[framework], *words]
     done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=60, check=False)
@@ -80,13 +80,13 @@ def sealed(found: object, key: str = KEY) -> str:
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     (tmp_path / "work").mkdir()
-    (tmp_path / "work/test_one.py").write_text(TESTS)
-    (tmp_path / "work/test_two.py").write_text("import nothing_of_that_name\n")
+    (tmp_path / "work/test_one.py").write_text(TESTS, encoding="utf-8")
+    (tmp_path / "work/test_two.py").write_text("import nothing_of_that_name\n", encoding="utf-8")
     return tmp_path
 
 
 def test_results_of_unittest(place: Path) -> None:
-    (place / "work/unittest.py").write_text("raise SystemExit(0)\n")  # not the framework that is run
+    (place / "work/unittest.py").write_text("raise SystemExit(0)\n", encoding="utf-8")  # not the framework that is run
     found = results(run(place, "unittest", "test_one.py", "test_two").stdout) or {}
     names = {name.partition(" ")[0]: passed for name, passed in found.items()}
     assert names == {
@@ -106,7 +106,7 @@ def test_results_of_pytest(place: Path) -> None:
 
 def test_a_process_that_ends_early_has_no_results(place: Path) -> None:
     forged = f"import os\nprint('\\n{sealed({'status': 0, 'tests': []}, KEY[:-1])}', flush=True)\nos._exit(0)"
-    (place / "work/test_two.py").write_text(forged)
+    (place / "work/test_two.py").write_text(forged, encoding="utf-8")
     done = run(place, "unittest", "test_two")
     assert done.returncode == 0 and "\nreport " in done.stdout and results(done.stdout) is None
     for broken in (b"", b"x", [], 1, "too_long", {"tests": [1]}, {"tests": None}, {"tests": [["a"]]}):
@@ -114,7 +114,7 @@ def test_a_process_that_ends_early_has_no_results(place: Path) -> None:
 
 
 def test_who_reads_the_output_cannot_seal_another_report(place: Path) -> None:
-    (place / "work/test_two.py").write_text(TESTS)
+    (place / "work/test_two.py").write_text(TESTS, encoding="utf-8")
     done = run(place, "unittest", "test_two")
     line = re.findall("^report .*", done.stdout, re.MULTILINE)[-1]
     word, seal, text = line.split()
@@ -136,7 +136,7 @@ class ManyTest(unittest.TestCase):
 
 @pytest.mark.parametrize("count", [7_000, 60_000])
 def test_the_report_of_many_tests_reaches_the_worker(place: Path, count: int) -> None:
-    (place / "work/test_one.py").write_text(MANY.format(count))
+    (place / "work/test_one.py").write_text(MANY.format(count), encoding="utf-8")
     shell = CommandOutput()
     shell.feed(b"x" * 2**21 + run(place, "unittest", "test_one").stdout.encode())
     found = results(shell.text(MAX_CHARACTERS)[0]) or {}
@@ -144,7 +144,7 @@ def test_the_report_of_many_tests_reaches_the_worker(place: Path, count: int) ->
 
 
 def test_a_report_of_too_many_tests_is_no_verdict(place: Path) -> None:
-    (place / "work/test_one.py").write_text(MANY.format(MAX_RESULTS // 70))
+    (place / "work/test_one.py").write_text(MANY.format(MAX_RESULTS // 70), encoding="utf-8")
     done = run(place, "unittest", "test_one")
     with pytest.raises(LongReportError, match=r"what the tests came to has \d{7} characters, too many to report"):
         sealed_report(KEY, done.stdout)
@@ -162,10 +162,12 @@ sys.exit(bool(result.failures or result.errors))
 def run_django(place: Path, project: str) -> subprocess.CompletedProcess[str]:
     tests = place / "work/tests"
     tests.mkdir()
-    (tests / "runtests.py").write_text(RUNTESTS)
-    (tests / "helpers.py").write_text("VALUE = 1\n")
-    (tests / "project.py").write_text(project)
-    (tests / "one.py").write_text(TESTS.replace("import pytest, unittest", "import unittest").partition("@pytest")[0])
+    (tests / "runtests.py").write_text(RUNTESTS, encoding="utf-8")
+    (tests / "helpers.py").write_text("VALUE = 1\n", encoding="utf-8")
+    (tests / "project.py").write_text(project, encoding="utf-8")
+    (tests / "one.py").write_text(
+        TESTS.replace("import pytest, unittest", "import unittest").partition("@pytest")[0], encoding="utf-8"
+    )
     return run(place, "django", "one")
 
 
@@ -184,13 +186,13 @@ def test_code_that_ends_djangos_program_has_no_good_results(place: Path, end: st
 
 
 def test_a_good_end_needs_a_test_that_passed(place: Path) -> None:
-    (place / "work/test_one.py").write_text("def test_one():\n    pass\n")
+    (place / "work/test_one.py").write_text("def test_one():\n    pass\n", encoding="utf-8")
     assert ended_well(run(place, "pytest", "test_one.py").stdout)
-    (place / "key").write_text(KEY)
-    (place / "work/test_one.py").write_text("import pytest\npytest.skip(allow_module_level=True)\n")
+    (place / "key").write_text(KEY, encoding="utf-8")
+    (place / "work/test_one.py").write_text("import pytest\npytest.skip(allow_module_level=True)\n", encoding="utf-8")
     assert not ended_well(run(place, "pytest", "test_one.py").stdout)
-    (place / "key").write_text(KEY)
-    (place / "work/test_one.py").write_text("import os\nos._exit(0)\n")
+    (place / "key").write_text(KEY, encoding="utf-8")
+    (place / "work/test_one.py").write_text("import os\nos._exit(0)\n", encoding="utf-8")
     done = run(place, "pytest", "test_one.py")
     assert done.returncode == 0 and not ended_well(done.stdout)
 
@@ -255,7 +257,7 @@ def run_sympy(place: Path, value: str) -> subprocess.CompletedProcess[str]:
         ("bin/test", BIN_TEST),
     ):
         (place / "work" / name).parent.mkdir(exist_ok=True)
-        (place / "work" / name).write_text(text)
+        (place / "work" / name).write_text(text, encoding="utf-8")
     return run(place, "sympy", "sympy/code/tests")
 
 
@@ -270,6 +272,6 @@ def test_results_of_sympys_own_program(place: Path) -> None:
 @pytest.mark.parametrize("end", ["import os; os._exit(0)", "raise SystemExit(0)", "import os; os.kill(os.getpid(), 9)"])
 def test_code_that_ends_sympys_program_has_no_good_results(place: Path, end: str) -> None:
     (place / "work/sympy").mkdir()
-    (place / "work/sympy/__init__.py").write_text(f"print('\\ntest_right ok', flush=True)\n{end}\n")
+    (place / "work/sympy/__init__.py").write_text(f"print('\\ntest_right ok', flush=True)\n{end}\n", encoding="utf-8")
     done = run(place, "sympy", "sympy/code/tests")
     assert "test_right ok" in done.stdout and not results(done.stdout)

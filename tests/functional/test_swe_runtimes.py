@@ -27,7 +27,8 @@ from recipes.environments.swe.contract import (
     Runtime,
 )
 from recipes.errors import LaunchError
-from tools.doctor import task_containers
+from tools.doctor import task_images
+from tools.task_images.inventory import is_whole
 
 pytestmark = pytest.mark.functional
 image = pytest.fixture(scope="module")(task_image)
@@ -59,16 +60,16 @@ async def test_the_check_of_a_runtime_names_what_fails(runtime, image, tmp_path,
 
 
 def test_the_doctor_starts_an_image(image, tmp_path, monkeypatch):
-    (tmp_path / "no.sif").write_text("not an image")
-    images = [each for each in (tmp_path / "no.sif", Path(image)) if task_containers.is_whole(each)]
-    assert list(task_containers.start_one(images)) == []
+    (tmp_path / "no.sif").write_text("not an image", encoding="utf-8")
+    images = [each for each in (tmp_path / "no.sif", Path(image)) if is_whole(each)]
+    assert list(task_images.start_one(images)) == []
     monkeypatch.setitem(check.PRIMITIVES, "user namespaces", ("echo refused >&2; exit 1", "allow them"))
-    (finding,) = task_containers.start_one(images)
+    (finding,) = task_images.start_one(images)
     assert finding.code == "CTR001" and "user namespaces cannot be made: refused" in str(finding.problem)
     monkeypatch.setenv("PATH", str(tmp_path))
-    (finding,) = task_containers.start_one(images)
+    (finding,) = task_images.start_one(images)
     assert "no program on this machine can run them (apptainer needs apptainer" in str(finding.problem)
-    assert images == [Path(image)] and list(task_containers.start_one([])) == []
+    assert images == [Path(image)] and list(task_images.start_one([])) == []
 
 
 async def test_apptainer_is_given_the_options_of_isolation(image, tmp_path, monkeypatch):
@@ -76,8 +77,10 @@ async def test_apptainer_is_given_the_options_of_isolation(image, tmp_path, monk
     record, program = tmp_path / "record", tmp_path / "bin/apptainer"
     program.parent.mkdir()
     monkeypatch.setattr(container_module, "INIT", tmp_path / "init.sh")
-    (tmp_path / "init.sh").write_text((CONTAINERS / "init.sh").read_text().replace("/.shells", "/opt/shells"))
-    program.write_text(STAND_IN.format(record=record, shells="/opt/shells"))
+    (tmp_path / "init.sh").write_text(
+        (CONTAINERS / "init.sh").read_text(encoding="utf-8").replace("/.shells", "/opt/shells"), encoding="utf-8"
+    )
+    program.write_text(STAND_IN.format(record=record, shells="/opt/shells"), encoding="utf-8")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("SECRET", "canary")
@@ -86,7 +89,7 @@ async def test_apptainer_is_given_the_options_of_isolation(image, tmp_path, monk
     async with started(runtime, image, replace(LIMITS, disk_mib=2**20)) as container:
         shell = await container.open_shell()
         assert await said(shell, "echo $((6 * 7)) $SECRET") == "42"
-    words = record.read_text().split("\0")
+    words = record.read_text(encoding="utf-8").split("\0")
     options = words[1 : words.index(image)]
     assert words[0] == "exec" and words[words.index(image) + 1] == "/bin/bash"
     bind = options.pop()

@@ -15,10 +15,10 @@ from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.environments import Environments
 from recipes.types import Rollout, RolloutStatus
 from tests.scripted import Scripted
+from tools.tiny.model import build_tokenizer
 from tools.tiny.program_tasks import PROGRAMS, REMAINDERS
 from tools.tiny.sft import IGNORED, Demonstration, _ids_and_labels, wide_settings
 from tools.tiny.tasks import Reply, TinyProblem, TinyTask, make_row
-from tools.tiny.tokenizer import build_tokenizer
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(120)]
 

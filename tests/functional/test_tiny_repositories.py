@@ -22,12 +22,12 @@ import pytest
 from small_root import require
 from speed import patiently
 
-from recipes.environments.swe.containers.bwrap import PROGRAMS
 from recipes.environments.swe.containers.places import PREFIX
+from recipes.environments.swe.containers.runtime import BWRAP_PROGRAMS as PROGRAMS
 from recipes.environments.swe.contract import AgentEnd
 from recipes.grpo.checkpoint import complete_checkpoints, load_state
-from tools.report.replay import rollouts_of
-from tools.tiny.repository_tasks import AGENT
+from tools.look.report.replay import rollouts_of
+from tools.tiny.repositories import AGENT
 
 pytestmark = [pytest.mark.functional, pytest.mark.slow, pytest.mark.timeout(7200)]
 
@@ -60,14 +60,14 @@ def run_stage(env: dict[str, str], log: Path) -> set[str]:
             for command in commands(below.children(recursive=True)):
                 homes.update(HOME.findall(command))
             time.sleep(0.2)
-    assert run.returncode == 0, log.read_text(errors="replace")[-6000:]
+    assert run.returncode == 0, log.read_text(encoding="utf-8", errors="replace")[-6000:]
     return homes
 
 
 def left_over(homes: set[str]) -> list[str]:
     """Return what there is of containers: their files, mounts and processes."""
     there = [home for home in homes if Path(home).exists()]
-    seen = [*Path("/proc/self/mounts").read_text().splitlines(), *commands(list(psutil.process_iter()))]
+    seen = [*Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines(), *commands(list(psutil.process_iter()))]
     return there + [line for line in seen for home in homes if home in line]
 
 
@@ -84,7 +84,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
 
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def test_nothing_of_the_containers_is_left(ended: tuple[Path, set[str]]) -> None:
@@ -119,6 +119,6 @@ def test_how_each_rollout_ended_is_counted_and_the_share_of_resolved_is_reported
     assert all(one["end"] in list(AgentEnd) for one in logged)
     assert any((one["tests"] or {}).get("resolved") for one in logged), "none of the logged agents solved its task"
     page = run_dir / "report.html"
-    command = [sys.executable, "-m", "tools.report", "--run-dir", str(run_dir), "--out", str(page)]
+    command = [sys.executable, "-m", "tools.look.report", "--run-dir", str(run_dir), "--out", str(page)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=patiently(120))
-    assert f"held-out reward {resolved:.3f} at step {STEPS}" in page.read_text()
+    assert f"held-out reward {resolved:.3f} at step {STEPS}" in page.read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from speed import patiently
 
-from tools.report.load import load_run
+from tools.look.report.load import load_run
 from tools.tiny.check_gain import measure
 
 pytestmark = [pytest.mark.functional, pytest.mark.slow, pytest.mark.timeout(3600)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ray
@@ -45,7 +45,7 @@ def test_groups_on_a_node_that_dies_are_found(cluster: Cluster) -> None:
             return "header", tokens
 
     store, made = RayTokenStore(), group_of(random_rollouts(16, width=4000))
-    worker: Any = Worker.remote()
+    worker: Any = cast(Any, Worker).remote()
     calls = [worker.run_group.options(num_returns=2).remote(made.tokens) for _ in range(2)]
     assert ray.get([header for header, _ in calls], timeout=patiently(120)) == ["header"] * 2
     groups = [replace(made, tokens=tokens) for _, tokens in calls]

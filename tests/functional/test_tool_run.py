@@ -56,7 +56,9 @@ def test_turns_of_a_real_run_are_trained(tmp_path: Path, server: Mailroom, agent
         ["make", "stage1.1"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=patiently(580), check=False
     )
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-4000:]}"
-    records = [json.loads(line) for line in (tmp_path / "tools" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "tools" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     steps = [record for record in records if record["step"] > 0]
     assert len(steps) == 2
     for step in steps:

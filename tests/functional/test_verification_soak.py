@@ -19,12 +19,11 @@ import pytest
 from aiohttp import web
 from speed import patiently
 
-from recipes.environments.contract.responses import message_item, response_object
-from recipes.environments.contract.verdict import NoVerdict, Verdict
-from recipes.environments.http.client import JsonClient
-from recipes.environments.judges.client import JudgeClient
-from recipes.environments.registry import VERIFIERS
+from recipes.environments.contract.http import JsonClient
+from recipes.environments.contract.verifier import NoVerdict, Verdict, message_item, response_object
+from recipes.environments.instances import VERIFIERS
 from recipes.environments.scoring.clients import HttpVerifier, InProcessVerifier
+from recipes.environments.scoring.judge import JudgeClient
 from recipes.environments.scoring.pool import ScoringPool
 from tools.tiny.rule_judge import RuleServer
 
@@ -100,7 +99,7 @@ class FaultyProxy:
 
 @contextmanager
 def served(name: str) -> Iterator[str]:
-    command = [sys.executable, "-m", "tools.serve_env", "--name", name, "--port", "0"]
+    command = [sys.executable, "-m", "tools.environments.serve_env", "--name", name, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -121,7 +120,8 @@ async def test_faults_lose_no_verification_and_change_no_verdict() -> None:
         clients: list[Any] = [
             HttpVerifier(name="mcqa", url=server.url, timeout_seconds=patiently(60), http=http),
             InProcessVerifier(
-                name="over_refusal_detection", verifier=judged, settings={}, pool=pool, timeout_seconds=patiently(60),
+                name="over_refusal_detection", verifier=judged, settings=judged.settings(), pool=pool,
+                timeout_seconds=patiently(60),
                 judge=JudgeClient(
                     name="judge", urls=(f"{judge.url}/v1",), model="rules", params={}, http=http,
                     timeout_seconds=patiently(60), max_concurrency=CONCURRENCY,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +21,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from recipes.config.tree import GenerationConfig
 from recipes.types import WeightLayout
+from tests.configuration import block
 
 VOCAB_SIZE = 128
 EOS = 0
@@ -130,7 +131,7 @@ class WeightFile:
             self._map[-64:-56] = number.to_bytes(8, "little")
 
 
-def generation_config(**changes: Any) -> Any:
+def generation_config(**changes: Any) -> GenerationConfig:
     """Return the part of `policy.generation` that the engine reads."""
     vllm_cfg = {
         "tensor_parallel_size": 1,
@@ -140,13 +141,18 @@ def generation_config(**changes: Any) -> Any:
         "enforce_eager": True,
         "precision": "float32",
         "enable_prefix_caching": True,
+        "enable_return_routed_experts": False,
         "expose_http_server": False,
         "enable_vllm_metrics_logger": False,
         "vllm_metrics_logger_interval": 0.01,
         "kv_cache_dtype": "auto",
         "expert_parallel_size": 1,
-        "http_server_serving_chat_kwargs": SimpleNamespace(
-            enable_auto_tools=False, tool_parser=None, reasoning_parser=None, default_chat_template_kwargs=None
+        "http_server_serving_chat_kwargs": block(
+            "policy.generation.vllm_cfg.http_server_serving_chat_kwargs",
+            enable_auto_tools=False,
+            tool_parser=None,
+            reasoning_parser=None,
+            default_chat_template_kwargs=None,
         ),
     }
     vllm_kwargs = {
@@ -163,18 +169,20 @@ def generation_config(**changes: Any) -> Any:
         "port_range_low": 3000,
         "port_range_high": 5000,
         "verify_weight_pushes": False,
+        "max_starts": 2,
+        "min_share_up": 1.0,
     }
     for key, value in changes.items():
         part = next(part for part in (vllm_cfg, vllm_kwargs, cfg) if key in part)
         part[key] = value
-    return SimpleNamespace(**cfg, vllm_cfg=SimpleNamespace(**vllm_cfg), vllm_kwargs=vllm_kwargs)
+    vllm = block("policy.generation.vllm_cfg", **vllm_cfg)
+    return block("policy.generation", **cfg, vllm_cfg=vllm, vllm_kwargs=vllm_kwargs)
 
 
 def deadlines(**changes: float) -> Any:
     """Return the deadlines the engine reads, in seconds."""
-    return SimpleNamespace(
-        **({"engine_start": patiently(180), "generation": 60.0, "refit": 60.0, "shutdown": 10.0} | changes)
-    )
+    quick = {"engine_start": patiently(180), "generation": 60.0, "refit": 60.0, "shutdown": 10.0}
+    return block("deadlines", **(quick | changes))
 
 
 @torch.no_grad()

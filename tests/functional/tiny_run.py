@@ -9,11 +9,21 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tools.tiny.model import build_model
+from speed import patiently
+
+from tools.tiny.model import build_model, build_tokenizer
 from tools.tiny.tasks import TASKS, make_row
-from tools.tiny.tokenizer import build_tokenizer
 
 NUM_VALIDATION_ROWS = 4
+DEADLINES = {  # in seconds, of tiny runs on a quiet machine
+    "placement": 180,
+    "generation": 60,
+    "rollout": 90,
+    "refit": 60,
+    "train": 120,
+    "checkpoint": 120,
+    "progress": 300,
+}
 TWO_STEPS = {  # of a stage whose export differs from its start weights
     "grpo.num_prompts_per_step": 4,
     "grpo.num_generations_per_prompt": 2,
@@ -41,13 +51,15 @@ def launch_environment(
     rng = Random(0)
     tasks = [TASKS[index % len(TASKS)] for index in range(num_rows)]
     lines = [json.dumps({**make_row(task, task.draw(rng)), "uuid": index}) + "\n" for index, task in enumerate(tasks)]
-    (directory / "train.jsonl").write_text("".join(lines[NUM_VALIDATION_ROWS:]))
-    (directory / "val.jsonl").write_text("".join(lines[:NUM_VALIDATION_ROWS]))
+    (directory / "train.jsonl").write_text("".join(lines[NUM_VALIDATION_ROWS:]), encoding="utf-8")
+    (directory / "val.jsonl").write_text("".join(lines[:NUM_VALIDATION_ROWS]), encoding="utf-8")
     return run_environment(directory, overrides)
 
 
 def run_environment(directory: Path, overrides: Mapping[str, Any]) -> dict[str, str]:
-    """Return what `make stage...` needs to run on the rows that lie in `directory`."""
+    """Return what `make stage...` needs to run on the rows in `directory`, with time by the speed of the machine."""
+    deadlines = {f"deadlines.{name}": round(patiently(seconds)) for name, seconds in DEADLINES.items()}
+    settings = deadlines | dict(overrides)
     return {
         **os.environ,
         "SCALE": "tiny",
@@ -55,5 +67,5 @@ def run_environment(directory: Path, overrides: Mapping[str, Any]) -> dict[str, 
         "RESULTS_DIR": str(directory),
         "TRAIN_PATH": str(directory / "train.jsonl"),
         "VAL_PATH": str(directory / "val.jsonl"),
-        "EXTRA_HYDRA_ARGS": " ".join(f"{key}={value}" for key, value in overrides.items()),
+        "EXTRA_HYDRA_ARGS": " ".join(f"{key}={value}" for key, value in settings.items()),
     }

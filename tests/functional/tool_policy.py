@@ -10,15 +10,14 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.environments import Environments
 from recipes.types import Rollout
+from tests.configuration import environments as env_block
 from tests.scripted import Scripted
-from tools.tiny.model import build_model
-from tools.tiny.tokenizer import build_tokenizer
+from tools.tiny.model import build_model, build_tokenizer
 
 AGENT, MAIL_AGENT, OUTSIDE_AGENT = "workplace_assistant_simple_agent", "mail_agent", "outside_agent"
 EMAILS = ("00000001", "00000002")
@@ -90,13 +89,13 @@ def write_policy(
     for name, count in (("train", num_rows), ("val", 4)):
         rows = [kinds[number // 2 % len(kinds)](number) for number in range(count)]
         lines = [json.dumps(row) + "\n" for row in rows]
-        (directory / f"{name}.jsonl").write_text("".join(lines))
+        (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 async def _demonstrations(codec: ChatCodec, office: str, make: Maker) -> list[Rollout]:
     settings = {"workplace_assistant": {"resources_servers": {"workplace_assistant": {"tables": office}}}}
     patterns: dict[str, Any] = {"invalid_tool_call_patterns": (), "thinking_tags": ()}
-    config: Any = SimpleNamespace(nemo_gym=SimpleNamespace(instances=settings, **patterns))
+    config = env_block(instances=settings, **patterns)
     environments = Environments.from_config(config, codec)
     rollouts = []
     for number in range(len(EMAILS)):

@@ -53,7 +53,7 @@ def save_model(directory: Path, sizes: dict[str, int]) -> Path:
 
 def config_of(model: Path, *, precision: str, micro_batch_tokens: int, recompute: bool, is_fused: bool = False) -> Any:
     """Return the published configuration for one GPU; `is_fused` asks for Transformer Engine's optimizer."""
-    config = _namespace(yaml.safe_load(BASE.read_text()))
+    config = _namespace(yaml.safe_load(BASE.read_text(encoding="utf-8")))
     policy, megatron = config.policy, config.policy.megatron_cfg
     policy.model_name, policy.precision, policy.hf_config_overrides = str(model), precision, {}
     policy.make_sequence_length_divisible_by = 1

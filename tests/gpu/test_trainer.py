@@ -216,7 +216,7 @@ def test_an_offloaded_optimizer_trains_as_one_that_is_not(small: Path, record: R
 
 
 def test_state_set_aside_leaves_its_memory(small: Path, record: Record) -> None:
-    from recipes.policy.offloading import aside
+    from recipes.policy.offloading import state as offloading
 
     shard = gpu_case.full_shard(tokens=4096, width=256)
     with gpu_case.fresh_memory():
@@ -224,13 +224,13 @@ def test_state_set_aside_leaves_its_memory(small: Path, record: Record) -> None:
         config.policy.offload_optimizer_for_logprob = True
         trainer = gpu_case.build_trainer(config)
         train(trainer, shard, 1)
-        state = [tensor.clone() for tensor in aside.state_tensors(trainer.optimizer)]
+        state = [tensor.clone() for tensor in offloading.state_tensors(trainer.optimizer)]
         before = torch.cuda.memory_allocated()
-        with aside.state_aside(trainer):
+        with offloading.state_on_host(trainer):
             freed = before - torch.cuda.memory_allocated()
         after = torch.cuda.memory_allocated()
         size = sum(tensor.nbytes for tensor in state)
-        assert all(torch.equal(*pair) for pair in zip(aside.state_tensors(trainer.optimizer), state, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(offloading.state_tensors(trainer.optimizer), state, strict=True))
         del trainer, state
     record("optimizer state set aside", f"{freed / 2**30:.2f} of {size / 2**30:.2f} GiB")
     assert after == before

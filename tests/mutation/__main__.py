@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.mutation.targets import EQUIVALENT, TARGETS, Equivalent
-from tools.files.packages import install_packages
+from tools.packages import install_packages
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
@@ -94,7 +94,9 @@ def mutmut(*words: str) -> str:
 def run(modules: Sequence[str]) -> list[Mutant]:
     """Mutate the modules; return every mutant with its status, and the lines of those that survived."""
     tests = sorted({test for module in modules for test in TARGETS[module]})
-    (TREE / "setup.cfg").write_text(SETTINGS.format(modules="\n    ".join(modules), tests="\n    ".join(tests)))
+    (TREE / "setup.cfg").write_text(
+        SETTINGS.format(modules="\n    ".join(modules), tests="\n    ".join(tests)), encoding="utf-8"
+    )
     command = [sys.executable, "-m", "mutmut", "run", "--max-children", str(os.cpu_count() or 1)]
     with LOG.open("wb") as log:
         done = subprocess.run(

@@ -43,7 +43,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         SEQUENCES,
         RAGGED,
     ),
-    "tools/data/split.py": ("tests/unit/tools/data/test_split.py", "tests/unit/tools/lineage/test_record.py"),
+    "tools/data/split.py": ("tests/unit/tools/data/test_split.py", "tests/unit/tools/data/lineage/test_record.py"),
 }
 
 PACKING, SHARDS = "recipes/policy/packing.py", "recipes/policy/shards.py"

@@ -79,11 +79,11 @@ class Job:
         self.directory = directory
         (directory / "run" / "logs").mkdir(parents=True)
         self.slurmd = socket.create_server(("0.0.0.0", 0))
-        (directory / "port").write_text(str(self.slurmd.getsockname()[1]))
+        (directory / "port").write_text(str(self.slurmd.getsockname()[1]), encoding="utf-8")
         for name, text in {"srun": SRUN, "scontrol": SCONTROL, "sinfo": SINFO}.items():
             shim = directory / "bin" / name
             shim.parent.mkdir(exist_ok=True)
-            shim.write_text(text)
+            shim.write_text(text, encoding="utf-8")
             shim.chmod(0o755)
 
     def start(self, *options: str, **environment: str) -> subprocess.Popen[str]:
@@ -114,7 +114,7 @@ class Job:
     def ends(self, **ends: int) -> None:
         """Let each step in `ends` end at once with that status; the others stay."""
         for name, status in ends.items():
-            (self.directory / name).write_text(str(status))
+            (self.directory / name).write_text(str(status), encoding="utf-8")
 
     def run(self, *options: str, environment: dict[str, str] | None = None, **ends: int) -> tuple[int, str]:
         self.ends(**ends)
@@ -123,16 +123,20 @@ class Job:
         return process.returncode, output
 
     def calls(self) -> list[str]:
-        return (self.directory / "calls").read_text().splitlines()
+        return (self.directory / "calls").read_text(encoding="utf-8").splitlines()
 
     def updates(self) -> list[str]:
-        return [line for line in (self.directory / "control").read_text().splitlines() if line.startswith("update")]
+        return [
+            line
+            for line in (self.directory / "control").read_text(encoding="utf-8").splitlines()
+            if line.startswith("update")
+        ]
 
     def was_requeued(self) -> bool:
         return self.requeues() > 0
 
     def requeues(self) -> int:
-        return (self.directory / "control").read_text().splitlines().count("requeue 7")
+        return (self.directory / "control").read_text(encoding="utf-8").splitlines().count("requeue 7")
 
 
 def wait_for_driver(job: Job, process: subprocess.Popen[str]) -> None:
@@ -145,5 +149,5 @@ def wait_for_driver(job: Job, process: subprocess.Popen[str]) -> None:
 
 def catches(pid: int, *numbers: signal.Signals) -> bool:
     """Whether a process has a handler for each of these signals."""
-    (mask,) = re.findall(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    (mask,) = re.findall(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"), re.MULTILINE)
     return all(int(mask, 16) >> (number - 1) & 1 for number in numbers)

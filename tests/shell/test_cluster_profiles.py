@@ -13,6 +13,9 @@ time = "02:00:00"
 persistent_cache = "/tmp"
 gpus_per_node = 2
 env_vars = {GREETING = "two words"}
+[uncounted]
+extends = "mine"
+gres = ""
 [local]
 executor = "local"
 """
@@ -23,7 +26,7 @@ FROM_PROFILE = dict.fromkeys(
 
 def named(launch, name: str) -> dict[str, str]:
     path = launch.directory / "env.toml"
-    path.write_text(PROFILES)
+    path.write_text(PROFILES, encoding="utf-8")
     return {"ENV_TOML": str(path), "CLUSTER": name, "SKIP_CODE_SNAPSHOT": "true"}
 
 
@@ -46,6 +49,16 @@ def test_environment_wins_over_the_profile(launch):
     assert "--partition=long" in words
     assert [word for word in words if word.startswith("--export")] == ["--export=ALL"]  # the job inherits it as it is
     assert "--variables=GREETING" in words
+
+
+def test_a_cluster_without_gres_is_asked_for_none(launch):
+    variables = {**named(launch, "uncounted"), **FROM_PROFILE}
+    for stage in ([], ["--stage=stage1.1"]):
+        words = launch.plan(*stage, "--dry-run", **variables).words
+        assert words[1] == "sbatch"
+        assert [word for word in words if word.startswith("--gres")] == ["--gres=none"]
+    chosen = launch.plan("--dry-run", **variables, SBATCH_GRES="gpu:h100").words  # the environment wins
+    assert [word for word in chosen if word.startswith("--gres")] == ["--gres=gpu:h100:2"]
 
 
 def test_profile_of_this_machine_starts_here(launch):

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.in_process import in_process
+from tests.weight_headers import header_alone, qwen3_shapes
+from tools.doctor import machine
 from tools.sizing import planner
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,9 +44,17 @@ SIZES = {  # file -> sizes of the largest model that its header promises
 }
 
 
+@pytest.fixture(autouse=True)
+def eight_gpus(monkeypatch):
+    monkeypatch.setattr(machine, "count_gpus", lambda: 8)
+    monkeypatch.setattr(machine, "version", lambda _name: "2.9.1+cu128")
+
+
 @pytest.mark.parametrize("file", SIZES)
 def test_the_doctor_lets_a_dense_model_start_without_force(launch, file):
-    (launch.directory / "a-model" / "config.json").write_text(json.dumps(QWEN3 | SIZES[file]))
+    (launch.directory / "a-model" / "config.json").write_text(json.dumps(QWEN3 | SIZES[file]), encoding="utf-8")
+    weights = header_alone(qwen3_shapes(QWEN3 | SIZES[file]))
+    (launch.directory / "a-model" / "model.safetensors").write_bytes(weights)
     settings = {"CONFIG_PATH": f"configs/{file}", "LAUNCHER": "local"}
     started = launch.plan("--stage=stage1.1", "--dry-run", **settings)
     assert started.words[2:4] == ["-m", "tools.job.local"]
@@ -56,14 +66,37 @@ def test_the_doctor_lets_a_dense_model_start_without_force(launch, file):
 )
 def test_the_doctor_stops_a_model_that_does_not_fit(launch, change, code):
     config = QWEN3 | SIZES["native_gpu.yaml"] | change
-    (launch.directory / "a-model" / "config.json").write_text(json.dumps(config))
-    stopped = launch.plan("--stage=stage1.1", "--dry-run", CONFIG_PATH="configs/native_gpu.yaml", LAUNCHER="local")
+    (launch.directory / "a-model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    stopped = launch.plan(
+        "--stage=stage1.1", "--dry-run", CONFIG_PATH="configs/native_gpu.yaml", LAUNCHER="local", expect=2
+    )
     assert f"would be refused: {code}" in stopped.stderr
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "torch", "codes"),
+    [
+        (8, "2.9.1", []),
+        (8, "2.9.1+cpu", ["ENG007"]),
+        (4, "2.9.1+cu128", ["ALC002"]),
+        (0, "2.9.1+cpu", ["ALC003", "ENG007"]),
+        (0, "2.9.1+cu128", ["ALC003"]),
+    ],
+)
+def test_the_doctor_stops_a_run_that_this_machine_cannot_do(launch, monkeypatch, num_gpus, torch, codes):
+    (launch.directory / "a-model" / "config.json").write_text(
+        json.dumps(QWEN3 | SIZES["native_gpu.yaml"]), encoding="utf-8"
+    )
+    monkeypatch.setattr(machine, "count_gpus", lambda: num_gpus)
+    monkeypatch.setattr(machine, "version", lambda _name: torch)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _pid: set(range(4)))
+    planned = launch.plan("--stage=stage1.1", "--dry-run", CONFIG_PATH="configs/native_gpu.yaml", LAUNCHER="local")
+    assert [code for code in ("ALC002", "ALC003", "ENG007") if code in planned.stderr] == codes
 
 
 @pytest.mark.parametrize("file", SIZES)
 def test_the_plan_fits(tmp_path, file):
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | SIZES[file]))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | SIZES[file]), encoding="utf-8")
     variables = {"CONFIG_PATH": f"configs/{file}", "MODEL_PATH": str(tmp_path)}
     done = in_process(planner.main, ["--stage", "stage1.1"], os.environ | variables, ROOT)
     assert done.status == 0

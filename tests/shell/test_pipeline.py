@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from recipes.grpo.checkpoint import SavedState, write_state
+from recipes.grpo.data import CollectorState, DataIdentity, PromptDataset
 from tests.in_process import Done, in_process
 from tools.launch.pipeline import main
 
@@ -43,7 +45,7 @@ class Pipeline:
 
     def calls(self) -> list[list[str]]:
         files = sorted((self.directory / "calls").iterdir(), key=lambda path: int(path.name))
-        return [file.read_text().split("\0")[:-1] for file in files]
+        return [file.read_text(encoding="utf-8").split("\0")[:-1] for file in files]
 
     def run_dir(self, stage: str) -> Path:
         return self.directory / "results" / f"{stage}-{STAGES[stage]}-tiny"
@@ -54,10 +56,16 @@ class Pipeline:
         step = run_dir / "checkpoints" / "step_000002"
         shutil.copytree(self.env["MODEL_PATH"], step / "hf")
         digests = {f"hf/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest() for file in (step / "hf").iterdir()}
-        (step / "COMPLETE").write_text(json.dumps(digests))
+        (step / "COMPLETE").write_text(json.dumps(digests), encoding="utf-8")
+        data = PromptDataset(Path(self.env["TRAIN_PATH"]))
+        identity = DataIdentity(sha256=data.sha256, num_rows=len(data), shuffle=False, seed=42)
+        waits = CollectorState(position=2, in_flight=(), finished=(), failed=())
+        write_state(step, SavedState(step=2, data=identity, collector=waits, ledger=(), metrics={}))
         (step.parent / "latest").symlink_to(step.name)
-        (run_dir / "status.json").write_text(json.dumps({"state": state}))
-        (run_dir / "resolved.json").write_text(json.dumps({"config": {"grpo": {"max_num_steps": max_num_steps}}}))
+        (run_dir / "status.json").write_text(json.dumps({"state": state}), encoding="utf-8")
+        (run_dir / "resolved.json").write_text(
+            json.dumps({"config": {"grpo": {"max_num_steps": max_num_steps}}}), encoding="utf-8"
+        )
         return step.parent / "latest" / "hf"
 
 
@@ -66,11 +74,11 @@ def pipeline(launch) -> Pipeline:
     directory = launch.directory
     shims = {"sbatch": SBATCH, "squeue": SQUEUE, **dict.fromkeys(("scontrol", "sinfo", "sacctmgr"), NO_CONTROLLER)}
     for name, text in shims.items():
-        (directory / "bin" / name).write_text(text)
+        (directory / "bin" / name).write_text(text, encoding="utf-8")
         (directory / "bin" / name).chmod(0o755)
     for name in ("calls", "queue"):
         (directory / name).mkdir()
-    (directory / "fail").write_text("none")
+    (directory / "fail").write_text("none", encoding="utf-8")
     env = {**launch.env, "EXP_NAME": "", "CONFIG_PATH": "", "SCALE": "tiny", "SKIP_CODE_SNAPSHOT": "true"}
     return Pipeline(directory, env)
 
@@ -92,8 +100,8 @@ def test_every_job_waits_for_its_parent_and_starts_from_its_export(pipeline):
     assert all(words[0] == "--parsable" and words[-1] == "grpo.max_num_steps=3" for words in calls)
     assert done.stdout.splitlines()[1] == f"stage1.2: job 102, after job 101, {pipeline.run_dir('stage1.2')}"
     assert done.stdout.splitlines()[-1] == "cancel all: scancel 101 102 103"
-    assert "stage1.3: start weights are the last complete export of stage1.2, found and checked at its" in done.stderr
-    lock = json.loads((pipeline.run_dir("stage1.2") / "run.lock.json").read_text())
+    assert "stage1.2, stage1.3: start weights are the parent's last complete export, found and checked" in done.stderr
+    lock = json.loads((pipeline.run_dir("stage1.2") / "run.lock.json").read_text(encoding="utf-8"))
     assert lock["model"] == {"path": f"{pipeline.run_dir('stage1.1')}/checkpoints/latest/hf"}
 
 
@@ -151,14 +159,14 @@ def test_a_check_names_what_is_wrong_before_anything_is_made(pipeline):
 
 
 def test_failed_submission_ends_the_pipeline_and_says_how_to_cancel(pipeline):
-    (pipeline.directory / "fail").write_text("3")
+    (pipeline.directory / "fail").write_text("3", encoding="utf-8")
     done = pipeline(expect=1)
     assert len(pipeline.calls()) == 3
     assert "stage1.3: sbatch failed: sbatch: error: Batch job submission failed: no" in done.stderr
     assert "submitted: stage1.1 is job 101, stage1.2 is job 102" in done.stderr
     assert "to cancel: scancel 101 102" in done.stderr
 
-    (pipeline.directory / "fail").write_text("4")
+    (pipeline.directory / "fail").write_text("4", encoding="utf-8")
     assert "to cancel" not in pipeline(expect=1).stderr  # nothing was submitted
 
 
@@ -191,7 +199,7 @@ def test_stage_that_trained_from_an_unfinished_parent_is_refused(pipeline):
 
 
 def test_live_job_of_one_stage_refuses_all(pipeline):
-    (pipeline.directory / "queue" / "stage1.2-rlvr2-tiny").write_text("77|PENDING\n")
+    (pipeline.directory / "queue" / "stage1.2-rlvr2-tiny").write_text("77|PENDING\n", encoding="utf-8")
     text = pipeline(expect=2).stderr
     assert "stage1.2: PTH003 EXP_NAME=stage1.2-rlvr2-tiny: job 77 of this run is PENDING" in text
     assert pipeline.calls() == []

@@ -22,7 +22,7 @@ def test_a_save_is_followed_by_a_requeue(job):
 @pytest.mark.parametrize(("num_failures", "num_requeues"), [(2, 3), (100, 8)])
 def test_a_controller_that_is_away_for_a_moment_is_asked_again(job, num_failures, num_requeues):
     (job.directory / "saves").touch()
-    (job.directory / "away").write_text("x\n" * num_failures)
+    (job.directory / "away").write_text("x\n" * num_failures, encoding="utf-8")
     code, output = job.run(driver=75)
     assert code == 75
     assert job.requeues() == num_requeues
@@ -36,7 +36,9 @@ def test_nemo_rl_ends_with_0_also_when_only_its_time_was_up(job, is_requeued):
     (job.directory / "run" / "checkpoints" / "step_20").mkdir(parents=True)
     srun = job.directory / "bin" / "srun"
     saves = 'mkdir -p "${SHIM_DIR}/run/checkpoints/step_100"'
-    srun.write_text(SRUN.replace("begin: what was wrong", says).replace('  exit "$(<', f'  {saves}\n  exit "$(<'))
+    srun.write_text(
+        SRUN.replace("begin: what was wrong", says).replace('  exit "$(<', f'  {saves}\n  exit "$(<'), encoding="utf-8"
+    )
     code, output = job.run(driver=0)
     assert code == (75 if is_requeued else 0)
     assert job.was_requeued() == is_requeued
@@ -70,9 +72,9 @@ def test_a_start_that_saved_nothing_is_not_followed_by_another(job):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_before_the_steps_is_followed_by_another_start(job, number):
-    (job.directory / "end").write_text("Unknown")
+    (job.directory / "end").write_text("Unknown", encoding="utf-8")
     control = job.directory / "bin" / "scontrol"
-    control.write_text(control.read_text() + "sleep 0.4\n")
+    control.write_text(control.read_text(encoding="utf-8") + "sleep 0.4\n", encoding="utf-8")
     process = job.start()
     end = time.monotonic() + 20
     while not (job.directory / "control").exists() and time.monotonic() < end:
@@ -87,7 +89,7 @@ def test_a_signal_before_the_steps_is_followed_by_another_start(job, number):
 
 @pytest.mark.parametrize("status", [138, 143])
 def test_a_driver_that_the_signal_ends_while_its_python_loads_starts_again(job, status):
-    (job.directory / "end").write_text("Unknown")
+    (job.directory / "end").write_text("Unknown", encoding="utf-8")
     code, output = job.run(driver=status)
     assert code == 75
     assert job.was_requeued(), output
@@ -97,7 +99,7 @@ def test_a_driver_that_the_signal_ends_while_its_python_loads_starts_again(job, 
 def test_a_start_that_was_interrupted_before_its_first_save_is_followed_by_another(job, end, is_requeued):
     """Unless its time was up: the end that the shim gives by default is long past."""
     if end is not None:
-        (job.directory / "end").write_text(end)
+        (job.directory / "end").write_text(end, encoding="utf-8")
     process = job.start()
     wait_for_driver(job, process)
     process.send_signal(signal.SIGTERM)
@@ -109,9 +111,11 @@ def test_a_start_that_was_interrupted_before_its_first_save_is_followed_by_anoth
 
 
 def test_a_start_whose_time_to_save_had_come_is_not_followed_by_another(job):
-    (job.directory / "end").write_text("2126-01-02T04:04:05")
+    (job.directory / "end").write_text("2126-01-02T04:04:05", encoding="utf-8")
     srun = job.directory / "bin" / "srun"
-    srun.write_text(SRUN.replace("begin: what was wrong", "stopping early: checkpointing.checkpoint_must_save_by"))
+    srun.write_text(
+        SRUN.replace("begin: what was wrong", "stopping early: checkpointing.checkpoint_must_save_by"), encoding="utf-8"
+    )
     code, output = job.run(driver=75)
     assert code == 75
     assert not job.was_requeued()
@@ -120,7 +124,7 @@ def test_a_start_whose_time_to_save_had_come_is_not_followed_by_another(job):
 
 def test_a_cancelled_job_stays_cancelled(job):
     (job.directory / "saves").touch()
-    (job.directory / "state").write_text("CANCELLED")
+    (job.directory / "state").write_text("CANCELLED", encoding="utf-8")
     code, output = job.run(driver=75)
     assert code == 75
     assert not job.was_requeued()
@@ -139,7 +143,7 @@ def test_a_failure_that_saved_nothing_is_the_end(job):
 @pytest.mark.parametrize("has_saved", [True, False])
 def test_a_preempted_start_is_followed_by_another_on_any_node(job, has_saved):
     """Slurm ends the programs of all steps, Ray's too, long before it tells the job file."""
-    (job.directory / "preempted").write_text("2026-01-02T03:30:00")
+    (job.directory / "preempted").write_text("2026-01-02T03:30:00", encoding="utf-8")
     if has_saved:
         (job.directory / "saves").touch()
     code, output = job.run(worker=0)
@@ -179,7 +183,7 @@ def test_failures_count_as_restarts(job):
 def test_the_next_start_runs_without_the_node_that_the_failure_names(job, message, left_out):
     (job.directory / "saves").touch()
     srun = job.directory / "bin" / "srun"
-    srun.write_text(SRUN.replace("begin: what was wrong", message))
+    srun.write_text(SRUN.replace("begin: what was wrong", message), encoding="utf-8")
     output = job.run(driver=1)[1]
     assert job.was_requeued()
     assert job.updates() == ([f"update JobId=7 ExcNodeList={left_out}"] if left_out else [])
@@ -188,7 +192,7 @@ def test_the_next_start_runs_without_the_node_that_the_failure_names(job, messag
 
 def test_a_step_that_failed_names_its_node_and_earlier_ones_stay_left_out(job):
     (job.directory / "saves").touch()
-    (job.directory / "excluded").write_text("n[8-9]")
+    (job.directory / "excluded").write_text("n[8-9]", encoding="utf-8")
     code, output = job.run(worker=1)
     assert code == 1
     assert "a Ray worker ended with status 1 before the driver" in output
@@ -198,11 +202,90 @@ def test_a_step_that_failed_names_its_node_and_earlier_ones_stay_left_out(job):
 
 def test_a_node_is_used_again_where_the_partition_has_no_other(job):
     (job.directory / "saves").touch()
-    (job.directory / "partition").write_text("127.0.0.1\n127.0.0.2\n127.0.0.3\n")
+    (job.directory / "partition").write_text("127.0.0.1\n127.0.0.2\n127.0.0.3\n", encoding="utf-8")
     output = job.run(worker=1)[1]
     assert job.was_requeued()
     assert job.updates() == []
     assert "127.0.0.2 failed and may be used again: the partition has no other node" in output
+
+
+SAYS = "barrier: given up 9 s after the start of the job because of node 127.0.0.2"
+
+
+def says(job, message: str) -> None:
+    """Let the driver end with this last line."""
+    srun = job.directory / "bin" / "srun"
+    srun.write_text(SRUN.replace("begin: what was wrong", message), encoding="utf-8")
+
+
+@pytest.mark.parametrize("checkpoint", ["", "step_000010"])
+@pytest.mark.parametrize(
+    ("ends", "status", "message", "left_out"),
+    [
+        ({"driver": 69}, 69, SAYS, "127.0.0.2"),
+        ({"driver": 69}, 69, f"{SAYS}, node 127.0.0.3", "127.0.0.2,127.0.0.3"),
+        ({"driver": 69}, 69, "RunError: 2 of 3 are up\\n  a: no memory\\n  on node 127.0.0.3", "127.0.0.3"),
+        ({"worker": 69}, 69, "", "127.0.0.2"),  # it could not even say so
+        ({"worker": 1}, 1, "", "127.0.0.2"),  # as when a mount is missing, or Ray does not start there
+    ],
+)
+def test_a_bring_up_that_fails_for_a_node_is_followed_by_one_without_it(
+    job, checkpoint, ends, status, message, left_out
+):
+    """Also where nothing was saved, ever or in this start."""
+    if checkpoint:
+        (job.directory / "run" / "checkpoints").mkdir()
+        (job.directory / "run" / "checkpoints" / "latest").symlink_to(checkpoint)
+    (job.directory / "partition").write_text("\n".join(f"127.0.0.{n}" for n in range(1, 6)), encoding="utf-8")
+    says(job, message)
+    code, output = job.run(**ends)
+    assert code == status
+    assert job.requeues() == 1
+    assert f"requeued: {left_out.replace(',', ' ')} did not come up, restart 1 of at most 3" in output
+    assert job.updates() == [f"update JobId=7 ExcNodeList={left_out}"]
+
+
+def test_bring_ups_that_fail_are_followed_by_three_others_in_a_row(job):
+    says(job, SAYS)
+    for restart in range(4):
+        code, output = job.run("--max-restarts=9", driver=69, environment={"SLURM_RESTART_COUNT": str(restart)})
+        assert code == 69
+        assert job.requeues() == min(restart + 1, 3)
+    assert "not restarted: 127.0.0.2 did not come up, and 4 starts in a row have failed so" in output
+    assert job.run("--max-restarts=9", driver=69, environment={"SLURM_JOB_ID": "8"})[0] == 69  # submitted again
+    assert (job.directory / "control").read_text(encoding="utf-8").splitlines().count("requeue 8") == 1
+    (job.directory / "saves").touch()
+    job.run("--max-restarts=9", driver=75)
+    (job.directory / "saves").unlink()
+    job.run("--max-restarts=9", driver=69)
+    assert job.requeues() == 5, "a start that came up ends the row"
+
+
+@pytest.mark.parametrize(
+    ("ends", "status", "message", "said"),
+    [
+        ({"driver": 2}, 2, SAYS, ""),  # a wrong input is wrong on every node
+        ({"driver": 1}, 1, SAYS, "saved no new checkpoint"),
+        ({"driver": 69}, 69, "barrier: because of node 127.0.0.1, node 127.0.0.2, node 127.0.0.3", "no new checkpoint"),
+        ({"driver": 69}, 69, f"{SAYS}, node 127.0.0.3", "and the partition has no other node for the job"),
+    ],
+)
+def test_what_no_other_node_mends_is_not_tried_again(job, ends, status, message, said):
+    says(job, message)
+    code, output = job.run(**ends)
+    assert code == status
+    assert job.requeues() == 0
+    assert said in output
+
+
+def test_a_worker_that_fails_once_the_driver_has_begun_is_no_bring_up(job):
+    srun = job.directory / "bin" / "srun"
+    begun = 'touch "${SHIM_DIR}"/run/logs/attempt_1/bring_up.json\n'
+    place = "if [[ -e ${SHIM_DIR}/${name} ]]"
+    srun.write_text(SRUN.replace(place, begun + place, 1), encoding="utf-8")
+    output = job.run(worker=1)[1]
+    assert job.requeues() == 0
+    assert "saved no new checkpoint" in output
 
 
 def test_names_beside_the_checkpoints_are_no_checkpoints(job):

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import pty
 import re
 import shlex
 import shutil
 import socket
+import subprocess
+import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
 from recipes.cluster.ports import NUM_SLOTS, ray_ports
-from tools.launch import plan
-from tools.planning.contract import REQUIRED, REQUIRED_ON_SLURM, REQUIRED_WITH_CONTAINERS
+from tools.draft.contract import REQUIRED, REQUIRED_ON_SLURM, REQUIRED_WITH_CONTAINERS
+from tools.launch import command
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,13 +56,86 @@ def test_submission_has_computed_resources_and_unbroken_words(launch):
 
 def test_production_dry_run_asks_for_the_published_nodes(launch):
     from_stage = dict.fromkeys(("CONFIG_PATH", "EXP_NAME", "TRAIN_PATH", "VAL_PATH"), "")
-    words, notes = launch.plan("--stage=stage1.1", DRY_RUN="1", SLURM_TIME_LIMIT="8:00:00", **from_stage)
+    words, notes = launch.plan("--stage=stage1.1", DRY_RUN="1", SLURM_TIME_LIMIT="8:00:00", expect=2, **from_stage)
     assert words[:2] == ["print", "sbatch"]
     assert "--nodes=183" in words  # 32 train + 144 generation + 7 judges
     assert "--gres=gpu:8" in words
     assert "--time=8:00:00" in words
     assert "--job-name=stage1.1-rlvr1" in words
     assert "would be refused" in notes
+
+
+def test_a_dry_run_that_would_be_refused_prints_the_command_and_ends_with_2(launch):
+    (launch.directory / "val.jsonl").unlink()
+    refused = launch("--dry-run", expect=2, PYTHONPATH=str(ROOT))
+    assert "would be refused: DAT001" in refused.stderr
+    assert shlex.split(refused.stdout)[0] == "sbatch"
+    assert not (launch.directory / "argv").exists()
+
+
+COUNT_MODULES = """
+import sys
+from tools.launch.command import main
+status = main(sys.argv[1:])
+print(status, *sys.modules, file=sys.stderr)
+"""
+MOST_MODULES = 120  # of ours; all environments and their servers are as many again
+HEAVY = {"torch", "ray", "vllm", "aiohttp", "httpx", "fastapi", "transformers", "recipes.environments.verifiers"}
+
+
+@pytest.mark.parametrize("launcher", ["local", "slurm"])
+def test_a_dry_run_imports_little(launch, launcher):
+    env = launch.environment({"LAUNCHER": launcher, "SCALE": "tiny"})
+    command = [sys.executable, "-c", COUNT_MODULES, "--dry-run", "--stage=stage1.1"]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("print\0"), done.stderr
+    modules = set(done.stderr.splitlines()[-1].split()[1:])
+    assert not modules & HEAVY
+    ours = {name for name in modules if name.partition(".")[0] in ("recipes", "tools")}
+    assert 50 < len(ours) <= MOST_MODULES, sorted(ours)
+
+
+def test_a_dry_run_reads_no_rows_and_the_launch_reads_them(launch):
+    (launch.directory / "val.jsonl").write_text('{"no": "row"}\n' * 600, encoding="utf-8")
+    assert "DAT004" not in launch.plan("--dry-run").stderr
+    assert "DAT004" in launch.plan(expect=2).stderr
+
+
+def test_in_a_terminal_the_same_command_has_one_word_a_line(launch):
+    launch.env["SKIP_CODE_SNAPSHOT"] = "true"
+    override = "logger.wandb.project='two words, a \\ and a $'"
+    piped = shlex.split(launch("--dry-run", override).stdout)
+    terminal, ours = pty.openpty()
+    env = launch.environment({})
+    command = [str(ROOT / "super_launch.sh"), "--dry-run", override]
+    with subprocess.Popen(command, env=env, cwd=launch.directory, stdout=ours, stderr=subprocess.DEVNULL) as running:
+        os.close(ours)
+        shown = b""
+        with suppress(OSError):  # as Linux says that the other side is closed
+            while part := os.read(terminal, 65536):
+                shown += part
+        os.close(terminal)
+        assert running.wait(timeout=30) == 0
+    text = shown.decode().replace("\r\n", "\n")
+    assert len(text.splitlines()) == len(piped)
+    pasted = subprocess.run(["bash", "-c", f"printf '%s\\0' {text}"], capture_output=True, check=True, timeout=30)
+    assert pasted.stdout.decode().split("\0")[:-1] == piped
+
+
+@pytest.mark.parametrize(
+    ("variables", "asked", "spares"),
+    [
+        ({}, 183, None),
+        ({"SPARE_NODES": "0"}, 183, None),
+        ({"SPARE_NODES": "04"}, 187, 4),
+        ({"SBATCH_NUM_NODES": "185"}, 185, 2),
+        ({"SBATCH_NUM_NODES": "185", "SPARE_NODES": "1"}, 186, 3),
+    ],
+)
+def test_nodes_beyond_what_the_configuration_needs_are_spare(launch, variables, asked, spares):
+    words = launch.plan("--stage=stage1.1", "--dry-run", CONFIG_PATH="", **variables).words
+    assert f"--nodes={asked}" in words
+    assert [word for word in words if word.startswith("--spares=")] == ([f"--spares={spares}"] if spares else [])
 
 
 def test_more_nodes_may_be_asked_for_but_not_fewer(launch):
@@ -147,11 +224,6 @@ def test_wrong_overrides_are_refused_with_the_fix(launch, override, message):
         ("SEED", "4294967296", "grpo.seed: got 4294967296, expected an integer >= 0 and <= 2147483647"),
         ("DRY_RUN", "perhaps", "DRY_RUN: got perhaps, expected true or false"),
         ("EXTRA_HYDRA_ARGS", "a='b", "EXTRA_HYDRA_ARGS: got a='b"),
-        (
-            "ENABLE_MTP_INFERENCE",
-            "1",
-            "ENABLE_MTP_INFERENCE: speculative decoding with",
-        ),
         ("CONFIG_PATH", "configs/none.yaml", "none.yaml"),
     ],
 )
@@ -160,7 +232,7 @@ def test_wrong_variables_are_refused(launch, name, value, message):
 
 
 def test_everything_wrong_on_disk_is_listed_at_once(launch):
-    (launch.directory / "train.jsonl").write_text("\n".join(['{"agent_ref": 1}', "not json", ""]))
+    (launch.directory / "train.jsonl").write_text("\n".join(['{"agent_ref": 1}', "not json", ""]), encoding="utf-8")
     (launch.directory / "val.jsonl").unlink()
     weights = launch.directory / "a-model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-3])
@@ -176,16 +248,16 @@ def test_everything_wrong_on_disk_is_listed_at_once(launch):
 
 
 def test_unknown_agent_is_named_with_its_line(launch):
-    row = json.loads((launch.directory / "train.jsonl").read_text())
+    row = json.loads((launch.directory / "train.jsonl").read_text(encoding="utf-8").splitlines()[0])
     bad = {**row, "agent_ref": {"name": "mcqa_simple_agnet"}}
-    (launch.directory / "train.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(bad)}\n")
+    (launch.directory / "train.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(bad)}\n", encoding="utf-8")
     text = launch.plan(expect=2).stderr
     assert "train.jsonl:2: unknown agent 'mcqa_simple_agnet'; did you mean 'mcqa_simple_agent'?" in text
 
 
 def test_what_may_be_wrong_about_the_cluster_can_be_forced_a_wrong_configuration_not(launch):
     manifest = launch.directory / "train.jsonl.manifest.json"
-    manifest.write_text(json.dumps({"outputs": [{"file": "train.jsonl", "rows": 2}]}))
+    manifest.write_text(json.dumps({"outputs": [{"file": "train.jsonl", "rows": 2}]}), encoding="utf-8")
     assert "DAT006" in launch.plan(expect=2).stderr
     refused = launch.plan("--force", "grpo.num_generations_per_prompt=1", expect=2).stderr
     assert "note: DAT006" in refused
@@ -208,7 +280,7 @@ def test_a_disk_that_takes_nothing_more_is_one_line(launch, monkeypatch):
     def full(*_args, **_kwargs):
         raise OSError(errno.EDQUOT, "Disk quota exceeded", "/runs/exp/run.lock.json")
 
-    monkeypatch.setattr(plan, "prepare", full)
+    monkeypatch.setattr(command, "prepare", full)
     stderr = launch.plan(expect=2).stderr
     assert stderr.splitlines()[-1].startswith("/runs/exp/run.lock.json: Disk quota exceeded; make room")
     assert "Traceback" not in stderr
@@ -251,7 +323,7 @@ def test_second_submission_reuses_the_snapshot_and_names_what_changed(launch):
     (snapshot,) = [word for word in first.words if word.startswith("--chdir=")]
     assert [word for word in again.words if word.startswith("--chdir")] == [snapshot]
     assert "differs from the last start: config.sha256" in again.stderr
-    lock = json.loads((launch.directory / "results" / "exp" / "run.lock.json").read_text())
+    lock = json.loads((launch.directory / "results" / "exp" / "run.lock.json").read_text(encoding="utf-8"))
     assert lock["seed"] == 42
     assert len(lock["model"]["weights_sha256"]) == 64
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +32,7 @@ from recipes.grpo.loss import grpo_loss, kl_estimate, mask_mismatched, sampled_k
 from recipes.policy.shards import merge_step_metrics
 from recipes.tokens import pack_rollouts
 from recipes.types import LossInputs, PolicyRow, Rollout, RolloutStatus, Turn
+from tests.configuration import block
 from tests.recorded import cases
 
 # The reference broadcasts [B, 1] against [B] here and logs a sum; ours is the mean over tokens.
@@ -96,7 +96,7 @@ def merged(parts: list[Any]) -> dict[str, float]:
 
 
 def loss_config(config: dict[str, Any]) -> Any:
-    return SimpleNamespace(**{"use_cispo": False, "disable_ppo_ratio": False, **config})
+    return block("loss_fn", **{"use_cispo": False, "disable_ppo_ratio": False, **config})
 
 
 @pytest.mark.parametrize("case", cases("loss_clipped_pg"))
@@ -238,7 +238,7 @@ def test_advantages_of_reinforce_plus_plus(case: dict[str, Any]) -> None:
     if cfg["use_kl_in_reward"]:
         assert_ranks_agree(case, advantages, got)
     else:
-        estimator: Any = SimpleNamespace(name="reinforce_plus_plus", minus_baseline=cfg["minus_baseline"])
+        estimator = block("grpo.adv_estimator", name="reinforce_plus_plus", minus_baseline=cfg["minus_baseline"])
         per_rollout = rollout_advantages(rewards, groups, valid, mask.sum(dim=1), estimator)
         torch.testing.assert_close(per_rollout[:, None].expand_as(got), got)
 
@@ -251,7 +251,8 @@ def assert_ranks_agree(case: dict[str, Any], advantages: torch.Tensor, want: tor
         PolicyRow(advantage=float(own), loss_mask_S=mask_S, logprobs_S=own_S, reference_logprobs_S=start_S)
         for own, mask_S, own_S, start_S in zip(advantages, mask, logprobs, reference, strict=True)
     ]
-    loss: Any = SimpleNamespace(
+    loss = block(
+        "loss_fn",
         reference_policy_kl_type=cfg["kl_type"],
         kl_input_clamp_value=cfg["input_clamp"],
         kl_output_clamp_value=cfg["output_clamp"],

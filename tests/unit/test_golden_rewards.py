@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from recipes.grpo.reward import AnswerFacts, is_on, scale, shape_effort, shape_length
+from tests.configuration import block
 from tests.recorded import cases
 
 
@@ -29,13 +30,17 @@ REFUSED_BEFORE = ("dapo_missing_field", "dapo_negative_penalty")
 def test_reward_shaping(case: dict[str, Any]) -> None:
     given, cfg = case["inputs"], {"stop_properly_penalty_coef": None, **case["config"]}
     facts = facts_of(given["first_assistant_lengths"], given["truncated"], [False] * len(given["rewards"]))
-    shaped = shape_length(torch.tensor(given["rewards"], dtype=torch.float64), facts, SimpleNamespace(**cfg))
+    shaped = shape_length(
+        torch.tensor(given["rewards"], dtype=torch.float64), facts, block("grpo.reward_shaping", **cfg)
+    )
     assert shaped.tolist() == pytest.approx(case["expected"]["total_reward"], abs=1e-6)
 
 
 @pytest.mark.parametrize("case", cases("reward_scaling"))
 def test_reward_scaling(case: dict[str, Any]) -> None:
-    scaled = scale(torch.tensor(case["inputs"]["rewards"], dtype=torch.float64), SimpleNamespace(**case["config"]))
+    scaled = scale(
+        torch.tensor(case["inputs"]["rewards"], dtype=torch.float64), block("grpo.reward_scaling", **case["config"])
+    )
     assert scaled.tolist() == pytest.approx(case["expected"]["total_reward"], abs=1e-6)
 
 

@@ -21,7 +21,7 @@ def test_no_machine_path_or_secret_is_committed():
     wrong = []
     checkout_parent = str(ROOT.parent)
     for path in tracked_files():
-        for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
+        for number, line in enumerate(path.read_text(errors="replace", encoding="utf-8").splitlines(), start=1):
             is_here = len(checkout_parent) > 4 and f"{checkout_parent}/" in line
             if is_here or MACHINE_PATH.search(line) or SECRET.search(line):
                 wrong.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:120]}")

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from recipes.config.stages import load_stages
+from recipes.config.load import load_stages
 from recipes.environments.agents.coding.programs import PROGRAMS
-from tools.launch.stage_table import markdown, replaced, rows
+from tools.dev.stage_table import markdown, replaced, rows
+from tools.draft.launch import TINY_DENSE_MODEL, TINY_MODEL, WIDE_MODEL
 from tools.tiny.model import BUILDERS
+from tools.tiny.prepare import MADE, checkpoint_name
 
 ROOT = Path(__file__).resolve().parents[2]
-MAKEFILE = (ROOT / "Makefile").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 MAX_RECIPE_LINES = 3
 
 
@@ -88,7 +90,7 @@ def test_a_report_is_of_the_run_that_logged_last(tmp_path):
     (tmp_path / "old" / "report.html").touch()
     (tmp_path / "profile-tiny").mkdir()  # no run
     command = printed("-n", "report", f"RESULTS_DIR={tmp_path}")
-    assert command.rstrip().endswith(f"tools.report --run-dir '{tmp_path}/new'"), command
+    assert command.rstrip().endswith(f"tools.look.report --run-dir '{tmp_path}/new'"), command
 
 
 def test_results_may_lie_in_a_directory_with_a_space(tmp_path):
@@ -127,10 +129,60 @@ def test_misspelt_variables_are_refused_by_every_target():
         refused = dry_run(target, "CONATINER=image", "BLNED=rlvr1", "SCALE=tiny")
         assert refused.returncode == 2
         assert re.search("got (CONATINER BLNED|BLNED CONATINER), which nothing here reads", refused.stderr)
-    named = [
-        f"{name}=x" for name in ("CONTAINER", "SIF_DIR", "BLEND", "REGISTRY", "PORT", "VLLM_VERSION", "MAX_RESTARTS")
-    ]
-    assert dry_run("clean", *named).returncode == 0
+    assert (
+        dry_run("stage1.1", "CONTAINER=x", "SIF_DIR=x", "BLEND=x", "MAX_RESTARTS=1", "WANDB_MODE=offline").returncode
+        == 0
+    )
+    assert dry_run("container", "REGISTRY=x", "VLLM_VERSION=x").returncode == 0
+
+
+# A variable of make that the target would have ignored, and one that it reads.
+READ = {
+    "smoke": ("MODEL_PATH", "MODEL"),
+    "stage1.1": ("SEEDS", "MODEL_PATH"),
+    "stage2.1": ("SEEDS", "CONFIG_PATH"),
+    "pipeline": ("MODEL", "STAGES"),
+    "doctor": ("SEEDS", "STAGE"),
+    "plan": ("SEEDS", "MODEL_PATH"),
+    "config": ("MODEL_PATH", "DIFF"),
+    "data": ("MODEL_PATH", "BLEND"),
+    "data-validate": ("STAGE", "BLEND"),
+    "profile": ("EXP_NAME", "MODEL_PATH"),
+    "curriculum": ("MODEL_PATH", "EXP_NAME"),
+    "tiny": ("MODEL_PATH", "BLEND"),
+    "status": ("RUN", "EXP_NAME"),
+    "watch": ("ARGS", "EXP_NAME"),
+    "report": ("ARGS", "EXP_NAME"),
+    "ablate": ("MODEL", "SEEDS"),
+    "env-check": ("BLEND", "NAME"),
+    "bench-data": ("ROUNDS", "ARGS"),
+    "lint": ("ARGS", ""),
+    "clean": ("ARGS", ""),
+}
+
+
+@pytest.mark.parametrize("target", READ)
+def test_a_variable_that_the_target_does_not_read_is_refused(target: str) -> None:
+    other, read = READ[target]
+    refused = dry_run(target, f"{other}=x")
+    assert refused.returncode == 2
+    assert f"got {other}, which " in refused.stderr
+    accepted = dry_run(target, f"{read}=x" if read else "STAGE=", "SCALE=")
+    assert "which `make" not in accepted.stderr and "nothing here reads" not in accepted.stderr
+
+
+def test_what_a_target_reads_is_in_its_help(help_text: str) -> None:
+    """Every variable in a target's own recipe, except those that others are made from, stands in its `#=` lines."""
+    own = {"PYTHON", "READY", "VENV", "CURDIR", "MAKE", "ALL_STAGES", "TINY_STEPS", "MAKEFILE_LIST", "BEFORE"}
+    for rule in re.findall(
+        r"^([a-z][a-z0-9-]+):[^\n]*##(.*(?:\n#=.*)*)((?:\n(?:\t|ifeq|else|endif).*)*)", MAKEFILE, re.MULTILINE
+    ):
+        target, described, recipe = rule
+        for name in set(re.findall(r"\$\((?:or \$\()?([A-Z][A-Z_]+)", recipe)) - own:
+            made_from = re.search(rf"^(?:override )?{name} [:?]?= ?(.*)$", MAKEFILE, re.MULTILINE)
+            is_of_user = re.search(rf"^{name} \?=", MAKEFILE, re.MULTILINE)
+            if is_of_user and made_from:
+                assert re.search(rf"\b{name}\b", described), f"{target} reads {name}"
 
 
 def test_smoke_trains_with_two_processes_by_one_variable():
@@ -153,11 +205,35 @@ def test_smoke_trains_the_hybrid_with_experts_unless_told_otherwise():
     def lines(*words: str) -> str:
         return " ".join(dry_run("smoke", *words).stdout.split())
 
-    for words in ([], ["EP=2"], *([f"MODEL={name}"] for name in BUILDERS if name != "qwen3")):
+    for words in ([], ["EP=2"], *([f"MODEL={name}"] for name in BUILDERS)):
         name = words[0].removeprefix("MODEL=") if words and "MODEL" in words[0] else "nemotron-h"
         assert f"MODEL_PATH={ROOT}/models/tiny-{name}-sft" in lines(*words)
         assert f"tools.tiny.prepare --models models --data data --model {name}" in lines(*words)
-    assert "MODEL_PATH=" not in lines("MODEL=qwen3")  # that of the stage
+
+
+def test_smoke_trains_a_real_model_with_rows_sizes_and_steps_of_its_own():
+    lines = " ".join(dry_run("smoke", "MODEL=smollm2", "ARGS=a=1").stdout.split())
+    assert lines.count(f"MODEL_PATH={ROOT}/models/smollm2 CONFIG_PATH=configs/tiny/smollm2.yaml") == 2
+    assert lines.count(f"VAL_PATH={ROOT}/data/english/val-split.jsonl ./super_launch.sh") == 2
+    assert "stage1.1 a=1" in lines and "max_num_steps" not in lines and "-sft" not in lines
+    assert "tools.tiny.prepare --models models --data data --model smollm2" in lines
+    assert lines.count("--min-gain 0.15") == 2
+
+
+def test_the_commands_after_smoke_take_the_model_that_it_makes() -> None:
+    made = Path(TINY_MODEL)
+    assert f"MODEL_PATH={ROOT}/{made} " in " ".join(dry_run("smoke").stdout.split())
+    assert checkpoint_name("tiny", MADE["tiny"][2]) == made.name, "what `make tiny` makes, also before ablate"
+    assert checkpoint_name("wide", MADE["wide"][2]) == Path(WIDE_MODEL).name
+    assert len({checkpoint_name(blend, model) for blend in MADE for model in BUILDERS}) == 2 * len(BUILDERS)
+    assert f"--model {made} " in dry_run("profile").stdout
+    assert checkpoint_name("tiny", "qwen3") == Path(TINY_DENSE_MODEL).name
+    assert "--model qwen3" in " ".join(dry_run("bench-train").stdout.split())
+
+
+@pytest.mark.parametrize(("words", "is_made"), [([], True), (["ARGS=--check"], False), (["DRY_RUN=1"], False)])
+def test_variants_that_are_only_checked_train_nothing(words: list[str], is_made: bool) -> None:
+    assert ("tools.tiny.prepare" in dry_run("ablate", "SCALE=tiny", *words).stdout) is is_made
 
 
 @pytest.mark.parametrize(
@@ -209,12 +285,12 @@ def test_bench_refuses_options_that_only_one_of_its_parts_has():
 
 
 def test_readme_has_the_current_stage_table():
-    readme = (ROOT / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert replaced(readme, markdown(rows(load_stages()))) == readme, "run: make stages"
 
 
 def test_readme_names_only_targets_that_exist():
-    readme = (ROOT / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`make ([a-z][a-z0-9.-]*)", readme)) | set(
         re.findall(r"^    make ([a-z][a-z0-9.-]*)", readme, re.MULTILINE)
     )
@@ -227,7 +303,7 @@ def test_what_the_unit_tier_does_not_collect_is_of_another_tier(folder, mark):
     (recipe,) = re.findall(r"^\t\$\(PYTHON\) -m pytest -m 'not functional.*(?:\\\n.*)*", MAKEFILE, re.MULTILINE)
     assert f"--ignore tests/{folder} " in recipe
     for path in (ROOT / "tests" / folder).rglob("test_*.py"):
-        marks = path.read_text().partition("\npytestmark = ")[2].partition("\n\n")[0]
+        marks = path.read_text(encoding="utf-8").partition("\npytestmark = ")[2].partition("\n\n")[0]
         assert re.search(rf"pytest\.mark\.{mark}\b", marks), path.name
 
 
@@ -251,19 +327,19 @@ def test_a_tiny_pipeline_on_this_machine_makes_what_it_starts_from(words: list[s
     lines = dry_run("pipeline", "SCALE=tiny", *words).stdout.splitlines()
     prepared = [line for line in lines if "tools.tiny.prepare" in line]
     [run] = [line for line in lines if "tools.launch.pipeline" in line and "--check" not in line]
+    if "DRY_RUN=1" in words:  # it says what it would make, and makes nothing
+        assert prepared == [run]
+        assert '--first ".venv/bin/python -m tools.tiny.prepare' in run
+        return
     assert len(prepared) == bool(makes)
     assert all(" ".join(line.split()).endswith(makes) for line in prepared)
     assert run.split()[0] == starts or not starts
     assert ("MODEL_PATH" in run) is bool(starts)
+    assert "stage4" not in run  # the chain's model has no heads
 
 
 def test_the_longest_tier_installs_every_agent_program() -> None:
     said = dry_run("test-all").stdout
     assert "warning" not in said
     for name in PROGRAMS:
-        assert said.index(f"tools.setup.agent_programs {name}\n") < said.index("pytest -m 'not gpu'")
-
-
-def test_the_wide_blend_is_validated_with_its_own_configuration() -> None:
-    assert "--config configs/tiny/wide.yaml" in dry_run("data-validate", "BLEND=tiny-wide").stdout
-    assert "--config" not in dry_run("data-validate", "BLEND=rlvr1").stdout
+        assert said.index(f"tools.dev.agent_programs {name}\n") < said.index("pytest -m 'not gpu'")

@@ -10,7 +10,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = ("recipes/", "tools/", "configs/", "containers/", "tests/", "./", "../")
-MAX_LINES = {"README.md": 125}
+MAX_LINES = {
+    "README.md": 140,
+    "configs/README.md": 95,
+    "recipes/environments/README.md": 160,
+    "tools/environments/check/README.md": 90,
+}
 MAX_LINES_OF_A_FOLDER = 80
 
 
@@ -31,7 +36,7 @@ def name(path: Path) -> str:
 
 @pytest.mark.parametrize("readme", readmes(), ids=name)
 def test_every_path_that_is_named_exists(readme):
-    text = readme.read_text()
+    text = readme.read_text(encoding="utf-8")
     named = [path for path in re.findall(r"`([\w./*-]+)`", text) if path.startswith(PLACES) and path[-1] != "."]
     missing = [path for path in named if "*" not in path and "NAME" not in path and not (ROOT / path).exists()]
     links = [link for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text) if "://" not in link]
@@ -41,9 +46,9 @@ def test_every_path_that_is_named_exists(readme):
 
 @pytest.mark.parametrize("readme", readmes(), ids=name)
 def test_a_readme_is_short(readme):
-    assert readme.read_text().count("\n") <= MAX_LINES.get(name(readme), MAX_LINES_OF_A_FOLDER)
+    assert readme.read_text(encoding="utf-8").count("\n") <= MAX_LINES.get(name(readme), MAX_LINES_OF_A_FOLDER)
 
 
 def test_the_readme_leads_to_every_other():
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert not [name(path) for path in readmes() if path != ROOT / "README.md" and f"]({name(path)})" not in text]

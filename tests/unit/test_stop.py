@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -30,6 +31,17 @@ def test_limit_counts_from_the_job_and_leaves_room_for_a_step() -> None:
     assert not stop.requested(step_seconds=99.0)
     assert stop.requested(step_seconds=100.0)
     assert stop.reason == "checkpointing.checkpoint_must_save_by"
+
+
+@pytest.mark.parametrize("set_by", [-7200.0, 7200.0])
+def test_a_clock_that_is_set_during_a_run_moves_no_limit(set_by: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_START_TIME", raising=False)
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    stop = StopRequest.from_environment("00:00:10:00")
+    wall = time.time
+    monkeypatch.setattr(time, "time", lambda: wall() + set_by)
+    assert not stop.requested(step_seconds=590.0)
+    assert stop.requested(step_seconds=600.0)
 
 
 def test_no_limit_never_stops() -> None:

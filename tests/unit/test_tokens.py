@@ -56,6 +56,24 @@ def test_rows_are_cut_out_of_the_group() -> None:
     assert [tokens.trajectory(member) for member in range(4)] == [one.trajectory for one in ROLLOUTS]
 
 
+def test_the_routes_of_a_row_are_those_of_its_turns_in_order() -> None:
+    first, second = replace(turn((1,), (2,)), routes=b"one"), replace(turn((3,), (4,)), routes=b"two")
+    _, tokens = pack_rollouts([rollout(), rollout(first, second), rollout(turn((5,), (6,)))])
+    assert [tokens.row(row).routes for row in range(3)] == [b"", b"onetwo", b""]
+    of_before = replace(tokens, routes=np.zeros(0, np.uint8), routes_offsets=np.zeros(0, np.int64))
+    assert of_before.row(1).routes == b"", "an older checkpoint has none"
+
+
+def test_a_teachers_log_probabilities_lie_on_the_tokens_that_were_sampled() -> None:
+    first = replace(turn((1,), (2, 3)), teacher_logprobs=(-1.0, -2.0))
+    second = replace(turn((4, 5), (6,)), teacher_logprobs=(-3.0,))
+    _, tokens = pack_rollouts([rollout(), rollout(first, second), rollout(turn((7,), (8,)), reward=None)])
+    taught = [tokens.row(row).teacher_logprobs() for row in range(3)]
+    assert [own if own is None else own.tolist() for own in taught] == [[0.0], [0, -1, -2, 0, 0, -3], [0.0, 0.0]]
+    _, without = pack_rollouts([rollout(turn((7,), (8,)))])
+    assert without.row(0).teacher_logprobs() is None
+
+
 @pytest.mark.parametrize("member", [1, 2])
 def test_a_rollout_without_a_token_is_a_row_that_nothing_is_learned_from(member: int) -> None:
     row = pack_rollouts(ROLLOUTS)[1].row(member)

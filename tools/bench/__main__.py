@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 from recipes.errors import RecipeError
+from tools.draft.launch import TINY_DATA, TINY_DENSE_MODEL
 from tools.job.local import LocalRun, supervise
-from tools.planning.stage_env import TINY_DATA, TINY_MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
 INPUTS = (  # made by `make tiny`; overrides on the command line come later and win
-    f"policy.model_name={ROOT / TINY_MODEL}",
+    f"policy.model_name={ROOT / TINY_DENSE_MODEL}",
     f"data.train.data_path={ROOT / TINY_DATA}/train-split.jsonl",
     f"data.validation.data_path={ROOT / TINY_DATA}/val-split.jsonl",
 )

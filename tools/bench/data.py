@@ -38,7 +38,7 @@ from tools.bench.verdict import (
     median_ratio,
     table,
 )
-from tools.files.parallel import num_cores
+from tools.data.files.parallel import num_cores
 from tools.processes import descendants
 
 AGENTS = ("math_with_judge_simple_agent", "mcqa_simple_agent", "reasoning_gym_simple_agent")
@@ -90,7 +90,7 @@ class Case:
             self.seconds.append(time.perf_counter() - start)
             process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
-            log = (place / "log").read_text()[-2000:]
+            log = (place / "log").read_text(encoding="utf-8")[-2000:]
             raise RunError(f"`{self.command}` ended with status {process.returncode}: {log}")
         self.cpu_seconds.append(usage.ru_utime + usage.ru_stime)
         self.peak_bytes = max(self.peak_bytes, peak)
@@ -104,7 +104,7 @@ def peak_until_end(root: int) -> int:
         while not select.select([end], [], [], SAMPLE_SECONDS)[0]:
             for process in (root, *descendants(root)):
                 with suppress(OSError):  # it has ended
-                    if found := PEAK.search(Path(f"/proc/{process}/status").read_text()):
+                    if found := PEAK.search(Path(f"/proc/{process}/status").read_text(encoding="utf-8")):
                         peaks[process] = int(found[1]) * 1024
     finally:
         os.close(end)
@@ -165,10 +165,10 @@ def make_cases(place: Path, *, large_bytes: int, small_bytes: int) -> list[Case]
     large = repeat_rows(place / "rows.jsonl", place / "large.jsonl", large_bytes)
     large_blend = repeat_rows(place / "blend.jsonl", place / "large_blend.jsonl", large_bytes)
     record = {"prompt": [{"content": "What? " * 100}], "reward_model": {"ground_truth": "1"}}
-    (place / "source.jsonl").write_text((json.dumps(record) + "\n") * NUM_QUESTIONS)
+    (place / "source.jsonl").write_text((json.dumps(record) + "\n") * NUM_QUESTIONS, encoding="utf-8")
     source = {"path": "source.jsonl", "style": "skywork", "question": ["prompt", 0, "content"]}
     source["answer"] = ["reward_model", "ground_truth"]
-    (place / "sources.yaml").write_text(json.dumps({"sources": {"bench": source}}))  # JSON is YAML
+    (place / "sources.yaml").write_text(json.dumps({"sources": {"bench": source}}), encoding="utf-8")  # JSON is YAML
 
     python = f"{shlex.quote(sys.executable)} -m tools."
     split = f"{python}data.split --in large.jsonl --out-dir split --val-rows {VAL_ROWS} >log 2>&1"
@@ -176,7 +176,7 @@ def make_cases(place: Path, *, large_bytes: int, small_bytes: int) -> list[Case]
         f"{python}data.fill --in {file.name} --out filled.jsonl --sources sources.yaml >log 2>&1"
         for file in (large_blend, blend)
     )
-    validate = f"{python}rows.validate --train rows.jsonl --val val.jsonl >log 2>&1"
+    validate = f"{python}data.rows.validate --train rows.jsonl --val val.jsonl >log 2>&1"
     head = f"head -n -{VAL_ROWS} large.jsonl >split/t"
     tail = f"tail -n {VAL_ROWS} large.jsonl >split/v"
     counts = sorted({1, num_cores()})

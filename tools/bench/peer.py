@@ -27,8 +27,8 @@ from recipes.files import write_atomically
 from tools.bench.__main__ import INPUTS, NUM_UNITS, ROOT
 from tools.bench.driver import SETTINGS
 from tools.bench.verdict import Check, load_warning, machine, median_ratio, table
-from tools.files.packages import install_packages
 from tools.job.local import LocalRun, supervise
+from tools.packages import install_packages
 
 LIMITS: Mapping[tuple[float, int], float] = {(0.0, 1): 1.5, (0.5, 1): 2.0, (0.5, 2): 3.0}
 """Mean environment latency in seconds, max_trajectory_age_steps -> the smallest ratio of TRL's step time to ours.
@@ -63,8 +63,10 @@ def trl_seconds(args: argparse.Namespace, latency: float) -> float:
         except subprocess.TimeoutExpired as late:
             raise RunError(f"TRL did not end within {TRL_SECONDS:g} s; see {log}") from late
     if done.returncode:
-        raise RunError(f"TRL ended with status {done.returncode}; see {log}:\n{log.read_text()[-1500:]}")
-    ends: list[float] = json.loads(out.read_text())
+        raise RunError(
+            f"TRL ended with status {done.returncode}; see {log}:\n{log.read_text(encoding='utf-8')[-1500:]}"
+        )
+    ends: list[float] = json.loads(out.read_text(encoding="utf-8"))
     return statistics.median(later - earlier for earlier, later in pairwise(ends[WARMUP_STEPS - 1 :]))
 
 

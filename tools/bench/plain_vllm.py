@@ -20,7 +20,7 @@ from typing import Any
 
 def main() -> int:
     """Serve rounds until the input ends."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)  # from here on everything is printed to standard error
     job = json.loads(sys.stdin.readline())
     asyncio.run(_serve(job, answers))

@@ -6,6 +6,10 @@ clipping, AdamW. Both take turns, so that a slow minute of the machine changes b
 policy's process to an engine that can generate with them. Beside it numpy copies as many bytes within one process. The
 time of one call to the engine and back, without weights, is printed too: where a copy takes less, no push can keep up.
 Of a checkpoint, the time for which training stands still is compared with the time that writing takes.
+
+How long training stands still for a checkpoint of a real policy, and how long writing it takes.
+
+The time of weight pushes from a policy to an engine, of plain copies of as many bytes, and of empty calls.
 """
 
 from __future__ import annotations
@@ -13,25 +17,137 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recipes.config.load import load_config, require_valid
-from recipes.errors import RecipeError
+from recipes.errors import RecipeError, RunError
 from recipes.files import write_atomically
-from tools.bench.policy_push import measure_push
-from tools.bench.policy_save import measure_save
 from tools.bench.verdict import Check, load_warning, machine, median_ratio, table
-from tools.tiny.tokenizer import build_tokenizer
+from tools.tiny.model import HYBRID_LAYERS, build_hybrid_model, build_tokenizer
+
+if TYPE_CHECKING:
+    from recipes.config.tree import Config
+    from recipes.policy.policy import Policy
+    from recipes.types import TrainBatch
+if TYPE_CHECKING:
+    from recipes.config.tree import Config
+
+
+SAVE_SECONDS = 1800.0  # for the policy to be up, and for a save: the machine may be busy
+STORE_BYTES = 100 << 20
+
+
+def measure_save(config: Config, batch: TrainBatch, num_rounds: int, place: Path) -> tuple[list[float], list[float]]:
+    """Return the seconds that training stood still, and those of writing, save by save into `place`.
+
+    A save has weights, optimizer and the export, as a run's has. `batch` is trained once before, as the optimizer has
+    no state before its first step; its arrays lie in this process.
+    """
+    from recipes.cluster.private import private_ray
+    from recipes.cluster.token_store import RayTokenStore
+    from recipes.grpo.loss import grpo_loss
+    from recipes.policy.policy import Policy
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    deadlines = replace(config.deadlines, placement=SAVE_SECONDS, engine_start=SAVE_SECONDS, checkpoint=SAVE_SECONDS)
+    stood, wrote = [], []
+    with private_ray(2, object_store_memory=STORE_BYTES):
+        loss = partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=None)
+        policy = Policy.start(config.policy, loss=loss, placement=[{"num_cpus": 1}], deadlines=deadlines, seed=1)
+        store = RayTokenStore()
+        policy.train(replace(batch, tokens=tuple(store.put(tokens) for tokens in batch.tokens)))
+        for number in range(num_rounds):
+            began, seconds = _save(policy, place / f"save{number}")
+            stood.append(began)
+            wrote.append(seconds)
+            shutil.rmtree(place / f"save{number}")
+        policy.shutdown()
+    return stood, wrote
+
+
+def _save(policy: Policy, path: Path) -> tuple[float, float]:
+    began = time.perf_counter()
+    policy.begin_save(path / "policy", path / "hf")
+    stood = time.perf_counter() - began
+    while not policy.is_save_written():
+        if time.perf_counter() - began > SAVE_SECONDS:
+            raise RunError(f"bench-policy: a save was not written within {SAVE_SECONDS:g} s")
+        time.sleep(0.05)
+    began = time.perf_counter()
+    wrote = policy.finish_save()
+    return stood + time.perf_counter() - began, wrote
+
+
+START_SECONDS = 900.0  # for policy and engine to be up, and for a push: the machine may be busy
+
+
+@dataclass(frozen=True, slots=True)
+class PushTimes:
+    """Seconds, one of each kind per round; the kinds take turns."""
+
+    pushes: list[float] = field(default_factory=list)
+    copies: list[float] = field(default_factory=list)
+    calls: list[float] = field(default_factory=list)  # to the engine and back, without weights: no push is faster
+
+
+def measure_push(config: Config, num_rounds: int) -> PushTimes:
+    """Push the weights of a policy to an engine, copy as many bytes within this process, and call the engine."""
+    import numpy as np
+
+    from recipes.cluster.private import private_ray
+    from recipes.generation.generation import Generation
+    from recipes.generation.serving.requests import AtPush
+    from recipes.grpo.loss import grpo_loss
+    from recipes.grpo.refit import connect, refit
+    from recipes.policy.policy import Policy
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    deadlines = replace(config.deadlines, placement=START_SECONDS, engine_start=START_SECONDS, refit=START_SECONDS)
+    times = PushTimes()
+    with private_ray(2, object_store_memory=STORE_BYTES):
+        loss = partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=None)
+        one = [{"num_cpus": 1}]
+        policy = Policy.start(config.policy, loss=loss, placement=one, deadlines=deadlines, seed=1)
+        generation = Generation.start(
+            config.policy.generation,
+            model_path=config.policy.model_name,
+            seed=1,
+            placement=one,
+            deadlines=deadlines,
+            loads_weights=False,
+        )
+        connect(policy, generation)
+        refit(policy, generation, version=0)  # makes what is made once
+        source = np.ones(policy.weight_layout().num_bytes, np.uint8)
+        target = np.zeros_like(source)
+        for version in range(1, num_rounds + 1):
+            times.pushes.append(_seconds_of(partial(refit, policy, generation, version=version)))
+            times.copies.append(_seconds_of(partial(np.copyto, target, source)))
+            generation.at_push = AtPush.DRAIN  # an idle engine answers at once; the next push lets it go on
+            times.calls.append(_seconds_of(generation.drain))
+            generation.at_push = AtPush.KEEP
+        generation.shutdown()
+        policy.shutdown()
+    return times
+
+
+def _seconds_of(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
 
 STEP_LIMIT = 1.0  # of the tokens per second of plain transformers
+REPLAY_LIMIT = 0.98  # of the tokens per second without routes
 PUSH_LIMIT = 1 / 3  # of the speed of a copy
 SAVE_LIMIT = 10.0  # times as long as training stands still may writing take, at least
 ROWS, TOKENS = 4, 256
@@ -86,15 +202,16 @@ def _seconds(call: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
-def _our_step(directory: Path) -> Callable[[], None]:
+def _our_step(directory: Path, *, replays: bool = False) -> Callable[[], None]:
     from recipes.grpo.loss import grpo_loss
     from recipes.policy import step
     from recipes.policy.shards import BatchShard
 
-    config = require_valid(load_config(TINY, [f"policy.model_name={directory}"]))
+    overrides = [f"policy.model_name={directory}", f"policy.router_replay.enabled={str(replays).lower()}"]
+    config = require_valid(load_config(TINY, overrides))
     loss = partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=None)
     trainer = step.build_trainer(config.policy, loss)
-    shard = BatchShard(batch=_batch(), microbatches=(tuple(range(ROWS)),))
+    shard = BatchShard(batch=_batch(_any_routes() if replays else b""), microbatches=(tuple(range(ROWS)),))
 
     def call() -> None:
         step.train_steps(trainer, [shard])
@@ -127,7 +244,20 @@ def _rows() -> list[list[int]]:
     return [[(7 * place + 31 * row) % 250 for place in range(TOKENS)] for row in range(ROWS)]
 
 
-def _batch() -> Any:
+def _any_routes() -> bytes:
+    """Return two of eight experts for each token of a row, in the layers of the tiny hybrid that have experts."""
+    import numpy as np
+
+    from recipes.routes import pack
+
+    chosen_TDK = np.zeros((TOKENS - 1, len(HYBRID_LAYERS), 2), np.uint8)
+    has_experts = [kind == "moe" for kind in HYBRID_LAYERS]
+    scores = np.random.default_rng(0).random((TOKENS - 1, sum(has_experts), 8))
+    chosen_TDK[:, has_experts] = scores.argsort(axis=2)[:, :, :2]
+    return pack(chosen_TDK, 0)
+
+
+def _batch(routes: bytes = b"") -> Any:
     """Return the rows as a batch whose arrays lie in this process."""
     from dataclasses import replace
 
@@ -145,6 +275,7 @@ def _batch() -> Any:
             logprobs=(-5.0,) * (TOKENS - 1),
             versions=(),
             finish_reason="stop",
+            routes=routes,
         )
         rollouts.append(Rollout(turns=(turn,), status=RolloutStatus.COMPLETED, reason="", reward=0.0))
     headers, tokens = pack_rollouts(rollouts)
@@ -178,6 +309,22 @@ def step_checks(sizes: Sequence[int], num_rounds: int, place: Path) -> list[Chec
         )
         checks.append(check)
     return checks
+
+
+def replay_check(num_rounds: int, place: Path) -> Check:
+    """Measure a train step of the tiny hybrid that replays routes beside one that does not; `step_checks` is first."""
+    directory = place / "replay"
+    build_hybrid_model(build_tokenizer(), seed=0).save_pretrained(directory)
+    replaying, plain = _our_step(directory, replays=True), _our_step(directory)
+    replaying(), plain()  # make what is made once
+    pairs = [(ROWS * TOKENS / _seconds(replaying), ROWS * TOKENS / _seconds(plain)) for _ in range(num_rounds)]
+    ours, without = ([pair[side] for pair in pairs] for side in (0, 1))
+    return Check(
+        name="train step with router replay over one without",
+        ratio=median_ratio(ours, without),
+        limit=REPLAY_LIMIT,
+        detail=f"{statistics.median(without):.0f} -> {statistics.median(ours):.0f} tokens/s",
+    )
 
 
 def push_checks(sizes: Sequence[int], num_rounds: int, place: Path) -> list[Check]:
@@ -232,6 +379,7 @@ def main(argv: list[str] | None = None) -> int:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".bench-policy-", dir=args.out.parent) as directory:
             checks = step_checks(args.steps, args.rounds, Path(directory)) if args.steps else []
+            checks += [replay_check(4 * args.rounds, Path(directory))] if args.steps else []
             checks += push_checks(args.pushes, args.rounds, Path(directory)) if args.pushes else []
             checks += save_checks(args.saves, args.rounds, Path(directory)) if args.saves else []
     except RecipeError as error:

@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-from recipes.environments.contract.asking import Execution
-from recipes.environments.http.client import JsonClient
+from recipes.environments.contract.http import JsonClient
+from recipes.environments.contract.verifier import Execution
 from recipes.environments.sandbox.client import SandboxClient, client_of
 from recipes.environments.sandbox.server import SandboxFailedError, SandboxServer
 from recipes.files import write_atomically

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import resource
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from tools.processes import descendants
+import psutil
 
 if TYPE_CHECKING:
     from recipes.config.tree import Config
@@ -26,7 +25,6 @@ MEAN_TOKENS, MOST_TOKENS = 9_300, 65_024  # of an answer
 MODEL_TOKENS = 131_072  # that the context holds
 STEP_SECONDS = 900.0  # of a real step of this size
 WAIT_SECONDS = 580.0  # for the rollouts of one step
-_FIELDS_AFTER_NAME = 2  # /proc/PID/stat: its fields behind the name begin with the third
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,14 +125,14 @@ class Parts:
 
 def write_inputs(place: Path, num_rows: int) -> None:
     """Write a tokenizer and rows of one turn whose agents and verifiers are real."""
+    from tools.tiny.model import build_tokenizer
     from tools.tiny.tasks import TASKS, make_row
-    from tools.tiny.tokenizer import build_tokenizer
 
     build_tokenizer().save_pretrained(place / "model")
     rng = Random(0)
     tasks = [TASKS[number % len(TASKS)] for number in range(num_rows)]
     rows = [{**make_row(task, task.draw(rng)), "uuid": number} for number, task in enumerate(tasks)]
-    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def measure(size: StepSize, parts: Parts) -> StepCost:
@@ -179,8 +177,7 @@ def measure(size: StepSize, parts: Parts) -> StepCost:
 
 def _collector(size: StepSize, parts: Parts, buffer: Any) -> Any:
     from recipes.cluster.token_store import RayTokenStore
-    from recipes.grpo.data import PromptDataset, PromptStream
-    from recipes.grpo.draw import RolloutSettings
+    from recipes.grpo.data import PromptDataset, PromptStream, RolloutSettings
     from recipes.grpo.rollout import RolloutCollector
     from recipes.types import Sampling
 
@@ -202,12 +199,12 @@ def _shards(groups: Sequence[Group], config: Config, *, num_ranks: int) -> list[
     from recipes.grpo.advantage import add_advantages
     from recipes.grpo.batch import build_batch
     from recipes.grpo.reward import collect_rewards
-    from recipes.policy.shards import plan, split
+    from recipes.policy.shards import divide, split
 
     rewards_B, _ = collect_rewards(groups, config)
     batch: TrainBatch = build_batch(groups, rewards_B, overlong_filtering=False, mask_flagged=True)
     batch, _ = add_advantages(batch, groups, config)
-    return split(batch, plan(batch, config.policy, num_shards=num_ranks, training=True))
+    return split(batch, divide(batch, config.policy, num_shards=num_ranks, training=True))
 
 
 def _pickled(shard: BatchShard) -> int:
@@ -227,18 +224,13 @@ def _largest() -> int:
 
 def cpu_seconds(title: str) -> float:
     """Return the CPU seconds so far of this process's descendants with a title, and of everything below them."""
-    found = set()
-    for process in descendants(os.getpid()):
-        with suppress(OSError):  # it has ended
-            if Path(f"/proc/{process}/cmdline").read_text().startswith(title):
-                found |= {process, *descendants(process)}
-    return sum(_seconds_of(process) for process in found)
-
-
-def _seconds_of(process: int) -> float:
-    try:
-        values = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    first = 14 - 1 - _FIELDS_AFTER_NAME  # utime; stime and those of ended children follow
-    return sum(map(int, values[first : first + 4])) / os.sysconf("SC_CLK_TCK")
+    found, seconds = set[psutil.Process](), 0.0
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended
+            if " ".join(process.cmdline()).startswith(title):
+                found |= {process, *process.children(recursive=True)}
+    for process in found:
+        with suppress(psutil.Error):
+            times = process.cpu_times()
+            seconds += times.user + times.system + times.children_user + times.children_system
+    return seconds

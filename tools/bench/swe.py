@@ -29,10 +29,9 @@ from recipes.errors import RecipeError
 from recipes.files import write_atomically
 from recipes.types import Completion, Rollout, VersionSpan
 from tools.bench.verdict import load_warning, machine
-from tools.tiny.repositories import TinyRepository
-from tools.tiny.repository_tasks import metadata_of
+from tools.tiny.model import build_tokenizer
+from tools.tiny.repositories import TinyRepository, metadata_of
 from tools.tiny.task_images import make_images
-from tools.tiny.tokenizer import build_tokenizer
 
 REPOSITORY = TinyRepository(module="TomRome", kind="product", planted="-")
 AGENT = "swe_agents_train"
@@ -144,7 +143,8 @@ async def run_agents(place: Path, count: int, *, wait_seconds: float) -> list[Ro
     }
     instances = {AGENT: {"responses_api_agents": {"swe_agents": settings}}}
     config: Any = SimpleNamespace(
-        nemo_gym=SimpleNamespace(instances=instances, invalid_tool_call_patterns=(), thinking_tags=())
+        judge_texts="own",
+        nemo_gym=SimpleNamespace(instances=instances, invalid_tool_call_patterns=(), thinking_tags=()),
     )
     row = {"responses_create_params": {"input": [], "metadata": metadata_of(REPOSITORY)}, "agent_ref": {"name": AGENT}}
     module = f"{REPOSITORY.module}.py"
@@ -162,8 +162,8 @@ async def run_agents(place: Path, count: int, *, wait_seconds: float) -> list[Ro
 
 
 def _called(name: str, **arguments: str) -> str:
-    call = json.dumps({"name": name, "arguments": arguments})
-    return f"so</think>\n<tool_call>\n{call}\n</tool_call>{END}"
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"so</think>\n<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>{END}"
 
 
 if __name__ == "__main__":

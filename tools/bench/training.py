@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.bench.verdict import LIMITS, TrainingTimes
-from tools.report.load import load_run
-from tools.report.summary import phase_seconds, trained
+from tools.look.report.load import load_run
+from tools.look.report.page import phase_seconds, trained
 
 if TYPE_CHECKING:
     from recipes.grpo.run import Run
@@ -99,7 +99,7 @@ def measure_once(run: Run, run_dir: Path, *, max_age: int, latency: float, num_s
         train(mine)
     finally:
         mine.collector.close()
-        mine.logger.close()
+        mine.recorder.logger.close()
     records = trained(load_run(run_dir / name))[WARMUP_STEPS:]
     phases = [phase_seconds(record) for record in records]
     return TrainingTimes(
@@ -115,10 +115,10 @@ def measure_once(run: Run, run_dir: Path, *, max_age: int, latency: float, num_s
 def _variant(run: Run, run_dir: Path, *, max_age: int, latency: float, num_steps: int) -> Run:
     """Return a run of `num_steps` steps on the same policy and engine, with a collector and a log of its own."""
     from recipes.grpo.buffer import ReplayBuffer
+    from recipes.grpo.checkpoint import TrainState
     from recipes.grpo.data import PromptDataset, PromptStream
-    from recipes.grpo.log import RunLogger
+    from recipes.grpo.log import Recorder, RunLogger
     from recipes.grpo.rollout import RolloutCollector
-    from recipes.grpo.run import Run, TrainState
 
     base = run.config
     grpo = replace(
@@ -136,21 +136,28 @@ def _variant(run: Run, run_dir: Path, *, max_age: int, latency: float, num_steps
     if latency:
         workers = SlowWorkers(workers, mean_seconds=latency, seed=base.grpo.seed)
     settings = replace(run.collector.settings, max_trajectory_age_steps=max_age)
-    logger = RunLogger(run_dir, base.logger, num_steps=num_steps)
+    logger, state = RunLogger(run_dir, base.logger, num_steps=num_steps), TrainState()
     logger.resume(0)
-    return Run(
+    collector = RolloutCollector(stream, workers, buffer, run.collector.token_store, settings)
+    recorder = Recorder(
         config=config,
-        policy=run.policy,
+        logger=logger,
+        state=state,
         generation=run.generation,
-        environments=run.environments,
         workers=run.workers,
-        collector=RolloutCollector(stream, workers, buffer, run.collector.token_store, settings),
+        collector=collector,
+    )
+    saver = replace(
+        run.saver, config=config, root=run_dir / "checkpoints", collector=collector, recorder=recorder, state=state
+    )
+    return replace(
+        run,
+        config=config,
+        collector=collector,
         buffer=buffer,
         validation=None,
-        logger=logger,
-        stop=run.stop,
-        state=TrainState(),
-        data=stream.identity,
-        checkpoints=run_dir / "checkpoints",
+        recorder=recorder,
+        saver=saver,
+        state=state,
         num_steps=num_steps,
     )

@@ -81,7 +81,7 @@ def train(config: Config, *, num_steps: int, latency: float, out: Path) -> list[
             ends.append(time.monotonic())
 
     grpo, directory = config.grpo, config.policy.model_name
-    rows = [json.loads(line) for line in Path(config.data.train.data_path).read_text().splitlines()]
+    rows = [json.loads(line) for line in Path(config.data.train.data_path).read_bytes().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(directory)
     rewards = Rewards(config, rows, tokenizer.eos_token_id, latency)
     batch = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
@@ -136,7 +136,7 @@ def main() -> None:
     args = parser.parse_args()
     config = require_runnable(load_config(args.config, args.overrides))
     ends = train(config, num_steps=args.steps, latency=args.latency, out=args.out.with_suffix(".trl"))
-    args.out.write_text(json.dumps(ends))
+    args.out.write_text(json.dumps(ends), encoding="utf-8")
 
 
 if __name__ == "__main__":

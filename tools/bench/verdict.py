@@ -7,14 +7,13 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
+
+from markupsafe import Markup
 
 from recipes.files import write_atomically
 from recipes.grpo.metrics import PHASES
-from tools.report.axis import format_number
-from tools.report.chart import stacked_chart
-from tools.report.page import STYLE_FILE
+from tools.look.report.chart import format_number, page, part, stacked_chart
 
 LIMITS: Mapping[float, float] = {0.0: 1.1, 0.5: 1.8}
 """Mean environment latency in seconds -> the smallest ratio of a synchronous to an asynchronous step time."""
@@ -234,33 +233,48 @@ def _page(results: Results) -> str:
         steps = list(range(1, len(run.step_seconds) + 1))
         note = f"{run.seconds_per_step:.3f} s per step"
         charts.append(stacked_chart(run.name, steps, parts, unit="seconds per step", note=note, highest=highest))
-    rows = "".join(
-        f"<tr><td>{escape(check.name)}</td><td>{check.ratio:.2f}</td><td>{check.limit:.2f}</td><td><span class='status "
-        f"{'good' if check.is_kept else 'bad'}'>{'ok' if check.is_kept else 'below'}</span></td>"
-        f"<td class='reason'>{escape(check.detail)}</td></tr>"
+    rows = [
+        (
+            check.name,
+            f"{check.ratio:.2f}",
+            f"{check.limit:.2f}",
+            part("page", "status", word="ok" if check.is_kept else "below", style="good" if check.is_kept else "bad"),
+            check.detail,
+        )
         for check in checks
-    )
-    ladder = "".join(
-        f"<tr><td>{escape(way.name)}</td><td>{format_number(way.median)}</td><td>{share:.2f}</td>"
-        f"<td>{cost:+.1f} %</td><td class='reason'>{escape(way.adds)}</td></tr>"
+    ]
+    ladder = [
+        (way.name, format_number(way.median), f"{share:.2f}", f"{cost:+.1f} %", way.adds)
         for way, share, cost in breakdown(ways)
-    )
-    pushes = "".join(
-        f"<tr><td>{escape(PUSH_NAMES.get(cost.at_push, cost.at_push))}</td><td>{cost.max_age}</td>"
-        f"<td>{cost.seconds_per_step:.3f}</td><td>{cost.ratio:.2f}</td><td>{format_number(cost.mismatch)}</td></tr>"
+    ]
+    pushes = [
+        (
+            PUSH_NAMES.get(cost.at_push, cost.at_push),
+            cost.max_age,
+            f"{cost.seconds_per_step:.3f}",
+            f"{cost.ratio:.2f}",
+            format_number(cost.mismatch),
+        )
         for cost in push_costs(results.pushes)
+    ]
+    tables = (
+        ("Ratios", ("what", "ratio", "limit", "verdict", "measured"), rows),
+        (
+            "Where the tokens per second go",
+            ("way to generate", "tokens/s", "of plain", "time per token", "adds"),
+            ladder,
+        ),
+        ("Running requests at a push of weights", ("they", "age", "s per step", "of keep", "mismatch"), pushes),
     )
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>bench</title>'
-        f"<style>{STYLE_FILE.read_text(encoding='utf-8')}</style></head><body><main><h1>Bench</h1>"
-        f"{f'<ul class=warnings><li>{escape(warning)}</li></ul>' if warning else ''}"
-        "<section><div class='scroll'><table class='numbers'><thead><tr><th>what</th><th>ratio</th><th>limit</th>"
-        f"<th>verdict</th><th class='reason'>measured</th></tr></thead><tbody>{rows}</tbody></table></div></section>"
-        f"<section class='charts'>{''.join(charts)}</section>"
-        "<section><h2>Where the tokens per second go</h2><div class='scroll'><table class='numbers'><thead><tr>"
-        "<th>way to generate</th><th>tokens/s</th><th>of plain</th><th>time per token</th><th class='reason'>adds</th>"
-        f"</tr></thead><tbody>{ladder}</tbody></table></div></section>"
-        "<section><h2>Running requests at a push of weights</h2><div class='scroll'><table class='numbers'><thead><tr>"
-        "<th>they</th><th>age</th><th>s per step</th><th>of keep</th><th>mismatch</th></tr></thead>"
-        f"<tbody>{pushes}</tbody></table></div></section></main></body></html>\n"
+    first, *others = (
+        part("page", "section", title=title, body=part("page", "table", heads=heads, rows=found, reason=(4,)))
+        for title, heads, found in tables
     )
+    body = [
+        part("page", "header", title="Bench"),
+        part("page", "warnings", messages=[warning] if warning else []),
+        first,
+        part("page", "charts", drawn=Markup("".join(charts))),
+        *others,
+    ]
+    return page("bench", body)

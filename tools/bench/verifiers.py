@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,17 +27,15 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from recipes.environments.contract.asking import advance
-from recipes.environments.contract.responses import message_item, response_object
-from recipes.environments.contract.verdict import NoVerdict, Response, Verdict
-from recipes.environments.registry import VERIFIERS
+from recipes.environments.contract.verifier import NoVerdict, Response, Verdict, advance, message_item, response_object
+from recipes.environments.instances import VERIFIERS, servers_of
 from recipes.environments.scoring.clients import HttpVerifier
 from recipes.errors import InputError, Problem, RunError
+from recipes.exact_json import dumps, loads
 from recipes.types import Row
 from tools.command_line import exit_status, positive
-from tools.env_check.target import Target, Workshop
+from tools.environments.check.target import EXAMPLES, Target, Workshop
 
-EXAMPLES = Path("../shared/gym_examples")  # one file per environment, `NAME.jsonl`
 TEXT = "I think that the answer is \\boxed{B}. <answer>12</answer>"
 SECONDS = 60.0  # of one verdict at most
 AT_ONCE, AT_ONCE_NAME = 4096, "mcqa"
@@ -79,23 +77,24 @@ async def measure(verify: Verify, rows: Sequence[Row], *, count: int, concurrenc
     return Speed(per_second=count / (end - begin), p99=sorted(seconds)[int(0.99 * (count - 1))], num_failed=len(failed))
 
 
-def function_alone(name: str, settings: dict[str, Any], rows: Sequence[Row], *, count: int) -> float:
+def function_alone(name: str, settings: Mapping[str, Any], rows: Sequence[Row], *, count: int) -> float:
     """Return how often a second a verifier's functions run, one after the other."""
     verifier = VERIFIERS[name]
+    read = servers_of({name: {"resources_servers": {name: settings}}})[name].settings
     answers = [response_object([message_item(f"{TEXT} {number}")]) for number in range(count)]
     start = time.monotonic()
     for number, answer in enumerate(answers):
-        advance(verifier.score(answer, verifier.parse_task(rows[number % len(rows)], settings)), [])
+        advance(verifier.score(answer, verifier.parse_task(rows[number % len(rows)], read)), [])
     return count / (time.monotonic() - start)
 
 
 @contextmanager
 def served(target: Target) -> Iterator[str]:
     """Serve a verifier in a process of its own; yields its address."""
-    command = [sys.executable, "-m", "tools.serve_env", "--name", target.name, "--port", "0"]
+    command = [sys.executable, "-m", "tools.environments.serve_env", "--name", target.name, "--port", "0"]
     command += [f"--set={key}={orjson.dumps(value).decode()}" for key, value in target.settings.items()]
     command += ["--judge-url", target.judge.url] if target.asks_judge else []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8", errors="replace") as process:
         try:
             assert process.stdout is not None
             found = re.search(r"http://\S+", process.stdout.readline())
@@ -111,8 +110,7 @@ async def one(workshop: Workshop, name: str, rows: Sequence[Row], *, count: int,
     """Return the line of one environment."""
     target = workshop.own(name, {}, seconds=SECONDS)
     asks = target.asks_judge or VERIFIERS[name].needs_sandbox
-    settings = dict(target.settings)
-    alone = "" if asks else f"{function_alone(name, settings, rows, count=count):.0f}"
+    alone = "" if asks else f"{function_alone(name, target.settings, rows, count=count):.0f}"
     here = await measure(target.scorer.verify, rows, count=count, concurrency=concurrency)
     with served(target) as url:
         client = HttpVerifier(name=name, url=url, timeout_seconds=SECONDS, http=workshop.http)
@@ -163,7 +161,7 @@ async def burst(url: str, verify: Verify, rows: Sequence[Row], *, count: int) ->
     ticking.cancel()
     await asyncio.wait([ticking])
     bodies = [
-        orjson.dumps({**row, "response": response_object([message_item(f"{TEXT} {number}")])})
+        dumps({**row, "response": response_object([message_item(f"{TEXT} {number}")])})
         for number, row in zip(range(PLAIN_CONNECTIONS), itertools.cycle(rows), strict=False)
     ]
     return Burst(
@@ -209,11 +207,7 @@ async def plain_speed(url: str, bodies: Sequence[bytes], *, count: int) -> float
 
 async def _print_burst(workshop: Workshop, examples: Path) -> bool:
     """Measure and print a burst; returns whether its limits are kept."""
-    path = examples / f"{AT_ONCE_NAME}.jsonl"
-    if not path.is_file():
-        print(f"{AT_ONCE} at once: not measured, there is no {path}")
-        return True
-    rows = [orjson.loads(line) for line in path.read_bytes().splitlines() if line.strip()]
+    rows = _rows(examples, AT_ONCE_NAME)
     with served(workshop.own(AT_ONCE_NAME, {}, seconds=SECONDS)) as url:
         client = HttpVerifier(name=AT_ONCE_NAME, url=url, timeout_seconds=SECONDS, http=workshop.http)
         found = await burst(url, client.verify, rows, count=AT_ONCE)
@@ -234,26 +228,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _print(options: argparse.Namespace) -> int:
-    workshop, is_kept = Workshop(examples=options.examples), True
+    for name in options.names:
+        _rows(options.examples, name)  # before anything is measured
+    workshop, is_kept, num_measured = Workshop(examples=options.examples), True, 0
     print(" ".join(f"{head:>14}" for head in HEADS), flush=True)
     try:
         for name in options.names:
-            path = options.examples / f"{name}.jsonl"
-            if not path.is_file():
-                print(f"{name}: not measured, there is no {path}")
-                continue
-            rows = [orjson.loads(line) for line in path.read_bytes().splitlines() if line.strip()]
+            rows = _rows(options.examples, name)
             try:
                 line = await one(workshop, name, rows, count=options.count, concurrency=options.concurrency)
             except InputError as error:
                 print(f"{name}: not measured: {error}")
                 continue
             print(" ".join(f"{text[:14]:>14}" for text in line), flush=True)
+            num_measured += 1
         if AT_ONCE_NAME in options.names:
             is_kept = await _print_burst(workshop, options.examples)
     finally:
         await workshop.close()
-    return 0 if is_kept else 1
+    return 0 if is_kept and num_measured else 1
+
+
+def _rows(examples: Path, name: str) -> list[Row]:
+    """Return the example rows of an environment; raises `InputError` where there is none."""
+    path = examples / f"{name}.jsonl"
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    if rows := [loads(line) for line in lines if line.strip()]:
+        return rows
+    raise InputError(Problem(where=str(path), wrong=f"there is no row of {name}", fix="give --examples DIRECTORY"))
 
 
 if __name__ == "__main__":

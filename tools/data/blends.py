@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.errors import DataError, Problem
-from tools.files.tables import read_yaml_table
+from tools.data.files.tables import read_yaml_table
 
 BLENDS_FILE = Path(__file__).resolve().parents[2] / "configs" / "data" / "blends.yaml"
 BLEND_KEYS, FILE_KEYS = {"files"}, {"rows"}

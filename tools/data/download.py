@@ -18,10 +18,8 @@ from recipes.errors import DataError, Problem, suggestion
 from recipes.retry import RetryPolicy
 from tools.command_line import exit_status
 from tools.data.blends import BLENDS_FILE, Blend, load_blends
-from tools.files.hub import list_files
-from tools.files.manifest import TOOL_VERSION, changes, manifest_of, write_manifest
-from tools.files.revisions import is_commit, no_commit
-from tools.files.transfer import RemoteFile, download_file
+from tools.data.files.manifest import TOOL_VERSION, changes, manifest_of, write_manifest
+from tools.data.files.transfer import RemoteFile, download_file, is_commit, list_files, no_commit
 
 
 def find_blend(name: str, blends_file: Path, revision: str | None) -> Blend:

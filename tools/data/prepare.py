@@ -1,6 +1,7 @@
 """Make one blend ready to train on: download it, fill it, split it, and download the side files of its verifiers.
 
-    python -m tools.data.prepare --blend rlvr1 --data data [--val-rows 100] [--stratify agent] [--allow-unfilled]
+    python -m tools.data.prepare --blend rlvr1 --data data [--val-rows 100] [--test-rows 0] [--sample ROWS]
+                                 [--stratify agent] [--allow-unfilled]
 
 Each step writes a manifest and does nothing when nothing changed, so the same command resumes after a kill.
 """
@@ -8,18 +9,21 @@ Each step writes a manifest and does nothing when nothing changed, so the same c
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 
 from recipes.errors import DataError, Problem
+from recipes.files import atomic_writer
 from recipes.retry import RetryPolicy
 from tools.command_line import exit_status, positive
 from tools.data.blends import BLENDS_FILE
 from tools.data.download import download, find_blend
+from tools.data.files.manifest import TOOL_VERSION, changes, describe, lineage_of, manifest_of, write_manifest
 from tools.data.fill import DEFAULT_SOURCES, fill
 from tools.data.side_files import SIDE_FILES, fetch, load_side_files
 from tools.data.split import DEFAULT_VAL_ROWS, split
-from tools.files.locks import only_one
+from tools.locks import only_one
 
 
 def prepare(options: argparse.Namespace) -> Path:
@@ -30,10 +34,13 @@ def prepare(options: argparse.Namespace) -> Path:
         where, got = f"{options.blends}: {blend.name}.files", ", ".join(blend.files)
         fix = "make one blend of each file"
         raise DataError(Problem(where=where, got=got, expected="one file of rows (.jsonl)", fix=fix))
-    directory: Path = options.data / options.blend
-    with only_one(directory / ".prepare.lock"):
-        files = download(blend, blend.dataset_called(options.dataset), directory / "raw", policy)
+    whole: Path = options.data / options.blend
+    directory = whole.with_name(f"{whole.name}-sample{options.sample}") if options.sample else whole
+    with only_one(whole / ".prepare.lock"):
+        files = download(blend, blend.dataset_called(options.dataset), whole / "raw", policy)
         rows = next(file for file in files if file.suffix == ".jsonl")
+        if options.sample:
+            rows = sample(rows, directory / "raw" / rows.name, options.sample)
         filled = directory / "raw" / "filled.jsonl"
         fill(
             rows,
@@ -42,11 +49,35 @@ def prepare(options: argparse.Namespace) -> Path:
             allow_moving=options.allow_moving_revision,
             allow_unfilled=options.allow_unfilled,
         )
-        split(filled, directory, val_rows=options.val_rows, stratify=options.stratify is not None)
+        split(
+            filled,
+            directory,
+            val_rows=options.val_rows,
+            test_rows=options.test_rows,
+            stratify=options.stratify is not None,
+        )
         for side in load_side_files(options.side_files).values():
             if options.blend in side.blends:
                 fetch(side, options.data / "side_files", policy)
     return directory
+
+
+def sample(rows: Path, out: Path, count: int) -> Path:
+    """Write the first rows of a file, for a quick trial, unless they are there; return where they are."""
+    manifest_file = manifest_of(out)
+    origin = lineage_of(manifest_of(rows))
+    known = {
+        "tool": "sample",
+        "tool_version": TOOL_VERSION,
+        "parameters": {"rows": count},
+        "inputs": [describe(rows, **({"made_by": origin} if origin else {}))],
+    }
+    if reasons := changes(manifest_file, known):
+        with rows.open("rb") as lines, atomic_writer(out) as file:
+            file.writelines(itertools.islice(lines, count))
+        write_manifest(manifest_file, {**known, "outputs": [describe(out)]})
+        print(f"sample: {out} ({', '.join(reasons)}): the first {count} rows")
+    return out
 
 
 @exit_status
@@ -58,6 +89,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--val-rows", type=positive, default=DEFAULT_VAL_ROWS, help="number of the last rows to hold out"
     )
+    parser.add_argument("--test-rows", type=positive, default=0, help="rows before those to hold out as well")
+    parser.add_argument("--sample", type=positive, metavar="ROWS", help="only the first rows, to BLEND-sampleROWS/")
     parser.add_argument("--stratify", choices=["agent"], help="hold out the last rows of each agent, in proportion")
     parser.add_argument("--dataset", help="name of the data set on the hub; both published names are accepted")
     parser.add_argument("--revision", help="commit of the data set, instead of the one in the blends file")

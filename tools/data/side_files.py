@@ -18,11 +18,10 @@ from typing import Any
 from recipes.errors import DataError, Problem, suggestion
 from recipes.retry import RetryPolicy
 from tools.command_line import exit_status
-from tools.files.hosts import GITHUB
-from tools.files.manifest import TOOL_VERSION, changes, write_manifest
-from tools.files.revisions import is_commit, no_commit
-from tools.files.tables import read_yaml_table
-from tools.files.transfer import RemoteFile, download_file
+from tools.data.files.hosts import GITHUB
+from tools.data.files.manifest import TOOL_VERSION, changes, write_manifest
+from tools.data.files.tables import read_yaml_table
+from tools.data.files.transfer import RemoteFile, download_file, is_commit, no_commit
 
 SIDE_FILES = Path(__file__).resolve().parents[2] / "configs" / "data" / "side_files.yaml"
 ENDPOINT = "https://raw.githubusercontent.com"

@@ -1,16 +1,18 @@
 """Split a blend into training and validation: the last rows are for validation, and the order is kept.
 
-    python -m tools.data.split --in filled.jsonl --out-dir data/rlvr1 [--val-rows 100] [--stratify agent]
+    python -m tools.data.split --in rows.jsonl --out-dir data/rlvr1 [--val-rows 100] [--test-rows 0] [--stratify agent]
 
 Writes train-split.jsonl, val-split.jsonl and manifest.json; the splits are those of `head -n -100` and `tail -n 100`.
 Blends are sorted by difficulty, so their last rows are no fair sample: the printed table shows how the agents' shares
-differ. With `--stratify agent` each agent gives its own last rows, in proportion. The file is read once, while it is
+differ. With `--stratify agent` each agent gives its own last rows, in proportion. With `--test-rows` the rows before
+those for validation become test-split.jsonl, so that validation stays what it is. The file is read once, while it is
 copied, hashed and checked: an empty line, a NUL byte or invalid UTF-8 is refused with its line.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import sys
 from collections import Counter, defaultdict, deque
@@ -24,8 +26,7 @@ import orjson
 from recipes.errors import DataError, Problem
 from recipes.files import atomic_writer
 from tools.command_line import exit_status, positive
-from tools.files.locks import only_one
-from tools.files.manifest import (
+from tools.data.files.manifest import (
     TOOL_VERSION,
     changes,
     describe,
@@ -35,19 +36,29 @@ from tools.files.manifest import (
     read_manifest,
     write_manifest,
 )
-from tools.files.row_blocks import FileTotals, Lines, changed, read_blocks, require_objects, start_of_last_lines
-from tools.files.row_files import read_lines, require_file
+from tools.data.files.row_blocks import (
+    FileTotals,
+    Lines,
+    changed,
+    read_blocks,
+    read_lines,
+    require_file,
+    require_objects,
+    start_of_last_lines,
+)
+from tools.locks import only_one
 
-TRAIN, VALIDATION = "train-split.jsonl", "val-split.jsonl"
+TRAIN, TEST, VALIDATION = "train-split.jsonl", "test-split.jsonl", "val-split.jsonl"
+NAMES = {TRAIN: "train", TEST: "test", VALIDATION: "validation"}
 DEFAULT_VAL_ROWS = 100
 MAX_BLOCKS = 3  # blocks that wait to be hashed or written
 LINES_AT_ONCE = 256  # lines per block of a stratified split
 
 
 def split(
-    rows_file: Path, out_dir: Path, *, val_rows: int = DEFAULT_VAL_ROWS, stratify: bool = False
+    rows_file: Path, out_dir: Path, *, val_rows: int = DEFAULT_VAL_ROWS, test_rows: int = 0, stratify: bool = False
 ) -> dict[str, Any]:
-    """Write both splits and the manifest unless they are up to date; return the manifest."""
+    """Write the splits and the manifest unless they are up to date; return the manifest."""
     require_file(rows_file, fix="give --in the filled blend")
     require_objects(rows_file)
     manifest_file = out_dir / "manifest.json"
@@ -57,23 +68,29 @@ def split(
     known = {
         "tool": "split",
         "tool_version": TOOL_VERSION,
-        "parameters": {"val_rows": val_rows, "validation": rule},
+        "parameters": {"val_rows": val_rows, "validation": rule} | ({"test_rows": test_rows} if test_rows else {}),
     }
     reasons = _reasons(manifest_file, known, rows_file, facts)
     if not reasons:
         print(f"split: {out_dir} is up to date")
         return read_manifest(manifest_file) or known
-    parts = _parts(rows_file, val_rows, stratify=stratify)
+    held_out = (test_rows, val_rows) if test_rows else (val_rows,)  # in the order of the file
+    files = (TRAIN, TEST, VALIDATION) if test_rows else (TRAIN, VALIDATION)
+    parts = _parts(rows_file, held_out, stratify=stratify)
     with only_one(out_dir / ".split.lock"):
-        whole, train, validation = _write(parts, out_dir, manifest_file, is_prefix=not stratify)
+        whole, totals = _write(parts, [out_dir / name for name in files], manifest_file, is_prefix=not stratify)
+        if not test_rows:
+            (out_dir / TEST).unlink(missing_ok=True)  # of an earlier split: its rows may be for training now
         if whole.size != rows_file.stat().st_size:
             raise changed(rows_file)
         source = {key: value for key, value in whole.as_output(rows_file).items() if key != "rows"} | facts
-        outputs = [train.as_output(out_dir / TRAIN), validation.as_output(out_dir / VALIDATION)]
-        agents = {"train": train.rows_by_agent(), "validation": validation.rows_by_agent()}
+        outputs = [part.as_output(out_dir / name) for name, part in zip(files, totals, strict=True)]
+        agents = {NAMES[name]: part.rows_by_agent() for name, part in zip(files, totals, strict=True)}
         manifest = {**known, "inputs": [source], "outputs": outputs, "agents": agents}
         write_manifest(manifest_file, manifest)
-    print(f"split: {out_dir} ({', '.join(reasons)}): {train.rows} rows to train on, {validation.rows} to validate")
+    tested = f", {totals[1].rows} to test" if test_rows else ""
+    counts = f"{totals[0].rows} rows to train on{tested}, {totals[-1].rows} to validate"
+    print(f"split: {out_dir} ({', '.join(reasons)}): {counts}")
     print(compare(agents["train"], agents["validation"]))
     return manifest
 
@@ -90,43 +107,46 @@ def _reasons(manifest_file: Path, known: Mapping[str, Any], rows_file: Path, fac
     return [f"inputs changed: {'; '.join(found)}"] if found else []
 
 
-def _parts(rows_file: Path, val_rows: int, *, stratify: bool) -> Iterator[tuple[Lines, int, bool]]:
-    """Return (block, number of lines, whether it is for training) in file order.
+def _parts(rows_file: Path, held_out: Sequence[int], *, stratify: bool) -> Iterator[tuple[Lines, int, int]]:
+    """Return (block, number of lines, which part it belongs to; 0 is for training) in file order.
 
-    Raises `DataError` when no row would be left to train on.
+    `held_out` has the rows of the parts after training. Raises `DataError` when no row would be left to train on.
     """
-    cut = start_of_last_lines(rows_file, val_rows)
-    if cut is None:
+    cuts = [start_of_last_lines(rows_file, sum(held_out[part:])) for part in range(len(held_out))]
+    if cuts[0] is None:
         total = sum(1 for _ in read_lines(rows_file))
-        got, expected = f"{total} rows", f"more than the {val_rows} rows for validation"
-        raise DataError(Problem(where=str(rows_file), got=got, expected=expected, fix="lower --val-rows"))
+        what, fix = "for validation", "lower --val-rows"
+        if len(held_out) > 1:
+            what, fix = "for test and validation", "lower --test-rows or --val-rows"
+        got, expected = f"{total} rows", f"more than the {sum(held_out)} rows {what}"
+        raise DataError(Problem(where=str(rows_file), got=got, expected=expected, fix=fix))
     if stratify:
-        return _by_agent(rows_file, val_rows)
-    return read_blocks(rows_file, end_of_first=cut, num_buffers=MAX_BLOCKS + 1)
+        return _by_agent(rows_file, held_out)
+    return read_blocks(rows_file, cuts=[cut for cut in cuts if cut is not None], num_buffers=MAX_BLOCKS + 1)
 
 
 def _write(
-    parts: Iterator[tuple[Lines, int, bool]], out_dir: Path, manifest_file: Path, *, is_prefix: bool
-) -> tuple[FileTotals, FileTotals, FileTotals]:
-    """Copy each block to its split; return the totals of the input, of training and of validation.
+    parts: Iterator[tuple[Lines, int, int]], files: Sequence[Path], manifest_file: Path, *, is_prefix: bool
+) -> tuple[FileTotals, list[FileTotals]]:
+    """Copy each block to the file of its part; return the totals of the input and of each file.
 
     `is_prefix` says that all training rows come first: the hash of training is then the input's hash at the cut.
     """
-    whole, train, validation = FileTotals(), FileTotals(), FileTotals()
-    files = [atomic_writer(out_dir / name, is_durable=False) for name in (TRAIN, VALIDATION)]
-    with files[0] as train_rows, files[1] as validation_rows, BackgroundWriter() as background:
-        for block, num_lines, is_training in parts:
-            if is_prefix and not is_training and not validation.size:
+    whole, totals = FileTotals(), [FileTotals() for _ in files]
+    with contextlib.ExitStack() as stack:
+        writers = [stack.enter_context(atomic_writer(file, is_durable=False)) for file in files]
+        background = stack.enter_context(BackgroundWriter())
+        for block, num_lines, part in parts:
+            if is_prefix and part and not totals[0].size:
                 background.wait()
-                train = whole.copy()
-            part, rows = (train, train_rows) if is_training else (validation, validation_rows)
-            counted = [whole] if is_prefix and is_training else [whole, part]
-            background.hash_and_write(block, counted, rows)
+                totals[0] = whole.copy()
+            counted = [whole] if is_prefix and not part else [whole, totals[part]]
+            background.hash_and_write(block, counted, writers[part])
             for content in counted:
                 content.count(block, num_lines)
         background.wait()
         manifest_file.unlink(missing_ok=True)  # until the new manifest is written, the splits do not count as complete
-    return whole, train, validation
+    return whole, totals
 
 
 class BackgroundWriter:
@@ -160,22 +180,27 @@ class BackgroundWriter:
             content.sha256.update(block)
 
 
-def _by_agent(path: Path, val_rows: int) -> Iterator[tuple[Lines, int, bool]]:
-    """Yield (block, number of lines, whether it is for training); validation gets the last rows of each agent."""
+def _by_agent(path: Path, held_out: Sequence[int]) -> Iterator[tuple[Lines, int, int]]:
+    """Yield (block, number of lines, part); the last part gets the last rows of each agent, the one before the next."""
     rows: dict[str, list[int]] = defaultdict(list)
     for number, line in read_lines(path):
         rows[_agent_of(path, number, line)].append(number)
-    quotas = share_out(val_rows, {agent: len(numbers) for agent, numbers in rows.items()})
-    held_out = {number for agent, numbers in rows.items() for number in numbers[len(numbers) - quotas[agent] :]}
-    for is_training, lines in itertools.groupby(read_lines(path), key=lambda line: line[0] not in held_out):
+    part_of: dict[int, int] = {}
+    for part in range(len(held_out), 0, -1):
+        quotas = share_out(held_out[part - 1], {agent: len(numbers) for agent, numbers in rows.items()})
+        for agent, numbers in rows.items():
+            kept = len(numbers) - quotas[agent]
+            part_of |= dict.fromkeys(numbers[kept:], part)
+            del numbers[kept:]
+    for part, lines in itertools.groupby(read_lines(path), key=lambda line: part_of.get(line[0], 0)):
         block: list[bytes] = []
         for _, line in lines:
             block.append(line)
             if len(block) >= LINES_AT_ONCE:
-                yield b"".join(block), len(block), is_training
+                yield b"".join(block), len(block), part
                 block = []
         if block:
-            yield b"".join(block), len(block), is_training
+            yield b"".join(block), len(block), part
 
 
 def _agent_of(path: Path, number: int, line: bytes) -> str:
@@ -228,9 +253,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--val-rows", type=positive, default=DEFAULT_VAL_ROWS, help="number of the last rows to hold out"
     )
+    parser.add_argument("--test-rows", type=positive, default=0, help="rows before those to hold out as well")
     parser.add_argument("--stratify", choices=["agent"], help="hold out the last rows of each agent, in proportion")
     options = parser.parse_args(arguments)
-    split(options.rows, options.out_dir, val_rows=options.val_rows, stratify=options.stratify is not None)
+    split(
+        options.rows,
+        options.out_dir,
+        val_rows=options.val_rows,
+        test_rows=options.test_rows,
+        stratify=options.stratify is not None,
+    )
     return 0
 
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from recipes.errors import InputError
 from tools.doctor.examine import SUBJECTS, examine
-from tools.planning.draft import Draft, draft_launch
-from tools.planning.findings import CODES, Finding, errors, forced
+from tools.draft.findings import CODES, Finding, errors, forced
+from tools.draft.launch import Launch, read_launch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,11 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(table())
         return 0
     start = time.monotonic()
-    draft = draft_launch(args.stage, args.overrides, os.environ)
-    findings = forced(examine(draft)) if args.force else examine(draft)
+    launch = read_launch(args.stage, args.overrides, os.environ)
+    findings = forced(examine(launch)) if args.force else examine(launch)
     status = InputError.exit_code if errors(findings) else 0
     if args.json:
-        print(json.dumps(as_json(draft, findings, status), indent=2))
+        print(json.dumps(as_json(launch, findings, status), indent=2))
     else:
         print(as_text(findings, time.monotonic() - start))
     return status
@@ -66,7 +66,7 @@ def as_text(findings: Sequence[Finding], seconds: float) -> str:
             lines.append(f"  {finding.code}  {problem.where}: {problem.what}")
             lines.append(f"          {problem.fix}{' (forced)' if finding.is_forced else ''}")
     num_errors = len(errors(findings))
-    able = sum(CODES[finding.code].can_force for finding in errors(findings))
+    able = sum(finding.can_force for finding in errors(findings))
     more = f" ({able} could be forced)" if able else ""
     notes = len(findings) - num_errors
     counts = f"{num_errors} error{'s' * (num_errors != 1)}{more}, {notes} note{'s' * (notes != 1)}"
@@ -74,19 +74,19 @@ def as_text(findings: Sequence[Finding], seconds: float) -> str:
     return "\n".join(lines)
 
 
-def as_json(draft: Draft, findings: Sequence[Finding], status: int) -> dict[str, Any]:
+def as_json(launch: Launch, findings: Sequence[Finding], status: int) -> dict[str, Any]:
     """Return the report for a program."""
     return {
         "exit_status": status,
-        "stage": draft.stage.id if draft.stage else None,
-        "experiment": draft.contract["EXP_NAME"],
-        "num_nodes": draft.sizes.num_nodes if draft.sizes else None,
+        "stage": launch.stage.id if launch.stage else None,
+        "experiment": launch.contract["EXP_NAME"],
+        "num_nodes": launch.sizes.num_nodes if launch.sizes else None,
         "findings": [
             {
                 "code": finding.code,
                 "severity": finding.severity,
                 "forced": finding.is_forced,
-                "can_force": CODES[finding.code].can_force,
+                "can_force": finding.can_force,
                 **asdict(finding.problem),
             }
             for finding in findings

@@ -6,7 +6,7 @@ Equal problems are one finding, at the first row that has them, with the number 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -17,19 +17,24 @@ from recipes.config.tree import Config
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.chat.tool_calls import FlagPatterns
 from recipes.environments.contract.rows import last_user_text
+from recipes.environments.contract.texts import PUBLISHED
 from recipes.environments.environments import Environments
-from recipes.environments.instances import agents_of, coding_settings_of, servers_of
-from recipes.environments.registry import find_agent
+from recipes.environments.instances import (
+    agents_of,
+    coding_settings_of,
+    find_agent,
+    servers_of,
+    without_own_words,
+)
 from recipes.errors import InputError
-from recipes.grpo.data import check_line
+from recipes.exact_json import dumps
+from recipes.grpo.data import COMPARED_ALONE, check_line, few_rows, too_few_rows
 from recipes.types import Row
-from tools.data.blends import BLENDS_FILE, load_blends
+from tools.data.files.manifest import manifest_of, read_manifest
 from tools.data.placeholders import PLACEHOLDER
-from tools.files.manifest import manifest_of, read_manifest
-from tools.planning.draft import Draft
-from tools.planning.findings import Finding, as_findings, found
-from tools.rows.checks import FAILURES, schema_problem
-from tools.rows.overlap import text_digest, text_of
+from tools.data.rows.checks import FAILURES, schema_problem, text_digest, text_of
+from tools.draft.findings import Finding, as_finding, as_findings, found
+from tools.draft.launch import Launch
 
 EFFORT_MARKER = "{reasoning effort: low}"  # what the published template appends to a prompt that asks for low effort
 MAX_LISTED = 10  # different problems per file and code
@@ -48,6 +53,7 @@ class FileScan:
     sha256: str = ""
     num_bytes: int = 0
     num_rows: int = 0
+    num_compared: int = 0  # rows whose answers are scored by comparing them
     num_marked: int = 0  # rows that ask for low effort
     texts: dict[bytes, int] = field(default_factory=dict)  # digest of a row's text -> its line
     first: dict[tuple[str, str], int] = field(default_factory=dict)  # (code, text) -> line
@@ -74,14 +80,15 @@ class RowCheck:
         except InputError as error:
             self.findings = as_findings("CFG001", error.problems)
             servers = servers_of({})
+        if config.env.judge_texts == PUBLISHED:
+            servers = without_own_words(servers, instances)
         try:
             coding_settings_of(instances)
         except InputError as error:
             self.findings += as_findings("CFG001", error.problems)
         self._agents = agents_of(instances, servers)
-        # The check of a row reads no tokenizer, and must not depend on one: the model may be what is wrong.
-        codec, patterns = cast(ChatCodec, None), FlagPatterns(invalid_tool_call=(), thinking_tags=())
-        self._environments = Environments(codec, servers=servers, agents=self._agents, patterns=patterns)
+        patterns = FlagPatterns(invalid_tool_call=(), thinking_tags=())
+        self._environments = Environments(_codec_of(config), servers=servers, agents=self._agents, patterns=patterns)
 
     def __call__(self, line: bytes) -> tuple[Row | None, list[tuple[str, str]]]:
         """Return the row, or None where it has not even the shape of one, and its problems as (code, text)."""
@@ -98,6 +105,13 @@ class RowCheck:
             return None, [(code, text) for text in texts]
         (row,) = rows
         return row, tagged + [("DAT005", text) for text in self._tool_problems(row["responses_create_params"])]
+
+    def compares(self, row: Row) -> bool:
+        """Whether one answer to a row would have no verdict; False for a row without an agent that is known."""
+        try:
+            return self._environments is not None and self._environments.compares(row)
+        except ValueError:
+            return False
 
     def _environment_problems(self, row: Row, tagged: list[tuple[str, str]]) -> list[str]:
         if self._environments is None:
@@ -117,31 +131,41 @@ class RowCheck:
         for tool in tools if isinstance(tools, list) else ():
             if not isinstance(tool, Mapping) or "parameters" not in tool:
                 continue
-            key = orjson.dumps(tool["parameters"])
+            key = dumps(tool["parameters"])
             if key not in self._known_tools:
                 self._known_tools[key] = schema_problem(tool["parameters"])
             if problem := self._known_tools[key]:
                 yield f"tool '{tool.get('name')}': parameters are no JSON Schema of an object: {problem}"
 
 
-def check(draft: Draft) -> Iterator[Finding]:
-    """Check both files, and the configuration of the environments that read them."""
-    check_row = RowCheck(draft.config, is_native=draft.contract["ENGINE"] == "native")
+def _codec_of(config: Config) -> ChatCodec:
+    """Return the codec of a run; none when its tokenizer cannot be used, which the check of the model reports."""
+    try:
+        return ChatCodec.from_config(config.policy)
+    except (InputError, OSError, ValueError):
+        return cast(ChatCodec, None)
+
+
+def check(launch: Launch) -> Iterator[Finding]:
+    """Check the rows of both files, and the configuration of the environments that read them."""
+    check_row = RowCheck(launch.config, is_native=launch.contract["ENGINE"] == "native")
     yield from check_row.findings
     scans: dict[Path, FileScan] = {}
     for variable in ("TRAIN_PATH", "VAL_PATH"):
-        path = draft.path(variable)
-        if path is None:
+        path = launch.path(variable)
+        if path is None or not path.is_file():  # the check of the files names it
             continue
-        if not path.is_file():
-            wrong = "this is a directory, and a JSONL file is needed" if path.is_dir() else "no such file"
-            yield found("DAT001", where=str(path), wrong=wrong, fix=f"run `{_maker(path)}`, or set {variable}")
-            continue
-        scan = scans[path] = scan_file(path, check_row, marker_of(draft.config))
+        scan = scans[path] = scan_file(path, check_row, marker_of(launch.config))
         yield from scan_findings(path, scan)
         yield from manifest_findings(path, scan)
-        if variable == "TRAIN_PATH" and draft.config is not None:
-            yield from effort_findings(path, scan, draft.config)
+        if variable == "TRAIN_PATH" and launch.config is not None:
+            yield from effort_findings(path, scan, launch.config)
+            if scan.num_rows and (problem := too_few_rows(path, scan.num_rows, launch.config.grpo)):
+                yield as_finding("DAT012", problem)
+            if problem := few_rows(path, scan.num_rows, launch.config.grpo):
+                yield as_finding("DAT011", problem)
+        elif launch.config is not None and scan.num_compared and launch.config.grpo.val_num_generations_per_prompt == 1:
+            yield as_finding("DAT013", COMPARED_ALONE)
     if len(scans) == 2:
         yield from contamination_findings(*scans.items())
 
@@ -154,7 +178,7 @@ def marker_of(config: Config | None) -> str:
 RowProblems = tuple[Row | None, list[tuple[str, str]]]  # the row, where it is one, and its problems as (code, text)
 
 
-def scan_file(path: Path, check_row: Callable[[bytes], RowProblems], marker: str) -> FileScan:
+def scan_file(path: Path, check_row: RowCheck, marker: str) -> FileScan:
     """Read a file once: its hash, its rows and what is wrong with them."""
     scan, digest, needle = FileScan(), hashlib.sha256(), orjson.dumps(marker)[1:-1]
     with path.open("rb") as lines:
@@ -168,6 +192,7 @@ def scan_file(path: Path, check_row: Callable[[bytes], RowProblems], marker: str
             for code, text in problems:
                 scan.add(code, text, number)
             if row is not None:
+                scan.num_compared += check_row.compares(row)
                 scan.num_marked += needle in line and marker in last_user_text(row)
                 if text := readable_text(row):
                     scan.texts.setdefault(text_digest(text), number)
@@ -247,19 +272,3 @@ def effort_findings(path: Path, scan: FileScan, config: Config) -> Iterator[Find
     elif is_on and scan.num_rows and not scan.num_marked:
         fix = "make the data again if the marker was lost, e.g. in the fill step; else set low_weight to 0"
         yield found("DAT009", where=str(path), wrong=f"{share}, though {EFFORT} is on", fix=fix)
-
-
-def _maker(path: Path) -> str:
-    """Return the command that makes a missing file of rows, by the directory that a stage's rows are in."""
-    name = path.parent.name.removesuffix("-good")
-    if name.startswith("tiny-"):
-        return "make tiny BLEND=wide"
-    return f"make data BLEND={name}" if name in _blends() else "make data"
-
-
-def _blends() -> Collection[str]:
-    """Return the names of the published blends; none when their table cannot be read."""
-    try:
-        return load_blends(BLENDS_FILE)
-    except InputError:
-        return ()

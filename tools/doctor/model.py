@@ -2,89 +2,120 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator
+import ast
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from recipes.config.fits import engine_problem, fit_problems
-from recipes.config.keys.native import ARCHITECTURES
+from recipes.config.keys.native import ARCHITECTURES, unbuilt_values
 from recipes.config.packages import package_problems
 from recipes.config.tree import Config, MegatronConfig
 from recipes.environments.chat.codec import ChatCodec, template_of
-from recipes.errors import InputError, Problem
-from recipes.files import sha256_of
+from recipes.errors import CheckpointError, InputError, Problem
+from recipes.files import read_object, sha256_of
+from recipes.generation.engine_args import OWN_HEADS, has_experts, route_problems, speculation_problems, stop_token_ids
+from recipes.weight_files import AGAIN, INDEX, files_of, read_header, read_weights, require_object
+from tools.draft.findings import Finding, as_findings, found
+from tools.draft.launch import Launch
 from tools.job.local import count_gpus
-from tools.planning.draft import Draft
-from tools.planning.findings import Finding, as_findings, found
-from tools.sizing.architecture import read_architecture
+from tools.sizing.architecture import Architecture, read_architecture
 
 SETTINGS = "tokenizer_config.json"
+ENGINE_CLASSES = ("EngineArgs", "AsyncEngineArgs")
 FILES = ("config.json", "tokenizer.json", SETTINGS)
 COMPLETE = "COMPLETE"  # written last by recipes/grpo/checkpoint.py: file -> sha256
 MAX_HASHED_BYTES = 2 * 2**30  # of one export: some seconds of reading
 FIX = "set MODEL_PATH to a Hugging Face checkpoint; `make tiny` makes the tiny ones"
-AGAIN = "copy or export the checkpoint again"
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+EMBEDDING = re.compile(r"(?:^|\.)(?:embeddings?|embed_tokens)\.weight$")
+HEADS = "mtp."  # of the names of multi-token heads, which a checkpoint may lack
+MOST_SMALL_PARAMETERS = 1.1  # norms, biases and the like, which the sizes of an architecture leave out
 
 
-def check(draft: Draft) -> Iterator[Finding]:
+def check(launch: Launch) -> Iterator[Finding]:
     """Check the directory that MODEL_PATH names."""
-    path = draft.path("MODEL_PATH")
+    path = launch.path("MODEL_PATH")
     if path is None:
         return
     if not path.is_dir():
-        parent = draft.stage.after if draft.stage is not None else None
+        parent = launch.stage.after if launch.stage is not None else None
         wrong = "start weights are a directory, this is a file" if path.exists() else "no such directory"
         fix = f"run {parent} to its end, whose last export this stage starts from, or {FIX}" if parent else FIX
         yield found("MDL001", where=f"MODEL_PATH={path}", wrong=wrong, fix=fix)
         return
-    missing = missing_files(path)
-    cut = [finding for file in sorted(path.glob("*.safetensors")) for finding in weight_file_findings(file)]
+    missing = [name for name in FILES if not (path / name).is_file()]
     for name in missing:
         yield found("MDL001", where=str(path), wrong=f"{name} is missing", fix=FIX)
-    yield from cut
+    wrong_weights = list(weight_findings(path))
+    yield from wrong_weights
     # A file that is known to be missing or cut is not reported again for its checksum.
-    known = {Path(finding.problem.where).name for finding in cut}
-    known |= set(missing)
-    yield from export_findings(path, known)
-    if draft.config is not None:
+    known = {Path(finding.problem.where).name for finding in wrong_weights}
+    yield from export_findings(path, known | set(missing))
+    if launch.config is not None:
         if (path / "config.json").is_file():
-            if draft.contract["ENGINE"] == "native":
-                yield from architecture_findings(path)
-                yield from head_findings(path, draft.config)
-                if draft.contract.is_local:  # the policy will run here
-                    yield from package_findings(path, draft.config)
-            yield from fit_findings(path, draft.config)
+            if launch.contract["ENGINE"] == "native":
+                broken = list(object_findings(path))
+                yield from broken or architecture_findings(path)
+                yield from head_findings(path, launch.config)
+                yield from route_findings(path, launch)
+                if launch.contract.is_local:  # the policy will run here
+                    yield from package_findings(path, launch.config)
+                    yield from processor_findings(launch.config)
+                    yield from argument_findings(launch.config)
+            yield from fit_findings(path, launch.config)
         if all((path / name).is_file() for name in FILES):
-            yield from template_findings(path, draft.config)
+            yield from template_findings(path, launch.config)
 
 
-def missing_files(path: Path) -> list[str]:
-    """Return the names of the files that a complete Hugging Face directory has and this one lacks."""
-    wanted = [name for name in FILES if not (path / name).is_file()]
-    if not any(path.glob("*.safetensors")):
-        wanted.append("*.safetensors")
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_object(index).get("weight_map") or {}
-        wanted += [name for name in sorted(set(weight_map.values())) if not (path / name).is_file()]
-    return wanted
-
-
-def weight_file_findings(path: Path) -> Iterator[Finding]:
-    """Compare the size of a safetensors file with what its header declares: a cut copy is found without reading it."""
-    size = path.stat().st_size
-    with path.open("rb") as content:
-        header_size = int.from_bytes(content.read(8), "little")
-        header = content.read(header_size) if header_size < size else b""
+def weight_findings(path: Path) -> Iterator[Finding]:
+    """Check by the headers of the weight files that each is whole, and that together they are config.json's model."""
+    cut = []
+    for file in files_of(path):
+        try:
+            read_header(file)
+        except CheckpointError as error:
+            cut += as_findings("MDL002", error.problems)
+    yield from cut
+    if cut:
+        return
     try:
-        tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
-        declared = 8 + header_size + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        declared = -1
-    if declared != size:
-        expected = f"{declared} bytes, as its header says" if declared > 0 else "a safetensors header"
-        yield found("MDL002", where=str(path), got=f"{size} bytes", expected=expected, fix=AGAIN)
+        weights = read_weights(path)
+    except CheckpointError as error:
+        yield from as_findings("MDL001", error.problems)
+        return
+    for file in weights.strays:
+        wrong = f"nothing reads it: {INDEX} does not name it"
+        yield found("MDL010", where=str(file), wrong=wrong, fix="remove it if it is left over from an earlier save")
+    try:
+        model = read_architecture(path)
+    except InputError:  # of a kind whose sizes are not known
+        return
+    yield from as_findings("MDL011", weight_problems(path, model, weights.shape_of))
+
+
+def weight_problems(path: Path, model: Architecture, shapes: Mapping[str, tuple[int, ...]]) -> list[Problem]:
+    """Compare layers, embedding and number of parameters with those of config.json."""
+    own = {name: shape for name, shape in shapes.items() if not name.startswith(HEADS)}
+    found: list[tuple[str, str]] = []
+    wanted = set(range(model.attention_layers if model.has_pairs else model.num_layers))
+    layers = {int(match[1]) for name in own if (match := LAYER.search(name))}
+    if lost := sorted(wanted - layers):
+        found.append((f"no tensor of layer {lost[0]}", f"{len(wanted)} layers"))
+    if more := sorted(layers - wanted):
+        found.append((f"tensors of layer {more[0]}", f"{len(wanted)} layers, numbered from 0"))
+    embedding = next((shape for name, shape in own.items() if EMBEDDING.search(name)), None)
+    if embedding != (model.vocab, model.hidden):
+        found.append((f"an embedding of {embedding or 'no size'}", f"one of {(model.vocab, model.hidden)}"))
+    counted = sum(math.prod(shape) for name, shape in own.items() if not (model.is_tied and name == "lm_head.weight"))
+    if not found and not model.parameters <= counted <= model.parameters * MOST_SMALL_PARAMETERS:
+        found.append((f"{counted:,} parameters", f"about {model.parameters:,}"))
+    fix = "take config.json and weights from one checkpoint"
+    return [Problem(where=str(path), got=got, expected=f"{text}, as config.json says", fix=fix) for got, text in found]
 
 
 def export_findings(path: Path, known: Collection[str] = ()) -> Iterator[Finding]:
@@ -122,22 +153,44 @@ def export_findings(path: Path, known: Collection[str] = ()) -> Iterator[Finding
 
 def architecture_findings(path: Path) -> Iterator[Finding]:
     """Check that the native engine builds this kind of model."""
-    named = read_object(path / "config.json").get("architectures") or ["none"]
+    settings = read_object(path / "config.json")
+    named = settings.get("architectures") or ["none"]
+    fix = "take another model or engine"
     if named[0] not in ARCHITECTURES:
         where, expected = f"{path / 'config.json'}: architectures", f"one of {', '.join(ARCHITECTURES)} (native engine)"
-        yield found("MDL009", where=where, got=str(named[0]), expected=expected, fix="take another model or engine")
+        yield found("MDL009", where=where, got=str(named[0]), expected=expected, fix=fix)
+        return
+    for key, got, expected in unbuilt_values(named[0], settings.get):
+        where = f"{path / 'config.json'}: {key}"
+        yield found("MDL009", where=where, got=got, expected=f"{expected} (native engine)", fix=fix)
 
 
 def head_findings(path: Path, config: Config) -> Iterator[Finding]:
-    """Check that a model whose multi-token heads are to be trained has any."""
+    """Check that a model whose multi-token heads are to be trained, or to guess tokens ahead, has any."""
     asked = config.policy.megatron_cfg.mtp_num_layers
-    if asked and not read_object(path / "config.json").get("num_nextn_predict_layers"):
-        key, expected = (
-            "policy.megatron_cfg.mtp_num_layers",
-            f"0: {path / 'config.json'} has no num_nextn_predict_layers",
-        )
-        fix = "set it to 0, or take a model with multi-token heads"
-        yield found("MDL004", where=key, got=str(asked), expected=expected, fix=fix)
+    guess = (config.policy.generation.vllm_kwargs.get("speculative_config") or {}).get("method") in OWN_HEADS
+    if not read_object(path / "config.json").get("num_nextn_predict_layers"):
+        lacks = f"{path / 'config.json'} has no num_nextn_predict_layers"
+    else:
+        try:
+            names = read_weights(path).shape_of
+        except CheckpointError:  # the check of the weights names it
+            return
+        lacks = "" if any(name.startswith(HEADS) for name in names) else f"{path} has no weights of them ({HEADS}*)"
+    if asked and lacks:
+        key, fix = "policy.megatron_cfg.mtp_num_layers", "set it to 0, or take a model with multi-token heads"
+        yield found("MDL004", where=key, got=str(asked), expected=f"0: {lacks}", fix=fix)
+    if guess and lacks:
+        key, fix = "policy.generation.vllm_kwargs.speculative_config", "remove it, or take a model with such heads"
+        yield found("MDL004", where=key, wrong=f"it guesses by the model's multi-token heads: {lacks}", fix=fix)
+
+
+def route_findings(path: Path, launch: Launch) -> Iterator[Finding]:
+    """Check that engines can report the routes that training replays; on a CPU they always can."""
+    config, runs_on_cpu = launch.config, launch.contract.is_local and not count_gpus()
+    if config is None or runs_on_cpu or not config.policy.router_replay.enabled or not has_experts(path):
+        return
+    yield from as_findings("MDL004", route_problems(config.policy.generation, launch.environ))
 
 
 def fit_findings(path: Path, config: Config) -> Iterator[Finding]:
@@ -161,11 +214,49 @@ def fit_findings(path: Path, config: Config) -> Iterator[Finding]:
         yield found("MDL004", where="policy.max_total_sequence_length", got=str(wanted), expected=expected, fix=fix)
 
 
+def object_findings(path: Path) -> Iterator[Finding]:
+    """Read the files of settings as policy and engines do, which take nothing but an object."""
+    try:
+        require_object(path / "config.json", fix=AGAIN)
+        stop_token_ids(path)
+    except InputError as error:
+        yield from as_findings("MDL001", error.problems)
+
+
+def processor_findings(config: Config) -> Iterator[Finding]:
+    """Name what engines can do on GPUs alone, where this machine has none."""
+    if not count_gpus():
+        yield from as_findings("ENG008", speculation_problems(config.policy.generation))
+
+
 def package_findings(path: Path, config: Config) -> Iterator[Finding]:
     """Look for the packages that keys and layers of the policy need on this machine."""
     sizes, _ = policy_sizes(path) or ({}, 0)
     problems = package_problems(config.policy.megatron_cfg, sizes, has_cuda=count_gpus() > 0)
     yield from as_findings("ENG006", problems)
+
+
+def argument_findings(config: Config) -> Iterator[Finding]:
+    """Look for engine arguments that the vLLM of this machine does not have."""
+    known = engine_argument_names()
+    for name in sorted(config.policy.generation.vllm_kwargs.keys() - known) if known else ():
+        close = get_close_matches(name, known, n=1)
+        wrong = "the vLLM of this machine has no such argument" + (f"; is {close[0]} meant?" if close else "")
+        where, fix = f"policy.generation.vllm_kwargs.{name}", "correct the name, or remove it"
+        yield found("ENG003", where=where, wrong=wrong, fix=fix)
+
+
+def engine_argument_names() -> frozenset[str]:
+    """Return the names of the installed vLLM's engine arguments, read from its source; none where it cannot be read."""
+    spec = find_spec("vllm")
+    file = Path(spec.origin or "").with_name("engine") / "arg_utils.py" if spec else Path()
+    try:
+        body = ast.parse(file.read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError, ValueError):
+        return frozenset()
+    classes = [node for node in body if isinstance(node, ast.ClassDef) and node.name in ENGINE_CLASSES]
+    fields = [field.target for node in classes for field in node.body if isinstance(field, ast.AnnAssign)]
+    return frozenset(field.id for field in fields if isinstance(field, ast.Name))
 
 
 def policy_problems(path: Path, megatron: MegatronConfig) -> list[Problem]:
@@ -204,7 +295,7 @@ def template_findings(path: Path, config: Config) -> Iterator[Finding]:
     directory = path if tokenizer.name == config.policy.model_name else Path(tokenizer.name)
     try:
         ChatCodec.from_config(config.policy)
-        templates = [used_template(directory, tokenizer.chat_template), parent_template(path)]
+        templates = [used_template(directory, tokenizer.chat_template), used_template(path, None)]
     except InputError as error:
         yield from as_findings("MDL007", error.problems)
         return
@@ -224,24 +315,3 @@ def used_template(directory: Path, chosen: str | None) -> str:
         if chosen
         else template_of(directory, read_object(directory / SETTINGS))
     )
-
-
-def parent_template(path: Path) -> str:
-    """Return the template that weights were trained with: what their run chose, else what lies beside them."""
-    step = path.resolve().parent
-    resolved = step.parent.parent / "resolved.json"
-    if step.name.startswith("step_") and resolved.is_file():
-        policy = read_object(resolved).get("config", {}).get("policy", {})
-        chosen = (policy.get("tokenizer") or {}).get("chat_template")
-        if isinstance(chosen, str) and Path(chosen).is_file():
-            return Path(chosen).read_text(encoding="utf-8")
-    return template_of(path, read_object(path / SETTINGS))
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object of a file; an unreadable one has nothing in it."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

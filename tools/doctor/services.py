@@ -11,19 +11,23 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tools.planning.draft import Draft
-from tools.planning.findings import Finding, found
+from recipes.errors import ConfigError, LaunchError
+from recipes.sinks import import_wandb
+from tools.draft.findings import Finding, as_finding, as_findings, found
+from tools.draft.launch import HEADS_MODEL, ROOT, TINY_MODEL, WIDE_MODEL, Launch, scale_of
+from tools.draft.snapshot import SIDE_FILES, untracked
 
 PROBE_SECONDS = 3.0
 INSTANCES = "env.nemo_gym"
+FETCH_ALL = "python -m tools.data.side_files --out data/side_files"
 OFFLINE = ("offline", "disabled", "dryrun")
 
 
-def check(draft: Draft) -> Iterator[Finding]:
+def check(launch: Launch) -> Iterator[Finding]:
     """Probe servers, look for models in the cache and for tokens in the environment."""
-    if draft.config is None:
+    if launch.config is None:
         return
-    instances = draft.config.env.nemo_gym.instances
+    instances = launch.config.env.nemo_gym.instances
     urls = dict(probes(instances))
     with ThreadPoolExecutor(max(1, len(urls))) as pool:
         answers = list(pool.map(probe, urls.values()))
@@ -32,12 +36,63 @@ def check(draft: Draft) -> Iterator[Finding]:
             wrong = f"{url} does not answer within {PROBE_SECONDS:g} s: {problem}"
             fix = "start the server, or correct the address; --force when only the nodes reach it"
             yield found("JDG001", where=where, wrong=wrong, fix=fix)
-    yield from model_findings(instances, draft.environ)
-    is_contained = not draft.contract.is_local and draft.contract["CONTAINER_RUNTIME"] != "none"
-    if draft.config.logger.wandb_enabled and not has_wandb_key(draft.environ, reads_netrc=not is_contained):
+    yield from model_findings(instances, launch.environ)
+    is_contained = not launch.contract.is_local and launch.contract["CONTAINER_RUNTIME"] != "none"
+    is_on, has_key = launch.config.logger.wandb_enabled, has_wandb_key(launch.environ, reads_netrc=not is_contained)
+    if is_on and not is_contained:
+        try:
+            import_wandb()
+        except ConfigError as error:
+            yield from as_findings("WAN001", error.problems)
+    if is_on and is_contained and has_key:
+        wrong = "logger.wandb_enabled is on, and from here nobody sees whether the image has wandb"
+        yield found(
+            "WAN003",
+            where="CONTAINER",
+            wrong=wrong,
+            fix="build the image again if it is older than the lock with wandb, or set logger.wandb_enabled=false",
+        )
+    if not is_on and launch.environ.get("WANDB_PROJ") and has_key:
+        wrong = "it is set and there is a key, but logger.wandb_enabled is false: nothing is sent"
+        yield found("WAN002", where="WANDB_PROJ", wrong=wrong, fix="add logger.wandb_enabled=true to send it")
+    if is_on and not has_key:
         fix = "export WANDB_API_KEY=... (a container does not see what `wandb login` wrote), or set WANDB_MODE=offline"
         wrong = "logger.wandb_enabled is on, and there is no key"
         yield found("TOK001", where="WANDB_API_KEY", wrong=wrong, fix=fix)
+
+
+def text_findings(launch: Launch) -> Iterator[Finding]:
+    """Check that judges are asked in the published words, but for tiny runs, and that verifiers' files are there."""
+    if launch.config is None or launch.contract["ENGINE"] != "native":
+        return
+    from recipes.environments.instances import OURS, judge_texts_of, named_files_of  # every verifier
+
+    env = launch.config.env
+    for file in named_files_of(env.nemo_gym.instances):
+        where, is_copied = f"{INSTANCES}.{file.name}", not (launch.runs_in_checkout or Path(file.value).is_absolute())
+        if file.problem is not None:
+            yield as_finding("JDG005", file.problem)
+        elif is_copied and file.sha256 and is_left_out(launch.root, Path(file.value)):
+            wrong = f"git does not track {file.value}, and the job runs from a copy of the tracked files"
+            yield found("JDG005", where=where, wrong=wrong, fix=f"git add it, or give its whole path, {file.path}")
+    texts = judge_texts_of(env.nemo_gym.instances, env.judge_texts)
+    yield from (as_finding("JDG004", text.problem) for text in texts if text.problem is not None)
+    is_ours = (ROOT / launch.contract["CONFIG_PATH"]).resolve().is_relative_to((ROOT / "configs/tiny").resolve())
+    is_tiny = is_ours or scale_of(launch.environ) == "tiny"
+    if not is_tiny and (names := [text.name for text in texts if text.source == OURS]):
+        wrong = f"{', '.join(names)}: judges would be asked in this project's words, which train another reward"
+        yield found("JDG003", where="env.judge_texts", wrong=wrong, fix=f"set it to published, after `{FETCH_ALL}`")
+
+
+def is_left_out(root: Path, path: Path) -> bool:
+    """Return whether a snapshot of the checkout would lack a file or directory, or a part of it."""
+    if path.is_relative_to(SIDE_FILES):
+        return False
+    files = [root / path] if (root / path).is_file() else [file for file in (root / path).rglob("*") if file.is_file()]
+    try:
+        return bool(untracked(root, files))
+    except LaunchError:  # no git: the check of the code says so
+        return False
 
 
 def servers(instances: Mapping[str, Any], kind: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -72,6 +127,13 @@ def probe(url: str) -> str:
         return str(getattr(error, "reason", error)) or type(error).__name__
 
 
+def _made_by(model: str) -> str:
+    """Return what to do for a model directory that is missing; one of the tiny ones is made by a command."""
+    commands = {TINY_MODEL: "make tiny", HEADS_MODEL: "make tiny", WIDE_MODEL: "make tiny BLEND=wide"}
+    command = next((text for made, text in commands.items() if Path(made).name == Path(model).name), "")
+    return f"run `{command}`, which makes it, or correct the path" if command else "correct the path, or make the model"
+
+
 def model_findings(instances: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[Finding]:
     """Check that the model of every judge which the run starts itself is on disk: a run downloads nothing."""
     for where, settings in servers(instances, "responses_api_models"):
@@ -81,7 +143,7 @@ def model_findings(instances: Mapping[str, Any], environ: Mapping[str, str]) -> 
         is_path = model.startswith(("/", "."))
         if is_path or not is_cached(model, environ):
             expected = "a model directory, or a hub name whose files are in the cache"
-            fix = "correct the path, or make the model" if is_path else f"give a path, or fetch it: hf download {model}"
+            fix = _made_by(model) if is_path else f"give a path, or fetch it: hf download {model}"
             yield found("JDG002", where=f"{where}.model", got=model, expected=expected, fix=fix)
             if not is_path and not environ.get("HF_TOKEN"):
                 wrong = f"not set, and {model} would have to be fetched"

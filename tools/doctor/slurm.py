@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import getpass
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.errors import LaunchError, Problem
-from tools.planning.draft import Draft
-from tools.planning.findings import Finding, as_findings, found
-from tools.planning.live_jobs import asking_environment, run_problems
-from tools.planning.walltime import UNLIMITED, slurm_seconds
+from tools.draft.contract import REQUIRED_WITH_CONTAINERS
+from tools.draft.findings import Finding, as_findings, found
+from tools.draft.launch import Launch
+from tools.draft.slurm import GPUS, UNLIMITED, NoAnswerError, ask, asked_gres, run_problems, slurm_seconds
+from tools.images.lock import LOCK, digest_problems, read_image, read_lock
 
-DEADLINE_SECONDS = 5.0  # of one command; sinfo waits for many seconds when the controller is dead
 NOT_UP = ("down", "drain", "drng", "fail", "maint", "unk", "boot", "resv", "futr", "inval")  # as sinfo shortens them
 _FIELD = re.compile(r"(\w+)=(\S*)")
-_GPUS = re.compile(r"gpu(?::[^:,()]+)?:(\d+)")
-
-
-class NoAnswerError(Exception):
-    """Slurm is not there, or did not answer in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,20 +28,20 @@ class NodeGroup:
     is_up: bool
 
 
-def check(draft: Draft) -> Iterator[Finding]:
+def check(launch: Launch) -> Iterator[Finding]:
     """Compare the job with its partition and its account."""
-    contract = draft.contract
+    contract = launch.contract
     if contract.is_local:
         return
     try:
-        if draft.run_dir is not None:
-            yield from as_findings("PTH003", _jobs_of_the_run(contract["EXP_NAME"], draft.run_dir))
+        if launch.run_dir is not None:
+            yield from as_findings("PTH003", _jobs_of_the_run(contract["EXP_NAME"], launch.run_dir))
         if not contract["SLURM_PARTITION"]:
             return
         fits: list[list[Finding]] = []
         for name in contract["SLURM_PARTITION"].split(","):
             partition = ask_partition(name)
-            fits.append(list(partition_findings(draft, name, partition)))
+            fits.append(list(partition_findings(launch, name, partition)))
         # Slurm takes the first of several partitions that suits.
         if all(any(finding.severity == "error" for finding in findings) for findings in fits):
             for findings in fits:
@@ -67,19 +60,6 @@ def _jobs_of_the_run(name: str, run_dir: Path) -> list[Problem]:
         return run_problems(name, run_dir)
     except LaunchError as error:  # a controller that did not answer this answers no other question either
         raise NoAnswerError(error.problems[0].what.splitlines()[-1]) from error
-
-
-def ask(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run a Slurm command; raises `NoAnswerError` without the command, a controller or time."""
-    if shutil.which(command[0]) is None:
-        raise NoAnswerError(f"no command {command[0]}")
-    try:
-        result = subprocess.run(
-            command, env=asking_environment(), capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise NoAnswerError(f"{command[0]} did not answer within {DEADLINE_SECONDS:g} s") from error
-    return result
 
 
 def ask_partition(name: str) -> Mapping[str, str] | None:
@@ -101,12 +81,12 @@ def ask_nodes(name: str) -> list[NodeGroup]:
 def node_group(line: str) -> NodeGroup:
     """Read `COUNT|GRES|STATE` as sinfo writes it."""
     count, gres, state = line.split("|")
-    gpus = sum(int(number) for number in _GPUS.findall(gres))
+    gpus = sum(int(number) for number in GPUS.findall(gres))
     is_up = not state.strip().endswith("*") and not state.startswith(NOT_UP)
     return NodeGroup(count=int(count), gpus=gpus, is_up=is_up)
 
 
-def partition_findings(draft: Draft, name: str, partition: Mapping[str, str] | None) -> Iterator[Finding]:
+def partition_findings(launch: Launch, name: str, partition: Mapping[str, str] | None) -> Iterator[Finding]:
     """Compare a job with one partition."""
     where = "SLURM_PARTITION"
     if partition is None:
@@ -117,12 +97,13 @@ def partition_findings(draft: Draft, name: str, partition: Mapping[str, str] | N
     if partition.get("State", "UP") != "UP":
         got, fix = f"{name}, which is {partition['State']}", "choose another one, or wait"
         yield found("SLM001", where=where, got=got, expected="a partition that takes jobs", fix=fix)
-    yield from _time_findings(draft, name, partition)
+    yield from _time_findings(launch, name, partition)
     yield from preemption_findings(name, partition, ask("scontrol", "show", "config").stdout)
-    yield from _taken_account_findings(draft, name, partition)
-    if draft.sizes is not None:
-        needed = max(draft.sizes.num_nodes, int(draft.contract["SBATCH_NUM_NODES"] or 0))
-        gpus = draft.sizes.total_gpus // draft.sizes.num_nodes
+    yield from _taken_account_findings(launch, name, partition)
+    if launch.sizes is not None:
+        needed = launch.contract.num_nodes(launch.sizes.num_nodes)
+        # Of a cluster that counts no GPUs nobody knows how many a node has until the job starts there.
+        gpus = launch.sizes.total_gpus // launch.sizes.num_nodes if asked_gres(launch.contract["SBATCH_GRES"]) else 0
         most = partition.get("MaxNodes", "UNLIMITED")
         if most.isdecimal() and int(most) < needed:
             got, fix = f"{needed} nodes", "choose another partition, or a smaller scale"
@@ -141,6 +122,8 @@ def node_findings(name: str, groups: list[NodeGroup], needed: int, gpus: int) ->
     elif fitting < needed:
         most = max((group.gpus for group in groups), default=0)
         got = f"{fitting} nodes with {gpus} GPUs (gres; the most is {most})"
+        if not most:
+            fix += '; if they have GPUs that Slurm does not count, set SBATCH_GRES= (in a profile: gres = "")'
         yield found("SLM003", where=where, got=got, expected=f"at least {needed}", fix=fix)
     elif up < needed:
         wrong = f"{up} of {fitting} nodes are up, and the run needs {needed}"
@@ -158,8 +141,8 @@ def preemption_findings(name: str, partition: Mapping[str, str], settings: str) 
         yield found("SLM009", where=f"SLURM_PARTITION={name}", wrong=wrong, fix=fix)
 
 
-def _time_findings(draft: Draft, name: str, partition: Mapping[str, str]) -> Iterator[Finding]:
-    most, asked = partition.get("MaxTime", "UNLIMITED"), draft.contract["SLURM_TIME_LIMIT"]
+def _time_findings(launch: Launch, name: str, partition: Mapping[str, str]) -> Iterator[Finding]:
+    most, asked = partition.get("MaxTime", "UNLIMITED"), launch.contract["SLURM_TIME_LIMIT"]
     limit = None if most.lower() in UNLIMITED else slurm_seconds(most)
     seconds = slurm_seconds(asked) if asked.lower() not in UNLIMITED else float("inf")
     if limit is not None and seconds is not None and seconds > limit:
@@ -167,8 +150,8 @@ def _time_findings(draft: Draft, name: str, partition: Mapping[str, str]) -> Ite
         yield found("SLM004", where="SLURM_TIME_LIMIT", got=asked, expected=f"at most {most} of {name}", fix=fix)
 
 
-def _taken_account_findings(draft: Draft, name: str, partition: Mapping[str, str]) -> Iterator[Finding]:
-    account = draft.contract["SLURM_ACCOUNT"]
+def _taken_account_findings(launch: Launch, name: str, partition: Mapping[str, str]) -> Iterator[Finding]:
+    account = launch.contract["SLURM_ACCOUNT"]
     allowed, denied = partition.get("AllowAccounts", "ALL"), partition.get("DenyAccounts", "")
     if account and ((allowed != "ALL" and account not in allowed.split(",")) or account in denied.split(",")):
         expected = f"an account that {name} takes" + (f": {allowed}" if allowed != "ALL" else "")
@@ -191,3 +174,82 @@ def account_findings(account: str) -> Iterator[Finding]:
         expected = f"an account of user {user}"
         fix = f"choose one that `sacctmgr show associations user={user}` lists"
         yield found("SLM005", where="SLURM_ACCOUNT", got=account, expected=expected, fix=fix)
+
+
+# Runtime -> kinds of image files that it runs, and the schemes of the names that it fetches ("" = none written).
+TAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "pyxis": (("squashfs",), ("", "docker", "dockerd", "podman")),
+    "apptainer": (("SIF", "squashfs", "directory"), ("", "docker", "oras", "library")),
+    "podman": ((), ("", "docker")),
+}
+SUFFIXES = (".sqsh", ".squashfs", ".sif")
+MAKE = {
+    "pyxis": "import it: enroot import --output IMAGE.sqsh docker://...",
+    "apptainer": "build it: apptainer build IMAGE.sif docker://...",
+    "podman": "load it into the registry or the local store, and give its name",
+}
+NAME = re.compile(
+    r"(?:(?P<scheme>[a-z]+)://)?(?:[^@/#]+@)?"
+    r"(?:(?P<host>[A-Za-z0-9.-]+(?::\d+)?)[#/])?"
+    r"(?P<path>[a-z0-9]+(?:[._/-]+[a-z0-9]+)*)"
+    r"(?::(?P<tag>\w[\w.-]{0,127}))?(?:@sha256:[0-9a-f]{64})?"
+)
+
+
+def check_containers(launch: Launch) -> Iterator[Finding]:
+    """Check the images of a job on Slurm."""
+    runtime = launch.contract["CONTAINER_RUNTIME"]
+    if launch.contract.is_local or runtime not in TAKES:
+        return
+    for variable in REQUIRED_WITH_CONTAINERS:
+        image = launch.contract[variable]
+        if image and is_file_name(image):
+            yield from file_findings(variable, image, runtime)
+        elif image:
+            yield from name_findings(variable, image, runtime)
+    images = {variable: launch.contract[variable] for variable in REQUIRED_WITH_CONTAINERS if launch.contract[variable]}
+    yield from as_findings("IMG005", digest_problems(images, read_lock(launch.root / LOCK)))
+
+
+def is_file_name(image: str) -> bool:
+    """Whether an image is meant as a file."""
+    return image.startswith(("/", ".", "~")) or ("://" not in image and image.endswith(SUFFIXES))
+
+
+def file_findings(variable: str, image: str, runtime: str) -> Iterator[Finding]:
+    """Check an image file: there, of the right kind, whole."""
+    path, kinds = Path(image).expanduser(), TAKES[runtime][0]
+    if (
+        "/" not in image and not path.exists()
+    ):  # pyxis would look for it on Docker Hub, and fail there with "401 Unauthorized"
+        fix = f"write {path.absolute()}"
+        yield found(
+            "IMG002", where=variable, got=image, expected="a path with a slash, or the name of an image", fix=fix
+        )
+        return
+    if not path.exists():
+        yield found("IMG001", where=variable, wrong=f"there is no file {image}", fix=MAKE[runtime])
+        return
+    file = read_image(path)
+    if file.kind not in kinds:
+        got = f"{image}: {'no image' if file.kind == 'none' else file.kind}"
+        expected = f"{' or '.join(kinds) or 'the name of an image'} (CONTAINER_RUNTIME={runtime})"
+        yield found("IMG002", where=variable, got=got, expected=expected, fix=MAKE[runtime])
+    elif file.is_cut:
+        got, expected = f"{image}: {file.size} bytes", f"{file.declared} bytes, as its header says"
+        yield found("IMG003", where=variable, got=got, expected=expected, fix=f"remove the file and {MAKE[runtime]}")
+
+
+def name_findings(variable: str, image: str, runtime: str) -> Iterator[Finding]:
+    """Check the form of a name that the nodes are to fetch."""
+    schemes = TAKES[runtime][1]
+    match = NAME.fullmatch(image)
+    scheme = image.partition("://")[0] if "://" in image else ""
+    if scheme not in schemes:
+        written = " or ".join(f"{name}://..." if name else "HOST/NAME:TAG" for name in schemes)
+        yield found(
+            "IMG004", where=variable, got=image, expected=f"{written} (CONTAINER_RUNTIME={runtime})", fix="correct it"
+        )
+    elif match is None:
+        expected = "[USER@]HOST[#/]NAME[:TAG], the name in lower case"
+        yield found("IMG004", where=variable, got=image, expected=expected, fix="correct it")

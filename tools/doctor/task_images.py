@@ -1,43 +1,75 @@
-"""The image of every SWE task: a SIF file under SIF_DIR for each row that an agent works on in a container."""
+"""The image of every SWE task: a SIF file under SIF_DIR for each row that an agent works on in a container.
+
+Whether this machine can run the containers of tasks, where one real image is started and ended, and their agents.
+"""
 
 from __future__ import annotations
 
-import json
+import asyncio
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import orjson
 
+from recipes.environments.agents.coding.programs import PROGRAMS
 from recipes.environments.contract.rows import shown
+from recipes.environments.swe.containers.check import check_runtime
+from recipes.environments.swe.containers.runtime import runtime_of_machine
 from recipes.environments.swe.hidden_tests import deciding_calls
-from recipes.environments.swe.images import TEMPLATES, Listing, find_image
+from recipes.environments.swe.images import Listing, find_image
 from recipes.environments.swe.task import facts_of
-from tools.images.files import read_image
-from tools.planning.draft import Draft
-from tools.planning.findings import Finding, found
-from tools.sif.names import GOOD_INSTANCES, instance_of
+from recipes.errors import LaunchError
+from tools.doctor.machine import is_node_of
+from tools.draft.findings import Finding, as_findings, found
+from tools.draft.launch import Launch
+from tools.images.lock import read_image
+from tools.task_images.inventory import GOOD_INSTANCES, images_of_rows, lines_of, rows_by_instance, templates_of
 
-SWE_AGENTS = "swe_agents"
+CODE = "CTR001"
+NO_PROGRAM = "CTR002"
+
+
+def check_programs(launch: Launch) -> Iterator[Finding]:
+    """Find agent programs that are not installed, and start an image of the rows, where agents could work here."""
+    names = {str(agent.get("agent_framework")) for agent in launch.swe_agents}
+    for name in sorted(names & PROGRAMS.keys()):
+        if wrong := PROGRAMS[name].missing():
+            fix = f"`make swe-agent AGENT={name}`, or AGENT_PROGRAMS_DIR=... where all nodes see it"
+            yield found(NO_PROGRAM, where="agent_framework", wrong=wrong, fix=fix)
+    if launch.contract.is_local or is_node_of(launch.contract["SLURM_PARTITION"]):
+        yield from start_one(images_of_rows(launch))
+
+
+def start_one(images: Iterable[Path]) -> Iterator[Finding]:
+    """Start the first of some whole images."""
+    image = next(iter(images), None)
+    if image is None:
+        return
+    try:
+        asyncio.run(check_runtime(runtime_of_machine(), str(image)))
+    except LaunchError as error:
+        yield from as_findings(CODE, error.problems)
+
+
 MAX_LISTED = 5
 GET = "fetch the images of the rows, or remove those rows"
 
 
-def check(draft: Draft) -> Iterator[Finding]:
+def check(launch: Launch) -> Iterator[Finding]:
     """Check that every row which needs an image has one."""
-    if not needs_images(draft):
+    if not launch.needs_task_images:
         return
-    yield from believed_commands(draft)
-    wanted = rows_by_instance(draft)
-    directory = draft.path("SIF_DIR")
+    yield from believed_commands(launch)
+    wanted = rows_by_instance(launch)
+    directory = launch.path("SIF_DIR")
     if directory is None or not directory.is_dir():
         needed = f"each of the {len(wanted)} instances of the data" if wanted else "each instance of a repository"
         needed += " needs a task image"
         wrong = f"not set: {needed}" if directory is None else f"no directory {directory}: {needed}"
         yield found("SIF001", where="SIF_DIR", wrong=wrong, fix="export SIF_DIR=..., the directory of task images")
         return
-    templates = templates_of(draft, directory)
+    templates = templates_of(launch, directory)
     listing = Listing()
     images = {instance: find_image(instance, templates, listing) for instance in wanted}
     missing = [instance for instance, image in images.items() if image is None]
@@ -50,28 +82,9 @@ def check(draft: Draft) -> Iterator[Finding]:
     yield from not_good(directory, wanted)
 
 
-def needs_images(draft: Draft) -> bool:
-    """Whether agents of this launch work in task images."""
-    if draft.stage is not None and "sif" in draft.stage.requires:
-        return True
-    return bool(swe_agents(draft))
-
-
-def rows_by_instance(draft: Draft) -> Counter[str]:
-    """Count the rows of each instance in both files."""
-    return Counter(name for line in _lines(draft) if (name := instance_of(line)))
-
-
-def _lines(draft: Draft) -> Iterator[bytes]:
-    for path in (draft.path("TRAIN_PATH"), draft.path("VAL_PATH")):
-        if path is not None and path.is_file():
-            with path.open("rb") as lines:
-                yield from lines
-
-
-def believed_commands(draft: Draft) -> Iterator[Finding]:
+def believed_commands(launch: Launch) -> Iterator[Finding]:
     """Name the commands of tests whose output or status is believed as it is."""
-    commands = Counter(command for line in _lines(draft) if b"test_cmd" in line and (command := _believed(line)))
+    commands = Counter(command for line in lines_of(launch) if b"test_cmd" in line and (command := _believed(line)))
     if commands:
         wrong = f"the output or status of {len(commands)} commands ({commands.total()} rows) is believed as it is, "
         wrong += f"such as: {shown(commands.most_common(1)[0][0])}"
@@ -86,26 +99,6 @@ def _believed(line: bytes) -> str:
         return "" if deciding_calls(facts) else str(facts.get("test_cmd") or "")
     except (ValueError, TypeError, AttributeError):
         return ""  # the check of the data names it
-
-
-def templates_of(draft: Draft, directory: Path) -> list[str]:
-    """Return the names of images: those of CONTAINER_FORMATTER, one or a JSON list, else of the agents, else all known.
-
-    A relative one lies in the directory.
-    """
-    formatter = draft.contract["CONTAINER_FORMATTER"]
-    texts: list[str] = json.loads(formatter) if formatter.startswith("[") else [formatter] if formatter else []
-    for settings in () if texts else swe_agents(draft):
-        chosen = settings.get("container_formatter") or []
-        texts += [chosen] if isinstance(chosen, str) else chosen
-    return [str(directory / text) for text in dict.fromkeys(texts or TEMPLATES)]
-
-
-def swe_agents(draft: Draft) -> list[Mapping[str, Any]]:
-    """Return the settings of the configured agents that work in task images."""
-    instances = draft.config.env.nemo_gym.instances if draft.config else {}
-    kinds = [block.get("responses_api_agents") or {} for block in instances.values() if isinstance(block, Mapping)]
-    return [kind[SWE_AGENTS] or {} for kind in kinds if SWE_AGENTS in kind]
 
 
 def not_good(directory: Path, wanted: Mapping[str, int]) -> Iterator[Finding]:

@@ -5,6 +5,12 @@
 Variables: BUILDER (docker, podman or buildah; empty = the first that works), REGISTRY (prefix of the name), TAG,
 DRY_RUN=1 (print the commands), PUSH=1, SQSH=FILE (import the image to this file), the build arguments of the Dockerfile
 (BASE, APPTAINER_SHA256, ...), and BUILD_FLAGS, further arguments of the build command, as for a proxy or a mirror.
+
+How each builder (docker buildx, podman, buildah) is told to build, run, push and describe an image.
+
+The base images of a build, by digest: looked up once, recorded in the lock, and used again by every later build.
+
+A tag can name another image tomorrow, a digest cannot.
 """
 
 from __future__ import annotations
@@ -17,25 +23,179 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from recipes.errors import LaunchError, Problem, RunError
 from recipes.files import nearest_existing
 from tools.command_line import FALSE, TRUE, exit_status
-from tools.images.bases import Base, bases_of, digests
-from tools.images.builders import (
-    build_words,
-    check_words,
-    digest_words,
-    find_builder,
-    import_words,
-    push_words,
-    size_words,
-)
 from tools.images.lock import DIGEST, LOCK, LockedImage, hash_inputs, read_lock, record_of, write_lock
 from tools.images.table import IMAGES, Image, build_arguments
+
+ARGUMENTS = ("BASE", "UV")  # build arguments that name an image
+_LOCAL = "localhost/"  # built here, in no registry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """One image of a registry that a build begins from or copies from, named by its tag."""
+
+    argument: str  # the build argument that names it
+    name: str
+    is_given: bool  # by the user; otherwise the Dockerfile's default
+
+    def by_digest(self, digest: str) -> str:
+        """Return NAME@DIGEST for NAME:TAG."""
+        return f"{re.sub(r':[^:/]+$', '', self.name)}@{digest}"
+
+
+def bases_of(image: Image, given: Mapping[str, str], root: Path) -> tuple[Base, ...]:
+    """Return the bases of an image of ours. The training image of `swe` is none: the lock has its digest already."""
+    if image.source is not None:
+        return ()
+    defaults = dict(
+        re.findall(r"^ARG (\w+)=(\S+)$", (root / image.dockerfile).read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    found = (
+        Base(argument=argument, name=given.get(argument) or defaults[argument], is_given=argument in given)
+        for argument in ARGUMENTS
+        if argument in image.arguments and (argument in given or not image.on_training_image)
+    )
+    return tuple(base for base in found if not base.name.startswith(_LOCAL) and DIGEST.search(base.name) is None)
+
+
+def digests(
+    bases: Sequence[Base],
+    recorded: Mapping[str, str],
+    builder: str,
+    *,
+    ask: Callable[[Sequence[str]], str],
+    run: Callable[[Sequence[str]], None],
+) -> dict[str, str]:
+    """Return name -> digest: the recorded one, or for a base that the user names, or a new one, that of its tag now.
+
+    The tag is pulled before its digest is asked: what the builder's store has under that name may be old. Where it
+    cannot be pulled, as without a network, the copy in the store is taken, and a line says so. `ask` returns what a
+    command prints, "" where it fails. `run` runs one and raises `RunError` where it fails, as this does when there is
+    no digest.
+    """
+    found = {}
+    for base in bases:
+        digest = None if base.is_given else recorded.get(base.name)
+        if digest is None:
+            digest = _digest_now(base.name, builder, ask=ask, run=run)
+        found[base.name] = digest
+    return found
+
+
+def _digest_now(
+    name: str, builder: str, *, ask: Callable[[Sequence[str]], str], run: Callable[[Sequence[str]], None]
+) -> str:
+    question, failed = base_digest_words(builder, name), None
+    try:
+        run([builder, "pull", name])
+    except RunError as error:
+        failed = error
+    match = DIGEST.search(ask(question))
+    if match is None:
+        raise failed or RunError(f"containers: no digest of {name} from: {shlex.join(question)}")
+    if failed:
+        print(f"containers: {name} could not be pulled: the copy on this machine is taken, {match[0]}", flush=True)
+    return match[0]
+
+
+NAMES = ("docker", "podman", "buildah")
+PROBE_SECONDS = 20
+_PROBES = {"docker": ("docker", "buildx", "inspect"), "podman": ("podman", "info"), "buildah": ("buildah", "info")}
+_DAEMON = {"docker": "dockerd", "podman": "podman"}  # builder -> the name of its store for enroot
+
+
+def find_builder(wanted: str, *, is_dry: bool = False) -> str:
+    """Return the builder `wanted`, or the first that works; raises `LaunchError` where none works.
+
+    A dry run also takes a builder that does not work, so that any machine can print the commands.
+    """
+    if wanted and wanted not in NAMES:
+        raise LaunchError(Problem(where="BUILDER", got=wanted, expected=" or ".join(NAMES), fix="correct the value"))
+    candidates = (wanted,) if wanted else NAMES
+    for name in candidates:
+        if shutil.which(name) and _works(_PROBES[name]):
+            return name
+    if is_dry:
+        return candidates[0]
+    raise LaunchError(
+        Problem(
+            where="BUILDER" if wanted else "this machine",
+            wrong=f"{wanted} does not work here" if wanted else "no builder works: neither docker, podman nor buildah",
+            fix="install one (apt-get install podman), or look at the error of "
+            + " or ".join(f"`{' '.join(_PROBES[name])}`" for name in candidates),
+        )
+    )
+
+
+def _works(command: Sequence[str]) -> bool:
+    try:
+        return subprocess.run(command, capture_output=True, timeout=PROBE_SECONDS, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def build_words(builder: str, tag: str, dockerfile: Path, context: Path, options: Sequence[str]) -> list[str]:
+    """Return the command that builds an image into the builder's own store."""
+    words = ["docker", "buildx", "build", "--load"] if builder == "docker" else [builder, "build"]
+    if builder != "docker":
+        words += ["--format=docker"]  # the OCI format has no SHELL
+    return [*words, f"--file={dockerfile}", f"--tag={tag}", *options, str(context)]
+
+
+def check_words(builder: str, tag: str, command: Sequence[str]) -> list[list[str]]:
+    """Return the commands that run one command in a new container of the image."""
+    if builder == "buildah":
+        container = "check-" + "".join(letter if letter.isalnum() else "-" for letter in tag)
+        return [
+            ["buildah", "from", f"--name={container}", "--pull-never", tag],
+            ["buildah", "run", container, "--", *command],
+            ["buildah", "rm", container],
+        ]
+    return [[builder, "run", "--rm", "--network=none", "--entrypoint=", tag, *command]]
+
+
+def push_words(builder: str, tag: str, digest_file: Path) -> list[str]:
+    """Return the command that pushes an image to the registry in its name.
+
+    podman and buildah compress during the push, so the digest in the registry is another one: they write it to a file.
+    """
+    return ["docker", "push", tag] if builder == "docker" else [builder, "push", f"--digestfile={digest_file}", tag]
+
+
+def digest_words(builder: str, tag: str) -> list[str]:
+    """Return the command that prints the digest of an image: in the builder's store, for docker in the registry."""
+    if builder == "docker":
+        pushed = "{{with .RepoDigests}}{{index . 0}}{{else}}{{.Id}}{{end}}"
+        return ["docker", "image", "inspect", f"--format={pushed}", tag]
+    if builder == "podman":
+        return ["podman", "image", "inspect", "--format={{.Digest}}", tag]
+    return ["buildah", "inspect", "--type=image", "--format={{.FromImageDigest}}", tag]
+
+
+def base_digest_words(builder: str, name: str) -> list[str]:
+    """Return the command that prints the digest by which a registry knows an image of the builder's store."""
+    if builder == "docker":  # without a digest for an image that was built here
+        return ["docker", "image", "inspect", "--format={{range .RepoDigests}}{{.}} {{end}}", name]
+    return digest_words(builder, name)
+
+
+def size_words(builder: str, tag: str) -> list[str]:
+    """Return the command that prints the unpacked size of an image in bytes."""
+    return ["docker" if builder == "docker" else "podman", "image", "inspect", "--format={{.Size}}", tag]
+
+
+def import_words(builder: str, tag: str, output: Path) -> list[str]:
+    """Return the command that writes an image as a squashfs file for pyxis."""
+    store = _DAEMON.get(builder, "podman")  # podman and buildah share one store
+    return ["enroot", "import", "--output", str(output), f"{store}://{tag}"]
+
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCAL = "localhost/super-rl"  # prefix of names without a registry
@@ -87,7 +247,7 @@ class Build:
         return Path("build") / f"{self.image.name}.digest"
 
 
-def plan(name: str, environ: Mapping[str, str], builder: str) -> Build:
+def build_of(name: str, environ: Mapping[str, str], builder: str) -> Build:
     """Return the build of an image; raises `LaunchError` with every wrong variable."""
     if found := wrong_values(name, environ):
         raise LaunchError(found)
@@ -208,7 +368,15 @@ def execute(command: Sequence[str], root: Path) -> None:
 
 def _ask(command: Sequence[str], root: Path = ROOT) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
+        return subprocess.run(
+            command,
+            cwd=root,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=ANSWER_SECONDS,
+            check=False,
+        )
     except subprocess.TimeoutExpired as error:
         raise RunError(f"containers: no answer after {ANSWER_SECONDS} s: {shlex.join(command)}") from error
 
@@ -228,7 +396,7 @@ def output_of(command: Sequence[str], root: Path) -> str:
 def digest_of(build: Build, root: Path) -> str:
     """Return the digest of the built image, after a push the one in the registry."""
     if build.push and build.builder != "docker":
-        text = (root / build.digest_file).read_text()
+        text = (root / build.digest_file).read_text(encoding="utf-8")
     else:
         text = output_of(digest_words(build.builder, build.tag), root)
     found = DIGEST.search(text)
@@ -249,7 +417,7 @@ def import_image(build: Build, root: Path) -> None:
     try:
         execute(import_words(build.builder, build.tag, partial), root)
         record = {"tag": build.tag, "digest": digest_of(build, root), "bytes": partial.stat().st_size}
-        record_of(build.sqsh).write_text(json.dumps(record) + "\n")
+        record_of(build.sqsh).write_text(json.dumps(record) + "\n", encoding="utf-8")
         partial.replace(build.sqsh)
     finally:
         partial.unlink(missing_ok=True)
@@ -280,7 +448,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("image", help=", ".join(sorted(IMAGES)))
     args = parser.parse_args(argv)
     is_dry = os.environ.get("DRY_RUN", "").lower() in TRUE
-    build = plan(args.image, os.environ, find_builder(os.environ.get("BUILDER", ""), is_dry=is_dry))
+    build = build_of(args.image, os.environ, find_builder(os.environ.get("BUILDER", ""), is_dry=is_dry))
     if is_dry:
         print("\n".join(shlex.join(command) for command in build.commands))
         return 0

@@ -1,4 +1,7 @@
-"""containers/images.lock: the digest of every image that was built, and which image a launch would run."""
+"""containers/images.lock: the digest of every image that was built, and which image a launch would run.
+
+What kind of container image a file is, and whether it is complete, from its header alone.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,53 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from recipes.errors import LaunchError, Problem
-from recipes.files import sha256_of, write_atomically
+from recipes.files import read_object, sha256_of, write_atomically
+
+SQUASHFS_MAGIC = b"hsqs"
+SQUASHFS_USED = 40  # offset of the number of bytes of the file system
+SIF_MAGIC_OFFSET, SIF_MAGIC = 32, b"SIF_MAGIC\0"  # after the line that makes the file executable
+SIF_DATA = 112  # offset of two numbers: where the data begins, and how long it is
+HEADER_BYTES = 128
+
+Kind = Literal["squashfs", "SIF", "directory", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFile:
+    """One image on disk."""
+
+    kind: Kind
+    size: int  # bytes of the file
+    declared: int  # bytes that the header names; 0 where it names none
+
+    @property
+    def is_cut(self) -> bool:
+        return self.size < self.declared
+
+
+def read_image(path: Path) -> ImageFile:
+    """Read the header of an image."""
+    if path.is_dir():
+        return ImageFile(kind="directory", size=0, declared=0)
+    with path.open("rb") as file:
+        header = file.read(HEADER_BYTES)
+    size = path.stat().st_size
+    if header.startswith(SQUASHFS_MAGIC):
+        return ImageFile(kind="squashfs", size=size, declared=_number(header, SQUASHFS_USED))
+    if header[SIF_MAGIC_OFFSET:].startswith(SIF_MAGIC):
+        return ImageFile(kind="SIF", size=size, declared=_number(header, SIF_DATA) + _number(header, SIF_DATA + 8))
+    return ImageFile(kind="none", size=size, declared=0)
+
+
+def _number(header: bytes, offset: int) -> int:
+    """Return a little-endian number of eight bytes; where the header ends before it, more than any file has."""
+    if len(header) < offset + 8:
+        return 2**63
+    return int.from_bytes(header[offset : offset + 8], "little")
+
 
 LOCK = Path("containers/images.lock")
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -32,8 +79,10 @@ def read_lock(path: Path) -> dict[str, LockedImage]:
     if not path.is_file():
         return {}
     try:
-        return {name: LockedImage(**entry) for name, entry in json.loads(path.read_text())["images"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return {
+            name: LockedImage(**entry) for name, entry in json.loads(path.read_text(encoding="utf-8"))["images"].items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         wrong, fix = f"the lock of images is damaged ({error!r})", "restore it from git, or delete it and build again"
         raise LaunchError(Problem(where=str(path), wrong=wrong, fix=fix)) from error
 
@@ -68,9 +117,11 @@ def launch_digest(image: str) -> str | None:
     record = record_of(Path(image))
     if not record.is_file():
         return None
-    found = json.loads(record.read_text())
+    found = read_object(record)
     size = Path(image).stat().st_size if Path(image).exists() else -1
-    return str(found["digest"]) if found.get("bytes") == size else f"unknown: {image} was replaced after its import"
+    if "digest" not in found or "bytes" not in found:
+        return f"unknown: {record} is damaged"
+    return str(found["digest"]) if found["bytes"] == size else f"unknown: {image} was replaced after its import"
 
 
 def digest_problems(images: Mapping[str, str], lock: Mapping[str, LockedImage]) -> Iterator[Problem]:

@@ -62,7 +62,7 @@ IMAGES: Mapping[str, Image] = {
             dockerfile=Path("containers/sandbox/Dockerfile"),
             arguments=("BASE", "PACKAGES"),
             check=("sh", "-c", "bwrap --version && cd /sandbox && python3 -c 'import server'"),
-            inputs=(Path("containers/sandbox"),),
+            inputs=(Path("containers/sandbox"), Path("recipes/__init__.py"), Path("recipes/confinement")),
         ),
         Image(
             name="nemo-skills",
@@ -78,7 +78,7 @@ IMAGES: Mapping[str, Image] = {
             dockerfile=Path("containers/cpu_test/Dockerfile"),
             arguments=("BASE",),
             check=_imports("python", "torch", "ray", "vllm", "megatron.core"),
-            inputs=(Path("containers/cpu_test"), Path("tools/setup"), Path("pyproject.toml"), _CPU_LOCK),
+            inputs=(Path("containers/cpu_test"), Path("tools/dev"), Path("pyproject.toml"), _CPU_LOCK),
         ),
     )
 }

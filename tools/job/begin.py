@@ -23,9 +23,9 @@ import yaml
 from recipes.errors import LaunchError, Problem, RecipeError
 from recipes.grpo.checkpoint import complete_export, is_export
 from recipes.stop import EXIT_RESUME, SIGNALS
-from tools.planning.live_jobs import in_progress, live_jobs
-from tools.planning.provenance import data_digest, read_run_lock, record_start_weights, recorded_name
-from tools.planning.run_dir import RunInProgressError, lock_run, point_latest, read_holder, this_process
+from tools.draft import provenance
+from tools.draft.run_dir import RunInProgressError, lock_run, point_latest, read_holder, this_process
+from tools.draft.slurm import in_progress, live_jobs
 
 MODEL_KEY = "policy.model_name="
 DATA_KEYS = ("data.train.data_path=", "data.validation.data_path=")
@@ -46,7 +46,9 @@ def begin(log_dir: Path, command: Sequence[str]) -> tuple[str, ...]:
     lock_alone(run_dir)
     point_latest(log_dir)
     require_same_data(run_dir, command)
-    return with_start_weights(run_dir, command)
+    found = with_start_weights(run_dir, command)
+    provenance.require_same_side_files(run_dir)
+    return found
 
 
 def lock_alone(run_dir: Path) -> None:
@@ -93,7 +95,7 @@ def with_start_weights(run_dir: Path, command: Sequence[str]) -> tuple[str, ...]
     if not is_export(given):
         return tuple(words)
     found = complete_export(given)
-    for line in record_start_weights(run_dir, found):
+    for line in provenance.record_start_weights(run_dir, found):
         print(f"begin: differs from the last start: {line}", flush=True)
     print(f"begin: start weights {found}, complete", flush=True)
     words[index] = f"{MODEL_KEY}{json.dumps(str(found))}"
@@ -104,14 +106,14 @@ def require_same_data(run_dir: Path, command: Sequence[str]) -> None:
     """Hash the data files again, at each start of the job; raises `LaunchError` for those changed since the launch."""
     given = dict(word.split("=", 1) for word in command if word.startswith(DATA_KEYS))  # the last of a key wins
     paths = [Path(str(found)) for word in given.values() if (found := yaml.safe_load(word)) is not None]
-    recorded = read_run_lock(run_dir).get("data", {})
+    recorded = provenance.read_run_lock(run_dir).get("data", {})
     problems = []
     for path in dict.fromkeys(paths):
-        name = recorded_name(path, paths, recorded)
+        name = provenance.recorded_name(path, paths, recorded)
         if name and not path.is_file():
             fix = "restore the file, or submit the run again with another one"
             problems.append(Problem(where=str(path), wrong="no such file any more", fix=fix))
-        elif name and (found := data_digest(path)["sha256"]) != recorded[name]["sha256"]:
+        elif name and (found := provenance.data_digest(path)["sha256"]) != recorded[name]["sha256"]:
             expected = f"{recorded[name]['sha256'][:12]}..., as when the job was submitted"
             fix = "restore the file, or submit the run again; data.on_change says how a run with checkpoints goes on"
             problems.append(Problem(where=str(path), got=f"sha256 {found[:12]}...", expected=expected, fix=fix))

@@ -128,7 +128,7 @@ def _fill(path: Path, seed: Path) -> None:
             except tarfile.TarError as damage:  # it is replaced when the job ends
                 _say(f"{seed}: {damage}; this node compiles anew")
                 _empty(path)
-            (path / _FILLED_FROM).write_text(_stamp(os.fstat(file.fileno())))
+            (path / _FILLED_FROM).write_text(_stamp(os.fstat(file.fileno())), encoding="utf-8")
     except OSError as error:
         _say(f"{seed}: {error}; this node compiles anew")
         _empty(path)
@@ -140,9 +140,9 @@ def _fill(path: Path, seed: Path) -> None:
 def _keep(cache: CompileCache) -> None:
     """Replace the seed when this node has compiled something, unless another node has replaced it meanwhile."""
     note = cache.path / _FILLED_FROM
-    was, names = note.read_text() if note.exists() else "", _names(cache.path) - {_FILLED_FROM}
+    was, names = note.read_text(encoding="utf-8") if note.exists() else "", _names(cache.path) - {_FILLED_FROM}
     cache.seed.parent.mkdir(parents=True, exist_ok=True)
-    with cache.seed.with_suffix(".lock").open("w") as lock:
+    with cache.seed.with_suffix(".lock").open("w", encoding="utf-8") as lock:
         if not _flock(lock.fileno(), fcntl.LOCK_EX):
             return  # another node replaces it, or this file system has no locks and two could write at once
         if (_stamp(cache.seed.stat()) if cache.seed.exists() else "") != was:

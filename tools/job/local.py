@@ -12,28 +12,32 @@ also when the driver was killed; when the supervisor itself is killed, the kerne
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
+import resource
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
 
 from recipes.cluster.ports import NUM_SLOTS, RayPorts, hold, node_problems, ray_ports
-from recipes.cluster.tuning import worker_environment
-from recipes.errors import LaunchError, Problem, RecipeError, RunError
+from recipes.cluster.tuning import is_kept_back, with_loopback, worker_environment
+from recipes.errors import LaunchError, Problem, RecipeError, RunError, resource_problem
 from recipes.stop import EXIT_RESUME
+from tools.draft.run_dir import lock_run, new_attempt
 from tools.job.begin import stop_at_once, with_start_weights
 from tools.job.ray_temp import PREFIX, RAY, clear_abandoned, keep_logs, make_private, remove_sessions
-from tools.planning.run_dir import lock_run, new_attempt
 from tools.processes import (
     adopt_orphans,
     allow_open_files,
@@ -53,9 +57,17 @@ LOCAL_RUNS = "local runs"  # where a problem is when there are too many of them
 RAY_STARTED = b"Ray runtime started"  # what `ray start` of Ray 2 prints last, when its node has registered itself
 STOP_SECONDS = 600.0  # for the driver to finish its step and save after a signal
 _POLL_SECONDS = 0.1
+MIN_OPEN_FILES = 256  # of one process of a run; with 64 the raylet aborts
 _SHM_SCAN_SECONDS = 1.0  # a scan takes about 15 ms
+SHARED_MEMORY = Path("/dev/shm")
+NCCL_BYTES = 32 * 2**20  # of one rank, for its neighbours on the machine
 OBJECT_STORE_BYTES = 256 * 2**20  # a tiny run's batches are a few MiB; Ray's default is 30 % of the memory
 
+# What Ray prints before the addresses of its C++ stack, which say nothing to a user.
+SYSTEM_WORDS = tuple(
+    os.strerror(number)
+    for number in (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.ENOMEM, errno.EACCES, errno.EAGAIN, errno.EADDRINUSE)
+)
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 LOOPBACK = "127.0.0.1"
 CPU_ENVIRONMENT = {
@@ -70,7 +82,9 @@ ENVIRONMENT = {
     # Nothing of a local run listens on another interface, or asks for this machine's address in the network.
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
+    "TP_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": LOOPBACK,
+    "VLLM_LOOPBACK_IP": LOOPBACK,
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # with this Ray itself uses the loopback address, as on a desktop
 }
 
@@ -148,6 +162,27 @@ def take_slot() -> tuple[RayPorts, socket.socket]:
     )
 
 
+def open_files_problems(where: str = "this shell") -> list[Problem]:
+    """Return a problem where a process may open fewer files than a run needs, also after it has raised its limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or hard >= MIN_OPEN_FILES:
+        return []
+    expected, fix = f"at least {MIN_OPEN_FILES} open files for each process", "raise the hard limit (ulimit -Hn)"
+    return [Problem(where=where, got=f"a limit of {hard} open files", expected=expected, fix=fix)]
+
+
+def shared_memory_problems(parts: Mapping[str, int], *, where: str) -> list[Problem]:
+    """Return a problem where /dev/shm has not the bytes free that processes will share there, by what they are for."""
+    needed = sum(parts.values())
+    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else needed
+    if free >= needed:
+        return []
+    named = ", ".join(f"{size / 2**20:.0f} MiB for {what}" for what, size in parts.items() if size)
+    got, expected = f"{free / 2**20:.0f} MiB free", f"{needed / 2**20:.0f} MiB: {named}"
+    fix = "make it larger: mount -o remount,size=..., or the container's --shm-size or --ipc=host"
+    return [Problem(where=where, got=got, expected=expected, fix=fix)]
+
+
 def make_temp(attempt: Path) -> tuple[Path, int]:
     """Make the private directory of Ray and of all temporary files; return it and the descriptor of its lock."""
     clear_abandoned(TEMP_ROOT)
@@ -157,25 +192,36 @@ def make_temp(attempt: Path) -> tuple[Path, int]:
     return temp, lock
 
 
-def count_gpus() -> int:
+def count_devices() -> int:
     """Count the NVIDIA devices of this machine without loading a CUDA library."""
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
-def run_environment(temp: Path, ports: RayPorts) -> dict[str, str]:
-    """Return the environment of head and driver; what the user has set wins over the defaults.
+def count_gpus() -> int:
+    """Count the devices that a run in this Python can use: none where torch is a build for processors alone."""
+    try:
+        return 0 if version("torch").endswith("+cpu") else count_devices()
+    except PackageNotFoundError:
+        return count_devices()
 
-    In PYTHONPATH this checkout comes first: another one that the user has there would be run in its place.
+
+def run_environment(temp: Path, ports: RayPorts) -> dict[str, str]:
+    """Return the environment of head and driver: the shell's, without what would break a promise of the launch.
+
+    What a profile of a cluster exports for all its users must not open this run to them. A shell tunes Ray's timings
+    alone. In PYTHONPATH this checkout comes first: another one that the user has there would be run in its place.
     """
-    defaults = worker_environment(1) | ENVIRONMENT | ({} if count_gpus() else CPU_ENVIRONMENT)
-    fixed = {
+    shell = {name: value for name, value in os.environ.items() if not is_kept_back(name)}
+    fixed = ENVIRONMENT | ({} if count_gpus() else CPU_ENVIRONMENT)
+    fixed |= {
+        **{name: with_loopback(shell.get(name, "")) for name in ("no_proxy", "NO_PROXY")},
         "RAY_ADDRESS": f"{LOOPBACK}:{ports.gcs}",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "TMPDIR": str(temp / "tmp"),
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         **ports.variables(),
     }
-    return defaults | os.environ | fixed
+    return worker_environment(1) | shell | fixed
 
 
 def start_head(run: LocalRun, ports: RayPorts, env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
@@ -209,7 +255,7 @@ def wait_for_head(head: subprocess.Popen[bytes], signals: Signals, log: Path) ->
     end = time.monotonic() + HEAD_SECONDS
     while RAY_STARTED not in log.read_bytes() and not signals.received:
         if head.poll() is not None:
-            raise RunError(f"the Ray head exited with status {head.returncode}: {_last_line(log)} (log: {log})")
+            raise RunError(f"the Ray head exited with status {head.returncode}: {cause_of_end(log)} (log: {log})")
         if time.monotonic() >= end:
             raise RunError(f"the Ray head has not started after {HEAD_SECONDS:g} s (log: {log})")
         time.sleep(_POLL_SECONDS / 2)
@@ -257,7 +303,10 @@ def watch(driver: subprocess.Popen[bytes], head: subprocess.Popen[bytes], signal
     while driver.poll() is None:
         now = time.monotonic()
         if head.poll() is not None:
-            print(f"local: the Ray head exited with status {head.returncode}; ending the driver", file=sys.stderr)
+            why = f"the Ray head exited with status {head.returncode}"
+            print(
+                f"local: {why}; ending the driver; see raylet.out and gcs_server.out below logs/latest", file=sys.stderr
+            )
             driver.kill()
             driver.wait()
             return 1
@@ -308,12 +357,15 @@ def tear_down(temp: Path, attempt: Path, shm: set[int]) -> None:
     shm |= shared_memory_inodes(descendants(os.getpid()))
     if left := kill_descendants(deadline_seconds=20):
         print(f"local: processes {left} could not be killed", file=sys.stderr)
-    keep_logs(temp, attempt / "ray")
+    keep_logs(temp, attempt / RAY)
+    print(f"local: Ray's logs and those of its workers are now in {attempt / RAY}", flush=True)
     remove_shared_memory(shm)
 
 
 def supervise(run: LocalRun) -> int:
     """Run the job from lock to cleanup and return its exit status."""
+    if problems := open_files_problems():
+        raise LaunchError(problems)
     lock = lock_run(run.run_dir)
     for number in caught(*FORWARDED):
         signal.signal(number, stop_at_once)  # the checksums of large start weights take minutes
@@ -330,11 +382,13 @@ def supervise(run: LocalRun) -> int:
     shm: set[int] = set()
     print(f"local: {run.run_dir.name}, {attempt.name}, {run.num_units} worker units")
     print(f"  tail -F {log}\n  tail -F {temp}/{RAY}/session_latest/logs/worker-*", flush=True)
+    print("local: starting Ray", flush=True)
     try:
         head = bring_up_head(run, ports, env, signals, attempt / "ray_head.log")
         if signals.received:
             print(f"local: got {signals.received[0].name} before the driver was started", file=sys.stderr)
             return EXIT_RESUME
+        print("local: Ray is up, starting the driver", flush=True)
         with echo(log):
             driver = start_driver(run, env, log, (lock, held))
             signals.forward_to(driver)
@@ -345,9 +399,11 @@ def supervise(run: LocalRun) -> int:
         slot.close()
 
 
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "no output"
+def cause_of_end(log: Path) -> str:
+    """Return the line of Ray's output that says why it ended: one with the system's own words, else the last one."""
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    refused = [line.strip() for line in lines if any(words in line for words in SYSTEM_WORDS)]
+    return (refused or lines or ["no output"])[-1]
 
 
 def parse(argv: list[str] | None) -> LocalRun:
@@ -368,6 +424,9 @@ def main(argv: list[str] | None = None) -> int:
         for line in str(error).splitlines():
             print(f"local: {line}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"local: {resource_problem(error, 'starting a process of the run')}", file=sys.stderr)
+        return RunError.exit_code
 
 
 if __name__ == "__main__":

@@ -7,10 +7,13 @@
 #   named_nodes NODE...       print the nodes that the failure of the job names
 #   first_errors ROLE         print what srun said of a step before it ended the rest of it
 #   nodes_to_leave_out NODE... print these nodes and those that earlier starts left out
+#   leave_out LIST            have Slurm start the waiting job without these nodes
 #   has_enough_nodes LIST     whether the partition has enough nodes when those of LIST are left out
+#   is_bring_up STATUS        whether a start has failed before it could train
+#   judge_bring_up NODE...    set `reason` when a start without these nodes can do better, else `why`
 #   setting NAME DEFAULT      print a number of the controller's configuration
 
-readonly PROBE_SECONDS=10
+readonly PROBE_SECONDS=10 EXIT_NODE=69 MAX_BRING_UPS=3
 
 down_nodes() {
   timeout 10 sinfo --noheader --Node --nodes="$1" --states=down,drain,fail,no_respond --format='%N is %T: %E' || true
@@ -89,4 +92,36 @@ has_enough_nodes() {
   others="$(timeout 30 sinfo --noheader --Node --partition="${SLURM_JOB_PARTITION}" --format=%N |
     sort -u | grep -cvxF -f <(timeout 30 scontrol show hostnames "$1"))" || true
   ((${others:-0} >= ${SLURM_JOB_NUM_NODES:-1}))
+}
+
+# Whether a start has failed before the driver could begin, or the driver says that it failed for some of its nodes.
+is_bring_up() {
+  (($1 == EXIT_NODE)) || [[ ${ended_role} != driver && ! -e ${log_dir}/bring_up.json ]]
+}
+
+# Set `reason` when a start without these nodes can do better, else say why not: judge_bring_up NODE...
+judge_bring_up() {
+  local number=$((${log_dir##*_} - 1)) in_a_row=1
+  printf '%s' "${SLURM_JOB_ID}" >"${log_dir}/bring_up_failed"
+  while [[ $(cat -- "${log_dir%_*}_${number}/bring_up_failed" 2>/dev/null) == "${SLURM_JOB_ID}" ]]; do
+    in_a_row=$((in_a_row + 1)) number=$((number - 1))
+  done
+  why="${*} did not come up"
+  if ((in_a_row > MAX_BRING_UPS)); then
+    why+=", and ${in_a_row} starts in a row have failed so"
+  elif [[ -z $(nodes_to_leave_out "$@") ]]; then
+    why+=', and the partition has no other node for the job'
+  else
+    # shellcheck disable=SC2034 # it is the caller's
+    reason="${why}"
+  fi
+}
+
+# Slurm's TERM comes once, and may end a program that has not begun to ignore it.
+leave_out() {
+  local tries
+  for ((tries = 0; tries < 3; tries++)); do
+    if shielded scontrol update "JobId=${SLURM_JOB_ID}" "ExcNodeList=$1"; then return 0; fi
+  done
+  return 1
 }

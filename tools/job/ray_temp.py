@@ -44,7 +44,7 @@ def make_private(path: Path, *, logs: Path) -> int:
         if lock is not None and not os.fstat(lock).st_nlink:
             os.close(lock)  # another start took the empty directory for an abandoned one
             lock = None
-    (path / _LOGS_GO_TO).write_text(str(logs))
+    (path / _LOGS_GO_TO).write_text(str(logs), encoding="utf-8")
     return lock
 
 
@@ -57,7 +57,7 @@ def clear_abandoned(parent: Path) -> None:
             path.rmdir()
         note = path / _LOGS_GO_TO
         if note.is_file():  # else it is not of this program, or of a version that took no lock
-            target = Path(note.read_text())
+            target = Path(note.read_text(encoding="utf-8"))
             if target.parent.is_dir():
                 keep_logs(path, target)
             else:  # the run itself has been removed

@@ -12,15 +12,14 @@
 # After which end a job starts again, at most MAX_RESTARTS times:
 #   75, with a new checkpoint       the driver saved and stopped: a signal, or the time limit
 #   75, without one                 only when it was interrupted before its time was up
-#   another error, new checkpoint   a rank or the last engine failed: again without the node that the message names
+#   another error, new checkpoint   a rank or the last engine failed: without the node that the message names
 #   another error, preempted        Slurm has told the programs of all steps to end, Ray's too, before they could save
+#   69, or a step before the driver without the nodes that the failure names, also without a checkpoint
 #   a node that does not answer     Slurm puts the job back when it has noticed; when it has not, this does
-# After 0 the run is done; after 2 an input is wrong, and the next start would end in the same way.
+# After 0 the run is done; after 2 an input is wrong, and the next start would end in the same way, on any node.
 
 readonly EXIT_RESUME=75 DOWN_MARGIN_SECONDS="${DOWN_MARGIN_SECONDS:-60}"
-# A controller that restarts is away for a minute.
-readonly REQUEUE_TRIES=8 REQUEUE_SECONDS="${REQUEUE_SECONDS:-15}"
-readonly LIMIT_SECONDS=720 # Slurm signals a job so long before its end, up to a minute early: see tools/planning/walltime.py
+readonly REQUEUE_TRIES=8 REQUEUE_SECONDS="${REQUEUE_SECONDS:-15}" # a controller that restarts is away for a minute
 
 # srun takes TERM as an order to kill its step, but forwards USR1.
 ask_driver() {
@@ -38,10 +37,11 @@ newest_checkpoint() {
     true
 }
 
-# What NeMo RL says before it ends with status 0 because of checkpointing.checkpoint_must_save_by.
-readonly STOPPED_EARLY='Timeout has been reached, stopping training early'
+readonly STOPPED_EARLY='Timeout has been reached, stopping training early' # NeMo RL, which then ends with 0
 
-# Whether the driver stopped though its time was not up: a user or a preemption wanted the nodes.
+# Whether the driver stopped though its time was not up: a user or a preemption wanted the nodes. Slurm signals a job
+# LIMIT_SECONDS before its end, up to a minute early: see tools/draft/slurm.py.
+readonly LIMIT_SECONDS=720
 was_interrupted() {
   # shellcheck disable=SC2154 # log_dir is the job file's
   ! grep -qs 'stopping early: checkpointing.checkpoint_must_save_by' "${log_dir}/driver.log" &&
@@ -57,7 +57,7 @@ was_preempted() {
 }
 
 resume_or_end() {
-  local status=$1 before=$2 now=$3 most=$4 restarts=${SLURM_RESTART_COUNT:-0} saved='' reason='' node
+  local status=$1 before=$2 now=$3 most=$4 restarts=${SLURM_RESTART_COUNT:-0} saved='' reason='' why='' node
   local -a silent=() failed=()
   shift 4
   [[ -z ${now} || ${now} == "${before}" ]] || saved="saved ${now}"
@@ -76,6 +76,7 @@ resume_or_end() {
         reason="preempted, ${saved:-saved nothing new}"
       elif ((${#silent[@]} == 0)); then
         mapfile -t failed < <(named_nodes "$@")
+        if [[ -z ${reason} ]] && ((${#failed[@]})) && is_bring_up "${status}"; then judge_bring_up "${failed[@]}"; fi
       else
         for node in "${silent[@]}"; do say "node ${node} is lost: no slurmd answers there"; done
         ((restarts >= most)) || wait_for_slurm "${status}"
@@ -85,7 +86,8 @@ resume_or_end() {
       ;;
   esac
   if [[ -z ${reason} ]]; then
-    say "not restarted: this start saved no new checkpoint (newest: ${now:-none}), and the next one would not either"
+    why=${why:-"this start saved no new checkpoint (newest: ${now:-none}), and the next one would not either"}
+    say "not restarted: ${why}"
   elif ((restarts >= most)); then
     say "not restarted: this was restart ${restarts} of at most ${most} (MAX_RESTARTS); submit again to go on"
   else
@@ -138,13 +140,4 @@ requeue() {
     fi
   done
   say 'not restarted: Slurm did not take the requeue; submit again to go on'
-}
-
-# Slurm's TERM comes once, and may end a program that has not begun to ignore it.
-leave_out() {
-  local tries
-  for ((tries = 0; tries < 3; tries++)); do
-    if shielded scontrol update "JobId=${SLURM_JOB_ID}" "ExcNodeList=$1"; then return 0; fi
-  done
-  return 1
 }

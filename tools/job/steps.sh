@@ -18,6 +18,14 @@
 readonly CAUSE_LINES=5 END_SECONDS=20
 # What srun makes of a signal that ends the driver's Python while it still loads; later each of them has a handler.
 readonly KILLED_BY_USR1=138 KILLED_BY_TERM=143
+# Variables of the shell that no process of a run gets: recipes/cluster/tuning.py says why.
+readonly -a KEPT_BACK=(
+  PYTHONHOME PYTHONINSPECT PYTHONOPTIMIZE PYTHONPLATLIBDIR PYTHONSAFEPATH PYTHONSTARTUP PYTHONWARNINGS
+  NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD GROUP_RANK LOCAL_RANK
+  LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT RANK WORLD_SIZE VLLM_ALLOW_INSECURE_SERIALIZATION
+  VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_DP_MASTER_IP VLLM_DP_MASTER_PORT VLLM_DP_RANK VLLM_DP_SIZE VLLM_PLUGINS
+  VLLM_PORT VLLM_RPC_BASE_PATH VLLM_SERVER_DEV_MODE
+)
 
 # One directory per start, also per requeue: nothing is overwritten.
 make_log_dir() {
@@ -39,6 +47,7 @@ export_environment() {
   export SANDBOX_TOKEN
   export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
   export PYTHONPATH="${PWD}" # the snapshot, before what is installed
+  unset "${KEPT_BACK[@]}" "${!RAY_TLS_@}" RAY_ADDRESS RAY_AUTH_TOKEN_PATH RAY_NAMESPACE RAY_RUNTIME_ENV_HOOK RAY_USE_TLS
   # srun takes options from variables. A launch from the shell of an interactive job has passed on those of that job.
   unset SLURM_STEP_GRES SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_GPUS SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU \
     SLURM_GPU_BIND SLURM_CPUS_PER_GPU SLURM_TRES_PER_TASK SLURM_TIMELIMIT
@@ -82,8 +91,8 @@ watch() {
   done
   if [[ ${ended} != "${driver_pid}" ]]; then
     say_end "${ended}" "${status}"
-    # A Ray node says 2 when its machine cannot be used. Only the driver may say 0 or 75.
-    [[ ${roles[${ended}]} == ray_* && ${status} == 2 ]] || status=1
+    # A Ray node says this when its machine cannot be used. Only the driver may say 0, 2 or 75.
+    [[ ${roles[${ended}]} == ray_* && ${status} == "${EXIT_NODE}" ]] || status=1
   elif ((status == KILLED_BY_USR1 || status == KILLED_BY_TERM)); then
     say 'the driver was asked to stop before it could take the signal: nothing had begun'
     status=${EXIT_RESUME}

@@ -7,7 +7,8 @@ parent fails. Its start weights do not exist yet: `tools/job/begin.py` finds and
 Started again, stages that have reached their end are left out and the others resume. On this machine the run ends with
 one page about the whole chain; `--report` writes it at any time, on Slurm, too.
 
-Exit status: 0 submitted, run or already finished; 2 an input is wrong and nothing was started; 1 a submission failed;
+Exit status: 0 submitted, run or already finished; 2 an input is wrong and nothing was started, also of a dry run, which
+prints its lines nevertheless; 1 a submission failed;
 with LAUNCHER=local that of the stage that ended the sequence (75: stopped early and saved, start again to resume).
 """
 
@@ -18,17 +19,15 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from recipes.config.stages import Stage, find_stage, load_stages
+from recipes.config.load import Stage, find_stage, load_stages
 from recipes.errors import InputError, LaunchError, Problem, RecipeError
 from tools.command_line import TRUE, exit_status
 from tools.doctor.examine import examine
-from tools.launch.links import Link, make_links
-from tools.launch.plan import plan_draft, start_findings
-from tools.launch.prepare import prepare, unprepared
-from tools.launch.sequence import PlannedStage, paste, run_one_by_one, submit
-from tools.planning.findings import Finding, errors, forced, found
-from tools.planning.stage_env import scale_of
-from tools.report.chain import ChainStage, summary_lines, write_chain
+from tools.draft.findings import Finding, forced, found
+from tools.draft.launch import ROOT, scale_of
+from tools.launch.command import command_of, prepare, start_findings, unprepared
+from tools.launch.sequence import Link, Step, make_links, paste, run_one_by_one, submit
+from tools.look.report.chain import ChainStage, summary_lines, write_chain
 
 
 def chosen_stages(names: Sequence[str]) -> list[Stage]:
@@ -58,21 +57,38 @@ def variable_problems(environ: Mapping[str, str], num_stages: int) -> list[Probl
     return problems
 
 
-def inspect(links: Sequence[Link], *, force: bool) -> list[str]:
+def inspect(links: Sequence[Link], *, is_dry: bool, force: bool, is_made_first: bool) -> list[str]:
     """Return everything that refuses the pipeline; notes are printed."""
     left = [link for link in links if not link.is_finished]
-    findings = [[*examine(link.checked), *order_findings(link)] for link in left]
+    findings = [[*examine(link.checked, is_dry=is_dry), *order_findings(link)] for link in left]
+    if is_made_first:
+        findings = [[finding for finding in some if not is_made(finding)] for some in findings]
     return refusals(left, [forced(some) for some in findings] if force else findings)
 
 
 def refusals(links: Sequence[Link], findings: Iterable[Iterable[Finding]]) -> list[str]:
     """Return the errors of each stage as lines, equal findings of several stages once; print the notes."""
-    where: dict[Finding, list[str]] = {}
+    where: dict[tuple[str, str, str], list[str]] = {}
+    first: list[Finding] = []
     for link, some in zip(links, findings, strict=True):
         for finding in some:
-            where.setdefault(finding, []).append(link.stage.id)
-    say(f"{', '.join(ids)}: note: {finding}" for finding, ids in where.items() if finding.severity == "note")
-    return [f"{', '.join(where[finding])}: {finding}" for finding in errors(where)]
+            ids = where.setdefault(subject(finding), [])
+            first += [] if ids else [finding]
+            ids.append(link.stage.id)
+    lines = [(finding, ", ".join(where[subject(finding)])) for finding in first]
+    say(f"{ids}: note: {finding}" for finding, ids in lines if finding.severity == "note")
+    return [f"{ids}: {finding}" for finding, ids in lines if finding.severity == "error"]
+
+
+def subject(finding: Finding) -> tuple[str, str, str]:
+    """Return what findings of several stages have in common: what is wrong where. Each may have its own advice."""
+    return finding.code, finding.problem.where, finding.problem.what
+
+
+def is_made(finding: Finding) -> bool:
+    """Whether a finding is about rows, images or weights that the first command of a tiny chain makes."""
+    places = (str(ROOT / "data"), str(ROOT / "models"))
+    return finding.kind.is_made and any(place in str(finding.problem) for place in places)
 
 
 def order_findings(link: Link) -> list[Finding]:
@@ -90,19 +106,21 @@ def order_findings(link: Link) -> list[Finding]:
     ]
 
 
-def make_steps(links: Sequence[Link]) -> list[PlannedStage]:
-    """Plan the stages that are still to run; raises `LaunchError` with the problems of all that cannot be planned."""
+def make_steps(links: Sequence[Link]) -> list[Step]:
+    """Return the stages that are still to run; raises `LaunchError` with the problems of all that have no command."""
     steps, problems = [], []
     for link in links:
         if link.is_finished:
             continue
         try:
-            plan = plan_draft(link.draft)
+            command = command_of(link.launch)
         except LaunchError as error:
             problems += error.problems
             continue
         after = link.parent.stage.id if link.is_pending and link.parent is not None else ""
-        steps.append(PlannedStage(stage=link.stage.id, plan=plan, after=after, variables=link.variables))
+        steps.append(
+            Step(stage=link.stage.id, command=command, run_dir=link.run_dir, after=after, variables=link.variables)
+        )
     if problems:
         raise LaunchError(list(dict.fromkeys(problems)))
     return steps
@@ -115,11 +133,11 @@ def left_out(links: Sequence[Link]) -> Iterator[str]:
             yield f"{link.stage.id}: it starts from {link.parent.stage.id}; {link.stage.after} is not in STAGES"
 
 
-def run_pipeline(links: Sequence[Link], overrides: Sequence[str], *, is_dry: bool, force: bool) -> int:
-    """Check all stages, then print, submit or run them."""
-    refused = inspect(links, force=force)
+def run_pipeline(links: Sequence[Link], overrides: Sequence[str], *, is_dry: bool, force: bool, first: str) -> int:
+    """Check all stages, then print, submit or run them; a dry run prints the command `first` before them."""
+    refused = inspect(links, is_dry=is_dry, force=force, is_made_first=bool(first))
     if not is_dry:
-        refused += [str(finding) for finding in start_findings(links[0].draft)]
+        refused += [str(finding) for finding in start_findings(links[0].launch)]
     if refused and not is_dry:
         say(refused)
         return LaunchError.exit_code
@@ -132,22 +150,20 @@ def run_pipeline(links: Sequence[Link], overrides: Sequence[str], *, is_dry: boo
     say(left_out(links))
     say(f"would be refused: {line}" for line in refused)
     say(f"{link.stage.id}: {link.run_dir.name} has reached its end, left out" for link in links if link.is_finished)
-    say(
-        f"{step.stage}: start weights are the last complete export of {step.after}, found and checked at its start"
-        for step in steps
-        if step.after
-    )
+    if waiting := [step.stage for step in steps if step.after]:
+        which = "start weights are the parent's last complete export, found and checked at the start"
+        say([f"{', '.join(waiting)}: {which}"])
     if is_dry:
-        say(line for step in steps for line in unprepared(step.plan))
-        print("\n".join(paste(steps, words)))
-        return 0
+        say(line for step in steps for line in unprepared(step.command))
+        print("\n".join([*([first] if first else []), *paste(steps, words, is_for_eyes=sys.stdout.isatty())]))
+        return LaunchError.exit_code if refused else 0
     if not steps:
         say(["every stage has reached its end: nothing to do"])
         return 0
-    if steps[0].plan.contract.is_local:
+    if steps[0].command.launch.contract.is_local:
         return run_one_by_one(steps, words)
     for step in steps:
-        say(f"{step.stage}: {line}" for line in prepare(step.plan, is_model_there=not step.after))
+        say(f"{step.stage}: {line}" for line in prepare(step.command, is_model_there=not step.after))
     return submit(steps)
 
 
@@ -171,6 +187,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--stages", default="", help="ids or names, e.g. 'stage1.1 stage1.2'; empty: all")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and stop (also DRY_RUN=true)")
+    parser.add_argument("--first", default="", metavar="COMMAND", help="what makes rows and weights before a dry run")
     parser.add_argument("--check", action="store_true", help="check variables and configuration, and stop")
     parser.add_argument("--force", action="store_true", help="make notes of the errors that may be forced")
     parser.add_argument("--report", action="store_true", help="only write the page about the chain")
@@ -192,8 +209,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             refused = refusals(links, [link.checked.findings for link in links])
             say(refused)
             return LaunchError.exit_code if refused else 0
-        status = 0 if args.report else run_pipeline(links, args.overrides, is_dry=is_dry, force=args.force)
-        has_run = links[0].draft.contract.is_local and not is_dry and status != LaunchError.exit_code
+        how = {"is_dry": is_dry, "force": args.force, "first": args.first if is_dry else ""}
+        status = 0 if args.report else run_pipeline(links, args.overrides, **how)
+        has_run = links[0].launch.contract.is_local and not is_dry and status != LaunchError.exit_code
         if args.report or has_run:
             report(make_links(stages, args.overrides, os.environ))  # what is finished now
         return status

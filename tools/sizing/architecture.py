@@ -6,7 +6,6 @@ attention, and experts or an MLP.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.errors import InputError, Problem
+from recipes.weight_files import require_object
 
 _PATTERN = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}  # characters of hybrid_override_pattern
 _NEW_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}  # of transformers 5, in layers_block_type
@@ -145,11 +145,7 @@ SUPER = Architecture(
 def read_architecture(model: Path) -> Architecture:
     """Read a model directory's config.json; raises `InputError` for an unknown kind of model."""
     path = model / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        problem = Problem(where=str(path), wrong=f"it cannot be read ({error})", fix="check MODEL_PATH")
-        raise InputError(problem) from error
+    config = require_object(path, fix="check MODEL_PATH")
     kind = str(config.get("model_type"))
     try:
         if kind == "nemotron_h":

@@ -4,19 +4,202 @@ Trainer: weights, gradients and optimizer state as Megatron's distributed optimi
 one packed micro-batch. Engine: weights, and the rest of `gpu_memory_utilization` for KV cache and Mamba states.
 These are estimates; buffers of libraries are one assumed number. Activations and logits of tiny models of each family
 are within 10 % of what a step allocates on a CPU (tests/functional/test_memory.py).
+
+Activations are what the layers keep for the backward pass, and what that pass adds, counted from the code of
+recipes/policy, on CUDA and on a CPU. One kind of layer differs: the kernels of
+`mamba_ssm` compute most of a Mamba-2 layer again in the backward pass, which their stand-in on a CPU does not.
+
+Also what the nodes of a job read from shared file systems before the first step, in bytes. The engines are not in it:
+they start without weights and get them from the policy, over the network.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from recipes.config.keys.derive import Derived
 from recipes.config.tree import Config, MegatronConfig
-from tools.sizing.activations import activations
+from tools.job.compile_cache import seed_path
 from tools.sizing.architecture import Architecture
+
+_CODE = ("recipes", "tools", "configs")  # of the snapshot, what nodes read
+_BYTES_PER_WEIGHT = 2  # start weights are stored in 16 bits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartVolume:
+    """One thing that several nodes read."""
+
+    what: str
+    node_bytes: float
+    num_nodes: int
+    note: str
+
+    @property
+    def total_bytes(self) -> float:
+        """Bytes that the file system serves for all nodes together."""
+        return self.node_bytes * self.num_nodes
+
+
+def start_volumes(
+    model: Architecture, sizes: Derived, contract: Mapping[str, str], *, root: Path, image_bytes: float
+) -> tuple[StartVolume, ...]:
+    """Return what is read, largest first. `image_bytes` is assumed where CONTAINER is no file."""
+    image, cache = Path(contract["CONTAINER"] or "-"), contract["PERSISTENT_CACHE"]
+    seed = seed_path(Path(cache)) if cache else None
+    files = (file for top in _CODE for file in (root / top).rglob("*") if file.suffix != ".pyc" and file.is_file())
+    code = sum(file.stat().st_size for file in files)
+    found = (
+        StartVolume(
+            what="start weights",
+            node_bytes=float(model.parameters * _BYTES_PER_WEIGHT),
+            num_nodes=sizes.num_train_nodes,
+            note="at most; the engines get theirs from the policy",
+        ),
+        StartVolume(
+            what="container image",
+            node_bytes=float(image.stat().st_size) if image.is_file() else image_bytes,
+            num_nodes=sizes.num_nodes,
+            note="the file CONTAINER" if image.is_file() else "assumed",
+        ),
+        StartVolume(
+            what="compiled kernels",
+            node_bytes=float(seed.stat().st_size) if seed is not None and seed.is_file() else 0.0,
+            num_nodes=sizes.num_nodes,
+            note="one file in PERSISTENT_CACHE, unpacked on each node's own disk",
+        ),
+        StartVolume(what="code", node_bytes=float(code), num_nodes=sizes.num_nodes, note="the snapshot of the run"),
+    )
+    return tuple(sorted(found, key=lambda one: -one.total_bytes))
+
+
+_MAMBA_CHUNK = 128  # tokens; training keeps one state per chunk of a sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerActivations:
+    """One layer's activations in bytes."""
+
+    kept: float  # from its forward to its backward pass; its own input and the output of its norm included
+    working: float  # gradients that its backward pass holds at once
+
+
+def activations(model: Architecture, megatron: MegatronConfig, tokens: float, width: int) -> LayerActivations:
+    """Return what all layers of a pipeline stage keep for `tokens` tokens per GPU, and what the worst of them adds.
+
+    With recomputation a layer keeps its input, and the backward pass holds all activations of one layer.
+    """
+    stage, stream = megatron.pipeline_model_parallel_size, _stream(model, megatron, tokens, width)
+    own, counts = layer_activations(model, megatron, tokens, width), _counts(model)
+    if model.has_pairs:
+        (other,) = [kind for kind, count in counts.items() if count and kind != "attention"]
+        both = (own["attention"], own[other])
+        own = {"pair": LayerActivations(kept=sum(x.kept for x in both), working=max(x.working for x in both))}
+        counts = {"pair": model.attention_layers}
+    built = [(own[kind], count) for kind, count in counts.items() if count]
+    if megatron.activation_checkpointing:
+        return LayerActivations(
+            kept=sum(counts.values()) / stage * stream, working=max(layer.kept + layer.working for layer, _ in built)
+        )
+    return LayerActivations(
+        kept=sum(layer.kept * count for layer, count in built) / stage, working=max(layer.working for layer, _ in built)
+    )
+
+
+def layer_activations(
+    model: Architecture, megatron: MegatronConfig, tokens: float, width: int
+) -> Mapping[str, LayerActivations]:
+    """Return the activations of one layer of each kind on one GPU."""
+    tensor, stream = megatron.tensor_model_parallel_size, _stream(model, megatron, tokens, width)
+    of_parts = {
+        "attention": _attention(model, tokens, width, tensor, has_fused_rotation=megatron.apply_rope_fusion),
+        "mamba": _mamba(model, tokens, width, tensor),
+        "mlp": _mlp(model, tokens * model.mlp_size * width / tensor),
+        "moe": _moe(model, megatron, tokens, width),
+    }
+    return {
+        kind: LayerActivations(kept=2 * stream + kept, working=working) for kind, (kept, working) in of_parts.items()
+    }
+
+
+def _stream(model: Architecture, megatron: MegatronConfig, tokens: float, width: int) -> float:
+    """Return the bytes of the state between two layers."""
+    return tokens * model.hidden * width / (megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1)
+
+
+def _counts(model: Architecture) -> dict[str, int]:
+    return {
+        "attention": model.attention_layers,
+        "mamba": model.mamba_layers,
+        "mlp": model.mlp_layers,
+        "moe": model.moe_layers,
+    }
+
+
+def _attention(
+    model: Architecture, tokens: float, width: int, tensor: int, *, has_fused_rotation: bool
+) -> tuple[float, float]:
+    """Return what is kept: queries, keys, values and the output twice; before their norms; sines, sums of scores."""
+    queries, all_heads = model.query_heads, model.query_heads + 2 * model.kv_heads
+    heads = 2 * queries + all_heads + (all_heads if model.norms_heads else 0)
+    rotation = model.head_size * width if model.rotates_heads and not has_fused_rotation else 0
+    kept = tokens * (heads * model.head_size * width / tensor + rotation + 4 * queries / tensor)
+    return kept, tokens * (queries + all_heads) * model.head_size * width / tensor
+
+
+def _mamba(model: Architecture, tokens: float, width: int, tensor: int) -> tuple[float, float]:
+    """Return what the kernels keep; the backward pass needs as much again."""
+    mixed = model.mamba_inner + 2 * model.mamba_groups * model.mamba_state
+    states = tokens / _MAMBA_CHUNK * model.mamba_inner * model.mamba_state * 4
+    kept = (tokens * (2 * mixed + 3 * model.mamba_inner) * width + states) / tensor
+    return kept, kept
+
+
+def _mlp(model: Architecture, inner: float) -> tuple[float, float]:
+    """Return what an MLP keeps of `inner` bytes per matrix, and the gradients of them that are there at once.
+
+    With a gate: both parts of the first product, and what they become. Without one: the activation before and after
+    its square.
+    """
+    return (3 if model.is_gated else 2) * inner, 3 * inner
+
+
+def _gathered(model: Architecture, megatron: MegatronConfig, tokens: float, width: int) -> float:
+    """Return the bytes of the tokens of all ranks that share the experts, where each rank gathers them.
+
+    In the backward pass these are gradients of outputs, in float32 as they are added up, and of inputs.
+    """
+    if megatron.moe_token_dispatcher_type != "allgather":
+        return 0.0
+    ranks = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
+    return tokens / megatron.tensor_model_parallel_size * ranks * model.expert_hidden * (4 + 2 * width)
+
+
+def _moe(model: Architecture, megatron: MegatronConfig, tokens: float, width: int) -> tuple[float, float]:
+    """Return the activations of experts, shared expert and router.
+
+    Tokens are split over the tensor ranks before routing; with even routing each rank receives as many as it sends.
+    """
+    tensor = megatron.tensor_model_parallel_size
+    routed = tokens / tensor * model.experts_per_token
+    inner = routed * model.expert_size * width
+    kept, _ = _mlp(model, inner)
+    working = (3 if model.is_gated else 2) * inner
+    kept += routed * (model.expert_hidden + model.expert_size) * width  # input, and the product with the router's share
+    shared_kept, shared_working = _mlp(model, tokens * model.shared_size * width / tensor)
+    latent = tokens / tensor * model.expert_hidden * width if model.expert_hidden != model.hidden else 0.0
+    scores = 3 * tokens / tensor * model.experts * 4
+    working += _gathered(model, megatron, tokens, width)
+    working += 2 * routed * model.expert_hidden * width  # the gradients of inputs and outputs, each in its two orders
+    both = working + shared_working if megatron.moe_shared_expert_overlap else max(working, shared_working)
+    return kept + shared_kept + latent + scores, both
+
 
 GIB = 2**30
 _OFFLOADED = 16  # bytes of a parameter whose optimizer is a CPU's: weight, gradient and two moments in float32
+_PACKED = 0.8  # bytes of a choice of an expert on its way, of two: measured with 22 of 512
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1}
 
 
@@ -29,11 +212,13 @@ class TrainerMemory:
     optimizer: float
     activations: float  # that are kept for the backward pass
     backward: float  # what its worst moment adds: the logits, or one layer
+    routes: float  # that are replayed in the micro-batch
     other: float  # assumed: CUDA context, NCCL and allocator
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.backward + self.other
+        state = self.weights + self.gradients + self.optimizer
+        return state + self.activations + self.backward + self.routes + self.other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +249,7 @@ class EngineMemory:
     cache: float
     cache_per_token: float
     state_per_sequence: float
+    routes: float  # in the memory of its node: the routes of all tokens that the caches hold, at most
 
     @property
     def total(self) -> float:
@@ -80,6 +266,7 @@ def trainer_memory(model: Architecture, config: Config, sizes: Derived, *, other
     policy, megatron = config.policy, config.policy.megatron_cfg
     width = _BYTES[policy.precision]
     dense, experts, dense_copies, expert_copies = _local_parameters(model, megatron, sizes.train_gpus)
+    trained = _head_parameters(model, megatron) if megatron.freeze_trunk else (dense, experts)
     is_carried = model.has_heads and not megatron.mtp_num_layers  # heads that are not trained are weights alone
     carried = sum(_head_parameters(model, megatron)) if is_carried else 0.0
     optimizer = megatron.optimizer
@@ -90,12 +277,23 @@ def trainer_memory(model: Architecture, config: Config, sizes: Derived, *, other
     layers = activations(model, megatron, tokens, width)
     return TrainerMemory(
         weights=(dense + experts + carried) * width,
-        gradients=(dense + experts) * (4 if in_fp32 or width == 4 else 2),
-        optimizer=(1.0 - _offloaded_share(megatron)) * each * (dense / shards[0] + experts / shards[1]),
+        gradients=sum(trained) * (4 if in_fp32 or width == 4 else 2),
+        optimizer=(1.0 - _offloaded_share(megatron)) * each * (trained[0] / shards[0] + trained[1] / shards[1]),
         activations=layers.kept,
         backward=max(layers.working, _logits(model, config, tokens, width)),
+        routes=_choices(model, config) * tokens * 2 / megatron.pipeline_model_parallel_size,
         other=other,
     )
+
+
+def packed_routes(model: Architecture, config: Config) -> float:
+    """Return the bytes of the routes of one token beside its id, in the object store and in checkpoints."""
+    return _choices(model, config) * _PACKED
+
+
+def _choices(model: Architecture, config: Config) -> int:
+    """Return how many experts of one token are replayed."""
+    return model.moe_layers * model.experts_per_token if config.policy.router_replay.enabled else 0
 
 
 def _state_bytes(config: Config) -> int:
@@ -132,14 +330,19 @@ def host_memory(model: Architecture, config: Config, sizes: Derived) -> HostMemo
     reference = (dense + experts) * width * workers if config.loss_fn.reference_policy_kl_penalty > 0 else 0.0
     # The ranks that hold a tensor share the work of saving it.
     copies = (dense_copies, expert_copies) if megatron.optimizer.use_distributed_optimizer else (1, 1)
-    aside = (1.0 - _offloaded_share(megatron)) * _state_bytes(config) * (dense / copies[0] + experts / copies[1])
-    each = width + (_state_bytes(config) if checkpointing.save_optimizer else 0)
+    trained = _head_parameters(model, megatron) if megatron.freeze_trunk else (dense, experts)
+    owned = (trained[0] / dense_copies, trained[1] / expert_copies)
+    state = _state_bytes(config) * (trained[0] / copies[0] + trained[1] / copies[1])
+    aside = (1.0 - _offloaded_share(megatron)) * state
+    saved = _state_bytes(config) * sum(owned) if checkpointing.save_optimizer else 0.0
     return HostMemory(
         reference=reference,
         reference_pass=reference,
-        offloaded=_offloaded_share(megatron) * _OFFLOADED * (dense / dense_copies + experts / expert_copies) * workers,
+        offloaded=_offloaded_share(megatron) * _OFFLOADED * sum(owned) * workers,
         aside=aside * workers if config.policy.offload_optimizer_for_logprob else 0.0,
-        save=each * (dense / dense_copies + experts / expert_copies) * workers if checkpointing.enabled else 0.0,
+        save=(width * (dense / dense_copies + experts / expert_copies) + saved) * workers
+        if checkpointing.enabled
+        else 0.0,
         export=float(model.parameters * width) if checkpointing.enabled else 0.0,
     )
 
@@ -176,11 +379,16 @@ def engine_memory(model: Architecture, config: Config, *, gpu: float, other: flo
     kv_heads = max(model.kv_heads / tensor, 1) if model.kv_heads else 0  # with fewer heads than GPUs: copies
     state_width = _BYTES.get(str(extra.get("mamba_ssm_cache_dtype")), width)
     mixed = model.mamba_inner + 2 * model.mamba_groups * model.mamba_state
+    per_token = 2 * model.attention_layers * kv_heads * model.head_size * kv_width / pipeline
+    # vLLM reports all layers, also those without experts, in one byte each where that is enough.
+    choices = model.num_layers * model.experts_per_token * (1 if model.experts <= 256 else 2)
+    is_reported = vllm.enable_return_routed_experts and model.experts > 0 and per_token > 0
     state = model.mamba_inner * model.mamba_state * state_width + mixed * max(model.mamba_kernel - 1, 0) * width
     return EngineMemory(
         weights=weights,
         other=0.0 if fixed else other,
         cache=cache,
-        cache_per_token=2 * model.attention_layers * kv_heads * model.head_size * kv_width / pipeline,
+        cache_per_token=per_token,
         state_per_sequence=model.mamba_layers * state / (tensor * pipeline),
+        routes=cache / per_token * choices if is_reported else 0.0,
     )

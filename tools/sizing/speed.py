@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from math import exp, log
 from random import Random
+from statistics import NormalDist
 
 from recipes.config.keys.derive import Derived, max_age
 from recipes.config.tree import Config
@@ -62,6 +63,13 @@ class Assumptions:
     trainer_other_gib: float = _assume(6.0, "GiB per training GPU for CUDA, NCCL and the allocator")
     engine_other_gib: float = _assume(5.0, "GiB per generating GPU for activations, graphs and NCCL")
 
+    def rollout_tokens(self, longest: int) -> float:
+        """Return the tokens of a whole rollout, mean, where none may have more than `longest`."""
+        room, mean, sigma = longest - self.prompt_tokens, self.generated_tokens, self.length_sigma
+        cut = (log(room / mean) + sigma**2 / 2) / sigma  # in standard deviations of the logarithm
+        normal = NormalDist()
+        return self.prompt_tokens + mean * normal.cdf(cut - sigma) + room * (1.0 - normal.cdf(cut))
+
 
 # Typical values of a stage, when they differ from the defaults. The 31,600 tokens of a swe2 rollout are published for
 # Nemotron 3 Nano; the other lengths are guesses, which `--from-run` replaces.
@@ -101,7 +109,8 @@ def roofline(
     gpus = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
     bandwidth = gpu.bandwidth_tb * 1e12 * given.bandwidth_share
     expert_share = model.all_expert_parameters / model.parameters
-    context = given.prompt_tokens + given.generated_tokens / 2  # of a sequence half-way
+    length = given.rollout_tokens(config.policy.max_total_sequence_length)
+    context = (given.prompt_tokens + length) / 2  # of a sequence half-way
     per_sequence = engine.cache_per_token * context + 2 * engine.state_per_sequence  # a state is read and written
 
     @cache
@@ -111,9 +120,10 @@ def roofline(
         read = engine.weights * (1.0 - expert_share + expert_share * used) + n * per_sequence
         return read / bandwidth + given.iteration_ms / 1000
 
-    # In forward passes: log-probabilities 1, training 3, recomputation 1, the reference policy 1.
-    passes = 4 + megatron.activation_checkpointing + (config.loss_fn.reference_policy_kl_penalty > 0)
-    length = given.prompt_tokens + given.generated_tokens
+    # In forward passes: log-probabilities 1, training 3, recomputation 1, the reference policy 1. A frozen policy has
+    # no backward pass.
+    training = 1 if megatron.freeze_trunk else 3 + megatron.activation_checkpointing
+    passes = 1 + training + (config.loss_fn.reference_policy_kl_penalty > 0)
     attention = 2 * model.attention_layers * model.query_heads * model.head_size * length  # half of 4: causal
     per_token = (2 * model.active_parameters + attention) * passes
     trainer = sizes.train_gpus * gpu.tflops * 1e12 * given.train_mfu
@@ -139,13 +149,13 @@ def tiny_speeds(sizes: Derived) -> Speeds:
 
 def loop(config: Config, sizes: Derived, engine: EngineMemory, speeds: Speeds, given: Assumptions) -> Loop:
     """Return the loop to simulate."""
-    longest = config.policy.max_total_sequence_length - given.prompt_tokens
+    longest = config.policy.max_total_sequence_length
     mean = log(given.generated_tokens) - given.length_sigma**2 / 2
     turns = min(max(1, round(given.turns)), _MAX_TURNS)
     environment = given.environment_seconds * max(1.0, given.turns) / turns
 
     def draw_tokens(random: Random) -> float:
-        return min(exp(random.gauss(mean, given.length_sigma)), longest)
+        return min(exp(random.gauss(mean, given.length_sigma)), longest - given.prompt_tokens)
 
     limit = config.policy.generation.vllm_kwargs.get("max_num_seqs") or 1024
     return Loop(
@@ -153,7 +163,7 @@ def loop(config: Config, sizes: Derived, engine: EngineMemory, speeds: Speeds, g
         num_generations=config.grpo.num_generations_per_prompt,
         max_age=max_age(config.grpo.async_grpo),
         num_engines=sizes.num_engines,
-        max_num_seqs=max(1, min(limit, engine.sequences(given.prompt_tokens + given.generated_tokens))),
+        max_num_seqs=max(1, min(limit, engine.sequences(given.rollout_tokens(longest)))),
         decode_seconds=speeds.decode_seconds,
         prefill_seconds=speeds.prefill_seconds,
         draw_tokens=draw_tokens,

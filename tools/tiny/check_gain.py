@@ -15,8 +15,8 @@ from pathlib import Path
 
 from recipes.errors import DataError, Problem
 from tools.command_line import exit_status
-from tools.report.load import RunData, load_run
-from tools.report.summary import GREEDY, SAMPLED, Gain, gain_of
+from tools.look.report.load import RunData, load_run
+from tools.look.report.page import GREEDY, SAMPLED, Gain, gain_of
 
 
 def measure(run: RunData, where: Path) -> tuple[Gain, list[tuple[str, Gain]]]:

@@ -1,6 +1,6 @@
 """Measure a checkpoint on the rows of a split: reward per agent, sampled at temperature 1 and greedy.
 
-    python -m tools.tiny.evaluate --model models/tiny-sft --data data/tiny/val-split.jsonl [--samples 2]
+    python -m tools.tiny.evaluate --model models/tiny-nemotron-h-sft --data data/tiny/val-split.jsonl [--samples 2]
 
 Samples with plain transformers and scores with the real verifiers: a run's own validation must agree with it.
 """
@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from recipes.environments.chat.codec import ChatCodec
-from recipes.environments.contract.responses import response_object
-from recipes.environments.contract.verdict import Verdict
-from recipes.environments.registry import AGENTS, VERIFIERS
+from recipes.environments.contract.verifier import Verdict, response_object
+from recipes.environments.instances import AGENTS, VERIFIERS
 from tools.command_line import exit_status
-from tools.files.row_files import read_lines, require_file
+from tools.data.files.row_blocks import read_lines, require_file
 
 MAX_NEW_TOKENS = 48
 BATCH = 128
@@ -30,7 +29,7 @@ def score(row: Mapping[str, Any], codec: ChatCodec, prompt_ids: Sequence[int], t
     """Return the reward that the row's verifier gives to a completion."""
     verifier = VERIFIERS[AGENTS[row["agent_ref"]["name"]].server]
     decoded = codec.decode(token_ids, prompt_ids=prompt_ids)
-    verdict = verifier.score(response_object(decoded.items), verifier.parse_task(row, {}))
+    verdict = verifier.score(response_object(decoded.items), verifier.parse_task(row, verifier.settings()))
     assert isinstance(verdict, Verdict), "no tiny task needs a judge"
     return verdict.reward
 

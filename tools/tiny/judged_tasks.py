@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
+from tools.tiny.model import CITIES, NAMES
 from tools.tiny.tasks import TinyProblem, TinyTask
-from tools.tiny.tokenizer import CITIES, NAMES
 
 # Where somebody is: the judge compares the answer with the expected one.
 

@@ -2,6 +2,8 @@
 
 The math rows are placeholders, as in the published blends: their questions are in two generated data sets with the
 hub's layout, and the fill step of the published blends restores them.
+
+The tiny blends: which tasks each mixes, and how many rows it has.
 """
 
 from __future__ import annotations
@@ -9,17 +11,53 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from recipes.files import write_atomically
+from tools.data.files.manifest import TOOL_VERSION, changes, describe, write_manifest
 from tools.data.placeholders import PLACEHOLDER
-from tools.files.manifest import TOOL_VERSION, changes, describe, write_manifest
+from tools.tiny import english_tasks, judged_tasks, program_tasks, repositories, text_tasks, tool_tasks
 from tools.tiny.tasks import TASKS, Fields, TinyProblem, TinyTask, make_row
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinyBlend:
+    """Rows under data/NAME: those of the tasks in turn, so that each task has equally many."""
+
+    name: str
+    tasks: tuple[TinyTask, ...]
+    train_rows: int
+    val_rows: int
+
+
+WIDE_TASKS = (
+    *TASKS,
+    text_tasks.INSTRUCTIONS,
+    text_tasks.CALENDAR,
+    tool_tasks.CALLS,
+    tool_tasks.SCHEMA_CALLS,
+    tool_tasks.EMAILS,
+    judged_tasks.EQUIVALENCE,
+    judged_tasks.OVER_REFUSAL,
+    judged_tasks.JAILBREAK,
+    judged_tasks.MEMORY,
+    judged_tasks.INVERSE,
+    judged_tasks.PREFERENCE,
+    program_tasks.PROGRAMS,
+    program_tasks.REMAINDERS,
+)
+RLVR = TinyBlend(name="tiny", tasks=TASKS, train_rows=1920, val_rows=200)  # an epoch of 120 steps with 16 prompts each
+WIDE = TinyBlend(name="tiny-wide", tasks=WIDE_TASKS, train_rows=60 * len(WIDE_TASKS), val_rows=12 * len(WIDE_TASKS))
+SWE1 = TinyBlend(name="tiny-swe1", tasks=(tool_tasks.SWE_CALLS,), train_rows=640, val_rows=64)
+SWE2 = TinyBlend(name="tiny-swe2", tasks=(repositories.REPOSITORIES,), train_rows=128, val_rows=32)
+ENGLISH = TinyBlend(name="english", tasks=english_tasks.ENGLISH_TASKS, train_rows=960, val_rows=60)
+RLHF = TinyBlend(name="tiny-rlhf", tasks=(judged_tasks.PREFERENCE, tool_tasks.CALLS), train_rows=320, val_rows=64)
+
+
 BLEND, SOURCES = "blend.jsonl", "placeholders.yaml"
-MATH_AGENT = "math_with_judge_simple_agent"
 INSTRUCTION = ". Answer in \\boxed{}"
 TEMPLATES: dict[str, object] = {"dapo": {"prefix": "", "suffix": INSTRUCTION}, "skywork": "{question}" + INSTRUCTION}
 
@@ -46,7 +84,7 @@ def make_blend(directory: Path, *, num_rows: int, seed: int, tasks: Sequence[Tin
     lines = []
     for index, (task, problem) in enumerate(draw_problems(num_rows, seed=seed, tasks=tasks)):
         row = make_row(task, problem)
-        if task.agent == MATH_AGENT:
+        if task.is_hidden:
             style = ("dapo", "skywork")[index // len(tasks) % 2]
             row = _hide(row, style, questions[style])
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")

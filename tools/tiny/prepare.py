@@ -1,10 +1,12 @@
-"""Make what SCALE=tiny needs: data/tiny with its splits and manifest, and the SFT checkpoint models/tiny-sft.
+"""Make what SCALE=tiny needs: data/tiny with its splits and manifest, and the SFT checkpoint of a tiny model.
 
     python -m tools.tiny.prepare --data data [--models models] [--seed 42] [--blend wide] [--model nemotron-h]
 
 With `--blend wide` also the rows of the wide blend and of stages 2.1, 2.2 and 3, the images of stage 2.2, and in place
-of models/tiny-sft the checkpoint models/tiny-wide-sft, whose warm-up has all of them. With `--model nemotron-h` the
-checkpoint is that of a tiny Nemotron-H with experts, and its name begins with tiny-nemotron-h.
+of models/tiny-nemotron-h-sft the checkpoint models/tiny-wide-sft, whose warm-up has all of them: that of a Qwen3, for
+the warm-up is long. `--model` chooses another family: models/tiny-MODEL-sft, with the wide blend tiny-MODEL-wide-sft.
+`--model smollm2` fetches a real language model, models/smollm2, and makes rows that it can solve, data/english.
+Beside the Nemotron-H there is one with multi-token heads, models/tiny-nemotron-h-heads-sft, which stage 4 starts from.
 
 Makes only what is missing or out of date. The rows are filled and split by the tools that the published blends use.
 """
@@ -18,24 +20,34 @@ from collections.abc import Callable
 from pathlib import Path
 
 from recipes.environments.swe.containers.runtime import runtime_of_machine
+from recipes.errors import DataError, Problem
 from tools.command_line import exit_status
 from tools.data.fill import fill
 from tools.data.split import TRAIN, VALIDATION, split
-from tools.files.locks import only_one
-from tools.planning.stage_env import TINY_IMAGES
-from tools.tiny.blends import RLHF, RLVR, SWE1, SWE2, WIDE, TinyBlend
-from tools.tiny.make_blend import MATH_AGENT, SOURCES, make_blend
+from tools.draft.launch import HEADS_MODEL, TINY_IMAGES, TINY_MODEL, WIDE_MODEL
+from tools.locks import only_one
+from tools.tiny import from_gguf
+from tools.tiny.heads import make_with_heads
+from tools.tiny.make_blend import ENGLISH, RLHF, RLVR, SOURCES, SWE1, SWE2, WIDE, TinyBlend, make_blend
 from tools.tiny.model import BUILDERS
-from tools.tiny.repository_tasks import repositories_in
+from tools.tiny.repositories import repositories_in
 from tools.tiny.sft import SftSettings, make_sft_checkpoint, wide_settings
 from tools.tiny.task_images import make_images
 from tools.tiny.tool_tasks import OFFICE, write_office
 
-# Name of a blend -> the rows to make, the name of the checkpoint, the settings of its warm-up.
-MADE: dict[str, tuple[tuple[TinyBlend, ...], str, Callable[..., SftSettings]]] = {
-    "tiny": ((RLVR,), "tiny-sft", SftSettings),
-    "wide": ((RLVR, WIDE, SWE1, SWE2, RLHF), "tiny-wide-sft", wide_settings),
+SMOLLM2 = "smollm2"  # the model that is fetched, not made
+# Name of a blend -> the rows to make, the settings of its warm-up, the family of its checkpoint.
+MADE: dict[str, tuple[tuple[TinyBlend, ...], Callable[..., SftSettings], str]] = {
+    "tiny": ((RLVR,), SftSettings, "nemotron-h"),
+    "wide": ((RLVR, WIDE, SWE1, SWE2, RLHF), wide_settings, "qwen3"),
 }
+
+
+def checkpoint_name(blend: str, model: str) -> str:
+    """Return the directory of a checkpoint; that of the chain, which all its stages name, goes without its family."""
+    if blend == "wide":
+        return Path(WIDE_MODEL).name if model == MADE[blend][2] else f"tiny-{model}-wide-sft"
+    return f"tiny-{model}-sft"
 
 
 def prepare_data(data: Path, *, seed: int, blend: TinyBlend = RLVR) -> Path:
@@ -43,7 +55,7 @@ def prepare_data(data: Path, *, seed: int, blend: TinyBlend = RLVR) -> Path:
     directory = data / blend.name
     raw, filled = directory / "raw", directory / "raw" / "filled.jsonl"
     made = make_blend(raw, num_rows=blend.train_rows + blend.val_rows, seed=seed, tasks=blend.tasks)
-    if any(task.agent == MATH_AGENT for task in blend.tasks):
+    if any(task.is_hidden for task in blend.tasks):
         fill(made, filled, raw / SOURCES)
         made = filled
     split(made, directory, val_rows=blend.val_rows)
@@ -52,7 +64,7 @@ def prepare_data(data: Path, *, seed: int, blend: TinyBlend = RLVR) -> Path:
 
 def prompts_of(rows_file: Path) -> frozenset[str]:
     """Return the user messages of a split, or the problems of its repositories."""
-    requests = [json.loads(line)["responses_create_params"] for line in rows_file.read_text("utf-8").splitlines()]
+    requests = [json.loads(line)["responses_create_params"] for line in rows_file.read_bytes().splitlines()]
     return frozenset(
         request["input"][-1]["content"] if request["input"] else request["metadata"]["problem_statement"]
         for request in requests
@@ -68,26 +80,37 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=42, help="of the rows, the conversations and the weights")
     about = "wide: tools, judges, repositories and preferences, too"
     parser.add_argument("--blend", default="", choices=("", *MADE), help=about)
-    parser.add_argument("--model", default="qwen3", choices=BUILDERS, help="family of the checkpoint")
+    parser.add_argument("--model", default="", choices=("", *BUILDERS, SMOLLM2), help="family of the checkpoint")
     about = "make nothing on a machine that cannot run the containers of stage 2.2"
     parser.add_argument("--with-containers", action="store_true", help=about)
     options = parser.parse_args(arguments)
     if options.with_containers:
         runtime_of_machine()
-    blends, checkpoint, settings = MADE[options.blend or "tiny"]
+    if options.model == SMOLLM2:
+        if options.blend:
+            wrong, fix = f"{SMOLLM2} has rows of its own", "leave it out, or take another model"
+            raise DataError(Problem(where="--blend", wrong=wrong, fix=fix))
+        with only_one(options.data / ".prepare.lock"):
+            prepare_data(options.data, seed=options.seed, blend=ENGLISH)
+        return from_gguf.main(["--out", str(options.models / SMOLLM2)]) if options.models else 0
+    blend = options.blend or "tiny"
+    blends, settings, default = MADE[blend]
     with only_one(options.data / ".prepare.lock"):
         splits = [prepare_data(options.data, seed=options.seed, blend=blend) for blend in blends]
         if WIDE in blends:
             write_office(options.data / Path(OFFICE).name)
         if SWE2 in blends:
             place = options.data / SWE2.name
-            made = (*repositories_in(place / TRAIN), *repositories_in(place / VALIDATION))
-            make_images(place / TINY_IMAGES, made)
+            repositories = (*repositories_in(place / TRAIN), *repositories_in(place / VALIDATION))
+            make_images(place / TINY_IMAGES, repositories)
         if options.models:
             held_out = frozenset().union(*(prompts_of(directory / VALIDATION) for directory in splits))
-            name = checkpoint if options.model == "qwen3" else checkpoint.replace("tiny", f"tiny-{options.model}")
-            own = settings(seed=options.seed, model=options.model)
-            make_sft_checkpoint(options.models / name, own, held_out)
+            model = options.model or default
+            own = settings(seed=options.seed, model=model)
+            made = options.models / checkpoint_name(blend, model)
+            make_sft_checkpoint(made, own, held_out)
+            if made.name == Path(TINY_MODEL).name:
+                make_with_heads(made.with_name(Path(HEADS_MODEL).name), made)
     return 0
 
 

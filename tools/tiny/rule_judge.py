@@ -14,19 +14,16 @@ import contextlib
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tools.tiny.tokenizer import CITIES, NAMES
+from tools.json_server import HOST, JsonServer
+from tools.tiny.model import CITIES, NAMES
 
 MODEL = "tiny-rules"
-HOST, PORT = "127.0.0.1", 5900
-MAX_BODY = 1_000_000  # bytes of a request
+PORT = 5900
 KNOWN = frozenset((*NAMES, *CITIES))
 _QUOTED = re.compile(r'"([^"\n]{1,100})"')
 _WORD = re.compile(r"\w+")
@@ -50,7 +47,7 @@ def _equal(text: str) -> str:
 
 
 def _complied(text: str) -> str:
-    answer = _between(text, "Answer of the assistant:\n", "\n\nAn answer that declines")
+    answer = _between(text, "Answer of the assistant:\n", "\n\nAn answer that words")
     return "[[REFUSED]]" if _declines(answer) else "[[COMPLIED]]"
 
 
@@ -120,70 +117,27 @@ def _share_of_words(request: str, answer: str) -> float:
     return 1.0 + 4.0 * max(share, 0.0)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    timeout = 600  # seconds that an idle connection is kept
-    disable_nagle_algorithm = True
-
-    def do_GET(self) -> None:
-        self._send(200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]})
-
-    def do_POST(self) -> None:
-        length = self.headers.get("content-length", "")
-        if not length.isdecimal() or len(length) > 9 or int(length) > MAX_BODY:
-            self.close_connection = True
-            self._send(413, {"error": {"message": f"a request has a length of at most {MAX_BODY} bytes"}})
-            return
-        try:
-            text = reply_to(json.loads(self.rfile.read(int(length)))["messages"])
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            self._send(400, {"error": {"message": f"{type(error).__name__}: {error}"[:300]}})
-            return
-        message = {"role": "assistant", "content": text}
-        self._send(200, {"model": MODEL, "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
-
-    def _send(self, status: int, body: Mapping[str, Any]) -> None:
-        content = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing about single requests."""
+def answer(request: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the answer of its API: a completion, or for a GET the list of its one model."""
+    if request is None:
+        return {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
+    message = {"role": "assistant", "content": reply_to(request["messages"])}
+    return {"model": MODEL, "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
 
 
-class RuleServer(ThreadingHTTPServer):
+class RuleServer(JsonServer):
     """A server of the rules; port 0 takes a free one."""
 
-    daemon_threads = True
-    request_queue_size = 1024  # a step's questions come at once
-
     def __init__(self, port: int) -> None:
-        super().__init__((HOST, port), _Handler, bind_and_activate=False)
-        try:
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # so that several runs can each have one
-            self.server_bind()
-            self.server_activate()
-        except OSError:
-            self.server_close()
-            raise
-
-    @property
-    def port(self) -> int:
-        """The port that it listens on."""
-        return int(self.server_address[1])
+        super().__init__(answer, port, is_shared=True)  # so that several runs can each have one
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
-        """Answer in a thread until the block is left."""
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        """End the server when the block is left."""
         try:
             yield
         finally:
-            self.shutdown()
-            self.server_close()
+            self.close()
 
 
 def run_beside(server: RuleServer, command: Sequence[str]) -> int:

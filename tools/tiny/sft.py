@@ -17,14 +17,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tools.tiny import judged_tasks, program_tasks, repository_tasks, text_tasks, tool_tasks
-from tools.tiny.blends import WIDE_TASKS
-from tools.tiny.model import BUILDERS
+from recipes.files import read_object
+from tools.tiny import judged_tasks, program_tasks, repositories, text_tasks, tool_tasks
+from tools.tiny.make_blend import WIDE_TASKS
+from tools.tiny.model import BUILDERS, build_tokenizer
 from tools.tiny.tasks import TASKS, Fields, Reply, TinyProblem, TinyTask, demonstrate
-from tools.tiny.tokenizer import build_tokenizer
 
 METADATA = "tiny_sft.json"
-CODE = ("tokenizer.py", "chat_template.jinja", "model.py", "sft.py")  # the checkpoint is made again when one changes
+CODE = ("chat_template.jinja", "model.py", "sft.py")  # the checkpoint is made again when one changes
 # What the chat template writes between two turns of the assistant.
 TOOL_TURN = "\n<|im_start|>tool\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n"
 IGNORED = -100  # label of a token that is not trained on
@@ -66,14 +66,14 @@ def wide_settings(*, seed: int, model: str = "qwen3") -> SftSettings:
         seed=seed,
         model=model,
         steps=400,
-        tasks=(*WIDE_TASKS, tool_tasks.SWE_CALLS, repository_tasks.REPOSITORIES),
+        tasks=(*WIDE_TASKS, tool_tasks.SWE_CALLS, repositories.REPOSITORIES),
         batch=(8, 8, 10, 6, *(4 for _ in WIDE_TASKS[len(TASKS) : -1]), 6, 4, 6),
         parts=3,
         more_words=(
             *tool_tasks.WORDS,
             *text_tasks.WORDS,
             *judged_tasks.WORDS,
-            *repository_tasks.words(),
+            *repositories.words(),
             *program_tasks.WORDS,
         ),
     )
@@ -166,9 +166,8 @@ def make_sft_checkpoint(directory: Path, settings: SftSettings, held_out: Collec
 
 def _differences(directory: Path, recipe: dict[str, Any]) -> list[str]:
     """Return why the checkpoint must be made; empty when it is up to date."""
-    try:
-        found = json.loads((directory / METADATA).read_text(encoding="utf-8"))["recipe"]
-    except (OSError, ValueError, KeyError):
+    found = read_object(directory / METADATA).get("recipe")
+    if not isinstance(found, dict):
         return ["not there"]
     return [f"{key} changed" for key, value in recipe.items() if found.get(key) != value]
 
@@ -266,9 +265,8 @@ def _tensors(tokenizer: Any, rows: Sequence[tuple[list[int], list[int]]]) -> tup
 
 def _save(directory: Path, model: Any, tokenizer: Any, metadata: dict[str, Any]) -> None:
     """Write the checkpoint to a temporary directory, then rename it."""
-    partial, old = directory.with_name(f".{directory.name}.partial"), directory.with_name(f".{directory.name}.old")
-    for stale in (partial, old):
-        shutil.rmtree(stale, ignore_errors=True)
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     conversations_seen = metadata["steps"] * sum(metadata["recipe"]["batch"])
     model.generation_config.update(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
@@ -286,6 +284,13 @@ def _save(directory: Path, model: Any, tokenizer: Any, metadata: dict[str, Any])
     )
     text = json.dumps({**metadata, "parameters": parameters}, indent=2) + "\n"
     (partial / METADATA).write_text(text, encoding="utf-8")
+    put_in_place(partial, directory)
+
+
+def put_in_place(partial: Path, directory: Path) -> None:
+    """Give a checkpoint that is whole its name; another one that has the name is removed."""
+    old = directory.with_name(f".{directory.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
     for file in partial.iterdir():
         file.chmod(0o644)  # safetensors makes weights readable for their owner only
     if directory.exists():

@@ -134,7 +134,7 @@ def _files() -> Iterator[tuple[str, Path]]:
     binaries = [*programs.values(), *(path for path in modules.values() if path.suffix == ".so")]
     for binary in binaries:
         listed = subprocess.run(
-            ["ldd", str(binary)], capture_output=True, text=True, check=False, timeout=SECONDS
+            ["ldd", str(binary)], capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=SECONDS
         ).stdout
         for library in LIBRARY.findall(listed):
             place = library if library.startswith("/usr/lib") else f"/usr/lib/{Path(library).name}"
@@ -145,7 +145,7 @@ def _modules() -> Iterator[tuple[str, Path]]:
     """Yield (path in the image, file) of the modules that tests load."""
     python = getattr(sys, "_base_executable", sys.executable)
     listed = subprocess.run(
-        [python, "-I", "-c", LIST], capture_output=True, text=True, check=True, timeout=SECONDS
+        [python, "-I", "-c", LIST], capture_output=True, encoding="utf-8", errors="replace", check=True, timeout=SECONDS
     ).stdout
     library = Path(sysconfig.get_paths()["stdlib"])
     for line in [*listed.split("\n"), str(library / "os.py"), str(library / "unittest/__main__.py")]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from tools.tiny.tokenizer import CITIES, NAMES
+from tools.tiny.model import CITIES, NAMES
 
 Fields = dict[str, Any]
 Reply = str | tuple[str, ...]
@@ -45,6 +45,7 @@ class TinyTask:
     right: Callable[[TinyProblem], Reply]
     wrong: Callable[[TinyProblem, Random], Reply]
     wrong_share: float
+    is_hidden: bool = False  # its rows are placeholders, whose questions are in data sets
 
 
 def make_row(task: TinyTask, problem: TinyProblem) -> Fields:
@@ -196,7 +197,14 @@ def _wrong_record(problem: TinyProblem, rng: Random) -> str:
 
 
 TASKS = (
-    TinyTask(agent="math_with_judge_simple_agent", draw=_draw_sum, right=_right_sum, wrong=_wrong_sum, wrong_share=0.6),
+    TinyTask(
+        agent="math_with_judge_simple_agent",
+        draw=_draw_sum,
+        right=_right_sum,
+        wrong=_wrong_sum,
+        wrong_share=0.6,
+        is_hidden=True,
+    ),
     TinyTask(agent="mcqa_simple_agent", draw=_draw_choice, right=_right_choice, wrong=_random_choice, wrong_share=1.0),
     TinyTask(
         agent="reasoning_gym_simple_agent",

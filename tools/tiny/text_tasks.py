@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from random import Random
 
+from tools.tiny.model import CITIES, NAMES
 from tools.tiny.tasks import TinyProblem, TinyTask
-from tools.tiny.tokenizer import CITIES, NAMES
 
 # An answer that begins with a name, holds a city and ends with another one.
 

@@ -12,8 +12,8 @@ from random import Random
 import orjson
 
 from recipes.files import write_atomically
+from tools.tiny.model import CITIES, NAMES
 from tools.tiny.tasks import Fields, Reply, TinyProblem, TinyTask
-from tools.tiny.tokenizer import CITIES, NAMES
 
 CALL_AGENT = "single_step_tool_use_with_argument_comparison_agent"
 OFFICE = "data/tiny-office"  # as the configuration of the wide blend names it

@@ -1,14 +1,118 @@
-"""Numbers that follow from a configuration and are never typed by hand: nodes, GPUs, ranks, samples."""
+"""What follows from a configuration and is never typed by hand: nodes, GPUs, ranks, samples, servers, judges.
+
+A server instance of `env.nemo_gym` is `NAME: {KIND: {TYPE: {settings}}}`, as NeMo Gym writes it: an agent, a model or a
+resources server. Its settings may name other instances.
+
+Some judges are started by the run itself. A model server of a type in STARTED is such a judge, unless it has an address
+(`base_url`). Its `vllm_serve_kwargs` are the arguments of `vllm serve`; `data_parallel_size` says how many copies of
+the model there are, each of them an engine of its own.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from recipes.config.keys.judges import started_judges
+from recipes.config.keys.schema import SERVER_KINDS
 from recipes.config.tree import AsyncGrpoConfig, Config, GrpoConfig, PolicyConfig
+
+STARTED = ("genrm_model", "local_vllm_model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartedJudge:
+    """One judge model and its engines."""
+
+    name: str  # of its instance
+    server: str  # type of its server
+    model: str  # directory or hub name; requests ask for it by this name
+    num_copies: int
+    gpus_per_copy: int  # tensor parallel * pipeline parallel size
+    engine_arguments: Mapping[str, Any] = field(default_factory=dict)  # without the number of copies
+    variables: Mapping[str, str] = field(default_factory=dict)  # of the engines' environment
+
+    @property
+    def key(self) -> str:
+        """The key of the configuration that holds the judge."""
+        return f"env.nemo_gym.{self.name}.{MODELS}.{self.server}"
+
+
+def started_judges(config: Config) -> tuple[StartedJudge, ...]:
+    """Return the judges that the run starts, by name."""
+    found = []
+    for name, server, settings in sorted(servers(config, MODELS), key=lambda entry: entry[0]):
+        if server not in STARTED or settings.get("base_url"):
+            continue
+        arguments = dict(settings.get("vllm_serve_kwargs") or {})
+        found.append(
+            StartedJudge(
+                name=name,
+                server=server,
+                model=str(settings.get("model", "")),
+                num_copies=arguments.pop("data_parallel_size", 1),
+                gpus_per_copy=arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1),
+                engine_arguments=arguments,
+                variables={key: str(value) for key, value in (settings.get("vllm_serve_env_vars") or {}).items()},
+            )
+        )
+    return tuple(found)
+
+
+RESOURCES, MODELS, AGENTS = SERVER_KINDS
+POLICY = "policy_model"  # the instance that is the policy itself
+SWE_AGENTS = "swe_agents"  # the type of agents on repositories
+REFERENCES = {
+    "resources_server": RESOURCES,
+    "model_server": MODELS,
+    "judge_model_server": MODELS,
+    "genrm_model_server": MODELS,
+}  # settings that name another instance, and the kind of that instance
+
+
+def servers(config: Config, kind: str) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Yield instance name, server type and settings of every configured server of a kind."""
+    for name, instance in config.env.nemo_gym.instances.items():
+        block = instance.get(kind) if isinstance(instance, Mapping) else None
+        for server, settings in (block or {}).items():
+            yield name, server, settings if isinstance(settings, Mapping) else {}
+
+
+def references(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each setting of a server that names another instance, with the name; not that of a judge switched off."""
+    further = settings.get("verifiers") or {}
+    named = {key: settings.get(key) for key in REFERENCES} | {f"verifiers.{key}": further[key] for key in further}
+    if settings.get("should_use_judge") is False:
+        del named["judge_model_server"]
+    for key, reference in named.items():
+        if isinstance(reference, Mapping) and isinstance(reference.get("name"), str):
+            yield key, reference["name"]
+
+
+def policy_settings(instances: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+    """Return the settings of the policy's server, or of a variant: an instance that copies it and changes some.
+
+    None for a server that is neither, and for copies that go in a circle.
+    """
+    chain: list[Mapping[str, Any]] = []
+    while name != POLICY:
+        block = instances.get(name)
+        if not isinstance(block, Mapping) or "_copy" not in block or len(chain) == len(instances):
+            return None
+        chain.append(block)
+        name = block["_copy"]
+    settings: dict[str, Any] = {}
+    for block in (instances.get(POLICY) or {}, *reversed(chain)):
+        for own in (block.get(MODELS) or {}).values():
+            settings = _laid_over(settings, own or {})
+    return settings
+
+
+def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    nested = {key: _laid_over(below[key], above[key]) for key in below.keys() & above.keys()
+              if isinstance(below[key], Mapping) and isinstance(above[key], Mapping)}  # fmt: skip
+    return {**below, **above, **nested}
 
 
 def template_kwargs(policy: PolicyConfig) -> dict[str, Any]:

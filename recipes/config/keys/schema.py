@@ -118,6 +118,38 @@ def settings_of(node: Any) -> dict[str, Any]:
     return {**inherited, **node.get("properties", {})}
 
 
+def resources_types() -> dict[str, dict[str, Any]]:
+    """Return the schema node of every type of resources server: the verifiers."""
+    found: dict[str, dict[str, Any]] = schema()["$defs"]["server_instance"]["properties"][SERVER_KINDS[0]]["properties"]
+    return found
+
+
+def server_defaults(tree: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Return dotted key -> value and file of each setting that a verifier or an agent takes from its class.
+
+    A verifier at a `url` has defaults of its own.
+    """
+    found: dict[str, tuple[Any, str]] = {}
+    for name, instance in (lookup(tree, INSTANCES) or {}).items():
+        for kind in (SERVER_KINDS[0], SERVER_KINDS[2]) if isinstance(instance, Mapping) else ():
+            for server, settings in (instance.get(kind) or {}).items():
+                node = server_node(f"{INSTANCES}.{name}.{kind}.{server}")
+                is_verifier = kind == SERVER_KINDS[0]
+                if not (is_verifier and (settings or {}).get("url")):
+                    file = f"environments/verifiers/{server}.py" if is_verifier else "config/tree/servers.py"
+                    values = _defaults(node, settings or {}, f"{INSTANCES}.{name}.{kind}.{server}")
+                    found |= {key: (value, f"recipes/{file}") for key, value in values}
+    return found
+
+
+def _defaults(node: Mapping[str, Any], given: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+    for name, child in node.get("properties", {}).items():
+        if isinstance(given.get(name), Mapping) and "properties" in child:
+            yield from _defaults(child, given[name], f"{above}.{name}")
+        elif name not in given and "default" in child:
+            yield f"{above}.{name}", child["default"]
+
+
 def server_node(key: str) -> dict[str, Any]:
     """Return the schema node of a dotted key of a server instance, empty where there is none."""
     names = key.removeprefix(f"{INSTANCES}.").split(".")[1:]

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from recipes.cluster.ports import PORT_TABLE
-from recipes.config.keys.derive import template_kwargs
+from recipes.config.keys.derive import max_age, started_judges, template_kwargs
 from recipes.config.keys.schema import KeyProblem, show
-from recipes.config.rules.names import GENERATION, VLLM
+from recipes.config.rules.validation import GENERATION, VLLM
 from recipes.config.tree import Config
 
 ENGINE_PORTS = "generation engines: their clients and HTTP servers"  # their row of the port table
-TOOL_PARSERS = ("qwen3_coder", "hermes")  # vLLM's names of the two notations of environments/chat/tool_calls.py
+TOOL_PARSERS = ("qwen3_coder", "hermes")  # the NOTATIONS of environments/chat/tool_calls.py
 REASONING_PARSERS = ("nemotron_v3", "qwen3")  # both read <think> ... </think>
+OURS = frozenset({"logprobs_mode", "scheduler_cls", "weight_transfer_config", "worker_extension_cls"})
 HAVE_A_KEY = {
     "tensor_parallel_size": f"{VLLM}.tensor_parallel_size",
     "pipeline_parallel_size": f"{VLLM}.pipeline_parallel_size",
@@ -63,12 +64,53 @@ def parsers_are_built(config: Config) -> Iterator[KeyProblem]:
             yield KeyProblem(key=key, got=value, expected=expected, fix=fix)
 
 
+def engine_arguments_are_free(config: Config) -> Iterator[KeyProblem]:
+    """Refuse engine arguments on which weight pushes and log-probabilities depend."""
+    for name in sorted(OURS & config.policy.generation.vllm_kwargs.keys()):
+        wrong = "weight pushes and log-probabilities depend on the value that the native engine sets"
+        yield KeyProblem(key=f"{GENERATION}.vllm_kwargs.{name}", wrong=wrong, fix="remove it")
+
+
 def engine_arguments_have_one_place(config: Config) -> Iterator[KeyProblem]:
     """Refuse engine arguments that have a key of their own."""
     for name in config.policy.generation.vllm_kwargs:
         if name in HAVE_A_KEY:
             wrong, fix = "this engine argument has a key of its own", f"set {HAVE_A_KEY[name]}"
             yield KeyProblem(key=f"{GENERATION}.vllm_kwargs.{name}", wrong=wrong, fix=fix)
+
+
+def replayed_routes_are_reported(config: Config) -> Iterator[KeyProblem]:
+    """Require engines to report the routes that training replays, and only then."""
+    replay, key = config.policy.router_replay.enabled, f"{VLLM}.enable_return_routed_experts"
+    if config.policy.generation.vllm_cfg.enable_return_routed_experts != replay:
+        also, got = ("policy.router_replay.enabled",), show(not replay)
+        fix = "there would be no route to replay" if replay else "nothing would read them"
+        expected = f"{also[0]} = {show(replay)}"
+        yield KeyProblem(key=key, got=got, expected=expected, fix=f"{fix}; delete this key", also=also)
+
+
+def equal_bits_have_one_order(config: Config) -> Iterator[KeyProblem]:
+    """With `determinism: full`, refuse what lets the time at which an answer ends change a sum.
+
+    Floating-point sums depend on what is computed together: on the other sequences of a batch, and on what a prefix
+    cache holds. Which weights sample a token depends on time as soon as generation runs ahead of training.
+    """
+    if config.policy.determinism != "full":
+        return
+    own, fix = ("policy.determinism",), "two runs would differ; write this, or policy.determinism=none"
+    values = {
+        "grpo.async_grpo.max_trajectory_age_steps": (max_age(config.grpo.async_grpo), 0),
+        f"{GENERATION}.vllm_kwargs.max_num_seqs": (config.policy.generation.vllm_kwargs.get("max_num_seqs"), 1),
+        f"{VLLM}.enable_prefix_caching": (config.policy.generation.vllm_cfg.enable_prefix_caching, False),
+    }
+    for key, (got, expected) in values.items():
+        if got != expected:
+            yield KeyProblem(key=key, got=show(got), expected=show(expected), fix=fix, also=own)
+    for judge in started_judges(config):
+        for name, expected in (("max_num_seqs", 1), ("enable_prefix_caching", False)):
+            if (got := judge.engine_arguments.get(name)) != expected:
+                key = f"{judge.key}.vllm_serve_kwargs.{name}"
+                yield KeyProblem(key=key, got=show(got), expected=show(expected), fix=fix, also=own)
 
 
 def ports_do_not_collide(config: Config) -> Iterator[KeyProblem]:

@@ -1,13 +1,67 @@
-"""Variants of the loss that need or exclude each other."""
+"""Variants of the loss that need or exclude each other.
+
+From rewards to advantages: scaling, length shaping, effort levels, fixed advantages.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from recipes.config.keys.derive import max_age
-from recipes.config.keys.schema import KeyProblem
-from recipes.config.rules.names import AGE, TIS
+from recipes.config.keys.derive import MODELS, STARTED, max_age, servers
+from recipes.config.keys.schema import KeyProblem, show
+from recipes.config.rules.validation import AGE, TIS
 from recipes.config.tree import Config
+
+SCALING, SHAPING = "grpo.reward_scaling", "grpo.reward_shaping"
+EFFORT = "env.nemo_gym.effort_levels"
+
+
+def scaling_has_a_range(config: Config) -> Iterator[KeyProblem]:
+    """Require a non-empty source range of the reward map."""
+    scaling = config.grpo.reward_scaling
+    if scaling.enabled and scaling.source_min >= scaling.source_max:
+        expected = f"less than {SCALING}.source_max = {scaling.source_max}"
+        also, fix = (
+            (f"{SCALING}.source_max", f"{SCALING}.enabled"),
+            "the map divides by their difference; change one of them",
+        )
+        yield KeyProblem(
+            key=f"{SCALING}.source_min", got=str(scaling.source_min), expected=expected, fix=fix, also=also
+        )
+
+
+def length_penalty_starts_above_zero(config: Config) -> Iterator[KeyProblem]:
+    """Require a length penalty that begins inside the answer."""
+    shaping = config.grpo.reward_shaping
+    key, limit = f"{SHAPING}.overlong_buffer_length", f"{SHAPING}.max_response_length"
+    if shaping.enabled and shaping.overlong_buffer_length >= shaping.max_response_length:
+        expected = f"less than {limit} = {shaping.max_response_length}"
+        fix = "every answer would be punished; lower it"
+        also = (limit, f"{SHAPING}.enabled")
+        yield KeyProblem(key=key, got=str(shaping.overlong_buffer_length), expected=expected, fix=fix, also=also)
+
+
+def effort_shaping_is_on_or_off(config: Config) -> Iterator[KeyProblem]:
+    """Refuse effort levels of which only one of two switches is set: they look on and do nothing."""
+    effort = config.env.nemo_gym.effort_levels
+    if (effort.low_weight > 0) != (effort.low_string != ""):
+        name, other = ("low_string", "low_weight") if effort.low_weight > 0 else ("low_weight", "low_string")
+        off = '""' if name == "low_string" else "0"
+        wrong, fix = f"is {off}, which is off, although {EFFORT}.{other} is set", "set both or neither"
+        yield KeyProblem(key=f"{EFFORT}.{name}", wrong=wrong, fix=fix, also=(f"{EFFORT}.{other}",))
+
+
+def penalties_survive_the_clip(config: Config) -> Iterator[KeyProblem]:
+    """Require the fixed advantages to lie inside the bounds that are applied after them."""
+    low, high = config.grpo.advantage_clip_low, config.grpo.advantage_clip_high
+    for name in ("invalid_tool_call_advantage", "malformed_thinking_advantage"):
+        value = getattr(config.grpo, name)
+        if value is not None and ((low is not None and value < low) or (high is not None and value > high)):
+            expected = f"a number in [{low}, {high}] = grpo.advantage_clip_low..high"
+            also = ("grpo.advantage_clip_low", "grpo.advantage_clip_high")
+            fix = "the clip comes last and would change it; change this value or the bounds"
+            yield KeyProblem(key=f"grpo.{name}", got=str(value), expected=expected, fix=fix, also=also)
+
 
 CORRECTION = "loss_fn.use_importance_sampling_correction"
 
@@ -90,10 +144,34 @@ def kl_in_reward_has_an_estimator(config: Config) -> Iterator[KeyProblem]:
     """Require Reinforce++ and a weight for the KL that is subtracted from the advantages."""
     key = "loss_fn.use_kl_in_reward"
     if config.loss_fn.use_kl_in_reward:
-        if config.grpo.adv_estimator.name == "grpo":
-            fix = "the group baseline has no reward per token; set it to false"
+        if config.grpo.adv_estimator.name != "reinforce_plus_plus":
+            fix = "only reinforce_plus_plus has a reward per token; set it to false"
             yield KeyProblem(key=key, got="true", expected="false", fix=fix, also=("grpo.adv_estimator.name",))
         if config.loss_fn.reference_policy_kl_penalty == 0:
             also = ("loss_fn.reference_policy_kl_penalty",)
             fix = "loss_fn.reference_policy_kl_penalty is 0, so nothing would be subtracted; set one of them"
             yield KeyProblem(key=key, got="true", expected="false", fix=fix, also=also)
+
+
+def distillation_has_teachers(config: Config) -> Iterator[KeyProblem]:
+    """Require teachers where advantages come from them, and only there; their servers must be in the configuration."""
+    estimator, key, name = config.grpo.adv_estimator, "grpo.adv_estimator.teachers", "grpo.adv_estimator.name"
+    distils = estimator.name == "on_policy_distillation"
+    if distils != bool(estimator.teachers):
+        expected = "a teacher, as {default: NAME}" if distils else "{}"
+        fix = f"{name} is {estimator.name}; change one of them"
+        yield KeyProblem(key=key, got=show(dict(estimator.teachers)), expected=expected, fix=fix, also=(name,))
+    there = {own: kind in STARTED or bool(settings.get("base_url")) for own, kind, settings in servers(config, MODELS)}
+    for agent, teacher in estimator.teachers.items():
+        if not there.get(teacher):
+            wrong = f"env.nemo_gym has no model server {teacher} with a model or an address of its own"
+            yield KeyProblem(key=f"{key}.{agent}", wrong=wrong, fix="write one, as for a judge, or correct the name")
+    if distils and config.policy.generation.temperature != 1:
+        fix = "teachers answer at temperature 1, and both must be compared at one; write 1"
+        key, got = "policy.generation.temperature", str(config.policy.generation.temperature)
+        yield KeyProblem(key=key, got=got, expected="1", fix=fix, also=(name,))
+    penalty = "loss_fn.reference_policy_kl_penalty"
+    if distils and config.loss_fn.reference_policy_kl_penalty > 0:
+        fix = "the teacher takes the place of the reference; write 0"
+        got = str(config.loss_fn.reference_policy_kl_penalty)
+        yield KeyProblem(key=penalty, got=got, expected="0", fix=fix, also=(name,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from recipes.config.keys.schema import KeyProblem
-from recipes.config.rules.names import MEGATRON, OPTIMIZER, SCHEDULER
+from recipes.config.rules.validation import MEGATRON, OPTIMIZER, SCHEDULER
 from recipes.config.tree import Config
 
 # What each optimizer does not read, with the values of configs/grpo_base.yaml, which every file inherits.
@@ -147,6 +147,14 @@ def chunked_logprobs_defer_logits(config: Config) -> Iterator[KeyProblem]:
         yield KeyProblem(key=key, got="false", expected="true", fix=fix, also=("policy.logprob_chunk_size",))
 
 
+def offloaded_weights_have_16_bits(config: Config) -> Iterator[KeyProblem]:
+    """Refuse to offload from weights in float32: the optimizer takes no views of a model's own parameters."""
+    if config.policy.megatron_cfg.optimizer.optimizer_cpu_offload and config.policy.precision == "float32":
+        key, also = f"{OPTIMIZER}.optimizer_cpu_offload", ("policy.precision",)
+        fix = "Megatron offloads only from weights in 16 bits; set it to false, or policy.precision to bfloat16"
+        yield KeyProblem(key=key, got="true", expected="false with policy.precision float32", fix=fix, also=also)
+
+
 def offloaded_share_is_offloaded(config: Config) -> Iterator[KeyProblem]:
     """Require optimizer offloading to have a share, and a share or overlapped copies to have offloading."""
     optimizer = config.policy.megatron_cfg.optimizer
@@ -161,3 +169,15 @@ def offloaded_share_is_offloaded(config: Config) -> Iterator[KeyProblem]:
         key, switch = f"{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d", f"{OPTIMIZER}.optimizer_cpu_offload"
         fix = f"{switch} is false, so nothing is copied; set both or neither"
         yield KeyProblem(key=key, got="true", expected="false", fix=fix, also=(switch,))
+
+
+def frozen_trunk_has_heads(config: Config) -> Iterator[KeyProblem]:
+    """Require heads to train where the rest of the model is frozen, and no term of the loss for the rest."""
+    megatron, penalty = config.policy.megatron_cfg, "loss_fn.reference_policy_kl_penalty"
+    key, heads = f"{MEGATRON}.freeze_trunk", f"{MEGATRON}.mtp_num_layers"
+    if megatron.freeze_trunk and megatron.mtp_num_layers == 0:
+        fix = f"{heads} is 0, so that nothing would be trained; set it to the number of heads"
+        yield KeyProblem(key=key, got="true", expected="false", fix=fix, also=(heads,))
+    if megatron.freeze_trunk and config.loss_fn.reference_policy_kl_penalty > 0:
+        fix = f"a model that stays as it is keeps its distance to the reference; set {penalty} to 0"
+        yield KeyProblem(key=key, got="true", expected="false", fix=fix, also=(penalty,))

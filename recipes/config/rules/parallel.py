@@ -1,4 +1,11 @@
-"""How nodes and GPUs are divided among training, generation and their parallel ranks."""
+"""How nodes and GPUs are divided among training, generation and their parallel ranks.
+
+How many rollouts a step has and how the optimizer divides them.
+
+Lengths in tokens: of a rollout, of a request, of a micro-batch.
+
+How tokens reach the experts of the policy, and what runs meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +13,172 @@ from collections.abc import Iterator
 
 from recipes.config.keys.derive import derive
 from recipes.config.keys.schema import KeyProblem
-from recipes.config.rules.names import EP, ETP, GENERATION_PART, GPUS, MEGATRON, NODES, PP, SIZES, TP, VLLM
+from recipes.config.rules.validation import (
+    CP,
+    DEEPEP,
+    DISPATCHER,
+    EP,
+    ETP,
+    GENERATION,
+    GENERATION_PART,
+    GPUS,
+    MAX_LEN,
+    MEGATRON,
+    NODES,
+    PP,
+    SIZES,
+    TP,
+    VLLM,
+    G,
+    P,
+)
 from recipes.config.tree import Config
+
+BATCH = "policy.train_global_batch_size"
+ON_POLICY = "loss_fn.force_on_policy_ratio"
+
+
+def batch_is_prompts_times_generations(config: Config) -> Iterator[KeyProblem]:
+    """Require the global batch to be one step's rollouts, or to divide them when the ratio may move."""
+    prompts, generations = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
+    batch, samples = config.policy.train_global_batch_size, prompts * generations
+    formula = f"{P} * {G} = {prompts} * {generations} = {samples}"
+    also = (P, G, ON_POLICY)
+    if config.loss_fn.force_on_policy_ratio and batch != samples:
+        fix = "force_on_policy_ratio needs exactly one optimizer step per batch; delete this key"
+        yield KeyProblem(key=BATCH, got=str(batch), expected=formula, fix=fix, also=also)
+    elif samples % batch:
+        yield KeyProblem(
+            key=BATCH, got=str(batch), expected=f"a divisor of {formula}", fix="delete this key", also=also
+        )
+
+
+def group_has_a_baseline(config: Config) -> Iterator[KeyProblem]:
+    """Require groups of two or more: the baseline of a single rollout is its own reward, so nothing is learned."""
+    estimator = config.grpo.adv_estimator
+    has_baseline = estimator.name == "grpo" or (estimator.name == "reinforce_plus_plus" and estimator.minus_baseline)
+    if config.grpo.num_generations_per_prompt < 2 and has_baseline:
+        baseline = "leave-one-out" if estimator.name == "grpo" and estimator.use_leave_one_out_baseline else "group"
+        fix = f"the {baseline} baseline of a group of 1 leaves no advantage; set it to 2 or more"
+        yield KeyProblem(key=G, got=str(config.grpo.num_generations_per_prompt), expected="2 or more", fix=fix)
+
+
+def batch_multiplier_has_dynamic_sampling(config: Config) -> Iterator[KeyProblem]:
+    """Require dynamic sampling where more prompts are generated than trained on."""
+    multiplier = config.grpo.batch_multiplier
+    if multiplier != 1 and not config.grpo.use_dynamic_sampling:
+        key, also = "grpo.batch_multiplier", ("grpo.use_dynamic_sampling",)
+        fix = "the further prompts would be dropped; set grpo.use_dynamic_sampling, or this to 1"
+        yield KeyProblem(key=key, got=f"{multiplier:g}", expected="1", fix=fix, also=also)
+
+
+def engine_and_trainer_agree_on_length(config: Config) -> Iterator[KeyProblem]:
+    """Require one context length: longer rollouts could not be trained on, shorter ones waste the trainer."""
+    longest, context = config.policy.max_total_sequence_length, config.policy.generation.vllm_cfg.max_model_len
+    key = f"{VLLM}.max_model_len"
+    if context != longest:
+        fix = "rollouts must fit both the engine and the trainer; delete this key"
+        yield KeyProblem(key=key, got=str(context), expected=f"{MAX_LEN} = {longest}", fix=fix, also=(MAX_LEN,))
+    asked = config.policy.generation.max_new_tokens
+    if asked > context:
+        expected, fix = f"at most {key} = {context}", "no request could be that long; lower it"
+        own = f"{GENERATION}.max_new_tokens"
+        yield KeyProblem(key=own, got=str(asked), expected=expected, fix=fix, also=(key,))
+
+
+def lengths_are_divisible(config: Config) -> Iterator[KeyProblem]:
+    """Require padded lengths that context and sequence parallel ranks can share evenly."""
+    policy, megatron = config.policy, config.policy.megatron_cfg
+    cp, tp = megatron.context_parallel_size, megatron.tensor_model_parallel_size
+    need = (2 * cp if cp > 1 else 1) * (tp if megatron.sequence_parallel else 1)
+    multiple = policy.make_sequence_length_divisible_by
+    key = "policy.make_sequence_length_divisible_by"
+    if multiple % need:
+        expected = f"a multiple of {need} (2 * CP {cp} if CP > 1, times TP {tp} if sequence_parallel)"
+        also, fix = (CP, TP, f"{MEGATRON}.sequence_parallel"), "delete this key: it follows from CP and TP"
+        yield KeyProblem(key=key, got=str(multiple), expected=expected, fix=fix, also=also)
+    longest = policy.max_total_sequence_length
+    if longest % multiple:
+        expected = f"a multiple of {key} = {multiple}"
+        fix = f"the longest rollout would be padded past it; lower it to {longest // multiple * multiple}"
+        yield KeyProblem(key=MAX_LEN, got=str(longest), expected=expected, fix=fix, also=(key, CP, TP))
+
+
+def packing_fits_one_rollout(config: Config) -> Iterator[KeyProblem]:
+    """Require micro-batches that hold the longest rollout."""
+    packing, longest = config.policy.sequence_packing, config.policy.max_total_sequence_length
+    for name in ("train_mb_tokens", "logprob_mb_tokens"):
+        tokens = getattr(packing, name)
+        if packing.enabled and tokens < longest:
+            key, expected = f"policy.sequence_packing.{name}", f"{MAX_LEN} = {longest} or more"
+            fix = "the longest rollout must fit one micro-batch; delete this key"
+            yield KeyProblem(key=key, got=str(tokens), expected=expected, fix=fix, also=(MAX_LEN,))
+
+
+_DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)  # that release 1.2.1 has settings for
+_DEEPEP_NODE = 8  # GPUs of a node, where a group of ranks has several
+
+
+def deepep_is_the_flex_dispatcher(config: Config) -> Iterator[KeyProblem]:
+    """Require the flex dispatcher and DeepEP together: it has no other kernels here, and they serve no other."""
+    megatron = config.policy.megatron_cfg
+    is_flex, is_on = megatron.moe_token_dispatcher_type == "flex", megatron.moe_enable_deepep
+    if is_flex != is_on:
+        change = "set it to flex, or this to false" if is_on else "set this to true, or that to alltoall"
+        fix = f"{DISPATCHER} is {megatron.moe_token_dispatcher_type}; {change}"
+        got, expected = str(is_on).lower(), str(is_flex).lower()
+        yield KeyProblem(key=DEEPEP, got=got, expected=expected, fix=fix, also=(DISPATCHER,))
+
+
+def deepep_can_carry_the_tokens(config: Config) -> Iterator[KeyProblem]:
+    """Require what DeepEP's kernels carry: bfloat16 states, float32 shares, between numbers of ranks that it knows."""
+    policy, megatron = config.policy, config.policy.megatron_cfg
+    if not megatron.moe_enable_deepep:
+        return
+    formats: dict[str, tuple[str, str, str]] = {
+        "policy.precision": (policy.precision, "bfloat16", "states of tokens"),
+        f"{MEGATRON}.moe_router_dtype": (megatron.moe_router_dtype, "fp32", "the router's shares"),
+    }
+    for key, (got, expected, what) in formats.items():
+        if got != expected:
+            fix = f"DeepEP sends {what} in this format alone; change it, or set {DEEPEP} to false"
+            yield KeyProblem(key=key, got=got, expected=expected, fix=fix, also=(DEEPEP,))
+    per_node = config.cluster.gpus_per_node
+    ranks = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
+    got = f"EP {megatron.expert_model_parallel_size} * ETP {megatron.expert_tensor_parallel_size} = {ranks}"
+    if ranks not in _DEEPEP_RANKS:
+        expected = f"EP * ETP to be one of {', '.join(map(str, _DEEPEP_RANKS))}"
+        fix = f"DeepEP has settings for no other number of ranks; change it, or set {DEEPEP} to false"
+        yield KeyProblem(key=EP, got=got, expected=expected, fix=fix, also=(ETP, DEEPEP))
+    elif config.cluster.num_nodes > 1 and per_node % ranks and per_node != _DEEPEP_NODE:
+        expected = f"EP * ETP to divide {GPUS} = {per_node}"
+        fix = f"DeepEP goes beyond a node where nodes have {_DEEPEP_NODE} GPUs; change it, or set {DEEPEP} to false"
+        yield KeyProblem(key=EP, got=got, expected=expected, fix=fix, also=(ETP, GPUS, NODES, DEEPEP))
+
+
+def fused_activation_has_grouped_experts(config: Config) -> Iterator[KeyProblem]:
+    """Require the grouped GEMM where the activation of experts is fused: Megatron fuses it there alone."""
+    megatron, needed = config.policy.megatron_cfg, f"{MEGATRON}.moe_grouped_gemm"
+    if megatron.use_fused_weighted_squared_relu and not megatron.moe_grouped_gemm:
+        key, fix = f"{MEGATRON}.use_fused_weighted_squared_relu", f"{needed} is false; set it to true, or this to false"
+        yield KeyProblem(key=key, got="true", expected="false", fix=fix, also=(needed,))
+
+
+def grouped_experts_are_rounded(config: Config) -> Iterator[KeyProblem]:
+    """Require bfloat16 where experts are grouped: Transformer Engine multiplies float32 as TF32, with 10 bits."""
+    megatron, precision = config.policy.megatron_cfg, "policy.precision"
+    if megatron.moe_grouped_gemm and config.policy.precision == "float32":
+        key, fix = f"{MEGATRON}.moe_grouped_gemm", f"{precision} is float32, which its kernels round; set this to false"
+        yield KeyProblem(key=key, got="true", expected="false (native engine)", fix=fix, also=(precision,))
+
+
+def shared_expert_overlaps_an_exchange(config: Config) -> Iterator[KeyProblem]:
+    """Require an all-to-all exchange where the shared expert runs beside it: Megatron runs it beside no other."""
+    megatron = config.policy.megatron_cfg
+    if megatron.moe_shared_expert_overlap and megatron.moe_token_dispatcher_type != "alltoall":
+        fix = f"{DISPATCHER} is {megatron.moe_token_dispatcher_type}; set this to false, or that to alltoall"
+        key = f"{MEGATRON}.moe_shared_expert_overlap"
+        yield KeyProblem(key=key, got="true", expected="false", fix=fix, also=(DISPATCHER,))
 
 
 def nodes_are_shared_out(config: Config) -> Iterator[KeyProblem]:

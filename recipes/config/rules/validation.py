@@ -1,12 +1,64 @@
-"""When a validation runs, and what depends on one."""
+"""When a validation runs, and what depends on one.
+
+Waits that contain other waits.
+
+Dotted keys that several rules name.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
-from recipes.config.keys.schema import KeyProblem
+from recipes.config.keys.derive import AGENTS, SWE_AGENTS, servers
+from recipes.config.keys.schema import INSTANCES, KeyProblem
 from recipes.config.tree import Config
+
+CONTAINS = {"rollout": ("generation",), "progress": ("rollout", "refit", "train", "checkpoint")}
+
+
+def waits_are_nested(config: Config) -> Iterator[KeyProblem]:
+    """Require a wait that contains others to be at least as long as the longest of them."""
+    for outer, inners in CONTAINS.items():
+        limit = getattr(config.deadlines, outer)
+        inner = max(inners, key=lambda name: float(getattr(config.deadlines, name)))
+        longest = getattr(config.deadlines, inner)
+        if limit < longest:
+            expected = f"at least deadlines.{inner} = {longest:g} s"
+            fix = "it contains that wait; raise it or lower the other"
+            also = tuple(f"deadlines.{name}" for name in inners)
+            yield KeyProblem(key=f"deadlines.{outer}", got=f"{limit:g} s", expected=expected, fix=fix, also=also)
+
+
+def tasks_end_within_a_rollout(config: Config) -> Iterator[KeyProblem]:
+    """Require a rollout to wait for as long as a whole task may take."""
+    limit = config.deadlines.rollout
+    for name, server, settings in servers(config, AGENTS):
+        if server == SWE_AGENTS:
+            parts = [settings.get(f"swebench_{part}_timeout", 0) for part in ("agent", "tests")]
+            if sum(parts) > limit:
+                key = f"{INSTANCES}.{name}.{AGENTS}.{server}.swebench_agent_timeout"
+                fix = "lower swebench_agent_timeout or swebench_tests_timeout, or raise deadlines.rollout"
+                got, expected = f"{parts[0]} + {parts[1]} = {sum(parts)} s", f"at most deadlines.rollout = {limit:g} s"
+                yield KeyProblem(key=key, got=got, expected=expected, fix=fix, also=("deadlines.rollout",))
+
+
+P, G = "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt"
+AGE = "grpo.async_grpo.max_trajectory_age_steps"
+TIS = "loss_fn.truncated_importance_sampling"
+MAX_LEN = "policy.max_total_sequence_length"
+GENERATION = "policy.generation"
+VLLM = f"{GENERATION}.vllm_cfg"
+GENERATION_PART = f"{GENERATION}.colocated.resources"
+MEGATRON = "policy.megatron_cfg"
+OPTIMIZER, SCHEDULER = f"{MEGATRON}.optimizer", f"{MEGATRON}.scheduler"
+TP, CP, PP = (f"{MEGATRON}.{name}_parallel_size" for name in ("tensor_model", "context", "pipeline_model"))
+EP, ETP = f"{MEGATRON}.expert_model_parallel_size", f"{MEGATRON}.expert_tensor_parallel_size"
+DEEPEP = f"{MEGATRON}.moe_enable_deepep"
+DISPATCHER = f"{MEGATRON}.moe_token_dispatcher_type"
+NODES, GPUS = "cluster.num_nodes", "cluster.gpus_per_node"
+SIZES = (TP, CP, PP, NODES, GPUS, f"{GENERATION_PART}.num_nodes", f"{GENERATION_PART}.gpus_per_node")
+
 
 ROWS = "data.validation.data_path"
 METRIC, THRESHOLD = "grpo.stop_at_validation_metric", "grpo.stop_at_validation_threshold"

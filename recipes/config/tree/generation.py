@@ -70,6 +70,8 @@ class VllmConfig:
     """no CUDA graphs"""
     enable_prefix_caching: bool
     """reuse the KV cache of equal prefixes; reset at every weight push"""
+    enable_return_routed_experts: bool
+    """report to which experts each token went, for policy.router_replay; only of models with experts"""
     enable_vllm_metrics_logger: bool
     """sample each engine's queue and cache over time"""
     vllm_metrics_logger_interval: Annotated[float, Gt(0), Unit("seconds")]
@@ -109,6 +111,10 @@ class GenerationConfig:
     """end of the range of ports, exclusive"""
     verify_weight_pushes: bool
     """compare a checksum of every tensor of a weight push on both sides; it takes seconds per push"""
+    max_starts: Annotated[int, Ge(1), Unit("starts")]
+    """starts in a row that may fail of an engine, a judge's copy or a rollout worker; then it stays away"""
+    min_share_up: Annotated[float, Gt(0), Le(1), Unit("share")]
+    """share of engines, of each judge's copies and rollout workers that must be up for a run to begin; others join"""
     colocated: ColocatedConfig
     vllm_cfg: VllmConfig
     vllm_kwargs: Mapping[str, Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -64,14 +65,16 @@ class RewardShapingConfig:
 class AdvEstimatorConfig:
     """From rewards to advantages."""
 
-    name: Literal["grpo", "reinforce_plus_plus"]
-    """advantage estimator: grpo (relative to the group) or reinforce_plus_plus (relative to the batch)"""
+    name: Literal["grpo", "reinforce_plus_plus", "on_policy_distillation"]
+    """relative to the group (grpo), to the batch (reinforce_plus_plus), to a teacher (on_policy_distillation)"""
     normalize_rewards: bool
     """grpo: divide by the standard deviation of the group's rewards"""
     use_leave_one_out_baseline: bool
     """grpo: baseline = mean of the group's other rewards; false = mean of all"""
     minus_baseline: bool
     """reinforce_plus_plus: subtract the mean of the group's rewards before the batch is normalised"""
+    teachers: Mapping[str, Text]
+    """on_policy_distillation: agent of a row, or default for all others -> model server that teaches it"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

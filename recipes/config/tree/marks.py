@@ -59,3 +59,31 @@ class FurtherKeys(_Mark):
 
     def __init__(self, definition: str) -> None:
         super().__init__(**{"x-further-keys": definition})
+
+
+NOT_SET: Any = None
+"""The default of a setting that has none: no value is shown, and null is not one that a file may give it."""
+
+
+class OneValue(_Mark):
+    """The native engine has one value of this setting, its default, and refuses others; with NOT_SET it refuses all.
+
+    NeMo Gym's server may read others.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(**{"x-native": {"one_value": True}})
+
+
+class Entry(_Mark):
+    """The setting is an entry of this name in `$defs`."""
+
+    def __init__(self, definition: str) -> None:
+        super().__init__(**{"x-entry": definition})
+
+
+class NotAKey(_Mark):
+    """Not a setting: the field holds what another server's settings say."""
+
+    def __init__(self) -> None:
+        super().__init__(**{"x-not-a-key": True})

@@ -1,4 +1,7 @@
-"""How the policy is trained: block `policy.megatron_cfg`."""
+"""How the policy is trained: block `policy.megatron_cfg`.
+
+The model: block `policy`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,85 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from recipes.config.tree.marks import Honours, NoEffect, Unit
+from recipes.config.tree.generation import GenerationConfig
+from recipes.config.tree.marks import Honours, NoEffect, Text, Unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerConfig:
+    """Tokenizer and chat template."""
+
+    name: Text
+    """directory or hub name of the tokenizer"""
+    chat_template: Text | None
+    """file with the chat template; null = the tokenizer's own"""
+    chat_template_kwargs: Mapping[str, Any] | None
+    """arguments of the chat template, e.g. enable_thinking; null = none; exports name them in tokenizer_config.json"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequencePackingConfig:
+    """Several rollouts in one row of a micro-batch."""
+
+    enabled: bool
+    """pack rollouts; false = one padded rollout per row"""
+    algorithm: Literal["modified_first_fit_decreasing"]
+    """bin-packing algorithm"""
+    train_mb_tokens: Annotated[int, Ge(1), Unit("tokens")]
+    """tokens in one training micro-batch"""
+    logprob_mb_tokens: Annotated[int, Ge(1), Unit("tokens")]
+    """tokens in one log-probability micro-batch; see logprob_batch_size"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterReplayConfig:
+    """R3: training sends each token to the experts that the engine has sent it to; for models with experts."""
+
+    enabled: bool
+    """replay the engine's choice of experts in training passes; also switches on that engines report it"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyConfig:
+    """The model, how it is trained and how it generates."""
+
+    model_name: Text
+    """Hugging Face directory of the start weights; the launcher sets it from MODEL_PATH"""
+    tokenizer: TokenizerConfig
+    hf_config_overrides: Annotated[
+        Mapping[str, Any], Honours({}, reason="the trainer alone would follow them, not the engines and the export")
+    ]
+    """values that replace those of the model's config.json"""
+    precision: Annotated[
+        Literal["bfloat16", "float16", "float32"],
+        Honours("bfloat16", "float32", reason="the native policy trains in bfloat16 or float32"),
+    ]
+    """dtype of weights and activations"""
+    max_total_sequence_length: Annotated[int, Ge(1), Unit("tokens")]
+    """longest rollout trained on, prompt and all turns, in tokens"""
+    train_global_batch_size: Annotated[int, Ge(1), Unit("rollouts")]
+    """rollouts per optimizer step: P*G, or a divisor of it for several steps on one batch (the clip is then live)"""
+    train_micro_batch_size: Annotated[int, Ge(1), Unit("rollouts")]
+    """full-length rollouts in one training micro-batch; sets the packing budget"""
+    logprob_batch_size: Annotated[int, Ge(1), Unit("rollouts")]
+    """full-length rollouts in one log-probability micro-batch; in the native engine, of the parity gate only"""
+    logprob_chunk_size: Annotated[int | None, Ge(1), Unit("tokens")]
+    """tokens whose float32 logits exist at once; null = all"""
+    offload_optimizer_for_logprob: bool
+    """move optimizer state to CPU memory during passes for log-probabilities alone, and back after each"""
+    max_grad_norm: Annotated[float, Gt(0), Unit("L2 norm")]
+    """global L2 norm to which gradients are clipped"""
+    max_skipped_steps: Annotated[int, Ge(0), Unit("steps")]
+    """steps in a row that may leave the weights as they are because loss or gradients are not finite; one more ends"""
+    make_sequence_length_divisible_by: Annotated[int, Ge(1), Unit("tokens")]
+    """pad each rollout to a multiple of this many tokens: 2*CP*TP"""
+    determinism: Literal["none", "full"]
+    """full: two runs of the same code, rows and seed give the same bits; one answer at a time, and no step ahead"""
+    sequence_packing: SequencePackingConfig
+    router_replay: RouterReplayConfig
+    megatron_cfg: MegatronConfig
+    generation: GenerationConfig
+
 
 EXPERTS = "the native policy computes experts only in this way"
 FUSED = "Transformer Engine's fused kernels are not wired in yet"
@@ -145,6 +226,8 @@ class MegatronConfig:
     """fused squared-ReLU kernel of experts without a gate; needs moe_grouped_gemm"""
     freeze_moe_router: bool
     """do not train router weights"""
+    freeze_trunk: bool
+    """train the multi-token heads alone (MTP healing): the weights of the model itself stay as they are, bit for bit"""
     moe_router_dtype: Literal["fp32", "fp64"]
     """dtype of the router"""
     moe_router_load_balancing_type: Annotated[

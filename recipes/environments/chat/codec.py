@@ -14,26 +14,30 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import orjson
+from jinja2 import Template, TemplateError, TemplateSyntaxError
 
 from recipes.config.keys.derive import template_kwargs
 from recipes.environments.chat.messages import assistant_items, chat_messages, chat_tools, flat_text, is_assistants
 from recipes.environments.chat.template import compile_template
-from recipes.environments.chat.tool_calls import parse_tool_calls
-from recipes.environments.contract.responses import Item
-from recipes.environments.contract.rows import wrong
+from recipes.environments.chat.tool_calls import ToolCall, parse_tool_calls
+from recipes.environments.contract import Item, wrong
 from recipes.errors import InputError, Problem
+from recipes.exact_json import dumps, loads
+from recipes.weight_files import require_object
 
 if TYPE_CHECKING:
     from recipes.config.tree import PolicyConfig
 
 KEPT_SPECIAL_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # the parsers look for them
-SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")  # whose texts a template is given
+# Whose texts a template is given.
+SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask"))
 OURS = frozenset({"messages", "tools", "add_generation_prompt", *SPECIAL_TOKENS})  # arguments of every template
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # what a request may ask for, as in vLLM
 ZERO_WIDTH_SPACE = "\u200b"  # breaks a control string inside a text
 _BEFORE_AN_ANSWER = ({"role": "system", "content": "s"}, {"role": "user", "content": "u"})  # what `suffix` shows first
+_THOUGHTFUL = {"role": "assistant", "content": "<think>t</think>a"}
 _CACHED_PROMPTS = 64  # the G rollouts of a prompt render and tokenize it once
+_NO_MODEL = "set policy.tokenizer.name to a model directory in Hugging Face format"
 _DIFF_TOKENS = 24  # shown on each side of the first difference
 _DIFF_CHARS = 80  # shown of each of two renderings that differ
 
@@ -59,20 +63,28 @@ class ChatCodec:
         *,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        reads_tool_calls: bool = True,
+        tool_parser: str | None = "qwen3_coder",
         reads_reasoning: bool = True,
     ) -> None:
         from tokenizers import Tokenizer
 
         directory = Path(tokenizer_path)
-        config = _read_json(directory / "tokenizer_config.json")
-        self._tokenizer = Tokenizer.from_str(_read_text(directory / "tokenizer.json"))
+        config = require_object(directory / "tokenizer_config.json", fix=_NO_MODEL)
+        try:
+            self._tokenizer = Tokenizer.from_str(_read_text(directory / "tokenizer.json"))
+        except InputError:
+            raise
+        except Exception as error:  # the library has no error of its own for a file that it cannot read
+            raise _unreadable(directory / "tokenizer.json", error) from error
         self._encode_request = lru_cache(maxsize=_CACHED_PROMPTS)(self._encode_json)
-        self._template = compile_template(chat_template or template_of(directory, config))
+        self._template = _compiled(chat_template or template_of(directory, config), directory)
+        with_tools = None if chat_template else tools_template_of(directory, config)
+        self._tools_template = _compiled(with_tools, directory) if with_tools else self._template
+        self._known_kinds: dict[str, str | None] = {}  # of requests -> why the template refuses them
         self._template_kwargs = dict(chat_template_kwargs or {})
-        self._reads_tool_calls, self._reads_reasoning = reads_tool_calls, reads_reasoning
+        self._tool_parser, self._reads_reasoning = tool_parser, reads_reasoning
         self._special_tokens = {
-            name: token["content"] if isinstance(token, Mapping) else token
+            name: str(token.get("content", "")) if isinstance(token, Mapping) else str(token)
             for name, token in config.items()
             if name in SPECIAL_TOKENS and token is not None
         }
@@ -96,13 +108,13 @@ class ChatCodec:
             tokenizer.name,
             chat_template=_read_text(Path(tokenizer.chat_template)) if tokenizer.chat_template else None,
             chat_template_kwargs=template_kwargs(policy),
-            reads_tool_calls=chat.enable_auto_tools and chat.tool_parser is not None,
+            tool_parser=chat.tool_parser if chat.enable_auto_tools else None,
             reads_reasoning=chat.reasoning_parser is not None,
         )
 
     def encode(self, params: Mapping[str, Any], items: Sequence[Item] = ()) -> tuple[int, ...]:
         """Return the prompt of the next model call: the request, then `items`, then the generation prompt."""
-        return self._encode_request(orjson.dumps([params, items]))
+        return self._encode_request(dumps([params, items]))
 
     def extend(self, seen_ids: tuple[int, ...], params: Mapping[str, Any], items: Sequence[Item]) -> tuple[int, ...]:
         """Return only the ids that follow `seen_ids` in the prompt of the next turn.
@@ -130,6 +142,44 @@ class ChatCodec:
     ) -> tuple[int, ...]:
         """Return the prompt of a chat request; `kwargs` are arguments of the template over those of the codec."""
         return self._tokenize(self._render_chat(messages, tools, kwargs, add_generation_prompt=True))
+
+    def why_refused(
+        self, params: Mapping[str, Any], template_kwargs: Mapping[str, Any], *, goes_on: bool
+    ) -> str | None:
+        """Return why the chat template cannot show a request, or, where the rollout `goes_on`, a further turn of it.
+
+        One request of each kind is rendered: with the same roles, calls, reasoning, tools and template arguments.
+        """
+        messages, tools = chat_messages(params), chat_tools(params)
+        kwargs = {**template_kwargs, **row_template_kwargs(params)}
+        parts = [(m["role"], m["content"] is None, "tool_calls" in m, "<think>" in str(m["content"])) for m in messages]
+        kind = (goes_on, parts[:2], parts[-1:], sorted(set(parts)), bool(tools), sorted(map(repr, kwargs.items())))
+        if (key := repr(kind)) not in self._known_kinds:
+            self._known_kinds[key] = self._why_refused(messages, tools, kwargs, goes_on=goes_on)
+        return self._known_kinds[key]
+
+    def _why_refused(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        kwargs: Mapping[str, Any],
+        *,
+        goes_on: bool,
+    ) -> str | None:
+        shown = [list(messages)]
+        if goes_on and tools:
+            call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": '{"a": "x", "b": [1]}'}}
+            answered = {"role": "tool", "tool_call_id": "call_0", "content": "a"}
+            shown.append([*messages, {**_THOUGHTFUL, "tool_calls": [call]}, answered])
+        elif goes_on:
+            shown.append([*messages, _THOUGHTFUL, {"role": "user", "content": "u"}])
+        try:
+            for conversation in shown:
+                self._render_chat(conversation, tools, kwargs, add_generation_prompt=True)
+        except Exception as error:  # a template may fail in any way
+            what = "a further turn" if len(shown) > 1 and conversation is shown[1] else "the request"
+            return f"the chat template refuses {what} ({type(error).__name__}: {str(error)[:200]})"
+        return None
 
     def suffix(
         self, answer: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]
@@ -177,6 +227,7 @@ class ChatCodec:
         prompt_ids: Sequence[int],
         tools: Sequence[Mapping[str, Any]] = (),
         num_calls: int = 0,
+        is_cut: bool = False,
     ) -> Decoded:
         """Return one completion as Responses items: reasoning, message, function calls.
 
@@ -186,12 +237,16 @@ class ChatCodec:
         visible = [token_id for token_id in token_ids if token_id not in self._hidden_ids]
         text = self.text(visible)
         prompt = self.text(prompt_ids[-8:]).rstrip()
-        is_open, is_off = prompt.endswith("<think>"), prompt.endswith("</think>")
-        reasoning, answer = ("", text)
+        reasoning, answer = "", text
         if self._reads_reasoning:
+            is_open, is_off = prompt.endswith("<think>"), prompt.endswith("</think>")
             reasoning, answer = split_reasoning(text, is_open=is_open, is_off=is_off)
-        readable = list(tools) if self._reads_tool_calls else []
-        content, calls = parse_tool_calls(answer, chat_tools({"tools": readable}))
+        content, calls = self._calls(answer, tools, is_cut)
+        if "<tool_call>" in reasoning:  # a call ends open reasoning, as in vLLM; what is no call is still a thought
+            thoughts, tag, rest = text.partition("<tool_call>")
+            _, early_calls = self._calls(tag + rest, tools, is_cut)
+            if early_calls:
+                reasoning, content, calls = thoughts.removeprefix("<think>"), "", early_calls
         message = {
             "content": (f"<think>{reasoning}</think>" if reasoning else "") + content,
             "tool_calls": [
@@ -200,6 +255,11 @@ class ChatCodec:
             ],
         }
         return Decoded(items=tuple(assistant_items(message)), text=text)
+
+    def _calls(self, answer: str, tools: Sequence[Mapping[str, Any]], is_cut: bool) -> tuple[str, tuple[ToolCall, ...]]:
+        if self._tool_parser is None:
+            return answer, ()
+        return parse_tool_calls(answer, chat_tools({"tools": list(tools)}), notation=self._tool_parser, is_cut=is_cut)
 
     def token_ids(self, text: str) -> tuple[int, ...]:
         """Return the ids of a text, control strings included."""
@@ -210,7 +270,7 @@ class ChatCodec:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def _encode_json(self, request: bytes) -> tuple[int, ...]:
-        params, items = orjson.loads(request)
+        params, items = loads(request)
         return self._tokenize(self._render(params, items, add_generation_prompt=True))
 
     def _without_controls(self, value: Any) -> Any:
@@ -252,12 +312,13 @@ class ChatCodec:
         *,
         add_generation_prompt: bool,
     ) -> str:
-        text: str = self._template.render(
+        template = self._tools_template if tools else self._template
+        text: str = template.render(
             messages=self._without_controls([_template_message(message) for message in messages]),
             tools=self._without_controls(list(tools)) or None,
             add_generation_prompt=add_generation_prompt,
             **self._special_tokens,
-            **{**self._template_kwargs, **kwargs},
+            **{"documents": None, **self._template_kwargs, **kwargs},
         )
         return text
 
@@ -353,33 +414,58 @@ def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
 def _with_object_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return {**function, "arguments": json.loads(function["arguments"])}
-    except ValueError:  # a past call with malformed arguments is shown as it was written
+    except (ValueError, RecursionError):  # a past call with malformed arguments is shown as it was written
         return dict(function)
 
 
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except OSError as error:
-        fix = "set policy.tokenizer.name to a model directory in Hugging Face format"
-        raise InputError(
-            Problem(where=str(path), wrong=f"this file cannot be read ({error.strerror or error})", fix=fix)
-        ) from error
+    except (OSError, UnicodeError) as error:
+        raise _unreadable(path, error) from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads(_read_text(path))
-    return value
+def _unreadable(path: Path, error: Exception) -> InputError:
+    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)[:200]
+    return InputError(Problem(where=str(path), wrong=f"this file cannot be read ({why})", fix=_NO_MODEL))
+
+
+def _compiled(source: str, directory: Path) -> Template:
+    try:
+        return compile_template(source)
+    except (TemplateError, RecursionError) as error:
+        line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
+        wrong = f"the chat template cannot be compiled ({line}{str(error)[:200]})"
+        fix = "correct the template, or set policy.tokenizer.chat_template to a file with another one"
+        raise InputError(Problem(where=str(directory), wrong=wrong, fix=fix)) from error
 
 
 def template_of(directory: Path, config: Mapping[str, Any]) -> str:
     """Return the chat template that a model directory carries, in its own file or in the tokenizer's settings."""
     if (directory / "chat_template.jinja").is_file():
         return _read_text(directory / "chat_template.jinja")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
-    if not isinstance(template, str):
+    template = _named_template(config, "default")
+    if template is None:
         fix = "use a chat model's tokenizer, or set policy.tokenizer.chat_template"
         raise InputError(Problem(where=str(directory), wrong="it has no chat template", fix=fix))
     return template
+
+
+def tools_template_of(directory: Path, config: Mapping[str, Any]) -> str | None:
+    """Return the template that a model directory has for requests with tools, None where it has one for all."""
+    file = directory / "additional_chat_templates" / "tool_use.jinja"
+    if file.is_file():
+        return _read_text(file)
+    is_in_file = (directory / "chat_template.jinja").is_file()
+    return _named_template(config, "tool_use") if not is_in_file else None
+
+
+def _named_template(config: Mapping[str, Any], name: str) -> str | None:
+    """Return a template of the tokenizer's settings, where it may be one of several; a single one is the default."""
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        entries = [entry for entry in template if isinstance(entry, Mapping) and entry.get("name") == name]
+        template = entries[0].get("template") if entries else None
+    elif name != "default":
+        return None
+    return template if isinstance(template, str) else None

@@ -11,8 +11,16 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recipes.environments.contract.responses import Item, function_call_item, message_item, reasoning_item
-from recipes.environments.contract.rows import require_str, wrong
+from recipes.environments.contract import (
+    Item,
+    function_call_item,
+    message_item,
+    reasoning_item,
+    require_str,
+    schema_without_padding,
+    without_nulls,
+    wrong,
+)
 
 Message = dict[str, Any]
 
@@ -46,12 +54,15 @@ def chat_tools(params: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(tools, list):
         raise wrong("tools", tools, "a list of function tools")
     for tool in tools:
-        if not isinstance(tool, Mapping) or tool.get("type", "function") != "function" or not tool.get("name"):
+        if not isinstance(tool, Mapping) or (tool.get("type") or "function") != "function" or not tool.get("name"):
             raise wrong("tools", tool, "a function tool with a name")
-    return [
-        {"type": "function", "function": {key: value for key, value in tool.items() if key not in ("type", "strict")}}
-        for tool in tools
-    ]
+    return [{"type": "function", "function": function_of(tool)} for tool in tools]
+
+
+def function_of(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a function the model is shown: all but its type, `strict` and null padding."""
+    shown = {key: value for key, value in without_nulls(tool).items() if key not in ("type", "strict")}
+    return shown | {"parameters": schema_without_padding(shown["parameters"])} if "parameters" in shown else shown
 
 
 def chat_messages(params: Mapping[str, Any]) -> list[Message]:
@@ -97,8 +108,8 @@ def _other_message(item: Mapping[str, Any]) -> Message:
     if item.get("type") == "function_call_output":
         call_id = require_str(item, "call_id")
         return {"role": "tool", "tool_call_id": call_id, "content": _content(item.get("output"), "output")}
-    if item.get("type", "message") != "message" or item.get("role") not in _ROLES:
-        raise wrong("input", item.get("type", item.get("role")), "a message, reasoning, function call or its output")
+    if (item.get("type") or "message") != "message" or item.get("role") not in _ROLES:
+        raise wrong("input", item.get("type") or item.get("role"), "a message, reasoning, function call or its output")
     return {"role": item["role"], "content": _content(item.get("content"), "content")}
 
 

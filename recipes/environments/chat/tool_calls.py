@@ -1,9 +1,8 @@
 """Read tool calls from the text of a turn, and flag a turn whose text holds unread calls or stray thinking tags.
 
-Two notations are read, both between `<tool_call>` tags: a JSON object with `name` and `arguments`, and XML-like
-`<function=NAME><parameter=KEY>value</parameter></function>`, whose values get the types of the tool's schema, as vLLM's
-parser gives them.
-When one call of a turn cannot be read, the turn has no calls: its text stays unchanged, and the flags see it.
+Each notation is read as vLLM's parser of that name reads it, so that what is served and what is trained are the same
+calls; where this differs on purpose, the table of decisions in the README of the environments says so. A turn without
+calls keeps its text unchanged, and the flags see it.
 """
 
 from __future__ import annotations
@@ -15,10 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_FUNCTION = re.compile(r"\s*<function=([^<>\s]+)>(.*?)</function>\s*", re.DOTALL)
-_BETWEEN_FUNCTIONS = re.compile(r"(?<=</function>)\s*(?=<function=)")
-_PARAMETER = re.compile(r"<parameter=([^<>\s]+)>(.*?)</parameter>", re.DOTALL)
+_OPENING = re.compile(r"<tool_call>|<function=")  # in a text
+_IN_CALL = re.compile(r"<function=|</tool_call>")  # behind <tool_call>
+_BEHIND_FUNCTION = re.compile(r"</tool_call>|<tool_call>|<function=")
+_IN_NAME = re.compile(r"</function>|</?tool_call>|</?think>|</parameter>|>")  # a whole tag is a part of the name
+_SPACE = r"[^\S\x1c-\x1f]*"  # the white space of Unicode; Python's has four separators more
+_PARAMETER = re.compile(f"<{_SPACE}parameter{_SPACE}={_SPACE}")
+_END_OF_VALUE = re.compile(f"<{_SPACE}(?:/{_SPACE}parameter{_SPACE}>|parameter{_SPACE}=)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,49 +31,115 @@ class ToolCall:
     arguments: str
 
 
-def parse_tool_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[ToolCall, ...]]:
-    """Return the text before the first call, and the calls; when a call is malformed, the whole text and no calls.
+def parse_tool_calls(
+    text: str, tools: Sequence[Mapping[str, Any]], *, notation: str = "qwen3_coder", is_cut: bool = False
+) -> tuple[str, tuple[ToolCall, ...]]:
+    """Return the text before the first call, and the calls; where nothing is a call, the whole text and no calls.
 
     `tools` are the tools of the request, in the nested form of the chat API; without tools nothing is a call.
+    `is_cut`: the text ended at the limit of tokens; then a call that is not closed makes nothing of it a call.
     """
-    start = text.find("<tool_call>")
-    if start < 0 or not tools:
-        return text, ()
-    bodies = _closed(_CALL, text, "</tool_call>")
-    if len(bodies) != text.count("<tool_call>"):
+    if not tools:
         return text, ()
     try:
-        # A model may put several functions between one pair of tags, as vLLM reads them.
-        calls = tuple(_parse_call(part, tools) for body in bodies for part in _BETWEEN_FUNCTIONS.split(body))
+        before, calls = NOTATIONS[notation](text, tools, is_cut)
+        for call in calls:
+            (call.name + call.arguments).encode()  # half of a surrogate pair has no UTF-8 form; no request carries it
     except (ValueError, RecursionError):  # model text that is no call
         return text, ()
-    return text[:start], calls
+    return (before, calls) if calls else (text, ())
 
 
-def _closed(pattern: re.Pattern[str], text: str, closing: str) -> list[Any]:
-    """Return all matches up to the last closing tag: beyond it, every open tag costs a search to the end."""
-    return pattern.findall(text, 0, text.rfind(closing) + len(closing))
+def _xml_calls(text: str, tools: Sequence[Mapping[str, Any]], is_cut: bool) -> tuple[str, tuple[ToolCall, ...]]:
+    """Read `<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`.
+
+    Only `</function>` ends a function: whatever else is missing or in its place, the parser of vLLM reads over it.
+    """
+    calls: list[ToolCall] = []
+    start, end, tags = -1, 0, _OPENING
+    while tag := tags.search(text, end):
+        start, end = (tag.start() if start < 0 else start), tag.end()
+        if tag[0] != "<function=":
+            tags = _IN_CALL if tag[0] == "<tool_call>" else _OPENING
+            continue
+        name, body, end = _function(text, end)
+        if end < 0 and is_cut:
+            raise ValueError("a function that was cut")
+        if name.strip():
+            calls.append(_xml_call(name.strip(), body, tools))
+        if end < 0:
+            break
+        tags = _BEHIND_FUNCTION
+    if is_cut and tags is _IN_CALL:
+        raise ValueError("a call that was cut")
+    return text[: max(start, 0)].strip(), tuple(calls)
 
 
-def _parse_call(body: str, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
-    if match := _FUNCTION.fullmatch(body):
-        name, inner = match.groups()
-        schemas = _parameter_schemas(name, tools)
-        arguments = {key: _typed(value, schemas.get(key)) for key, value in _closed(_PARAMETER, inner, "</parameter>")}
-        return _tool_call(name, arguments)
+def _function(text: str, start: int) -> tuple[str, str, int]:
+    """Return a function's name, its body and where it ends, -1 when `</function>` is missing."""
+    end = next((tag for tag in _IN_NAME.finditer(text, start) if tag[0] in (">", "</function>")), None)
+    if end is None:
+        return text[start:], "", -1
+    name = text[start : end.start()]
+    if end[0] == "</function>":
+        return name, "", end.end()
+    closing = text.find("</function>", end.end())
+    return (
+        (name, text[end.end() :], -1)
+        if closing < 0
+        else (name, text[end.end() : closing], closing + len("</function>"))
+    )
+
+
+def _xml_call(name: str, body: str, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
+    schemas = _parameter_schemas(name, tools)
+    arguments = {key: _typed(value, schemas.get(key)) for key, value in _parameters(body).items()}
+    return ToolCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
+
+
+def _parameters(body: str) -> dict[str, str]:
+    """Return the parameters of a function. A value ends at its closing tag or at the next parameter's tag."""
+    found: dict[str, str] = {}
+    end = 0
+    while opening := _PARAMETER.search(body, end):
+        value = body.find(">", opening.end()) + 1
+        closing = _END_OF_VALUE.search(body, value) if value else None
+        if closing is None:
+            break
+        found[body[opening.end() : value - 1]] = body[value : closing.start()]
+        end = closing.end() if closing[0].endswith(">") else closing.start()
+    return found
+
+
+def _json_calls(text: str, tools: Sequence[Mapping[str, Any]], is_cut: bool) -> tuple[str, tuple[ToolCall, ...]]:
+    """Read `<tool_call>{"name": NAME, "arguments": {...}}</tool_call>`; one that is wrong makes all of them text."""
+    calls: list[ToolCall] = []
+    first = start = text.find("<tool_call>")
+    while start >= 0:
+        closing = text.find("</tool_call>", start)
+        if is_cut and closing < 0:
+            raise ValueError("a call that was cut")
+        end = len(text) if closing < 0 else closing
+        calls.append(_json_call(text[start + len("<tool_call>") : end]))
+        start = text.find("<tool_call>", end)
+    before = text[: max(first, 0)]
+    return before if before.strip() else "", tuple(calls)
+
+
+def _json_call(body: str) -> ToolCall:
     call = json.loads(body)
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise ValueError("a call needs a name")
-    arguments = call.get("arguments", {})
-    if not isinstance(arguments, dict):
+    if not isinstance(call.get("arguments"), dict):
         raise ValueError("arguments must be an object")
-    return _tool_call(call["name"], arguments)
+    arguments = json.dumps(call["arguments"], ensure_ascii=False, allow_nan=False)  # such a number is none of JSON
+    return ToolCall(name=call["name"], arguments=arguments)
 
 
-def _tool_call(name: str, arguments: Mapping[str, Any]) -> ToolCall:
-    text = json.dumps(arguments, ensure_ascii=False)
-    (name + text).encode()  # an escape of half a surrogate pair has no UTF-8 form, and no request can carry it
-    return ToolCall(name=name, arguments=text)
+NOTATIONS: Mapping[str, Callable[[str, Sequence[Mapping[str, Any]], bool], tuple[str, tuple[ToolCall, ...]]]] = {
+    "qwen3_coder": _xml_calls,
+    "hermes": _json_calls,
+}  # vLLM's name of a parser -> how its calls are read
 
 
 def _parameter_schemas(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

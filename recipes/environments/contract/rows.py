@@ -61,6 +61,45 @@ def one_of(field: str, value: object, allowed: Collection[str]) -> str:
     return value
 
 
+def without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an object without its null fields, where a null field says the same as an absent one.
+
+    Rows that went through a table have them: there all objects of one place share their fields.
+    """
+    return {key: inner for key, inner in value.items() if inner is not None}
+
+
+def schema_without_padding(schema: Any) -> Any:
+    """Return a JSON Schema without the null fields of a table. Null as a value (`default`, `const`, `enum`) stays.
+
+    Where an object has other null fields, a null `default` or `const` stays only if the schema names the type null.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    is_padded = any(value is None and key not in _MAY_BE_NULL for key, value in schema.items())
+    keeps_null = not is_padded or "null" in (named if isinstance(named := schema.get("type"), list) else [named])
+    kept: dict[str, Any] = {}
+    for key, value in schema.items():
+        if value is None:
+            if key in _MAY_BE_NULL and keeps_null:
+                kept[key] = value
+        elif key in _NAMED_SCHEMAS and isinstance(value, Mapping):
+            kept[key] = {name: schema_without_padding(inner) for name, inner in value.items() if inner is not None}
+        elif key in _SCHEMAS:
+            is_list = isinstance(value, list)
+            kept[key] = [schema_without_padding(v) for v in value] if is_list else schema_without_padding(value)
+        else:
+            kept[key] = value
+    return kept
+
+
+_MAY_BE_NULL = frozenset({"default", "const"})
+_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_SCHEMAS = frozenset({"items", "prefixItems", "additionalItems", "additionalProperties", "unevaluatedProperties"}) | {
+    *("unevaluatedItems", "contains", "propertyNames", "not", "if", "then", "else", "anyOf", "oneOf", "allOf"),
+}
+
+
 def last_user_text(row: Mapping[str, Any]) -> str:
     """Return the text of the row's last user message, its parts joined by newlines.
 

@@ -12,12 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipes.environments.contract.asking import Execution
-from recipes.environments.contract.tools import Cell
-from recipes.environments.contract.verdict import Response
-from recipes.environments.http.client import JsonClient, RefusedError
+from recipes.environments.contract.http import JsonClient, RefusedError
+from recipes.environments.contract.verifier import Cell, Execution, Response
 from recipes.environments.sandbox.images import run_in_image
-from recipes.environments.sandbox.server import Place, SandboxFailedError, SandboxServer
+from recipes.environments.sandbox.server import HostPort, SandboxFailedError, SandboxServer
 from recipes.retry import ALWAYS, NoReplyError, RetryPolicy, TransientError, reply_within
 
 DEFAULT_PLACE = ("127.0.0.1", 6000)
@@ -35,7 +33,7 @@ class SandboxClient:
     """Runs programs, at most `max_concurrency` at a time; further ones wait here."""
 
     server: SandboxServer
-    place: Place  # of the job's sandbox
+    host_port: HostPort  # of the job's sandbox
     max_concurrency: int
     http: JsonClient = field(default_factory=JsonClient)
     _gates: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(default_factory=dict)
@@ -75,7 +73,7 @@ class SandboxClient:
     async def end_session(self, session: str) -> None:
         """End a session. A sandbox that cannot be asked ends it itself, once nobody has used it for some time."""
         with contextlib.suppress(TransientError, RefusedError, SandboxFailedError, TimeoutError):
-            address = await self.server.address(self.place)
+            address = await self.server.address(self.host_port)
             headers = {"authorization": f"Bearer {address.token}"}
             async with asyncio.timeout(ANSWER_SECONDS):
                 await self.http.delete(f"{address.url}/sessions/{session}", headers=headers)
@@ -84,7 +82,7 @@ class SandboxClient:
         limit = seconds + ANSWER_SECONDS
 
         async def ask() -> Response:
-            address = await self.server.address(self.place)
+            address = await self.server.address(self.host_port)
             headers = {"authorization": f"Bearer {address.token}", **({"X-Session-ID": session} if session else {})}
             try:
                 async with asyncio.timeout(limit):
@@ -99,7 +97,9 @@ class SandboxClient:
         try:
             async with self._gate():
                 return await reply_within(seconds + QUEUE_SECONDS, ask, retries)
-        except (NoReplyError, RefusedError) as error:
+        except RefusedError as error:
+            raise SandboxFailedError(f"the sandbox gave no answer: {error}") from error
+        except NoReplyError as error:
             await self.server.notice_end()  # else the next program would ask a server that is ending
             raise SandboxFailedError(f"the sandbox gave no answer: {error}") from error
 
@@ -110,8 +110,11 @@ class SandboxClient:
         return self._gates[loop]
 
 
-def client_of(settings: Mapping[str, Any], server: SandboxServer, http: JsonClient) -> SandboxClient:
-    """Return the client of a resources server with these settings."""
-    host, port = settings.get("sandbox_host") or DEFAULT_PLACE[0], settings.get("sandbox_port") or DEFAULT_PLACE[1]
-    most = settings.get("num_processes") or DEFAULT_CONCURRENCY
-    return SandboxClient(server=server, place=(str(host), int(port)), max_concurrency=int(most), http=http)
+def client_of(settings: object, server: SandboxServer, http: JsonClient) -> SandboxClient:
+    """Return the client of a resources server whose settings may name a sandbox, and how many programs run at once."""
+    host, port = (
+        getattr(settings, "sandbox_host", DEFAULT_PLACE[0]),
+        getattr(settings, "sandbox_port", DEFAULT_PLACE[1]),
+    )
+    most = getattr(settings, "num_processes", DEFAULT_CONCURRENCY)
+    return SandboxClient(server=server, host_port=(str(host), int(port)), max_concurrency=int(most), http=http)

@@ -6,8 +6,13 @@ writable layer is as large as the site's Apptainer allows. Where a setting opens
 container shares all of this machine's, its loopback too. A machine without Apptainer, and an image that is not there,
 are said by name.
 
+A run that uses up its seconds ends, as `OwnTime` of the sandbox counts them: it ran, or waited, not for a processor.
+On a busy machine it may take CLOCK_FACTOR times as long on the clock, and says how much of that it had.
+
 An execution's preparation has ended, and its text is gone, before its code begins: the shells that run the code are the
 same in every container, so code cannot read from them what was prepared.
+
+The options with which Apptainer starts an image that is not trusted, wherever this repository starts one.
 """
 
 from __future__ import annotations
@@ -22,10 +27,20 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from recipes.environments.contract.asking import Execution
-from recipes.environments.contract.verdict import Response
-from recipes.environments.sandbox.apptainer import isolation
+from recipes.confinement.usage import OwnTime, usage_of
+from recipes.environments.contract.verifier import Execution, Response
 from recipes.environments.sandbox.server import SandboxFailedError
+
+# Of this machine the container sees no files, devices, processes and shared memory; its writable layer ends with it.
+OPTIONS = ("--containall", "--writable-tmpfs", "--no-home", "--no-mount=bind-paths,cwd,home,hostfs,tmp", "--pwd=/")
+NO_NETWORK = ("--net", "--network=none")
+NO_PRIVILEGES = "--no-privs"  # of root, when root starts the container
+
+
+def isolation(*, network: bool) -> list[str]:
+    """Return the options between `exec` and the image; with `network`, the container shares this machine's."""
+    return [*OPTIONS, *(() if network else NO_NETWORK), *([NO_PRIVILEGES] if os.geteuid() == 0 else [])]
+
 
 RUNTIMES = ("apptainer", "singularity")
 GIB = 1 << 30
@@ -47,6 +62,8 @@ KEPT_VARIABLES = ("APPTAINER_CACHEDIR", "APPTAINER_TMPDIR", "HOME", "PATH")
 READ_BYTES = 1 << 16
 UTF8_BYTES = 4  # of one character, at most
 END_SECONDS = 30.0
+CLOCK_FACTOR = 2  # how many times its seconds a run may last on the clock
+LOOK_SECONDS = 0.25  # between two looks at what a run uses
 
 
 def words_of(image: str, *, network: bool = False) -> Sequence[str]:
@@ -92,19 +109,33 @@ async def run_in_image(execution: Execution) -> Response:
         cwd="/",
         start_new_session=True,
     )
-    kept, status = _Kept(execution.max_characters), "timeout"
+    kept, own = _Kept(execution.max_characters), OwnTime()
+    run = asyncio.ensure_future(_end(process, scripts, kept))
+    limit = asyncio.ensure_future(_use_up(process.pid, own, execution.seconds))
     try:
-        async with asyncio.timeout(execution.seconds):
-            await asyncio.gather(_write(process, scripts), _read(process, kept))
-            status = "completed" if await process.wait() == 0 else "error"
-    except TimeoutError:
-        pass
+        await asyncio.wait((run, limit), timeout=CLOCK_FACTOR * execution.seconds, return_when=asyncio.FIRST_COMPLETED)
+        status = ("error" if run.result() else "completed") if run.done() else "timeout"
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        for task in (run, limit):
+            task.cancel()
+        await asyncio.gather(run, limit, return_exceptions=True)
         async with asyncio.timeout(END_SECONDS):
             await process.wait()
-    return {"process_status": status, "stdout": kept.text(), "stderr": ""}
+    return {"process_status": status, "stdout": kept.text(), "stderr": "", "used_seconds": own.seconds}
+
+
+async def _end(process: asyncio.subprocess.Process, scripts: Sequence[str], kept: _Kept) -> int:
+    await asyncio.gather(_write(process, scripts), _read(process, kept))
+    return await process.wait()
+
+
+async def _use_up(pid: int, own: OwnTime, seconds: float) -> None:
+    """Return when a process and all below it have used these seconds."""
+    while own.seconds < seconds:
+        await asyncio.sleep(LOOK_SECONDS)
+        own.add(await asyncio.to_thread(usage_of, pid))
 
 
 class _Kept:

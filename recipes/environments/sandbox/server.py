@@ -24,7 +24,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-PROGRAM = Path(__file__).resolve().parents[3] / "containers" / "sandbox" / "server.py"
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = ROOT / "containers" / "sandbox" / "server.py"
 START_SECONDS = 60.0  # of our own server, which tries one jail first
 CONNECT_SECONDS = 5.0  # to the job's
 END_SECONDS = 10.0
@@ -35,7 +36,7 @@ KEPT_VARIABLES = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH")  # of ours, for t
 _SHOWN_CHARACTERS = 300
 
 
-Place = tuple[str, int]
+HostPort = tuple[str, int]
 """Host and port."""
 
 
@@ -56,7 +57,7 @@ class SandboxServer:
 
     def __init__(self) -> None:
         self._token = os.environ.get("SANDBOX_TOKEN", "")  # "" outside of a job
-        self._jobs: dict[Place, bool] = {}  # whether the job's sandbox answered there
+        self._jobs: dict[HostPort, bool] = {}  # whether the job's sandbox answered there
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._log = -1  # what our own server writes to standard error
@@ -71,18 +72,18 @@ class SandboxServer:
         """How many programs may run at the same time: the start of one leaves a core idle half of the time."""
         return 2 * (os.cpu_count() or 1)
 
-    async def address(self, place: Place) -> Address:
-        """Return where to ask: at the place of the job's sandbox, or at our own, which is started if need be.
+    async def address(self, host_port: HostPort) -> Address:
+        """Return where to ask: at the address of the job's sandbox, or at our own, which is started if need be.
 
         Raises `SandboxFailedError`, without another start for `FAILED_SECONDS` after one that failed.
         """
-        if self._jobs.get(place):
-            return self._address_of(place)
+        if self._jobs.get(host_port):
+            return self._address_of(host_port)
         own, process = self._own, self._process
-        is_known = not self._token or place in self._jobs
+        is_known = not self._token or host_port in self._jobs
         if is_known and own is not None and process is not None and process.poll() is None:
             return own
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._find, place)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._find, host_port)
 
     async def notice_end(self) -> None:
         """Wait a moment for the end of our own server: its connections are closed before anybody can see that end."""
@@ -95,17 +96,17 @@ class SandboxServer:
         with self._lock:
             self._end()
 
-    def _address_of(self, place: Place) -> Address:
-        return Address(url=f"http://{place[0]}:{place[1]}", token=self._token)
+    def _address_of(self, host_port: HostPort) -> Address:
+        return Address(url=f"http://{host_port[0]}:{host_port[1]}", token=self._token)
 
-    def _find(self, place: Place) -> Address:
+    def _find(self, host_port: HostPort) -> Address:
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
                 logger.warning("the sandbox of this process ended with status %d; it is started again", self._end())
-            if self._token and place not in self._jobs:
-                self._jobs[place] = answers(place)
-            if self._jobs.get(place):
-                return self._address_of(place)
+            if self._token and host_port not in self._jobs:
+                self._jobs[host_port] = answers(host_port)
+            if self._jobs.get(host_port):
+                return self._address_of(host_port)
             if self._own is None:
                 self._own = self._start_unless_failed()
             return self._own
@@ -127,7 +128,7 @@ class SandboxServer:
         self._log = os.memfd_create("sandbox")
         with socket.create_server(("127.0.0.1", 0), backlog=512) as listening:
             descriptor = listening.fileno()
-            given = {"SANDBOX_TOKEN": token, "SANDBOX_LISTEN_FD": str(descriptor)}
+            given = {"SANDBOX_TOKEN": token, "SANDBOX_LISTEN_FD": str(descriptor), "PYTHONPATH": str(ROOT)}
             kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
             limits = {"SANDBOX_CONCURRENCY": str(self.places), "SANDBOX_MEMORY_MIB": str(memory_mib(self.places))}
             self._process = subprocess.Popen(
@@ -185,12 +186,12 @@ def memory_mib(places: int) -> int:
     return max(1024, min(4096, total // (2 * places)))
 
 
-def answers(place: Place) -> bool:
-    """Return whether the job's sandbox listens at a place, and log a warning where it does not."""
+def answers(host_port: HostPort) -> bool:
+    """Return whether the job's sandbox listens there, and log a warning where it does not."""
     try:
-        socket.create_connection(place, timeout=CONNECT_SECONDS).close()
+        socket.create_connection(host_port, timeout=CONNECT_SECONDS).close()
     except OSError as error:
-        where = ":".join(map(str, place))
+        where = ":".join(map(str, host_port))
         logger.warning("no sandbox of the job listens at %s (%s); programs run in one of our own", where, error)
         return False
     return True

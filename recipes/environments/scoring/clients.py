@@ -2,32 +2,225 @@
 
 A client always answers, within its deadline: with a verdict, or with the reason why there is none. An agent that calls
 tools opens a session first, in which they keep their state until the verdict.
+
+How the answers of a group reach the verifier that scores them together.
+
+A rollout of such a verifier ends without a verdict and keeps its answer. Once all rollouts of the group have ended,
+`GroupClient.score` gives each answer its verdict. Answers are told apart by their place in the group, so nothing of
+another group, or of an earlier attempt at the same prompt, can be taken for them.
+
+A verifier of groups elsewhere: all answers to a row are sent at once, and one reward comes back for each.
+
+    POST <url>/compare   {"conversation_history": [...], "response_objs": [...], "principle": ...}
+    200                  {"rewards": [...], ...}, a number per answer; null where an answer has no verdict
+
+NeMo Gym's server of `genrm_compare` answers it, and so does ours (`make serve-env NAME=genrm_compare`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
+import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeGuard, TypeVar
 from urllib.parse import quote
 
-from recipes.environments.contract.asking import Execution, JudgeQuestion, Replies, Requests, SilentJudgeError, advance
-from recipes.environments.contract.rows import shown
-from recipes.environments.contract.tools import Cell, Tools
-from recipes.environments.contract.verdict import NoVerdict, Pending, Response, Verdict, env_failed
-from recipes.environments.contract.verifier import Verifier
-from recipes.environments.http.client import JsonClient, JsonReply, RefusedError
-from recipes.environments.judges.client import SHORTENED, JudgeClient, JudgeFailedError
+from recipes.environments.contract import (
+    Cell,
+    Execution,
+    GroupVerifier,
+    JudgeQuestion,
+    NoVerdict,
+    Pending,
+    Replies,
+    Requests,
+    Response,
+    SilentJudgeError,
+    Tools,
+    Verdict,
+    Verifier,
+    advance,
+    env_failed,
+    shown,
+)
+from recipes.environments.contract.http import JsonClient, JsonReply, RefusedError
 from recipes.environments.sandbox.client import SandboxClient
 from recipes.environments.sandbox.server import SandboxFailedError
-from recipes.environments.scoring.encoding import EncodedTask, encode_task
+from recipes.environments.scoring.frames import EncodedTask, encode_task
+from recipes.environments.scoring.judge import SHORTENED, JudgeClient, JudgeFailedError
 from recipes.environments.scoring.pool import Scored, ScoringPool
 from recipes.retry import NoReplyError, RetryPolicy, reply_within
-from recipes.types import RolloutStatus, Row
+from recipes.types import Rollout, RolloutStatus, Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpGroupClient:
+    """Has groups scored by a resources server."""
+
+    name: str
+    url: str
+    timeout_seconds: float  # for one group
+    http: JsonClient = field(default_factory=JsonClient)
+
+    async def verify(self, row: Row, response: Response) -> Pending:
+        """Let the answer wait for those of its group."""
+        del row
+        return Pending(response=response)
+
+    async def open(self, row: Row) -> NoVerdict:
+        """Refuse a session: answers that are compared call no tools."""
+        del row
+        return env_failed(f"{self.name}: it has no tools")
+
+    async def score(self, row: Row, responses: Sequence[Response]) -> list[Verdict | NoVerdict]:
+        """Score the answers to one row. Never raises for a failed environment."""
+        if len(responses) < 2:  # a server rewards a single answer with a constant
+            alone = NoVerdict(status=RolloutStatus.ABORTED, reason="there is no other answer to compare with")
+            return [alone] * len(responses)
+        try:
+            body = {**_conversation(row), "response_objs": list(responses)}
+            address = f"{self.url.rstrip('/')}/compare"
+            reply = await reply_within(self.timeout_seconds, lambda: self.http.post(address, body), RETRIES)
+            return self._read(reply.body, len(responses))
+        except (NoReplyError, RefusedError, ValueError, TypeError) as error:  # TypeError: a row that JSON cannot carry
+            return [env_failed(f"{self.name}: {self.url}: {error}")] * len(responses)
+
+    def _read(self, reply: Mapping[str, Any], count: int) -> list[Verdict | NoVerdict]:
+        rewards, reasons = reply.get("rewards"), reply.get("reasons")
+        if not isinstance(rewards, list) or len(rewards) != count:
+            raise RefusedError(f"/compare answered {str(rewards)[:100]!r} as rewards, expected a list of {count}")
+        said = reasons if isinstance(reasons, list) and len(reasons) == count else [None] * count
+        return [self._verdict(reward, reason) for reward, reason in zip(rewards, said, strict=True)]
+
+    def _verdict(self, reward: object, reason: object) -> Verdict | NoVerdict:
+        if reward is None:
+            failure = f"{self.name}: {reason or 'it gave no reason'}"[:MAX_REASON]
+            return NoVerdict(status=RolloutStatus.JUDGE_FAILED, reason=failure)
+        if not is_number(reward) or abs(reward) > MAX_REWARD:
+            return env_failed(f"{self.name}: /compare answered reward {str(reward)[:100]!r}, expected a number or null")
+        return Verdict(reward=float(reward), reason=str(reason or f"rewarded {reward:g} by {self.url}")[:MAX_REASON])
+
+
+def _conversation(row: Row) -> dict[str, Any]:
+    asked = row["responses_create_params"]["input"]
+    history = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    principle = row.get("principle")
+    return {"conversation_history": history} | ({} if principle is None else {"principle": principle})
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupClient:
+    """Scores groups in this process, with the replies of a judge."""
+
+    name: str
+    verifier: GroupVerifier
+    settings: Any  # as the verifier declares them
+    judge: JudgeClient | None
+    timeout_seconds: float  # for one group
+
+    async def verify(self, row: Row, response: Response) -> Pending:
+        """Let the answer wait for those of its group."""
+        del row
+        return Pending(response=response)
+
+    async def open(self, row: Row) -> NoVerdict:
+        """Refuse a session: answers that are compared call no tools."""
+        del row
+        return env_failed(f"{self.name}: it has no tools")
+
+    async def score(self, row: Row, responses: Sequence[Response]) -> list[Verdict | NoVerdict]:
+        """Score the answers to one row. Never raises for a failed environment."""
+        try:
+            return await self._score(row, responses)
+        except Exception as error:  # an environment that fails is a value with a reason, not the end of the run
+            logger.warning("a group was not scored", exc_info=True)
+            return [env_failed(f"{self.name}: {type(error).__name__}: {error}")] * len(responses)
+
+    async def _score(self, row: Row, responses: Sequence[Response]) -> list[Verdict | NoVerdict]:
+        end = time.monotonic() + self.timeout_seconds
+        scoring = self.verifier.score(responses, self.verifier.parse_task(row, self.settings))
+        try:
+            questions, num_shortened = next(scoring), 0
+            while True:
+                if self.judge is None:
+                    raise ValueError("it asks a judge, and none is configured")
+                replies = await self.judge.ask_each(questions, seconds=max(end - time.monotonic(), 0.0))
+                num_shortened += sum(isinstance(reply, Mapping) and "is_shortened" in reply for reply in replies)
+                questions = scoring.send(replies)
+        except StopIteration as ended:
+            verdicts: list[Verdict | NoVerdict] = ended.value
+            return [_noting(verdict, num_shortened) for verdict in verdicts] if num_shortened else verdicts
+        finally:
+            scoring.close()
+
+
+def _noting(verdict: Verdict | NoVerdict, num_shortened: int) -> Verdict | NoVerdict:
+    if isinstance(verdict, NoVerdict):
+        return verdict
+    return replace(verdict, metrics={**verdict.metrics, SHORTENED: float(num_shortened)})
+
+
+class GroupScorer(Protocol):
+    """Scores the answers of a group, here (`GroupClient`) or elsewhere (`HttpGroupClient`)."""
+
+    @property
+    def name(self) -> str:
+        """The name of the server instance."""
+        ...
+
+    async def score(self, row: Row, responses: Sequence[Response]) -> list[Verdict | NoVerdict]:
+        """Score the answers to one row. Never raises for a failed environment."""
+        ...
+
+
+async def score_group(client: GroupScorer, row: Row, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+    """Return the rollouts of one group with the verdicts on the answers that wait; the others stay as they are."""
+    start = time.monotonic()
+    waiting = [(number, rollout.response) for number, rollout in enumerate(rollouts) if rollout.response is not None]
+    if not waiting:
+        return tuple(rollouts)
+    verdicts = await client.score(row, [response for _, response in waiting])
+    seconds = time.monotonic() - start
+    scored = list(rollouts)
+    for (number, _), verdict in zip(waiting, verdicts, strict=True):
+        scored[number] = _with_verdict(rollouts[number], verdict, seconds)
+    reasons = Counter(verdict.reason for verdict in verdicts if isinstance(verdict, NoVerdict))
+    if reasons:
+        (reason, count), total = reasons.most_common(1)[0], len(verdicts)
+        logger.warning(
+            "%s: %d of %d answers of a group have no verdict (%d: %s)",
+            client.name,
+            reasons.total(),
+            total,
+            count,
+            reason,
+        )
+    return tuple(scored)
+
+
+def _with_verdict(rollout: Rollout, verdict: Verdict | NoVerdict, seconds: float) -> Rollout:
+    timed = replace(
+        rollout, response=None, seconds=rollout.seconds + seconds, env_seconds=rollout.env_seconds + seconds
+    )
+    if isinstance(verdict, NoVerdict):
+        return replace(timed, status=RolloutStatus(verdict.status), reason=verdict.reason)
+    return replace(
+        timed,
+        reward=verdict.reward,
+        reason=verdict.reason,
+        metrics={**rollout.metrics, **verdict.metrics},
+        is_flagged=rollout.is_flagged or verdict.is_flagged,
+    )
+
 
 MAX_METRICS, MAX_NAME, MAX_REASON = 100, 100, 1000  # what is kept of a server's reply: numbers, characters
 MAX_REWARD = 1e6  # in size; the squares of much larger ones, which advantages need, are not finite
@@ -77,7 +270,7 @@ class InProcessVerifier:
 
     name: str
     verifier: Verifier
-    settings: Mapping[str, Any]
+    settings: Any  # as the verifier declares them
     pool: ScoringPool
     timeout_seconds: float
     judge: JudgeClient | None = None  # of a verifier that needs one

@@ -1,7 +1,7 @@
 """How a scoring process is confined: what it sees, what it inherits, and what holds where there are no namespaces.
 
 Everywhere: an environment of its own with nothing of ours in it, limits of memory, processor time, files and open
-descriptors, and a filter of system calls for whatever sees model text (`scoring/worker.py`, `scoring/seccomp.py`).
+descriptors, and a filter of system calls for whatever sees model text (`scoring/worker.py`, `confinement/filters.py`).
 
 Where bubblewrap can make namespaces, also: no network devices, no other processes, and of the file system a read-only
 view of Python, its packages and `recipes/`. Many clusters forbid namespaces inside their containers. There the filter
@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from recipes.environments.scoring import seccomp
+from recipes.confinement import filters
+from recipes.confinement.jails import scorer
 
 ROOT = Path(__file__).resolve().parents[3]
 START_SECONDS = 60.0  # of the trial, which starts Python once
@@ -48,7 +49,7 @@ class Jail:
 @cache
 def jail() -> Jail:
     """Return the strongest confinement that works on this machine; raises `RuntimeError` when none does."""
-    if not seccomp.is_supported():
+    if not filters.is_supported():
         raise RuntimeError(
             f"no filter of system calls for {os.uname().machine}: responses cannot be scored safely here"
         )
@@ -60,7 +61,7 @@ def jail() -> Jail:
         "PATH": "/usr/bin:/bin",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    confined = Jail(words=tuple(_bubblewrap()), environment=environment, becomes_nobody=False, warning="")
+    confined = Jail(words=tuple(scorer(_visible())), environment=environment, becomes_nobody=False, warning="")
     problem = _trial(confined)
     if not problem:
         return confined
@@ -81,7 +82,8 @@ def _trial(confined: Jail) -> str:
             env=confined.environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=START_SECONDS,
             check=False,
         )
@@ -89,23 +91,6 @@ def _trial(confined: Jail) -> str:
         return f"bubblewrap did not start Python within {START_SECONDS:g} s"
     lines = done.stderr.strip().splitlines()
     return "" if done.returncode == 0 else f"bubblewrap: {lines[-1] if lines else f'status {done.returncode}'}"
-
-
-def _bubblewrap() -> list[str]:
-    words = ["bwrap", "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534", "--hostname", "scoring"]
-    words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--ro-bind", "/usr", "/usr"]
-    for name in ("/bin", "/sbin", "/lib", "/lib64"):
-        path = Path(name)
-        if path.is_symlink():
-            words += ["--symlink", str(path.readlink()), name]
-        elif path.exists():
-            words += ["--ro-bind", name, name]
-    for name in ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime"):
-        words += ["--ro-bind-try", name, name]
-    words += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
-    for path in _visible():
-        words += ["--ro-bind", str(path), str(path)]
-    return [*words, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
 
 
 def _visible() -> list[Path]:

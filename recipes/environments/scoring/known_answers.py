@@ -12,10 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.environments.contract.responses import message_item, response_object
-from recipes.environments.contract.verdict import NoVerdict, Response, Verdict
-from recipes.environments.scoring.clients import InProcessVerifier
-from recipes.environments.scoring.group import GroupClient
+from recipes.environments.contract.verifier import NoVerdict, Response, Verdict, message_item, response_object
+from recipes.environments.scoring.clients import GroupClient, InProcessVerifier
 from recipes.errors import Problem
 
 PROBE_SECONDS = 300.0  # for both answers: the first question may find an engine that still warms up

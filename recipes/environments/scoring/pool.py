@@ -2,13 +2,13 @@
 
 Such a library may hang, use SIGALRM (main thread only), eat memory, or run what it reads. What happens to a response:
 
-    more than `cpu_seconds` of processor time     reward 0: a busy node takes longer, but does not use more
+    more than `cpu_seconds` of processor time     no verdict: a busy node takes longer, but does not use more
     no answer by the caller's time-out            no verdict: the machine may be the cause
     the process died, twice                       no verdict
     its libraries cannot be loaded, three times   no verdict
     no process is free for QUEUE_SECONDS          no verdict; waiting does not count against the caller's time-out
 
-Equal responses to equal tasks are scored once.
+Equal responses to equal tasks are scored once; what ended without a verdict is scored again.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from recipes.environments.contract.asking import Replies, Requests
-from recipes.environments.contract.verdict import NoVerdict, Response, Verdict, env_failed
-from recipes.environments.contract.verifier import Verifier
-from recipes.environments.scoring.encoding import EncodedTask, as_json, encode_task
+from recipes.environments.contract.verifier import NoVerdict, Replies, Requests, Response, Verdict, Verifier, env_failed
+from recipes.environments.scoring.frames import EncodedTask, as_json, encode_task
 from recipes.environments.scoring.jail import jail
 from recipes.environments.scoring.process import Body, OutOfTime, ProcessDied, ScoringProcess
 
@@ -54,7 +52,7 @@ class ScoringPool:
     """Scores responses in up to `num_workers` processes, each with `cpu_seconds` of processor time for one score."""
 
     def __init__(
-        self, *, num_workers: int | None = None, cpu_seconds: float = 10.0, cached_verdicts: int = 16384
+        self, *, num_workers: int | None = None, cpu_seconds: float = 18.0, cached_verdicts: int = 16384
     ) -> None:
         count = num_workers or num_processes(num_pools=1)
         self.cpu_seconds = cpu_seconds
@@ -122,7 +120,7 @@ class ScoringPool:
             try:
                 return process.score(verifier, kind, body, cpu_seconds=self.cpu_seconds, seconds=seconds)
             except OutOfTime:
-                return Verdict(reward=0.0, reason=f"scoring used more than {self.cpu_seconds:g} s of processor time")
+                return env_failed(f"{name}: scoring used more than {self.cpu_seconds:g} s of processor time")
             except TimeoutError:
                 return env_failed(f"{name}: no score within {seconds:g} s")
             except (ValueError, RuntimeError, ImportError) as error:

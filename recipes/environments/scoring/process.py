@@ -12,9 +12,7 @@ import subprocess
 import time
 from typing import Any
 
-from recipes.environments.contract.asking import Execution, JudgeQuestion, Requests
-from recipes.environments.contract.verdict import Verdict
-from recipes.environments.contract.verifier import Verifier
+from recipes.environments.contract.verifier import Execution, JudgeQuestion, Requests, Verdict, Verifier
 from recipes.environments.scoring.frames import (
     MAX_REPLY_BYTES,
     is_readable,
@@ -79,7 +77,7 @@ class ScoringProcess:
         reply = self._exchange(requests, message(json.dumps(header).encode(), *body), (answers, reports), seconds)
         if "signal" in reply:
             self._num_scores = SCORES_PER_PROCESS
-            if reply["signal"] in (signal.SIGPROF, signal.SIGXCPU):
+            if reply["signal"] == signal.SIGPROF:  # SIGXCPU: the scores of the whole process took long, not this one
                 raise OutOfTime
             raise ProcessDied(str(reply.get("how")))
         if reply.get("id") != identity or is_readable(answers):

@@ -12,6 +12,7 @@ of task share; {"do": "renew"} replaces the scorer. Each is answered. The loader
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import gc
 import importlib
@@ -23,23 +24,24 @@ import select
 import signal
 from typing import Any
 
-from recipes.environments.contract.asking import Execution, advance
-from recipes.environments.contract.verdict import Verdict
-from recipes.environments.contract.verifier import Verifier
-from recipes.environments.scoring import seccomp
+from recipes.confinement import filters
+from recipes.confinement.jails import NOBODY
+from recipes.environments.contract.verifier import Execution, Verdict, Verifier, advance
 from recipes.environments.scoring.frames import is_readable, message, parts_of, read_message, write_all
 
 MEMORY_BYTES = 4 << 30  # address space: a runaway expression ends as MemoryError, not with the node out of memory
 OPEN_FILES = 64
 CPU_SECONDS = 900  # of one scorer's whole life; each score has a timer of its own
-NOBODY = 65534
 UNCONFINED = 3  # exit status
 _SHOWN_CHARS = 500  # of a reason
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
+SECCOMP_MODE_FILTER = 2
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def main(commands: int, reports: int, becomes_nobody: bool) -> int:
     """Obey the commands on one pipe, and report on another, until the pool closes them or is gone."""
-    seccomp.end_with_parent(signal.SIGKILL)
+    _end_with_parent()
     for number in (signal.SIGINT, signal.SIGUSR1):  # a request to stop is for the parent to handle
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -167,7 +169,7 @@ def _take_pipes() -> tuple[int, int]:
 
 def _confine(becomes_nobody: bool) -> None:
     """Give up what scoring does not need; raises `OSError` where the kernel refuses, and then nothing is scored."""
-    seccomp.end_with_parent(signal.SIGKILL)
+    _end_with_parent()
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
@@ -175,8 +177,31 @@ def _confine(becomes_nobody: bool) -> None:
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
-        seccomp.end_with_parent(signal.SIGKILL)  # the kernel forgot it with the change of user
-    seccomp.forbid_all_but_scoring()
+        _end_with_parent()  # the kernel forgot it with the change of user
+    _put_under(filters.scorer())
+
+
+class _FilterProgram(ctypes.Structure):
+    """struct sock_fprog."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def _put_under(code: bytes) -> None:
+    """Put this process under a filter of system calls, for good; raises `OSError` when the kernel refuses."""
+    _prctl(PR_SET_NO_NEW_PRIVS, 1, 0)
+    _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(_FilterProgram(len(code) // 8, code)))
+
+
+def _end_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0)
+
+
+def _prctl(option: int, first: object, second: object) -> None:
+    if _LIBC.prctl(option, first, second, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl({option}) failed")
 
 
 def _answer(module: str, task: bytes, response: bytes, replies: bytes) -> dict[str, Any]:

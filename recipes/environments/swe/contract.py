@@ -1,6 +1,6 @@
 """What the parts of a task in a repository are to each other: the task, its container, how an agent ended, the verdict.
 
-`task.py` reads rows and finds images, `containers/` starts them by the program that the machine has, `agents/coding.py`
+`task.py` reads rows and finds images, `containers/` starts them by the program that the machine has, `agents/coding/`
 works in one, and `evaluation.py` runs the hidden tests in another. They meet only here.
 
 What an agent must not see is not in its container: it is given a `SweTask.public`, never the task itself.

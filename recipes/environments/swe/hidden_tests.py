@@ -23,15 +23,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.environments.checks.reports import COLOR, END, PASSED, SUMMARY
 from recipes.environments.contract.rows import one_of, wrong
 from recipes.environments.swe.calls import FrameworkCall, calls_in
+from recipes.environments.verifiers.checks.reports import COLOR, END, PASSED, SUMMARY, django_statuses, sympy_statuses
 
 SWE_BENCH, SWE_GYM, R2E_GYM = "swebench", "swegym", "r2egym"  # families of data sets, as the images' names begin
 PATCHED_FILE = re.compile(r"^\+\+\+ b/(\S+)", re.MULTILINE)
 PYTEST_LINE = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS|SKIPPED) (\S.*)$")
-DJANGO_LINE = re.compile(r"^([^\n]+?) \.\.\. ([^\n]*)$", re.MULTILINE)
-SYMPY_LINE = re.compile(r"^(test_\w+)\s+(\S+)", re.MULTILINE)
 CONDA = "/opt/miniconda3/bin/activate"  # reads its arguments, and dash gives a sourced file none of its own
 WORKSPACE = "/testbed"  # in all three families
 ENTER = f"[ ! -f {CONDA} ] || {{ set -- testbed; . {CONDA} testbed; }}; cd {WORKSPACE}"
@@ -171,9 +169,9 @@ def results(framework: Framework, output: str) -> dict[str, bool]:
     """Return test -> whether it passed, from the output. One that was skipped has not: code under test can skip it."""
     text = COLOR.sub("", output)
     if framework.name in ("django", "unittest"):
-        return _of_lines((name.strip(), status.strip().endswith("ok")) for name, status in DJANGO_LINE.findall(text))
+        return {name: status == PASSED for name, status in django_statuses(text.split("\n")).items()}
     if framework.name == "sympy":
-        return {name: status == "ok" for name, status in SYMPY_LINE.findall(text)}
+        return {name: status == PASSED for name, status in sympy_statuses(text.split("\n")).items()}
     return _of_pytest(text.split("\n"))
 
 
@@ -231,7 +229,7 @@ def _of_lines(lines: Iterable[tuple[str, bool]]) -> dict[str, bool]:
 
 
 def _of_pytest(lines: Sequence[str]) -> dict[str, bool]:
-    found: dict[str, bool] = {}
+    lines_of_tests: list[tuple[str, bool]] = []
     headings = [number for number, line in enumerate(lines) if SUMMARY.fullmatch(line.strip())]
     for line in lines[headings[-1] + 1 :] if headings else ():
         if END.fullmatch(line.strip()):
@@ -240,10 +238,9 @@ def _of_pytest(lines: Sequence[str]) -> dict[str, bool]:
         if match is None:
             continue
         status, rest = match.groups()
-        name = rest.split(" - ", 1)[0] if status in ("FAILED", "ERROR") else rest
-        for way in _ways(name):
-            found[way] = status in ("PASSED", "XFAIL")
-    return found
+        name = rest if status == "PASSED" else rest.split(" - ", 1)[0]
+        lines_of_tests += [(way, status in ("PASSED", "XFAIL")) for way in dict.fromkeys(_ways(name))]
+    return _of_lines(lines_of_tests)  # several tests have one name where it was cut
 
 
 def wrong_tests(expected: Mapping[str, bool], found: Mapping[str, bool]) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from recipes.environments.contract.rows import optional_object, require_str, shown, wrong
+from recipes.environments.contract.rows import optional_object, require_str, shown, without_nulls, wrong
 from recipes.environments.swe.contract import SweTask
 from recipes.environments.swe.hidden_tests import WORKSPACE, command_of, expected_tests, names_of_tests
 from recipes.environments.swe.images import Listing, PartialNames, find_image
@@ -78,7 +78,7 @@ def facts_of(row: Row) -> dict[str, Any]:
         raise wrong("instance_dict", text, "JSON text of an object")
     top = {key: value for key, value in row.items() if key not in ("responses_create_params", "agent_ref")}
     named = {key: value for key, value in metadata.items() if key != "instance_dict"}
-    return {**top, **(instance or {}), **named}
+    return {**top, **without_nulls(instance or {}), **without_nulls(named)}
 
 
 def _text(facts: Mapping[str, Any], name: str) -> str:
@@ -100,7 +100,7 @@ class Images:
     partial: PartialNames = PartialNames.WHOLE_ID
     listing: Listing = field(default_factory=Listing)
 
-    def place(self, task: SweTask) -> SweTask:
+    def with_image(self, task: SweTask) -> SweTask:
         """Return a task with its image; raises `MissingImageError` with the names that were tried."""
         path = find_image(task.id, self.templates, self.listing, self.partial)
         if path is None:

@@ -5,8 +5,7 @@ depend on it:
 
 * An answer that holds `<think>` earns nothing, even where no event is expected; without an expected event any other
   answer that is not empty earns 1.0.
-* The calendar is the first `[...]` that holds an object, and nothing after it is looked at. Inside an object brackets
-  are text, between objects they end the list.
+* The calendar is the first list of JSON that holds an object, and nothing after it is looked at.
 * Events are found by `event_id`; a later entry replaces an earlier one of the same id. Two entries that are equal in
   everything do not overlap each other; so a repeated entry costs nothing. With the setting `refuse_repeated_events`
   an answer that lists an id twice earns 0.0.
@@ -22,15 +21,23 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from recipes.environments.contract.responses import last_item_text
-from recipes.environments.contract.rows import wrong
-from recipes.environments.contract.verdict import Response, Verdict
-from recipes.environments.contract.verifier import Agent, Verifier
-from recipes.types import Row
+from recipes.environments.contract import Response, Row, Verdict, Verifier, last_item_text, without_nulls, wrong
 
-LIST_OF_OBJECTS = re.compile(r"\[(?:[^\[\]{}]*\{[^{}]*\})+[^\[\]{}]*\]")
-NOON_MINUTES = 12 * 60
+TIME = re.compile(r"\s*([0-9]{1,2})(?::([0-9]{1,2}))?\s*(am|pm)?\s*")
+MAX_DECODED = 4_000_000  # characters of lists that break off or hold no object
+NOON_MINUTES, DAY_MINUTES = 12 * 60, 24 * 60
+DEEPEST = 1000  # about so many lists in lists are read
+MAX_BEFORE = 4_000  # characters before a list: each error counts the lines in them
 MAX_SHOWN = 60
+CHEAP_EVENTS = 300  # of a row that is scored in the process that asks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """A calendar built from a conversation."""
+
+    refuse_repeated_events: bool = False
+    """an answer that lists an event twice earns nothing"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +52,15 @@ class WrongCalendar(Exception):  # noqa: N818 (it describes the answer, not a fa
     """The answer earns nothing, and why."""
 
 
-def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
+def parse_task(row: Row, settings: Settings) -> Task:
     """Read `exp_cal_state`."""
     state = row.get("exp_cal_state")
+    state = without_nulls(state) if isinstance(state, Mapping) else state
     if not isinstance(state, Mapping) or not all(isinstance(event, Mapping) for event in state.values()):
         raise wrong("exp_cal_state", state, "an object of events")
     return Task(
         events=tuple(_expected(name, event) for name, event in state.items()),
-        refuses_repeats=bool(settings.get("refuse_repeated_events", False)),
+        refuses_repeats=settings.refuse_repeated_events,
     )
 
 
@@ -87,24 +95,38 @@ def score(response: Response, task: Task) -> Verdict:
 
 def minutes(time: str) -> int:
     """Return a time of day in minutes; raises `ValueError` for another notation."""
-    if "am" in time or "pm" in time:
-        hour, _, minute = time.replace("am", "").replace("pm", "").strip().partition(":")
-        return int(hour) % 12 * 60 + int(minute or 0) + (NOON_MINUTES if "pm" in time else 0)
-    hour, minute = time.split(":")
-    return int(hour) * 60 + int(minute)
+    found = TIME.fullmatch(time)
+    if found is None or (found[2] is None and found[3] is None):
+        raise ValueError(f"{time[:MAX_SHOWN]!r} is no time")
+    hour, minute = int(found[1]), int(found[2] or 0)
+    if minute > 59 or hour > (12 if found[3] else 24) or hour * 60 + minute > DAY_MINUTES:
+        raise ValueError(f"{time[:MAX_SHOWN]!r} is no time")
+    if found[3]:
+        return hour % 12 * 60 + minute + (NOON_MINUTES if found[3] == "pm" else 0)
+    return hour * 60 + minute
 
 
 def _entries(text: str) -> list[dict[str, Any]]:
-    match = LIST_OF_OBJECTS.search(text)
-    if match is None:
-        raise WrongCalendar("the answer holds no calendar")
-    try:
-        entries = json.loads(match.group())
-    except ValueError as error:
-        raise WrongCalendar(f"the calendar is no JSON: {error}") from error
-    if not all(isinstance(entry, dict) for entry in entries):
-        raise WrongCalendar("the calendar holds something else than events")
-    return list(entries)
+    """Return the first list of JSON that holds an object; what is tried in vain has a bound."""
+    decoder, decoded, start = json.JSONDecoder(), 0, text.find("[")
+    while start >= 0 and decoded <= MAX_DECODED:
+        if start > MAX_BEFORE:
+            text, start = text[start:], 0
+        end = start + 1
+        try:
+            entries, end = decoder.raw_decode(text, start)
+        except json.JSONDecodeError as error:
+            entries, end = [], error.pos
+        except RecursionError:  # lists in lists: those within are not tried one by one
+            entries = []
+            decoded += DEEPEST
+        if any(isinstance(entry, dict) for entry in entries):
+            if not all(isinstance(entry, dict) for entry in entries):
+                raise WrongCalendar("the calendar holds something else than events")
+            return list(entries)
+        decoded += max(0, end - start)
+        start = text.find("[", start + 1)
+    raise WrongCalendar("the answer holds no calendar")
 
 
 def _check(entries: list[dict[str, Any]], task: Task) -> None:
@@ -145,9 +167,7 @@ VERIFIER = Verifier(
     task=Task,
     parse_task=parse_task,
     score=score,
-    class_name="CalendarResourcesServer",
-    rewards=(0.0, 1.0),
-    agents={"calendar_simple_agent": Agent(kind="single_turn", server="calendar")},
-    settings=frozenset({"refuse_repeated_events"}),
-    is_cheap=lambda _task: True,
+    settings=Settings,
+    is_cheap=lambda task: len(task.events) <= CHEAP_EVENTS,
+    exempt=lambda _task: {"another row": "many calendars satisfy the same constraints"},
 )

@@ -3,46 +3,112 @@
 The program is what stands between the last two lines with three backticks; an answer whose last fence is not closed
 gives other lines than it means. With the setting `close_last_fence` such an answer ends with its program. It runs in a
 sandbox (`checks/program_harness.py` says what it finds there), which is sent the inputs of the tests and never what
-they expect; the comparison (`checks/program_outputs.py`) happens here. The tests go in growing batches, each in a
-process of its own, so that a wrong program stops early.
+they expect; the comparison happens here. The tests go in growing batches, each in a process of its own, so that a wrong
+program stops early.
 
-A program that fails, hangs, floods its output or breaks its process earns 0. A sandbox that does not start it gives no
-verdict. Kept from the reference, because rewards depend on it:
+A program that fails, waits for ever, floods its output or breaks its process earns 0; so does one that uses more
+processor time than a test allows. A sandbox that does not start it gives no verdict, nor does one that ends it before
+it has used its time: the machine was busy. Kept from the reference, because rewards depend on it:
 
 * The answer earns `reasoning_format_penalty` in place of its reward when a thinking tag stands in its text, or one of
   the tags more than once in its reasoning. Its program is then not run.
 * A row without tests rewards every program that Python accepts. A test whose values are no JSON, in a row that calls a
   function, cannot be passed.
 
-Other than there, the time limit of a test counts processor time: a busy machine takes longer, but does not use more.
+Other than there, a program that reads its input runs as Python runs it, in a process of its own for each test.
+
+Comparison of what a program answered with what its test expects, by the rules of LiveCodeBench's harness.
+
+Both sides arrive here as data, in a process that runs no program.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from recipes.environments.checks import program_harness
-from recipes.environments.checks.program_outputs import is_same_output, is_same_value
-from recipes.environments.contract.asking import Execution, Scoring
-from recipes.environments.contract.responses import all_text, output_items
-from recipes.environments.contract.rows import optional_object, optional_str, wrong
-from recipes.environments.contract.verdict import Response, Verdict
-from recipes.environments.contract.verifier import Agent, Verifier
-from recipes.types import Row
+from annotated_types import Ge, Gt
+
+from recipes.environments.contract import (
+    Execution,
+    Response,
+    Row,
+    Scoring,
+    Unit,
+    Verdict,
+    Verifier,
+    all_text,
+    optional_object,
+    optional_str,
+    output_items,
+    wrong,
+)
+from recipes.environments.verifiers.checks import program_harness
+
+RELATIVE, ABSOLUTE = 1e-5, 1e-8  # numpy.allclose
+
+
+def is_same_output(printed: str, expected: str) -> bool:
+    """Return whether two texts have equal lines, spaces around them aside; lines of numbers are compared by value."""
+    ours, theirs = _lines(printed), _lines(expected)
+    return len(ours) == len(theirs) and all(map(_is_same_line, ours, theirs))
+
+
+def is_same_value(value: Any, expected: Any) -> bool:
+    """Return whether two JSON values are equal, have equal JSON texts, or are numbers, also as text, that are close."""
+    try:
+        if value == expected or json.dumps(value) == json.dumps(expected):
+            return True
+        number, other = float(value), float(expected)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return False
+    return number == other or abs(number - other) <= ABSOLUTE + RELATIVE * abs(other) < math.inf
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().split("\n")]
+
+
+def _is_same_line(ours: str, theirs: str) -> bool:
+    if ours == theirs:
+        return True
+    try:
+        return [Decimal(word) for word in ours.split()] == [Decimal(word) for word in theirs.split()]
+    except (ArithmeticError, ValueError):
+        return False
+
 
 HARNESS = Path(program_harness.__file__).read_text(encoding="utf-8")
 FENCE = "```"
 TAGS = ("<think>", "</think>")
 BATCH_GROWTH = 4  # 1 test, then 4, then 16
 START_SECONDS = 5.0  # to start Python in a sandbox that is busy
+OWN_START_SECONDS = 1.0  # of these, that Python uses
 BATCH_CHARACTERS = 600_000  # of the inputs and outputs of a batch of several tests
 MAX_CHARACTERS = 5_000_000  # of a batch's answers, beside those of a test that expects more
 ESCAPED = 6  # characters that JSON may write for one
 SHOWN_CHARACTERS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """A program for a problem, run against unit tests."""
+
+    num_processes: Annotated[int, Ge(1), Unit("processes")] = 1024
+    """programs that run at once"""
+    unit_test_timeout_secs: Annotated[float, Gt(0), Unit("seconds")] = 10.0
+    """limit of one unit test"""
+    reasoning_format_penalty: Annotated[float, Unit("reward")] = 0.0
+    """reward of an answer with stray thinking tags, whatever its tests say"""
+    close_last_fence: bool = False
+    """an answer whose last block of code is not closed ends with its program"""
+    debug: bool = False
+    """log every program; the native engine does not"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +123,7 @@ class Task:
     closes_fence: bool = False
 
 
-def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
+def parse_task(row: Row, settings: Settings) -> Task:
     """Read `verifier_metadata.unit_tests`; of lists of different lengths the surplus is left out."""
     tests = optional_object(row, "verifier_metadata").get("unit_tests")
     if not isinstance(tests, Mapping):
@@ -72,9 +138,9 @@ def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
         inputs=inputs[:count],
         outputs=outputs[:count],
         fn_name=optional_str(tests, "fn_name"),
-        seconds=float(settings.get("unit_test_timeout_secs", 10)),
-        format_reward=float(settings.get("reasoning_format_penalty", 0.0)),
-        closes_fence=bool(settings.get("close_last_fence", False)),
+        seconds=settings.unit_test_timeout_secs,
+        format_reward=settings.reasoning_format_penalty,
+        closes_fence=settings.close_last_fence,
     )
 
 
@@ -126,7 +192,7 @@ def _score_by_running(code: str, task: Task) -> Scoring:
         if not inputs and answers:  # the definitions of the program failed
             return _failed(code, f"without a test: {_problem(answers[0], '', task)}", 0)
         for number, expected in enumerate(task.outputs[start : start + size]):
-            answer = answers[number] if number < len(answers) else {"error": _end_of(reply)}
+            answer = answers[number] if number < len(answers) else {"error": _end_of(reply, len(inputs), task)}
             if problem := _problem(answer, expected, task):
                 return _failed(code, f"test {start + number + 1} of {total}: {problem}", start + number)
         start, size = start + len(inputs), size * BATCH_GROWTH
@@ -198,9 +264,13 @@ def _problem(answer: Any, expected: str, task: Task) -> str:
     return "" if is_same_value(answer.get("value", answer.get("number")), wanted) else "wrong value"
 
 
-def _end_of(reply: Response) -> str:
-    """Return how a run ended that left out answers."""
+def _end_of(reply: Response, num_tests: int, task: Task) -> str:
+    """Return how a run ended that left out answers; raises `RuntimeError` when it lacked the processor."""
     if reply.get("process_status") == "timeout":
+        most = OWN_START_SECONDS + program_harness.OWN_FACTOR * task.seconds * (num_tests + 1)
+        used = float(reply.get("used_seconds") or 0.0)
+        if used < most:  # else the harness would have ended it, but for the program
+            raise RuntimeError(f"a busy machine: the program had {used:g} s of the {most:g} s that it may use")
         return "no end within its time"
     return f"the program ended its process: {str(reply.get('stderr') or 'silently').strip()[-SHOWN_CHARACTERS:]}"
 
@@ -218,9 +288,6 @@ VERIFIER = Verifier(
     score=score,
     class_name="CompCodingResourcesServer",
     rewards=(-1.0, 1.0),
-    agents={"code_gen_simple_agent": Agent(kind="single_turn", server="code_gen")},
-    settings=frozenset(
-        {"close_last_fence", "debug", "num_processes", "reasoning_format_penalty", "unit_test_timeout_secs"}
-    ),
+    settings=Settings,
     needs_sandbox=True,
 )

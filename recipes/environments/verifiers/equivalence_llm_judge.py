@@ -18,29 +18,38 @@ import functools
 import re
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from recipes.environments.contract.asking import (
+from annotated_types import Ge
+
+from recipes.environments.contract import (
+    EXPRESSION_CHARACTERS,
+    NOT_SET,
     JudgeQuestion,
+    JudgeSettings,
+    NotAKey,
+    OneValue,
+    PublishedText,
+    Response,
+    Row,
     Scoring,
+    Text,
+    Unit,
+    Verdict,
+    Verifier,
     filled,
     first_label,
+    last_message_text,
     last_part_text,
-)
-from recipes.environments.contract.responses import last_message_text
-from recipes.environments.contract.rows import (
-    EXPRESSION_CHARACTERS,
     last_user_text,
+    named_file,
     optional_object,
     optional_str,
     wrong,
 )
-from recipes.environments.contract.verdict import Response, Verdict
-from recipes.environments.contract.verifier import Agent, Verifier
-from recipes.types import Row
 
-SIDE_FILES = Path("data/side_files/equivalence_llm_judge")
+SIDE, FOLDER = "equivalence_llm_judge", "prompt_templates/"  # NeMo Gym's
+DEFAULT = f"{FOLDER}equivalence_llm_judge.txt"
 PROMPT = """Decide whether two answers to a question mean the same.
 
 Answer A is the reference and is right. Answer B is a student's. Compare what they state, not how: another order, unit
@@ -61,6 +70,44 @@ Explain in at most three sentences, then end with [[A=B]] if they mean the same,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Settings(JudgeSettings):
+    """An answer that a judge compares with the expected one."""
+
+    judge_endpoint_max_concurrency: Annotated[int | None, Ge(1), Unit("requests")] = None
+    """requests to the judge at once; null = as many as for any judge"""
+    judge_prompt_template: Annotated[str, OneValue()] = NOT_SET
+    """prompt of the judge; NeMo Gym's current server reads judge_prompt_template_fpath only"""
+    judge_prompt_template_fpath: str | None = None
+    """file with the judge's prompt, relative to the checkout; null or prompt_templates/NAME: as env.judge_texts says"""
+    judge_prompt: Annotated[str | None, NotAKey()] = None
+    """the published prompt that it names"""
+    judge_system_message: str | None = None
+    """system message of the judge; null = none"""
+    judge_equal_label: Text = "[[A=B]]"
+    """what the judge writes for the same answer"""
+    judge_not_equal_label: Text = "[[A!=B]]"
+    """what it writes for another answer"""
+    question_extract_regex: str | None = None
+    """part of the last user message that is the question; null = all of it"""
+    response_extract_regex: str | None = None
+    """part of the answer that is judged; null = all of it"""
+    use_per_record_regex: bool = True
+    """take the row's template_metadata.output_regex where it has one"""
+    extraction_length_threshold: Annotated[int | None, Ge(1), Unit("characters")] = 120
+    """expected answers longer than this are judged whole; null = no limit"""
+    msg_extraction_failure: str = "[NO VALID ANSWER EXTRACTED]"
+    """what the judge sees in place of an answer that could not be extracted"""
+    check_full_generation_on_fail: bool = True
+    """judge the whole answer when the extracted part was refused"""
+    reward_if_full_generation_succeeds: Annotated[float, Unit("reward")] = 0.5
+    """reward when only that second look accepts it"""
+    check_twice_swap: bool = False
+    """ask again with the two answers exchanged; both verdicts must agree"""
+    reward_if_swap_fails: Annotated[float, Unit("reward")] = 0.0
+    """reward when they do not"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One question, its expected answer, and how the judge is asked about it."""
 
@@ -78,34 +125,34 @@ class Task:
     reward_if_whole_text_is_equal: float | None  # None = the whole text is not tried
 
 
-def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
+def parse_task(row: Row, settings: Settings) -> Task:
     """Read `expected_answer`, also from `metadata`, the last user message, and the row's own expression."""
     expected = optional_str(row, "expected_answer")
     if expected is None:
         expected = optional_str(optional_object(row, "metadata"), "expected_answer")
     if expected is None:
         raise wrong("expected_answer", None, "a string, here or in `metadata`")
-    regex, own = settings.get("response_extract_regex"), None
-    if settings.get("use_per_record_regex", True):
+    regex, own = settings.response_extract_regex, None
+    if settings.use_per_record_regex:
         own = optional_str(optional_object(row, "template_metadata"), "output_regex")
-    threshold = settings.get("extraction_length_threshold", 120)
+    threshold = settings.extraction_length_threshold
     is_long = own is not None and threshold is not None and len(expected) > threshold
     if own is not None and not is_long:
         _require_expression(own)
-    rescues = own is not None and not is_long and settings.get("check_full_generation_on_fail", True)
+    rescues = own is not None and not is_long and settings.check_full_generation_on_fail
     return Task(
-        question=last_user_text(row),
-        question_regex=settings.get("question_extract_regex"),
+        question=last_user_text(row).strip(),
+        question_regex=settings.question_extract_regex,
         expected=expected,
-        template=_template(settings.get("judge_prompt_template_fpath")),
-        system=settings.get("judge_system_message"),
-        equal_label=settings.get("judge_equal_label", "[[A=B]]"),
-        not_equal_label=settings.get("judge_not_equal_label", "[[A!=B]]"),
-        no_answer=settings.get("msg_extraction_failure", "[NO VALID ANSWER EXTRACTED]"),
+        template=_prompt(settings),
+        system=settings.judge_system_message,
+        equal_label=settings.judge_equal_label,
+        not_equal_label=settings.judge_not_equal_label,
+        no_answer=settings.msg_extraction_failure,
         answer_regex=None if is_long else own or regex,
-        checks_swapped=bool(settings.get("check_twice_swap")) and not is_long,
-        reward_if_swap_fails=float(settings.get("reward_if_swap_fails", 0.0)),
-        reward_if_whole_text_is_equal=settings.get("reward_if_full_generation_succeeds", 0.5) if rescues else None,
+        checks_swapped=settings.check_twice_swap and not is_long,
+        reward_if_swap_fails=settings.reward_if_swap_fails,
+        reward_if_whole_text_is_equal=settings.reward_if_full_generation_succeeds if rescues else None,
     )
 
 
@@ -135,14 +182,32 @@ def score(response: Response, task: Task) -> Scoring:
 
 
 @functools.cache
-def _template(file: str | None) -> str:
-    """Return the prompt in a file, as given or as `make data` has brought it; without a file, this recipe's own."""
-    if file is None:
-        return PROMPT
-    for path in (Path(file), SIDE_FILES / Path(file).name):
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-    raise ValueError(f"setting 'judge_prompt_template_fpath': there is no file {file} and none in {SIDE_FILES}")
+def _template(file: str) -> str:
+    """Return the prompt in a file of the user's."""
+    try:
+        return named_file(file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"setting 'judge_prompt_template_fpath': {named_file(file)} cannot be read: {error}"
+        ) from error
+
+
+def _published(settings: Settings) -> Mapping[str, PublishedText]:
+    """Return the published prompt that the settings name, none where they name a file of the user's."""
+    file = settings.judge_prompt_template_fpath or DEFAULT
+    text = PublishedText(side=SIDE, file=file.removeprefix(FOLDER))
+    return {"judge_prompt": text} if file.startswith(FOLDER) and text.is_pinned else {}
+
+
+def _files(settings: Settings) -> Mapping[str, str]:
+    """Return the user's file that holds the prompt."""
+    file = settings.judge_prompt_template_fpath
+    return {} if file is None or _published(settings) else {"judge_prompt_template_fpath": file}
+
+
+def _prompt(settings: Settings) -> str:
+    own = _files(settings).values()
+    return settings.judge_prompt or next((_template(file) for file in own), PROMPT)
 
 
 def cut_out(regex: str, text: str, *, num_read: int = 0) -> str:
@@ -173,24 +238,8 @@ VERIFIER = Verifier(
     parse_task=parse_task,
     score=score,
     class_name="LLMJudgeResourcesServer",
-    rewards=(0.0, 1.0),
-    agents={"equivalence_llm_judge_simple_agent": Agent(kind="single_turn", server="equivalence_llm_judge")},
-    settings=frozenset(
-        {
-            "check_full_generation_on_fail",
-            "check_twice_swap",
-            "extraction_length_threshold",
-            "judge_equal_label",
-            "judge_not_equal_label",
-            "judge_prompt_template_fpath",
-            "judge_system_message",
-            "msg_extraction_failure",
-            "question_extract_regex",
-            "response_extract_regex",
-            "reward_if_full_generation_succeeds",
-            "reward_if_swap_fails",
-            "use_per_record_regex",
-        }
-    ),
+    settings=Settings,
+    texts=_published,
+    files=_files,
     needs_judge=lambda _settings: True,
 )

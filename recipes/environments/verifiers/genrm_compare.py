@@ -24,14 +24,32 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from recipes.environments.contract.asking import JudgeQuestion, without_labels
-from recipes.environments.contract.group import GroupScoring, GroupVerifier, NoReply
-from recipes.environments.contract.responses import all_text, last_message_text, output_items
-from recipes.environments.contract.rows import one_of, optional_str
-from recipes.environments.contract.verdict import NoVerdict, Response, Verdict
-from recipes.environments.contract.verifier import Agent
+from annotated_types import Ge, Gt, Le
+
+from recipes.environments.contract import (
+    NOT_SET,
+    Agent,
+    GroupScoring,
+    GroupVerifier,
+    JudgeQuestion,
+    NoReply,
+    NoVerdict,
+    OneValue,
+    PublishedText,
+    Reference,
+    Response,
+    Sampling,
+    Unit,
+    Verdict,
+    all_text,
+    json_objects,
+    last_message_text,
+    optional_str,
+    output_items,
+    without_labels,
+)
 from recipes.types import RolloutStatus, Row
 
 PRINCIPLE = """Be an impartial judge. First write your own answer to the request. Then compare the two responses with
@@ -39,7 +57,6 @@ it: correctness first, then how helpful, relevant and concise they are, then cre
 and what is missing. When the request is ambiguous, a response that asks for what is missing is better than a guess."""
 NO_ANSWER = "None"
 SCORES = ("score_1", "score_2", "ranking")  # of a reply
-_MAX_SCANNED = 20_000_000  # characters that are read in search of objects, some several times
 _FENCED = re.compile(r"```json(.*?)```", re.DOTALL | re.IGNORECASE)
 _CODE_BLOCK = re.compile(r"```.*?```", re.DOTALL)
 _MARKS = (
@@ -53,28 +70,49 @@ _MARKS = (
 Place = tuple[int, int, int]
 """Of a comparison: who was first, who was second, and the number of the opinion on the pair."""
 
-WEIGHTS = {  # field of `GroupWeights` -> setting
-    "reasoning_bonus": "reasoning_bonus",
-    "answer_bonus": "answer_bonus",
-    "top_percentile": "top_percentile",
-    "reasoning_length": "group_reasoning_length_penalty_coeff",
-    "answer_length": "group_answer_length_penalty_coeff",
-    "style": "group_style_penalty_coeff",
-    "default_score": "default_score",
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupWeights:
-    """Coefficients of the group terms, in reward."""
+class Settings:
+    """Answers of a group, compared in pairs by a generative reward model."""
 
-    reasoning_bonus: float = 0.5
-    answer_bonus: float = 0.5
-    top_percentile: float = 0.2
-    reasoning_length: float = 0.0
-    answer_length: float = 0.0
-    style: float = 0.0
-    default_score: float = 3.0  # of a reply that leaves a score out
+    genrm_model_server: Reference = NOT_SET
+    """generative reward model that compares two answers"""
+    genrm_responses_create_params: Sampling = NOT_SET
+    """sampling of the reward model"""
+    num_rollouts_per_prompt: Annotated[int, Ge(1), Unit("rollouts")] = NOT_SET
+    """answers compared with each other; must be the group"""
+    comparison_strategy: Literal["circular", "all_pairs"] = "circular"
+    """circular: each with the next, N comparisons; all_pairs: N*(N-1)/2"""
+    num_judges_per_comparison: Annotated[int, Ge(1), Unit("calls")] = 1
+    """opinions on one pair"""
+    use_principle: bool = True
+    """give the reward model the principle by which to compare"""
+    default_principle: str | None = None
+    """principle of rows that bring none; null = as env.judge_texts says"""
+    aggregator_method: Literal["simple_tiebreaker"] = "simple_tiebreaker"
+    """how comparisons become a score"""
+    reasoning_bonus: Annotated[float, Ge(0), Unit("reward")] = 0.5
+    """for the shortest reasoning of the group, if its score is among the top ones"""
+    answer_bonus: Annotated[float, Ge(0), Unit("reward")] = 0.5
+    """for the shortest answer, likewise"""
+    top_percentile: Annotated[float, Gt(0), Le(1), Unit("share")] = 0.2
+    """share of the group that counts as top"""
+    group_reasoning_length_penalty_coeff: Annotated[float, Ge(0), Unit("weight")] = 0.0
+    """weight of the reasoning's length within the group"""
+    group_answer_length_penalty_coeff: Annotated[float, Ge(0), Unit("weight")] = 0.0
+    """weight of the answer's length within the group"""
+    group_style_penalty_coeff: Annotated[float, Ge(0), Unit("weight")] = 0.0
+    """weight of headings, lists, bold and emoji per character"""
+    default_score: Annotated[float, Ge(1), Le(5), Unit("score")] = 3.0
+    """score of a reply that leaves one out; 1 to 5"""
+    default_ranking: Annotated[float, Ge(1), Le(6), Unit("ranking")] = 3.5
+    """ranking of a reply that leaves it out; 1 to 6"""
+    genrm_parse_retries: Annotated[int, Ge(0), Unit("attempts")] = 3
+    """further attempts at a reply that cannot be read"""
+    genrm_parse_retry_sleep_s: Annotated[float, Ge(0), Unit("seconds")] = 0.0
+    """pause between them; the native engine makes none"""
+    debug_logging: Annotated[bool, OneValue()] = NOT_SET
+    """log every comparison"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +121,7 @@ class Task:
 
     history: tuple[tuple[str, str], ...]  # (role, text) of the conversation
     principle: str | None
-    strategy: str  # "circular": each with its neighbour; "all_pairs"
-    num_judges: int  # comparisons per pair
-    parse_retries: int  # further attempts at a reply that cannot be read
-    weights: GroupWeights
-    default_ranking: float  # of a reply with scores and no ranking
+    settings: Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,19 +143,14 @@ class Comparison:
         return self.score_1 == self.score_2
 
 
-def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
+def parse_task(row: Row, settings: Settings) -> Task:
     """Read the conversation and the row's `principle`."""
-    principle = optional_str(row, "principle") or settings.get("default_principle") or PRINCIPLE
-    strategy = one_of("comparison_strategy", settings.get("comparison_strategy", "circular"), ("circular", "all_pairs"))
+    principle = optional_str(row, "principle") or settings.default_principle or PRINCIPLE
     params = row.get("responses_create_params")
     return Task(
         history=tuple(_history(params.get("input") if isinstance(params, Mapping) else None)),
-        principle=principle if settings.get("use_principle", True) else None,
-        strategy=strategy,
-        num_judges=int(settings.get("num_judges_per_comparison", 1)),
-        parse_retries=int(settings.get("genrm_parse_retries", 3)),
-        weights=GroupWeights(**{name: float(settings[key]) for name, key in WEIGHTS.items() if key in settings}),
-        default_ranking=float(settings.get("default_ranking", 3.5)),
+        principle=principle if settings.use_principle else None,
+        settings=settings,
     )
 
 
@@ -136,12 +165,14 @@ def pairs(num_answers: int, strategy: str) -> list[tuple[int, int]]:
 
 def score(responses: Sequence[Response], task: Task) -> GroupScoring:
     """Ask for all comparisons at once, again for those whose reply cannot be read, and return the verdicts."""
-    chosen = pairs(len(responses), task.strategy)
-    asked = [(first, second, judge) for judge in range(task.num_judges) for first, second in chosen]
+    chosen = pairs(len(responses), task.settings.comparison_strategy)
+    asked = [
+        (first, second, judge) for judge in range(task.settings.num_judges_per_comparison) for first, second in chosen
+    ]
     compared: dict[Place, Comparison] = {}
     failed: dict[Place, str] = {}
     left = asked
-    for _ in range(1 + task.parse_retries):
+    for _ in range(1 + task.settings.genrm_parse_retries):
         if not left:
             break
         replies = yield [question(task, responses[first], responses[second]) for first, second, _ in left]
@@ -150,9 +181,9 @@ def score(responses: Sequence[Response], task: Task) -> GroupScoring:
             if isinstance(reply, NoReply):
                 failed[place] = reply.reason
                 continue
-            score_of_missing = task.weights.default_score
+            score_of_missing = task.settings.default_score
             found = read_comparison(
-                last_message_text(reply), default_score=score_of_missing, default_ranking=task.default_ranking
+                last_message_text(reply), default_score=score_of_missing, default_ranking=task.settings.default_ranking
             )
             if found is None or not found.is_on_scale:
                 failed[place] = "no scores in the reply of the reward model" if found is None else f"off scale: {found}"
@@ -161,14 +192,14 @@ def score(responses: Sequence[Response], task: Task) -> GroupScoring:
                 failed.pop(place, None)
                 compared[place] = found
         left = unread
-    return verdicts(responses, compared, failed, task.weights)
+    return verdicts(responses, compared, failed, task.settings)
 
 
 def verdicts(
     responses: Sequence[Response],
     compared: Mapping[Place, Comparison],
     failed: Mapping[Place, str],
-    weights: GroupWeights,
+    weights: Settings,
 ) -> list[Verdict | NoVerdict]:
     """Return a verdict per answer; none for an answer without a comparison, which counts in no group term either."""
     places = [[place for place in compared if number in place[:2]] for number in range(len(responses))]
@@ -229,7 +260,7 @@ def read_comparison(text: str, *, default_score: float = 3.0, default_ranking: f
     """
     candidates = [found for found in map(_scores_in, _FENCED.findall(text)) if found is not None]
     if not candidates:
-        candidates = [found for found in map(_scores_in, reversed(list(_objects(text)))) if found is not None]
+        candidates = [found for found in map(_scores_in, reversed(list(json_objects(text)))) if found is not None]
     if not candidates:
         return None
     found = {"score_1": default_score, "score_2": default_score, "ranking": default_ranking} | candidates[0]
@@ -243,7 +274,7 @@ def read_comparison(text: str, *, default_score: float = 3.0, default_ranking: f
 
 
 def rewards(
-    responses: Sequence[Response], compared: Mapping[tuple[int, int, int], Comparison], weights: GroupWeights
+    responses: Sequence[Response], compared: Mapping[tuple[int, int, int], Comparison], weights: Settings
 ) -> tuple[list[float], list[float]]:
     """Return (rewards, scores before the group terms), one per answer; `compared` is keyed (first, second, judge)."""
     base = base_scores(len(responses), compared, default_score=weights.default_score)
@@ -257,9 +288,9 @@ def rewards(
             if shortest is not None and final[shortest] >= threshold:
                 final[shortest] += bonus
     terms = (
-        (reasoning, weights.reasoning_length),
-        (answers, weights.answer_length),
-        ([style_density(all_text(response)) for response in responses], weights.style),
+        (reasoning, weights.group_reasoning_length_penalty_coeff),
+        (answers, weights.group_answer_length_penalty_coeff),
+        ([style_density(all_text(response)) for response in responses], weights.group_style_penalty_coeff),
     )
     for values, coefficient in terms:
         if coefficient:
@@ -323,30 +354,18 @@ def _scores_in(text: str) -> dict[str, Any] | None:
     scores = overall if isinstance(overall, dict) else found
     if not isinstance(scores, dict):
         return None
-    named = {name: scores[name] for name in SCORES if name in scores}
+    # Spelled out: in what a judge quotes a name is broken, but not where an answer writes it with escapes.
+    named = {name: scores[name] for name in SCORES if name in scores and f'"{name}"' in text}
     return named or None
 
 
-def _objects(text: str) -> Iterator[str]:
-    """Yield every object `{...}` that JSON can read and that no other such object holds, in order.
-
-    It reads at most `_MAX_SCANNED` characters: each brace of a reply may begin an object that ends nowhere.
-    """
-    decoder, at, left = json.JSONDecoder(), text.find("{"), _MAX_SCANNED
-    while at >= 0 and left > 0:
-        try:
-            _, end = decoder.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            left -= 1 + error.pos  # the error counts the lines before it
-            at = text.find("{", at + 1)
-        except (ValueError, RecursionError):  # a number of too many digits, or too deep
-            left -= len(text) - at
-            at = text.find("{", at + 1)
-        else:
-            yield text[at:end]
-            at = text.find("{", end)
-
-
+TEXTS = {
+    "default_principle": PublishedText(
+        side="genrm_compare",
+        file="stage3_rlhf.yaml",
+        at="env.nemo_gym.genrm_compare_resources_server.resources_servers.genrm_compare.default_principle",
+    )
+}
 VERIFIER = GroupVerifier(
     parse_task=parse_task,
     score=score,
@@ -361,18 +380,6 @@ VERIFIER = GroupVerifier(
     },
     seconds=3600.0,
     concurrency=256,
-    settings=frozenset(
-        {
-            *WEIGHTS.values(),
-            "aggregator_method",
-            "comparison_strategy",
-            "default_principle",
-            "default_ranking",
-            "genrm_parse_retries",
-            "genrm_parse_retry_sleep_s",
-            "num_judges_per_comparison",
-            "num_rollouts_per_prompt",
-            "use_principle",
-        }
-    ),
+    settings=Settings,
+    texts=lambda settings: TEXTS if settings.use_principle else {},
 )

@@ -4,7 +4,7 @@
 the image of NeMo-Skills does. A sandbox without Lean, or one that fails, gives no verdict.
 
 A failed proof's verdict carries a prompt that asks to correct it (`correction_prompt`): the agent of refinement
-(`agents/refinement.py`) begins a new conversation with it. An answer without text earns 0 and is not compiled; it can
+(`agents/conversation.py`) begins a new conversation with it. An answer without text earns 0 and is not compiled; it can
 be corrected too. Decided as the reference has it: the word "sorry" anywhere in what the compiler says is a gap.
 Decided otherwise: a proof that turns that warning or the kernel's check off, or prints so much that the warning could
 be cut away, earns 0. So does one that the compiler does not read to its end, that uses an axiom beyond those of Lean's
@@ -15,11 +15,30 @@ file's end, and forge it. To keep that out, the kernel would have to check what 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Literal
 
-from recipes.environments.checks.lean import (
+from annotated_types import Ge, Gt
+
+from recipes.environments.contract import (
+    NOT_SET,
+    Agent,
+    Execution,
+    NotAKey,
+    OneValue,
+    PublishedText,
+    Response,
+    Row,
+    SandboxSettings,
+    Scoring,
+    Unit,
+    Verdict,
+    Verifier,
+    all_text,
+    filled,
+    require_str,
+)
+from recipes.environments.verifiers.checks.lean import (
     COMPLETED,
     HAS_SORRY,
     TIMEOUT,
@@ -33,12 +52,6 @@ from recipes.environments.checks.lean import (
     whole_proof,
     with_end,
 )
-from recipes.environments.contract.asking import Execution, Scoring, filled
-from recipes.environments.contract.responses import all_text
-from recipes.environments.contract.rows import optional_str, require_str
-from recipes.environments.contract.verdict import Response, Verdict
-from recipes.environments.contract.verifier import Agent, Verifier
-from recipes.types import Row
 
 EMPTY, FAILED = "empty_generation", "failed"
 REASONS = {
@@ -62,6 +75,28 @@ one block that starts with ```lean4 and ends with ```, and write nothing after i
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Settings(SandboxSettings):
+    """A proof in Lean 4, compiled in the sandbox."""
+
+    compilation_timeout: Annotated[float, Gt(0), Unit("seconds")] = 30.0
+    """limit of one compilation"""
+    refinement_prompt_template: str | None = None
+    """prompt after a failed attempt; null = as env.judge_texts says"""
+    empty_feedback: Annotated[str | None, NotAKey()] = None
+    """what is said of an attempt without text; null = as env.judge_texts says"""
+    silent_feedback: Annotated[str | None, NotAKey()] = None
+    """what is said when the compiler says nothing; null = as env.judge_texts says"""
+    extract_code_mode: Annotated[Literal["last", "first"], OneValue()] = NOT_SET
+    """which code block is the proof"""
+    max_output_characters: Annotated[int, Ge(1), Unit("characters"), OneValue()] = NOT_SET
+    """compiler output that is kept"""
+    restate_formal_statement: Annotated[bool, OneValue()] = NOT_SET
+    """compile the row's own statement with the proof put under it"""
+    strip_theorem_from_proof: Annotated[bool, OneValue()] = NOT_SET
+    """drop a repeated statement from the answer"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One statement, and what stands before it in its file."""
 
@@ -69,15 +104,19 @@ class Task:
     statement: str
     seconds: float  # for a compilation, on the clock
     prompt: str
+    empty_feedback: str
+    silent_feedback: str
 
 
-def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
+def parse_task(row: Row, settings: Settings) -> Task:
     """Read `header` and `formal_statement`, which ends where the proof begins."""
     return Task(
         header=require_str(row, "header"),
         statement=require_str(row, "formal_statement"),
-        seconds=float(settings.get("compilation_timeout", 30)),
-        prompt=optional_str(settings, "refinement_prompt_template") or PROMPT,
+        seconds=settings.compilation_timeout,
+        prompt=settings.refinement_prompt_template or PROMPT,
+        empty_feedback=settings.empty_feedback or "The attempt was empty: it held no proof.",
+        silent_feedback=settings.silent_feedback or "The compiler did not accept the proof, and did not say why.",
     )
 
 
@@ -85,7 +124,7 @@ def score(response: Response, task: Task) -> Verdict | Scoring:
     """Compile the proof of an answer."""
     answer = all_text(response)
     if not answer.strip():
-        return _failed(EMPTY, "", "The attempt was empty: it held no proof.", task)
+        return _failed(EMPTY, "(empty)", task.empty_feedback, task)
     return _score_by_compiling(answer, task)
 
 
@@ -108,7 +147,7 @@ def _score_by_compiling(answer: str, task: Task) -> Scoring:
         return Verdict(reward=1.0, reason="the compiler accepts the proof", details={"proof_status": status})
     if status not in (HAS_SORRY, TIMEOUT, FAILED):
         raise RuntimeError(f"the sandbox did not compile: {status}: {str(reply.get('stderr'))[:200]}")
-    return _failed(status, answer, feedback(shown(reply), code), task)
+    return _failed(status, answer, feedback(shown(reply), code) or task.silent_feedback, task)
 
 
 def _failed(status: str, answer: str, errors: str, task: Task) -> Verdict:
@@ -117,18 +156,26 @@ def _failed(status: str, answer: str, errors: str, task: Task) -> Verdict:
         reward=0.0,
         reason=REASONS[status],
         details={"proof_status": status, "error_feedback": errors, "correction_prompt": prompt},
+        is_flagged=status == TIMEOUT,  # a limit on the clock, which a busy machine meets, too
     )
 
 
+TEXTS = {
+    setting: PublishedText(side="math_formal_lean", file="app.py", at=name)
+    for setting, name in (
+        ("refinement_prompt_template", "REFINEMENT_PROMPT_TEMPLATE"),
+        ("empty_feedback", "MathFormalLeanResourcesServer.verify.error_msg"),
+        ("silent_feedback", "format_error_feedback"),
+    )
+}
 VERIFIER = Verifier(
     task=Task,
     parse_task=parse_task,
     score=score,
-    class_name="MathFormalLeanResourcesServer",
-    rewards=(0.0, 1.0),
     agents={
         "math_formal_lean_refinement_agent": Agent(kind="refinement", server="math_formal_lean", max_steps=MAX_STEPS)
     },
-    settings=frozenset({"compilation_timeout", "refinement_prompt_template", "sandbox_host", "sandbox_port"}),
+    settings=Settings,
+    texts=lambda _settings: TEXTS,
     needs_sandbox=True,
 )

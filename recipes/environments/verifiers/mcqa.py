@@ -22,13 +22,20 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Literal
 
-from recipes.environments.contract.responses import all_text
-from recipes.environments.contract.rows import EXPRESSION_CHARACTERS, one_of, optional_object, optional_str, wrong
-from recipes.environments.contract.verdict import Response, Verdict
-from recipes.environments.contract.verifier import Agent, Verifier
-from recipes.types import Row
+from recipes.environments.contract import (
+    EXPRESSION_CHARACTERS,
+    Response,
+    Row,
+    Verdict,
+    Verifier,
+    all_text,
+    one_of,
+    optional_object,
+    optional_str,
+    wrong,
+)
 
 STRICT = "strict_single_letter_boxed"
 LENIENT_BOXED = "lenient_boxed"
@@ -47,6 +54,16 @@ WRAPPER = "\\text{"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """A multiple-choice question."""
+
+    grading_mode: (
+        Literal["strict_single_letter_boxed", "lenient_boxed", "lenient_answer_colon", "lenient_answer_colon_md"] | None
+    ) = None
+    """how the letter is read; null = as the row says"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One question: what is offered, what is right, and how the answer is read."""
 
@@ -61,19 +78,29 @@ class Task:
         return frozenset(letter for letter, _ in self.options)
 
 
-def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
+def parse_task(row: Row, settings: Settings) -> Task:
     """Read `options`, `expected_answer`, `grading_mode` and `template_metadata`; a server mode wins over the row's."""
     patterns = _patterns(optional_object(row, "template_metadata").get("output_regex"))
-    mode = settings.get("grading_mode")
-    mode = row.get("grading_mode") or STRICT if mode is None else one_of("grading_mode", mode, SERVER_MODES)
-    if settings.get("grading_mode") is None:
-        mode = one_of("grading_mode", mode, ROW_MODES)
+    mode: str | None = settings.grading_mode
+    if mode is None:
+        mode = one_of("grading_mode", row.get("grading_mode") or STRICT, ROW_MODES)
     return Task(
         options=() if any(map(_is_readable, patterns)) and row.get("options") is None else _options(row),
         answer=(optional_str(row, "expected_answer") or "").strip().upper(),
         grading_mode=mode,
         patterns=patterns,
     )
+
+
+def unsolvable(row: Row) -> str | None:
+    """Return why no answer to a row that can be read is right, or None. A pattern finds letters that nobody offers."""
+    answer = str(row.get("expected_answer") or "").strip().upper()
+    patterns = _patterns(optional_object(row, "template_metadata").get("output_regex"))
+    if any(map(_is_readable, patterns)):
+        is_letter = len(answer) == 1 and answer.isalpha()
+        return None if is_letter else f"field 'expected_answer': got {answer!r}, expected one letter"
+    letters = sorted(letter for letter, _ in _options(row))
+    return None if answer in letters else f"field 'expected_answer': got {answer!r}, not one of {', '.join(letters)}"
 
 
 def is_cheap(task: Task) -> bool:
@@ -243,8 +270,6 @@ VERIFIER = Verifier(
     parse_task=parse_task,
     score=score,
     class_name="MCQAResourcesServer",
-    rewards=(0.0, 1.0),
-    agents={"mcqa_simple_agent": Agent(kind="single_turn", server="mcqa")},
-    settings=frozenset({"grading_mode"}),
+    settings=Settings,
     is_cheap=is_cheap,
 )

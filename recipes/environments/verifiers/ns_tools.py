@@ -13,18 +13,32 @@ sandbox that does not answer fails the rollout; the reference shows that to the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any
 
 import orjson
+from annotated_types import Ge
 
-from recipes.environments.contract.asking import Scoring
-from recipes.environments.contract.rows import one_of, shown
-from recipes.environments.contract.tools import Cell, Tools
-from recipes.environments.contract.verdict import Response, Verdict
-from recipes.environments.contract.verifier import Agent, Verifier
+from recipes.environments.contract import (
+    NOT_SET,
+    Agent,
+    Cell,
+    Entry,
+    NotAKey,
+    OneValue,
+    Response,
+    Row,
+    SandboxSettings,
+    Scoring,
+    Text,
+    Tools,
+    Unit,
+    Verdict,
+    Verifier,
+    one_of,
+    shown,
+)
 from recipes.environments.verifiers import math_with_judge
-from recipes.types import Row
 
 TOOL = "stateful_python_code_exec"
 DELEGATE = "math_with_judge"
@@ -34,13 +48,30 @@ LOST = "Warning: the Python session has begun anew, and its variables are lost.\
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """One question's known answer."""
+class Settings(SandboxSettings):
+    """Mathematics with Python in the sandbox."""
 
-    expected_answer: str
-    question: str
-    asks_judge: bool
-    last_box_only: bool = False
+    default_verifier: Text = DELEGATE
+    """verifier of rows that name none: a key of verifiers"""
+    verifiers: Annotated[Mapping[str, Any], Entry("server_references")] = NOT_SET
+    """verifiers by the name rows give them"""
+    scores_as: Annotated[math_with_judge.Settings, NotAKey()] = field(default_factory=math_with_judge.Settings)
+    """the settings of that verifier's server"""
+    nemo_skills_tools: tuple[Text, ...] = ()
+    """tools of NeMo Skills that rows may call"""
+    nemo_skills_tool_overrides: Mapping[str, Any] | None = None
+    """settings of those tools, by tool"""
+    disable_session_restore: Annotated[bool, OneValue()] = True
+    """do not replay a session's history when its sandbox worker has died"""
+    python_tool_port: Annotated[int, Ge(1), Unit("TCP port"), OneValue()] = NOT_SET
+    """port of NeMo Skills' older Python tool"""
+    verbose_tool_logging: Annotated[bool, OneValue()] = NOT_SET
+    """log every tool call"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task(math_with_judge.Task):
+    """One question's known answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,35 +82,20 @@ class Python:
     has_begun: bool = False
 
 
-def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
+def parse_task(row: Row, settings: Settings) -> Task:
     """Read `question` and `expected_answer`; `verifier_type` must be the one that is built."""
-    one_of("verifier_type", row.get("verifier_type") or settings.get("default_verifier") or DELEGATE, (DELEGATE,))
-    task = math_with_judge.parse_task(row, settings)
-    return Task(
-        expected_answer=task.expected_answer,
-        question=task.question,
-        asks_judge=task.asks_judge,
-        last_box_only=task.last_box_only,
-    )
+    one_of("verifier_type", row.get("verifier_type") or settings.default_verifier, (DELEGATE,))
+    task = math_with_judge.parse_task(row, settings.scores_as)
+    return Task(**{each.name: getattr(task, each.name) for each in fields(task)})
 
 
 def score(response: Response, task: Task) -> Verdict | Scoring:
     """Compare the answer with the expected one."""
-    return math_with_judge.score(
-        response,
-        math_with_judge.Task(
-            expected_answer=task.expected_answer,
-            question=task.question,
-            asks_judge=task.asks_judge,
-            last_box_only=task.last_box_only,
-        ),
-    )
+    return math_with_judge.score(response, task)
 
 
-def _start(settings: Mapping[str, Any]) -> Python:
-    if settings.get("disable_session_restore") is False:
-        raise ValueError("setting 'disable_session_restore': got false, expected true: earlier cells are not run again")
-    overrides = (settings.get("nemo_skills_tool_overrides") or {}).get("DirectPythonTool") or {}
+def _start(settings: Settings) -> Python:
+    overrides = (settings.nemo_skills_tool_overrides or {}).get("DirectPythonTool") or {}
     return Python(seconds=float(overrides.get("exec_timeout_s", 10)))
 
 
@@ -108,20 +124,9 @@ VERIFIER = Verifier(
     parse_task=parse_task,
     score=score,
     class_name="NSToolsResourcesServer",
-    rewards=(0.0, 1.0),
     agents={"ns_tools_simple_agent": Agent(kind="tool_loop", server="ns_tools", max_steps=MAX_STEPS)},
-    settings=frozenset(
-        {
-            "default_verifier",
-            "disable_session_restore",
-            "nemo_skills_tool_overrides",
-            "nemo_skills_tools",
-            "sandbox_host",
-            "sandbox_port",
-            "verifiers",
-        }
-    ),
-    needs_judge=lambda settings: bool(settings.get("should_use_judge")),
+    settings=Settings,
+    needs_judge=lambda settings: settings.scores_as.should_use_judge,
     needs_sandbox=True,
     tools=Tools(start=_start, call=_call, read=_read),
     imports=math_with_judge.VERIFIER.imports,

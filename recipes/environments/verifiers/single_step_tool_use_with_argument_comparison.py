@@ -3,7 +3,7 @@
 Reward 1.0 when the action matches, else 0.0; with `parallel_tool_call_rewarding` a batch may earn a part. Decided as
 NeMo Gym's verifier has it, because published rewards depend on it:
 
-* Where the expert answered with text, any text earns 1.0, whatever it says, and any call 0.0.
+* Where the expert answered with text, any text earns 1.0, whatever it says, and any call 0.0. An empty one earns 0.0.
 * By default surplus calls cost nothing: every expected call must find a call of its own that matches it.
 * A value must have the type of the expected one as Python sees it: true passes for 1, and 1 does not for 1.0. With
   `compare_numbers_by_value` 1 passes for 1.0 and 1.0 for 1, and true is no number.
@@ -15,23 +15,63 @@ NeMo Gym's verifier has it, because published rewards depend on it:
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Annotated, Any, Literal
 
-from recipes.environments.contract.responses import function_calls, message_texts
-from recipes.environments.contract.rows import one_of, wrong
-from recipes.environments.contract.verdict import Response, Verdict
-from recipes.environments.contract.verifier import Agent, Verifier
-from recipes.types import Row
+from annotated_types import Ge, Le
+
+from recipes.environments.contract import (
+    Agent,
+    Response,
+    Row,
+    Unit,
+    Verdict,
+    Verifier,
+    function_calls,
+    message_texts,
+    wrong,
+)
 
 STRICT, FRACTIONAL, F1 = "binary_strict", "fractional", "f1"
 LARGEST = sys.float_info.max
+CHEAP_CALLS, CHEAP_CHARACTERS = 16, 8_000  # expected ones, and of their arguments
+RECENT = 256  # expected texts whose words are kept
 CONFIG = "tool_call_comparator_config"
 NAME = "single_step_tool_use_with_argument_comparison"
 THRESHOLDS = {"": 0.1, "toolcall_schema_": 0.1, "search_pivot_": 0.3, "swe_pivot_": 0.0}  # of the published instances
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparator:
+    """How the model's action is compared with the expert's."""
+
+    word_count_similarity_threshold: Annotated[float, Ge(0), Le(0.5), Unit("share")]
+    """words two texts must share, over the words of both; 0.5 = all of them, 0 = none"""
+    floating_point_comparison_threshold: Annotated[float, Ge(0), Unit("difference")] = 1e-6
+    """difference below which two numbers are equal"""
+    compare_numbers_by_value: bool = False
+    """1 is 1.0, and true is no number"""
+    parallel_tool_call_rewarding: bool = False
+    """count surplus and missing calls of a batch"""
+    allow_subset: bool = False
+    """then: fewer calls than expected may still score"""
+    allow_superset: bool = False
+    """then: more calls than expected may still score"""
+    parallel_tool_call_reward_mode: Literal["binary_strict", "fractional", "f1"] = "binary_strict"
+    """then: all or nothing, the share that matches, or F1"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The next action of an expert's trace, compared with the expert's."""
+
+    tool_call_comparator_config: Comparator = Comparator(word_count_similarity_threshold=THRESHOLDS[""])
+    """how the model's action is compared with the expert's"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +88,7 @@ class Task:
     compares_by_value: bool = False  # numbers, whether written as whole ones or not
 
 
-def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
+def parse_task(row: Row, settings: Settings) -> Task:
     """Read `expected_action`, and the comparison from the setting `tool_call_comparator_config`."""
     action = row.get("expected_action")
     kind = action.get("type") if isinstance(action, Mapping) else None
@@ -57,16 +97,16 @@ def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
     calls = action.get("calls") if kind == "function_call_batch" else [action] if kind == "function_call" else []
     if not isinstance(calls, list) or (kind == "function_call_batch" and not calls):
         raise wrong("expected_action.calls", calls, "a list of at least one call")
-    config = settings.get(CONFIG) or {}
+    config = settings.tool_call_comparator_config
     return Task(
         calls=tuple(_expected(call) for call in calls),
-        threshold=float(config.get("word_count_similarity_threshold", 0.1)),
-        float_tolerance=float(config.get("floating_point_comparison_threshold", 1e-6)),
-        counts_batches=bool(config.get("parallel_tool_call_rewarding", False)),
-        allows_fewer=bool(config.get("allow_subset", False)),
-        allows_more=bool(config.get("allow_superset", False)),
-        mode=one_of("mode", config.get("parallel_tool_call_reward_mode", STRICT), (STRICT, FRACTIONAL, F1)),
-        compares_by_value=bool(config.get("compare_numbers_by_value", False)),
+        threshold=config.word_count_similarity_threshold,
+        float_tolerance=config.floating_point_comparison_threshold,
+        counts_batches=config.parallel_tool_call_rewarding,
+        allows_fewer=config.allow_subset,
+        allows_more=config.allow_superset,
+        mode=config.parallel_tool_call_reward_mode,
+        compares_by_value=config.compare_numbers_by_value,
     )
 
 
@@ -95,9 +135,9 @@ def score(response: Response, task: Task) -> Verdict:
     if not calls and not message_texts(response):
         return Verdict(reward=0.0, reason="the response holds neither a call nor a message")
     if not task.calls:
-        return Verdict(
-            reward=float(not calls), reason="a call, expected a message" if calls else "a message, as expected"
-        )
+        is_said = any(re.search(r"\w", text) for text in message_texts(response))
+        reason = "a call, expected a message" if calls else "a message, as expected" if is_said else "an empty message"
+        return Verdict(reward=float(is_said and not calls), reason=reason)
     if not calls:
         return Verdict(reward=0.0, reason=f"a message, expected {len(task.calls)} calls")
     expected = [(name, _parsed(arguments)) for name, arguments in task.calls]
@@ -126,17 +166,31 @@ def _reward(matched: int, num_expected: int, num_actual: int, task: Task) -> flo
 def _matched(edges: Sequence[Sequence[bool]]) -> int:
     """Return the size of a largest matching of expected (rows) to actual calls (columns), by augmenting paths."""
     owner: dict[int, int] = {}
+    return sum(_is_placed(row, edges, owner) for row in range(len(edges)))
 
-    def place(row: int, seen: set[int]) -> bool:
-        for column, fits in enumerate(edges[row]):
-            if fits and column not in seen:
-                seen.add(column)
-                if column not in owner or place(owner[column], seen):
-                    owner[column] = row
+
+def _is_placed(row: int, edges: Sequence[Sequence[bool]], owner: dict[int, int]) -> bool:
+    """Give a row a column, where need be by moving others; `owner` is who has each column. Breadth first."""
+    reached: dict[int, int] = {}  # column -> the row from which it was reached
+    rows = deque([row])
+    while rows:
+        current = rows.popleft()
+        for column, fits in enumerate(edges[current]):
+            if not fits or column in reached:
+                continue
+            reached[column] = current
+            if column in owner:
+                rows.append(owner[column])
+                continue
+            place = column
+            while True:
+                giver = reached[place]
+                before = next((taken for taken, who in owner.items() if who == giver), None)
+                owner[place] = giver
+                if before is None or giver == row:
                     return True
-        return False
-
-    return sum(place(row, set()) for row in range(len(edges)))
+                place = before
+    return False
 
 
 def _problem(wanted: tuple[str, Any], found: tuple[Any, Any], task: Task) -> str | None:
@@ -149,19 +203,29 @@ def _problem(wanted: tuple[str, Any], found: tuple[Any, Any], task: Task) -> str
 
 
 def _difference(wanted: Any, found: Any, task: Task) -> str | None:
+    """Return the first difference, in order. Arguments may be nested deeper than calls of functions may be."""
+    left = [(wanted, found)]
+    while left:
+        inner = _compared(*left.pop(), task)
+        if isinstance(inner, str):
+            return inner
+        left += reversed(inner)
+    return None
+
+
+def _compared(wanted: Any, found: Any, task: Task) -> str | list[tuple[Any, Any]]:
+    """Return how two values differ, or the pairs of values in them that are left to compare."""
     if not _has_type_of(wanted, found, task):
         return f"a value of type {type(found).__name__}, expected {type(wanted).__name__}"
     if isinstance(wanted, dict):
         if wanted.keys() != found.keys():
             return f"the keys differ from {sorted(wanted)}"
-        pairs = [(wanted[key], found[key]) for key in wanted]
-    elif isinstance(wanted, list):
+        return [(wanted[key], found[key]) for key in wanted]
+    if isinstance(wanted, list):
         if len(wanted) != len(found):
             return f"a list of {len(found)}, expected {len(wanted)}"
-        pairs = list(zip(wanted, found, strict=True))
-    else:
-        return None if _same(wanted, found, task) else f"the value {str(found)[:60]!r}, expected {str(wanted)[:60]!r}"
-    return next((problem for pair in pairs if (problem := _difference(*pair, task))), None)
+        return list(zip(wanted, found, strict=True))
+    return [] if _same(wanted, found, task) else f"the value {str(found)[:60]!r}, expected {str(wanted)[:60]!r}"
 
 
 def _has_type_of(wanted: Any, found: Any, task: Task) -> bool:
@@ -178,11 +242,23 @@ def _same(wanted: Any, found: Any, task: Task) -> bool:
         return is_small and bool(abs(wanted - found) < task.float_tolerance)
     if not isinstance(wanted, str):
         return bool(wanted == found)
-    bags = Counter(wanted.lower().split()), Counter(found.lower().split())
-    sizes = bags[0].total(), bags[1].total()
+    ours, theirs = _bag(wanted), Counter(found.lower().split())
+    sizes = ours.total(), theirs.total()
     if min(sizes) < 2:
         return bool(wanted == found)
-    return bool((bags[0] & bags[1]).total() / sum(sizes) >= task.threshold)
+    shared = sum(min(count, ours[word]) for word, count in theirs.items())
+    return bool(shared / sum(sizes) >= task.threshold)
+
+
+@lru_cache(maxsize=RECENT)
+def _bag(text: str) -> Counter[str]:
+    """Return how often each word stands in an expected text, which is compared with one of every call."""
+    return Counter(text.lower().split())
+
+
+def _is_cheap(task: Task) -> bool:
+    """Whether an answer of many calls is compared with the expected ones in little time."""
+    return len(task.calls) <= CHEAP_CALLS and sum(len(text) for _, text in task.calls) <= CHEAP_CHARACTERS
 
 
 VERIFIER = Verifier(
@@ -190,7 +266,6 @@ VERIFIER = Verifier(
     parse_task=parse_task,
     score=score,
     class_name="SingleStepToolUseArgumentComparisonResourcesServer",
-    rewards=(0.0, 1.0),
     agents={
         f"{stem}{NAME}_agent": Agent(kind="single_turn", server=f"{stem}{NAME}_resources_server") for stem in THRESHOLDS
     },
@@ -198,6 +273,7 @@ VERIFIER = Verifier(
         f"{stem}{NAME}_resources_server": {CONFIG: {"word_count_similarity_threshold": threshold}}
         for stem, threshold in THRESHOLDS.items()
     },
-    settings=frozenset({CONFIG}),
-    is_cheap=lambda _task: True,
+    settings=Settings,
+    is_cheap=_is_cheap,
+    exempt=lambda task: {} if task.calls else {"any text": "the expert answered with text, which is not compared"},
 )

@@ -10,27 +10,125 @@ Kept from the reference, because rewards depend on it:
   strict, too, and properties may have any name.
 * The answer is the whole text: one in a fenced block is not in the format. `format` is not checked and `nullable` has
   no effect; NaN is a number, 3.0 a whole one, true is none; of equal keys the last counts.
+
+Parsers of the structured output formats, each to plain JSON values that a schema can be checked against.
+
+XML and CSV carry only text, so their leaves are converted to the type the schema names at their place.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from recipes.environments.checks.formats import FORMATS, parse
-from recipes.environments.contract.responses import all_text, function_calls
-from recipes.environments.contract.rows import one_of, optional_str, require_str
-from recipes.environments.contract.verdict import Response, Verdict
-from recipes.environments.contract.verifier import Agent, Verifier
-from recipes.types import Row
+from recipes.environments.contract import (
+    NOT_SET,
+    Agent,
+    OneValue,
+    Response,
+    Row,
+    Verdict,
+    Verifier,
+    all_text,
+    function_calls,
+    one_of,
+    optional_str,
+    require_str,
+)
+
+FORMATS = ("json", "yaml", "xml", "toml", "csv")
+BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+
+
+def parse(text: str, kind: str, schema: Any) -> Any:
+    """Return the values in `text`; raises whatever the format's parser raises."""
+    if kind == "json":
+        return json.loads(text)
+    if kind == "yaml":
+        import yaml
+
+        return yaml.safe_load(text)
+    if kind == "toml":
+        return tomllib.loads(text)
+    if kind == "xml":
+        import xmltodict
+
+        return _xml_value(xmltodict.parse(text), schema)
+    columns = _mapping(_mapping(schema, "items"), "properties")
+    rows = list(csv.DictReader(io.StringIO(text)))
+    return [{key: _csv_value(value, columns.get(key)) for key, value in row.items()} for row in rows]
+
+
+def _mapping(schema: Any, key: str) -> Mapping[str, Any]:
+    value = schema.get(key) if isinstance(schema, Mapping) else None
+    return value if isinstance(value, Mapping) else {}
+
+
+def _types(schema: Any) -> list[str]:
+    named = schema.get("type") if isinstance(schema, Mapping) else None
+    return [name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)]
+
+
+def _typed(text: str, types: list[str]) -> Any:
+    """Return the text as the first of the types it can be read as; unchanged when there is none."""
+    for name in types:
+        try:
+            if name == "integer":
+                return int(text)
+            if name == "number":
+                return float(text)
+        except ValueError:
+            continue
+        if name == "boolean" and text.lower() in BOOLEANS:
+            return BOOLEANS[text.lower()]
+        if name == "string":
+            return text
+    return text
+
+
+def _xml_value(value: Any, schema: Any) -> Any:
+    kind = schema.get("type") if isinstance(schema, Mapping) else None  # a list of types converts nothing here
+    if kind == "array":
+        # <tags><tag>a</tag><tag>b</tag></tags> arrives as {"tag": ["a", "b"]}
+        if isinstance(value, dict) and len(value) == 1:
+            value = next(iter(value.values()))
+        elements = value if isinstance(value, list) else [] if value is None else [value]
+        return [_xml_value(element, _mapping(schema, "items")) for element in elements]
+    if isinstance(value, dict):
+        properties = _mapping(schema, "properties")
+        return {key: _xml_value(child, properties.get(key)) for key, child in value.items()}
+    if value is None:
+        return "" if kind == "string" else None
+    return _typed(value, [kind]) if isinstance(value, str) and isinstance(kind, str) else value
+
+
+def _csv_value(value: Any, schema: Any) -> Any:
+    types = _types(schema)
+    if value == "" and "null" in types and len(types) > 1:
+        return None
+    return _typed(value, types) if isinstance(value, str) else value
+
 
 TEXT, TOOL_CALL = "text", "tool_call"
 # Where JSON Schema has further schemas: as a value, by name, in a list.
 SCHEMAS = frozenset({"items", "additionalProperties", "contains", "then", "else"})
 NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 LISTED_SCHEMAS = frozenset({"anyOf", "oneOf", "prefixItems"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """An answer that must match a schema."""
+
+    strict_inside_lists: bool = False
+    """make the schemas of anyOf and oneOf strict, too, and allow a property named `properties`"""
+    xml_coerce_types: Annotated[bool, OneValue()] = NOT_SET
+    """read XML leaves as the numbers and truth values that the schema asks for"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +151,7 @@ class UnfitAnswer(Exception):  # noqa: N818 (it describes the answer, not a faul
         super().__init__(explanation)
 
 
-def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
+def parse_task(row: Row, settings: Settings) -> Task:
     """Read `schema_str`, `schema_type`, `response_mode`, `tool_name` and `tool_payload_key`."""
     return Task(
         schema=require_str(row, "schema_str"),
@@ -61,7 +159,7 @@ def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
         response_mode=one_of("response_mode", row.get("response_mode") or TEXT, (TEXT, TOOL_CALL)),
         tool_name=optional_str(row, "tool_name"),
         tool_payload_key=optional_str(row, "tool_payload_key"),
-        is_strict_in_lists=bool(settings.get("strict_inside_lists", False)),
+        is_strict_in_lists=settings.strict_inside_lists,
     )
 
 
@@ -160,12 +258,10 @@ VERIFIER = Verifier(
     task=Task,
     parse_task=parse_task,
     score=score,
-    class_name="StructuredOutputsResourcesServer",
-    rewards=(0.0, 1.0),
     agents={
         f"structured_outputs{version}_simple_agent": Agent(kind="single_turn", server="structured_outputs")
         for version in ("", "_v3", "_v4")
     },
-    settings=frozenset({"strict_inside_lists"}),
+    settings=Settings,
     imports=("openapi_schema_validator", "yaml", "xmltodict"),
 )

@@ -21,7 +21,7 @@ Decided otherwise:
 
 * A text that is searched for is a text. The reference reads it as a regular expression, in which a model can write one
   that never ends. An empty cell contains no text; the reference fails there.
-* Start times are read in ISO 8601 and in common written forms (`office/reading.py`); the reference reads some more.
+* Start times are read in ISO 8601 and in common written forms (`office/tables.py`); the reference reads some more.
 * Arguments that are lists or objects, or longer than 20,000 characters, are refused; an office takes 1,000 changes.
 * `ground_truth` must be a list of calls. Of a text, the reference does no call.
 """
@@ -32,19 +32,36 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
-from recipes.environments.contract.responses import function_calls
-from recipes.environments.contract.rows import wrong
-from recipes.environments.contract.tools import Tools, read_arguments
-from recipes.environments.contract.verdict import Response, Verdict
-from recipes.environments.contract.verifier import Agent, Verifier
-from recipes.environments.office.tables import Office, load_office
-from recipes.environments.office.tools import CHANGES, call
-from recipes.types import Row
+from recipes.environments.contract import (
+    Agent,
+    Response,
+    Row,
+    Text,
+    Tools,
+    Verdict,
+    Verifier,
+    function_calls,
+    named_file,
+    read_arguments,
+    wrong,
+)
+from recipes.environments.verifiers.office.tables import Office, load_office
+from recipes.environments.verifiers.office.tools import CHANGES, call
+from recipes.exact_json import dumps
 
 TABLES = "data/side_files/workplace_assistant"
+CHEAP_CALLS = 50  # of a row that is scored in the process that asks
 MAX_STEPS = 6  # model calls of a rollout, where the agent's configuration names no other number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Tools of a made-up office, graded by the state they leave."""
+
+    tables: Text = TABLES
+    """directory of the office's tables, relative to the checkout; the default is where `make data` puts them"""
+    ignore_order: bool = False
+    """compare what the tables hold, in whatever order it was made"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +73,7 @@ class Task:
     is_order_ignored: bool = False
 
 
-def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
+def parse_task(row: Row, settings: Settings) -> Task:
     """Read `ground_truth`; the tables are read here too, so that a row without them is refused and not rewarded."""
     calls = row.get("ground_truth")
     if not isinstance(calls, list):
@@ -64,12 +81,11 @@ def parse_task(row: Row, settings: Mapping[str, Any]) -> Task:
     for entry in calls:
         if not isinstance(entry, Mapping) or not all(isinstance(entry.get(key), str) for key in ("name", "arguments")):
             raise wrong("ground_truth", entry, "calls with a name and arguments as JSON text")
-    tables = _tables(settings)
-    load_office(tables)
+    load_office(str(named_file(settings.tables)))
     return Task(
         ground_truth=tuple((entry["name"], entry["arguments"]) for entry in calls),
-        tables=tables,
-        is_order_ignored=bool(settings.get("ignore_order", False)),
+        tables=str(named_file(settings.tables)),
+        is_order_ignored=settings.ignore_order,
     )
 
 
@@ -97,17 +113,13 @@ def _done(office: Office, calls: Iterable[tuple[object, object]]) -> Office:
     return office
 
 
-def _start(settings: Mapping[str, Any]) -> Office:
-    return load_office(_tables(settings))
+def _start(settings: Settings) -> Office:
+    return load_office(str(named_file(settings.tables)))
 
 
 def _call(office: Office, name: str, arguments: Mapping[str, Any]) -> tuple[Office, str]:
     after, value = call(office, name, {key: value for key, value in arguments.items() if value is not None})
-    return after, orjson.dumps({"output": value}).decode()
-
-
-def _tables(settings: Mapping[str, Any]) -> str:
-    return str(settings.get("tables") or TABLES)
+    return after, dumps({"output": value}).decode()
 
 
 VERIFIER = Verifier(
@@ -115,11 +127,11 @@ VERIFIER = Verifier(
     parse_task=parse_task,
     score=score,
     class_name="WorkbenchResourcesServer",
-    rewards=(0.0, 1.0),
     agents={
         "workplace_assistant_simple_agent": Agent(kind="tool_loop", server="workplace_assistant", max_steps=MAX_STEPS)
     },
-    settings=frozenset({"ignore_order", "tables"}),
+    settings=Settings,
+    files=lambda settings: {"tables": settings.tables},
     tools=Tools(start=_start, call=_call),
-    is_cheap=lambda _task: True,
+    is_cheap=lambda task: len(task.ground_truth) <= CHEAP_CALLS,
 )

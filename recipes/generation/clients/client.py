@@ -15,11 +15,8 @@ from dataclasses import dataclass, field
 
 from recipes.errors import EngineError
 from recipes.generation.clients.failure import failure
-from recipes.generation.clients.router import Router
-from recipes.generation.clients.session import EngineSession
-from recipes.generation.clients.stream import SILENCE_SECONDS, EngineStream
-from recipes.generation.serving.requests import ClientMessage, Request
-from recipes.generation.serving.stream import EngineAddress
+from recipes.generation.clients.router import SILENCE_SECONDS, EngineSession, EngineStream, Router
+from recipes.generation.serving.requests import ClientMessage, EngineAddress, Request
 from recipes.types import Completion, Sampling
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,10 @@ def failure(name: str, error: BaseException, deadline_seconds: float) -> EngineE
         reason = f"no answer within {deadline_seconds:g} s"
     elif cause is None and isinstance(error, EOFError | OSError):
         reason = f"its connection ended, since its actor process died or the network failed ({error})"
+    elif isinstance(error, ray.exceptions.RayActorError) and "creation task" in str(error):
+        reason = f"its actor raised {str(error).strip().splitlines()[-1]}"
     elif isinstance(error, ray.exceptions.RayActorError):
-        reason = "its actor process died"
+        reason = "its actor process died; if the kernel killed it for lack of memory, dmesg says so"
     else:
         reason = f"{type(cause or error).__name__}: {cause or error}"
     return EngineError(f"{name}: {reason}")

@@ -9,8 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from recipes.policy.families.mapping import WeightMapping
 from recipes.policy.families.nemotron_h import NemotronH
-from recipes.policy.families.qwen3 import Qwen3
-from recipes.policy.families.qwen3_moe import Qwen3Moe
+from recipes.policy.families.transformer import Llama, Mistral, Qwen2, Qwen3, Qwen3Moe
 from recipes.policy.layers.head import OutputConfig
 from recipes.policy.layers.token_heads import TokenHeads
 
@@ -56,7 +55,7 @@ class Family(Protocol):
         ...
 
 
-FAMILIES: tuple[Family, ...] = (NemotronH(), Qwen3(), Qwen3Moe())
+FAMILIES: tuple[Family, ...] = (NemotronH(), Llama(), Mistral(), Qwen2(), Qwen3(), Qwen3Moe())
 
 
 def family_of(architecture: str) -> Family | None:

@@ -96,7 +96,7 @@ def split(sharding: Sharding, full: list[Tensor], config: TransformerConfig, *, 
     """Return this rank's shard of full Hugging Face tensors."""
     if sharding is Sharding.QKV:
         groups, head = config.num_query_groups, config.kv_channels
-        fused = torch.cat([part.view(groups, -1, part.shape[-1]) for part in full], dim=1)
+        fused = torch.cat([part.view(groups, -1, *part.shape[1:]) for part in full], dim=1)  # weights or biases
         assert fused.shape[1] == (config.num_attention_heads // groups + 2) * head, "q, k, v do not fit the config"
         return fused.flatten(0, 1).chunk(size, dim=0)[rank]  # also where ranks share a group
     if sharding is Sharding.GATE_UP:
@@ -118,7 +118,7 @@ def join(sharding: Sharding, shards: list[Tensor], config: TransformerConfig) ->
     if sharding is Sharding.QKV:
         groups, head = config.num_query_groups, config.kv_channels
         joined = _joined(shards)
-        fused = joined.view(groups, -1, joined.shape[-1])
+        fused = joined.view(groups, -1, *joined.shape[1:])
         sizes = [config.num_attention_heads // groups * head, head, head]
         return [part.flatten(0, 1) for part in torch.split(fused, sizes, dim=1)]
     if sharding is Sharding.GATE_UP:

@@ -7,6 +7,7 @@ and a checkpoint might say otherwise is refused (`refusals`), since it would be 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,14 +28,14 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
+from recipes.config.keys.native import unbuilt_values
 from recipes.policy.families.mapping import Sharding, WeightMapping, sum_experts_apart, weight_of_expert
 from recipes.policy.layers import mamba_cpu
 from recipes.policy.layers.attention import core_attention
 from recipes.policy.layers.experts import choose_experts
 from recipes.policy.layers.head import HybridLogProbModel, OutputConfig
-from recipes.policy.layers.norm import RMSNorm
+from recipes.policy.layers.norm import ReplicatedLinear, RMSNorm
 from recipes.policy.layers.recompute import recompute_in_backward
-from recipes.policy.layers.replicated import ReplicatedLinear
 from recipes.policy.layers.token_heads import TokenHeads
 
 mamba_cpu.install()  # before the modules of megatron.core.ssm are imported
@@ -96,14 +97,6 @@ class NemotronH:
         """Refuse what `MambaModel` builds in otherwise."""
         quotient = hf.num_experts_per_tok // max(hf.topk_group, 1)
         wrong = {
-            "layer_norm_epsilon": (hf.layer_norm_epsilon, 1e-5),  # the gated norm of a mixer has it built in
-            "use_conv_bias": (hf.use_conv_bias, True),
-            "mamba_proj_bias": (hf.mamba_proj_bias, False),
-            "use_bias": (hf.use_bias, False),
-            "mlp_bias": (hf.mlp_bias, False),
-            "attention_bias": (hf.attention_bias, False),
-            "tie_word_embeddings": (hf.tie_word_embeddings, False),  # transformers does not tie them either
-            "norm_topk_prob": (hf.norm_topk_prob, True),
             "num_experts_per_tok": ("1" if hf.num_experts_per_tok == 1 else "more", "more"),
             "num_nextn_predict_layers": (hf.num_nextn_predict_layers, min(hf.num_nextn_predict_layers, 1)),
             # Groups are ranked by their best two scores there, by the best num_experts_per_tok / topk_group here.
@@ -111,7 +104,8 @@ class NemotronH:
         }
         if hf.num_nextn_predict_layers:
             wrong["mtp_layers_block_type"] = (_pattern(hf.mtp_layers_block_type), "*E")
-        return [(key, str(got).lower(), str(want).lower()) for key, (got, want) in wrong.items() if got != want]
+        built = unbuilt_values(self.architectures[0], partial(getattr, hf))
+        return built + [(key, str(got).lower(), str(want).lower()) for key, (got, want) in wrong.items() if got != want]
 
     def config(self, hf: Any) -> dict[str, Any]:
         """Return sizes, the mixture of experts and the Mamba state."""

@@ -36,6 +36,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
     scatter_T: Tensor = field(default_factory=lambda: torch.empty(0))
     positions_T: Tensor = field(default_factory=lambda: torch.empty(0))  # of each token in its sequence, from 0
     pads_1T: Tensor = field(default_factory=lambda: torch.empty(0))  # bool, True on pads
+    routes_TLK: Tensor | None = None  # int16, of this rank's layers with experts, see `recipes.routes`; None: no replay
 
 
 def packed_sequences(

@@ -18,7 +18,7 @@ _fsync = os.fsync
 
 def _fail(path: Any, dir_fd: int | None = None) -> None:
     try:
-        with open(f"{_PLACE}/fail") as told, open(f"{_PLACE}/run") as where:  # noqa: PTH123 # before anything is imported
+        with open(f"{_PLACE}/fail", encoding="utf-8") as told, open(f"{_PLACE}/run", encoding="utf-8") as where:  # noqa: PTH123 # before anything is imported
             number, run = int(told.read()), where.read()
     except (OSError, ValueError):
         return

@@ -27,7 +27,9 @@ def bring_up(cluster: Cluster, run_dir: Path) -> dict[str, float]:
     state = job.wait(seconds=JOB_SECONDS)
     if state != "COMPLETED":
         raise RuntimeError(f"the job ended as {state}:\n{job.everything()}")
-    events: dict[str, float] = json.loads((run_dir / "logs" / "attempt_1" / "bring_up.json").read_text())
+    events: dict[str, float] = json.loads(
+        (run_dir / "logs" / "attempt_1" / "bring_up.json").read_text(encoding="utf-8")
+    )
     return events
 
 

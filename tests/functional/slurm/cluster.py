@@ -5,7 +5,7 @@
 
 `directory` is the file system that all nodes share, with the directories named in `shared`. Nothing of the machine is
 changed; when the first process ends, the kernel ends all others and forgets mounts and addresses. Needs root and the
-Debian packages munge, slurm-wlm, iproute2, and for accounting slurmdbd and mariadb-server (`make test-functional`
+Debian packages munge, slurm-wlm, iproute2, and for accounting slurmdbd and mariadb-server (`make test`
 installs them).
 """
 
@@ -45,7 +45,7 @@ class Cluster:
         shared: Sequence[Path] = (),
         accounting: bool = False,
     ) -> None:
-        """Prepare a cluster with `gpus` fake GPUs per node; all nodes see the directories `shared`."""
+        """Prepare a cluster of nodes with `gpus` fake GPUs (0: none counted); all see the directories `shared`."""
         # Short: the paths of Slurm's sockets below it may have at most 107 bytes.
         self.directory = Path(tempfile.mkdtemp(prefix="slurm-")).resolve()
         self.nodes = [f"n{number}" for number in range(1, num_nodes + 1)]
@@ -68,7 +68,7 @@ class Cluster:
         """Start controller and nodes and wait until all are idle."""
         programs = (*PROGRAMS, *(ACCOUNTING_PROGRAMS if self._accounting else ()))
         missing = [name for name in programs if shutil.which(name, path=_SEARCH_PATH) is None]
-        assert not missing, f"not installed: {', '.join(missing)}; `make test-functional` installs the Debian packages"
+        assert not missing, f"not installed: {', '.join(missing)}; `make test` installs the Debian packages"
         assert os.geteuid() == 0, "the throw-away Slurm cluster makes namespaces, for which it must be root"
         with (self.directory / "log" / "controller.log").open("ab") as log:
             self._outer = subprocess.Popen(
@@ -118,7 +118,7 @@ class Cluster:
 
     def on_node(self, node: str, argv: Sequence[str], *, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run a command inside a node."""
-        pid = int((self.directory / "nodes" / node / "pid").read_text())
+        pid = int((self.directory / "nodes" / node / "pid").read_text(encoding="utf-8"))
         inside = ["nsenter", "--target", str(pid), *_NAMESPACES, "--root", "--wd=/", "--", *argv]
         return self._enter(self._init_pid(), inside, check=check)
 
@@ -129,7 +129,7 @@ class Cluster:
 
     def kill_node(self, node: str) -> None:
         """Switch a node off: every process in it is gone at once."""
-        self.run(["kill", "-9", (self.directory / "nodes" / node / "pid").read_text().strip()])
+        self.run(["kill", "-9", (self.directory / "nodes" / node / "pid").read_text(encoding="utf-8").strip()])
 
     def wait_for_nodes(self, nodes: Sequence[str]) -> None:
         """Wait until Slurm could start a job on each of `nodes`."""
@@ -189,7 +189,7 @@ class Cluster:
 
     def _init_pid(self) -> int:
         assert self._outer is not None, "the cluster is not up"
-        children = Path(f"/proc/{self._outer.pid}/task/{self._outer.pid}/children").read_text().split()
+        children = Path(f"/proc/{self._outer.pid}/task/{self._outer.pid}/children").read_text(encoding="utf-8").split()
         return int(children[0])
 
     def _pids(self) -> list[int]:
@@ -209,4 +209,4 @@ _NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid")
 
 
 def _lines(file: Path) -> list[str]:
-    return file.read_text(errors="replace").splitlines()
+    return file.read_text(encoding="utf-8", errors="replace").splitlines()

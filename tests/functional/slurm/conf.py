@@ -43,7 +43,6 @@ JobRequeue=1
 JobCompType=jobcomp/filetxt
 JobCompLoc={directory}/log/jobcomp.txt
 JobAcctGatherType=jobacct_gather/linux
-GresTypes=gpu
 """
 ACCOUNTING = """\
 AccountingStorageType=accounting_storage/slurmdbd
@@ -73,20 +72,23 @@ def address(number: int) -> str:
 def write_conf(directory: Path, *, num_nodes: int, cpus: int, gpus: int, accounting: bool) -> None:
     """Write every file that the cluster's programs read into `directory`/etc."""
     etc = directory / "etc"
-    nodes = range(1, num_nodes + 1)
+    nodes, gres = range(1, num_nodes + 1), f"Gres=gpu:{gpus} " if gpus else ""
     lines = [SLURM_CONF.format(directory=directory, login=LOGIN)]
+    if gpus:
+        lines.append("GresTypes=gpu\n")
     if accounting:
         lines.append(ACCOUNTING.format(directory=directory))
-        (etc / "slurmdbd.conf").write_text(SLURMDBD_CONF.format(directory=directory))
+        (etc / "slurmdbd.conf").write_text(SLURMDBD_CONF.format(directory=directory), encoding="utf-8")
         (etc / "slurmdbd.conf").chmod(0o600)  # slurmdbd insists
     lines += [
         f"NodeName=n{node} NodeAddr={address(node)} NodeHostname=n{node} CPUs={cpus} Boards=1 SocketsPerBoard=1 "
-        f"CoresPerSocket={cpus} ThreadsPerCore=1 RealMemory=8000 Gres=gpu:{gpus} State=UNKNOWN\n"
+        f"CoresPerSocket={cpus} ThreadsPerCore=1 RealMemory=8000 {gres}State=UNKNOWN\n"
         for node in nodes
     ]
     lines.append(f"PartitionName=batch Nodes=n[1-{num_nodes}] Default=YES MaxTime=INFINITE State=UP\n")
-    (etc / "slurm.conf").write_text("".join(lines))
-    files = f"/dev/tty[{_FIRST_TTY}-{_FIRST_TTY + gpus - 1}]" if gpus > 1 else f"/dev/tty{_FIRST_TTY}"
-    (etc / "gres.conf").write_text(f"NodeName=n[1-{num_nodes}] Name=gpu File={files}\n")
+    (etc / "slurm.conf").write_text("".join(lines), encoding="utf-8")
+    if gpus:
+        files = f"/dev/tty[{_FIRST_TTY}-{_FIRST_TTY + gpus - 1}]" if gpus > 1 else f"/dev/tty{_FIRST_TTY}"
+        (etc / "gres.conf").write_text(f"NodeName=n[1-{num_nodes}] Name=gpu File={files}\n", encoding="utf-8")
     hosts = ["127.0.0.1 localhost", f"{LOGIN} login", *(f"{address(node)} n{node}" for node in nodes)]
-    (etc / "hosts").write_text("".join(f"{line}\n" for line in hosts))
+    (etc / "hosts").write_text("".join(f"{line}\n" for line in hosts), encoding="utf-8")

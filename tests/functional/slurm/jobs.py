@@ -40,12 +40,12 @@ class Job:
     def log(self) -> str:
         """What the job file has written, over all starts."""
         path = self.run_dir / "logs" / f"slurm-{self.id}.log"
-        return path.read_text(errors="replace") if path.exists() else ""
+        return path.read_text(errors="replace", encoding="utf-8") if path.exists() else ""
 
     def driver_log(self, attempt: int) -> str:
         """What the driver of the start `attempt` (from 1) has written."""
         path = self.run_dir / "logs" / f"attempt_{attempt}" / "driver.log"
-        return path.read_text(errors="replace") if path.exists() else ""
+        return path.read_text(errors="replace", encoding="utf-8") if path.exists() else ""
 
     def wait_until(self, condition: Callable[[], bool], what: str, *, seconds: float) -> None:
         """Poll until `condition` holds; fails at the deadline, and when the job is over before.
@@ -71,7 +71,9 @@ class Job:
         """Return the ends of all logs, for a message."""
         parts = [f"== job log\n{self.log[-3000:]}"]
         for path in sorted((self.run_dir / "logs").glob("attempt_*/*.log")):
-            parts.append(f"== {path.parent.name}/{path.name}\n{path.read_text(errors='replace')[-1500:]}")
+            parts.append(
+                f"== {path.parent.name}/{path.name}\n{path.read_text(errors='replace', encoding='utf-8')[-1500:]}"
+            )
         return "\n".join(parts)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from recipes.cluster.interfaces import interface_of
 from recipes.policy.worker import PolicyWorker
+from tests.configuration import block
 
 
 def test_the_interface_of_an_address_is_found() -> None:
@@ -33,7 +34,12 @@ def test_ranks_of_several_nodes_meet_at_their_addresses_whatever_their_names_mea
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: address)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "to be restored")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    spec: Any = SimpleNamespace(num_threads=torch.get_num_threads(), is_one_node=is_one_node, collective_timeout_s=1.0)
+    spec: Any = SimpleNamespace(
+        num_threads=torch.get_num_threads(),
+        is_one_node=is_one_node,
+        collective_timeout_s=1.0,
+        policy_cfg=block("policy"),
+    )
     with pytest.raises(InterruptedError):
         PolicyWorker(0).start(spec, "host", 1)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == expected

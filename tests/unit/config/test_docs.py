@@ -8,13 +8,12 @@ import pytest
 import yaml
 
 from recipes.config.keys.schema import CONFIG_DIR, SERVER_KINDS, declared, lookup, schema, settings_of
-from recipes.config.load import BASE, load_config
-from recipes.config.yaml_files import leaves
-from tools.config import diff as config_diff
-from tools.config.diff import ABSENT, GOLDEN, golden_files, update_golden
-from tools.config.docs import HEADER, SERVERS, page
-from tools.config.docs import main as write_page
-from tools.config.show import main
+from recipes.config.load import BASE, load_config, with_defaults
+from recipes.config.merge import leaves
+from tools import show_config as config_diff
+from tools.dev.docs import HEADER, SERVERS, page
+from tools.dev.docs import main as write_page
+from tools.show_config import ABSENT, GOLDEN, golden_files, main, update_golden
 
 BLOCKS = [key for key, node in declared().items() if "properties" in node]
 
@@ -28,7 +27,7 @@ def test_page_has_each_key_once_with_meaning_unit_and_default() -> None:
     rows = {cells(line)[0].strip("`"): line for line in keys.splitlines() if line.startswith("| `")}
     assert list(rows) == [key for key in rows if key in declared()]
     assert {*rows, *BLOCKS} == set(declared())
-    base = leaves(yaml.safe_load(BASE.read_text()))
+    base = leaves(yaml.safe_load(BASE.read_text(encoding="utf-8")))
     for key, line in rows.items():
         node = declared()[key]
         assert node["description"] in line.replace("\\|", "|"), key
@@ -80,7 +79,7 @@ def test_every_number_has_a_unit() -> None:
         is_number = "properties" not in node and {"integer", "number"} & set(
             [kinds] if isinstance(kinds, str) else kinds
         )
-        assert bool(is_number) == ("x-unit" in node), key
+        assert bool(is_number) == ("x-unit" in node), f"{key}: a number has an `x-unit`, and nothing else has one"
 
 
 def test_page_shows_range_unit_and_refusal() -> None:
@@ -96,23 +95,23 @@ def test_page_is_written_or_printed(tmp_path: Path, capsys: pytest.CaptureFixtur
     path = tmp_path / "docs" / "configuration.md"
     assert write_page(["--write", str(path)]) == 0
     assert write_page([]) == 0
-    assert path.read_text() == capsys.readouterr().out == page()
+    assert path.read_text(encoding="utf-8") == capsys.readouterr().out == page()
 
 
 def test_golden_files_are_current() -> None:
-    """After a wanted change: python -m tools.config.show --update-golden, and read the diff."""
+    """After a wanted change: python -m tools.show_config --update-golden, and read the diff."""
     files = golden_files()
     assert {path for path in GOLDEN.rglob("*.yaml")} == set(files)
     for path, text in files.items():
-        assert path.read_text() == text, path
+        assert path.read_text(encoding="utf-8") == text, path
 
 
 def test_golden_file_is_what_the_configuration_says() -> None:
-    golden = yaml.safe_load((GOLDEN / "stage2_swe2.yaml").read_text())
+    golden = yaml.safe_load((GOLDEN / "stage2_swe2.yaml").read_text(encoding="utf-8"))
     assert golden["policy.max_total_sequence_length"] == 196608
     assert golden["policy.train_global_batch_size"] == 512
     assert golden["derived"]["num_nodes"] == 64
-    tree = load_config(CONFIG_DIR / "stage2_swe2.yaml").tree
+    tree = with_defaults(load_config(CONFIG_DIR / "stage2_swe2.yaml")).tree
     for key in set(golden) - {"derived"}:
         value = lookup(tree, key)
         assert value == golden[key] or (golden[key] == ABSENT and not value) or isinstance(value, dict), key
@@ -124,11 +123,11 @@ def test_update_writes_what_changed_and_removes_what_is_stale(tmp_path: Path, mo
     monkeypatch.setattr(config_diff, "golden_files", lambda: files)
     assert set(update_golden()) == set(files)
     stale, changed = tmp_path / "stage9.yaml", tmp_path / "stage3_rlhf.yaml"
-    stale.write_text("a: 1\n")
-    changed.write_text("a: 1\n")
+    stale.write_text("a: 1\n", encoding="utf-8")
+    changed.write_text("a: 1\n", encoding="utf-8")
     assert set(update_golden()) == {stale, changed}
     assert not stale.exists()
-    assert {path: path.read_text() for path in files} == files
+    assert {path: path.read_text(encoding="utf-8") for path in files} == files
     assert update_golden() == []
 
 

@@ -15,7 +15,7 @@ TINY = CONFIG_DIR / "tiny" / "stage1_rlvr.yaml"
 
 
 def problems(tmp_path: Path, text: str, overrides: list[str]) -> list[str]:
-    (tmp_path / "x.yaml").write_text(f"defaults: {TINY}\n{text}")
+    (tmp_path / "x.yaml").write_text(f"defaults: {TINY}\n{text}", encoding="utf-8")
     return [str(problem) for problem in load_config("x.yaml", overrides).problems]
 
 
@@ -102,13 +102,13 @@ def test_wrong_parent_gives_its_line(
     defaults: str | None, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "y.yaml").write_text(f"defaults: {defaults}\n" if defaults else "grpo: {seed: 1}\n")
+    (tmp_path / "y.yaml").write_text(f"defaults: {defaults}\n" if defaults else "grpo: {seed: 1}\n", encoding="utf-8")
     assert [str(problem) for problem in load_config("y.yaml").problems] == [line]
 
 
 def test_endless_alias_is_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "y.yaml").write_text("a: &a [*a]\n")
+    (tmp_path / "y.yaml").write_text("a: &a [*a]\n", encoding="utf-8")
     assert str(load_config("y.yaml").problems[0]) == ("y.yaml: an alias stands inside its own anchor; delete the alias")
 
 

@@ -14,9 +14,8 @@ from recipes.config.keys.upstream import HINTS
 from recipes.config.load import BASE, build, load_config, walk
 from recipes.config.tree import Config
 from recipes.errors import ConfigError
-from tools.config import keys
-from tools.config.json_schema import schema_of_keys
-from tools.config.keys import commented, generated_files
+from tools.dev import keys
+from tools.dev.keys import commented, generated_files, schema_of_keys
 
 FREE_FORM = {
     "policy.tokenizer.chat_template_kwargs",
@@ -38,7 +37,9 @@ LEAVES = {key: node for key, node in declared().items() if "properties" not in n
 
 def test_generated_files_are_current() -> None:
     for path, text in generated_files().items():
-        assert path.read_text() == text, f"{path.name} is older than recipes/config/tree: make config-keys"
+        assert path.read_text(encoding="utf-8") == text, (
+            f"{path.name} is older than recipes/config/tree: make config-keys"
+        )
 
 
 def test_the_classes_have_the_fields_that_the_schema_declares() -> None:
@@ -55,7 +56,7 @@ def test_a_new_key_needs_its_default() -> None:
     schema["properties"]["cluster"]["properties"]["num_racks"] = {"type": "integer", "minimum": 1, "description": "x"}
     del schema["properties"]["logger"]["properties"]["wandb_enabled"]
     with pytest.raises(ConfigError) as caught:
-        commented(BASE.read_text(), schema)
+        commented(BASE.read_text(encoding="utf-8"), schema)
     assert [str(problem) for problem in caught.value.problems] == [
         "grpo_base.yaml: cluster.num_racks: a key of recipes/config/tree is missing here; add it with its default; it "
         "is an integer >= 1",
@@ -105,7 +106,7 @@ a:  # A block.
   d:  # third
     free: "a # b"  # of the user
 
-e: true  # fourth [native: no effect yet]
+e: true  # fourth [native: no effect]
 """
 
 
@@ -120,12 +121,14 @@ def test_stale_files_are_written_and_named(
     for name in ("schema.json", BASE.name):
         (tmp_path / name).write_bytes((CONFIG_DIR / name).read_bytes())
     base = tmp_path / BASE.name
-    base.write_text(BASE.read_text().replace("  seed: 42  # seed", "  seed: 42  # old seed"))
+    base.write_text(
+        BASE.read_text(encoding="utf-8").replace("  seed: 42  # seed", "  seed: 42  # old seed"), encoding="utf-8"
+    )
     monkeypatch.setattr(keys, "SCHEMA", tmp_path / "schema.json")
     monkeypatch.setattr(keys, "BASE", base)
     assert keys.main() == 0
     assert capsys.readouterr().out == f"wrote {base}\n"
-    assert base.read_text() == BASE.read_text()
+    assert base.read_text(encoding="utf-8") == BASE.read_text(encoding="utf-8")
 
 
 def test_loading_needs_neither_pydantic_nor_torch() -> None:
@@ -157,7 +160,7 @@ def names_in_source(*directories: str) -> set[str]:
     found: set[str] = set()
     for path in [path for directory in directories for path in (ROOT / directory).rglob("*.py")]:
         if path.name == "derive.py" or not path.is_relative_to(ROOT / "recipes" / "config"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Attribute):
                     found.add(node.attr)
     return found
@@ -213,7 +216,7 @@ BLOCKS = {key for key in declared() if "." not in key}
 def test_a_key_that_is_read_is_declared() -> None:
     """mypy finds the same in typed code; this is quick and finds it in the tests' own words."""
     for path in [*(ROOT / "recipes").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]:
-        assert undeclared_reads(path.read_text()) == set(), path
+        assert undeclared_reads(path.read_text(encoding="utf-8")) == set(), path
 
 
 @pytest.mark.parametrize(
@@ -245,5 +248,5 @@ def test_left_out_keys_of_nemo_rl_are_not_declared() -> None:
 def test_no_line_of_a_config_file_is_too_long() -> None:
     """Of stages and environments; yamllint bounds the tables of engines and data."""
     for path in [path for path in CONFIG_DIR.rglob("*.yaml") if path.parent.name not in ("engines", "data")]:
-        for line in path.read_text().splitlines():
+        for line in path.read_text(encoding="utf-8").splitlines():
             assert len(line) <= 120 or "${" in line or " " not in line.strip(), f"{path}: {line}"

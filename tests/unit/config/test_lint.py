@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from recipes.config.keys.schema import CONFIG_DIR
-from recipes.config.lint import lint_overlay
+from tools.dev.lint_overlays import lint_overlay
 
 SMALL = CONFIG_DIR / "small_scale" / "stage1_rlvr_convergence_27node_h100.yaml"
-OVERLAYS = [path for path in CONFIG_DIR.rglob("*.yaml") if "defaults:" in path.read_text()]
+OVERLAYS = [path for path in CONFIG_DIR.rglob("*.yaml") if "defaults:" in path.read_text(encoding="utf-8")]
 
 
 @pytest.mark.parametrize("path", OVERLAYS, ids=lambda path: str(path.relative_to(CONFIG_DIR)))
@@ -18,7 +18,7 @@ def test_shipped_overlay_is_minimal(path: Path) -> None:
 
 @pytest.mark.parametrize("path", OVERLAYS, ids=lambda path: str(path.relative_to(CONFIG_DIR)))
 def test_shipped_overlay_is_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 50
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 50
 
 
 @pytest.mark.parametrize(
@@ -38,11 +38,13 @@ def test_shipped_overlay_is_short(path: Path) -> None:
 )  # fmt: skip
 def test_line_that_changes_nothing(text: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "x.yaml").write_text(f"defaults: {SMALL}\n{text}\n")
+    (tmp_path / "x.yaml").write_text(f"defaults: {SMALL}\n{text}\n", encoding="utf-8")
     assert [str(problem) for problem in lint_overlay(Path("x.yaml"))] == [line]
 
 
 def test_line_that_changes_something(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
-    path.write_text(f"defaults: {SMALL}\ngrpo: {{seed: 43}}\npolicy: {{generation: {{vllm_kwargs: {{x: 1}}}}}}\n")
+    path.write_text(
+        f"defaults: {SMALL}\ngrpo: {{seed: 43}}\npolicy: {{generation: {{vllm_kwargs: {{x: 1}}}}}}\n", encoding="utf-8"
+    )
     assert lint_overlay(path) == []

@@ -22,7 +22,7 @@ GIVEN = ["policy.model_name=models/sft", "data.train.data_path=t.jsonl", "data.v
 
 def overlay(tmp_path: Path, text: str, parent: Path = TINY) -> Path:
     path = tmp_path / "x.yaml"
-    path.write_text(f"defaults: {parent}\n{text}")
+    path.write_text(f"defaults: {parent}\n{text}", encoding="utf-8")
     return path
 
 
@@ -79,6 +79,7 @@ def test_the_last_layer_wins_and_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         small,
         "configs/tiny/model.yaml",
         "configs/tiny/machine.yaml",
+        "configs/tiny/blend.yaml",
         "configs/tiny/stage1_rlvr.yaml",
     )
 
@@ -141,7 +142,7 @@ def test_server_instances_are_free_names_of_one_shape(tmp_path: Path) -> None:
 def test_instance_files_lie_under_the_block(tmp_path: Path) -> None:
     server = "code:\n  resources_servers:\n    code_gen: {{num_processes: {a}, unit_test_timeout_secs: {b}}}\n"
     for name, a, b in (("one", 1, 1), ("two", 2, 2)):
-        (tmp_path / f"{name}.yaml").write_text(server.format(a=a, b=b))
+        (tmp_path / f"{name}.yaml").write_text(server.format(a=a, b=b), encoding="utf-8")
     text = (
         f"env:\n  nemo_gym:\n    config_paths: [{tmp_path}/one.yaml, {tmp_path}/two.yaml]\n"
         "    code:\n      resources_servers:\n        code_gen: {unit_test_timeout_secs: 3}\n"

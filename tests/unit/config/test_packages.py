@@ -93,7 +93,7 @@ def test_a_package_that_cannot_be_imported_is_named_with_the_reason(
     module = tmp_path / "transformer_engine" / "pytorch.py"
     module.parent.mkdir()
     (module.parent / "__init__.py").touch()
-    module.write_text("import a_package_that_it_needs\n")
+    module.write_text("import a_package_that_it_needs\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         monkeypatch.delitem(sys.modules, name, raising=False)

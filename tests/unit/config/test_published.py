@@ -8,7 +8,7 @@ import yaml
 from recipes.config.keys.derive import Derived, derive
 from recipes.config.keys.schema import CONFIG_DIR, lookup
 from recipes.config.load import load_config, refusals, require_valid
-from recipes.config.yaml_files import read_yaml
+from recipes.config.merge import read_yaml
 
 STAGE1 = CONFIG_DIR / "stage1_rlvr.yaml"
 SMALL = CONFIG_DIR / "small_scale" / "stage1_rlvr_convergence_27node_h100.yaml"
@@ -218,7 +218,7 @@ DISPUTED = [
     ("stage3_rlhf.yaml", "policy.megatron_cfg.expert_model_parallel_size", "B200"),
     ("stage3_rlhf.yaml", "policy.generation.colocated.resources.num_nodes", "B200"),
     ("stage3_rlhf.yaml", None, "keeps 1000000 checkpoints"),
-    ("b200/stage1_rlvr.yaml", None, "terminal_pivot is left out"),
+    ("b200/stage1_rlvr.yaml", None, "alone train on terminal use (terminal_pivot)"),
     ("b200/stage3_rlhf.yaml", None, "cluster.num_nodes, which is 72 there"),
     ("small_scale/stage1_rlvr_convergence_27node_h100.yaml", None, "max_num_seqs to 16 where nothing reads it"),
     ("small_scale/stage1_rlvr_convergence_27node_h100.yaml", None, "21 nodes"),
@@ -238,7 +238,7 @@ DISPUTED = [
 @pytest.mark.parametrize(("name", "key", "words"), DISPUTED, ids=lambda value: str(value))
 def test_disputed_value_says_which_source_was_taken(name: str, key: str | None, words: str) -> None:
     path = CONFIG_DIR / name
-    lines = path.read_text().splitlines()
+    lines = path.read_text(encoding="utf-8").splitlines()
     if key is None:
         comments = [line.partition("#")[2] for line in lines]
     else:

@@ -25,6 +25,16 @@ SGD = [
     f"{MEGATRON}.optimizer.optimizer=sgd",
     f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather=false",
 ]
+AGE, AT_ONCE = "grpo.async_grpo.max_trajectory_age_steps", "policy.generation.vllm_kwargs.max_num_seqs"
+OR_NONE = "two runs would differ; write this, or policy.determinism=none"
+
+
+def full(**changed: str) -> list[str]:
+    """Return what DETERMINISM=full sets, with one of its values changed."""
+    values = {"determinism": "policy.determinism=full", "age": f"{AGE}=0", "at_once": f"{AT_ONCE}=1"}
+    return list((values | {"cache": f"{VLLM}.enable_prefix_caching=false"} | changed).values())
+
+
 CASES = [
     ("batch_is_prompts_times_generations", STAGE1, ["policy.train_global_batch_size=2048"],
      "policy.train_global_batch_size: got 2048, expected grpo.num_prompts_per_step * grpo.num_generations_per_prompt = "
@@ -76,7 +86,7 @@ CASES = [
      "set this to false"),
     ("kl_in_reward_has_an_estimator", TINY,
      ["loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0.1"],
-     "loss_fn.use_kl_in_reward: got true, expected false; the group baseline has no reward per token; set it to "
+     "loss_fn.use_kl_in_reward: got true, expected false; only reinforce_plus_plus has a reward per token; set it to "
      "false"),
     ("kl_in_reward_has_an_estimator", TINY,
      ["loss_fn.use_kl_in_reward=true", "grpo.adv_estimator.name=reinforce_plus_plus"],
@@ -214,6 +224,10 @@ CASES = [
     ("ports_do_not_collide", TINY, ["policy.generation.port_range_high=5500"],
      "policy.generation.port_range_high: got [3000, 5500), expected a range outside [5000, 6000); those belong to: "
      "environment servers; choose others, see recipes/cluster/ports.py"),
+    ("equal_bits_have_one_order", TINY, full(age=f"{AGE}=1"), f"{AGE}: got 1, expected 0; {OR_NONE}"),
+    ("equal_bits_have_one_order", TINY, full(at_once=f"{AT_ONCE}=2"), f"{AT_ONCE}: got 2, expected 1; {OR_NONE}"),
+    ("equal_bits_have_one_order", TINY, full(cache=f"{VLLM}.enable_prefix_caching=true"),
+     f"{VLLM}.enable_prefix_caching: got true, expected false; {OR_NONE}"),
     ("waits_are_nested", TINY, ["deadlines.rollout=30"],
      "deadlines.rollout: got 30 s, expected at least deadlines.generation = 60 s; it contains that wait; raise it or "
      "lower the other"),
@@ -227,6 +241,34 @@ CASES = [
     ("cohort_is_the_group", CONFIG_DIR / "stage3_rlhf.yaml", [f"{GENRM}.num_rollouts_per_prompt=8"],
      f"{GENRM}.num_rollouts_per_prompt: got 8, expected grpo.num_generations_per_prompt = 16; compare "
      "whole groups: delete this key"),
+    ("replayed_routes_are_reported", TINY, [f"{VLLM}.enable_return_routed_experts=false"],
+     f"{VLLM}.enable_return_routed_experts: got false, expected policy.router_replay.enabled = true; there would be no "
+     "route to replay; delete this key"),
+    ("replayed_routes_are_reported", STAGE1, [f"{VLLM}.enable_return_routed_experts=true"],
+     f"{VLLM}.enable_return_routed_experts: got true, expected policy.router_replay.enabled = false; nothing would "
+     "read them; delete this key"),
+    ("distillation_has_teachers", TINY, ["grpo.adv_estimator.name=on_policy_distillation"],
+     "grpo.adv_estimator.teachers: got {}, expected a teacher, as {default: NAME}; grpo.adv_estimator.name is "
+     "on_policy_distillation; change one of them"),
+    ("distillation_has_teachers", CONFIG_DIR / "tiny" / "stage3_rlhf.yaml",
+     ["grpo.adv_estimator.teachers={default: genrm_model}"],
+     "grpo.adv_estimator.teachers: got {\"default\": \"genrm_model\"}, expected {}; grpo.adv_estimator.name is grpo; "
+     "change one of them"),
+    ("distillation_has_teachers", CONFIG_DIR / "tiny" / "stage3_rlhf.yaml",
+     ["grpo.adv_estimator.name=on_policy_distillation", "grpo.adv_estimator.teachers={default: nobody}",
+      "loss_fn.reference_policy_kl_penalty=0"],
+     "grpo.adv_estimator.teachers.default: env.nemo_gym has no model server nobody with a model or an address of its "
+     "own; write one, as for a judge, or correct the name"),
+    ("distillation_has_teachers", CONFIG_DIR / "tiny" / "stage3_rlhf.yaml",
+     ["grpo.adv_estimator.name=on_policy_distillation", "grpo.adv_estimator.teachers={default: genrm_model}"],
+     "loss_fn.reference_policy_kl_penalty: got 0.0001, expected 0; the teacher takes the place of the reference; "
+     "write 0"),
+    ("frozen_trunk_has_heads", TINY, [f"{MEGATRON}.freeze_trunk=true"],
+     f"{MEGATRON}.freeze_trunk: got true, expected false; {MEGATRON}.mtp_num_layers is 0, so that nothing would be "
+     "trained; set it to the number of heads"),
+    ("frozen_trunk_has_heads", STAGE1, [f"{MEGATRON}.freeze_trunk=true", "loss_fn.reference_policy_kl_penalty=1e-4"],
+     f"{MEGATRON}.freeze_trunk: got true, expected false; a model that stays as it is keeps its distance to the "
+     "reference; set loss_fn.reference_policy_kl_penalty to 0"),
     ("batch_multiplier_has_dynamic_sampling", TINY, ["grpo.batch_multiplier=1.5"],
      "grpo.batch_multiplier: got 1.5, expected 1; the further prompts would be dropped; set "
      "grpo.use_dynamic_sampling, or this to 1"),

@@ -6,13 +6,12 @@ import pytest
 import yaml
 
 from recipes.config.keys.schema import CONFIG_DIR
-from recipes.config.load import load_config
-from recipes.config.stages import config_path, find_stage, load_stages
+from recipes.config.load import config_path, find_stage, load_config, load_stages, with_defaults
 from recipes.errors import ConfigError
-from tools.config.show import main
+from tools.show_config import main
 
 
-def test_six_stages_in_order_each_from_the_one_before() -> None:
+def test_seven_stages_in_order_each_from_the_one_before() -> None:
     stages = load_stages()
     assert [(stage.id, stage.name) for stage in stages] == [
         ("stage1.1", "rlvr1"),
@@ -21,6 +20,7 @@ def test_six_stages_in_order_each_from_the_one_before() -> None:
         ("stage2.1", "swe1"),
         ("stage2.2", "swe2"),
         ("stage3", "rlhf"),
+        ("stage4", "healing"),
     ]
     assert [stage.after for stage in stages] == [None, *(stage.id for stage in stages[:-1])]
 
@@ -85,7 +85,7 @@ ROW = {
 )
 def test_wrong_table_is_named(rows: list[object], message: str, tmp_path: Path) -> None:
     path = tmp_path / "stages.yaml"
-    path.write_text(yaml.safe_dump({"stages": rows}))
+    path.write_text(yaml.safe_dump({"stages": rows}), encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         load_stages(path)
     assert message in str(caught.value)
@@ -93,7 +93,9 @@ def test_wrong_table_is_named(rows: list[object], message: str, tmp_path: Path) 
 
 def test_listed_file_that_is_missing_is_named(tmp_path: Path) -> None:
     path = tmp_path / "stages.yaml"
-    path.write_text(yaml.safe_dump({"stages": [{**ROW, "configs": {"prod": {"h100": "no/such.yaml"}}}]}))
+    path.write_text(
+        yaml.safe_dump({"stages": [{**ROW, "configs": {"prod": {"h100": "no/such.yaml"}}}]}), encoding="utf-8"
+    )
     (stage,) = load_stages(path)
     with pytest.raises(ConfigError, match=r"no/such.yaml does not exist"):
         config_path(stage, "prod", "h100")
@@ -105,7 +107,7 @@ def test_printed_configuration_loads_again_and_names_its_sources(
     monkeypatch.chdir(CONFIG_DIR.parent)
     assert main(["--stage", "stage1.1", "--scale", "tiny", "grpo.seed=43"]) == 0
     printed = capsys.readouterr().out
-    expected = load_config(CONFIG_DIR / "tiny" / "stage1_rlvr.yaml", ["grpo.seed=43"]).tree
+    expected = with_defaults(load_config(CONFIG_DIR / "tiny" / "stage1_rlvr.yaml", ["grpo.seed=43"])).tree
     assert yaml.safe_load(printed) == expected
     (seed,) = [line for line in printed.splitlines() if line.startswith("  seed:")]
     assert seed.split("#")[1].strip() == "command line"

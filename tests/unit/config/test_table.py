@@ -7,15 +7,15 @@ import sys
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from recipes.config.keys.derive import derive
 from recipes.config.keys.schema import CONFIG_DIR, lookup
-from recipes.config.load import load_config, require_valid
-from recipes.config.stages import PLATFORMS, SCALES, config_path, find_stage, load_stages
+from recipes.config.load import PLATFORMS, SCALES, config_path, find_stage, load_config, load_stages, require_valid
 from recipes.errors import ConfigError
-from tools.nemo_rl.export import export
+from tools.draft.nemo_rl.export import export
 
 MEGATRON = "policy.megatron_cfg"
 VLLM = "policy.generation.vllm_cfg"
@@ -51,7 +51,6 @@ BY_STAGE = {
     f"{GENRM}.group_reasoning_length_penalty_coeff": (0.1, None, None, 0.3),
     f"{GENRM}.group_answer_length_penalty_coeff": (0.1, None, None, 0.35),
     f"{GENRM}.group_style_penalty_coeff": (0.1, None, None, 0.05),
-    f"{MEGATRON}.mtp_num_layers": (5, 5, 5, 5),
     f"{MEGATRON}.scheduler.lr_warmup_iters": (10, 10, 10, 10),
     f"{MEGATRON}.scheduler.lr_warmup_init": (3e-7, 3e-7, 3e-7, 3e-7),
     "grpo.seq_logprob_error_threshold": (2, 2, 2, 2),
@@ -88,6 +87,14 @@ SIZES = {
     ("stage3", "prod", "b200"): Published((72, 32, 32, 8), (4, 4, 8), 32, 16, 64, 4, 0.8),
 }  # fmt: skip
 SHARES = {"stage1.2": "stage1.1", "stage1.3": "stage1.1"}  # three stages, one configuration
+HEALING = "stage4"  # nobody has published a file of it
+
+
+def values_of(stage: str, platform: str) -> dict[str, Any]:
+    """Return what a stage has at every scale: the B200 files train no multi-token heads before stage 4."""
+    column = STAGES.index(stage)
+    heads = {f"{MEGATRON}.mtp_num_layers": 0 if platform == "b200" else 5}
+    return {key: values[column] for key, values in BY_STAGE.items()} | heads
 
 
 def path_of(stage: str, scale: str, platform: str) -> Path:
@@ -97,8 +104,7 @@ def path_of(stage: str, scale: str, platform: str) -> Path:
 @pytest.mark.parametrize("where", SIZES, ids=" ".join)
 def test_stage_has_the_published_values(where: tuple[str, str, str]) -> None:
     tree = load_config(path_of(*where)).tree
-    column = STAGES.index(where[0])
-    expected = {key: values[column] for key, values in BY_STAGE.items()}
+    expected = values_of(where[0], where[2])
     assert {key: lookup(tree, key) for key in expected} == expected
 
 
@@ -136,14 +142,11 @@ NEMO_RL_VALUES = {("checkpointing.keep_top_k", "None"): 1000000, ("data.train.re
 @pytest.mark.parametrize("where", SIZES, ids=" ".join)
 def test_stage_has_the_published_values_in_the_form_of_nemo_rl(where: tuple[str, str, str]) -> None:
     exported = export(load_config(path_of(*where)))
-    column = STAGES.index(where[0])
-    for key, values in BY_STAGE.items():
+    for key, value in values_of(where[0], where[2]).items():
         name = NEMO_RL_NAMES.get(key, key)
         if name is not None:
-            value = values[column]
             assert lookup(exported.tree, name) == NEMO_RL_VALUES.get((name, str(value)), value), name
-    is_refused = [problem.where.rpartition(": ")[2] for problem in exported.problems]
-    assert is_refused == (["env.should_mask_flagged_samples"] if where[0] == "stage2.2" else [])
+    assert exported.problems == ()  # a launch of any stage starts as it is
 
 
 @pytest.mark.parametrize("where", SIZES, ids=" ".join)
@@ -171,7 +174,11 @@ def test_stage_has_the_published_sizes_in_the_form_of_nemo_rl(where: tuple[str, 
 def test_every_configuration_of_the_table_is_published_or_tiny() -> None:
     for stage, scale, platform in product(load_stages(), SCALES, PLATFORMS):
         where = (SHARES.get(stage.id, stage.id), scale, platform)
-        if where in SIZES or scale == "tiny":
+        if stage.id == HEALING and ("stage1.1", scale, platform) in SIZES:
+            rlvr, healing = (load_config(path_of(name, scale, platform)).tree for name in ("stage1.1", HEALING))
+            assert healing["cluster"] == rlvr["cluster"] and healing["env"] == rlvr["env"]
+            assert lookup(healing, f"{MEGATRON}.freeze_trunk") and lookup(healing, f"{MEGATRON}.mtp_num_layers") == 5
+        elif where in SIZES or scale == "tiny":
             assert path_of(stage.id, scale, platform) == path_of(*where)
         else:
             with pytest.raises(ConfigError, match="the stage has no file"):
@@ -205,7 +212,7 @@ def test_each_resolves_in_under_a_second_and_without_torch() -> None:
     code = (
         "import json, sys, time\n"
         "from recipes.config.load import load_config\n"
-        "from tools.nemo_rl.export import export\n"
+        "from tools.draft.nemo_rl.export import export\n"
         "seconds = []\n"
         f"for path in {paths!r}:\n"
         "    start = time.process_time()\n"
@@ -219,7 +226,7 @@ def test_each_resolves_in_under_a_second_and_without_torch() -> None:
     output = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
     seconds, heavy = json.loads(output)
     assert heavy == []
-    assert len(seconds) == len(paths) == 16
+    assert len(seconds) == len(paths) == 17
     assert max(seconds) < 1.0
 
 

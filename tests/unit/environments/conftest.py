@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from recipes.environments.chat.codec import ChatCodec
-from recipes.environments.contract.responses import message_item
+from recipes.environments.contract.verifier import message_item
 from tests.recorded import recorded
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,7 +51,7 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKUP])
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     template = (ROOT / "tools" / "tiny" / "chat_template.jinja").read_text(encoding="utf-8")
     (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
     return directory

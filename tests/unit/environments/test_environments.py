@@ -6,20 +6,19 @@ import asyncio
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from recipes.environments.chat.codec import ChatCodec
-from recipes.environments.contract.responses import message_item
-from recipes.environments.contract.verdict import NoVerdict, Response, Verdict
+from recipes.environments.contract.verifier import NoVerdict, Response, Verdict, message_item
 from recipes.environments.environments import Environments
-from recipes.environments.registry import VERIFIERS
+from recipes.environments.instances import VERIFIERS
 from recipes.environments.scoring.clients import InProcessVerifier, VerifierClient
 from recipes.environments.scoring.pool import MAX_PROCESSES, ScoringPool, num_processes
 from recipes.errors import ConfigError, EngineError
 from recipes.types import Completion, Rollout, RolloutStatus, Row, VersionSpan
+from tests.configuration import block
 from tests.office import small_office
 
 ROW = {
@@ -57,12 +56,14 @@ class Scripted:
 
 
 def env_config(**instances: Any) -> Any:
-    return SimpleNamespace(
-        nemo_gym=SimpleNamespace(
+    return block(
+        "env",
+        nemo_gym=block(
+            "env.nemo_gym",
             instances=instances,
             invalid_tool_call_patterns=("<tool_call>", "</tool_call>"),
             thinking_tags=("<think>", "</think>"),
-        )
+        ),
     )
 
 
@@ -154,12 +155,12 @@ async def test_flags(environments: Environments) -> None:
 @pytest.mark.timeout(60)
 async def test_a_rows_own_pattern_cannot_stop_the_driver() -> None:
     row = {**ROW, "template_metadata": {"output_regex": "(a+)+$"}}
-    pool = ScoringPool(num_workers=1, cpu_seconds=1.0)
-    verifier = InProcessVerifier(name="mcqa", verifier=VERIFIERS["mcqa"], settings={}, pool=pool, timeout_seconds=50.0)
+    pool, own = ScoringPool(num_workers=1, cpu_seconds=1.0), VERIFIERS["mcqa"]
+    verifier = InProcessVerifier(name="mcqa", verifier=own, settings=own.settings(), pool=pool, timeout_seconds=50.0)
     endless = asyncio.create_task(verifier.verify(row, {"output": [message_item("a" * 40 + "!")]}))  # 2 ** 40 tries
     verdict = await verifier.verify(ROW, {"output": [message_item("\\boxed{B}")]})
     assert (verdict.reason, endless.done()) == ("answered B, expected B", False)
-    assert (await endless).reason == "scoring used more than 1 s of processor time"
+    assert (await endless).reason == "mcqa: scoring used more than 1 s of processor time"
     pool.close()
 
 
@@ -261,7 +262,7 @@ def with_params(**params: Any) -> dict[str, Any]:
     [
         ({**ROW, "agent_ref": {}}, "no agent_ref.name"),
         ({**ROW, "agent_ref": {"name": "mcqa_agent"}}, "unknown agent 'mcqa_agent'; did you mean 'mcqa_simple_agent'?"),
-        ({**ROW, "agent_ref": {"name": "swe_pivot_tool_simulation_agent"}}, "comes with a later release"),
+        ({**ROW, "agent_ref": {"name": "swe_pivot_tool_simulation_agent"}}, "unknown agent"),
         ({**ROW, "options": 5}, "field 'options': got number 5"),
         (judged("("), "field 'template_metadata.output_regex': got string '(', expected a regular expression (missing"),
         (with_params(tempurature=1), "responses_create_params: unknown key 'tempurature'; did you mean 'temperature'?"),

@@ -7,16 +7,16 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from recipes.environments.chat.codec import ChatCodec
-from recipes.environments.contract.verdict import NoVerdict, Response, Verdict
+from recipes.environments.contract.verifier import NoVerdict, Response, Verdict
 from recipes.environments.environments import Environments
-from recipes.environments.scoring.group import score_group
+from recipes.environments.scoring.clients import score_group
 from recipes.types import Completion, Rollout, RolloutStatus, Row, VersionSpan
+from tests.configuration import block
 from tests.quiet_server import QuietHandler, QuietServer
 
 SERVER = "genrm_compare_resources_server"
@@ -89,8 +89,8 @@ def environments(codec: ChatCodec, address: str | None, **settings: Any) -> Envi
             for suffix in ("", "_reasoning_off")
         },
     }
-    gym = SimpleNamespace(instances=instances, invalid_tool_call_patterns=(), thinking_tags=())
-    return Environments.from_config(SimpleNamespace(nemo_gym=gym), codec)  # type: ignore[arg-type]
+    gym = block("env.nemo_gym", instances=instances, invalid_tool_call_patterns=(), thinking_tags=())
+    return Environments.from_config(block("env", nemo_gym=gym), codec)
 
 
 class Scripted:

@@ -80,6 +80,35 @@ def test_what_code_under_test_prints_takes_no_failure_back():
     assert results(FRAMEWORKS["unittest"], "test_one (a.T) ... skipped 'why'\n") == {"test_one (a.T)": False}
 
 
+@pytest.mark.parametrize("runner", ["django", "unittest", "sympy"])
+def test_a_test_passes_only_where_its_status_says_so(runner):
+    """Other words end in "ok", a test has two lines, a failure prints "ok", a status is not there or unknown."""
+    test = "test_a" if runner == "sympy" else "test_a (m.A)"
+    begin = f"{test} " if runner == "sympy" else f"{test} ... "
+    fails = ("F", "E", "f", "X", "s", "x") if runner == "sympy" else ("FAIL", "ERROR", "skipped 'ok'", "", "no")
+    bad = [
+        *fails,
+        "expected failure",
+        "not ok",
+        "unok",
+        "book",
+        "ok?",
+        "okay",
+        "ok F" if runner == "sympy" else "ok FAIL",
+    ]
+    for word in [*bad, "unexpected success"]:
+        if word == "not ok" and runner == "sympy":
+            continue  # what a test printed stands before its status
+        for log in (f"{begin}{word}\n", f"{begin}{word}\n{begin}ok\n", f"{begin}ok\n{begin}{word}\n"):
+            assert not results(FRAMEWORKS[runner], log).get(test), log
+    assert results(FRAMEWORKS[runner], f"{begin}ok\n") == {test: True}
+    if runner != "sympy":
+        assert results(FRAMEWORKS[runner], f"{begin}printed\nok\n")[test]
+        for end in ("FAIL", "ERROR"):
+            assert not results(FRAMEWORKS[runner], f"{begin}\nok\n{end}\n")[test]
+            assert not results(FRAMEWORKS[runner], f"{begin}\nok\n{end}: {test} (x=1)\n")[test]
+
+
 def test_an_instance_may_name_its_own_tests():
     facts = swe_facts(test_cmd="make test", log_parser="exit_status", FAIL_TO_PASS=["x"])
     assert (command_of(facts), expected_tests(facts)) == ("make test", {"make test": True})
@@ -129,7 +158,7 @@ def test_commands_name_the_files_of_the_test_patch():
 
 @pytest.mark.parametrize("shell", ["sh", "bash"])
 def test_the_environment_is_named_in_every_shell(tmp_path, shell):
-    (tmp_path / "activate").write_text('echo "activated $@"\n')
+    (tmp_path / "activate").write_text('echo "activated $@"\n', encoding="utf-8")
     script = ENTER.replace(CONDA, str(tmp_path / "activate")).replace("/testbed", str(tmp_path))
     said = subprocess.run([shell, "-c", f"{{ {script}; }} && pwd"], capture_output=True, text=True, check=True)
     assert said.stdout == f"activated testbed\n{tmp_path}\n"

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from recipes.environments.http.client import AT_A_TICK, JsonClient, RefusedError, Turns
+from recipes.environments.contract.http import AT_A_TICK, JsonClient, RefusedError, Turns
 
 
 class Answers(BaseHTTPRequestHandler):

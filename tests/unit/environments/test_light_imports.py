@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 HEAVY = {"torch", "ray", "vllm", "transformers", "megatron", "sympy", "math_verify", "reasoning_gym"}
-MODULES = ("registry", "environments", "chat.codec", "scoring.worker", "server.resources")
+MODULES = ("instances", "environments", "chat.codec", "scoring.worker", "server.resources")
 
 
 def test_stays_light() -> None:

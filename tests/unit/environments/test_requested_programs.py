@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.contract.asking import Execution
+from recipes.environments.contract.verifier import Execution
 from recipes.environments.scoring.process import MAX_QUESTIONS, read_executions
 
 PROGRAM = asdict(Execution(language="python3", code="1", stdin="x", seconds=3.0, max_characters=5, image="/i.sif"))

@@ -8,32 +8,26 @@ from pathlib import Path
 import pytest
 
 from recipes.environments.contract.verifier import Verifier
-from recipes.environments.registry import VERIFIERS
+from recipes.environments.instances import VERIFIERS
 
 HOME = Path(__file__).resolve().parents[3] / "recipes" / "environments"
 PREFIX = "recipes.environments."
 # room -> the rooms it may import from
 BELOW: dict[str, set[str]] = {
     "contract": set(),
-    "checks": {"contract"},
-    "office": set(),
-    "verifiers": {"contract", "checks", "office"},
-    "http": set(),
-    "judges": {"contract", "http"},
-    "sandbox": {"contract", "http"},
-    "swe": {"contract", "checks", "sandbox"},
-    "scoring": {"contract", "http", "judges", "sandbox"},
+    "verifiers": {"contract"},
+    "sandbox": {"contract"},
+    "swe": {"contract", "verifiers", "sandbox"},
+    "scoring": {"contract", "sandbox"},
     "chat": {"contract"},
-    "agents": {"contract", "judges", "scoring", "chat", "swe"},
-    "model_server": {"contract", "http", "scoring", "chat", "agents"},
-    "agent_programs": {"contract", "chat", "swe", "agents", "model_server"},
-    "server": {"contract", "judges", "sandbox", "scoring", "http", "instances", "registry"},
+    "agents": {"contract", "scoring", "chat", "swe"},
+    "server": {"contract", "sandbox", "scoring", "instances"},
 }
 
 
 def imported_rooms(path: Path) -> set[str]:
     rooms = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
@@ -47,13 +41,13 @@ def imported_rooms(path: Path) -> set[str]:
 def test_every_room_is_in_the_table() -> None:
     rooms = {path.name for path in HOME.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert rooms == BELOW.keys()
-    text = (HOME / "README.md").read_text()
+    text = (HOME / "README.md").read_text(encoding="utf-8")
     assert all(f"`{room}/`" in text for room in rooms)
 
 
 @pytest.mark.parametrize("room", BELOW)
 def test_a_room_imports_only_what_is_above_it(room: str) -> None:
-    for path in (HOME / room).glob("*.py"):
+    for path in (HOME / room).rglob("*.py"):
         assert imported_rooms(path) <= {room, *BELOW[room]}, path.name
 
 
@@ -61,7 +55,7 @@ def test_a_room_imports_only_what_is_above_it(room: str) -> None:
 def test_one_verifier_per_file_with_its_parts_in_order(name: str) -> None:
     assert isinstance(VERIFIERS[name], Verifier)
     assert VERIFIERS[name].module == f"{PREFIX}verifiers.{name}"
-    tree = ast.parse((HOME / "verifiers" / f"{name}.py").read_text())
+    tree = ast.parse((HOME / "verifiers" / f"{name}.py").read_text(encoding="utf-8"))
     assert "eward" in (ast.get_docstring(tree) or ""), "the docstring says what is rewarded"
     names = [
         node.name if isinstance(node, ast.FunctionDef | ast.ClassDef) else ast.unparse(node.targets[0])

@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 from aiohttp import web
 
-from recipes.environments.contract.asking import Execution
-from recipes.environments.contract.tools import Cell
-from recipes.environments.http.client import JsonClient
+from recipes.environments.contract.http import JsonClient
+from recipes.environments.contract.verifier import Cell, Execution
 from recipes.environments.sandbox import client as sandbox_client
 from recipes.environments.sandbox.client import SandboxClient
 from recipes.environments.sandbox.server import SandboxFailedError, SandboxServer
@@ -21,10 +20,13 @@ class SlowOnce:
 
     port = 0
     num_requests = 0
+    refusal = ""  # of all requests, instead
 
     async def execute(self, request: web.Request) -> web.Response:
         await request.read()
         self.num_requests += 1
+        if self.refusal:
+            return web.json_response({"error": self.refusal}, status=400)
         if self.num_requests > 1:
             return web.json_response({"process_status": "completed", "stdout": "", "stderr": ""})
         while request.transport is not None:  # until the client has gone
@@ -49,7 +51,7 @@ async def client(sandbox: SlowOnce, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
     monkeypatch.setenv("SANDBOX_TOKEN", "token")
     monkeypatch.setattr(sandbox_client, "ANSWER_SECONDS", 0.5)
     http = JsonClient()
-    yield SandboxClient(server=SandboxServer(), place=("127.0.0.1", sandbox.port), max_concurrency=4, http=http)
+    yield SandboxClient(server=SandboxServer(), host_port=("127.0.0.1", sandbox.port), max_concurrency=4, http=http)
     await http.close()
 
 
@@ -63,3 +65,21 @@ async def test_a_cell_without_an_answer_is_run_once(client: SandboxClient, sandb
     with pytest.raises(SandboxFailedError, match=r"/execute: no reply within 1 s$"):
         await client.run_cell("a-session", Cell(code="", seconds=0.5, max_characters=10))
     assert sandbox.num_requests == 1
+
+
+class Watched(SandboxServer):
+    """A server of our own that counts how often its end is looked for."""
+
+    num_noticed = 0
+
+    async def notice_end(self) -> None:
+        """Count."""
+        self.num_noticed += 1
+
+
+async def test_a_refusal_is_no_end_of_the_server(client: SandboxClient, sandbox: SlowOnce) -> None:
+    """Each look for an end may take a second: a language that is not installed must not cost that per program."""
+    client.server, sandbox.refusal = Watched(), "language 'lean4' is not installed here"
+    with pytest.raises(SandboxFailedError, match="not installed here"):
+        await client.run([Execution(language="lean4", code="", seconds=0.5)])
+    assert client.server.num_noticed == 0

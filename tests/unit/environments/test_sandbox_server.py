@@ -31,7 +31,9 @@ def test_programs_share_half_of_the_memory(
 def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a file with one line for each start of a server that fails."""
     program, starts = tmp_path / "server.py", tmp_path / "starts"
-    program.write_text(f"import sys\nprint('start', file=open({str(starts)!r}, 'a'))\nsys.exit('no bubblewrap')\n")
+    program.write_text(
+        f"import sys\nprint('start', file=open({str(starts)!r}, 'a'))\nsys.exit('no bubblewrap')\n", encoding="utf-8"
+    )
     monkeypatch.setattr(sandbox_server, "PROGRAM", program)
     monkeypatch.delenv("SANDBOX_TOKEN", raising=False)
     return starts
@@ -43,11 +45,11 @@ async def test_a_start_that_failed_is_remembered(starts: Path, monkeypatch: pyte
     failures = await asyncio.gather(*(server.address(NOWHERE) for _ in range(5)), return_exceptions=True)
     assert all(isinstance(failure, SandboxFailedError) for failure in failures), failures
     assert {str(failure) for failure in failures} == {"no sandbox could be started here: no bubblewrap"}
-    assert starts.read_text() == "start\n"
+    assert starts.read_text(encoding="utf-8") == "start\n"
     monkeypatch.setattr(sandbox_server, "FAILED_SECONDS", 0.0)
     with pytest.raises(SandboxFailedError, match="no bubblewrap"):
         await server.address(NOWHERE)
-    assert starts.read_text() == "start\n" * 2
+    assert starts.read_text(encoding="utf-8") == "start\n" * 2
 
 
 async def test_a_start_needs_no_thread_of_the_event_loop(starts: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.scoring.encoding import as_json
+from recipes.environments.scoring.frames import as_json
 
 DEEP: Any = []
 for _ in range(400):

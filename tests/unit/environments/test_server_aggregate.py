@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipes.environments.server.aggregate import aggregated
+from recipes.environments.server.resources import aggregated
 
 
 def test_over_all_and_per_prompt() -> None:
@@ -29,7 +29,11 @@ def test_without_verdicts() -> None:
     assert aggregated([]) == {"agent_metrics": {}, "key_metrics": {"mean/reward": None}, "group_level_metrics": []}
 
 
-@pytest.mark.parametrize("body", [None, {}, "text", [1], {"verify_responses": {}}, {"verify_responses": [None]}])
+BODIES = [None, {}, "text", [1], {"verify_responses": {}}, {"verify_responses": [None]}]
+BODIES += [[{}], [{"reward": "1.0"}], [{"reward": None}], [{"reward": True}], [{"reward": 1.0}, {"detail": "no"}]]
+
+
+@pytest.mark.parametrize("body", BODIES)
 def test_another_body_is_refused(body: object) -> None:
     with pytest.raises(ValueError, match="verify_responses"):
         aggregated(body)

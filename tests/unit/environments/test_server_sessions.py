@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator
 import pytest
 from aiohttp import web
 
-from recipes.environments.http.client import JsonClient
-from recipes.environments.registry import VERIFIERS
+from recipes.environments.contract.http import JsonClient
+from recipes.environments.instances import VERIFIERS
 from recipes.environments.sandbox.client import SandboxClient
 from recipes.environments.sandbox.server import SandboxServer
 from recipes.environments.scoring.clients import InProcessVerifier
 from recipes.environments.scoring.pool import ScoringPool
-from recipes.environments.server import sessions as server_sessions
-from recipes.environments.server.sessions import Sessions
+from recipes.environments.server import resources as server_sessions
+from recipes.environments.server.resources import Sessions
 from recipes.environments.verifiers.ns_tools import TOOL
 
 
@@ -49,14 +49,14 @@ async def sessions(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     monkeypatch.setenv("SANDBOX_TOKEN", "token")
-    pool, http, place = ScoringPool(num_workers=1), JsonClient(), ("127.0.0.1", runner.addresses[0][1])
+    pool, http, host_port = ScoringPool(num_workers=1), JsonClient(), ("127.0.0.1", runner.addresses[0][1])
     client = InProcessVerifier(
         name="ns_tools",
         verifier=VERIFIERS["ns_tools"],
-        settings={},
+        settings=VERIFIERS["ns_tools"].settings(),
         pool=pool,
         timeout_seconds=60,
-        sandbox=SandboxClient(server=SandboxServer(), place=place, max_concurrency=4, http=http),
+        sandbox=SandboxClient(server=SandboxServer(), host_port=host_port, max_concurrency=4, http=http),
     )
     yield Sessions(client)
     await http.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from pathlib import Path
 from recipes.environments.swe.containers.admission import Admission
 
 async def main():
-    async with Admission(1, directory=Path(sys.argv[1])).place(seconds=60):
+    async with Admission(1, directory=Path(sys.argv[1])).reserve(seconds=60):
         print("held", flush=True)
         await asyncio.sleep(600)
 
@@ -27,15 +28,18 @@ asyncio.run(main())
 
 
 async def test_a_place_of_another_process_is_waited_for_until_it_is_killed(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
+    with ExitStack() as ends:
+        words = [sys.executable, "-c", HOLDER, str(tmp_path)]
+        holder = ends.enter_context(subprocess.Popen(words, stdout=subprocess.PIPE, text=True))
+        ends.callback(holder.kill)
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        with pytest.raises(ContainerFailedError, match=r"none of the 1 places for containers was free within 0\.1 s"):
-            async with Admission(1, directory=tmp_path).place(seconds=0.1):
+        with pytest.raises(ContainerFailedError, match=r"none of the 1 slots for containers was free within 0\.1 s"):
+            async with Admission(1, directory=tmp_path).reserve(seconds=0.1):
                 pass
-        async with Admission(2, directory=tmp_path).place(seconds=60):  # a machine with more room has another one
+        async with Admission(2, directory=tmp_path).reserve(seconds=60):  # a machine with more room has another one
             pass
         holder.kill()
-        async with Admission(1, directory=tmp_path).place(seconds=60):
+        async with Admission(1, directory=tmp_path).reserve(seconds=60):
             pass
 
 
@@ -44,7 +48,7 @@ async def test_a_process_takes_its_share_only_and_gives_back_what_a_cancelled_on
 
     async def work() -> None:
         nonlocal now, most
-        async with admission.place(seconds=60):
+        async with admission.reserve(seconds=60):
             now += 1
             most = max(most, now)
             await asyncio.sleep(0)
@@ -54,7 +58,7 @@ async def test_a_process_takes_its_share_only_and_gives_back_what_a_cancelled_on
     assert most == 2
 
     async def hold() -> None:
-        async with admission.place(seconds=60):
+        async with admission.reserve(seconds=60):
             await asyncio.Event().wait()
 
     holding = [asyncio.create_task(hold()) for _ in range(3)]
@@ -68,5 +72,5 @@ async def test_a_process_takes_its_share_only_and_gives_back_what_a_cancelled_on
 async def test_a_directory_of_somebody_else_is_named(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(ContainerFailedError, match="link is no directory of this user"):
-        async with Admission(1, directory=tmp_path / "link").place(seconds=60):
+        async with Admission(1, directory=tmp_path / "link").reserve(seconds=60):
             pass

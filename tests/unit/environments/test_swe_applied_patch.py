@@ -32,11 +32,11 @@ def image(tmp_path: Path) -> Path:
     place = tmp_path / "image"
     for name, text in BASE.items():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
-        (place / name).write_text(text)
+        (place / name).write_text(text, encoding="utf-8")
     git(place, "init", "-q")
     git(place, "add", "-A")
     git(place, "commit", "-qm", "base")
-    (place / "left.pyc").write_text("untracked\n")
+    (place / "left.pyc").write_text("untracked\n", encoding="utf-8")
     return place
 
 
@@ -57,7 +57,7 @@ async def apply(image: Path, patch: str) -> tuple[str, dict[str, str]]:
         wrong = await _apply(container, shell, task, patch, str(place))
         work = Path(runtime.workspace)
         files = [path for path in work.rglob("*") if path.is_file() and ".git" not in path.relative_to(work).parts]
-        return wrong, {str(path.relative_to(work)): path.read_text() for path in files}
+        return wrong, {str(path.relative_to(work)): path.read_text(encoding="utf-8") for path in files}
     finally:
         await container.close()
 

@@ -66,7 +66,7 @@ async def test_a_small_writable_layer_of_apptainer_is_refused(monkeypatch):
 
 
 def test_the_image_of_stage_2_2_gives_the_space_that_rollouts_use():
-    text = (ROOT / "containers/swe/install.sh").read_text()
+    text = (ROOT / "containers/swe/install.sh").read_text(encoding="utf-8")
     assert re.findall(r'^readonly LAYER="sessiondir max size = (\d+)"$', text, re.MULTILINE) == [str(check.NEEDED_MIB)]
 
 

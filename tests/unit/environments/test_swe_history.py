@@ -26,7 +26,7 @@ def git(repository: Path, *words: str, check: bool = True) -> str:
 
 
 def commit(repository: Path, text: str, message: str) -> str:
-    (repository / "calc.py").write_text(text)
+    (repository / "calc.py").write_text(text, encoding="utf-8")
     git(repository, "add", ".")
     git(repository, "commit", "--quiet", "-m", message)
     return git(repository, "rev-parse", "HEAD").strip()
@@ -73,7 +73,7 @@ def in_kept_pack(place: Path, fix: str) -> None:
 
 def in_stash(place: Path, fix: str) -> None:
     del fix
-    (place / "calc.py").write_text(f"{CANARY}\n")
+    (place / "calc.py").write_text(f"{CANARY}\n", encoding="utf-8")
     git(place, "stash", "--quiet")
 
 
@@ -91,13 +91,13 @@ def in_alternate(place: Path, fix: str) -> None:
     (place / ".git/objects").rename(lender)
     (place / ".git/objects/info").mkdir(parents=True)
     (place / ".git/objects/pack").mkdir()
-    (place / ".git/objects/info/alternates").write_text(f"{lender}\n")
+    (place / ".git/objects/info/alternates").write_text(f"{lender}\n", encoding="utf-8")
     git(place, "branch", "future", fix)
 
 
 def in_merge_message(place: Path, fix: str) -> None:
-    (place / ".git/MERGE_MSG").write_text(CANARY)
-    (place / ".git/FETCH_HEAD").write_text(f"{fix}\t\tbranch 'main' of example\n")
+    (place / ".git/MERGE_MSG").write_text(CANARY, encoding="utf-8")
+    (place / ".git/FETCH_HEAD").write_text(f"{fix}\t\tbranch 'main' of example\n", encoding="utf-8")
 
 
 def detached(place: Path, fix: str) -> None:
@@ -161,7 +161,7 @@ def test_hidden_tests_go(repository):
 def test_programs_of_the_repository_do_not_run(repository, tmp_path):
     place, base, _ = repository
     program = place / ".git/hooks/reference-transaction"
-    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n", encoding="utf-8")
     program.chmod(0o755)
     git(place, "config", "core.fsmonitor", str(program))
     (tmp_path / "ran").unlink(missing_ok=True)

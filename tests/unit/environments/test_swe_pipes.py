@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.environments.swe.containers.container import Launch, RunningContainer
+from recipes.environments.swe.containers.container import ContainerStart, RunningContainer
 from recipes.environments.swe.containers.processes import number_inside
 from recipes.environments.swe.contract import ContainerEnd, ContainerEndedError, ContainerLimits
 
@@ -20,7 +20,7 @@ PIPE = subprocess.PIPE
 @pytest.fixture
 async def container(tmp_path: Path):
     """A container whose first process is a program that reads requests and starts nothing."""
-    launch = Launch(words=["cat"], environment={}, directory=tmp_path, owner=os.geteuid(), token="x")
+    launch = ContainerStart(words=["cat"], environment={}, directory=tmp_path, owner=os.geteuid(), token="x")
     process = subprocess.Popen(["cat"], stdin=PIPE, stdout=PIPE, stderr=PIPE, process_group=0)
     running = RunningContainer(launch, process, ContainerLimits(memory_mib=64))
     yield running

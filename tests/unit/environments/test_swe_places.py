@@ -25,11 +25,11 @@ def open_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_private_temporary_directory_is_not_for_containers_of_another_user(open_directory, monkeypatch):
     private = open_directory / "run" / "tmp"
     private.mkdir(parents=True)
-    monkeypatch.setattr(places, "container_user", lambda: os.geteuid() + 1)
+    monkeypatch.setattr(places, "confined_user", lambda: os.geteuid() + 1)
     assert places._parent(private) == private
     private.parent.chmod(0o700)  # as that of a run
     assert places._parent(private) == Path("/tmp")
-    monkeypatch.setattr(places, "container_user", os.geteuid)
+    monkeypatch.setattr(places, "confined_user", os.geteuid)
     assert places._parent(private) == private
 
 

@@ -111,10 +111,10 @@ def test_wrong_outer_parts_are_named():
 def test_a_missing_image_is_named(tmp_path):
     images = images_of([f"{tmp_path}/swebench_{{instance_id}}.sif"])
     with pytest.raises(MissingImageError, match=r"a__b-1 has no image: looked for .*swebench_a__b-1\.sif"):
-        images.place(parse_task(row()))
+        images.with_image(parse_task(row()))
     (tmp_path / "swebench_a__b-1.sif").touch()
-    place = images_of(f"{tmp_path}/swebench_{{instance_id}}.sif").place
-    assert place(parse_task(row())).image == f"{tmp_path}/swebench_a__b-1.sif"
+    with_image = images_of(f"{tmp_path}/swebench_{{instance_id}}.sif").with_image
+    assert with_image(parse_task(row())).image == f"{tmp_path}/swebench_a__b-1.sif"
 
 
 @pytest.mark.parametrize(

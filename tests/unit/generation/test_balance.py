@@ -8,8 +8,8 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from recipes.generation.clients import balance as module
-from recipes.generation.clients.balance import Balance
+from recipes.generation.clients import router as module
+from recipes.generation.clients.router import Balance
 from recipes.generation.serving.requests import Request
 from recipes.types import Sampling
 
@@ -41,7 +41,7 @@ def groups_per_engine(engine_of: dict[tuple[int, int], int | None], num_engines:
 def test_256_groups_on_144_engines_differ_by_one_group_at_most() -> None:
     asked = [(prompt, rollout) for prompt in range(256) for rollout in range(GROUP)]
     balance = Balance(144)
-    counts = groups_per_engine({key: balance.place(request(*key), ()) for key in asked}, 144)
+    counts = groups_per_engine({key: balance.choose(request(*key), ()) for key in asked}, 144)
     assert sum(counts) == 256
     assert max(counts) - min(counts) <= 1
 
@@ -51,7 +51,7 @@ def test_groups_whose_siblings_come_one_by_one_stay_together_too() -> None:
     asked = [(prompt, rollout) for prompt in range(256) for rollout in range(GROUP)]
     random.Random(0).shuffle(asked)
     balance = Balance(144)
-    counts = groups_per_engine({key: balance.place(request(*key), ()) for key in asked}, 144)
+    counts = groups_per_engine({key: balance.choose(request(*key), ()) for key in asked}, 144)
     assert sum(counts) == 256
     assert max(counts) - min(counts) <= 2
 
@@ -62,7 +62,7 @@ def test_uneven_groups_differ_by_the_largest_group_at_most() -> None:
     for prompt in range(100):
         length = int(lengths.lognormvariate(8, 1.2))
         for rollout in range(GROUP):
-            balance.place(request(prompt, rollout, num_prompt=length), ())
+            balance.choose(request(prompt, rollout, num_prompt=length), ())
         largest = max(largest, GROUP * (length + 900))
         assert max(balance.work) - min(balance.work) <= largest
 
@@ -79,7 +79,7 @@ def test_work_stays_even_while_answers_of_uneven_length_come_and_new_groups_foll
             balance.release(*open_requests.pop(number))
         for rollout in range(GROUP):
             asked = request(prompt, rollout)
-            engine = balance.place(asked, ())
+            engine = balance.choose(asked, ())
             assert engine is not None
             open_requests.append((engine, asked))
         assert max(balance.work) - min(balance.work) <= 2 * GROUP * 1000
@@ -87,50 +87,50 @@ def test_work_stays_even_while_answers_of_uneven_length_come_and_new_groups_foll
 
 def test_a_late_sibling_leaves_an_overloaded_engine_and_later_ones_follow_it() -> None:
     balance = Balance(3)
-    first = balance.place(request(0), ())
-    assert first == 0 == balance.place(request(0, 1), ())
+    first = balance.choose(request(0), ())
+    assert first == 0 == balance.choose(request(0, 1), ())
     for prompt in (3, 6):  # other work comes to each engine, three times as much to the first
-        balance.place(request(prompt, num_prompt=2100), (1, 2))
+        balance.choose(request(prompt, num_prompt=2100), (1, 2))
     for prompt in (1, 2):
-        balance.place(request(prompt), ())
-    moved = balance.place(request(0, 2), ())
+        balance.choose(request(prompt), ())
+    moved = balance.choose(request(0, 2), ())
     assert moved in (1, 2)
-    assert balance.place(request(0, 3), ()) == moved
+    assert balance.choose(request(0, 3), ()) == moved
 
 
 def test_a_group_alone_stays_together_beside_idle_engines() -> None:
     balance = Balance(8)
-    assert {balance.place(request(5, rollout), ()) for rollout in range(64)} == {5}
+    assert {balance.choose(request(5, rollout), ()) for rollout in range(64)} == {5}
 
 
 def test_turns_stay_with_their_session_also_when_its_engine_is_busy() -> None:
     balance = Balance(4)
     turn = request(0)
-    assert balance.place(turn, ()) == 0
+    assert balance.choose(turn, ()) == 0
     balance.release(0, turn)  # the agent runs a tool now
     for prompt in range(4, 40, 4):
-        balance.place(request(prompt), (1, 2, 3))
-    assert balance.place(request(0, 0, 1), ()) == 0
-    assert balance.place(request(0, 1), ()) != 0  # a new rollout of the same prompt is free to go
+        balance.choose(request(prompt), (1, 2, 3))
+    assert balance.choose(request(0, 0, 1), ()) == 0
+    assert balance.choose(request(0, 1), ()) != 0  # a new rollout of the same prompt is free to go
 
 
 def test_a_closed_engine_gets_nothing_and_is_filled_first_when_it_is_back() -> None:
     balance = Balance(4)
-    placed = [(balance.place(asked, ()), asked) for asked in (request(prompt) for prompt in range(8))]
+    placed = [(balance.choose(asked, ()), asked) for asked in (request(prompt) for prompt in range(8))]
     lost = [asked for engine, asked in placed if engine == 1]
     for asked in lost:
         balance.release(1, asked)
     assert balance.work[1] == 0
-    again = [balance.place(asked, {1: "dead"}) for asked in lost]
+    again = [balance.choose(asked, {1: "dead"}) for asked in lost]
     assert 1 not in again and len(again) == 2
-    assert [balance.place(request(1, 0, turn), {1: "dead"}) for turn in (1, 2)] == [again[0]] * 2  # its new session
-    assert balance.place(request(20), ()) == 1
-    assert balance.place(request(21), range(4)) is None
+    assert [balance.choose(request(1, 0, turn), {1: "dead"}) for turn in (1, 2)] == [again[0]] * 2  # its new session
+    assert balance.choose(request(20), ()) == 1
+    assert balance.choose(request(21), range(4)) is None
 
 
 def test_nothing_is_left_when_all_is_answered() -> None:
     balance = Balance(5)
-    open_requests = [(balance.place(asked, ()), asked) for asked in (request(n % 7, n) for n in range(200))]
+    open_requests = [(balance.choose(asked, ()), asked) for asked in (request(n % 7, n) for n in range(200))]
     for engine, asked in open_requests:
         assert engine is not None
         balance.release(engine, asked)
@@ -142,7 +142,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_HOMES", 10)
     balance = Balance(2)
     for prompt in range(100):
-        balance.place(request(prompt), ())
+        balance.choose(request(prompt), ())
     assert len(balance._homes) == 10
 
 
@@ -160,7 +160,7 @@ def spread(num_clients: int, *, tells: bool) -> float:
             prompt, client = next(prompts), chance.randrange(num_clients)
             for rollout in range(GROUP):
                 asked = request(prompt, rollout)
-                engine = clients[client].place(asked, ())
+                engine = clients[client].choose(asked, ())
                 assert engine is not None
                 queues[engine].append((client, asked))
         for engine, queue in enumerate(queues):
@@ -184,9 +184,9 @@ def test_clients_that_are_told_of_each_other_spread_their_work_like_one() -> Non
 def test_what_others_do_keeps_a_new_group_away_but_never_a_session() -> None:
     balance = Balance(3)
     turn = request(0)
-    assert balance.place(turn, ()) == 0
+    assert balance.choose(turn, ()) == 0
     balance.release(0, turn)
     balance.work_of_others = [50_000, 10, 30_000]
-    assert balance.place(request(3), ()) == 1
-    assert balance.place(request(0, 0, 1), ()) == 0, "its turns are there"
-    assert balance.place(request(0, 1), ()) == 1, "a sibling leaves an overloaded engine"
+    assert balance.choose(request(3), ()) == 1
+    assert balance.choose(request(0, 0, 1), ()) == 0, "its turns are there"
+    assert balance.choose(request(0, 1), ()) == 1, "a sibling leaves an overloaded engine"

@@ -13,14 +13,11 @@ import pytest
 from recipes.cluster.ports import hold
 from recipes.errors import EngineError, RequestError
 from recipes.generation.clients import client as client_module
-from recipes.generation.clients import stream as stream_module
+from recipes.generation.clients import router as stream_module
 from recipes.generation.clients.client import EngineClient, FollowingClient, OpenEngines
-from recipes.generation.clients.stream import EngineStream
-from recipes.generation.serving.listener import Listener
-from recipes.generation.serving.mailboxes import Mailboxes
-from recipes.generation.serving.requests import Answers, Request, Sample
-from recipes.generation.serving.sessions import Tokens
-from recipes.generation.serving.stream import EngineAddress, frame
+from recipes.generation.clients.router import EngineStream
+from recipes.generation.serving.outstanding import Listener, OutstandingRequests, Tokens
+from recipes.generation.serving.requests import Answers, EngineAddress, Request, Sample, frame
 from recipes.rollouts.group import PolicyClient
 from recipes.types import Completion, Sampling
 
@@ -39,8 +36,8 @@ class Engine:
     ended: asyncio.Queue[int] = field(default_factory=asyncio.Queue)  # ids of requests that nobody waits for
 
     async def start(self) -> Engine:
-        self.boxes = Mailboxes(self)
-        self.listener = await Listener.start(self.boxes, hold(0, host="127.0.0.1"))
+        self.outstanding = OutstandingRequests(self)
+        self.listener = await Listener.start(self.outstanding, hold(0, host="127.0.0.1"))
         return self
 
     def __str__(self) -> str:
@@ -154,7 +151,7 @@ async def test_a_dead_engine_says_so_to_clients_that_ask_nothing(case: Case, mon
     case.first.answer(await case.first.next())
     await outcome(task)
     case.first.die()
-    case.first.boxes.died.set()  # as the beat finds it, sooner
+    case.first.outstanding.died.set()  # as the beat finds it, sooner
     async with asyncio.timeout(SECONDS):
         while 0 not in case.client.router._cut:
             await asyncio.sleep(0.01)

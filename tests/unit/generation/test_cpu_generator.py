@@ -1,6 +1,6 @@
 import torch
 
-from recipes.generation.cpu_generator import RewindingGenerator
+from recipes.generation.cpu_hybrid import RewindingGenerator
 
 
 def draw(generator: torch.Generator) -> int:

@@ -1,16 +1,17 @@
 import json
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from recipes.errors import ConfigError
-from recipes.generation.engine_args import engine_args, stop_token_ids
+from recipes.generation.engine_args import engine_args, route_problems, stop_token_ids
+from tests.configuration import block
 
 
 def config(*, vllm_kwargs: dict[str, Any] | None = None, **vllm_cfg: Any) -> Any:
-    chat = SimpleNamespace(reasoning_parser="think")
+    chat = block("policy.generation.vllm_cfg.http_server_serving_chat_kwargs", reasoning_parser="think")
     defaults = {
         "precision": "float32",
         "kv_cache_dtype": "auto",
@@ -21,14 +22,16 @@ def config(*, vllm_kwargs: dict[str, Any] | None = None, **vllm_cfg: Any) -> Any
         "max_model_len": 256,
         "enforce_eager": True,
         "enable_prefix_caching": True,
+        "enable_return_routed_experts": True,
         "expose_http_server": False,
         "http_server_serving_chat_kwargs": chat,
     }
-    return SimpleNamespace(
+    return block(
+        "policy.generation",
         temperature=0.9,
         top_p=0.8,
         top_k=None,
-        vllm_cfg=SimpleNamespace(**defaults | vllm_cfg),
+        vllm_cfg=block("policy.generation.vllm_cfg", **defaults | vllm_cfg),
         vllm_kwargs=vllm_kwargs or {},
     )
 
@@ -88,20 +91,64 @@ def test_engines_that_are_pushed_to_first_read_no_weights_unless_a_push_cannot_r
     assert "load_format" not in args(config()), "an engine that is told to load its weights reads them"
 
 
-def test_vllm_kwargs_may_not_touch_what_the_refit_needs() -> None:
-    with pytest.raises(ConfigError, match=r"vllm_kwargs\.scheduler_cls: set, but .*; remove it"):
-        args(config(vllm_kwargs={"scheduler_cls": "x"}))
-
-
 def test_stop_tokens_are_collected_from_every_file(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 4}))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 4]}))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 4}), encoding="utf-8")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 4]}), encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}), encoding="utf-8")
     added = [{"id": 8, "content": "<other>"}, {"id": 9, "content": "<end>"}]
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}), encoding="utf-8")
     assert stop_token_ids(tmp_path) == (2, 4, 9)
 
 
 def test_a_model_without_an_end_has_no_stop_tokens(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": None}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": None}), encoding="utf-8")
     assert stop_token_ids(tmp_path) == ()
+
+
+@pytest.mark.parametrize("wrong", ["7", True, [7, "8"], 1.5])
+def test_an_end_token_that_is_no_id_is_named(tmp_path: Path, wrong: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": wrong}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"config\.json: eos_token_id: got .*, expected a token id"):
+        stop_token_ids(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config_json", "is_reported"),
+    [({"n_routed_experts": 8}, True), ({"num_experts": 4}, True), ({"num_experts": 0}, False), ({}, False)],
+)
+def test_routes_are_reported_of_models_with_experts(
+    tmp_path: Path, config_json: dict[str, int], is_reported: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_json), encoding="utf-8")
+
+    def found(**vllm_cfg: Any) -> Any:
+        result = engine_args(config(**vllm_cfg), model_path=str(tmp_path), seed=3, is_cpu=True)
+        return result["enable_return_routed_experts"]
+
+    assert found() is is_reported and found(enable_return_routed_experts=False) is False
+
+
+def test_on_a_gpu_routes_need_a_prefix_cache(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"n_routed_experts": 8}', encoding="utf-8")
+    bare = config(enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match=r"policy\.router_replay\.enabled: on a GPU, vLLM keeps no routes without"):
+        engine_args(bare, model_path=str(tmp_path), seed=3, is_cpu=False)
+    assert engine_args(bare, model_path=str(tmp_path), seed=3, is_cpu=True)["enable_return_routed_experts"]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "environ", "wrong"),
+    [
+        ({}, {}, None),
+        ({}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}, None),
+        ({}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "VLLM_USE_V2_MODEL_RUNNER=0, and only"),
+        ({"speculative_config": {"method": "mtp"}}, {}, None),
+        ({"speculative_config": {"method": "suffix"}}, {}, "method suffix, vLLM takes its first model runner"),
+    ],
+)
+def test_on_a_gpu_routes_need_the_second_model_runner(
+    kwargs: dict[str, Any], environ: dict[str, str], wrong: str | None
+) -> None:
+    problems = route_problems(replace(config(enable_prefix_caching=True), vllm_kwargs=kwargs), environ)
+    assert [problem.where for problem in problems] == (["policy.router_replay.enabled"] if wrong else [])
+    assert wrong is None or wrong in str(problems[0])

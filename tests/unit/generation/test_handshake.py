@@ -1,6 +1,6 @@
 import base64
 
-from recipes.generation.handshake import nccl_init, nccl_update, shared_memory_init
+from recipes.generation.generation import nccl_init, nccl_update, shared_memory_init
 from recipes.types import WeightLayout
 
 LAYOUT = WeightLayout(

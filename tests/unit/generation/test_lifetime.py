@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 CHILD = (
-    "from recipes.generation.lifetime import die_with_parent; import time;"
+    "from recipes.generation.core import die_with_parent; import time;"
     "die_with_parent(); print('up', flush=True); time.sleep(60)"
 )
 PARENT = (
@@ -18,7 +18,7 @@ PARENT = (
 
 def is_running(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
 

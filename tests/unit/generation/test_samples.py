@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from recipes.generation.samples import EngineSamples
+from recipes.generation.engine import EngineSamples
 
 
 def scheduler(running: int, waiting: int, cache: float) -> SimpleNamespace:

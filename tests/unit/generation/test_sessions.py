@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from recipes.errors import RequestError
-from recipes.generation.clients.router import Router
-from recipes.generation.clients.session import EngineSession
-from recipes.generation.serving import sessions as module
-from recipes.generation.serving.mailboxes import Mailboxes
+from recipes.generation.clients.router import EngineSession, Router
+from recipes.generation.serving import outstanding as module
+from recipes.generation.serving.outstanding import KeptSessions, OutstandingRequests, Tokens
 from recipes.generation.serving.requests import ClientMessage, InSession, Request, Sample, to_bytes
-from recipes.generation.serving.sessions import KeptSessions, Tokens
+from recipes.token_ids import TokenIds
 from recipes.types import Sampling
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=8)
@@ -49,19 +48,21 @@ class Case:
 
     def __init__(self) -> None:
         self.engines = [Engine(), Engine()]
-        self.boxes = [Mailboxes(engine) for engine in self.engines]
+        self.outstanding = [OutstandingRequests(engine) for engine in self.engines]
         self.sent: list[tuple[int, int, int]] = []  # engine, tokens on the way, tokens that the engine keeps
         self.router = Router(2, send=self._send, abort=self._abort)
-        self.opened = [boxes.open("w", partial(self.router.deliver, engine)) for engine, boxes in enumerate(self.boxes)]
+        self.opened = [
+            asked.open("w", partial(self.router.deliver, engine)) for engine, asked in enumerate(self.outstanding)
+        ]
 
     def _send(self, engine: int, requests: Sequence[Request]) -> None:
         for one in requests:
             self.sent.append((engine, len(one.token_ids) // 4, one.session.num_kept if one.session else 0))
         message = ClientMessage(requests=tuple(requests), deadline_seconds=5.0)
-        self.boxes[engine].take(self.opened[engine], message)
+        self.outstanding[engine].take(self.opened[engine], message)
 
     def _abort(self, engine: int, number: int) -> None:
-        self.boxes[engine].take(self.opened[engine], ClientMessage(aborted=(number,)))
+        self.outstanding[engine].take(self.opened[engine], ClientMessage(aborted=(number,)))
 
     async def ask(self, prompt: tuple[int, ...], session: EngineSession | None, *, call: int = 0) -> tuple[int, ...]:
         """Return the prompt with its answer."""
@@ -88,13 +89,13 @@ async def test_from_the_third_call_on_only_new_tokens_are_sent(case: Case) -> No
     assert case.sent == [(0, 10, 0), (0, 22, 0), (0, 10, 24), (0, 10, 36), (0, 10, 48)]
     whole = case.engines[0].prompts[-1]
     assert len(whole) == 58 and whole[48:] == list(range(4000, 4010)) and whole[:10] == list(range(10))
-    assert case.boxes[0].sessions.num_tokens == 60
+    assert case.outstanding[0].sessions.num_tokens == 60
 
 
 async def test_a_rollout_of_one_call_leaves_nothing_on_the_engine(case: Case) -> None:
     session = EngineSession()
     await case.ask((1, 2, 3), session)
-    assert len(case.boxes[0].sessions) == 0 and session.engine is None
+    assert len(case.outstanding[0].sessions) == 0 and session.engine is None
 
 
 async def test_a_prompt_that_leaves_the_conversation_keeps_what_they_share(case: Case) -> None:
@@ -129,7 +130,7 @@ async def test_a_call_beside_another_brings_its_whole_prompt(case: Case) -> None
 async def test_a_lost_session_is_no_error(case: Case) -> None:
     session = EngineSession()
     said = await grow(case, session, 3)
-    case.boxes[0].sessions.forget("w")
+    case.outstanding[0].sessions.forget("w")
     said = await case.ask((*said, 4), session)
     assert case.sent[-2:] == [(0, 1, 36), (0, 37, 0)] and len(case.engines[0].prompts) == 4
     await case.ask((*said, 4), session)
@@ -214,3 +215,18 @@ def test_what_is_kept_for_another_call_is_not_continued() -> None:
     assert asked(2, 4) is None and asked(3, 11) is None
     found = asked(3, 4)
     assert found is not None and found.values == [0, 1, 2, 3, 1]
+
+
+def test_each_route_is_asked_for_once_in_a_conversation() -> None:
+    session, whole = EngineSession(), TokenIds((1, 2, 3))
+    assert session.routes_from(whole) == 0
+    session.routed(whole.plus((4, 5)))  # the last token is computed with what follows it
+    longer = TokenIds((1, 2, 3, 4, 5, 6))
+    assert session.routes_from(longer) == 4
+    session.routed(longer.plus((7,)))
+    assert session.routes_from(longer.plus((7, 8))) == 6
+    assert session.routes_from(longer.plus((8,))) == 0, "it does not continue what was answered"
+    assert session.routes_from(TokenIds((1, 2, 3, 4, 5))) == 0
+    aside = TokenIds((9, 9))
+    session.routed(aside)
+    assert session.routes_from(longer.plus((7, 8))) == 6 and session.routes_from(aside.plus((1,))) == 1

@@ -13,13 +13,18 @@ from recipes.cluster.ports import hold
 from recipes.errors import EngineError
 from recipes.generation import generation as generation_module
 from recipes.generation.clients import client as client_module
-from recipes.generation.generation import MAX_STARTS, Generation, _cancel_all
-from recipes.generation.serving.listener import Listener
-from recipes.generation.serving.mailboxes import Mailboxes
+from recipes.generation.generation import Generation, _cancel_all
+from recipes.generation.serving.outstanding import Listener, OutstandingRequests
 
 SECONDS = 30.0  # far more than any wait here takes
 DEADLINES: Any = SimpleNamespace(generation=SECONDS, engine_start=SECONDS, refit=SECONDS, shutdown=SECONDS)
-CONFIG: Any = SimpleNamespace(max_model_len=16, tensor_parallel_size=1, pipeline_parallel_size=1)
+MAX_STARTS = 3
+CONFIG: Any = SimpleNamespace(
+    vllm_cfg=SimpleNamespace(max_model_len=16, tensor_parallel_size=1, pipeline_parallel_size=1),
+    max_starts=MAX_STARTS,
+    min_share_up=1.0,
+)
+INFO: Any = {"import_seconds": 0.0, "engine_seconds": 0.0}
 
 
 class Handle:
@@ -29,6 +34,7 @@ class Handle:
         self.actor = SimpleNamespace(update_weights=SimpleNamespace(remote=lambda *_args, **_options: None))
         self.can_see_file = True
         self.index, self.is_up, self.num_starts, self.num_kills, self.is_reachable = 0, True, 0, 0, True
+        self.name, self.num_moves = "engine A", 0
 
     def __str__(self) -> str:
         return "engine A"
@@ -40,14 +46,20 @@ class Handle:
     async def launch(self) -> Any:
         self.num_starts += 1
         engine: Any = SimpleNamespace(is_dead=False)
-        self.listener = await Listener.start(Mailboxes(engine), hold(0, host="127.0.0.1"))
+        self.listener = await Listener.start(OutstandingRequests(engine), hold(0, host="127.0.0.1"))
         self.address = self.listener.address
         if not self.is_reachable:
             self.listener.close()
-        return SimpleNamespace(address=self.address)
+        return SimpleNamespace(address=self.address, **INFO)
 
     def started(self, _info: Any) -> None:
         self.is_up = True
+
+    def node(self) -> str:
+        return "n7"
+
+    def move(self) -> None:
+        self.num_moves += 1
 
     def kill(self) -> None:
         self.is_up = False
@@ -60,7 +72,7 @@ class Case:
         self.handle = handle
         self.generation = Generation(
             [handle],  # type: ignore[list-item]
-            vllm_cfg=CONFIG,
+            cfg=CONFIG,
             deadlines=DEADLINES,
             loads_weights=True,
         )
@@ -135,7 +147,11 @@ async def test_an_engine_that_starts_and_cannot_be_reached_stays_closed(
     case.handle.is_reachable = False
     case.handle.listener.close()
     cut(case, stream)
-    await eventually(lambda: "stays closed after" in caplog.text)
+    await eventually(lambda: "stays away after" in caplog.text)
     assert case.handle.num_starts == 1 + MAX_STARTS
+    assert case.handle.num_moves == MAX_STARTS - 1, "each further start is tried elsewhere, if that is free"
     assert not case.handle.is_up
-    assert f"start {MAX_STARTS} of {MAX_STARTS} failed: the generation engine at 127.0.0.1:" in caplog.text
+    reason = f"start {MAX_STARTS} of {MAX_STARTS} failed on node n7: the generation engine at 127.0.0.1:"
+    assert f"engine A: {reason}" in caplog.text
+    assert case.generation.starts.missing()["engine A"].startswith(reason)
+    assert case.generation.starts.num_failed == MAX_STARTS

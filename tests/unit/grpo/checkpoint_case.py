@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from recipes.grpo.checkpoint import LedgerEntry, SavedState
-from recipes.grpo.data import DataIdentity
-from recipes.grpo.draw import CollectorState, DrawnPrompt
+from recipes.grpo.data import CollectorState, DataIdentity, DrawnPrompt
 from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
 from tests.groups import group_of
 
@@ -24,7 +23,7 @@ class Policy:
         if self.dies:
             raise KeyboardInterrupt
         export_path.mkdir()
-        (export_path / "config.json").write_text("{}")
+        (export_path / "config.json").write_text("{}", encoding="utf-8")
 
     def is_save_written(self) -> bool:
         return True

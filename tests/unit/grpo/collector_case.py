@@ -14,10 +14,9 @@ from typing import Any
 import orjson
 
 from recipes.config.tree import CircuitBreakerConfig
-from recipes.generation.clients.session import EngineSession
+from recipes.generation.clients.router import EngineSession
 from recipes.grpo.buffer import ReplayBuffer
-from recipes.grpo.data import PromptDataset, PromptStream
-from recipes.grpo.draw import RolloutSettings
+from recipes.grpo.data import PromptDataset, PromptStream, RolloutSettings
 from recipes.grpo.rollout import RolloutCollector
 from recipes.rollouts.group import GroupRunner
 from recipes.types import Completion, ModelClient, Rollout, RolloutStatus, Row, Sampling, Turn, VersionSpan
@@ -74,7 +73,7 @@ class Runner:
             return Rollout(turns=(turn,), status=RolloutStatus.ENV_FAILED, reason="env down", reward=None)
         return Rollout(turns=(turn,), status=RolloutStatus.COMPLETED, reason="right", reward=1.0)
 
-    def place(self, row: Row, *, seconds: float) -> nullcontext[None]:
+    def reserve(self, row: Row, *, seconds: float) -> nullcontext[None]:
         return nullcontext()
 
     async def finish_group(self, row: Row, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:

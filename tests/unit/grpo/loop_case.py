@@ -12,15 +12,17 @@ from typing import Any
 
 import torch
 
+from recipes.cluster.starts import Starts
 from recipes.config.keys.derive import max_age
 from recipes.config.load import load_config, require_runnable
 from recipes.errors import EngineError
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.checkpoint import latest_checkpoint, load_state
 from recipes.grpo.data import PromptDataset, PromptStream
-from recipes.grpo.log import RunLogger
+from recipes.grpo.log import Recorder, RunLogger
 from recipes.grpo.rollout import RolloutCollector
 from recipes.grpo.run import Run
+from recipes.grpo.saving import Saver
 from recipes.grpo.setup import _num_steps, _restore, _rollout_settings, _validation
 from recipes.grpo.train import train
 from recipes.rollouts.group import GroupRunner
@@ -81,8 +83,8 @@ class LoopPolicy:
         self.failures.meet("policy.begin_save")
         for directory in (path, export_path):
             directory.mkdir()
-        (path / "step").write_text(str(self.step))
-        (export_path / "config.json").write_text("{}")
+        (path / "step").write_text(str(self.step), encoding="utf-8")
+        (export_path / "config.json").write_text("{}", encoding="utf-8")
 
     def is_save_written(self) -> bool:
         self.failures.meet("policy.is_save_written")
@@ -93,7 +95,7 @@ class LoopPolicy:
         return 0.5
 
     def load(self, path: Path) -> None:
-        self.step = int((path / "step").read_text())
+        self.step = int((path / "step").read_text(encoding="utf-8"))
 
     def weight_layout(self) -> WeightLayout:
         return WeightLayout(path="shared", names=(), dtypes=(), shapes=(), offsets=(), num_bytes=0)
@@ -112,6 +114,7 @@ class LoopGeneration:
     def __init__(self, failures: Failures) -> None:
         self.failures = failures
         self.has_weights = False
+        self.starts = Starts(["generation engine 0"], max_starts=1, min_share=1.0)
 
     async def generate(self, _ids: tuple[int, ...], _sampling: Sampling, **_options: Any) -> Completion:
         self.failures.meet("generation.generate")
@@ -167,7 +170,7 @@ class LoopEnvironments:
         reward = float(len(self.asked) % 2)
         return Rollout(turns=(turn,), status=RolloutStatus.COMPLETED, reason="counted", reward=reward)
 
-    def place(self, row: Row, *, seconds: float) -> nullcontext[None]:
+    def reserve(self, row: Row, *, seconds: float) -> nullcontext[None]:
         return nullcontext()
 
     async def finish_group(self, _row: Row, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
@@ -182,7 +185,7 @@ def write_rows(path: Path, names: Sequence[str]) -> Path:
         {"responses_create_params": {"input": name}, "agent_ref": {"name": name.rpartition(":")[0] or "agent"}}
         for name in names
     ]
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     return path
 
 
@@ -192,6 +195,7 @@ def make_run(
     *overrides: str,
     failures: dict[str, Exception] | None = None,
     environments: LoopEnvironments | None = None,
+    stop: StopRequest | None = None,
 ) -> Run:
     """Return a run over these rows, resumed from the newest checkpoint below `directory` if there is one."""
     rows = write_rows(directory / "train.jsonl", names)
@@ -231,6 +235,27 @@ def make_run(
     workers = LocalWorkers(groups)
     collector = RolloutCollector(stream, workers, buffer, LocalStore(), settings)
     num_steps = _num_steps(config.grpo, stream, saved)
+    state = _restore(saved, checkpoints, policy, collector)  # type: ignore[arg-type]
+    stop = stop or StopRequest(must_save_by=None, job_start=0.0)
+    logger = RunLogger(directory, config.logger, num_steps=num_steps)
+    recorder = Recorder(
+        config=config,
+        logger=logger,
+        state=state,
+        generation=generation,  # type: ignore[arg-type]
+        workers=workers,
+        collector=collector,
+    )
+    saver = Saver(
+        config=config,
+        root=checkpoints,
+        policy=policy,
+        collector=collector,
+        recorder=recorder,
+        state=state,
+        data=stream.identity,
+        stop=stop,
+    )
     run = Run(
         config=config,
         policy=policy,  # type: ignore[arg-type]
@@ -240,21 +265,20 @@ def make_run(
         collector=collector,
         buffer=buffer,
         validation=_validation(config, PromptDataset(directory / "val.jsonl"), environments),
-        logger=RunLogger(directory, config.logger, num_steps=num_steps),
-        stop=StopRequest(must_save_by=None, job_start=0.0),
-        state=_restore(saved, checkpoints, policy, collector),  # type: ignore[arg-type]
-        data=stream.identity,
-        checkpoints=checkpoints,
+        recorder=recorder,
+        saver=saver,
+        stop=stop,
+        state=state,
         num_steps=num_steps,
     )
-    run.logger.resume(run.state.step)
+    logger.resume(state.step)
     run.end_if_good_enough(run.state.metrics)
     run.stop.wake_with(buffer.close)
     return run
 
 
 def records(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def trained(directory: Path) -> list[int]:
@@ -280,4 +304,4 @@ def policy_step(directory: Path) -> int:
     """Return the step at which the policy of the newest checkpoint was saved."""
     found = latest_checkpoint(directory / "checkpoints")
     assert found is not None
-    return int((found / "policy" / "step").read_text())
+    return int((found / "policy" / "step").read_text(encoding="utf-8"))

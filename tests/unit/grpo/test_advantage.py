@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 
-from recipes.grpo.advantage import add_advantages, estimate_advantages, group_baseline, subtract_kl
+from recipes.config.tree.grpo import AdvEstimatorConfig
+from recipes.grpo.advantage import (
+    ESTIMATORS,
+    add_advantages,
+    distil,
+    estimate_advantages,
+    group_baseline,
+    has_group_baseline,
+    rollout_advantages,
+    subtract_kl,
+)
 from recipes.grpo.batch import build_batch
 from recipes.policy.shards import BatchShard
 from recipes.types import Group, PolicyRow, Rollout, RolloutStatus, TrainBatch, Turn
+from tests.configuration import block
+from tests.configuration import config as stage_config
 from tests.groups import group_of
 
 
@@ -113,14 +124,17 @@ def config(**options: Any) -> Any:
         "advantage_clip_high": 50.0,
         "invalid_tool_call_advantage": -5.0,
         "malformed_thinking_advantage": None,
-        "adv_estimator": SimpleNamespace(name="grpo", normalize_rewards=False, use_leave_one_out_baseline=True),
+        "adv_estimator": block(
+            "grpo.adv_estimator", name="grpo", normalize_rewards=False, use_leave_one_out_baseline=True
+        ),
     }
-    loss = SimpleNamespace(
+    loss = block(
+        "loss_fn",
         token_level_loss=True,
         positive_example_nll_weight=options.pop("nll", 0.0),
         use_kl_in_reward=options.pop("use_kl_in_reward", False),
     )
-    return SimpleNamespace(grpo=SimpleNamespace(**{**defaults, **options}), loss_fn=loss)
+    return stage_config(grpo=block("grpo", **{**defaults, **options}), loss_fn=loss)
 
 
 def test_a_group_left_with_one_member_does_not_train() -> None:
@@ -184,7 +198,8 @@ REINFORCE = {"name": "reinforce_plus_plus", "minus_baseline": False}
 def test_reinforce_plus_plus_by_hand() -> None:
     # Three tokens each: the batch's mean is 3/4, its variance (1/16 + 9/16 + 1/16 + 1/16) / 4 = 3/16.
     got, metrics = add_advantages(
-        *given([1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1], [1.0] * 4), config(adv_estimator=SimpleNamespace(**REINFORCE))
+        *given([1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1], [1.0] * 4),
+        config(adv_estimator=block("grpo.adv_estimator", **REINFORCE)),
     )
     deviation = (3 / 16) ** 0.5
     assert got.advantages_B.tolist() == pytest.approx([0.25 / deviation, -0.75 / deviation] + [0.25 / deviation] * 2)
@@ -195,20 +210,20 @@ def test_reinforce_plus_plus_by_hand() -> None:
 def test_reinforce_plus_plus_weighs_rollouts_by_their_tokens_in_the_loss() -> None:
     # With 1 and 3 tokens the mean of rewards 1 and 0 is 1/4, the variance 1/4 * 9/16 + 3/4 * 1/16 = 3/16.
     batch, groups = given([1.0, 0.0, 9.0], [0, 0, 0], [1.0, 1.0, 0.0], {0: (turn(1, prompt=1),)})
-    got, _ = add_advantages(batch, groups, config(adv_estimator=SimpleNamespace(**REINFORCE)))
+    got, _ = add_advantages(batch, groups, config(adv_estimator=block("grpo.adv_estimator", **REINFORCE)))
     deviation = (3 / 16) ** 0.5
     assert got.advantages_B[:2].tolist() == pytest.approx([0.75 / deviation, -0.25 / deviation])
 
 
 def test_the_baseline_of_the_group_leaves_only_differences_inside_groups() -> None:
-    estimator = SimpleNamespace(**REINFORCE | {"minus_baseline": True})
+    estimator = block("grpo.adv_estimator", **REINFORCE | {"minus_baseline": True})
     got, _ = add_advantages(*given([1.0, 0.0, 7.0, 7.0], [0, 0, 1, 1], [1.0] * 4), config(adv_estimator=estimator))
     assert got.advantages_B.tolist() == pytest.approx([2**0.5, -(2**0.5), 0.0, 0.0], abs=1e-6)
 
 
 @pytest.mark.parametrize(("minus_baseline", "mask"), [(False, [1.0, 1.0, 1.0]), (True, [0.0, 1.0, 1.0])])
 def test_a_lone_member_trains_only_where_no_group_is_its_baseline(minus_baseline: bool, mask: list[float]) -> None:
-    estimator = SimpleNamespace(**REINFORCE | {"minus_baseline": minus_baseline})
+    estimator = block("grpo.adv_estimator", **REINFORCE | {"minus_baseline": minus_baseline})
     got, _ = add_advantages(*given([1.0, 0.0, 1.0], [0, 1, 1], [1.0] * 3), config(adv_estimator=estimator))
     assert got.sample_mask_B.tolist() == mask
 
@@ -216,7 +231,9 @@ def test_a_lone_member_trains_only_where_no_group_is_its_baseline(minus_baseline
 @pytest.mark.parametrize("rewards", [[1.0, 1.0], [float("nan"), float("nan")]])
 def test_a_batch_that_says_nothing_gives_no_advantage(rewards: list[float]) -> None:
     mask = [0.0 if value != value else 1.0 for value in rewards]
-    got, _ = add_advantages(*given(rewards, [0, 0], mask), config(adv_estimator=SimpleNamespace(**REINFORCE)))
+    got, _ = add_advantages(
+        *given(rewards, [0, 0], mask), config(adv_estimator=block("grpo.adv_estimator", **REINFORCE))
+    )
     assert got.advantages_B.abs().max() == 0.0
 
 
@@ -230,7 +247,7 @@ def test_positive_examples_share_their_weight_by_tokens() -> None:
 
 def test_with_the_kl_in_the_reward_the_ranks_normalise_and_clip() -> None:
     """The driver does not know the KL: it hands on the rewards, and the advantages of flagged turns, clipped."""
-    estimator = SimpleNamespace(name="reinforce_plus_plus", minus_baseline=False)
+    estimator = block("grpo.adv_estimator", **REINFORCE)
     batch, groups = given([90.0, 0.0, 60.0, 30.0], [0, 0, 1, 1], [1.0, 1.0, 1.0, 0.0])
     options = {"adv_estimator": estimator, "invalid_tool_call_advantage": -70.0}
     got, metrics = add_advantages(batch, groups, config(use_kl_in_reward=True, **options))
@@ -266,3 +283,48 @@ def test_a_token_that_left_the_reference_has_a_lower_advantage_than_the_others_o
     nothing, metrics = subtract_kl(rows[2:], lambda own: own, kl=kl, weight=0.5)
     assert nothing[0].isfinite().all() and metrics["kl_in_reward"] == (0.0, 0.0)
     assert subtract_kl([], lambda own: own, kl=kl, weight=0.5)[0] == []
+
+
+def taught_row(logprobs: list[float], teacher: list[float] | None, mask: list[float]) -> PolicyRow:
+    return PolicyRow(
+        advantage=0.0,
+        loss_mask_S=torch.tensor(mask),
+        logprobs_S=torch.tensor(logprobs),
+        teacher_logprobs_S=None if teacher is None else torch.tensor(teacher),
+    )
+
+
+def test_a_token_that_the_teacher_finds_likelier_has_an_advantage() -> None:
+    rows = [
+        taught_row([0.0, -1.0, -2.0, -5.0], [0.0, -3.0, -0.5, 0.0], [0.0, 1.0, 1.0, 0.0]),
+        taught_row([0.0, -2.0], [0.0, -90.0], [0.0, 1.0]),
+        taught_row([0.0, -2.0], None, [0.0, 1.0]),  # nobody was asked
+        taught_row([0.0, -2.0], [0.0, -1.0], [0.0, 0.0]),  # out of the loss
+    ]
+    advantages, metrics = distil(rows, lambda own: own, bounds=(-50.0, 50.0))
+    assert [own.tolist() for own in advantages] == [[0.0, -2.0, 1.5, 0.0], [0.0, -50.0], [0.0, 0.0], [0.0, 0.0]]
+    assert metrics["teacher_reverse_kl"] == (2.0 - 1.5 + 88.0, 3.0)  # of all tokens, before the bounds
+    assert (metrics["token_advantages_min"], metrics["token_advantages_max"]) == (-50.0, 1.5)
+
+
+def test_the_gradient_by_the_advantages_is_that_of_the_reverse_kl() -> None:
+    """Summed over a whole vocabulary, where the expectation over sampled tokens is exact."""
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher = torch.randn(7, generator=generator, requires_grad=True), torch.randn(7, generator=generator)
+    policy, taught = logits.log_softmax(0), teacher.log_softmax(0)
+    [kl_gradient] = torch.autograd.grad((policy.exp() * (policy - taught)).sum(), logits, retain_graph=True)
+    rows = [taught_row([0.0, float(policy[token])], [0.0, float(taught[token])], [0.0, 1.0]) for token in range(7)]
+    advantages = torch.stack([own[1] for own in distil(rows, lambda own: own)[0]])
+    [gradient] = torch.autograd.grad(-(policy.detach().exp() * advantages * policy).sum(), logits)
+    assert torch.allclose(gradient, kl_gradient, atol=1e-6)
+
+
+def test_rewards_play_no_part_in_distillation() -> None:
+    cfg = block("grpo.adv_estimator", name="on_policy_distillation")
+    rewards_B = torch.tensor([1.0, 0.0, 3.0], dtype=torch.float64)
+    got = rollout_advantages(rewards_B, torch.tensor([0, 0, 1]), torch.tensor([True] * 3), torch.ones(3), cfg)
+    assert got.tolist() == [0.0, 0.0, 0.0] and not has_group_baseline(cfg)
+
+
+def test_every_estimator_has_a_row_in_the_table() -> None:
+    assert set(get_args(get_type_hints(AdvEstimatorConfig)["name"])) == set(ESTIMATORS)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from recipes.grpo.advantage import (
     subtract_kl,
     whitening,
 )
+from tests.configuration import block
 from tests.unit.grpo.test_advantage import config, given, policy_row, turn
 
 PAIR, ONE_GROUP = torch.tensor([1.0, 0.0], dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
@@ -36,8 +35,12 @@ VALID = torch.ones(2, dtype=torch.bool)
 def test_the_configured_baseline_and_scale_are_used(
     normalize: bool, leave_one_out: bool, expected: list[float]
 ) -> None:
-    cfg: Any = SimpleNamespace(
-        name="grpo", normalize_rewards=normalize, use_leave_one_out_baseline=leave_one_out, minus_baseline=False
+    cfg = block(
+        "grpo.adv_estimator",
+        name="grpo",
+        normalize_rewards=normalize,
+        use_leave_one_out_baseline=leave_one_out,
+        minus_baseline=False,
     )
     got = rollout_advantages(PAIR, ONE_GROUP, VALID, torch.ones(2), cfg)
     assert got.tolist() == pytest.approx(expected, rel=1e-5)
@@ -84,13 +87,13 @@ def test_one_token_alone_has_no_advantage_over_the_batch() -> None:
 @pytest.mark.parametrize(("token_level", "expected"), [(True, [1.5, 0.0, 1.5, 0.0]), (False, [0.75, 0.0, 0.75, 0.0])])
 def test_positive_examples_weigh_by_the_unit_that_the_loss_counts(token_level: bool, expected: list[float]) -> None:
     # 6 tokens or 3 sequences in the loss; the rollouts with a reward have 1 and 3 tokens, the last has none.
-    cfg: Any = SimpleNamespace(token_level_loss=token_level, positive_example_nll_weight=1.0)
+    cfg = block("loss_fn", token_level_loss=token_level, positive_example_nll_weight=1.0)
     rewards, tokens = torch.tensor([1.0, 0.0, 0.5, 1.0]), torch.tensor([1.0, 2.0, 3.0, 0.0])
     assert nll_weights(rewards, tokens, cfg).tolist() == expected
 
 
 def test_a_lone_token_with_a_reward_is_weighed_by_one() -> None:
-    cfg: Any = SimpleNamespace(token_level_loss=True, positive_example_nll_weight=1.0)
+    cfg = block("loss_fn", token_level_loss=True, positive_example_nll_weight=1.0)
     assert nll_weights(torch.tensor([1.0]), torch.tensor([1.0]), cfg).tolist() == [1.0]
 
 

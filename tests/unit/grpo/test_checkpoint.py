@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import shutil
@@ -36,7 +37,7 @@ def test_reads_back_what_was_written(tmp_path: Path) -> None:
     assert [as_lists(one) for one in tokens] == [as_lists(one) for one in written_tokens]
     assert got == replace(written, collector=replace(written.collector, finished_tokens=tokens))
     assert (tmp_path / "latest").resolve() == path == latest_checkpoint(tmp_path)
-    assert (path / "hf" / "config.json").read_text() == "{}"
+    assert (path / "hf" / "config.json").read_text(encoding="utf-8") == "{}"
 
 
 def test_metrics_that_were_not_finite_can_be_recorded_again(tmp_path: Path) -> None:
@@ -73,16 +74,23 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert load_state(path).metrics == {"train/reward": 1.0}
 
 
-def test_without_the_marker_it_does_not_count(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, run_state(4), Policy())
-    (path / "COMPLETE").unlink()
-    assert latest_checkpoint(tmp_path) is None
-
-
 DAMAGES = {
     "changed": lambda path: (path / "policy" / "weights").write_bytes(b"weightz"),
     "missing": lambda path: (path / "policy" / "weights").unlink(),
     "torn": lambda path: (path / "COMPLETE").write_bytes((path / "COMPLETE").read_bytes()[:40]),
+    "without the marker": lambda path: (path / "COMPLETE").unlink(),
+    "an array": lambda path: (path / "COMPLETE").write_bytes(b"[]"),
+    "null": lambda path: (path / "COMPLETE").write_bytes(b"null"),
+    "a text": lambda path: (path / "COMPLETE").write_bytes(b'"policy/weights"'),
+    "a number for a checksum": lambda path: (path / "COMPLETE").write_bytes(b'{"state.json": 5}'),
+    "a name that is none": lambda path: (path / "COMPLETE").write_bytes(b'{"a\\u0000b": "00"}'),
+    "empty": lambda path: (path / "COMPLETE").write_bytes(b""),
+}
+NAMED = {
+    "changed": "policy/weights: the file is missing or differs",
+    "missing": "policy/weights: the file is missing or differs",
+    "without the marker": ": it has no COMPLETE",
+    "a name that is none": "the file is missing or differs",
 }
 
 
@@ -94,7 +102,7 @@ def test_a_damaged_newest_falls_back_to_the_one_before_and_says_so(
     for step in (6, 8):
         DAMAGES[damage](save_checkpoint(tmp_path, run_state(step), Policy()))
     assert latest_checkpoint(tmp_path) == good == (tmp_path / "latest").resolve()
-    named = "COMPLETE: it cannot be read" if damage == "torn" else "policy/weights: the file is missing or differs"
+    named = NAMED.get(damage, "COMPLETE: it cannot be read")
     assert [record.levelname for record in caplog.records if named in record.message] == ["ERROR", "ERROR"]
     assert f"goes on from {good}, the steps after it are trained again" in caplog.text
     assert sorted(path.name for path in tmp_path.glob("damaged_*")) == ["damaged_step_000006", "damaged_step_000008"]
@@ -102,13 +110,49 @@ def test_a_damaged_newest_falls_back_to_the_one_before_and_says_so(
     assert save_checkpoint(tmp_path, run_state(6), Policy()) == latest_checkpoint(tmp_path)
 
 
-def test_when_all_are_damaged_nothing_starts_over_unasked(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_when_all_are_damaged_nothing_starts_over_unasked(tmp_path: Path, damage: str) -> None:
     for step in (4, 6):
-        DAMAGES["changed"](save_checkpoint(tmp_path, run_state(step), Policy()))
-    with pytest.raises(CheckpointError, match="step_000006/policy/weights: the file is missing or differs") as caught:
+        DAMAGES[damage](save_checkpoint(tmp_path, run_state(step), Policy()))
+    with pytest.raises(CheckpointError, match=NAMED.get(damage, "it cannot be read")) as caught:
         latest_checkpoint(tmp_path)
     assert len(caught.value.problems) == 2
-    assert list(complete_checkpoints(tmp_path)) == [4, 6]
+    assert "to start over, take another EXP_NAME" in str(caught.value)
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_000004", "step_000006"]
+
+
+def test_checkpoints_that_were_taken_away_leave_a_link_that_refuses(tmp_path: Path) -> None:
+    shutil.rmtree(save_checkpoint(tmp_path, run_state(4), Policy()))
+    with pytest.raises(CheckpointError, match="latest: it leads to step_000004, and no checkpoint is here any more"):
+        latest_checkpoint(tmp_path)
+    assert latest_checkpoint(tmp_path / "never_saved") is None
+
+
+STATES: list[Any] = [[], None, 5, "x", {}, {"step": 4}]
+
+
+@pytest.mark.parametrize("raw", [*STATES, b"", b"\xff", b'{"step'], ids=repr)
+@pytest.mark.parametrize("name", ["state.json", "ledger.jsonl", "replay_buffer.safetensors"])
+def test_a_state_of_another_kind_is_one_clear_error(tmp_path: Path, name: str, raw: Any) -> None:
+    path = save_checkpoint(tmp_path, run_state(4), Policy())
+    (path / name).write_bytes(raw if isinstance(raw, bytes) else json.dumps(raw).encode())
+    if (name, raw) == ("ledger.jsonl", b""):
+        return  # no prompt was trained
+    with pytest.raises(CheckpointError, match=r"its state cannot be read .*start a new run with MODEL_PATH="):
+        load_state(path)
+
+
+@pytest.mark.parametrize("wrong", [{"step": "4"}, {"position": -1}, {"step": True}, {"metrics": []}, {"data": {}}])
+def test_a_state_with_a_field_of_another_kind_is_one_too(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    path = save_checkpoint(tmp_path, run_state(4), Policy())
+    (path / "state.json").write_text(
+        json.dumps(json.loads((path / "state.json").read_bytes()) | wrong), encoding="utf-8"
+    )
+    with pytest.raises(CheckpointError, match="its state cannot be read"):
+        load_state(path)
+    for step in (5, 6):
+        save_checkpoint(tmp_path, run_state(step), Policy())
+    prune(tmp_path, keep_top_k=1, metric=None, higher_is_better=True, save_period=1)  # no such file ends a run
 
 
 class Disk:
@@ -253,7 +297,7 @@ def test_damaged_export_is_refused_but_not_for_the_policy_beside_it(tmp_path: Pa
     path = save_checkpoint(tmp_path, run_state(2), Policy())
     (path / "policy" / "weights").write_bytes(b"Weights")  # the next stage does not read it
     assert complete_export(path / "hf") == path / "hf"
-    (path / "hf" / "config.json").write_text("{ }")
+    (path / "hf" / "config.json").write_text("{ }", encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"hf/config\.json: the file is missing or differs") as refused:
         complete_export(path / "hf")
     assert str(refused.value).endswith("; restore it, or set MODEL_PATH to the export of another step")
@@ -266,7 +310,7 @@ def test_damaged_export_is_refused_but_not_for_the_policy_beside_it(tmp_path: Pa
 
 def test_a_damaged_part_is_refused_but_not_for_what_lies_beside_it(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, run_state(2), Policy())
-    (path / "hf" / "config.json").write_text("{ }")
+    (path / "hf" / "config.json").write_text("{ }", encoding="utf-8")
     require_whole(path, "policy")
     with pytest.raises(CheckpointError, match=r"COMPLETE: it lists no file optimizer/\*; restore it, or take another"):
         require_whole(path, "optimizer")

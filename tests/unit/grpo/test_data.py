@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from recipes.environments.contract.rows import last_user_text
-from recipes.errors import DataError
+from recipes.errors import DataError, RunError
 from recipes.grpo.data import PromptDataset, PromptStream, check_file, require_rows, row_id
 
 
@@ -18,7 +19,9 @@ def row(number: int) -> dict[str, Any]:
 
 
 def write(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join((item if isinstance(item, str) else json.dumps(item)) + "\n" for item in rows))
+    path.write_text(
+        "".join((item if isinstance(item, str) else json.dumps(item)) + "\n" for item in rows), encoding="utf-8"
+    )
     return path
 
 
@@ -91,3 +94,31 @@ def test_missing_and_empty_files(tmp_path: Path) -> None:
         require_rows(tmp_path / "nowhere.jsonl", lambda _: [])
     with pytest.raises(DataError, match="the file has no rows"):
         require_rows(write(tmp_path / "empty.jsonl", []), lambda _: [])
+
+
+def flipped(line: bytes) -> bytes:
+    return line.replace(b"x", b"y")
+
+
+EDITS: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+    "a letter": lambda lines: [lines[0], flipped(lines[1]), lines[2]],
+    "two rows change places": lambda lines: [lines[0], lines[2], lines[1]],
+    "a row is longer": lambda lines: [lines[0], lines[1][:-2] + b" }\n", lines[2]],
+    "cut": lambda lines: [lines[0], lines[1][:9]],
+    "gone": lambda lines: [lines[0]],
+    "no JSON": lambda lines: [lines[0], b"{" * len(lines[1])],
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_row_that_is_edited_in_place_during_the_run_is_one_clear_error(tmp_path: Path, edit: str) -> None:
+    rows = [{**row(number), "text": f"x{number}"} for number in range(3)]
+    path = write(tmp_path / "train.jsonl", rows)
+    dataset = PromptDataset(path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    with path.open("r+b") as file:
+        file.write(b"".join(EDITS[edit](lines)))
+        file.truncate()
+    assert dataset[0] == rows[0]
+    with pytest.raises(RunError, match=r"train\.jsonl: row 2 is not what it was when the run began"):
+        dataset[1]

@@ -24,11 +24,10 @@ import pytest
 from recipes.errors import RecipeError
 from recipes.grpo import log, saving
 from recipes.grpo.checkpoint import LedgerEntry, SavedState, latest_checkpoint, load_state, prune
-from recipes.grpo.data import DataIdentity
-from recipes.grpo.draw import CollectorState
+from recipes.grpo.data import CollectorState, DataIdentity
 from recipes.grpo.log import RunLogger
 from recipes.grpo.metrics import StepMetrics
-from recipes.grpo.saving import CheckpointSaver
+from recipes.grpo.saving import CheckpointWriter
 from tests.unit.grpo.checkpoint_case import Policy
 from tests.unit.grpo.test_log import LoggerCfg
 
@@ -146,7 +145,7 @@ def train(root: Path) -> int:
     done, ledger = (saved.step, list(saved.ledger)) if saved is not None else (0, [])
     log = RunLogger(root, LoggerCfg(), num_steps=FOREVER)
     retention = {"keep_top_k": 2, "metric": None, "higher_is_better": True, "save_period": 1}
-    saver = CheckpointSaver(checkpoints, Policy(), prune=partial(prune, checkpoints, **retention))
+    writer = CheckpointWriter(checkpoints, Policy(), prune=partial(prune, checkpoints, **retention))
     said = done
     try:
         log.resume(done)
@@ -156,8 +155,8 @@ def train(root: Path) -> int:
             metrics.add({"reward": 0.5})
             log.log(metrics)
             log.flush()
-            saver.begin(state_of(step, ledger))
-            if saver.wait() is not None:
+            writer.begin(state_of(step, ledger))
+            if writer.wait() is not None:
                 said = step
     except (OSError, RecipeError):
         pass  # the run has failed, and is started again
@@ -186,7 +185,7 @@ def check(root: Path, said: int) -> int:
     state = load_state(newest)
     assert state.step >= said, f"step {said} was saved, and {state.step} is the newest"
     assert [entry.key for entry in state.ledger] == [f"0:{row}:ab" for row in range(state.step * PROMPTS)]
-    lines = (root / "metrics.jsonl").read_text().splitlines()[: state.step]
+    lines = (root / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[: state.step]
     assert [json.loads(line)["step"] for line in lines] == list(range(1, state.step + 1))
     return state.step
 

@@ -9,8 +9,7 @@ import pytest
 
 from recipes.config.tree import CircuitBreakerConfig
 from recipes.errors import RunError
-from recipes.grpo.data import PromptDataset, PromptStream
-from recipes.grpo.draw import CircuitBreaker, PromptQueue
+from recipes.grpo.data import CircuitBreaker, PromptDataset, PromptQueue, PromptStream
 from recipes.types import Group, PromptRef, Rollout, RolloutStatus
 from tests.groups import group_of
 from tests.unit.grpo.loop_case import make_run, write_rows
@@ -144,7 +143,7 @@ def test_a_data_file_that_is_cut_short_during_the_run_ends_it_with_that_reason(t
     (tmp_path / "train.jsonl").write_bytes(b"")
     try:
         run.collector.start(version=0, last_step=1)
-        with pytest.raises(RunError, match=r"train\.jsonl: row 1 cannot be read any more .*: the file was changed"):
+        with pytest.raises(RunError, match=r"train\.jsonl: row 1 is not what it was when the run began"):
             run.buffer.take(0, deadline_seconds=30.0, waiting_for=run.collector.waiting_for)
     finally:
         run.close()

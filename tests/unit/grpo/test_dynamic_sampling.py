@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from recipes.errors import RunError
-from recipes.grpo.draw import NO_VARIANCE
+from recipes.grpo.data import NO_VARIANCE
 from recipes.types import Group
 from tests.unit.grpo.collector_case import P, Setup, eventually, make_setups
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +9,7 @@ import pytest
 
 from recipes.errors import RunError
 from recipes.grpo.checkpoint import complete_checkpoints
-from recipes.grpo.run import TrainState
-from recipes.types import Group, ModelClient, Rollout, Row
+from recipes.types import ModelClient, Rollout, Row, TrainBatch
 from tests.unit.grpo.loop_case import LoopEnvironments, drive, make_run, policy_step, records
 
 ROWS = [str(number) for number in range(12)]
@@ -22,7 +20,9 @@ def test_data_that_ends_early_is_validated_and_saved_like_the_end(tmp_path: Path
     environments = LoopEnvironments(broken=["3", "8", "9"])
     run = make_run(tmp_path, ROWS, *AT_END, environments=environments)
     assert run.num_steps == 6
+    run.config = replace(run.config, grpo=replace(run.config.grpo, max_num_steps=9))
     assert drive(run) is None
+    assert run.shortfall == "4 of the 9 steps asked for: the data ended, 3 prompts env_failed: down"
     assert run.is_complete
     assert (run.state.step, run.num_steps) == (4, 4), "nine prompts are four steps of two"
     lines = records(tmp_path)
@@ -36,19 +36,20 @@ def test_data_that_ends_before_the_first_step_is_a_failure(tmp_path: Path) -> No
     run = make_run(tmp_path, ["0", "1", "2"], environments=LoopEnvironments(broken=["0", "2"]))
     failure = drive(run)
     assert isinstance(failure, RunError), "a stage that hands nothing over must not count as done"
-    assert str(failure) == "the data ended before the first step was trained: 2 prompts env_failed"
+    assert str(failure) == "the data ended before the first step was trained: 2 prompts env_failed: down"
 
 
 def test_a_stop_in_the_last_step_leaves_the_validation_to_the_next_start(tmp_path: Path) -> None:
     run = make_run(tmp_path, ROWS, *AT_END)
 
-    class Stopping(TrainState):
-        def advance(self, groups: Sequence[Group]) -> None:
-            super().advance(groups)
-            if self.step == 6:
-                run.stop.reason = "signal SIGTERM"
+    train_step = run.policy.train
 
-    run.state = Stopping()
+    def stop_in_the_last(batch: TrainBatch) -> dict[str, float]:
+        if run.state.step == 5:
+            run.stop.reason = "signal SIGTERM"
+        return train_step(batch)
+
+    run.policy.train = stop_in_the_last  # type: ignore[method-assign]
     assert drive(run) is None
     assert not run.is_complete, "the launcher must start it again"
     assert list(complete_checkpoints(tmp_path / "checkpoints")) == [6]

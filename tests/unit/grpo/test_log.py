@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from recipes.grpo.metrics import StepMetrics
 from recipes.tokens import GroupTokens
 from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
 from tests.groups import LocalStore, group_of
-from tools.rows.pass_rates import read_pass_rates
+from tools.data.rows.pass_rates import read_pass_rates
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def step_metrics(step: int, reward: float) -> StepMetrics:
 
 
 def lines_of(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def make_group(row: int, rewards: list[float | None], agent: str = "math", trajectory: Any = None) -> Group:
@@ -109,11 +110,47 @@ def test_resume_removes_later_steps_and_a_torn_line(tmp_path: Path) -> None:
     records = lines_of(tmp_path / "metrics.jsonl")
     assert [(record["step"], record["train/reward"]) for record in records] == [(0, 0), (1, 0), (2, 0), (3, 1)]
     assert [record["step"] for record in lines_of(tmp_path / "rollouts" / "train.jsonl")] == [0, 1, 2]
-    third = RunLogger(tmp_path, LoggerCfg(), num_steps=9)
-    third.resume(0)  # starts over: the validation before training is repeated too
-    third.close()
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_run_that_starts_over_keeps_what_was_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number in (1, 2):
+        run = RunLogger(tmp_path, LoggerCfg(tensorboard_enabled=True), num_steps=9)
+        run.resume(0)
+        run.log(step_metrics(0, 0.0))
+        run.log(step_metrics(number, 1.0))
+        run.log_rollouts("train", number, [make_group(0, [1.0])], LocalStore(), limit=1)
+        run.close()
+    again = RunLogger(tmp_path, LoggerCfg(), num_steps=9)
+    again.resume(0)
+    again.log(step_metrics(0, 0.0))
+    again.close()
+    places = [tmp_path / "set_aside", tmp_path / "set_aside.2"]
+    for number, place in enumerate(places, start=1):
+        assert [record["step"] for record in lines_of(place / "metrics.jsonl")] == [0, number]
+        assert [record["step"] for record in lines_of(place / "pass_rates.jsonl")] == [number]
+        assert [record["step"] for record in lines_of(place / "rollouts" / "train.jsonl")] == [number]
+        assert list((place / "tensorboard").iterdir())
+        assert f"what was logged is kept in {place}" in caplog.text
+    assert [record["step"] for record in lines_of(tmp_path / "metrics.jsonl")] == [0]
+    repeated = RunLogger(tmp_path, LoggerCfg(), num_steps=9)
+    repeated.resume(0)  # no step was trained: the validation before training is repeated, nothing is set aside
+    repeated.close()
+    assert (tmp_path / "metrics.jsonl").read_text(encoding="utf-8") == ""
+    assert len(list(tmp_path.glob("set_aside*"))) == 2
+
+
+@pytest.mark.parametrize("line", ["[]", "null", "5", '"x"', "{}", '{"step": "3"}', '{"step": null}', "\x00", '{"st'])
+def test_a_line_that_is_no_record_is_removed_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, line: str
+) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n', encoding="utf-8")
+    run = RunLogger(tmp_path, LoggerCfg(), num_steps=2)
+    run.resume(2)
+    run.close()
+    assert [record["step"] for record in lines_of(file)] == [1, 2]
+    assert "removed an unreadable line" in caplog.text
 
 
 def test_rollout_lines_say_what_came_out_and_why(tmp_path: Path) -> None:
@@ -252,8 +289,49 @@ def test_tensorboard_files_hold_the_scalars(tmp_path: Path) -> None:
 
 def test_wandb_that_is_not_installed_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"logger\.wandb_enabled: it is true, but .*pip install wandb"):
+    with pytest.raises(ConfigError, match=r"logger\.wandb_enabled: it is true, but .*make setup"):
         RunLogger(tmp_path, LoggerCfg(wandb_enabled=True), num_steps=1)
+
+
+class Projects:
+    """W&B as it is met: a run is continued by its id, and a step that it has had already is not taken again."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, dict[int, dict[str, float]]] = {}
+
+    def init(self, *, id: str, resume: str, **_options: object) -> Any:
+        run = self.runs.setdefault(id, {})
+
+        def log(scalars: dict[str, float], step: int) -> None:
+            if step >= max(run, default=0):
+                run[step] = run.get(step, {}) | scalars
+
+        assert resume == "allow"
+        return SimpleNamespace(log=log, finish=lambda: None)
+
+
+def test_wandb_has_each_step_as_it_was_trained_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    projects = Projects()
+    monkeypatch.setitem(sys.modules, "wandb", projects)  # type: ignore[arg-type]
+
+    def train(place: Path, after: int, steps: Sequence[int], reward: float) -> dict[int, float]:
+        run = RunLogger(place, LoggerCfg(wandb_enabled=True), num_steps=9)
+        run.resume(after)
+        for step in steps:
+            run.log(step_metrics(step, reward))
+        run.close()
+        newest = list(projects.runs.values())[-1]
+        return {step: scalars["train/reward"] for step, scalars in newest.items()}
+
+    one, other = tmp_path / "mine" / "stage1", tmp_path / "yours" / "stage1"
+    assert train(one, 0, [0, 1, 2], 0.1) == {0: 0.1, 1: 0.1, 2: 0.1}
+    assert train(one, 2, [3, 4], 0.2) == {0: 0.1, 1: 0.1, 2: 0.1, 3: 0.2, 4: 0.2}  # nothing lost: the same run
+    assert len(projects.runs) == 1
+    assert train(one, 3, [4, 5], 0.3) == {0: 0.1, 1: 0.1, 2: 0.1, 3: 0.2, 4: 0.3, 5: 0.3}  # step 4 was lost
+    assert len(projects.runs) == 2
+    assert train(one, 0, [1], 0.4) == {1: 0.4}  # its checkpoints are gone
+    assert train(other, 0, [1], 0.5) == {1: 0.5}  # of the same name, in the same project
+    assert len(projects.runs) == 4
 
 
 class Copy:
@@ -368,3 +446,17 @@ def test_flush_ends_at_once_when_a_record_before_it_was_not_written(tmp_path: Pa
     assert time.monotonic() - start < 30
     with pytest.raises(RunError):
         run.close()
+
+
+def test_a_step_whose_groups_all_scored_alike_is_said_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = RunLogger(tmp_path, LoggerCfg(), num_steps=9)
+    for step, alike in enumerate([*[4.0] * 7, 1.0, 4.0], 1):
+        metrics = StepMetrics(step)
+        metrics.add({"num_groups": 4.0, "num_groups_zero_variance": alike, "total_reward/max": 0.0})
+        run.show(metrics)
+    said = [record.getMessage() for record in caplog.records if "scored alike" in record.getMessage()]
+    assert [text.split(":")[0] for text in said] == ["step 1", "step 2", "step 4", "step 9"], "a line per step is noise"
+    assert said[0].startswith("step 1: 4 of 4 groups scored alike: no gradient; take easier rows")
+    assert said[2].endswith("(4 in a row)")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +12,10 @@ import torch
 from recipes.grpo.advantage import nll_weights
 from recipes.grpo.loss import grpo_loss, mask_mismatched
 from recipes.types import LossInputs
+from tests.configuration import block
 
-CONFIG: Any = SimpleNamespace(
+CONFIG = block(
+    "loss_fn",
     force_on_policy_ratio=True,
     disable_ppo_ratio=False,
     sequence_level_importance_ratios=False,
@@ -55,7 +56,7 @@ def test_mismatch_is_measured_on_sampled_tokens_only() -> None:
 @pytest.mark.parametrize(("token_level", "count"), [(True, 2), (False, 1)])
 def test_a_masked_sequence_leaves_the_loss_its_count_and_its_gradient(token_level: bool, count: int) -> None:
     current = torch.tensor([[-9.0, -0.5, -0.5], [-9.0, -2.5, -2.5]]).requires_grad_()
-    config: Any = SimpleNamespace(**{**vars(CONFIG), "token_level_loss": token_level})
+    config = options(token_level_loss=token_level)
     sums = grpo_loss(current, inputs_of([[0.0, -0.5, -0.5]] * 2, current), cfg=config, mismatch_threshold=2.0)
     (gradient,) = torch.autograd.grad(sums.loss, current)
     assert sums.count == count
@@ -112,7 +113,7 @@ def test_an_error_at_the_threshold_is_kept() -> None:
 
 
 def options(**values: Any) -> Any:
-    return SimpleNamespace(**{**vars(CONFIG), **values})
+    return replace(CONFIG, **values)
 
 
 def test_reinforce_has_the_gradient_of_the_log_probability() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,4 +128,29 @@ def test_the_gate_can_be_switched_off(tmp_path: Path) -> None:
     run = make_run(tmp_path, ["math:a", "math:b"], "grpo.parity_error_threshold=null")
     drifted(run, 9.0)
     check_parity(run)
+    run.close()
+
+
+@pytest.mark.parametrize("metadata", [{"problem_statement": "Repair it."}, {"problem_statement": ""}, {}, None])
+def test_rows_whose_agent_writes_the_prompt_are_compared_with_their_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metadata: dict[str, str] | None
+) -> None:
+    """As in stage 2.2, all of whose rows are such."""
+    run = make_run(tmp_path, ["code:a", "code:b"])
+    ahead = run.collector.prompts_ahead(1)
+    given: list[str] = []
+
+    def encode(params: dict[str, Any]) -> tuple[int, ...]:
+        given.append(params["input"][0]["content"])
+        return (1,) * 10_000  # longer than a prompt can be
+
+    params = {"input": [], **({} if metadata is None else {"metadata": metadata})}
+    rows = [(prompt, {**row, "responses_create_params": params}) for prompt, row in ahead]
+    monkeypatch.setattr(type(run.collector), "prompts_ahead", lambda _self, _count: rows)
+    monkeypatch.setattr(run.environments, "codec", SimpleNamespace(encode=encode))
+    drifted(run, 1.0)
+    with pytest.raises(RunError, match="disagree"):
+        check_parity(run)
+    assert len(given) == 1
+    assert given[0], "no template renders an empty turn the same way"
     run.close()

@@ -67,3 +67,15 @@ def test_a_metric_that_no_checkpoint_has_is_named_before_the_best_is_deleted(
         save_checkpoint(tmp_path, run_state(step, {"train/reward": reward}), Policy())
     prune(tmp_path, keep_top_k=1, metric=name, higher_is_better=True, save_period=2)
     assert ("no checkpoint has this metric" in caplog.text) == is_told
+
+
+@pytest.mark.parametrize("validated_at", [None, 4])
+def test_checkpoints_before_the_first_validation_lack_no_metric(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, validated_at: int | None
+) -> None:
+    """As the published stage 2.2 does by itself: it saves every 2 steps and validates every 100."""
+    for step in (2, 4, 6):
+        measured = {"validation/other": 0.5} if step == validated_at else {}
+        save_checkpoint(tmp_path, run_state(step, {"train/reward": 0.1, **measured}), Policy())
+    prune(tmp_path, keep_top_k=1, metric="validation/accuracy", higher_is_better=True, save_period=2)
+    assert ("no checkpoint has this metric" in caplog.text) == (validated_at is not None)

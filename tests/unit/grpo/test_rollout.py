@@ -12,7 +12,7 @@ import pytest
 
 from recipes.errors import EngineError, RequestError, RunError, StalledError
 from recipes.grpo.buffer import ReplayBuffer
-from recipes.grpo.draw import CollectorState
+from recipes.grpo.data import CollectorState
 from recipes.rollouts.group import PolicyClient
 from recipes.types import RolloutStatus, Sampling
 from tests.groups import as_lists
@@ -35,7 +35,7 @@ def test_draws_exactly_age_steps_ahead(make: Callable[..., Setup], age: int) -> 
 
 
 def test_windows_match_the_recorded_ones(golden_dir: Path, make: Callable[..., Setup]) -> None:
-    cases = json.loads((golden_dir / "grpo" / "target_weights.json").read_text())["cases"]
+    cases = json.loads((golden_dir / "grpo" / "target_weights.json").read_text(encoding="utf-8"))["cases"]
     assert cases
     for case in cases:
         given = case["inputs"]

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from recipes.grpo.run import Run, TrainState
+from recipes.grpo.checkpoint import TrainState
+from recipes.grpo.run import Run
 from recipes.stop import StopRequest
+from tests.configuration import block, config
 
 
 def run_at(step: int) -> Run:
     """Return a run of nine steps that validates at the start, every two steps from the fourth on, and at the end."""
-    grpo = SimpleNamespace(val_at_start=True, val_period=2, val_start_at=4, val_at_end=True)
+    grpo = block("grpo", val_at_start=True, val_period=2, val_start_at=4, val_at_end=True)
     parts: dict[str, Any] = dict.fromkeys(
         (
-            "data",
             "policy",
             "generation",
             "environments",
@@ -24,12 +24,12 @@ def run_at(step: int) -> Run:
             "collector",
             "buffer",
             "validation",
-            "logger",
-            "checkpoints",
+            "recorder",
+            "saver",
         )
     )
     return Run(
-        config=SimpleNamespace(grpo=grpo),  # type: ignore[arg-type]
+        config=config(grpo=grpo),
         stop=StopRequest(must_save_by=None, job_start=0.0),
         state=TrainState(step=step),
         num_steps=9,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,26 +17,28 @@ from recipes.grpo.buffer import read_groups, write_groups
 from recipes.grpo.loss import grpo_loss
 from recipes.grpo.metrics import aggregate_rollouts
 from recipes.grpo.reward import verdicts
-from recipes.policy.shards import BatchShard, optimizer_batches, padded, plan
+from recipes.policy.shards import BatchShard, divide, optimizer_batches, padded
 from recipes.types import Group, LossInputs, Rollout, RolloutStatus, TrainBatch, Turn
+from tests.configuration import block, config
 from tests.groups import as_lists, group_of
 from tests.unit.grpo.test_loss import CONFIG
 
-SCALAR: Any = SimpleNamespace(
-    name="grpo", normalize_rewards=False, use_leave_one_out_baseline=True, minus_baseline=True
+SCALAR = block(
+    "grpo.adv_estimator", name="grpo", normalize_rewards=False, use_leave_one_out_baseline=True, minus_baseline=True
 )
 
 
 def settings(*, token_level: bool = True, nll_weight: float = 0.0) -> Any:
     loss = {"token_level_loss": token_level, "positive_example_nll_weight": nll_weight, "use_kl_in_reward": False}
-    grpo = SimpleNamespace(
+    grpo = block(
+        "grpo",
         adv_estimator=SCALAR,
         invalid_tool_call_advantage=-5.0,
         malformed_thinking_advantage=None,
         advantage_clip_low=None,
         advantage_clip_high=None,
     )
-    return SimpleNamespace(grpo=grpo, loss_fn=SimpleNamespace(**{**vars(CONFIG), **loss}))
+    return config(grpo=grpo, loss_fn=replace(CONFIG, **loss))
 
 
 def turn(prompt: Sequence[int], sampled: Sequence[int], **flags: bool) -> Turn:
@@ -175,10 +176,12 @@ def test_ranks_get_equally_many_rows_of_which_the_added_ones_teach_nothing(multi
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("size", [4, 2])
 def test_ranks_share_any_number_of_sequences_of_which_each_fills_a_bin(is_packed: bool, size: int) -> None:
-    packing = SimpleNamespace(enabled=is_packed, train_mb_tokens=8, algorithm="modified_first_fit_decreasing")
-    cfg: Any = SimpleNamespace(sequence_packing=packing, train_micro_batch_size=1, make_sequence_length_divisible_by=8)
+    packing = block(
+        "policy.sequence_packing", enabled=is_packed, train_mb_tokens=8, algorithm="modified_first_fit_decreasing"
+    )
+    cfg = block("policy", sequence_packing=packing, train_micro_batch_size=1, make_sequence_length_divisible_by=8)
     for part in optimizer_batches(trained(settings(), GROUP)[0], size, num_shards=2):
-        first, second = plan(part, cfg, num_shards=2, training=True)
+        first, second = divide(part, cfg, num_shards=2, training=True)
         assert len(first.microbatches) == len(second.microbatches)
         assert sorted(first.rows + second.rows) == list(range(len(part.lengths_B)))
 

@@ -15,10 +15,9 @@ from recipes.config.load import load_config, require_valid
 from recipes.config.tree import AsyncGrpoConfig
 from recipes.errors import CheckpointError, ConfigError, DataError
 from recipes.generation.serving.requests import AtPush
-from recipes.grpo.checkpoint import LedgerEntry, SavedState
-from recipes.grpo.data import DataIdentity, PromptDataset, PromptStream
-from recipes.grpo.draw import CollectorState, DrawnPrompt
-from recipes.grpo.setup import _at_push, _num_steps, _open_data, _validation, on_same_data, require_window
+from recipes.grpo.checkpoint import LedgerEntry, SavedState, window_problems
+from recipes.grpo.data import CollectorState, DataIdentity, DrawnPrompt, PromptDataset, PromptStream
+from recipes.grpo.setup import _at_push, _num_steps, _open_data, _validation, on_same_data
 from recipes.tokens import pack_rollouts
 from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn
 
@@ -44,6 +43,7 @@ def config(
             num_prompts_per_step=prompts,
             num_generations_per_prompt=size,
             max_num_epochs=2,
+            max_num_steps=1,
             seed=0,
             async_grpo=async_grpo(age, enabled=enabled),
         ),
@@ -56,7 +56,7 @@ def config(
 def test_data_that_gives_no_step_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     row = {"responses_create_params": {"input": "question"}, "agent_ref": {"name": "a"}}
-    path.write_text(f"{json.dumps(row)}\n" * 3)
+    path.write_text(f"{json.dumps(row)}\n" * 3, encoding="utf-8")
     environments: Any = SimpleNamespace(check_row=lambda _row: [])
     with pytest.raises(DataError, match=r"train\.jsonl: got 6 prompts \(3 rows, 2 times\), expected .* is 7; add rows"):
         _open_data(config(prompts=7, path=path), environments)
@@ -101,11 +101,8 @@ def saved(in_flight: tuple[tuple[int, int], ...], *finished: Group) -> SavedStat
 
 
 def problems(state: SavedState, *, prompts: int, age: int, **changes: int) -> list[str]:
-    try:
-        require_window(state, config(prompts=prompts, age=age, **changes), Path("step_000004"))
-    except ConfigError as error:
-        return [str(problem) for problem in error.problems]
-    return []
+    changed = config(prompts=prompts, age=age, **changes)
+    return [str(problem) for problem in window_problems(state, changed, Path("step_000004"))]
 
 
 def test_a_resume_needs_the_window_it_was_saved_with() -> None:
@@ -123,9 +120,7 @@ def test_a_resume_needs_the_window_it_was_saved_with() -> None:
 
 def test_a_resume_that_no_longer_generates_ahead_says_which_key_does_that() -> None:
     state = saved(((12, 5),), group(10, target=4, version=3))
-    with pytest.raises(ConfigError) as caught:
-        require_window(state, config(prompts=2, enabled=False), Path("step_000004"))
-    [problem] = map(str, caught.value.problems)
+    [problem] = map(str, window_problems(state, config(prompts=2, enabled=False), Path("step_000004")))
     assert problem.startswith("grpo.async_grpo.enabled: got false, so that the age limit is 0, expected at least 1")
 
 
@@ -162,7 +157,7 @@ def test_a_group_from_weights_that_are_too_old_now_needs_their_age() -> None:
 def stream_of(path: Path, names: str, *, shuffle: bool = False, seed: int = 0, epochs: int = 1) -> PromptStream:
     """Return the stream over a file with one row per letter."""
     rows = [{"responses_create_params": {"input": name}, "agent_ref": {"name": "a"}} for name in names]
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     return PromptStream(PromptDataset(path), num_epochs=epochs, shuffle=shuffle, seed=seed)
 
 

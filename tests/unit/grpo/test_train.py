@@ -102,9 +102,9 @@ def test_a_collector_that_cannot_be_asked_costs_one_save_not_the_run(
 def test_a_save_waits_for_the_log_as_long_as_for_the_checkpoint_itself(tmp_path: Path) -> None:
     """A shared file system may stand still for minutes: that must not end a run which its checkpoint would survive."""
     run = make_run(tmp_path, ROWS, "checkpointing.save_period=3", "deadlines.checkpoint=77", "deadlines.shutdown=88")
-    flush, close, waits = run.logger.flush, run.logger.close, list[float]()
-    run.logger.flush = lambda *seconds: (waits.extend(seconds), flush(*seconds))[1]  # type: ignore[method-assign]
-    run.logger.close = lambda *seconds: (waits.extend(seconds), close(*seconds))[1]  # type: ignore[method-assign]
+    flush, close, waits = run.recorder.logger.flush, run.recorder.logger.close, list[float]()
+    run.recorder.logger.flush = lambda *seconds: (waits.extend(seconds), flush(*seconds))[1]  # type: ignore[method-assign]
+    run.recorder.logger.close = lambda *seconds: (waits.extend(seconds), close(*seconds))[1]  # type: ignore[method-assign]
     assert drive(run) is None
     assert waits == [77, 77, 88]
 
@@ -133,11 +133,11 @@ def test_a_resumed_job_begins_no_step_that_it_cannot_finish(tmp_path: Path) -> N
     first = make_run(tmp_path, ROWS, "grpo.max_num_steps=2")
     first.state.step_seconds = 1000.0
     assert drive(first) is None
-    run = make_run(tmp_path, ROWS)
+    now = time.time()
+    stop = StopRequest(must_save_by=None, job_start=now, job_end=now + 600)  # a step takes longer
+    run = make_run(tmp_path, ROWS, stop=stop)
     assert run.state.step_seconds == first.state.step_seconds
     assert run.state.step_seconds > 600
-    now = time.time()
-    run.stop = StopRequest(must_save_by=None, job_start=now, job_end=now + 600)  # a step takes longer
     assert drive(run) is None
     assert run.stop.reason == "the job's time limit"
     assert run.state.step == 2
@@ -160,16 +160,17 @@ def test_a_time_limit_ends_the_wait_for_rollouts_and_the_run_saves(tmp_path: Pat
                 await asyncio.sleep(3600)
             return await super().run(row, model, max_tokens=max_tokens)
 
-    run = make_run(tmp_path, ROWS, environments=Late())
-    take, asked = run.buffer.take, list[int]()
+    asked = list[int]()
+    # The limit passes while the third step waits for its groups.
+    stop = StopRequest(must_save_by="00:00:10:00", job_start=0.0, clock=lambda: 700.0 if 2 in asked else 0.0)
+    run = make_run(tmp_path, ROWS, environments=Late(), stop=stop)
+    take = run.buffer.take
 
     def note(step: int, **options: Any) -> list[Group]:
         asked.append(step)
         return take(step, **{**options, "deadline_seconds": 10.0})
 
     run.buffer.take = note  # type: ignore[method-assign]
-    # The limit passes while the third step waits for its groups.
-    run.stop = StopRequest(must_save_by="00:00:10:00", job_start=0.0, clock=lambda: 700.0 if 2 in asked else 0.0)
     assert drive(run) is None
     assert run.stop.reason == "checkpointing.checkpoint_must_save_by"
     assert not run.is_complete
@@ -215,7 +216,7 @@ def test_a_stop_ends_a_validation_and_saves_the_step(tmp_path: Path, by_signal: 
             if by_signal:
                 run.stop.reason = "signal SIGTERM"  # as the handler does
             else:
-                run.stop = StopRequest(must_save_by="00:00:00:00", job_start=time.time())
+                run.stop = run.saver.stop = StopRequest(must_save_by="00:00:00:00", job_start=time.time())
             try:
                 await asyncio.sleep(600)
             except asyncio.CancelledError:

@@ -12,10 +12,10 @@ from torch.nn import functional
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
+from recipes.policy.layers.attention import rotary_angles, rotate
 from recipes.policy.layers.context import held_positions, share_over_context
-from recipes.policy.layers.gated import GatedSilu
+from recipes.policy.layers.norm import GatedSilu
 from recipes.policy.layers.packed import packed_sequences
-from recipes.policy.layers.rotary import rotary_angles, rotate
 
 CPU = torch.device("cpu")
 

@@ -15,8 +15,8 @@ from transformers import AutoConfig
 
 from recipes.config.load import load_config, require_valid
 from recipes.config.tree import PolicyConfig
-from recipes.generation.handshake import nccl_init, nccl_update
-from recipes.policy.families.qwen3 import Qwen3
+from recipes.generation.generation import nccl_init, nccl_update
+from recipes.policy.families.transformer import Qwen3
 from recipes.policy.model import transformer_config
 from recipes.policy.optimizer import ddp_config, optimizer_config
 from recipes.policy.weights import make_layout

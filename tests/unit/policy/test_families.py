@@ -28,23 +28,26 @@ def test_only_families_know_a_models_name() -> None:
     named = re.compile(r"qwen|nemotron|llama|mistral|lm_head|embed_tokens", re.IGNORECASE)
     others = [path for path in POLICY.rglob("*.py") if path.parent.name != "families"]
     assert others
-    assert not [path.name for path in others if named.search(path.read_text())]
+    assert not [path.name for path in others if named.search(path.read_text(encoding="utf-8"))]
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
-    ("sharding", "rows"),
+    ("sharding", "rows", "columns"),
     [
-        (Sharding.QKV, (24, 12, 12)),
-        (Sharding.GATE_UP, (8, 8)),
-        (Sharding.ROWS, (8,)),
-        (Sharding.COLUMNS, (8,)),
-        (Sharding.REPLICATED, (8,)),
+        (Sharding.QKV, (24, 12, 12), (24,)),
+        (Sharding.QKV, (24, 12, 12), ()),  # biases
+        (Sharding.GATE_UP, (8, 8), (24,)),
+        (Sharding.ROWS, (8,), (24,)),
+        (Sharding.COLUMNS, (8,), (24,)),
+        (Sharding.REPLICATED, (8,), (24,)),
     ],
 )
-def test_shards_join_to_what_was_split(sharding: Sharding, rows: tuple[int, ...], size: int) -> None:
+def test_shards_join_to_what_was_split(
+    sharding: Sharding, rows: tuple[int, ...], columns: tuple[int, ...], size: int
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    full = [torch.randn(count, 24, generator=generator) for count in rows]
+    full = [torch.randn(count, *columns, generator=generator) for count in rows]
     shards: list[Tensor] = [mapping.split(sharding, full, CONFIG, size=size, rank=rank) for rank in range(size)]
     joined = mapping.join(sharding, shards[:1] if sharding is Sharding.REPLICATED else shards, CONFIG)
     assert [torch.equal(got, want) for got, want in zip(joined, full, strict=True)] == [True] * len(full)

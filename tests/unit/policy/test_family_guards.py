@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PretrainedConfig
 
+from recipes.config.keys.native import unbuilt_values
 from recipes.policy.families.nemotron_h import NemotronH
-from recipes.policy.families.qwen3_moe import Qwen3Moe
+from recipes.policy.families.transformer import Llama, Mistral, Qwen2, Qwen3Moe
 
 HYBRID = {
     "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp"],
@@ -67,3 +68,47 @@ def test_what_a_hybrid_says_otherwise_is_refused(values: dict[str, Any], refusal
 def test_layers_without_experts_among_others_are_refused(values: dict[str, Any], refusal: tuple[str, str, str]) -> None:
     assert Qwen3Moe().refusals(AutoConfig.for_model("qwen3_moe", **values)) == [refusal]
     assert Qwen3Moe().refusals(AutoConfig.for_model("qwen3_moe")) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "values", "refusal"),
+    [
+        (Llama(), "llama", {"attention_bias": True}, ("attention_bias", "true", "false")),
+        (Llama(), "llama", {"mlp_bias": True}, ("mlp_bias", "true", "false")),
+        (Llama(), "llama", {"hidden_act": "gelu"}, ("hidden_act", "gelu", "silu")),
+        (Mistral(), "mistral", {"sliding_window": 4096}, ("sliding_window", "4096", "none")),
+        (Qwen2(), "qwen2", {"use_sliding_window": True}, ("use_sliding_window", "true", "false")),
+        *(
+            (
+                family,
+                kind,
+                {"rope_scaling": {"rope_type": rope, "factor": 8.0}},
+                ("rope_parameters.rope_type", rope, "default"),
+            )
+            for family, kind in ((Llama(), "llama"), (Qwen2(), "qwen2"))
+            for rope in ("linear", "dynamic")
+        ),
+    ],
+)
+def test_what_a_relative_of_llama_says_otherwise_is_refused(
+    family: Llama, kind: str, values: dict[str, Any], refusal: tuple[str, str, str]
+) -> None:
+    usual = {"sliding_window": None} if kind == "mistral" else {}
+    assert family.refusals(AutoConfig.for_model(kind, **usual | values)) == [refusal]
+    assert family.refusals(AutoConfig.for_model(kind, **usual)) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "refusal"),
+    [
+        ({}, []),
+        ({"rope_scaling": None, "rope_theta": 5e5}, []),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, []),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, [("rope_scaling.rope_type", "linear", "default")]),
+        ({"rope_scaling": {"rope_type": "llama3"}}, [("rope_scaling.rope_type", "llama3", "default")]),
+        ({"rope_parameters": {"rope_type": "yarn"}}, [("rope_parameters.rope_type", "yarn", "default")]),
+    ],
+)
+def test_scaled_positions_are_refused_as_old_and_new_files_say_them(config: dict[str, Any], refusal: list[Any]) -> None:
+    for architecture in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3MoeForCausalLM"):
+        assert unbuilt_values(architecture, config.get) == refusal

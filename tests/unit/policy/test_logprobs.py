@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipes.policy.layers.logprobs import label_logprobs
+from recipes.policy.layers.head import label_logprobs
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from recipes.policy.packing import pack, round_up, shard_packed, shard_plain
 
 
 def _cases(golden_dir: Path, name: str) -> list[dict[str, Any]]:
-    cases: list[dict[str, Any]] = json.loads((golden_dir / "grpo" / name).read_text())["cases"]
+    cases: list[dict[str, Any]] = json.loads((golden_dir / "grpo" / name).read_text(encoding="utf-8"))["cases"]
     assert cases
     return cases
 

@@ -15,7 +15,7 @@ from recipes.config.load import BASE, load_config
 from recipes.config.tree import Config
 from recipes.grpo.loss import grpo_loss
 from recipes.policy.microbatch import pack_microbatch
-from recipes.policy.shards import merge_metrics, merge_step_metrics, plan, split
+from recipes.policy.shards import divide, merge_metrics, merge_step_metrics, split
 from recipes.policy.step import loss_inputs
 from recipes.types import Rollout, TrainBatch
 from tests.groups import LocalStore
@@ -58,7 +58,7 @@ def of_ragged(
     weights_VV: Tensor, batch: TrainBatch, config: Config, *, num_ranks: int
 ) -> tuple[Tensor, dict[str, float]]:
     losses, counts, ranks = [], [], []
-    shards = split(batch, plan(batch, config.policy, num_shards=num_ranks, training=True))
+    shards = split(batch, divide(batch, config.policy, num_shards=num_ranks, training=True))
     for shard in (one.fetched(LocalStore()) for one in shards):
         measured = []
         for rows in shard.microbatches:

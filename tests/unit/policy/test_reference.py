@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.policy.reference import ReferenceWeights
+from recipes.policy.step import ReferenceWeights
 
 
 class Tied(nn.Module):

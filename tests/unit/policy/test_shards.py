@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,15 +10,16 @@ import torch
 
 from recipes.policy.packing import Shard
 from recipes.policy.shards import (
+    divide,
     merge_metrics,
     merge_optimizer_steps,
     merge_step_metrics,
     optimizer_batches,
-    plan,
     scatter_rows,
     split,
 )
 from recipes.types import TrainBatch
+from tests.configuration import block
 
 
 def _batch() -> TrainBatch:
@@ -94,10 +94,15 @@ def test_a_loss_without_bound_in_both_directions_is_no_number_either() -> None:
 
 
 def policy_config(*, is_packed: bool) -> Any:
-    packing = SimpleNamespace(
-        enabled=is_packed, train_mb_tokens=8, logprob_mb_tokens=16, algorithm="first_fit_decreasing"
+    packing = block(
+        "policy.sequence_packing",
+        enabled=is_packed,
+        train_mb_tokens=8,
+        logprob_mb_tokens=16,
+        algorithm="first_fit_decreasing",
     )
-    return SimpleNamespace(
+    return block(
+        "policy",
         sequence_packing=packing,
         train_micro_batch_size=1,
         logprob_batch_size=2,
@@ -117,7 +122,7 @@ def policy_config(*, is_packed: bool) -> Any:
 def test_the_plan_follows_the_configuration_of_training_or_log_probabilities(
     is_packed: bool, training: bool, expected: list[tuple[tuple[int, ...], ...]]
 ) -> None:
-    shards = plan(_batch(), policy_config(is_packed=is_packed), num_shards=2, training=training)
+    shards = divide(_batch(), policy_config(is_packed=is_packed), num_shards=2, training=training)
     assert [shard.microbatches for shard in shards] == expected
 
 

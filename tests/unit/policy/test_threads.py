@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from recipes.policy.policy import threads_per_rank, worker_variables
 from recipes.policy.worker import WorkerIdentity
+from tests.configuration import block
 
 
 def identity(node: str, cores: int) -> WorkerIdentity:
@@ -32,7 +32,6 @@ def test_the_ranks_of_a_node_share_its_cores(ranks: list[tuple[str, int]], threa
 
 @pytest.mark.parametrize("asked", [None, {"CUDA_DEVICE_MAX_CONNECTIONS": 8}], ids=["default", "asked"])
 def test_kernels_run_in_the_order_in_which_megatron_queues_them_unless_asked(asked: dict[str, Any] | None) -> None:
-    cfg: Any = SimpleNamespace(megatron_cfg=SimpleNamespace(env_vars=asked))
-    found = worker_variables(cfg)
+    found = worker_variables(block("policy", megatron_cfg=block("policy.megatron_cfg", env_vars=asked)))
     assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == ("8" if asked else "1")
     assert found["OMP_WAIT_POLICY"] == "PASSIVE"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from recipes.errors import EngineError
-from recipes.generation.clients.session import EngineSession
+from recipes.generation.clients.router import EngineSession
 from recipes.rollouts.group import GroupRequest, GroupRunner
 from recipes.types import Completion, ModelClient, Rollout, Row, Sampling
 
@@ -40,7 +40,7 @@ class Runner:
         await model.generate((1,), max_tokens=max_tokens)
         raise AssertionError("nothing is sampled")
 
-    def place(self, row: Row, *, seconds: float) -> nullcontext[None]:
+    def reserve(self, row: Row, *, seconds: float) -> nullcontext[None]:
         return nullcontext()
 
     async def finish_group(self, row: Row, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:

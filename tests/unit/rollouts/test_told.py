@@ -11,9 +11,9 @@ import pytest
 from recipes.generation.clients.client import OpenEngines
 from recipes.rollouts import workers as workers_module
 from recipes.rollouts.group import GroupRequest
-from recipes.rollouts.worker import GroupReport
-from recipes.rollouts.workers import RolloutWorkers
+from recipes.rollouts.workers import GroupReport, RolloutWorkers
 from recipes.types import Sampling
+from tests.configuration import config
 
 SECONDS = 30.0  # far more than any wait here takes
 
@@ -42,8 +42,7 @@ async def test_a_group_waits_until_its_worker_knows_the_engines(monkeypatch: pyt
     actor = Actor()
     remote: Any = SimpleNamespace(options=lambda **_options: SimpleNamespace(remote=lambda *_args, **_kwargs: actor))
     monkeypatch.setattr(workers_module.ray, "remote", lambda _class: remote)
-    config: Any = None
-    workers = RolloutWorkers(config, [{}])
+    workers = RolloutWorkers(config(), [{}])
     workers._workers[0].is_up = True
     sampling = Sampling(temperature=1.0, top_p=1.0, max_tokens=8)
     request = GroupRequest(row={}, sampling=sampling, affinity=0, num_rollouts=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from recipes.rollouts.worker import MAX_WARNINGS, Warnings
+from recipes.rollouts.workers import MAX_WARNINGS, Warnings
 
 
 def test_each_warning_is_taken_once_and_a_flood_is_cut() -> None:

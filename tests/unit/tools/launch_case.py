@@ -12,8 +12,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, models
 
 from tools.doctor.examine import examine
-from tools.planning.draft import draft_launch
-from tools.planning.findings import Finding
+from tools.draft.findings import Finding
+from tools.draft.launch import read_launch
 
 ROW = {
     "responses_create_params": {"input": [{"role": "user", "content": "Which is the first letter? A or B"}]},
@@ -31,6 +31,7 @@ PLACEHOLDER_ROW = {
     "_hf_placeholder": {"row": 7, "question_template": "{question}"},
     "agent_ref": {"name": "math_with_judge_simple_agent"},
 }
+ENOUGH = "grpo.max_num_epochs=1000"  # passes over few rows for some steps
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
     "num_attention_heads": 4,
@@ -62,7 +63,7 @@ class LaunchCase:
         (self.directory / name).write_bytes(content)
         digest = hashlib.sha256(content).hexdigest()
         output = {"file": name, "bytes": len(content), "rows": len(rows), "sha256": digest}
-        (self.directory / f"{name}.manifest.json").write_text(json.dumps({"outputs": [output]}))
+        (self.directory / f"{name}.manifest.json").write_text(json.dumps({"outputs": [output]}), encoding="utf-8")
 
     def write_task_rows(self) -> None:
         """Replace the data by rows of one SWE task."""
@@ -73,7 +74,7 @@ class LaunchCase:
     def examine(self, stage: str = "", *overrides: str, **variables: str) -> list[Finding]:
         """Return what the doctor finds; `variables` are set on top of the environment, empty ones removed."""
         env = {name: value for name, value in {**self.env, **variables}.items() if value}
-        return examine(draft_launch(stage, overrides, env))
+        return examine(read_launch(stage, (ENOUGH, *overrides), env))
 
     def codes(self, stage: str = "", *overrides: str, **variables: str) -> list[str]:
         """Return the codes found, without that of a Slurm which does not answer."""
@@ -121,11 +122,11 @@ def sif_file(*, content: int, cut: int = 0) -> bytes:
 
 def _write_export(hf: Path) -> None:
     hf.mkdir(parents=True)
-    (hf / "config.json").write_text(json.dumps(MODEL))
+    (hf / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
     Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1}, unk_token="<unk>")).save(str(hf / "tokenizer.json"))
     settings = {"eos_token": "<eos>", "chat_template": "{{ messages[0].content }}"}
-    (hf / "tokenizer_config.json").write_text(json.dumps(settings))
+    (hf / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
     (hf / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
     digests = {f"hf/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest() for file in hf.iterdir()}
-    (hf.parent / "COMPLETE").write_text(json.dumps(digests))
+    (hf.parent / "COMPLETE").write_text(json.dumps(digests), encoding="utf-8")

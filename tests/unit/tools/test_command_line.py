@@ -51,7 +51,7 @@ def test_what_the_machine_refuses_is_named(tmp_path: Path, capsys: pytest.Captur
         return len(tmp_path.read_bytes())
 
     assert main() == 2
-    assert capsys.readouterr().err.startswith(f"{tmp_path}: Is a directory; make room, ")
+    assert capsys.readouterr().err.startswith(f"{tmp_path}: Is a directory; correct the path, ")
 
 
 TALKATIVE = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import runpy
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.confinement.usage import usage_of
 from recipes.heartbeat import process_start
 from tools.processes import descendants, remove_shared_memory, shared_memory_inodes
 
@@ -101,10 +101,10 @@ def test_descendants_are_a_processs_own(tmp_path):
     other = subprocess.Popen(["sleep", "60"])
     try:
         end = time.monotonic() + 10
-        while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
+        while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text(encoding="utf-8"):
             assert time.monotonic() < end
             time.sleep(0.02)
-        child = int((tmp_path / "child").read_text())
+        child = int((tmp_path / "child").read_text(encoding="utf-8"))
         assert descendants(mine.pid) == [child]
         assert {mine.pid, child, other.pid} <= set(descendants(os.getpid()))
     finally:
@@ -152,9 +152,7 @@ def test_the_limit_on_open_files_is_raised_as_far_as_it_may_be(soft: int) -> Non
     assert done.stdout == "(400, 400)\n"
 
 
-def test_a_process_without_a_name_in_text_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "containers/sandbox"))
-    usage = runpy.run_path(str(ROOT / "containers/sandbox/usage.py"))
+def test_a_process_without_a_name_in_text_hides_nothing() -> None:
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", NAMELESS], stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None
@@ -162,6 +160,6 @@ def test_a_process_without_a_name_in_text_hides_nothing(monkeypatch: pytest.Monk
         try:
             assert process.pid in descendants(os.getpid())
             assert process_start(process.pid) > 0
-            assert usage["usage_of"](process.pid).memory_bytes > 1 << 20
+            assert usage_of(process.pid).memory_bytes > 1 << 20
         finally:
             process.kill()

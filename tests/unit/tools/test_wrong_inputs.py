@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tools import agent_check, export_hf
+from tools import export_hf
+from tools.environments import agent_check
 from tools.sizing import planner
 
 
@@ -18,16 +19,32 @@ def test_the_address_of_an_agent_has_a_scheme(capsys):
     assert "URL: got host:8000, expected http://host:port" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("text", "wrong"), [("{", "rows.jsonl:1: no JSON"), ("\n", "rows.jsonl: it has no line")])
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("{", "rows.jsonl:1: no JSON"),
+        ("[" * 100_000, "rows.jsonl:1: no JSON"),
+        ("\n", "rows.jsonl: it has no line"),
+        *((text, "rows.jsonl: its first value is no row") for text in ("[1]", "{}", '{"responses_create_params": 5}')),
+        ('{"responses_create_params": {"tools": ["x"]}}', "rows.jsonl: its first value is no row"),
+    ],
+    ids=lambda text: text[:20],
+)
 def test_a_task_that_cannot_be_read_is_named(tmp_path, capsys, text, wrong):
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(text)
+    rows.write_text(text, encoding="utf-8")
     assert agent_check.main(["--url", "http://127.0.0.1:1", "--rows", str(rows)]) == 2
     assert wrong in capsys.readouterr().err
+
+
+def test_the_first_call_is_of_a_tool_that_has_a_name():
+    for tools in ([{"function": {"name": "f"}}], [{"type": "web_search"}, {"name": "f"}]):
+        (first, *_) = agent_check.made_up({"responses_create_params": {"tools": tools}})
+        assert "<function=f>" in first
 
 
 def test_a_plan_of_the_tiny_model_says_how_to_make_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(planner, "ROOT", tmp_path)
     monkeypatch.delenv("MODEL_PATH", raising=False)
     assert planner.main(["--stage", "stage1.1", "--scale", "tiny"]) == 2
-    assert "models/tiny-sft: there is no such directory; run `make tiny`" in capsys.readouterr().err
+    assert "models/tiny-nemotron-h-sft: there is no such directory; run `make tiny`" in capsys.readouterr().err

@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[4]
 DIRECTORY = "AGENT_PROGRAMS_DIR"
-ADAPTERS = ROOT / "recipes/environments/agent_programs/adapters"
+ADAPTERS = ROOT / "recipes/environments/agents/programs/adapters"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

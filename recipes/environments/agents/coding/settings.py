@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from recipes.config.tree import build
+from recipes.config.tree.servers import SweAgents
 from recipes.environments.agents.coding.harness import Harness, harnesses
 from recipes.environments.agents.coding.programs import PROGRAMS, AgentProgram
 from recipes.environments.swe.task import Images, images_of
@@ -89,18 +91,19 @@ def coding_settings(where: str, settings: Mapping[str, Any]) -> CodingSettings:
             problems.append(Problem(where=key, wrong=str(error), fix=fix))
     if problems:
         raise ConfigError(problems)
+    own = build(SweAgents, settings)
     return CodingSettings(
         choices=tuple(choices),
-        is_random=bool(settings.get("agent_prompt_override_random", False)),
-        max_turns=int(settings.get("agent_max_turns", 100)),
-        concurrency=int(settings.get("concurrency", 256)),
-        agent_seconds=float(settings.get("swebench_agent_timeout", 2700)),
-        tests_seconds=float(settings.get("swebench_tests_timeout", 1800)),
-        command_seconds=float(settings.get("command_exec_timeout", 300)),
-        memory_mib=max(int(settings.get("apptainer_memory_limit_mb", 32768)), 0),
+        is_random=own.agent_prompt_override_random,
+        max_turns=own.agent_max_turns,
+        concurrency=own.concurrency,
+        agent_seconds=float(own.swebench_agent_timeout),
+        tests_seconds=float(own.swebench_tests_timeout),
+        command_seconds=float(own.command_exec_timeout),
+        memory_mib=max(own.apptainer_memory_limit_mb, 0),
         images=images,
-        tests_golden_patch=bool(settings.get("verify_golden_patch", False)),
-        program=PROGRAMS.get(str(settings.get("agent_framework"))),
+        tests_golden_patch=own.verify_golden_patch,
+        program=PROGRAMS.get(own.agent_framework),
     )
 
 
@@ -108,7 +111,7 @@ def _choices(where: str, settings: Mapping[str, Any], problems: list[Problem]) -
     """Yield the harnesses that the settings name: those of the overrides, or the one of the framework."""
     known = harnesses()
     overrides = settings.get("agent_prompt_overrides")
-    framework = settings.get("agent_framework", "openhands")
+    framework = settings.get("agent_framework", SweAgents().agent_framework)
     if framework in PROGRAMS:
         if overrides:
             where, wrong = f"{where}.agent_prompt_overrides", f"{framework} has prompts and tools of its own"

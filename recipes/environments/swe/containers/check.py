@@ -6,7 +6,7 @@ import asyncio
 import os
 import subprocess
 
-from recipes.environments.swe.containers.held import user_words
+from recipes.confinement.jails import nobody_words
 from recipes.environments.swe.containers.images import environment
 from recipes.environments.swe.contract import (
     ContainerEndedError,
@@ -78,10 +78,17 @@ async def _check_layer(runtime: Runtime, shell: Shell) -> None:
 
 def _try(script: str) -> str:
     """Return why a script fails in namespaces of its own; an empty text when it does not."""
-    command = [*user_words(), *IN_NAMESPACES, script]
+    command = [*nobody_words(), *IN_NAMESPACES, script]
     try:
         done = subprocess.run(
-            command, env=environment(), cwd="/", capture_output=True, text=True, timeout=SECONDS, check=False
+            command,
+            env=environment(),
+            cwd="/",
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=SECONDS,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from recipes.environments.swe.containers.processes import number_inside, tree
-from recipes.environments.swe.containers.program import Program
+from recipes.environments.swe.containers.program import ContainerState, Program
 from recipes.environments.swe.containers.shell import BashShell
-from recipes.environments.swe.containers.state import ContainerState
 from recipes.environments.swe.containers.waiting import has_ended
 from recipes.environments.swe.containers.watchdog import WATCHDOG, Watched
 from recipes.environments.swe.contract import (
@@ -46,7 +45,7 @@ async def _nothing() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class ContainerStart:
     """How a runtime starts one container; `release` is called once, when nothing of it runs any more."""
 
     words: Sequence[str]
@@ -66,13 +65,19 @@ def init_words(token: str, limits: ContainerLimits, *, own_tasks: int = 0) -> li
 
     `own_tasks` of the program that starts it count among its processes.
     """
-    return [INIT.read_text(), "init", token, str(limits.processes + own_tasks), str(limits.file_mib * 1024)]
+    return [
+        INIT.read_text(encoding="utf-8"),
+        "init",
+        token,
+        str(limits.processes + own_tasks),
+        str(limits.file_mib * 1024),
+    ]
 
 
 class RunningContainer:
     """A container of any runtime; see `contract.Container`."""
 
-    def __init__(self, launch: Launch, process: subprocess.Popen[bytes], limits: ContainerLimits) -> None:
+    def __init__(self, launch: ContainerStart, process: subprocess.Popen[bytes], limits: ContainerLimits) -> None:
         self._launch, self._process, self._limits = launch, process, limits
         self._loop = asyncio.get_running_loop()
         self._state = ContainerState()
@@ -90,7 +95,7 @@ class RunningContainer:
         os.set_blocking(process.stdin.fileno(), False)
 
     @classmethod
-    async def start(cls, launch: Launch, limits: ContainerLimits) -> RunningContainer:
+    async def start(cls, launch: ContainerStart, limits: ContainerLimits) -> RunningContainer:
         """Start it and wait until it takes requests; raises `ContainerFailedError`, and then nothing is left of it."""
 
         def fork() -> subprocess.Popen[bytes]:

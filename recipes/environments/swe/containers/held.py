@@ -8,18 +8,16 @@ that belongs to no process would be ways around its limits.
 
 from __future__ import annotations
 
-import os
-import runpy
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from recipes.environments.swe.containers.container import Launch, RunningContainer, init_words
+from recipes.confinement.jails import PATH, confined_user, nobody_words
+from recipes.environments.swe.containers.container import ContainerStart, RunningContainer, init_words
 from recipes.environments.swe.containers.images import HeldImages, environment
-from recipes.environments.swe.containers.places import NOBODY, container_directory, container_user
+from recipes.environments.swe.containers.places import container_directory
 from recipes.environments.swe.contract import ContainerFailedError, ContainerLimits
 
 PROGRAMS = {
@@ -29,9 +27,10 @@ PROGRAMS = {
     "setpriv": "util-linux",
     "mount": "mount",
 }
-FILTER = Path(__file__).resolve().parents[4] / "containers/sandbox/seccomp.py"  # also that of the sandbox's jails
 FILES_PER_MIB = 128  # of the writable layer: also an empty file takes memory of the kernel
 MIN_FILES = 20_000
+VARIABLES = (f"PATH={PATH}", "HOME=/root", "LANG=C.UTF-8", "TERM=dumb")  # of a container
+BASH = ("/bin/bash", "--noprofile", "--norc", "-c")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +38,10 @@ class Opened:
     """What a program needs for one container beside its words."""
 
     namespaces: Sequence[str]  # words that make those it starts in
-    filter: str  # of system calls, as `start_container.sh` takes it
+    words: Sequence[str]  # before those of its first process
     descriptors: Sequence[int] = field(default=())  # that the container's programs inherit
     own_tasks: int = 0  # of the program itself, which count among the container's processes
-    layers: Sequence[str] = ("/dev/shm",)  # see `Launch`
+    layers: Sequence[str] = ("/dev/shm",)  # see `ContainerStart`
     ends_by_itself: bool = False
 
 
@@ -51,8 +50,11 @@ class Starter(Protocol):
 
     name: str
 
-    def open(self, directory: Path) -> Opened:
-        """Make what one container needs; `directory` is that of its pipes. Raises `OSError`."""
+    def open(self, directory: Path, layer: Path) -> Opened:
+        """Make what one container needs; `directory` is that of its pipes. Raises `OSError`.
+
+        `layer` will have its image below a writable layer as `root`, and `shm` for its /dev/shm.
+        """
         ...
 
 
@@ -76,7 +78,7 @@ class HeldRuntime:
         token = secrets.token_hex(16)
         try:
             directory = container_directory(token)
-            opened = self._program.open(directory)
+            opened = self._program.open(directory, held.work / "layer")
         except OSError as error:
             await release()
             raise ContainerFailedError(f"the container's filter cannot be written: {error}") from error
@@ -84,14 +86,14 @@ class HeldRuntime:
             await release()
             raise
         files = max(MIN_FILES, limits.disk_mib * FILES_PER_MIB)
-        words = [*user_words(), "nsenter", "--preserve-credentials", "--user", "--mount"]
+        words = [*nobody_words(), "nsenter", "--preserve-credentials", "--user", "--mount"]
         words += [f"--target={held.process.pid}", "--", *opened.namespaces, "--", "bash", str(held.work / "2")]
-        words += [self.name, str(held.work), str(limits.disk_mib), str(files), str(directory), opened.filter]
-        launch = Launch(
+        words += [self.name, str(held.work), str(limits.disk_mib), str(files), *opened.words, *BASH]
+        launch = ContainerStart(
             words=[*words, *init_words(token, limits, own_tasks=opened.own_tasks)],
             environment=environment(),
             directory=directory,
-            owner=container_user(),
+            owner=confined_user(),
             token=token,
             release=release,
             descriptors=opened.descriptors,
@@ -99,16 +101,3 @@ class HeldRuntime:
             ends_by_itself=opened.ends_by_itself,
         )
         return await RunningContainer.start(launch, limits)
-
-
-def user_words() -> list[str]:
-    """Return the words that make root become nobody, where that user exists."""
-    if container_user() == os.geteuid():
-        return []
-    return ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--no-new-privs"]
-
-
-@cache
-def filter_module() -> dict[str, Any]:
-    """Return what the module of the filter of system calls holds."""
-    return runpy.run_path(str(FILTER))

@@ -10,15 +10,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from recipes.confinement.jails import AS_NOBODY, PATH, confined_user
 from recipes.environments.swe.containers.container import END_SECONDS, MAX_SHOWN
-from recipes.environments.swe.containers.places import AS_NOBODY, MOUNT_IMAGE, container_user, home
+from recipes.environments.swe.containers.places import MOUNT_IMAGE, home
 from recipes.environments.swe.containers.sif import root_offset
 from recipes.environments.swe.containers.waiting import has_ended, is_readable
 from recipes.environments.swe.contract import ContainerFailedError
 
 SCRIPTS = [Path(__file__).with_name("keep_image.sh"), Path(__file__).with_name("start_container.sh"), MOUNT_IMAGE]
 MOUNT_SECONDS = 60.0
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 Key = tuple[str, int, int, int]
 
 
@@ -85,10 +85,10 @@ async def _hold(path: Path) -> HeldImage:
     """Start the process that holds an image, and wait until it is mounted."""
     if path.is_dir():
         offset = "directory"
-        if (owner := path.stat().st_uid) != container_user():
+        if (owner := path.stat().st_uid) != confined_user():
             raise ContainerFailedError(
-                f"{path} belongs to user {owner}, and containers of this process run as user {container_user()}; make "
-                f"a SIF file of it, or `chown -R {container_user()}` it"
+                f"{path} belongs to user {owner}, and containers of this process run as user {confined_user()}; make "
+                f"a SIF file of it, or `chown -R {confined_user()}` it"
             )
     else:
         offset = str(root_offset(path))

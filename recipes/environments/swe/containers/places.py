@@ -1,4 +1,4 @@
-"""The directory in which a process keeps its containers' pipes and mount points, and the user that containers run as.
+"""The directory in which a process keeps its containers' pipes and mount points.
 
 A process that is killed cannot clear its directory. So it holds a lock on it as long as it lives, and the next process
 of the same user that starts containers on this machine removes its directories without a lock. Their names have the
@@ -17,12 +17,12 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from recipes.confinement.jails import confined_user
 from recipes.environments.swe.contract import ContainerFailedError
 from recipes.files import lock_directory
 
-AS_NOBODY, MOUNT_IMAGE = (Path(__file__).with_name(name) for name in ("as_nobody.sh", "mount_image.sh"))
+MOUNT_IMAGE = Path(__file__).with_name("mount_image.sh")
 PREFIX = "swe-containers-"
-NOBODY = 65534
 _homes: dict[int, Path] = {}  # process -> its directory; a fork makes its own
 
 
@@ -56,15 +56,6 @@ def container_directory(token: str) -> Path:
     return directory
 
 
-def container_user() -> int:
-    """Return the user that containers run as: this process's own, but nobody in place of root where there is one."""
-    if os.geteuid() != 0:
-        return os.geteuid()
-    ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
-    is_mapped = any(int(low) <= NOBODY < int(low) + int(count) for low, _, count in ranges)
-    return NOBODY if is_mapped else 0
-
-
 def clear_abandoned(parent: Path) -> None:
     """Remove this user's directories of this machine below `parent` that no process holds."""
     for path in parent.glob(f"{_prefix()}*"):
@@ -82,7 +73,7 @@ def _parent(temporary: Path) -> Path:
 
     That of a run is its user's alone, and root's containers run as nobody.
     """
-    is_own = container_user() == os.geteuid()
+    is_own = confined_user() == os.geteuid()
     can_pass = all(path.stat().st_mode & stat.S_IXOTH for path in (temporary, *temporary.parents))
     return temporary if is_own or can_pass else Path("/tmp")
 

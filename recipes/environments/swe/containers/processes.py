@@ -31,11 +31,11 @@ def tree(root: int, shells: frozenset[int] = frozenset()) -> Iterator[Running]:
     while pending:
         pid, shell = pending.pop()
         try:
-            fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+            fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
             group = int(fields[GROUP])
             shell = group if group in shells else shell
             for task in Path(f"/proc/{pid}/task").iterdir():
-                text = (task / "children").read_text()
+                text = (task / "children").read_text(encoding="utf-8")
                 pending += [(int(child), shell) for child in text.split()]
         except (OSError, IndexError, ValueError):
             continue
@@ -56,7 +56,7 @@ def number_inside(pid: int) -> int | None:
 def proportional_bytes(pid: int) -> int | None:
     """Return the memory of a process, of shared pages its share; None where it has ended or cannot be read."""
     with suppress(OSError, IndexError, ValueError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
     return None

@@ -94,7 +94,7 @@ def _type_of(pid: int, mount_point: str) -> str:
     """Return the type of the file system that a process sees at a mount point; an empty text for none."""
     found = ""
     with suppress(OSError):
-        for line in Path(f"/proc/{pid}/mountinfo").read_text(errors="replace").splitlines():
+        for line in Path(f"/proc/{pid}/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             fields, _, system = line.partition(" - ")
             if fields.split()[4] == mount_point:
                 found = system.split()[0]

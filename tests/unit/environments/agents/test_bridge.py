@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from recipes.environments.agent_programs import bridge as bridges
-from recipes.environments.agent_programs.bridge import Bridge, bridge_to
+from recipes.environments.agents.programs import process as bridges
+from recipes.environments.agents.programs.process import Bridge, bridge_to
 from recipes.environments.swe.contract import CommandResult
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.agents.coding.agent import Means, SetUpError, coding
+from recipes.environments.agents.coding.agent import Backend, SetUpError, coding
 from recipes.environments.agents.coding.harness import HARNESSES
 from recipes.environments.agents.coding.settings import CodingSettings, coding_settings
-from recipes.environments.agents.episode import Episode
+from recipes.environments.agents.conversation import Episode
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.chat.tool_calls import FlagPatterns
 from recipes.environments.swe.contract import (
@@ -30,6 +29,7 @@ from recipes.errors import EngineError
 from recipes.tokens import pack_rollouts
 from recipes.types import Completion, Rollout, RolloutStatus, VersionSpan
 from tests.directory_container import DirectoryContainer, DirectoryRuntime
+from tests.scripted import written_call
 from tests.unit.environments.agents.test_patches import git
 
 LIMITS = ContainerLimits(memory_mib=1024)
@@ -38,8 +38,7 @@ FAULT, FIX = "return a - b", "return a + b"
 
 
 def called(name: str, **arguments: Any) -> str:
-    call = json.dumps({"name": name, "arguments": arguments})
-    return f"so</think>\n<tool_call>\n{call}\n</tool_call><|im_end|>"
+    return f"so</think>\n{written_call(name, arguments)}<|im_end|>"
 
 
 MESSAGE = "done</think>It adds now.<|im_end|>"
@@ -136,10 +135,10 @@ class Case:
             patterns=PATTERNS,
             max_tokens=4096,
         )
-        means = Means(
+        backend = Backend(
             runtime=self.runtime, limits=LIMITS, prepare=self.prepares, enter="export ENTERED=1", evaluator=self.tests
         )
-        rollout = await coding(episode, self.task, settings_of(**settings), means)
+        rollout = await coding(episode, self.task, settings_of(**settings), backend)
         assert all(container.is_closed for container in self.runtime.started)
         return rollout
 
@@ -156,7 +155,7 @@ async def no_preparation(_container: Container, _task: SweTask) -> None:
 def case(codec: ChatCodec, tmp_path: Path) -> Case:
     image = tmp_path / "image"
     image.mkdir()
-    (image / "calc.py").write_text(f"def add(a, b):\n    {FAULT}\n")
+    (image / "calc.py").write_text(f"def add(a, b):\n    {FAULT}\n", encoding="utf-8")
     git(image, "init", "-q")
     git(image, "add", "-A")
     git(image, "commit", "-qm", "base")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from recipes.environments.agents.by_url.agent import error_metrics
 from recipes.environments.agents.coding.outcome import Work, error_kind, verdict_on
-from recipes.environments.contract.verdict import NoVerdict, Verdict
-from recipes.environments.model_server.agent import error_metrics
+from recipes.environments.contract.verifier import NoVerdict, Verdict
 from recipes.environments.swe.contract import AgentEnd, Evaluation
 from tests.recorded import env_cases
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from recipes.config.load import load_config
-from recipes.config.stages import config_path, load_stages
+from recipes.config.load import config_path, load_config, load_stages
 from recipes.environments.agents.coding.settings import FRAMEWORKS
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.environments import Environments
 from recipes.environments.instances import coding_settings_of
 from recipes.errors import ConfigError
 from recipes.types import RolloutStatus
+from tests.configuration import environments as env_block
 
 AGENT = {"type": "responses_api_agents", "name": "swe_agents_train"}
 
@@ -25,7 +24,7 @@ AGENT = {"type": "responses_api_agents", "name": "swe_agents_train"}
 def made(codec: ChatCodec, **settings: Any) -> Environments:
     instances = {"swe_agents_train": {"responses_api_agents": {"swe_agents": settings}}} if settings else {}
     patterns = {"invalid_tool_call_patterns": (), "thinking_tags": ()}
-    config: Any = SimpleNamespace(nemo_gym=SimpleNamespace(instances=instances, **patterns))
+    config = env_block(instances=instances, **patterns)
     return Environments.from_config(config, codec)
 
 

@@ -12,11 +12,11 @@ import orjson
 import pytest
 
 from recipes.environments.agents.coding import editor as editing
+from recipes.environments.agents.coding.agent import Workbench
 from recipes.environments.agents.coding.calls import offered_names
 from recipes.environments.agents.coding.editor import MAX_FILE, Editor
 from recipes.environments.agents.coding.harness import Harness, harnesses
 from recipes.environments.agents.coding.terminal import Terminal
-from recipes.environments.agents.coding.work import Workbench
 from tests.directory_container import DirectoryContainer
 
 LIMIT = 4000
@@ -102,11 +102,11 @@ async def test_edits_of_a_file(bench: Workbench, container: DirectoryContainer) 
     assert "     4\t4" in await edit(bench, "str_replace", "sub/a.py", old_str="four", new_str="4")
     assert "     1\tzero" in await edit(bench, "insert", "sub/a.py", insert_line=0, new_str="zero")
     await edit(bench, "insert", "sub/a.py", insert_line=5, new_str="end")
-    assert path.read_text() == "zero\none\ntwo\ntwo\n4\nend"
+    assert path.read_text(encoding="utf-8") == "zero\none\ntwo\ntwo\n4\nend"
     assert "from 0 to 6" in await edit(bench, "insert", "sub/a.py", insert_line=7, new_str="x")
     for expected in ("zero\none\ntwo\ntwo\n4\n", "one\ntwo\ntwo\n4\n", "one\ntwo\ntwo\nfour\n"):
         assert "has been written" in await edit(bench, "undo_edit", "sub/a.py")
-        assert path.read_text() == expected
+        assert path.read_text(encoding="utf-8") == expected
     assert "no change" in await edit(bench, "undo_edit", "sub/a.py")
     assert str(path) in await edit(bench, "view", ".")
     assert bench.num_errors == 5
@@ -164,7 +164,7 @@ WRONG = {
 async def test_what_is_wrong_with_an_edit_is_its_answer(
     bench: Workbench, container: DirectoryContainer, name: str
 ) -> None:
-    (container.place / "t").write_text("one\ntwo\n")
+    (container.place / "t").write_text("one\ntwo\n", encoding="utf-8")
     (container.place / "b").write_bytes(b"\x7fELF\0\0")
     arguments, expected = WRONG[name]
     answer = await bench.answer({"name": "str_replace_editor", "arguments": orjson.dumps(
@@ -173,7 +173,7 @@ async def test_what_is_wrong_with_an_edit_is_its_answer(
     assert answer.startswith("ERROR: ")
     assert expected in answer
     assert len(answer) < 6000
-    assert (container.place / "t").read_text() == "one\ntwo\n"
+    assert (container.place / "t").read_text(encoding="utf-8") == "one\ntwo\n"
 
 
 @pytest.mark.parametrize(
@@ -210,9 +210,9 @@ async def test_a_gigabyte_is_shown_in_bounds(bench: Workbench, container: Direct
     with (container.place / "big").open("wb") as file:
         file.write(b"line\n" * 1000)
         file.truncate(1 << 30)
-    (container.place / "lines").write_text("ab\n" * (MAX_FILE // 2))
-    (container.place / "line").write_text("x" * (MAX_FILE // 2))
-    (container.place / "empty").write_text("")
+    (container.place / "lines").write_text("ab\n" * (MAX_FILE // 2), encoding="utf-8")
+    (container.place / "line").write_text("x" * (MAX_FILE // 2), encoding="utf-8")
+    (container.place / "empty").write_text("", encoding="utf-8")
     started = time.monotonic()
     for name in ("big", "lines", "line", "empty"):
         answer = await edit(bench, "view", name)
@@ -223,7 +223,7 @@ async def test_a_gigabyte_is_shown_in_bounds(bench: Workbench, container: Direct
 
 
 async def test_many_occurrences_take_linear_time(bench: Workbench, container: DirectoryContainer) -> None:
-    (container.place / "many").write_text("a" * (MAX_FILE - 10))
+    (container.place / "many").write_text("a" * (MAX_FILE - 10), encoding="utf-8")
     for old in ("a", "a" * 1000 + "b", "aa"):
         assert "ERROR" in await edit(bench, "str_replace", "many", old_str=old, new_str="c" * 100)
 
@@ -232,11 +232,11 @@ async def test_what_is_kept_to_take_back_is_bounded(
     bench: Workbench, container: DirectoryContainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(editing, "MAX_UNDO", 1000)
-    (container.place / "a.py").write_text("x" * 400 + "0")
+    (container.place / "a.py").write_text("x" * 400 + "0", encoding="utf-8")
     for number in range(10):
         await edit(bench, "str_replace", old_str=str(number), new_str=str(number + 1) if number < 9 else "end")
     assert len(bench.editor._undo) == 2
-    assert "xend" in (container.place / "a.py").read_text()
+    assert "xend" in (container.place / "a.py").read_text(encoding="utf-8")
 
 
 async def test_words_and_directories_of_a_command(container: DirectoryContainer) -> None:
@@ -251,7 +251,7 @@ async def test_words_and_directories_of_a_command(container: DirectoryContainer)
 
 async def test_arguments_of_a_program_are_quoted(container: DirectoryContainer) -> None:
     bench = await bench_of(container, harnesses()["opencode"])
-    (container.place / "a.py").write_text("it's $(touch ran)\n")
+    (container.place / "a.py").write_text("it's $(touch ran)\n", encoding="utf-8")
     assert "./a.py" in await ask(bench, "glob", pattern="*.py")
     assert "a.py:1:it's" in await ask(bench, "grep", pattern="it's .\\(touch", path=".")
     await ask(bench, "glob", pattern="$(touch ran)'; touch ran; '")
@@ -262,9 +262,9 @@ async def test_arguments_of_a_program_are_quoted(container: DirectoryContainer) 
 async def test_a_patch_is_applied(container: DirectoryContainer) -> None:
     bench = await bench_of(container, harnesses()["codex"])
     subprocess.run(["git", "init", "-q", str(container.place)], check=True)
-    (container.place / "a.py").write_text("one\ntwo\n")
+    (container.place / "a.py").write_text("one\ntwo\n", encoding="utf-8")
     (container.place / "sub").mkdir()
     patch = "--- a/a.py\n+++ b/a.py\n@@ -1,2 +1,2 @@\n one\n-two\n+2\n"
     assert "exit_code: 0\noutput:\napplied" in await ask(bench, "apply_patch", patch=patch)
-    assert (container.place / "a.py").read_text() == "one\n2\n"
+    assert (container.place / "a.py").read_text(encoding="utf-8") == "one\n2\n"
     assert "exit_code: 0" not in await ask(bench, "apply_patch", patch="junk")

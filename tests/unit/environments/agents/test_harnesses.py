@@ -114,7 +114,7 @@ def test_a_setting_that_cannot_be_honoured_is_refused_by_name(name: str) -> None
 
 
 def changed(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    document = copy.deepcopy(yaml.safe_load((HARNESSES / "codeact.yaml").read_text()))
+    document = copy.deepcopy(yaml.safe_load((HARNESSES / "codeact.yaml").read_text(encoding="utf-8")))
     change(document)
     return document
 
@@ -152,7 +152,7 @@ WRONG_FILES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 def test_a_wrong_file_says_where_and_what(tmp_path: Path, name: str) -> None:
     change, expected = WRONG_FILES[name]
     path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump(changed(change)))
+    path.write_text(yaml.safe_dump(changed(change)), encoding="utf-8")
     with pytest.raises(ConfigError) as error:
         load_harness(path)
     assert all(problem.where.startswith(f"{path}: ") for problem in error.value.problems)

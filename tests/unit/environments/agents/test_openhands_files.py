@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.agent_programs.adapters.openhands_ai import MAX_FILE_BYTES, PIECE, Files
+from recipes.environments.agents.programs.adapters.openhands_ai import MAX_FILE_BYTES, PIECE, Files
 
 
 class Bash:
@@ -53,14 +53,14 @@ def test_what_the_editor_writes_is_in_the_container(files: Files, tmp_path: Path
     assert said == f"insert {path}: {len(content)}"
     assert path.read_bytes() == content[::-1] and path.stat().st_mode & 0o111
     new = tmp_path / "new.py"
-    files.edit(doing(lambda copy: copy.write_text("x = 1\n")), "create", str(new))
-    assert new.read_text() == "x = 1\n"
+    files.edit(doing(lambda copy: copy.write_text("x = 1\n", encoding="utf-8")), "create", str(new))
+    assert new.read_text(encoding="utf-8") == "x = 1\n"
 
 
 def test_what_went_from_the_container_is_not_in_the_copies(files: Files, tmp_path: Path) -> None:
     path = tmp_path / "old"
-    path.write_text("x")
-    assert files.edit(doing(lambda copy: copy.read_text()), "view", str(path)) == f"view {path}: x"
+    path.write_text("x", encoding="utf-8")
+    assert files.edit(doing(lambda copy: copy.read_text(encoding="utf-8")), "view", str(path)) == f"view {path}: x"
     path.unlink()
     assert files.edit(doing(lambda copy: copy.exists()), "view", str(path)) == f"view {path}: False"
 
@@ -68,7 +68,7 @@ def test_what_went_from_the_container_is_not_in_the_copies(files: Files, tmp_pat
 def test_a_directory_is_shown_by_its_names(files: Files, tmp_path: Path) -> None:
     (tmp_path / "a/b/c").mkdir(parents=True)
     (tmp_path / "a/.hidden").touch()
-    (tmp_path / "a/b/x.py").write_text("secret")
+    (tmp_path / "a/b/x.py").write_text("secret", encoding="utf-8")
     names = doing(lambda copy: sorted(str(found.relative_to(copy)) for found in copy.rglob("*")))
     assert files.edit(names, "view", f"{tmp_path}/a").endswith("['.hidden', 'b', 'b/c', 'b/x.py']")
 

@@ -28,15 +28,15 @@ def git(place: Path, *words: str) -> str:
 async def container(tmp_path: Path) -> AsyncIterator[DirectoryContainer]:
     place = tmp_path / "work"
     place.mkdir()
-    (place / "a.py").write_text("one\ntwo\n")
-    (place / "gone.py").write_text("old\n")
+    (place / "a.py").write_text("one\ntwo\n", encoding="utf-8")
+    (place / "gone.py").write_text("old\n", encoding="utf-8")
     (place / "data.bin").write_bytes(bytes(range(256)) * 4)
-    (place / "kept.log").write_text("tracked although it is ignored\n")
-    (place / ".gitignore").write_text("*.log\n*.pyc\n")
+    (place / "kept.log").write_text("tracked although it is ignored\n", encoding="utf-8")
+    (place / ".gitignore").write_text("*.log\n*.pyc\n", encoding="utf-8")
     git(place, "init", "-q")
     git(place, "add", "-A", "-f")
     git(place, "commit", "-qm", "base")
-    (place / "of_image.txt").write_text("untracked since before the agent\n")
+    (place / "of_image.txt").write_text("untracked since before the agent\n", encoding="utf-8")
     container = DirectoryContainer(place, tmp_path)
     yield container
     await container.close()
@@ -46,7 +46,7 @@ def applied(container: DirectoryContainer, patch: str, tmp_path: Path) -> Path:
     """Return the state before the agent with a patch applied."""
     fresh = tmp_path / "fresh"
     git(tmp_path, "clone", "-q", str(container.place), str(fresh))
-    (fresh / "of_image.txt").write_text("untracked since before the agent\n")
+    (fresh / "of_image.txt").write_text("untracked since before the agent\n", encoding="utf-8")
     subprocess.run(["git", "-C", str(fresh), "apply", "-"], input=patch.encode(), check=True)
     return fresh
 
@@ -58,14 +58,14 @@ async def test_nothing_changed_is_no_patch(container: DirectoryContainer) -> Non
 async def test_all_kinds_of_changes_come_back(container: DirectoryContainer, tmp_path: Path) -> None:
     place = container.place
     beginning = await begin(container, str(place))
-    (place / "a.py").write_text("one\n2\r\n")
+    (place / "a.py").write_text("one\n2\r\n", encoding="utf-8")
     (place / "gone.py").unlink()
     (place / "data.bin").write_bytes(bytes(range(255, -1, -1)))
-    (place / "kept.log").write_text("changed\n")
-    (place / "new.log").write_text("ignored\n")
+    (place / "kept.log").write_text("changed\n", encoding="utf-8")
+    (place / "new.log").write_text("ignored\n", encoding="utf-8")
     (place / "sub dir").mkdir()
-    (place / "sub dir" / "ü.py").write_text("no end of line")
-    (place / "run").write_text("#!/bin/sh\n")
+    (place / "sub dir" / "ü.py").write_text("no end of line", encoding="utf-8")
+    (place / "run").write_text("#!/bin/sh\n", encoding="utf-8")
     (place / "run").chmod(0o755)
     (place / "link").symlink_to("a.py")
     os.mkfifo(place / "pipe")
@@ -74,9 +74,9 @@ async def test_all_kinds_of_changes_come_back(container: DirectoryContainer, tmp
     assert (fresh / "a.py").read_bytes() == b"one\n2\r\n"
     assert not (fresh / "gone.py").exists()
     assert (fresh / "data.bin").read_bytes() == bytes(range(255, -1, -1))
-    assert (fresh / "kept.log").read_text() == "changed\n"
+    assert (fresh / "kept.log").read_text(encoding="utf-8") == "changed\n"
     assert not (fresh / "new.log").exists()
-    assert (fresh / "sub dir" / "ü.py").read_text() == "no end of line"
+    assert (fresh / "sub dir" / "ü.py").read_text(encoding="utf-8") == "no end of line"
     assert os.access(fresh / "run", os.X_OK)
     assert (fresh / "link").readlink() == Path("a.py")
     assert "of_image" not in patch
@@ -84,7 +84,7 @@ async def test_all_kinds_of_changes_come_back(container: DirectoryContainer, tmp
 
 async def test_what_was_committed_is_part_of_it(container: DirectoryContainer) -> None:
     beginning = await begin(container, str(container.place))
-    (container.place / "a.py").write_text("one\n2\n")
+    (container.place / "a.py").write_text("one\n2\n", encoding="utf-8")
     git(container.place, "commit", "-qam", "my work")
     git(container.place, "checkout", "-q", "-b", "other")
     assert "+2" in await read_patch(container, beginning)
@@ -95,7 +95,7 @@ async def test_nothing_of_the_repository_runs(container: DirectoryContainer, tmp
     place = container.place
     beginning = await begin(container, str(place))
     trap = tmp_path / "trap.sh"
-    trap.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\ncat\n")
+    trap.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\ncat\n", encoding="utf-8")
     trap.chmod(0o755)
     for key in ("core.fsmonitor", "filter.x.clean", "filter.x.process", "diff.x.textconv", "diff.external"):
         git(place, "config", key, str(trap))
@@ -103,13 +103,15 @@ async def test_nothing_of_the_repository_runs(container: DirectoryContainer, tmp
         git(place, "config", key, "true")
     git(place, "config", "core.worktree", "/")
     git(place, "config", "core.hooksPath", str(tmp_path))
-    (place / ".gitattributes").write_text("* filter=x diff=x\n*.bin -diff\na.py ident\n")
-    (place / ".git" / "info" / "attributes").write_text("* export-ignore -diff\n")
-    (place / ".git" / "info" / "exclude").write_text("*\n")
-    (tmp_path / "home.gitconfig").write_text("[diff]\nexternal = false\n")
-    (tmp_path / ".gitconfig").write_text(f"[diff]\nexternal = {trap}\n[core]\nexcludesFile = {trap}\n")
-    (place / "a.py").write_text("one\n2\n")
-    (place / "b.py").write_text("new\n")
+    (place / ".gitattributes").write_text("* filter=x diff=x\n*.bin -diff\na.py ident\n", encoding="utf-8")
+    (place / ".git" / "info" / "attributes").write_text("* export-ignore -diff\n", encoding="utf-8")
+    (place / ".git" / "info" / "exclude").write_text("*\n", encoding="utf-8")
+    (tmp_path / "home.gitconfig").write_text("[diff]\nexternal = false\n", encoding="utf-8")
+    (tmp_path / ".gitconfig").write_text(
+        f"[diff]\nexternal = {trap}\n[core]\nexcludesFile = {trap}\n", encoding="utf-8"
+    )
+    (place / "a.py").write_text("one\n2\n", encoding="utf-8")
+    (place / "b.py").write_text("new\n", encoding="utf-8")
     patch = await read_patch(container, beginning)
     assert "--- a/a.py\n+++ b/a.py\n" in patch
     assert "+2\n" in patch
@@ -128,14 +130,14 @@ async def test_bytes_that_are_no_text_make_it_binary(container: DirectoryContain
 async def test_a_huge_patch_is_refused(container: DirectoryContainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patches, "MAX_PATCH", 10_000)
     beginning = await begin(container, str(container.place))
-    (container.place / "big.py").write_text("x = 1\n" * 100_000)
+    (container.place / "big.py").write_text("x = 1\n" * 100_000, encoding="utf-8")
     with pytest.raises(NoPatchError, match="more than 10000 bytes"):
         await read_patch(container, beginning)
 
 
 async def test_a_repository_that_is_gone_is_no_patch(container: DirectoryContainer) -> None:
     beginning = await begin(container, str(container.place))
-    (container.place / "a.py").write_text("one\n2\n")
+    (container.place / "a.py").write_text("one\n2\n", encoding="utf-8")
     for path in sorted((container.place / ".git").rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     with pytest.raises(NoPatchError, match="git could not read the repository"):
@@ -155,9 +157,9 @@ async def test_a_repository_inside_does_not_spoil_the_rest(container: DirectoryC
     beginning = await begin(container, str(container.place))
     (container.place / "inner").mkdir()
     git(container.place / "inner", "init", "-q")
-    (container.place / "inner" / "x.py").write_text("x\n")
-    (container.place / "a.py").write_text("one\n2\n")
-    (container.place / "z.py").write_text("z\n")
+    (container.place / "inner" / "x.py").write_text("x\n", encoding="utf-8")
+    (container.place / "a.py").write_text("one\n2\n", encoding="utf-8")
+    (container.place / "z.py").write_text("z\n", encoding="utf-8")
     patch = await read_patch(container, beginning)
     assert "+2\n" in patch
     assert "b/z.py" in patch

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.agent_programs import process
 from recipes.environments.agents.coding.programs import AgentProgram
+from recipes.environments.agents.programs import process
 
 WAIT = 20.0
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.contract.verdict import NoVerdict, Response, Verdict, env_failed
+from recipes.environments.contract.verifier import NoVerdict, Response, Verdict, env_failed
 from recipes.environments.environments import Environments
 from recipes.environments.scoring.clients import LocalSession, Session, ToolFailedError, VerifierClient
 from recipes.errors import EngineError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from recipes.environments.agents.coding.trajectory import MAX_CHARACTERS, MAX_ITEMS, MAX_PATCH, note_trajectory
-from recipes.environments.contract.responses import (
+from recipes.environments.agents.coding.outcome import MAX_CHARACTERS, MAX_ITEMS, MAX_PATCH, note_trajectory
+from recipes.environments.contract.verifier import (
     function_call_item,
     function_call_output_item,
     message_item,

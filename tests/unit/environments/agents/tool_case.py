@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.environments import Environments
 from recipes.types import Completion, Rollout, VersionSpan
+from tests.configuration import environments as env_block
 from tests.office import PEOPLE, small_office
+from tests.scripted import written_call
 
 SEND = {"recipient": PEOPLE[0], "subject": "Hi", "body": "there"}
+TEXT_OR_LIST = ["string", "array"]
 TOOLS = [
-    {"type": "function", "name": name, "parameters": {"type": "object", "properties": {}}}
+    {"type": "function", "name": name, "parameters": {"type": "object", "properties": {"body": {"type": TEXT_OR_LIST}}}}
     for name in ("email_send_email", "email_search_emails", "email_delete_email")
 ]
 ROW = {
@@ -26,8 +28,7 @@ ROW = {
 
 
 def called(name: str, **arguments: Any) -> str:
-    call = json.dumps({"name": name, "arguments": arguments})
-    return f"why not</think>\n<tool_call>\n{call}\n</tool_call><|im_end|>"
+    return f"why not</think>\n{written_call(name, arguments)}<|im_end|>"
 
 
 DONE = "all done</think>Sent.<|im_end|>"
@@ -61,7 +62,7 @@ class Scripted:
 def made(codec: ChatCodec, **instances: Any) -> Environments:
     office = {"workplace_assistant": {"resources_servers": {"workplace_assistant": {"tables": small_office()}}}}
     patterns = {"invalid_tool_call_patterns": ("<tool_call>", "</tool_call>"), "thinking_tags": ("<think>", "</think>")}
-    config: Any = SimpleNamespace(nemo_gym=SimpleNamespace(instances={**office, **instances}, **patterns))
+    config = env_block(instances={**office, **instances}, **patterns)
     return Environments.from_config(config, codec)
 
 

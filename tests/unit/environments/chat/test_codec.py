@@ -19,7 +19,7 @@ from recipes.environments.chat.codec import (
 )
 from recipes.environments.chat.messages import assistant_items, chat_tools
 from recipes.environments.chat.tool_calls import parse_tool_calls
-from recipes.environments.contract.responses import Item
+from recipes.environments.contract.verifier import Item
 from recipes.errors import InputError
 
 ASK = {"input": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]}
@@ -173,7 +173,8 @@ CALL = (
 )
 
 
-HALF_A_PAIR = '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>'
+CALL_IN_JSON = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
+NO_UTF8 = CALL.replace("\n2\n", '\n["\\ud800"]\n')  # half of a surrogate pair
 
 
 @pytest.mark.parametrize(
@@ -181,11 +182,11 @@ HALF_A_PAIR = '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_c
     [
         (CALL, [("function_call", 'add {"a": 2, "note": "2"}')]),
         ("so" + CALL + CALL, [("message", "so"), *[("function_call", 'add {"a": 2, "note": "2"}')] * 2]),
-        ('<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>', [("function_call", 'add {"a": 2}')]),
+        (CALL_IN_JSON, [("message", CALL_IN_JSON)]),
         ('<tool_call>{"name": "add"', [("message", '<tool_call>{"name": "add"')]),
         ("<tool_call>add</tool_call>", [("message", "<tool_call>add</tool_call>")]),
-        (HALF_A_PAIR, [("message", HALF_A_PAIR)]),
-        (CALL + "<tool_call>", [("message", CALL + "<tool_call>")]),
+        (NO_UTF8, [("message", NO_UTF8)]),
+        (CALL + "<tool_call>", [("function_call", 'add {"a": 2, "note": "2"}')]),
     ],
 )
 def test_decode_tool_calls(codec: ChatCodec, answer: str, expected: list[tuple[str, str]]) -> None:
@@ -318,13 +319,13 @@ def test_missing_files_say_what_to_set(tmp_path: Path, tokenizer_dir: Path) -> N
         (tmp_path / name).write_bytes((tokenizer_dir / name).read_bytes())
     with pytest.raises(InputError, match=r"it has no chat template.*policy.tokenizer.chat_template"):
         ChatCodec(tmp_path)
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8")) | {
         "chat_template": "{{ messages[0].content }}"
     }
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     codec = ChatCodec(tmp_path)
     assert codec.text(codec.encode({"input": "hi"})) == "hi"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<eos>"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<eos>"}), encoding="utf-8")
     with pytest.raises(InputError, match="got '<eos>', expected a eos_token of the vocabulary"):
         ChatCodec(tmp_path)
 
@@ -336,8 +337,9 @@ def test_tags_that_never_close_are_text(tag: str) -> None:
     assert kinds(tuple(assistant_items({"content": text}))) == [("message", text)]
     assert parse_tool_calls(text, chat_tools({"tools": [TOOL]})) == (text, ())
     call = f"<tool_call><function=add>{text}</function></tool_call>"
-    _, calls = parse_tool_calls(call, chat_tools({"tools": [TOOL]}))
-    assert [(found.name, found.arguments) for found in calls] == ([] if tag == "<tool_call>" else [("add", "{}")])
+    _, (found,) = parse_tool_calls(call, chat_tools({"tools": [TOOL]}))
+    expected = json.dumps({"a": ""} if tag == "<parameter=a>" else {})
+    assert (found.name, found.arguments) == ("add", expected)
 
 
 @pytest.mark.timeout(10)  # were a name to run on over the next tag, this text would take minutes

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from recipes.environments.verifiers.calendar import minutes, parse_task, score
+from recipes.environments.verifiers import calendar
+from recipes.environments.verifiers.calendar import Settings, minutes, parse_task, score
 
 Answer = Callable[..., dict[str, Any]]
 STATE = {
@@ -39,13 +41,13 @@ RIGHT = [
         (json.dumps([*RIGHT, 3]), 0.0, "the calendar holds something else"),
         ("<think>x</think>" + json.dumps(RIGHT), 0.0, "the answer holds <think>"),
         ("no calendar", 0.0, "the answer holds no calendar"),
-        ("[{'a': 1}]", 0.0, "the calendar is no JSON"),
+        ("[{'a': 1}]", 0.0, "the answer holds no calendar"),
         ("", 0.0, "the answer is empty"),
         ("[" * 50_000 + "{}" * 50_000, 0.0, "the answer holds no calendar"),
     ],
 )
 def test_answers(answer: Answer, text: str, reward: float, reason: str) -> None:
-    verdict = score(answer(text), parse_task({"exp_cal_state": STATE}, {}))
+    verdict = score(answer(text), parse_task({"exp_cal_state": STATE}, Settings()))
     assert (verdict.reward, verdict.reason[: len(reason)]) == (reward, reason)
 
 
@@ -62,7 +64,7 @@ def test_no_times(time: str) -> None:
 
 def test_every_real_row_can_be_solved_and_failed(gym_row: Callable[..., dict[str, Any]], answer: Answer) -> None:
     for index in range(5):
-        task = parse_task(gym_row("calendar", index), {})
+        task = parse_task(gym_row("calendar", index), Settings())
         assert score(answer("nothing"), task).reward == float(not task.events)
 
 
@@ -76,4 +78,40 @@ def test_every_real_row_can_be_solved_and_failed(gym_row: Callable[..., dict[str
 )
 def test_bad_row(state: Any, message: str) -> None:
     with pytest.raises(ValueError, match="^" + message):
-        parse_task({"exp_cal_state": state}, {})
+        parse_task({"exp_cal_state": state}, Settings())
+
+
+@pytest.mark.parametrize("time", ["9:60", "11:99", "9:-0", "+9:00", "9", "25:00", "24:30", "13pm", "9:00 foo", "9: 0"])
+def test_what_is_no_time(time: str) -> None:
+    with pytest.raises(ValueError, match="is no time"):
+        calendar.minutes(time)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('[{"a": {"b": [1, {"c": 2}]}}] [{"d": 1}]', [{"a": {"b": [1, {"c": 2}]}}]),
+        ('see [note {x}], [1, 2] and {"events": [{"a": "}]["}]}', [{"a": "}]["}]),
+        ('[[{"a": 1}]]', [{"a": 1}]),
+    ],
+)
+def test_a_calendar_is_decoded_as_json(text: str, found: list[dict[str, Any]]) -> None:
+    assert calendar._entries(text) == found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 50_000,
+        '[{"a":1},' * 10_000,
+        "[1," * 20_000,
+        '["a",' * 900 + "1," * 30_000,
+        "[[A=B]]" * 90_000,
+        "[x" * 300_000,
+    ],
+)
+def test_lists_that_break_off_are_given_up_soon(text: str) -> None:
+    start = time.process_time()
+    with pytest.raises(calendar.WrongCalendar):
+        calendar._entries(text)
+    assert time.process_time() - start < 5.0

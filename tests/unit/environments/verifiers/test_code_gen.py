@@ -8,19 +8,22 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.checks import program_harness
-from recipes.environments.checks.program_outputs import is_same_output, is_same_value
-from recipes.environments.contract.asking import Execution, advance
-from recipes.environments.contract.responses import message_item, reasoning_item
-from recipes.environments.contract.verdict import Verdict
-from recipes.environments.verifiers.code_gen import VERIFIER, has_misplaced_tags, program_in
+from recipes.environments.contract.verifier import Execution, Verdict, advance, message_item, reasoning_item
+from recipes.environments.verifiers.checks import program_harness
+from recipes.environments.verifiers.code_gen import (
+    VERIFIER,
+    has_misplaced_tags,
+    is_same_output,
+    is_same_value,
+    program_in,
+)
 
 PROGRAM = "```python\nprint(input())\n```"
 
 
 def task(outputs: list[str], fn_name: str | None = None, inputs: list[str] | None = None, **settings: Any) -> Any:
     tests = {"inputs": inputs or [str(n) for n in range(len(outputs))], "outputs": outputs, "fn_name": fn_name}
-    return VERIFIER.parse_task({"verifier_metadata": {"unit_tests": tests}}, settings)
+    return VERIFIER.parse_task({"verifier_metadata": {"unit_tests": tests}}, VERIFIER.settings(**settings))
 
 
 def reply(*answers: Any, status: str = "completed", **fields: str) -> dict[str, Any]:
@@ -79,7 +82,7 @@ def test_a_row_that_no_program_could_pass_is_refused() -> None:
         (reply({"time": 10.0}), "test 1 of 2: more than 10 s"),
         (reply({"error": "KeyError: 1"}), "test 1 of 2: KeyError: 1"),
         (reply({"error": "Odd: \ud800"}), "test 1 of 2: Odd: ?"),
-        (reply(status="timeout"), "test 1 of 2: no end within its time"),
+        ({**reply(status="timeout"), "used_seconds": 41.0}, "test 1 of 2: no end within its time"),
         (reply(status="error", stderr="Killed: more than 4096 MiB of memory\n"), "Killed: more than 4096 MiB"),
         (reply(), "test 1 of 2: the program ended its process: silently"),
         (reply([1]), "test 1 of 2: the program broke its report"),
@@ -100,6 +103,12 @@ def test_what_a_program_does_wrong_earns_nothing(answer: dict[str, Any], reason:
 def test_a_sandbox_that_starts_nothing_gives_no_verdict(answer: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match="the sandbox did not start the program"):
         scored(task(["1"]), {"process_status": "error", **answer})
+
+
+@pytest.mark.parametrize("used", [{}, {"used_seconds": None}, {"used_seconds": 0.0}, {"used_seconds": 40.9}])
+def test_a_program_that_lacked_the_processor_has_no_verdict(used: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match="a busy machine: the program had"):
+        scored(task(["1", "2"]), {**reply(status="timeout"), **used})
 
 
 def test_thinking_tags_cost_the_reward_and_run_nothing() -> None:
@@ -172,28 +181,10 @@ def test_values(value: Any, expected: Any, is_same: bool) -> None:
 
 def test_a_row_needs_its_tests(gym_row: Callable[..., dict[str, Any]]) -> None:
     for index in range(5):
-        assert len(VERIFIER.parse_task(gym_row("code_gen", index), {}).inputs) > 0
+        assert len(VERIFIER.parse_task(gym_row("code_gen", index), VERIFIER.settings()).inputs) > 0
     for tests in (None, {}, {"inputs": ["1"]}, {"inputs": ["1"], "outputs": [1]}, {"inputs": "1", "outputs": ["1"]}):
         with pytest.raises(ValueError, match=r"field 'verifier_metadata\.unit_tests"):
-            VERIFIER.parse_task({"verifier_metadata": {"unit_tests": tests}}, {})
-
-
-def test_a_program_becomes_a_function_after_its_imports() -> None:
-    code = program_harness.as_function("x = 1\nimport math\nif __name__ == '__main__':\n    print(x)")
-    assert code.endswith("import math\ndef wrapped_function():\n    x = 1\n    print(x)")
-    assert program_harness.as_function("print((1)") == "print((1)"
-
-
-def test_ways_to_read_the_input() -> None:
-    made = program_harness.MadeInput("1 2\n3\n")
-    assert [made.readline(), made.readline(), made.readline()] == ["1 2", "3", ""]
-    with pytest.raises(StopIteration):
-        made.readline()
-    assert made.read() == made.read() == "1 2\n3\n"
-    assert made.readlines() == ["1 2", "3", ""]
-    assert list(made) == ["1 2\n", "3\n"]
-    assert made.buffer.readline() == b"1 2\n"
-    assert made.buffer.read() == b"3\n"
+            VERIFIER.parse_task({"verifier_metadata": {"unit_tests": tests}}, VERIFIER.settings())
 
 
 def test_values_that_json_does_not_have() -> None:

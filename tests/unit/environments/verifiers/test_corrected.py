@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.contract.responses import function_call_item
-from recipes.environments.contract.verdict import Verdict
-from recipes.environments.registry import VERIFIERS
+from recipes.config.tree import build
+from recipes.environments.contract.verifier import Verdict, function_call_item
+from recipes.environments.instances import VERIFIERS
 from recipes.environments.verifiers.code_gen import program_in
 from recipes.environments.verifiers.structured_outputs import strict_schema_in_lists
 from tests.office import PEOPLE, small_office
@@ -35,7 +35,11 @@ CASES: list[tuple[str, str, dict[str, Any], str, float, float]] = [
     ("calendar", "refuse_repeated_events", {"exp_cal_state": STATE}, json.dumps([EVENT, EVENT]), 1.0, 0.0),
     ("calendar", "refuse_repeated_events", {"exp_cal_state": STATE}, json.dumps([EVENT]), 1.0, 1.0),
     ("instruction_following", "refuse_empty_answers", NO_COMMA, " \n", 1.0, 0.0),
+    ("instruction_following", "refuse_empty_answers", NO_COMMA, "!", 1.0, 0.0),
+    ("instruction_following", "refuse_empty_answers", NO_COMMA, "... \n--- \u2026 \u200b", 1.0, 0.0),
     ("instruction_following", "refuse_empty_answers", NO_COMMA, "yes", 1.0, 1.0),
+    ("instruction_following", "refuse_empty_answers", NO_COMMA, "5!", 1.0, 1.0),
+    ("instruction_following", "refuse_empty_answers", NO_COMMA, "\u662f\u3002", 1.0, 1.0),
     ("structured_outputs", "strict_inside_lists", {"schema_str": json.dumps(EITHER)}, '{"age": 3}', 1.0, 0.0),
     ("structured_outputs", "strict_inside_lists", {"schema_str": json.dumps(EITHER)}, '{"name": "Ann"}', 1.0, 1.0),
     ("structured_outputs", "strict_inside_lists", {"schema_str": json.dumps(ODD)}, '{"properties": "x"}', 0.0, 1.0),
@@ -51,7 +55,9 @@ CASES: list[tuple[str, str, dict[str, Any], str, float, float]] = [
 def rewards(name: str, setting: str, row: dict[str, Any], response: dict[str, Any], **settings: Any) -> list[float]:
     verifier, found = VERIFIERS[name], []
     for is_on in (False, True):
-        verdict = verifier.score(response, verifier.parse_task(row, {**settings, setting: is_on}))
+        given = {**settings, setting: is_on}
+        given = {"scores_as": given} if name == "ns_tools" else given
+        verdict = verifier.score(response, verifier.parse_task(row, build(verifier.settings, given)))
         assert isinstance(verdict, Verdict)
         found.append(verdict.reward)
     return found
@@ -83,8 +89,9 @@ def test_numbers_by_value(expected: str, found: str, kept: float, corrected: flo
     row = {"expected_action": {"type": "function_call", "name": "f", "arguments": f'{{"a": {expected}}}'}}
     response = {"output": [function_call_item("f", f'{{"a": {found}}}', call_id="c")]}
     for is_on, reward in ((False, kept), (True, corrected)):
-        config = {"tool_call_comparator_config": {"compare_numbers_by_value": is_on}}
-        assert verifier.score(response, verifier.parse_task(row, config)).reward == reward  # type: ignore[union-attr]
+        config = {"word_count_similarity_threshold": 0.1, "compare_numbers_by_value": is_on}
+        settings = build(verifier.settings, {"tool_call_comparator_config": config})
+        assert verifier.score(response, verifier.parse_task(row, settings)).reward == reward  # type: ignore[union-attr]
 
 
 def test_the_order_of_an_office() -> None:

@@ -8,12 +8,18 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.contract.asking import JudgeQuestion
-from recipes.environments.contract.group import NoReply
-from recipes.environments.contract.responses import message_item, reasoning_item, response_object
-from recipes.environments.contract.verdict import NoVerdict, Response, Verdict
+from recipes.environments.contract.verifier import (
+    JudgeQuestion,
+    NoReply,
+    NoVerdict,
+    Response,
+    Verdict,
+    message_item,
+    reasoning_item,
+    response_object,
+)
 from recipes.environments.verifiers import genrm_compare
-from recipes.environments.verifiers.genrm_compare import parse_task, score
+from recipes.environments.verifiers.genrm_compare import Settings, parse_task, score
 from recipes.types import RolloutStatus
 
 ROW = {"responses_create_params": {"input": [{"role": "user", "content": "Which?"}]}}
@@ -39,7 +45,7 @@ def run(
     answers: Sequence[Response], judge: Judge, **settings: Any
 ) -> tuple[list[Verdict | NoVerdict], list[list[tuple[str, str]]]]:
     """Return the verdicts, and per round who was compared with whom."""
-    scoring, rounds = score(answers, parse_task(ROW, {**PLAIN, **settings})), []
+    scoring, rounds = score(answers, parse_task(ROW, Settings(**{**PLAIN, **settings}))), []
     try:
         questions = next(scoring)
         while True:
@@ -166,13 +172,13 @@ def test_junk_answers_and_replies_raise_nothing() -> None:
     [None, 3, {}, {"input": ["text", 3, None, {"role": 7}, {"role": "user"}, {"role": "user", "content": [1, {}]}]}],
 )
 def test_a_conversation_of_the_wrong_shape_raises_nothing(params: Any) -> None:
-    assert all(text == "" for _, text in parse_task({"responses_create_params": params}, {}).history)
+    assert all(text == "" for _, text in parse_task({"responses_create_params": params}, Settings()).history)
 
 
 def test_the_model_is_shown_what_a_user_says_in_parts() -> None:
     parts = [{"type": "input_text", "text": "Write"}, {"type": "input_image"}, {"type": "input_text", "text": "a poem"}]
     params = {"input": [{"role": "user", "content": parts}]}
-    assert parse_task({"responses_create_params": params}, {}).history == (("user", "Write\na poem"),)
+    assert parse_task({"responses_create_params": params}, Settings()).history == (("user", "Write\na poem"),)
 
 
 @pytest.mark.timeout(20)  # a search that starts anew at each character takes minutes

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.checks.instructions import CHECKS
-from recipes.environments.checks.languages import language_of, sentences_of
-from recipes.environments.verifiers.instruction_following import parse_task, score
+from recipes.environments.verifiers.checks.instructions import CHECKS, LANGUAGES, language_of, sentences_of
+from recipes.environments.verifiers.instruction_following import VERIFIER, Settings, parse_task, score, unanswerable
 
 Answer = Callable[..., dict[str, Any]]
 
@@ -59,26 +58,26 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("name", "arguments", "good", "bad"), CASES, ids=[case[0] for case in CASES])
 def test_checks(answer: Answer, name: str, arguments: dict[str, Any], good: str, bad: str) -> None:
-    task = parse_task(row((name, arguments)), {})
+    task = parse_task(row((name, arguments)), Settings())
     assert [score(answer(text), task).reward for text in (good, bad)] == [1.0, 0.0]
 
 
 def test_modes_and_reasons(answer: Answer) -> None:
     both = (("punctuation:no_comma", None), ("detectable_format:title", {}))
-    assert score(answer("x"), parse_task(row(*both), {})).reward == 0.0
-    verdict = score(answer("x"), parse_task(row(*both, mode="fraction"), {}))
+    assert score(answer("x"), parse_task(row(*both), Settings())).reward == 0.0
+    verdict = score(answer("x"), parse_task(row(*both, mode="fraction"), Settings()))
     assert (verdict.reward, verdict.reason) == (0.5, "not followed: detectable_format:title")
 
 
 @pytest.mark.parametrize("arguments", [{}, {"keyword": None}, {"other": 1}, {"keyword": "("}])
 def test_arguments_that_do_not_fit_are_not_followed(answer: Answer, arguments: dict[str, Any]) -> None:
-    assert score(answer("x"), parse_task(row(("keywords:word_once", arguments)), {})).reward == 0.0
+    assert score(answer("x"), parse_task(row(("keywords:word_once", arguments)), Settings())).reward == 0.0
 
 
 @pytest.mark.parametrize("name", CHECKS)
 @pytest.mark.parametrize("text", ["", " ", "*" * 20_000, "<<" * 10_000, "[" * 20_000, "a" * 20_000])
 def test_no_check_fails_on_odd_text(answer: Answer, name: str, text: str) -> None:
-    verdict = score(answer(text), parse_task(row((name, {})), {}))
+    verdict = score(answer(text), parse_task(row((name, {})), Settings()))
     assert verdict.reward in (0.0, 1.0)
     assert verdict.reason
 
@@ -110,7 +109,7 @@ def test_sentences() -> None:
 
 def test_real_rows(gym_row: Callable[..., dict[str, Any]], answer: Answer) -> None:
     for index in range(5):
-        task = parse_task(gym_row("instruction_following", index), {})
+        task = parse_task(gym_row("instruction_following", index), Settings())
         assert {name for name, _ in task.instructions} <= CHECKS.keys()
         assert score(answer("one, two"), task).reward == 0.0
 
@@ -126,4 +125,92 @@ def test_real_rows(gym_row: Callable[..., dict[str, Any]], answer: Answer) -> No
 def test_bad_row(fields: dict[str, Any], message: str) -> None:
     good = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [None]}
     with pytest.raises(ValueError, match="^" + message):
-        parse_task({**good, **fields}, {})
+        parse_task({**good, **fields}, Settings())
+
+
+NEVER_TOLD = [
+    "af",
+    "ca",
+    "cs",
+    "cy",
+    "da",
+    "et",
+    "hr",
+    "hu",
+    "id",
+    "lt",
+    "lv",
+    "mk",
+    "no",
+    "ro",
+    "sk",
+    "sl",
+    "so",
+    "sq",
+    "tl",
+    "zh-tw",
+]
+TOLD = "ar bg bn de el en es fa fi fr gu he hi it ja kn ko ml mr ne nl pa pl pt ru sv sw ta te th tr uk ur vi zh-cn"
+
+
+@pytest.mark.parametrize("language", [*NEVER_TOLD, "xx", "EN", "", 3, ["en"], {"en": 1}])
+def test_a_language_that_is_never_told_is_refused_when_its_row_is_read(language: Any) -> None:
+    row = {"instruction_id_list": ["language:response_language"], "kwargs": [{"language": language}]}
+    with pytest.raises(ValueError, match=r"field 'kwargs\.0\.language': got .* expected one of ar, bg, bn"):
+        parse_task(row, Settings())
+
+
+def test_every_other_language_is_told() -> None:
+    assert set(TOLD.split()) == LANGUAGES
+    for language in TOLD.split():
+        parse_task(
+            {"instruction_id_list": ["language:response_language"], "kwargs": [{"language": language}]}, Settings()
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "problem"),
+    [
+        ("punctuation:no_comma", {}, None),
+        ("first_word:first_word_sent", {"first_word": "a"}, None),
+        ("keywords:frequency", {"keyword": "a", "frequency": 2, "relation": "at least"}, None),
+        ("punctuation:no_commas", {}, "is unknown"),
+        ("punctuation:no_comma", {"num": 3}, "unexpected keyword argument 'num'"),
+        ("keywords:frequency", {"keyword": "a", "frequency": 2}, "missing 1 required positional argument: 'relation'"),
+        ("keywords:frequency", {"keyword": "a", "frequency": 2, "relation": "more"}, "unknown relation 'more'"),
+        ("keywords:frequency", {"keyword": "(a", "frequency": 2, "relation": "at least"}, "missing ), unterminated"),
+        ("length_constraints:number_words", {"num_words": "5", "relation": "at least"}, "not supported between"),
+    ],
+)
+def test_an_instruction_that_no_answer_follows_is_named(name: str, arguments: Any, problem: str | None) -> None:
+    row = {"instruction_id_list": ["punctuation:no_comma", name], "kwargs": [{}, arguments]}
+    found = unanswerable(parse_task(row, Settings()))
+    assert found is None if problem is None else found and problem in found and found.startswith("field 'kwargs.1'")
+
+
+def test_a_share_can_be_earned_unless_no_instruction_can_be_followed() -> None:
+    good, bad = ("punctuation:no_comma", {}), ("no:such", {})
+    for mode, instructions, is_possible in (
+        ("fraction", (bad, good), True),
+        ("fraction", (bad, bad), False),
+        ("binary", (bad, good), False),
+    ):
+        assert (unanswerable(parse_task(row(*instructions, mode=mode), Settings())) is None) == is_possible
+
+
+@pytest.mark.parametrize(
+    ("instructions", "is_exempt"),
+    [
+        ({}, True),
+        ({"punctuation:no_comma": {}}, True),
+        ({"length_constraints:number_words": {"num_words": 50, "relation": "less than"}}, True),
+        ({"length_constraints:number_words": {"num_words": 50, "relation": "at least"}}, False),
+        ({"punctuation:no_comma": {}, "keywords:existence": {"keywords": ["x"]}}, False),
+        ({"startend:end_checker": {"end_phrase": "the end"}}, False),
+    ],
+)
+def test_any_text_is_right_only_where_instructions_forbid(
+    instructions: dict[str, dict[str, Any]], is_exempt: bool
+) -> None:
+    row = {"instruction_id_list": [*instructions], "kwargs": [*instructions.values()]}
+    assert ("any text" in VERIFIER.exempt(parse_task(row, Settings()))) is is_exempt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from types import ModuleType
@@ -9,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.contract.asking import JudgeQuestion, Scoring
-from recipes.environments.contract.responses import message_item, response_object
-from recipes.environments.contract.verdict import Verdict
-from recipes.environments.registry import VERIFIERS
+from recipes.config.tree import build
+from recipes.environments.contract.verifier import JudgeQuestion, Scoring, Verdict, message_item, response_object
+from recipes.environments.instances import VERIFIERS
 from recipes.environments.verifiers import (
     equivalence_llm_judge,
     genrm_compare,
@@ -22,7 +22,7 @@ from recipes.environments.verifiers import (
     multichallenge,
     over_refusal_detection,
 )
-from recipes.environments.verifiers.genrm_compare import Comparison, GroupWeights
+from recipes.environments.verifiers.genrm_compare import Comparison
 from tests.recorded import env_cases, env_cases_of, golden
 
 MODULES: dict[str, ModuleType] = {
@@ -64,7 +64,7 @@ def test_reward(name: str, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
         settings.pop("judge_prompt_template_fpath", None)
         equivalence_llm_judge._template.cache_clear()
     row = {"responses_create_params": {"input": "q"}, **case["row"]}
-    task = MODULES[name].parse_task(row, settings)
+    task = MODULES[name].parse_task(row, build(MODULES[name].Settings, settings))
     verdict, asked = answered(MODULES[name].score(case["response"], task), case.get("judge_replies", []))
     assert verdict.reward == pytest.approx(case["reward"]), verdict.reason
     for extra in ("num_passed", "num_total", "is_safe", "complied"):
@@ -88,7 +88,38 @@ def test_a_word_of_the_judge(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", env_cases("inverse_if_logic", "verdict_parsing"))
 def test_a_grade_of_the_judge(case: dict[str, Any]) -> None:
-    assert list(inverse_if.verdict_of(case["text"])) == case["verdict"]
+    word, why = inverse_if.verdict_of(case["text"])
+    assert word == case["verdict"][0]
+    # The reference does not read an explanation with braces in it.
+    assert why == case["verdict"][1] or (not case["verdict"][1] and "{" in why)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("PASS", "PASS"),
+        ("The criterion is met: pass.", "PASS"),
+        ("This would be PASSABLE", "PASS"),
+        ("It could FAIL elsewhere.\nPASS", "PASS"),
+        ("It could PASS elsewhere.\nFAIL", "FAIL"),
+        ("PASS or FAIL", "FAIL"),
+        ("Does it pass? No: fail.", "FAIL"),
+        ("**FAIL**, as it does not PASS", "FAIL"),
+        ("PASS\nPASS/FAIL", "FAIL"),
+        *((f"It could FAIL{sign}PASS", "FAIL") for sign in "\v\f\x1c\x1d\x1e\x85\u2028"),  # one line
+        ("PASS\nend with PASS, or with FAIL\n\n", "FAIL"),
+    ],
+)
+def test_a_line_with_both_words_is_no_pass(text: str, word: str) -> None:
+    assert inverse_if.verdict_of(text) == (word, "")
+
+
+@pytest.mark.parametrize("word", ["PASS", "FAIL"])
+@pytest.mark.parametrize("why", ["it sets {x}", "} and {", "a } b", {"a": {"b": 1}}, ["{"], '[1] {"result"'])
+def test_a_grade_may_hold_objects_and_braces(word: str, why: Any) -> None:
+    graded = json.dumps({"explanation": why, "result": word})
+    for reply in (graded, f"So {{x}} is set.\n{graded}", f"{graded} It is not the {{'PASS'}} or FAIL of before."):
+        assert inverse_if.verdict_of(reply) == (word, str(why))
 
 
 @pytest.mark.parametrize("case", env_cases("genrm_misc", "parse"))
@@ -111,15 +142,7 @@ def test_the_answer_that_the_model_is_shown(case: dict[str, Any]) -> None:
 def test_rewards_of_a_group(case: dict[str, Any]) -> None:
     assert [list(pair) for pair in genrm_compare.pairs(case["n"], case["strategy"])] == case["pairs"]
     params = case["params"]
-    weights = GroupWeights(
-        reasoning_bonus=params["reasoning_bonus"],
-        answer_bonus=params["answer_bonus"],
-        top_percentile=params["top_percentile"],
-        reasoning_length=params["group_reasoning_length_penalty_coeff"],
-        answer_length=params["group_answer_length_penalty_coeff"],
-        style=params["group_style_penalty_coeff"],
-        default_score=params["default_score"],
-    )
+    weights = build(genrm_compare.Settings, params)
     compared = {
         tuple(key): Comparison(score_1=first, score_2=second, ranking=ranking)
         for key, (first, second, ranking) in zip(case["comparison_metadata"], case["comparison_results"], strict=True)
@@ -135,7 +158,7 @@ def test_an_expression_reads_the_end_of_a_long_answer() -> None:
         "expected_answer": "7",
         "template_metadata": {"output_regex": r"\(\((.*?)\)\)"},  # takes the square of a text's length to find nothing
     }
-    task = VERIFIERS["equivalence_llm_judge"].parse_task(row, {})
+    task = VERIFIERS["equivalence_llm_judge"].parse_task(row, VERIFIERS["equivalence_llm_judge"].settings())
     for text, shown in (("(" * 1_000_000, "(" * 100), ("(" * 1_000_000 + ")) so ((7))", "Answer B (student):\n7\n")):
         scoring = VERIFIERS["equivalence_llm_judge"].score(response_object([message_item(text)]), task)
         assert not isinstance(scoring, Verdict)
@@ -144,11 +167,12 @@ def test_an_expression_reads_the_end_of_a_long_answer() -> None:
 
 
 def test_braces_in_an_answer_cannot_fill_the_template() -> None:
-    row = {"responses_create_params": {"input": "q"}, "safe_prompt": "SP {response}"}
-    task = over_refusal_detection.parse_task(row, {"judge_prompt_template": "{prompt}|{response}"})
-    response = {"output": [{"type": "message", "content": [{"type": "output_text", "text": "{prompt}{x}"}]}]}
+    row = {"responses_create_params": {"input": "q"}, "safe_prompt": "SP {model_response}"}
+    settings = over_refusal_detection.Settings(judge_prompt_template="{safe_prompt}|{model_response}|{{x}}{y}")
+    task = over_refusal_detection.parse_task(row, settings)
+    response = {"output": [{"type": "message", "content": [{"type": "output_text", "text": "{safe_prompt}{{x}}"}]}]}
     (question,) = next(over_refusal_detection.score(response, task))
-    assert question.messages[-1][1] == "SP {response}|{prompt}{x}"
+    assert question.messages[-1][1] == "SP {model_response}|{safe_prompt}{{x}}|{x}{y}"
 
 
 WORST = (
@@ -184,8 +208,8 @@ def test_the_expression_of_the_question_runs_where_scores_are_made() -> None:
     """Not where rows are read: that is the event loop of all rollouts."""
     verifier = VERIFIERS["equivalence_llm_judge"]
     row = {"responses_create_params": {"input": "a text</text>\n\nWhy?"}, "expected_answer": "5"}
-    assert verifier.parse_task(row, {"question_extract_regex": "(one that no program can read"})
-    task = verifier.parse_task(row, {"question_extract_regex": r"</text>\n\n(.*)$"})
+    assert verifier.parse_task(row, verifier.settings(question_extract_regex="(one that no program can read"))
+    task = verifier.parse_task(row, verifier.settings(question_extract_regex=r"</text>\n\n(.*)$"))
     scoring = verifier.score(response_object([message_item("5")]), task)
     assert not isinstance(scoring, Verdict)
     (question,) = next(scoring)

@@ -6,20 +6,18 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from recipes.environments.agents.refinement import corrected
+from recipes.environments.agents.conversation import corrected
 from recipes.environments.chat.codec import ChatCodec
-from recipes.environments.checks.lean import errors_in, feedback, status_of, whole_proof
-from recipes.environments.contract.asking import Execution, advance
-from recipes.environments.contract.responses import message_item
-from recipes.environments.contract.verdict import Verdict
+from recipes.environments.contract.verifier import Execution, Verdict, advance, message_item
 from recipes.environments.environments import Environments
+from recipes.environments.verifiers.checks.lean import errors_in, feedback, proof_part, status_of, whole_proof
 from recipes.environments.verifiers.math_formal_lean import VERIFIER
 from recipes.types import Completion, Rollout, RolloutStatus, VersionSpan
+from tests.configuration import environments as env_block
 from tests.recorded import env_cases, recorded
 
 ROW = {
@@ -56,7 +54,7 @@ def test_every_real_row_is_read() -> None:
         lines = path.read_text(encoding="utf-8").splitlines()
         assert lines
         for line in lines:
-            assert VERIFIER.parse_task(json.loads(line), {}).statement.rstrip().endswith(":= by")
+            assert VERIFIER.parse_task(json.loads(line), VERIFIER.settings()).statement.rstrip().endswith(":= by")
 
 
 def to_its_end(execution: Execution, axioms: str = NO_AXIOM) -> str:
@@ -67,13 +65,20 @@ def to_its_end(execution: Execution, axioms: str = NO_AXIOM) -> str:
 
 def scored(text: str, *replies: dict[str, Any]) -> Verdict | list[Any]:
     response = {"output": [message_item(text)]}
-    return advance(VERIFIER.score(response, VERIFIER.parse_task(ROW, {})), [[reply] for reply in replies])
+    return advance(
+        VERIFIER.score(response, VERIFIER.parse_task(ROW, VERIFIER.settings())), [[reply] for reply in replies]
+    )
 
 
 def verdict_of(text: str, *replies: dict[str, Any]) -> Verdict:
     verdict = scored(text, *replies)
     assert isinstance(verdict, Verdict)
     return verdict
+
+
+@pytest.mark.parametrize("sign", ["\v", "\f", "\x1c", "\x1e", "\x85", "\u2028", "\u2029"])
+def test_only_what_ends_a_line_of_lean_ends_one(sign: str) -> None:
+    assert proof_part(f"theorem t : 1 = 1 := by\r\n  -- a{sign}b\r\n  rfl") == f"  -- a{sign}b\n  rfl"
 
 
 def test_only_the_proof_of_an_answer_is_compiled() -> None:
@@ -220,7 +225,7 @@ async def proven(codec: ChatCodec, *says: str, corrections: int | None = None) -
     configured = {"math_formal_lean_refinement_agent": {"responses_api_agents": {"proof_refinement_agent": agent}}}
     patterns: dict[str, Any] = {"invalid_tool_call_patterns": (), "thinking_tags": ()}
     instances = {} if corrections is None else configured
-    config: Any = SimpleNamespace(nemo_gym=SimpleNamespace(instances=instances, **patterns))
+    config = env_block(instances=instances, **patterns)
     environments, policy = Environments.from_config(config, codec), Scripted(codec, *says)
     object.__setattr__(environments._clients["math_formal_lean"], "sandbox", Compiler())
     rollout = await environments.run(ROW, policy, max_tokens=500)

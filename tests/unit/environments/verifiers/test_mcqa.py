@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from recipes.environments.verifiers import mcqa
-from recipes.environments.verifiers.mcqa import ANSWER_COLON_MARKDOWN, parse_task, score
+from recipes.environments.verifiers.mcqa import ANSWER_COLON_MARKDOWN, Settings, parse_task, score
 
 Answer = Callable[..., dict[str, Any]]
 OPTIONS = [{"A": "Paris"}, {"B": "London"}, {"C": "New York"}, {"D": "Rome"}]
@@ -18,23 +18,24 @@ OPTIONS = [{"A": "Paris"}, {"B": "London"}, {"C": "New York"}, {"D": "Rome"}]
 def letter(text: str, answer: Answer, mode: str | None = None, **row: Any) -> str | None:
     """Return the letter that is read from a text."""
     fields = {"options": OPTIONS, "expected_answer": "B", "grading_mode": mode} | row
-    return score(answer(text), parse_task(fields, {})).details["extracted_answer"]
+    return score(answer(text), parse_task(fields, Settings())).details["extracted_answer"]
 
 
 def markdown(text: str, answer: Answer) -> str | None:
     fields = {"options": OPTIONS, "expected_answer": "B"}
-    return score(answer(text), parse_task(fields, {"grading_mode": ANSWER_COLON_MARKDOWN})).details["extracted_answer"]
+    task = parse_task(fields, Settings(grading_mode=ANSWER_COLON_MARKDOWN))
+    return score(answer(text), task).details["extracted_answer"]
 
 
 def test_correct_and_wrong(answer: Answer) -> None:
-    task = parse_task({"options": OPTIONS, "expected_answer": "b"}, {})
+    task = parse_task({"options": OPTIONS, "expected_answer": "b"}, Settings())
     right, wrong = score(answer("so \\boxed{B}"), task), score(answer("so \\boxed{C}"), task)
     assert (right.reward, right.reason) == (1.0, "answered B, expected B")
     assert (wrong.reward, wrong.reason) == (0.0, "answered C, expected B")
 
 
 def test_empty(answer: Answer) -> None:
-    verdict = score(answer(""), parse_task({"options": OPTIONS, "expected_answer": "B"}, {}))
+    verdict = score(answer(""), parse_task({"options": OPTIONS, "expected_answer": "B"}, Settings()))
     assert (verdict.reward, verdict.reason) == (0.0, "the answer is empty")
     assert verdict.metrics == {"no_answer": 1.0}
 
@@ -133,10 +134,10 @@ def test_pattern_with_alternatives_uses_the_group_that_matched(answer: Answer) -
 
 
 def test_real_rows(gym_row: Callable[..., dict[str, Any]], answer: Answer) -> None:
-    task = parse_task(gym_row("mcqa"), {})
+    task = parse_task(gym_row("mcqa"), Settings())
     assert len(task.letters) == 10
     assert score(answer("\\boxed{B}"), task).reward == 1.0
-    templated = parse_task(gym_row("mcqa__example_with_template_metadata"), {})
+    templated = parse_task(gym_row("mcqa__example_with_template_metadata"), Settings())
     assert templated.patterns
     assert score(answer("Answer: \\boxed{{B}}"), templated).reward == 1.0
 
@@ -154,7 +155,7 @@ def test_real_rows(gym_row: Callable[..., dict[str, Any]], answer: Answer) -> No
 )
 def test_bad_row(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match="^" + message):
-        parse_task({"options": OPTIONS, "expected_answer": "B"} | fields, {})
+        parse_task({"options": OPTIONS, "expected_answer": "B"} | fields, Settings())
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ def test_two_letters_are_a_list_when_nothing_else_stands_between_them(answer: An
 
 
 def test_only_single_letters_are_options_and_a_row_may_lack_the_answer(answer: Answer) -> None:
-    task = parse_task({"options": [{"A": "x", "AB": "y", "?": "z", "c": "w", "D": None}]}, {})
+    task = parse_task({"options": [{"A": "x", "AB": "y", "?": "z", "c": "w", "D": None}]}, Settings())
     assert task.options == (("A", "x"), ("C", "w")) and task.answer == ""
     assert score(answer("\\boxed{A}"), task).reason == "answered A, expected nothing"
 
@@ -190,30 +191,29 @@ def test_only_single_letters_are_options_and_a_row_may_lack_the_answer(answer: A
 def test_a_pattern_whose_groups_all_stayed_empty_leaves_the_answer_to_the_mode(answer: Answer) -> None:
     own = {"template_metadata": {"output_regex": "(x)?(y)?$"}}
     assert letter("\\boxed{B}", answer, **own) == "B"
-    assert mcqa.is_cheap(parse_task({"options": OPTIONS}, {}))
-    assert not mcqa.is_cheap(parse_task({"options": OPTIONS, **own}, {}))
+    assert mcqa.is_cheap(parse_task({"options": OPTIONS}, Settings()))
+    assert not mcqa.is_cheap(parse_task({"options": OPTIONS, **own}, Settings()))
 
 
 @pytest.mark.parametrize(
-    ("row", "settings", "got"),
+    ("row", "got"),
     [
         (
             {"template_metadata": {"output_regex": [1]}},
-            {},
             "output_regex': got list [1], expected a string or a",
         ),
-        ({"grading_mode": ANSWER_COLON_MARKDOWN}, {}, "'grading_mode': got string 'lenient_answer_colon_md', expected"),
-        ({}, {"grading_mode": "loose"}, "'grading_mode': got string 'loose', expected one of"),
+        ({"grading_mode": ANSWER_COLON_MARKDOWN}, "'grading_mode': got string 'lenient_answer_colon_md', expected"),
+        ({"grading_mode": "loose"}, "'grading_mode': got string 'loose', expected one of"),
     ],
 )
-def test_wrong_rows_are_named(row: dict[str, Any], settings: dict[str, Any], got: str) -> None:
+def test_wrong_rows_are_named(row: dict[str, Any], got: str) -> None:
     with pytest.raises(ValueError, match=re.escape(got)):
-        parse_task({"options": OPTIONS, **row}, settings)
+        parse_task({"options": OPTIONS, **row}, Settings())
 
 
 def test_a_row_without_options_needs_a_pattern_that_can_be_read() -> None:
     row = {"expected_answer": "A", "template_metadata": {"output_regex": ["(", r"is (\w)"]}}
-    assert parse_task(row, {}).options == ()
+    assert parse_task(row, Settings()).options == ()
     for pattern in ("(", "a{99999999999}", "(" * 5000 + ")" * 5000):
         with pytest.raises(ValueError, match="field 'options': got nothing, expected a list"):
-            parse_task({**row, "template_metadata": {"output_regex": pattern}}, {})
+            parse_task({**row, "template_metadata": {"output_regex": pattern}}, Settings())

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.contract.responses import message_item
-from recipes.environments.contract.tools import Cell
-from recipes.environments.contract.verdict import Verdict
+from recipes.environments.contract.verifier import Cell, Verdict, message_item
 from recipes.environments.instances import servers_of
-from recipes.environments.verifiers.ns_tools import LOST, TOOL, VERIFIER
+from recipes.environments.verifiers.ns_tools import LOST, TOOL, VERIFIER, Settings
+from recipes.errors import ConfigError
 from tests.recorded import recorded
 
 TOOLS = VERIFIER.tools
@@ -27,11 +26,11 @@ def test_every_real_row_is_scored(name: str) -> None:
     path: Path = recorded("GYM_EXAMPLES_DIR", "gym_examples") / f"{name}.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert rows
-    assert all(VERIFIER.parse_task(row, {}).expected_answer for row in rows)
+    assert all(VERIFIER.parse_task(row, VERIFIER.settings()).expected_answer for row in rows)
 
 
 def test_the_answer_is_scored_symbolically(gym_row: Callable[..., dict[str, Any]]) -> None:
-    task = VERIFIER.parse_task(gym_row("ns_tools"), {})
+    task = VERIFIER.parse_task(gym_row("ns_tools"), VERIFIER.settings())
     for text, reward in (("so \\boxed{70}", 1.0), ("so \\boxed{71}", 0.0), ("", 0.0)):
         verdict = VERIFIER.score({"output": [message_item(text)]}, task)
         assert isinstance(verdict, Verdict)
@@ -40,7 +39,7 @@ def test_the_answer_is_scored_symbolically(gym_row: Callable[..., dict[str, Any]
 
 def test_a_row_for_another_verifier_is_refused(gym_row: Callable[..., dict[str, Any]]) -> None:
     with pytest.raises(ValueError, match="field 'verifier_type': got string 'code_gen', expected one of math_with_jud"):
-        VERIFIER.parse_task({**gym_row("ns_tools"), "verifier_type": "code_gen"}, {})
+        VERIFIER.parse_task({**gym_row("ns_tools"), "verifier_type": "code_gen"}, VERIFIER.settings())
 
 
 def test_the_named_servers_settings_and_judge_are_taken_over() -> None:
@@ -55,12 +54,12 @@ def test_the_named_servers_settings_and_judge_are_taken_over() -> None:
     assert VERIFIER.needs_judge(server.settings)
     assert server.judge is not None
     assert server.judge.name == "judge_model"
-    assert server.settings["sandbox_port"] == 6001
+    assert server.settings.sandbox_port == 6001
     assert VERIFIER.parse_task({"question": "q", "expected_answer": "1"}, server.settings).asks_judge
 
 
 def test_a_call_becomes_a_cell_and_its_answer_a_text() -> None:
-    state = TOOLS.start({"nemo_skills_tool_overrides": {"DirectPythonTool": {"exec_timeout_s": 3}}})
+    state = TOOLS.start(Settings(nemo_skills_tool_overrides={"DirectPythonTool": {"exec_timeout_s": 3}}))
     _, cell = TOOLS.call(state, TOOL, {"code": "1"})
     assert cell == Cell(code="1", seconds=3.0, max_characters=1000)
     assert TOOLS.read is not None
@@ -79,11 +78,11 @@ def test_a_call_becomes_a_cell_and_its_answer_a_text() -> None:
     ],
 )
 def test_a_wrong_call_is_answered_without_the_sandbox(name: str, arguments: dict[str, Any], error: str) -> None:
-    _, text = TOOLS.call(TOOLS.start({}), name, arguments)
+    _, text = TOOLS.call(TOOLS.start(Settings()), name, arguments)
     assert isinstance(text, str)
     assert json.loads(text) == {"error": error}
 
 
 def test_running_earlier_cells_again_is_refused() -> None:
-    with pytest.raises(ValueError, match="'disable_session_restore': got false"):
-        TOOLS.start({"disable_session_restore": False})
+    with pytest.raises(ConfigError, match="disable_session_restore: got False, expected True, the one value"):
+        servers_of({"mine": {"resources_servers": {"ns_tools": {"disable_session_restore": False}}}})

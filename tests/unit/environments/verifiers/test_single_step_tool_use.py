@@ -8,13 +8,18 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.contract.responses import function_call_item, message_item, reasoning_item
-from recipes.environments.instances import servers_of
-from recipes.environments.registry import AGENTS
-from recipes.environments.verifiers.single_step_tool_use_with_argument_comparison import VERIFIER, parse_task, score
+from recipes.environments.contract.verifier import function_call_item, message_item, reasoning_item
+from recipes.environments.instances import AGENTS, servers_of
+from recipes.environments.verifiers import single_step_tool_use_with_argument_comparison as single_step
+from recipes.environments.verifiers.single_step_tool_use_with_argument_comparison import (
+    VERIFIER,
+    Comparator,
+    Settings,
+    parse_task,
+    score,
+)
 
 CALL = {"type": "function_call", "name": "send", "arguments": '{"to": "ann", "text": "see you at noon", "count": 2}'}
-CONFIG = "tool_call_comparator_config"
 
 
 def response(*calls: tuple[str, Any], text: str | None = None) -> dict[str, Any]:
@@ -26,7 +31,9 @@ def response(*calls: tuple[str, Any], text: str | None = None) -> dict[str, Any]
 
 
 def reward(given: dict[str, Any], action: dict[str, Any] = CALL, **config: Any) -> float:
-    return score(given, parse_task({"expected_action": action}, {CONFIG: config} if config else {})).reward
+    compared = Comparator(**{"word_count_similarity_threshold": 0.1, **config})
+    settings = Settings(tool_call_comparator_config=compared)
+    return score(given, parse_task({"expected_action": action}, settings)).reward
 
 
 RIGHT = {"to": "ann", "text": "see you at noon", "count": 2}
@@ -63,6 +70,23 @@ def test_other_actions() -> None:
     assert reward(response(("send", RIGHT)), message) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", 0.0),
+        (" \n\t", 0.0),
+        ("\u200b\u00a0", 0.0),
+        ("!", 0.0),
+        ("...", 0.0),
+        ("No.", 1.0),
+        ("5", 1.0),
+        ("\u662f", 1.0),
+    ],
+)
+def test_a_message_without_a_word_is_not_the_one_that_was_expected(text: str, expected: float) -> None:
+    assert reward(response(text=text), {"type": "message", "content": "hello"}) == expected
+
+
 def test_surplus_calls_cost_nothing_unless_they_are_counted() -> None:
     three = response(("post", {}), ("send", RIGHT), ("send", RIGHT))
     assert reward(three) == 1.0
@@ -83,8 +107,9 @@ def test_a_batch_is_matched_as_a_whole() -> None:
 
 def test_published_instances_have_their_thresholds() -> None:
     servers = servers_of({})
+    ours = {name: own.settings for name, own in servers.items() if "step_tool" in name}
     thresholds = {
-        name.partition("single_step")[0]: servers[agent.server].settings[CONFIG]["word_count_similarity_threshold"]
+        name.partition("single_step")[0]: ours[agent.server].tool_call_comparator_config.word_count_similarity_threshold
         for name, agent in AGENTS.items()
         if name in VERIFIER.agents
     }
@@ -98,7 +123,7 @@ def test_real_rows_reward_the_expert(name: str, gym_row: Callable[..., dict[str,
         action = row["expected_action"]
         calls = action.get("calls", [action] if action["type"] == "function_call" else [])
         given = response(*[(call["name"], call["arguments"]) for call in calls], text=action.get("content"))
-        task = parse_task(row, {})
+        task = parse_task(row, Settings())
         assert score(given, task).reward == 1.0
         assert score({"output": []}, task).reward == 0.0
 
@@ -112,4 +137,26 @@ def test_real_rows_reward_the_expert(name: str, gym_row: Callable[..., dict[str,
 )
 def test_bad_row(action: Any) -> None:
     with pytest.raises(ValueError, match=r"^field 'expected_action"):
-        parse_task({"expected_action": action}, {})
+        parse_task({"expected_action": action}, Settings())
+
+
+def test_a_matching_of_many_calls_is_found_without_recursion() -> None:
+    size = 1100  # each row but the last can move to the next column, which the last row asks of all
+    edges = [[column in (row, row + 1) for column in range(size)] for row in range(size - 1)]
+    assert single_step._matched([*edges, [column == 0 for column in range(size)]]) == size
+    assert single_step._matched([*edges, [False] * size]) == size - 1
+
+
+@pytest.mark.parametrize("last", [1, 2])
+def test_arguments_may_be_nested_as_deep_as_json_is_read(last: int) -> None:
+    depth = 450
+    texts = ['{"a": ' + '[{"b": ' * depth + str(end) + "}]" * depth + "}" for end in (1, last)]
+    task = parse_task({"expected_action": {"type": "function_call", "name": "f", "arguments": texts[0]}}, Settings())
+    verdict = score({"output": [function_call_item("f", texts[1], call_id="c")]}, task)
+    assert verdict.reward == float(last == 1), verdict.reason
+
+
+def test_a_row_of_many_calls_is_not_cheap() -> None:
+    for count, is_cheap in ((single_step.CHEAP_CALLS, True), (single_step.CHEAP_CALLS + 1, False)):
+        calls = (("f", "{}"),) * count
+        assert single_step.VERIFIER.is_cheap(single_step.Task(calls=calls, threshold=0.1)) is is_cheap

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.contract.responses import function_call_item
-from recipes.environments.verifiers.structured_outputs import parse_task, score, strict_schema
+from recipes.environments.contract.verifier import function_call_item
+from recipes.environments.verifiers.structured_outputs import Settings, parse_task, score, strict_schema
 
 Answer = Callable[..., dict[str, Any]]
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
@@ -17,7 +17,7 @@ TABLE = {"type": "array", "items": {"type": "object", "properties": {"x": {"type
 
 
 def error_of(text: str, answer: Answer, schema: Any = SCHEMA, kind: str = "json") -> str | None:
-    verdict = score(answer(text), parse_task({"schema_str": json.dumps(schema), "schema_type": kind}, {}))
+    verdict = score(answer(text), parse_task({"schema_str": json.dumps(schema), "schema_type": kind}, Settings()))
     error = verdict.details["error_type"]
     assert verdict.reward == float(error is None)
     assert verdict.reason.startswith(error or "satisfies")
@@ -81,13 +81,13 @@ def test_strictness_stops_at_lists() -> None:
 
 
 def test_schema_that_cannot_be_used(answer: Answer) -> None:
-    verdict = score(answer("{}"), parse_task({"schema_str": "{"}, {}))
+    verdict = score(answer("{}"), parse_task({"schema_str": "{"}, Settings()))
     assert verdict.details["error_type"] == "schema_error"
 
 
 def test_tool_call() -> None:
     row = {"schema_str": json.dumps(SCHEMA), "response_mode": "tool_call", "tool_name": "save"}
-    task = parse_task(row | {"tool_payload_key": "person"}, {})
+    task = parse_task(row | {"tool_payload_key": "person"}, Settings())
     good = function_call_item("save", '{"person": {"name": "Ann", "age": 3}}', call_id="c")
     assert score({"output": [good]}, task).reward == 1.0
     cases = {
@@ -115,7 +115,7 @@ def instance_of(schema: dict[str, Any]) -> Any:
 
 def test_real_row(gym_row: Callable[..., dict[str, Any]]) -> None:
     row = gym_row("structured_outputs")
-    task = parse_task(row, {})
+    task = parse_task(row, Settings())
     assert (task.response_mode, task.tool_name) == ("tool_call", "response_tool_8")
     payload = instance_of(json.loads(row["schema_str"]))
     wrapped = {task.tool_payload_key: payload} if task.tool_payload_key else payload
@@ -140,4 +140,4 @@ def test_real_row(gym_row: Callable[..., dict[str, Any]]) -> None:
 )
 def test_bad_row(row: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match="^" + message):
-        parse_task(row, {})
+        parse_task(row, Settings())

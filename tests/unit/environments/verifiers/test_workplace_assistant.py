@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.contract.responses import function_call_item, message_item
-from recipes.environments.office.tables import load_office
-from recipes.environments.office.tools import ARGUMENTS, MAX_CHANGES, MAX_TEXT, call
-from recipes.environments.registry import VERIFIERS
+from recipes.environments.contract.verifier import function_call_item, message_item
+from recipes.environments.instances import VERIFIERS
+from recipes.environments.verifiers.office.tables import load_office
+from recipes.environments.verifiers.office.tools import ARGUMENTS, MAX_CHANGES, MAX_TEXT, call
 from tests.office import PEOPLE, real_office, small_office, write_small_office
 from tests.recorded import env_cases
 
@@ -29,7 +29,7 @@ Calls = list[tuple[str, dict[str, Any]]]
 
 @pytest.mark.parametrize("case", env_cases("workplace_assistant"))
 def test_recorded_reward(case: dict[str, Any]) -> None:
-    task = VERIFIER.parse_task(case["row"], {"tables": real_office()})
+    task = VERIFIER.parse_task(case["row"], VERIFIER.settings(tables=real_office()))
     verdict = VERIFIER.score(case["response"], task)
     assert verdict.reward == case["reward"], verdict.reason
 
@@ -38,7 +38,7 @@ def test_recorded_reward(case: dict[str, Any]) -> None:
 def test_recorded_tool_outputs(sequence: list[dict[str, Any]]) -> None:
     """What the model is shown. The recording has NaN for an empty cell; JSON has no NaN, so the wire has null."""
     assert VERIFIER.tools
-    state = VERIFIER.tools.start({"tables": real_office()})
+    state = VERIFIER.tools.start(VERIFIER.settings(tables=real_office()))
     for step in sequence:
         state, text = VERIFIER.tools.call(state, step["name"], step["arguments"])
         expected = json.loads(json.dumps(step["output"]), parse_constant=lambda _: None)
@@ -48,7 +48,7 @@ def test_recorded_tool_outputs(sequence: list[dict[str, Any]]) -> None:
 def reward(calls: Calls, expected: Calls) -> float:
     items = [function_call_item(name, json.dumps(arguments), call_id="c") for name, arguments in calls]
     truth = [{"name": name, "arguments": json.dumps(arguments)} for name, arguments in expected]
-    task = VERIFIER.parse_task({"ground_truth": truth}, {"tables": small_office()})
+    task = VERIFIER.parse_task({"ground_truth": truth}, VERIFIER.settings(tables=small_office()))
     value: float = VERIFIER.score({"output": [*items, message_item("Done.")]}, task).reward
     return value
 
@@ -161,7 +161,7 @@ WRONG += ["\x00", "%s{}", [], ["a"], {}, {"a": [{}]}, "9" * 5000, "2023-13-45", 
 def test_any_argument_is_answered_with_a_text(name: str) -> None:
     tools = VERIFIER.tools
     assert tools
-    state = tools.start({"tables": small_office()})
+    state = tools.start(VERIFIER.settings(tables=small_office()))
     for value in WRONG:
         for argument in ARGUMENTS[name]:
             given = {**dict.fromkeys(ARGUMENTS[name], "00000001"), argument: value}
@@ -187,7 +187,7 @@ UNREADABLE = ["", "{", "[" * 100_000, '{"a": NaN}', "[]", "5", "null", '{"a": "\
 
 @pytest.mark.parametrize("text", UNREADABLE, ids=range(len(UNREADABLE)))
 def test_calls_that_cannot_be_read_are_passed_over(text: Any) -> None:
-    task = VERIFIER.parse_task({"ground_truth": []}, {"tables": small_office()})
+    task = VERIFIER.parse_task({"ground_truth": []}, VERIFIER.settings(tables=small_office()))
     item = {"type": "function_call", "name": "email_send_email", "arguments": text}
     assert VERIFIER.score({"output": [item, {**item, "name": 5}, {"type": "function_call"}]}, task).reward == 1.0
 
@@ -214,14 +214,14 @@ WRONG_TABLES = {
 @pytest.mark.parametrize("content", WRONG_TABLES, ids=range(len(WRONG_TABLES)))
 def test_tables_of_another_form_are_refused(tmp_path: Path, content: str) -> None:
     directory = write_small_office(tmp_path)
-    (tmp_path / "processed" / "emails.csv").write_text(content)
+    (tmp_path / "processed" / "emails.csv").write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=WRONG_TABLES[content]):
-        VERIFIER.parse_task({"ground_truth": []}, {"tables": directory})
+        VERIFIER.parse_task({"ground_truth": []}, VERIFIER.settings(tables=directory))
 
 
 def test_a_row_without_tables_or_calls_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"emails\.csv|email_addresses\.csv: .*`make data` brings them"):
-        VERIFIER.parse_task({"ground_truth": []}, {"tables": str(tmp_path)})
+        VERIFIER.parse_task({"ground_truth": []}, VERIFIER.settings(tables=str(tmp_path)))
     for wrong in (None, "[]", [{"name": "f"}], [5], [{"name": "f", "arguments": {}}]):
         with pytest.raises(ValueError, match="field 'ground_truth'"):
-            VERIFIER.parse_task({"ground_truth": wrong}, {"tables": small_office()})
+            VERIFIER.parse_task({"ground_truth": wrong}, VERIFIER.settings(tables=small_office()))

@@ -85,10 +85,10 @@ def test_table_and_files_state_the_verdicts(
     pushes = [replace(run, at_push=way) for run in runs[1:2] for way in PUSH_NAMES]
     busy = {"cores": 2.0, "load": 1.5}
     write(out, Results(machine=busy, training=runs, pushes=pushes, rollouts=ways, checks=checks))
-    result = json.loads(out.read_text())
+    result = json.loads(out.read_text(encoding="utf-8"))
     assert [check["is_kept"] for check in result["checks"]] == [True, False, False]
     assert [run["seconds_per_step"] for run in result["training"]] == [3, 2, 4, 2.5]
-    page = out.with_suffix(".html").read_text()
+    page = out.with_suffix(".html").read_text(encoding="utf-8")
     assert page.count("<svg") == 4
     assert "load 1.5 on 2 cores" in page
     assert load_warning({"cores": 2.0, "load": 0.9}) == ""

@@ -10,7 +10,7 @@ import pytest
 from recipes.errors import RunError
 from tools.bench import data
 from tools.bench.data import CAT, READ, SHA, SPLIT, Case, RowFile, costs, make_cases, make_checks
-from tools.rows.validate import validate
+from tools.data.rows.validate import validate
 
 FILE = RowFile(name="f", num_bytes=10_000_000, num_rows=1000)
 
@@ -62,6 +62,6 @@ def test_the_files_are_what_the_tools_read(tmp_path: Path) -> None:
 
 
 def test_a_command_that_fails_ends_the_bench(tmp_path: Path) -> None:
-    (tmp_path / "log").write_text("what went wrong")
+    (tmp_path / "log").write_text("what went wrong", encoding="utf-8")
     with pytest.raises(RunError, match="ended with status 3: what went wrong"):
         Case(name="x", file=FILE, command="exit 3").run(tmp_path)

@@ -23,7 +23,7 @@ def test_the_first_steps_do_not_count(args: argparse.Namespace, monkeypatch: pyt
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
         given.append(command)
-        (args.run_dir / "trl.json").write_text(json.dumps([50.0, 90.0, 91.0, 93.0, 94.0, 104.0]))
+        (args.run_dir / "trl.json").write_text(json.dumps([50.0, 90.0, 91.0, 93.0, 94.0, 104.0]), encoding="utf-8")
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(peer.subprocess, "run", run)

@@ -8,8 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from recipes.environments.contract.responses import last_message_text
-from recipes.environments.contract.verdict import NoVerdict, Response, Verdict, env_failed
+from recipes.environments.contract.verifier import NoVerdict, Response, Verdict, env_failed, last_message_text
 from recipes.errors import RunError
 from recipes.types import Row
 from tools.bench import verifiers

@@ -15,10 +15,10 @@ from pyarrow import parquet
 
 from recipes.errors import DataError
 from tools.data import fill as fill_module
+from tools.data.files import parallel
 from tools.data.fill import fill, main
 from tools.data.sources import load_sources
-from tools.files import parallel
-from tools.files.locks import only_one
+from tools.locks import only_one
 
 PLAIN = b'{"b":1,  "a": "\\u00e9", "note": "no _hf_placeholder here"}\n'
 ENTRY = {
@@ -49,7 +49,7 @@ def place(tmp_path: Path) -> Path:
     """A directory with a source of 3 + 2 rows in two files, and the file that names it."""
     write_parquet(tmp_path / "source/data/train-00000-of-00002.parquet", [record(f"q{n}", str(n)) for n in range(3)])
     write_parquet(tmp_path / "source/data/train-00001-of-00002.parquet", [record("q3", "[3]"), record("q4", None)])
-    (tmp_path / "sources.yaml").write_text(yaml.safe_dump({"sources": {"math": ENTRY}}))
+    (tmp_path / "sources.yaml").write_text(yaml.safe_dump({"sources": {"math": ENTRY}}), encoding="utf-8")
     return tmp_path
 
 
@@ -77,15 +77,19 @@ def test_a_last_line_without_newline_passes(place: Path) -> None:
 
 
 def test_a_jsonl_source_gives_the_same_rows(place: Path) -> None:
-    (place / "rows.jsonl").write_text("".join(json.dumps(record(f"q{n}", str(n))) + "\n" for n in range(3)))
+    (place / "rows.jsonl").write_text(
+        "".join(json.dumps(record(f"q{n}", str(n))) + "\n" for n in range(3)), encoding="utf-8"
+    )
     by_parquet = run(place, placeholder(0) + placeholder(2))
-    (place / "sources.yaml").write_text(yaml.safe_dump({"sources": {"math": ENTRY | {"path": "rows.jsonl"}}}))
+    (place / "sources.yaml").write_text(
+        yaml.safe_dump({"sources": {"math": ENTRY | {"path": "rows.jsonl"}}}), encoding="utf-8"
+    )
     assert run(place, placeholder(0) + placeholder(2)) == by_parquet
 
 
 def test_the_manifest_says_what_was_read_and_written(place: Path) -> None:
     run(place, PLAIN + placeholder(3))
-    manifest = json.loads((place / "out.jsonl.manifest.json").read_text())
+    manifest = json.loads((place / "out.jsonl.manifest.json").read_text(encoding="utf-8"))
     assert manifest["counts"] == {"rows": 2, "filled": 1, "rejected": {}}
     assert manifest["questions"] == {"math": {"3": sha256(b"q3").hexdigest()}}
     written = (place / "out.jsonl").read_bytes()
@@ -163,7 +167,7 @@ def test_unfilled_rows_are_left_out_on_request_with_their_cause(
         (6, "no source row"),
     ]
     assert [entry["row"].encode() for entry in rejected] == wrong
-    manifest = json.loads((place / "out.jsonl.manifest.json").read_text())
+    manifest = json.loads((place / "out.jsonl.manifest.json").read_text(encoding="utf-8"))
     causes = {"no JSON": 1, "no source row": 2, "unknown data set": 1}
     assert manifest["counts"] == {"rows": 6, "filled": 1, "rejected": causes}
     assert [(output["file"], output["rows"]) for output in manifest["outputs"]] == [
@@ -225,7 +229,7 @@ WRONG_SOURCES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
 
 @pytest.mark.parametrize(("change", "message"), WRONG_SOURCES, ids=[message[:40] for _, message in WRONG_SOURCES])
 def test_a_wrong_source_is_named(place: Path, change: Callable[[dict[str, Any]], object], message: str) -> None:
-    (place / "sources.yaml").write_text(yaml.safe_dump({"sources": {"math": change(ENTRY)}}))
+    (place / "sources.yaml").write_text(yaml.safe_dump({"sources": {"math": change(ENTRY)}}), encoding="utf-8")
     with pytest.raises(DataError) as caught:
         load_sources(place / "sources.yaml")
     assert message in str(caught.value)
@@ -233,7 +237,7 @@ def test_a_wrong_source_is_named(place: Path, change: Callable[[dict[str, Any]],
 
 @pytest.mark.parametrize("content", ["[", "sources: 3", ""])
 def test_a_file_that_names_no_sources_is_an_error(place: Path, content: str) -> None:
-    (place / "sources.yaml").write_text(content)
+    (place / "sources.yaml").write_text(content, encoding="utf-8")
     with pytest.raises(DataError, match=r"sources\.yaml"):
         load_sources(place / "sources.yaml")
 
@@ -241,10 +245,14 @@ def test_a_file_that_names_no_sources_is_an_error(place: Path, content: str) -> 
 def test_missing_files_are_named(place: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere\.jsonl: there is no such file"):
         fill(place / "nowhere.jsonl", place / "out.jsonl", place / "sources.yaml")
-    (place / "sources.yaml").write_text(yaml.safe_dump({"sources": {"math": ENTRY | {"path": "gone"}}}))
+    (place / "sources.yaml").write_text(
+        yaml.safe_dump({"sources": {"math": ENTRY | {"path": "gone"}}}), encoding="utf-8"
+    )
     with pytest.raises(DataError, match="gone: there is no such file or directory"):
         run(place, placeholder(0))
-    (place / "sources.yaml").write_text(yaml.safe_dump({"sources": {"math": ENTRY | {"split": "test"}}}))
+    (place / "sources.yaml").write_text(
+        yaml.safe_dump({"sources": {"math": ENTRY | {"split": "test"}}}), encoding="utf-8"
+    )
     (place / "source" / "data").rename(place / "source" / "other")
     with pytest.raises(DataError, match="parquet files of split test"):
         run(place, placeholder(0))

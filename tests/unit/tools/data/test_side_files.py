@@ -46,7 +46,7 @@ WRONG: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
 
 @pytest.mark.parametrize(("change", "message"), WRONG, ids=[message[:30] for _, message in WRONG])
 def test_a_wrong_entry_is_named(tmp_path: Path, change: Callable[[dict[str, Any]], Any], message: str) -> None:
-    (tmp_path / "side.yaml").write_text(yaml.safe_dump({"side_files": {"x": change(dict(ENTRY))}}))
+    (tmp_path / "side.yaml").write_text(yaml.safe_dump({"side_files": {"x": change(dict(ENTRY))}}), encoding="utf-8")
     with pytest.raises(DataError) as caught:
         load_side_files(tmp_path / "side.yaml")
     assert message in str(caught.value)

@@ -15,11 +15,11 @@ import pytest
 
 from recipes.errors import DataError
 from recipes.files import atomic_writer
+from tools.data.files import row_blocks
+from tools.data.files.row_blocks import NO_AGENT, FileTotals, read_blocks, start_of_last_lines
 from tools.data.prepare import main as prepare
 from tools.data.split import compare, main, share_out, split
-from tools.files import row_blocks
-from tools.files.locks import only_one
-from tools.files.row_blocks import NO_AGENT, FileTotals, read_blocks, start_of_last_lines
+from tools.locks import only_one
 
 
 def rows(count: int, *, ending: bytes = b"\n") -> bytes:
@@ -40,9 +40,9 @@ def test_splits_are_what_head_and_tail_give(tmp_path: Path, count: int, val_rows
 def test_the_manifest_counts_and_hashes(tmp_path: Path) -> None:
     content = rows(5)
     (tmp_path / "rows.jsonl").write_bytes(content)
-    (tmp_path / "rows.jsonl.manifest.json").write_text('{"tool": "fill"}')
+    (tmp_path / "rows.jsonl.manifest.json").write_text('{"tool": "fill"}', encoding="utf-8")
     split(tmp_path / "rows.jsonl", tmp_path / "out", val_rows=2)
-    text = (tmp_path / "out" / "manifest.json").read_text()
+    text = (tmp_path / "out" / "manifest.json").read_text(encoding="utf-8")
     lines = content.splitlines(keepends=True)
     train, val = b"".join(lines[:3]), b"".join(lines[3:])
     assert json.loads(text) == {
@@ -184,7 +184,7 @@ def test_a_disk_that_takes_no_more_leaves_the_old_splits(tmp_path: Path) -> None
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert result.stderr.splitlines() == [
-        "split: File too large; make room, or correct the path or its rights, and run it again"
+        "split: File too large; raise the limit of file sizes (ulimit -f), or name another place"
     ]
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
@@ -241,15 +241,24 @@ def test_blocks_of_any_size_are_whole_lines(
     for count in (1, 5, 39):
         cut = start_of_last_lines(tmp_path / "rows", count)
         assert cut == len(b"".join(lines[:-count]))
-        found = read_blocks(tmp_path / "rows", end_of_first=cut, num_buffers=1)
-        parts = [(bytes(part), num_lines, is_first) for part, num_lines, is_first in found]
-        assert b"".join(part for part, _, is_first in parts if is_first) == content[:cut]
+        found = read_blocks(tmp_path / "rows", cuts=[cut], num_buffers=1)
+        parts = [(bytes(block), num_lines, part) for block, num_lines, part in found]
+        assert b"".join(block for block, _, part in parts if part == 0) == content[:cut]
         assert b"".join(part for part, _, _ in parts) == content
         assert all(part.endswith(b"\n") for part, _, _ in parts[:-1])
         assert [num_lines for _, num_lines, _ in parts] == [len(part.splitlines()) for part, _, _ in parts]
     assert start_of_last_lines(tmp_path / "rows", 40) is None
     split(tmp_path / "rows", tmp_path / "out", val_rows=5)
     assert (tmp_path / "out" / "train-split.jsonl").read_bytes() == b"".join(lines[:-5])
+    split(tmp_path / "rows", tmp_path / "out", val_rows=5, test_rows=3)
+    held_out = {name: (tmp_path / "out" / f"{name}-split.jsonl").read_bytes() for name in ("train", "test", "val")}
+    assert held_out == {
+        "train": b"".join(lines[:-8]),
+        "test": b"".join(lines[-8:-5]),
+        "val": b"".join(lines[-5:]),  # the same as without rows to test on
+    }
+    split(tmp_path / "rows", tmp_path / "out", val_rows=5)
+    assert not (tmp_path / "out" / "test-split.jsonl").exists(), "its rows are for training again"
 
 
 def agent_rows(names: str) -> bytes:
@@ -283,7 +292,7 @@ def test_a_stratified_split_takes_the_last_rows_of_each_agent(
     assert (tmp_path / "out/val-split.jsonl").read_bytes() == b"".join(lines[n] for n in held_out)
     train = b"".join(line for n, line in enumerate(lines) if n not in held_out)
     assert (tmp_path / "out/train-split.jsonl").read_bytes() == train
-    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+    manifest = json.loads((tmp_path / "out/manifest.json").read_text(encoding="utf-8"))
     assert manifest["agents"] == {"train": {"a": 12, "b": 4}, "validation": {"a": 3, "b": 1}}
     assert [output["sha256"] for output in manifest["outputs"]] == [
         sha256(train).hexdigest(),
@@ -331,3 +340,25 @@ def test_the_comparison_names_what_is_missing() -> None:
     assert table[2].endswith("-25.0  not in validation")
     assert table[3].endswith("+50.0  not in training")
     assert compare({"a": 1}, {"a": 1}).splitlines()[1].split() == ["a", "1", "100.0%", "1", "100.0%", "+0.0"]
+
+
+def test_a_stratified_split_holds_out_rows_to_test_of_each_agent_before_those_to_validate(tmp_path: Path) -> None:
+    content = agent_rows("aaaaaabbbaaa")
+    (tmp_path / "rows").write_bytes(content)
+    split(tmp_path / "rows", tmp_path / "plain", val_rows=4, stratify=True)
+    manifest = split(tmp_path / "rows", tmp_path / "out", val_rows=4, test_rows=4, stratify=True)
+    assert manifest["agents"] == {"train": {"a": 3, "b": 1}, "test": {"a": 3, "b": 1}, "validation": {"a": 3, "b": 1}}
+    parts = [(tmp_path / "out" / f"{name}-split.jsonl").read_bytes() for name in ("train", "test", "val")]
+    assert parts[2] == (tmp_path / "plain" / "val-split.jsonl").read_bytes()
+    assert sorted(b"".join(parts).splitlines()) == sorted(content.splitlines())
+
+
+@pytest.mark.parametrize("rows_to_test", [2, 3])
+def test_rows_to_test_leave_one_to_train_on(
+    tmp_path: Path, rows_to_test: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(rows(5))
+    words = ["--in", str(tmp_path / "rows.jsonl"), "--out-dir", str(tmp_path / "out"), "--val-rows", "2"]
+    assert main([*words, "--test-rows", str(rows_to_test)]) == (0 if rows_to_test == 2 else 2)
+    wrong = "expected more than the 5 rows for test and validation; lower --test-rows or --val-rows"
+    assert (wrong in capsys.readouterr().err) == (rows_to_test == 3)

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from recipes.grpo.data import NO_LIMIT, few_rows
+from tests.configuration import block
 from tests.unit.tools.launch_case import PLACEHOLDER_ROW, ROW, LaunchCase, write_case
-from tools.doctor.data import _maker
+from tools.doctor.machine import maker_of
 
 EFFORT = "env.nemo_gym.effort_levels"
 SHAPING_ON = (f"{EFFORT}.low_weight=0.2", f"{EFFORT}.low_string='{{reasoning effort: low}}'")
@@ -60,9 +62,9 @@ def test_no_finding_of_one_row_hides_another(case):
     (code, place, text) = found(case)[0]
     assert (code, place) == ("DAT004", "train.jsonl:1")
     assert "expected_answer" in text
-    (case.directory / "train.jsonl").write_text("\nnot json\n")
+    (case.directory / "train.jsonl").write_text("\nnot json\n", encoding="utf-8")
     assert [entry[:2] for entry in found(case)] == [("DAT004", "train.jsonl:2"), ("DAT006", "train.jsonl")]
-    (case.directory / "train.jsonl").write_text("")
+    (case.directory / "train.jsonl").write_text("", encoding="utf-8")
     assert [entry[:2] for entry in found(case)] == [("DAT001", "train.jsonl"), ("DAT006", "train.jsonl")]
 
 
@@ -79,10 +81,10 @@ def test_the_manifest_beside_the_splits_counts_too(case):
     (case.directory / "train.jsonl.manifest.json").unlink()
     assert [entry[0] for entry in found(case)] == ["DAT008"]
     output = {"file": "train.jsonl", "rows": 2}
-    (case.directory / "manifest.json").write_text(json.dumps({"outputs": [output]}))
+    (case.directory / "manifest.json").write_text(json.dumps({"outputs": [output]}), encoding="utf-8")
     assert found(case) == [("DAT006", "train.jsonl", "rows 1")]
     output["rows"] = 1
-    (case.directory / "manifest.json").write_text(json.dumps({"outputs": [output]}))
+    (case.directory / "manifest.json").write_text(json.dumps({"outputs": [output]}), encoding="utf-8")
     assert found(case) == []
 
 
@@ -151,4 +153,59 @@ def test_validation_rows_that_are_training_rows_are_a_note(case):
     ],
 )
 def test_a_missing_file_is_made_by_the_command_of_its_rows(directory, command):
-    assert _maker(Path("data") / directory / "train-split.jsonl") == command
+    assert maker_of(Path("data") / directory / "train-split.jsonl") == command
+
+
+@pytest.mark.parametrize(
+    ("rows", "epochs", "steps", "said"),
+    [
+        (24, 1, 6, "24 rows x 1 epoch / 16 prompts a step = 1 of the 6 steps asked for; 8 prompts are left over"),
+        (24, 2, 6, "24 rows x 2 epochs / 16 prompts a step = 3 of the 6 steps asked for"),
+        (24, 4, 6, ""),
+        (24, 1, 1, ""),
+        (24, 1, NO_LIMIT, ""),  # as the published stages: as many as there are
+        (15, 1, 6, ""),  # not one step: refused elsewhere
+    ],
+)
+def test_rows_that_suffice_for_fewer_steps_are_counted(tmp_path, rows, epochs, steps, said):
+    cfg = block("grpo", max_num_epochs=epochs, num_prompts_per_step=16, max_num_steps=steps)
+    problem = few_rows(tmp_path, rows, cfg)
+    assert (problem.wrong if problem else "") == said
+
+
+def test_few_rows_are_a_note_of_the_doctor(case):
+    case.write_rows("train.jsonl", *(asking(f"Which is letter {n}?") for n in range(3)))
+    assert found(case) == []
+    asked = (
+        "grpo.max_num_epochs=1",
+        "grpo.max_num_steps=6",
+        "grpo.num_prompts_per_step=2",
+        "policy.train_global_batch_size=32",
+    )
+    [(code, _, text)] = found(case, *asked)
+    assert code == "DAT011"
+    assert text.startswith("3 rows x 1 epoch / 2 prompts a step = 1 of the 6 steps")
+
+
+def test_the_published_number_of_steps_is_no_limit():
+    assert f"max_num_steps: {NO_LIMIT} " in Path("configs/grpo_base.yaml").read_text(encoding="utf-8")
+
+
+def test_what_the_chat_template_cannot_show_is_found_before_the_run(case):
+    template = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}{{ messages[0].content }}<eos>"
+    settings = {"eos_token": "<eos>", "chat_template": template}
+    (case.export / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    tool = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
+    case.write_rows("train.jsonl", asking("1 + 1"), asking("1 + 2", tools=[tool]), asking("1 + 3", tools=[tool]))
+    expected = "responses_create_params: the chat template refuses the request (TemplateError: no tools)"
+    refused = [entry for entry in found(case) if "template" in entry[2]]
+    assert refused == [("DAT004", "train.jsonl:2", f"{expected} (and in 1 further rows)")]
+    (case.export / "tokenizer_config.json").write_text("{", encoding="utf-8")
+    assert not any("template" in text for _, _, text in found(case))  # the check of the model says what is wrong
+
+
+def test_a_key_that_a_row_repeats_is_named_with_its_line(case):
+    line = json.dumps(asking("1 + 1")).replace('"expected_answer"', '"expected_answer": "0", "expected_answer"')
+    (case.directory / "train.jsonl").write_text(json.dumps(asking("1 + 2")) + "\n" + line + "\n", encoding="utf-8")
+    expected = "invalid JSON (one object has the key 'expected_answer' 2 times)"
+    assert ("DAT004", "train.jsonl:2", expected) in found(case)

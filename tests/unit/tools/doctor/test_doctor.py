@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,12 +15,13 @@ import pytest
 
 from recipes.cluster.ports import ray_ports
 from recipes.errors import Problem
-from tests.unit.tools.launch_case import HELD_OUT_ROW, PLACEHOLDER_ROW, ROW, LaunchCase, write_case
-from tools.doctor import allocation, machine
+from tests.unit.tools.launch_case import ENOUGH, HELD_OUT_ROW, PLACEHOLDER_ROW, ROW, LaunchCase, write_case
 from tools.doctor import examine as examine_module
+from tools.doctor import machine
 from tools.doctor.__main__ import main, table
+from tools.draft.findings import CODES, errors, forced, found
+from tools.job import local
 from tools.job.local import LOCAL_RUNS
-from tools.planning.findings import CODES, errors, forced, found
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -34,8 +37,49 @@ def test_nothing_is_found_in_a_sound_launch(case):
 
 @pytest.mark.parametrize(("num_gpus", "codes"), [(0, []), (1, ["ALC002"]), (2, [])])
 def test_a_local_run_has_a_gpu_for_each_worker_or_none(case, monkeypatch, num_gpus, codes):
-    monkeypatch.setattr(allocation, "count_gpus", lambda: num_gpus)
+    monkeypatch.setattr(machine, "count_gpus", lambda: num_gpus)
+    monkeypatch.setattr(machine, "version", lambda _name: "2.9.1" if num_gpus else "2.9.1+cpu")
     assert case.codes(LAUNCHER="local") == codes
+
+
+def test_a_machine_without_gpus_is_told_what_is_too_large_for_it(case, monkeypatch):
+    monkeypatch.setattr(machine, "count_gpus", lambda: 0)
+    monkeypatch.setattr(machine, "count_devices", lambda: 0)
+    monkeypatch.setattr(machine, "version", lambda _name: "2.9.1")
+    monkeypatch.setattr(machine, "MAX_CPU_WEIGHTS_BYTES", 10)
+    assert case.codes(LAUNCHER="local") == ["ALC003"]
+    monkeypatch.setattr(machine, "count_devices", lambda: 2)
+    monkeypatch.setattr(machine, "version", lambda _name: "2.9.1+cpu")
+    assert case.codes(LAUNCHER="local") == ["ENG007"]
+    monkeypatch.setattr(machine, "MAX_CPU_WEIGHTS_BYTES", 2**30)  # now it is a tiny run, beside GPUs that it needs not
+    assert case.codes(LAUNCHER="local") == ["ENG010"]
+    [note] = [one for one in case.examine(LAUNCHER="local") if one.code == "ENG010"]
+    assert note.severity == "note" and "torch 2.9.1+cpu is a CPU build: it uses no GPU" in str(note.problem)
+
+
+@pytest.mark.parametrize(("torch", "usable"), [("2.13.0+cpu", 0), ("2.13.0+cu130", 3), ("2.13.0", 3)])
+def test_devices_that_torch_cannot_use_are_no_gpus(monkeypatch, torch, usable):
+    monkeypatch.setattr(local, "count_devices", lambda: 3)
+    monkeypatch.setattr(local, "version", lambda _name: torch)
+    assert local.count_gpus() == usable
+
+
+def test_what_a_container_gives_as_shared_memory_is_too_little(case, monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "count_gpus", lambda: 0)
+    monkeypatch.setattr(machine, "count_gpus", lambda: 0)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage._replace(free=64 * 2**20))
+    monkeypatch.setattr(machine, "MIN_FREE_BYTES", 0)
+    (finding,) = errors(case.examine(LAUNCHER="local"))
+    assert finding.code == "PTH006" and finding.problem.where == "/dev/shm"
+    assert finding.problem.got == "64 MiB free" and "256 MiB for Ray's object store" in finding.problem.expected
+    assert "--shm-size" in finding.problem.fix
+
+
+def test_a_shell_that_allows_few_open_files_is_told(case, monkeypatch):
+    monkeypatch.setattr(machine, "count_gpus", lambda: 0)
+    monkeypatch.setattr(local.resource, "getrlimit", lambda _what: (64, 64))
+    assert case.codes(LAUNCHER="local") == ["ALC004"]
 
 
 def cut_parent(case: LaunchCase) -> None:
@@ -44,7 +88,7 @@ def cut_parent(case: LaunchCase) -> None:
 
 
 def wrong_container(case: LaunchCase) -> None:
-    (case.directory / "training.sqsh").write_text("<html>404 Not Found</html>")
+    (case.directory / "training.sqsh").write_text("<html>404 Not Found</html>", encoding="utf-8")
 
 
 def fill_nothing(case: LaunchCase) -> None:
@@ -81,7 +125,6 @@ def test_a_defect_on_disk_is_found_alone(case, code):
         ("ENV002", {"LAUNCHER": "kubernetes"}),
         ("ENV002", {"SBATCH_NUM_NODES": "many"}),
         ("ENV002", {"SLURM_TIME_LIMIT": "four hours"}),
-        ("ENV004", {"ENABLE_MTP_INFERENCE": "1"}),
         ("CFG001", {"EXTRA_HYDRA_ARGS": "grpo.num_prompt_per_step=8"}),
         ("CFG001", {"CONFIG_PATH": "configs/none.yaml"}),
         ("CFG003", {"EXTRA_HYDRA_ARGS": "policy.megatron_cfg.fp8_cfg.enabled=true"}),
@@ -150,9 +193,11 @@ def test_a_problem_with_ports_has_the_code_of_what_is_wrong(where, code):
 
 
 def test_a_model_that_the_engine_does_not_build_is_named(case):
-    config = json.loads((case.export / "config.json").read_text()) | {"architectures": ["GptOssForCausalLM"]}
-    (case.export / "config.json").write_text(json.dumps(config))
-    (case.export.parent / "COMPLETE").write_text('{"hf/tokenizer_config.json": "0"}')
+    config = json.loads((case.export / "config.json").read_text(encoding="utf-8")) | {
+        "architectures": ["GptOssForCausalLM"]
+    }
+    (case.export / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (case.export.parent / "COMPLETE").write_text('{"hf/tokenizer_config.json": "0"}', encoding="utf-8")
     codes = [finding.code for finding in case.examine() if finding.code.startswith("MDL")]
     assert codes == ["MDL003", "MDL009"]
 
@@ -168,7 +213,9 @@ def test_eight_defects_at_once_are_eight_findings(case, monkeypatch):
     monkeypatch.setattr(machine, "is_node_of", lambda _partition: True)
     case.write_task_rows()
     case.sif.unlink()
-    case.write_rows("train.jsonl", json.loads((case.directory / "val.jsonl").read_text()), PLACEHOLDER_ROW)
+    case.write_rows(
+        "train.jsonl", json.loads((case.directory / "val.jsonl").read_text(encoding="utf-8")), PLACEHOLDER_ROW
+    )
     cut_parent(case)
     wrong_container(case)
     variables = {"SCALE": "small", "CONFIG_PATH": "", "SLURM_ACCOUNT": "", "SBATCH_NUM_NODES": "19"}
@@ -210,7 +257,7 @@ def test_report_for_programs_and_for_readers(case, monkeypatch, capsys):
         monkeypatch.delenv(name, raising=False)
     for name, value in case.env.items():
         monkeypatch.setenv(name, value)
-    assert main(["--json"]) == 2
+    assert main(["--json", ENOUGH]) == 2
     report = json.loads(capsys.readouterr().out)
     assert report["exit_status"] == 2
     assert (report["experiment"], report["num_nodes"]) == ("exp", 1)
@@ -218,12 +265,12 @@ def test_report_for_programs_and_for_readers(case, monkeypatch, capsys):
     assert image["code"] == "IMG002"
     assert image["where"] == "CONTAINER"
     assert set(image) == {"code", "severity", "forced", "can_force", "wrong", "where", "got", "expected", "fix"}
-    assert main([]) == 2
+    assert main([ENOUGH]) == 2
     text = capsys.readouterr().out
     assert "  IMG002  CONTAINER: got " in text
     assert "doctor: 1 error" in text
     (case.directory / "training.sqsh").write_bytes((case.directory / "sandbox.sqsh").read_bytes())
-    assert main(["grpo.seed=43"]) == 0
+    assert main([ENOUGH, "grpo.seed=43"]) == 0
 
 
 def test_a_file_for_a_directory_and_a_directory_for_a_file_are_said_to_be_so(case):
@@ -234,3 +281,64 @@ def test_a_file_for_a_directory_and_a_directory_for_a_file_are_said_to_be_so(cas
         (f"MODEL_PATH={file}", "start weights are a directory, this is a file"),
     ]
     assert "set VAL_PATH" in next(problem.fix for problem in problems if problem.where == directory)
+
+
+def lost_checkpoint(case: LaunchCase) -> None:
+    (case.directory / "results" / "exp" / "checkpoints" / "step_000004").mkdir(parents=True)
+
+
+def dangling_latest(case: LaunchCase) -> None:
+    root = case.directory / "results" / "exp" / "checkpoints"
+    root.mkdir(parents=True)
+    (root / "latest").symlink_to("step_000004")
+
+
+# Everything that `setup` raises before Ray is asked: what is done to a sound launch, its overrides, the doctor's code.
+REFUSED_BY_SETUP: dict[str, tuple[Callable[[LaunchCase], object], tuple[str, ...], str]] = {
+    "ChatCodec: no tokenizer": (lambda case: (case.export / "tokenizer.json").unlink(), (), "MDL001"),
+    "ChatCodec: no template": (
+        lambda case: (case.export / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}', encoding="utf-8"),
+        (),
+        "MDL007",
+    ),
+    "require_rows: no file": (lambda case: (case.directory / "train.jsonl").unlink(), (), "DAT001"),
+    "require_rows: no rows": (lambda case: case.write_rows("train.jsonl"), (), "DAT001"),
+    "require_rows: no agent": (
+        lambda case: case.write_rows("train.jsonl", {**ROW, "agent_ref": {"name": "nobody"}}), (), "DAT003",
+    ),
+    "require_rows: a placeholder": (fill_nothing, (), "DAT002"),
+    "too_few_rows": (lambda _: None, ("grpo.num_prompts_per_step=64", "grpo.max_num_epochs=1"), "DAT012"),
+    "latest_checkpoint: none complete": (lost_checkpoint, (), "PTH007"),
+    "latest_checkpoint: taken away": (dangling_latest, (), "PTH007"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("refusal", REFUSED_BY_SETUP)
+def test_what_setup_refuses_the_doctor_refuses_before_the_queue(case, refusal):
+    break_it, overrides, code = REFUSED_BY_SETUP[refusal]
+    break_it(case)
+    found = case.examine("", *overrides)
+    assert code in [finding.code for finding in found if finding.severity == "error"]
+
+
+def test_weights_and_biases_in_a_container_is_said_to_be_unseen(case):
+    found = case.examine("", "logger.wandb_enabled=true", WANDB_API_KEY="k")
+    assert [finding.code for finding in found if finding.code.startswith("WAN")] == ["WAN003"]
+
+
+@pytest.mark.parametrize(
+    ("is_on", "environ", "codes"),
+    [
+        ("true", {"WANDB_API_KEY": "k"}, ["WAN001"]),
+        ("true", {"WANDB_MODE": "offline"}, ["WAN001"]),
+        ("false", {"WANDB_API_KEY": "k"}, []),
+        ("false", {"WANDB_API_KEY": "k", "WANDB_PROJ": "p"}, ["WAN002"]),
+        ("false", {"WANDB_PROJ": "p"}, []),
+    ],
+)
+def test_weights_and_biases_is_looked_for_where_the_run_will_be(case, monkeypatch, is_on, environ, codes):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    found = case.examine("", f"logger.wandb_enabled={is_on}", LAUNCHER="local", **environ)
+    assert [finding.code for finding in found if finding.code.startswith("WAN")] == codes
+    contained = case.examine("", f"logger.wandb_enabled={is_on}", **environ)
+    assert "WAN001" not in [finding.code for finding in contained]  # the image may have it

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.tools.launch_case import sif_file
-from tools.doctor.images import file_findings, is_file_name, name_findings
+from tests.unit.tools.launch_case import sif_file, write_case
+from tools.doctor.machine import image_problems
+from tools.doctor.slurm import file_findings, is_file_name, name_findings
 
 
 def codes(findings: object) -> list[str]:
@@ -20,7 +21,7 @@ def test_kinds_of_files(tmp_path, runtime, accepted):
     (tmp_path / "squashfs").write_bytes(b"hsqs" + bytes(36) + (300).to_bytes(8, "little") + bytes(300))
     (tmp_path / "sif").write_bytes(sif_file(content=10))
     (tmp_path / "directory").mkdir()
-    (tmp_path / "text").write_text("FROM debian\n")
+    (tmp_path / "text").write_text("FROM debian\n", encoding="utf-8")
     for name in ("squashfs", "sif", "directory", "text"):
         wrong = codes(file_findings("CONTAINER", str(tmp_path / name), runtime))
         assert wrong == ([] if name in accepted else ["IMG002"]), name
@@ -59,3 +60,56 @@ def test_names_that_pyxis_fetches(image):
 )
 def test_names_that_no_node_could_fetch(image, runtime):
     assert codes(name_findings("CONTAINER", image, runtime)) == ["IMG004"]
+
+
+NEMO_RL_IMAGES = (  # of the published pages, and what they become
+    "nvcr.io/nvidia/nemo-rl:v0.7.0",
+    "your-registry/nemo-rl:v0.7.0.prefetched_venvs",
+    "docker://nvcr.io#nvidia/nemo-rl:v0.7.0",
+    "registry.example:5000/lab/nemo-rl@sha256:" + "0" * 64,
+    "/images/nvidia+nemo-rl+v0.7.0.sqsh",
+    "./nemo-rl.sqsh",
+    "nemo_rl_v0.8.1.sif",
+)
+OLD_IMAGES = (
+    "nvcr.io/nvidia/nemo-rl:v0.5.0.nemotron_3_super",
+    "your-registry/nemo-rl:v0.5.0.nemotron_3_super_swe",
+    "nvcr.io/nvidia/nemo-rl:v0.4.0.nemotron_3_nano",
+    "/images/nemo-rl-v0.6.0.sqsh",
+)
+OTHER_IMAGES = (
+    "registry.example/lab/native:1",
+    "/srv/images/native.sqsh",
+    "debian",
+    "nemo-rl.example/lab/native:2",
+    "/nemo-rl/images/native-v0.5.sqsh",
+    "lab/my-nemo-rlx:1",
+    "nemo-skills-sandbox:latest",
+)
+
+
+@pytest.mark.parametrize("image", NEMO_RL_IMAGES)
+def test_an_image_of_nemo_rl_is_for_its_own_engine(image):
+    (problem,) = image_problems("native", image)
+    assert image in str(problem) and "ENGINE=nemo_rl" in problem.fix
+    assert list(image_problems("nemo_rl", image)) == []
+
+
+@pytest.mark.parametrize("image", OLD_IMAGES)
+@pytest.mark.parametrize("engine", ["native", "nemo_rl"])
+def test_an_old_image_of_nemo_rl_is_for_no_engine(image, engine):
+    (problem,) = image_problems(engine, image)
+    assert "writes for 0.7.0" in problem.wrong and "nvcr.io/nvidia/nemo-rl:v0.7.0" in problem.fix
+
+
+@pytest.mark.parametrize("image", OTHER_IMAGES)
+def test_another_image_is_for_the_engine_that_is_asked_for(image):
+    assert list(image_problems("native", image)) == list(image_problems("nemo_rl", image)) == []
+
+
+def test_a_launch_in_the_image_of_another_engine_is_refused_unless_it_is_forced(tmp_path):
+    case = write_case(tmp_path)
+    (finding,) = (one for one in case.examine(CONTAINER="nvcr.io/nvidia/nemo-rl:v0.7.0") if one.code == "ENG009")
+    assert (finding.severity, finding.can_force) == ("error", True)
+    assert "ENG009" not in case.codes(CONTAINER="nvcr.io/nvidia/nemo-rl:v0.7.0", LAUNCHER="local")
+    assert "ENG009" not in case.codes(CONTAINER_RUNTIME="none", CONTAINER="nemo-rl:v0.5.0")

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
+import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models
 
 from recipes.config.fits import engine_problem
 from recipes.config.load import load_config
+from tests.configuration import block
+from tests.weight_headers import qwen3_shapes, safetensors
 from tools.doctor.model import (
+    argument_findings,
+    engine_argument_names,
     export_findings,
     fit_findings,
     head_findings,
-    missing_files,
     package_findings,
     policy_problems,
+    route_findings,
     template_findings,
-    weight_file_findings,
+    weight_findings,
 )
+from tools.draft.launch import read_launch
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -40,23 +43,17 @@ QWEN3 = {
 }
 
 
-def safetensors(header: dict[str, object], num_bytes: int) -> bytes:
-    text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + bytes(num_bytes)
-
-
 def write_export(step: Path, *, heads: int = 4) -> Path:
     """Write step_N/hf with the checksums that the run leaves beside it; returns hf."""
     hf = step / "hf"
     hf.mkdir(parents=True)
-    entry = {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}
-    (hf / "model.safetensors").write_bytes(safetensors({"w": entry}, 12))
-    (hf / "config.json").write_text(json.dumps(QWEN3 | {"num_attention_heads": heads}))
+    (hf / "model.safetensors").write_bytes(safetensors(qwen3_shapes(QWEN3)))
+    (hf / "config.json").write_text(json.dumps(QWEN3 | {"num_attention_heads": heads}), encoding="utf-8")
     Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1}, unk_token="<unk>")).save(str(hf / "tokenizer.json"))
     settings = {"eos_token": "<eos>", "chat_template": "{{ messages[0].content }}"}
-    (hf / "tokenizer_config.json").write_text(json.dumps(settings))
+    (hf / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     digests = {f"hf/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest() for file in hf.iterdir()}
-    (step / "COMPLETE").write_text(json.dumps(digests | {"state.json": "0" * 64}))
+    (step / "COMPLETE").write_text(json.dumps(digests | {"state.json": "0" * 64}), encoding="utf-8")
     return hf
 
 
@@ -64,24 +61,53 @@ def codes(findings: object) -> list[str]:
     return [finding.code for finding in findings]  # type: ignore[attr-defined]
 
 
-def test_cut_weights_are_found_by_their_header(tmp_path):
-    file = tmp_path / "w.safetensors"
-    entry = {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}
-    content = safetensors({"__metadata__": {"format": "pt"}, "w": entry}, 12)
-    file.write_bytes(content)
-    assert codes(weight_file_findings(file)) == []
+def test_weights_that_the_policy_would_not_read_are_found_before_it_does(tmp_path):
+    hf = write_export(tmp_path / "step_000010")
+    weights = hf / "model.safetensors"
+    content = weights.read_bytes()
+    assert codes(weight_findings(hf)) == []
     for broken in (content[:-1], content + b"x", b"", content[:5], b"\xff" * 40):
-        file.write_bytes(broken)
-        assert codes(weight_file_findings(file)) == ["MDL002"], broken
+        weights.write_bytes(broken)
+        assert codes(weight_findings(hf)) == ["MDL002"], broken
+    index = {"weight_map": dict.fromkeys(qwen3_shapes(QWEN3), "part1.safetensors") | {"lm_head.weight": "part2"}}
+    (hf / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    weights.rename(hf / "part1.safetensors").write_bytes(content)
+    (finding,) = weight_findings(hf)
+    assert (finding.code, Path(finding.problem.where).name) == ("MDL001", "part2")
+    index["weight_map"]["lm_head.weight"] = "part1.safetensors"
+    (hf / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    weights.write_bytes(safetensors(dict.fromkeys(qwen3_shapes(QWEN3), (2,))))
+    (finding,) = weight_findings(hf)
+    assert (finding.code, finding.severity, finding.problem.where) == ("MDL010", "note", str(weights))
 
 
-def test_missing_part_of_an_indexed_model_is_named(tmp_path):
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_text("{}")
-    (tmp_path / "part1.safetensors").write_bytes(safetensors({}, 0))
-    index = {"weight_map": {"a": "part1.safetensors", "b": "part2.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert missing_files(tmp_path) == ["part2.safetensors"]
+COUNTED = r"got [\d,]+ parameters, expected about"
+WRONG_WEIGHTS = {
+    "one tensor of four numbers": (lambda _: {"w": (2, 2)}, r"got no tensor of layer 0, expected 4 layers, as"),
+    "the last layer is lost": (lambda config: qwen3_shapes(config | {"num_hidden_layers": 3}), "no tensor of layer 3"),
+    "a layer more": (lambda config: qwen3_shapes(config | {"num_hidden_layers": 5}), "tensors of layer 4"),
+    "another vocabulary": (lambda config: qwen3_shapes(config | {"vocab_size": 98}), r"an embedding of \(98, 64\)"),
+    "another width": (lambda config: qwen3_shapes(config | {"hidden_size": 32}), r"an embedding of \(99, 32\)"),
+    "wider MLPs": (
+        lambda config: qwen3_shapes(config | {"intermediate_size": 192}),
+        COUNTED,
+    ),
+    "no MLPs": (
+        lambda config: {k: v for k, v in qwen3_shapes(config).items() if "mlp" not in k},
+        COUNTED,
+    ),
+    "no output layer": (lambda config: qwen3_shapes(config | {"tie_word_embeddings": True}), COUNTED),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_WEIGHTS)
+def test_weights_of_another_model_than_config_json_describes_are_found(tmp_path, case):
+    hf = write_export(tmp_path / "step_000010")
+    shapes, message = WRONG_WEIGHTS[case]
+    (hf / "model.safetensors").write_bytes(safetensors(shapes(QWEN3)))
+    findings = list(weight_findings(hf))
+    assert set(codes(findings)) == {"MDL011"}
+    assert re.search(message, str(findings[0]))
 
 
 def test_an_export_of_ours_is_held_against_its_checksums(tmp_path):
@@ -89,7 +115,7 @@ def test_an_export_of_ours_is_held_against_its_checksums(tmp_path):
     latest = tmp_path / "latest"
     latest.symlink_to("step_000010")
     assert codes(export_findings(latest / "hf")) == []
-    (hf / "config.json").write_text("{}")
+    (hf / "config.json").write_text("{}", encoding="utf-8")
     (finding,) = export_findings(latest / "hf")
     assert finding.code == "MDL003"
     assert finding.problem.where.endswith("step_000010/hf/config.json")
@@ -139,11 +165,29 @@ def test_heads_are_trained_where_the_model_has_some(tmp_path):
     override = "policy.megatron_cfg.mtp_num_layers=5"
     loaded = load_config(ROOT / "configs/tiny/stage1_rlvr.yaml", [f"policy.model_name={tmp_path}", override])
     assert loaded.repaired is not None
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3), encoding="utf-8")
     (finding,) = head_findings(tmp_path, loaded.repaired)
     assert finding.code == "MDL004" and finding.problem.where == "policy.megatron_cfg.mtp_num_layers"
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"num_nextn_predict_layers": 1}))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"num_nextn_predict_layers": 1}), encoding="utf-8")
     assert not list(head_findings(tmp_path, loaded.repaired))
+
+
+def test_routes_that_a_gpu_cannot_report_are_named_before_the_start(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps({"n_routed_experts": 8}), encoding="utf-8")
+    environ = {"SCALE": "tiny", "LAUNCHER": "local", "MODEL_PATH": str(tmp_path)}
+
+    def wrong(num_gpus: int, *overrides: str) -> list[str]:
+        monkeypatch.setattr("tools.doctor.model.count_gpus", lambda: num_gpus)
+        found = route_findings(tmp_path, read_launch("stage1.1", overrides, environ))
+        return [finding.problem.where for finding in found]
+
+    bare = "policy.generation.vllm_cfg.enable_prefix_caching=false"
+    assert wrong(2, bare) == ["policy.router_replay.enabled"]
+    assert wrong(2) == wrong(0, bare) == wrong(2, bare, "policy.router_replay.enabled=false") == []
+    environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    assert wrong(2) == ["policy.router_replay.enabled"] and wrong(0) == []
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    assert wrong(2) == []  # no experts
 
 
 def test_a_hybrid_is_divided_by_its_layers_and_mamba_groups(tmp_path):
@@ -154,7 +198,7 @@ def test_a_hybrid_is_divided_by_its_layers_and_mamba_groups(tmp_path):
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "n_routed_experts": 8, "ssm_state_size": 16},
         **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 1},
     }
-    (tmp_path / "config.json").write_text(json.dumps(hybrid))
+    (tmp_path / "config.json").write_text(json.dumps(hybrid), encoding="utf-8")
     overrides = ["tensor_model_parallel_size=2", "pipeline_model_parallel_size=3", "context_parallel_size=3"]
     wanted = [f"policy.megatron_cfg.{text}" for text in overrides]
     loaded = load_config(ROOT / "configs/tiny/stage1_rlvr.yaml", [f"policy.model_name={tmp_path}", *wanted])
@@ -184,7 +228,7 @@ def test_a_hybrid_is_divided_by_its_layers_and_mamba_groups(tmp_path):
     ],
 )  # fmt: skip
 def test_an_engine_shares_whole_experts_or_parts_of_each(tensor, expert, expected):
-    vllm: Any = SimpleNamespace(tensor_parallel_size=tensor, expert_parallel_size=expert)
+    vllm = block("policy.generation.vllm_cfg", tensor_parallel_size=tensor, expert_parallel_size=expert)
     problem = engine_problem({"num_moe_experts": 8, "moe_ffn_hidden_size": 48}, vllm)
     assert (problem and str(problem)) == (expected and f"policy.generation.vllm_cfg.{expected}")
 
@@ -199,28 +243,65 @@ def test_another_template_or_tokenizer_than_the_parents_is_named(tmp_path):
 
     assert found_with() == []
     template = tmp_path / "other.jinja"
-    template.write_text("{{ messages[-1].content }}")
+    template.write_text("{{ messages[-1].content }}", encoding="utf-8")
     chosen = f"policy.tokenizer.chat_template={template}"
     assert found_with(chosen) == [("MDL005", "policy.tokenizer.chat_template")]
-    # The parent was trained with that same file: then it is the right one, and the weights' own is not.
-    resolved = {"config": {"policy": {"tokenizer": {"chat_template": str(template)}}}}
-    (tmp_path / "run" / "resolved.json").write_text(json.dumps(resolved))
-    assert found_with(chosen) == []
-    assert found_with() == [("MDL005", "policy.tokenizer.chat_template")]
-    (tmp_path / "run" / "resolved.json").unlink()
+    # The export of a parent that was trained with that same file carries it.
+    (hf / "chat_template.jinja").write_text(template.read_text(encoding="utf-8"), encoding="utf-8")
+    assert found_with(chosen) == found_with() == []
+    (hf / "chat_template.jinja").unlink()
 
     other = write_export(tmp_path / "step_000001")
     Tokenizer(models.WordLevel({"<eos>": 1, "<unk>": 0}, unk_token="<unk>")).save(str(other / "tokenizer.json"))
     assert found_with(f"policy.tokenizer.name={other}") == [("MDL005", "policy.tokenizer.name")]
-    (hf / "tokenizer_config.json").write_text("{}")
+    (hf / "tokenizer_config.json").write_text("{}", encoding="utf-8")
     assert found_with() == [("MDL007", str(hf))]
 
 
 def test_packages_are_looked_for_where_the_policy_will_run(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3), encoding="utf-8")
     for overlay, expected in (("stage1_rlvr.yaml", 5), ("tiny/stage1_rlvr.yaml", 0)):
         loaded = load_config(ROOT / "configs" / overlay, [f"policy.model_name={tmp_path}"])
         assert loaded.repaired is not None
         found = list(package_findings(tmp_path, loaded.repaired))
         assert codes(found) == ["ENG006"] * expected
         assert all("transformer_engine is not installed" in str(finding.problem) for finding in found)
+
+
+def test_engine_arguments_are_those_of_the_vllm_that_is_here() -> None:
+    assert {"model", "max_num_seqs", "enable_log_requests"} <= engine_argument_names()
+    for overlay in ("stage1_rlvr.yaml", "stage2_swe2.yaml", "native_gpu.yaml", "tiny/stage1_rlvr.yaml"):
+        wrong = {"max_num_seq": "is max_num_seqs meant?", "zzz": "has no such argument;"}
+        words = [f"policy.generation.vllm_kwargs.{name}=1" for name in wrong]
+        loaded = load_config(ROOT / "configs" / overlay, words)
+        assert loaded.repaired is not None
+        found = list(argument_findings(loaded.repaired))
+        assert codes(found) == ["ENG003"] * len(wrong), overlay
+        for finding, (name, why) in zip(found, wrong.items(), strict=True):
+            assert f"vllm_kwargs.{name}: the vLLM of this machine" in str(finding.problem)
+            assert why in str(finding.problem)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("chat_template.jinja", "{{ x }"),
+        ("chat_template.jinja", "{% for %}"),
+        ("chat_template.jinja", "{{ x | unknown }}"),
+        ("chat_template.jinja", b"\xff"),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"chat_template": [5, {"name": "default"}]}'),
+        ("tokenizer_config.json", '{"chat_template": "x", "eos_token": {"content": null}}'),
+        ("tokenizer_config.json", '{"chat_template": "x", "eos_token": 5}'),
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", "x"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_used_is_one_finding(tmp_path, file, content):
+    hf = write_export(tmp_path / "run" / "checkpoints" / "step_000010")
+    (hf / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    loaded = load_config(ROOT / "configs/tiny/stage1_rlvr.yaml", [f"policy.model_name={hf}"])
+    (finding,) = template_findings(hf, loaded.repaired)
+    assert finding.code == "MDL007" and str(hf) in finding.problem.where
+    assert "\n" not in str(finding.problem)

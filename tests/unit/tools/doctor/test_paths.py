@@ -10,9 +10,9 @@ import pytest
 
 from recipes.cluster.ports import ephemeral_overlap
 from recipes.errors import Problem
-from tools.doctor import paths
+from tools.doctor import machine
 from tools.doctor.machine import code_of
-from tools.planning.findings import CODES
+from tools.draft.findings import CODES
 
 LAUNCH = Path(__file__).resolve().parents[4] / "tools"
 GIB = 2**30
@@ -32,16 +32,30 @@ GIB = 2**30
 )
 def test_room_for_checkpoints(tmp_path, monkeypatch, free, weights, kept, code):
     usage = namedtuple("usage", "free")(free)
-    monkeypatch.setattr(paths.shutil, "disk_usage", lambda _path: usage)
-    findings = list(paths.disk_findings(tmp_path / "results" / "run", weights, kept))
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _path: usage)
+    findings = list(machine.disk_findings(tmp_path / "results" / "run", weights, kept))
     assert [finding.code for finding in findings] == ([code] if code else [])
 
 
+def test_a_run_that_starts_over_beside_its_log_is_noted(tmp_path):
+    root, log = tmp_path / "checkpoints", tmp_path / "metrics.jsonl"
+    assert list(machine.started_over(tmp_path, root)) == []
+    log.write_text('{"step": 0}\n', encoding="utf-8")  # the validation before the first step
+    assert list(machine.started_over(tmp_path, root)) == []
+    log.write_text('{"step": 0}\n{"step": 7}\n{"st', encoding="utf-8")
+    (finding,) = machine.started_over(tmp_path, root)
+    assert (finding.code, finding.severity) == ("PTH008", "note") and "up to 7" in finding.problem.what
+    (root / "step_000005").mkdir(parents=True)
+    assert list(machine.started_over(tmp_path, root)) == []  # an incomplete one is PTH007's
+    (root / "step_000005" / "COMPLETE").touch()
+    assert list(machine.started_over(tmp_path, root)) == []
+
+
 def test_a_file_in_the_way_of_a_directory_is_named(tmp_path):
-    assert list(paths.writable(tmp_path / "not" / "there" / "yet", "RESULTS_DIR")) == []
+    assert list(machine.writable(tmp_path / "not" / "there" / "yet", "RESULTS_DIR")) == []
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        (finding,) = paths.writable(path, "RESULTS_DIR")
+        (finding,) = machine.writable(path, "RESULTS_DIR")
         assert finding.code == "PTH001"
         assert finding.problem.what == f"{tmp_path / 'file'} is a file, not a directory"
 
@@ -56,6 +70,6 @@ def test_problems_of_ports_have_their_codes():
 
 
 def test_every_code_is_used_and_every_used_code_is_in_the_table():
-    sources = [path.read_text() for path in LAUNCH.rglob("*.py") if path.name != "findings.py"]
+    sources = [path.read_text(encoding="utf-8") for path in LAUNCH.rglob("*.py") if path.name != "findings.py"]
     used = {code for source in sources for code in re.findall(r'"([A-Z]{3}\d{3})"', source)}
     assert used == set(CODES)

@@ -77,12 +77,20 @@ def test_a_model_is_a_directory_or_in_the_cache(tmp_path):
     assert "hf download" not in finding.problem.fix  # a path is no name of the hub
 
 
+@pytest.mark.parametrize(
+    ("model", "command"), [("tiny-wide-sft", "`make tiny BLEND=wide`"), ("tiny-nemotron-h-sft", "`make tiny`")]
+)
+def test_a_missing_tiny_judge_is_named_with_the_command_that_makes_it(model: str, command: str):
+    [finding] = model_findings(models(model=f"/no/models/{model}"), {})
+    assert f"run {command}" in finding.problem.fix
+
+
 def test_a_key_of_weights_and_biases_is_found_where_its_client_looks(tmp_path: Path):
     environ = {"NETRC": str(tmp_path / "netrc")}
     assert not has_wandb_key(environ, reads_netrc=True)
     assert has_wandb_key(environ | {"WANDB_API_KEY": "x"}, reads_netrc=False)
     assert has_wandb_key(environ | {"WANDB_MODE": "offline"}, reads_netrc=False)
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n")
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n", encoding="utf-8")
     (tmp_path / "netrc").chmod(0o600)
     assert has_wandb_key(environ, reads_netrc=True)
     assert not has_wandb_key(environ, reads_netrc=False)  # as in a container

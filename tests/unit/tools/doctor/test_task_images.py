@@ -8,10 +8,10 @@ import pytest
 
 from recipes.environments.swe.images import Listing, candidates, find_image
 from tests.unit.tools.launch_case import ROW, LaunchCase, sif_file, write_case
-from tools.images.files import read_image
-from tools.launch.submit import task_image_word
-from tools.planning.draft import draft_launch
-from tools.planning.findings import CODES
+from tools.draft.findings import CODES
+from tools.draft.launch import read_launch
+from tools.images.lock import read_image
+from tools.launch.command import task_image_word
 
 
 @pytest.fixture
@@ -90,9 +90,9 @@ def test_other_files_and_cut_ones_are_named(case):
 
 def test_rows_beside_the_list_of_good_instances_are_refused(case):
     good = case.sif.parent / "good_instances.txt"
-    good.write_text("django__django-11099\n")
+    good.write_text("django__django-11099\n", encoding="utf-8")
     assert found(case) == []
-    good.write_text("django__django-11098\na copy of django__django-11099\n")  # one id per line
+    good.write_text("django__django-11098\na copy of django__django-11099\n", encoding="utf-8")  # one id per line
     assert [code for code, _ in found(case)] == ["SIF004"]
     assert found(case)[0][1].startswith("1 of 1 instances")
 
@@ -126,9 +126,9 @@ def test_headers_that_end_early_are_no_crash(tmp_path, size):
 
 def test_a_job_has_every_node_start_one_image_of_its_rows(case):
     def word(stage: str, **variables: str) -> tuple[str, ...]:
-        return task_image_word(draft_launch(stage, [], {**case.env, "SCALE": "tiny", **variables}))
+        return task_image_word(read_launch(stage, [], {**case.env, "SCALE": "tiny", **variables}))
 
-    case.sif.write_text("no image")
+    case.sif.write_text("no image", encoding="utf-8")
     assert word("stage2.2") == ()
     case.sif.unlink()
     case.sif.mkdir()  # a root file system

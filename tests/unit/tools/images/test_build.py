@@ -11,9 +11,17 @@ import pytest
 
 from recipes.errors import LaunchError, RunError
 from tools.images import build as containers
-from tools.images.bases import bases_of, digests
-from tools.images.build import main, output_of, plan, problems, space_problems, wrong_values
-from tools.images.builders import find_builder
+from tools.images.build import (
+    bases_of,
+    build_of,
+    digests,
+    find_builder,
+    main,
+    output_of,
+    problems,
+    space_problems,
+    wrong_values,
+)
 from tools.images.lock import (
     LockedImage,
     digest_problems,
@@ -34,7 +42,9 @@ def test_every_dockerfile_is_an_image_and_its_arguments_are_declared():
     assert {path.relative_to(ROOT) for path in ROOT.glob("containers/*/Dockerfile")} == ours
     for image in IMAGES.values():
         if image.source is None:
-            declared = set(re.findall(r"^ARG (\w+)", (ROOT / image.dockerfile).read_text(), re.MULTILINE))
+            declared = set(
+                re.findall(r"^ARG (\w+)", (ROOT / image.dockerfile).read_text(encoding="utf-8"), re.MULTILINE)
+            )
             assert set(image.arguments) <= declared, image.name
 
 
@@ -51,7 +61,7 @@ def test_the_gpu_lock_has_what_the_packages_import_that_are_compiled():
         },
         "mamba-ssm": {"causal-conv1d", "einops", "transformers", "triton"},
     }
-    lines = (ROOT / "containers/requirements-gpu.lock").read_text().splitlines()
+    lines = (ROOT / "containers/requirements-gpu.lock").read_text(encoding="utf-8").splitlines()
     pinned = {line.partition("==")[0] for line in lines if "==" in line and not line.startswith("#")}
     assert set(imports) <= pinned
     assert not [(name, needed - pinned) for name, needed in imports.items() if needed - pinned]
@@ -59,17 +69,19 @@ def test_the_gpu_lock_has_what_the_packages_import_that_are_compiled():
 
 
 def test_published_base_and_pinned_sandbox():
-    assert "ARG BASE=nvcr.io/nvidia/nemo-rl:v0.7.0\n" in (ROOT / IMAGES["nemo_rl"].dockerfile).read_text()
-    commands = plan("nemo-skills", {}, "podman").commands
+    assert "ARG BASE=nvcr.io/nvidia/nemo-rl:v0.7.0\n" in (ROOT / IMAGES["nemo_rl"].dockerfile).read_text(
+        encoding="utf-8"
+    )
+    commands = build_of("nemo-skills", {}, "podman").commands
     assert [command[-1] for command in commands[1:3]] == [SKILLS_COMMIT, SKILLS_COMMIT]
     assert commands[3][-1] == str(IMAGES["nemo-skills"].context)
 
 
 def test_the_swe_image_is_built_on_the_training_image_of_the_same_variables():
     environ = {"REGISTRY": "r.example/lab", "TAG": "7", "ENGINE": "nemo_rl"}
-    assert plan("swe", environ, "podman").arguments == {"BASE": plan("nemo_rl", environ, "podman").tag}
-    assert plan("swe", {}, "podman").arguments == {"BASE": plan("native", {}, "podman").tag}
-    assert plan("swe", {**environ, "BASE": "x:1"}, "podman").arguments == {"BASE": "x:1"}
+    assert build_of("swe", environ, "podman").arguments == {"BASE": build_of("nemo_rl", environ, "podman").tag}
+    assert build_of("swe", {}, "podman").arguments == {"BASE": build_of("native", {}, "podman").tag}
+    assert build_of("swe", {**environ, "BASE": "x:1"}, "podman").arguments == {"BASE": "x:1"}
 
 
 def answers(found: dict[str, str]):
@@ -105,7 +117,7 @@ def test_a_base_that_is_named_is_looked_up_again_unless_it_has_a_digest():
 
 def test_our_own_training_image_is_no_base_to_look_up():
     assert bases_of(IMAGES["swe"], {}, ROOT) == ()
-    assert plan("swe", {"BASE": "localhost/super-rl/native:latest"}, "podman").bases == ()
+    assert build_of("swe", {"BASE": "localhost/super-rl/native:latest"}, "podman").bases == ()
     assert bases_of(IMAGES["nemo-skills"], {}, ROOT) == ()
 
 
@@ -130,7 +142,7 @@ def test_without_a_network_the_copy_of_a_base_is_taken_and_named(capsys: pytest.
 def test_an_image_is_built_then_checked_then_pushed_then_imported(builder):
     environ = {"REGISTRY": "r.example/lab/", "TAG": "7", "CUDA": "cu129", "PUSH": "1", "SQSH": "/images/x.sqsh"}
     environ["BUILD_FLAGS"] = "--platform=linux/arm64 --label='two words'"
-    work = plan("nemo_rl", environ, builder)
+    work = build_of("nemo_rl", environ, builder)
     commands = work.commands
     assert work.tag == "r.example/lab/nemo-rl:7"
     assert commands[0][:3] == (
@@ -155,7 +167,7 @@ def test_dry_run_prints_the_commands_and_needs_no_builder(monkeypatch, capsys):
 
 def test_a_dry_run_shows_the_builder_that_would_be_taken(monkeypatch, tmp_path):
     for name, status in {"docker": 1, "podman": 1, "buildah": 0}.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\nexit {status}\n")
+        (tmp_path / name).write_text(f"#!/bin/sh\nexit {status}\n", encoding="utf-8")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     assert find_builder("", is_dry=True) == "buildah"
@@ -184,7 +196,7 @@ def test_a_dry_run_shows_the_builder_that_would_be_taken(monkeypatch, tmp_path):
     ],
 )
 def test_a_wrong_value_is_one_line_in_a_dry_run_too(image, variables, message, is_dry, monkeypatch, tmp_path, capsys):
-    (tmp_path / "podman").write_text("#!/bin/sh\n")
+    (tmp_path / "podman").write_text("#!/bin/sh\n", encoding="utf-8")
     (tmp_path / "podman").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     for name, value in {**variables, "DRY_RUN": is_dry}.items():
@@ -203,22 +215,22 @@ def test_names_of_registries(registry):
 
 def test_what_would_fail_late_is_refused_first(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    (tmp_path / "podman").write_text("#!/bin/sh\nexit 125\n")
+    (tmp_path / "podman").write_text("#!/bin/sh\nexit 125\n", encoding="utf-8")
     (tmp_path / "podman").chmod(0o755)
     (tmp_path / "file").touch()
-    found = problems(plan("sandbox", {"SQSH": f"{tmp_path}/file/x.sqsh"}, "buildah"))
+    found = problems(build_of("sandbox", {"SQSH": f"{tmp_path}/file/x.sqsh"}, "buildah"))
     assert [f"{problem.where}: {problem.wrong}" for problem in found] == [
         "enroot: not on PATH, but SQSH needs it",
         f"SQSH: {tmp_path}/file is not a directory that you may write to",
     ]
-    found = problems(plan("sandbox", {"SQSH": str(tmp_path)}, "podman"))
+    found = problems(build_of("sandbox", {"SQSH": str(tmp_path)}, "podman"))
     assert [problem.fix for problem in found][1:] == [f"set SQSH={tmp_path}/sandbox.sqsh"]
-    assert [problem.where for problem in problems(plan("nemo-skills", {}, "podman"))] == ["git"]
-    base, checksum = problems(plan("swe", {}, "podman"))
+    assert [problem.where for problem in problems(build_of("nemo-skills", {}, "podman"))] == ["git"]
+    base, checksum = problems(build_of("swe", {}, "podman"))
     assert str(checksum).startswith("APPTAINER_SHA256: not set, so the download cannot be checked; ")
     assert str(base).startswith("BASE: podman has no image localhost/super-rl/native:latest; ")
-    assert problems(plan("swe", {"BASE": "r.example/x:1", "APPTAINER_SHA256": "0" * 64}, "podman")) == []
-    assert problems(plan("sandbox", {}, "podman")) == []
+    assert problems(build_of("swe", {"BASE": "r.example/x:1", "APPTAINER_SHA256": "0" * 64}, "podman")) == []
+    assert problems(build_of("sandbox", {}, "podman")) == []
 
 
 def test_an_import_needs_room_for_the_file_and_for_enroot(tmp_path):
@@ -234,11 +246,11 @@ def test_the_lock_survives_and_inputs_are_hashed_with_their_names(tmp_path):
     write_lock(tmp_path / "images.lock", {"native": entry})
     assert read_lock(tmp_path / "images.lock") == {"native": entry}
     assert read_lock(tmp_path / "none") == {}
-    (tmp_path / "cut").write_text('{"images": {"native": {"tag": "t"}}}')
+    (tmp_path / "cut").write_text('{"images": {"native": {"tag": "t"}}}', encoding="utf-8")
     with pytest.raises(LaunchError, match="cut: the lock of images is damaged"):
         read_lock(tmp_path / "cut")
     (tmp_path / "dir").mkdir()
-    (tmp_path / "dir" / "a").write_text("x")
+    (tmp_path / "dir" / "a").write_text("x", encoding="utf-8")
     before = hash_inputs(tmp_path, [Path("dir")])
     (tmp_path / "dir" / "a").rename(tmp_path / "dir" / "b")
     assert hash_inputs(tmp_path, [Path("dir")]) != before
@@ -251,7 +263,7 @@ def test_a_launch_with_another_image_is_reported(tmp_path):
     assert launch_digest("r.example/x:1") is None
     assert launch_digest(str(image)) is None
     for digest, expected in ((DIGEST, 0), (OTHER, 1)):
-        record_of(image).write_text(json.dumps({"tag": "t", "digest": digest, "bytes": 5}))
+        record_of(image).write_text(json.dumps({"tag": "t", "digest": digest, "bytes": 5}), encoding="utf-8")
         found = list(digest_problems({"CONTAINER": str(image), "SANDBOX_CONTAINER": f"r.example/x@{DIGEST}"}, lock))
         assert len(found) == expected
     assert found[0].got == OTHER

@@ -8,15 +8,17 @@ import time
 
 import pytest
 
-from tools.job import barrier, bring_up
+from tools.job import barrier
 
 
 @pytest.fixture
 def logs(tmp_path, monkeypatch):
-    (tmp_path / "nodes").write_text("localhost\nn2\nn3.domain\n")
-    (tmp_path / "ray_head_localhost.log").write_text("starting\n  port 1200 is taken  \n\n")
-    (tmp_path / "ray_worker_n2.log").write_text("")
-    monkeypatch.setattr(barrier, "wait_for_port", lambda _address, _end: False)
+    (tmp_path / "nodes").write_text("localhost\nn2\nn3.domain\n", encoding="utf-8")
+    (tmp_path / "ray_head_localhost.log").write_text("starting\n  port 1200 is taken  \n\n", encoding="utf-8")
+    (tmp_path / "ray_worker_n2.log").write_text("", encoding="utf-8")
+    monkeypatch.setattr(barrier, "wait_for_port", lambda _address, _may_wait: False)
+    monkeypatch.setattr(barrier.time, "time", lambda: 1012.0)
+    monkeypatch.setenv("SLURM_JOB_START_TIME", "1000")
     before = {number: signal.getsignal(number) for number in barrier.SIGNALS}
     yield tmp_path
     for number, handler in before.items():
@@ -29,23 +31,86 @@ def test_missing_nodes_are_named_with_the_last_line_of_their_logs(logs, capsys):
         "barrier: localhost has no Ray head; ray_head_localhost.log: port 1200 is taken",
         "barrier: n2 is not in Ray; ray_worker_n2.log: empty",
         "barrier: n3.domain is not in Ray; ray_worker_n3.domain.log: no such file: the node has not started its part",
-        "barrier: given up after 0.01 s",
+        "barrier: given up 12 s after the start of the job because of node localhost, node n2, node n3.domain",
     ]
 
 
+def nodes_of(tmp_path, *names, spares=0, seconds=60.0, grace=60.0):
+    return barrier.Nodes(names, spares, tmp_path, time.monotonic() + seconds, grace_seconds=grace)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(barrier, "_NOTES_SECONDS", 0.0)
+    monkeypatch.setattr(barrier, "_SETTLE_SECONDS", 0.05)
+
+
+@pytest.mark.parametrize(
+    ("spares", "joins", "unusable", "suffices", "blamed"),
+    [
+        (0, "abcd", "", True, ""),
+        (0, "abc", "d", False, "d"),
+        (1, "abc", "d", True, ""),
+        (2, "ab", "cd", True, ""),
+        (1, "ab", "cd", False, "cd"),
+        (1, "b", "cd", False, "cd"),
+        (3, "bcd", "a", False, "a"),  # the head has no spare
+        (1, "", "bd", False, "bd"),
+    ],
+)
+def test_a_node_that_says_it_cannot_be_used_is_not_waited_for(
+    tmp_path, quick, monkeypatch, capsys, spares, joins, unusable, suffices, blamed
+):
+    (tmp_path / "nodes").touch()
+    nodes = nodes_of(tmp_path, *"abcd", spares=spares)
+    for name in unusable:
+        monkeypatch.setenv("SLURMD_NODENAME", name)
+        assert barrier.note_unusable(tmp_path, [f"{name}: 7 GPUs", "a port"])
+    for name in joins:
+        nodes.joined(name)
+    began = time.monotonic()
+    while nodes.wait_on():
+        time.sleep(0.01)
+    assert time.monotonic() - began < 30
+    assert (nodes.suffice, "".join(nodes.blamed)) == (suffices, blamed)
+    nodes.report()
+    said = capsys.readouterr().err
+    assert all(f"barrier: {name} cannot be used: {name}: 7 GPUs; a port" in said for name in unusable)
+
+
+@pytest.mark.parametrize(("spares", "goes_on"), [(0, False), (1, True), (2, True)])
+def test_late_nodes_get_a_grace_once_enough_are_there(tmp_path, quick, capsys, spares, goes_on):
+    nodes = nodes_of(tmp_path, *"abcd", spares=spares, seconds=1.0, grace=0.1)
+    began = time.monotonic()
+    for name in "bca":
+        nodes.joined(name)
+    while nodes.wait_on():
+        time.sleep(0.01)
+    assert (time.monotonic() - began < 0.9) == goes_on
+    assert (nodes.suffice, nodes.blamed) == (goes_on, [] if goes_on else ["d"])
+    nodes.report()
+    assert "d is not in Ray; ray_worker_d.log: no such file" in capsys.readouterr().err
+
+
+def test_a_start_that_some_nodes_break_has_a_status_of_its_own():
+    timeline = barrier.Timeline(job_start=time.time() - 12)
+    assert barrier.give_up(["n1", "n2"], ["n2"], timeline) == 69
+    assert barrier.give_up(["n1", "n2"], ["n1", "n2"], timeline) == 1
+
+
 def test_a_request_to_stop_before_the_driver_runs_ends_with_the_status_of_a_stop(logs, monkeypatch):
-    monkeypatch.setattr(barrier, "wait_for_port", lambda _address, _end: signal.raise_signal(signal.SIGUSR1))
+    monkeypatch.setattr(barrier, "wait_for_port", lambda _address, _may_wait: signal.raise_signal(signal.SIGUSR1))
     with pytest.raises(SystemExit) as ended:
         barrier.main([f"--nodes={logs}/nodes", "--units=8", "--", "true"])
     assert ended.value.code == 75
 
 
 def test_the_timeline_counts_from_the_start_of_the_job(tmp_path, monkeypatch):
-    monkeypatch.setattr(bring_up.time, "time", lambda: 1012.34)
-    timeline = bring_up.Timeline(job_start=1000.0)
+    monkeypatch.setattr(barrier.time, "time", lambda: 1012.34)
+    timeline = barrier.Timeline(job_start=1000.0)
     timeline.mark("the head listens")
     timeline.write(tmp_path / "bring_up.json")
-    assert (tmp_path / "bring_up.json").read_text() == '{\n  "the head listens": 12.3\n}\n'
+    assert (tmp_path / "bring_up.json").read_text(encoding="utf-8") == '{\n  "the head listens": 12.3\n}\n'
 
 
 @pytest.mark.parametrize("fails", [0, 2])
@@ -59,7 +124,7 @@ def test_a_head_that_fails_after_it_listened_is_joined_once_it_is_there_again(fa
 
     monkeypatch.setattr("ray.init", init)
     with socket.create_server(("127.0.0.1", 0)) as head:
-        assert barrier.join(f"127.0.0.1:{head.getsockname()[1]}", time.monotonic() + 60)
+        assert barrier.join(f"127.0.0.1:{head.getsockname()[1]}", lambda: True)
     assert len(tries) == fails + 1
 
 
@@ -69,16 +134,17 @@ def test_a_head_that_never_answers_is_given_up_at_the_deadline(monkeypatch):
 
     monkeypatch.setattr("ray.init", init)
     with socket.create_server(("127.0.0.1", 0)) as head:
-        assert not barrier.join(f"127.0.0.1:{head.getsockname()[1]}", time.monotonic() + 0.6)
+        end = time.monotonic() + 0.6
+        assert not barrier.join(f"127.0.0.1:{head.getsockname()[1]}", lambda: time.monotonic() < end)
 
 
 def test_a_node_whose_host_has_another_name_is_known_by_its_address(monkeypatch):
     addresses = {"gpu-1": "10.0.0.1", "gpu-2": "10.0.0.2", "gpu-3": "10.0.0.3"}
     asked = []
-    monkeypatch.setattr(bring_up.socket, "gethostbyname", lambda name: asked.append(name) or addresses[name])
-    monkeypatch.setattr(bring_up, "address_of", bring_up.address_of.__wrapped__)
+    monkeypatch.setattr(barrier.socket, "gethostbyname", lambda name: asked.append(name) or addresses[name])
+    monkeypatch.setattr(barrier, "address_of", barrier.address_of.__wrapped__)
     expected = list(addresses)
-    assert bring_up.joined_names(expected, expected, {"gpu-1": "10.0.0.1"}) == ["gpu-1"]
+    assert barrier.joined_names(expected, expected, {"gpu-1": "10.0.0.1"}) == ["gpu-1"]
     assert not asked
     hosts = {"gpu-1": "10.0.0.1", "ip-10-0-0-2": "10.0.0.2", "ip-10-0-0-9": "10.0.0.9"}
-    assert bring_up.joined_names(expected, expected, hosts) == ["gpu-1", "gpu-2"]
+    assert barrier.joined_names(expected, expected, hosts) == ["gpu-1", "gpu-2"]

@@ -16,22 +16,21 @@ from pathlib import Path
 import pytest
 
 from recipes.errors import CheckpointError, LaunchError
+from tools.draft import slurm as queue
+from tools.draft.provenance import data_digest
+from tools.draft.run_dir import lock_problems, lock_run
+from tools.draft.slurm import LiveJob, live_jobs, read_queue, run_problems
 from tools.job import begin
 from tools.job.begin import refuse_beside, require_same_data, with_start_weights
-from tools.planning import live_jobs as queue
-from tools.planning.live_jobs import LiveJob, live_jobs, run_problems
-from tools.planning.provenance import data_digest
-from tools.planning.run_dir import lock_problems, lock_run
-from tools.watching.job_state import read_queue
 
 
 def write_checkpoint(root: Path, step: int, weights: bytes) -> Path:
     path = root / f"step_{step:06d}"
     (path / "hf").mkdir(parents=True)
-    (path / "hf" / "config.json").write_text("{}")
+    (path / "hf" / "config.json").write_text("{}", encoding="utf-8")
     (path / "hf" / "model.safetensors").write_bytes(weights)
     files = {f"hf/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest() for file in (path / "hf").iterdir()}
-    (path / "COMPLETE").write_text(json.dumps(files))
+    (path / "COMPLETE").write_text(json.dumps(files), encoding="utf-8")
     (root / "latest").unlink(missing_ok=True)
     (root / "latest").symlink_to(path.name)
     return path
@@ -52,7 +51,7 @@ def test_export_is_written_into_the_command_and_the_record(tmp_path, capsys):
         "grpo.seed=3",
     )
     assert f"start weights {step}/hf, complete" in capsys.readouterr().out
-    model = json.loads((run_dir / "run.lock.json").read_text())["model"]
+    model = json.loads((run_dir / "run.lock.json").read_text(encoding="utf-8"))["model"]
     content = hashlib.sha256(b"three").hexdigest()
     assert model["path"] == f"{step}/hf"
     assert model["weights_sha256"] == hashlib.sha256(f"model.safetensors 5 {content}\n".encode()).hexdigest()
@@ -83,8 +82,10 @@ def test_other_start_weights_and_commands_stay_as_they_are(tmp_path):
 def test_data_that_changed_since_the_launch_is_refused_at_each_start(tmp_path):
     paths = [tmp_path / "train.jsonl", tmp_path / "val.jsonl"]
     for path in paths:
-        path.write_text("row\n")
-    (tmp_path / "run.lock.json").write_text(json.dumps({"data": {path.name: data_digest(path) for path in paths}}))
+        path.write_text("row\n", encoding="utf-8")
+    (tmp_path / "run.lock.json").write_text(
+        json.dumps({"data": {path.name: data_digest(path) for path in paths}}), encoding="utf-8"
+    )
     command = [
         "data.train.data_path=/elsewhere.jsonl",
         f"data.train.data_path={paths[0]}",
@@ -93,7 +94,7 @@ def test_data_that_changed_since_the_launch_is_refused_at_each_start(tmp_path):
     require_same_data(tmp_path, command)
     require_same_data(tmp_path, [*command, "data.validation.data_path=null"])
     for path in paths:
-        path.write_text("another row\n")
+        path.write_text("another row\n", encoding="utf-8")
     with pytest.raises(LaunchError) as caught:
         require_same_data(tmp_path, command)
     assert [problem.where for problem in caught.value.problems] == [str(path) for path in paths]
@@ -102,8 +103,8 @@ def test_data_that_changed_since_the_launch_is_refused_at_each_start(tmp_path):
 
 def test_data_that_is_gone_is_named(tmp_path):
     path = tmp_path / "train.jsonl"
-    path.write_text("row\n")
-    (tmp_path / "run.lock.json").write_text(json.dumps({"data": {path.name: data_digest(path)}}))
+    path.write_text("row\n", encoding="utf-8")
+    (tmp_path / "run.lock.json").write_text(json.dumps({"data": {path.name: data_digest(path)}}), encoding="utf-8")
     path.unlink()
     with pytest.raises(LaunchError, match=r"train\.jsonl: no such file any more; restore the file"):
         require_same_data(tmp_path, [f"data.train.data_path={path}"])
@@ -148,7 +149,7 @@ def test_the_next_program_inherits_the_lock_and_a_refused_start_leaves_latest_al
     env = {**os.environ, "SLURM_JOB_ID": "42"}
     with subprocess.Popen(command, env=env) as first:
         try:
-            while Path(f"/proc/{first.pid}/comm").read_text().strip() != "sleep":
+            while Path(f"/proc/{first.pid}/comm").read_text(encoding="utf-8").strip() != "sleep":
                 assert first.poll() is None
             again = (*command[:3], f"--log-dir={refused_attempt}", *command[4:])
             refused = subprocess.run(
@@ -167,7 +168,9 @@ def test_the_next_program_inherits_the_lock_and_a_refused_start_leaves_latest_al
 def test_request_to_stop_ends_it_as_a_driver_that_has_nothing_to_save(attempt):
     run_dir = attempt.parent.parent
     lock = lock_run(run_dir)  # of the same job, so it waits for it
-    (run_dir / ".lock").write_text(json.dumps({"pid": 1, "host": "n1", "job_id": "42", "started": 0.0}))
+    (run_dir / ".lock").write_text(
+        json.dumps({"pid": 1, "host": "n1", "job_id": "42", "started": 0.0}), encoding="utf-8"
+    )
     command = (sys.executable, "-m", "tools.job.begin", f"--log-dir={attempt}", "--", "true")
     with subprocess.Popen(command, env={**os.environ, "SLURM_JOB_ID": "42"}) as waiting:
         handled = 1 << (signal.SIGUSR1 - 1)
@@ -191,13 +194,13 @@ def test_signals_are_held_until_the_next_program_takes_them(attempt):
 
 def caught(pid: int) -> str:
     """Return the mask of signals that a process handles, in hexadecimal."""
-    status = Path(f"/proc/{pid}/status").read_text()
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     return next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
 
 
 def shim(directory: Path, text: str) -> None:
     path = directory / "squeue"
-    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n", encoding="utf-8")
     path.chmod(0o755)
 
 
@@ -231,12 +234,15 @@ def test_live_job_of_the_name_is_refused_with_id_and_state(path_with_squeue, tmp
         "EXP_NAME=stage1.1-rlvr1: job 7 of this run is RUNNING, and a name has one run at a time; "
         "wait for its end, or scancel 7, or choose another EXP_NAME"
     )
-    assert log.read_text() == f"--noheader --all --format=%i|%T --user={os.getuid()} --name=stage1.1-rlvr1\n"
+    assert (
+        log.read_text(encoding="utf-8")
+        == f"--noheader --all --format=%i|%T --user={os.getuid()} --name=stage1.1-rlvr1\n"
+    )
 
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     os.close(lock_run(tmp_path / "run"))  # its directory records the same job: still one problem
     assert len(run_problems("stage1.1-rlvr1", tmp_path / "run")) == 1
-    assert log.read_text().splitlines()[-1].endswith("--jobs=7")
+    assert log.read_text(encoding="utf-8").splitlines()[-1].endswith("--jobs=7")
 
 
 def test_ended_jobs_are_not_alive_and_no_answer_is_a_problem(path_with_squeue, tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ def make_node(tmp_path: Path, name: str) -> CompileCache:
 def compile_kernel(cache: CompileCache, name: str) -> None:
     path = Path(cache.variables()["VLLM_CACHE_ROOT"]) / "kernels" / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(name)
+    path.write_text(name, encoding="utf-8")
     path.chmod(0o755)
 
 
@@ -91,7 +91,7 @@ def test_a_damaged_file_is_said_and_replaced(tmp_path: Path, capfd, content: byt
 def test_an_archive_cannot_write_beside_the_directory(tmp_path: Path, capfd) -> None:
     seed = seed_path(tmp_path / "shared")
     seed.parent.mkdir(parents=True)
-    (tmp_path / "evil").write_text("x")
+    (tmp_path / "evil").write_text("x", encoding="utf-8")
     with tarfile.open(seed, "w") as tar:
         tar.add(tmp_path / "evil", arcname="../outside")
     make_node(tmp_path, "n1")
@@ -108,7 +108,7 @@ def test_a_directory_that_others_can_read_is_not_used(tmp_path: Path, capfd) -> 
 def test_a_full_shared_disk_costs_only_the_cache(tmp_path: Path, capfd) -> None:
     node = make_node(tmp_path, "n1")
     compile_kernel(node, "a")
-    (tmp_path / "shared").write_text("no directory")
+    (tmp_path / "shared").write_text("no directory", encoding="utf-8")
     close_cache(node)
     assert "was not replaced" in capfd.readouterr().err
     assert not node.path.exists()

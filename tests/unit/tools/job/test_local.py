@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -13,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from recipes.cluster.ports import ray_ports
+from recipes.cluster.tuning import KEPT_BACK
 from recipes.stop import EXIT_RESUME
+from tools.job import local
 from tools.job.local import Signals, run_environment, take_slot, watch
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -36,7 +39,7 @@ from tools.job.local import echo
 out, full, log = os.dup(1), os.open("/dev/full", os.O_WRONLY), Path({str(tmp_path / "log")!r})
 with echo(log):
     os.dup2(full, 1)
-    log.write_text("first\\n")
+    log.write_text("first\\n", encoding="utf-8")
     time.sleep(1)
     os.dup2(out, 1)
     with log.open("a") as file:
@@ -114,11 +117,89 @@ def test_a_driver_that_another_program_ends_has_failed(
     assert watch(driver, head, signals, set()) == 128 + number
 
 
+def test_why_ray_ended_is_said_in_the_systems_own_words(tmp_path: Path) -> None:
+    log = tmp_path / "ray_head.log"
+    log.write_text(
+        "Local node IP: 127.0.0.1\n[E 1] raylet.cc: Check failed: Too many open files\n*** SIGABRT\n @ 0x7f",
+        encoding="utf-8",
+    )
+    assert local.cause_of_end(log) == "[E 1] raylet.cc: Check failed: Too many open files"
+    log.write_text("one\nlast\n", encoding="utf-8")
+    assert local.cause_of_end(log) == "last"
+    log.write_text("", encoding="utf-8")
+    assert local.cause_of_end(log) == "no output"
+
+
+HOSTILE = {
+    "GLOO_SOCKET_IFNAME": "eth0",
+    "NCCL_SOCKET_IFNAME": "eth0",
+    "TP_SOCKET_IFNAME": "eth0",
+    "VLLM_HOST_IP": "192.0.2.2",
+    "VLLM_LOOPBACK_IP": "192.0.2.2",
+    "RAY_ADDRESS": "192.0.2.2:6379",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_AUTH_TOKEN": "known",
+    "RAY_AUTH_TOKEN_PATH": "/known",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
+    "RAY_NODE_IP_ADDRESS": "192.0.2.2",
+    "RAY_OVERRIDE_RESOURCES": '{"worker_units": 0}',
+    "RAY_RUNTIME_ENV_HOOK": "os.system",
+    "RAY_TMPDIR": "/known",
+    "RAY_USE_TLS": "1",
+    "HF_HUB_OFFLINE": "0",
+    "OMP_NUM_THREADS": "64",
+    "TMPDIR": "/known",
+    **dict.fromkeys(KEPT_BACK, "1"),
+}
+
+
+def test_a_hostile_shell_changes_nothing_that_the_launch_promises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "count_gpus", lambda: 0)
+    clean = run_environment(tmp_path, ray_ports(0))
+    for name, value in HOSTILE.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("http_proxy", "http://192.0.2.3:3128")
+    monkeypatch.setenv("no_proxy", "intranet")
+    monkeypatch.setenv("RAY_worker_register_timeout_seconds", "777")
+    monkeypatch.setenv("LD_PRELOAD_OF_MINE", "kept")
+    env = run_environment(tmp_path, ray_ports(0))
+    assert {name: env.get(name) for name in HOSTILE} == {
+        name: env["RAY_AUTH_TOKEN"] if name == "RAY_AUTH_TOKEN" else clean.get(name) for name in HOSTILE
+    }
+    assert len(env["RAY_AUTH_TOKEN"]) == 64 and env["RAY_AUTH_TOKEN"] != clean["RAY_AUTH_TOKEN"]
+    assert env["RAY_AUTH_MODE"] == "token" and env["VLLM_HOST_IP"] == "127.0.0.1" and env["GLOO_SOCKET_IFNAME"] == "lo"
+    assert env["no_proxy"] == "intranet,127.0.0.1,localhost" and env["NO_PROXY"].endswith("127.0.0.1,localhost")
+    assert env["RAY_worker_register_timeout_seconds"] == "777" and env["LD_PRELOAD_OF_MINE"] == "kept"
+
+
+def test_a_slurm_job_keeps_back_the_same_variables() -> None:
+    text = (ROOT / "tools/job/steps.sh").read_text(encoding="utf-8")
+    assert tuple(text.partition("KEPT_BACK=(")[2].partition(")")[0].split()) == KEPT_BACK
+    script = text.partition("export_environment() {")[2].partition("\n}\n")[0]
+    command = script.partition("  # When the job started")[0]
+    arrays = f"readonly -a KEPT_BACK=({' '.join(KEPT_BACK)})"
+    hostile = {name: value for name, value in HOSTILE.items() if name != "TMPDIR"} | {"RAY_TLS_SERVER_CERT": "x"}
+    done = subprocess.run(
+        ["bash", "-euc", f"{arrays}\nf() {{ {command}\n}}\nf; env -0"],
+        env={"PATH": os.environ["PATH"], "SLURM_JOB_ID": "1", **hostile},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    env = dict(word.split("=", 1) for word in done.stdout.split("\0") if "=" in word)
+    assert env["RAY_AUTH_MODE"] == "token" and len(env["RAY_AUTH_TOKEN"]) == 64
+    gone = {*KEPT_BACK, "RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH", "RAY_RUNTIME_ENV_HOOK", "RAY_TLS_SERVER_CERT"}
+    assert not gone & env.keys()
+
+
 def test_another_checkout_in_pythonpath_is_not_run_in_place_of_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "__init__.py").write_text("raise SystemExit('the other checkout')")
+    (tmp_path / "recipes" / "__init__.py").write_text("raise SystemExit('the other checkout')", encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     env = run_environment(tmp_path, ray_ports(0))
     command = [sys.executable, str(ROOT / "recipes" / "run_grpo.py"), "--help"]

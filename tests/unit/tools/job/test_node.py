@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +18,11 @@ import pytest
 
 from recipes.errors import LaunchError, Problem
 from tests.ray_logs import write_logs
-from tools.job import node, node_check, ray_start
-from tools.job.bring_up import bring_up_seconds
-from tools.job.node_check import Node, gpu_problems
-from tools.job.ray_start import start_command
+from tools.job import local, node
+from tools.job import node as node_check
+from tools.job import node as ray_start
+from tools.job.barrier import bring_up_seconds, read_unusable
+from tools.job.node import Node, gpu_problems, start_command
 
 ROOT = Path(__file__).resolve().parents[4]
 TEMP = ("--temp-dir=/tmp/rl-7-0-ab", "--cache=/tmp/none")
@@ -64,7 +67,19 @@ def test_a_node_without_gpus_offers_none_and_keeps_its_memory(tmp_path, monkeypa
     assert not [word for word in command if word.startswith("--node-ip-address")]  # Ray finds it out itself
 
 
-def test_a_busy_port_ends_the_node_with_its_owner(tmp_path, monkeypatch, capsys):
+class StoodByError(Exception):
+    """The node would now stay until the job ends."""
+
+
+@pytest.fixture(autouse=True)
+def stands_by(monkeypatch):
+    def pause():
+        raise StoodByError
+
+    monkeypatch.setattr(node.signal, "pause", pause)
+
+
+def test_a_node_with_a_busy_port_says_so_and_stands_by(tmp_path, monkeypatch, capsys):
     (tmp_path / "nodes").touch()
     monkeypatch.setattr(node_check, "PORT_SECONDS", 0.0)
     monkeypatch.setattr(
@@ -76,8 +91,13 @@ def test_a_busy_port_ends_the_node_with_its_owner(tmp_path, monkeypatch, capsys)
     arguments = ["--role=worker", "--head=n1", "--num-nodes=2", "--units=1", f"--log-dir={tmp_path}", *TEMP]
     monkeypatch.setattr(node, "STOPS", ())
     monkeypatch.setattr(node, "adopt_orphans", lambda: None)  # of the process that runs these tests
-    assert node.main(arguments) == 2
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")
+    with pytest.raises(StoodByError):
+        node.main(arguments)
     assert "node: port 1200: got in use by pid 7" in capsys.readouterr().err
+    found = read_unusable(tmp_path, ["n1", "n2.domain", "n22"])
+    assert list(found) == ["n2.domain"]
+    assert found["n2.domain"].startswith("port 1200: got in use by pid 7, expected a free port")
 
 
 def test_a_shared_file_system_may_show_the_run_directory_late(tmp_path):
@@ -94,7 +114,9 @@ def test_a_node_that_does_not_see_the_run_directory_is_refused(tmp_path, monkeyp
     arguments = ["--role=worker", "--head=n1", "--num-nodes=2", "--units=1", f"--log-dir={tmp_path}/elsewhere", *TEMP]
     monkeypatch.setattr(node, "STOPS", ())
     monkeypatch.setattr(node, "adopt_orphans", lambda: None)  # of the process that runs these tests
-    assert node.main(arguments) == 2
+    assert node.main(arguments) == 69
+    with pytest.raises(StoodByError):  # the job can go on without it, and a node that ends would end its step
+        node.main([*arguments, "--spares=1"])
     assert f"no file {tmp_path}/elsewhere/nodes, which the job's first node has written" in capsys.readouterr().err
 
 
@@ -114,7 +136,7 @@ REFUSED = Problem(where="containers of tasks by bwrap", wrong="user namespaces c
         ("", REFUSED, 60.0, ""),
     ],
 )
-def test_a_node_that_cannot_start_a_container_ends_before_ray_starts(
+def test_a_node_that_cannot_start_a_container_stands_by_before_ray_starts(
     tmp_path, monkeypatch, capsys, image, refused, seconds, said
 ):
     async def check(_runtime, _image):
@@ -138,7 +160,8 @@ def test_a_node_that_cannot_start_a_container_ends_before_ray_starts(
     monkeypatch.setattr(node, "open_cache", lambda *_: None)
     monkeypatch.setattr(node, "STOPS", ())
     arguments = ["--role=worker", "--head=n1", "--num-nodes=2", "--units=1", f"--log-dir={tmp_path}", *TEMP]
-    assert node.main([*arguments, f"--task-image={image}"]) == (2 if image else 1)
+    with pytest.raises(StoodByError) if image else nullcontext():
+        assert node.main([*arguments, f"--task-image={image}"]) == 1
     assert bool(started) == (not image)
     assert said in capsys.readouterr().err
 
@@ -168,7 +191,7 @@ def test_a_ray_that_ends_before_it_has_started_is_tried_once_more(tmp_path, monk
     node = replace(make_node(tmp_path, is_head=True), temp=tmp_path)
     write_logs(tmp_path)
     assert ray_start.run_ray(node, {}) == 3
-    assert count.read_text().count("x") == calls
+    assert count.read_text(encoding="utf-8").count("x") == calls
     assert capfd.readouterr().err.count("before it had started; once more") == tries
     assert bool(list((tmp_path / "ray").iterdir())) == (tries == 0)  # the second begins afresh
 
@@ -190,8 +213,38 @@ def test_a_signal_to_stop_ends_the_node_in_order_and_its_logs_leave_it(tmp_path,
         process.send_signal(number)
     assert process.returncode == 0
     assert not (tmp_path / "tmp" / "rl-7-0-ab").exists()
-    assert [path.read_text() for path in tmp_path.glob("ray_*/raylet.out")] == ["why"]
+    assert [path.read_text(encoding="utf-8") for path in tmp_path.glob("ray_*/raylet.out")] == ["why"]
 
 
 def test_more_nodes_have_more_time_to_come_up():
     assert bring_up_seconds(183) > bring_up_seconds(4) >= 1800
+
+
+@pytest.mark.parametrize(
+    ("gpus", "free_mib", "limit", "named"),
+    [
+        (8, 64, 4096, ["n7: /dev/shm: got 64 MiB free, expected 512 MiB: 256 MiB for Ray's object store, 256 MiB for"]),
+        (0, 64, 4096, ["n7: /dev/shm: got 64 MiB free, expected 256 MiB: 256 MiB for Ray's object store"]),
+        (8, 512, 4096, []),
+        (8, 512, 64, ["n7: got a limit of 64 open files, expected at least 256 open files for each process"]),
+        (0, 64, 64, ["n7: got a limit of 64 open files", "n7: /dev/shm: got 64 MiB free"]),
+    ],
+)  # fmt: skip
+def test_a_node_with_little_shared_memory_or_few_descriptors_is_named(
+    tmp_path, monkeypatch, gpus, free_mib, limit, named
+):
+    usage = shutil.disk_usage(tmp_path)._replace(free=free_mib * 2**20)
+    monkeypatch.setattr(local.shutil, "disk_usage", lambda _path: usage)
+    monkeypatch.setattr(local.resource, "getrlimit", lambda _what: (limit, limit))
+    monkeypatch.setattr(node.socket, "gethostname", lambda: "n7")
+    monkeypatch.setattr(node, "count_gpus", lambda: gpus)
+    monkeypatch.setattr(node, "sight_problems", lambda _directory: [])
+    monkeypatch.setattr(node, "busy_ports", lambda _ports: [])
+    monkeypatch.setattr(node, "ephemeral_overlap", lambda _text: [])
+    problems = []
+    try:
+        node.require_usable(make_node(tmp_path, is_head=True))
+    except LaunchError as error:
+        problems = [str(problem) for problem in error.problems]
+    assert len(problems) == len(named)
+    assert all(problem.startswith(text) for problem, text in zip(problems, named, strict=True))

@@ -20,7 +20,7 @@ def test_logs_are_kept_and_the_rest_is_removed(tmp_path):
     write_logs(temp)
     (temp / "ray" / "session_2026-01-01" / "logs").chmod(0o777)  # as Ray does
     keep_logs(temp, target)
-    assert (target / "raylet.out").read_text() == "x"
+    assert (target / "raylet.out").read_text(encoding="utf-8") == "x"
     assert target.stat().st_mode & 0o777 == 0o755
     assert not temp.exists()
 
@@ -52,7 +52,7 @@ def test_what_a_killed_program_left_is_cleared_and_its_logs_are_kept(tmp_path):
         driver.communicate(b"\n")
     clear_abandoned(tmp_path)
     assert not temp.exists()
-    assert (logs / "raylet.out").read_text() == "x"
+    assert (logs / "raylet.out").read_text(encoding="utf-8") == "x"
 
 
 def test_what_is_left_of_a_removed_run_goes_without_its_logs(tmp_path):
@@ -90,7 +90,7 @@ def test_a_start_whose_empty_directory_was_cleared_makes_it_again(tmp_path, monk
 
     monkeypatch.setattr(ray_temp, "lock_directory", late)
     os.close(make_private(temp, logs=tmp_path / "ray"))
-    assert (temp / "logs_go_to").read_text() == str(tmp_path / "ray")
+    assert (temp / "logs_go_to").read_text(encoding="utf-8") == str(tmp_path / "ray")
 
 
 def test_the_socket_of_ray_has_a_path_that_is_short_enough(tmp_path, monkeypatch):

@@ -14,15 +14,14 @@ from pathlib import Path
 import pytest
 
 from recipes.errors import LaunchError
-from tools.launch.links import is_finished, make_links
+from tools.draft.launch import read_launch
 from tools.launch.pipeline import chosen_stages, left_out, say
-from tools.launch.sequence import run_forwarding, variable
-from tools.planning.draft import draft_launch
+from tools.launch.sequence import is_finished, make_links, run_forwarding, variable
 
 
 def test_stages_come_in_the_order_of_the_table_each_once():
     assert [stage.id for stage in chosen_stages(["swe1", "stage1.2", "rlvr2"])] == ["stage1.2", "stage2.1"]
-    assert len(chosen_stages([])) == 6
+    assert len(chosen_stages([])) == 7
     with pytest.raises(LaunchError) as wrong:
         chosen_stages(["stage1.1", "stage1.7", "x"])
     assert [problem.got for problem in wrong.value.problems] == ["stage1.7", "x"]
@@ -32,7 +31,7 @@ def test_start_weights_of_a_pending_stage_are_checked_with_those_of_the_first(tm
     environ = {"SCALE": "tiny", "LAUNCHER": "local", "RESULTS_DIR": str(tmp_path), "MODEL_PATH": "/sft"}
     first, second, third = make_links(chosen_stages(["rlvr1", "rlvr2", "rlvr3"]), ["grpo.max_num_steps=2"], environ)
     assert [link.is_pending for link in (first, second, third)] == [False, True, True]
-    assert third.draft.contract["MODEL_PATH"] == f"{tmp_path}/stage1.2-rlvr2-tiny/checkpoints/latest/hf"
+    assert third.launch.contract["MODEL_PATH"] == f"{tmp_path}/stage1.2-rlvr2-tiny/checkpoints/latest/hf"
     assert third.checked.contract["MODEL_PATH"] == "/sft"
     assert third.checked.config.grpo.max_num_steps == 2
 
@@ -41,7 +40,7 @@ def test_stage_whose_parents_are_not_in_the_pipeline_has_start_weights(tmp_path)
     environ = {"SCALE": "tiny", "LAUNCHER": "local", "RESULTS_DIR": str(tmp_path)}
     [only] = make_links(chosen_stages(["rlvr3"]), [], environ)
     assert only.parent is None
-    assert only.draft.contract["MODEL_PATH"] == f"{tmp_path}/stage1.2-rlvr2-tiny/checkpoints/latest/hf"
+    assert only.launch.contract["MODEL_PATH"] == f"{tmp_path}/stage1.2-rlvr2-tiny/checkpoints/latest/hf"
     assert only.export == tmp_path / "stage1.3-rlvr3-tiny" / "checkpoints" / "latest" / "hf"
 
 
@@ -49,7 +48,7 @@ def test_stage_whose_parent_is_left_out_starts_from_the_nearest_one_that_runs(tm
     environ = {"SCALE": "tiny", "LAUNCHER": "local", "RESULTS_DIR": str(tmp_path), "MODEL_PATH": "/sft"}
     first, second, third = links = make_links(chosen_stages(["rlvr1", "swe1", "rlhf"]), [], environ)
     assert (second.parent, third.parent) == (first, second)
-    assert third.draft.contract["MODEL_PATH"] == f"{tmp_path}/stage2.1-swe1-tiny/checkpoints/latest/hf"
+    assert third.launch.contract["MODEL_PATH"] == f"{tmp_path}/stage2.1-swe1-tiny/checkpoints/latest/hf"
     say(left_out(links))
     assert "stage3: it starts from stage2.1; stage2.2 is not in STAGES" in capsys.readouterr().err
     assert not list(left_out(links[:1]))
@@ -66,17 +65,19 @@ def test_stage_whose_parent_is_left_out_starts_from_the_nearest_one_that_runs(tm
     ],
 )
 def test_run_is_finished_when_its_driver_said_so_for_these_steps(tmp_path, state, trained, is_complete, expected):
-    draft = draft_launch("rlvr1", ["grpo.max_num_steps=5"], {"SCALE": "tiny", "LAUNCHER": "local"})
-    assert not is_finished(tmp_path, draft)
+    launch = read_launch("rlvr1", ["grpo.max_num_steps=5"], {"SCALE": "tiny", "LAUNCHER": "local"})
+    assert not is_finished(tmp_path, launch)
     step = tmp_path / "checkpoints" / "step_000005"
     step.mkdir(parents=True)
     if is_complete:
-        (step / "COMPLETE").write_text("{}")
-    (tmp_path / "status.json").write_text(json.dumps({"state": state}))
-    (tmp_path / "resolved.json").write_text(json.dumps({"config": {"grpo": {"max_num_steps": trained}}}))
-    assert is_finished(tmp_path, draft) == expected
-    (tmp_path / "status.json").write_text("")  # cut
-    assert not is_finished(tmp_path, draft)
+        (step / "COMPLETE").write_text("{}", encoding="utf-8")
+    (tmp_path / "status.json").write_text(json.dumps({"state": state}), encoding="utf-8")
+    (tmp_path / "resolved.json").write_text(
+        json.dumps({"config": {"grpo": {"max_num_steps": trained}}}), encoding="utf-8"
+    )
+    assert is_finished(tmp_path, launch) == expected
+    (tmp_path / "status.json").write_text("", encoding="utf-8")  # cut
+    assert not is_finished(tmp_path, launch)
 
 
 def test_names_of_shell_variables():

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.config.stages import load_stages
-from tools.launch.stage_table import BEGIN, END, SIZES, main, size_rows
+from recipes.config.load import load_stages
+from tools.dev.stage_table import BEGIN, END, SIZES, main, size_rows
 
 COLUMNS = {name: number for number, name in enumerate(SIZES)}
 
@@ -17,7 +17,7 @@ def table() -> list[tuple[str, ...]]:
 
 
 def test_every_configuration_has_one_row(table):
-    assert len(table) == 16  # four families: three scales, and production on two platforms
+    assert len(table) == 20  # five families: three scales, and production on two platforms
     assert len({row[:3] for row in table}) == len(table)
 
 
@@ -50,14 +50,17 @@ def test_sizes_follow_from_the_configuration(table, where: tuple[str, str, str],
 
 def test_it_prints_both_tables_and_writes_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", encoding="utf-8")
     assert main(["--write", str(readme)]) == 0
     printed = capsys.readouterr().out
     assert "| tokens/step |" in printed
     assert f"updated {readme}" in printed
-    first, last = readme.read_text().split("\n")[0], readme.read_text().rstrip().split("\n")[-1]
+    first, last = (
+        readme.read_text(encoding="utf-8").split("\n")[0],
+        readme.read_text(encoding="utf-8").rstrip().split("\n")[-1],
+    )
     assert (first, last) == ("before", "after")
-    table = readme.read_text().partition(BEGIN)[2].partition(END)[0].strip()
+    table = readme.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
     assert table in printed
     assert "tokens/step" not in table
     assert main(["--write", str(readme)]) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.sizing.bring_up_cost import Assumed, Figures, parse, start_seconds, table
+from tools.bench.bring_up_cost import Assumed, Figures, parse, start_seconds, table
 
 
 def figures(num_nodes: int) -> Figures:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from recipes.errors import InputError
-from tools.report.load import StepRecord, load_run
-from tools.sizing.calibrate import compare, decode_speed, main, measured, measured_loop, steady_steps
+from tools.bench.calibrate import compare, decode_speed, main, measured, measured_loop, steady_steps
+from tools.look.report.load import StepRecord, load_run
 from tools.sizing.simulator import forecast
 
 GOLDEN = Path(__file__).resolve().parents[3] / "golden" / "simulator"
@@ -72,7 +72,7 @@ def test_steps_that_validate_or_save_do_not_count():
 
 
 def test_a_run_without_a_steady_step_is_refused(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "timing/train/policy_training": 1.0}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "timing/train/policy_training": 1.0}\n', encoding="utf-8")
     with pytest.raises(InputError, match="longer run"):
         measured(load_run(tmp_path))
 

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from dataclasses import replace
 from functools import partial
+from math import exp, log
 from pathlib import Path
+from random import Random
+from statistics import fmean
 from typing import Any
 
 import pytest
 
 from recipes.config.keys.derive import derive
-from recipes.config.load import load_config, require_valid
-from recipes.config.stages import config_path, find_stage
+from recipes.config.load import config_path, find_stage, load_config, require_valid
 from recipes.errors import InputError
 from tools.job.compile_cache import seed_path
 from tools.sizing import planner
-from tools.sizing.activations import layer_activations
 from tools.sizing.architecture import SUPER, Architecture, read_architecture
-from tools.sizing.memory import GIB, engine_memory, host_memory, trainer_memory
+from tools.sizing.memory import GIB, engine_memory, host_memory, layer_activations, trainer_memory
 from tools.sizing.speed import GPUS, Assumptions, loop, roofline
 
 QWEN3_30B_A3B = {
@@ -70,7 +72,7 @@ DENSE = Architecture(
 
 
 def write_config(directory: Path, config: dict[str, Any]) -> Path:
-    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return directory
 
 
@@ -95,8 +97,7 @@ def test_published_models_have_their_published_sizes(tmp_path, config, parameter
 
 
 def test_a_dense_model_counts_as_its_weight_file_does(tmp_path):
-    from tools.tiny.model import build_model
-    from tools.tiny.tokenizer import build_tokenizer
+    from tools.tiny.model import build_model, build_tokenizer
 
     model = build_model(build_tokenizer(), seed=0)
     model.save_pretrained(tmp_path)
@@ -175,6 +176,10 @@ def test_memory_falls_with_parallelism_and_rises_without_recomputation(productio
     carried = changed(mtp_num_layers=0)  # heads that are not trained have weights, and nothing else
     assert carried.weights == base.weights
     assert carried.gradients < base.gradients and carried.optimizer < base.optimizer
+    healing = changed(freeze_trunk=True)  # gradients and moments of the heads alone
+    assert healing.weights == base.weights
+    assert healing.gradients == pytest.approx(base.gradients - carried.gradients)
+    assert healing.optimizer == pytest.approx(base.optimizer - carried.optimizer)
     without = trainer_memory(
         replace(SUPER, has_heads=False), replace(production, policy=_untrained(production)), sizes, other=0.0
     )
@@ -266,7 +271,7 @@ def test_lengths_have_the_assumed_mean_and_never_exceed_the_context(production):
     lengths = [drawn.draw_tokens(random) for _ in range(5000)]
     assert sum(lengths) / len(lengths) == pytest.approx(8000, rel=0.05)
     assert max(lengths) <= 65536 - 1000
-    assert drawn.max_num_seqs == min(1024, engine.sequences(9000))
+    assert drawn.max_num_seqs == min(1024, engine.sequences(given.rollout_tokens(65536)))
 
 
 @pytest.fixture(autouse=True)
@@ -339,7 +344,7 @@ def test_lengths_of_a_real_run_replace_the_assumed_ones(capsys, tmp_path):
         "train/turns_per_sample/mean": 2.0,
         "train/env_duration_s": 3.0,
     }
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
     words = ["--stage", "rlvr1", "--scale", "tiny", "--json", "--from-run", str(tmp_path), "--turns", "3"]
     given = json.loads(plan(capsys, *words))["assumptions"]
     assert (given["generated_tokens"], given["prompt_tokens"]) == (50.0, 30.0)
@@ -382,3 +387,54 @@ def test_a_policy_that_does_not_fit_is_said(capsys):
     words = ["--stage", "stage2.1", "--scale", "small", "policy.megatron_cfg.activation_checkpointing=false"]
     text = plan(capsys, *words)
     assert "DOES NOT FIT" in text
+
+
+@pytest.mark.parametrize("longest", [600, 1100, 8192, 65536, 10**9])
+def test_a_mean_rollout_is_never_longer_than_the_longest(longest):
+    given = Assumptions(prompt_tokens=500.0)
+    draw, mean = Random(0), log(given.generated_tokens) - given.length_sigma**2 / 2
+    drawn = [min(exp(draw.gauss(mean, given.length_sigma)), longest - 500) for _ in range(20_000)]
+    assert given.rollout_tokens(longest) == pytest.approx(500 + fmean(drawn), rel=0.02)
+    assert given.rollout_tokens(longest) <= longest
+
+
+def test_the_plan_of_a_short_context_has_no_longer_rollouts_and_says_whose_model_it_is(capsys, monkeypatch):
+    monkeypatch.delenv("MODEL_PATH", raising=False)
+    assert planner.main(["--stage", "stage1.1", "policy.max_total_sequence_length=8192"]) == 0
+    said = capsys.readouterr().out
+    [(mean, longest)] = re.findall(r"sequences of ([\d,]+) tokens \(expected mean\), or [\d,]+ of ([\d,]+)", said)
+    assert int(mean.replace(",", "")) < int(longest.replace(",", "")) == 8192
+    assert "as published, since MODEL_PATH is not set" in said
+
+
+PROFILE = """
+[big]
+executor = "slurm"
+gpus_per_node = 4
+container = "{image}"
+"""
+
+
+def test_a_plan_has_the_configuration_that_a_launch_has(capsys, tmp_path, monkeypatch):
+    """The profile of CLUSTER, and what the variables of a launch add to the configuration, count in a plan."""
+    monkeypatch.setattr(planner, "_SIMULATED_STEPS", 1)
+    image = tmp_path / "image.sqsh"
+    image.write_bytes(b"x" * 1000)
+    (tmp_path / "env.toml").write_text(PROFILE.format(image=image), encoding="utf-8")
+    monkeypatch.setenv("ENV_TOML", str(tmp_path / "env.toml"))
+    monkeypatch.setenv("CLUSTER", "big")
+    engines = (
+        "policy.generation.colocated.resources.gpus_per_node=4",
+        "policy.generation.vllm_cfg.tensor_parallel_size=4",
+    )
+    judges = "env.nemo_gym.num_gpu_nodes=14"
+    found = json.loads(plan(capsys, "--stage", "stage1.1", "--json", *engines, judges))
+    assert found["sizes"]["total_gpus"] == 4 * found["sizes"]["num_nodes"]
+    assert {one["what"]: one["node_bytes"] for one in found["read_at_start"]}["container image"] == 1000
+    monkeypatch.setenv("CLUSTER", "bigg")
+    assert planner.main(["--stage", "stage1.1"]) == 2
+    assert "has no profile bigg; did you mean big?" in capsys.readouterr().err
+    monkeypatch.delenv("CLUSTER")
+    assert planner.main(["--stage", "stage9"]) == 2
+    assert planner.main(["--stage", "stage1.1", "grpo.num_prompt_per_step=1", "grpo.seed=-1"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 3, "every problem at once"

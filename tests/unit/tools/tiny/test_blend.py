@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from recipes.files import sha256_of
-from tools.tiny.blends import RLVR
-from tools.tiny.make_blend import make_blend
+from tools.tiny.make_blend import RLVR, make_blend
 from tools.tiny.prepare import main, only_one, prepare_data, prompts_of
 from tools.tiny.sft import SftSettings, conversations, data_hash
 
@@ -19,7 +18,7 @@ AGENTS = {f"{name}_simple_agent" for name in ("math_with_judge", "mcqa", "reason
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture(scope="module")

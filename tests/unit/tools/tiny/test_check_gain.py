@@ -12,7 +12,7 @@ from tools.tiny.check_gain import main
 
 def write_run(path: Path, *lines: dict[str, float]) -> Path:
     path.mkdir()
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
 
 
@@ -32,7 +32,7 @@ def test_a_run_that_learned_passes_and_says_where_things_are(
     run = write_run(tmp_path / "run", validated(0, 0.35, 0.6, 0.25), train_step, validated(2, 0.6, 0.9, 0.75))
     (run / "checkpoints" / "step_000002" / "hf").mkdir(parents=True)
     (run / "checkpoints" / "latest").symlink_to("step_000002")
-    (run / "report.html").write_text("")
+    (run / "report.html").write_text("", encoding="utf-8")
     assert main(["--run-dir", str(run)]) == 0
     words = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["all,", "sampled", "0.350", "0.600", "+0.250"] in words

@@ -13,11 +13,19 @@ from recipes.environments.agents.coding.calls import offered_names
 from recipes.environments.agents.coding.settings import coding_settings
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.swe.task import parse_task
-from tools.tiny.repositories import INPUTS, KINDS, TinyRepository, apply_operator, write_module
-from tools.tiny.repository_tasks import REPOSITORIES, draw_repository, repository_of
+from tools.tiny.model import build_tokenizer
+from tools.tiny.repositories import (
+    INPUTS,
+    KINDS,
+    REPOSITORIES,
+    TinyRepository,
+    apply_operator,
+    draw_repository,
+    repository_of,
+    write_module,
+)
 from tools.tiny.sft import IGNORED, Demonstration, _ids_and_labels, conversations, wide_settings
 from tools.tiny.tasks import make_row
-from tools.tiny.tokenizer import build_tokenizer
 
 PROBLEMS = [draw_repository(Random(seed)) for seed in range(20)]
 

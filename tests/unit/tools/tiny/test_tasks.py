@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.contract.responses import message_item, response_object
-from recipes.environments.registry import AGENTS, VERIFIERS
+from recipes.environments.contract.verifier import message_item, response_object
+from recipes.environments.instances import AGENTS, VERIFIERS
+from tools.tiny.english_tasks import ENGLISH_TASKS
 from tools.tiny.tasks import TASKS, TinyTask, demonstrate, make_row
 
 
 def reward(task: TinyTask, row: dict[str, Any], reply: str) -> float:
     verifier = VERIFIERS[AGENTS[task.agent].server]
     answer = reply.split("</think>", 1)[1]
-    return verifier.score(response_object([message_item(answer)]), verifier.parse_task(row, {})).reward
+    return verifier.score(response_object([message_item(answer)]), verifier.parse_task(row, verifier.settings())).reward
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.agent)
+@pytest.mark.parametrize("task", [*TASKS, *ENGLISH_TASKS], ids=lambda task: task.agent)
 def test_right_demonstrations_earn_everything_and_wrong_ones_little(task: TinyTask) -> None:
     rng = Random(3)
     wrong = []

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from recipes.environments.chat.codec import ChatCodec
+from tools.tiny.model import build_tokenizer
 from tools.tiny.tasks import TASKS, demonstrate
-from tools.tiny.tokenizer import build_tokenizer
 
 USER = {"role": "user", "content": "Compute 100+20+3"}
 TOOL = {

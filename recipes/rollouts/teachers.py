@@ -1,0 +1,140 @@
+"""Teachers of on-policy distillation: each is asked how likely it finds the tokens that the policy has sampled.
+
+A teacher is a model server of the configuration, as a judge is: one with an address, or engines that the run starts. A
+row's agent decides which teacher is asked. The whole sequence goes out as token ids, so teacher and policy must have
+one vocabulary; back comes the log-probability of every token. A rollout about which no answer comes ends without a
+verdict, and so without a part in the loss: an answer that is missing is no judgement.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from recipes.config.keys.derive import MODELS, servers
+from recipes.config.tree import Config
+from recipes.environments.contract.http import JsonClient, RefusedError
+from recipes.environments.scoring.judge import RETRIES
+from recipes.retry import NoReplyError, reply_within
+from recipes.types import Rollout, RolloutStatus, Row, Turn
+
+DEFAULT = "default"  # in place of an agent: the teacher of all rows that have no other
+MOST_AT_ONCE = 64  # sequences, of one teacher and one rollout worker
+
+
+@dataclass(slots=True, kw_only=True)
+class Teacher:
+    """One teacher and its servers, asked in turn."""
+
+    name: str
+    urls: Sequence[str]
+    model: str
+    api_key: str
+    seconds: float  # for one sequence with all its retries
+    http: JsonClient
+    _turn: Iterator[int] = field(default_factory=itertools.count)
+    _gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_AT_ONCE))
+
+    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Return the log-probability of each token after those before it, 0 for the first.
+
+        Raises `NoReplyError` or `RefusedError`.
+        """
+        async with self._gate:
+            return await reply_within(self.seconds, lambda: self._ask(token_ids), RETRIES)
+
+    async def _ask(self, token_ids: Sequence[int]) -> list[float]:
+        url = self.urls[next(self._turn) % len(self.urls)].rstrip("/")
+        asked = {
+            "model": self.model,
+            "prompt": list(token_ids),
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": 0,
+        }
+        headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        reply = await self.http.post(f"{url}/completions", asked, headers=headers)
+        return read_logprobs(reply.body, token_ids)
+
+
+def read_logprobs(body: Mapping[str, Any], token_ids: Sequence[int]) -> list[float]:
+    """Return what a completion says of the tokens of its prompt; raises `RefusedError` where it does not."""
+    try:
+        entries = body["choices"][0]["prompt_logprobs"]
+        pairs = zip(entries[1:], token_ids[1:], strict=True)
+        found = [0.0, *(float(one[str(token)]["logprob"]) for one, token in pairs)]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise RefusedError(f"no log-probability of every token in its reply ({error!r})") from error
+    if not all(map(math.isfinite, found)):
+        raise RefusedError("a log-probability in its reply is not finite")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Teachers:
+    """The teachers of all agents."""
+
+    by_agent: Mapping[str, Teacher]
+
+    @classmethod
+    def from_config(cls, config: Config) -> Teachers | None:
+        """Return the teachers that `grpo.adv_estimator.teachers` names; None where it names none."""
+        named = config.grpo.adv_estimator.teachers
+        if not named:
+            return None
+        settings = {name: own for name, _, own in servers(config, MODELS)}
+        http = JsonClient()
+        made = {
+            name: Teacher(
+                name=name,
+                urls=_urls(settings[name]),
+                model=str(settings[name].get("model", "")),
+                api_key=str(settings[name].get("api_key", "")),
+                seconds=config.deadlines.rollout,
+                http=http,
+            )
+            for name in set(named.values())
+        }
+        return cls({agent: made[name] for agent, name in named.items()})
+
+    async def score(self, row: Row, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+        """Return the rollouts with the log-probabilities of the teacher of their row."""
+        agent = row.get("agent_ref", {}).get("name", "")
+        teacher = self.by_agent.get(agent) or self.by_agent.get(DEFAULT)
+        if teacher is None:
+            return tuple(without_teacher(one, f"no teacher for rows of {agent}") for one in rollouts)
+        return tuple(await asyncio.gather(*(_scored(teacher, one) for one in rollouts)))
+
+
+async def _scored(teacher: Teacher, rollout: Rollout) -> Rollout:
+    if not rollout.is_valid:
+        return rollout
+    try:
+        turns, *branches = [await _sequence(teacher, own) for own in (rollout.turns, *rollout.branches)]
+    except (NoReplyError, RefusedError) as error:
+        return without_teacher(rollout, f"teacher {teacher.name}: {error}")
+    return replace(rollout, turns=turns, branches=tuple(branches))
+
+
+async def _sequence(teacher: Teacher, turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    ids = [token for turn in turns for token in (*turn.prompt_token_ids, *turn.token_ids)]
+    values, place, found = await teacher.logprobs(ids) if ids else [], 0, []
+    for turn in turns:
+        place += len(turn.prompt_token_ids)
+        found.append(replace(turn, teacher_logprobs=tuple(values[place : place + len(turn.token_ids)])))
+        place += len(turn.token_ids)
+    return tuple(found)
+
+
+def without_teacher(rollout: Rollout, reason: str) -> Rollout:
+    """Return a rollout that has no verdict, since no teacher has answered."""
+    return replace(rollout, status=RolloutStatus.JUDGE_FAILED, reason=reason, reward=None)
+
+
+def _urls(settings: Mapping[str, Any]) -> Sequence[str]:
+    base = settings.get("base_url") or ()
+    return (base,) if isinstance(base, str) else tuple(base)
