@@ -234,7 +234,9 @@ def find_owner(port: int) -> str:
     """Return "pid N (command)" of the process that has a TCP port, or what is known when the kernel hides it."""
     import psutil  # only to name who has a port
 
-    using = [one for one in psutil.net_connections("tcp") if one.laddr and one.laddr.port == port]
+    using = []
+    with suppress(psutil.Error, OSError):  # processes end while psutil reads about them
+        using = [one for one in psutil.net_connections("tcp") if one.laddr and one.laddr.port == port]
     for pid in (one.pid for one in using if one.pid is not None):
         with suppress(psutil.Error):  # the process has ended
             return f"pid {pid} ({' '.join(psutil.Process(pid).cmdline())[:120]})"

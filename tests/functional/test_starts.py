@@ -37,6 +37,7 @@ def ray_instance() -> Iterator[None]:
 def failing_engines(note: Path, num_faults: dict[int, int]) -> type:
     """Return a real engine's actor whose first starts fail: of each engine as many as `num_faults` says.
 
+    A later start waits until the file "go on" is there, so that the run begins without that engine on any machine.
     Ray sends the class by value: its processes need not import this module.
     """
     actor = generation_module.EngineActor
@@ -49,6 +50,8 @@ def failing_engines(note: Path, num_faults: dict[int, int]) -> type:
                 num_starts = len(lines.readlines())
             if num_starts <= num_faults.get(self._index, 0):
                 raise EngineError(f"generation engine {self._index}: planted in start {num_starts}")
+            while num_starts > 1 and not (note / "go on").exists():
+                await asyncio.sleep(0.1)
             return await super().start()
 
     return Failing
@@ -97,6 +100,7 @@ def test_a_run_begins_while_an_engine_is_started_again_elsewhere_and_it_joins_at
         generation.connect_weights(weights.layout)
         generation.update_weights(0)
         assert sample(generation, engine=0) == 4
+        (tmp_path / "starts" / "go on").touch()
         wait_until(lambda: not generation.starts.missing(), "engine 1 was not started again")
         assert generation._engines[1]._has_moved, "there are free units"
         assert generation.needs_connect

@@ -109,8 +109,9 @@ def by_environment(directory: Path) -> dict[str, Scores | None]:
     sampled, greedy = (_lines(place / profile.RESULT) for place in (directory, directory / profile.GREEDY))
     judged = {entry["agent"] for entry in sampled if entry["pass_rate"] is not None}
     if not judged:
-        wrong, fix = "no answer to any row has a verdict", "mend what `reason` says in its lines, then run this again"
-        raise InputError(Problem(where=str(directory / profile.RESULT), wrong=wrong, fix=fix))
+        fix = "correct what `reason` says in its lines, then run this again"
+        where = str(directory / profile.RESULT)
+        raise InputError(Problem(where=where, wrong="no answer to any row has a verdict", fix=fix))
     found: dict[str, Scores | None] = {ALL: scores(sampled, greedy)}
     agents = sorted({entry["agent"] for entry in sampled})
     for agent in agents if len(agents) > 1 else ():
