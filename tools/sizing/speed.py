@@ -22,6 +22,7 @@ from tools.sizing.memory import EngineMemory
 from tools.sizing.simulator import Loop
 
 _MAX_TURNS = 12  # simulated; more turns are merged into longer ones, to limit the number of events
+VLLM_MAX_NUM_SEQS = 128  # of an engine that is given none, from Python: a server has another default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +158,7 @@ def loop(config: Config, sizes: Derived, engine: EngineMemory, speeds: Speeds, g
     def draw_tokens(random: Random) -> float:
         return min(exp(random.gauss(mean, given.length_sigma)), longest - given.prompt_tokens)
 
-    limit = config.policy.generation.vllm_kwargs.get("max_num_seqs") or 1024
+    limit = config.policy.generation.vllm_kwargs.get("max_num_seqs", VLLM_MAX_NUM_SEQS)
     return Loop(
         num_prompts=config.grpo.num_prompts_per_step,
         num_generations=config.grpo.num_generations_per_prompt,

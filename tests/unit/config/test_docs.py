@@ -140,8 +140,8 @@ def test_difference_prints_only_what_differs(
     assert lines[0] == "# configs/stage2_swe2.yaml, and after 'stage2.1' what configs/stage2_swe1.yaml has"
     assert "grpo.num_prompts_per_step: 16  # stage2.1: 64  (configs/stage2_swe2.yaml)" in lines
     assert "grpo.seed: 43  # stage2.1: 42  (command line)" in lines
-    assert "policy.generation.vllm_kwargs.max_num_batched_tokens: 8480  # stage2.1: (absent)  " \
-        "(configs/stage2_swe2.yaml)" in lines  # fmt: skip
+    assert "env.nemo_gym.policy_model.responses_api_models.vllm_model.sequential_reasoning_allowed: false  " \
+        "# stage2.1: (absent)  (configs/environments/policy_model_thinking.yaml)" in lines  # fmt: skip
     assert "#   samples_per_step: 512  # stage2.1: 1,024" in lines
     assert not [line for line in lines if "context_parallel_size" in line or "num_nodes" in line]
 

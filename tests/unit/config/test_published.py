@@ -213,7 +213,7 @@ DISPUTED = [
     ("stage2_swe2.yaml", "policy.megatron_cfg.context_parallel_size", "B200"),
     ("stage2_swe2.yaml", "policy.megatron_cfg.expert_model_parallel_size", "B200"),
     ("stage2_swe2.yaml", "policy.generation.vllm_cfg.gpu_memory_utilization", "B200"),
-    ("stage2_swe2.yaml", "policy.generation.vllm_kwargs.max_num_batched_tokens", "B200"),
+    ("grpo_base.yaml", "policy.generation.vllm_kwargs.max_num_batched_tokens", "the other files set nothing"),
     ("stage3_rlhf.yaml", "env.nemo_gym.num_gpu_nodes", "B200"),
     ("stage3_rlhf.yaml", "policy.megatron_cfg.expert_model_parallel_size", "B200"),
     ("stage3_rlhf.yaml", "policy.generation.colocated.resources.num_nodes", "B200"),

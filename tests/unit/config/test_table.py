@@ -19,6 +19,7 @@ from tools.draft.nemo_rl.export import export
 
 MEGATRON = "policy.megatron_cfg"
 VLLM = "policy.generation.vllm_cfg"
+KWARGS = "policy.generation.vllm_kwargs"
 SERVING = f"{VLLM}.http_server_serving_chat_kwargs"
 GENRM = "env.nemo_gym.genrm_compare_resources_server.resources_servers.genrm_compare"
 
@@ -69,17 +70,16 @@ class Published:
     engines: int
     engine_tp: int
     memory: float  # gpu_memory_utilization
-    batched_tokens: int | None = None
 
 
 SIZES = {
     ("stage1.1", "prod", "h100"): Published((183, 32, 144, 7), (4, 8, 16), 64, 8, 144, 8, 0.8),
     ("stage2.1", "prod", "h100"): Published((64, 32, 32, 0), (8, 16, 8), 256, 2, 32, 8, 0.8),
-    ("stage2.2", "prod", "h100"): Published((64, 32, 32, 0), (8, 16, 16), 256, 2, 32, 8, 0.75, 8480),
+    ("stage2.2", "prod", "h100"): Published((64, 32, 32, 0), (8, 16, 16), 256, 2, 32, 8, 0.75),
     ("stage3", "prod", "h100"): Published((100, 32, 64, 4), (4, 4, 32), 32, 16, 64, 8, 0.8),
     ("stage1.1", "small", "h100"): Published((27, 8, 12, 7), (4, 8, 16), 64, 2, 12, 8, 0.7),
     ("stage2.1", "small", "h100"): Published((20, 16, 4, 0), (8, 8, 16), 128, 2, 4, 8, 0.75),
-    ("stage2.2", "small", "h100"): Published((20, 16, 4, 0), (8, 16, 16), 256, 1, 4, 8, 0.75, 8480),
+    ("stage2.2", "small", "h100"): Published((20, 16, 4, 0), (8, 16, 16), 256, 1, 4, 8, 0.75),
     ("stage3", "small", "h100"): Published((28, 16, 8, 4), (4, 4, 32), 32, 8, 8, 8, 0.75),
     ("stage1.1", "prod", "b200"): Published((109, 32, 72, 5), (4, 8, 8), 64, 8, 144, 4, 0.8),
     ("stage2.1", "prod", "b200"): Published((64, 32, 32, 0), (8, 8, 8), 128, 4, 32, 8, 0.8),
@@ -94,7 +94,8 @@ def values_of(stage: str, platform: str) -> dict[str, Any]:
     """Return what a stage has at every scale: the B200 files train no multi-token heads before stage 4."""
     column = STAGES.index(stage)
     heads = {f"{MEGATRON}.mtp_num_layers": 0 if platform == "b200" else 5}
-    return {key: values[column] for key, values in BY_STAGE.items()} | heads
+    engines = {f"{KWARGS}.max_num_seqs": 1024, f"{KWARGS}.max_num_batched_tokens": 8480}  # published for 2.2 on H100
+    return {key: values[column] for key, values in BY_STAGE.items()} | heads | engines
 
 
 def path_of(stage: str, scale: str, platform: str) -> Path:
@@ -124,7 +125,6 @@ def test_stage_has_the_published_sizes(where: tuple[str, str, str]) -> None:
     assert sizes.num_engines == published.engines
     assert policy.generation.vllm_cfg.tensor_parallel_size == published.engine_tp
     assert policy.generation.vllm_cfg.gpu_memory_utilization == published.memory
-    assert policy.generation.vllm_kwargs.get("max_num_batched_tokens") == published.batched_tokens
     assert sizes.samples_per_step == policy.train_global_batch_size
     assert sizes.samples_per_rank * published.ranks == sizes.samples_per_step
     assert sizes.total_gpus == 8 * published.nodes[0]
@@ -165,7 +165,6 @@ def test_stage_has_the_published_sizes_in_the_form_of_nemo_rl(where: tuple[str, 
     assert (nodes - num) * gpus // (sizes[0] * megatron["context_parallel_size"]) == published.ranks
     assert num * gpus // vllm["tensor_parallel_size"] == published.engines
     assert (vllm["tensor_parallel_size"], vllm["gpu_memory_utilization"]) == (published.engine_tp, published.memory)
-    assert policy["generation"]["vllm_kwargs"].get("max_num_batched_tokens") == published.batched_tokens
     samples = tree["grpo"]["num_prompts_per_step"] * tree["grpo"]["num_generations_per_prompt"]
     assert policy["train_global_batch_size"] == samples  # its trainer asserts it
     assert samples % published.ranks == 0

@@ -235,7 +235,7 @@ FILES = {
     "deleting what is not there": (
         "policy: {generation: {vllm_kwargs: {~max_num_seq: null}}}",
         "x.yaml: ~policy.generation.vllm_kwargs.max_num_seq: there is no such key to delete; choose from: "
-        "block_size, kv_cache_memory_bytes, max_num_seqs",
+        "max_num_seqs, max_num_batched_tokens, block_size, kv_cache_memory_bytes",
     ),
     "deleting what must be there": (
         "grpo: {~seed: null}",

@@ -111,7 +111,8 @@ def test_override_that_nobody_would_read_is_refused(loaded: LoadedConfig, word: 
     [
         "grpo.max_num_steps=3",
         "++policy.megatron_cfg.recompute_granularity=selective",
-        "+policy.generation.vllm_kwargs.max_num_seqs=16",
+        "policy.generation.vllm_kwargs.max_num_seqs=16",
+        "+policy.generation.vllm_kwargs.max_model_len=4096",
         "~policy.generation.vllm_kwargs.max_num_batched_tokens",
         "env.nemo_gym.swe_agents_train.responses_api_agents.swe_agents.concurrency=64",
         "policy.megatron_cfg.optimizer.lr=1e-6",
