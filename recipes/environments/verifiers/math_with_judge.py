@@ -13,16 +13,19 @@ Decided otherwise: the library's own limits, five seconds on the clock after whi
 may use SYMBOLIC_SECONDS of processor time. One that uses more says nothing: the judge decides, or there is no verdict.
 
 A power, factorial or binomial that is read to have more than MAX_BITS bits, or a large power of a sum, is not worked
-out: it is equal to one that is written alike, and to nothing else. Between two others there is no verdict. Brackets of
-more than MAX_LEVELS levels, and a formula of more than MAX_FORMULA characters, are not read. So no answer can use up
-the time of a check by such numbers, brackets or lengths.
+out: it is equal to one that is written alike, and to nothing else. So is a formula whose numbers have more than
+MAX_SUM_BITS bits together. Between two others there is no verdict. Brackets of more than MAX_LEVELS levels, and a
+formula of more than MAX_FORMULA characters, are not read. These bounds stand where the library's two parsers are
+called, behind its patterns and its clean-up, so there is no other way in: a formula beyond them is one that the
+library cannot read. Nothing more is tried after MAX_TRIED such formulas, or ten times as many short ones.
 
 An answer is a value. One that leaves the work to the checker earns 0.0 and is shown to no judge, also where the
 reference pays it: an integral, a sum, a limit or a derivative that the expected answer has not; arithmetic in place of
 a number, or that the question itself states; one value said several times; `x = x`.
 
 Of a response of more than MAX_CHARS characters the symbolic check reads the end: the library takes seconds for a
-megabyte of formulas, and no model of the recipe writes so much.
+megabyte of formulas, and no model of the recipe writes so much. It reads less of one in which the library's patterns
+would go far for boxes and delimiters that nothing closes, and the end of a run of digits, signs and spaces.
 
 Scoring must run in the main thread of a process, for its time is bounded by a signal.
 """
@@ -164,12 +167,12 @@ def _score_symbolically(response: Response, task: Task) -> Verdict:
 def _checked(text: str, task: Task) -> Verdict:
     if not text.strip():
         return _verdict(0.0, "the answer is empty", None)
-    if why := _unread(text, task.expected_answer):
-        return _verdict(0.0, why, None)
-    text, expected = with_named_giants(text), with_named_giants(task.expected_answer)
+    expected = task.expected_answer
     try:
         with processor_limit(SYMBOLIC_SECONDS):
             is_equal, extracted, raw = _compare(text, expected)
+    except Unreadable as error:
+        return _verdict(0.0, str(error), None)
     except MemoryError:
         raise SymbolicLimit("the symbolic check used more than its memory") from None
     except Exception as error:  # model text that the library cannot read
@@ -179,18 +182,10 @@ def _checked(text: str, task: Task) -> Verdict:
     if is_equal and (why := unfinished(raw, expected, task.question)):
         verdict = _verdict(0.0, f"{raw[:80]} is no value: {why}", extracted)
         return replace(verdict, details={**verdict.details, "is_unfinished": "true"})
-    if not is_equal and GIANT[:2] in expected and GIANT[:2].lower() in extracted.lower():
+    if not is_equal and GIANT[:2] in with_named_giants(expected) and GIANT[:2].lower() in extracted.lower():
         raise SymbolicLimit("both answers hold numbers that are too large to work out")
     verb = "equals" if is_equal else "differs from"
     return _verdict(float(is_equal), f"{extracted[:80]} {verb} {expected[:80]}", extracted)
-
-
-def _unread(text: str, expected: str) -> str:
-    """Return why a text is not read by the library, "" where it is."""
-    most = max(MAX_FORMULA, 4 * len(expected))
-    if levels(text[max(text.find(BOX), 0) :]) > MAX_LEVELS:
-        return f"brackets of more than {MAX_LEVELS} levels"
-    return f"a formula of more than {most} characters" if longest_formula(text) > most else ""
 
 
 def _verdict(reward: float, reason: str, extracted: str | None) -> Verdict:
@@ -204,6 +199,10 @@ def _verdict(reward: float, reason: str, extracted: str | None) -> Verdict:
 
 class SymbolicLimit(BaseException):  # no library that catches `Exception` may take it for its own
     """A check met a limit: it says nothing about the answer."""
+
+
+class Unreadable(BaseException):  # as above
+    """The library has tried enough."""
 
 
 @contextmanager
@@ -223,11 +222,14 @@ def processor_limit(seconds: float) -> Iterator[None]:
 
 
 MAX_BITS = 300_000  # of a number that the library is given to work out; 20,000! has 256,000
+MAX_SUM_BITS = 2 * MAX_BITS  # of all numbers of a formula: the library multiplies them
 MAX_BINOMIAL_BITS = 14_000  # of a binomial, which the library writes out
 MAX_LEVELS = 10  # of brackets: the library's time doubles with each
 MAX_FORMULA = 1000  # characters of one formula that is read, or four times those of the expected answer
+MAX_STEPS = 5e7  # of the library's patterns in a text: what is not closed is read to the end, for each pair of boxes
+MAX_TRIED = 20  # formulas of that length that are given to the library's parsers, or shorter ones accordingly
 MAX_TERMS = 500  # of a power of a sum that is multiplied out
-SUM_BITS = 150.0  # that a sum with a letter counts for as a base: its powers are multiplied out
+SUM_BITS = 990.0  # that a sum with a letter counts for as a base: its powers are multiplied out
 GIANT = "P_{{{}}}"  # how a number that is too large is named
 TOKEN = re.compile(
     r"(?P<number>[0-9]+(?:\.[0-9]+)?)|(?P<power>\^|\*\*)|(?P<factorial>!+(?!=))|(?P<binomial>\\[dt]?binom(?![a-z]))"
@@ -258,45 +260,41 @@ def levels(text: str) -> int:
     return most
 
 
-FORMULA = re.compile(
-    r"\$(?:[^$\n]|\n(?!\n))*\$?|\\\((?:(?!\\\)).)*|\\\[(?:(?!\\\]).)*|(?:(?!\$|\\[(\[])\S)+", re.DOTALL
-)  # by its delimiters; what has none ends with a space
+SPACES = re.compile(r"\s{40,}")
+RUN = re.compile(r"[-+*/^().\d\s\u00d7\u00f7]{1000,}")
+DELIMITER = re.compile(r"\n|(?<!\\)(?:\$\$|\\[()\[\]])")
 BESIDE = re.compile(r"\s|(?<![\\a-zA-Z])[a-zA-Z]{2,20}(?![a-zA-Z])")  # spaces, and words that an odd dollar takes in
 
 
-def longest_formula(text: str) -> int:
-    """Return the characters of the longest formula that is read: of what a box holds; without one, of any."""
-    if BOX not in text:
-        return max((len(BESIDE.sub("", found[0])) for found in FORMULA.finditer(text)), default=0)
-    parts, start, depth = [], -1, 0
-    for sign in re.finditer(r"\\boxed{|[{}]", text):
-        if start < 0 and sign[0] == BOX:
-            start, depth = sign.end(), 1
-        elif start >= 0:
-            depth += -1 if sign[0] == "}" else 1
-            if depth == 0:
-                parts.append(text[start : sign.start()])
-                start = -1
-    return max(len(BESIDE.sub("", part)) for part in [*parts, text[start:] if start >= 0 else ""])
-
-
 def with_named_giants(text: str) -> str:
-    """Return a text in which every power, factorial and binomial of more than MAX_BITS bits is a name for itself.
+    """Return a formula in which every power, factorial and binomial of more than MAX_BITS bits is a name for itself.
 
-    Two of them that are written alike get one name. The brackets of the text have at most MAX_LEVELS levels.
+    Two of them that are written alike get one name. What has more than MAX_SUM_BITS bits without them is one name.
     """
-    tokens = [found for found in TOKEN.finditer(text) if found.lastgroup != "skip"]
     giants: list[Part] = []
-    at = 0
-    while at < len(tokens):  # once more after a bracket that closes nothing
-        at = _sequence(tokens, at, giants)[1] + 1
+    _bits_of(text, giants)
     named, end = [], 0
     for part in sorted(giants, key=lambda part: (part.start, -part.end)):
         if part.start >= end:  # it is in no other
-            spelled = re.sub(r"[\s{}]|\\left|\\right", "", text[part.start : part.end]).replace("**", "^")
-            named += [text[end : part.start], GIANT.format(zlib.crc32(spelled.encode(errors="replace")))]
+            named += [text[end : part.start], _name_of(text[part.start : part.end])]
             end = part.end
-    return "".join([*named, text[end:]])
+    small = "".join([*named, text[end:]])
+    return _name_of(text) if _bits_of(small, []) > MAX_SUM_BITS else small
+
+
+def _name_of(giant: str) -> str:
+    spelled = re.sub(r"[\s{}]|\\left|\\right", "", giant).replace("**", "^")
+    return GIANT.format(zlib.crc32(spelled.encode(errors="replace")))
+
+
+def _bits_of(text: str, giants: list[Part]) -> float:
+    """Return the bits of all numbers of a formula together."""
+    tokens = [found for found in TOKEN.finditer(text) if found.lastgroup != "skip"]
+    bits, at = 0.0, 0
+    while at < len(tokens):  # once more after a bracket that closes nothing
+        more, at = _sequence(tokens, at, giants)
+        bits, at = bits + more, at + 1
+    return bits
 
 
 def _sequence(tokens: Tokens, at: int, giants: list[Part]) -> tuple[float, int]:
@@ -407,8 +405,13 @@ def _compare(text: str, expected: str) -> tuple[bool, str | None, str]:
     """Return whether any extracted prediction equals the gold answer, the prediction that decided, and its text."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    predictions = parse(text, (ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=None)
-    golds = parse(boxed_gold(expected), (LatexExtractionConfig(),), parsing_timeout=None)
+    gold, max_chars = boxed_gold(expected), max(MAX_FORMULA, 4 * len(expected))
+    with bounded_parsers(max_chars, max(MAX_LEVELS, levels(expected))):
+        predictions = parse(
+            _searched(text, max_chars), (ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=None
+        )
+    with bounded_parsers(len(gold), levels(gold)):
+        golds = parse(gold, (LatexExtractionConfig(),), parsing_timeout=None)
     if not golds:
         raise ValueError(f"the expected answer {expected!r} cannot be read")
     for prediction in predictions:
@@ -416,6 +419,57 @@ def _compare(text: str, expected: str) -> tuple[bool, str | None, str]:
             raw = next((found for found in predictions if isinstance(found, str)), "")
             return True, str(prediction), raw
     return False, str(predictions[0]) if predictions else None, ""
+
+
+def _searched(text: str, max_chars: int) -> str:
+    """Return what of a text the library's patterns are given: their time grows with all that stands unclosed."""
+    text = SPACES.sub(lambda run: "\n" if "\n" in run[0] else " ", text)
+    text = RUN.sub(lambda run: run[0][-2 * max_chars :], text)
+    while (1 + text.count(BOX) ** 2) * (1 + _num_unclosed(text)) * len(text) > MAX_STEPS:
+        text = text[len(text) // 2 :]
+    return text
+
+
+def _num_unclosed(text: str) -> int:
+    """Return how many openings of formulas find no end: `\\(` ends in its line, an ending serves all before it."""
+    waiting, num = {"(": 0, "[": 0, "$": 0}, 0
+    for sign in (found[0][-1] for found in DELIMITER.finditer(text)):
+        if sign in waiting:
+            waiting[sign] = (waiting[sign] + 1) if sign != "$" else 1 - waiting["$"]
+        elif sign == "\n":
+            num, waiting["("] = num + waiting["("], 0
+        else:
+            waiting["(" if sign == ")" else "["] = 0
+    return num + sum(waiting.values())
+
+
+@contextmanager
+def bounded_parsers(max_chars: int, max_levels: int) -> Iterator[None]:
+    """Let math-verify parse no formula beyond these bounds, and no number that is too large, wherever it found it."""
+    from math_verify import parser
+
+    latex, plain, left = parser.parse_latex_cached, parser.parse_expr_cached, MAX_TRIED * max_chars
+
+    def within(formula: str) -> str:
+        nonlocal left
+        left -= len(formula) + MAX_FORMULA // 10
+        if left < 0:
+            raise Unreadable(f"formulas of {MAX_TRIED * max_chars} characters, of which none can be read")
+        if len(formula) > 2 * max_chars or len(BESIDE.sub("", formula)) > max_chars:
+            raise ValueError(f"a formula of more than {max_chars} characters")
+        if levels(formula) > max_levels:
+            raise ValueError(f"brackets of more than {max_levels} levels")
+        return with_named_giants(formula)
+
+    def read_plain(formula: str) -> object:
+        named = within(formula)
+        return plain(formula) if named == formula else latex(named.replace("**", "^"))
+
+    parser.parse_latex_cached, parser.parse_expr_cached = lambda formula: latex(within(formula)), read_plain
+    try:
+        yield
+    finally:
+        parser.parse_latex_cached, parser.parse_expr_cached = latex, plain
 
 
 WORK = re.compile(

@@ -274,22 +274,67 @@ def long_ones() -> list[str]:
     return [factors, f"\\{{{numbers}\\}}", numbers, intervals, "x" * 20_000, "1+" * 10_000 + "1"]
 
 
-def test_the_longest_formula_is_that_of_a_box_or_of_all_where_there_is_none() -> None:
+WAYS = [
+    *(
+        "$$ {} $$",
+        "\\boxed{{}} ${}$",
+        "$1$ or $$ {} $$",
+        "Final answer is ${}$",
+        "Final answer is $${}$$. I hope",
+        "{}",
+    ),
+    *(
+        "\\[ {} \\]",
+        "\\({}\\)",
+        "so [{}] .",
+        "answer: {}",
+        "\\fbox{{{}}}",
+        "\\boxed{{1}} and \\boxed{{{}}}",
+        "answer = {}",
+    ),
+    *("\\boxed{{\\text{{{}}}}}", "\\boxed{{5 and {}}}", "$1$, and ${}$", "\\[ \\boxed{{{}}} \\]", "$\\mathbf{{{}}}$"),
+]
+HEAVY = ["(" * 14 + "x+1" + ")" * 14, " * ".join(["3^{100000}"] * 20), "9^9^9^9^9", " + ".join(["1"] * 1_100)]
+HEAVY += [" * ".join(f"(x + {n})" for n in range(300)), "".join(f"(x+{n})^{{9}}" for n in range(90))]
+UNCLOSED = ["$$" + "\\boxed{a}" * 20_000, "\\(" * 90_000, "\\[" * 90_000 + "\\boxed{a}" * 50, "1" + " " * 90_000 + "x"]
+UNCLOSED += [
+    "1+" * 90_000 + "1x",
+    "\\boxed{" * 30_000,
+    "$\\foo{$ " * 20_000,
+    "\\(" * 20_000 + "\n\\)",
+    "}" + "\\boxed{a" * 20_000,
+]
+
+
+@pytest.mark.parametrize("heavy", HEAVY, ids=lambda text: text[:12])
+def test_what_is_heavy_costs_little_wherever_the_library_finds_it(answer: Answer, heavy: str) -> None:
+    for way in WAYS:
+        start = time.process_time()
+        verdict = score(answer(way.format(heavy)), Task(expected_answer="42"))
+        assert isinstance(verdict, Verdict)
+        assert verdict.reward == 0.0, way
+        assert time.process_time() - start < 2.0, way
+
+
+@pytest.mark.parametrize("text", UNCLOSED, ids=lambda text: text[:12])
+def test_what_nothing_closes_costs_the_patterns_little(answer: Answer, text: str) -> None:
+    start = time.process_time()
+    assert score(answer(text), Task(expected_answer="42")).reward == 0.0  # type: ignore[union-attr]
+    assert time.process_time() - start < 4.0
+    assert score(answer(f"{text}\n{'that is it ' * 9}\n\\boxed{{42}}"), Task(expected_answer="42")).reward == 1.0  # type: ignore[union-attr]
+
+
+def test_a_long_formula_beside_the_answer_does_no_harm(answer: Answer) -> None:
     long = "x+" * 2_000
-    for text, length in (
-        (f"${long}$ so \\boxed{{5}} and \\boxed{{{{12}}}}", 4),
-        (f"\\boxed{{{long}", 4_000),
-        (f"\\boxed{{1}} {long}", 1),
-        (f"It is $x + {long}$.", 4_004),
-        (f"It is:\\( x + {long} \\).", 4_004),
-        ("a word " * 1_000, 1),
-        (f"$5 is {'a (long) word, ' * 400} and $x$", 1_603),
-        ("", 0),
+    for text, reward in (
+        (f"${long}$ so \\boxed{{5}}", 1.0),
+        (f"It is ${long}$, thus $5$", 1.0),
+        (f"\\boxed{{{long}5}}", 0.0),
+        (f"{'((' * 20} 1 {'))' * 20} so \\boxed{{5}}", 1.0),
     ):
-        assert math_with_judge.longest_formula(text) == length, text[:40]
-    box = f"\\boxed{{{'x+' * 600}x}}"
-    same = {"output": [{"type": "message", "content": [{"type": "output_text", "text": box}]}]}
-    assert score(same, Task(expected_answer="x+" * 600 + "x")).reward == 1.0  # type: ignore[union-attr]
+        assert score(answer(text), Task(expected_answer="5")).reward == reward, text[-40:]  # type: ignore[union-attr]
+    same = "x+" * 600 + "x"
+    assert score(answer(f"\\boxed{{{same}}}"), Task(expected_answer=same)).reward == 1.0  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
