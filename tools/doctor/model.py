@@ -13,7 +13,7 @@ from typing import Any
 
 from recipes.config.fits import engine_problem, fit_problems
 from recipes.config.keys.native import ARCHITECTURES, unbuilt_values
-from recipes.config.packages import package_problems
+from recipes.config.packages import image_problems, package_problems
 from recipes.config.tree import Config, MegatronConfig
 from recipes.environments.chat.codec import ChatCodec, template_of
 from recipes.errors import CheckpointError, InputError, Problem
@@ -28,6 +28,7 @@ from tools.sizing.architecture import Architecture, read_architecture
 SETTINGS = "tokenizer_config.json"
 ENGINE_CLASSES = ("EngineArgs", "AsyncEngineArgs")
 FILES = ("config.json", "tokenizer.json", SETTINGS)
+GPU_LOCK = Path(__file__).parents[2] / "containers" / "requirements-gpu.lock"
 COMPLETE = "COMPLETE"  # written last by recipes/grpo/checkpoint.py: file -> sha256
 MAX_HASHED_BYTES = 2 * 2**30  # of one export: some seconds of reading
 FIX = "set MODEL_PATH to a Hugging Face checkpoint; `make tiny` makes the tiny ones"
@@ -67,6 +68,8 @@ def check(launch: Launch) -> Iterator[Finding]:
                     yield from package_findings(path, launch.config)
                     yield from processor_findings(launch.config)
                     yield from argument_findings(launch.config)
+                elif launch.contract["CONTAINER_RUNTIME"] != "none":
+                    yield from image_findings(path, launch.config)
             yield from fit_findings(path, launch.config)
         if all((path / name).is_file() for name in FILES):
             yield from template_findings(path, launch.config)
@@ -234,6 +237,14 @@ def package_findings(path: Path, config: Config) -> Iterator[Finding]:
     sizes, _ = policy_sizes(path) or ({}, 0)
     problems = package_problems(config.policy.megatron_cfg, sizes, has_cuda=count_gpus() > 0)
     yield from as_findings("ENG006", problems)
+
+
+def image_findings(path: Path, config: Config) -> Iterator[Finding]:
+    """Look for the packages that keys and layers of the policy need in the lock of the GPU image."""
+    sizes, _ = policy_sizes(path) or ({}, 0)
+    lock = GPU_LOCK.read_text(encoding="utf-8")
+    locked = {line.partition("==")[0] for line in lock.splitlines()}
+    yield from as_findings("ENG011", image_problems(config.policy.megatron_cfg, sizes, locked))
 
 
 def argument_findings(config: Config) -> Iterator[Finding]:

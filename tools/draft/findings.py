@@ -131,6 +131,9 @@ CODES = {
         "the engine that is asked for does not run in the image that is given", can_force=True, has_command=True
     ),
     "ENG010": Kind("GPUs are here, and torch is a build for processors alone: the run uses none", severity="note"),
+    "ENG011": Kind(
+        "a key needs a package that the GPU image has not, if it is that of `make container`", can_force=True
+    ),
     "DOC001": Kind("a check failed itself, so its subject is unknown", can_force=True),
 }
 

@@ -20,6 +20,7 @@ from tools.doctor.model import (
     export_findings,
     fit_findings,
     head_findings,
+    image_findings,
     package_findings,
     policy_problems,
     route_findings,
@@ -266,6 +267,20 @@ def test_packages_are_looked_for_where_the_policy_will_run(tmp_path: Path) -> No
         found = list(package_findings(tmp_path, loaded.repaired))
         assert codes(found) == ["ENG006"] * expected
         assert all("transformer_engine is not installed" in str(finding.problem) for finding in found)
+
+
+def test_a_cluster_has_the_packages_of_the_gpu_image(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3), encoding="utf-8")
+    megatron = "policy.megatron_cfg."
+    asked = {"attention_backend": "flash", "gradient_accumulation_fusion": "true", "moe_enable_deepep": "true"}
+    for keys, expected in ({}, 0), (asked, 3):
+        words = [f"{megatron}{key}={value}" for key, value in keys.items()]
+        loaded = load_config(ROOT / "configs/stage1_rlvr.yaml", [f"policy.model_name={tmp_path}", *words])
+        assert loaded.repaired is not None
+        found = list(image_findings(tmp_path, loaded.repaired))
+        assert codes(found) == ["ENG011"] * expected
+        assert {finding.problem.where for finding in found} == {f"{megatron}{key}" for key in keys}
+        assert all("requirements-gpu.lock" in str(finding.problem) for finding in found)
 
 
 def test_engine_arguments_are_those_of_the_vllm_that_is_here() -> None:
