@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from slurm.cluster import Cluster
+from slurm.cluster import Cluster, turn
 from speed import patiently
 
 from recipes.cluster.tuning import worker_environment
@@ -16,10 +17,12 @@ from recipes.cluster.tuning import worker_environment
 os.environ.update(worker_environment(1))  # for each `ray.init`, which would wait for workers that nothing here uses
 
 HERE = Path(__file__).resolve().parent
+EVERY = 3  # processes that take file after file
 
 
+@pytest.hookimpl(trylast=True)  # after those that leave tests out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files whose tests may take longest first.
+    """Put the files whose tests may take longest first, and those of Slurm, which take turns, apart from each other.
 
     Of the processes that take file after file, some would otherwise wait long for the last file of another.
     """
@@ -27,15 +30,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             allowed[item.path] = max(allowed[item.path], allowed_seconds(item))
-    items.sort(key=lambda item: -allowed[item.path])
+    of_slurm = {item.path for item in items if starts_slurm(item)}
+    longest = sorted(allowed, key=lambda path: -allowed[path])
+    places = {path: EVERY * n for n, path in enumerate(path for path in longest if path in of_slurm)}
+    others = (path for path in longest if path not in of_slurm)
+    places |= {path: n + n // (EVERY - 1) + 1 for n, path in enumerate(others)}
+    items.sort(key=lambda item: places.get(item.path, len(items)))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Give a test of this folder time by the speed that the machine has when it starts."""
-    if HERE in item.path.parents:
+    """Give a test of this folder time by the speed that the machine has when it starts; it may wait for its turn."""
+    if HERE not in item.path.parents:
+        return (yield)
+    with turn() if starts_slurm(item) else nullcontext():
         item.add_marker(pytest.mark.timeout(patiently(allowed_seconds(item))), append=False)
-    return (yield)
+        return (yield)
+
+
+def starts_slurm(item: pytest.Item) -> bool:
+    """Whether the file of a test starts Slurm clusters."""
+    return isinstance(item, pytest.Function) and any(value is Cluster for value in vars(item.module).values())
 
 
 def allowed_seconds(item: pytest.Item) -> float:

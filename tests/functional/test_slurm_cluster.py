@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 from pathlib import Path
 
 import pytest
-from slurm.cluster import ROOT, Cluster
+from slurm.cluster import ROOT, TURN, Cluster
 
 from tools.launch.command import gres_words
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(120)]
+
+
+def test_tests_of_slurm_take_turns() -> None:
+    """Any other process would wait until this test is over."""
+    with TURN.open("a", encoding="utf-8") as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def traces(directory: Path) -> list[str]:

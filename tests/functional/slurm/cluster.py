@@ -11,13 +11,15 @@ installs them).
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from speed import patiently
@@ -30,7 +32,19 @@ ROOT = HERE.parents[2]
 NODES_UP_SECONDS, STOP_SECONDS = 60.0, 20.0
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "unshare", "nsenter", "pgrep")
 ACCOUNTING_PROGRAMS = ("slurmdbd", "mariadbd", "mariadb-install-db")
+TURN = Path(tempfile.gettempdir()) / f"slurm-tests-{os.getuid()}.lock"  # of all processes on this machine
 _SEARCH_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+
+
+@contextmanager
+def turn() -> Iterator[None]:
+    """Wait until no other process has its turn: the nodes of two clusters would take all time from each other."""
+    with TURN.open("a", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # also where a process that the test has forked still has the file open
 
 
 class Cluster:
