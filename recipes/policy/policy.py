@@ -3,7 +3,8 @@
 A batch has one value per row. Its tokens lie in the object store, and every rank fetches those of its own rows.
 
 Every call has a deadline. When a rank dies, raises or is late, the call ends with a `PolicyError` that names it, at
-once for the first two: the other ranks may be waiting for it in a collective and are not waited for.
+once for the first two: the other ranks may be waiting for it in a collective and are not waited for. While they come
+up it is a `BringUpError` where ranks fail on some of their nodes only, so that the next start leaves these out.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ import ray
 import torch
 from ray.exceptions import RayActorError, RayTaskError
 
-from recipes.errors import PolicyError, RecipeError
+from recipes.errors import BringUpError, PolicyError, RecipeError, RunError
 from recipes.policy import shards
 from recipes.policy.layout import Coordinates, check_layout
 from recipes.policy.worker import PolicyWorker, WorkerIdentity, WorkerSpec
@@ -40,6 +41,7 @@ _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NV
 _POLL_SECONDS = 0.02  # between two looks at a save that is waited for
 _BEGIN_SECONDS = 2.0  # for a call to begin: one that is cancelled before would not be made, and the others wait for it
 _ANSWER_SECONDS = 10.0  # for a worker to say that the deadline it was given is over
+_SETTLE_SECONDS = 10.0  # after the first failure of a start, in which ranks fail that fail for the same reason
 _MOST_THREADS = 4  # of one rank: the operations of a model that trains on a CPU are too small for more
 
 
@@ -51,6 +53,7 @@ class Policy:
         self._cfg = cfg
         self._deadlines = deadlines
         self._identities: Sequence[WorkerIdentity] = ()
+        self._is_up = False
         self._coordinates: Sequence[Coordinates] = ()
         self._layout: WeightLayout | None = None
         self._pushing: list[Any] = []  # the ranks' calls of the last push
@@ -95,6 +98,7 @@ class Policy:
                 num_threads=int(env.get("OMP_NUM_THREADS", threads_per_rank(policy._identities))),
             )
             policy._join(spec)
+            policy._is_up = True
         except BaseException:
             policy._kill()
             raise
@@ -274,18 +278,39 @@ class Policy:
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, end - time.monotonic()))
             if not done:
-                late = ", ".join(self._name(rank_of[call]) for call in pending)
-                raise PolicyError(f"policy {what}: no answer within {deadline:g} s from {late}")
+                late = [rank_of[call] for call in pending]
+                names = ", ".join(map(self._name, late))
+                raise self._failure(f"policy {what}: no answer within {deadline:g} s from {names}", late)
             rank = rank_of[done[0]]
             try:
                 results[rank] = ray.get(done[0])
-            except RayTaskError as error:
-                if isinstance(error.cause, RecipeError):
-                    raise error.cause from error  # a wrong input keeps its own message and exit status
-                raise PolicyError(f"policy {what}: {self._name(rank)} failed: {error.cause!r}") from error
-            except RayActorError as error:
-                raise PolicyError(f"policy {what}: {self._name(rank)} died: {_first_line(error)}") from error
+            except (RayTaskError, RayActorError) as error:
+                if isinstance(cause := getattr(error, "cause", None), RecipeError):
+                    raise cause from error  # a wrong input keeps its own message and exit status
+                why = f"failed: {cause!r}" if isinstance(error, RayTaskError) else f"died: {_first_line(error)}"
+                failed = [rank, *([] if self._is_up else self._ranks_that_fail_too(pending, rank_of))]
+                raise self._failure(f"policy {what}: {self._name(rank)} {why}", failed) from error
         return results
+
+    def _ranks_that_fail_too(self, pending: Sequence[Any], rank_of: Mapping[Any, int]) -> list[int]:
+        """Return which other ranks fail within a few seconds of the first."""
+        done = ray.wait(pending, num_returns=len(pending), timeout=_SETTLE_SECONDS)[0] if pending else []
+        failed = []
+        for call in done:
+            try:
+                ray.get(call)
+            except (RayTaskError, RayActorError):
+                failed.append(rank_of[call])
+        return failed
+
+    def _failure(self, message: str, ranks: Sequence[int]) -> RunError:
+        """Return the error of ranks that failed or are late; while they come up, of which nodes that is."""
+        if self._is_up or not self._identities:
+            return PolicyError(message)
+        nodes = {self._identities[rank].node_ip for rank in ranks}
+        if nodes == {identity.node_ip for identity in self._identities}:
+            return PolicyError(message)
+        return BringUpError(f"{message}\n  on {', '.join(f'node {node}' for node in sorted(nodes))}")
 
     def _name(self, rank: int) -> str:
         if not self._identities:
