@@ -7,7 +7,7 @@ reservation that the cluster cannot fulfil fails at its deadline, and the error 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,28 +82,63 @@ def place_judges(units: Sequence[int], *, deadline_seconds: float) -> list[Actor
     return [_options(group, bundles[engine], size) for engine, size in enumerate(units)]
 
 
-def elsewhere(options: ActorOptions) -> ActorOptions | None:
-    """Return the options of an actor as large at a place of its own that is free, as on a spare node; None: none is."""
+class Place:
+    """Where an actor is started; when it fails there, the next is started on another place, if one is free.
+
+    The places that it leaves stay reserved: what has failed there would be tried by others.
+    """
+
+    def __init__(self, options: ActorOptions) -> None:
+        self.options = options
+        self._failed_on: set[str] = set()  # ids of nodes, since an actor was up
+
+    def node(self) -> str:
+        """Return the name of its node. Blocking."""
+        return node_of(self.options)
+
+    def was_good(self) -> None:
+        """Note that an actor is up."""
+        self._failed_on = set()
+
+    def move(self) -> str:
+        """Choose where the next actor is started, and say where. Blocking."""
+        self._failed_on.add(_node_id_of(self.options))
+        other = elsewhere(self.options, besides=self._failed_on)
+        self.options = other or self.options
+        return f"at {'another place' if other else 'the same place, for no other is free'}, on node {self.node()}"
+
+
+def elsewhere(options: ActorOptions, *, besides: Collection[str]) -> ActorOptions | None:
+    """Return the options of an actor as large at a free place of its own, as on a spare node; None: none is free.
+
+    A place on the nodes `besides`, by their ids, is the last choice: their other accelerators may work.
+    """
     units = options.get("resources", {}).get(_UNIT)
     if units is None:
         return None
-    group = placement_group([_bundle(units)])
-    try:
-        ray.get(group.ready(), timeout=_FREE_SECONDS)
-    except GetTimeoutError:
-        remove_placement_group(group)
-        return None
-    return _options(group, 0, units)
+    for selector in ({"ray.io/node-id": f"!in({','.join(sorted(besides))})"}, {}):
+        group = placement_group([_bundle(units)], bundle_label_selector=[selector])
+        try:
+            ray.get(group.ready(), timeout=_FREE_SECONDS)
+        except GetTimeoutError:
+            remove_placement_group(group)
+            continue
+        return _options(group, 0, units)
+    return None
 
 
 def node_of(options: ActorOptions) -> str:
     """Return the name of the node on which an actor with these options is placed; empty when it has no place."""
-    strategy = options.get("scheduling_strategy")
-    node = getattr(strategy, "node_id", None)
-    if isinstance(strategy, PlacementGroupSchedulingStrategy):
-        found = placement_group_table(strategy.placement_group)["bundles_to_node_id"]
-        node = found.get(strategy.placement_group_bundle_index)
+    node = _node_id_of(options)
     return next((str(one["NodeManagerHostname"]) for one in ray.nodes() if one["NodeID"] == node), "")
+
+
+def _node_id_of(options: ActorOptions) -> str:
+    strategy = options.get("scheduling_strategy")
+    if isinstance(strategy, PlacementGroupSchedulingStrategy):
+        found = placement_group_table(strategy.placement_group).get("bundles_to_node_id", {})
+        return str(found.get(strategy.placement_group_bundle_index) or "")
+    return str(getattr(strategy, "node_id", ""))
 
 
 def spread(count: int | None) -> list[ActorOptions]:

@@ -179,6 +179,12 @@ class Environments:
         """Ask the judges where this configuration says that they are; no rollout may have begun."""
         self._set_servers(_shared_servers(env, num_sharers=1))
 
+    def ask_judges_at(self, addresses: Mapping[str, Sequence[str]]) -> None:
+        """Ask judges, by name, at these addresses from the next question on."""
+        for client in self._clients.values():
+            if isinstance(client, InProcessVerifier | GroupClient) and client.judge and client.judge.name in addresses:
+                client.judge.urls = tuple(addresses[client.judge.name])
+
     def check_row(self, row: Row) -> list[str]:
         """Return what is wrong with one data row, empty when it can be run."""
         problems = []

@@ -36,9 +36,9 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from recipes.cluster.placement import ActorOptions, elsewhere, node_of
-from recipes.cluster.starts import NUM_DEADLINES, Starts, wrong_input
-from recipes.errors import EngineError, RunError
+from recipes.cluster.placement import ActorOptions, Place
+from recipes.cluster.starts import NUM_DEADLINES, BackgroundLoop, Starts, wrong_input
+from recipes.errors import EngineError, RecipeError
 from recipes.generation.clients.client import EngineClient, OpenEngines
 from recipes.generation.clients.failure import failure
 from recipes.generation.clients.router import SILENCE_SECONDS, EngineSession
@@ -107,8 +107,7 @@ class EngineHandle:
         self.num_starts = 0
         self.is_up = False  # from the end of a start until a failure
         self.can_see_file = True  # whether it is on the host of the policy's shared-memory file
-        self._options, self._make_actor = options, make_actor
-        self._has_moved = False
+        self.place, self._make_actor = Place(options), make_actor
         self._past: dict[str, float] = {}  # totals of earlier actors
         self._latest: Mapping[str, float] = {}  # of the present one, when it was last asked
 
@@ -128,7 +127,7 @@ class EngineHandle:
 
     def launch(self) -> Any:
         """Create a new actor and return the reference of its `EngineInfo`."""
-        self.actor = self._make_actor(self.index, self._options)
+        self.actor = self._make_actor(self.index, self.place.options)
         self.num_starts += 1
         self._past, self._latest = self.totals(None), {}
         return self.actor.start.remote()
@@ -136,21 +135,13 @@ class EngineHandle:
     def started(self, info: EngineInfo) -> None:
         """Note that the actor can generate."""
         self.info, self.is_up = info, True
+        self.place.was_good()
 
     def kill(self) -> None:
         """End the actor and its EngineCore process."""
         self.is_up = False
         if self.actor is not None:
             ray.kill(self.actor)
-
-    def node(self) -> str:
-        """Return the name of the node on which the engine is placed. Blocking."""
-        return node_of(self._options)
-
-    def move(self) -> None:
-        """Have the next actor, and only that one, start on another place, if one is free. Blocking."""
-        if not self._has_moved and (options := elsewhere(self._options)) is not None:
-            self._options, self._has_moved = options, True
 
     def totals(self, latest: Mapping[str, float] | None) -> dict[str, float]:
         """Return the statistics over all actors, `latest` being those of the present one; None: it did not answer."""
@@ -214,7 +205,8 @@ class Generation:
         self._connected: frozenset[tuple[int, int]] = frozenset()  # keys of the engines that can receive weights
         self._update_info: dict[str, Any] = {}
         self._needs_push = not loads_weights  # before an engine that starts may sample
-        self._loop = asyncio.new_event_loop()
+        self._background = BackgroundLoop("generation")
+        self._loop = self._background.loop
         for engine in engines:
             if engine.is_up:
                 self._client.attach(engine.index, engine.address, self._loop)
@@ -222,10 +214,8 @@ class Generation:
                 self._client.router.close(engine.index, f"{engine} has not been started yet")
         self._push_lock = threading.Lock()
         self._state_lock = threading.Lock()  # of the engines' ups and downs
-        self._thread = threading.Thread(target=self._loop.run_forever, name="generation", daemon=True)
-        self._thread.start()
         for engine in engines:
-            asyncio.run_coroutine_threadsafe(self._watch(engine), self._loop)
+            self.starts.watch(engine.name, self._watch(engine), self._loop)
 
     @classmethod
     def start(
@@ -242,7 +232,7 @@ class Generation:
 
         With `loads_weights` they read the weights of `model_path` and can generate. Without, they start faster, and
         until the first `update_weights` every request raises `EngineError`.
-        Raises `RunError`, which names those that are missing, when fewer than `min_share_up` come up.
+        Raises what `Starts.wait` does when fewer than `min_share_up` come up.
         """
         remote = ray.remote(EngineActor)
 
@@ -255,7 +245,7 @@ class Generation:
         generation = cls(engines, cfg=cfg, deadlines=deadlines, loads_weights=loads_weights)
         try:
             generation.starts.wait(NUM_DEADLINES * deadlines.engine_start)
-        except RunError:
+        except RecipeError:
             generation.shutdown()
             raise
         return generation
@@ -452,9 +442,7 @@ class Generation:
 
     def shutdown(self) -> None:
         """Stop all engines, by force when they do not stop within the deadline."""
-        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(timeout=self._deadlines.shutdown)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=self._deadlines.shutdown)
+        self._background.end(self._deadlines.shutdown)
         calls = [engine.actor.shutdown.remote() for engine in self._up()]
         if calls:
             ray.wait(calls, num_returns=len(calls), timeout=self._deadlines.shutdown)
@@ -516,10 +504,11 @@ class Generation:
                 engine.kill()
                 reason = failure(engine.name, error, self._deadlines.engine_start)
                 self._client.router.close(engine.index, str(reason))
-                node = await asyncio.to_thread(engine.node)
-                if not self.starts.failed(engine.name, reason, node=node, is_final=wrong_input(error)):
+                node = await asyncio.to_thread(engine.place.node)
+                if not self.starts.failed(engine.name, reason, node=node, wrong=wrong_input(error)):
                     return False
-                await asyncio.to_thread(engine.move)
+                where = await asyncio.to_thread(engine.place.move)
+                logger.info("%s is started again %s", engine.name, where)
                 continue
             self._has_started(engine, info)
             return True
@@ -537,11 +526,3 @@ class Generation:
         else:
             logger.info("%s: import %.1f s, engine %.1f s", engine, info.import_seconds, info.engine_seconds)
         self.starts.succeeded(engine.name)
-
-
-async def _cancel_all() -> None:
-    """End all tasks of the running loop, the caller's apart."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,10 +1,12 @@
 """The driver's handle on the judges that the run starts: real vLLM engines, each served under one address.
 
-    an engine dies, or does not answer    its actor is ended and another one started at the same address; questions that
-                                          come meanwhile wait, go to another copy, or end without a verdict
-    a start of a copy fails               it is tried again; the run begins when enough copies of each judge are up
-    it cannot be started again            the run says so and goes on: its environments are paused when too many of
-                                          their rollouts end without a verdict
+    an engine dies, or does not answer    its actor is ended and another one started, at the same address if that is
+                                          free; questions that come meanwhile go to another copy, or wait where there
+                                          is none, or end without a verdict
+    a start of a copy fails               it is tried again, where a place is free elsewhere; the run begins when enough
+                                          copies of each judge are up; those that come later are asked from then on
+    it cannot be started again            the run says so and goes on: where no copy is left, environments are paused
+                                          when too many of their rollouts end without a verdict
 
 One thread watches all engines.
 
@@ -17,12 +19,10 @@ environments can be told it while the model still loads; what connects until the
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import logging
 import os
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -32,10 +32,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import ray
 
-from recipes.cluster.placement import ActorOptions, node_of
+from recipes.cluster.placement import ActorOptions, Place
 from recipes.cluster.ports import hold, hold_in_range
-from recipes.cluster.starts import NUM_DEADLINES, Starts, wrong_input
-from recipes.errors import ConfigError, EngineError, LaunchError, Problem, RunError
+from recipes.cluster.starts import NUM_DEADLINES, BackgroundLoop, Starts, wrong_input
+from recipes.errors import ConfigError, EngineError, LaunchError, Problem, RecipeError
 from recipes.generation.clients.failure import failure
 from recipes.generation.engine_args import CPU_ENV, ENV
 from recipes.generation.serving.core_log import core_cause
@@ -62,20 +62,21 @@ class JudgeActor:
             os.environ.setdefault(name, value)
 
     async def hold_address(self, port: int | None) -> str:
-        """Take `port`, or a port of the range, and return the base URL of the server to come.
+        """Take `port`, or a port of the range where it stays busy, and return the base URL of the server to come.
 
-        The actor that had the port may still be ending; raises `LaunchError` when it is busy for `PORT_SECONDS`.
+        The actor that had the port may still be ending, which is waited for `PORT_SECONDS`.
         """
         host = ray.util.get_node_ip_address()
         end = time.monotonic() + PORT_SECONDS
-        while True:
+        while port is not None and time.monotonic() < end:
             try:
-                self._socket = hold_in_range(*self._ports, host=host) if port is None else hold(port, host=host)
-                return f"http://{host}:{self._socket.getsockname()[1]}/v1"
+                self._socket = hold(port, host=host)
+                break
             except LaunchError:
-                if port is None or time.monotonic() >= end:
-                    raise
-            await asyncio.sleep(_POLL_SECONDS)
+                await asyncio.sleep(_POLL_SECONDS)
+        else:
+            self._socket = hold_in_range(*self._ports, host=host)
+        return f"http://{host}:{self._socket.getsockname()[1]}/v1"
 
     async def start(self) -> str:
         """Load the model, serve it, and return where it runs."""
@@ -152,7 +153,7 @@ ANSWER_SECONDS = 60.0  # for the first answer of a server that has just started
 
 
 class JudgeEngine:
-    """One copy of a judge: it keeps its address, its actor is replaced when it dies."""
+    """One copy of a judge: it keeps its number, its actor is replaced when it dies."""
 
     def __init__(
         self, judge: StartedJudge, options: ActorOptions, *, number: int, api_key: str, ports: tuple[int, int]
@@ -162,27 +163,19 @@ class JudgeEngine:
         self.url = ""
         self.num_starts = 0
         self.actor: Any = None
-        self._options = options
-        self._remote = ray.remote(JudgeActor).options(**options)
+        self.place = Place(options)
         self._api_key, self._ports = api_key, ports
 
     def __str__(self) -> str:
         return f"{self.name}, at {self.url or 'no address yet'}"
 
-    def node(self) -> str:
-        """Return the name of the node on which the copy is placed. Blocking."""
-        return node_of(self._options)
-
     async def launch(self, deadline_seconds: float) -> None:
-        """Create an actor and have it take an address, the present one if there is one."""
+        """Create an actor and have it take an address, the present one if there is one and it is free there."""
         self.num_starts += 1
-        self.actor = self._remote.remote(self.judge, api_key=self._api_key, ports=self._ports)
+        made = ray.remote(JudgeActor).options(**self.place.options)
+        self.actor = made.remote(self.judge, api_key=self._api_key, ports=self._ports)
         port = int(self.url.rpartition(":")[2].partition("/")[0]) if self.url else None
-        url = await asyncio.wait_for(self.actor.hold_address.remote(port), deadline_seconds)
-        if self.url and url != self.url:
-            ray.kill(self.actor)
-            raise EngineError(f"it was placed at {url}, where no environment would ask it")
-        self.url = url
+        self.url = await asyncio.wait_for(self.actor.hold_address.remote(port), deadline_seconds)
 
     async def load(self, deadline_seconds: float) -> None:
         """Wait until the model is loaded and the server says so at its address."""
@@ -193,6 +186,7 @@ class JudgeEngine:
         served = [model["id"] for model in answer.json()["data"]] if answer.status_code == 200 else []
         if served != [self.judge.model]:
             raise EngineError(f"its server says {answer.status_code}: {answer.text[:200]}")
+        self.place.was_good()
         logger.info("%s is up at %s", where, self.url)
 
 
@@ -211,10 +205,11 @@ class Judges:
         for engine in engines:
             copies.setdefault(engine.judge.name, []).append(engine.name)
         self.starts = Starts(*copies.values(), max_starts=cfg.max_starts, min_share=cfg.min_share_up)
-        self._watchers: list[concurrent.futures.Future[None]] = []  # kept: a loop holds its tasks weakly
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="judges", daemon=True)
-        self._thread.start()
+        self._tell: list[Callable[[Mapping[str, Sequence[str]]], None]] = []
+        self._told: Mapping[str, Sequence[str]] = {}
+        self._may_load = asyncio.Event()
+        self._background = BackgroundLoop("judges")
+        self._loop = self._background.loop
 
     @classmethod
     def launch(
@@ -227,8 +222,8 @@ class Judges:
     ) -> Judges:
         """Create one actor per copy of each judge, in order, and return once enough have an address.
 
-        `placement` has the options of each actor; `cfg` says from which ports the servers take one. Raises `RunError`
-        when too few copies of a judge get an address. The models load after `load` is called.
+        `placement` has the options of each actor; `cfg` says from which ports the servers take one. Raises what
+        `Starts.wait` does when too few copies of a judge get an address. The models load after `load` is called.
         """
         api_key = os.environ.get("VLLM_API_KEY") or secrets.token_hex(32)
         ports = (cfg.port_range_low, cfg.port_range_high)
@@ -238,28 +233,45 @@ class Judges:
             for (judge, number), options in zip(copies, placement, strict=True)
         ]
         started = cls(engines, api_key, cfg, deadlines)
-        started._begin(started._take_address, seconds=NUM_DEADLINES * deadlines.placement)
+        for engine in engines:
+            started.starts.watch(engine.name, started._watch(engine), started._loop)
+        started._wait(NUM_DEADLINES * deadlines.placement)
         return started
 
     def addresses(self) -> dict[str, list[str]]:
-        """Return the base URLs of every judge by the name of its instance."""
-        found: dict[str, list[str]] = {}
+        """Return the base URLs of every judge by the name of its instance: of the copies that are up, else of all."""
+        missing = self.starts.missing()
+        found: dict[str, list[JudgeEngine]] = {}
         for engine in self._engines:
             if engine.url:
-                found.setdefault(engine.judge.name, []).append(engine.url)
-        return found
+                found.setdefault(engine.judge.name, []).append(engine)
+        up = {name: [copy.url for copy in copies if copy.name not in missing] for name, copies in found.items()}
+        return {name: up[name] or [copy.url for copy in copies] for name, copies in found.items()}
+
+    def subscribe(self, tell: Callable[[Mapping[str, Sequence[str]]], None]) -> None:
+        """Tell somebody the addresses: now, and after each change, by another thread. `tell` must not block."""
+
+        async def begin() -> None:
+            self._tell.append(tell)
+            tell(self.addresses())
+
+        asyncio.run_coroutine_threadsafe(begin(), self._loop).result()
 
     def load(self) -> None:
-        """Load the models and watch the engines from then on; raises `RunError` when too few copies are up."""
-        for engine in self._engines:
-            if engine.url:  # else it has been given up
-                self.starts.lost(engine.name, "its model has not been loaded yet")
-        self._begin(self._watch, seconds=NUM_DEADLINES * self._deadlines.engine_start)
+        """Load the models and watch the engines from then on; raises as `launch` does when too few copies are up."""
+
+        async def begin() -> None:
+            for engine in self._engines:
+                if engine.url:  # else it has none yet, or has been given up
+                    self.starts.lost(engine.name, "its model has not been loaded yet")
+            self._may_load.set()
+
+        asyncio.run_coroutine_threadsafe(begin(), self._loop).result()
+        self._wait(NUM_DEADLINES * self._deadlines.engine_start)
 
     def shutdown(self) -> None:
         """Stop all engines, by force when they do not stop within the deadline."""
-        asyncio.run_coroutine_threadsafe(_end_watching(), self._loop)
-        self._thread.join(timeout=self._deadlines.shutdown)
+        self._background.end(self._deadlines.shutdown)
         actors = [engine.actor for engine in self._engines if engine.actor is not None]
         calls = [actor.shutdown.remote() for actor in actors]
         if calls:
@@ -267,34 +279,43 @@ class Judges:
         for actor in actors:
             ray.kill(actor)
 
-    def _begin(self, work: _Step, *, seconds: float) -> None:
-        """Begin the work of each engine, and wait until enough copies of each judge are up; else all actors end.
-
-        Raises `RunError` then.
-        """
-        self._watchers += [asyncio.run_coroutine_threadsafe(work(engine), self._loop) for engine in self._engines]
+    def _wait(self, seconds: float) -> None:
+        """Wait until enough copies of each judge are up; else all actors end, and the error says who is missing."""
         try:
             self.starts.wait(seconds)
-        except RunError:
+        except RecipeError:
             self.shutdown()
             raise
 
-    async def _take_address(self, engine: JudgeEngine) -> None:
-        await self._start(engine, self._launch, self._launch)
+    def _tell_callers(self) -> None:
+        """Tell everybody the addresses, when these have changed."""
+        if (now := self.addresses()) != self._told:
+            self._told = now
+            for tell in self._tell:
+                tell(now)
 
     async def _watch(self, engine: JudgeEngine) -> None:
-        """Load the model, and replace the actor of an engine whenever it fails, until it cannot be started again."""
-        is_up = bool(engine.url) and await self._start(engine, self._load, self._replace)
+        """Have a copy take an address and load its model, and replace its actor until it cannot be started again."""
+        if not await self._start(engine, self._launch, self._launch):
+            return
+        if not self._may_load.is_set():
+            self.starts.succeeded(engine.name)
+            await self._may_load.wait()
+        is_up = await self._start(engine, self._load, self._replace)
         while is_up:
+            self.starts.succeeded(engine.name)
+            self._tell_callers()
             try:
                 while True:
                     await asyncio.wait_for(engine.actor.watch.remote(WATCH_SECONDS), WATCH_SECONDS + SILENCE_SECONDS)
             except Exception as error:  # whatever it is, the engine cannot be relied on
                 lost = failure(str(engine), error, WATCH_SECONDS + SILENCE_SECONDS)
                 self.starts.lost(engine.name, lost)
+                self._tell_callers()
                 logger.warning("%s", lost)
             is_up = await self._start(engine, self._replace, self._replace)
-        logger.error("the questions that %s would be asked get no reply", engine)
+        if engine.url in self.addresses()[engine.judge.name]:
+            logger.error("the questions that %s would be asked get no reply", engine)
 
     async def _start(self, engine: JudgeEngine, first: _Step, again: _Step) -> bool:
         """Start an actor with `first`, after each failure another with `again`; return whether one is up in the end."""
@@ -303,16 +324,16 @@ class Judges:
         while True:
             try:
                 await step(engine)
+                return True
             except Exception as error:
                 ray.kill(engine.actor)
                 reason = failure(engine.name, error, seconds)
-                node = await asyncio.to_thread(engine.node)
-                if not self.starts.failed(engine.name, reason, node=node, is_final=wrong_input(error)):
+                node = await asyncio.to_thread(engine.place.node)
+                if not self.starts.failed(engine.name, reason, node=node, wrong=wrong_input(error)):
                     return False
+                where = await asyncio.to_thread(engine.place.move)
+                logger.info("%s is started again %s", engine.name, where)
                 step = again
-            else:
-                self.starts.succeeded(engine.name)
-                return True
 
     async def _launch(self, engine: JudgeEngine) -> None:
         await engine.launch(self._deadlines.placement)
@@ -324,12 +345,3 @@ class Judges:
         ray.kill(engine.actor)
         await self._launch(engine)
         await self._load(engine)
-
-
-async def _end_watching() -> None:
-    """Cancel all tasks of this loop, let them end, and stop the loop."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    asyncio.get_running_loop().stop()

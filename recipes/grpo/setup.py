@@ -84,7 +84,7 @@ def setup(config: Config, derived: Derived, run_dir: Path, stop: StopRequest) ->
     workers = RolloutWorkers(config, spread(config.grpo.async_grpo.num_rollout_workers))  # they start beside the models
     policy, generation = _start_models(config, places, judges)
     workers.connect(generation)
-    _probe_judges(config, environments)
+    _meet_judges(config, judges, workers, environments)
     buffer = ReplayBuffer(
         num_prompts_per_step=config.grpo.num_prompts_per_step,
         max_trajectory_age_steps=max_age(config.grpo.async_grpo),
@@ -169,6 +169,14 @@ def _with_addresses(config: Config, judges: Judges | None, environments: Environ
     env = replace(config.env, nemo_gym=replace(config.env.nemo_gym, instances=instances))
     environments.ask_judges_of(env)
     return replace(config, env=env)
+
+
+def _meet_judges(config: Config, judges: Judges | None, workers: RolloutWorkers, environments: Environments) -> None:
+    """Have every worker ask the copies that are up from now on, and probe them here."""
+    if judges is not None:
+        judges.subscribe(workers.ask_judges_at)
+        environments.ask_judges_at(judges.addresses())
+    _probe_judges(config, environments)
 
 
 def _probe_judges(config: Config, environments: Environments) -> None:

@@ -101,6 +101,11 @@ class Teachers:
         }
         return cls({agent: made[name] for agent, name in named.items()})
 
+    def ask_at(self, addresses: Mapping[str, Sequence[str]]) -> None:
+        """Ask teachers, by name, at these addresses from the next sequence on."""
+        for teacher in self.by_agent.values():
+            teacher.urls = addresses.get(teacher.name, teacher.urls)
+
     async def score(self, row: Row, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
         """Return the rollouts with the log-probabilities of the teacher of their row."""
         agent = row.get("agent_ref", {}).get("name", "")

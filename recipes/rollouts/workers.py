@@ -6,8 +6,10 @@ What happens when something fails:
                        `SILENCE_SECONDS`             starts in its place; engines drop what it has asked
     a prompt           has lost `MAX_WORKERS_LOST`   its rollouts are aborted: it may be what kills them
     a start            of a worker fails             it is tried again, on the next node; the run begins when enough
-                                                     workers are up
+                                                     workers are up, and those that are slow take groups later
     all workers        cannot be started again       `run_group` raises `RunError`
+
+Groups run on the event loop of the collector, starts on one of their own.
 
 A worker's scoring processes and its sandbox end with it. The finished groups of a dead worker stay: the driver owns
 their objects, and the node's object store keeps them. When the node dies as well, the collector has them sampled again.
@@ -25,7 +27,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,7 +35,7 @@ import ray
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError, RayTaskError
 
 from recipes.cluster.placement import ActorOptions, node_of
-from recipes.cluster.starts import NUM_DEADLINES, Starts, wrong_input
+from recipes.cluster.starts import NUM_DEADLINES, BackgroundLoop, Starts, wrong_input
 from recipes.cluster.token_store import RayTokenStore
 from recipes.config.keys.derive import derive
 from recipes.config.tree import Config
@@ -98,12 +100,14 @@ class RolloutWorker:
             max_model_len=cfg.vllm_cfg.max_model_len,
             deadline_seconds=config.deadlines.generation,
         )
+        self._teachers = Teachers.from_config(config)
+        self._judges_number = -1
         self._groups = GroupRunner(
             sampler=self._engines,
             runner=self._environments,
             max_model_len=cfg.vllm_cfg.max_model_len,
             rollout_seconds=config.deadlines.rollout,
-            teachers=Teachers.from_config(config),
+            teachers=self._teachers,
         )
 
     async def ping(self) -> None:
@@ -112,6 +116,14 @@ class RolloutWorker:
     async def follow(self, engines: OpenEngines) -> None:
         """Sample on these engines from now on."""
         self._engines.follow(engines)
+
+    async def ask_judges_at(self, number: int, addresses: Mapping[str, Sequence[str]]) -> None:
+        """Ask judges and teachers, by name, at these addresses, unless a later call has come before."""
+        if number > self._judges_number:
+            self._judges_number = number
+            self._environments.ask_judges_at(addresses)
+            if self._teachers is not None:
+                self._teachers.ask_at(addresses)
 
     async def run_group(self, request: GroupRequest) -> tuple[GroupReport, GroupTokens]:
         """Return what the driver is told of a group, and its tokens; raises `EngineError` when no engine is left."""
@@ -129,6 +141,7 @@ logger = logging.getLogger(__name__)
 MAX_WORKERS_LOST = 3
 CHECK_SECONDS = 30.0  # without an answer to a group, after which its worker is asked whether it lives
 SILENCE_SECONDS = 120.0  # without an answer to that; one answer of a model never keeps the loop so long
+_POLL_SECONDS = 0.1  # while no worker is up
 _CALLS_AT_ONCE = 1 << 16  # of one actor: more than the groups that are ever in flight
 
 
@@ -155,7 +168,6 @@ class _Worker:
         self.num_failed = 0  # starts, each of which moves it to the next node
         self.num_groups = 0  # in flight
         self.is_up = False
-        self.restart: asyncio.Task[None] | None = None
         self.told: Any = None  # the call that tells it of the engines, until a group has waited for it
 
     def __str__(self) -> str:
@@ -168,7 +180,7 @@ class _Worker:
 
 
 class RolloutWorkers:
-    """All workers as one. `run_group` and what it calls run on one event loop, that of the collector."""
+    """All workers as one."""
 
     def __init__(self, config: Config, placement: Sequence[ActorOptions]) -> None:
         """Create one actor per entry of `placement` (options of a Ray actor); they start while others do."""
@@ -176,31 +188,32 @@ class RolloutWorkers:
         self._workers = [_Worker(index) for index in range(len(placement))]
         self._engines: Engines | None = None
         self._open = OpenEngines(number=-1)
-        self._lock = threading.Lock()  # of `_open` and of the actors that were told
+        self._judges: tuple[int, Mapping[str, Sequence[str]]] = (0, {})  # how often addresses have come, and the last
+        self._lock = threading.Lock()  # of `_open`, `_judges` and of the actors that were told
         self.num_lost = 0  # workers that died, in the whole run
         cfg = config.policy.generation
         self.starts = Starts(list(map(str, self._workers)), max_starts=cfg.max_starts, min_share=cfg.min_share_up)
+        self._background = BackgroundLoop("rollout workers")
         for worker in self._workers:
             self._launch(worker)
 
     def connect(self, engines: Engines) -> None:
-        """Wait until the workers are up and know `engines`; raises `RunError` when too few are.
+        """Wait until enough workers are up and know `engines`; raises what `Starts.wait` does when too few are.
 
         A worker's calls may overtake each other: one that is up before it has heard of an engine could not sample.
         """
         self._engines = engines
         engines.subscribe(self._tell)
-        asyncio.run(self._first_starts())
-        self.starts.wait(0.0)
+        for worker in self._workers:
+            self.starts.watch(str(worker), self._start(worker), self._background.loop)
+        self.starts.wait(NUM_DEADLINES * self._config.deadlines.engine_start)
 
-    async def _first_starts(self) -> None:
-        seconds = NUM_DEADLINES * self._config.deadlines.engine_start
-        starting = {asyncio.create_task(self._start(worker)): worker for worker in self._workers}
-        _, late = await asyncio.wait(starting, timeout=seconds)
-        for task in late:
-            task.cancel()
-            ray.kill(starting[task].actor)
-            self.starts.failed(str(starting[task]), f"no answer within {seconds:g} s", is_final=True)
+    def ask_judges_at(self, addresses: Mapping[str, Sequence[str]]) -> None:
+        """Have every worker ask the judges at these addresses, by their names; called by any thread."""
+        with self._lock:
+            self._judges = (self._judges[0] + 1, addresses)
+            for worker in self._workers:
+                worker.actor.ask_judges_at.remote(*self._judges)
 
     async def run_group(self, request: GroupRequest) -> StoredGroup:
         """Return the headers of a prompt's rollouts and where their tokens lie.
@@ -219,6 +232,7 @@ class RolloutWorkers:
 
     def close(self) -> None:
         """End all workers, by force when they do not end within the deadline."""
+        self._background.end(self._config.deadlines.shutdown)
         calls = [worker.actor.close.remote() for worker in self._workers if worker.is_up]
         if calls:
             ray.wait(calls, num_returns=len(calls), timeout=self._config.deadlines.shutdown)
@@ -241,6 +255,8 @@ class RolloutWorkers:
         )
         with self._lock:
             worker.actor, worker.liveness, worker.told = actor, Liveness(actor), None
+            if self._judges[0]:
+                actor.ask_judges_at.remote(*self._judges)
 
     def _tell(self, engines: OpenEngines) -> None:
         """Tell every worker which engines are open; called by any thread."""
@@ -252,13 +268,11 @@ class RolloutWorkers:
 
     async def _least_busy(self) -> _Worker:
         """Return the worker with the fewest groups; wait for one while all are being started again."""
-        while True:
-            if up := [worker for worker in self._workers if worker.is_up]:
-                return min(up, key=lambda worker: worker.num_groups)
-            starting = [worker.restart for worker in self._workers if worker.restart and not worker.restart.done()]
-            if not starting:
+        while not (up := [worker for worker in self._workers if worker.is_up]):
+            if self.starts.are_all_away:
                 raise RunError(f"no rollout worker is left: {len(self._workers)} died and could not be started again")
-            await asyncio.wait(starting, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.sleep(_POLL_SECONDS)
+        return min(up, key=lambda worker: worker.num_groups)
 
     async def _run_on(self, worker: _Worker, request: GroupRequest) -> StoredGroup:
         """Run a group on a worker; raises `_WorkerLostError` when that dies."""
@@ -311,31 +325,32 @@ class RolloutWorkers:
             self._engines.forget(worker.name)
         self.starts.lost(str(worker), lost)
         logger.warning("%s; its %d groups begin again", lost, worker.num_groups)
-        worker.restart = asyncio.get_running_loop().create_task(self._restart(worker))
+        self.starts.watch(str(worker), self._restart(worker), self._background.loop)
 
     async def _restart(self, worker: _Worker) -> None:
         self._launch(worker)
-        if await self._start(worker):
-            logger.info("%s has been started again", worker)
+        await self._start(worker)
 
-    async def _start(self, worker: _Worker) -> bool:
-        """Have the new actor of a worker know the engines, and another when that fails; return whether one is up."""
+    async def _start(self, worker: _Worker) -> None:
+        """Have the new actor of a worker know the engines, and another when that fails, while starts are tried."""
         seconds = self._config.deadlines.engine_start
         while True:
             try:
                 await asyncio.wait_for(worker.actor.follow.remote(self._open), seconds)
-            except (RayError, TimeoutError) as error:
+            except Exception as error:
                 ray.kill(worker.actor)
                 reason = failure(str(worker), error, seconds)
                 node = await asyncio.to_thread(node_of, self._place_of(worker))
-                if not self.starts.failed(str(worker), reason, node=node, is_final=wrong_input(error)):
-                    return False
+                if not self.starts.failed(str(worker), reason, node=node, wrong=wrong_input(error)):
+                    return
                 worker.num_failed += 1
                 self._launch(worker)
                 continue
             worker.is_up = True
             self.starts.succeeded(str(worker))
-            return True
+            if worker.num_starts > 1:
+                logger.info("%s has been started again", worker)
+            return
 
 
 def _node_of(options: ActorOptions) -> str | None:

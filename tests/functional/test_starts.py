@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -90,6 +91,7 @@ def sample(generation: Generation, engine: int) -> int:
 def test_a_run_begins_while_an_engine_is_started_again_elsewhere_and_it_joins_at_a_push(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     generation = start(tmp_path, monkeypatch, {1: 1}, min_share_up=0.5)
     try:
         assert "the run begins without generation engine 1: start 1 of 2 failed on node" in caplog.text
@@ -102,7 +104,7 @@ def test_a_run_begins_while_an_engine_is_started_again_elsewhere_and_it_joins_at
         assert sample(generation, engine=0) == 4
         (tmp_path / "starts" / "go on").touch()
         wait_until(lambda: not generation.starts.missing(), "engine 1 was not started again")
-        assert generation._engines[1]._has_moved, "there are free units"
+        assert "generation engine 1 is started again at another place, on node" in caplog.text, "there are free units"
         assert generation.needs_connect
         generation.connect_weights(weights.layout)
         generation.update_weights(1)
@@ -185,5 +187,53 @@ def test_a_rollout_worker_that_fails_to_start_is_started_again(tmp_path: Path, m
     try:
         with pytest.raises(RunError, match=r"rollout worker 0: start 2 of 2 failed.*/mount/data is not there"):
             workers.connect(Engines())
+    finally:
+        workers.close()
+
+
+def slow_worker(note: Path) -> type:
+    """Return a rollout worker of which the second is up once the file "go on" is there, and that says whom it asks."""
+
+    class Slow:
+        def __init__(self, _config: Any, *, name: str, num_workers: int, num_on_node: int) -> None:
+            self._name = name
+
+        async def follow(self, _engines: OpenEngines) -> None:
+            while self._name.startswith("rollout-worker-1") and not (note / "go on").exists():
+                await asyncio.sleep(0.1)
+
+        async def ask_judges_at(self, _number: int, addresses: Any) -> None:
+            (note / self._name).write_text(str(addresses), encoding="utf-8")
+
+        async def ping(self) -> None: ...
+
+        async def run_group(self, request: Any) -> tuple[Any, Any]:
+            return SimpleNamespace(headers=self._name, warnings=[]), request
+
+        async def close(self) -> None: ...
+
+    return Slow
+
+
+def test_a_run_begins_without_a_slow_rollout_worker_which_takes_groups_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = config(
+        deadlines=block("deadlines", engine_start=patiently(300.0), shutdown=10.0),
+        policy=block("policy", generation=block("policy.generation", max_starts=2, min_share_up=0.5)),
+    )
+    monkeypatch.setattr(workers_module, "RolloutWorker", slow_worker(tmp_path))
+    workers = RolloutWorkers(slow, [{"num_cpus": 0}] * 2)
+    try:
+        workers.connect(Engines())
+        assert workers.starts.missing() == {"rollout worker 1": "its first start has not ended"}
+        assert asyncio.run(workers.run_group(cast(Any, 1)))[0] == "rollout-worker-0.1"
+        workers.ask_judges_at({"grader": ["http://n1:3000/v1"]})
+        (tmp_path / "go on").touch()
+        wait_until(lambda: not workers.starts.missing(), "the slow worker did not come up")
+        workers._workers[0].num_groups = 1
+        assert asyncio.run(workers.run_group(cast(Any, 1)))[0] == "rollout-worker-1.1"
+        for name in ("rollout-worker-0.1", "rollout-worker-1.1"):
+            wait_until((tmp_path / name).exists, f"{name} was not told where the judges are")
     finally:
         workers.close()

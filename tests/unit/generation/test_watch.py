@@ -13,7 +13,7 @@ from recipes.cluster.ports import hold
 from recipes.errors import EngineError
 from recipes.generation import generation as generation_module
 from recipes.generation.clients import client as client_module
-from recipes.generation.generation import Generation, _cancel_all
+from recipes.generation.generation import Generation
 from recipes.generation.serving.outstanding import Listener, OutstandingRequests
 
 SECONDS = 30.0  # far more than any wait here takes
@@ -34,7 +34,7 @@ class Handle:
         self.actor = SimpleNamespace(update_weights=SimpleNamespace(remote=lambda *_args, **_options: None))
         self.can_see_file = True
         self.index, self.is_up, self.num_starts, self.num_kills, self.is_reachable = 0, True, 0, 0, True
-        self.name, self.num_moves = "engine A", 0
+        self.name, self.num_moves, self.place = "engine A", 0, self
 
     def __str__(self) -> str:
         return "engine A"
@@ -58,8 +58,9 @@ class Handle:
     def node(self) -> str:
         return "n7"
 
-    def move(self) -> None:
+    def move(self) -> str:
         self.num_moves += 1
+        return "somewhere"
 
     def kill(self) -> None:
         self.is_up = False
@@ -96,10 +97,7 @@ async def case(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Case]:
     await handle.launch()
     made = Case(handle)
     yield made
-    loop = made.generation._loop
-    await asyncio.to_thread(asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result, SECONDS)
-    loop.call_soon_threadsafe(loop.stop)
-    made.generation._thread.join(SECONDS)
+    await asyncio.to_thread(made.generation._background.end, SECONDS)
     handle.listener.close()
 
 
