@@ -388,6 +388,11 @@ status: $(READY) ##* say what a run is doing and who waits for whom
 #= EXP_NAME (the newest run without it), RESULTS_DIR ARGS=--json
 	@$(PYTHON) -m tools.look.status --results '$(RESULTS_DIR)' $(if $(EXP_NAME),--exp-name $(EXP_NAME)) $(ARGS)
 
+.PHONY: why
+why: $(READY) ## say why a run does not learn, and which key to change
+#= EXP_NAME (the newest run without it), RESULTS_DIR
+	@$(PYTHON) -m tools.look.why --results '$(RESULTS_DIR)' $(if $(EXP_NAME),--exp-name $(EXP_NAME))
+
 .PHONY: watch
 watch: $(READY) ## follow a run until it ends, redrawn in a terminal
 #= EXP_NAME RESULTS_DIR

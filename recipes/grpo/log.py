@@ -34,6 +34,7 @@ from recipes.cluster.starts import Starts
 from recipes.config.keys.derive import derive
 from recipes.errors import RecipeError, RunError, StalledError
 from recipes.files import sync_files, unused, write_atomically
+from recipes.grpo.causes import causes
 from recipes.grpo.metrics import (
     PHASES,
     TIMING_PREFIX,
@@ -44,7 +45,6 @@ from recipes.grpo.metrics import (
     group_pass_rate,
     metrics_record,
     rates,
-    without_gradient,
 )
 from recipes.sinks import WANDB_ID_FILE, ScalarSink, TensorBoardSink, WandbSink, import_wandb
 from recipes.tokens import TokenStore, output_texts, trajectories
@@ -76,7 +76,7 @@ class RunLogger:
         self._cfg = logger_cfg
         self._num_steps = num_steps
         self._console = Console(stderr=True)
-        self._flat_steps = 0  # without a gradient, in a row
+        self._in_a_row: dict[str, int] = {}  # steps that each cause of little learning has lasted
         if logger_cfg.wandb_enabled:
             import_wandb()
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=QUEUE_SIZE)
@@ -161,10 +161,11 @@ class RunLogger:
                 self._console.print(Text.assemble(*segments), soft_wrap=True)
             else:
                 logger.info("%s", "".join(text for text, _ in segments))
-        said = without_gradient(metrics.as_dict())
-        self._flat_steps = self._flat_steps + 1 if said else 0
-        if said and self._flat_steps.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ... in a row
-            logger.warning("step %d: %s (%d in a row)", metrics.step, said, self._flat_steps)
+        found = causes(metrics.as_dict())
+        self._in_a_row = {cause.name: self._in_a_row.get(cause.name, 0) + 1 for cause in found}
+        for cause in found:
+            if (count := self._in_a_row[cause.name]).bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ... in a row
+                logger.warning("step %d: %s (%d in a row)", metrics.step, cause.text, count)
 
     def flush(self, deadline_seconds: float = 30.0) -> None:
         """Wait until the disk holds what is queued so far; raises `RunError` or, after the deadline, `StalledError`."""

@@ -25,7 +25,6 @@ TIMING_PREFIX = "timing/train/"
 PASS_REWARD = 1.0  # smallest reward that counts as solved in pass rates
 _SPECULATED = ("spec_num_drafts", "spec_num_draft_tokens", "spec_num_accepted_tokens")  # an engine's counts
 _MAX_MASKED_SHARE, _MASKED_STEPS = 0.1, 5  # the alarm: of the sequences, for this many steps in a row
-_ALIKE_SHARE = 0.9  # of a step's groups: when the answers to so many earn the same, hardly anything is learned
 _LARGEST = (
     1e100  # of a verifier's number: a server may mean "no limit" by the largest there is, and sums must be finite
 )
@@ -276,17 +275,6 @@ def _ages(groups: Sequence[Group], version: int) -> dict[str, float]:
         ages["token_age/mean"] = sum(age * count for age, count in spans) / sum(count for _, count in spans)
         ages["token_age/max"] = float(max(age for age, _ in spans))
     return ages
-
-
-def without_gradient(values: Mapping[str, float]) -> str:
-    """Return a warning, with advice, when (nearly) all groups of a step have equal rewards; else an empty text."""
-    alike, total = values.get("train/num_groups_zero_variance", 0.0), values.get("train/num_groups", 0.0)
-    if not total or alike / total < _ALIKE_SHARE:
-        return ""
-    none, nothing = "no" if alike == total else "hardly any", values.get("train/total_reward/max", 1.0) <= 0
-    rows = "easier rows" if nothing else "rows that are neither solved always nor never"
-    fix = f"take {rows} (`make profile` finds them), or raise grpo.num_generations_per_prompt"
-    return f"{alike:.0f} of {total:.0f} groups scored alike: {none} gradient; {fix}"
 
 
 @dataclass(slots=True)

@@ -20,7 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from recipes.errors import InputError
-from recipes.grpo.metrics import PHASES, TIMING_PREFIX, without_gradient
+from recipes.grpo.causes import causes
+from recipes.grpo.metrics import PHASES, TIMING_PREFIX
 from tools.command_line import exit_status
 from tools.draft.slurm import slurm_seconds
 from tools.look.report.chart import format_seconds
@@ -66,7 +67,7 @@ def lines(run: ObservedRun) -> list[Line]:
         Line("job", _job(run)),
         Line("step", _steps(run)),
         Line("reward", _reward(run), "cyan"),
-        Line("gradient", _without_gradient(run), "red"),
+        *(Line("learning", text, "red") for text in _little_learned(run)),
         Line("held-out", _held_out(run), "green"),
         Line("staleness", _staleness(run)),
         Line("failures", _failures(run)),
@@ -237,10 +238,9 @@ def _reward(run: ObservedRun) -> str:
     )
 
 
-def _without_gradient(run: ObservedRun) -> str:
-    """Say that the last step had nothing to learn from."""
-    said = without_gradient(run.trained[-1].values) if run.trained else ""
-    return f"step {run.trained[-1].step}: {said}" if said else ""
+def _little_learned(run: ObservedRun) -> list[str]:
+    """Say why the last step taught little."""
+    return [f"step {last.step}: {cause.text}" for last in run.trained[-1:] for cause in causes(last.values)]
 
 
 def _held_out(run: ObservedRun) -> str:

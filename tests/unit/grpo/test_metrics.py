@@ -17,7 +17,6 @@ from recipes.grpo.metrics import (
     merge_groups,
     percentile,
     rates,
-    without_gradient,
 )
 from recipes.types import PREFIX_BREAKS, Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
 from tests.groups import group_of
@@ -258,25 +257,3 @@ def test_drafts_of_all_engines_are_counted_together() -> None:
     }
     none = dict.fromkeys(engines[0], 0.0)
     assert not [name for name in engine_samples([none]) if name.startswith("train/")]
-
-
-@pytest.mark.parametrize(
-    ("alike", "total", "best", "said"),
-    [
-        (16.0, 16.0, 0.0, "16 of 16 groups scored alike: no gradient; take easier rows ("),
-        (15.0, 16.0, 1.0, "15 of 16 groups scored alike: hardly any gradient; take rows that are neither"),
-        (14.0, 16.0, 0.0, ""),
-        (0.0, 16.0, 1.0, ""),
-        (1.0, 1.0, -1.0, "1 of 1 groups scored alike: no gradient; take easier"),
-        (0.0, 0.0, 1.0, ""),
-    ],
-)
-def test_a_step_without_a_gradient_says_so(alike: float, total: float, best: float, said: str) -> None:
-    values = {"num_groups_zero_variance": alike, "num_groups": total, "total_reward/max": best}
-    text = without_gradient({f"train/{name}": value for name, value in values.items()})
-    assert text.startswith(said)
-    assert bool(text) == bool(said) == ("make profile" in text)
-
-
-def test_a_record_without_training_has_no_gradient_to_miss() -> None:
-    assert without_gradient({"validation/accuracy": 0.0}) == ""

@@ -14,7 +14,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from recipes.grpo.metrics import PHASES, TIMING_PREFIX, kind_of, without_gradient
+from recipes.grpo.causes import causes
+from recipes.grpo.metrics import PHASES, TIMING_PREFIX, kind_of
 from tools.look.report.chart import (
     Series,
     format_number,
@@ -483,11 +484,20 @@ def _warnings(run: RunData) -> list[str]:
     for key, steps in sorted(bad.items()):
         shown = ", ".join(map(str, steps[:MAX_NON_FINITE])) + (" ..." if len(steps) > MAX_NON_FINITE else "")
         messages.append(f"{key} was not a finite number at step {shown}")
-    flat = [record for record in run.records if without_gradient(record.values)]
-    if flat:
-        count = f"{len(flat)} of {len(trained(run))} steps taught (nearly) nothing"
-        messages.append(f"{count}; the last of them, step {flat[-1].step}: {without_gradient(flat[-1].values)}")
-    return messages
+    return messages + little_learned(run.records)
+
+
+def little_learned(records: Sequence[StepRecord]) -> list[str]:
+    """Say why steps taught little: each cause with how many had it, and what the last of them says."""
+    steps: dict[str, list[tuple[int, str]]] = {}
+    for record in records:
+        for cause in causes(record.values):
+            steps.setdefault(cause.name, []).append((record.step, cause.text))
+    total = len([record for record in records if TIMING_PREFIX + "policy_training" in record.values])
+    return [
+        f"{name}, in {len(found)} of {total} steps; the last of them, step {found[-1][0]}: {found[-1][1]}"
+        for name, found in steps.items()
+    ]
 
 
 def _provenance(run: RunData) -> Markup | str:

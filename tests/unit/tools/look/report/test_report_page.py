@@ -143,7 +143,7 @@ def test_steps_whose_groups_all_scored_alike_are_a_warning_and_a_curve(make_run:
     flat = {"train/num_groups_zero_variance": 8.0, "train/num_groups": 8.0, "train/total_reward/max": 0.0}
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line | flat) + "\n" for line in lines[1:]))
     text = text_of(render(load_run(run_dir)))
-    assert "3 of 3 steps taught (nearly) nothing; the last of them, step 3: 8 of 8 groups scored alike" in text
+    assert "equal rewards, in 3 of 3 steps; the last of them, step 3: 8 of 8 groups scored alike" in text
     assert "Groups without a gradient" in text
 
 
