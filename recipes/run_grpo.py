@@ -1,7 +1,7 @@
 """Train one stage: check every input, connect to Ray, set up, train.
 
-Exit status: 0 done; 1 the run failed; 2 an input is wrong (all problems are printed); 75 the run stopped early and
-saved, start it again to resume.
+Exit status: 0 done; 1 the run failed; 2 an input is wrong (all problems are printed); 69 parts of it did not start on
+some nodes, which are named; 75 the run stopped early and saved, start it again to resume.
 """
 
 from __future__ import annotations

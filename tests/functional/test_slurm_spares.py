@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -11,8 +12,7 @@ from slurm.cluster import ROOT, Cluster
 from slurm.jobs import Job, submit
 from speed import patiently
 
-# Slow: beside other Slurm tests, its clusters of five nodes take all time from theirs.
-pytestmark = [pytest.mark.functional, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.functional, pytest.mark.timeout(900)]
 
 NUM_NODES = 4
 DRIVER = """
@@ -28,9 +28,25 @@ class Unit:  # takes a node's only worker unit, so that no two share a node
 units = [Unit.remote() for _ in range(int(sys.argv[1]))]
 print("hosts", *sorted(ray.get([unit.host.remote() for unit in units], timeout=60)), flush=True)
 """
+WAITS = """
+import os, socket, sys, time
+import ray
+ray.init(address=os.environ["RAY_ADDRESS"], logging_level="ERROR")
+
+@ray.remote(num_cpus=0, resources={"worker_units": 1})
+class Unit:
+    def host(self):
+        return socket.gethostname()
+
+units = [Unit.options(resources={"worker_units": 1, "node:__internal_head__": 0.001}).remote(), Unit.remote()]
+print("hosts", *ray.get([unit.host.remote() for unit in units]), flush=True)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.2)
+print("still", *ray.get([unit.host.remote() for unit in units], timeout=60), flush=True)
+"""
 STAYS_AWAY = """#!/usr/bin/env bash
 trap 'exit 0' USR2
-for ((tries = 0; tries < 3000; tries++)); do sleep 0.2 & wait "$!"; done
+while true; do sleep 1 & wait "$!"; done
 """
 
 
@@ -126,7 +142,7 @@ def test_all_at_once_without_enough_spares_is_requeued_without_them(cluster: Clu
     assert "not restarted: n3 n4 did not come up, and the partition has no other node for the job" in job.log
 
 
-@pytest.mark.parametrize("fault", [away, without_gpus])
+@pytest.mark.parametrize("fault", [pytest.param(away, marks=pytest.mark.slow), without_gpus])
 def test_without_spares_the_job_starts_again_without_the_node(cluster: Cluster, tmp_path: Path, fault: Fault) -> None:
     job = run(cluster, tmp_path, {"n2": fault}, needs=2, spares=0, exclude="n4")
     assert job.show("JobState") == "COMPLETED", job.everything()
@@ -134,3 +150,22 @@ def test_without_spares_the_job_starts_again_without_the_node(cluster: Cluster, 
     assert "requeued: n2 did not come up, restart 1 of at most 3" in job.log
     assert "the next start runs without n2" in job.log
     assert "hosts n1 n3" in job.driver_log(2)
+
+
+def test_a_spare_node_that_fails_later_does_not_end_the_run(cluster: Cluster, tmp_path: Path) -> None:
+    path, go_on = tmp_path / "driver.py", tmp_path / "go on"
+    path.write_text(WAITS, encoding="utf-8")
+    (tmp_path / "run").mkdir()
+    job = submit(cluster, tmp_path / "run", "--spares=1", driver=[str(path), str(go_on)], nodes="3", exclude="n4")
+    job.wait_until(lambda: "hosts " in job.driver_log(1), "driver", seconds=150)
+    found = re.search("hosts n1 (n[23])\n", job.driver_log(1))
+    assert found, job.driver_log(1)
+    [spare] = {"n2", "n3"} - {found[1]}
+    [raylet] = cluster.on_node(spare, ["pgrep", "-x", "raylet"]).stdout.split()
+    cluster.on_node(spare, ["kill", "-9", raylet])
+    log = tmp_path / "run" / "logs" / "attempt_1" / "srun_ray_worker.log"
+    job.wait_until(lambda: f"srun: error: {spare}: task" in log.read_text(encoding="utf-8"), "its end", seconds=60)
+    go_on.touch()
+    assert job.wait(seconds=120) == "COMPLETED", job.everything()
+    assert "still n1 n" in job.driver_log(1)
+    assert job.restarts == 0

@@ -37,6 +37,16 @@ def test_one_step_per_role_however_many_nodes(job):
     assert "--container-name" not in " ".join(calls)  # a node would keep it when the job is cancelled
 
 
+@pytest.mark.parametrize("spares", [0, 2])
+def test_with_spare_nodes_a_worker_that_ends_leaves_the_others(job, spares):
+    """Of srun's options the last wins. Without its head a job has nothing to go on with."""
+    job.run(f"--spares={spares}", driver=0)
+    [head], [worker] = ([call for call in job.calls() if f"--role={role}" in call] for role in ("head", "worker"))
+    last = [re.findall(r"--kill-on-bad-exit=(\d) |--wait=(\d+) ", call)[-2:] for call in (head, worker)]
+    ends, stays = [("1", ""), ("", "60")], [("0", ""), ("", "0")]
+    assert last == [ends, stays if spares else ends]
+
+
 def test_the_last_call_removes_what_a_killed_podman_has_left(job):
     job.run("--runtime=podman", "--container=image", driver=0)
     assert "podman rm --force --ignore --time=10 ray-head-7-0" in job.calls()[-1]

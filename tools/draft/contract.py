@@ -51,6 +51,7 @@ OPTIONAL = {
     "MAX_RESTARTS": Optional("20", "how often one job starts again: after a save, a failure, or the loss of a node"),
     "SBATCH_NUM_NODES": Optional("", "nodes to ask for; empty: what the configuration needs; fewer are refused"),
     "SPARE_NODES": Optional("0", "nodes to ask for on top, so that a run begins without as many that do not come up"),
+    "BRING_UP_SECONDS": Optional("", "in which the nodes must come up; empty: half an hour, and 10 s for each node"),
     "SBATCH_GRES": Optional(
         COUNTED,
         "resource to ask for on each node, with the number needed; `auto`: `gpu`, if Slurm counts any; nothing: none",
@@ -87,11 +88,12 @@ PATHS = ("MODEL_PATH", "TRAIN_PATH", "VAL_PATH", "PERSISTENT_CACHE", "SIF_DIR") 
 PUBLISHED = ("examples/nemo_gym/nemotron-3-super/", "examples/configs/super/")
 _SWITCHES = ("DRY_RUN", "ENABLE_MTP_INFERENCE", "SKIP_CODE_SNAPSHOT", "REFRESH_CODE_SNAPSHOT", "TRUST_REMOTE_CODE")
 _NUMBERS = (
-    *("SEED", "SBATCH_NUM_NODES", "SPARE_NODES", "MAX_RESTARTS"),
+    *("SEED", "SBATCH_NUM_NODES", "SPARE_NODES", "BRING_UP_SECONDS", "MAX_RESTARTS"),
     *("NUM_SPECULATIVE_TOKENS", "MAX_NUM_BATCHED_TOKENS"),
 )
 _AT_LEAST_ONE = {
     "SBATCH_NUM_NODES": "leave it out, and the nodes are counted from the configuration",
+    "BRING_UP_SECONDS": "leave it out, and they follow from the number of nodes",
     "NUM_SPECULATIVE_TOKENS": "correct it, or unset ENABLE_MTP_INFERENCE: engines then guess nothing",
     "MAX_NUM_BATCHED_TOKENS": "correct the value or leave it out",
 }

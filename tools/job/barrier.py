@@ -140,6 +140,7 @@ class Nodes:
     grace_seconds: float
     missing: list[str] = field(default_factory=list)
     unusable: dict[str, str] = field(default_factory=dict)
+    has_head: bool = False  # Ray answers there
     _looked_at: float = -math.inf
 
     def __post_init__(self) -> None:
@@ -160,7 +161,11 @@ class Nodes:
         """Those without which too few are there: of others nothing is known when the wait ended for them."""
         if self.suffice:
             return []
-        return self.missing if self.can_suffice else list(self.unusable)
+        if not self.can_suffice:
+            return list(self.unusable)
+        if not self.has_head:  # without which no other can join
+            return [*self.unusable, self.expected[0]]
+        return self.missing
 
     def wait_on(self) -> bool:
         """Look for notes of nodes that cannot be used; return whether to wait for more nodes."""
@@ -174,7 +179,7 @@ class Nodes:
 
     def joined(self, name: str) -> None:
         """Note a node that has joined; when these are enough, the others get some time."""
-        was_enough = self.suffice
+        was_enough, self.has_head = self.suffice, True
         self.missing.remove(name)
         if self.suffice and not was_enough:
             self.end = min(self.end, time.monotonic() + self.grace_seconds)
@@ -218,6 +223,7 @@ def wait_for_nodes(address: str, nodes: Nodes, units: int, timeline: Timeline) -
 
     if not join(address, nodes.wait_on):
         return
+    nodes.has_head = True
     timeline.mark("the head listens")
     try:
         while True:
@@ -299,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wait_for_nodes(address, nodes, args.units, timeline)
     nodes.report()
     there = [name for name in names if name not in nodes.missing]
-    closed = wait_for_sandboxes(there, end, timeline) if args.sandboxes and there else []
+    closed = wait_for_sandboxes(there, end, timeline) if args.sandboxes and nodes.suffice else []
     report_missing(closed, "has no sandbox that answers", log_dir, "sandbox_{node}.log")
     if closed or not nodes.suffice:
         return give_up(names, [*nodes.blamed, *closed], timeline)

@@ -4,8 +4,9 @@
         --cache DIR [--task-image FILE]
 
 `ray_node.sh` starts it on every node. USR2 and TERM end it in order. It ends with status 1 when a process of Ray ends
-before that. When this machine cannot be used it says why, tells the barrier and stands by, so that the job can go on
-without it; where it cannot tell the barrier it ends with status 69.
+before that; in a job with spare nodes only the head's end is then the job's. When this machine cannot be used it says
+why, tells the barrier and stands by, so that the job can go on without it; where it cannot tell the barrier it ends
+with status 69.
 
 `ray start` on one node of a job: its words, a second try when it does not start, and its end.
 
@@ -69,6 +70,7 @@ class Node:
     cache: Path  # PERSISTENT_CACHE
     task_image: str = ""  # of which a container must start here; empty: none is needed
     has_spares: bool = False  # the job can go on without this node
+    deadline: float | None = None  # seconds for all nodes to come up; None: by their number
 
 
 def gpu_problems(units: int, devices: int, *, has_driver: bool) -> list[Problem]:
@@ -225,7 +227,7 @@ STOPS = (signal.SIGUSR2, signal.SIGTERM)
 
 def wait_for_head(node: Node) -> None:
     """Wait until the head listens: Ray's own attempt gives up too early. Raises `RunError` at the deadline."""
-    port, seconds = ray_ports().gcs, bring_up_seconds(node.num_nodes)
+    port, seconds = ray_ports().gcs, node.deadline or bring_up_seconds(node.num_nodes)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with suppress(OSError), socket.create_connection((node.head, port), timeout=5):
@@ -254,6 +256,8 @@ def run(node: Node) -> int:
             wait_for_head(node)
         status = run_ray(node, cache.variables() if cache else {})
         print(f"node: Ray ended with status {status} on {host}", file=sys.stderr)
+        if node.has_spares:
+            note_unusable(node.log_dir, [f"Ray ended with status {status}"])
         return 1
     finally:
         for number in STOPS:
@@ -297,6 +301,7 @@ def parse(argv: Sequence[str] | None) -> Node:
     parser.add_argument("--temp-dir", type=Path, required=True, help="to be made on this node, the same on every node")
     parser.add_argument("--cache", type=Path, required=True, help="PERSISTENT_CACHE, the same on every node")
     parser.add_argument("--spares", type=int, default=0, help="nodes without which the job can go on")
+    parser.add_argument("--deadline", type=float, help="seconds; without it they grow with the number of nodes")
     parser.add_argument("--task-image", default="", help="image of a task that must start here")
     args = parser.parse_args(argv)
     return Node(
@@ -309,6 +314,7 @@ def parse(argv: Sequence[str] | None) -> Node:
         cache=args.cache,
         task_image=args.task_image,
         has_spares=args.spares > 0,
+        deadline=args.deadline,
     )
 
 

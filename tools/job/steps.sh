@@ -75,6 +75,8 @@ step() {
     container_words "${given[runtime]}" "${given[container]}" "${given[mounts]}" "${role//_/-}" "${PWD}" \
       "${given[variables]}"
   fi
+  # Where the job has spare nodes, a worker that ends does not end the others: the driver knows what has run there.
+  if [[ ${role} == ray_worker ]] && ((given[spares])); then options+=(--kill-on-bad-exit=0 --wait=0); fi
   # Every step may use all cores of its node. What srun itself says goes to a file: it names the node that failed.
   srun --overlap --kill-on-bad-exit=1 --wait=60 --cpu-bind=none --output="${log_dir}/${role}_%N.log" \
     "${options[@]}" "${srun_options[@]}" "${prefix[@]}" "${@:2}" 2>"${log_dir}/srun_${role}.log" &

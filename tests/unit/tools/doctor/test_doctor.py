@@ -125,6 +125,8 @@ def test_a_defect_on_disk_is_found_alone(case, code):
         ("ENV001", {"CONFIG_PATH": ""}),
         ("ENV002", {"LAUNCHER": "kubernetes"}),
         ("ENV002", {"SBATCH_NUM_NODES": "many"}),
+        ("ENV002", {"BRING_UP_SECONDS": "soon"}),
+        ("ENV002", {"BRING_UP_SECONDS": "0"}),
         ("ENV002", {"SLURM_TIME_LIMIT": "four hours"}),
         ("CFG001", {"EXTRA_HYDRA_ARGS": "grpo.num_prompt_per_step=8"}),
         ("CFG001", {"CONFIG_PATH": "configs/none.yaml"}),

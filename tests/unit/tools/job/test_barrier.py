@@ -26,12 +26,13 @@ def logs(tmp_path, monkeypatch):
 
 
 def test_missing_nodes_are_named_with_the_last_line_of_their_logs(logs, capsys):
-    assert barrier.main([f"--nodes={logs}/nodes", "--units=8", "--deadline=0.01", "--", "true"]) == 1
+    """Without the head no other node can join, so that it alone is to blame."""
+    assert barrier.main([f"--nodes={logs}/nodes", "--units=8", "--deadline=0.01", "--", "true"]) == 69
     assert capsys.readouterr().err.splitlines() == [
         "barrier: localhost has no Ray head; ray_head_localhost.log: port 1200 is taken",
         "barrier: n2 is not in Ray; ray_worker_n2.log: empty",
         "barrier: n3.domain is not in Ray; ray_worker_n3.domain.log: no such file: the node has not started its part",
-        "barrier: given up 12 s after the start of the job because of node localhost, node n2, node n3.domain",
+        "barrier: given up 12 s after the start of the job because of node localhost",
     ]
 
 
@@ -90,6 +91,39 @@ def test_late_nodes_get_a_grace_once_enough_are_there(tmp_path, quick, capsys, s
     assert (nodes.suffice, nodes.blamed) == (goes_on, [] if goes_on else ["d"])
     nodes.report()
     assert "d is not in Ray; ray_worker_d.log: no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("has_head", "joins", "unusable", "blamed"),
+    [
+        (False, "", "", "a"),
+        (False, "", "c", "ca"),
+        (True, "", "", "abcd"),  # Ray answers on the head, and no node is in it: none is to blame
+        (True, "bcd", "", "a"),  # with too few units
+        (True, "acd", "", "b"),
+    ],
+)
+def test_who_is_to_blame_when_the_time_is_over(tmp_path, quick, monkeypatch, has_head, joins, unusable, blamed):
+    (tmp_path / "nodes").touch()
+    nodes = nodes_of(tmp_path, *"abcd", spares=1 if unusable else 0, seconds=0.1)
+    nodes.has_head = has_head
+    for name in unusable:
+        monkeypatch.setenv("SLURMD_NODENAME", name)
+        assert barrier.note_unusable(tmp_path, ["7 GPUs"])
+    for name in joins:
+        nodes.joined(name)
+    while nodes.wait_on():
+        time.sleep(0.01)
+    assert "".join(nodes.blamed) == blamed
+
+
+def test_sandboxes_are_not_waited_for_when_the_job_cannot_go_on(logs, monkeypatch, capsys):
+    monkeypatch.setattr(barrier, "wait_for_nodes", lambda _address, nodes, *_: nodes.joined("localhost"))
+    monkeypatch.setattr(barrier, "sandbox_answers", lambda _host: False)
+    began = time.monotonic()
+    assert barrier.main([f"--nodes={logs}/nodes", "--units=8", "--sandboxes", "--deadline=60", "--", "true"]) == 69
+    assert time.monotonic() - began < 30
+    assert "because of node localhost" not in capsys.readouterr().err
 
 
 def test_a_start_that_some_nodes_break_has_a_status_of_its_own():
