@@ -9,9 +9,15 @@ import orjson
 import pytest
 
 from recipes.environments.agents.by_url.messages import CalledFunction, tools_digest
+from recipes.environments.chat.codec import row_template_kwargs
 from recipes.environments.contract.verifier import read_arguments
+from recipes.environments.swe.task import facts_of
+from recipes.environments.verifiers import swerl_gen
 from recipes.exact_json import dumps, loads, loads_row
 from recipes.grpo.data import PromptDataset, check_line, row_id
+from tools.data.curriculum import write
+from tools.environments.check.answers import goldens
+from tools.environments.check.target import _has_reward
 
 INTEGERS = [
     sign * (2**power + more) for power in (31, 53, 63, 64, 100, 1000) for more in (-1, 0, 1) for sign in (1, -1)
@@ -95,3 +101,34 @@ def test_numbers_of_calls_are_compared_as_they_are(one: str, other: str, is_same
 def test_tools_with_long_integers_are_told_apart() -> None:
     tools = [{"name": "f", "parameters": {"properties": {"n": {"maximum": 2**64 + n}}}} for n in (0, 1)]
     assert tools_digest(tools[:1]) != tools_digest(tools[1:])
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("text", [DEEP, '{"a": NaN}', '{"a":' * 50_000])
+def test_json_text_inside_a_row_is_refused_with_its_field(text: str) -> None:
+    """It is read as exactly as the row: what is nested too deep, or is no number of JSON, is no crash and no value."""
+    params = {"input": "hi", "metadata": {"chat_template_kwargs": text, "instance_dict": text}}
+    with pytest.raises(ValueError, match=r"chat_template_kwargs: got"):
+        write.template_kwargs({"responses_create_params": params})
+    with pytest.raises(ValueError, match=r"instance_dict.*: got"):
+        facts_of({"responses_create_params": params})
+    with pytest.raises(ValueError, match=r"chat_template_kwargs.*: got"):
+        row_template_kwargs(params)
+    with pytest.raises(ValueError, match=r"relevant_file_contents.*: got"):
+        swerl_gen._files(text)
+    with pytest.raises(ValueError, match=r"FAIL_TO_PASS.*: got"):
+        swerl_gen._names({"FAIL_TO_PASS": text}, "FAIL_TO_PASS")
+
+
+def test_a_reply_whose_reward_is_no_number_of_json_is_no_reward() -> None:
+    for reply, has_reward in ((b'{"reward": 1}', True), (b'{"reward": NaN}', False), (b'{"reward": true}', False)):
+        assert _has_reward(reply) == has_reward, reply
+    assert not _has_reward(DEEP.encode())
+
+
+def test_an_answer_to_a_schema_has_its_large_numbers() -> None:
+    schema = {"type": "object", "properties": {"n": {"const": 2**70 + 1}}, "required": ["n"]}
+    (golden,) = goldens("structured_outputs", {"schema_str": dumps(schema).decode()})
+    assert str(2**70 + 1) in str(golden)

@@ -349,7 +349,7 @@ def row_template_kwargs(params: Mapping[str, Any]) -> dict[str, Any]:
     if text is None:
         return of_effort
     try:
-        value = json.loads(text)
+        value = loads(text)
     except (TypeError, ValueError):
         value = None
     if not isinstance(value, dict):

@@ -362,9 +362,9 @@ def without_labels(text: str, *labels: str, any_case: bool = False) -> str:
     A judge may quote what it judges, or the question, before it says its label: the quote must not be read as its
     verdict.
     """
-    pattern = "|".join(re.escape(label) for label in labels if label) or "(?!)"
+    pattern = "|".join(f"{re.escape(label[0])}(?={re.escape(label[1:])})" for label in labels if label) or "(?!)"
     flags = re.IGNORECASE if any_case else re.NOFLAG
-    return re.sub(pattern, lambda found: f"{found[0][0]} {found[0][1:]}", text, flags=flags)
+    return re.sub(pattern, lambda found: f"{found[0]} ", text, flags=flags)  # each: labels may overlap
 
 
 # What chat templates set between messages. A server reads it out of a text too: an answer that holds it would end its

@@ -17,6 +17,7 @@ from recipes.environments.contract.rows import optional_object, require_str, sho
 from recipes.environments.swe.contract import SweTask
 from recipes.environments.swe.hidden_tests import WORKSPACE, command_of, expected_tests, names_of_tests
 from recipes.environments.swe.images import Listing, PartialNames, find_image
+from recipes.exact_json import loads
 from recipes.types import Row
 
 VISIBLE = frozenset(
@@ -71,8 +72,8 @@ def facts_of(row: Row) -> dict[str, Any]:
     metadata = optional_object(params, "metadata")
     text = metadata.get("instance_dict")
     try:
-        instance = json.loads(text) if isinstance(text, str) else text
-    except (ValueError, RecursionError):
+        instance = loads(text) if isinstance(text, str) else text
+    except ValueError:
         instance = text
     if instance is not None and not isinstance(instance, Mapping):
         raise wrong("instance_dict", text, "JSON text of an object")

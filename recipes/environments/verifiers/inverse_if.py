@@ -114,7 +114,7 @@ def score(response: Response, task: Task) -> Scoring:
         for criterion in task.criteria
     ]
     replies = yield [JudgeQuestion(messages=(("system", task.system), ("user", prompt))) for prompt in prompts]
-    scores = [float(verdict_of(last_message_text(reply))[0] == "PASS") for reply in replies]
+    scores = [float(verdict_of(last_message_text(reply), answer)[0] == "PASS") for reply in replies]
     passed = int(sum(scores))
     return Verdict(
         reward=aggregate(scores, [1.0] * len(scores), task.aggregation),
@@ -124,10 +124,11 @@ def score(response: Response, task: Task) -> Scoring:
     )
 
 
-def verdict_of(reply: str) -> tuple[str, str]:
+def verdict_of(reply: str, answer: str = "") -> tuple[str, str]:
     """Return ("PASS" or "FAIL", the judge's explanation or "").
 
     The key must be spelled out: in what a judge quotes it is broken, but not where an answer writes it with escapes.
+    Without the key a line that says PASS counts, unless the answer says it, too: then the line may quote it.
     """
     fenced = [block.strip().removeprefix("json") for block in reply.split("```")[1::2]]
     for candidate in (text for text in (*fenced, *json_objects(reply)) if LABEL in text):
@@ -146,7 +147,7 @@ def verdict_of(reply: str) -> tuple[str, str]:
             return "FAIL", ""
         for word in ("PASS", "FAIL"):
             if word in line:
-                return word, ""
+                return "FAIL" if word in answer.upper() else word, ""
     return "FAIL", ""
 
 

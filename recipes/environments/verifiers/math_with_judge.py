@@ -225,6 +225,7 @@ MAX_BITS = 300_000  # of a number that the library is given to work out; 20,000!
 MAX_SUM_BITS = 2 * MAX_BITS  # of all numbers of a formula: the library multiplies them
 MAX_BINOMIAL_BITS = 14_000  # of a binomial, which the library writes out
 MAX_LEVELS = 10  # of brackets: the library's time doubles with each
+MAX_WALK = 100  # levels of a row's own answer, of whose brackets the library is to say what it can read
 MAX_FORMULA = 1000  # characters of one formula that is read, or four times those of the expected answer
 MAX_STEPS = 5e7  # of the library's patterns in a text: what is not closed is read to the end, for each pair of boxes
 MAX_TRIED = 20  # formulas of that length that are given to the library's parsers, or shorter ones accordingly
@@ -269,8 +270,11 @@ BESIDE = re.compile(r"\s|(?<![\\a-zA-Z])[a-zA-Z]{2,20}(?![a-zA-Z])")  # spaces, 
 def with_named_giants(text: str) -> str:
     """Return a formula in which every power, factorial and binomial of more than MAX_BITS bits is a name for itself.
 
-    Two of them that are written alike get one name. What has more than MAX_SUM_BITS bits without them is one name.
+    Two of them that are written alike get one name. What has more than MAX_SUM_BITS bits without them is one name, and
+    so is what is nested deeper than the walk over it goes.
     """
+    if levels(text) > MAX_WALK:
+        return _name_of(text)
     giants: list[Part] = []
     _bits_of(text, giants)
     named, end = [], 0

@@ -117,7 +117,7 @@ def score(response: Response, task: Task) -> Scoring:
     items = [{"question": item.question, "pass_criteria": item.criterion} for item in task.rubric]
     prompts = [filled(task.template, {**values, **item}, labels=labels) for item in items]
     replies = yield [JudgeQuestion(messages=(("system", task.system), ("user", prompt))) for prompt in prompts]
-    words = [spoken(require_text(reply), task.yes, task.no) for reply in replies]
+    words = [spoken(require_text(reply), task.yes, task.no, answer) for reply in replies]
     passed = [word == item.passes_with for word, item in zip(words, task.rubric, strict=True)]
     return Verdict(
         reward=aggregate([float(value) for value in passed], [item.weight for item in task.rubric], task.aggregation),
@@ -145,13 +145,19 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def spoken(reply: str, yes: str, no: str) -> str:
-    """Return "YES" or "NO", as a judge's reply says last; "NO" when it says neither."""
+def spoken(reply: str, yes: str, no: str, answer: str = "") -> str:
+    """Return "YES" or "NO", as a judge's reply says last; "NO" when it says neither.
+
+    Without a label it is what the last line says, unless the answer says YES, too: then the line may quote it. With the
+    "" that is returned then, nothing passes.
+    """
     text = without_thinking(reply)
     last_yes, last_no = text.rfind(yes), text.rfind(no)
     if last_yes != last_no:
         return "YES" if last_yes > last_no else "NO"
-    return "YES" if "YES" in text.upper().rstrip().rpartition("\n")[2] else "NO"
+    if "YES" not in text.upper().rstrip().rpartition("\n")[2]:
+        return "NO"
+    return "" if "YES" in answer.upper() else "YES"
 
 
 TEXTS = {

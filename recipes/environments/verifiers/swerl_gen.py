@@ -55,6 +55,7 @@ from recipes.environments.contract import (
     wrong,
 )
 from recipes.environments.verifiers.checks.reports import FULL, NO, PARTIAL, resolution, statuses_in
+from recipes.exact_json import loads
 
 FENCE, THINK_START, THINK_END = "```", "<think>", "</think>"
 SOLUTION, SOLUTION_END = "<solution>", "</solution>"
@@ -356,7 +357,7 @@ def _parts(reply: Response, mark: str) -> tuple[dict[str, int], str]:
 
 def _files(text: str) -> tuple[tuple[str, str], ...]:
     try:
-        files = json.loads(text)
+        files = loads(text)
     except ValueError:
         files = None
     if not isinstance(files, Mapping) or not all(isinstance(content, str) for content in files.values()):
@@ -368,7 +369,7 @@ def _names(instance: Mapping[str, Any], field: str) -> tuple[str, ...]:
     value = instance.get(field)
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = loads(value)
         except ValueError:
             value = None
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):

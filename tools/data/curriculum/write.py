@@ -63,8 +63,8 @@ def template_kwargs(row: Row) -> dict[str, Any]:
     """Return the arguments that a row gives its chat template; raises `ValueError` for what is no object of JSON."""
     text = (row["responses_create_params"].get("metadata") or {}).get("chat_template_kwargs")
     try:
-        value = json.loads(text) if text else {}
-    except (TypeError, ValueError, RecursionError):
+        value = loads(text) if text else {}
+    except (TypeError, ValueError):
         value = None
     if not isinstance(value, dict):
         raise ValueError(f"metadata.chat_template_kwargs: got {str(text)[:80]!r}, expected JSON text of an object")

@@ -20,8 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.chat.messages import chat_request, flat_text
 from recipes.environments.chat.tool_calls import FlagPatterns
@@ -231,8 +229,8 @@ def unrewardable(row: Row, agents: Mapping[str, Agent]) -> str | None:
         )
     if verifier == "structured_outputs":
         try:
-            orjson.loads(row["schema_str"])
-        except orjson.JSONDecodeError as error:
+            loads(row["schema_str"])
+        except ValueError as error:
             return f"field 'schema_str': got no JSON ({error})"
     return None
 

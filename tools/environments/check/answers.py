@@ -21,6 +21,7 @@ import yaml
 
 from recipes.environments.contract.verifier import function_call_item, message_item, reasoning_item, response_object
 from recipes.environments.verifiers.calendar import minutes
+from recipes.exact_json import loads
 
 MAX_DEPTH = 40
 MAX_TEXT = 100_000  # characters: a schema may ask for any number, and an answer that long scores nothing
@@ -190,7 +191,7 @@ def _reasoning_gym(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _structured_outputs(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    value = instance_of(json.loads(row["schema_str"]))
+    value = instance_of(loads(row["schema_str"]))
     if row.get("response_mode") == "tool_call":
         key = row.get("tool_payload_key")
         payload = json.dumps({key: value} if key else value)

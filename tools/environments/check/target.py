@@ -22,12 +22,13 @@ from recipes.environments.contract.verifier import NoVerdict, Response, Verdict,
 from recipes.environments.instances import GROUP_VERIFIERS, VERIFIERS, servers_of
 from recipes.environments.sandbox.client import SandboxClient, client_of
 from recipes.environments.sandbox.server import Address, HostPort, SandboxServer
-from recipes.environments.scoring.clients import GroupClient, HttpVerifier, InProcessVerifier
+from recipes.environments.scoring.clients import GroupClient, HttpVerifier, InProcessVerifier, is_number
 from recipes.environments.scoring.judge import JudgeClient
 from recipes.environments.scoring.pool import ScoringPool
 from recipes.environments.verifiers.office.tables import paths_of_tables
 from recipes.environments.verifiers.workplace_assistant import TABLES
 from recipes.errors import InputError, Problem
+from recipes.exact_json import loads
 from recipes.types import Row
 from tools.environments.check.answers import KEY
 from tools.environments.check.judge import REFERENCE, Judge
@@ -73,11 +74,11 @@ def _post(url: str, body: bytes) -> tuple[int | None, bytes]:
 
 def _has_reward(reply: bytes) -> bool:
     try:
-        found = json.loads(reply)
-    except (ValueError, RecursionError):
+        found = loads(reply)
+    except ValueError:
         return False
     failed = isinstance(found, dict) and (found.get("_ng_failure_class") or found.get("mask_sample"))
-    return isinstance(found, dict) and not failed and isinstance(found.get("reward"), int | float)
+    return isinstance(found, dict) and not failed and is_number(found.get("reward"))
 
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "configs" / "environments" / "examples"

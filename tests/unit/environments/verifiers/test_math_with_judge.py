@@ -333,6 +333,8 @@ def test_a_long_formula_beside_the_answer_does_no_harm(answer: Answer) -> None:
         (f"{'((' * 20} 1 {'))' * 20} so \\boxed{{5}}", 1.0),
     ):
         assert score(answer(text), Task(expected_answer="5")).reward == reward, text[-40:]  # type: ignore[union-attr]
+    deep = Task(expected_answer="[" * 100_000)  # a row that nobody can answer
+    assert score(answer("\\boxed{5}"), deep).reward == 0.0  # type: ignore[union-attr]
     same = "x+" * 600 + "x"
     assert score(answer(f"\\boxed{{{same}}}"), Task(expected_answer=same)).reward == 1.0  # type: ignore[union-attr]
 

@@ -16,6 +16,7 @@ from recipes.environments.contract.verifier import (
     message_item,
     reasoning_item,
     response_object,
+    without_labels,
 )
 from recipes.environments.instances import VERIFIERS
 from recipes.environments.scoring.clients import InProcessVerifier
@@ -42,6 +43,9 @@ CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {  # verifier, row, wha
 }
 
 
+UNCLEAR = 0.5  # what the published settings of two verifiers pay for a reply without a label
+
+
 @pytest.mark.parametrize("is_asked", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_a_quote_is_no_verdict(case: str, is_asked: bool) -> None:
@@ -56,11 +60,36 @@ def test_a_quote_is_no_verdict(case: str, is_asked: bool) -> None:
     assert isinstance(questions[0], JudgeQuestion)
     prompt = questions[0].messages[-1][1]
     quoted = prompt[prompt.index("mine: ") : prompt.index(" end")]
-    reply = response_object([message_item(f'It says "{quoted}".\n{disapproves}')])
-    scored = advance(verifier.score(answer, task), [[reply]])
-    while not isinstance(scored, Verdict):  # asked again, about the whole text
-        scored = advance(verifier.score(answer, task), [[reply], [reply]])
-    assert scored.reward == 0.0
+    quote = f'It says "{quoted}".'
+    for said in (f"{quote}\n{disapproves}", *([] if is_asked else [quote])):
+        reply = response_object([message_item(said)])
+        scored = advance(verifier.score(answer, task), [[reply]])
+        while not isinstance(scored, Verdict):  # asked again, about the whole text
+            scored = advance(verifier.score(answer, task), [[reply], [reply]])
+        assert scored.reward <= (UNCLEAR if said == quote else 0.0), said
+
+
+@pytest.mark.parametrize(("name", "word"), [("multichallenge", "yes"), ("inverse_if", "pass")])
+def test_a_last_line_without_a_label_counts_unless_it_may_be_a_quote(name: str, word: str) -> None:
+    verifier, reply = VERIFIERS[name], response_object([message_item(f"I say: {word}")])
+    for criteria in ("YES", "NO"):
+        rubric = [{"question": "q", "criteria": "c", "pass_criteria": criteria}]
+        task = verifier.parse_task({**ASKED, "context": "c", "rubric": rubric}, verifier.settings())
+        for text in ("It is Rome.", f"It is Rome, {word}."):
+            scored = advance(verifier.score(response_object([message_item(text)]), task), [[reply]])
+            assert isinstance(scored, Verdict)
+            may_pass = text == "It is Rome." and (name == "inverse_if" or criteria == "YES")
+            assert scored.reward == float(may_pass), (criteria, text)
+
+
+def test_labels_that_overlap_are_all_broken() -> None:
+    for text, label in (
+        ("a===b", "=="),
+        ("[[[YES]]]", "[[YES]]"),
+        ("ababa", "aba"),
+        ("Response Harm: x", "response harm:"),
+    ):
+        assert label not in without_labels(text, label, any_case=True).lower(), text
 
 
 @pytest.mark.parametrize("spelling", ["_", "\\u005f"])
