@@ -1,7 +1,8 @@
 """Tasks in plain English for a small language model that has learned to chat: sums, one instruction, records.
 
 They are of three kinds that the published blends have, and short enough for a model of a hundred million parameters,
-which solves each of them now and then. There is no warm-up on them: `right` and `wrong` say only what is meant.
+which solves each of them now and then. There is no warm-up on them: `right` and `wrong` say only what is meant. What
+needs no reading earns nothing: a bare word, the prompt or a part of it, one word again and again, values made up.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ TOPICS = (
 KEYWORDS = ("blue", "old", "happy", "small", "bright", "quiet", "friend", "morning", "water", "home", "always", "never")
 THINGS = ("apples", "books", "coins", "cards", "stamps", "shells", "balls", "pens")
 EMPTY = {"name": "", "age": 0, "city": ""}  # what the prompt shows
-FILLED = {"name": {"minLength": 1}, "age": {"minimum": 1}, "city": {"minLength": 1}}
+ECHOED = ("word", "sentence")  # the prompt's words, of which no part that holds its topic is without one
+MIN_WORDS = 4
 
 
 def _right(problem: TinyProblem) -> str:
@@ -44,18 +46,18 @@ def _draw_sum(rng: Random) -> TinyProblem:
 
 
 def _draw_sentence(rng: Random) -> TinyProblem:
-    """Ask for a sentence with a word that keeps one more rule: words alone, or a rule alone, earn nothing."""
+    """Ask for a sentence with a word that keeps one more rule; neither words alone nor the prompt again are one."""
     topic, word, limit = rng.choice(TOPICS), rng.choice(KEYWORDS), rng.randint(8, 14)
     plain = f"I like the {topic}."
     rules: tuple[tuple[str, str, dict[str, Any], str, str], ...] = (
-        (f'Use the word "{word}", too', "keywords:existence", {"keywords": [word]}, f"The {topic}: {word}.", plain),
+        (f'Use the word "{word}"', "keywords:existence", {"keywords": [word]}, f"The {topic} is {word}.", plain),
         ("Use no commas", "punctuation:no_comma", {}, plain, f"Yes, {plain}"),
         (
             f"Use fewer than {limit} words",
             "length_constraints:number_words",
             {"num_words": limit, "relation": "less than"},
             plain,
-            plain * limit,
+            plain + " I like it" * limit,
         ),
         (
             f'Begin with the word "{word}"',
@@ -68,10 +70,19 @@ def _draw_sentence(rng: Random) -> TinyProblem:
     )
     said, check, arguments, right, wrong = rng.choice(rules)
     return TinyProblem(
-        prompt=f'Write one short sentence with the word "{topic}". {said}.',
+        prompt=f'{said}. Write one short sentence with the word "{topic}".',
         fields={
-            "instruction_id_list": ["keywords:existence", check],
-            "kwargs": [{"keywords": [topic]}, arguments],
+            "instruction_id_list": [
+                *("keywords:existence", "keywords:frequency", "length_constraints:number_words"),
+                *("keywords:forbidden_words", check),
+            ],
+            "kwargs": [
+                {"keywords": [topic]},
+                {"keyword": topic, "frequency": 3, "relation": "less than"},
+                {"num_words": MIN_WORDS, "relation": "at least"},
+                {"forbidden_words": list(ECHOED)},
+                arguments,
+            ],
             "grading_mode": "binary",
         },
         facts={"right": right, "wrong": wrong},
@@ -79,11 +90,11 @@ def _draw_sentence(rng: Random) -> TinyProblem:
 
 
 def _draw_person(rng: Random) -> TinyProblem:
-    """Describe somebody, and ask for two facts as JSON; an echo of the empty example earns nothing."""
+    """Describe somebody, and ask for two facts as JSON: neither the empty example nor other facts earn anything."""
     facts = {"name": rng.choice(NAMES), "age": rng.randint(18, 80), "city": rng.choice(CITIES)}
     said = {"name": f"named {facts['name']}", "age": f"{facts['age']} years old", "city": f"from {facts['city']}"}
     wanted = rng.sample(list(facts), 2)
-    properties = {key: {"type": FIELD_TYPES[key], **FILLED[key]} for key in wanted}
+    properties = {key: {"type": FIELD_TYPES[key], "const": facts[key]} for key in wanted}
     schema = {"type": "object", "properties": properties, "required": wanted}
     example, right = (json.dumps({key: source[key] for key in wanted}) for source in (EMPTY, facts))
     return TinyProblem(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
 from random import Random
 from typing import Any
 
@@ -30,6 +33,28 @@ def test_right_demonstrations_earn_everything_and_wrong_ones_little(task: TinyTa
         wrong.append(reward(task, row, task.wrong(problem, rng)))
     assert sum(wrong) / len(wrong) < 0.5
     assert min(wrong) == 0.0
+
+
+def unread(prompt: str) -> list[str]:
+    """Return answers that need no reading: words, values that somebody made up, the prompt and every part of it."""
+    words, quoted = prompt.split(), re.findall(r'"([a-z]+)"', prompt)
+    parts = [" ".join(words[start:end]) for start in range(len(words)) for end in range(start + 1, len(words) + 1)]
+    bare = [*(" ".join(quoted[::step]) for step in (1, -1)), *(" ".join([word] * 6) for word in quoted)]
+    made_up = itertools.combinations((("name", "John"), ("age", 1), ("city", "New York")), 2)
+    return [*parts, *bare, *(json.dumps(dict(pair)) for pair in made_up), "0", "1", "{}", "", "Sure!", "I do not know."]
+
+
+@pytest.mark.parametrize("task", ENGLISH_TASKS, ids=lambda task: task.agent)
+def test_what_needs_no_reading_earns_nothing(task: TinyTask) -> None:
+    rng = Random(7)
+    for _ in range(5):
+        problem, other = task.draw(rng), task.draw(rng)
+        wanted = problem.fields.get("kwargs", [{"keywords": [problem.facts["right"]]}])[0]["keywords"][0]
+        while set(re.findall(r"\w+", wanted)) <= set(re.findall(r"\w+", other.facts["right"])):
+            other = task.draw(rng)
+        row = make_row(task, problem)
+        for text in (*unread(problem.prompt), other.facts["right"]):
+            assert reward(task, row, f"</think>{text}") == 0.0, (problem.prompt, text)
 
 
 def test_rows_have_the_production_format() -> None:
