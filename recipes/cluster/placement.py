@@ -7,7 +7,7 @@ reservation that the cluster cannot fulfil fails at its deadline, and the error 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,9 +128,18 @@ def elsewhere(options: ActorOptions, *, besides: Collection[str]) -> ActorOption
 
 
 def node_of(options: ActorOptions) -> str:
-    """Return the name of the node on which an actor with these options is placed; empty when it has no place."""
+    """Return the name of the node on which an actor with these options is placed; empty when it has no place.
+
+    In a job that is Slurm's name, which may differ from the host's; else Ray's own, an address, says less than this.
+    """
     node = _node_id_of(options)
-    return next((str(one["NodeManagerHostname"]) for one in ray.nodes() if one["NodeID"] == node), "")
+    return next((name_of(one) for one in ray.nodes() if one["NodeID"] == node), "")
+
+
+def name_of(node: Mapping[str, Any]) -> str:
+    """Return the name of an entry of `ray.nodes()`."""
+    has_name = node["NodeName"] not in ("", node["NodeManagerAddress"])
+    return str(node["NodeName"] if has_name else node["NodeManagerHostname"])
 
 
 def _node_id_of(options: ActorOptions) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -21,8 +22,8 @@ UNITS = 2  # of each node
 def nodes() -> Iterator[set[str]]:
     node = {"num_cpus": 1, "resources": {"worker_units": UNITS}}
     cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-    for _ in range(2):
-        cluster.add_node(**node)
+    for name in ("gpu-2", "gpu-3"):
+        cluster.add_node(**node, node_name=name)
     ray.init(address=cluster.address)
     yield {one["NodeID"] for one in ray.nodes()}
     ray.shutdown()
@@ -38,6 +39,7 @@ def test_another_node_is_tried_as_long_as_one_is_free_and_the_same_node_only_the
         assert found.move().startswith("at another place, on node ")
         tried.append(placement._node_id_of(found.options))
     assert set(tried) == nodes, "three nodes, each once"
+    assert {placement.name_of(one) for one in ray.nodes()} == {"gpu-2", "gpu-3", socket.gethostname()}
     said = [found.move() for _ in range(4)]
     words = [text.partition(", on node ")[0] for text in said]
     assert words == ["at another place"] * 3 + ["at the same place, for no other is free"]

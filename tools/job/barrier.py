@@ -117,10 +117,9 @@ def report_missing(names: Sequence[str], what: str, log_dir: Path, pattern: str)
 
 
 EXIT_NODE = BringUpError.exit_code  # for a node: another start leaves it out; see requeue.sh
-GRACE_SECONDS, GRACE_SHARE = (
-    120.0,
-    1 / 15,
-)  # that late nodes get once enough are there: longer than a port is waited for
+# What late nodes get once enough are there: the lesser of these seconds, longer than a port is waited for, and this
+# share of all the time.
+GRACE_SECONDS, GRACE_SHARE = 120.0, 1 / 15
 _SETTLE_SECONDS = 5.0  # in which all nodes that cannot be used have said so
 _NOTES_SECONDS = 2.0  # between two looks for such notes, which the job's file system bears
 _UNUSABLE = "unusable_"

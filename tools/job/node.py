@@ -160,6 +160,7 @@ def start_command(node: Node) -> list[str]:
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
         *(("--head", "--include-dashboard=false") if node.is_head else (f"--address={node.head}:{ports.gcs}",)),
         *((f"--node-ip-address={address}",) if address else ()),
+        *((f"--node-name={name}",) if (name := os.environ.get("SLURMD_NODENAME")) else ()),  # by which errors name it
         *((f"--temp-dir={node.temp / RAY}",) if node.is_head else ()),  # the others take the head's path
         f"--num-cpus={node.units}",
         f"--num-gpus={gpus}",

@@ -189,6 +189,6 @@ class FollowingClient(EngineClient):
             await asyncio.sleep(RECONNECT_SECONDS)
             try:
                 return await self.reconnect(engine)
-            except EngineError as error:
+            except Exception as error:  # whatever it is: nobody else would connect to it again
                 if time.monotonic() > end:
                     self.router.close(engine, str(error))

@@ -330,3 +330,21 @@ async def test_what_a_row_says_reaches_the_engine_as_a_number(case: Case) -> Non
     assert request.sampling.max_tokens == 1
     case.first.answer(request)
     assert await outcome(task) == (7,)
+
+
+async def test_a_connection_is_tried_again_whatever_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody else would: the task that does it is nobody's to wait for."""
+    monkeypatch.setattr(client_module, "RECONNECT_SECONDS", 0.0)
+    client = FollowingClient("worker", 1, max_model_len=16, deadline_seconds=SECONDS)
+    tries: list[int] = []
+
+    async def reconnect(engine: int) -> None:
+        tries.append(engine)
+        if len(tries) == 1:
+            raise UnicodeError("a name that cannot be one")
+
+    monkeypatch.setattr(client, "reconnect", reconnect)
+    await asyncio.wait_for(client._connect_again(0), SECONDS)
+    assert tries == [0, 0]

@@ -47,12 +47,14 @@ def test_missing_gpus_are_named_and_a_machine_without_a_driver_uses_its_cpus(dev
 def test_a_node_says_what_the_job_decided(tmp_path, monkeypatch):
     monkeypatch.setattr(ray_start, "count_gpus", lambda: 8)
     monkeypatch.setattr(ray_start, "own_address", lambda: "10.0.0.7")
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu-7")
     head = start_command(make_node(tmp_path, is_head=True))
     worker = start_command(make_node(tmp_path, is_head=False))
     for command in (head, worker):
         assert "--num-gpus=8" in command
         assert '--resources={"worker_units": 8}' in command
         assert "--node-ip-address=10.0.0.7" in command
+        assert "--node-name=gpu-7" in command, "which may differ from the host's"
         assert not [word for word in command if word.startswith("--object-store-memory")]  # Ray's own share
     assert "--port=1200" in head and "--temp-dir=/tmp/rl-7-0-ab/ray" in head
     assert "--address=n1:1200" in worker
