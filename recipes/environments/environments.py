@@ -182,8 +182,8 @@ class Environments:
     def ask_judges_at(self, addresses: Mapping[str, Sequence[str]]) -> None:
         """Ask judges, by name, at these addresses from the next question on."""
         for client in self._clients.values():
-            if isinstance(client, InProcessVerifier | GroupClient) and client.judge and client.judge.name in addresses:
-                client.judge.urls = tuple(addresses[client.judge.name])
+            if isinstance(client, InProcessVerifier | GroupClient) and client.judge:
+                client.judge.ask_at(addresses)
 
     def check_row(self, row: Row) -> list[str]:
         """Return what is wrong with one data row, empty when it can be run."""

@@ -11,12 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from recipes.types import NUM_FLAGS, Group, PolicyRow, RolloutHeader, TrainBatch, TurnFlags
+from recipes.config.keys.derive import has_group_baseline
+from recipes.grpo.loss import grpo_loss, sampled_kl, untrained_loss
+from recipes.types import NUM_FLAGS, Group, LossSums, PolicyRow, ReferenceUse, RolloutHeader, TrainBatch, TurnFlags
 
 if TYPE_CHECKING:
     from recipes.config.tree import AdvEstimatorConfig, Config, GrpoConfig, LossConfig
@@ -26,8 +29,6 @@ _EPS = 1e-6  # added to the deviation, as in the reference
 # reward differs from equal others an advantage of thousands, so the difference is then not divided.
 _MIN_RELATIVE_STD = 1e-3
 _MIN_VARIANCE = 1e-8  # of a batch's tokens in Reinforce++, as in the reference
-
-REINFORCE, DISTILLATION = "reinforce_plus_plus", "on_policy_distillation"
 
 
 def group_baseline(rewards_G: Tensor, valid_G: Tensor, *, leave_one_out: bool) -> tuple[Tensor, Tensor]:
@@ -186,19 +187,6 @@ def _relative_to_batch(batch: Estimated, cfg: AdvEstimatorConfig, *, of_ranks: b
     return torch.where(batch.valid_B, (advantages_B - whole.mean) * whole.scale, 0.0)
 
 
-def _relative_to_teacher(batch: Estimated, cfg: AdvEstimatorConfig, *, of_ranks: bool) -> Tensor:
-    """On-policy distillation: each token's advantage comes from `distil`; rewards play no part."""
-    del cfg, of_ranks
-    return torch.zeros_like(batch.rewards_B, dtype=torch.float64)
-
-
-ESTIMATORS: dict[str, Callable[..., Tensor]] = {
-    "grpo": _relative_to_group,
-    REINFORCE: _relative_to_batch,
-    DISTILLATION: _relative_to_teacher,
-}
-
-
 def rollout_advantages(
     rewards_B: Tensor,
     group_B: Tensor,
@@ -206,11 +194,17 @@ def rollout_advantages(
     tokens_B: Tensor,
     cfg: AdvEstimatorConfig,
     *,
-    kl_in_reward: bool = False,
+    of_ranks: bool = False,
 ) -> Tensor:
-    """Return one advantage per rollout by the configured estimator, float64; 0 for invalid members."""
+    """Return one advantage per rollout by the configured estimator, float64; 0 for invalid members.
+
+    With `of_ranks` the ranks make one per token of it; they are all 0 where rewards play no part.
+    """
+    estimate = ALGORITHMS[cfg.name].estimate
+    if estimate is None:
+        return torch.zeros_like(rewards_B, dtype=torch.float64)
     batch = Estimated(rewards_B=rewards_B, group_B=group_B, valid_B=valid_B, tokens_B=tokens_B)
-    return ESTIMATORS[cfg.name](batch, cfg, of_ranks=kl_in_reward)
+    return estimate(batch, cfg, of_ranks=of_ranks)
 
 
 def distil(
@@ -276,47 +270,93 @@ def nll_weights(rewards_B: Tensor, tokens_B: Tensor, cfg: LossConfig) -> Tensor:
     return torch.where(positive_B, cfg.positive_example_nll_weight * scale, 0.0).float()
 
 
-def has_group_baseline(cfg: AdvEstimatorConfig) -> bool:
-    """Whether a rollout is compared with the others of its group, so that one alone teaches nothing."""
-    return cfg.name == "grpo" or (cfg.name == REINFORCE and cfg.minus_baseline)
-
-
 def advantage_bounds(cfg: GrpoConfig) -> tuple[float, float]:
     """Return the bounds that every advantage is clipped to; infinite where there is none."""
     low, high = cfg.advantage_clip_low, cfg.advantage_clip_high
     return -math.inf if low is None else low, math.inf if high is None else high
 
 
+def _to_start(config: Config) -> ReferenceUse | None:
+    """Compare with the start weights where the KL to them has a weight, in the loss or in the reward."""
+    loss = config.loss_fn
+    if loss.reference_policy_kl_penalty == 0:
+        return None
+    if not loss.use_kl_in_reward:
+        return ReferenceUse()
+    return ReferenceUse(
+        token_advantages=partial(
+            subtract_kl,
+            kl=partial(sampled_kl, cfg=loss),
+            weight=loss.reference_policy_kl_penalty,
+            bounds=advantage_bounds(config.grpo),
+        )
+    )
+
+
+def _to_teacher(config: Config) -> ReferenceUse:
+    return ReferenceUse(token_advantages=partial(distil, bounds=advantage_bounds(config.grpo)), keeps_start=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """What an algorithm learns from."""
+
+    estimate: Callable[..., Tensor] | None  # from rewards to one advantage per rollout; None: rewards play no part
+    reference: Callable[[Config], ReferenceUse | None] = _to_start  # what the policy is compared with
+    loss: Callable[..., LossSums] = grpo_loss
+
+
+HEALING = "healing"  # the name of no estimator: the policy stays as it is, and its heads have a loss of their own
+ALGORITHMS: dict[str, Algorithm] = {
+    "grpo": Algorithm(estimate=_relative_to_group),
+    "reinforce_plus_plus": Algorithm(estimate=_relative_to_batch),
+    "on_policy_distillation": Algorithm(estimate=None, reference=_to_teacher),
+    HEALING: Algorithm(estimate=None, reference=lambda config: None, loss=untrained_loss),
+}
+
+
+def algorithm_of(config: Config) -> Algorithm:
+    """Return the algorithm of a configuration: its estimator's, or healing where only the heads are trained."""
+    return ALGORITHMS[HEALING if config.policy.megatron_cfg.freeze_trunk else config.grpo.adv_estimator.name]
+
+
 def add_advantages(batch: TrainBatch, groups: Sequence[Group], config: Config) -> tuple[TrainBatch, dict[str, float]]:
     """Fill in the advantages: estimate, overwrite flagged turns, clip; mask groups left with one valid member.
 
-    The sample mask is final after this, so the counts of what is trained on are reported here, and the factors of the
-    positive-example loss are set.
+    Where rewards play no part, no turn has an advantage for its flags either: it is a penalty in units of advantages
+    that rewards give. The sample mask is final after this, so the counts of what is trained on are reported here, and
+    the factors of the positive-example loss are set.
     """
-    cfg = config.grpo
+    cfg, algorithm = config.grpo, algorithm_of(config)
     valid_B = (batch.sample_mask_B > 0) & ~batch.rewards_B.isnan()
-    if has_group_baseline(cfg.adv_estimator):
+    if has_group_baseline(config):
         num_valid_P = torch.bincount(batch.group_B, weights=valid_B.double())
         valid_B &= num_valid_P[batch.group_B] >= 2
     rollouts = [rollout for group in groups for rollout in group.rollouts]
+    metrics = _turn_metrics(rollouts)
     tokens_B = torch.tensor([rollout.num_generated_tokens for rollout in rollouts]) * valid_B
-    of_ranks = config.loss_fn.use_kl_in_reward or cfg.adv_estimator.name == DISTILLATION  # they know them by token
+    with_nll = config.loss_fn.positive_example_nll_weight > 0
+    batch = replace(
+        batch,
+        sample_mask_B=batch.sample_mask_B * valid_B,
+        nll_weight_B=nll_weights(batch.rewards_B, tokens_B, config.loss_fn) if with_nll else None,
+    )
+    if algorithm.estimate is None:
+        return batch, metrics
+    reference = algorithm.reference(config)
+    of_ranks = reference is not None and reference.token_advantages is not None  # they know them by token
     advantages_B = rollout_advantages(
-        batch.rewards_B, batch.group_B, valid_B, tokens_B, cfg.adv_estimator, kl_in_reward=of_ranks
+        batch.rewards_B, batch.group_B, valid_B, tokens_B, cfg.adv_estimator, of_ranks=of_ranks
     )
     of_flags = advantages_of_flags(
         invalid_tool_call=cfg.invalid_tool_call_advantage, malformed_thinking=cfg.malformed_thinking_advantage
     )
     low, high = advantage_bounds(cfg)
-    with_nll = config.loss_fn.positive_example_nll_weight > 0
     final = replace(
         batch,
-        sample_mask_B=batch.sample_mask_B * valid_B,
         advantages_B=advantages_B.float() if of_ranks else advantages_B.float().clamp(low, high),
         flag_advantages=tuple(None if value is None else min(max(value, low), high) for value in of_flags),
-        nll_weight_B=nll_weights(batch.rewards_B, tokens_B, config.loss_fn) if with_nll else None,
     )
-    metrics = _turn_metrics(rollouts)
     if not of_ranks:  # else a token's advantage is known to the ranks alone, which measure it
         zero_groups = [not advantages_B[batch.group_B == group].any() for group in range(len(groups))]
         metrics |= _token_metrics(advantages_B, of_flags, final, rollouts)

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.text import Text
 
 from recipes.cluster.starts import Starts
-from recipes.config.keys.derive import derive
+from recipes.config.keys.derive import derive, has_group_baseline
 from recipes.errors import RecipeError, RunError, StalledError
 from recipes.files import sync_files, unused, write_atomically
 from recipes.grpo.causes import causes
@@ -351,7 +351,8 @@ class Recorder:
         seconds, self._recorded_at = now - self._recorded_at, now
         if groups:
             self.state.step_seconds = 0.8 * (self.state.step_seconds or seconds) + 0.2 * seconds
-            metrics.add(aggregate_rollouts(groups, self.state.step - 1))
+            compares = has_group_baseline(self.config)
+            metrics.add(aggregate_rollouts(groups, self.state.step - 1, compares=compares))
             metrics.add({"buffer_size": float(len(self.collector.buffer))})
             metrics.add(self._alarms.masked(metrics.as_dict(), self.state.step))
             parts = derive(self.config).samples_per_step // self.config.policy.train_global_batch_size

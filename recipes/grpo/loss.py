@@ -46,29 +46,40 @@ def grpo_loss(
     applied_BT = weight_BT if cfg.use_importance_sampling_correction else torch.ones_like(surrogate_BT)
     actor, count = _mean(applied_BT * surrogate_BT, inputs, cfg)
 
-    penalty = actor.new_zeros(())
+    loss, terms = actor, Metrics()
     if cfg.reference_policy_kl_penalty > 0 and not cfg.use_kl_in_reward:
         penalty, _ = _mean(reference_kl(logprobs_BT, inputs, cfg), inputs, cfg)
-    loss = actor + cfg.reference_policy_kl_penalty * penalty
-    nll = actor.new_zeros(()), actor.new_zeros(())
+        loss = loss + cfg.reference_policy_kl_penalty * penalty
+        terms["kl_penalty"] = penalty.detach(), count
     if inputs.nll_weight_B is not None:
         loss = loss - (logprobs_BT * mask_BT * inputs.nll_weight_B[:, None]).sum()
-        nll = _mean_tokens(-logprobs_BT.detach(), mask_BT * (inputs.nll_weight_B > 0)[:, None])
+        positive_BT = mask_BT * (inputs.nll_weight_B > 0)[:, None]
+        terms["positive_nll_loss"] = _mean_tokens(-logprobs_BT.detach(), positive_BT)
+    if out_of_bounds is not None:
+        terms["is_oob_ratio"] = out_of_bounds
 
     with torch.no_grad():
-        metrics = mismatch | _divergence_metrics(logprobs_BT, prev_BT, inputs, cfg)
+        metrics = mismatch | _divergence_metrics(logprobs_BT, prev_BT, inputs, cfg) | _counts(inputs) | terms
         metrics |= _ratio_metrics(ratio_BT.detach(), clamped_BT.detach(), mask_BT)
         metrics |= {
             "loss": (loss.detach(), count),
-            "kl_penalty": (penalty.detach(), count),
-            "positive_nll_loss": nll,
             "sampling_importance_ratio": _mean_tokens(weight_BT.expand_as(mask_BT), mask_BT),
-            "is_oob_ratio": out_of_bounds,
-            "num_valid_samples": inputs.sample_mask_B.sum(),
-            "global_valid_seqs": inputs.sample_mask_B.sum(),
-            "global_valid_toks": mask_BT.sum(),
         }
     return LossSums(loss=loss, count=count, sample_mask_B=inputs.sample_mask_B, metrics=metrics)
+
+
+@torch.no_grad()
+def untrained_loss(
+    logprobs_BT: Tensor, inputs: LossInputs, *, cfg: LossConfig, mismatch_threshold: float | None
+) -> LossSums:
+    """Return the sums of a microbatch by which the policy learns nothing: which sequences count, and how far apart
+    engine and policy are. The loss is 0 and no metric: nothing computes one.
+    """
+    inputs, mismatch = mask_mismatched(inputs, mismatch_threshold)
+    counts = _counts(inputs)
+    metrics = mismatch | _divergence_metrics(logprobs_BT, logprobs_BT, inputs, cfg) | counts
+    nothing, tokens = logprobs_BT.new_zeros(()), (inputs.token_mask_BT * inputs.sample_mask_B[:, None]).sum()
+    return LossSums(loss=nothing, count=tokens, sample_mask_B=inputs.sample_mask_B, metrics=metrics)
 
 
 @torch.no_grad()
@@ -124,8 +135,8 @@ def clipped_surrogate(
     return surrogate_BT
 
 
-def importance_weights(prev_BT: Tensor, inputs: LossInputs, cfg: LossConfig) -> tuple[Tensor, Mean]:
-    """Return exp(p - g), truncated as configured, and the share of tokens or sequences out of bounds.
+def importance_weights(prev_BT: Tensor, inputs: LossInputs, cfg: LossConfig) -> tuple[Tensor, Mean | None]:
+    """Return exp(p - g), truncated as configured, and the share of tokens or sequences out of bounds, if there are any.
 
     The weight is [B, T], or [B, 1] for sequence-level ratios. `tis` clamps it, `icepop` zeroes it outside
     [min, max], `seq-mask-tis` zeroes whole sequences by their geometric mean.
@@ -140,7 +151,7 @@ def importance_weights(prev_BT: Tensor, inputs: LossInputs, cfg: LossConfig) -> 
     low = cfg.truncated_importance_sampling_ratio_min
     kind = cfg.truncated_importance_sampling_type
     if high is None:
-        return weight_BT, _mean_tokens(torch.zeros_like(mask_BT), mask_BT)
+        return weight_BT, None
     if kind == "seq-mask-tis":
         tokens_B = inputs.token_mask_BT.sum(dim=1)
         mean_B = ((prev_BT - inputs.generation_logprobs_BT) * inputs.token_mask_BT).sum(dim=1) / (tokens_B + _EPS)
@@ -200,6 +211,14 @@ def reference_kl(logprobs_BT: Tensor, inputs: LossInputs, cfg: LossConfig) -> Te
     if cfg.kl_output_clamp_value is not None:
         kl_BT = kl_BT.clamp(-cfg.kl_output_clamp_value, cfg.kl_output_clamp_value)
     return kl_BT
+
+
+def _counts(inputs: LossInputs) -> Metrics:
+    return {
+        "num_valid_samples": inputs.sample_mask_B.sum(),
+        "global_valid_seqs": inputs.sample_mask_B.sum(),
+        "global_valid_toks": (inputs.token_mask_BT * inputs.sample_mask_B[:, None]).sum(),
+    }
 
 
 def _mean_tokens(values_BT: Tensor, mask_BT: Tensor) -> Mean:

@@ -86,8 +86,12 @@ class StepMetrics:
         return {**self._values, **{TIMING_PREFIX + name: seconds for name, seconds in self._seconds.items()}}
 
 
-def aggregate_rollouts(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """Summarise the rollouts of a batch that is trained at weight `version`."""
+def aggregate_rollouts(groups: Sequence[Group], version: int, *, compares: bool = True) -> dict[str, float]:
+    """Summarise the rollouts of a batch that is trained at weight `version`.
+
+    `compares`: a rollout is compared with the others of its group. Else a group of one trains, and so does one whose
+    rewards are all equal.
+    """
     columns: dict[str, list[Any]] = {}
     for group in groups:
         for key, value in _group_metrics(group).items():
@@ -103,7 +107,7 @@ def aggregate_rollouts(groups: Sequence[Group], version: int) -> dict[str, float
         if columns[key]:
             metrics[f"{key}/p50"] = percentile(columns[key], 0.50)
             metrics[f"{key}/p99"] = percentile(columns[key], 0.99)
-    return {**metrics, **_counts(groups, rollouts), **_ages(groups, version)}
+    return {**metrics, **_counts(groups, rollouts, compares=compares), **_ages(groups, version)}
 
 
 def rates(values: Mapping[str, float], seconds: float, *, train_gpus: int, generation_gpus: int) -> dict[str, float]:
@@ -231,7 +235,7 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
     return spread
 
 
-def _counts(groups: Sequence[Group], rollouts: Sequence[RolloutHeader]) -> dict[str, float]:
+def _counts(groups: Sequence[Group], rollouts: Sequence[RolloutHeader], *, compares: bool) -> dict[str, float]:
     """Count how the rollouts ended, and the groups without a training signal."""
     statuses = Counter(rollout.status for rollout in rollouts)
     counts = {f"rollout_status/{status.value}": float(statuses[status]) for status in RolloutStatus}
@@ -239,7 +243,10 @@ def _counts(groups: Sequence[Group], rollouts: Sequence[RolloutHeader]) -> dict[
     if prompts:
         counts["mean_prompt_length"] = sum(prompts) / len(prompts)  # tokens before the first answer
     rewards = [{rollout.reward for rollout in group.rollouts if rollout.is_valid} for group in groups]
-    trainable = [group.num_valid >= 2 for group in groups]
+    trainable = [group.num_valid >= (2 if compares else 1) for group in groups]
+    if compares:
+        alike = (ok and len(distinct) == 1 for ok, distinct in zip(trainable, rewards, strict=True))
+        counts["num_groups_zero_variance"] = float(sum(alike))
     return {
         **counts,
         "num_rollouts": float(len(rollouts)),
@@ -249,9 +256,6 @@ def _counts(groups: Sequence[Group], rollouts: Sequence[RolloutHeader]) -> dict[
         "total_num_tokens": float(sum(rollout.num_tokens for rollout in rollouts)),  # unpadded, prompts included
         "num_groups": float(len(groups)),
         "num_groups_too_few_valid": float(trainable.count(False)),
-        "num_groups_zero_variance": float(
-            sum(ok and len(distinct) == 1 for ok, distinct in zip(trainable, rewards, strict=True))
-        ),
     }
 
 

@@ -377,9 +377,9 @@ class RolloutCollector:
         self._fill()
 
     async def run_group(self, row: Row, sampling: Sampling, *, affinity: int, num: int = 0) -> StoredGroup:
-        """Have a worker sample `num` (default G) rollouts of one row."""
+        """Have a worker sample G rollouts of one row to train on, or `num` that only measure."""
         count = num or self.settings.num_generations_per_prompt
-        request = GroupRequest(row=row, sampling=sampling, affinity=affinity, num_rollouts=count)
+        request = GroupRequest(row=row, sampling=sampling, affinity=affinity, num_rollouts=count, is_trained=num == 0)
         return await self._workers.run_group(request)
 
 

@@ -24,7 +24,7 @@ from recipes.generation.generation import Generation
 from recipes.generation.judges import Judges
 from recipes.generation.serving.requests import AtPush
 from recipes.grpo import refit
-from recipes.grpo.advantage import DISTILLATION, advantage_bounds, distil, subtract_kl
+from recipes.grpo.advantage import algorithm_of
 from recipes.grpo.batch import build_batch
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.checkpoint import (
@@ -49,7 +49,6 @@ from recipes.grpo.data import (
     too_few_rows,
 )
 from recipes.grpo.log import Recorder, RunLogger
-from recipes.grpo.loss import grpo_loss, sampled_kl
 from recipes.grpo.reward import collect_rewards
 from recipes.grpo.rollout import RolloutCollector
 from recipes.grpo.run import PolicyHandle, Run
@@ -58,7 +57,7 @@ from recipes.grpo.validate import ValidationSet
 from recipes.policy.policy import Policy
 from recipes.rollouts.workers import RolloutWorkers
 from recipes.stop import StopRequest
-from recipes.types import Group, ReferenceUse, Sampling
+from recipes.types import Group, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -193,15 +192,17 @@ def _start_models(config: Config, places: Places, judges: Judges | None) -> tupl
     """Start policy, engines and judges at the same time: each takes most of the time that a start needs."""
     start = time.monotonic()
     logger.info("loading %s into policy and engines", config.policy.model_name)
-    further = [judges.load] if judges is not None else []
+    algorithm, further = algorithm_of(config), [judges.load] if judges is not None else []
     policy, generation, *_ = refit.together(
         lambda: Policy.start(
             config.policy,
-            loss=partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=config.grpo.seq_logprob_error_threshold),
+            loss=partial(
+                algorithm.loss, cfg=config.loss_fn, mismatch_threshold=config.grpo.seq_logprob_error_threshold
+            ),
             placement=places.policy,
             deadlines=config.deadlines,
             seed=config.grpo.seed,
-            reference=reference_use(config),
+            reference=algorithm.reference(config),
         ),
         lambda: Generation.start(
             config.policy.generation,
@@ -217,25 +218,6 @@ def _start_models(config: Config, places: Places, judges: Judges | None) -> tupl
     refit.connect(policy, generation)
     logger.info("policy and engines are up after %.1f s", time.monotonic() - start)
     return policy, generation
-
-
-def reference_use(config: Config) -> ReferenceUse | None:
-    """Return what the policy is compared with; None where there is no teacher and the KL to the start has no weight."""
-    loss = config.loss_fn
-    if config.grpo.adv_estimator.name == DISTILLATION:
-        return ReferenceUse(token_advantages=partial(distil, bounds=advantage_bounds(config.grpo)), keeps_start=False)
-    if loss.reference_policy_kl_penalty == 0:
-        return None
-    if not loss.use_kl_in_reward:
-        return ReferenceUse()
-    return ReferenceUse(
-        token_advantages=partial(
-            subtract_kl,
-            kl=partial(sampled_kl, cfg=loss),
-            weight=loss.reference_policy_kl_penalty,
-            bounds=advantage_bounds(config.grpo),
-        )
-    )
 
 
 def _at_push(cfg: AsyncGrpoConfig) -> AtPush:

@@ -119,6 +119,9 @@ def scatter_rows(parts: Sequence[Tensor], shards: Sequence[Shard], lengths: Sequ
     return rows
 
 
+_OF_A_STEP = frozenset({"grad_norm", "lr", "skipped_steps"})  # metrics that are equal on all ranks
+
+
 def merge_metrics(parts: Sequence[Mapping[str, Measured]]) -> dict[str, Measured]:
     """Combine what microbatches or ranks measured, as `LossSums` says."""
     return {name: _merged(name, [part[name] for part in parts]) for name in parts[0]}
@@ -129,12 +132,10 @@ def merge_optimizer_steps(parts: Sequence[Mapping[str, Measured]]) -> dict[str, 
 
     `lr` is that of the last step, `grad_norm` the largest of those that are finite, and `skipped_steps` adds up.
     """
-    norms, skipped = ([_divided(part[name]) for part in parts] for name in ("grad_norm", "skipped_steps"))
-    last: dict[str, Measured] = {
-        "lr": parts[-1]["lr"],
-        "grad_norm": max(filter(math.isfinite, norms), default=math.nan),
-        "skipped_steps": sum(skipped),
-    }
+    skipped = sum(_divided(part["skipped_steps"]) for part in parts)
+    last: dict[str, Measured] = {"lr": parts[-1]["lr"], "skipped_steps": skipped}
+    if norms := [_divided(part["grad_norm"]) for part in parts if "grad_norm" in part]:  # none of a frozen policy
+        last["grad_norm"] = max(filter(math.isfinite, norms), default=math.nan)
     return merge_metrics([{name: part[name] for name in part if name not in last} for part in parts]) | last
 
 
@@ -143,7 +144,7 @@ def merge_step_metrics(parts: Sequence[Mapping[str, Measured]]) -> dict[str, flo
 
     A mean of nothing is 0. The extremes of nothing are -1, those of `min_` and `max_` names are 0, as in the reference.
     """
-    shared = {name: parts[0][name] for name in ("grad_norm", "lr", "skipped_steps")}  # equal on all ranks
+    shared = {name: parts[0][name] for name in _OF_A_STEP & parts[0].keys()}
     merged = merge_metrics([{name: part[name] for name in part if name not in shared} for part in parts])
     metrics = {name: _divided(value) for name, value in (merged | shared).items()}
     nothing = {"min": math.inf, "max": -math.inf}

@@ -178,7 +178,7 @@ def build_trainer(cfg: PolicyConfig, loss: LossFunction, *, reference: Reference
 
 
 def train_steps(trainer: Trainer, parts: Sequence[BatchShard]) -> dict[str, Measured]:
-    """Take one optimizer step per part of a batch, then one of the schedule; return metrics, `grad_norm` and `lr`."""
+    """Take one optimizer step per part of a batch, then one of the schedule; return what was measured."""
     passes, metrics = passes_before(trainer, parts)
     steps = [train_step(trainer, *pair) for pair in zip(parts, passes, strict=True)]
     if not all(step["skipped_steps"] for step in steps):  # it counts batches, as a run counts its steps
@@ -192,9 +192,9 @@ def passes_before(trainer: Trainer, parts: Sequence[BatchShard]) -> tuple[list[P
     With several parts these are the log-probabilities that the ratios compare with. Where the advantages depend on
     the KL to the reference policy, they are computed here, with their metrics.
     """
-    has_steps = len(parts) > 1
+    has_steps = len(parts) > 1 and not trainer.cfg.megatron_cfg.freeze_trunk  # where nothing moves, nothing is compared
     if not has_steps and trainer.token_advantages is None:
-        return [Passes()], {}
+        return [Passes() for _ in parts], {}
     with state_on_host(trainer):
         previous = [logprobs(trainer, part) for part in parts]
     passes = [Passes(previous=own if has_steps else None) for own in previous]
@@ -244,7 +244,8 @@ def train_step(trainer: Trainer, shard: BatchShard, passes: Passes | None = None
     """
     level = trainer.cfg.megatron_cfg.empty_unused_memory_level
     biases = biases_now(trainer.model, trainer.heads)  # Megatron moves them with the gradients, before these are seen
-    accumulate = GRADIENTS_OF["heads" if trainer.cfg.megatron_cfg.freeze_trunk else "policy"]
+    is_frozen = trainer.cfg.megatron_cfg.freeze_trunk
+    accumulate = accumulate_head_gradients if is_frozen else accumulate_gradients
     metrics = accumulate(trainer, shard, passes or Passes())
     if level >= _AFTER_BACKWARD:
         release_unused_memory()
@@ -268,7 +269,9 @@ def train_step(trainer: Trainer, shard: BatchShard, passes: Passes | None = None
         metrics |= {f"expert_load/layer_{number}": (ratio, 1.0) for number, ratio in loads.items()}
     if trainer.replays:
         metrics[ROUTES_CHANGED] = take_changed_routes(unwrap_model(trainer.model))
-    return metrics | {"grad_norm": float(grad_norm), "lr": float(lr), "skipped_steps": float(not is_taken)}
+    if not is_frozen:
+        metrics["grad_norm"] = float(grad_norm)
+    return metrics | {"lr": float(lr), "skipped_steps": float(not is_taken)}
 
 
 def accumulate_gradients(trainer: Trainer, shard: BatchShard, passes: Passes) -> dict[str, Measured]:
@@ -304,8 +307,8 @@ def accumulate_gradients(trainer: Trainer, shard: BatchShard, passes: Passes) ->
 def accumulate_head_gradients(trainer: Trainer, shard: BatchShard, passes: Passes) -> dict[str, Measured]:
     """Run the frozen policy forward and only its heads backward too: MTP healing; return this rank's loss metrics.
 
-    The heads learn the policy's own answers by their negative log-likelihood. The loss of the policy says, as in other
-    stages, which rows count, and is measured; nothing is trained by it.
+    The heads learn the policy's own answers by their negative log-likelihood. The loss that the policy was given says,
+    as in other stages, which rows count; nothing is trained by it.
     """
     trainer.model.eval()
     heads, left = _begin_step(trainer), itertools.count(len(shard.microbatches) - 1, -1)
@@ -329,12 +332,6 @@ def accumulate_head_gradients(trainer: Trainer, shard: BatchShard, passes: Passe
     if heads is not None:
         heads.finish()
     return merge_metrics(_on_host(outputs)) if outputs else {}
-
-
-GRADIENTS_OF: Mapping[str, Callable[[Trainer, BatchShard, Passes], dict[str, Measured]]] = {
-    "policy": accumulate_gradients,  # and of its heads, where these are trained beside it
-    "heads": accumulate_head_gradients,
-}
 
 
 def _begin_step(trainer: Trainer) -> HeadTraining | None:

@@ -53,6 +53,7 @@ class GroupRequest:
     sampling: Sampling
     affinity: int  # number of the prompt
     num_rollouts: int
+    is_trained: bool = True  # whether the rollouts are trained on: teachers are asked about no others
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class GroupRunner:
     runner: AgentRunner
     max_model_len: int  # tokens, prompt and answer together
     rollout_seconds: float  # deadline of one rollout, and before it of the wait for room on this machine
-    teachers: Teachers | None = None  # asked about every finished rollout
+    teachers: Teachers | None = None  # asked about every finished rollout that is trained on
 
     async def run(self, request: GroupRequest) -> tuple[Rollout, ...]:
         """Return the rollouts of a prompt; raises `EngineError` when no engine is left."""
@@ -108,7 +109,9 @@ class GroupRunner:
             for task in tasks:  # the others of one that raised
                 task.cancel()
         finished = await self.runner.finish_group(request.row, rollouts)
-        return finished if self.teachers is None else await self.teachers.score(request.row, finished)
+        if self.teachers is None or not request.is_trained:
+            return finished
+        return await self.teachers.score(request.row, finished)
 
     async def _one(self, row: Row, client: PolicyClient) -> Rollout:
         """Run one rollout; one that is late, or of which a request fails, ends without a reward."""

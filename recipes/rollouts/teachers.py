@@ -1,64 +1,52 @@
 """Teachers of on-policy distillation: each is asked how likely it finds the tokens that the policy has sampled.
 
-A teacher is a model server of the configuration, as a judge is: one with an address, or engines that the run starts. A
-row's agent decides which teacher is asked. The whole sequence goes out as token ids, so teacher and policy must have
-one vocabulary; back comes the log-probability of every token. A rollout about which no answer comes ends without a
-verdict, and so without a part in the loss: an answer that is missing is no judgement.
+A teacher is a model server of the configuration, and is asked as a judge is: at its address, or on engines that the run
+starts. A row's agent decides which teacher is asked. The whole sequence goes out as token ids, so teacher and policy
+must have one vocabulary; back comes the log-probability of every token. A rollout about which no answer comes ends
+without a verdict, and so without a part in the loss: an answer that is missing is no judgement.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from recipes.config.keys.derive import MODELS, servers
+from recipes.config.keys.derive import MODELS, TEACHER_OF_ALL, servers
 from recipes.config.tree import Config
 from recipes.environments.contract.http import JsonClient, RefusedError
-from recipes.environments.scoring.judge import RETRIES
-from recipes.retry import NoReplyError, reply_within
+from recipes.environments.scoring.judge import JudgeClient, JudgeFailedError
+from recipes.environments.scoring.judge_servers import server_of
 from recipes.types import Rollout, RolloutStatus, Row, Turn
 
-DEFAULT = "default"  # in place of an agent: the teacher of all rows that have no other
-MOST_AT_ONCE = 64  # sequences, of one teacher and one rollout worker
+MOST_AT_ONCE = 64  # sequences of one copy of a teacher, from all rollout workers
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Teacher:
-    """One teacher and its servers, asked in turn."""
+    """One teacher, at its servers."""
 
-    name: str
-    urls: Sequence[str]
-    model: str
-    api_key: str
-    seconds: float  # for one sequence with all its retries
-    http: JsonClient
-    _turn: Iterator[int] = field(default_factory=itertools.count)
-    _gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_AT_ONCE))
+    client: JudgeClient
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Return the log-probability of each token after those before it, 0 for the first.
 
-        Raises `NoReplyError` or `RefusedError`.
+        Raises `JudgeFailedError`.
         """
-        async with self._gate:
-            return await reply_within(self.seconds, lambda: self._ask(token_ids), RETRIES)
+        return await self.client.within_time(lambda: self._ask(token_ids))
 
     async def _ask(self, token_ids: Sequence[int]) -> list[float]:
-        url = self.urls[next(self._turn) % len(self.urls)].rstrip("/")
         asked = {
-            "model": self.model,
+            "model": self.client.model,
             "prompt": list(token_ids),
             "max_tokens": 1,
             "temperature": 0,
             "prompt_logprobs": 0,
+            **self.client.extra,
         }
-        headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        reply = await self.http.post(f"{url}/completions", asked, headers=headers)
-        return read_logprobs(reply.body, token_ids)
+        return read_logprobs(await self.client.post("completions", asked), token_ids)
 
 
 def read_logprobs(body: Mapping[str, Any], token_ids: Sequence[int]) -> list[float]:
@@ -81,35 +69,31 @@ class Teachers:
     by_agent: Mapping[str, Teacher]
 
     @classmethod
-    def from_config(cls, config: Config) -> Teachers | None:
-        """Return the teachers that `grpo.adv_estimator.teachers` names; None where it names none."""
+    def from_config(cls, config: Config, *, num_sharers: int = 1) -> Teachers | None:
+        """Return the teachers that `grpo.adv_estimator.teachers` names; None where it names none.
+
+        `num_sharers` processes ask the same teachers: each asks its share of what may be asked at once.
+        """
         named = config.grpo.adv_estimator.teachers
         if not named:
             return None
-        settings = {name: own for name, _, own in servers(config, MODELS)}
-        http = JsonClient()
-        made = {
-            name: Teacher(
-                name=name,
-                urls=_urls(settings[name]),
-                model=str(settings[name].get("model", "")),
-                api_key=str(settings[name].get("api_key", "")),
-                seconds=config.deadlines.rollout,
-                http=http,
-            )
-            for name in set(named.values())
-        }
+        http, made = JsonClient(), {}
+        for name, _, settings in servers(config, MODELS):
+            if name in named.values():
+                server = server_of(name, settings)
+                server = replace(server, max_concurrency=MOST_AT_ONCE * max(len(server.urls), 1))
+                made[name] = Teacher(server.shared_by(num_sharers).client(http, seconds=config.deadlines.rollout))
         return cls({agent: made[name] for agent, name in named.items()})
 
     def ask_at(self, addresses: Mapping[str, Sequence[str]]) -> None:
         """Ask teachers, by name, at these addresses from the next sequence on."""
         for teacher in self.by_agent.values():
-            teacher.urls = addresses.get(teacher.name, teacher.urls)
+            teacher.client.ask_at(addresses)
 
     async def score(self, row: Row, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
         """Return the rollouts with the log-probabilities of the teacher of their row."""
         agent = row.get("agent_ref", {}).get("name", "")
-        teacher = self.by_agent.get(agent) or self.by_agent.get(DEFAULT)
+        teacher = self.by_agent.get(agent) or self.by_agent.get(TEACHER_OF_ALL)
         if teacher is None:
             return tuple(without_teacher(one, f"no teacher for rows of {agent}") for one in rollouts)
         return tuple(await asyncio.gather(*(_scored(teacher, one) for one in rollouts)))
@@ -120,8 +104,8 @@ async def _scored(teacher: Teacher, rollout: Rollout) -> Rollout:
         return rollout
     try:
         turns, *branches = [await _sequence(teacher, own) for own in (rollout.turns, *rollout.branches)]
-    except (NoReplyError, RefusedError) as error:
-        return without_teacher(rollout, f"teacher {teacher.name}: {error}")
+    except JudgeFailedError as error:
+        return without_teacher(rollout, f"teacher {error}")
     return replace(rollout, turns=turns, branches=tuple(branches))
 
 
@@ -138,8 +122,3 @@ async def _sequence(teacher: Teacher, turns: Sequence[Turn]) -> tuple[Turn, ...]
 def without_teacher(rollout: Rollout, reason: str) -> Rollout:
     """Return a rollout that has no verdict, since no teacher has answered."""
     return replace(rollout, status=RolloutStatus.JUDGE_FAILED, reason=reason, reward=None)
-
-
-def _urls(settings: Mapping[str, Any]) -> Sequence[str]:
-    base = settings.get("base_url") or ()
-    return (base,) if isinstance(base, str) else tuple(base)

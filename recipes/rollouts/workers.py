@@ -100,7 +100,7 @@ class RolloutWorker:
             max_model_len=cfg.vllm_cfg.max_model_len,
             deadline_seconds=config.deadlines.generation,
         )
-        self._teachers = Teachers.from_config(config)
+        self._teachers = Teachers.from_config(config, num_sharers=num_workers)
         self._judges_number = -1
         self._groups = GroupRunner(
             sampler=self._engines,

@@ -108,7 +108,7 @@ def test_a_kl_in_the_reward_is_that_of_the_weights_before_the_step_and_bounds_th
             drift[penalty] = float(gap.abs().sum() / mask.sum())
             metrics = policy.train(batch)
         assert metrics["kl_in_reward"] == pytest.approx(float(gap.sum() / mask.sum()), rel=1e-3, abs=1e-4)
-        assert metrics["kl_penalty"] == 0.0, "it would count twice"
+        assert "kl_penalty" not in metrics, "it would count twice"
         assert metrics["token_advantages_min"] < 0 < metrics["token_advantages_max"]
     assert 0 < drift[5.0] < 0.85 * drift[1e-6]  # measured: 0.94 and 1.38 nats
 

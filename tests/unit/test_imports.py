@@ -71,9 +71,10 @@ NEVER = {
 }
 # Place -> the only packages and modules of ours, besides the standard library and itself, that it may import.
 ONLY = {
-    f"recipes/grpo/{step}.py": {"torch", "recipes.types", "recipes.config.tree"}
-    for step in ("advantage", "batch", "loss", "reward")
+    f"recipes/grpo/{step}.py": {"torch", "recipes.types", "recipes.config.tree"} for step in ("batch", "loss", "reward")
 }
+# It has the table of algorithms, with the loss of each.
+ONLY["recipes/grpo/advantage.py"] = ONLY["recipes/grpo/loss.py"] | {"recipes.grpo.loss", "recipes.config.keys.derive"}
 # What must load without these packages, directly or through others.
 LIGHT = {
     "recipes/environments": {"torch", "ray", "vllm", "megatron"},

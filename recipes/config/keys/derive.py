@@ -19,6 +19,8 @@ from recipes.config.keys.schema import SERVER_KINDS
 from recipes.config.tree import AsyncGrpoConfig, Config, GrpoConfig, PolicyConfig
 
 STARTED = ("genrm_model", "local_vllm_model")
+TEACHER_OF_ALL = "default"  # in place of an agent: the teacher of all rows that have no other
+DISTILLATION = "on_policy_distillation"  # the estimator whose advantages come from teachers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +126,17 @@ def template_kwargs(policy: PolicyConfig) -> dict[str, Any]:
 def max_age(cfg: AsyncGrpoConfig) -> int:
     """Return how many optimizer steps old a trained rollout may be: 0 where generation waits for training."""
     return cfg.max_trajectory_age_steps if cfg.enabled else 0
+
+
+def rewards_teach(config: Config) -> bool:
+    """Whether rewards decide what is learned: not from a teacher, and not where the heads alone are trained."""
+    return config.grpo.adv_estimator.name != DISTILLATION and not config.policy.megatron_cfg.freeze_trunk
+
+
+def has_group_baseline(config: Config) -> bool:
+    """Whether a rollout is compared with the others of its group, so that one alone, or all alike, teach nothing."""
+    estimator = config.grpo.adv_estimator
+    return rewards_teach(config) and (estimator.name == "grpo" or estimator.minus_baseline)
 
 
 def num_prompts_at_once(cfg: GrpoConfig) -> int:

@@ -23,6 +23,8 @@ RULES: tuple[Rule, ...] = (
     loss.ratio_is_one_kind,
     loss.kl_in_reward_has_an_estimator,
     loss.distillation_has_teachers,
+    loss.teachers_are_there,
+    loss.what_reads_rewards_is_off,
     loss.scaling_has_a_range,
     loss.length_penalty_starts_above_zero,
     loss.effort_shaping_is_on_or_off,

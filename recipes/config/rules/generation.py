@@ -100,6 +100,7 @@ def equal_bits_have_one_order(config: Config) -> Iterator[KeyProblem]:
     own, fix = ("policy.determinism",), "two runs would differ; write this, or policy.determinism=none"
     values = {
         "grpo.async_grpo.max_trajectory_age_steps": (max_age(config.grpo.async_grpo), 0),
+        "grpo.batch_multiplier": (config.grpo.batch_multiplier, 1.0),  # else the groups that end first fill a step
         f"{GENERATION}.vllm_kwargs.max_num_seqs": (config.policy.generation.vllm_kwargs.get("max_num_seqs"), 1),
         f"{VLLM}.enable_prefix_caching": (config.policy.generation.vllm_cfg.enable_prefix_caching, False),
     }

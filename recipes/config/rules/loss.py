@@ -7,10 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from recipes.config.keys.derive import MODELS, STARTED, max_age, servers
+from recipes.config.keys.derive import (
+    AGENTS,
+    DISTILLATION,
+    MODELS,
+    STARTED,
+    TEACHER_OF_ALL,
+    max_age,
+    rewards_teach,
+    servers,
+    started_judges,
+)
 from recipes.config.keys.schema import KeyProblem, show
 from recipes.config.rules.validation import AGE, TIS
 from recipes.config.tree import Config
+from recipes.errors import nearest
 
 SCALING, SHAPING = "grpo.reward_scaling", "grpo.reward_shaping"
 EFFORT = "env.nemo_gym.effort_levels"
@@ -154,18 +165,13 @@ def kl_in_reward_has_an_estimator(config: Config) -> Iterator[KeyProblem]:
 
 
 def distillation_has_teachers(config: Config) -> Iterator[KeyProblem]:
-    """Require teachers where advantages come from them, and only there; their servers must be in the configuration."""
+    """Require teachers where advantages come from them, and only there, and nothing that would be set against them."""
     estimator, key, name = config.grpo.adv_estimator, "grpo.adv_estimator.teachers", "grpo.adv_estimator.name"
-    distils = estimator.name == "on_policy_distillation"
+    distils = estimator.name == DISTILLATION
     if distils != bool(estimator.teachers):
         expected = "a teacher, as {default: NAME}" if distils else "{}"
         fix = f"{name} is {estimator.name}; change one of them"
         yield KeyProblem(key=key, got=show(dict(estimator.teachers)), expected=expected, fix=fix, also=(name,))
-    there = {own: kind in STARTED or bool(settings.get("base_url")) for own, kind, settings in servers(config, MODELS)}
-    for agent, teacher in estimator.teachers.items():
-        if not there.get(teacher):
-            wrong = f"env.nemo_gym has no model server {teacher} with a model or an address of its own"
-            yield KeyProblem(key=f"{key}.{agent}", wrong=wrong, fix="write one, as for a judge, or correct the name")
     if distils and config.policy.generation.temperature != 1:
         fix = "teachers answer at temperature 1, and both must be compared at one; write 1"
         key, got = "policy.generation.temperature", str(config.policy.generation.temperature)
@@ -175,3 +181,46 @@ def distillation_has_teachers(config: Config) -> Iterator[KeyProblem]:
         fix = "the teacher takes the place of the reference; write 0"
         got = str(config.loss_fn.reference_policy_kl_penalty)
         yield KeyProblem(key=penalty, got=got, expected="0", fix=fix, also=(name,))
+
+
+def teachers_are_there(config: Config) -> Iterator[KeyProblem]:
+    """Require agents and model servers that are in the configuration, and teachers that can read the longest rollout.
+
+    A teacher is asked for one token after the sequence: a server that generates none is refused.
+    """
+    key, longest = "grpo.adv_estimator.teachers", config.policy.max_total_sequence_length
+    there = {own: (kind, settings) for own, kind, settings in servers(config, MODELS)}
+    agents = [TEACHER_OF_ALL, *(name for name, _, _ in servers(config, AGENTS))]
+    for agent, teacher in config.grpo.adv_estimator.teachers.items():
+        if agent not in agents:
+            close, also = nearest(agent, agents), ("env.nemo_gym.config_paths",)
+            wrong = f"no agent is called {agent}; there is {', '.join(sorted(agents))}"
+            fix = f"did you mean {close}?" if close else f"correct the name, or add its file to {also[0]}"
+            yield KeyProblem(key=f"{key}.{agent}", wrong=wrong, fix=fix, also=also)
+        kind, settings = there.get(teacher, ("", {}))
+        if kind not in STARTED and not settings.get("base_url"):
+            wrong = f"env.nemo_gym has no model server {teacher} with a model or an address of its own"
+            yield KeyProblem(key=f"{key}.{agent}", wrong=wrong, fix="write one, as for a judge, or correct the name")
+    for judge in started_judges(config):
+        context = judge.engine_arguments.get("max_model_len")
+        is_short = isinstance(context, int) and 0 < context <= longest
+        if is_short and judge.name in config.grpo.adv_estimator.teachers.values():
+            where, bound = f"{judge.key}.vllm_serve_kwargs.max_model_len", "policy.max_total_sequence_length"
+            expected, fix = f"more than {bound} = {longest}", "the longest rollouts would have no teacher; raise it"
+            yield KeyProblem(key=where, got=str(context), expected=expected, fix=fix, also=(key, bound))
+
+
+def what_reads_rewards_is_off(config: Config) -> Iterator[KeyProblem]:
+    """Refuse what works by rewards where these do not decide what is learned."""
+    if rewards_teach(config):
+        return
+    values = {
+        "grpo.use_dynamic_sampling": (config.grpo.use_dynamic_sampling, False),
+        "loss_fn.positive_example_nll_weight": (config.loss_fn.positive_example_nll_weight, 0.0),
+    }
+    is_frozen = config.policy.megatron_cfg.freeze_trunk
+    why = ("policy.megatron_cfg.freeze_trunk", "grpo.adv_estimator.name")[not is_frozen]
+    for key, (got, expected) in values.items():
+        if got != expected:
+            fix = f"rewards do not decide what is learned ({why}); write this"
+            yield KeyProblem(key=key, got=show(got), expected=show(expected), fix=fix, also=(why,))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from recipes.config.keys.derive import derive
+from recipes.config.keys.derive import derive, has_group_baseline
 from recipes.config.keys.schema import KeyProblem
 from recipes.config.rules.validation import (
     CP,
@@ -56,8 +56,7 @@ def batch_is_prompts_times_generations(config: Config) -> Iterator[KeyProblem]:
 def group_has_a_baseline(config: Config) -> Iterator[KeyProblem]:
     """Require groups of two or more: the baseline of a single rollout is its own reward, so nothing is learned."""
     estimator = config.grpo.adv_estimator
-    has_baseline = estimator.name == "grpo" or (estimator.name == "reinforce_plus_plus" and estimator.minus_baseline)
-    if config.grpo.num_generations_per_prompt < 2 and has_baseline:
+    if config.grpo.num_generations_per_prompt < 2 and has_group_baseline(config):
         baseline = "leave-one-out" if estimator.name == "grpo" and estimator.use_leave_one_out_baseline else "group"
         fix = f"the {baseline} baseline of a group of 1 leaves no advantage; set it to 2 or more"
         yield KeyProblem(key=G, got=str(config.grpo.num_generations_per_prompt), expected="2 or more", fix=fix)

@@ -1,5 +1,7 @@
 """A judge model behind an OpenAI-compatible server: chat completions out, Responses objects back.
 
+A teacher of distillation is asked by the same client, by other requests (recipes/rollouts/teachers.py).
+
 Each question is bounded in time and asked again after failures of transport or of the server, within that time. The
 time runs once the question has its turn: at most `max_concurrency` are asked at once, the others wait here.
 
@@ -14,9 +16,9 @@ import hashlib
 import itertools
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from recipes.environments.contract.http import JsonClient, RefusedError
 from recipes.environments.contract.verifier import (
@@ -31,6 +33,7 @@ from recipes.environments.contract.verifier import (
 from recipes.exact_json import dumps
 from recipes.retry import ALWAYS, NoReplyError, RetryPolicy, reply_within
 
+T = TypeVar("T")
 # The time of a question is the only limit.
 RETRIES = RetryPolicy(
     max_retries=ALWAYS, max_unreached_retries=ALWAYS, first_seconds=0.4, max_seconds=16.0, jitter=0.25
@@ -84,6 +87,30 @@ class JudgeClient:
             for task in tasks:
                 task.cancel()
 
+    def ask_at(self, addresses: Mapping[str, Sequence[str]]) -> None:
+        """Ask at the addresses of this name, if there are any, from the next request on."""
+        self.urls = tuple(addresses.get(self.name, self.urls))
+
+    async def within_time(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Return what `attempt` returns, once there is a free place, tried again as its failures allow.
+
+        Raises `JudgeFailedError` when there is nothing within the time of a question, or the server refuses.
+        """
+        try:
+            async with self._gate():
+                return await reply_within(self.timeout_seconds, attempt, RETRIES)
+        except (NoReplyError, RefusedError) as error:
+            raise JudgeFailedError(f"{self.name}: {error}") from error
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Post once to the server whose turn it is; returns the body of its reply."""
+        if not self.urls:
+            raise RefusedError("it has no address: the run has not started it")
+        url = self.urls[next(self._turn) % len(self.urls)].rstrip("/")
+        headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        reply = await self.http.post(f"{url}/{path}", body, headers=headers)
+        return reply.body
+
     async def _ask(self, question: JudgeQuestion) -> Response:
         request = chat_request(question, self.model, {**self.params, **question.params}, self.extra)
         key = hashlib.sha256(dumps(request, sort_keys=True)).digest()
@@ -91,11 +118,7 @@ class JudgeClient:
         if is_fixed and key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
-        try:
-            async with self._gate():
-                reply = await reply_within(self.timeout_seconds, lambda: self._post_what_fits(request), RETRIES)
-        except (NoReplyError, RefusedError) as error:
-            raise JudgeFailedError(f"{self.name}: {error}") from error
+        reply = await self.within_time(lambda: self._post_what_fits(request))
         if is_fixed:
             self._cache[key] = reply
             while len(self._cache) > self.cached_replies:
@@ -114,13 +137,8 @@ class JudgeClient:
         return await self._post(request)
 
     async def _post(self, request: Mapping[str, Any]) -> Response:
-        if not self.urls:
-            raise RefusedError("it has no address: the run has not started it")
-        url = self.urls[next(self._turn) % len(self.urls)].rstrip("/")
-        headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         sent = {key: value for key, value in request.items() if key != "is_shortened"}
-        reply = await self.http.post(f"{url}/chat/completions", sent, headers=headers)
-        response = response_of(reply.body)
+        response = response_of(await self.post("chat/completions", sent))
         return {**response, "is_shortened": True} if "is_shortened" in request else response
 
     def _gate(self) -> asyncio.Semaphore:

@@ -34,14 +34,14 @@ class JudgeServer:
         """Return this judge as one of `count` processes asks it, with its share of the questions at once."""
         return replace(self, max_concurrency=-(-self.max_concurrency // count))
 
-    def client(self, http: JsonClient) -> JudgeClient:
-        """Return a client of this judge over shared connections."""
+    def client(self, http: JsonClient, *, seconds: float = QUESTION_SECONDS) -> JudgeClient:
+        """Return a client of this judge over shared connections, with `seconds` for a question."""
         return JudgeClient(
             name=self.name,
             urls=self.urls,
             model=self.model,
             params=self.params,
-            timeout_seconds=QUESTION_SECONDS,
+            timeout_seconds=seconds,
             max_concurrency=self.max_concurrency,
             api_key=self.api_key,
             extra=self.extra,
@@ -63,20 +63,27 @@ def judge_of(
     """
     name = (settings.get(f"{judge}_model_server") or {}).get("name", "")
     kind, server = models.get(name) or ("", {})
-    base = server.get("base_url")
-    urls = (base,) if isinstance(base, str) else tuple(base or ())
-    if not urls and kind not in STARTED:
+    found = server_of(name, server)
+    if not found.urls and kind not in STARTED:
         return None
     asked = {**(settings.get(f"{judge}_responses_create_params") or {}), **(server.get("sampling_overrides") or {})}
-    return JudgeServer(
-        name=name,
-        urls=urls,
-        model=str(server.get("model", "")),
-        api_key=str(server.get("api_key", "")),
+    return replace(
+        found,
         params={key: value for key, value in asked.items() if key != "input"}
         | (server.get("sampling_overrides") or {}),
-        extra=server.get("extra_body") or {},
         max_concurrency=int(settings.get(f"{judge}_endpoint_max_concurrency") or concurrency),
+    )
+
+
+def server_of(name: str, settings: Mapping[str, Any]) -> JudgeServer:
+    """Return a model server of the configuration, with nothing of who asks it."""
+    base = settings.get("base_url")
+    return JudgeServer(
+        name=name,
+        urls=(base,) if isinstance(base, str) else tuple(base or ()),
+        model=str(settings.get("model", "")),
+        api_key=str(settings.get("api_key", "")),
+        extra=settings.get("extra_body") or {},
     )
 
 

@@ -18,6 +18,8 @@ MEGATRON = "policy.megatron_cfg"
 VLLM = "policy.generation.vllm_cfg"
 RESOURCES = "policy.generation.colocated.resources"
 GENRM = "env.nemo_gym.genrm_compare_resources_server.resources_servers.genrm_compare"
+GENRM_MODEL = "env.nemo_gym.genrm_model.responses_api_models.genrm_model.vllm_serve_kwargs"
+DISTILS = ["grpo.adv_estimator.name=on_policy_distillation", "loss_fn.reference_policy_kl_penalty=0"]
 FLEX = [f"{MEGATRON}.moe_enable_deepep=true", f"{MEGATRON}.moe_token_dispatcher_type=flex"]
 
 # rule, file, overrides, the one line they must give (after "command line: ")
@@ -228,6 +230,8 @@ CASES = [
     ("equal_bits_have_one_order", TINY, full(at_once=f"{AT_ONCE}=2"), f"{AT_ONCE}: got 2, expected 1; {OR_NONE}"),
     ("equal_bits_have_one_order", TINY, full(cache=f"{VLLM}.enable_prefix_caching=true"),
      f"{VLLM}.enable_prefix_caching: got true, expected false; {OR_NONE}"),
+    ("equal_bits_have_one_order", TINY, [*full(), "grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5"],
+     f"grpo.batch_multiplier: got 1.5, expected 1.0; {OR_NONE}"),
     ("waits_are_nested", TINY, ["deadlines.rollout=30"],
      "deadlines.rollout: got 30 s, expected at least deadlines.generation = 60 s; it contains that wait; raise it or "
      "lower the other"),
@@ -254,11 +258,27 @@ CASES = [
      ["grpo.adv_estimator.teachers={default: genrm_model}"],
      "grpo.adv_estimator.teachers: got {\"default\": \"genrm_model\"}, expected {}; grpo.adv_estimator.name is grpo; "
      "change one of them"),
-    ("distillation_has_teachers", CONFIG_DIR / "tiny" / "stage3_rlhf.yaml",
-     ["grpo.adv_estimator.name=on_policy_distillation", "grpo.adv_estimator.teachers={default: nobody}",
-      "loss_fn.reference_policy_kl_penalty=0"],
+    ("teachers_are_there", CONFIG_DIR / "tiny" / "stage3_rlhf.yaml",
+     [*DISTILS, "grpo.adv_estimator.teachers={default: nobody}"],
      "grpo.adv_estimator.teachers.default: env.nemo_gym has no model server nobody with a model or an address of its "
      "own; write one, as for a judge, or correct the name"),
+    ("teachers_are_there", CONFIG_DIR / "tiny" / "stage3_rlhf.yaml",
+     [*DISTILS, "grpo.adv_estimator.teachers={default: genrm_model, genrm_simple_agnet: genrm_model}"],
+     "grpo.adv_estimator.teachers.genrm_simple_agnet: no agent is called genrm_simple_agnet; there is default, "
+     "genrm_simple_agent, genrm_simple_agent_reasoning_off, single_step_tool_use_with_argument_comparison_agent; did "
+     "you mean genrm_simple_agent?"),
+    ("teachers_are_there", CONFIG_DIR / "tiny" / "stage3_rlhf.yaml",
+     [*DISTILS, "grpo.adv_estimator.teachers={default: genrm_model}", f"{GENRM_MODEL}.max_model_len=256"],
+     f"{GENRM_MODEL}.max_model_len: got 256, expected more than policy.max_total_sequence_length = 256; the longest "
+     "rollouts would have no teacher; raise it"),
+    ("what_reads_rewards_is_off", CONFIG_DIR / "tiny" / "stage3_rlhf.yaml",
+     [*DISTILS, "grpo.adv_estimator.teachers={default: genrm_model}", "grpo.use_dynamic_sampling=true"],
+     "grpo.use_dynamic_sampling: got true, expected false; rewards do not decide what is learned "
+     "(grpo.adv_estimator.name); write this"),
+    ("what_reads_rewards_is_off", STAGE1,
+     [f"{MEGATRON}.freeze_trunk=true", "loss_fn.positive_example_nll_weight=0.1"],
+     "loss_fn.positive_example_nll_weight: got 0.1, expected 0.0; rewards do not decide what is learned "
+     f"({MEGATRON}.freeze_trunk); write this"),
     ("distillation_has_teachers", CONFIG_DIR / "tiny" / "stage3_rlhf.yaml",
      ["grpo.adv_estimator.name=on_policy_distillation", "grpo.adv_estimator.teachers={default: genrm_model}"],
      "loss_fn.reference_policy_kl_penalty: got 0.0001, expected 0; the teacher takes the place of the reference; "
@@ -269,6 +289,14 @@ CASES = [
     ("frozen_trunk_has_heads", STAGE1, [f"{MEGATRON}.freeze_trunk=true", "loss_fn.reference_policy_kl_penalty=1e-4"],
      f"{MEGATRON}.freeze_trunk: got true, expected false; a model that stays as it is keeps its distance to the "
      "reference; set loss_fn.reference_policy_kl_penalty to 0"),
+    ("frozen_trunk_has_heads", STAGE1, [f"{MEGATRON}.freeze_trunk=true", f"{MEGATRON}.mtp_loss_scaling_factor=0"],
+     f"{MEGATRON}.mtp_loss_scaling_factor: got 0, expected more than 0; {MEGATRON}.freeze_trunk is true, so nothing "
+     "would be trained; raise it"),
+    ("frozen_trunk_has_heads", STAGE1,
+     [f"{MEGATRON}.freeze_trunk=true", "grpo.adv_estimator.name=on_policy_distillation",
+      "grpo.adv_estimator.teachers={default: nl2bash_judge_model}"],
+     f"grpo.adv_estimator.name: got on_policy_distillation, expected grpo; {MEGATRON}.freeze_trunk is true, so no "
+     "teacher is learned from; write grpo"),
     ("batch_multiplier_has_dynamic_sampling", TINY, ["grpo.batch_multiplier=1.5"],
      "grpo.batch_multiplier: got 1.5, expected 1; the further prompts would be dropped; set "
      "grpo.use_dynamic_sampling, or this to 1"),

@@ -8,15 +8,16 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 
+from recipes.config.keys.derive import has_group_baseline, rewards_teach
 from recipes.config.tree.grpo import AdvEstimatorConfig
 from recipes.grpo.advantage import (
-    ESTIMATORS,
+    ALGORITHMS,
+    HEALING,
     add_advantages,
+    algorithm_of,
     distil,
     estimate_advantages,
     group_baseline,
-    has_group_baseline,
-    rollout_advantages,
     subtract_kl,
 )
 from recipes.grpo.batch import build_batch
@@ -130,11 +131,14 @@ def config(**options: Any) -> Any:
     }
     loss = block(
         "loss_fn",
+        reference_policy_kl_penalty=0.1,
         token_level_loss=True,
         positive_example_nll_weight=options.pop("nll", 0.0),
         use_kl_in_reward=options.pop("use_kl_in_reward", False),
     )
-    return stage_config(grpo=block("grpo", **{**defaults, **options}), loss_fn=loss)
+    megatron = block("policy.megatron_cfg", freeze_trunk=options.pop("freeze_trunk", False))
+    policy = block("policy", megatron_cfg=megatron)
+    return stage_config(grpo=block("grpo", **{**defaults, **options}), loss_fn=loss, policy=policy)
 
 
 def test_a_group_left_with_one_member_does_not_train() -> None:
@@ -319,12 +323,30 @@ def test_the_gradient_by_the_advantages_is_that_of_the_reverse_kl() -> None:
     assert torch.allclose(gradient, kl_gradient, atol=1e-6)
 
 
-def test_rewards_play_no_part_in_distillation() -> None:
-    cfg = block("grpo.adv_estimator", name="on_policy_distillation")
-    rewards_B = torch.tensor([1.0, 0.0, 3.0], dtype=torch.float64)
-    got = rollout_advantages(rewards_B, torch.tensor([0, 0, 1]), torch.tensor([True] * 3), torch.ones(3), cfg)
-    assert got.tolist() == [0.0, 0.0, 0.0] and not has_group_baseline(cfg)
+DISTILLATION = {"adv_estimator": block("grpo.adv_estimator", name="on_policy_distillation", minus_baseline=True)}
+WITHOUT_REWARDS = pytest.mark.parametrize(
+    "options", [pytest.param(DISTILLATION, id="distillation"), pytest.param({"freeze_trunk": True}, id="healing")]
+)
+
+
+@WITHOUT_REWARDS
+def test_where_rewards_play_no_part_none_and_no_penalty_is_an_advantage(options: dict[str, Any]) -> None:
+    """The penalty of a flagged turn is in units of advantages from rewards, not of a distance to a teacher."""
+    turns = {0: (turn(2, prompt=1, is_invalid_tool_call=True, has_malformed_thinking=True),)}
+    batch, groups = given([1.0, 0.0, 3.0, 0.0], [0, 0, 1, 1], [1.0, 1.0, 1.0, 0.0], turns)
+    got, metrics = add_advantages(batch, groups, config(malformed_thinking_advantage=-7.0, **options))
+    assert {value for row in expanded(got) for value in row} == {0.0}
+    assert got.sample_mask_B.tolist() == [1.0, 1.0, 1.0, 0.0]  # nothing is compared: one of a group trains
+    assert metrics["num_invalid_tool_calls"] == 1.0
+    assert not any("advantage" in name for name in metrics)  # they are not computed here
 
 
 def test_every_estimator_has_a_row_in_the_table() -> None:
-    assert set(get_args(get_type_hints(AdvEstimatorConfig)["name"])) == set(ESTIMATORS)
+    names = get_args(get_type_hints(AdvEstimatorConfig)["name"])
+    assert {*names, HEALING} == set(ALGORITHMS)
+    for name in names:
+        own = config(adv_estimator=block("grpo.adv_estimator", name=name, minus_baseline=True))
+        assert algorithm_of(own) is ALGORITHMS[name]
+        assert (ALGORITHMS[name].estimate is None) == (not rewards_teach(own)) == (not has_group_baseline(own))
+    assert algorithm_of(config(freeze_trunk=True)) is ALGORITHMS[HEALING]
+    assert ALGORITHMS[HEALING].estimate is None and not rewards_teach(config(freeze_trunk=True))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recipes.grpo.advantage import nll_weights
-from recipes.grpo.loss import grpo_loss, mask_mismatched
+from recipes.grpo.loss import grpo_loss, mask_mismatched, untrained_loss
 from recipes.types import LossInputs
 from tests.configuration import block
 
@@ -145,6 +145,21 @@ def test_positive_examples_are_made_more_likely_by_their_mean_negative_log_likel
     assert gradient.tolist() == [[0.0, -0.0625, -0.0625], [0.0, -0.0625, -0.0625], [0.0, 0.0, 0.0]]
     total, count = sums.metrics["positive_nll_loss"]
     assert total / count == pytest.approx(mean)
+
+
+def test_what_is_not_computed_is_no_metric() -> None:
+    current = torch.tensor([[-9.0, -0.5, -0.7]]).requires_grad_()
+    given = inputs_of([[0.0, -0.5, -0.9]], current)
+    sums = grpo_loss(current, given, cfg=CONFIG, mismatch_threshold=None)
+    assert "loss" in sums.metrics and not {"kl_penalty", "positive_nll_loss"} & sums.metrics.keys()
+    untrained = untrained_loss(current, given, cfg=CONFIG, mismatch_threshold=None)
+    assert not untrained.loss.requires_grad and untrained.count == sums.count
+    of_policy = {"loss", "sampling_importance_ratio", "is_oob_ratio", "probs_ratio", "probs_ratio_clamped"}
+    ends = {f"{name}_{end}" for name in ("probs_ratio", "probs_ratio_clamped") for end in ("min", "max")}
+    assert sums.metrics.keys() - untrained.metrics.keys() == of_policy | ends
+    assert all(sums.metrics[name] == untrained.metrics[name] for name in untrained.metrics)
+    masked = untrained_loss(current, given, cfg=CONFIG, mismatch_threshold=1.01)
+    assert masked.sample_mask_B.tolist() == [0.0]
 
 
 def test_no_positive_example_adds_nothing() -> None:

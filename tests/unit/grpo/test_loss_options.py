@@ -15,11 +15,11 @@ from tests.unit.grpo.test_loss import inputs_of, options
 LOGS = [0.0, math.log(0.5), math.log(0.25)]  # of the engine, one token that is not sampled first
 
 
-def weights(prev: list[float], **values: Any) -> tuple[list[float], float]:
-    """Return the weights of the sampled tokens of one sequence, and the share that is out of bounds."""
+def weights(prev: list[float], **values: Any) -> tuple[list[float], float | None]:
+    """Return the weights of the sampled tokens of one sequence, and the share that is out of bounds, if there are any."""
     given = inputs_of([LOGS], torch.tensor([prev]))
-    weight_BT, (out, count) = importance_weights(torch.tensor([prev]), given, options(**values))
-    return weight_BT.expand(1, 3)[0, 1:].tolist(), float(out / count)
+    weight_BT, out = importance_weights(torch.tensor([prev]), given, options(**values))
+    return weight_BT.expand(1, 3)[0, 1:].tolist(), None if out is None else float(out[0] / out[1])
 
 
 def bounded(kind: str, low: float | None, high: float) -> dict[str, Any]:
@@ -54,6 +54,10 @@ def test_ratios_are_bounded_as_configured(
     got, out = weights(PREV, **bounded(kind, low, high))
     assert got == pytest.approx(expected)
     assert out == pytest.approx(share)
+
+
+def test_without_a_bound_no_share_is_out_of_it() -> None:
+    assert weights(PREV, truncated_importance_sampling_ratio=None) == ([2.0, 0.5], None)
 
 
 def test_a_ratio_that_no_float_holds_weighs_nothing() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.grpo.causes import causes
 from recipes.grpo.metrics import (
     StepMetrics,
     aggregate_rollouts,
@@ -160,6 +161,15 @@ def test_counts_name_every_way_to_end_and_groups_without_signal(groups: list[Gro
     assert metrics["num_groups_zero_variance"] == 1.0  # mcqa: both 1.0
     assert metrics["num_groups_too_few_valid"] == 1.0  # one verdict of two
     assert metrics["math/valid_rate"] == 0.625  # (0.75 + 0.5) / 2
+
+
+def test_where_nothing_is_compared_no_group_lacks_variance(groups: list[Group]) -> None:
+    alone = make_group(2, [make_rollout(1.0, make_turn({5: 1})), make_rollout(None)])
+    metrics = aggregate_rollouts([*groups, alone], version=5, compares=False)
+    assert "num_groups_zero_variance" not in metrics
+    assert metrics["num_groups_too_few_valid"] == 0.0  # the one that is valid trains
+    found = causes({f"train/{name}": value for name, value in metrics.items()})
+    assert "equal rewards" not in [cause.name for cause in found]
 
 
 def test_durations_are_pooled_over_all_rollouts(groups: list[Group]) -> None:

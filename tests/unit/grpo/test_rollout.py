@@ -14,6 +14,7 @@ from recipes.errors import EngineError, RequestError, RunError, StalledError
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.data import CollectorState
 from recipes.rollouts.group import PolicyClient
+from recipes.rollouts.teachers import Teachers
 from recipes.types import RolloutStatus, Sampling
 from tests.groups import as_lists
 from tests.unit.grpo.collector_case import G, P, Sampler, Setup, eventually, make_setups
@@ -121,6 +122,15 @@ def test_a_failed_request_costs_its_rollout_only(make: Callable[..., Setup]) -> 
     assert (broken.status, broken.reason, broken.reward) == (RolloutStatus.ABORTED, "ValueError: odd", None)
     assert good.reward == 1.0
     assert setup.sampler.samples == {(7, rollout, 0) for rollout in range(G)}, "each has numbers of its own"
+
+
+def test_what_only_measures_asks_no_teacher(make: Callable[..., Setup]) -> None:
+    setup = make(4, age=0)
+    setup.groups.teachers = Teachers({})  # none for any row: what is trained on ends without a verdict
+    for num, is_valid in ((0, False), (2, True)):
+        work = setup.collector.run_group({"row": 0}, setup.collector.settings.sampling, affinity=7, num=num)
+        rollouts, _ = setup.collector.submit(work).result(timeout=60)
+        assert [one.is_valid for one in rollouts] == [is_valid] * (num or G)
 
 
 def test_a_group_is_finished_once_all_of_its_rollouts_have_ended(make: Callable[..., Setup]) -> None:

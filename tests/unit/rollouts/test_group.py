@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from recipes.config.keys.derive import TEACHER_OF_ALL
+from recipes.environments.scoring.judge import JudgeFailedError
 from recipes.errors import EngineError
 from recipes.generation.clients.router import EngineSession
 from recipes.rollouts.group import GroupRequest, GroupRunner
-from recipes.types import Completion, ModelClient, Rollout, Row, Sampling
+from recipes.rollouts.teachers import Teachers
+from recipes.types import Completion, ModelClient, Rollout, RolloutStatus, Row, Sampling, Turn
+
+TURN = Turn(prompt_token_ids=(1,), token_ids=(2, 3), logprobs=(-1.0, -1.0), versions=(), finish_reason="stop")
 
 
 class Sampler:
@@ -56,3 +62,26 @@ async def test_the_other_rollouts_end_when_no_engine_is_left() -> None:
     for _ in range(8):
         await asyncio.sleep(0)
     assert sampler.ended == [0, 1]
+
+
+class Answering(Runner):
+    async def run(self, row: Row, model: ModelClient, *, max_tokens: int) -> Rollout:
+        return Rollout(turns=(TURN,), status=RolloutStatus.COMPLETED, reason="", reward=1.0)
+
+
+class Refusing:
+    """A teacher that has no answer."""
+
+    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        raise JudgeFailedError("it is away")
+
+
+async def test_no_teacher_is_asked_about_what_is_not_trained_on() -> None:
+    teachers: Any = Teachers({TEACHER_OF_ALL: Refusing()})  # type: ignore[dict-item]
+    groups = GroupRunner(
+        sampler=Sampler(), runner=Answering(), max_model_len=16, rollout_seconds=60.0, teachers=teachers
+    )
+    sampling = Sampling(temperature=1.0, top_p=1.0, max_tokens=8)
+    request = GroupRequest(row={}, sampling=sampling, affinity=0, num_rollouts=2)
+    trained, held_out = await groups.run(request), await groups.run(replace(request, is_trained=False))
+    assert [one.is_valid for one in (*trained, *held_out)] == [False, False, True, True]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from recipes.environments.contract.http import RefusedError
+from recipes.environments.scoring.judge import JudgeFailedError
 from recipes.rollouts.teachers import Teachers, read_logprobs
 from recipes.types import Rollout, RolloutStatus, Turn
 
@@ -39,8 +40,6 @@ def test_a_reply_that_does_not_name_every_token_is_refused(body: dict[str, Any])
 class Scripted:
     """A teacher that finds token t as likely as exp(-t), or answers nothing."""
 
-    name = "scripted"
-
     def __init__(self, *, answers: bool = True) -> None:
         self.asked: list[list[int]] = []
         self._answers = answers
@@ -48,7 +47,7 @@ class Scripted:
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         self.asked.append(list(token_ids))
         if not self._answers:
-            raise RefusedError("the context is too short")
+            raise JudgeFailedError("scripted: the context is too short")
         return [0.0, *(-float(token) for token in token_ids[1:])]
 
 

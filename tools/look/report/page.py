@@ -341,13 +341,14 @@ def _charts(run: RunData) -> Iterator[str]:
     yield _reward_chart(run)
     yield _agent_chart(run)
     yield from _off_policy_charts(run)
-    yield line_chart(
-        "Groups without a gradient",
-        [Series(label="scored alike", column=_share_alike(run), color=3, is_smoothed=True)],
-        unit="share of groups",
-        include=(0.0, 1.0),
-        note="Nothing is learned from a prompt whose answers all earn the same.",
-    )
+    if (alike := _share_alike(run)).values:  # where rewards are compared
+        yield line_chart(
+            "Groups without a gradient",
+            [Series(label="scored alike", column=alike, color=3, is_smoothed=True)],
+            unit="share of groups",
+            include=(0.0, 1.0),
+            note="Nothing is learned from a prompt whose answers all earn the same.",
+        )
     yield _phase_chart(run)
     yield line_chart(
         "Speed",
@@ -382,6 +383,7 @@ def _charts(run: RunData) -> Iterator[str]:
         "Optimizer",
         [
             Series(label="gradient norm", column=run.column("train/grad_norm"), color=0, is_smoothed=True),
+            Series(label="of the heads", column=run.column("train/mtp/grad_norm"), color=2, is_smoothed=True),
             Series(label="|loss|", column=_absolute(run.column("train/loss")), color=1, is_smoothed=True),
         ],
         unit="log scale",
@@ -463,8 +465,11 @@ def _phase_chart(run: RunData) -> str:
 
 
 def _share_alike(run: RunData) -> Column:
+    """Return the share of a step's groups whose rewards are equal; of no step where this does not matter."""
     alike, groups = run.column("train/num_groups_zero_variance"), run.column("train/num_groups")
-    return Column(steps=alike.steps, values=tuple(n / of for n, of in zip(alike.values, groups.values, strict=True)))
+    of = dict(zip(groups.steps, groups.values, strict=True))
+    pairs = zip(alike.steps, alike.values, strict=True)
+    return Column(steps=alike.steps, values=tuple(count / of[step] for step, count in pairs))
 
 
 def _minus_one(column: Column) -> Column:

@@ -147,6 +147,16 @@ def test_steps_whose_groups_all_scored_alike_are_a_warning_and_a_curve(make_run:
     assert "Groups without a gradient" in text
 
 
+def test_where_rewards_are_not_compared_no_group_lacks_a_gradient(make_run: MakeRun) -> None:
+    run_dir = make_run(num_steps=3)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line.pop("train/num_groups_zero_variance", None)
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = text_of(render(load_run(run_dir)))
+    assert "Groups without a gradient" not in text and "scored alike" not in text
+
+
 @pytest.mark.parametrize(("planned", "said"), [(3, "all 3 steps done of the 40 asked for"), (5, "step 3 of 5, not")])
 def test_the_page_counts_the_steps_that_the_rows_suffice_for(make_run: MakeRun, planned: int, said: str) -> None:
     run_dir = make_run(num_steps=3)
