@@ -27,8 +27,7 @@ from transformers import (
 from recipes.cluster.private import private_ray
 from recipes.config.load import load_config, require_valid
 from recipes.config.tree import Config
-from recipes.grpo.loss import grpo_loss
-from recipes.grpo.setup import reference_use
+from recipes.grpo.advantage import algorithm_of
 from recipes.policy.policy import Policy
 from recipes.policy.shards import BatchShard
 from recipes.tokens import TokenStore
@@ -206,11 +205,11 @@ def running(config: Config, *, num_ranks: int = 1, **deadlines: float) -> Iterat
     )
     policy = Policy.start(
         config.policy,
-        loss=partial(grpo_loss, cfg=config.loss_fn, mismatch_threshold=None),
+        loss=partial(algorithm_of(config).loss, cfg=config.loss_fn, mismatch_threshold=None),
         placement=[{"num_cpus": 1}] * num_ranks,
         deadlines=limits,
         seed=1,
-        reference=reference_use(config),
+        reference=algorithm_of(config).reference(config),
     )
     try:
         yield policy

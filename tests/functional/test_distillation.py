@@ -68,4 +68,5 @@ def test_the_student_comes_near_the_teacher_of_each_environment(tmp_path: Path) 
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     distances = [record["train/teacher_reverse_kl"] for record in records if "train/teacher_reverse_kl" in record]
     assert len(distances) == NUM_STEPS
-    assert sum(distances[-3:]) < 0.9 * sum(distances[:3]), distances  # measured: 3.3 after 4.3
+    assert sum(distances[-3:]) < 0.88 * sum(distances[:3]), distances  # measured with three seeds: 0.75, 0.79, 0.84
+    assert not any("train/num_groups_zero_variance" in record for record in records)  # rewards are not compared

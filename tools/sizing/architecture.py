@@ -116,6 +116,12 @@ class Architecture:
         used = self.moe_layers * self.experts_per_token * self.expert_parameters
         return self.dense_parameters - (0 if self.is_tied else self.vocab * self.hidden) + used
 
+    @property
+    def active_head_parameters(self) -> int:
+        """Parameters that a token is multiplied with in one multi-token head, the output projection included."""
+        own = self.attention_parameters + self.moe_shared_parameters + 2 * self.hidden**2
+        return own + self.experts_per_token * self.expert_parameters + self.vocab * self.hidden
+
 
 SUPER = Architecture(
     name="Nemotron 3 Super as published",

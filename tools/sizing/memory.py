@@ -108,6 +108,25 @@ def activations(model: Architecture, megatron: MegatronConfig, tokens: float, wi
     )
 
 
+def head_activations(model: Architecture, megatron: MegatronConfig, tokens: float, width: int) -> LayerActivations:
+    """Return what the multi-token heads keep, each of which is one layer of attention and one of experts.
+
+    With recomputation a head keeps the state and the embedding that it starts from. The states before the first head
+    and after the last one are kept as well.
+    """
+    count, stream = megatron.mtp_num_layers, _stream(model, megatron, tokens, width)
+    if not count:
+        return LayerActivations(kept=0.0, working=0.0)
+    own = layer_activations(model, megatron, tokens, width)
+    parts = (own["attention"], own["moe"])
+    # Both inputs of a head, their norms side by side, and the state before the last norm.
+    head = 5 * stream + sum(part.kept for part in parts)
+    working = 2 * stream + max(part.working for part in parts)  # with the gradients of two states
+    if megatron.activation_checkpointing:
+        return LayerActivations(kept=2 * (count + 1) * stream, working=head + working)
+    return LayerActivations(kept=count * head + 2 * stream, working=working)
+
+
 def layer_activations(
     model: Architecture, megatron: MegatronConfig, tokens: float, width: int
 ) -> Mapping[str, LayerActivations]:
@@ -274,13 +293,17 @@ def trainer_memory(model: Architecture, config: Config, sizes: Derived, *, other
     shards = (dense_copies, expert_copies) if optimizer.use_distributed_optimizer else (1, 1)
     in_fp32 = megatron.distributed_data_parallel_config.grad_reduce_in_fp32
     tokens = policy.sequence_packing.train_mb_tokens / megatron.context_parallel_size
-    layers = activations(model, megatron, tokens, width)
+    layers, heads = activations(model, megatron, tokens, width), head_activations(model, megatron, tokens, width)
+    if megatron.freeze_trunk:  # nothing of it is kept: one layer after another is there while it runs
+        built = [kind for kind, count in _counts(model).items() if count]
+        own = layer_activations(model, megatron, tokens, width)
+        layers = LayerActivations(kept=0.0, working=max(own[kind].kept for kind in built))
     return TrainerMemory(
         weights=(dense + experts + carried) * width,
         gradients=sum(trained) * (4 if in_fp32 or width == 4 else 2),
         optimizer=(1.0 - _offloaded_share(megatron)) * each * (trained[0] / shards[0] + trained[1] / shards[1]),
-        activations=layers.kept,
-        backward=max(layers.working, _logits(model, config, tokens, width)),
+        activations=layers.kept + heads.kept,
+        backward=max(layers.working, heads.working, _logits(model, config, tokens, width)),
         routes=_choices(model, config) * tokens * 2 / megatron.pipeline_model_parallel_size,
         other=other,
     )

@@ -45,7 +45,17 @@ from tools.sizing.memory import (
     trainer_memory,
 )
 from tools.sizing.simulator import Forecast, Loop, forecast
-from tools.sizing.speed import GPUS, OF_STAGE, OF_TINY, Assumptions, loop, roofline, tiny_speeds
+from tools.sizing.speed import (
+    GPUS,
+    OF_STAGE,
+    OF_TINY,
+    Assumptions,
+    TeacherLoad,
+    loop,
+    roofline,
+    teachers,
+    tiny_speeds,
+)
 
 _FULL = 0.95  # share of a GPU's memory above which a plan does not fit
 
@@ -184,6 +194,10 @@ def _step(plan: StagePlan) -> list[str]:
         f"{found.policy_waits:.0%}, the engines generate {found.engines_busy:.0%}; rollouts are "
         f"{found.age:.1f} steps old",
     ]
+    for one in plan.teachers:
+        busy = format_seconds(one.step_seconds)
+        weights = f"{one.weights / GIB:.1f} GiB of weights on each of its GPUs"
+        lines.append(f"teacher   {one.name} reads the rollouts of a step in {busy}; {weights}")
     if each := packed_routes(plan.model, config):
         unit, size = _unit(plan)
         lines.append(
@@ -284,6 +298,7 @@ class StagePlan:
     trainer: TrainerMemory
     host: HostMemory
     engine: EngineMemory
+    teachers: tuple[TeacherLoad, ...]  # on engines of the run
     gpu_bytes: float | None  # of one GPU; None on a CPU
     given: Assumptions
     loop: Loop
@@ -363,6 +378,7 @@ def make_plan(args: argparse.Namespace) -> StagePlan:
         trainer=trainer,
         host=host_memory(model, config, sizes),
         engine=engine,
+        teachers=() if is_tiny else teachers(model, config, sizes, gpu, given),
         gpu_bytes=None if is_tiny else gpu.memory_gib * GIB,
         given=given,
         loop=configured,
@@ -448,6 +464,7 @@ def as_json(plan: StagePlan) -> dict[str, Any]:
         "trainer_bytes_per_gpu": {**asdict(plan.trainer), "total": plan.trainer.total},
         "host_bytes_per_node": {**asdict(plan.host), "total": plan.host.total},
         "engine_bytes_per_gpu": {**asdict(plan.engine), "total": plan.engine.total},
+        "teachers": [asdict(one) for one in plan.teachers],
         "gpu_bytes": plan.gpu_bytes,
         "expected": _row(plan.expected),
         "gpu_hours_per_save": plan.expected.gpu_hours * max(plan.config.checkpointing.save_period, 1),

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from math import exp, log
+from pathlib import Path
 from random import Random
 from statistics import NormalDist
 
-from recipes.config.keys.derive import Derived, max_age
+from recipes.config.keys.derive import DISTILLATION, Derived, max_age, started_judges
 from recipes.config.tree import Config
-from tools.sizing.architecture import Architecture
+from tools.sizing.architecture import Architecture, read_architecture
 from tools.sizing.memory import EngineMemory
 from tools.sizing.simulator import Loop
 
@@ -100,6 +101,7 @@ class Speeds:
     decode_seconds: Callable[[int], float]  # one iteration with n sequences
     prefill_seconds: float  # one prompt
     train_seconds: Callable[[float], float]  # a step with so many generated tokens
+    teacher_seconds: float = 0.0  # a rollout, once it is complete
 
 
 def roofline(
@@ -121,12 +123,14 @@ def roofline(
         read = engine.weights * (1.0 - expert_share + expert_share * used) + n * per_sequence
         return read / bandwidth + given.iteration_ms / 1000
 
-    # In forward passes: log-probabilities 1, training 3, recomputation 1, the reference policy 1. A frozen policy has
-    # no backward pass.
-    training = 1 if megatron.freeze_trunk else 3 + megatron.activation_checkpointing
-    passes = 1 + training + (config.loss_fn.reference_policy_kl_penalty > 0)
-    attention = 2 * model.attention_layers * model.query_heads * model.head_size * length  # half of 4: causal
-    per_token = (2 * model.active_parameters + attention) * passes
+    # In forward passes: training 3, recomputation 1, the reference policy 1, log-probabilities before the step 1. A
+    # frozen policy has no backward pass, but its heads have.
+    trained = 3 + megatron.activation_checkpointing
+    passes = (1 if megatron.freeze_trunk else trained) + (config.loss_fn.reference_policy_kl_penalty > 0)
+    passes += needs_logprobs(config, sizes)
+    attention = 2 * model.query_heads * model.head_size * length  # of one layer, half of 4: causal
+    per_token = (2 * model.active_parameters + model.attention_layers * attention) * passes
+    per_token += megatron.mtp_num_layers * (2 * model.active_head_parameters + attention) * trained
     trainer = sizes.train_gpus * gpu.tflops * 1e12 * given.train_mfu
     prompts = given.prompt_tokens * sizes.samples_per_step
     return Speeds(
@@ -136,7 +140,52 @@ def roofline(
         * given.prompt_tokens
         / (gpus * gpu.tflops * 1e12 * given.prefill_mfu),
         train_seconds=lambda tokens: per_token * (tokens + prompts) / trainer,
+        teacher_seconds=max((one.rollout_seconds for one in teachers(model, config, sizes, gpu, given)), default=0.0),
     )
+
+
+def needs_logprobs(config: Config, sizes: Derived) -> bool:
+    """Whether a step has a pass for log-probabilities: of ratios over several steps, or of advantages by token."""
+    if config.policy.megatron_cfg.freeze_trunk:
+        return False
+    has_steps = sizes.samples_per_step > config.policy.train_global_batch_size
+    return has_steps or config.loss_fn.use_kl_in_reward or config.grpo.adv_estimator.name == DISTILLATION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherLoad:
+    """One teacher on engines of the run. Rows are taken to be shared evenly by all teachers."""
+
+    name: str
+    weights: float  # bytes on one of its GPUs
+    rollout_seconds: float  # of one rollout, mean, that no other waits for
+    step_seconds: float  # of all rollouts of a step
+
+
+def teachers(
+    policy: Architecture, config: Config, sizes: Derived, gpu: Gpu, given: Assumptions
+) -> tuple[TeacherLoad, ...]:
+    """Return what teachers cost that the run starts; one whose files are not here is taken to be of the policy's sizes.
+
+    A teacher reads every rollout once, whole: it is a prompt.
+    """
+    named = set(config.grpo.adv_estimator.teachers.values())
+    length = given.rollout_tokens(config.policy.max_total_sequence_length)
+    found = []
+    for judge in (one for one in started_judges(config) if one.name in named):
+        is_here = (Path(judge.model) / "config.json").is_file()
+        model = read_architecture(Path(judge.model)) if is_here else policy
+        speed = judge.gpus_per_copy * gpu.tflops * 1e12 * given.prefill_mfu
+        seconds = 2 * model.active_parameters * length / speed
+        found.append(
+            TeacherLoad(
+                name=judge.name,
+                weights=2 * model.parameters / judge.gpus_per_copy,
+                rollout_seconds=seconds,
+                step_seconds=seconds * sizes.samples_per_step / len(named) / judge.num_copies,
+            )
+        )
+    return tuple(found)
 
 
 def tiny_speeds(sizes: Derived) -> Speeds:
@@ -154,6 +203,7 @@ def loop(config: Config, sizes: Derived, engine: EngineMemory, speeds: Speeds, g
     mean = log(given.generated_tokens) - given.length_sigma**2 / 2
     turns = min(max(1, round(given.turns)), _MAX_TURNS)
     environment = given.environment_seconds * max(1.0, given.turns) / turns
+    taught = speeds.teacher_seconds / turns
 
     def draw_tokens(random: Random) -> float:
         return min(exp(random.gauss(mean, given.length_sigma)), longest - given.prompt_tokens)
@@ -169,7 +219,7 @@ def loop(config: Config, sizes: Derived, engine: EngineMemory, speeds: Speeds, g
         prefill_seconds=speeds.prefill_seconds,
         draw_tokens=draw_tokens,
         turns=turns,
-        draw_environment_seconds=lambda random: random.expovariate(1.0 / environment) if environment else 0.0,
+        draw_environment_seconds=lambda random: taught + (random.expovariate(1 / environment) if environment else 0.0),
         train_seconds=speeds.train_seconds,
         refit_seconds=given.refit_seconds,
     )

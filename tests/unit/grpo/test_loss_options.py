@@ -16,7 +16,7 @@ LOGS = [0.0, math.log(0.5), math.log(0.25)]  # of the engine, one token that is 
 
 
 def weights(prev: list[float], **values: Any) -> tuple[list[float], float | None]:
-    """Return the weights of the sampled tokens of one sequence, and the share that is out of bounds, if there are any."""
+    """Return the weights of the sampled tokens of one sequence, and the share out of bounds, if there are any."""
     given = inputs_of([LOGS], torch.tensor([prev]))
     weight_BT, out = importance_weights(torch.tensor([prev]), given, options(**values))
     return weight_BT.expand(1, 3)[0, 1:].tolist(), None if out is None else float(out[0] / out[1])

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from recipes.config.keys.derive import derive
+from recipes.config.keys.derive import derive, started_judges
 from recipes.config.load import config_path, find_stage, load_config, require_valid
 from recipes.errors import InputError
 from tools.job.compile_cache import seed_path
 from tools.sizing import planner
 from tools.sizing.architecture import SUPER, Architecture, read_architecture
 from tools.sizing.memory import GIB, engine_memory, host_memory, layer_activations, trainer_memory
-from tools.sizing.speed import GPUS, Assumptions, loop, roofline
+from tools.sizing.speed import GPUS, Assumptions, loop, roofline, teachers
 
 QWEN3_30B_A3B = {
     "model_type": "qwen3_moe",
@@ -138,14 +138,17 @@ def test_trainer_memory_of_super_on_256_gpus(production):
     assert found.weights == pytest.approx(2 * local)
     assert found.gradients == pytest.approx(2 * local)
     assert found.optimizer == pytest.approx(12 * (dense / 4 / 64 + experts / 16 / 16))  # copies: 256/4, 256/16
-    # 65,536 tokens over CP 8; their stream of 88 layers in 2 bytes, split by TP, and the largest layer
+    # 65,536 tokens over CP 8; their stream of 88 layers in 2 bytes, split by TP, two for each of 5 heads and their
+    # ends; and the largest layer, or a head
     tokens = 65536 / 8
     layers = layer_activations(SUPER, production.policy.megatron_cfg, tokens, 2)
-    assert found.activations == pytest.approx(88 * tokens * 4096 * 2 / 4)
+    stream = tokens * 4096 * 2 / 4
+    assert found.activations == pytest.approx((88 + 2 * 6) * stream)
     # 2,048 rows of logits over TP 4: 2 bytes each, and twice 4 of float32
     logits = 2048 * 131072 / 4 * 10
     largest = max(layers[kind].kept + layers[kind].working for kind in ("attention", "mamba", "moe"))
-    assert found.backward == pytest.approx(max(logits, largest))
+    head = 7 * stream + layers["attention"].kept + layers["moe"].kept + layers["moe"].working
+    assert found.backward == pytest.approx(max(logits, largest, head))
     assert found.total < 79.6 * GIB
 
 
@@ -180,6 +183,10 @@ def test_memory_falls_with_parallelism_and_rises_without_recomputation(productio
     assert healing.weights == base.weights
     assert healing.gradients == pytest.approx(base.gradients - carried.gradients)
     assert healing.optimizer == pytest.approx(base.optimizer - carried.optimizer)
+    assert healing.activations == pytest.approx(base.activations - carried.activations)  # and their activations
+    plain = {"activation_checkpointing": False}
+    whole, alone, heads = changed(**plain), changed(**plain, mtp_num_layers=0), changed(**plain, freeze_trunk=True)
+    assert heads.activations == pytest.approx(whole.activations - alone.activations)
     without = trainer_memory(
         replace(SUPER, has_heads=False), replace(production, policy=_untrained(production)), sizes, other=0.0
     )
@@ -257,6 +264,42 @@ def test_more_sequences_share_what_one_iteration_reads(production):
     read = (one - 0.010) * 0.5 * 3.35e12 * 8
     assert read == pytest.approx(2 * SUPER.active_parameters, rel=0.15)
     assert speeds.train_seconds(2e6) > speeds.train_seconds(1e6) > 0
+
+
+def test_a_frozen_policy_runs_once_and_its_heads_train(production):
+    engine = engine_memory(SUPER, production, gpu=80 * GIB, other=5 * GIB)
+
+    def seconds(config: Any, **values: Any) -> float:
+        megatron = replace(config.policy.megatron_cfg, **values)
+        changed = replace(config, policy=replace(config.policy, megatron_cfg=megatron))
+        return roofline(SUPER, changed, derive(config), GPUS["h100"], engine, Assumptions()).train_seconds(1e6)
+
+    base, trunk = seconds(production), seconds(production, mtp_num_layers=0)
+    heads = base - trunk
+    assert trunk == pytest.approx(
+        4 * (seconds(production, freeze_trunk=True) - heads)
+    )  # forward, twice back, and again
+    assert heads / trunk == pytest.approx(5 * SUPER.active_head_parameters / SUPER.active_parameters, rel=0.15)
+    taught = replace(production.grpo.adv_estimator, name="on_policy_distillation")
+    by_token = seconds(replace(production, grpo=replace(production.grpo, adv_estimator=taught)), mtp_num_layers=0)
+    assert by_token == pytest.approx(trunk * 5 / 4)  # the log-probabilities before the step
+
+
+def test_a_teacher_reads_each_rollout_once(production):
+    judge = next(one for one in started_judges(production) if one.name == "nl2bash_judge_model")
+    taught = replace(production.grpo.adv_estimator, name="on_policy_distillation", teachers={"default": judge.name})
+    config = replace(production, grpo=replace(production.grpo, adv_estimator=taught))
+    sizes, given = derive(config), Assumptions()
+    assert teachers(SUPER, production, sizes, GPUS["h100"], given) == ()
+    (one,) = teachers(SUPER, config, sizes, GPUS["h100"], given)
+    length = given.rollout_tokens(65536)
+    assert one.rollout_seconds == pytest.approx(2 * SUPER.active_parameters * length / (8 * 989e12 * 0.4))
+    assert one.step_seconds == pytest.approx(one.rollout_seconds * 4096 / 2)  # two copies of 8 GPUs
+    assert one.weights == 2 * SUPER.parameters / 8
+    engine = engine_memory(SUPER, config, gpu=80 * GIB, other=5 * GIB)
+    speeds = roofline(SUPER, config, sizes, GPUS["h100"], engine, given)
+    random = loop(config, sizes, engine, speeds, replace(given, environment_seconds=0.0)).draw_environment_seconds
+    assert random(Random(0)) == pytest.approx(one.rollout_seconds)
 
 
 def test_lengths_have_the_assumed_mean_and_never_exceed_the_context(production):
