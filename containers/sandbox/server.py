@@ -28,6 +28,7 @@ import hmac
 import io
 import json
 import logging
+import math
 import os
 import re
 import resource
@@ -103,15 +104,18 @@ class Execution:
         """Read the body of a request; raises `RequestError`."""
         try:
             given: dict[str, Any] = json.loads(body)
+            seconds = float(given.get("timeout", 10))
+            if math.isnan(seconds):  # it would be no limit at all
+                raise ValueError("timeout is no number")
             execution = cls(
                 code=str(given["generated_code"]),
-                seconds=min(max(float(given.get("timeout", 10)), 0.1), MAX_SECONDS),
+                seconds=min(max(seconds, 0.1), MAX_SECONDS),
                 language=str(given.get("language", "ipython")),
                 stdin=str(given.get("std_input") or ""),
                 max_characters=int(given.get("max_output_characters", 1000)),
                 session=session,
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise RequestError(f"not a request to execute: {type(error).__name__}: {error}") from error
         if execution.language == "ipython":
             if not SESSION_NAME.fullmatch(session):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import runpy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -64,3 +65,16 @@ async def test_a_start_needs_no_thread_of_the_event_loop(starts: Path) -> None:
     finally:
         is_over.set()
         await busy
+
+
+def test_a_request_that_is_none_is_refused_and_stops_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(sandbox_server.PROGRAM.parent))
+    program = runpy.run_path(str(sandbox_server.PROGRAM), run_name="sandbox")
+    read = program["Execution"].parse
+    for said in ("", "1" * 5_000, "[" * 100_000, '{"generated_code": ' + "[" * 100_000, "[1]", "{}"):
+        with pytest.raises(program["RequestError"], match="not a request to execute"):
+            read(said.encode(), "s")
+    for field in ('"timeout": NaN', '"timeout": "nan"', '"max_output_characters": Infinity', '"timeout": {}'):
+        with pytest.raises(program["RequestError"], match="not a request to execute"):
+            read(f'{{"generated_code": "1", {field}}}'.encode(), "s")
+    assert read(b'{"generated_code": "1", "timeout": 1e999}', "s").seconds == program["MAX_SECONDS"]
