@@ -410,7 +410,7 @@ def _compare(text: str, expected: str) -> tuple[bool, str | None, str]:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     gold, max_chars = boxed_gold(expected), max(MAX_FORMULA, 4 * len(expected))
-    with bounded_parsers(max_chars, max(MAX_LEVELS, levels(expected))):
+    with bounded_parsers(max_chars, max(MAX_LEVELS, levels(expected))) as texts:
         predictions = parse(
             _searched(text, max_chars), (ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=None
         )
@@ -420,8 +420,7 @@ def _compare(text: str, expected: str) -> tuple[bool, str | None, str]:
         raise ValueError(f"the expected answer {expected!r} cannot be read")
     for prediction in predictions:
         if any(verify(gold, prediction, timeout_seconds=None) for gold in golds):
-            raw = next((found for found in predictions if isinstance(found, str)), "")
-            return True, str(prediction), raw
+            return True, str(prediction), prediction if isinstance(prediction, str) else texts[-1]
     return False, str(predictions[0]) if predictions else None, ""
 
 
@@ -448,10 +447,15 @@ def _num_unclosed(text: str) -> int:
 
 
 @contextmanager
-def bounded_parsers(max_chars: int, max_levels: int) -> Iterator[None]:
-    """Let math-verify parse no formula beyond these bounds, and no number that is too large, wherever it found it."""
+def bounded_parsers(max_chars: int, max_levels: int) -> Iterator[list[str]]:
+    """Let math-verify parse no formula beyond these bounds, and no number that is too large, wherever it found it.
+
+    Yields the texts of what it could read: its own second result is that of what it tried first.
+    """
     from math_verify import parser
 
+    texts: list[str] = []
+    extract = parser.extract_match
     latex, plain, left = parser.parse_latex_cached, parser.parse_expr_cached, MAX_TRIED * max_chars
 
     def within(formula: str) -> str:
@@ -469,11 +473,17 @@ def bounded_parsers(max_chars: int, max_levels: int) -> Iterator[None]:
         named = within(formula)
         return plain(formula) if named == formula else latex(named.replace("**", "^"))
 
+    def extract_and_note(match: object, target: object) -> tuple[object, str]:
+        found, text = extract(match, target)
+        texts.extend([text] if found is not None else [])
+        return found, text
+
     parser.parse_latex_cached, parser.parse_expr_cached = lambda formula: latex(within(formula)), read_plain
+    parser.extract_match = extract_and_note
     try:
-        yield
+        yield texts
     finally:
-        parser.parse_latex_cached, parser.parse_expr_cached = latex, plain
+        parser.parse_latex_cached, parser.parse_expr_cached, parser.extract_match = latex, plain, extract
 
 
 WORK = re.compile(

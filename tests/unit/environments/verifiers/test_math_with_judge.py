@@ -324,6 +324,15 @@ def test_what_nothing_closes_costs_the_patterns_little(answer: Answer, text: str
     assert score(answer(f"{text}\n{'that is it ' * 9}\n\\boxed{{42}}"), Task(expected_answer="42")).reward == 1.0  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("behind", ["$ " + "{" * 13 + "1" + "}" * 13 + " $", f"$$ {'x+' * 1200}1 $$"])
+def test_what_cannot_be_read_hides_no_work_that_is_left(answer: Answer, behind: str) -> None:
+    """The check of the value is about the formula that was read, not about the first that was tried."""
+    task = Task(expected_answer="215", question="What is 200+10+5?")
+    for text, reward in (("$200+10+5$", 0.0), ("$215$", 1.0)):
+        for said in (text, f"It is {text}. {behind}", f"It is {text}. {behind.replace('1', '1+1')}"):
+            assert score(answer(said), task).reward == reward, said  # type: ignore[union-attr]
+
+
 def test_a_long_formula_beside_the_answer_does_no_harm(answer: Answer) -> None:
     long = "x+" * 2_000
     for text, reward in (
