@@ -165,7 +165,7 @@ class RolloutCollector:
                 position=self._queue.position,
                 in_flight=tuple(sorted(waiting + self._retry, key=lambda drawn: drawn.position)),
                 finished=tuple(self.buffer.groups()),
-                failed=tuple(self._queue.failed),
+                failed=tuple(sorted(self._queue.failed, key=lambda one: (one[0].epoch, one[0].row_index))),
                 skipped=self._queue.skipped(),
                 set_aside=self._queue.set_aside(),
             )

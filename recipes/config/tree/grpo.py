@@ -108,9 +108,9 @@ class GrpoConfig:
     """refuse to start when engine and trainer differ by more than this on a prompt, in the same mean; null = off"""
     adv_estimator: AdvEstimatorConfig
     invalid_tool_call_advantage: Annotated[float | None, Unit("advantage")]
-    """advantage set on the tokens of a turn with an unparsed tool call; null = off"""
+    """advantage set on the tokens of a turn with an unparsed tool call, where rewards decide; null = off"""
     malformed_thinking_advantage: Annotated[float | None, Unit("advantage")]
-    """advantage set on the tokens of a turn with malformed thinking tags; null = off"""
+    """advantage set on the tokens of a turn with malformed thinking tags, where rewards decide; null = off"""
     advantage_clip_low: Annotated[float | None, Le(0), Unit("advantage")]
     """lowest advantage, applied last; null = no bound"""
     advantage_clip_high: Annotated[float | None, Ge(0), Unit("advantage")]

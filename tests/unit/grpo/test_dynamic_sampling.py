@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from recipes.errors import RunError
 from recipes.grpo.data import NO_VARIANCE
-from recipes.types import Group
-from tests.unit.grpo.collector_case import P, Setup, eventually, make_setups
+from recipes.types import Completion, Group
+from tests.unit.grpo.collector_case import P, Sampler, Setup, eventually, make_setups
 
 make = pytest.fixture(make_setups)
 
@@ -30,6 +32,37 @@ def test_a_group_without_variance_is_replaced_at_once_and_stands_in_the_ledger(m
     assert [(ref.row_index, reason) for ref, reason in failed] == [(row, NO_VARIANCE) for row in (0, 1, 4, 5)]
     assert setup.drawn() == list(range(8))
     assert setup.collector.environment_metrics()["num_groups_replaced"] == 4.0
+
+
+class Delayed(Sampler):
+    """Answers each prompt after seconds of its own."""
+
+    def __init__(self, seconds: Callable[[int], float]) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    async def generate(self, *given: Any, affinity: int, **named: Any) -> Completion:
+        await asyncio.sleep(self.seconds(affinity))
+        return await super().generate(*given, affinity=affinity, **named)
+
+
+@pytest.mark.parametrize(
+    "seconds", [lambda row: 0.02 * row, lambda row: 0.02 * (8 - row), lambda row: 0.03 * (row % 2)]
+)
+def test_the_groups_of_a_step_do_not_depend_on_which_answer_ends_first(
+    make: Callable[..., Setup], seconds: Callable[[int], float]
+) -> None:
+    """So dynamic sampling alone keeps the bits of a run the same; prompts that are drawn ahead do not."""
+    setup = make(8, age=0, marks=dict.fromkeys((1, 4, 5, 7), "compared"))
+    setup.collector.close()
+    setup.groups.sampler = Delayed(seconds)
+    setup.collector = setup.new_collector(teaches=differs, max_gen_batches=9)
+    setup.collector.start(version=0, last_step=2)
+    trained = [setup.take(0)]
+    setup.collector.set_version(1)
+    assert [*trained, setup.take(1)] == [[1, 4], [5, 7]]
+    failed = [ref.row_index for ref, _ in setup.collector.state().failed]
+    assert failed == [0, 2, 3, 6], "the ledger of a checkpoint is one of its bits"
 
 
 def test_prompts_drawn_ahead_replace_those_that_teach_nothing_and_the_others_train_later(
