@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.config.fits import engine_problem, fit_problems
+from recipes.config.keys.derive import started_judges
 from recipes.config.keys.native import ARCHITECTURES, unbuilt_values
 from recipes.config.packages import image_problems, package_problems
 from recipes.config.tree import Config, MegatronConfig
@@ -71,6 +72,7 @@ def check(launch: Launch) -> Iterator[Finding]:
                 elif launch.contract["CONTAINER_RUNTIME"] != "none":
                     yield from image_findings(path, launch.config)
             yield from fit_findings(path, launch.config)
+        yield from teacher_findings(launch.config)
         if all((path / name).is_file() for name in FILES):
             yield from template_findings(path, launch.config)
 
@@ -215,6 +217,18 @@ def fit_findings(path: Path, config: Config) -> Iterator[Finding]:
         expected = f"at most max_position_embeddings = {longest} of {path / 'config.json'}"
         fix = "lower it, or take a model with a longer context"
         yield found("MDL004", where="policy.max_total_sequence_length", got=str(wanted), expected=expected, fix=fix)
+
+
+def teacher_findings(config: Config) -> Iterator[Finding]:
+    """Check that teachers whose engines take the context of their model can read the longest rollout."""
+    longest, named = config.policy.max_total_sequence_length, config.grpo.adv_estimator.teachers.values()
+    for judge in (one for one in started_judges(config) if one.name in named):
+        file = Path(judge.model) / "config.json"
+        context = read_object(file).get("max_position_embeddings") if file.is_file() else None
+        if judge.engine_arguments.get("max_model_len") is None and isinstance(context, int) and context <= longest:
+            got, expected = f"{file} with {context} tokens", f"more than policy.max_total_sequence_length = {longest}"
+            fix = "take a teacher with a longer context, or lower the other"
+            yield found("MDL004", where=f"{judge.key}.model", got=got, expected=expected, fix=fix)
 
 
 def object_findings(path: Path) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from recipes.config.fits import engine_problem
-from recipes.config.load import load_config
+from recipes.config.load import load_config, require_valid
 from tests.configuration import block
 from tests.weight_headers import qwen3_shapes, safetensors
 from tools.doctor.model import (
@@ -24,6 +24,7 @@ from tools.doctor.model import (
     package_findings,
     policy_problems,
     route_findings,
+    teacher_findings,
     template_findings,
     weight_findings,
 )
@@ -320,3 +321,25 @@ def test_a_tokenizer_that_cannot_be_used_is_one_finding(tmp_path, file, content)
     (finding,) = template_findings(hf, loaded.repaired)
     assert finding.code == "MDL007" and str(hf) in finding.problem.where
     assert "\n" not in str(finding.problem)
+
+
+@pytest.mark.parametrize(("length", "num"), [(512, 1), (256, 0)])
+def test_a_teacher_must_read_the_longest_rollout_and_one_token(length: int, num: int, tmp_path: Path) -> None:
+    hf = write_export(tmp_path / "step_000001")
+    server = "env.nemo_gym.genrm_model.responses_api_models.genrm_model"
+    overrides = [
+        f"{server}.model={hf}",
+        f"policy.max_total_sequence_length={length}",
+        "grpo.adv_estimator.name=on_policy_distillation",
+        "grpo.adv_estimator.teachers={default: genrm_model}",
+        "loss_fn.reference_policy_kl_penalty=0",
+    ]
+    kwargs = {"vllm_serve_kwargs": {"~max_model_len": None}}
+    instance = {"responses_api_models": {"genrm_model": kwargs}}
+    overlay = {"defaults": f"{ROOT}/configs/tiny/stage3_rlhf.yaml", "env": {"nemo_gym": {"genrm_model": instance}}}
+    (tmp_path / "taught.yaml").write_text(json.dumps(overlay), encoding="utf-8")
+    config = require_valid(load_config(tmp_path / "taught.yaml", overrides))
+    found = list(teacher_findings(config))
+    assert len(found) == num
+    for one in found:
+        assert one.problem.where == f"{server}.model" and "config.json with 512 tokens" in str(one.problem)
