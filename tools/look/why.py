@@ -15,11 +15,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tools.command_line import exit_status
-from tools.look.report.load import RunData, load_run, read_lines
+from tools.look.report.load import RunData, load_run
 from tools.look.report.page import little_learned, trained
 from tools.look.run_state import find_run
 
-PASS_RATES = "pass_rates.jsonl"
 FEW_STEPS = 10  # of fewer nothing can be said but what single steps show
 RISE, NO_RISE = 0.1, 0.02  # of a mean reward of at most 1
 MANY_VISITS = 4  # of a row, on average
@@ -63,10 +62,10 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
     return (statistics.fmean(values[:size]), statistics.fmean(values[-size:])) if values else (0.0, 0.0)
 
 
-def rows(run_dir: Path) -> Iterator[str]:
+def rows(run: RunData) -> Iterator[str]:
     """Yield what the rows have to do with it: those that teach nothing, and those that come too often."""
     seen: dict[str, dict[int, float]] = {}
-    for line in read_lines(run_dir / PASS_RATES, [], missing_is_fine=True):
+    for line in run.pass_rates:
         if isinstance(line.get("pass_rate"), int | float):
             seen.setdefault(str(line.get("row_id")), {})[line["step"]] = float(line["pass_rate"])
     if not seen:
@@ -82,11 +81,10 @@ def rows(run_dir: Path) -> Iterator[str]:
         yield f"few rows: each of {len(seen)} was trained {visits:.1f} times on average; give more rows (TRAIN_PATH)"
 
 
-def explain(run_dir: Path) -> list[str]:
-    """Return every cause of a run; raises `InputError` when it has done no step."""
-    run = load_run(run_dir)
+def explain(run: RunData) -> list[str]:
+    """Return every cause of a run."""
     compares = bool(run.column("train/num_groups_zero_variance").values)  # the rewards of a group
-    return [*little_learned(run.records), *course(run), *(rows(run_dir) if compares else ())]
+    return [*little_learned(run.records), *course(run), *(rows(run) if compares else ())]
 
 
 @exit_status
@@ -96,13 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=Path("results"), help="directory of the runs")
     parser.add_argument("--exp-name", default="", help="name of the run; default: the newest")
     args = parser.parse_args(argv)
-    run_dir = find_run(args.results, args.exp_name)
-    found, run = explain(run_dir), load_run(run_dir)
+    run = load_run(find_run(args.results, args.exp_name))
     curves = [("reward", "train/reward"), ("held-out", "validation/accuracy")]
     shown = [(name, run.column(key).values) for name, key in curves]
     ends = ", ".join(f"{name} {values[0]:.3f} -> {values[-1]:.3f}" for name, values in shown if values)
     print(f"{run.name}: {len(trained(run))} steps" + (f", {ends}" if ends else ""))
-    for text in found or ["nothing that is known keeps it from learning"]:
+    for text in explain(run) or ["nothing that is known keeps it from learning"]:
         print(f"  {text}")
     return 0
 

@@ -14,6 +14,7 @@ from recipes.heartbeat import STATUS_FILE
 from tools.look.report.ledger import Unjudged, unjudged
 
 METRICS_FILE = "metrics.jsonl"
+PASS_RATES_FILE = "pass_rates.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,7 @@ class RunData:
     lock: Mapping[str, Any]  # run.lock.json; empty when the file is missing
     warnings: tuple[str, ...]
     num_steps: int | None = None  # at which the run ends: fewer than asked for when its rows suffice for no more
+    pass_rates: Sequence[Mapping[str, Any]] = ()  # one per trained group: how often its row was solved
     unjudged: tuple[Unjudged, ...] = ()  # prompts without a verdict, up to the newest checkpoint
 
     def column(self, key: str) -> Column:
@@ -91,6 +93,7 @@ def load_run(run_dir: Path) -> RunData:
             kind: read_lines(run_dir / "rollouts" / f"{kind}.jsonl", warnings, missing_is_fine=True)
             for kind in ("train", "val")
         },
+        pass_rates=read_lines(run_dir / PASS_RATES_FILE, warnings, missing_is_fine=True),
         resolved=_read_object(run_dir / "resolved.json", warnings),
         lock=_read_object(run_dir / "run.lock.json", warnings),
         warnings=tuple(warnings),

@@ -349,6 +349,8 @@ def _charts(run: RunData) -> Iterator[str]:
             include=(0.0, 1.0),
             note="Nothing is learned from a prompt whose answers all earn the same.",
         )
+    yield _solved_chart(run)
+    yield from _answer_charts(run)
     yield _phase_chart(run)
     yield line_chart(
         "Speed",
@@ -385,10 +387,39 @@ def _charts(run: RunData) -> Iterator[str]:
             Series(label="gradient norm", column=run.column("train/grad_norm"), color=0, is_smoothed=True),
             Series(label="of the heads", column=run.column("train/mtp/grad_norm"), color=2, is_smoothed=True),
             Series(label="|loss|", column=_absolute(run.column("train/loss")), color=1, is_smoothed=True),
+            Series(label="learning rate", column=run.column("train/lr"), color=4),
         ],
         unit="log scale",
         is_log=True,
     )
+
+
+def _solved_chart(run: RunData) -> str:
+    """Draw how many prompts of each step were solved never, at times, always."""
+    kinds = ("never", "less than half", "half and more", "always")
+    counts: dict[int, Counter[str]] = {}
+    for line in run.pass_rates:
+        rate = line.get("pass_rate")
+        if isinstance(rate, int | float):
+            kind = kinds[0 if rate <= 0 else 3 if rate >= 1 else 1 if rate < 0.5 else 2]
+            counts.setdefault(line["step"], Counter())[kind] += 1
+    parts = {kind: [float(counts[step][kind]) for step in sorted(counts)] for kind in kinds}
+    note = "Only prompts that are solved at times teach."
+    return stacked_chart("Prompts by pass rate", sorted(counts), parts, unit="prompts, legend: mean", note=note)
+
+
+def _answer_charts(run: RunData) -> Iterator[str]:
+    names = {"truncated": "truncation_rate", "masked": "masked_seqs_share", "ratio out of bounds": "is_oob_ratio"}
+    names |= {"wrong tool calls": "invalid_tool_call_rate", "wrong thinking": "malformed_thinking_rate"}
+    shares = [
+        Series(label=label, column=run.column(f"train/{name}"), color=color, is_smoothed=True)
+        for color, (label, name) in enumerate(names.items())
+    ]
+    yield line_chart("What is wrong with answers", shares, unit="share", include=(0.0, 1.0))
+    entropy = Series(label="entropy", column=run.column("train/approx_entropy"), color=0, is_smoothed=True)
+    kl = Series(label="KL to the reference", column=run.column("train/kl_penalty"), color=1, is_smoothed=True)
+    note = "Where the entropy is gone, all answers to a prompt are the same, and nothing more is learned."
+    yield line_chart("Entropy", [entropy, kl], unit="nats per token", include=(0.0,), note=note)
 
 
 def _off_policy_charts(run: RunData) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tools.look.report.load import load_run
 from tools.look.why import explain, main
 
 STEP = {"timing/train/policy_training": 1.0, "train/num_groups": 8.0, "train/num_groups_zero_variance": 0.0}
@@ -34,7 +35,7 @@ def test_a_run_that_learns_has_no_cause(tmp_path: Path, capsys: pytest.CaptureFi
     steps = [{"train/reward": step / 20, "train/lr": 1e-4, "train/approx_entropy": 1.0} for step in range(20)]
     steps[0]["validation/accuracy"], steps[-1]["validation/accuracy"] = 0.2, 0.9
     run_dir = write_run(tmp_path, steps, pass_rates=visits("a", [0.0, 0.5]) + visits("b", [0.5, 1.0]))
-    assert explain(run_dir) == []
+    assert explain(load_run(run_dir)) == []
     assert main(["--results", str(tmp_path), "--exp-name", "mine"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "mine: 20 steps, reward 0.000 -> 0.950, held-out 0.200 -> 0.900",
@@ -44,7 +45,7 @@ def test_a_run_that_learns_has_no_cause(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_causes_of_steps_are_counted_in_their_own_words(tmp_path: Path) -> None:
     cut, whole = {"train/truncation_rate": 0.5}, {"train/truncation_rate": 0.0}
-    [said] = explain(write_run(tmp_path, [cut, *[whole] * 10, cut]))
+    [said] = explain(load_run(write_run(tmp_path, [cut, *[whole] * 10, cut])))
     assert said.startswith("truncated, in 2 of 12 steps; the last of them, step 12: 50% of the answers are cut")
 
 
@@ -63,13 +64,15 @@ def test_causes_of_steps_are_counted_in_their_own_words(tmp_path: Path) -> None:
     ],
 )
 def test_the_course_of_a_run_has_causes_of_its_own(tmp_path: Path, curve: dict[str, list[float]], said: str) -> None:
-    [text] = explain(write_run(tmp_path, [{key: values[step] for key, values in curve.items()} for step in range(20)]))
+    [text] = explain(
+        load_run(write_run(tmp_path, [{key: values[step] for key, values in curve.items()} for step in range(20)]))
+    )
     assert text.startswith(said)
 
 
 def test_rows_that_teach_nothing_or_come_too_often_are_counted(tmp_path: Path) -> None:
     rates = visits("a", [0.0] * 5) + visits("b", [1.0] * 4) + visits("c", [0.0, 0.5, 1.0])
-    one, other = explain(write_run(tmp_path, [{}] * 10, pass_rates=rates))
+    one, other = explain(load_run(write_run(tmp_path, [{}] * 10, pass_rates=rates)))
     assert one.startswith("rows: of 3 trained, 1 were never solved and 1 always, which teaches nothing; choose")
     assert other.startswith("few rows: each of 3 was trained 4.0 times on average; give more rows (TRAIN_PATH)")
 
@@ -78,11 +81,11 @@ def test_rows_do_not_matter_where_rewards_are_not_compared(tmp_path: Path) -> No
     run_dir = write_run(tmp_path, [{}] * 10, pass_rates=visits("a", [0.0] * 9))
     text = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").replace("num_groups_zero_variance", "other")
     (run_dir / "metrics.jsonl").write_text(text, encoding="utf-8")
-    assert explain(run_dir) == []
+    assert explain(load_run(run_dir)) == []
 
 
 def test_of_a_few_steps_little_is_said(tmp_path: Path) -> None:
-    [text] = explain(write_run(tmp_path, [{"train/lr": 1e-9}] * 3))
+    [text] = explain(load_run(write_run(tmp_path, [{"train/lr": 1e-9}] * 3)))
     assert text == "few steps: 3 are done, and most runs need more than 10; let it run on"
 
 

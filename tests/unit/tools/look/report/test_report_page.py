@@ -162,3 +162,14 @@ def test_the_page_counts_the_steps_that_the_rows_suffice_for(make_run: MakeRun, 
     run_dir = make_run(num_steps=3)
     (run_dir / "status.json").write_text(json.dumps({"num_steps": planned}))
     assert said in text_of(render(load_run(run_dir)))
+
+
+def test_prompts_are_drawn_by_how_often_they_are_solved(make_run: MakeRun) -> None:
+    run_dir = make_run(num_steps=3)
+    rates: dict[int, list[float | None]] = {1: [0.0, 0.0, 0.25, None], 2: [0.5, 0.75, 1.0, 1.0]}
+    lines = [{"step": step, "row_id": "a", "pass_rate": rate} for step, all_of in rates.items() for rate in all_of]
+    (run_dir / "pass_rates.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    page = render(load_run(run_dir))
+    assert "step 1 · all 3 · never 2 · less than half 1" in page
+    assert "step 2 · all 4 · half and more 2 · always 2" in page
+    assert all(title in page for title in ("Entropy", "What is wrong with answers"))
