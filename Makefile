@@ -269,6 +269,11 @@ else
 	$(PYTHON) -m tools.data.prepare --blend $(BLEND) --data data --val-rows $(or $(VAL_ROWS),100) $(addprefix --test-rows ,$(TEST_ROWS)) $(addprefix --sample ,$(SAMPLE)) $(ARGS)
 endif
 
+.PHONY: side-files
+side-files: $(READY) ## download what verifiers read besides rows; `make data BLEND=...` does so for its blend
+#= NAME=genrm_compare ARGS
+	$(PYTHON) -m tools.data.side_files --out data/side_files $(addprefix --name ,$(NAME)) $(ARGS)
+
 .PHONY: data-import
 data-import: $(READY) ## make rows of your own ready for training, and say what became of each column
 #= ROWS=my.jsonl REWARD=my_reward.py FIELDS="question=q" ARGS="--agent NAME"

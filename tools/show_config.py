@@ -82,7 +82,7 @@ def golden_files() -> dict[Path, str]:
 def _golden(loaded: LoadedConfig, base: dict[str, Any]) -> str:
     own = leaves(with_defaults(loaded).tree)
     lines = [
-        "# What this file resolves to where grpo_base.yaml does not: python -m tools.show_config --update-golden",
+        "# What this file resolves to where grpo_base.yaml does not: make config-golden",
         *(f"{key}: {scalar(own[key])}" for key in sorted(own) if own[key] != base.get(key, ABSENT)),
         *(f"{key}: {ABSENT}" for key in sorted(set(base) - set(own))),
         "",
@@ -97,7 +97,7 @@ def _golden_export(path: Path) -> str:
     exported = export(load_config(path))
     notes = [*exported.notes, *exported.problems]
     lines = [
-        f"# {path.name} for NeMo RL {rules()['version']}: python -m tools.show_config --update-golden",
+        f"# {path.name} for NeMo RL {rules()['version']}: make config-golden",
         *yaml_lines(exported.tree),
         "",
         *(f"# {note.where.rpartition(': ')[2]}: {note.what.partition('): ')[2] or note.fix}" for note in notes),

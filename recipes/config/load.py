@@ -304,7 +304,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> LoadedConfig
     tree, failures = merge.resolve(layers.tree)
     files = tuple(document.name for _, document in chain)
     config = None
-    if is_of_nemo_rl(chain[-1][1].data):
+    if any(is_of_nemo_rl(document.data) for _, document in chain):  # the file, or one that it lies over
         wrong = "this is a stage file of NeMo RL, whose keys are not all ours"
         fix = f"save what `make config-import FILE={path}` prints under configs/, and give that file"
         problems = [Problem(where=files[-1], wrong=wrong, fix=fix)]

@@ -137,6 +137,12 @@ def servers_of(instances: Mapping[str, Any], *, judge_texts: str = OWN) -> dict[
     return {name: _with_delegate(server, servers) for name, server in servers.items()}
 
 
+def reading_servers(instances: Mapping[str, Any], judge_texts: str) -> dict[str, ServerInstance]:
+    """Return the servers that a check of rows reads them with: it refuses what the run would, and reads no text."""
+    servers = servers_of(instances)
+    return without_own_words(servers, instances) if judge_texts == PUBLISHED else servers
+
+
 def without_own_words(servers: Mapping[str, ServerInstance], instances: Mapping[str, Any]) -> dict[str, ServerInstance]:
     """Mark the servers whose published texts no configuration asks for; `Environments` refuses rows of theirs."""
     return {

@@ -191,3 +191,37 @@ def test_nothing_is_said_to_be_missing_that_is_not_looked_at() -> None:
     ]
     assert len(lines) > 10
     assert not [line for line in lines if not any(text in line for text in TRUE_TODAY)]
+
+
+NOT_ON_PATH = re.compile(r"(?<![\w./-])(?:python3?|pip|hf) (?:-m |install |download )")
+IN_CONTAINERS = ("hidden_tests.py", "repositories.py")  # commands of a task's image, which has a python
+
+
+def said(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and text of every string but docstrings and the names of programs."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    skipped = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    skipped |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "prog"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
+            yield node.lineno, node.value
+
+
+def test_no_message_gives_a_command_that_a_plain_shell_does_not_find():
+    """The virtual environment is not on PATH: a message says a target of make, or `.venv/bin/...`."""
+    places = [
+        f"{path.relative_to(ROOT)}:{line}: {text}"
+        for path in FILES
+        if path.name not in IN_CONTAINERS
+        for line, text in said(path)
+        if NOT_ON_PATH.search(text)
+    ]
+    assert not places, "\n".join(places)
+
+
+@pytest.mark.parametrize("text", ["python -m tools.x", "fetch it: hf download x", "run `pip install x`"])
+def test_a_command_that_is_not_on_the_path_is_seen(text):
+    assert NOT_ON_PATH.search(text)
+    assert not NOT_ON_PATH.search(
+        text.replace("python", ".venv/bin/python").replace("hf", ".venv/bin/hf").replace("pip", "x")
+    )

@@ -1,6 +1,6 @@
 """Files that verifiers read besides the rows (configs/data/side_files.yaml), each at a commit and checked by its hash.
 
-    python -m tools.data.side_files --out data/side_files [--name workplace_assistant]
+    make side-files [NAME=workplace_assistant]
 
 They are downloaded from GitHub's raw address, or from the address in GITHUB_RAW_ENDPOINT, and resume as blends do.
 """

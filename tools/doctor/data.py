@@ -6,6 +6,8 @@ Equal problems are one finding, at the first row that has them, with the number 
 from __future__ import annotations
 
 import hashlib
+import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,15 +19,8 @@ from recipes.config.tree import Config
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.chat.tool_calls import FlagPatterns
 from recipes.environments.contract.rows import last_user_text
-from recipes.environments.contract.texts import PUBLISHED
 from recipes.environments.environments import Environments
-from recipes.environments.instances import (
-    agents_of,
-    coding_settings_of,
-    find_agent,
-    servers_of,
-    without_own_words,
-)
+from recipes.environments.instances import agents_of, coding_settings_of, find_agent, reading_servers
 from recipes.errors import InputError
 from recipes.exact_json import dumps
 from recipes.grpo.data import COMPARED_ALONE, check_line, few_rows, too_few_rows
@@ -38,7 +33,6 @@ from tools.draft.launch import Launch
 
 EFFORT_MARKER = "{reasoning effort: low}"  # what the published template appends to a prompt that asks for low effort
 MAX_LISTED = 10  # different problems per file and code
-FIX = "correct or remove the row; `make data-validate` lists all"
 FIXES = {
     "DAT002": "fill the file again: `make data BLEND=...`",
     "DAT003": "correct the name, configure the agent, or remove its rows",
@@ -76,12 +70,10 @@ class RowCheck:
             return
         instances = config.env.nemo_gym.instances
         try:
-            servers = servers_of(instances)
+            servers = reading_servers(instances, config.env.judge_texts)
         except InputError as error:
             self.findings = as_findings("CFG001", error.problems)
-            servers = servers_of({})
-        if config.env.judge_texts == PUBLISHED:
-            servers = without_own_words(servers, instances)
+            servers = reading_servers({}, config.env.judge_texts)
         try:
             coding_settings_of(instances)
         except InputError as error:
@@ -156,7 +148,7 @@ def check(launch: Launch) -> Iterator[Finding]:
         if path is None or not path.is_file():  # the check of the files names it
             continue
         scan = scans[path] = scan_file(path, check_row, marker_of(launch.config))
-        yield from scan_findings(path, scan)
+        yield from scan_findings(path, scan, lister(launch))
         yield from manifest_findings(path, scan)
         if variable == "TRAIN_PATH" and launch.config is not None:
             yield from effort_findings(path, scan, launch.config)
@@ -200,8 +192,18 @@ def scan_file(path: Path, check_row: RowCheck, marker: str) -> FileScan:
     return scan
 
 
-def scan_findings(path: Path, scan: FileScan) -> Iterator[Finding]:
-    """Return the problems of the rows, equal ones once."""
+def lister(launch: Launch) -> str:
+    """Return the command that lists every bad row, read as this launch reads them."""
+    contract, train = launch.contract, launch.path("TRAIN_PATH")
+    words = {"--config": contract["CONFIG_PATH"], "--tokenizer": contract["MODEL_PATH"]}
+    given = " ".join(f"{option} {value}" for option, value in words.items() if value)
+    blend = os.path.relpath(train.parent, launch.root / "data") if train else "..."
+    return f"make data-validate BLEND={blend} ARGS={shlex.quote(given)}"
+
+
+def scan_findings(path: Path, scan: FileScan, listing: str) -> Iterator[Finding]:
+    """Return the problems of the rows, equal ones once; `listing` is the command that lists them all."""
+    fix = f"correct or remove the row; `{listing}` lists all"
     if scan.num_rows == 0:
         yield found("DAT001", where=str(path), wrong="the file has no rows", fix="run `make data` again")
     for code in sorted({code for code, _ in scan.first}):
@@ -209,11 +211,11 @@ def scan_findings(path: Path, scan: FileScan) -> Iterator[Finding]:
         for text in texts[:MAX_LISTED]:
             others = scan.count[code, text] - 1
             wrong = f"{text} (and in {others} further rows)" if others else text
-            yield found(code, where=f"{path}:{scan.first[code, text]}", wrong=wrong, fix=FIXES.get(code, FIX))
+            yield found(code, where=f"{path}:{scan.first[code, text]}", wrong=wrong, fix=FIXES.get(code, fix))
         if len(texts) > MAX_LISTED:
             rows = sum(scan.count[code, text] for text in texts[MAX_LISTED:])
             wrong = f"{rows} further bad rows of {scan.num_rows}"
-            yield found(code, where=str(path), wrong=wrong, fix=FIXES.get(code, FIX))
+            yield found(code, where=str(path), wrong=wrong, fix=FIXES.get(code, fix))
 
 
 def manifest_findings(path: Path, scan: FileScan) -> Iterator[Finding]:

@@ -14,12 +14,13 @@ from urllib.parse import urlsplit
 from recipes.errors import ConfigError, LaunchError
 from recipes.sinks import import_wandb
 from tools.draft.findings import Finding, as_finding, as_findings, found
-from tools.draft.launch import HEADS_MODEL, ROOT, TINY_MODEL, WIDE_MODEL, Launch, scale_of
+from tools.draft.launch import HEADS_MODEL, ROOT, TINY_MODEL, WIDE_MODEL, Launch
 from tools.draft.snapshot import SIDE_FILES, untracked
 
 PROBE_SECONDS = 3.0
 INSTANCES = "env.nemo_gym"
-FETCH_ALL = "python -m tools.data.side_files --out data/side_files"
+FETCH_ALL = "make side-files"
+TINY_CONFIGS = (ROOT / "configs/tiny").resolve()
 OFFLINE = ("offline", "disabled", "dryrun")
 
 
@@ -77,8 +78,8 @@ def text_findings(launch: Launch) -> Iterator[Finding]:
             yield found("JDG005", where=where, wrong=wrong, fix=f"git add it, or give its whole path, {file.path}")
     texts = judge_texts_of(env.nemo_gym.instances, env.judge_texts)
     yield from (as_finding("JDG004", text.problem) for text in texts if text.problem is not None)
-    is_ours = (ROOT / launch.contract["CONFIG_PATH"]).resolve().is_relative_to((ROOT / "configs/tiny").resolve())
-    is_tiny = is_ours or scale_of(launch.environ) == "tiny"
+    files = [Path(name).resolve() for name in launch.loaded.files] if launch.loaded else []
+    is_tiny = any(file.is_relative_to(TINY_CONFIGS) for file in files)  # whatever SCALE says
     if not is_tiny and (names := [text.name for text in texts if text.source == OURS]):
         wrong = f"{', '.join(names)}: judges would be asked in this project's words, which train another reward"
         yield found("JDG003", where="env.judge_texts", wrong=wrong, fix=f"set it to published, after `{FETCH_ALL}`")
@@ -143,7 +144,7 @@ def model_findings(instances: Mapping[str, Any], environ: Mapping[str, str]) -> 
         is_path = model.startswith(("/", "."))
         if is_path or not is_cached(model, environ):
             expected = "a model directory, or a hub name whose files are in the cache"
-            fix = _made_by(model) if is_path else f"give a path, or fetch it: hf download {model}"
+            fix = _made_by(model) if is_path else f"give a path, or fetch it: .venv/bin/hf download {model}"
             yield found("JDG002", where=f"{where}.model", got=model, expected=expected, fix=fix)
             if not is_path and not environ.get("HF_TOKEN"):
                 wrong = f"not set, and {model} would have to be fetched"

@@ -111,7 +111,7 @@ CODES = {
     "PRT003": Kind("no slot of the port table is free on this machine"),
     "JDG001": Kind("a model or verifier server does not answer", can_force=True),
     "JDG002": Kind("a judge's model is neither a directory nor in the cache", can_force=True, is_made=True),
-    "JDG003": Kind("a judge would be asked in other words than the recipe's", can_force=True),
+    "JDG003": Kind("a judge would be asked in other words than the recipe's"),
     "JDG004": Kind("a published text that a judge is asked with is missing or was changed"),
     "JDG005": Kind("a file that a verifier's settings name is missing, or would be missing for the job"),
     "WAN001": Kind("Weights & Biases is on, and its package is not installed on this machine"),

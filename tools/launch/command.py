@@ -3,8 +3,8 @@
     launch (variables, configuration, sizes, findings) -> doctor -> argv -> run directory, snapshot, run.lock.json
 
 With --dry-run nothing is written: the argv is what would be executed, also where the doctor would refuse it, which
-the exit status says. It leaves out the subjects of the doctor that take long. With --force the findings that may be
-forced are notes (tools/draft/findings.py says which).
+the exit status says. It leaves out the subjects of the doctor that take long (examine.THOROUGH). With --force the
+findings that may be forced are notes (tools/draft/findings.py says which).
 With --check only the variables and the configuration are looked at: files need not be there yet.
 """
 

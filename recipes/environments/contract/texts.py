@@ -23,7 +23,7 @@ from recipes.config.keys.schema import CONFIG_DIR
 
 PUBLISHED, OWN = "published", "own"  # values of env.judge_texts
 SIDE_FILES = CONFIG_DIR.parent / "data" / "side_files"
-FETCH = "python -m tools.data.side_files --out data/side_files --name {side}"
+FETCH = "make side-files NAME={side}"
 
 
 def named_file(value: str) -> Path:

@@ -99,7 +99,7 @@ def test_page_is_written_or_printed(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_golden_files_are_current() -> None:
-    """After a wanted change: python -m tools.show_config --update-golden, and read the diff."""
+    """After a wanted change: make config-golden, and read the diff."""
     files = golden_files()
     assert {path for path in GOLDEN.rglob("*.yaml")} == set(files)
     for path, text in files.items():

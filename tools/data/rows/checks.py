@@ -14,20 +14,19 @@ import hashlib
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from recipes.environments.chat.codec import ChatCodec
-from recipes.environments.chat.messages import chat_request, flat_text
+from recipes.environments.chat.messages import flat_text
 from recipes.environments.chat.tool_calls import FlagPatterns
 from recipes.environments.contract.rows import schema_without_padding
+from recipes.environments.contract.texts import OWN
 from recipes.environments.contract.verifier import Agent
 from recipes.environments.environments import Environments
-from recipes.environments.instances import ALL_VERIFIERS, CODING, ServerInstance, agents_of, find_agent, servers_of
-from recipes.environments.swe.task import parse_task
+from recipes.environments.instances import agents_of, find_agent, reading_servers
 from recipes.environments.verifiers import instruction_following, mcqa
 from recipes.exact_json import dumps, loads
 from recipes.grpo.data import check_line as check_shape
@@ -137,29 +136,30 @@ FAILURES = (
 class RowChecker:
     """Checks rows one by one; with a codec it also counts their tokens.
 
-    `instances` are the servers and agents of a configuration; without them those that verifiers bring read the rows.
+    `instances` are the servers and agents of a configuration, and `judge_texts` says whose words it asks judges in;
+    without them those that verifiers bring read the rows.
     """
 
     codec: ChatCodec | None
     instances: Mapping[str, Any] = field(default_factory=dict)
-    _check_environment: Callable[[Row], list[str]] = field(init=False)
+    judge_texts: str = OWN
+    _environments: Environments = field(init=False)
     _agents: Mapping[str, Agent] = field(init=False)
     _known_tools: dict[bytes, str | None] = field(default_factory=dict)  # checked once: many rows share their tools
 
     def __post_init__(self) -> None:
-        servers = servers_of(self.instances)
+        servers = reading_servers(self.instances, self.judge_texts)
         self._agents = agents_of(self.instances, servers)
-        if self.codec is None:
-            self._check_environment = partial(check_without_codec, servers=servers, agents=self._agents)
-        else:
-            patterns = FlagPatterns(invalid_tool_call=(), thinking_tags=())
-            environments = Environments(self.codec, servers=servers, agents=self._agents, patterns=patterns)
-            self._check_environment = environments.check_row
+        patterns = FlagPatterns(invalid_tool_call=(), thinking_tags=())
+        codec = cast(ChatCodec, self.codec)  # without one no template is asked
+        self._environments = Environments(codec, servers=servers, agents=self._agents, patterns=patterns)
 
     @classmethod
-    def for_tokenizer(cls, tokenizer: Path | None, instances: Mapping[str, Any] | None = None) -> RowChecker:
+    def for_tokenizer(
+        cls, tokenizer: Path | None, instances: Mapping[str, Any] | None = None, judge_texts: str = OWN
+    ) -> RowChecker:
         """Return a checker with the codec of a Hugging Face directory, or without one; raises `ConfigError`."""
-        return cls(ChatCodec(tokenizer) if tokenizer else None, instances or {})
+        return cls(ChatCodec(tokenizer) if tokenizer else None, instances or {}, judge_texts)
 
     def check(self, line: bytes) -> tuple[Row | None, list[tuple[str, str]]]:
         """Return the row of a line and its problems as (kind, text); None for a line without the shape of a row."""
@@ -169,7 +169,7 @@ class RowChecker:
             return None, [("shape", text) for text in wrong]
         row: Row = loads(line)
         try:
-            found = [("environment", text) for text in self._check_environment(row)]
+            found = [("environment", text) for text in self._environments.check_row(row)]
         except FAILURES as error:
             found = [("environment", f"a row that cannot be read ({type(error).__name__}: {error})")]
         if not found and (text := unrewardable(row, self._agents)):
@@ -195,27 +195,6 @@ class RowChecker:
 
 def _nothing(_row: Row) -> list[str]:
     return []
-
-
-def check_without_codec(row: Row, *, servers: Mapping[str, ServerInstance], agents: Mapping[str, Agent]) -> list[str]:
-    """Return what is wrong with a row's request and with the fields of its verifier."""
-    problems = []
-    try:
-        chat_request(row["responses_create_params"])
-    except FAILURES as error:
-        problems.append(f"responses_create_params: {error}")
-    try:
-        agent = find_agent(row["agent_ref"]["name"], agents)
-        if agent.kind == CODING:
-            parse_task(row)
-            return problems
-        server = servers[agent.server]
-        verifier = ALL_VERIFIERS.get(server.verifier)  # none for a type that is known by its URL only
-        if verifier is not None:
-            verifier.parse_task(row, server.settings)
-    except FAILURES as error:
-        problems.append(str(error))
-    return problems
 
 
 def unrewardable(row: Row, agents: Mapping[str, Agent]) -> str | None:

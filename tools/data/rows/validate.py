@@ -26,8 +26,9 @@ from typing import Any
 import orjson
 
 from recipes.config.keys.schema import CONFIG_DIR
-from recipes.config.load import config_path, load_config, load_stages
-from recipes.errors import ConfigError, DataError, Problem
+from recipes.config.load import config_path, load_config, load_stages, require_valid
+from recipes.environments.contract.texts import OWN
+from recipes.errors import DataError, Problem
 from recipes.exact_json import dumps, loads
 from recipes.files import atomic_writer
 from recipes.types import Row
@@ -64,13 +65,14 @@ class BlockChecker:
     tokenizer: Path | None
     held_out: list[tuple[int, str]] | None = None
     instances: Mapping[str, Any] = field(default_factory=dict)  # servers and agents that read the rows
+    judge_texts: str = OWN
     is_complete: bool = True  # False: a file of another blend, whose rows are compared but not checked
     _tools: tuple[RowChecker, ValidationTexts] | None = None
 
     def __call__(self, block: Block) -> BlockFindings:
         if self._tools is None:  # made in each worker: a codec is not picklable, and hashes of texts differ there
             self._tools = (
-                RowChecker.for_tokenizer(self.tokenizer, self.instances),
+                RowChecker.for_tokenizer(self.tokenizer, self.instances, self.judge_texts),
                 ValidationTexts.of(self.held_out or ()),
             )
         checker, held_out = self._tools
@@ -157,6 +159,7 @@ class SplitsCheck:
     validation: Path
     tokenizer: Path | None
     instances: Mapping[str, Any] = field(default_factory=dict)  # servers and agents that read the rows
+    judge_texts: str = OWN
     findings: list[RowFinding] = field(default_factory=list)
     stats: dict[Path, FileStats] = field(default_factory=dict)
     _held_out: list[tuple[int, str]] = field(default_factory=list)
@@ -165,9 +168,10 @@ class SplitsCheck:
 
     def check(self, others: Sequence[Path]) -> None:
         """Check both files, validation first, then compare with the training files of other blends."""
-        self._check_file(BlockChecker(self.validation, self.tokenizer, instances=self.instances))
+        readers = (self.instances, self.judge_texts)
+        self._check_file(BlockChecker(self.validation, self.tokenizer, None, *readers))
         self._lines = {}
-        self._check_file(BlockChecker(self.train, self.tokenizer, self._held_out, self.instances))
+        self._check_file(BlockChecker(self.train, self.tokenizer, self._held_out, *readers))
         for other in others:
             self._compare(other)
         order = [str(self.validation), str(self.train)]
@@ -227,6 +231,7 @@ def validate(
     tokenizer: Path | None,
     others: Sequence[Path] = (),
     instances: Mapping[str, Any] | None = None,
+    judge_texts: str = OWN,
 ) -> SplitsCheck:
     """Check the splits of one blend; raises `InputError` only for what cannot be opened."""
     for path in (train, validation, *others):
@@ -234,7 +239,7 @@ def validate(
     if same := [str(path) for path in others if path.resolve() == train.resolve()]:
         wrong, fix = f"{same[0]} is the blend that is checked", "name the other blends only"
         raise DataError(Problem(where="--others", wrong=wrong, fix=fix))
-    result = SplitsCheck(train, validation, tokenizer, instances or {})
+    result = SplitsCheck(train, validation, tokenizer, instances or {}, judge_texts)
     result.check(others)
     return result
 
@@ -251,12 +256,10 @@ def config_of(blend: str) -> Path:
     return path.with_name(WIDE_CONFIG) if (scale, name) == ("tiny", WIDE) else path
 
 
-def instances_in(path: Path, overrides: Sequence[str] = ()) -> Mapping[str, Any]:
-    """Return the servers and agents of a configuration; raises `ConfigError` for one that is wrong."""
-    loaded = load_config(path, overrides)
-    if loaded.config is None:
-        raise ConfigError(loaded.problems)
-    return loaded.config.env.nemo_gym.instances
+def readers_in(path: Path, overrides: Sequence[str] = ()) -> tuple[Mapping[str, Any], str]:
+    """Return the servers and agents of a configuration, and whose words they ask in; raises `ConfigError`."""
+    env = require_valid(load_config(path, overrides)).env
+    return env.nemo_gym.instances, env.judge_texts
 
 
 def write_findings(path: Path, findings: Sequence[RowFinding]) -> None:
@@ -300,7 +303,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     others = [directory / TRAIN for directory in options.others if "=" not in str(directory)]
     config = options.config or config_of(train.resolve().parent.name)
-    result = validate(train, val, options.tokenizer, others, instances_in(config, overrides))
+    result = validate(train, val, options.tokenizer, others, *readers_in(config, overrides))
     print(result.report())
     if options.problems:
         write_findings(options.problems, result.findings)

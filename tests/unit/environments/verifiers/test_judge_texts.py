@@ -44,6 +44,7 @@ from recipes.environments.scoring.judge import chat_request, response_of
 from recipes.errors import ConfigError
 from tests.judge_requests import Case, asked, cases, recorded, request_sha256
 from tools.doctor.services import text_findings
+from tools.draft.findings import forced
 from tools.draft.provenance import differences, judge_text_digests, named_file_digests
 from tools.show_config import render
 
@@ -292,7 +293,7 @@ def test_a_missing_or_damaged_text_is_one_error(side: str, damage: str, standins
         servers_of(stage()[0], judge_texts="published")
     problems = [problem for problem in caught.value.problems if str(file) in str(problem)]
     assert problems and len(caught.value.problems) == len(problems)
-    assert all(f"tools.data.side_files --out data/side_files --name {side}" in problem.fix for problem in problems)
+    assert all(f"`make side-files NAME={side}`" in problem.fix for problem in problems)
     assert {text.name.partition(".")[0] for text in judge_texts_of(*stage()) if text.problem}
 
 
@@ -319,26 +320,32 @@ def test_every_stage_but_the_tiny_ones_asks_in_the_published_words(path: Path) -
 
 def draft(file: str, *, scale: str = "", **env: Any) -> Any:
     """Return what the doctor reads of a launch of a configuration."""
-    config = require_valid(load_config(CONFIG_DIR / file))
+    loaded = load_config(CONFIG_DIR / file)
+    config = require_valid(loaded)
     contract = {"ENGINE": "native", "CONFIG_PATH": f"configs/{file}"}
     config = replace(config, env=replace(config.env, **env))
-    return SimpleNamespace(config=config, contract=contract, environ={"SCALE": scale}, runs_in_checkout=True, root=ROOT)
+    environ = {"SCALE": scale}
+    return SimpleNamespace(
+        loaded=loaded, config=config, contract=contract, environ=environ, runs_in_checkout=True, root=ROOT
+    )
 
 
-def test_the_doctor_refuses_words_of_ours_and_missing_files(standins: Path) -> None:
+def test_the_doctor_refuses_words_of_ours_and_missing_files(standins: Path, tmp_path: Path) -> None:
     assert list(text_findings(draft("stage1_rlvr.yaml"))) == []
     assert list(text_findings(draft("tiny/stage3_rlhf.yaml"))) == []
-    assert list(text_findings(draft("stage3_rlhf.yaml", scale="tiny", judge_texts="own"))) == []
-    elsewhere = draft("stage3_rlhf.yaml", judge_texts="own")
-    elsewhere.contract["CONFIG_PATH"] = "/elsewhere/tiny/stage3_rlhf.yaml"  # a name that says nothing of the scale
-    assert [one.code for one in text_findings(elsewhere)] == ["JDG003"]
+    for parent, codes in (("", ["JDG003"]), ("tiny/", [])):  # the files it lies over say it, not SCALE or its name
+        mine = tmp_path / "tiny" / "mine.yaml"
+        mine.parent.mkdir(exist_ok=True)
+        mine.write_text(f"defaults: {CONFIG_DIR}/{parent}stage3_rlhf.yaml\n", encoding="utf-8")
+        assert [one.code for one in text_findings(draft(str(mine), scale="tiny", judge_texts="own"))] == codes
     [found] = text_findings(draft("stage3_rlhf.yaml", judge_texts="own"))
     assert (found.code, found.severity) == ("JDG003", "error")
-    assert "default_principle" in str(found.problem) and "tools.data.side_files" in found.problem.fix
+    assert "default_principle" in str(found.problem) and "`make side-files`" in found.problem.fix
+    assert [one.severity for one in forced([found])] == ["error"]
     (standins / "genrm_compare" / "stage3_rlhf.yaml").write_text("x", encoding="utf-8")
     [found] = text_findings(draft("stage3_rlhf.yaml"))
     assert (found.code, found.severity) == ("JDG004", "error")
-    assert "was changed" in str(found.problem) and "--name genrm_compare" in found.problem.fix
+    assert "was changed" in str(found.problem) and "NAME=genrm_compare" in found.problem.fix
 
 
 def test_make_config_and_the_lock_say_which_text_is_asked(standins: Path) -> None:

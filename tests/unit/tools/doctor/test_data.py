@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import pytest
 from recipes.grpo.data import NO_LIMIT, few_rows
 from tests.configuration import block
 from tests.unit.tools.launch_case import PLACEHOLDER_ROW, ROW, LaunchCase, write_case
+from tools.data.rows.validate import main
 from tools.doctor.machine import maker_of
+from tools.draft.launch import ROOT
 
 EFFORT = "env.nemo_gym.effort_levels"
 SHAPING_ON = (f"{EFFORT}.low_weight=0.2", f"{EFFORT}.low_string='{{reasoning effort: low}}'")
@@ -209,3 +213,16 @@ def test_a_key_that_a_row_repeats_is_named_with_its_line(case):
     (case.directory / "train.jsonl").write_text(json.dumps(asking("1 + 2")) + "\n" + line + "\n", encoding="utf-8")
     expected = "invalid JSON (one object has the key 'expected_answer' 2 times)"
     assert ("DAT004", "train.jsonl:2", expected) in found(case)
+
+
+def test_the_command_that_lists_all_bad_rows_reads_them_as_the_launch_does(case, capsys):
+    lean = {"agent_ref": {"name": "math_formal_lean_refinement_agent"}, "header": "", "formal_statement": "theorem t"}
+    case.write_rows("train.jsonl", asking("Prove it.") | lean, asking("Prove it again.") | lean)
+    found = case.examine(CONFIG_PATH="configs/stage2_swe1.yaml")
+    (finding,) = [finding for finding in found if finding.code == "DAT004" and "train" in finding.problem.where]
+    (command,) = re.findall("`make data-validate (.*)` lists all", finding.problem.fix)
+    blend, words = shlex.split(command)
+    assert (ROOT / "data" / blend.removeprefix("BLEND=")).resolve() == case.directory
+    files = ["--train", str(case.directory / "train.jsonl"), "--val", str(case.directory / "val.jsonl")]
+    assert main([*files, *shlex.split(words.removeprefix("ARGS="))]) == 2
+    assert finding.problem.wrong.split(" (and in")[0] in capsys.readouterr().err

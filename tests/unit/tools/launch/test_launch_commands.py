@@ -12,6 +12,7 @@ import pytest
 
 from recipes.config.load import find_stage, load_stages
 from recipes.errors import LaunchError, Problem
+from tests.unit.tools.launch_case import write_case
 from tools.dev.golden import combinations, content, environment, in_order, name_of
 from tools.draft.findings import CODES, errors, forced
 from tools.draft.launch import ROOT, read_launch
@@ -98,6 +99,16 @@ def test_a_finding_that_may_be_forced_leaves_a_command(tmp_path):
     assert [finding.code for finding in errors(launch.findings)] == ["MDL012"]
     assert not errors(forced(launch.findings))
     assert command.argv_of(launch, ROOT)[0] == "sbatch"
+
+
+@pytest.mark.parametrize("how", [[], ["--force"]])
+def test_a_launch_of_a_production_stage_in_words_of_ours_is_refused(how, tmp_path, monkeypatch, capsys):
+    case = write_case(tmp_path)
+    env = case.env | {"CONFIG_PATH": "configs/stage3_rlhf.yaml", "SCALE": "tiny", "LAUNCHER": "local"}
+    monkeypatch.setattr(command.os, "environ", env | {"PATH": os.environ["PATH"]})
+    assert command.main([*how, "env.judge_texts=own"]) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and "super_launch.sh: JDG003 env.judge_texts: " in output.err
 
 
 def test_what_may_be_forced_or_printed_is_said_by_the_finding_alone():

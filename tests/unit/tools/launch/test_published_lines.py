@@ -180,8 +180,11 @@ def test_a_stage_file_of_nemo_rl_gets_one_line_that_names_the_import(tmp_path) -
         "policy: {dtensor_cfg: {enabled: false}, megatron_cfg: {optimizer: {adam_eps: 1e-8}}}\n",
         encoding="utf-8",
     )
-    (problem,) = load_config(theirs).problems
-    assert f"make config-import FILE={theirs}" in str(problem)
+    overlay = tmp_path / "small_scale.yaml"
+    overlay.write_text("defaults: theirs.yaml\npolicy: {generation_batch_size: 32}\n", encoding="utf-8")
+    for file in (theirs, overlay):
+        (problem,) = load_config(file).problems
+        assert f"make config-import FILE={file}" in str(problem)
 
 
 # The other lines, by what tells them from all others.

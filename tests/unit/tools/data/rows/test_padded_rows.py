@@ -53,7 +53,9 @@ def test_padded_examples_say_what_the_plain_ones_say(gym_examples_dir: Path) -> 
         for one, other in zip(plain, padded(plain), strict=True):
             assert one != other
             assert chat_request(one["responses_create_params"]) == chat_request(other["responses_create_params"])
-            assert checker.check(json.dumps(other).encode())[1] == [], path.name
+            found, of_plain = (checker.check(json.dumps(each).encode())[1] for each in (other, one))
+            assert found == of_plain, path.name
+            assert all("needs a judge" in text for _, text in found), path.name  # none is configured
             agent = find_agent(one["agent_ref"]["name"], checker._agents)
             if agent.kind == CODING:
                 assert task.parse_task(one) == task.parse_task(other)

@@ -17,7 +17,7 @@ from tools.data.files import parallel
 from tools.data.rows.checks import RowChecker, shingles, text_of
 from tools.data.rows.pass_rates import pass_rate_of
 from tools.data.rows.stats import quantile
-from tools.data.rows.validate import config_of, instances_in, main, validate
+from tools.data.rows.validate import config_of, main, readers_in, validate
 from tools.data.split import TRAIN, VALIDATION
 from tools.tiny.model import build_tokenizer
 from tools.tiny.tasks import make_row
@@ -290,7 +290,7 @@ def test_rows_are_read_with_the_settings_of_a_configuration(tmp_path: Path) -> N
     office = {"workplace_assistant": {"tables": str(tmp_path / "office")}}
     tree = {"env": {"nemo_gym": {"workplace_assistant": {"resources_servers": office}}}}
     config.write_text(json.dumps({"defaults": str(wide), **tree}), encoding="utf-8")
-    assert validate(train, validation, None, instances=instances_in(config)).findings == []
+    assert validate(train, validation, None, (), *readers_in(config)).findings == []
     elsewhere = {"workplace_assistant": {"resources_servers": {"workplace_assistant": {"tables": "/no/office"}}}}
     found = validate(train, validation, None, instances=elsewhere)
     assert [finding.kind for finding in found.findings] == ["environment"] * 3
@@ -323,13 +323,34 @@ def test_rows_are_read_by_the_stage_that_trains_on_them(blend: str, file: str) -
 
 def test_every_agent_that_a_stage_configures_is_known_to_the_check_of_its_blend() -> None:
     for stage in load_stages():
-        configured = instances_in(config_of(stage.blend))
+        configured, _ = readers_in(config_of(stage.blend))
         agents = [name for name, value in configured.items() if "responses_api_agents" in value]
         assert agents
         checker = RowChecker.for_tokenizer(None, configured)
         for agent in agents:
             row = {"responses_create_params": {"input": "x"}, "agent_ref": {"name": agent}}
             assert "unknown agent" not in str(checker.check(json.dumps(row).encode())[1]), agent
+
+
+LEAN = {
+    **math("Prove it."),
+    "agent_ref": {"type": "responses_api_agents", "name": "math_formal_lean_refinement_agent"},
+    "header": "import Mathlib\n",
+    "formal_statement": "theorem t (n : Nat) : n + 0 = n := by\n",
+}
+REFUSED = {**math("How?"), "agent_ref": {"type": "responses_api_agents", "name": "over_refusal_detection_simple_agent"}}
+
+
+@pytest.mark.parametrize(("row", "said"), [(LEAN, "needs published words"), (REFUSED, "needs a judge")])
+def test_a_row_that_the_stage_refuses_is_found(
+    row: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for blend, status in (("swe1", 2), ("rlvr1", 0)):
+        (tmp_path / blend).mkdir()
+        write(tmp_path / blend / TRAIN, [row])
+        write(tmp_path / blend / VALIDATION, numbered(0, 1))
+        assert main(["--data", str(tmp_path / blend)]) == status
+        assert (said in capsys.readouterr().err) is (status == 2)
 
 
 def test_keys_configure_agents_as_in_a_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
