@@ -55,7 +55,9 @@ def check_engine(launch: Launch) -> Iterator[Finding]:
     """Hold the image against the engine, and translate the configuration for NeMo RL."""
     contract, loaded = launch.contract, launch.loaded
     if not contract.is_local and contract["CONTAINER_RUNTIME"] != "none":
-        yield from as_findings("ENG009", image_problems(contract["ENGINE"], contract["CONTAINER"]))
+        is_swe = launch.stage is not None and launch.stage.container == "swe" and launch.environ.get("SWE_CONTAINER")
+        where = "SWE_CONTAINER" if is_swe else "CONTAINER"
+        yield from as_findings("ENG009", image_problems(contract["ENGINE"], contract["CONTAINER"], where))
     if contract["ENGINE"] != "nemo_rl":
         return
     if contract.is_local or contract["CONTAINER_RUNTIME"] == "none":
@@ -78,7 +80,7 @@ def check_engine(launch: Launch) -> Iterator[Finding]:
 NEMO_RL_IMAGE = re.compile(r"(?:^|[/#+])nemo[-_]rl(?![a-z0-9])(?:[^/#]*?v(\d+)\.(\d+))?[^/#]*$")
 
 
-def image_problems(engine: str, image: str) -> Iterator[Problem]:
+def image_problems(engine: str, image: str, where: str = "CONTAINER") -> Iterator[Problem]:
     """Yield a problem where an image of NeMo RL is given to another engine, or an old one to its own.
 
     The published pages name such images, and mean a run of NeMo RL.
@@ -91,11 +93,12 @@ def image_problems(engine: str, image: str) -> Iterator[Problem]:
     wrong = f"{image} is an image of NeMo RL, and {{}}"
     if named[1] and (int(named[1]), int(named[2])) < tuple(int(part) for part in version.split(".")[:2]):
         wrong = wrong.format(f"ENGINE=nemo_rl writes for {version} or newer, which it is not")
-        fix = f"set ENGINE=nemo_rl and give {needed} or what `make container ENGINE=nemo_rl` makes of it, or {build}"
-        yield Problem(where="CONTAINER", wrong=wrong, fix=fix)
+        fix = f"give {needed} or what `make container ENGINE=nemo_rl` makes of it"
+        fix = fix if engine == "nemo_rl" else f"set ENGINE=nemo_rl and {fix}, or {build}"
+        yield Problem(where=where, wrong=wrong, fix=fix)
     elif engine == "native":
         wrong = wrong.format("ENGINE=native runs this project's own engine, which is not in it")
-        yield Problem(where="CONTAINER", wrong=wrong, fix=f"set ENGINE=nemo_rl, which runs NeMo RL in it, or {build}")
+        yield Problem(where=where, wrong=wrong, fix=f"set ENGINE=nemo_rl, which runs NeMo RL in it, or {build}")
 
 
 def check_code(launch: Launch) -> Iterator[Finding]:

@@ -86,6 +86,7 @@ MAY_BE_EMPTY = ("SBATCH_GRES",)  # set to nothing is not the same as not set
 PATHS = ("MODEL_PATH", "TRAIN_PATH", "VAL_PATH", "PERSISTENT_CACHE", "SIF_DIR")  # relative to the shell's directory
 # Where the published pages have the stage files, in a checkout of NeMo RL.
 PUBLISHED = ("examples/nemo_gym/nemotron-3-super/", "examples/configs/super/")
+PUBLISHED_FILE = re.compile(r"(small_scale/)?stage[1-3]_\w+\.yaml")  # stage 4 is ours alone
 _SWITCHES = ("DRY_RUN", "ENABLE_MTP_INFERENCE", "SKIP_CODE_SNAPSHOT", "REFRESH_CODE_SNAPSHOT", "TRUST_REMOTE_CODE")
 _NUMBERS = (
     *("SEED", "SBATCH_NUM_NODES", "SPARE_NODES", "BRING_UP_SECONDS", "MAX_RESTARTS"),
@@ -97,6 +98,7 @@ _AT_LEAST_ONE = {
     "NUM_SPECULATIVE_TOKENS": "correct it, or unset ENABLE_MTP_INFERENCE: engines then guess nothing",
     "MAX_NUM_BATCHED_TOKENS": "correct the value or leave it out",
 }
+READ_WITH = dict.fromkeys(("NUM_SPECULATIVE_TOKENS", "MAX_NUM_BATCHED_TOKENS"), "ENABLE_MTP_INFERENCE")
 # Read elsewhere: by make, by the stage table, and by the profiles.
 OF_MAKE = ("STAGE", "STAGES", "SCALE", "PLATFORM", "CLUSTER", "ENV_TOML", "NEMOTRON_ENV_FILE")
 _MIN_NAME, _ALIKE = 8, 0.86  # shortest name, and least similarity (`nearest`), that is reported as a misspelling
@@ -141,13 +143,16 @@ def with_own_config(environ: Mapping[str, str], root: Path) -> tuple[dict[str, s
     name = next(
         (path[len(prefix) :] for prefix in PUBLISHED if (path := given.removeprefix("./")).startswith(prefix)), ""
     )
+    name = name if PUBLISHED_FILE.fullmatch(name) else ""
     platform = environ.get("PLATFORM")
     own = [*([f"configs/{platform}/{name}"] if platform else []), f"configs/{name}"]
     found = next((path for path in own if name and (root / path).is_file()), None)
     if found is None or (root / given).is_file():
         return dict(environ), []
     wrong = f"{given} is NeMo RL's path of a stage whose file here is {found}, which is taken"
-    fix = f"write CONFIG_PATH={found}, and PLATFORM=b200 for the node counts of the pages about B200"
+    of_b200 = (root / f"configs/b200/{name}").is_file()
+    fix = f"write CONFIG_PATH={found}"
+    fix += ", and PLATFORM=b200 for the node counts of the pages about B200" if of_b200 else ""
     return {**environ, "CONFIG_PATH": found}, [Problem(where="CONFIG_PATH", wrong=wrong, fix=fix)]
 
 
@@ -182,7 +187,8 @@ def read_contract(environ: Mapping[str, str]) -> tuple[Contract, list[Finding]]:
     ]
     findings = as_findings("ENV001", missing) + as_findings("ENV002", wrong)
     findings += as_findings("ENV007", _misspelt(environ, [*values, *OF_MAKE]))
-    return Contract(values), findings
+    contract = Contract(values)
+    return contract, findings + as_findings("ENV010", _idle(contract, environ))
 
 
 def _wrong_values(values: Mapping[str, str]) -> list[Problem]:
@@ -223,6 +229,15 @@ def _wrong_values(values: Mapping[str, str]) -> list[Problem]:
         got = f"{values['EXTRA_HYDRA_ARGS']} ({error})"
         problems.append(Problem(where="EXTRA_HYDRA_ARGS", got=got, expected=expected, fix="correct the quotes"))
     return problems
+
+
+def _idle(contract: Contract, environ: Mapping[str, str]) -> list[Problem]:
+    """Return a problem for each variable that is given and has no effect, since the switch that reads it is off."""
+    return [
+        Problem(where=name, wrong=f"it has no effect, for {switch} is off", fix=f"set {switch}=true, or unset {name}")
+        for name, switch in READ_WITH.items()
+        if environ.get(name) and not contract.is_set(switch)
+    ]
 
 
 def _misspelt(environ: Mapping[str, str], known: Sequence[str]) -> list[Problem]:

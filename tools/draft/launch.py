@@ -385,17 +385,27 @@ def launch_overrides(contract: Contract, stage: Stage | None = None) -> list[str
     if names and stage is not None and "sif" in stage.requires:
         overrides.append(f"{FORMATTER}={names if names.startswith('[') else as_text(names)}")  # JSON is YAML, too
     if contract.is_set("ENABLE_MTP_INFERENCE") and contract["ENGINE"] == "native":
-        overrides += [f"policy.generation.{key}" for key in speculation(contract)]
+        overrides += speculation(contract)
     return overrides + ([f"grpo.seed={contract['SEED']}"] if contract["SEED"] else [])
 
 
-def speculation(contract: Contract) -> Iterator[str]:
-    """Yield what the published launcher sets for engines that guess tokens ahead, below `policy.generation`."""
-    yield "vllm_cfg.enable_prefix_caching=false"
-    yield "vllm_kwargs.enable_chunked_prefill=true"
-    yield f"vllm_kwargs.max_num_batched_tokens={contract['MAX_NUM_BATCHED_TOKENS']}"
-    count = contract["NUM_SPECULATIVE_TOKENS"]
-    yield f"vllm_kwargs.speculative_config={{method: mtp, num_speculative_tokens: {count}}}"
+def speculation(contract: Contract) -> list[str]:
+    """Return what the published launcher sets for engines that guess tokens ahead.
+
+    The sizes of CUDA graphs are vLLM's own then, multiples of the tokens of one step of a sequence; they are set before
+    they are deleted, since not every file has them. `mamba_cache_mode` is not set here: the files of models with Mamba
+    layers have it.
+    """
+    generation, count = "policy.generation", contract["NUM_SPECULATIVE_TOKENS"]
+    kwargs = f"{generation}.vllm_kwargs"
+    return [
+        f"{generation}.vllm_cfg.enable_prefix_caching=false",
+        f"{kwargs}.enable_chunked_prefill=true",
+        f"{kwargs}.max_num_batched_tokens={contract['MAX_NUM_BATCHED_TOKENS']}",
+        f"{kwargs}.compilation_config.cudagraph_capture_sizes=[1]",
+        f"~{kwargs}.compilation_config.cudagraph_capture_sizes",
+        f"{kwargs}.speculative_config={{method: mtp, num_speculative_tokens: {count}}}",
+    ]
 
 
 def as_text(value: str) -> str:

@@ -201,6 +201,13 @@ ROOT = Path(__file__).resolve().parents[2]
 LOCAL = "localhost/super-rl"  # prefix of names without a registry
 SPACE_FACTOR = 2.5  # enroot unpacks the layers in ENROOT_TEMP_PATH, then packs them there
 BUILD_SECONDS, ANSWER_SECONDS = 6 * 3600, 120
+NEMO_RL_FORMS = {  # build argument -> its form, and the form in words
+    "CUDA": (r"cu\d{3}", "cu and three digits, such as cu130"),
+    "VLLM_VERSION": (r"lock|\d+\.\d+\.\d+", "lock or three numbers, such as 0.20.0"),
+    "WHEEL_ARCH": (r"x86_64|aarch64", "x86_64 or aarch64"),
+    "PREFETCH": (r"[\w./-]+\.yaml( [\w./-]+\.yaml)*", "YAML files of NeMo RL with a space between them"),
+}
+_VERSION = re.compile(r":v(\d+)\.(\d+)")
 _TAG = re.compile(r"\w[\w.-]{0,127}", re.ASCII)
 _REGISTRY = re.compile(r"([A-Za-z0-9.-]+|\[[0-9a-f:]+\])(:\d+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*/?")
 
@@ -269,9 +276,18 @@ def build_of(name: str, environ: Mapping[str, str], builder: str) -> Build:
 
 
 def tag_of(name: str, environ: Mapping[str, str]) -> str:
-    """Return the full name of an image."""
+    """Return the full name of an image. That of NeMo RL has the tag of its base, where the doctor reads its version."""
     prefix = environ.get("REGISTRY") or LOCAL
-    return f"{prefix.rstrip('/')}/{name.replace('_', '-')}:{environ.get('TAG') or 'latest'}"
+    tag = re.search(r":([\w.-]+)$", nemo_rl_base(environ).partition("@")[0]) if name == "nemo_rl" else None
+    return f"{prefix.rstrip('/')}/{name.replace('_', '-')}:{environ.get('TAG') or (tag[1] if tag else 'latest')}"
+
+
+def nemo_rl_base(environ: Mapping[str, str]) -> str:
+    """Return the image of NeMo RL that ours is made from: BASE, or the Dockerfile's."""
+    if given := environ.get("BASE"):
+        return given
+    text = (ROOT / IMAGES["nemo_rl"].dockerfile).read_text(encoding="utf-8")
+    return re.findall(r"^ARG BASE=(\S+)$", text, re.MULTILINE)[0]
 
 
 def wrong_values(name: str, environ: Mapping[str, str]) -> list[Problem]:
@@ -290,9 +306,25 @@ def wrong_values(name: str, environ: Mapping[str, str]) -> list[Problem]:
     except ValueError as error:
         expected["BUILD_FLAGS"] = f"words quoted as for a shell ({error})"
     found = [Problem(where=where, got=given[where], expected=text, fix=fix) for where, text in expected.items()]
+    found += nemo_rl_problems(environ) if name == "nemo_rl" else []
     if given["PUSH"].lower() in TRUE and not given["REGISTRY"]:
         fix = "set REGISTRY=your.registry/path"
         found.append(Problem(where="PUSH", wrong="REGISTRY is not set, so there is nowhere to push to", fix=fix))
+    return found
+
+
+def nemo_rl_problems(environ: Mapping[str, str]) -> list[Problem]:
+    """Return a problem for every build argument of NeMo RL's image that cannot be meant."""
+    found = [
+        Problem(where=name, got=environ[name], expected=expected, fix="correct it, or leave it out")
+        for name, (form, expected) in NEMO_RL_FORMS.items()
+        if environ.get(name) and not re.fullmatch(form, environ[name])
+    ]
+    base, asked = nemo_rl_base(environ), environ.get("VLLM_VERSION", "")
+    version, own = (_VERSION.search(image) for image in (base, nemo_rl_base({})))
+    if version and own and tuple(map(int, version.groups())) < tuple(map(int, own.groups())) and asked != "lock":
+        expected = f"lock: the servers of {base} get what its own lock pins"
+        found.append(Problem(where="VLLM_VERSION", got=asked or "none", expected=expected, fix="set VLLM_VERSION=lock"))
     return found
 
 

@@ -26,6 +26,9 @@ from pathlib import Path
 from recipes.config.load import find_stage
 from recipes.errors import InputError, Problem, nearest
 from tools.command_line import TRUE, exit_status
+from tools.data.files.transfer import is_commit, no_commit
+from tools.draft.contract import set_variables
+from tools.draft.launch import read_launch
 
 ROOT = Path(__file__).resolve().parents[2]
 RLVR = ("rlvr1", "rlvr2", "rlvr3")  # one command there, three blends and stages here
@@ -130,6 +133,9 @@ def _add_data(found: PublishedAnswer, args: argparse.Namespace, part: str, pairs
     if not part and "revision" not in settings:
         wrong, fix = "nobody has published a commit of Nano's rows", f"add revision=COMMIT, one of {COMMITS}"
         problems.append(Problem(where="nemotron nano3 data prep", wrong=wrong, fix=fix))
+    elif not is_commit(settings.get("revision", "0" * 40)):
+        fix = f"take one of {COMMITS}" if not part else "leave it out, or take a commit of the data set's page"
+        problems.append(no_commit("nemotron: revision", settings["revision"], fix=fix))
     if problems:
         raise InputError(problems)
     if args.force:
@@ -204,15 +210,14 @@ def _add_stage(
         variables |= {"TRAIN_PATH": f"{rows}/train-split.jsonl", "VAL_PATH": f"{rows}/val-split.jsonl"}
     variables |= {"CLUSTER": profile} if profile else {"LAUNCHER": environ.get("LAUNCHER") or "local"}
     variables |= {"DRY_RUN": "1"} if args.dry_run else {}
-    name = environ.get("EXP_NAME") or (find_stage(target).experiment if part else "nano3-rl")
-    if not environ.get("EXP_NAME") and config == "small":
-        name = f"{name}-small"  # as the launch names it
-    if not environ.get("EXP_NAME") and "CONFIG_PATH" in variables:
-        name = variables["EXP_NAME"] = f"{name}-{Path(config).stem}"
+    if not part and not environ.get("EXP_NAME") and "CONFIG_PATH" in variables:
+        variables["EXP_NAME"] = f"nano3-rl-{Path(config).stem}"
     words = [f"{key}={value}" for key, value in variables.items()]
     found.commands.append([target, *words, *_arguments(overrides)])
-    if args.run and not args.dry_run:
-        found.commands.append(["watch", f"EXP_NAME={name}"])
+    given = {**({} if part else {"EXP_NAME": "nano3-rl"}), **set_variables(environ), **variables}
+    if args.run and given.get("DRY_RUN", "").lower() not in TRUE:
+        launch = read_launch(target if part else "", overrides, given)
+        found.commands.append(["watch", f"EXP_NAME={launch.contract['EXP_NAME']}"])
 
 
 def _add_trial(found: PublishedAnswer, args: argparse.Namespace, part: str, pairs: Sequence[str]) -> None:

@@ -100,6 +100,7 @@ def test_an_image_of_nemo_rl_is_for_its_own_engine(image):
 def test_an_old_image_of_nemo_rl_is_for_no_engine(image, engine):
     (problem,) = image_problems(engine, image)
     assert "writes for 0.7.0" in problem.wrong and "nvcr.io/nvidia/nemo-rl:v0.7.0" in problem.fix
+    assert ("set ENGINE=nemo_rl" in problem.fix) is (engine == "native")
 
 
 @pytest.mark.parametrize("image", OTHER_IMAGES)
@@ -112,4 +113,8 @@ def test_a_launch_in_the_image_of_another_engine_is_refused_unless_it_is_forced(
     (finding,) = (one for one in case.examine(CONTAINER="nvcr.io/nvidia/nemo-rl:v0.7.0") if one.code == "ENG009")
     assert (finding.severity, finding.can_force) == ("error", True)
     assert "ENG009" not in case.codes(CONTAINER="nvcr.io/nvidia/nemo-rl:v0.7.0", LAUNCHER="local")
+    theirs = {"CONTAINER": "lab/native:1", "SWE_CONTAINER": "nvcr.io/nvidia/nemo-rl:v0.7.0"}
+    for stage, places in (("stage2.2", ["SWE_CONTAINER"]), ("stage2.1", [])):
+        at = [one.problem.where for one in case.examine(stage, **theirs) if one.code == "ENG009"]
+        assert at == places
     assert "ENG009" not in case.codes(CONTAINER_RUNTIME="none", CONTAINER="nemo-rl:v0.5.0")

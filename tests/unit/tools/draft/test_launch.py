@@ -6,6 +6,7 @@ import ast
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -261,3 +262,26 @@ def functions_with_environ(path: Path) -> dict[str, set[str]]:
         )
     }
     return {str(path.relative_to(REPOSITORY)): found} if found else {}
+
+
+def guessing(**variables: str) -> Any:
+    env = {"CONFIG_PATH": "configs/stage1_rlvr.yaml", "MODEL_PATH": "/m", "TRAIN_PATH": "/t", "VAL_PATH": "/v"}
+    return read_launch("", (), env | variables)
+
+
+@pytest.mark.parametrize("file", ["stage1_rlvr.yaml", "nano_grpo.yaml", "tiny/stage1_rlvr.yaml"])
+def test_engines_guess_tokens_as_the_published_launcher_has_them_do(file):
+    launch = guessing(CONFIG_PATH=f"configs/{file}", ENABLE_MTP_INFERENCE="1", NUM_SPECULATIVE_TOKENS="3")
+    assert not [finding for finding in launch.findings if finding.code == "CFG001"]
+    kwargs = launch.loaded.tree["policy"]["generation"]["vllm_kwargs"]
+    assert kwargs["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 3}
+    assert "cudagraph_capture_sizes" not in kwargs["compilation_config"]
+    assert kwargs.get("mamba_cache_mode") == ("align" if file == "stage1_rlvr.yaml" else None)
+
+
+def test_a_variable_that_its_switch_leaves_without_effect_is_a_note():
+    for switch, codes in (("false", ["ENV010"]), ("true", [])):
+        launch = guessing(NUM_SPECULATIVE_TOKENS="4", ENABLE_MTP_INFERENCE=switch)
+        found = [finding for finding in launch.findings if finding.code == "ENV010"]
+        assert [finding.code for finding in found] == codes
+        assert all(finding.severity == "note" and "ENABLE_MTP_INFERENCE" in str(finding) for finding in found)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from recipes.errors import LaunchError, RunError
+from tools.doctor.machine import image_problems
 from tools.images import build as containers
 from tools.images.build import (
     bases_of,
@@ -82,6 +83,40 @@ def test_the_swe_image_is_built_on_the_training_image_of_the_same_variables():
     assert build_of("swe", environ, "podman").arguments == {"BASE": build_of("nemo_rl", environ, "podman").tag}
     assert build_of("swe", {}, "podman").arguments == {"BASE": build_of("native", {}, "podman").tag}
     assert build_of("swe", {**environ, "BASE": "x:1"}, "podman").arguments == {"BASE": "x:1"}
+
+
+V5 = "nvcr.io/nvidia/nemo-rl:v0.5.0.nemotron_3_super"
+
+
+@pytest.mark.parametrize(
+    ("environ", "tag"),
+    [
+        ({}, "localhost/super-rl/nemo-rl:v0.7.0"),
+        ({"BASE": V5, "VLLM_VERSION": "lock"}, "localhost/super-rl/nemo-rl:v0.5.0.nemotron_3_super"),
+        ({"BASE": f"r.example:5000/nemo-rl@{DIGEST}"}, "localhost/super-rl/nemo-rl:latest"),
+        ({"TAG": "mine"}, "localhost/super-rl/nemo-rl:mine"),
+    ],
+)
+def test_the_name_of_an_image_of_nemo_rl_says_its_version_to_the_doctor(environ, tag):
+    assert build_of("nemo_rl", environ, "podman").tag == tag
+    is_old = bool(list(image_problems("nemo_rl", tag)))
+    assert is_old is ("v0.5" in tag)
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"BASE": V5}, "VLLM_VERSION: got none, expected lock: "),
+        ({"BASE": V5, "VLLM_VERSION": "0.20.0"}, "VLLM_VERSION: got 0.20.0, expected lock: "),
+        ({"VLLM_VERSION": "0.17"}, "VLLM_VERSION: got 0.17, expected lock or three numbers"),
+        ({"PREFETCH": "a b;c"}, "PREFETCH: got a b;c, expected YAML files"),
+        ({"CUDA": "13.0"}, "CUDA: got 13.0"),
+        ({"WHEEL_ARCH": "arm64"}, "WHEEL_ARCH: got arm64"),
+    ],
+)
+def test_a_build_argument_that_cannot_be_meant_is_refused(environ, said):
+    (problem,) = wrong_values("nemo_rl", environ)
+    assert said in str(problem)
 
 
 def answers(found: dict[str, str]):

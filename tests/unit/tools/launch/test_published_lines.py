@@ -12,11 +12,14 @@ import pytest
 
 from recipes.config.load import load_config
 from recipes.errors import InputError
+from tests.recorded import recorded
 from tools.draft.launch import read_launch
 from tools.launch.nemotron import answer, main, parse, shown
 
 ROOT = Path(__file__).resolve().parents[4]
 PAGE = (ROOT / "tools" / "launch" / "PUBLISHED.md").read_text(encoding="utf-8")
+
+COMMIT = "0" * 40
 
 # Words after `uv run nemotron` -> what `make` is given.
 LINES = {
@@ -54,7 +57,7 @@ FURTHER = {
     ],
     "super3 rl rlhf -c small -b X": ["stage3 SCALE=small CLUSTER=X"],
     "super3 rl rlhf -c configs/native_gpu.yaml -r X": [
-        "stage3 CONFIG_PATH=configs/native_gpu.yaml CLUSTER=X EXP_NAME=stage3-rlhf-native_gpu",
+        "stage3 CONFIG_PATH=configs/native_gpu.yaml CLUSTER=X",
         "watch EXP_NAME=stage3-rlhf-native_gpu",
     ],
     "super3 rl rlvr -c rlvr2 --sample 20": [
@@ -69,7 +72,11 @@ FURTHER = {
         "pipeline STAGES=stage2.2 SCALE=tiny LAUNCHER=local ARGS=a.b=1"
     ],
     "nano3 rl -c default -b X": ["nano3 CLUSTER=X"],
-    "nano3 data prep rl --run X revision=abc": ["data BLEND=nano3 VAL_ROWS=1000 ARGS='--revision abc'"],
+    f"nano3 data prep rl --run X revision={COMMIT}": [f"data BLEND=nano3 VAL_ROWS=1000 ARGS='--revision {COMMIT}'"],
+    "nano3 rl -c configs/native_gpu.yaml -r X": [
+        "nano3 CONFIG_PATH=configs/native_gpu.yaml CLUSTER=X EXP_NAME=nano3-rl-native_gpu",
+        "watch EXP_NAME=nano3-rl-native_gpu",
+    ],
     "super3 rl rlhf -c tiny": ["pipeline STAGES=stage3 SCALE=tiny LAUNCHER=local"],
     "super3 data prep rl rlvr -c rlvr2 sample=100 force=true": ["data BLEND=rlvr2 SAMPLE=100"],
     "super3 data prep rl swe1 --sample 20 val_holdout=5": ["data BLEND=swe1 SAMPLE=20 VAL_ROWS=5"],
@@ -84,6 +91,8 @@ WRONG = {
     "nano3 rl -c rlvr2": "got a stage of Nano, expected the stage rlvr",
     "nano3 data prep rl --run X": "add revision=COMMIT",
     "nano3 data prep rl [options]": "add revision=COMMIT",
+    "nano3 data prep rl revision=main --dry-run": "got 'main', expected a commit",
+    "super3 data prep rl rlvr revision=v1": "got 'v1', expected a commit",
     "nano3 rl -c small": "expected default or test or tiny",
     "nano3 rl -c smal": "expected default or test or tiny",
     "super3 rl rlvr -c rlvr4": "did you mean rlvr",
@@ -117,6 +126,24 @@ def test_a_nemotron_line_that_cannot_be_done_says_what_to_write(line: str, advic
     with pytest.raises(InputError) as error:
         answer(parse(shlex.split(line)), {})
     assert advice in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({}, "stage1.2-rlvr2"),
+        ({"SCALE": "small"}, "stage1.2-rlvr2-small"),
+        ({"SCALE": "tiny", "BLEND": "wide"}, "stage1.2-rlvr2-tiny-wide"),
+        ({"CONFIG_PATH": "configs/native_gpu.yaml"}, "stage1.2-rlvr2-native_gpu"),
+        ({"EXP_NAME": "mine", "SCALE": "small"}, "mine"),
+    ],
+)
+def test_the_run_that_is_followed_is_the_one_that_the_launch_names(environ: dict[str, str], name: str) -> None:
+    found = answer(parse(shlex.split("super3 rl rlvr -c rlvr2 --run X")), environ)
+    assert found.commands[-1] == ["watch", f"EXP_NAME={name}"]
+    assert read_launch("stage1.2", (), environ).contract["EXP_NAME"] == name
+    planned = answer(parse(shlex.split("super3 rl rlvr -c rlvr2 --run X")), {**environ, "DRY_RUN": "1"})
+    assert [words[0] for words in planned.commands] == ["stage1.2"]
 
 
 def test_what_a_trial_does_not_read_is_said() -> None:
@@ -162,6 +189,16 @@ def test_a_launch_block_takes_our_file_of_its_stage_and_says_so_once(path, name,
     assert launch.sizes.num_nodes == int(nodes or "64" if "swe" in blend else nodes or "183")
     own = read_launch("", (), {**block, "PLATFORM": "b200", "SBATCH_NUM_NODES": ""})
     assert own.loaded.path == ROOT / "configs" / "b200" / Path(path).name
+
+
+@pytest.mark.parametrize(
+    ("name", "advises_b200"),
+    [("stage2_swe1", True), ("small_scale/stage2_swe1_convergence_20node_h100", False), ("stage4_healing", None)],
+)
+def test_only_a_published_file_has_a_published_path(name, advises_b200):
+    launch = read_launch("", (), {"CONFIG_PATH": f"{GUIDE}{name}.yaml"})
+    fixes = ["PLATFORM=b200" in one.problem.fix for one in launch.findings if one.code == "ENV009"]
+    assert fixes == ([] if advises_b200 is None else [advises_b200])
 
 
 def test_a_path_that_is_there_is_taken_as_it_is(tmp_path) -> None:
@@ -217,7 +254,25 @@ def test_any_other_line_has_a_row_whose_command_make_takes(line: str) -> None:
         assert done.returncode == 0, done.stderr
 
 
+def pasted(text: str) -> set[str]:
+    """Return the words of every nemotron line of a page, with short names for what the reader fills in."""
+    joined = re.sub(r" *\\\n *", " ", text)
+    lines = re.findall(r"^(?:\$ )?uv run nemotron (.+)$", joined, re.MULTILINE)
+    return {line.strip().replace("YOUR-CLUSTER", "X").replace("your-registry/", "r/") for line in lines}
+
+
 def test_the_list_is_whole() -> None:
-    in_pages = [line for line in WRONG if line.startswith(("nano3 rl grpo.", "nano3 data prep rl "))]
-    assert len(LINES) + len(in_pages) == 20
-    assert len(LINES) + len(in_pages) + len(BLOCKS) + len(OTHERS) >= 38
+    directory = recorded("PUBLISHED_PAGES", "published")
+    pages = [page.read_text(encoding="utf-8") for page in sorted(directory.glob("*.txt"))]
+    lines = set().union(*map(pasted, pages))
+    assert lines - WRONG.keys() == set(LINES)
+    assert {path for page in pages for path in re.findall(r"CONFIG_PATH=(\S+)", page)} == {path for path, *_ in BLOCKS}
+    written = re.sub(r" *\\\n *", " ", "\n".join(pages))
+    missing = [line for line in OTHERS if not all(word in written for word in re.findall(r"[\w./:=-]{4,}", line))]
+    assert not missing
+
+
+def test_a_line_of_a_page_is_read_whole() -> None:
+    assert pasted("$ uv run nemotron super3 rl swe2 \\\n--run YOUR-CLUSTER a=b\nuv run python x.py\n") == {
+        "super3 rl swe2 --run X a=b"
+    }
