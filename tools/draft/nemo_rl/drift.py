@@ -8,7 +8,8 @@ another value the difference has no reason. What our keys cannot say is a differ
 reasons by themselves, whatever the value: that a launch gives the key, and that nothing there reads it.
 
 In a checkout of NeMo Gym the instances that its files declare, the types of servers and their settings are compared
-with our list of them, configs/engines/nemo_rl_keys.yaml, in both directions.
+with our list of them, configs/engines/nemo_rl_keys.yaml, in both directions; values and types of settings with the
+digests of those that somebody has read, `seen` of the table.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import ast
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -62,6 +64,8 @@ def differences(file: Path, ours: str, reasons: Reasons) -> Iterator[Drift]:
     imported = import_over(read_file(file), [base])
     for key, value in leaves(imported.overlay).items():
         name = key.replace("~", "")
+        if name == key and lookup(base.tree, name) == value:
+            continue  # stated only because what it is computed from differs, which is a line of its own
         pair = f"{'absent' if '~' in key else shown(value)} -> {shown(lookup(base.tree, name))}"
         yield Drift(key=name, what=pair, reason=reasons.of(name, pair))
     for key, advice in imported.lost.items():
@@ -152,7 +156,7 @@ def gym_differences(upstream: Path, reasons: Reasons) -> Iterator[tuple[str, Dri
         if name not in sources:
             yield name, Drift(key=server, what="there is no such type", reason=reasons.of(server, "gone"))
             continue
-        for setting in sorted(set(settings_in(sources[name].decode()))):
+        for setting in sorted({name_of(line) for line in settings_in(sources[name].decode())}):
             if not is_setting(f"{INSTANCES}.any.{kind}.{server}.{setting}"):
                 reason = reasons.of(server, setting)
                 yield name, Drift(key=f"{server}.{setting}", what="a setting that our list lacks", reason=reason)
@@ -164,13 +168,34 @@ def gym_differences(upstream: Path, reasons: Reasons) -> Iterator[tuple[str, Dri
             yield name, Drift(key=f"{server}.{setting}", what=what, reason=reasons.of(server, f"no {setting}"))
 
 
-def settings_in(source: str) -> Iterator[str]:
+def unread(texts: Mapping[str, bytes], seen: Mapping[str, str]) -> Iterator[tuple[str, Drift]]:
+    """Yield the files of NeMo Gym whose values or settings are not those that somebody has read."""
+    for name, known in seen.items():
+        if name in texts and (found := digest_of(name, texts[name])) != known:
+            what = f"not what was read last ({known}): read it, mend our list, write {found} under `seen`"
+            key = "values" if name.endswith(".yaml") else "types of settings"
+            yield name, Drift(key=key, what=what, reason="")
+
+
+def digest_of(name: str, content: bytes) -> str:
+    """Return the hash of the values of a file, or of the settings that a source declares, with types and defaults."""
+    text = content.decode()
+    lines = None if name.endswith(".yaml") else sorted(ast.unparse(line) for line in settings_in(text))
+    found = json.dumps(yaml.safe_load(text) if lines is None else lines, sort_keys=True, default=str)
+    return hashlib.sha256(found.encode()).hexdigest()[:12]
+
+
+def name_of(line: ast.AnnAssign) -> str:
+    return line.target.id if isinstance(line.target, ast.Name) else ""
+
+
+def settings_in(source: str) -> Iterator[ast.AnnAssign]:
     """Yield the settings that the configuration class of a server declares."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ClassDef) and any(_is_config(base) for base in node.bases):
             for line in node.body:
-                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and line.target.id.islower():
-                    yield line.target.id
+                if isinstance(line, ast.AnnAssign) and name_of(line).islower():
+                    yield line
 
 
 def _is_config(base: ast.expr) -> bool:
@@ -188,14 +213,19 @@ def table() -> Mapping[str, Any]:
 def compare(upstream: Path) -> Iterator[tuple[str, Drift]]:
     """Yield each difference with the published file; a file that is gone and a reason that is moot are differences."""
     if contents(upstream, [GYM_MARK]):
-        reasons = Reasons(table()["gym"]["reasons"])
+        reasons, seen = Reasons(table()["gym"]["reasons"]), table()["gym"].get("seen", {})
         yield from gym_differences(upstream, reasons)
+        yield from unread(contents(upstream, list(seen)), seen)
         yield from reasons.moot()
     for group in table().values():
         files, reasons = group["files"], Reasons(group["reasons"])
         there = contents(upstream, list(files))
         if not there:
             continue  # of another repository
+        folder = Path(os.path.commonpath([Path(file).parent for file in files]))
+        for name in listed_in(upstream, [str(folder)]):
+            if name.endswith(".yaml") and name not in files:
+                yield name, Drift(key="the file", what=LACKED, reason=reasons.of(name, LACKED))
         with tempfile.TemporaryDirectory() as directory:
             for name, content in there.items():  # all of them first: one may be the parent of another
                 file = Path(directory, name)

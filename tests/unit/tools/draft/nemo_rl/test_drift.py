@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from recipes.config.load import load_config
 from recipes.config.merge import put
 from tools.draft.nemo_rl import drift
 from tools.draft.nemo_rl.accepted import gym_files, server_types, settings_of_type
-from tools.draft.nemo_rl.drift import main, table
+from tools.draft.nemo_rl.drift import digest_of, main, table
 from tools.draft.nemo_rl.export import export
 from tools.draft.nemo_rl.import_file import base_path
 
@@ -104,6 +105,25 @@ def test_a_key_that_nothing_here_has_needs_a_reason_too(upstream, capsys) -> Non
     assert status == 1 and "policy.pretrained_checkpoint.path" in printed
 
 
+def test_a_value_that_follows_from_another_one_is_no_line_of_its_own(upstream, capsys) -> None:
+    status, printed = run(upstream([], **{"grpo.num_prompts_per_step": 64}), capsys)
+    assert status == 1 and "grpo.num_prompts_per_step: 64 -> " in printed
+    pairs = re.findall(r"(\S+) -> (\S+): NO REASON", printed)
+    assert pairs and not [pair for pair in pairs if pair[0] == pair[1]]
+
+
+def test_a_new_file_beside_the_published_ones_needs_a_reason(upstream, capsys) -> None:
+    place = upstream([])
+    (place / "small").mkdir()
+    (place / "small" / "stage4.yaml").write_text("grpo: {}\n", encoding="utf-8")
+    (place / "README.md").write_text("no stage", encoding="utf-8")
+    status, printed = run(place, capsys)
+    assert status == 1 and printed.count("NO REASON") == 1
+    assert "small/stage4.yaml: the file: there, and not in our list: NO REASON" in printed
+    reason = {"why": "a trial", "at": {"small/stage4.yaml": drift.LACKED}}
+    assert run(upstream([reason]), capsys)[0] == 0
+
+
 def test_a_git_directory_is_read_at_its_newest_commit(upstream, capsys) -> None:
     place = upstream([])
     git = ["git", "-C", str(place), "-c", "user.name=a", "-c", "user.email=a@b"]
@@ -120,6 +140,7 @@ def test_every_pair_of_the_table_names_a_file_of_ours() -> None:
     assert len({base_path(ours) for ours in pairs}) == len(pairs) == 12
 
 
+SETTINGS = "class C(BaseResourcesServerConfig):\n    grading_mode: str = 'a'\n"
 READ = {server: " ".join(settings_of_type(kind, server)) for kind, server in server_types()}
 
 
@@ -130,12 +151,15 @@ def gym(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     place = tmp_path / "gym"
     files = {path: yaml.safe_dump({key: {} for key in names}) for path, names in gym_files().items()}
     files |= {f"{kind}/{server}/app.py": f"# {READ[server]}\n" for kind, server in server_types()}
+    names = ("resources_servers/mcqa/app.py", "resources_servers/mcqa/configs/mcqa.yaml")
+    files[names[0]] += SETTINGS
+    seen = {name: digest_of(name, files[name].encode()) for name in names}
     for name, text in {drift.GYM_MARK: "", **files}.items():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text(text, encoding="utf-8")
 
     def with_reasons(**at: str | list[str]) -> Path:
-        groups = {"gym": {"files": {}, "reasons": [{"why": "newer", "at": at}] if at else []}}
+        groups = {"gym": {"files": {}, "seen": seen, "reasons": [{"why": "newer", "at": at}] if at else []}}
         (tmp_path / "drift.yaml").write_text(yaml.safe_dump(groups), encoding="utf-8")
         return place
 
@@ -151,9 +175,10 @@ def test_a_gym_that_declares_what_our_list_has_shows_no_drift(gym, capsys) -> No
 def test_names_types_and_settings_of_a_gym_are_compared(gym, capsys) -> None:
     place = gym(mcqa="more")
     app = place / "resources_servers" / "mcqa" / "app.py"
-    app.write_text(f"class C(BaseResourcesServerConfig):\n    more: int = 3\n# {READ['mcqa']}\n", encoding="utf-8")
+    app.write_text(f"{SETTINGS}    more: int = 3\n# {READ['mcqa']}\n", encoding="utf-8")
     status, printed = run(place, capsys)
-    assert status == 0 and f"{app.relative_to(place)}: mcqa.more: newer\ndrift: 1 differences, 0 without" in printed
+    assert status == 1 and f"{app.relative_to(place)}: mcqa.more: newer\n" in printed
+    assert printed.count("NO REASON") == printed.count(": types of settings: ") == 1
     (place / "resources_servers" / "calendar" / "app.py").unlink()
     renamed = place / "resources_servers" / "mcqa" / "configs" / "mcqa.yaml"
     renamed.write_text("mcqa: {}\nmcqa_agent: {}\n", encoding="utf-8")
@@ -190,3 +215,29 @@ def test_a_setting_that_a_gym_reads_no_more_needs_a_reason(gym, capsys) -> None:
     (place / "resources_servers" / "mcqa" / "app.py").write_text("", encoding="utf-8")
     status, printed = run(place, capsys)
     assert status == 1 and "mcqa.grading_mode: a setting of our list that nothing there reads: NO REASON" in printed
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "is_change"),
+    [
+        ("app.py", SETTINGS.replace("str", "int") + "# {}\n", True),
+        ("app.py", SETTINGS.replace("'a'", "'b'") + "# {}\n", True),
+        ("app.py", f"# {{}}, moved\n\n{SETTINGS}    def read(self): ...\n", False),
+        ("configs/mcqa.yaml", "mcqa: {domain: other}\nmcqa_simple_agent: {}\n", True),
+        ("configs/mcqa.yaml", "# the same\nmcqa_simple_agent: {}\nmcqa: {}\n", False),
+    ],
+)
+def test_changed_values_and_types_of_settings_are_seen(gym, capsys, file, text, is_change) -> None:
+    place = gym()
+    (place / "resources_servers/mcqa" / file).write_text(
+        text.replace("{}\n", READ["mcqa"] + "\n", 1) if "app" in file else text, "utf-8"
+    )
+    status, printed = run(place, capsys)
+    assert (status, printed.count("not what was read last")) == (int(is_change), int(is_change)), printed
+
+
+def test_somebody_has_read_every_file_and_type_of_our_list() -> None:
+    assert set(table()["gym"]["seen"]) == {
+        *gym_files(),
+        *(f"{kind}/{server}/app.py" for kind, server in server_types()),
+    }
