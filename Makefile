@@ -270,7 +270,7 @@ else
 endif
 
 .PHONY: side-files
-side-files: $(READY) ## download what verifiers read besides rows; `make data BLEND=...` does so for its blend
+side-files: $(READY) ## download what verifiers read besides rows, as `make data` does
 #= NAME=genrm_compare ARGS
 	$(PYTHON) -m tools.data.side_files --out data/side_files $(addprefix --name ,$(NAME)) $(ARGS)
 

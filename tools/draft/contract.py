@@ -232,9 +232,13 @@ def _wrong_values(values: Mapping[str, str]) -> list[Problem]:
 
 
 def _idle(contract: Contract, environ: Mapping[str, str]) -> list[Problem]:
-    """Return a problem for each variable that is given and has no effect, since the switch that reads it is off."""
+    """Return a problem for each variable that is given and read only with a switch that is off."""
     return [
-        Problem(where=name, wrong=f"it has no effect, for {switch} is off", fix=f"set {switch}=true, or unset {name}")
+        Problem(
+            where=name,
+            wrong=f"only {switch} makes it count, and that is off",
+            fix=f"set {switch}=true, or unset {name}",
+        )
         for name, switch in READ_WITH.items()
         if environ.get(name) and not contract.is_set(switch)
     ]

@@ -35,7 +35,7 @@ CODES = {
     "ENV007": Kind("a variable that nothing reads has almost the name of one that the launch reads", severity="note"),
     "ENV008": Kind("an override names another input than the variable that the launch checks and records"),
     "ENV009": Kind("CONFIG_PATH has the path of NeMo RL, and our file of that stage is taken", severity="note"),
-    "ENV010": Kind("a variable has no effect without another one", severity="note"),
+    "ENV010": Kind("a variable is read only with another one, which is off", severity="note"),
     "CFG001": Kind("the configuration is wrong: file, key, type, range, or a rule between keys"),
     "CFG002": Kind("a value that must be given at launch is missing from the configuration", has_command=True),
     "CFG003": Kind("a value that the native engine would have to ignore", has_command=True),

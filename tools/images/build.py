@@ -287,7 +287,8 @@ def nemo_rl_base(environ: Mapping[str, str]) -> str:
     if given := environ.get("BASE"):
         return given
     text = (ROOT / IMAGES["nemo_rl"].dockerfile).read_text(encoding="utf-8")
-    return re.findall(r"^ARG BASE=(\S+)$", text, re.MULTILINE)[0]
+    found = re.search(r"^ARG BASE=(\S+)$", text, re.MULTILINE)
+    return found[1] if found else ""
 
 
 def wrong_values(name: str, environ: Mapping[str, str]) -> list[Problem]:

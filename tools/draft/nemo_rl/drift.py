@@ -177,6 +177,11 @@ def unread(texts: Mapping[str, bytes], seen: Mapping[str, str]) -> Iterator[tupl
             yield name, Drift(key=key, what=what, reason="")
 
 
+def leaves_of(seen: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Return path -> digest."""
+    return {f"{place}/{file}": str(digest) for place, files in seen.items() for file, digest in files.items()}
+
+
 def digest_of(name: str, content: bytes) -> str:
     """Return the hash of the values of a file, or of the settings that a source declares, with types and defaults."""
     text = content.decode()
@@ -213,7 +218,7 @@ def table() -> Mapping[str, Any]:
 def compare(upstream: Path) -> Iterator[tuple[str, Drift]]:
     """Yield each difference with the published file; a file that is gone and a reason that is moot are differences."""
     if contents(upstream, [GYM_MARK]):
-        reasons, seen = Reasons(table()["gym"]["reasons"]), table()["gym"].get("seen", {})
+        reasons, seen = Reasons(table()["gym"]["reasons"]), leaves_of(table()["gym"].get("seen", {}))
         yield from gym_differences(upstream, reasons)
         yield from unread(contents(upstream, list(seen)), seen)
         yield from reasons.moot()
@@ -225,7 +230,8 @@ def compare(upstream: Path) -> Iterator[tuple[str, Drift]]:
         folder = Path(os.path.commonpath([Path(file).parent for file in files]))
         for name in listed_in(upstream, [str(folder)]):
             if name.endswith(".yaml") and name not in files:
-                yield name, Drift(key="the file", what=LACKED, reason=reasons.of(name, LACKED))
+                place = Path(name)
+                yield name, Drift(key="the file", what=LACKED, reason=reasons.of(str(place.parent), place.name))
         with tempfile.TemporaryDirectory() as directory:
             for name, content in there.items():  # all of them first: one may be the parent of another
                 file = Path(directory, name)
