@@ -16,6 +16,7 @@ What differs between two configurations, and the golden files: what each stage's
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -42,6 +43,7 @@ from recipes.config.merge import leaves, read_yaml, references, scalar, yaml_lin
 from recipes.config.tree import Config
 from recipes.errors import ConfigError, Problem
 from tools.command_line import exit_status
+from tools.draft.contract import OPTIONAL
 from tools.draft.nemo_rl.export import export, render_export, rules
 
 GOLDEN = CONFIG_DIR.parent / "tests" / "golden" / "config"
@@ -162,7 +164,7 @@ def answer(args: argparse.Namespace) -> Iterator[str]:
     elif args.engine == "native":
         yield from render(with_defaults(loaded))
     else:
-        exported = export(loaded)
+        exported = export(loaded, Path(os.environ.get("NEMO_RL_DIR") or OPTIONAL["NEMO_RL_DIR"].default))
         for word, problems in (("not the same", exported.notes), ("refused at launch", exported.problems)):
             for problem in problems:
                 print(f"config: {word}: {problem}", file=sys.stderr)

@@ -165,16 +165,25 @@ def judge_texts_of(instances: Mapping[str, Any], judge_texts: str) -> list[Judge
     """Return the texts that the configured servers ask with; raises `ConfigError` for a wrong setting."""
     servers, found = servers_of(instances), []
     for name in sorted(instances.keys() & servers.keys()):
-        for setting, text in texts_of(servers[name]).items():
-            given = getattr(servers[name].settings, setting)
+        asked = _delegate_of(servers[name], servers) or servers[name]  # in whose words it asks
+        for setting, text in texts_of(asked).items():
+            given = getattr(asked.settings, setting)
             where = f"{name}.{setting}"
             if given:  # an empty one is none: the verifier would ask in words of its own
                 found.append(JudgeText(name=where, source="the configuration", sha256=_sha256(given)))
             elif judge_texts != PUBLISHED:
-                found.append(JudgeText(name=where, source=OURS))
+                found.append(JudgeText(name=where, source=OURS, sha256=_own_words_sha256(asked.verifier)))
             else:
-                found.append(_published_text(where, text))
+                found.append(replace(_published_text(f"{asked.name}.{setting}", text), name=where))
     return found
+
+
+def _own_words_sha256(verifier: str) -> str:
+    """Hash the words that the file of a verifier has for its judge: all texts that it gives a name."""
+    names = vars(importlib.import_module(f"{verifiers.__name__}.{verifier}"))
+    return _sha256(
+        "\n".join(f"{name} {text}" for name, text in sorted(names.items()) if name.isupper() and isinstance(text, str))
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,10 +251,15 @@ def _with_published_texts(server: ServerInstance, problems: list[Problem]) -> Se
     return replace(server, settings=replace(server.settings, **found)) if found else server
 
 
+def _delegate_of(server: ServerInstance, servers: Mapping[str, ServerInstance]) -> ServerInstance | None:
+    """Return the server whose verifier gives the verdicts of another one, and asks its judge."""
+    named = getattr(server.settings, "verifiers", None)  # by the name that rows and `default_verifier` give them
+    return servers.get((named.get(server.settings.default_verifier) or {}).get("name", "")) if named else None
+
+
 def _with_delegate(server: ServerInstance, servers: Mapping[str, ServerInstance]) -> ServerInstance:
     """Give a server that hands its verdicts to another one's verifier that one's settings and judge."""
-    named = getattr(server.settings, "verifiers", None)  # by the name that rows and `default_verifier` give them
-    delegate = servers.get((named.get(server.settings.default_verifier) or {}).get("name", "")) if named else None
+    delegate = _delegate_of(server, servers)
     if delegate is None:
         return server
     return replace(server, settings=replace(server.settings, scores_as=delegate.settings), judge=delegate.judge)

@@ -72,7 +72,7 @@ def check_engine(launch: Launch) -> Iterator[Finding]:
         return
     exported = exported_for(loaded, contract, launch.run_dir)
     yield from as_findings("ENG002", exported.problems)
-    yield from as_findings("ENG003", override_problems(exported.tree, contract.extra_overrides))
+    yield from as_findings("ENG003", override_problems(exported, contract.extra_overrides))
     yield from as_findings("ENG004", exported.notes)
 
 

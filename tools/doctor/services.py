@@ -77,7 +77,8 @@ def text_findings(launch: Launch) -> Iterator[Finding]:
             wrong = f"git does not track {file.value}, and the job runs from a copy of the tracked files"
             yield found("JDG005", where=where, wrong=wrong, fix=f"git add it, or give its whole path, {file.path}")
     texts = judge_texts_of(env.nemo_gym.instances, env.judge_texts)
-    yield from (as_finding("JDG004", text.problem) for text in texts if text.problem is not None)
+    missing = dict.fromkeys(text.problem for text in texts if text.problem is not None)  # two may ask in one text
+    yield from as_findings("JDG004", missing)
     files = [Path(name).resolve() for name in launch.loaded.files] if launch.loaded else []
     is_tiny = any(file.is_relative_to(TINY_CONFIGS) for file in files)  # whatever SCALE says
     if not is_tiny and (names := [text.name for text in texts if text.source == OURS]):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,19 +19,11 @@ from pathlib import Path
 from recipes.errors import LaunchError, Problem, RecipeError
 from recipes.files import read_object
 from tools.draft.nemo_rl.accepted import accepted, names_in
-from tools.draft.nemo_rl.export import engine, rules
+from tools.draft.nemo_rl.export import engine, installed_version, rules
 
 DIRECTORIES = ("DG_JIT_CACHE_DIR", "FLASHINFER_CUBIN_DIR", "HF_MODULES_CACHE", "MEGATRON_CONFIG_LOCK_DIR")
 MODEL_KEY = "policy.model_name="
 BLOCKS = ("grpo.", "loss_fn.")
-_PART = re.compile(r"^(MAJOR|MINOR) = (\d+)", re.MULTILINE)
-
-
-def installed_version(home: Path) -> str:
-    """Return MAJOR.MINOR of a checkout of NeMo RL, empty where it does not say."""
-    info = home / "nemo_rl" / "package_info.py"
-    parts = dict(_PART.findall(info.read_text(encoding="utf-8"))) if info.is_file() else {}
-    return f"{parts['MAJOR']}.{parts['MINOR']}" if len(parts) == 2 else ""
 
 
 def home_problems(home: Path) -> list[Problem]:

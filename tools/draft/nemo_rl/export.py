@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,7 @@ def exported_for(loaded: LoadedConfig, contract: Contract, run_dir: Path) -> Exp
     for key, value in changes.items():
         put(tree, key, value)
         sources[key] = "launch"
-    return ExportedConfig(tree=tree, sources=sources, notes=plain.notes, problems=plain.problems)
+    return ExportedConfig(tree=tree, sources=sources, notes=plain.notes, problems=plain.problems, engine=plain.engine)
 
 
 def write_config(loaded: LoadedConfig, contract: Contract, run_dir: Path) -> Path:
@@ -109,13 +110,14 @@ def driver_words(contract: Contract, environ: Mapping[str, str], run_dir: Path) 
     )
 
 
-def override_problems(tree: Mapping[str, Any], words: Sequence[str]) -> Iterator[Problem]:
+def override_problems(exported: ExportedConfig, words: Sequence[str]) -> Iterator[Problem]:
     """Yield a problem for each word that NeMo RL's override parser refuses, or takes although nothing reads the key."""
+    tree = exported.tree
     for word in words:
         where, match = f"EXTRA_HYDRA_ARGS: {word}", OVERRIDE.fullmatch(word)
         if match is None or (match["value"] is None and match["sign"] != "~"):
             fix = "write key=value, +key=value, ++key=value or ~key"
-            yield Problem(where=where, wrong=f"this is not an override of {engine()}", fix=fix)
+            yield Problem(where=where, wrong=f"this is not an override of {exported.engine}", fix=fix)
             continue
         key, sign = match["key"], match["sign"] or ""
         if any(key == name or key.startswith(f"{name}.") for name in SIZES):
@@ -160,6 +162,7 @@ class ExportedConfig:
     sources: Mapping[str, str]  # dotted key of NeMo RL -> the file that set it
     notes: tuple[Problem, ...]  # settings that NeMo RL lacks or treats differently
     problems: tuple[Problem, ...]  # each stops a launch
+    engine: str  # name and version
 
 
 @functools.cache
@@ -171,9 +174,20 @@ def rules() -> Mapping[str, Any]:
     return document.data
 
 
-def engine() -> str:
-    """Return the name of the engine for messages."""
-    return f"NeMo RL {rules()['version']}"
+_PART = re.compile(r"^(MAJOR|MINOR) = (\d+)", re.MULTILINE)
+
+
+def installed_version(home: Path) -> str:
+    """Return MAJOR.MINOR of a checkout of NeMo RL, empty where it does not say."""
+    info = home / "nemo_rl" / "package_info.py"
+    parts = dict(_PART.findall(info.read_text(encoding="utf-8"))) if info.is_file() else {}
+    return f"{parts['MAJOR']}.{parts['MINOR']}" if len(parts) == 2 else ""
+
+
+def engine(home: Path | None = None) -> str:
+    """Return the name of the engine for messages: with the version of its checkout, where that is another one."""
+    known, there = str(rules()["version"]), installed_version(home) if home else ""
+    return f"NeMo RL {known if not there or known.startswith(f'{there}.') else there}"
 
 
 def export(loaded: LoadedConfig, home: Path | None = None) -> ExportedConfig:
@@ -189,7 +203,7 @@ def export(loaded: LoadedConfig, home: Path | None = None) -> ExportedConfig:
             continue
         instead, different = None if is_read_in(home, key) else _missing(key), _different(key, value)
         if instead is not None:
-            notes.append(_note(loaded, key, "has no such setting", instead))
+            notes.append(_note(loaded, key, "has no such setting", instead, home))
         elif key == CONFIG_PATHS:
             layers.add(_nested(key, gym_files(value)), source_of(loaded.sources, key) or SOURCE)
         elif value is not None or key not in rules()["leave_out_null"]:
@@ -197,9 +211,9 @@ def export(loaded: LoadedConfig, home: Path | None = None) -> ExportedConfig:
             raw = lookup(loaded.raw, key) if UNSET_TOKEN in str(value) else mapped  # made from what a launch gives
             layers.add(_nested(key, raw), source_of(loaded.sources, key) or SOURCE)
         if different is not None:
-            notes.append(_note(loaded, key, "treats it differently", different))
+            notes.append(_note(loaded, key, "treats it differently", different, home))
     for path, names in gym_lacks(loaded).items():
-        wrong, fix = f"the NeMo Gym of {engine()} has no {names[0]}", "leave out its rows, or use ENGINE=native"
+        wrong, fix = f"the NeMo Gym of {engine(home)} has no {names[0]}", "leave out its rows, or use ENGINE=native"
         notes.append(Problem(where=f"{source_of(loaded.sources, CONFIG_PATHS)}: {path}", wrong=wrong, fix=fix))
     tree, sources = layers.tree, layers.sources
     for theirs, ours in rules()["copy"].items():
@@ -211,7 +225,7 @@ def export(loaded: LoadedConfig, home: Path | None = None) -> ExportedConfig:
         for key in [key for key, value in leaves(further).items() if value == {} and lookup(tree, key) is None]:
             put(tree, key, {})
     problems = (*_value_problems(loaded, home), *_file_problems(loaded), *check(tree, sources, home))
-    return ExportedConfig(tree=tree, sources=sources, notes=tuple(notes), problems=problems)
+    return ExportedConfig(tree=tree, sources=sources, notes=tuple(notes), problems=problems, engine=engine(home))
 
 
 def gym_lacks(loaded: LoadedConfig) -> dict[str, list[str]]:
@@ -294,8 +308,8 @@ def _different(key: str, value: Any) -> str | None:
     return None if rule is None or value in rule.get("unless", ()) else str(rule["instead"])
 
 
-def _note(loaded: LoadedConfig, key: str, how: str, instead: str) -> Problem:
-    wrong = f"{engine()} {how} (value {show(lookup(loaded.tree, key))}): it {instead}"
+def _note(loaded: LoadedConfig, key: str, how: str, instead: str, home: Path | None) -> Problem:
+    wrong = f"{engine(home)} {how} (value {show(lookup(loaded.tree, key))}): it {instead}"
     where = f"{source_of(loaded.sources, key)}: {key}"
     return Problem(where=where, wrong=wrong, fix="accept that, or use ENGINE=native")
 
@@ -305,16 +319,16 @@ def _value_problems(loaded: LoadedConfig, home: Path | None) -> Iterator[Problem
     for key, rule in rules()["ours_only"].items():
         value = lookup(loaded.tree, key)
         if "neutral" in rule and value != rule["neutral"] and not is_read_in(home, key):
-            yield _refused(loaded, key, rule["neutral"], f"it {rule['instead']}")
+            yield _refused(loaded, key, rule["neutral"], f"it {rule['instead']}", home)
     for key, rule in rules()["refused"].items():
         is_met = not rule.get("asynchronous") or _is_asynchronous(loaded.tree)
         if lookup(loaded.tree, key) != rule["only"] and is_met:
-            yield _refused(loaded, key, rule["only"], rule["because"])
+            yield _refused(loaded, key, rule["only"], rule["because"], home)
     for key, value in leaves(loaded.tree).items():
         if is_instance(key) or is_read_in(home, key):
             continue
         if key not in rules()["ours_only"] and not is_known(key):
-            wrong = f"{engine()} has no such key, and no rule says how to leave it out (value {show(value)})"
+            wrong = f"{engine(home)} has no such key, and no rule says how to leave it out (value {show(value)})"
             where = f"{source_of(loaded.sources, key)}: {key}"
             yield Problem(where=where, wrong=wrong, fix=f"add a rule to {SOURCE}")
 
@@ -323,11 +337,11 @@ def _is_asynchronous(tree: Mapping[str, Any]) -> bool:
     return bool(lookup(tree, IS_ASYNC)) and lookup(tree, AGE) != 0
 
 
-def _refused(loaded: LoadedConfig, key: str, only: Any, reason: str) -> Problem:
+def _refused(loaded: LoadedConfig, key: str, only: Any, reason: str, home: Path | None) -> Problem:
     return Problem(
         where=f"{source_of(loaded.sources, key)}: {key}",
         got=show(lookup(loaded.tree, key)),
-        expected=f"{show(only)} ({engine()})",
+        expected=f"{show(only)} ({engine(home)})",
         fix=f"{reason}; set it to {show(only)}, or use ENGINE=native",
     )
 
@@ -367,7 +381,7 @@ def to_ours(tree: dict[str, Any]) -> None:
 
 def render_export(loaded: LoadedConfig, exported: ExportedConfig) -> Iterator[str]:
     """Yield the export as YAML with the source of each key; notes and refusals follow as comments."""
-    yield f"# {engine()}: {' <- '.join(loaded.files)}, with {SOURCE}"
+    yield f"# {exported.engine}: {' <- '.join(loaded.files)}, with {SOURCE}"
     yield from yaml_lines(exported.tree, lambda key: source_of(exported.sources, key) or "")
     yield ""
     for note in exported.notes:

@@ -41,6 +41,7 @@ from recipes.environments.instances import (
     without_own_words,
 )
 from recipes.environments.scoring.judge import chat_request, response_of
+from recipes.environments.verifiers import genrm_compare
 from recipes.errors import ConfigError
 from tests.judge_requests import Case, asked, cases, recorded, request_sha256
 from tools.doctor.services import text_findings
@@ -308,6 +309,28 @@ def test_every_text_is_named_with_its_source_and_hash(standins: Path) -> None:
     assert empty["genrm_compare_resources_server.default_principle"].source.startswith("o/r@")  # none is given
     given = {text.name: text for text in judge_texts_of(*stage(**{f"++{key}": "Mine."}))}
     assert given["genrm_compare_resources_server.default_principle"].source == "the configuration"
+
+
+def test_a_server_that_asks_in_the_words_of_another_one_is_listed_too(standins: Path) -> None:
+    for words in ("published", "own"):
+        found = {text.name: text.sha256 for text in judge_texts_of(stage()[0], words)}
+        ours = {name.partition(".")[2]: sha256 for name, sha256 in found.items() if name.startswith("ns_tools.")}
+        theirs = {
+            name.partition(".")[2]: sha256 for name, sha256 in found.items() if name.startswith("math_with_judge.")
+        }
+        assert ours == theirs and all(ours.values()) and ours
+    next((standins / "math_with_judge").iterdir()).write_text("x", encoding="utf-8")
+    problems = [str(one.problem) for one in text_findings(draft("stage1_rlvr.yaml"))]
+    assert problems and len(set(problems)) == len(problems)
+
+
+def test_a_change_of_our_own_words_is_seen_at_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = load_config(CONFIG_DIR / "stage3_rlhf.yaml", ["env.judge_texts=own"]).tree
+    before = judge_text_digests(tree)
+    assert all(text["sha256"] for text in before.values()) and before == judge_text_digests(tree)
+    monkeypatch.setattr(genrm_compare, "PRINCIPLE", "Another one.")
+    (line,) = differences({"judge_texts": before}, {"judge_texts": judge_text_digests(tree)})
+    assert line.startswith("judge_texts.genrm_compare_resource")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import pytest
 
 from recipes.config.keys.schema import CONFIG_DIR
 from tools.draft.nemo_rl.accepted import accepted
-from tools.draft.nemo_rl.driver import home_problems, installed_version
+from tools.draft.nemo_rl.driver import home_problems
+from tools.draft.nemo_rl.export import installed_version
 
 PROGRAM = """
 import json, os, sys

@@ -9,8 +9,17 @@ import yaml
 
 from recipes.config.keys.schema import CONFIG_DIR, lookup
 from recipes.config.load import LoadedConfig, load_config
+from tools import show_config
 from tools.draft.contract import Contract, read_contract
-from tools.draft.nemo_rl.export import driver_words, environment, export, exported_for, override_problems, write_config
+from tools.draft.nemo_rl.export import (
+    driver_words,
+    environment,
+    export,
+    exported_for,
+    override_problems,
+    render_export,
+    write_config,
+)
 
 RUN = Path("/runs/exp")
 GIVEN = ("policy.model_name=/w/sft", "data.train.data_path=/d/t.jsonl", "data.validation.data_path=/d/v.jsonl")
@@ -101,7 +110,7 @@ def test_users_overrides_are_the_last_words_and_whole() -> None:
     ],
 )  # fmt: skip
 def test_override_that_nobody_would_read_is_refused(loaded: LoadedConfig, word: str, what: str, fix: str) -> None:
-    (problem,) = override_problems(export(loaded).tree, [word])
+    (problem,) = override_problems(export(loaded), [word])
     assert problem.where == f"EXTRA_HYDRA_ARGS: {word}"
     assert (problem.got or problem.wrong, problem.fix) == (what, fix)
 
@@ -119,4 +128,24 @@ def test_override_that_nobody_would_read_is_refused(loaded: LoadedConfig, word: 
     ],
 )
 def test_override_that_they_read_passes(loaded: LoadedConfig, word: str) -> None:
-    assert list(override_problems(export(loaded).tree, [word])) == []
+    assert list(override_problems(export(loaded), [word])) == []
+
+
+def test_messages_name_the_version_of_the_checkout(loaded: LoadedConfig, tmp_path: Path) -> None:
+    (tmp_path / "nemo_rl").mkdir()
+    (tmp_path / "nemo_rl" / "package_info.py").write_text("MAJOR = 0\nMINOR = 9\n", encoding="utf-8")
+    found = exported_for(loaded, contract(NEMO_RL_DIR=str(tmp_path)), RUN)
+    said = [str(problem) for problem in (*found.notes, *found.problems, *override_problems(found, ["grpo.seed"]))]
+    assert any("NeMo RL 0.9 " in text for text in said) and not any("NeMo RL 0.7" in text for text in said)
+    assert next(render_export(loaded, found)).startswith("# NeMo RL 0.9: ")
+    assert any("NeMo RL 0.7.0 " in str(note) for note in export(loaded).notes)
+
+
+def test_make_config_reads_the_checkout_that_a_launch_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "nemo_rl").mkdir()
+    (tmp_path / "nemo_rl" / "package_info.py").write_text("MAJOR = 0\nMINOR = 9\n", encoding="utf-8")
+    monkeypatch.setenv("NEMO_RL_DIR", str(tmp_path))
+    assert show_config.main(["--stage", "stage2.2", "--engine", "nemo_rl"]) == 0
+    assert capsys.readouterr().out.startswith("# NeMo RL 0.9: ")
