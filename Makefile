@@ -232,7 +232,8 @@ stages: $(READY) ## print the stage table with its sizes; update the README's co
 
 .PHONY: config
 config: $(READY) ##* print a stage's configuration and which file set each value
-#= STAGE SCALE PLATFORM, or FILE=overlay.yaml; ENGINE NEMO_RL_DIR DIFF=stage ARGS="key=value ..."
+#= STAGE SCALE PLATFORM, or FILE=overlay.yaml; ENGINE DIFF=stage ARGS="key=value ..."
+#= NEMO_RL_DIR (with ENGINE=nemo_rl, a checkout whose keys count)
 	@$(PYTHON) -m tools.show_config $(if $(FILE),--file $(FILE),--stage $(STAGE)) --scale $(SCALE) --platform $(PLATFORM) --engine $(ENGINE) $(if $(DIFF),--diff $(DIFF)) $(ARGS)
 
 .PHONY: config-import
