@@ -17,7 +17,7 @@ def test_every_pin_has_what_it_asks_for(name: str) -> None:
     lock = (CONTAINERS / f"requirements-{name}.lock").read_text(encoding="utf-8")
     asked = json.loads((CONTAINERS / f"requirements-{name}.json").read_text(encoding="utf-8"))
     pins = [match[0] for line in lock.splitlines() if (match := PIN.match(line)) and "+" not in match[2]]
-    assert sorted(asked) == sorted(pins), f"run: python -m tools.dev.lock containers/requirements-{name}.lock"
+    assert sorted(asked) == sorted(pins), f"run: .venv/bin/python -m tools.dev.lock containers/requirements-{name}.lock"
     assert sum(map(len, asked.values())) > len(pins) and not conflicts(lock, asked)
 
 
