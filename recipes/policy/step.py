@@ -264,14 +264,14 @@ def train_step(trainer: Trainer, shard: BatchShard, passes: Passes | None = None
         metrics["mtp/grad_norm"] = (trainer.optimizer.heads_grad_norm, 1.0) if is_taken else (0.0, 0.0)
     if level >= _AFTER_STEP:
         release_unused_memory()
+    if is_frozen:  # routers count in passes with a gradient alone
+        return metrics | {"lr": float(lr), "skipped_steps": float(not is_taken)}
     if trainer.cfg.megatron_cfg.moe_per_layer_logging:
         loads = take_expert_loads(unwrap_model(trainer.model))
         metrics |= {f"expert_load/layer_{number}": (ratio, 1.0) for number, ratio in loads.items()}
     if trainer.replays:
         metrics[ROUTES_CHANGED] = take_changed_routes(unwrap_model(trainer.model))
-    if not is_frozen:
-        metrics["grad_norm"] = float(grad_norm)
-    return metrics | {"lr": float(lr), "skipped_steps": float(not is_taken)}
+    return metrics | {"grad_norm": float(grad_norm), "lr": float(lr), "skipped_steps": float(not is_taken)}
 
 
 def accumulate_gradients(trainer: Trainer, shard: BatchShard, passes: Passes) -> dict[str, Measured]:

@@ -63,5 +63,6 @@ def test_healing_raises_what_is_accepted_and_leaves_the_policy(tmp_path: Path) -
     losses = [record["train/mtp/mtp_1_loss"] for record in steps]
     assert len(losses) == NUM_STEPS and losses[-1] < 0.8 * losses[0]
     of_policy = {"loss", "grad_norm", "kl_penalty", "probs_ratio", "advantages/mean", "num_groups_zero_variance"}
+    of_policy.add("r3/changed_route_fraction")
     assert not of_policy & {key.removeprefix("train/") for record in steps for key in record}  # it has none of them
     assert len(rates) == NUM_STEPS and sum(rates[-3:]) > 1.2 * sum(rates[:3]), rates
