@@ -296,10 +296,12 @@ def test_check_row_names_what_is_nested_too_deep(environments: Environments) -> 
     instance = {"repo": "o/r", "setup_script": "", "test_script": ""}
     row = {"responses_create_params": request, "agent_ref": {"name": "swerl_gen_simple_agent"}}
     (found,) = environments.check_row({**row, "mode": "eval", "instance": instance, "metadata": image})
-    assert "recursion" in found
+    assert found.startswith("field 'metadata.relevant_file_contents': got string '[[[")
+    assert found.endswith("..., expected JSON text of an object of texts")
     request = {"input": "q", "metadata": {"chat_template_kwargs": brackets}}
     (found,) = environments.check_row({**ROW, "responses_create_params": request})
-    assert found.startswith("responses_create_params: ") and "recursion" in found
+    assert found.startswith("responses_create_params: field 'metadata.chat_template_kwargs': got string '[[[")
+    assert found.endswith("..., expected JSON text of an object")
 
 
 @pytest.mark.parametrize("has_tables", [True, False])
