@@ -13,16 +13,16 @@ from slurm.cluster import Cluster, turn
 from speed import patiently
 
 from recipes.cluster.tuning import worker_environment
+from tests.scheduling import starts_slurm
 
 os.environ.update(worker_environment(1))  # for each `ray.init`, which would wait for workers that nothing here uses
 
 HERE = Path(__file__).resolve().parent
-EVERY = 3  # processes that take file after file
 
 
 @pytest.hookimpl(trylast=True)  # after those that leave tests out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files whose tests may take longest first, and those of Slurm, which take turns, apart from each other.
+    """Put the files of Slurm first, which one process runs, then those whose tests may take longest.
 
     Of the processes that take file after file, some would otherwise wait long for the last file of another.
     """
@@ -30,11 +30,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             allowed[item.path] = max(allowed[item.path], allowed_seconds(item))
-    of_slurm = {item.path for item in items if starts_slurm(item)}
-    longest = sorted(allowed, key=lambda path: -allowed[path])
-    places = {path: EVERY * n for n, path in enumerate(path for path in longest if path in of_slurm)}
-    others = (path for path in longest if path not in of_slurm)
-    places |= {path: n + n // (EVERY - 1) + 1 for n, path in enumerate(others)}
+    of_slurm = {path for path in allowed if starts_slurm(path)}
+    longest = sorted(allowed, key=lambda path: (path not in of_slurm, -allowed[path]))
+    places = {path: place for place, path in enumerate(longest)}
     items.sort(key=lambda item: places.get(item.path, len(items)))
 
 
@@ -43,14 +41,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Give a test of this folder time by the speed that the machine has when it starts; it may wait for its turn."""
     if HERE not in item.path.parents:
         return (yield)
-    with turn() if starts_slurm(item) else nullcontext():
+    with turn() if starts_slurm(item.path) else nullcontext():
         item.add_marker(pytest.mark.timeout(patiently(allowed_seconds(item))), append=False)
         return (yield)
-
-
-def starts_slurm(item: pytest.Item) -> bool:
-    """Whether the file of a test starts Slurm clusters."""
-    return isinstance(item, pytest.Function) and any(value is Cluster for value in vars(item.module).values())
 
 
 def allowed_seconds(item: pytest.Item) -> float:

@@ -86,6 +86,7 @@ def outside_the_table(cluster: Cluster, node: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow  # seven minutes
 def test_a_run_comes_to_its_end_whatever_happens_on_the_way(slurm_cluster: Cluster, tmp_path: Path) -> None:
     env = environment(tmp_path)
     began = time.monotonic()
