@@ -12,7 +12,8 @@ import pytest
 from tests.recorded import recorded
 from tests.scheduling import ByFile
 
-for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL"):  # a make that a test starts is no part of the one that runs the tests
+# A make that a test starts is no part of the one that runs the tests.
+for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARGS"):
     os.environ.pop(name, None)
 gc.disable()  # until all tests are collected: the collector would look through them again and again
 
