@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from small_root import require, write_root
+from swe_containers_case import wait_until
 from swe_image import write_sif
 from swe_project import CANARY, Project, write_project
 
@@ -270,7 +271,8 @@ async def test_a_program_that_fails_hangs_or_is_missing(
     rollout = await made.run([SUBMIT], agent_framework=program, swebench_agent_timeout=3)
     assert (rollout.status, rollout.reward) == (RolloutStatus.ABORTED, None)
     assert rollout.reason == "the agent program made no model call"
-    assert subprocess.run(["pgrep", "-f", "sleep 559[.]5"], check=False).returncode == 1
+    # The kernel kills what is left in the container, a moment after its first process.
+    assert wait_until(lambda: subprocess.run(["pgrep", "-f", "sleep 559[.]5"], check=False).returncode == 1)
     monkeypatch.setenv("AGENT_PROGRAMS_DIR", "/nowhere")
     with pytest.raises(AssertionError, match=r"agent program mini-swe-agent is not installed: there is no /nowhere"):
         await made.run([SUBMIT], agent_framework=program)
