@@ -211,7 +211,7 @@ async def test_a_container_that_is_closed_or_killed_ends_what_runs_in_it(each, i
             with pytest.raises(ContainerEndedError) as ended:
                 await asyncio.wait_for(command, patiently(20))
             assert ended.value.end is ContainerEnd.DIED
-        assert running("sleep 557.5") == []
+        assert await asyncio.to_thread(wait_until, lambda: not running("sleep 557.5"))
         with pytest.raises(ContainerEndedError):
             await killed.open_shell()
         with pytest.raises(ContainerEndedError):
