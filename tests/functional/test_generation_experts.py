@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from recipes.cluster.private import private_ray
 from recipes.generation.generation import Generation
 from recipes.types import Completion, Sampling
-from tools.tiny.model import build_hybrid_model, build_tokenizer
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
 
@@ -32,15 +31,6 @@ PROMPTS = [tuple(10 + (7 * row + 3 * place) % 100 for place in range(3 * tiny_en
 def local_ray() -> Iterator[None]:
     with private_ray(2):
         yield
-
-
-def build_latent(path: Path, *, seed: int) -> Any:
-    """Write a random Nemotron-H with latent experts, and return it."""
-    tokenizer = build_tokenizer()
-    tokenizer.save_pretrained(path)
-    model = build_hybrid_model(tokenizer, seed=seed).eval()
-    model.save_pretrained(path)
-    return model
 
 
 def sample(generation: Generation) -> list[Completion]:
@@ -62,7 +52,7 @@ def gap(completions: list[Completion], model: Any) -> float:
 @pytest.mark.parametrize(
     "build",
     [
-        pytest.param(build_latent, id="latent experts"),
+        pytest.param(tiny_engine.build_latent, id="latent experts"),
         pytest.param(tiny_engine.build_mixture, id="experts with a gate", marks=pytest.mark.slow),
     ],
 )

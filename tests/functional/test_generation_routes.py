@@ -23,7 +23,6 @@ from recipes.generation.clients.router import EngineSession
 from recipes.generation.generation import Generation
 from recipes.generation.serving.requests import AtPush
 from recipes.types import Completion, Sampling
-from tools.tiny.model import build_hybrid_model, build_tokenizer
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
 
@@ -40,22 +39,13 @@ def local_ray() -> Iterator[None]:
         yield
 
 
-def build_latent(path: Path, *, seed: int) -> Any:
-    """Write a random Nemotron-H with latent experts, and return it."""
-    tokenizer = build_tokenizer()
-    tokenizer.save_pretrained(path)
-    model = build_hybrid_model(tokenizer, seed=seed).eval()
-    model.save_pretrained(path)
-    return model
-
-
 @pytest.mark.parametrize(
     ("build", "changes"),
     [
-        pytest.param(build_latent, {}, id="prefix-cache"),
-        pytest.param(build_latent, {"max_num_batched_tokens": 64}, id="chunked-prefill"),
+        pytest.param(tiny_engine.build_latent, {}, id="prefix-cache"),
+        pytest.param(tiny_engine.build_latent, {"max_num_batched_tokens": 64}, id="chunked-prefill"),
         pytest.param(tiny_engine.build_mixture, {}, id="experts-with-a-gate"),
-        pytest.param(build_latent, TWO_RANKS, id="two-ranks", marks=pytest.mark.slow),
+        pytest.param(tiny_engine.build_latent, TWO_RANKS, id="two-ranks", marks=pytest.mark.slow),
     ],
 )
 def test_an_engine_reports_the_experts_of_every_token(
@@ -105,7 +95,7 @@ def test_an_engine_reports_the_experts_of_every_token(
 @pytest.mark.parametrize("at_push", [AtPush.KEEP, AtPush.RECOMPUTE])
 def test_each_token_of_a_running_answer_has_the_route_of_its_own_version(at_push: AtPush, tmp_path: Path) -> None:
     """With caches computed again, all that follows the push is as the new weights alone would have it."""
-    models = [build_latent(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    models = [tiny_engine.build_latent(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
     holders: list[Any] = [
         SimpleNamespace(named_parameters=load_file(tmp_path / str(seed) / "model.safetensors").items) for seed in (0, 1)
     ]

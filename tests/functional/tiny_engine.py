@@ -1,4 +1,4 @@
-"""What the generation tests share: a tiny random Qwen3 model, its configuration, the policy's weight file."""
+"""What the generation tests share: tiny random models, their configuration, the policy's weight file."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from transformers import (
 from recipes.config.tree import GenerationConfig
 from recipes.types import WeightLayout
 from tests.configuration import block
+from tools.tiny.model import build_hybrid_model, build_tokenizer
 
 VOCAB_SIZE = 128
 EOS = 0
@@ -57,6 +58,15 @@ def build_model(path: Path, *, seed: int, is_tied: bool, eos: int | None) -> Non
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>" if eos is not None else None)
     tokenizer.chat_template = "{% for message in messages %}{{ 'w2 ' + message['content'] + ' w3 ' }}{% endfor %}"
     tokenizer.save_pretrained(path)
+
+
+def build_latent(path: Path, *, seed: int) -> Any:
+    """Write a random Nemotron-H with latent experts, and return it."""
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(path)
+    model = build_hybrid_model(tokenizer, seed=seed).eval()
+    model.save_pretrained(path)
+    return model
 
 
 def build_mixture(path: Path, *, seed: int) -> PreTrainedModel:
