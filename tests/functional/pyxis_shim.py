@@ -101,10 +101,11 @@ def enter(args: argparse.Namespace, command: list[str], job: dict[str, str]) -> 
     # Bubblewrap stays as the parent, where pyxis leaves none: it must not die of a signal that is for the command.
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    if os.fork():  # the plugin removes the container when the step has ended, however it ended
+    child = os.fork()
+    if child:  # the plugin removes the container when the step has ended, however it ended
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        status = os.waitstatus_to_exitcode(os.wait()[1])
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])  # the shell before may have left others
         shutil.rmtree(root, ignore_errors=True)
         sys.exit(status if status >= 0 else 128 - status)
     os.execve(shutil.which("bwrap") or "bwrap", words, environment(args, job, root))

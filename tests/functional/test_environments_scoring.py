@@ -139,24 +139,29 @@ async def test_a_score_that_is_stopped_on_its_way_loses_no_reward(pool: ScoringP
     await pool.score(VERIFIERS["math_with_judge"], math_task(), boxed("5"))
     scorer = workers_of(os.getpid())[-1]
 
-    async def all_right() -> list[Any]:
-        return [
-            await pool.score(
-                VERIFIERS["math_with_judge"],
-                math_task(f"x^2+\\frac{{{2 * number + 1}}}{{7}}"),
-                boxed(f"\\frac{{{2 * number + 1}}}{{7}}+x^2"),
+    verdicts: list[Any] = []
+    stopped = asyncio.Event()
+
+    async def all_right() -> None:
+        while not stopped.is_set():
+            number = 2 * len(verdicts) + 1
+            verdicts.append(
+                await pool.score(
+                    VERIFIERS["math_with_judge"],
+                    math_task(f"x^2+\\frac{{{number}}}{{7}}"),
+                    boxed(f"\\frac{{{number}}}{{7}}+x^2"),
+                )
             )
-            for number in range(100)
-        ]
 
     scoring = asyncio.create_task(all_right())
     for seconds in (6.0, 0.1):
         await asyncio.sleep(0.4)  # into the middle of a score
-        assert not scoring.done()
         os.kill(scorer, signal.SIGSTOP)
         await asyncio.sleep(seconds)
         os.kill(scorer, signal.SIGCONT)
-    assert [verdict.reason for verdict in await scoring if getattr(verdict, "reward", 0.0) != 1.0] == []
+    stopped.set()
+    await scoring
+    assert [verdict.reason for verdict in verdicts if getattr(verdict, "reward", 0.0) != 1.0] == []
     assert workers_of(os.getpid())[-1] == scorer, "it was replaced"
 
 
