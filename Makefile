@@ -329,6 +329,11 @@ lineage: $(READY) ## record splits and the newest export in artifacts/; print wh
 #= EXP_NAME RESULTS_DIR ARGS
 	@$(PYTHON) -m tools.data.lineage.record --data $(patsubst %/,%,$(dir $(wildcard data/*/manifest.json))) $(if $(EXP_NAME),--run-dir '$(RESULTS_DIR)/$(EXP_NAME)') $(ARGS)
 
+.PHONY: verify-checkpoint
+verify-checkpoint: $(READY) ## read every file of a checkpoint and compare it with its checksum
+#= CHECKPOINT=results/RUN/checkpoints/step_000010
+	@$(PYTHON) -m tools.verify_checkpoint --checkpoint $(or $(CHECKPOINT),$(error give CHECKPOINT=results/RUN/checkpoints/step_...))
+
 OUT ?=
 .PHONY: export-hf
 export-hf: $(READY) ## turn a checkpoint into a Hugging Face directory, on one process without a GPU

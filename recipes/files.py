@@ -1,17 +1,18 @@
-"""Writing files whole or not at all, reading an object, hashes, a directory's lock, the nearest existing place."""
+"""Files whole or not at all, hashes, reading an object, a directory's lock, the nearest existing place."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import hashlib
+import io
 import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 
 @contextmanager
@@ -110,6 +111,44 @@ def sha256_of(path: Path) -> str:
     """Return the hex digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def readable_sha256(path: Path) -> str | None:
+    """Return the hex digest of a file, None where it cannot be read."""
+    try:
+        return sha256_of(path)
+    except (OSError, ValueError):  # a name may hold what no path can
+        return None
+
+
+class FileSum(NamedTuple):
+    """What a file holds, in short."""
+
+    sha256: str
+    num_bytes: int | None  # None where nobody has noted it
+
+
+class SummedFile(io.BufferedWriter):
+    """A new file, written from its begin to its end, whose sum is computed from what is written: nothing reads it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self._sha256, self._num_bytes = hashlib.sha256(), 0
+
+    def write(self, data: Any) -> int:
+        """Write bytes behind those before."""
+        self._sha256.update(data)
+        written = super().write(data)
+        self._num_bytes += written
+        return written
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Refuse to go elsewhere: the sum is that of bytes one after the other."""
+        raise io.UnsupportedOperation("a summed file is written in order")
+
+    def sum(self) -> FileSum:
+        """Return the sum of what was written so far."""
+        return FileSum(self._sha256.hexdigest(), self._num_bytes)
 
 
 def tree_sha256(path: Path) -> str:

@@ -6,10 +6,15 @@
       state.json            step, identity of the data, position in the prompt stream, prompts in flight, metrics
       replay_buffer.safetensors   finished groups that no step has trained on yet: headers as JSON, tokens as arrays
       ledger.jsonl          every prompt that was trained on or failed, with its step
-      COMPLETE              sha256 of every file above; a directory without it is no checkpoint
+      COMPLETE              sha256 and size of every file above; a directory without it is no checkpoint
 
 It is written under a temporary name, flushed to the disk and renamed; then `latest` is swapped. So a kill or a power
-cut at any moment leaves the previous one. Older ones are removed only once the newest is read back and found whole.
+cut at any moment leaves the previous one.
+
+The large files, `policy/*.distcp` and `hf/*.safetensors`, are the ranks' alone: each rank sums what it writes while it
+writes it, and all of them read the files back, a part each, before a run goes on from them. The driver looks at the
+names and sizes of all files and reads the small ones: before policy and engines start, and before older checkpoints
+are removed. COMPLETE of earlier versions has no sizes; such a checkpoint is compared and loaded like any other.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ import math
 import re
 import shutil
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,7 +37,7 @@ from safetensors import SafetensorError
 from recipes.config.keys.derive import max_age
 from recipes.config.tree import Config
 from recipes.errors import CheckpointError, Problem
-from recipes.files import sha256_of, sync_directory, sync_tree, unused, write_atomically
+from recipes.files import FileSum, readable_sha256, sha256_of, sync_directory, sync_tree, unused, write_atomically
 from recipes.grpo.buffer import read_groups, write_groups
 from recipes.grpo.data import CollectorState, DataIdentity, DrawnPrompt
 from recipes.types import Group, PromptRef
@@ -41,11 +46,16 @@ logger = logging.getLogger(__name__)
 _COMPLETE = "COMPLETE"
 EXPORT = "hf"
 _BUFFER = "replay_buffer.safetensors"
+_OF_RANKS = (".distcp", ".safetensors")  # in a directory of a checkpoint: what only the ranks read
 _OF_ONE_SAVE = (_BUFFER, ".metadata", "state.json")
 _LATEST = "latest"
 _STEP = re.compile(r"step_(\d{6,})")
+_SHARE_IT = "set RESULTS_DIR to a directory that all nodes share"
 _START_OVER = "to start over, take another EXP_NAME"
 _HASH_THREADS = 16  # hashing releases the interpreter lock, and a parallel file system serves many readers
+
+Reader = Callable[[Sequence[Path]], list[str | None]]
+"""Reads files and returns their sha256, None for one that cannot be read: `read_here`, or that of all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +113,15 @@ def make_directory(root: Path, step: int) -> Path:
     return temporary
 
 
-def complete(root: Path, step: int, temporary: Path) -> None:
-    """Give a written checkpoint its checksums and its name, and point `latest` at it."""
+def complete(root: Path, step: int, temporary: Path, sums: Mapping[Path, FileSum] | None = None) -> None:
+    """Give a written checkpoint its checksums and its name, and point `latest` at it.
+
+    `sums` are those of the files that the ranks have written; the others are read here. Raises `CheckpointError` when
+    one of them is not here as it was written.
+    """
     target = step_dir(root, step)
     sync_tree(temporary)
-    _write_complete(temporary)
+    _write_complete(temporary, sums or {})
     if target.exists():  # of a run that was killed after the rename: its content is the same step
         target.rename(unused(root / f"tmp_replaced_{target.name}"))
     temporary.rename(target)
@@ -142,8 +156,11 @@ def write_state(path: Path, state: SavedState) -> None:
     _write_lines(path / "ledger.jsonl", state.ledger)
 
 
-def latest_checkpoint(root: Path) -> Path | None:
+def latest_checkpoint(root: Path, read: Reader | None = None) -> Path | None:
     """Return the newest checkpoint under `root` whose files equal their checksums; None when no step was ever saved.
+
+    Of the large files only `read` says what they hold; without it they are of the right size. A run loads none before
+    its ranks have read it.
 
     Damaged ones that are newer, those without COMPLETE among them, are logged as errors and moved aside, to
     `damaged_step_...`: the steps after the one returned are trained again. Raises `CheckpointError` when all are
@@ -152,7 +169,7 @@ def latest_checkpoint(root: Path) -> Path | None:
     problems: list[Problem] = []
     damaged: list[Path] = []
     for path in reversed(_step_directories(root).values()):
-        found = damage(path, fix="restore it, or remove the directory to do without it")
+        found = damage(path, fix="restore it, or remove the directory to do without it", read=read)
         if not found:
             _move_aside(root, damaged, path)
             return path
@@ -200,8 +217,8 @@ def is_export(path: Path) -> bool:
     return path.name == EXPORT and (path.parent.name == _LATEST or path.parent.name.startswith("step_"))
 
 
-def complete_export(path: Path) -> Path:
-    """Return the directory that an export's path names now, `latest` followed and every file checked.
+def complete_export(path: Path, read: Reader | None = None) -> Path:
+    """Return the directory that an export's path names now, `latest` followed and its files checked as in `damage`.
 
     Raises `CheckpointError` when there is none, when its checkpoint was not finished, or when it was changed since.
     """
@@ -215,14 +232,16 @@ def complete_export(path: Path) -> Path:
             )
         )
     fix = "restore it, or set MODEL_PATH to the export of another step"
-    if problems := damage(checkpoint, below=f"{EXPORT}/", fix=fix):
+    if problems := damage(checkpoint, below=f"{EXPORT}/", fix=fix, read=read):
         raise CheckpointError(problems)
     return checkpoint / EXPORT
 
 
-def require_whole(checkpoint: Path, part: str) -> None:
-    """Raise `CheckpointError` unless every file below `part` of a saved step equals its checksum."""
-    if problems := damage(checkpoint, below=f"{part}/", fix="restore it, or take another step"):
+def require_whole(checkpoint: Path, part: str = "") -> None:
+    """Raise `CheckpointError` unless every file of a saved step, or below `part` of it, equals its checksum."""
+    if problems := damage(
+        checkpoint, below=part and f"{part}/", fix="restore it, or take another step", read=read_here
+    ):
         raise CheckpointError(problems)
 
 
@@ -319,7 +338,7 @@ def prune(
     save_period: int,
     keep_latest: int | None = None,
 ) -> None:
-    """Delete the checkpoints that retention does not keep, once the newest is read back whole. Never ends the run.
+    """Delete the checkpoints that retention does not keep, once the newest is found whole. Never ends the run.
 
     One whose metric cannot be read now stays: it may be the best. `save_period` is that of checkpoints that do not say
     theirs.
@@ -439,12 +458,54 @@ def _files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.is_file() and file.name != _COMPLETE)
 
 
-def _write_complete(path: Path) -> None:
-    files = _files(path)
+def _write_complete(path: Path, sums: Mapping[Path, FileSum]) -> None:
+    """Write the sums of all files: those of the ranks as they say, if the files are here, and the others as read."""
+    problems = [
+        Problem(
+            where=str(file),
+            wrong=f"a rank has written {one.num_bytes} bytes of it, and {size or 'none'} are here",
+            fix=_SHARE_IT,
+        )
+        for file, one in sums.items()
+        if (size := _size(file)) != one.num_bytes
+    ]
+    if problems:
+        raise CheckpointError(problems)
+    others = [file for file in _files(path) if file not in sums]
     with ThreadPoolExecutor(max_workers=_HASH_THREADS) as pool:
-        digests = pool.map(sha256_of, files)
-    content = {str(file.relative_to(path)): digest for file, digest in zip(files, digests, strict=True)}
+        digests = pool.map(sha256_of, others)
+    read = {file: FileSum(digest, file.stat().st_size) for file, digest in zip(others, digests, strict=True)}
+    content = {
+        str(file.relative_to(path)): {"sha256": one.sha256, "bytes": one.num_bytes}
+        for file, one in sorted({**read, **sums}.items())
+    }
     write_atomically(path / _COMPLETE, orjson.dumps(content, option=orjson.OPT_INDENT_2))
+
+
+def _size(path: Path) -> int | None:
+    """Return the size of a file, None where there is none."""
+    try:
+        return path.stat().st_size
+    except (OSError, ValueError):  # a name may hold what no path can
+        return None
+
+
+def read_here(files: Sequence[Path]) -> list[str | None]:
+    """Read files in this process and return their sha256, None for one that cannot be read."""
+    with ThreadPoolExecutor(max_workers=_HASH_THREADS) as pool:
+        return list(pool.map(readable_sha256, files))
+
+
+def _recorded(path: Path) -> dict[str, FileSum]:
+    """Return what COMPLETE says of each file; `ValueError` when it is no such record. Older ones have no sizes."""
+    raw = orjson.loads((path / _COMPLETE).read_bytes())
+    try:
+        return {
+            name: FileSum(one, None) if isinstance(one, str) else FileSum(str(one["sha256"]), int(one["bytes"]))
+            for name, one in raw.items()
+        }
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError("it is no object of file names and checksums") from error
 
 
 def content_digest(path: Path) -> str:
@@ -453,47 +514,42 @@ def content_digest(path: Path) -> str:
     It covers the export, weights, optimizer, random states and the ledger, from their sums in COMPLETE. It leaves out
     what names this one save (Megatron's `.metadata`) or tells how long something took (`state.json`, waiting groups).
     """
-    recorded: dict[str, str] = orjson.loads((path / _COMPLETE).read_bytes())
-    kept = {name: digest for name, digest in recorded.items() if Path(name).name not in _OF_ONE_SAVE}
+    kept = {name: one.sha256 for name, one in _recorded(path).items() if Path(name).name not in _OF_ONE_SAVE}
     return hashlib.sha256(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
-def damage(path: Path, *, below: str = "", fix: str, most_bytes: float = math.inf) -> list[Problem]:
+def damage(path: Path, *, below: str = "", fix: str, read: Reader | None = None) -> list[Problem]:
     """Return the files of a checkpoint, of those whose names begin with `below`, that differ from their checksums.
 
-    Of files larger than `most_bytes` only whether they are there is looked at.
+    Small ones are read here, the large ones of the ranks by `read`; without it only their sizes are compared.
     """
     try:
-        recorded: dict[str, str] = orjson.loads((path / _COMPLETE).read_bytes())
-        if not isinstance(recorded, dict) or not all(isinstance(digest, str) for digest in recorded.values()):
-            raise ValueError("it is no object of file names and checksums")
+        recorded = {name: one for name, one in _recorded(path).items() if name.startswith(below)}
     except FileNotFoundError:
         return [Problem(where=str(path), wrong=f"it has no {_COMPLETE}: it was not finished, or it was taken", fix=fix)]
     except (OSError, ValueError) as error:
         return [Problem(where=str(path / _COMPLETE), wrong=f"it cannot be read ({error})", fix=fix)]
-    digests = {name: digest for name, digest in recorded.items() if name.startswith(below)}
-
-    def is_intact(name: str) -> bool:
-        try:
-            is_large = (path / name).stat().st_size > most_bytes
-            return is_large or sha256_of(path / name) == digests[name]
-        except (OSError, ValueError):  # a name may hold what no path can
-            return False
-
+    if not recorded:
+        return [Problem(where=str(path / _COMPLETE), wrong=f"it lists no file {below}*", fix=fix)]
     with ThreadPoolExecutor(max_workers=_HASH_THREADS) as pool:
-        intact = list(pool.map(is_intact, digests))
-    problems = [
+        sizes = dict(zip(recorded, pool.map(_size, [path / name for name in recorded]), strict=True))
+    there = [name for name, size in sizes.items() if size is not None and recorded[name].num_bytes in (None, size)]
+    found: dict[str, str | None] = {name: recorded[name].sha256 for name in there}
+    of_ranks = [name for name in there if "/" in name and name.endswith(_OF_RANKS)]
+    small = [name for name in there if name not in set(of_ranks)]
+    found |= zip(small, read_here([path / name for name in small]), strict=True)
+    if read is not None:
+        of_ranks.sort(key=lambda name: (len(name), name))  # by number: the part of a rank is what it loads, mostly
+        found |= zip(of_ranks, read([path / name for name in of_ranks]), strict=True)
+    return [
         Problem(
             where=str(path / name),
-            wrong=f"the file is missing or differs from its checksum, sha256 {digests[name][:12]}...",
+            wrong=f"the file is missing or differs from its checksum, sha256 {one.sha256[:12]}...",
             fix=fix,
         )
-        for name, is_whole in zip(digests, intact, strict=True)
-        if not is_whole
+        for name, one in recorded.items()
+        if found.get(name) != one.sha256
     ]
-    if not digests:
-        problems = [Problem(where=str(path / _COMPLETE), wrong=f"it lists no file {below}*", fix=fix)]
-    return problems
 
 
 def _swap_latest(root: Path, name: str) -> None:

@@ -1,9 +1,9 @@
 """Saving while training goes on: the loop stands still for the copy into memory only.
 
     begin        training stands still    the policy's ranks copy their state, the driver notes where the run is
-    writing      training goes on         each rank writes its copy, the driver everything else
+    writing      training goes on         each rank writes its copy and sums it, the driver everything else
     finish       between two steps        one rank writes what says which file holds which tensor
-    completing   training goes on         flush, checksums, COMPLETE, rename, `latest`; then older ones are pruned
+    completing   training goes on         flush, small files' sums, COMPLETE, rename, `latest`; older ones are pruned
 
 One save is in progress at a time. Until it is complete, the newest checkpoint is the one before, whatever happens.
 """
@@ -20,6 +20,7 @@ from typing import Protocol
 
 from recipes.config.tree import Config
 from recipes.errors import StalledError
+from recipes.files import FileSum
 from recipes.grpo.checkpoint import (
     EXPORT,
     LedgerEntry,
@@ -51,7 +52,7 @@ class Saveable(Protocol):
 
     def is_save_written(self) -> bool: ...
 
-    def finish_save(self) -> float: ...
+    def finish_save(self) -> tuple[float, dict[Path, FileSum]]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,7 @@ class _Save:
     directory: Path  # temporary
     work: Future[float]  # of the driver; its seconds
     seconds: float  # so far
+    sums: dict[Path, FileSum] = field(default_factory=dict)  # of what the ranks have written
     is_finished: bool = False  # by the ranks
 
 
@@ -134,13 +136,14 @@ class CheckpointWriter:
             path = step_dir(self._root, save.step)
             return Saved(path=path, step=save.step, seconds=save.seconds + driver_seconds)
         if self._policy.is_save_written():
-            save.seconds += max(driver_seconds, self._policy.finish_save())
+            rank_seconds, save.sums = self._policy.finish_save()
+            save.seconds += max(driver_seconds, rank_seconds)
             save.is_finished = True
             save.work = self._pool.submit(_timed, self._complete, save)
         return None
 
     def _complete(self, save: _Save) -> None:
-        complete(self._root, save.step, save.directory)
+        complete(self._root, save.step, save.directory, save.sums)
         self._prune()
 
 

@@ -31,6 +31,8 @@ from recipes.grpo.checkpoint import (
     LedgerEntry,
     SavedState,
     TrainState,
+    complete_export,
+    is_export,
     latest_checkpoint,
     load_state,
     step_dir,
@@ -70,18 +72,18 @@ def setup(config: Config, derived: Derived, run_dir: Path, stop: StopRequest) ->
     validation = _validation(config, validation_rows, environments)
     checkpoints = run_dir / config.checkpointing.checkpoint_dir
     checkpoints.mkdir(parents=True, exist_ok=True)
-    saved = _saved_state(checkpoints, stream, config)  # verified before policy and engines start
-    num_steps = _num_steps(config.grpo, stream, saved)
-    run_logger = RunLogger(run_dir, config.logger, num_steps=num_steps)
-    run_logger.resume(0 if saved is None else saved.step)  # before they start, as it opens TensorBoard and W&B
-
+    newest = latest_checkpoint(checkpoints)  # its small files are read before policy and engines start
+    saved, run_logger = _begin(newest, run_dir, stream, config)
     logger.info("joining Ray, and placing %d workers", derived.train_gpus + derived.num_engines)
     connect()
     places = _place(config, derived)
     judges = _launch_judges(config, places.judges)
     config = _with_addresses(config, judges, environments)
     workers = RolloutWorkers(config, spread(config.grpo.async_grpo.num_rollout_workers))  # they start beside the models
-    policy, generation = _start_models(config, places, judges)
+    policy, generation, whole = _start_models(config, places, judges, checkpoints)
+    if whole != newest:  # the ranks have found damage in a large file
+        run_logger.close()
+        saved, run_logger = _begin(whole, run_dir, stream, config)
     workers.connect(generation)
     _meet_judges(config, judges, workers, environments)
     buffer = ReplayBuffer(
@@ -117,7 +119,7 @@ def setup(config: Config, derived: Derived, run_dir: Path, stop: StopRequest) ->
         saver=saver,
         stop=stop,
         state=state,
-        num_steps=num_steps,
+        num_steps=_num_steps(config.grpo, stream, saved),
     )
     run.end_if_good_enough(run.state.metrics)  # of the step that was saved last: then nothing is left to do
     stop.wake_with(buffer.close)
@@ -188,13 +190,19 @@ def _probe_judges(config: Config, environments: Environments) -> None:
         logger.warning("%s", problem)
 
 
-def _start_models(config: Config, places: Places, judges: Judges | None) -> tuple[Policy, Generation]:
-    """Start policy, engines and judges at the same time: each takes most of the time that a start needs."""
+def _start_models(
+    config: Config, places: Places, judges: Judges | None, checkpoints: Path
+) -> tuple[Policy, Generation, Path | None]:
+    """Start policy, engines and judges at the same time: each takes most of the time that a start needs.
+
+    While the others start, the ranks of the policy read what they will load; returns the checkpoint to go on from.
+    """
     start = time.monotonic()
     logger.info("loading %s into policy and engines", config.policy.model_name)
     algorithm, further = algorithm_of(config), [judges.load] if judges is not None else []
-    policy, generation, *_ = refit.together(
-        lambda: Policy.start(
+
+    def start_policy() -> tuple[Policy, Path | None]:
+        policy = Policy.start(
             config.policy,
             loss=partial(
                 algorithm.loss, cfg=config.loss_fn, mismatch_threshold=config.grpo.seq_logprob_error_threshold
@@ -203,7 +211,13 @@ def _start_models(config: Config, places: Places, judges: Judges | None) -> tupl
             deadlines=config.deadlines,
             seed=config.grpo.seed,
             reference=algorithm.reference(config),
-        ),
+        )
+        if is_export(start := Path(config.policy.model_name)):
+            complete_export(start, policy.sha256s)
+        return policy, latest_checkpoint(checkpoints, policy.sha256s)
+
+    (policy, whole), generation, *_ = refit.together(
+        start_policy,
         lambda: Generation.start(
             config.policy.generation,
             model_path=config.policy.model_name,
@@ -217,7 +231,7 @@ def _start_models(config: Config, places: Places, judges: Judges | None) -> tupl
     generation.at_push = _at_push(config.grpo.async_grpo)
     refit.connect(policy, generation)
     logger.info("policy and engines are up after %.1f s", time.monotonic() - start)
-    return policy, generation
+    return policy, generation, whole
 
 
 def _at_push(cfg: AsyncGrpoConfig) -> AtPush:
@@ -289,8 +303,20 @@ def _num_steps(cfg: GrpoConfig, stream: PromptStream, saved: SavedState | None) 
     return min(cfg.max_num_steps, done + left // cfg.num_prompts_per_step)
 
 
-def _saved_state(checkpoints: Path, stream: PromptStream, config: Config) -> SavedState | None:
-    path = latest_checkpoint(checkpoints)
+def _begin(
+    path: Path | None, run_dir: Path, stream: PromptStream, config: Config
+) -> tuple[SavedState | None, RunLogger]:
+    """Return the state to go on from, and a log that ends with its step.
+
+    Before policy and engines start, as it opens TensorBoard and W&B.
+    """
+    saved = _saved_state(path, stream, config)
+    run_logger = RunLogger(run_dir, config.logger, num_steps=_num_steps(config.grpo, stream, saved))
+    run_logger.resume(0 if saved is None else saved.step)
+    return saved, run_logger
+
+
+def _saved_state(path: Path | None, stream: PromptStream, config: Config) -> SavedState | None:
     if path is None:
         return None
     saved = on_same_data(load_state(path), stream, config.data.on_change, path)

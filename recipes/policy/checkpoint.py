@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import queue
 from functools import partial
 from pathlib import Path
@@ -41,8 +42,10 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import get_model_config, unwrap_model
+from torch.distributed.checkpoint import filesystem
 
 from recipes.errors import CheckpointError, Problem
+from recipes.files import FileSum, SummedFile
 from recipes.policy.host_copies import HostCopies
 from recipes.policy.offloading.hybrid import OffloadedAdam
 from recipes.policy.optimizer import optimizer_parts
@@ -180,10 +183,12 @@ class Snapshot:
             results,
         )
 
-    def write(self) -> None:
-        """Write this rank's file, flushed to the disk; in any thread, without the other ranks."""
+    def write(self) -> dict[Path, FileSum]:
+        """Write this rank's file, flushed to the disk; in any thread, without the other ranks. Returns its sum."""
+        sums: dict[Path, FileSum] = {}
         if self._request.async_fn is not None:
-            self._request.async_fn(*self._arguments)
+            self._request.async_fn(*self._arguments, sums)
+        return sums
 
     def finish(self) -> None:
         """Write what says where each tensor lies, once all ranks have written. Collective."""
@@ -275,24 +280,29 @@ class _InProcessSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         return request
 
 
-def _write_bucket(transforms: list[Any], rank: int, buckets: list[Any], results: queue.SimpleQueue[Any]) -> None:
-    """Write this rank's one bucket; the result is for Megatron, and an exception is raised here, too."""
+def _write_bucket(
+    transforms: list[Any], rank: int, buckets: list[Any], results: queue.SimpleQueue[Any], sums: dict[Path, FileSum]
+) -> None:
+    """Write this rank's one bucket; the result is for Megatron, an exception is raised here, too, `sums` is added to.
+
+    As Megatron's `write_preloaded_data`, with the file's sum computed on the way.
+    """
     del rank
-    (bucket,) = buckets  # one thread, one bucket
-    done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-    filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, done, _NoCount(), True)
-    index, written = done.get()
-    results.put(written if isinstance(written, Exception) else {index: written})
-    if isinstance(written, Exception):
-        raise written
-
-
-class _NoCount:
-    """The queue in which Megatron counts its writer processes; here this process is the only writer."""
-
-    def get(self) -> None: ...
-
-    def task_done(self) -> None: ...
+    ((path, key, (objects, tensors)),) = buckets  # one thread, one bucket
+    (transform,) = transforms
+    try:
+        with SummedFile(Path(path)) as file:
+            form = filesystem.SerializationFormat.TORCH_SAVE
+            written = [
+                filesystem._write_item(transform, file, data, item, key, form) for item, data in (*objects, *tensors)
+            ]
+            file.flush()
+            os.fsync(file.fileno())
+    except Exception as error:
+        results.put(error)
+        raise
+    results.put({0: written})
+    sums[Path(path)] = file.sum()
 
 
 def _make_moments(optimizer: Any) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ from transformers import AutoConfig
 from recipes.config.keys.derive import template_kwargs
 from recipes.config.keys.native import ARCHITECTURES
 from recipes.errors import CheckpointError, ConfigError, PolicyError, Problem
+from recipes.files import FileSum, SummedFile
 from recipes.policy.families.family import Family, family_of
 from recipes.weight_files import AGAIN, INDEX, WHOLE, read_weights, require_object
 
@@ -252,20 +255,58 @@ def write_weights(shapes: Sequence[TensorShape], weights: Iterable[tuple[str, Te
     Raises `PolicyError` when it yields something else.
     """
     target.mkdir(parents=True, exist_ok=True)
-    stream = iter(weights)
+    stream = as_announced(weights, shapes)
     files = in_files(shapes)
-    names = [WHOLE if len(files) == 1 else _PART.format(number, len(files)) for number in range(1, len(files) + 1)]
-    for number, (name, own) in enumerate(zip(names, files, strict=True), start=1):
+    for number, (name, own) in enumerate(files.items(), start=1):
         size = f"{sum(map(num_bytes, own)) / 1e6:,.1f} MB"
         logger.info("writing file %d of %d: %s, %s", number, len(files), name, size)
-        _write_file(target / name, own, stream)
+        header, begins = _header(own)
+        with (target / name).open("wb") as file:
+            file.write(header)
+            for tensor_name, tensor in itertools.islice(stream, len(own)):
+                file.seek(begins[tensor_name])
+                file.write(_content(tensor))
+    write_index(files, target)
+
+
+def write_copies(
+    files: Mapping[str, Sequence[TensorShape]], copies: Mapping[str, Tensor], target: Path
+) -> dict[Path, FileSum]:
+    """Write some of the files of `in_files`, flushed to the disk, from tensors in memory; returns their sums."""
+    target.mkdir(parents=True, exist_ok=True)
+    sums = {}
+    for name, own in files.items():
+        header, begins = _header(own)
+        with SummedFile(target / name) as file:
+            file.write(header)
+            for tensor_name in begins:
+                file.write(_content(copies[tensor_name]))
+            file.flush()
+            os.fsync(file.fileno())
+        sums[target / name] = file.sum()
+    return sums
+
+
+def write_index(files: Mapping[str, Sequence[TensorShape]], target: Path) -> None:
+    """Write which of several files has which tensor; one file needs no index."""
     if len(files) > 1:
-        weight_map = {tensor: name for name, own in zip(names, files, strict=True) for tensor, *_ in own}
-        index = {"metadata": {"total_size": sum(map(num_bytes, shapes))}, "weight_map": weight_map}
+        weight_map = {tensor: name for name, own in files.items() for tensor, *_ in own}
+        total = sum(num_bytes(shape) for own in files.values() for shape in own)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (target / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def in_files(shapes: Sequence[TensorShape]) -> list[list[TensorShape]]:
+def as_announced(weights: Iterable[tuple[str, Tensor]], shapes: Sequence[TensorShape]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors as long as they are those of `shapes`; raises `PolicyError` at one that is not."""
+    stream = iter(weights)
+    for name, dtype, sizes in shapes:
+        sent, tensor = next(stream, ("nothing", torch.empty(0)))
+        if (sent, tensor.dtype, tuple(tensor.shape)) != (name, dtype, tuple(sizes)):
+            raise PolicyError(f"export: the policy yields {sent} {list(tensor.shape)} where {name} was announced")
+        yield name, tensor
+
+
+def in_files(shapes: Sequence[TensorShape]) -> dict[str, list[TensorShape]]:
     """Divide tensors, in their order, among files of a few gigabytes; a larger tensor gets a file of its own."""
     files: list[list[TensorShape]] = [[]]
     size = 0
@@ -275,7 +316,8 @@ def in_files(shapes: Sequence[TensorShape]) -> list[list[TensorShape]]:
             size = 0
         files[-1].append(shape)
         size += num_bytes(shape)
-    return files
+    names = [WHOLE if len(files) == 1 else _PART.format(number, len(files)) for number in range(1, len(files) + 1)]
+    return dict(zip(names, files, strict=True))
 
 
 def num_bytes(shape: TensorShape) -> int:
@@ -283,25 +325,23 @@ def num_bytes(shape: TensorShape) -> int:
     return shape[1].itemsize * torch.Size(shape[2]).numel()
 
 
-def _write_file(path: Path, shapes: Sequence[TensorShape], stream: Iterator[tuple[str, Tensor]]) -> None:
-    """Write the next tensors of `stream` into one file: the length of the header, the header, the tensors.
+def _header(shapes: Sequence[TensorShape]) -> tuple[bytes, dict[str, int]]:
+    """Return what a file of these tensors begins with, and where in the file each tensor begins, in their order there.
 
     They lie in the order of their item sizes, the largest first, so that each begins at a multiple of its own.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
+    begins, end = {}, 0
     for shape in sorted(shapes, key=lambda shape: -shape[1].itemsize):
         name, dtype, sizes = shape
         header[name] = {"dtype": _DTYPES[dtype], "shape": list(sizes), "data_offsets": [end, end + num_bytes(shape)]}
+        begins[name] = end
         end += num_bytes(shape)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
-        for name, dtype, sizes in shapes:
-            sent, tensor = next(stream, ("nothing", torch.empty(0)))
-            if (sent, tensor.dtype, tuple(tensor.shape)) != (name, dtype, tuple(sizes)):
-                raise PolicyError(f"export: the policy yields {sent} {list(tensor.shape)} where {name} was announced")
-            file.seek(8 + len(text) + header[name]["data_offsets"][0])
-            file.write(tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy().data)
+    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + begin for name, begin in begins.items()}
+
+
+def _content(tensor: Tensor) -> memoryview:
+    content: memoryview = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy().data
+    return content

@@ -22,6 +22,7 @@ import torch
 from ray.exceptions import RayActorError, RayTaskError
 
 from recipes.errors import BringUpError, PolicyError, RecipeError, RunError
+from recipes.files import FileSum
 from recipes.policy import shards
 from recipes.policy.layout import Coordinates, check_layout
 from recipes.policy.worker import PolicyWorker, WorkerIdentity, WorkerSpec
@@ -203,19 +204,28 @@ class Policy:
         Training may go on. Only one save may be in progress.
         """
         path.mkdir(parents=True, exist_ok=True)
-        self._call("begin_save", path, export_path, with_optimizer, deadline=self._deadlines.checkpoint)
+        args = path, export_path, with_optimizer, self._export_writers
+        self._call("begin_save", *args, deadline=self._deadlines.checkpoint)
 
     def is_save_written(self) -> bool:
         """Whether all ranks have written their copies; raises `RunError` when one could not."""
         return all(self._call("is_save_written", deadline=self._deadlines.checkpoint))
 
-    def finish_save(self) -> float:
+    def finish_save(self) -> tuple[float, dict[Path, FileSum]]:
         """Complete the checkpoint, once all ranks have written: rank 0 writes a few small files.
 
-        Returns the seconds for which the slowest rank has written.
+        Returns the seconds for which the slowest rank has written, and the sums of the large files of all.
         """
-        seconds: float = max(self._call("finish_save", deadline=self._deadlines.checkpoint))
-        return seconds
+        found = self._call("finish_save", deadline=self._deadlines.checkpoint)
+        sums = {path: one for _, own in found for path, one in own.items()}
+        return max(seconds for seconds, _ in found), sums
+
+    def sha256s(self, files: Sequence[Path]) -> list[str | None]:
+        """Return the hex digest of each file, None where it cannot be read: all ranks read at once, a part each."""
+        num_ranks = len(self._workers)
+        parts = [files[rank::num_ranks] for rank in range(num_ranks)]
+        found = self._call("sha256s", per_rank=parts, deadline=self._deadlines.checkpoint)
+        return [found[number % num_ranks][number // num_ranks] for number in range(len(files))]
 
     def load(self, path: Path) -> None:
         """Restore what `save` wrote; raises `CheckpointError` when this layout cannot read it."""
@@ -223,7 +233,7 @@ class Policy:
 
     def export_hf(self, path: Path) -> None:
         """Write a Hugging Face directory with configuration, tokenizer and weights."""
-        self._call("export_hf", path, deadline=self._deadlines.checkpoint)
+        self._call("export_hf", path, self._export_writers, deadline=self._deadlines.checkpoint)
 
     def pids(self) -> list[int]:
         """Return the process id of every rank."""
@@ -236,6 +246,11 @@ class Policy:
         self._kill()
         if self._layout is not None and self._layout.path:
             Path(self._layout.path).unlink(missing_ok=True)  # left when rank 0 could not
+
+    @property
+    def _export_writers(self) -> list[int]:
+        """The ranks of one replica, which gather the full weights."""
+        return [rank for rank, coordinates in enumerate(self._coordinates) if coordinates.exports]
 
     @property
     def _num_shards(self) -> int:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import Tensor
 
-from recipes.files import sync_files, sync_tree
+from recipes.files import FileSum, sync_files
 from recipes.policy import checkpoint, hf
 from recipes.policy.host_copies import HostCopies
 from recipes.policy.step import Trainer
@@ -21,15 +20,15 @@ _OF_ONE_RANK = ".distcp"  # of the files that hold the tensors of a checkpoint
 class BackgroundSave:
     """A save in progress. Made and finished by all ranks together; a thread of its own writes in between.
 
-    It needs memory on the host for the copy: this rank's share of weights and optimizer, and on the rank that exports
-    the whole model in its precision. `copies` keeps that memory for the next save.
+    It needs memory on the host for the copy: this rank's share of weights and optimizer, and on the ranks that export
+    the files that each writes. `copies` keeps that memory for the next save.
     """
 
     def __init__(
         self,
         trainer: Trainer,
         path: Path,
-        export: Callable[[], None] | None,
+        export: Callable[[], dict[Path, FileSum]] | None,
         copies: HostCopies,
         *,
         with_optimizer: bool,
@@ -39,15 +38,16 @@ class BackgroundSave:
         self._export = export
         self._path = path
         self.seconds = 0.0  # for which the thread has written
+        self.sums: dict[Path, FileSum] = {}  # of the large files that it has written
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._written: Future[None] = self._pool.submit(self._write)
         self._pool.shutdown(wait=False)  # the thread ends after this
 
     def _write(self) -> None:
         start = time.monotonic()
-        self._snapshot.write()
+        self.sums = self._snapshot.write()
         if self._export is not None:
-            self._export()
+            self.sums |= self._export()
         self.seconds = time.monotonic() - start
 
     def is_written(self) -> bool:
@@ -68,22 +68,26 @@ class BackgroundSave:
 
 
 def export_copy(
-    trainer: Trainer, path: Path, copies: HostCopies, side_files: Mapping[str, bytes]
-) -> Callable[[], None] | None:
-    """Copy the full weights into memory on the writer; returns what writes them as a Hugging Face directory.
+    trainer: Trainer, path: Path, copies: HostCopies, side_files: Mapping[str, bytes], writers: Sequence[int]
+) -> Callable[[], dict[Path, FileSum]]:
+    """Copy this rank's part of the full weights into memory; returns what writes its files of a Hugging Face directory.
 
-    Collective over the ranks of a replica; None on those that only take part, which have no `side_files`.
+    Collective over the ranks of a replica, `writers`: each has every tensor for a moment, and keeps and writes whole
+    files. The one that has `side_files` also writes these, and which file holds which tensor.
     """
-    if not side_files:
-        for _ in trainer.export():
-            pass
-        return None
-    weights: list[tuple[str, Tensor]] = [(name, copies.copy(name, tensor)) for name, tensor in trainer.export()]
     shapes = trainer.full_shapes()
+    files = hf.in_files(shapes)
+    own = {name: files[name] for name in list(files)[writers.index(dist.get_rank()) :: len(writers)]}
+    names = {name for tensors in own.values() for name, *_ in tensors}
+    stream = hf.as_announced(trainer.export(), shapes)
+    weights = {name: copies.copy(name, tensor) for name, tensor in stream if name in names}
 
-    def write() -> None:
-        hf.write_weights(shapes, weights, path)
-        hf.write_side_files(side_files, path)
-        sync_tree(path)
+    def write() -> dict[Path, FileSum]:
+        sums = hf.write_copies(own, weights, path)
+        if side_files:
+            hf.write_index(files, path)
+            hf.write_side_files(side_files, path)
+            sync_files(file for file in path.rglob("*") if file.is_file() and file.name not in files)
+        return sums
 
     return write

@@ -19,6 +19,7 @@ import ray
 from recipes.cluster.interfaces import interface_of
 from recipes.cluster.token_store import RayTokenStore
 from recipes.errors import RunError
+from recipes.files import FileSum, readable_sha256
 from recipes.imports import without_gc
 from recipes.types import LossFunction, ReferenceUse, WeightLayout
 
@@ -233,15 +234,18 @@ class PolicyWorker:
         assert isinstance(self._sink, weights.SharedMemoryWriter), "with CUDA there is no file"
         return self._sink.content()
 
-    def begin_save(self, path: Path, export_path: Path | None, with_optimizer: bool) -> None:
-        """Copy the state into memory and begin to write it as a distributed checkpoint, and as an export if asked."""
+    def begin_save(self, path: Path, export_path: Path | None, with_optimizer: bool, writers: Sequence[int]) -> None:
+        """Copy the state into memory and begin to write it as a distributed checkpoint, and as an export if asked.
+
+        `writers` are the ranks that write an export.
+        """
         from recipes.policy import saving
 
         if self._saving is not None:
             self._saving.wait()  # of a save that was given up, since another rank could not write
         export, copies = None, self._copies
         if export_path is not None and self._coordinates.exports:
-            export = saving.export_copy(self._trainer, export_path, copies, self._side_files)
+            export = saving.export_copy(self._trainer, export_path, copies, self._side_files, writers)
         self._saving = saving.BackgroundSave(self._trainer, path, export, copies, with_optimizer=with_optimizer)
 
     def is_save_written(self) -> bool:
@@ -255,12 +259,19 @@ class PolicyWorker:
         except Exception as error:
             raise RunError(f"policy rank {self._rank} could not write its part of a checkpoint: {error!r}") from error
 
-    def finish_save(self) -> float:
-        """Complete the save that all ranks have written; returns the seconds for which this one has written."""
+    def finish_save(self) -> tuple[float, dict[Path, FileSum]]:
+        """Complete the save that all ranks have written.
+
+        Returns the seconds for which this one has written, and the sums of its large files.
+        """
         assert self._saving is not None, "begin_save comes first"
         saving, self._saving = self._saving, None
         saving.finish()
-        return saving.seconds
+        return saving.seconds, saving.sums
+
+    def sha256s(self, files: Sequence[Path]) -> list[str | None]:
+        """Read files and return their hex digests, None for one that cannot be read."""
+        return [readable_sha256(file) for file in files]
 
     def load(self, path: Path) -> None:
         """Restore a distributed checkpoint."""
@@ -268,15 +279,13 @@ class PolicyWorker:
 
         checkpoint.load(self._trainer, path)
 
-    def export_hf(self, path: Path) -> None:
-        """Write a Hugging Face directory: rank 0 writes what the ranks of its replica gather."""
+    def export_hf(self, path: Path, writers: Sequence[int]) -> None:
+        """Write this rank's part of a Hugging Face directory, where it is one of `writers`."""
         from recipes.policy import saving
         from recipes.policy.host_copies import HostCopies
 
         if self._coordinates.exports:
-            write = saving.export_copy(self._trainer, path, HostCopies(), self._side_files)
-            if write is not None:
-                write()
+            saving.export_copy(self._trainer, path, HostCopies(), self._side_files, writers)()
 
     def close(self) -> None:
         """Remove the shared-memory file, or leave the engines' group."""

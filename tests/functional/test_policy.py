@@ -31,6 +31,7 @@ from speed import patiently
 
 from recipes.cluster.token_store import RayTokenStore
 from recipes.errors import CheckpointError, ConfigError, TokensLostError
+from recipes.files import FileSum, sha256_of
 from recipes.grpo.loss import grpo_loss
 from recipes.policy.policy import Policy
 
@@ -162,7 +163,10 @@ def test_a_save_while_training_goes_on_is_the_state_at_its_beginning(tmp_path: P
         straight_metrics = [policy.train(batch) for batch in batches[1:]]
         while not policy.is_save_written():
             time.sleep(0.02)
-        policy.finish_save()
+        _, sums = policy.finish_save()
+        files = [tmp_path / "checkpoint" / "__0_0.distcp", tmp_path / "hf" / "model.safetensors"]
+        assert sums == {file: FileSum(sha256_of(file), file.stat().st_size) for file in files}
+        assert policy.sha256s([*files, tmp_path / "nothing"]) == [*(sums[file].sha256 for file in files), None]
     copied = load_file(tmp_path / "hf" / "model.safetensors")
     assert before.keys() == copied.keys() and all(torch.equal(copied[name], before[name]) for name in before)
     with running(config) as policy:

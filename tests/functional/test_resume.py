@@ -14,8 +14,9 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -92,9 +93,9 @@ def saved(run_dir: Path) -> int:
     return max(complete_checkpoints(run_dir / "checkpoints"), default=0)
 
 
-def environment(directory: Path, num_steps: int) -> dict[str, str]:
+def environment(directory: Path, num_steps: int, more: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Return the launch's environment: random weights are enough, and every prompt must be seen once."""
-    overrides = {
+    overrides: dict[str, Any] = {
         "grpo.num_prompts_per_step": PROMPTS,
         "grpo.num_generations_per_prompt": GENERATIONS,
         "grpo.max_num_steps": num_steps,
@@ -103,6 +104,7 @@ def environment(directory: Path, num_steps: int) -> dict[str, str]:
         "checkpointing.save_period": SAVE_PERIOD,
         "checkpointing.keep_top_k": 2,
         "policy.generation.max_new_tokens": 8,
+        **(more or {}),
     }
     variables = launch_environment(directory, num_rows=num_steps * PROMPTS + 40, overrides=overrides)
     return {**variables, "EXP_NAME": "resume", "MODEL_PATH": str(directory / "model")}
@@ -150,6 +152,11 @@ def test_a_run_that_is_stopped_trains_every_prompt_once(
 
     attempt = Attempt(run_dir, env)
     assert attempt.wait(START_SECONDS + 120) == 0, attempt.tail()
+    check_end(run_dir, num_steps)
+
+
+def check_end(run_dir: Path, num_steps: int) -> None:
+    """Every step and every prompt is there once."""
     assert last_step(run_dir) == saved(run_dir) == num_steps
 
     ledger = load_state(complete_checkpoints(run_dir / "checkpoints")[num_steps]).ledger
@@ -159,3 +166,23 @@ def test_a_run_that_is_stopped_trains_every_prompt_once(
     assert sorted(rows) == list(range(num_steps * PROMPTS)), "a prompt was trained twice or skipped"
     steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert steps == list(range(1, num_steps + 1)), "metrics.jsonl shows a step twice or not at all"
+
+
+def test_a_start_whose_ranks_find_damage_goes_on_from_the_checkpoint_before(tmp_path: Path) -> None:
+    run_dir, more = tmp_path / "resume", {"checkpointing.save_period": 1}
+    attempt = Attempt(run_dir, environment(tmp_path, 5, {**more, "grpo.max_num_steps": 3}))
+    assert attempt.wait(START_SECONDS) == 0, attempt.tail()
+    newest = complete_checkpoints(run_dir / "checkpoints")[3]
+    (share,) = (newest / "policy").glob("*.distcp")
+    with share.open("r+b") as file:  # one bit, in the middle: names, sizes and small files are as they were
+        file.seek(share.stat().st_size // 2)
+        bit = file.read(1)[0] ^ 1
+        file.seek(-1, 1)
+        file.write(bytes([bit]))
+    attempt = Attempt(run_dir, environment(tmp_path, 5, more))
+    assert attempt.wait(START_SECONDS) == 0, attempt.tail()
+    log = attempt.log.read_text(errors="replace", encoding="utf-8")
+    assert f"damaged checkpoint: {share}: the file is missing or differs from its checksum" in log
+    assert "step_000002: step 2, " in log, "the run has not gone on from the one before"
+    assert [path.name for path in (run_dir / "checkpoints").glob("damaged_*")] == ["damaged_step_000003"]
+    check_end(run_dir, 5)

@@ -54,7 +54,7 @@ FLOORS = (
     {"tools.data", "tools.sizing"},
     {"tools.task_images", "tools.tiny"},
     {"tools.doctor", "tools.environments"},
-    {"tools.launch", "tools.bench", "tools.export_hf"},
+    {"tools.launch", "tools.bench", "tools.export_hf", "tools.verify_checkpoint"},
     {"tools.dev"},
 )
 GROUND = FLOORS[0]

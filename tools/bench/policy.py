@@ -83,7 +83,7 @@ def _save(policy: Policy, path: Path) -> tuple[float, float]:
             raise RunError(f"bench-policy: a save was not written within {SAVE_SECONDS:g} s")
         time.sleep(0.05)
     began = time.perf_counter()
-    wrote = policy.finish_save()
+    wrote, _ = policy.finish_save()
     return stood + time.perf_counter() - began, wrote
 
 

@@ -138,7 +138,6 @@ def older_findings(root: Path, snapshot: Path, files: Iterable[Path]) -> Iterato
 
 
 MIN_FREE_BYTES = 2**30
-MAX_HASHED_BYTES = 2**28  # of one file of a checkpoint to go on from: a second of reading
 MANY = 20  # a run that keeps all of its checkpoints should have room for so many
 CHECKPOINT_FACTOR = 8  # bytes of one checkpoint per byte of bfloat16 weights: float32 master, two moments, export
 
@@ -191,13 +190,13 @@ def _blends() -> Collection[str]:
 def resume_findings(launch: Launch, root: Path) -> Iterator[Finding]:
     """Read the checkpoint that the run would go on from, and compare it with data and configuration, as a start does.
 
-    Damage is looked for in small files alone: a start reads all of them.
+    Of large files only the sizes are looked at: a start reads those before it loads them.
     """
     assert launch.config is not None, "the caller has one"
     damaged: list[Problem] = []
     found_whole = None
     for path in reversed(complete_checkpoints(root).values()):
-        if not (problems := damage(path, fix="restore it, or remove the directory", most_bytes=MAX_HASHED_BYTES)):
+        if not (problems := damage(path, fix="restore it, or remove the directory")):
             found_whole = path
             break
         damaged += problems

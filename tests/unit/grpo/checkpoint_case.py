@@ -5,21 +5,28 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from recipes.files import FileSum, SummedFile
 from recipes.grpo.checkpoint import LedgerEntry, SavedState
 from recipes.grpo.data import CollectorState, DataIdentity, DrawnPrompt
 from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
 from tests.groups import group_of
 
+SHARE = "__0_0.distcp"  # the file of the one rank
+
 
 class Policy:
-    """Writes two small files, or dies after the first."""
+    """Writes two small files and that of a rank, or dies after the first."""
 
     def __init__(self, *, dies: bool = False) -> None:
         self.dies = dies
+        self.sums: dict[Path, FileSum] = {}
 
     def begin_save(self, path: Path, export_path: Path, *, with_optimizer: bool) -> None:
         path.mkdir()
         (path / "weights").write_bytes(b"weights")
+        with SummedFile(path / SHARE) as file:
+            file.write(b"tensors")
+        self.sums = {path / SHARE: file.sum()}
         if self.dies:
             raise KeyboardInterrupt
         export_path.mkdir()
@@ -28,8 +35,8 @@ class Policy:
     def is_save_written(self) -> bool:
         return True
 
-    def finish_save(self) -> float:
-        return 0.5
+    def finish_save(self) -> tuple[float, dict[Path, FileSum]]:
+        return 0.5, self.sums
 
 
 def group(row: int) -> Group:

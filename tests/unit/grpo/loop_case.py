@@ -16,6 +16,7 @@ from recipes.cluster.starts import Starts
 from recipes.config.keys.derive import max_age
 from recipes.config.load import load_config, require_runnable
 from recipes.errors import EngineError
+from recipes.files import FileSum
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.checkpoint import latest_checkpoint, load_state
 from recipes.grpo.data import PromptDataset, PromptStream
@@ -90,9 +91,9 @@ class LoopPolicy:
         self.failures.meet("policy.is_save_written")
         return True
 
-    def finish_save(self) -> float:
+    def finish_save(self) -> tuple[float, dict[Path, FileSum]]:
         self.failures.meet("policy.finish_save")
-        return 0.5
+        return 0.5, {}
 
     def load(self, path: Path) -> None:
         self.step = int((path / "step").read_text(encoding="utf-8"))

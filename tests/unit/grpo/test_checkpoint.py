@@ -7,26 +7,33 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from recipes import files
 from recipes.errors import CheckpointError
+from recipes.grpo import checkpoint
 from recipes.grpo.checkpoint import (
+    Reader,
     complete_checkpoints,
     complete_export,
+    content_digest,
     is_export,
     latest_checkpoint,
     load_state,
     prune,
+    read_here,
     require_whole,
 )
 from recipes.grpo.metrics import metrics_record
 from recipes.grpo.saving import save_checkpoint
 from tests.groups import as_lists
-from tests.unit.grpo.checkpoint_case import Policy, run_state
+from tests.unit.grpo.checkpoint_case import SHARE, Policy, run_state
+from tools import verify_checkpoint
 
 
 def test_reads_back_what_was_written(tmp_path: Path) -> None:
@@ -119,6 +126,99 @@ def test_when_all_are_damaged_nothing_starts_over_unasked(tmp_path: Path, damage
     assert len(caught.value.problems) == 2
     assert "to start over, take another EXP_NAME" in str(caught.value)
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_000004", "step_000006"]
+
+
+def changed(path: Path) -> Path:
+    """Change what the file of a rank holds, and not its size."""
+    share = path / "policy" / SHARE
+    share.write_bytes(b"tensorz")
+    return share
+
+
+def test_the_driver_reads_small_files_alone_and_the_ranks_find_what_was_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looked_at: list[str] = []
+
+    def sha256_of(path: Path) -> str:
+        looked_at.append(path.name)
+        return files.sha256_of(path)
+
+    for name in ("sha256_of", "readable_sha256"):
+        monkeypatch.setattr(checkpoint, name, sha256_of)
+    good, newest = (save_checkpoint(tmp_path, run_state(step), Policy()) for step in (4, 6))
+    for step in (2, 3):
+        shutil.copytree(good, tmp_path / f"step_{step:06d}")
+    prune(tmp_path, keep_top_k=2, metric=None, higher_is_better=True, save_period=2)
+    assert list(complete_checkpoints(tmp_path)) == [4, 6]
+    share = changed(newest)
+    assert latest_checkpoint(tmp_path) == newest, "a start has this to go on from"
+    assert SHARE not in looked_at and {"weights", "state.json", "replay_buffer.safetensors"} < set(looked_at)
+
+    asked: list[Path] = []
+
+    def read(given: Sequence[Path]) -> list[str | None]:
+        asked.extend(given)
+        return read_here(given)
+
+    assert latest_checkpoint(tmp_path, read) == good == (tmp_path / "latest").resolve(), "its ranks go on from another"
+    assert asked == [share, good / "policy" / SHARE]
+    assert f"{share}: the file is missing or differs from its checksum" in caplog.text
+    assert [path.name for path in tmp_path.glob("damaged_*")] == ["damaged_step_000006"]
+    changed(good)
+    with pytest.raises(CheckpointError, match=f"step_000004/policy/{SHARE}: .*; to start over, take another EXP_NAME"):
+        latest_checkpoint(tmp_path, read)
+
+
+@pytest.mark.parametrize("read", [None, read_here], ids=["driver", "ranks"])
+def test_a_cut_or_lost_file_of_a_rank_is_noticed_without_reading_it(tmp_path: Path, read: Reader | None) -> None:
+    good = save_checkpoint(tmp_path, run_state(2), Policy())
+    os.truncate(save_checkpoint(tmp_path, run_state(4), Policy()) / "policy" / SHARE, 3)
+    (save_checkpoint(tmp_path, run_state(6), Policy()) / "policy" / SHARE).unlink()
+    assert latest_checkpoint(tmp_path, read) == good
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_sizes_and_is_compared_as_well(tmp_path: Path) -> None:
+    good, newest = (save_checkpoint(tmp_path, run_state(step), Policy()) for step in (4, 6))
+    same = content_digest(newest)
+    for path in (good, newest):
+        sums = json.loads((path / "COMPLETE").read_bytes())
+        assert all(one.keys() == {"sha256", "bytes"} for one in sums.values())
+        earlier = {name: one["sha256"] for name, one in sums.items()}
+        (path / "COMPLETE").write_text(json.dumps(earlier), encoding="utf-8")
+    assert content_digest(newest) == same
+    assert latest_checkpoint(tmp_path) == newest == latest_checkpoint(tmp_path, read_here)
+    changed(newest)
+    assert latest_checkpoint(tmp_path, read_here) == good
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_what_a_rank_has_written_elsewhere_makes_no_checkpoint(tmp_path: Path, is_there: bool) -> None:
+    class OnAnotherDisk(Policy):
+        def finish_save(self) -> tuple[float, dict[Path, files.FileSum]]:
+            (share,) = self.sums
+            if is_there:
+                os.truncate(share, 3)
+            else:
+                share.unlink()
+            return 0.5, self.sums
+
+    here = "3" if is_there else "none"
+    wrong = rf"{SHARE}: a rank has written 7 bytes of it, and {here} are here; set RESULTS_DIR to a directory that all"
+    with pytest.raises(CheckpointError, match=wrong):
+        save_checkpoint(tmp_path, run_state(4), OnAnotherDisk())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_whole_check_reads_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save_checkpoint(tmp_path, run_state(4), Policy())
+    assert verify_checkpoint.main(["--checkpoint", str(tmp_path / "latest")]) == 0
+    share = changed(path)
+    assert verify_checkpoint.main(["--checkpoint", str(path)]) == 2
+    assert verify_checkpoint.main(["--checkpoint", str(tmp_path / "step_7")]) == 2
+    said = capsys.readouterr()
+    assert said.out.splitlines()[1] == f"{path}: whole"
+    assert f"{share}: the file is missing or differs" in said.err and "step_7: there is no such directory" in said.err
 
 
 def test_checkpoints_that_were_taken_away_leave_a_link_that_refuses(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_a_resumed_job_begins_no_step_that_it_cannot_finish(tmp_path: Path) -> N
 
 def test_a_resumed_job_leaves_the_time_that_saves_took_before(tmp_path: Path) -> None:
     first = make_run(tmp_path, ROWS, "grpo.max_num_steps=4", "checkpointing.save_period=2")
-    first.policy.finish_save = lambda: 900.0  # type: ignore[method-assign]
+    first.policy.finish_save = lambda: (900.0, {})  # type: ignore[method-assign]
     assert drive(first) is None
     again = make_run(tmp_path, ROWS)
     assert again.stop.save_seconds >= 900.0, "the save of a job that is cut short would end after the job"

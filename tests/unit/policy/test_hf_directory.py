@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from recipes.environments.chat.codec import ChatCodec
 from recipes.errors import CheckpointError, ConfigError, InputError, PolicyError
+from recipes.files import FileSum, sha256_of
 from recipes.generation.engine_args import stop_token_ids
 from recipes.policy import hf
 from tools.sizing.architecture import read_architecture
@@ -41,6 +42,30 @@ def test_tensors_of_two_types_are_read_back_by_safetensors(tmp_path: Path) -> No
     read = load_file(tmp_path / "model.safetensors")
     assert read.keys() == tensors.keys()
     assert all(read[name].dtype == tensor.dtype and torch.equal(read[name], tensor) for name, tensor in tensors.items())
+
+
+def test_files_of_copies_are_those_of_the_stream_whoever_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf, "SHARD_BYTES", 40)
+    tensors = {"a": torch.randn(3).bfloat16(), "b": torch.randn(2, 2), "c": torch.randn(5, 2).bfloat16().t()}
+    tensors |= {name: torch.randn(4) for name in "defg"}
+    shapes = _shapes(tensors)
+    hf.write_weights(shapes, iter(tensors.items()), tmp_path / "stream")
+    files = hf.in_files(shapes)
+    sums = {}
+    for writer in range(3):
+        own = {name: files[name] for name in list(files)[writer::3]}
+        kept = {name: tensors[name] for shapes in own.values() for name, *_ in shapes}
+        sums |= hf.write_copies(own, kept, tmp_path / "copies")
+    hf.write_index(files, tmp_path / "copies")
+    stream, copies = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("stream", "copies")
+    )
+    assert len(copies) == 5 and stream == copies
+    assert sums == {
+        tmp_path / "copies" / name: FileSum(sha256_of(tmp_path / "copies" / name), len(copies[name])) for name in files
+    }
 
 
 @pytest.mark.parametrize("sent", [[], [("b", torch.zeros(2))], [("a", torch.zeros(3))]], ids=["none", "name", "shape"])

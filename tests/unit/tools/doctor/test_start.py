@@ -102,7 +102,7 @@ def begin(config: Config, case: LaunchCase) -> None:
     stream, validation = _open_data(config, with_environments)
     _validation(config, validation, with_environments)
     root = case.directory / "results" / "exp" / "checkpoints"
-    _saved_state(root, stream, config)
+    _saved_state(latest_checkpoint(root), stream, config)
     if config.logger.wandb_enabled:
         import_wandb()
     read_weights(case.export)
@@ -239,7 +239,8 @@ SAID_BY: dict[str, Any] = {
     "generation/judges.py serve_arguments": "nothing: vLLM alone knows its arguments, and takes seconds to load",
     "grpo/checkpoint.py latest_checkpoint": "a damaged checkpoint",
     "grpo/checkpoint.py complete_export": "MDL003: test_model.py",
-    "grpo/checkpoint.py require_whole": "read by `make export-hf` alone",
+    "grpo/checkpoint.py require_whole": "read by `make export-hf` and `make verify-checkpoint` alone",
+    "grpo/checkpoint.py _write_complete": "nothing: what the ranks of a save have written is not here",
     "grpo/checkpoint.py load_state": "a checkpoint of an older version",
     "grpo/data.py require_rows": "rows of another shape",
     "grpo/setup.py _open_data": "rows for no step",
