@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import ray
+from speed import patiently
 
 from recipes.cluster.private import private_ray
 from recipes.errors import EngineError
 from recipes.grpo.refit import refit
 from recipes.policy.policy import Policy
 from recipes.types import WeightLayout
-from speed import patiently
 from tests.configuration import block
 
 pytestmark = pytest.mark.functional
