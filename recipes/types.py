@@ -6,6 +6,7 @@ T tokens of one span.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -317,3 +318,8 @@ class WeightLayout:
     host: str = ""  # that has the file; an engine elsewhere gets a copy
     count_offset: int | None = None  # of an int64 in the file: how many tensors all pushes have written
     is_verified: bool = False  # whether both sides compute a checksum of each tensor, to be compared after each push
+
+    @property
+    def digest(self) -> str:
+        """Identify names, dtypes and shapes in their order: what cuts the bytes of a push into tensors."""
+        return hashlib.sha256(repr((self.names, self.dtypes, self.shapes)).encode()).hexdigest()[:16]

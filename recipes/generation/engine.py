@@ -238,8 +238,13 @@ class EngineActor:
         logger.info("%s is up", self._info)
         return self._info
 
-    async def connect_weights(self, init_info: dict[str, Any], *, is_copied: bool = False) -> None:
-        """Prepare the weight transfer. `is_copied` says that the policy's file is on another host."""
+    async def connect_weights(
+        self, init_info: dict[str, Any], announced: tuple[str, dict[str, Any]], *, is_copied: bool = False
+    ) -> None:
+        """Prepare the weight transfer; `announced` has the digest of the layout and what is the same for all pushes.
+
+        `is_copied` says that the policy's file is on another host.
+        """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         if is_copied:
@@ -249,6 +254,7 @@ class EngineActor:
             init_info = {**init_info, "path": self._copy.path}
         await self._llm.shutdown_weight_transfer_engine()  # leave the group of before, which this one replaces
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+        await self._llm.collective_rpc("announce_pushes", args=announced)
 
     async def drain(self) -> None:
         """Wait until the running requests have ended; others wait until the push that must follow."""
@@ -257,6 +263,7 @@ class EngineActor:
     async def update_weights(
         self,
         version: int,
+        layout: str,
         update_info: dict[str, Any],
         content: np.ndarray[Any, np.dtype[np.uint8]] | None = None,
         *,
@@ -264,21 +271,22 @@ class EngineActor:
     ) -> None:
         """Load the policy's current weights as `version`; running requests go on, and without `keeps_caches` anew.
 
+        `layout` is the digest of the layout by which they are sent, which must be that of `connect_weights`.
         When this raises, the engine stays paused and must be replaced: its weights may be partly old, partly new.
         """
         began = time.monotonic()
         if content is not None:
             self._copy.write(content)
-        await self._while_alive(self._push(version, update_info, keeps_caches=keeps_caches))
+        await self._while_alive(self._push(version, layout, update_info, keeps_caches=keeps_caches))
         self._num_pushes += 1
         self._usage.update_seconds += time.monotonic() - began
 
-    async def _push(self, version: int, update_info: dict[str, Any], *, keeps_caches: bool) -> None:
+    async def _push(self, version: int, layout: str, update_info: dict[str, Any], *, keeps_caches: bool) -> None:
         llm = self._llm
         # AsyncLLM.pause_generation does this, then sleeps 20 ms only for the order of events in the caller's view.
         await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-        arguments = {"update_info": update_info, "is_verified": self._cfg.verify_weight_pushes}
-        self._received = await llm.collective_rpc("load_pushed_weights", kwargs=arguments)
+        arguments = (layout, update_info, self._cfg.verify_weight_pushes)
+        self._received = await llm.collective_rpc("load_pushed_weights", args=arguments)
         await llm.update_weight_version(str(version))
         await llm.reset_prefix_cache(reset_running_requests=not keeps_caches)
         await llm.resume_generation()

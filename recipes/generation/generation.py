@@ -203,7 +203,8 @@ class Generation:
         self._tell: list[Callable[[OpenEngines], None]] = []  # of the other clients
         self._told = OpenEngines()
         self._connected: frozenset[tuple[int, int]] = frozenset()  # keys of the engines that can receive weights
-        self._update_info: dict[str, Any] = {}
+        self._layout: WeightLayout | None = None  # by which they do
+        self._digest, self._is_nccl = "", False
         self._needs_push = not loads_weights  # before an engine that starts may sample
         self._background = BackgroundLoop("generation")
         self._loop = self._background.loop
@@ -252,10 +253,12 @@ class Generation:
 
     # -- weights ------------------------------------------------------------------------------------------------
 
-    @property
-    def needs_connect(self) -> bool:
-        """Whether engines have died or come back since `connect_weights`, which must then be called before a push."""
-        return frozenset(engine.key for engine in self._up()) != self._connected
+    def needs_connect(self, layout: WeightLayout) -> bool:
+        """Whether engines have died or come back since `connect_weights`, or it was called with another layout.
+
+        Then it must be called before a push.
+        """
+        return frozenset(engine.key for engine in self._up()) != self._connected or layout != self._layout
 
     @property
     def num_ranks(self) -> int:
@@ -271,28 +274,32 @@ class Generation:
         """Tell the engines how the policy sends its weights: by the layout's file, or by NCCL where one is given.
 
         With `nccl_id`, the id that the policy has made, this blocks until the policy has joined as rank 0. All engines
-        that are up then form a new NCCL group; a file is made known only to engines that do not know it yet.
+        that are up then form a new NCCL group; a file is made known only to engines that do not know it yet. The names
+        of the tensors are many: they go into the object store once, for all engines, and a push has only their digest.
         """
         with self._push_lock:
             up = self._up()
+            self._digest = layout.digest
             if nccl_id is None:
-                self._update_info = {}
-                new = [engine for engine in up if engine.key not in self._connected]
+                announced = ray.put((self._digest, {}))
+                known = self._connected if layout == self._layout else frozenset()
+                new = [engine for engine in up if engine.key not in known]
                 for engine in new:
                     engine.can_see_file = layout.host in ("", engine.info.node if engine.info else "")
-                infos = [shared_memory_init(layout)] * len(new)
+                infos: list[Any] = [ray.put(shared_memory_init(layout))] * len(new)
             else:
-                self._update_info, new = nccl_update(layout), up
+                announced, new = ray.put((self._digest, nccl_update(layout))), up
                 infos = [
                     nccl_init(nccl_id, engine=n, num_engines=len(up), ranks_per_engine=self._ranks_per_engine)
                     for n in range(len(up))
                 ]
             calls = {
-                engine: engine.actor.connect_weights.remote(info, is_copied=not engine.can_see_file)
+                engine: engine.actor.connect_weights.remote(info, announced, is_copied=not engine.can_see_file)
                 for engine, info in zip(new, infos, strict=True)
             }
             keys = {engine: engine.key for engine in up}
             failed = self._eject_failed(calls, self._deadlines.refit, stop_at_failure=nccl_id is not None)
+            self._layout, self._is_nccl = layout, nccl_id is not None
             if failed and nccl_id is not None:  # the group is incomplete and cannot be used
                 raise failed[0]
             self._connected = frozenset(key for engine, key in keys.items() if engine.is_up and engine.key == key)
@@ -319,7 +326,8 @@ class Generation:
         how many tensors earlier pushes have written, the policy writes while this runs. An engine that fails is
         replaced; raises `EngineError` when none is left, or at the first failure where NCCL is used.
         """
-        seconds, update_info, is_nccl = self._deadlines.refit, self._update_info, bool(self._update_info)
+        seconds, is_nccl = self._deadlines.refit, self._is_nccl
+        update_info: dict[str, Any] = {}
         if num_before is not None:
             seconds *= 2  # to write and to load: where the policy is late, its own error comes first
             update_info = {"num_before": num_before, "wait_seconds": seconds}
@@ -330,6 +338,7 @@ class Generation:
             calls = {
                 engine: engine.actor.update_weights.remote(
                     version,
+                    self._digest,
                     update_info,
                     None if engine.can_see_file else content,
                     keeps_caches=self.at_push is AtPush.KEEP,

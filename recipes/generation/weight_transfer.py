@@ -27,6 +27,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from recipes.checksums import checksum
+from recipes.errors import EngineError, Problem
 from recipes.generation import cpu_hybrid
 from recipes.generation.direct_load import DirectLoad, record
 from recipes.generation.drafter import WithDrafter, pushed_drafter
@@ -205,12 +206,29 @@ class WorkerExtension:
     """vLLM's workers get its method. That the engine's arguments name it also makes them import this module."""
 
     _with_drafter: WithDrafter | None = None  # made at the first push, where there is a drafter
+    _announced: tuple[str, dict[str, Any]] = "", {}
 
-    def load_pushed_weights(self: Any, update_info: dict[str, Any], is_verified: bool) -> dict[str, int]:
+    def announce_pushes(self: Any, layout: str, update_info: dict[str, Any]) -> None:
+        """Keep what is the same for all pushes of a layout, which has this digest: with NCCL all names and shapes."""
+        self._announced = layout, update_info
+
+    def load_pushed_weights(self: Any, layout: str, update_info: dict[str, Any], is_verified: bool) -> dict[str, int]:
         """Take all steps of a push in one call: each call to the worker's process takes about half a millisecond.
 
-        With `is_verified` it returns a checksum of each tensor as it was received.
+        `layout` is the digest of the layout that is meant. With `is_verified` it returns a checksum of each tensor as
+        it was received. Raises `EngineError`, before anything is received, when another layout was announced.
         """
+        announced, common = self._announced
+        if layout != announced:
+            raise EngineError(
+                str(
+                    Problem(
+                        where="weight push",
+                        wrong=f"it is sent by the layout {layout}, and this engine was told {announced or 'none'}",
+                        fix="start the engine again, which connects it by the present layout",
+                    )
+                )
+            )
         received: dict[str, torch.Tensor] = {}
         both = self._with_drafter
         if both is None and (drafter := pushed_drafter(self)) is not None:
@@ -219,7 +237,7 @@ class WorkerExtension:
             self.weight_transfer_engine.set_weight_update_target(both, self.model_config)
         self.start_weight_update()
         with noted(self.weight_transfer_engine, received) if is_verified else nullcontext():
-            self.update_weights(update_info)
+            self.update_weights({**common, **update_info})
         self.finish_weight_update()
         if both is not None:
             both.require_drafter()

@@ -41,8 +41,7 @@ class WeightSource(Protocol):
 class WeightSink(Protocol):
     """The part of `Generation` that a refit uses."""
 
-    @property
-    def needs_connect(self) -> bool: ...
+    def needs_connect(self, layout: WeightLayout) -> bool: ...
 
     @property
     def num_ranks(self) -> int: ...
@@ -84,7 +83,7 @@ def refit(policy: WeightSource, generation: WeightSink, *, version: int) -> None
     a broadcast the others wait for it in vain, so the push fails.
     """
     generation.drain()  # first: a broadcast over NCCL would wait for the engines within its own, shorter deadline
-    if generation.needs_connect:
+    if generation.needs_connect(policy.weight_layout()):
         connect(policy, generation)
     if generation.needs_weight_content and policy.weight_layout().path:
         policy.send_weights()

@@ -80,7 +80,8 @@ def push(worker: Any, tensors: dict[str, Tensor]) -> None:
         patches.enter_context(patch("torch.cuda.stream", nullcontext))
         patches.enter_context(patch("torch.accelerator.synchronize"))
         patches.enter_context(patch("torch.accelerator.current_device_index", return_value=0))
-        received = worker.load_pushed_weights(nccl_update(layout), True)
+        worker.announce_pushes(layout.digest, nccl_update(layout))
+        received = worker.load_pushed_weights(layout.digest, {}, True)
     assert set(received) == set(tensors)
     for model in (worker.get_model(), worker.get_draft_model()):
         pack_heads(model)

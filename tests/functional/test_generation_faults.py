@@ -50,7 +50,7 @@ class Pair:
 
     def push(self, version: int) -> None:
         """Push the same weights again, as `refit` does."""
-        if self.generation.needs_connect:
+        if self.generation.needs_connect(self.weights.layout):
             self.generation.connect_weights(self.weights.layout)
         self.generation.update_weights(version)
 

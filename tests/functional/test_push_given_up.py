@@ -62,7 +62,7 @@ def test_a_rank_that_waits_for_a_dead_engine_can_save(ranks: list[Any], tmp_path
         raise EngineError("engine 1 is dead")
 
     generation: Any = SimpleNamespace(
-        drain=lambda: None, needs_connect=False, needs_weight_content=False, update_weights=fail
+        drain=lambda: None, needs_connect=lambda _layout: False, needs_weight_content=False, update_weights=fail
     )
     began = time.monotonic()
     with pytest.raises(EngineError, match="engine 1 is dead"):

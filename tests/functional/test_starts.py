@@ -105,7 +105,7 @@ def test_a_run_begins_while_an_engine_is_started_again_elsewhere_and_it_joins_at
         (tmp_path / "starts" / "go on").touch()
         wait_until(lambda: not generation.starts.missing(), "engine 1 was not started again")
         assert "generation engine 1 is started again at another place, on node" in caplog.text, "there are free units"
-        assert generation.needs_connect
+        assert generation.needs_connect(weights.layout)
         generation.connect_weights(weights.layout)
         generation.update_weights(1)
         assert generation.num_engines_alive == 2

@@ -116,7 +116,7 @@ async def test_a_connection_that_breaks_costs_no_engine(case: Case) -> None:
 
 async def test_a_broadcast_ends_at_the_first_engine_that_fails(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     await case.connected()
-    case.generation._update_info = {"names": ["a"]}  # as `connect_weights` leaves it for NCCL
+    case.generation._is_nccl = True  # as `connect_weights` leaves it for NCCL
     case.generation._connected = frozenset({case.handle.key})
     asked: list[bool] = []
 

@@ -109,13 +109,16 @@ class LoopPolicy:
 class LoopGeneration:
     """Answers every prompt with two tokens, once it has got weights: like the real one, it starts without."""
 
-    needs_weight_content = needs_connect = False
+    needs_weight_content = False
     num_engines = num_engines_alive = 1
 
     def __init__(self, failures: Failures) -> None:
         self.failures = failures
         self.has_weights = False
         self.starts = Starts(["generation engine 0"], max_starts=1, min_share=1.0)
+
+    def needs_connect(self, _layout: WeightLayout) -> bool:
+        return False
 
     async def generate(self, _ids: tuple[int, ...], _sampling: Sampling, **_options: Any) -> Completion:
         self.failures.meet("generation.generate")

@@ -43,10 +43,13 @@ class Sides:
     def __init__(self, path: str, *, needs_weight_content: bool = False, is_verified: bool = False) -> None:
         self.calls: list[str] = []
         self.needs_weight_content = needs_weight_content
-        self.needs_connect = True
+        self._is_connected = False
         self._layout = WeightLayout(
             path=path, names=(), dtypes=(), shapes=(), offsets=(), num_bytes=0, is_verified=is_verified
         )
+
+    def needs_connect(self, layout: WeightLayout) -> bool:
+        return not self._is_connected
 
     def weight_layout(self) -> WeightLayout:
         return self._layout
@@ -59,7 +62,7 @@ class Sides:
 
     def connect_weights(self, _layout: WeightLayout, *, nccl_id: bytes | None = None) -> None:
         self.calls.append(f"connect_weights by {nccl_id!r}")
-        self.needs_connect = False
+        self._is_connected = True
 
     def send_weights(self) -> None:
         self.num_sent += 5
