@@ -1,4 +1,4 @@
-"""The scheduler of vLLM's EngineCore process, with two changes; the process ends with its actor.
+"""The scheduler of vLLM's EngineCore process, with three changes; the process ends with its actor.
 
 The prefix cache is keyed by weight push. vLLM's `reset_prefix_cache` refuses while a request holds KV blocks, and
 during a push requests do. Here it never refuses: each push starts a new *salt*, which enters the hash of a prompt's
@@ -9,6 +9,10 @@ the caller asks for that, they give it up and compute it again.
 Log-probabilities and routes travel in bulk. vLLM sends small arrays per token to the process that collects answers. A
 request whose caller reads only the finished answer gets them together. On a model of a million parameters this saves
 about a quarter of the CPU time per token.
+
+Nothing is computed during a push. When requests have just ended, vLLM would run one more step, without tokens, to tell
+the model runner. Its first runner takes the running requests out of its batch for such a step, and with them the count
+of drafts that were accepted last. Mamba layers would then go on from the state of another token.
 
 Subprocesses that end with their parent. vLLM 0.32 leaves its EngineCore process running when its actor is killed.
 """
@@ -27,6 +31,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
@@ -62,9 +67,10 @@ class _Held:
 
 
 class _RolloutScheduling:
-    """The two changes, to be mixed into a scheduler of vLLM 0.32."""
+    """The changes, to be mixed into a scheduler of vLLM 0.32."""
 
     requests: dict[str, Request]
+    _pause_state: PauseState
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # the scheduler's own arguments
         super().__init__(*args, **kwargs)
@@ -99,6 +105,12 @@ class _RolloutScheduling:
             if reset_running_requests or has_used_none:
                 self._salt(request)
         return is_reset
+
+    def has_finished_requests(self) -> bool:
+        """Whether a step has to say what has ended: that waits for the end of a push."""
+        if self._pause_state == PauseState.PAUSED_ALL:
+            return False
+        return bool(super().has_finished_requests())  # type: ignore[misc]
 
     def update_from_output(self, *args: Any) -> dict[int, EngineCoreOutputs]:  # the scheduler's own arguments
         """Hold back the log-probabilities and routes of unfinished requests."""

@@ -40,6 +40,7 @@ pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
 ROOT, HERE = Path(__file__).resolve().parents[2], Path(__file__).resolve().parent
 NUM_DRAFTED = 2
 PROMPTS = [tuple(10 + (7 * row + 3 * place) % 200 for place in range(20 + row)) for row in range(24)]
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=60)
 ALONE, MAINLY = 1000.0, 40.0  # what the newest token counts for a model, against all that it makes of the others
 
 
@@ -96,10 +97,11 @@ class Pushing:
         generation.connect_weights(self._writer.layout)
         self._version = 0
 
-    def push(self, model: Path) -> None:
+    def push(self, model: Path, *, drains: bool = True) -> None:
         self._version += 1
         self._writer.write(load_file(model / "model.safetensors").items(), num_before=0)
-        self.generation.drain()
+        if drains:
+            self.generation.drain()
         self.generation.update_weights(self._version)
 
     def close(self) -> None:
@@ -144,7 +146,7 @@ def generation(pushing: Pushing, model: Path) -> Generation:
 
 
 def sample(generation: Generation, temperature: float, prompts: Sequence[tuple[int, ...]]) -> list[Completion]:
-    sampling = Sampling(temperature=temperature, top_p=1.0, max_tokens=60)
+    sampling = replace(SAMPLING, temperature=temperature)
 
     async def all_prompts() -> list[Completion]:
         return list(
@@ -199,6 +201,31 @@ def test_sampled_tokens_have_the_models_log_probabilities_and_its_distribution(
     assert counts["train/vllm/spec_num_drafts"] > 100
     assert 0.1 < counts["train/vllm/spec_acceptance_rate"] < 0.9  # some drafts were accepted and some refused
     assert 1 < counts["train/vllm/spec_acceptance_length"] < 1 + NUM_DRAFTED
+
+
+def test_answers_that_run_during_pushes_go_on_from_their_last_accepted_token(pushing: Pushing, model: Path) -> None:
+    """Answers of all lengths: at each push some have just ended, and others have accepted drafts in their last step."""
+    pushing.push(model)
+
+    async def answers() -> tuple[list[Completion], int]:
+        calls = [
+            pushing.generation.generate(PROMPTS[row % 24], replace(SAMPLING, max_tokens=8 + row), affinity=row)
+            for row in range(96)
+        ]
+        running, num_pushes = asyncio.gather(*calls), 0
+        while not running.done():
+            await asyncio.sleep(0.1)
+            await asyncio.to_thread(pushing.push, model, drains=False)
+            num_pushes += 1
+        return list(running.result()), num_pushes
+
+    completions, num_pushes = asyncio.run(answers())
+    assert num_pushes > 3
+    assert sum(len(one.versions) > 1 for one in completions) > 24
+    for first in range(0, 96, 24):
+        part = completions[first : first + 24]
+        for completion, scores in zip(part, reference(model, part, 1.0), strict=True):
+            assert torch.allclose(torch.tensor(completion.logprobs), own(scores, completion), atol=1e-4, rtol=0)
 
 
 def test_greedy_tokens_are_the_likeliest(generation: Generation, model: Path) -> None:

@@ -58,6 +58,7 @@ RULES: tuple[Rule, ...] = (
     optimizer.frozen_trunk_has_heads,
     generation.sampling_is_whole_distribution,
     generation.engine_arguments_have_one_place,
+    generation.drafts_fit_one_step,
     generation.replayed_routes_are_reported,
     generation.ports_do_not_collide,
     generation.equal_bits_have_one_order,

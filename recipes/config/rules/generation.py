@@ -79,6 +79,24 @@ def engine_arguments_have_one_place(config: Config) -> Iterator[KeyProblem]:
             yield KeyProblem(key=f"{GENERATION}.vllm_kwargs.{name}", wrong=wrong, fix=fix)
 
 
+def drafts_fit_one_step(config: Config) -> Iterator[KeyProblem]:
+    """With speculative decoding, require a step to hold the drafts of every running sequence.
+
+    vLLM's first model runner forgets how many drafts of a sequence were accepted when a step leaves it out, and Mamba
+    layers then go on from the state of another token.
+    """
+    engine = config.policy.generation.vllm_kwargs
+    drafts = (engine.get("speculative_config") or {}).get("num_speculative_tokens")
+    sequences, tokens = engine.get("max_num_seqs"), engine.get("max_num_batched_tokens")
+    if isinstance(drafts, int) and isinstance(sequences, int) and isinstance(tokens, int):
+        least = sequences * (1 + drafts)
+        if tokens < least:
+            also = (f"{GENERATION}.vllm_kwargs.max_num_seqs", f"{GENERATION}.vllm_kwargs.speculative_config")
+            fix = f"{sequences} sequences with {drafts} drafts each need so many; raise this, or lower max_num_seqs"
+            key = f"{GENERATION}.vllm_kwargs.max_num_batched_tokens"
+            yield KeyProblem(key=key, got=show(tokens), expected=f"at least {least}", fix=fix, also=also)
+
+
 def replayed_routes_are_reported(config: Config) -> Iterator[KeyProblem]:
     """Require engines to report the routes that training replays, and only then."""
     replay, key = config.policy.router_replay.enabled, f"{VLLM}.enable_return_routed_experts"

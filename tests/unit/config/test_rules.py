@@ -245,6 +245,10 @@ CASES = [
     ("cohort_is_the_group", CONFIG_DIR / "stage3_rlhf.yaml", [f"{GENRM}.num_rollouts_per_prompt=8"],
      f"{GENRM}.num_rollouts_per_prompt: got 8, expected grpo.num_generations_per_prompt = 16; compare "
      "whole groups: delete this key"),
+    ("drafts_fit_one_step", CONFIG_DIR / "tiny/stage4_healing.yaml",
+     ["policy.generation.vllm_kwargs.max_num_batched_tokens=256"],
+     "policy.generation.vllm_kwargs.max_num_batched_tokens: got 256, expected at least 384; 128 sequences with 2 drafts"
+     " each need so many; raise this, or lower max_num_seqs"),
     ("replayed_routes_are_reported", TINY, [f"{VLLM}.enable_return_routed_experts=false"],
      f"{VLLM}.enable_return_routed_experts: got false, expected policy.router_replay.enabled = true; there would be no "
      "route to replay; delete this key"),
