@@ -70,7 +70,9 @@ class StopRequest:
         self._limit = None if must_save_by is None else job_start + parse_duration(must_save_by)
         self._job_start, self._job_end = job_start, job_end
         self._wake: Callable[[], None] = lambda: None
-        self.save_seconds = 0.0  # of the longest save of the run so far, earlier starts included
+        self.save_seconds = (
+            0.0  # of the longest save of the run so far, earlier starts included; before it, as expected
+        )
         self.reason = ""
 
     @classmethod

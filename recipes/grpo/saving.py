@@ -55,6 +55,12 @@ class Saveable(Protocol):
     def finish_save(self) -> tuple[float, dict[Path, FileSum]]: ...
 
 
+class Forecaster(Saveable, Protocol):
+    """The part of `Policy` that a run's checkpoints use: one that also says how long a save will take."""
+
+    def expected_save_seconds(self, directory: Path, *, with_optimizer: bool) -> float: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
     """A checkpoint that is complete."""
@@ -168,7 +174,7 @@ class Saver:
 
     config: Config
     root: Path  # directory of the checkpoints
-    policy: Saveable
+    policy: Forecaster
     collector: RolloutCollector
     recorder: Recorder
     state: TrainState
@@ -178,7 +184,21 @@ class Saver:
 
     def __post_init__(self) -> None:
         self._writer = CheckpointWriter(self.root, self.policy, prune=self._prune)
-        self.stop.save_seconds = self.state.save_seconds
+        self.stop.save_seconds = self.state.save_seconds or self._expected_seconds()
+
+    def _expected_seconds(self) -> float:
+        """Return how long the first save of a run will take, so that there is time for it at the end of the job."""
+        cfg = self.config.checkpointing
+        if not cfg.enabled:
+            return 0.0
+        place = self.root / "tmp_speed"  # what a kill leaves of it goes with the next save
+        place.mkdir(parents=True, exist_ok=True)
+        try:
+            seconds = self.policy.expected_save_seconds(place, with_optimizer=cfg.save_optimizer)
+        finally:
+            discard(place)
+        logger.info("the first save is expected to take %.1f s; twice as long is kept free for it", seconds)
+        return seconds
 
     @property
     def is_due(self) -> bool:

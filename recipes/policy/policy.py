@@ -207,6 +207,14 @@ class Policy:
         args = path, export_path, with_optimizer, self._export_writers
         self._call("begin_save", *args, deadline=self._deadlines.checkpoint)
 
+    def expected_save_seconds(self, directory: Path, *, with_optimizer: bool = True) -> float:
+        """Return how long the slowest rank will write in a save, export included, from bytes and a try in `directory`.
+
+        Raises `RunError` when a rank cannot write there.
+        """
+        args = directory, with_optimizer, self._export_writers
+        return float(max(self._call("expected_save_seconds", *args, deadline=self._deadlines.checkpoint)))
+
     def is_save_written(self) -> bool:
         """Whether all ranks have written their copies; raises `RunError` when one could not."""
         return all(self._call("is_save_written", deadline=self._deadlines.checkpoint))

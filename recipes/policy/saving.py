@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 
-from recipes.files import FileSum, sync_files
+from recipes.files import FileSum, SummedFile, sync_files
 from recipes.policy import checkpoint, hf
 from recipes.policy.host_copies import HostCopies
 from recipes.policy.step import Trainer
@@ -65,6 +67,45 @@ class BackgroundSave:
     def wait(self) -> None:
         """Wait until the thread has ended, however it ends."""
         wait([self._written])
+
+
+_TRIED_BYTES = 256 * 2**20  # enough to fill what a client of a parallel file system keeps in flight
+
+
+def expected_seconds(trainer: Trainer, directory: Path, writers: Sequence[int], *, with_optimizer: bool) -> float:
+    """Return how long this rank will write its part of a save, from the speed at which `directory` takes some of it.
+
+    All ranks try at the same time: that is when they save. Nothing stays in the directory.
+    """
+    rank, num_bytes = dist.get_rank(), saved_bytes(trainer, with_optimizer=with_optimizer)
+    if rank in writers:
+        num_bytes += sum(map(hf.num_bytes, trainer.full_shapes())) // len(writers)
+    block = os.urandom(2**20)  # no file system makes less of it
+    num_blocks = -(-min(num_bytes, _TRIED_BYTES) // len(block))
+    path, start = directory / f"rank_{rank}", time.monotonic()
+    try:
+        with SummedFile(path) as file:
+            for _ in range(num_blocks):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        return (time.monotonic() - start) * num_bytes / (num_blocks * len(block))
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def saved_bytes(trainer: Trainer, *, with_optimizer: bool) -> int:
+    """Return about how many bytes this rank writes: its share of weights, their float32 copies and two moments each."""
+    dense = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    experts = parallel_state.get_expert_data_parallel_world_size()
+    models = [trainer.model] if trainer.heads is None else [trainer.model, trainer.heads]
+    total = 0
+    for param in {param for model in models for param in model.parameters()}:
+        own = 12 if with_optimizer and param.requires_grad else 0
+        total += (
+            param.numel() * (param.element_size() + own) // (dense if getattr(param, "allreduce", True) else experts)
+        )
+    return total
 
 
 def export_copy(

@@ -248,6 +248,15 @@ class PolicyWorker:
             export = saving.export_copy(self._trainer, export_path, copies, self._side_files, writers)
         self._saving = saving.BackgroundSave(self._trainer, path, export, copies, with_optimizer=with_optimizer)
 
+    def expected_save_seconds(self, directory: Path, with_optimizer: bool, writers: Sequence[int]) -> float:
+        """Try how fast `directory` takes what this rank saves; raises `RunError` when it takes nothing."""
+        from recipes.policy import saving
+
+        try:
+            return saving.expected_seconds(self._trainer, directory, writers, with_optimizer=with_optimizer)
+        except OSError as error:
+            raise RunError(f"policy rank {self._rank} cannot write to {directory}: {error!r}") from error
+
     def is_save_written(self) -> bool:
         """Whether this rank has written all of the save in progress; raises `RunError` when it could not.
 

@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from speed import patiently
 
 from recipes.cluster.token_store import RayTokenStore
-from recipes.errors import CheckpointError, ConfigError, TokensLostError
+from recipes.errors import CheckpointError, ConfigError, RunError, TokensLostError
 from recipes.files import FileSum, sha256_of
 from recipes.grpo.loss import grpo_loss
 from recipes.policy.policy import Policy
@@ -159,6 +159,11 @@ def test_a_save_while_training_goes_on_is_the_state_at_its_beginning(tmp_path: P
     with running(config) as policy:
         policy.train(batches[0])
         before = exported(policy, tmp_path / "before")
+        (tmp_path / "speed").mkdir()
+        assert 0 < policy.expected_save_seconds(tmp_path / "speed") < patiently(60)
+        assert list((tmp_path / "speed").iterdir()) == []
+        with pytest.raises(RunError, match=r"policy rank 0 cannot write to .*/nowhere: FileNotFoundError"):
+            policy.expected_save_seconds(tmp_path / "nowhere")
         policy.begin_save(tmp_path / "checkpoint", tmp_path / "hf")
         straight_metrics = [policy.train(batch) for batch in batches[1:]]
         while not policy.is_save_written():

@@ -11,7 +11,7 @@ from one_rank import one_rank, shard_of, trainer_of
 from policy_case import load_case, save_experts
 
 from recipes.errors import CheckpointError
-from recipes.policy import checkpoint, optimizer, step
+from recipes.policy import checkpoint, optimizer, saving, step
 from tests import fused_adam, grouped_linear
 
 pytestmark = pytest.mark.functional
@@ -39,6 +39,21 @@ def save(model: Path, path: Path, **overrides: Any) -> Path:
     with one_rank(config):
         checkpoint.save(trainer_of(config), path)
     return path
+
+
+@pytest.mark.parametrize("precision", [{}, _BFLOAT16], ids=["float32", "bfloat16"])
+def test_what_a_save_is_expected_to_write_is_what_it_writes(
+    model: Path, tmp_path: Path, precision: dict[str, Any]
+) -> None:
+    config = load_case(model, **precision)
+    with one_rank(config):
+        trainer = trainer_of(config)
+        for with_optimizer in (True, False):
+            path = tmp_path / str(with_optimizer)
+            path.mkdir()
+            checkpoint.save(trainer, path, with_optimizer=with_optimizer)
+            written = sum(file.stat().st_size for file in path.glob("*.distcp"))
+            assert 0.5 < saving.saved_bytes(trainer, with_optimizer=with_optimizer) / written < 1.5
 
 
 def load(model: Path, path: Path, **overrides: Any) -> None:

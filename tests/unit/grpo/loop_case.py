@@ -65,6 +65,7 @@ class LoopPolicy:
     """Counts its optimizer steps; a checkpoint holds the count."""
 
     num_sent = 0  # tensors
+    expected = 0.0  # seconds of a save
 
     def __init__(self, failures: Failures) -> None:
         self.failures, self.step = failures, 0
@@ -86,6 +87,11 @@ class LoopPolicy:
             directory.mkdir()
         (path / "step").write_text(str(self.step), encoding="utf-8")
         (export_path / "config.json").write_text("{}", encoding="utf-8")
+
+    def expected_save_seconds(self, directory: Path, *, with_optimizer: bool) -> float:
+        self.failures.meet("policy.expected_save_seconds")
+        assert directory.is_dir() and with_optimizer
+        return self.expected
 
     def is_save_written(self) -> bool:
         self.failures.meet("policy.is_save_written")

@@ -20,7 +20,7 @@ from recipes.grpo.checkpoint import complete_checkpoints, latest_checkpoint, loa
 from recipes.grpo.reward import collect_rewards
 from recipes.stop import StopRequest
 from recipes.types import Group, ModelClient, Rollout, Row
-from tests.unit.grpo.loop_case import LoopEnvironments, drive, make_run, policy_step, records, trained
+from tests.unit.grpo.loop_case import LoopEnvironments, LoopPolicy, drive, make_run, policy_step, records, trained
 
 ROWS = [str(number) for number in range(12)]
 
@@ -150,6 +150,24 @@ def test_a_resumed_job_leaves_the_time_that_saves_took_before(tmp_path: Path) ->
     assert drive(first) is None
     again = make_run(tmp_path, ROWS)
     assert again.stop.save_seconds >= 900.0, "the save of a job that is cut short would end after the job"
+    again.close()
+
+
+def test_a_job_leaves_the_time_that_its_first_save_is_expected_to_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoopPolicy, "expected", 700.0)  # of a model whose first save is the one at the time limit
+    now = time.time()
+    stop = StopRequest(must_save_by=None, job_start=now - 13_000, job_end=now + 1_300)
+    run = make_run(tmp_path, ROWS, stop=stop)
+    assert not list((tmp_path / "checkpoints").glob("*")), "the try leaves something behind"
+    assert drive(run) is None
+    assert run.stop.reason == "the job's time limit" and run.state.step == 0
+    first = make_run(tmp_path, ROWS, "grpo.max_num_steps=4", "checkpointing.save_period=2")
+    assert first.stop.save_seconds == 700.0
+    assert drive(first) is None
+    again = make_run(tmp_path, ROWS)
+    assert 0 < again.stop.save_seconds < 700.0, "a save was measured: that counts"
     again.close()
 
 
