@@ -27,6 +27,7 @@ from torch import Tensor
 from recipes.grpo.loss import grpo_loss
 from recipes.policy import shards
 from recipes.types import TrainBatch
+from recipes.weight_files import INDEX
 from tests.grouped_linear import stand_in
 from tests.groups import LocalStore
 
@@ -107,6 +108,7 @@ def run_case(case: LayoutCase, rank: int, store: dist.Store, directory: Path) ->
             step.train_steps(trainer, [own[1]])
             (directory / f"{case.name}.checkpoint").mkdir(exist_ok=True)
             checkpoint.save(trainer, directory / f"{case.name}.checkpoint")
+            _export_together(trainer, where.exports, directory / f"{case.name}.hf")
         if case.resumes:
             checkpoint.load(trainer, directory / f"{case.resumes}.checkpoint")
         logprobs = torch.cat(step.logprobs(trainer, own[0]))
@@ -146,6 +148,32 @@ def _with_another_first_row(batch: TrainBatch) -> TrainBatch:
     own = slice(0, first.token_ids_offsets[1])
     ids[own] = (ids[own] + 7) % 96
     return replace(batch, tokens=(replace(first, token_ids=ids), *batch.tokens[1:]))
+
+
+def _export_together(trainer: Any, exports: bool, path: Path) -> None:
+    """Write an export of several files: each rank that gathers the weights writes some, and together they have all."""
+    from recipes.policy import hf, saving
+    from recipes.policy.host_copies import HostCopies
+
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, exports)
+    writers = [rank for rank, flag in enumerate(told) if flag]
+    size, hf.SHARD_BYTES = hf.SHARD_BYTES, 20_000
+    sums: list[Any] = [None] * len(told)
+    side_files = {"config.json": b"{}"} if dist.get_rank() == 0 else {}
+    own = saving.export_copy(trainer, path, HostCopies(), side_files, writers)() if exports else {}
+    dist.all_gather_object(sums, own)
+    hf.SHARD_BYTES = size
+    if not exports:
+        return
+    weights = _full_weights(trainer)
+    assert all(sums[rank] for rank in writers), "a rank has written nothing"
+    files = {file for one in sums for file in one}
+    assert files == set(path.glob("*.safetensors")) and len(files) == sum(map(len, sums)) > len(writers)
+    assert {file.name for file in path.iterdir()} - {file.name for file in files} == {"config.json", INDEX}
+    read = hf.WeightReader(path)
+    assert all(torch.equal(read(name), tensor) for name, tensor in weights.items())
+    read.check_all_used(set(weights))
 
 
 def _full_weights(trainer: Any) -> dict[str, Tensor]:
