@@ -410,7 +410,7 @@ watch: $(READY) ## follow a run until it ends, redrawn in a terminal
 	@$(PYTHON) -m tools.look.watch --results '$(RESULTS_DIR)' $(if $(EXP_NAME),--exp-name $(EXP_NAME))
 
 .PHONY: report
-report: $(READY) ##* write report.html of a run: curves, samples, provenance
+report: $(READY) ##* write report.html of a run, and rollouts.html with every logged rollout
 #= EXP_NAME (the newest run without it), RESULTS_DIR
 	$(PYTHON) -m tools.look.report --run-dir '$(or $(RUN_DIR),$(error no run in $(RESULTS_DIR)/; start one, e.g. `make smoke`, or give EXP_NAME and RESULTS_DIR))'
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,6 +19,9 @@ from recipes.errors import TokensLostError
 from recipes.types import NUM_FLAGS, Group, Rollout, RolloutHeader, Turn, TurnFlags
 
 Array = NDArray[Any]
+TextOf = Callable[[tuple[int, ...]], str]
+_TOKENS_LOGGED = 2000  # of an answer: at most some 20 kB of a log
+_MOST_JOINED = 8  # tokens that make one character
 MOST_CHARACTERS = 2000  # of the reason in a header
 
 
@@ -117,6 +120,25 @@ class GroupTokens:
             return None
         return json.loads(self._of(member, self.trajectories, self.trajectories_offsets).tobytes() or b"null")
 
+    def last_answer(self, row: int) -> tuple[Array, Array, list[tuple[int, int]]]:
+        """Return the ids of a row's last turn, their log-probabilities, and runs of (weight version, tokens).
+
+        All are empty for a row without any token.
+        """
+        turns = self._of(row, self.turns, self.turns_offsets)
+        num = int(turns[-1][1]) if len(turns) else 0
+        ids, logprobs = (
+            self._of(row, self.token_ids, self.token_ids_offsets),
+            self._of(row, self.logprobs, self.logprobs_offsets),
+        )
+        spans: list[tuple[int, int]] = []
+        left = num
+        for version, count in reversed(self._of(row, self.versions, self.versions_offsets).tolist()):
+            if left:
+                spans.insert(0, (version, min(count, left)))
+                left -= spans[0][1]
+        return ids[len(ids) - num :], logprobs[len(logprobs) - num :], spans
+
     @staticmethod
     def _of(number: int, values: Array, offsets: Array) -> Array:
         return values[offsets[number] : offsets[number + 1]]
@@ -155,6 +177,47 @@ def trajectories(places: Sequence[tuple[Group, int]], store: TokenStore) -> list
     """Return what the agents of members of groups did; None where nothing was noted or the arrays are lost."""
     found = [(_read(group.tokens, store), member) for group, member in places]
     return [tokens.trajectory(member) if tokens else None for tokens, member in found]
+
+
+def last_answers(places: Sequence[tuple[Group, int]], store: TokenStore) -> list[Any]:
+    """Return `GroupTokens.last_answer` of the main sequences of members of groups; None where the arrays are lost."""
+    found = []
+    for group, member in places:
+        row = sum(1 + len(rollout.branches) for rollout in group.rollouts[:member])
+        tokens = _read(group.tokens, store)
+        found.append(tokens.last_answer(row) if tokens else None)
+    return found
+
+
+def characters_per_token(token_ids: Sequence[int], text_of: TextOf, text: str) -> list[int]:
+    """Return how many characters of `text` each token gave; [] where its beginning is not the text of these tokens.
+
+    A character that several tokens make together counts for the last of them.
+    """
+    pieces: list[str] = []
+    joined: list[int] = []  # tokens that have not made a whole character
+    for token in token_ids:
+        joined.append(token)
+        piece = text_of(tuple(joined))
+        is_whole = not piece.endswith("\ufffd") or len(joined) >= _MOST_JOINED
+        pieces.append(piece if is_whole else "")
+        joined = [] if is_whole else joined
+    together = "".join(pieces)
+    if not (text.startswith(together) or (text and together.startswith(text))):  # an end token may have no text
+        return []
+    return [len(piece) for piece in pieces]
+
+
+def token_record(text_of: TextOf, text: str, answer: Any) -> dict[str, Any] | None:
+    """Return for the log the tokens of an answer, from its beginning; None where they do not give its text.
+
+    `characters` has how many characters each token gave, `cost` -100 times its log-probability in the engine, and
+    `versions` runs of (weight version, tokens).
+    """
+    ids, logprobs, spans = answer
+    lengths = characters_per_token(ids[:_TOKENS_LOGGED].tolist(), text_of, text)
+    costs = [min(round(-100 * value), 9999) if np.isfinite(value) else 9999 for value in logprobs[: len(lengths)]]
+    return {"characters": lengths, "cost": costs, "versions": spans} if lengths else None
 
 
 def _read(reference: Any, store: TokenStore) -> GroupTokens | None:

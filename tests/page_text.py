@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-VOID = {"meta", "line", "rect", "circle", "path", "br"}
+VOID = {"meta", "line", "rect", "circle", "path", "br", "input"}
 
 
 class Balance(HTMLParser):

@@ -15,6 +15,7 @@ metrics.jsonl has every number, and no run is worth losing for the copy.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -24,6 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
@@ -44,11 +46,13 @@ from recipes.grpo.metrics import (
     engine_samples,
     group_pass_rate,
     metrics_record,
+    pick_rollouts,
     rates,
+    rest_of_one,
 )
 from recipes.sinks import WANDB_ID_FILE, ScalarSink, TensorBoardSink, WandbSink, import_wandb
-from recipes.tokens import TokenStore, output_texts, trajectories
-from recipes.types import Group, RolloutHeader
+from recipes.tokens import TextOf, TokenStore, last_answers, output_texts, token_record, trajectories
+from recipes.types import Group
 
 if TYPE_CHECKING:
     from recipes.config.tree import Config, LoggerConfig
@@ -61,6 +65,7 @@ METRICS_FILE = "metrics.jsonl"
 PASS_RATES_FILE = "pass_rates.jsonl"  # one line per trained group, in the form that `make curriculum` reads
 TENSORBOARD = "tensorboard"  # directory of its event files
 ROLLOUT_KINDS = ("train", "val")
+Advantages = Mapping[str, Sequence[float | None]]  # of the members of each group, by the key of its prompt
 QUEUE_SIZE = 256  # records; a record is one step or one set of sampled rollouts
 _POLL_SECONDS = 0.1
 _ROLLOUTS_LOGGED = 8  # per step: enough to see what the policy writes, while the log stays smaller than the checkpoints
@@ -70,14 +75,18 @@ ENQUEUE_SECONDS = 60.0  # the run ends when the disk takes no line for this long
 class RunLogger:
     """Writes metrics and sampled rollouts of one run directory in the background."""
 
-    def __init__(self, run_dir: Path, logger_cfg: LoggerConfig, *, num_steps: int) -> None:
-        """Check what the configuration asks for; nothing is written until `resume` or the first record."""
+    def __init__(self, run_dir: Path, cfg: LoggerConfig, *, num_steps: int, text_of: TextOf | None = None) -> None:
+        """Check what the configuration asks for; nothing is written until `resume` or the first record.
+
+        With `text_of`, the text of token ids, a logged rollout has the tokens of its last answer.
+        """
+        self._text_of = functools.lru_cache(maxsize=1 << 16)(text_of) if text_of else None
         self.run_dir = run_dir
-        self._cfg = logger_cfg
+        self._cfg = cfg
         self._num_steps = num_steps
         self._console = Console(stderr=True)
         self._in_a_row: dict[str, int] = {}  # steps that each cause of little learning has lasted
-        if logger_cfg.wandb_enabled:
+        if cfg.wandb_enabled:
             import_wandb()
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=QUEUE_SIZE)
         self._error: BaseException | None = None
@@ -127,8 +136,19 @@ class RunLogger:
         self._put(replace_last)
         self.show(metrics)
 
-    def log_rollouts(self, kind: str, step: int, groups: Sequence[Group], store: TokenStore, *, limit: int) -> None:
+    def log_rollouts(
+        self,
+        kind: str,
+        step: int,
+        groups: Sequence[Group],
+        store: TokenStore,
+        *,
+        limit: int,
+        advantages: Advantages | None = None,
+    ) -> None:
         """Queue at most `limit` rollouts of `groups` for rollouts/<kind>.jsonl, kind "train" or "val".
+
+        With the advantages of every group, by prompt, all rollouts of one of these prompts are logged as well.
 
         Training also adds to pass_rates.jsonl how often each row was solved. Texts that do not come from the store are
         left out with an error in the log: they are there to be read, and no run is worth losing for them.
@@ -138,17 +158,20 @@ class RunLogger:
             rates = [{"step": step, "version": group.version, **group_pass_rate(group)} for group in groups]
             self._put(lambda: self._write_lines(self.run_dir / PASS_RATES_FILE, rates))
         try:
-            samples = _with_texts(pick_rollouts(groups, limit), store)
+            picked = pick_rollouts(groups, limit)
+            samples = _with_texts(picked + (rest_of_one(picked, step) if advantages else []), store)
             if kind == "val":
                 self._print_validation(step, groups, store)
         except StalledError as late:
             logger.error("step %d: rollouts are not logged: %s", step, late)
             return
-        self._put(lambda: self._write_lines(path, (_rollout_record(step, *sample) for sample in samples)))
+        records = (_rollout_record(step, self._text_of, advantages or {}, *one) for one in samples)
+        self._put(lambda: self._write_lines(path, records))
 
     def _print_validation(self, step: int, groups: Sequence[Group], store: TokenStore) -> None:
         picked = pick_rollouts(groups, self._cfg.num_val_samples_to_print)
-        for group, rollout, output, _ in _with_texts(picked, store):
+        for group, member, output, *_ in _with_texts(picked, store):
+            rollout = group.rollouts[member]
             head = f"validation at step {step}, {group.agent}, reward {rollout.reward}: {rollout.reason}"
             text = f"{head}\n{group.prompt_text}\n{output}"
             # Sampled text may hold half a surrogate pair, which UTF-8 cannot encode.
@@ -305,6 +328,7 @@ class Recorder:
     workers: MeasuredWorkers
     collector: RolloutCollector
     metrics: StepMetrics = field(default_factory=lambda: StepMetrics(0))  # of the step in progress
+    advantages: Advantages = field(default_factory=dict)  # of the step in progress
     save_seconds: float = 0.0  # for which the loop has stood still for a checkpoint since the last record
     _recorded_step: int = -1
     _recorded_at: float = field(default_factory=time.monotonic)
@@ -344,7 +368,13 @@ class Recorder:
     def log_rollouts(self, kind: str, groups: Sequence[Group]) -> None:
         """Write samples of the rollouts of the present step, kind "train" or "val"."""
         store = self.collector.token_store
-        self.logger.log_rollouts(kind, self.state.step, groups, store, limit=_ROLLOUTS_LOGGED)
+        limit, known = _ROLLOUTS_LOGGED, self.advantages if kind == "train" else None
+        self.logger.log_rollouts(kind, self.state.step, groups, store, limit=limit, advantages=known)
+
+    def note_advantages(self, groups: Sequence[Group], advantages_B: Sequence[float]) -> None:
+        """Keep the advantages of the step in progress, one per rollout, for the log."""
+        rest = iter(round(value, 4) if math.isfinite(value) else None for value in advantages_B)
+        self.advantages = {group.prompt.key: list(islice(rest, len(group.rollouts))) for group in groups}
 
     def _measure(self, metrics: StepMetrics, groups: Sequence[Group]) -> None:
         now = time.monotonic()
@@ -400,37 +430,16 @@ class Recorder:
         }
 
 
-def pick_rollouts(groups: Sequence[Group], limit: int) -> list[tuple[Group, int]]:
-    """Choose rollouts to log as (group, member), always the same: some without a verdict, then agents in turn."""
-    members = [(group, member) for group in groups for member in range(len(group.rollouts))]
-    failed = [(group, member) for group, member in members if group.rollouts[member].reward is None]
-    picked = failed[: limit // 4]
-    for pair in _in_turn(groups):
-        if len(picked) >= limit:
-            break
-        if not any(pair[0] is group and pair[1] == member for group, member in picked):
-            picked.append(pair)
-    return picked[:limit]
+def _with_texts(picked: Sequence[tuple[Group, int]], store: TokenStore) -> list[tuple[Group, int, str, Any, Any]]:
+    texts, noted, answers = (read(picked, store) for read in (output_texts, trajectories, last_answers))
+    return [(*place, *parts) for place, *parts in zip(picked, texts, noted, answers, strict=True)]
 
 
-def _with_texts(picked: Sequence[tuple[Group, int]], store: TokenStore) -> list[tuple[Group, RolloutHeader, str, Any]]:
-    parts = zip(picked, output_texts(picked, store), trajectories(picked, store), strict=True)
-    return [(group, group.rollouts[member], text, noted) for (group, member), text, noted in parts]
-
-
-def _in_turn(groups: Sequence[Group]) -> Iterator[tuple[Group, int]]:
-    """Yield one rollout of each prompt, agents alternating, then the second of each, and so on."""
-    by_agent: dict[str, list[Group]] = {}
-    for group in sorted(groups, key=lambda group: (group.prompt.row_index, group.prompt.epoch)):
-        by_agent.setdefault(group.agent, []).append(group)
-    queues = [by_agent[agent] for agent in sorted(by_agent)]
-    rows = max((len(mine) for mine in queues), default=0)
-    order = [mine[row] for row in range(rows) for mine in queues if row < len(mine)]
-    for member in range(max((len(group.rollouts) for group in groups), default=0)):
-        yield from ((group, member) for group in order if member < len(group.rollouts))
-
-
-def _rollout_record(step: int, group: Group, rollout: RolloutHeader, output_text: str, noted: Any) -> dict[str, Any]:
+def _rollout_record(
+    step: int, text_of: TextOf | None, advantages: Advantages, group: Group, member: int, output_text: str, *parts: Any
+) -> dict[str, Any]:
+    rollout, (noted, answer) = group.rollouts[member], parts
+    tokens = token_record(text_of, output_text, answer) if text_of and answer else None
     return {
         "step": step,
         "prompt": group.prompt.key,
@@ -447,7 +456,11 @@ def _rollout_record(step: int, group: Group, rollout: RolloutHeader, output_text
         "num_generated_tokens": rollout.num_generated_tokens,
         "finish_reason": rollout.finish_reason,
         "seconds": rollout.seconds,
+        "member": member,
+        "group_rewards": [one.reward for one in group.rollouts],
+        "group_advantages": advantages.get(group.prompt.key),
         **({} if noted is None else {"trajectory": noted}),
+        **({"tokens": tokens} if tokens else {}),
     }
 
 

@@ -394,3 +394,37 @@ def kind_of(reason: str) -> str:
     parts = reason.split(": ")
     happened = next((at for at, part in enumerate(parts) if " " in part or part.endswith("Error")), len(parts))
     return ": ".join(parts[: happened + 1]).partition(" (")[0][:_MAX_KIND]
+
+
+def pick_rollouts(groups: Sequence[Group], limit: int) -> list[tuple[Group, int]]:
+    """Choose rollouts to log as (group, member), always the same: some without a verdict, then agents in turn."""
+    members = [(group, member) for group in groups for member in range(len(group.rollouts))]
+    failed = [(group, member) for group, member in members if group.rollouts[member].reward is None]
+    picked = failed[: limit // 4]
+    for pair in _in_turn(groups):
+        if len(picked) >= limit:
+            break
+        if not any(pair[0] is group and pair[1] == member for group, member in picked):
+            picked.append(pair)
+    return picked[:limit]
+
+
+def rest_of_one(picked: Sequence[tuple[Group, int]], step: int) -> list[tuple[Group, int]]:
+    """Return the other rollouts of a picked prompt: of another one each step, whose rewards differ if there is one."""
+    differing = [group for group, _ in picked if len({one.reward for one in group.rollouts}) > 1]
+    groups = differing or [group for group, _ in picked]
+    of = groups[step % len(groups)] if groups else None
+    known = {member for group, member in picked if group is of}
+    return [(of, member) for member in range(len(of.rollouts)) if member not in known] if of else []
+
+
+def _in_turn(groups: Sequence[Group]) -> Iterator[tuple[Group, int]]:
+    """Yield one rollout of each prompt, agents alternating, then the second of each, and so on."""
+    by_agent: dict[str, list[Group]] = {}
+    for group in sorted(groups, key=lambda group: (group.prompt.row_index, group.prompt.epoch)):
+        by_agent.setdefault(group.agent, []).append(group)
+    queues = [by_agent[agent] for agent in sorted(by_agent)]
+    rows = max((len(mine) for mine in queues), default=0)
+    order = [mine[row] for row in range(rows) for mine in queues if row < len(mine)]
+    for member in range(max((len(group.rollouts) for group in groups), default=0)):
+        yield from ((group, member) for group in order if member < len(group.rollouts))

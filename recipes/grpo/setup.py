@@ -59,6 +59,7 @@ from recipes.grpo.validate import ValidationSet
 from recipes.policy.policy import Policy
 from recipes.rollouts.workers import RolloutWorkers
 from recipes.stop import StopRequest
+from recipes.tokens import TextOf
 from recipes.types import Group, Sampling
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def setup(config: Config, derived: Derived, run_dir: Path, stop: StopRequest) ->
     checkpoints = run_dir / config.checkpointing.checkpoint_dir
     checkpoints.mkdir(parents=True, exist_ok=True)
     newest = latest_checkpoint(checkpoints)  # its small files are read before policy and engines start
-    saved, run_logger = _begin(newest, run_dir, stream, config)
+    saved, run_logger = _begin(newest, run_dir, stream, config, environments.codec.text)
     logger.info("joining Ray, and placing %d workers", derived.train_gpus + derived.num_engines)
     connect()
     places = _place(config, derived)
@@ -83,7 +84,7 @@ def setup(config: Config, derived: Derived, run_dir: Path, stop: StopRequest) ->
     policy, generation, whole = _start_models(config, places, judges, checkpoints)
     if whole != newest:  # the ranks have found damage in a large file
         run_logger.close()
-        saved, run_logger = _begin(whole, run_dir, stream, config)
+        saved, run_logger = _begin(whole, run_dir, stream, config, environments.codec.text)
     workers.connect(generation)
     _meet_judges(config, judges, workers, environments)
     buffer = ReplayBuffer(
@@ -304,14 +305,14 @@ def _num_steps(cfg: GrpoConfig, stream: PromptStream, saved: SavedState | None) 
 
 
 def _begin(
-    path: Path | None, run_dir: Path, stream: PromptStream, config: Config
+    path: Path | None, run_dir: Path, stream: PromptStream, config: Config, text_of: TextOf
 ) -> tuple[SavedState | None, RunLogger]:
     """Return the state to go on from, and a log that ends with its step.
 
     Before policy and engines start, as it opens TensorBoard and W&B.
     """
     saved = _saved_state(path, stream, config)
-    run_logger = RunLogger(run_dir, config.logger, num_steps=_num_steps(config.grpo, stream, saved))
+    run_logger = RunLogger(run_dir, config.logger, num_steps=_num_steps(config.grpo, stream, saved), text_of=text_of)
     run_logger.resume(0 if saved is None else saved.step)
     return saved, run_logger
 

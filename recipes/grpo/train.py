@@ -61,6 +61,7 @@ def train(run: Run) -> None:
         with metrics.timed("advantage_calculation"):
             batch, advantages = add_advantages(batch, groups, cfg)
         metrics.add(advantages)
+        run.recorder.note_advantages(groups, batch.advantages_B.tolist())
 
         with metrics.timed("data_processing"):
             batch = spread_over_sequences(batch, groups, token_level_loss=cfg.loss_fn.token_level_loss)

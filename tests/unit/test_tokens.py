@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 import pytest
 
-from recipes.tokens import MOST_CHARACTERS, pack_rollouts
+from recipes.tokens import MOST_CHARACTERS, characters_per_token, pack_rollouts
 from recipes.types import Rollout, RolloutStatus, Turn, VersionSpan
 from tests.groups import as_lists
 
@@ -54,6 +54,27 @@ def test_rows_are_cut_out_of_the_group() -> None:
     assert tokens.row(3).token_ids.tolist() == [1, 2**31 - 1]
     assert [tokens.output_text(member) for member in range(4)] == [one.output_text for one in ROLLOUTS]
     assert [tokens.trajectory(member) for member in range(4)] == [one.trajectory for one in ROLLOUTS]
+
+
+def test_the_last_answer_has_its_ids_log_probabilities_and_versions() -> None:
+    turns = turn((1, 2), (3, 4), (6, 0, 2)), turn((5,), (6, 7, 8), (6, 0, 1), (7, 1, 3))
+    _, tokens = pack_rollouts([rollout(reward=None), rollout(*turns)])
+    ids, logprobs, versions = tokens.last_answer(1)
+    assert (ids.tolist(), logprobs.tolist(), versions) == ([6, 7, 8], [-0.5, -1.0, -1.5], [(6, 1), (7, 2)])
+    assert [len(part) for part in tokens.last_answer(0)] == [0, 0, 0]
+
+
+def test_each_token_has_its_characters() -> None:
+    parts = [b"The ", "\u20ac".encode()[:2], "\u20ac".encode()[2:], b"!", b"<end>"]
+
+    def text_of(ids: tuple[int, ...]) -> str:
+        return b"".join(parts[one] for one in ids).decode(errors="replace")
+
+    assert characters_per_token([0, 1, 2, 3], text_of, "The \u20ac!") == [4, 0, 1, 1]
+    assert characters_per_token([0, 1, 2], text_of, "The \u20ac!") == [4, 0, 1]  # the beginning of a longer answer
+    assert characters_per_token([0, 3, 4], text_of, "The !") == [4, 1, 5]  # the text lacks the end token
+    assert characters_per_token([0, 3], text_of, "quite another text") == []
+    assert characters_per_token([], text_of, "") == []
 
 
 def test_the_routes_of_a_row_are_those_of_its_turns_in_order() -> None:

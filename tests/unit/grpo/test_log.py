@@ -17,8 +17,8 @@ import pytest
 
 from recipes.errors import ConfigError, RunError, StalledError
 from recipes.grpo import log
-from recipes.grpo.log import RunLogger, pick_rollouts, progress_line, validation_line
-from recipes.grpo.metrics import StepMetrics
+from recipes.grpo.log import RunLogger, progress_line, validation_line
+from recipes.grpo.metrics import StepMetrics, pick_rollouts
 from recipes.tokens import GroupTokens
 from recipes.types import Group, PromptRef, Rollout, RolloutStatus, Turn, VersionSpan
 from tests.groups import LocalStore, group_of
@@ -174,6 +174,27 @@ def test_what_an_agent_did_is_logged_for_the_rollouts_of_the_sample(tmp_path: Pa
     run.log_rollouts("train", 1, [make_group(3, [0.5] * 8, trajectory=noted)], LocalStore(), limit=2)
     run.close()
     assert [record["trajectory"] for record in lines_of(tmp_path / "rollouts" / "train.jsonl")] == [noted] * 2
+
+
+def test_a_logged_rollout_has_its_group_and_the_tokens_of_its_answer(tmp_path: Path) -> None:
+    texts = {2: "<think>\u2028</think> ", 3: "4 \ud800"}
+    run = RunLogger(tmp_path, LoggerCfg(), num_steps=1, text_of=lambda ids: "".join(texts[token] for token in ids))
+    groups = [make_group(3, [1.0, 0.0, 0.5]), make_group(4, [1.0, 1.0])]
+    advantages = {groups[0].prompt.key: [1.0, None, 0.1], groups[1].prompt.key: [0.0, 0.0]}
+    run.log_rollouts("train", 1, groups, LocalStore(), limit=2, advantages=advantages)
+    run.close()
+    lines = lines_of(tmp_path / "rollouts" / "train.jsonl")
+    shown = [(line["prompt"], line["member"]) for line in lines]
+    first, second = (group.prompt.key for group in groups)
+    assert shown == [
+        (first, 0),
+        (second, 0),
+        (first, 1),
+        (first, 2),
+    ]  # two, and the rest of the one whose rewards differ
+    assert (lines[0]["group_rewards"], lines[0]["group_advantages"]) == ([1.0, 0.0, 0.5], [1.0, None, 0.1])
+    assert lines[0]["tokens"] == {"characters": [17, 3], "cost": [10, 20], "versions": [[6, 1], [7, 1]]}
+    assert len(json.dumps(lines[0]["tokens"])) < 90
 
 
 def test_every_trained_group_leaves_its_pass_rate_and_a_resume_removes_what_it_repeats(tmp_path: Path) -> None:

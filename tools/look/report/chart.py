@@ -134,10 +134,11 @@ def part(template: str, name: str, /, **values: object) -> Markup:
     return Markup(str(getattr(module, name)(**values)))
 
 
-def page(title: str, body: Sequence[str]) -> str:
-    """Return a whole page that loads no other file; the parts of its body are markup."""
+def page(title: str, body: Sequence[str], head: str = "") -> str:
+    """Return a whole page that loads no other file; its parts, and what its head has besides, are markup."""
     style = (HERE / "report.css").read_text(encoding="utf-8")
-    return part("page", "document", title=title, style=Markup(style), body=Markup("").join(map(Markup, body))) + "\n"
+    inside = Markup("").join(map(Markup, body))
+    return part("page", "document", title=title, style=Markup(style), body=inside, head=Markup(head)) + "\n"
 
 
 def visible(text: str) -> Markup:

@@ -10,13 +10,15 @@ The text comes from a model: it is escaped, special tokens are marked, control c
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup
 
-from tools.look.report.chart import format_number, format_seconds, part
+from tools.look.report.chart import HERE, format_number, format_seconds, page, part
 from tools.look.report.load import RunData
 
 MAX_PAIRS = 4
@@ -92,6 +94,43 @@ def _versions(one: Sample) -> str:
     if not versions:
         return "no tokens"
     return f"weights {versions[0]}" if len(versions) == 1 else f"weights {versions[0]} to {versions[-1]}"
+
+
+MAX_BYTES = 64 << 20  # of the rollouts in the page that has them all
+_SHOWN = (
+    *("step", "prompt", "agent", "prompt_text", "output_text", "reward", "reason", "status", "versions", "num_turns"),
+    *("num_generated_tokens", "member", "group_rewards", "group_advantages", "tokens"),
+)
+_TEXTS = ("prompt", "agent", "prompt_text", "output_text", "reason", "status")
+
+
+def browser(run: RunData) -> str:
+    """Return the page with every logged rollout, the newest first; those beyond its size are counted and left out.
+
+    The rollouts are JSON in which no `<` is written out, and the page runs no script but the one whose hash it names.
+    """
+    newest = [(kind, one) for kind, mine in run.rollouts.items() for one in mine]
+    newest.sort(key=lambda pair: -pair[1]["step"])
+    written: list[str] = []
+    num_bytes = 0
+    for kind, one in newest:
+        known: dict[str, Any] = {"versions": []} | {key: one[key] for key in _SHOWN if key in one}
+        shown = known | {key: str(known.get(key) or "") for key in _TEXTS} | {"kind": kind}
+        line = json.dumps(shown, separators=(",", ":")).replace("<", "\\u003c")
+        num_bytes += len(line) + 1
+        if num_bytes > MAX_BYTES:
+            break
+        written.append(line)
+    facts = [f"{len(written)} logged rollouts"]
+    if left := len(newest) - len(written):
+        facts.append(f"{left} older ones are left out; rollouts/*.jsonl has them")
+    script = (HERE / "rollouts.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    body = [
+        part("page", "header", title=f"Rollouts of {run.name}", facts=facts),
+        part("rollouts", "browser", data=Markup(f"[{','.join(written)}]"), script=Markup(script)),
+    ]
+    return page(f"{run.name}: rollouts", body, part("rollouts", "head", hash=digest))
 
 
 MAX_ITEMS = 700  # shown of one rollout; a run notes fewer
