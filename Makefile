@@ -138,7 +138,8 @@ smoke: BEFORE = @$(SMOKE) --check stage1.1 $(SMOKE_WORDS)
 smoke: tiny ##* train stage 1.1 with a tiny model on this machine and show what it learned
 #= SEED=42 MODEL=nemotron-h|nemotron-dense|qwen3|qwen3-moe ARGS="key=value ..."
 #= MODEL=smollm2 (a real language model, fetched; takes half an hour)
-#= TP=2 | DP=2 | EP=2 (two processes train), EXP_NAME RESULTS_DIR WANDB_MODE
+#= TP=2 | DP=2 | EP=2 (two processes train)
+#= EXP_NAME RESULTS_DIR WANDB=1|offline WANDB_MODE
 #= DETERMINISM=full (a run that can be repeated bit for bit)
 	$(SMOKE) stage1.1 $(SMOKE_WORDS)
 	$(PYTHON) -m tools.look.report --run-dir '$(RESULTS_DIR)/$(SMOKE_RUN)' --min-gain $(SMOKE_GAIN)
@@ -410,7 +411,7 @@ watch: $(READY) ## follow a run until it ends, redrawn in a terminal
 	@$(PYTHON) -m tools.look.watch --results '$(RESULTS_DIR)' $(if $(EXP_NAME),--exp-name $(EXP_NAME))
 
 .PHONY: report
-report: $(READY) ##* write report.html of a run, and rollouts.html with every logged rollout
+report: $(READY) ##* write report.html of a run: curves, samples, provenance; rollouts.html
 #= EXP_NAME (the newest run without it), RESULTS_DIR
 	$(PYTHON) -m tools.look.report --run-dir '$(or $(RUN_DIR),$(error no run in $(RESULTS_DIR)/; start one, e.g. `make smoke`, or give EXP_NAME and RESULTS_DIR))'
 

@@ -55,7 +55,7 @@ def check(launch: Launch) -> Iterator[Finding]:
         )
     if not is_on and launch.environ.get("WANDB_PROJ") and has_key:
         wrong = "it is set and there is a key, but logger.wandb_enabled is false: nothing is sent"
-        yield found("WAN002", where="WANDB_PROJ", wrong=wrong, fix="add logger.wandb_enabled=true to send it")
+        yield found("WAN002", where="WANDB_PROJ", wrong=wrong, fix="set WANDB=1 to send it")
     if is_on and not has_key:
         fix = "export WANDB_API_KEY=... (a container does not see what `wandb login` wrote), or set WANDB_MODE=offline"
         wrong = "logger.wandb_enabled is on, and there is no key"

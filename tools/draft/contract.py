@@ -1,7 +1,7 @@
 """The environment contract of `super_launch.sh`: every variable, its meaning, its default, and which launch needs it.
 
-The names are the published recipe's; LAUNCHER, CONTAINER_RUNTIME, ENGINE, SEED and RESULTS_DIR are ours. The tables in
-tools/launch/README.md are written from this file: `python -m tools.dev.readme_tables --write README`.
+The names are the published recipe's; LAUNCHER, CONTAINER_RUNTIME, ENGINE, SEED, WANDB and RESULTS_DIR are ours. The
+tables in tools/launch/README.md are written from this file: `python -m tools.dev.readme_tables --write README`.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ OPTIONAL = {
     "REFRESH_CODE_SNAPSHOT": Optional("true", "`false`: use the newest copy that this run has"),
     "CODE_SNAPSHOT_DIRNAME": Optional("code_snapshots", "directory of the copies"),
     "WANDB_PROJ": Optional("nemotron-3-super-posttraining", "project in Weights & Biases"),
+    "WANDB": Optional("0", "`1`: send the numbers to Weights & Biases; `offline`: keep them in the run directory"),
     "HF_HOME": Optional("", "cache of the Hugging Face hub, which the containers then see"),
     "SANDBOX_COMMAND": Optional("", "server of the sandbox on every node; empty: the one of the sandbox image"),
     "SWE_CONTAINER": Optional("", "training image of the stages with SWE tasks; empty: `CONTAINER`"),
@@ -81,6 +82,7 @@ CHOICES = {
     "LAUNCHER": ("slurm", "local"),
     "ENGINE": ("native", "nemo_rl"),
     "CONTAINER_RUNTIME": ("pyxis", "apptainer", "podman", "none"),
+    "WANDB": ("0", "1", "offline"),
 }
 MAY_BE_EMPTY = ("SBATCH_GRES",)  # set to nothing is not the same as not set
 PATHS = ("MODEL_PATH", "TRAIN_PATH", "VAL_PATH", "PERSISTENT_CACHE", "SIF_DIR")  # relative to the shell's directory

@@ -225,7 +225,7 @@ class Launch:
     config: Config | None  # wrong keys have the base's value
     sizes: Derived | None  # None when a key that they are computed from is wrong
     findings: tuple[Finding, ...]  # of variables and configuration
-    job_variables: Mapping[str, str]  # of the cluster's profile: what the job gets beside the environment
+    job_variables: Mapping[str, str]  # what the job gets beside the environment
     profile_variables: tuple[str, ...]  # names of all that the profile sets for the job, also those set in the shell
 
     def require_whole(self) -> tuple[LoadedConfig, Derived, Path]:
@@ -288,6 +288,8 @@ def read_launch(stage: str, overrides: Sequence[str], environ: Mapping[str, str]
         except InputError as error:
             findings += as_findings("ENV003", error.problems)
     contract, wrong = read_contract(environ)
+    if contract["WANDB"] == "offline":
+        variables, environ = ({**one, "WANDB_MODE": "offline"} for one in (variables, environ))
     # When the stage table or the profile has an error, the variables that it would have filled are not missing, too.
     given = (
         *(FILLED if any(finding.code[:3] == "ENV" for finding in findings) else ()),
@@ -386,6 +388,8 @@ def launch_overrides(contract: Contract, stage: Stage | None = None) -> list[str
         overrides.append(f"{FORMATTER}={names if names.startswith('[') else as_text(names)}")  # JSON is YAML, too
     if contract.is_set("ENABLE_MTP_INFERENCE") and contract["ENGINE"] == "native":
         overrides += speculation(contract)
+    if contract["WANDB"] != "0":
+        overrides.append("logger.wandb_enabled=true")
     return overrides + ([f"grpo.seed={contract['SEED']}"] if contract["SEED"] else [])
 
 

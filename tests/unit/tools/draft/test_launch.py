@@ -187,6 +187,26 @@ def test_seed_is_an_override_only_when_given():
 
 
 @pytest.mark.parametrize(
+    ("given", "is_on", "variables"),
+    [({}, False, {}), ({"WANDB": "1"}, True, {}), ({"WANDB": "offline"}, True, {"WANDB_MODE": "offline"})],
+)
+def test_a_variable_switches_weights_and_biases_on(given, is_on, variables):
+    launch = read_launch("stage1.1", (), {"SCALE": "tiny", "LAUNCHER": "local", **given})
+    assert launch.config is not None
+    assert launch.config.logger.wandb_enabled is is_on
+    assert launch.job_variables == variables
+    assert variables.items() <= launch.environ.items()
+    own = read_launch("stage1.1", ("logger.wandb_enabled=false",), {"SCALE": "tiny", **given})
+    assert own.config is not None
+    assert not own.config.logger.wandb_enabled
+
+
+def test_weights_and_biases_has_no_other_setting():
+    _, findings = read_contract({"WANDB": "yes"})
+    assert "WANDB: got yes, expected 0 or 1 or offline; correct the value" in [str(one.problem) for one in findings]
+
+
+@pytest.mark.parametrize(
     ("names", "expected"),
     [
         ("{instance_id}.sif", "{instance_id}.sif"),
