@@ -61,6 +61,7 @@ def test_healing_raises_what_is_accepted_and_leaves_the_policy(tmp_path: Path) -
     steps = [record for record in records if "train/vllm/spec_acceptance_rate" in record]
     rates = [record["train/vllm/spec_acceptance_rate"] for record in steps]
     losses = [record["train/mtp/mtp_1_loss"] for record in steps]
+    assert max(record["train/logprob_error_max"] for record in steps) < 1e-3  # also of answers that ran during a push
     assert len(losses) == NUM_STEPS and losses[-1] < 0.8 * losses[0]
     of_policy = {"loss", "grad_norm", "kl_penalty", "probs_ratio", "advantages/mean", "num_groups_zero_variance"}
     of_policy.add("r3/changed_route_fraction")
