@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntFlag, StrEnum
@@ -305,9 +306,27 @@ class LossFunction(Protocol):
         ...
 
 
+PUSH_BUCKET_BYTES = 256 << 20  # of tensors that are broadcast as one; the last of them may go over
+_BLOCK = re.compile(r"(.*\.experts\.)(\d+)-(\d+)(\..+)")
+
+
+def experts_of(name: str) -> tuple[str, ...] | None:
+    """Return the names of the experts of a block, in its order; None for any other tensor of a push.
+
+    A block is one matrix of consecutive experts of a layer, stacked: `...experts.0-31.up_proj.weight` has 32.
+    """
+    found = _BLOCK.fullmatch(name)
+    if found is None:
+        return None
+    return tuple(f"{found[1]}{number}{found[4]}" for number in range(int(found[2]), int(found[3]) + 1))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightLayout:
-    """Where each full, HF-named tensor lies in the shared-memory file the policy writes and the engines read."""
+    """Where each tensor of a push lies in the shared-memory file the policy writes and the engines read.
+
+    They are full tensors under Hugging Face names, or blocks of experts (`experts_of`).
+    """
 
     path: str
     names: tuple[str, ...]

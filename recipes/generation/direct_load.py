@@ -126,7 +126,7 @@ def record(
         nonlocal is_direct
         arguments = signature(loader).bind(*args, **kwargs)
         arguments.apply_defaults()
-        copies = _Copies()
+        copies = Copies()
         with copies:
             result = loader(*args, **kwargs)
         if result is False:  # an expert of another rank
@@ -169,7 +169,7 @@ def record(
     return DirectLoad(list(layers.values()))
 
 
-class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Collects the copies that a loader makes: target, source."""
 
     def __init__(self) -> None:

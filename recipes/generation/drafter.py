@@ -1,4 +1,4 @@
-"""Load a model together with the drafter that guesses tokens for it with the model's own multi-token heads.
+"""Load a model from a push, with the drafter that guesses tokens for it with the model's own multi-token heads.
 
 A push brings the tensors of both once, under one set of names, and vLLM loads one model at a time. So both are given to
 vLLM's weight transfer as one model.
@@ -6,7 +6,7 @@ vLLM's weight transfer as one model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,16 +14,28 @@ from torch import Tensor
 from torch.nn import Module
 
 from recipes.errors import EngineError, Problem
+from recipes.generation.expert_blocks import BlockLoader, Shape
 
 _MOST_NAMES = 5  # in a message
 
 
-class WithDrafter(Module):
-    """A model and its drafter. What the drafter shares with the model (embedding, output head) belongs to the model."""
+class PushedModels(Module):
+    """A model and its drafter, if it drafts with its own heads, as a push loads them.
 
-    def __init__(self, model: Module, drafter: Module) -> None:
+    What the drafter shares with the model (embedding, output head) belongs to the model. `blocks` are the blocks of
+    experts of a push.
+    """
+
+    def __init__(self, model: Module, drafter: Module | None = None, blocks: Sequence[Shape] = ()) -> None:
         super().__init__()
         self.model, self.drafter = model, drafter
+        self._load = BlockLoader(model, blocks)
+        self._shared: list[tuple[Module, str, Module]] = []
+        self._all: set[str] = set()
+        self._loaded: set[str] = set()
+        if drafter is None:
+            return
+        self._load_drafter = BlockLoader(drafter, blocks)
         own = set(model.modules())
         self._shared = [
             (parent, name, child)
@@ -34,14 +46,14 @@ class WithDrafter(Module):
         ]
         with self._apart():
             self._all = {name for name, _ in drafter.named_parameters()}
-        self._loaded: set[str] = set()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
         """Let both models take the tensors that they know; a push may come in several parts."""
         weights = list(weights)
-        loaded = self.model.load_weights(weights)  # type: ignore[operator]
-        with self._apart():
-            self._loaded |= self.drafter.load_weights(weights)  # type: ignore[operator]
+        loaded = self._load.load(weights)
+        if self.drafter is not None:
+            with self._apart():
+                self._loaded |= self._load_drafter.load(weights)
         return loaded
 
     def require_drafter(self) -> None:

@@ -44,7 +44,7 @@ from recipes.generation.clients.failure import failure
 from recipes.generation.clients.router import SILENCE_SECONDS, EngineSession
 from recipes.generation.engine import EngineActor, EngineInfo
 from recipes.generation.serving.requests import AtPush, EngineAddress
-from recipes.types import Completion, Sampling, WeightLayout
+from recipes.types import PUSH_BUCKET_BYTES, Completion, Sampling, WeightLayout
 
 if TYPE_CHECKING:
     from recipes.config.tree import DeadlinesConfig, GenerationConfig
@@ -73,6 +73,7 @@ def nccl_init(nccl_id: bytes, *, engine: int, num_engines: int, ranks_per_engine
         "rank_offset": 1 + engine * ranks_per_engine,
         "world_size": 1 + num_engines * ranks_per_engine,
         "packed": True,
+        "packed_buffer_size_bytes": PUSH_BUCKET_BYTES,
     }
 
 

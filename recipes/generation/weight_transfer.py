@@ -30,7 +30,8 @@ from recipes.checksums import checksum
 from recipes.errors import EngineError, Problem
 from recipes.generation import cpu_hybrid
 from recipes.generation.direct_load import DirectLoad, record
-from recipes.generation.drafter import WithDrafter, pushed_drafter
+from recipes.generation.drafter import PushedModels, pushed_drafter
+from recipes.types import experts_of
 
 SHM_BACKEND = "shm"
 _POLL_SECONDS = 0.0005  # between two looks at what the policy has written
@@ -85,6 +86,7 @@ class SharedMemoryWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         with Path(init_info.path).open("r+b") as file:
             self._bytes = torch.frombuffer(mmap.mmap(file.fileno(), init_info.num_bytes), dtype=torch.uint8)
         self._layout = init_info
+        self._pushed_as = [number for number, name in enumerate(init_info.names) for _ in experts_of(name) or (name,)]
         self._direct: DirectLoad | None = None
         self._is_recorded = False
 
@@ -100,18 +102,18 @@ class SharedMemoryWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         """Load all tensors from the mapped file, each once it is written; raises `TimeoutError` when one is late."""
         end = time.monotonic() + update_info.wait_seconds
 
-        def wait_for(number: int) -> None:
+        def wait_for(number: int) -> None:  # of `tensors`
             if update_info.num_before is not None:
-                self._wait(update_info.num_before + number + 1, end)
+                self._wait(update_info.num_before + self._pushed_as[number] + 1, end)
 
         if not self._is_recorded:
             tensors = list(self.tensors())
-            wait_for(len(tensors) - 1)
+            wait_for(-1)
             self._direct = record(self.model, self.model_config, tensors, self._bytes)
             self._is_recorded = True
         if self._direct is not None:
             self._direct.load(wait_for)
-        wait_for(len(self._layout.names) - 1)  # also for tensors that this rank does not use: they are verified
+        wait_for(-1)  # also for tensors that this rank does not use: they are verified
         if self._direct is None:
             initialize_layerwise_reload(self.model)  # unpacks: vLLM packs CPU weights, and cannot load packed layers
             self.model.load_weights(self.tensors())
@@ -135,7 +137,13 @@ class SharedMemoryWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         """Release nothing: the mapping ends with the process."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all tensors by name; they are views of the file."""
+        """Yield all tensors by name, experts one by one; they are views of the file."""
+        for name, tensor in self.pushed():
+            experts = experts_of(name)
+            yield from zip(experts, tensor.unbind(), strict=True) if experts else [(name, tensor)]
+
+    def pushed(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all tensors as the policy has written them."""
         layout = self._layout
         for name, dtype_name, shape, offset in zip(
             layout.names, layout.dtypes, layout.shapes, layout.offsets, strict=True
@@ -176,7 +184,7 @@ def noted(engine: WeightTransferEngine, received: dict[str, torch.Tensor]) -> It
     """
     if isinstance(engine, SharedMemoryWeightTransfer):
         yield
-        received.update((name, checksum(tensor)) for name, tensor in engine.tensors())
+        received.update((name, checksum(tensor)) for name, tensor in engine.pushed())
         return
     model = engine.model  # a push that fails sets another one
     load = model.load_weights
@@ -202,15 +210,25 @@ if SHM_BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(SHM_BACKEND, SharedMemoryWeightTransfer)
 
 
+def _blocks(update_info: dict[str, Any]) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """Return the blocks of experts among the tensors that vLLM's NCCL transfer receives."""
+    lists = (update_info.get(key, []) for key in ("names", "dtype_names", "shapes"))
+    return [
+        (name, getattr(torch, dtype), tuple(shape))
+        for name, dtype, shape in zip(*lists, strict=True)
+        if experts_of(name) is not None
+    ]
+
+
 class WorkerExtension:
     """vLLM's workers get its method. That the engine's arguments name it also makes them import this module."""
 
-    _with_drafter: WithDrafter | None = None  # made at the first push, where there is a drafter
+    _models: PushedModels | None = None  # made at the first push of a layout
     _announced: tuple[str, dict[str, Any]] = "", {}
 
     def announce_pushes(self: Any, layout: str, update_info: dict[str, Any]) -> None:
         """Keep what is the same for all pushes of a layout, which has this digest: with NCCL all names and shapes."""
-        self._announced = layout, update_info
+        self._announced, self._models = (layout, update_info), None
 
     def load_pushed_weights(self: Any, layout: str, update_info: dict[str, Any], is_verified: bool) -> dict[str, int]:
         """Take all steps of a push in one call: each call to the worker's process takes about half a millisecond.
@@ -230,15 +248,12 @@ class WorkerExtension:
                 )
             )
         received: dict[str, torch.Tensor] = {}
-        both = self._with_drafter
-        if both is None and (drafter := pushed_drafter(self)) is not None:
-            both = self._with_drafter = WithDrafter(self.get_model(), drafter)
-        if both is not None:
-            self.weight_transfer_engine.set_weight_update_target(both, self.model_config)
+        if self._models is None:
+            self._models = PushedModels(self.get_model(), pushed_drafter(self), _blocks(common))
+        self.weight_transfer_engine.set_weight_update_target(self._models, self.model_config)
         self.start_weight_update()
         with noted(self.weight_transfer_engine, received) if is_verified else nullcontext():
             self.update_weights({**common, **update_info})
         self.finish_weight_update()
-        if both is not None:
-            both.require_drafter()
+        self._models.require_drafter()
         return {name: int(value) for name, value in received.items()}

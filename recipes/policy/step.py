@@ -122,6 +122,15 @@ class Trainer:
         finish_queued_work()
         return self.weights.export()
 
+    def pushed(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what `export` does as engines get it: experts in blocks."""
+        finish_queued_work()
+        return self.weights.pushed()
+
+    def pushed_shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Return name, dtype and shape of what `pushed` yields, in its order."""
+        return self.weights.pushed_shapes()
+
     def full_shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Return name, dtype and shape of what `export` yields, in its order."""
         return self.weights.shapes()

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from recipes.errors import EngineError, PolicyError, Problem, resource_problem
-from recipes.types import WeightLayout
+from recipes.types import PUSH_BUCKET_BYTES, WeightLayout
 
 T = TypeVar("T")
 
@@ -176,7 +176,13 @@ class NcclSender:
 
         def send() -> None:
             try:
-                packed_nccl_broadcast_producer(iterator=made, group=self, src=0, post_iter_func=lambda item: item[1])
+                packed_nccl_broadcast_producer(
+                    iterator=made,
+                    group=self,
+                    src=0,
+                    post_iter_func=lambda item: item[1],
+                    buffer_size_bytes=PUSH_BUCKET_BYTES,
+                )
                 stream.synchronize()
             finally:
                 has_ended.set()

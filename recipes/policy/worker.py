@@ -156,7 +156,7 @@ class PolicyWorker:
 
         if self._rank != 0:
             return None
-        shapes = self._trainer.full_shapes()
+        shapes = self._trainer.pushed_shapes()
         if torch.cuda.is_available():
             self._layout = weights.make_layout(shapes, path="")
         else:
@@ -200,7 +200,7 @@ class PolicyWorker:
 
         if not self._coordinates.exports:
             return  # other ranks have the same weights
-        exported = self._trainer.export()
+        exported = self._trainer.pushed()
         if self._rank == 0:
             assert self._sink is not None, "weight_layout or connect_engines comes first"
             if self._is_verified:

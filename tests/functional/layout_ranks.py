@@ -26,7 +26,7 @@ from torch import Tensor
 
 from recipes.grpo.loss import grpo_loss
 from recipes.policy import shards
-from recipes.types import TrainBatch
+from recipes.types import TrainBatch, experts_of
 from recipes.weight_files import INDEX
 from tests.grouped_linear import stand_in
 from tests.groups import LocalStore
@@ -177,7 +177,15 @@ def _export_together(trainer: Any, exports: bool, path: Path) -> None:
 
 
 def _full_weights(trainer: Any) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.export()}
+    """Return the exported weights; those of a push, with experts in blocks, must be the same."""
+    full = {name: tensor.clone() for name, tensor in trainer.export()}
+    pushed: dict[str, Tensor] = {}
+    for (name, tensor), announced in zip(trainer.pushed(), trainer.pushed_shapes(), strict=True):
+        assert (name, tensor.dtype, tuple(tensor.shape)) == announced
+        experts = experts_of(name)
+        pushed |= zip(experts, tensor.unbind(), strict=True) if experts else {name: tensor}
+    assert pushed.keys() == full.keys() and all(torch.equal(pushed[name], tensor) for name, tensor in full.items())
+    return full
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ the share of drafts that were accepted, and the tokens after each prompt.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -31,7 +32,23 @@ from recipes.policy.weights import make_layout
 MARK = "pushed: "
 PROMPTS = [[10 + (7 * row + 3 * place) % 200 for place in range(20 + row)] for row in range(8)]
 NUM_TOKENS = 40
+BLOCK = 2  # experts
+_EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..+)")
 BUCKET_BYTES = 100_000  # of one broadcast: many, and a layer's tensors come in different ones
+
+
+def in_blocks(tensors: dict[str, Tensor], size: int) -> dict[str, Tensor]:
+    """Stack the experts of each matrix, `size` in a block, where the first of them was."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        expert = _EXPERT.fullmatch(name)
+        if expert is None:
+            found[name] = tensor
+        elif int(expert[2]) % size == 0:
+            first = int(expert[2])
+            own = [tensors[f"{expert[1]}{number}{expert[3]}"] for number in range(first, first + size)]
+            found[f"{expert[1]}{first}-{first + size - 1}{expert[3]}"] = torch.stack(own)
+    return found
 
 
 class Communicator:
@@ -72,6 +89,7 @@ def push(worker: Any, tensors: dict[str, Tensor]) -> None:
 
     from recipes.generation.weight_transfer import pack_experts, pack_heads
 
+    tensors = in_blocks(tensors, BLOCK)
     layout = make_layout([(name, one.dtype, tuple(one.shape)) for name, one in tensors.items()], path="")
     worker.weight_transfer_engine.model_update_group = Communicator(tensors)
     stream = SimpleNamespace(synchronize=lambda: None)

@@ -122,6 +122,7 @@ def test_a_push_ends_when_all_is_written_also_what_this_rank_does_not_use() -> N
     transfer = object.__new__(SharedMemoryWeightTransfer)
     transfer._is_recorded, transfer._direct = True, SimpleNamespace(load=lambda wait_for: wait_for(0))
     transfer._layout = SimpleNamespace(names=NAMES, count_offset=0)
+    transfer._pushed_as = [0, 1, 2]
     transfer._bytes = torch.zeros(8, dtype=torch.uint8)
     transfer._bytes[0] = 1
     with pytest.raises(TimeoutError, match="has written 1 of 3 tensors"):

@@ -59,13 +59,13 @@ def test_vllm_sends_every_tensor_of_a_trained_model(tmp_path: Path, record: Reco
     trainer = gpu_case.build_trainer(
         gpu_case.config_of(model, precision="bfloat16", micro_batch_tokens=4096, recompute=False)
     )
-    layout = weights.make_layout(trainer.full_shapes(), path="")
+    layout = weights.make_layout(trainer.pushed_shapes(), path="")
     nccl_id = weights.make_nccl_id()
     assert len(nccl_id) == 128
     sender = weights.NcclSender(layout, nccl_id=nccl_id, world_size=1, timeout_s=60, is_cancelled=lambda: False)
     began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     began.record()
-    sender.write(trainer.export(), timeout_s=60, is_cancelled=lambda: False)
+    sender.write(trainer.pushed(), timeout_s=60, is_cancelled=lambda: False)
     ended.record()
     torch.cuda.synchronize()
     sender.close()

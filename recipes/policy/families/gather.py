@@ -4,14 +4,18 @@ A parameter lies on one pipeline stage, its shards on the tensor-parallel ranks 
 other expert-parallel ranks. One parameter after the other is sent to the other stages shard by shard, joined from its
 shards, and, if it is an expert's, exchanged for those of the other experts. So every rank that takes part sees every
 full tensor, and holds one at a time.
+
+For a push to engines the same matrix of the consecutive experts of one rank is one tensor, a block: Super's 40,960
+expert tensors are 1,280 blocks then, each of which one broadcast brings to all ranks.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,8 +24,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from recipes.policy.families.mapping import Sharding, WeightMapping, join, tensor_group
+from recipes.types import PUSH_BUCKET_BYTES, experts_of
 
 _Object = TypeVar("_Object")
+_EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +66,34 @@ class FullWeights:
         self._mappings = mappings
         self._config = config
         self._parts = _all_parts(mappings)
+        self._runs = _runs(self._parts)
 
     def names(self) -> set[str]:
         """Return the names of all tensors."""
         return {name for part in self._parts for names in part.names for name in names}
+
+    def pushed_shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Return name, dtype and shape of what `pushed` yields, in its order and without communication."""
+        shapes = {name: (dtype, shape) for name, dtype, shape in self.shapes()}
+        result = []
+        for name in (name for run in self._runs for names in _pushed_names(run) for name in names):
+            experts = experts_of(name)
+            dtype, shape = shapes[experts[0] if experts else name]
+            result.append((name, dtype, (len(experts), *shape) if experts else shape))
+        return result
+
+    @torch.no_grad()
+    def pushed(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) as engines get them, with experts in blocks; collective as `export`."""
+        for run in self._runs:
+            if not run[0].is_expert:
+                yield from self._full(run[0])
+                continue
+            for owner, names in enumerate(_pushed_names(run)):
+                stack = self._stack(run, owner)
+                is_split = _num_shards(run[0]) > 1
+                shards = _all_gather(stack, tensor_group(is_expert=True)) if is_split else [stack]
+                yield from zip(names, _joined_stacks(run[0].sharding, shards, self._config), strict=True)
 
     def shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Return name, dtype and shape of what `export` yields, in its order and without communication."""
@@ -77,17 +107,35 @@ class FullWeights:
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor); collective over the ranks that `takes_part` names, to the end."""
+        for part in self._parts:
+            yield from self._full(part)
+
+    def _full(self, part: _Part) -> Iterator[tuple[str, Tensor]]:
+        shard = self._shard(part)
+        shards = _all_gather(shard, tensor_group(is_expert=part.is_expert)) if _num_shards(part) > 1 else [shard]
+        experts = parallel_state.get_expert_model_parallel_group()
+        for which, full in enumerate(join(part.sharding, shards, self._config)):
+            copies = _all_gather(full, experts) if len(part.names) > 1 else [full]
+            yield from zip((names[which] for names in part.names), copies, strict=True)
+
+    def _stack(self, run: Sequence[_Part], owner: int) -> Tensor:
+        """Return this tensor-parallel rank's shards of the experts of one expert-parallel rank, stacked."""
         stages = parallel_state.get_pipeline_model_parallel_group()
         experts = parallel_state.get_expert_model_parallel_group()
-        for part in self._parts:
-            shard = self._shard(part, stages)
-            shards = _all_gather(shard, tensor_group(is_expert=part.is_expert)) if _num_shards(part) > 1 else [shard]
-            for which, full in enumerate(join(part.sharding, shards, self._config)):
-                copies = _all_gather(full, experts) if len(part.names) > 1 else [full]
-                yield from zip((names[which] for names in part.names), copies, strict=True)
+        part = run[0]
+        if stages.rank() == part.stage and experts.rank() == owner:
+            stack = torch.stack([self._mappings[one.index].param.data for one in run])
+        else:
+            stack = torch.empty((len(run), *part.shape), dtype=part.dtype, device=self._mappings[0].param.device)
+        if stages.size() > 1 and experts.rank() == owner:
+            dist.broadcast(stack, dist.get_global_rank(stages, part.stage), group=stages)
+        if experts.size() > 1:
+            dist.broadcast(stack, dist.get_global_rank(experts, owner), group=experts)
+        return stack
 
-    def _shard(self, part: _Part, stages: dist.ProcessGroup) -> Tensor:
+    def _shard(self, part: _Part) -> Tensor:
         """Return this tensor-parallel rank's shard, from the stage that has it."""
+        stages = parallel_state.get_pipeline_model_parallel_group()
         if stages.size() == 1:
             return self._mappings[part.index].param.data
         if stages.rank() == part.stage:
@@ -122,6 +170,51 @@ def _all_parts(mappings: Sequence[WeightMapping]) -> list[_Part]:
             parts.append(part)
         seen.add(part.names)
     return parts
+
+
+def _runs(parts: Sequence[_Part]) -> list[list[_Part]]:
+    """Put parameters together that are pushed as one: the same one of consecutive experts, as far as a bucket goes."""
+    runs: list[list[_Part]] = []
+    begun: dict[tuple[Any, ...], list[_Part]] = {}
+    for part in parts:
+        if not part.is_expert:
+            runs.append([part])
+            continue
+        prefix, number, suffix = _numbered(part.names[0][0])
+        size = part.dtype.itemsize * math.prod(part.shape) * _num_shards(part)
+        key = part.stage, part.shape, part.dtype, prefix, suffix
+        run = begun.get(key)
+        is_next = run is not None and _numbered(run[-1].names[0][0])[1] + 1 == number
+        if run is None or not is_next or (len(run) + 1) * size > PUSH_BUCKET_BYTES:
+            run = begun[key] = []
+            runs.append(run)
+        run.append(part)
+    return runs
+
+
+def _pushed_names(run: Sequence[_Part]) -> Iterator[tuple[str, ...]]:
+    """Yield the names of the tensors of each expert-parallel rank."""
+    if not run[0].is_expert:
+        yield run[0].names[0]
+        return
+    for first, last in zip(run[0].names, run[-1].names, strict=True):
+        pairs = zip(map(_numbered, first), map(_numbered, last), strict=True)
+        yield tuple(f"{prefix}{number}-{end}{suffix}" for (prefix, number, suffix), (_, end, _) in pairs)
+
+
+def _numbered(name: str) -> tuple[str, int, str]:
+    """Return the name of an expert's tensor as its number, and what comes before and after it."""
+    found = _EXPERT.fullmatch(name)
+    assert found is not None, f"{name} has no number of an expert"
+    return found[1], int(found[2]), found[3]
+
+
+def _joined_stacks(sharding: Sharding, shards: list[Tensor], config: TransformerConfig) -> list[Tensor]:
+    """Return the full tensors of several experts, stacked, from their stacked shards."""
+    if len(shards) == 1 and sharding is not Sharding.GATE_UP:
+        return shards
+    each = [join(sharding, [shard[number] for shard in shards], config) for number in range(len(shards[0]))]
+    return [torch.stack(list(one)) for one in zip(*each, strict=True)]
 
 
 def _gather_objects(own: _Object, group: dist.ProcessGroup) -> list[_Object]:

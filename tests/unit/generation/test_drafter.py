@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Linear, Module, ModuleList
 
 from recipes.errors import EngineError
-from recipes.generation.drafter import WithDrafter, pushed_drafter
+from recipes.generation.drafter import PushedModels, pushed_drafter
 
 
 class Named(Module):
@@ -37,10 +37,10 @@ def linear() -> Linear:
     return Linear(2, 2, bias=False)
 
 
-def made() -> tuple[Named, Named, WithDrafter]:
+def made() -> tuple[Named, Named, PushedModels]:
     model = Named(layer=linear(), embedding=linear())
     drafter = Named(heads=ModuleList([linear(), linear()]), embedding=model.embedding)
-    return model, drafter, WithDrafter(model, drafter)
+    return model, drafter, PushedModels(model, drafter)
 
 
 def weights(*names: str) -> list[tuple[str, Tensor]]:

@@ -39,7 +39,9 @@ class Group:
         self._destroyed.set()
 
 
-def produce(iterator: Iterator[tuple[str, torch.Tensor]], *, group: Any, src: int, post_iter_func: Any) -> None:
+def produce(
+    iterator: Iterator[tuple[str, torch.Tensor]], *, group: Any, src: int, post_iter_func: Any, **_: Any
+) -> None:
     """Stand in for vLLM's producer."""
     for item in iterator:
         group.broadcast(post_iter_func(item), src=src)
@@ -119,7 +121,7 @@ def test_rank_0_gives_up_when_its_call_is_cancelled(made: list[str], monkeypatch
     group = Group()
     worker: Any = PolicyWorker(0)
     worker._coordinates = SimpleNamespace(exports=True)
-    worker._trainer = SimpleNamespace(export=lambda: exported(made))
+    worker._trainer = SimpleNamespace(pushed=lambda: exported(made))
     worker._sink = sender_of(group)
     with pytest.raises(EngineError, match="weight push: the broadcast to the engines: given up"):
         worker.send_weights(0, 30.0)

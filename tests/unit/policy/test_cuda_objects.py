@@ -20,6 +20,7 @@ from recipes.policy.families.transformer import Qwen3
 from recipes.policy.model import transformer_config
 from recipes.policy.optimizer import ddp_config, optimizer_config
 from recipes.policy.weights import make_layout
+from recipes.types import PUSH_BUCKET_BYTES
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SHAPES = [("a", torch.bfloat16, (3, 5)), ("b", torch.float32, (2,))]
@@ -50,7 +51,7 @@ def test_policy_and_engines_join_one_nccl_group() -> None:
     sender = inspect.signature(packed_nccl_broadcast_producer).parameters
     for engine in engines:
         assert (engine.nccl_unique_id_bytes, engine.world_size, engine.packed) == (nccl_id, 9, True)
-        assert engine.packed_buffer_size_bytes == sender["buffer_size_bytes"].default
+        assert engine.packed_buffer_size_bytes == PUSH_BUCKET_BYTES
         assert engine.packed_num_buffers == sender["num_buffers"].default
     assert [engine.rank_offset for engine in engines] == [1, 5]
 
@@ -71,7 +72,7 @@ def test_vllm_takes_the_arguments_that_the_sender_gives() -> None:
     inspect.signature(NCCLLibrary.ncclGetUniqueId).bind(None)
     assert len(bytes(ncclUniqueId().internal)) == NCCL_UNIQUE_ID_BYTES
     inspect.signature(packed_nccl_broadcast_producer).bind(
-        iterator=iter(()), group=None, src=0, post_iter_func=lambda item: item[1]
+        iterator=iter(()), group=None, src=0, post_iter_func=lambda item: item[1], buffer_size_bytes=PUSH_BUCKET_BYTES
     )
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from recipes.policy import checkpoint, step
 from recipes.policy.export import export_checkpoint
+from recipes.types import experts_of
 from tests import grouped_linear
 
 GROUPED = {"megatron_cfg__moe_grouped_gemm": "true"}
@@ -45,6 +46,17 @@ def test_the_shared_expert_runs_beside_the_exchange_where_it_is_asked(model: Pat
     assert layers and all((layer.token_dispatcher.shared_experts is not None) == is_asked for layer in layers)
 
 
+def check_blocks(pushed: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> None:
+    """A push has all weights; all experts of this one rank are one tensor per matrix, those of the heads too."""
+    blocks = {name: experts for name in pushed if (experts := experts_of(name)) is not None}
+    assert any(name.startswith("mtp.") for name in blocks) and not any(".experts.0." in name for name in pushed)
+    ones = {name: tensor for name, tensor in pushed.items() if name not in blocks}
+    for name, experts in blocks.items():
+        ones |= zip(experts, pushed[name].unbind(), strict=True)
+    assert ones.keys() == weights.keys()
+    assert all(torch.equal(ones[name], tensor) for name, tensor in weights.items())
+
+
 def test_experts_of_model_and_heads_are_grouped_where_it_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,6 +73,7 @@ def test_experts_of_model_and_heads_are_grouped_where_it_is_asked(
             layers = [*layers_of(trainer), trainer.heads.moe.mlp]
             metrics.append(step.train_step(trainer, shard_of(0)))
             weights.append({name: tensor.clone() for name, tensor in trainer.export()})
+            check_blocks(dict(trainer.pushed()), weights[-1])
             if experts:
                 checkpoint.save(trainer, tmp_path / "saved")
         kind = "TEGroupedMLP" if experts else "SequentialMLP"
