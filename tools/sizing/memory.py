@@ -21,6 +21,7 @@ from pathlib import Path
 
 from recipes.config.keys.derive import Derived
 from recipes.config.tree import Config, MegatronConfig
+from recipes.types import PUSH_BUCKET_BYTES
 from tools.job.compile_cache import seed_path
 from tools.sizing.architecture import Architecture
 
@@ -260,19 +261,61 @@ class HostMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PushVolume:
+    """What one weight push sends to every rank of every engine, and what it needs there."""
+
+    num_tensors: int  # a block of experts is one
+    num_bytes: float
+    received: float  # bytes on one GPU of an engine, at most, beside the weights
+
+
+def push_volume(model: Architecture, config: Config) -> PushVolume:
+    """Return what a push sends: all tensors, the experts of a layer in blocks (recipes/policy/families/gather.py).
+
+    An engine holds two buckets and one whose tensors wait for others of their layer; the largest tensor is one bucket's
+    end. A layer of experts is made anew beside the one in use, and perhaps once more in the form of its kernel.
+    """
+    policy, vllm = config.policy, config.policy.generation.vllm_cfg
+    width = _BYTES[policy.precision]
+    heads = int(model.has_heads)
+    matrix = model.experts * model.expert_hidden * model.expert_size * width  # of all experts of one layer
+    layer_blocks = max(policy.megatron_cfg.expert_model_parallel_size, -(-matrix // PUSH_BUCKET_BYTES))
+    num_tensors = (
+        (2 if model.is_tied else 3)
+        + (model.attention_layers + heads) * (7 if model.norms_heads else 5)
+        + model.mamba_layers * 9
+        + model.mlp_layers * (model.matrices + 1)
+        + (model.moe_layers + heads) * (3 + model.matrices * bool(model.shared_size))
+        + (model.moe_layers + heads) * (2 if model.expert_hidden != model.hidden else 0)
+        + (model.moe_layers + heads) * model.matrices * layer_blocks * bool(model.experts)
+    )
+    of_heads = heads * (model.attention_parameters + model.moe_shared_parameters + 2 * model.hidden**2)
+    of_heads += heads * model.experts * model.expert_parameters
+    ranks = vllm.tensor_parallel_size
+    return PushVolume(
+        num_tensors=num_tensors,
+        num_bytes=float((model.parameters + of_heads) * width),
+        received=3.0 * PUSH_BUCKET_BYTES
+        + max(PUSH_BUCKET_BYTES, model.vocab * model.hidden * width)
+        + 2 * model.experts * model.expert_parameters * width / ranks,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
     """Memory of one GPU of an engine, in bytes, and how many sequences its caches hold."""
 
     weights: float
     other: float  # assumed: activations, graphs, communication
     cache: float
+    push: float  # received tensors of a weight push: outside of gpu_memory_utilization
     cache_per_token: float
     state_per_sequence: float
     routes: float  # in the memory of its node: the routes of all tokens that the caches hold, at most
 
     @property
     def total(self) -> float:
-        return self.weights + self.other + self.cache
+        return self.weights + self.other + self.cache + self.push
 
     def sequences(self, tokens: float) -> int:
         """Return how many sequences of `tokens` tokens fit at once."""
@@ -411,6 +454,7 @@ def engine_memory(model: Architecture, config: Config, *, gpu: float, other: flo
         weights=weights,
         other=0.0 if fixed else other,
         cache=cache,
+        push=0.0 if fixed else push_volume(model, config).received,
         cache_per_token=per_token,
         state_per_sequence=model.mamba_layers * state / (tensor * pipeline),
         routes=cache / per_token * choices if is_reported else 0.0,

@@ -41,6 +41,7 @@ from tools.sizing.memory import (
     engine_memory,
     host_memory,
     packed_routes,
+    push_volume,
     start_volumes,
     trainer_memory,
 )
@@ -165,6 +166,7 @@ def _memory(plan: StagePlan) -> list[str]:
         *([row("replayed routes", trainer.routes, None)] if trainer.routes else []),
         row("caches", None, engine.cache, _cache_note(plan, length, longest)),
         row("other", trainer.other, engine.other, "CUDA, NCCL, allocator, graphs"),
+        *([row("a weight push", None, engine.push, "beside gpu_memory_utilization")] if engine.push else []),
         row("total", trainer.total, engine.total, "" if plan.gpu_bytes is None else _fits(plan, plan.gpu_bytes)),
     ]
     return lines
@@ -205,6 +207,11 @@ def _step(plan: StagePlan) -> list[str]:
             f"step in the object store, and at most {plan.engine.routes / size:,.1f} {unit} in an engine's host memory"
         )
     if plan.gpu_bytes:
+        push = push_volume(plan.model, config)
+        lines.append(
+            f"push      {format_seconds(plan.loop.refit_seconds)}: {push.num_bytes / 1e9:,.0f} GB from one GPU to all "
+            f"engines, in {push.num_tensors:,} tensors"
+        )
         hours = f"cost      {expected.gpu_hours:,.1f} GPU-hours a step"
         if period > 0:
             hours += (
@@ -327,7 +334,7 @@ _CHECKPOINT_BYTES = 16  # per parameter: weights in 16 bits, Adam's state in 32,
 _SIMULATED_STEPS, _SEED = 10, 0
 _MAY_BE_0 = (
     "environment_seconds",
-    "refit_seconds",
+    "push_tensor_ms",
     "iteration_ms",
     "trainer_other_gib",
     "engine_other_gib",

@@ -19,7 +19,7 @@ from statistics import NormalDist
 from recipes.config.keys.derive import DISTILLATION, Derived, max_age, started_judges
 from recipes.config.tree import Config
 from tools.sizing.architecture import Architecture, read_architecture
-from tools.sizing.memory import EngineMemory
+from tools.sizing.memory import EngineMemory, PushVolume, push_volume
 from tools.sizing.simulator import Loop
 
 _MAX_TURNS = 12  # simulated; more turns are merged into longer ones, to limit the number of events
@@ -59,7 +59,10 @@ class Assumptions:
     prefill_mfu: float = _assume(0.4, "share of the peak FLOP/s that prefill reaches")
     bandwidth_share: float = _assume(0.5, "share of the memory bandwidth that decoding reaches")
     iteration_ms: float = _assume(10.0, "milliseconds of one decoding iteration besides reading memory")
-    refit_seconds: float = _assume(5.0, "seconds of one weight push")
+    push_gb_per_second: float = _assume(
+        50.0, "GB/s of a weight push, from one GPU to all engines: one link of 400 Gbit/s"
+    )
+    push_tensor_ms: float = _assume(0.2, "milliseconds of vLLM's reload for one tensor of a push, of its Python")
     save_gb_per_second: float = _assume(20.0, "GB/s that all ranks write to the checkpoint file system")
     image_gb: float = _assume(3.0, "GB of its container image that a node reads, where CONTAINER is no file")
     trainer_other_gib: float = _assume(6.0, "GiB per training GPU for CUDA, NCCL and the allocator")
@@ -85,13 +88,12 @@ OF_TINY: dict[str, float] = {
     "generated_tokens": 11.5,
     "length_sigma": 0.25,
     "environment_seconds": 0.005,
-    "refit_seconds": 0.022,
     "save_gb_per_second": 0.1,
     "trainer_other_gib": 0.0,
     "engine_other_gib": 0.0,
 }
 # Measured with `make bench` on two CPU cores, in seconds: an iteration takes the first plus n times the second.
-_TINY_ITERATION, _TINY_PER_SEQUENCE, _TINY_TRAIN_PER_ROLLOUT = 0.0010, 0.000106, 0.0044
+_TINY_ITERATION, _TINY_PER_SEQUENCE, _TINY_TRAIN_PER_ROLLOUT, _TINY_PUSH = 0.0010, 0.000106, 0.0044, 0.022
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +103,7 @@ class Speeds:
     decode_seconds: Callable[[int], float]  # one iteration with n sequences
     prefill_seconds: float  # one prompt
     train_seconds: Callable[[float], float]  # a step with so many generated tokens
+    push_seconds: float
     teacher_seconds: float = 0.0  # a rollout, once it is complete
 
 
@@ -140,8 +143,14 @@ def roofline(
         * given.prompt_tokens
         / (gpus * gpu.tflops * 1e12 * given.prefill_mfu),
         train_seconds=lambda tokens: per_token * (tokens + prompts) / trainer,
+        push_seconds=push_seconds(push_volume(model, config), given),
         teacher_seconds=max((one.rollout_seconds for one in teachers(model, config, sizes, gpu, given)), default=0.0),
     )
+
+
+def push_seconds(volume: PushVolume, given: Assumptions) -> float:
+    """Return the time of a push: the wire's, then that of the loader, which runs between the receives."""
+    return volume.num_bytes / (given.push_gb_per_second * 1e9) + volume.num_tensors * given.push_tensor_ms / 1000
 
 
 def needs_logprobs(config: Config, sizes: Derived) -> bool:
@@ -194,6 +203,7 @@ def tiny_speeds(sizes: Derived) -> Speeds:
         decode_seconds=lambda n: _TINY_ITERATION + _TINY_PER_SEQUENCE * n,
         prefill_seconds=0.0,
         train_seconds=lambda tokens: _TINY_TRAIN_PER_ROLLOUT * sizes.samples_per_step,
+        push_seconds=_TINY_PUSH,
     )
 
 
@@ -221,5 +231,5 @@ def loop(config: Config, sizes: Derived, engine: EngineMemory, speeds: Speeds, g
         turns=turns,
         draw_environment_seconds=lambda random: taught + (random.expovariate(1 / environment) if environment else 0.0),
         train_seconds=speeds.train_seconds,
-        refit_seconds=given.refit_seconds,
+        refit_seconds=speeds.push_seconds,
     )

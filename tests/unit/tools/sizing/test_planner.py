@@ -414,7 +414,7 @@ def test_wrong_inputs_are_refused(capsys, words, message):
     [
         *(("--generated-tokens", value, True) for value in ("0", "-1", "nan", "inf", "many")),
         *((name, "0", True) for name in ("--train-mfu", "--save-gb-per-second", "--gpu-memory-gib")),
-        *((name, "0.0", False) for name in ("--refit-seconds", "--environment-seconds")),
+        *((name, "0.0", False) for name in ("--push-tensor-ms", "--environment-seconds")),
     ],
 )
 def test_assumptions_are_numbers_with_which_something_happens(capsys, option, value, is_refused):
@@ -481,3 +481,18 @@ def test_a_plan_has_the_configuration_that_a_launch_has(capsys, tmp_path, monkey
     assert planner.main(["--stage", "stage9"]) == 2
     assert planner.main(["--stage", "stage1.1", "grpo.num_prompt_per_step=1", "grpo.seed=-1"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 3, "every problem at once"
+
+
+def test_a_push_takes_the_time_of_its_bytes_and_of_its_calls(capsys):
+    text = plan(capsys, "--stage", "stage1.1")
+    assert "push      5.3 s: 247 GB from one GPU to all engines, in 2,007 tensors" in text
+    slower = plan(capsys, "--stage", "stage1.1", "--push-gb-per-second", "25", "--push-tensor-ms", "1")
+    assert "push      11.9 s: 247 GB" in slower
+
+
+def test_what_a_push_receives_must_fit_beside_the_memory_that_an_engine_takes(capsys):
+    assert "a weight push                       3.1  beside gpu_memory_utilization" in plan(
+        capsys, "--stage", "stage1.1"
+    )
+    text = plan(capsys, "--stage", "stage1.1", "policy.generation.vllm_cfg.gpu_memory_utilization=0.93")
+    assert "DOES NOT FIT" in text
