@@ -32,5 +32,9 @@ def test_the_driver_does_not_see_the_tokens(tmp_path: Path) -> None:
     checkpoint = result["checkpoint"]
     assert checkpoint["num_files"] == 561 and 1.95e12 < checkpoint["num_bytes"] < 1.97e12
     assert 0 < checkpoint["restart_seconds"] <= checkpoint["limit_seconds"] == 5.0, "the large files are read"
+    push = result["push"]
+    assert (push["num_experts_tensors"], push["num_others"], push["num_tensors"]) == (40_960, 683, 1_963)
+    assert 0 < push["seconds"] < push["one_by_one_seconds"] / 4 and push["push_bytes"] < 500 < push["connect_bytes"]
+    assert "s of Python, within the limit of 2 s" in done.stdout
     is_kept = "within the limit of 0.5 s" in done.stdout and "within the limit of 5 s" in done.stdout
     assert is_kept == (done.returncode == 0)

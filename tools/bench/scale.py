@@ -6,7 +6,7 @@ buffer, rewards, advantages, planning and the ranks' fetching and packing are th
 are not: engines answer with random tokens, a thousand times as fast as real ones; the tokenizer and the questions are
 those of the tiny stages; a rank stops at its first packed microbatch. Steps with fewer or shorter rollouts show how the
 cost grows. Then rollouts of 200 turns and 100,000 tokens, as in stage 2.2, go through sessions. A checkpoint of 561
-sparse files, 1.96 TB, is saved and restarted from.
+sparse files, 1.96 TB, is saved and restarted from. An engine loads a push of Super's tensors, with tiny widths.
 
 What a long rollout costs from the agent to the engine's input: CPU seconds of both processes, the model apart.
 
@@ -48,6 +48,7 @@ from recipes.generation.serving.requests import Request, Sample, request_seed
 from recipes.rollouts.group import PolicyClient, Sampler
 from recipes.token_ids import TokenIds
 from recipes.types import Completion, Sampling, VersionSpan
+from tools.bench import push_cost
 from tools.bench.scale_save import measure_save
 from tools.bench.scale_step import (
     HEADS,
@@ -369,7 +370,7 @@ def main(argv: list[str] | None = None) -> int:
     found = machine()
     try:
         config = require_valid(load_config(args.config))
-        saving = measure_save()
+        saving, push = measure_save(), push_cost.measured()
         with running(config, args) as parts:
             costs, session = _measure_all(parts, num_prompts=args.prompts)
     except RecipeError as error:
@@ -378,15 +379,21 @@ def main(argv: list[str] | None = None) -> int:
     widths = [max(len(row[column]) for row in (HEADS, *(cost.row() for cost in costs))) for column in range(len(HEADS))]
     for row in (HEADS, *(cost.row() for cost in costs)):
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-    print(f"bench-scale: {session}\nbench-scale: {saving}")
+    print(f"bench-scale: {session}\nbench-scale: {saving}\nbench-scale: {push_cost.sentence(push)}")
     steps = [asdict(cost) for cost in costs]
-    result = {"machine": found, "steps": steps, "session": session.as_dict(), "checkpoint": saving.as_dict()}
+    result = {
+        "machine": found,
+        "steps": steps,
+        "session": session.as_dict(),
+        "checkpoint": saving.as_dict(),
+        "push": push,
+    }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(args.out, json.dumps(result, default=str).encode())
     if warning := load_warning(found):
         print(f"bench-scale: {warning}")
     print(f"bench-scale: {args.out}")
-    return 0 if session.is_kept and saving.is_kept else 1
+    return 0 if session.is_kept and saving.is_kept and push_cost.is_kept(push) else 1
 
 
 def _measure_all(parts: Parts, *, num_prompts: int) -> tuple[list[StepCost], SessionCost]:

@@ -62,7 +62,7 @@ class Assumptions:
     push_gb_per_second: float = _assume(
         50.0, "GB/s of a weight push, from one GPU to all engines: one link of 400 Gbit/s"
     )
-    push_tensor_ms: float = _assume(0.2, "milliseconds of vLLM's reload for one tensor of a push, of its Python")
+    push_tensor_ms: float = _assume(0.2, "milliseconds of vLLM's reload for one tensor of a push (make bench-scale)")
     save_gb_per_second: float = _assume(20.0, "GB/s that all ranks write to the checkpoint file system")
     image_gb: float = _assume(3.0, "GB of its container image that a node reads, where CONTAINER is no file")
     trainer_other_gib: float = _assume(6.0, "GiB per training GPU for CUDA, NCCL and the allocator")
