@@ -1,11 +1,12 @@
-"""TensorBoard and W&B: copies of the numbers in metrics.jsonl. `RunLogger` has one thread that calls them."""
+"""TensorBoard, W&B and Prometheus: copies of what is in metrics.jsonl. `RunLogger` has one thread that calls them."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -68,6 +69,44 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class PrometheusSink:
+    """Serves the newest value of each number as a gauge at `address`, HOST:PORT, to whoever asks; it has no secrets.
+
+    `train/reward` is `super_rl_train_reward`. Raises `ConfigError` where nobody can listen at the address.
+    """
+
+    name = "Prometheus"
+
+    def __init__(self, address: str) -> None:
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self._latest: Mapping[str, float] = {}
+        registry = CollectorRegistry()
+        registry.register(self)
+        host, _, port = address.rpartition(":")
+        try:
+            self._server, self._thread = start_http_server(int(port), addr=host, registry=registry)
+        except (OSError, OverflowError) as error:
+            wrong = f"cannot listen at {address}: {error}"
+            fix = "choose another port, and an address of this machine, or set it to null"
+            raise ConfigError(Problem(where="logger.prometheus_address", wrong=wrong, fix=fix)) from error
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the gauges; the server calls this for each request, in a thread of its own."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        for name, value in self._latest.items():
+            yield GaugeMetricFamily(name, "", value=value)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        named = {re.sub(r"[^a-zA-Z0-9_]", "_", f"super_rl_{key}"): value for key, value in scalars.items()}
+        self._latest = {**self._latest, **named, "super_rl_step": float(step)}
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
 
 
 def import_wandb() -> Any:

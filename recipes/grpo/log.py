@@ -50,7 +50,7 @@ from recipes.grpo.metrics import (
     rates,
     rest_of_one,
 )
-from recipes.sinks import WANDB_ID_FILE, ScalarSink, TensorBoardSink, WandbSink, import_wandb
+from recipes.sinks import WANDB_ID_FILE, PrometheusSink, ScalarSink, TensorBoardSink, WandbSink, import_wandb
 from recipes.tokens import TextOf, TokenStore, last_answers, output_texts, token_record, trajectories
 from recipes.types import Group
 
@@ -221,6 +221,8 @@ class RunLogger:
         (self.run_dir / "rollouts").mkdir(parents=True, exist_ok=True)
         if self._cfg.tensorboard_enabled:
             self._sinks.append(TensorBoardSink(self.run_dir / TENSORBOARD, first_step))
+        if self._cfg.prometheus_address:
+            self._sinks.append(PrometheusSink(self._cfg.prometheus_address))
         if self._cfg.wandb_enabled:
             try:
                 sink = WandbSink(self.run_dir, self._cfg.wandb, continues=continues)

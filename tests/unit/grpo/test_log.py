@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
+import socket
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +39,7 @@ class Wandb:
 class LoggerCfg:
     tensorboard_enabled: bool = False
     wandb_enabled: bool = False
+    prometheus_address: str | None = None
     wandb: Wandb = field(default_factory=Wandb)
     num_val_samples_to_print: int = 0
 
@@ -402,6 +407,58 @@ def test_a_copy_that_does_not_end_fails_no_run_that_is_done(
     assert len(lines_of(tmp_path / "metrics.jsonl")) == 1
     assert "W&B did not end within 0.5 s; metrics.jsonl is complete" in caplog.text
     copy.may_end.set()
+
+
+def scraped(port: int) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return {line.split()[0]: float(line.split()[1]) for line in lines if not line.startswith("#")}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+def test_prometheus_reads_the_newest_value_of_each_number(tmp_path: Path) -> None:
+    port = free_port()
+    cfg = LoggerCfg(prometheus_address=f"127.0.0.1:{port}")
+    run = RunLogger(tmp_path, cfg, num_steps=2)
+    run.resume(0)  # before the engines start
+    assert scraped(port) == {}
+    for step, more in ((1, {"validation/a-b/accuracy": 0.5}), (2, {"train/loss": math.nan})):
+        metrics = step_metrics(step, step / 4)
+        metrics.add(more, prefix="")
+        run.log(metrics)
+        run.flush()
+    while scraped(port).get("super_rl_step") != 2:  # the file is written first
+        time.sleep(0.01)
+    assert scraped(port) == {
+        "super_rl_step": 2, "super_rl_train_reward": 0.5, "super_rl_validation_a_b_accuracy": 0.5
+    }  # fmt: skip
+    other = RunLogger(tmp_path / "other", cfg, num_steps=2)
+    with pytest.raises(ConfigError, match=rf"prometheus_address: cannot listen at 127.0.0.1:{port}: .*choose another"):
+        other.resume(0)
+    run.close()
+    again = RunLogger(tmp_path / "again", cfg, num_steps=2)
+    again.resume(0)  # the port is free again
+    again.close()
+
+
+def test_the_dashboard_asks_only_for_numbers_that_a_run_has() -> None:
+    dashboard = (Path(log.__file__).parents[2] / "tools/look/grafana.json").read_text(encoding="utf-8")
+    asked = set(re.findall(r"super_rl_(\w+)", dashboard)) - {"step"}
+    statuses = {f"train_rollout_status_{status.value}" for status in RolloutStatus}
+    assert statuses <= asked
+    sources = [path.read_text(encoding="utf-8") for path in Path(log.__file__).parents[1].rglob("*.py")]
+    named = set(re.findall(r"[\w/]+", " ".join(text.replace('"', " ") for text in sources)))
+    known = {name.replace("/", "_") for name in named}
+    prefixes = ("timing_train_", "train_", "validation_", "performance_", "idle_")
+    assert not [
+        name
+        for name in asked - statuses
+        if name not in known and not any(name.startswith(p) and name.removeprefix(p) in known for p in prefixes)
+    ]
 
 
 def test_progress_line_reads_left_to_right_and_aligns() -> None:

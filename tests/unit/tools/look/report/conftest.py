@@ -25,6 +25,7 @@ END = {"math_with_judge": 0.72, "mcqa": 0.81, "reasoning_gym": 0.55, "structured
 class LoggerCfg:
     tensorboard_enabled: bool = False
     wandb_enabled: bool = False
+    prometheus_address: str | None = None
     wandb: None = None
     num_val_samples_to_print: int = 0
 
