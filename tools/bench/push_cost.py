@@ -31,7 +31,8 @@ _NUM_BUCKETS = 230  # of a push of 247 GB in more than 1 GiB each; the smaller o
 def measured() -> dict[str, Any]:
     """Return what a process of its own measures, in which vLLM has its environment from the start."""
     argv = [sys.executable, "-m", "tools.bench.push_cost"]
-    done = subprocess.run(argv, env={**os.environ, **ENV, **CPU_ENV}, stdout=subprocess.PIPE, text=True, check=True)
+    env = {**os.environ, **ENV, **CPU_ENV}
+    done = subprocess.run(argv, env=env, stdout=subprocess.PIPE, encoding="utf-8", check=True)
     found: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     return found
 

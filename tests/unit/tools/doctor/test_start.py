@@ -261,6 +261,7 @@ SAID_BY: dict[str, Any] = {
     "policy/layout.py check_layout": "rules between keys",
     "policy/layout.py check_model_fits": "MDL004: test_model.py",
     "policy/step.py build_trainer": "ENG006: test_model.py",
+    "sinks.py __init__": "nothing: only the node of the driver knows whether an address of its own is free",
     "sinks.py import_wandb": "a package for the log",
     "weight_files.py require_object": "settings that hold no object",
     "weight_files.py read_weights": "weights that the index does not name",

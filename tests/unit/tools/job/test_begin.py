@@ -29,7 +29,11 @@ def write_checkpoint(root: Path, step: int, weights: bytes) -> Path:
     (path / "hf").mkdir(parents=True)
     (path / "hf" / "config.json").write_text("{}", encoding="utf-8")
     (path / "hf" / "model.safetensors").write_bytes(weights)
-    files = {f"hf/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest() for file in (path / "hf").iterdir()}
+    contents = {f"hf/{file.name}": file.read_bytes() for file in (path / "hf").iterdir()}
+    files = {
+        name: {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+        for name, content in contents.items()
+    }
     (path / "COMPLETE").write_text(json.dumps(files), encoding="utf-8")
     (root / "latest").unlink(missing_ok=True)
     (root / "latest").symlink_to(path.name)
