@@ -496,7 +496,7 @@ def read_here(files: Sequence[Path]) -> list[str | None]:
         return list(pool.map(readable_sha256, files))
 
 
-def _recorded(path: Path) -> dict[str, FileSum]:
+def recorded_sums(path: Path) -> dict[str, FileSum]:
     """Return what COMPLETE says of each file; `ValueError` when it is no such record. Older ones have no sizes."""
     raw = orjson.loads((path / _COMPLETE).read_bytes())
     try:
@@ -514,7 +514,7 @@ def content_digest(path: Path) -> str:
     It covers the export, weights, optimizer, random states and the ledger, from their sums in COMPLETE. It leaves out
     what names this one save (Megatron's `.metadata`) or tells how long something took (`state.json`, waiting groups).
     """
-    kept = {name: one.sha256 for name, one in _recorded(path).items() if Path(name).name not in _OF_ONE_SAVE}
+    kept = {name: one.sha256 for name, one in recorded_sums(path).items() if Path(name).name not in _OF_ONE_SAVE}
     return hashlib.sha256(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
@@ -524,7 +524,7 @@ def damage(path: Path, *, below: str = "", fix: str, read: Reader | None = None)
     Small ones are read here, the large ones of the ranks by `read`; without it only their sizes are compared.
     """
     try:
-        recorded = {name: one for name, one in _recorded(path).items() if name.startswith(below)}
+        recorded = {name: one for name, one in recorded_sums(path).items() if name.startswith(below)}
     except FileNotFoundError:
         return [Problem(where=str(path), wrong=f"it has no {_COMPLETE}: it was not finished, or it was taken", fix=fix)]
     except (OSError, ValueError) as error:

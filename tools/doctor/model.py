@@ -20,6 +20,7 @@ from recipes.environments.chat.codec import ChatCodec, template_of
 from recipes.errors import CheckpointError, InputError, Problem
 from recipes.files import read_object, sha256_of
 from recipes.generation.engine_args import OWN_HEADS, has_experts, route_problems, speculation_problems, stop_token_ids
+from recipes.grpo.checkpoint import recorded_sums
 from recipes.weight_files import AGAIN, INDEX, files_of, read_header, read_weights, require_object
 from tools.draft.findings import Finding, as_findings, found
 from tools.draft.launch import Launch
@@ -30,7 +31,7 @@ SETTINGS = "tokenizer_config.json"
 ENGINE_CLASSES = ("EngineArgs", "AsyncEngineArgs")
 FILES = ("config.json", "tokenizer.json", SETTINGS)
 GPU_LOCK = Path(__file__).parents[2] / "containers" / "requirements-gpu.lock"
-COMPLETE = "COMPLETE"  # written last by recipes/grpo/checkpoint.py: file -> sha256
+COMPLETE = "COMPLETE"  # written last by recipes/grpo/checkpoint.py
 MAX_HASHED_BYTES = 2 * 2**30  # of one export: some seconds of reading
 FIX = "set MODEL_PATH to a Hugging Face checkpoint; `make tiny` makes the tiny ones"
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -133,25 +134,29 @@ def export_findings(path: Path, known: Collection[str] = ()) -> Iterator[Finding
         fix = "take the export of an earlier step, or run the parent stage again: it resumes"
         yield found("MDL003", where=str(step), wrong=f"the checkpoint was not finished: it has no {COMPLETE}", fix=fix)
         return
-    digests = {name: digest for name, digest in read_object(step / COMPLETE).items() if name.startswith("hf/")}
-    if not digests:
+    try:
+        sums = {name: one for name, one in recorded_sums(step).items() if name.startswith("hf/")}
+    except (OSError, ValueError) as error:
+        yield found("MDL003", where=str(step / COMPLETE), wrong=f"it cannot be read ({error})", fix=AGAIN)
+        return
+    if not sums:
         yield found("MDL003", where=str(step / COMPLETE), wrong="it has no checksum of a file of hf/", fix=AGAIN)
     hashed, skipped = 0, 0
-    for name in sorted(digests, key=lambda name: (name.endswith(".safetensors"), name)):
+    for name in sorted(sums, key=lambda name: (name.endswith(".safetensors"), name)):
         file = step / name
         if file.name in known:
             continue
         size = file.stat().st_size if file.is_file() else 0
-        if hashed + size > MAX_HASHED_BYTES:
-            skipped += 1
-            continue
-        hashed += size
-        if not file.is_file() or sha256_of(file) != digests[name]:
-            differs = f"the file differs from its checksum in {COMPLETE}"
-            yield found("MDL003", where=str(file), wrong=differs if file.is_file() else "no such file", fix=AGAIN)
+        is_read = hashed + size <= MAX_HASHED_BYTES
+        hashed, skipped = hashed + size * is_read, skipped + (not is_read)
+        if not file.is_file():
+            yield found("MDL003", where=str(file), wrong="no such file", fix=AGAIN)
+        elif size != (sums[name].num_bytes or size) or (is_read and sha256_of(file) != sums[name].sha256):
+            wrong = f"the file differs from its checksum in {COMPLETE}"
+            yield found("MDL003", where=str(file), wrong=wrong, fix=AGAIN)
     if skipped:
         limit = f"beyond {MAX_HASHED_BYTES / 2**30:g} GiB no checksum is read"
-        wrong = f"{skipped} of {len(digests)} files were compared by size alone: {limit}"
+        wrong = f"{skipped} of {len(sums)} files were compared by size alone: {limit}"
         fix = f"compare `sha256sum` of them with {COMPLETE} if you doubt the copy"
         yield found("MDL006", where=str(path), wrong=wrong, fix=fix)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models
 
+from recipes.grpo.checkpoint import _write_complete
 from tools.doctor.examine import examine
 from tools.draft.findings import Finding
 from tools.draft.launch import read_launch
@@ -128,5 +129,4 @@ def _write_export(hf: Path) -> None:
     (hf / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
     (hf / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
-    digests = {f"hf/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest() for file in hf.iterdir()}
-    (hf.parent / "COMPLETE").write_text(json.dumps(digests), encoding="utf-8")
+    _write_complete(hf.parent, {})

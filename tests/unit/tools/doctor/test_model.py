@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from pathlib import Path
@@ -12,6 +11,7 @@ from tokenizers import Tokenizer, models
 
 from recipes.config.fits import engine_problem
 from recipes.config.load import load_config, require_valid
+from recipes.grpo.checkpoint import _write_complete, recorded_sums
 from tests.configuration import block
 from tests.weight_headers import qwen3_shapes, safetensors
 from tools.doctor.model import (
@@ -54,8 +54,8 @@ def write_export(step: Path, *, heads: int = 4) -> Path:
     Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1}, unk_token="<unk>")).save(str(hf / "tokenizer.json"))
     settings = {"eos_token": "<eos>", "chat_template": "{{ messages[0].content }}"}
     (hf / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    digests = {f"hf/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest() for file in hf.iterdir()}
-    (step / "COMPLETE").write_text(json.dumps(digests | {"state.json": "0" * 64}), encoding="utf-8")
+    (step / "state.json").write_text("{}", encoding="utf-8")
+    _write_complete(step, {})
     return hf
 
 
@@ -112,8 +112,12 @@ def test_weights_of_another_model_than_config_json_describes_are_found(tmp_path,
     assert re.search(message, str(findings[0]))
 
 
-def test_an_export_of_ours_is_held_against_its_checksums(tmp_path):
+@pytest.mark.parametrize("has_sizes", [True, False])  # earlier versions noted none
+def test_an_export_of_ours_is_held_against_its_checksums(tmp_path, has_sizes):
     hf = write_export(tmp_path / "step_000010")
+    if not has_sizes:
+        sums = {name: one.sha256 for name, one in recorded_sums(hf.parent).items()}
+        (hf.parent / "COMPLETE").write_text(json.dumps(sums), encoding="utf-8")
     latest = tmp_path / "latest"
     latest.symlink_to("step_000010")
     assert codes(export_findings(latest / "hf")) == []
@@ -136,12 +140,15 @@ def test_weights_from_elsewhere_have_no_checksums(tmp_path):
 def test_files_too_large_to_hash_are_said_to_be_so(tmp_path, monkeypatch):
     hf = write_export(tmp_path / "step_000010")
     monkeypatch.setattr("tools.doctor.model.MAX_HASHED_BYTES", 2000)
-    (hf / "model.safetensors").write_bytes(bytes(4000))  # differs, and nobody looks
+    weights = hf / "model.safetensors"
+    weights.write_bytes(bytes(weights.stat().st_size))  # differs, and nobody looks
     (finding,) = export_findings(hf)
     assert (finding.code, finding.severity) == ("MDL006", "note")
     assert (
         finding.problem.what == "1 of 4 files were compared by size alone: beyond 1.86265e-06 GiB no checksum is read"
     )
+    weights.write_bytes(bytes(4000))
+    assert codes(export_findings(hf)) == ["MDL003", "MDL006"]
 
 
 @pytest.mark.parametrize(
