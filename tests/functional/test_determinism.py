@@ -45,7 +45,8 @@ def finish(case: RunCase) -> Path:
 
 
 def has_done(case: RunCase, step: int) -> bool:
-    return case.steps_done() >= step
+    checkpoints = case.run_dir / "checkpoints"
+    return case.steps_done() >= step and checkpoints.is_dir() and bool(complete_checkpoints(checkpoints))
 
 
 @pytest.mark.parametrize(
