@@ -23,7 +23,8 @@ log = logging.getLogger("sandbox")
 
 WORKER = Path(__file__).with_name("worker.py")
 KEPT_SECONDS = 300.0  # a session that was used in this time is not ended for the sake of another
-GRACE_SECONDS = 0.5  # from the interrupt of a cell to the end of its session
+GRACE_SECONDS = 0.5  # of processor time, in which a cell heeds its interrupt; else its session ends
+MOST_GRACE_SECONDS = 2.0  # the same on the clock: a busy machine may give it no processor for a while
 IDLE_CHECK_SECONDS = 1.0  # between two looks at a session that runs no cell
 IDLE_CPU_SECONDS = 5.0  # CPU time that what cells left running may use until the next cell
 STATUS = {"completed": 0, "error": 1}
@@ -52,9 +53,7 @@ class Session:
             self.used = time.monotonic()
             request = {"code": code, "seconds": seconds, "output_bytes": self.limits.output_bytes}
             try:
-                line, reason = self._exchange(
-                    json.dumps(request).encode() + b"\n", time.monotonic() + seconds + GRACE_SECONDS
-                )
+                line, reason = self._exchange(json.dumps(request).encode() + b"\n", seconds)
             except (OSError, ValueError):  # the process has ended, or another thread closed the session
                 line, reason = b"", "end"
             self.used = time.monotonic()
@@ -67,7 +66,7 @@ class Session:
         status = None if reason else STATUS.get(answer["status"], 1)
         return Outcome(status=status, stdout=answer["stdout"], stderr=answer["stderr"], reason=reason)
 
-    def _exchange(self, request: bytes, deadline: float) -> tuple[bytes, str]:
+    def _exchange(self, request: bytes, seconds: float) -> tuple[bytes, str]:
         """Write a cell and read one line; return it, or an empty one and why there is none.
 
         What an earlier cell left running may write the line, or read nothing: neither may keep this thread.
@@ -79,11 +78,15 @@ class Session:
         poll.register(stdin, select.POLLOUT)
         poll.register(stdout, select.POLLIN)
         limit = 16 * self.limits.output_bytes  # JSON may write six bytes for one, for each of two streams
+        interrupt, used_before = time.monotonic() + seconds, -1.0
         while not line.endswith(b"\n"):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return b"", "time"
-            for descriptor, _ in poll.poll(1000 * left):
+            late = time.monotonic() - interrupt
+            if late >= 0:
+                used = usage_of(self.process.pid).cpu_seconds
+                used_before = used if used_before < 0 else used_before
+                if used - used_before > GRACE_SECONDS or late > MOST_GRACE_SECONDS:
+                    return b"", "time"
+            for descriptor, _ in poll.poll(1000 * max(-late, CHECK_SECONDS)):
                 if descriptor == stdin:
                     unsent = unsent[os.write(stdin, unsent) :]
                     if not unsent:

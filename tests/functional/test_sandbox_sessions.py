@@ -6,10 +6,12 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from small_root import require
 from speed import patiently
@@ -105,6 +107,22 @@ time.sleep(1000)
         outcome = session.run("#" * 1_000_000, 3)
         assert outcome.status is None
         assert time.monotonic() - began < patiently(30)
+    finally:
+        session.close()
+
+
+def test_a_session_that_gets_no_processor_at_its_interrupt_stays():
+    from jail import Limits
+    from sessions import Session
+
+    session = Session(Limits())
+    try:
+        session.run("kept = 7", 20)
+        worker = psutil.Process(session.process.pid).children(recursive=True)[-1]
+        threading.Timer(0.5, worker.suspend).start()
+        threading.Timer(1.9, worker.resume).start()  # past the interrupt by more than half a second
+        assert session.run("while True: pass", 1).timed_out
+        assert session.run("print(kept)", 20).stdout == "7\n"
     finally:
         session.close()
 
