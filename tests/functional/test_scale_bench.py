@@ -19,8 +19,8 @@ def test_the_driver_does_not_see_the_tokens(tmp_path: Path) -> None:
     out = tmp_path / "scale.json"
     options = ["--prompts", "16", "--ranks", "1", "--workers", "1", "--engines", "2", "--out", str(out)]
     command = [sys.executable, "-m", "tools.bench.scale", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patiently(180))
-    assert done.returncode in (0, 1), done.stderr[-2000:]  # a slow machine misses the limit of a session
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patiently(400))
+    assert done.returncode in (0, 1), done.stderr[-2000:]  # a slow machine misses a limit
     result = json.loads(out.read_text(encoding="utf-8"))
     _, quarter, full, short = result["steps"]
     assert full["num_tokens"] > 2.5 * short["num_tokens"]
@@ -35,6 +35,5 @@ def test_the_driver_does_not_see_the_tokens(tmp_path: Path) -> None:
     push = result["push"]
     assert (push["num_experts_tensors"], push["num_others"], push["num_tensors"]) == (40_960, 683, 1_963)
     assert 0 < push["seconds"] < push["one_by_one_seconds"] / 4 and push["push_bytes"] < 500 < push["connect_bytes"]
-    assert "s of Python, within the limit of 2 s" in done.stdout
-    is_kept = "within the limit of 0.5 s" in done.stdout and "within the limit of 5 s" in done.stdout
+    is_kept = all(f"within the limit of {limit} s" in done.stdout for limit in ("0.5", "2", "5"))
     assert is_kept == (done.returncode == 0)
