@@ -81,7 +81,7 @@ def expected_seconds(trainer: Trainer, directory: Path, writers: Sequence[int], 
     if rank in writers:
         num_bytes += sum(map(hf.num_bytes, trainer.full_shapes())) // len(writers)
     block = os.urandom(2**20)  # no file system makes less of it
-    num_blocks = -(-min(num_bytes, _TRIED_BYTES) // len(block))
+    num_blocks = max(1, -(-min(num_bytes, _TRIED_BYTES) // len(block)))
     path, start = directory / f"rank_{rank}", time.monotonic()
     try:
         with SummedFile(path) as file:
