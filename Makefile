@@ -62,8 +62,9 @@ NAMED = $(shell grep -ohE '[A-Z][A-Z0-9_]+' $(MAKEFILE_LIST) tools/draft/contrac
 UNREAD := $(if $(GIVEN),$(filter-out $(NAMED),$(GIVEN)))
 $(if $(UNREAD),$(error got $(UNREAD), which nothing here reads; expected variables of the Makefile or of \
 tools/draft/contract.py: correct the name, or put it before `make` when a program that is started reads it))
+ALL_STAGES := stage1.1 stage1.2 stage1.3 stage2.1 stage2.2 stage3 stage4 nano-rl
 # What a target reads is in its `#=` lines; a sub-make has the variables of all targets of the command.
-READS_OF = $(shell awk -v target='$(patsubst stage%,stage1.1,$(1))' '/^[a-z0-9._-]+:.*##/ { is_it = index($$0, target ":") == 1 } \
+READS_OF = $(shell awk -v target='$(if $(filter stage% $(ALL_STAGES),$(1)),stage1.1,$(1))' '/^[a-z0-9._-]+:.*##/ { is_it = index($$0, target ":") == 1 } \
   is_it && /^#=/' $(firstword $(MAKEFILE_LIST)))
 LAUNCH_NAMES = $(if $(findstring a launch,$(1)),tools/draft/contract.py) $(if $(findstring an image,$(1)),tools/images/*.py)
 READ_BY = PYTHON VENV $(shell echo '$(if $(findstring a launch,$(1)),WANDB_MODE) $(subst ','"'"',$(1))' | cat - $(LAUNCH_NAMES) /dev/null | grep -ohE '[A-Z][A-Z0-9_]+')
@@ -76,7 +77,6 @@ endif
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.synced
-ALL_STAGES := stage1.1 stage1.2 stage1.3 stage2.1 stage2.2 stage3 stage4
 SMOKE_SEED := $(or $(SEED),42)
 SMOKE_RUN := $(or $(EXP_NAME),smoke-seed$(SMOKE_SEED)-$(shell date +%Y%m%d-%H%M%S))
 # The newest run is the one that logged last: a report that is written makes its directory newer, not its run.
@@ -151,7 +151,7 @@ JUDGED = $(if $(filter tiny/local/wide,$(SCALE)/$(LAUNCHER)/$(BLEND)),$(PYTHON) 
 # Only the wide warm-up has seen tools, repositories and preferences: a chain that comes to their stages starts from it.
 AT_TINY = $(filter tiny,$(SCALE))$(MODEL_PATH)
 # The tiny chain's model has no multi-token heads for stage 4, which starts from another one there.
-CHAIN = $(or $(STAGES),$(if $(filter tiny,$(SCALE)),$(filter-out stage4,$(ALL_STAGES)),$(ALL_STAGES)))
+CHAIN = $(or $(STAGES),$(filter-out $(if $(filter tiny,$(SCALE)),stage4),$(filter stage%,$(ALL_STAGES))))
 IS_LONG = $(filter stage2.1 stage2.2 stage3,$(CHAIN))
 CHAIN_START = $(if $(filter tiny,$(AT_TINY)),$(if $(filter stage1.1,$(CHAIN)),$(if \
 $(IS_LONG),MODEL_PATH=$(CURDIR)/models/tiny-wide-sft)))
@@ -192,17 +192,10 @@ stage2.1: ## software engineering, single-step edits (swe1)
 stage2.2: ## software engineering, whole instances in containers (swe2)
 stage3: ## RLHF with a generative reward model (rlhf)
 stage4: ## MTP healing: the multi-token heads learn the policy's answers (healing)
+nano-rl: ## Nemotron 3 Nano: one stage of GRPO (nano3-grpo); not in `make pipeline`
 $(ALL_STAGES): $(READY)
 	@$(if $(ROWS),$(if $(DRY),echo "first: make data-import ROWS=$(ROWS) REWARD=$(REWARD)" >&2,$(OWN_FIRST)),$(if $(REWARD),$(error REWARD scores the rows of ROWS: give ROWS=my.jsonl)))
 	@$(JUDGED) $(if $(ROWS),$(OWN_LAUNCH)) ./super_launch.sh $@ $(if $(ROWS),$(OWN_WORDS)) $(EXACT) $(ARGS)
-
-# Nano has no row in the stage table: its one stage is no part of the chain.
-.PHONY: nano3
-nano3: $(READY) ## Nemotron 3 Nano: one stage of GRPO (configs/nano_grpo.yaml)
-#= MODEL_PATH EXP_NAME ARGS, and the variables of a launch (rows: make data BLEND=nano3)
-	@EXP_NAME="$${EXP_NAME:-nano3-rl}" CONFIG_PATH="$${CONFIG_PATH:-configs/nano_grpo.yaml}" \
-	  TRAIN_PATH="$${TRAIN_PATH:-data/nano3/train-split.jsonl}" VAL_PATH="$${VAL_PATH:-data/nano3/val-split.jsonl}" \
-	  ./super_launch.sh $(ARGS)
 
 stage%: $(READY) # the launcher answers a stage that does not exist with the names of those that do
 	@./super_launch.sh $@ $(ARGS)

@@ -58,7 +58,7 @@ _ROW_SCHEMA = {
     "additionalProperties": False,
     "required": ["id", "name", "experiment", "configs", "blend", "after", "container", "requires"],
     "properties": {
-        "id": {"type": "string", "pattern": r"^stage[0-9]+(\.[0-9]+)?$"},
+        "id": {"type": "string", "pattern": r"^[a-z][a-z0-9]*([.-][a-z0-9]+)*$"},
         "name": _NAME,
         "experiment": {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$"},
         "configs": {

@@ -29,6 +29,8 @@ AGENT = {"type": "responses_api_agents", "name": "math_with_judge_simple_agent"}
 NUM_ROWS, NUM_QUESTIONS, VAL_ROWS = 6000, 500, 100
 TABLE = b"id,name\n1,a\n"
 KILLS = 10
+REASONING = {"strip": 0.1, "truncate": 0.03}  # no row holds reasoning of earlier turns, so none is cut
+OFF = '{"enable_thinking": false}'
 MORE = {"HF_TOKEN": "for-the-hub-alone", "DATA_WORKERS": "2"}
 
 
@@ -76,7 +78,12 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    blends = {DATASET: {"revision": COMMIT, "blends": {"rlvr1": {"files": {"rlvr1.jsonl": {"rows": NUM_ROWS}}}}}}
+    blends = {
+        DATASET: {
+            "revision": COMMIT,
+            "blends": {"rlvr1": {"files": {"rlvr1.jsonl": {"rows": NUM_ROWS}}, "reasoning": REASONING}},
+        }
+    }
     source = {"dataset": DATASET, "revision": COMMIT, "question": ["prompt", 0, "content"]}
     source |= {"answer": ["reward_model", "ground_truth"]}
     sources = {MATH: source | {"split": "math", "style": "skywork"}, DAPO: source | {"split": "train", "style": "dapo"}}
@@ -127,11 +134,15 @@ def test_the_path_gives_what_its_rules_say(place: Path, hub: Hub) -> None:
     train = (place / "data/rlvr1/train-split.jsonl").read_bytes().splitlines(keepends=True)
     validation = (place / "data/rlvr1/val-split.jsonl").read_bytes().splitlines(keepends=True)
     assert (len(train), len(validation)) == (NUM_ROWS - VAL_ROWS, VAL_ROWS)
-    blend = BLEND.splitlines(keepends=True)
+    blend, num_off = BLEND.splitlines(keepends=True), 0
     for number, line in enumerate([*train, *validation]):
         row = json.loads(line)
+        if off := row["responses_create_params"].pop("metadata", None):
+            assert off == {"chat_template_kwargs": OFF}
+            num_off += 1
         if number % 10 not in (0, 3):
-            assert line == blend[number]
+            assert row == json.loads(blend[number])
+            assert off or line == blend[number]
             continue
         text = question(number % NUM_QUESTIONS)
         core = f"What is {number % NUM_QUESTIONS} times seven?"
@@ -139,12 +150,13 @@ def test_the_path_gives_what_its_rules_say(place: Path, hub: Hub) -> None:
         assert row["responses_create_params"] == {"input": [{"role": "user", "content": prompt}]}
         assert row["expected_answer"] == str(7 * (number % NUM_QUESTIONS))
         assert row["n"] == number
+    assert num_off == NUM_ROWS // 10
     manifest = json.loads((place / "data/rlvr1/raw/filled.jsonl.manifest.json").read_text(encoding="utf-8"))
     assert manifest["questions"][MATH]["0"] == sha256(question(0).encode()).hexdigest()
     assert (place / "data/side_files/office/a.csv").read_bytes() == TABLE
     before = outputs(place / "data")
     again = prepare(place, place / "data", hub)
-    assert again.stdout.count("is up to date") == 4, again.stdout
+    assert again.stdout.count("is up to date") == 5, again.stdout
     assert outputs(place / "data") == before
 
 

@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 UPDATE_RATE = 1e-3
 
 
-def test_two_steps_train_every_weight_and_the_engine_agrees(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", ["stage1.1", "nano-rl"])
+def test_two_steps_train_every_weight_and_the_engine_agrees(tmp_path: Path, stage: str) -> None:
     overrides = {
         **TWO_STEPS,
         "cluster.gpus_per_node": 3,
@@ -33,7 +34,7 @@ def test_two_steps_train_every_weight_and_the_engine_agrees(tmp_path: Path) -> N
     }
     env = launch_environment(tmp_path, num_rows=16, overrides=overrides, build=build_hybrid_model)
     env |= {"EXP_NAME": "hybrid", "MODEL_PATH": str(tmp_path / "model")}
-    command = ["make", "stage1.1"]
+    command = ["make", stage]
     done = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=patiently(300), check=False
     )

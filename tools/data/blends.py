@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ from recipes.errors import DataError, Problem
 from tools.data.files.tables import read_yaml_table
 
 BLENDS_FILE = Path(__file__).resolve().parents[2] / "configs" / "data" / "blends.yaml"
-BLEND_KEYS, FILE_KEYS = {"files"}, {"rows"}
+BLEND_KEYS, FILE_KEYS = {"files", "reasoning"}, {"rows"}
+REASONING_KEYS = {"strip", "truncate"}
 DATASET_KEYS = {"also_called", "revision", "blends"}
 
 
@@ -24,6 +25,7 @@ class Blend:
     also_called: tuple[str, ...]
     revision: str | None
     files: Mapping[str, int | None]  # file of the data set -> published number of rows, None when unpublished
+    reasoning: Mapping[str, float] = field(default_factory=dict)  # shares of the rows whose reasoning is edited
 
     def dataset_called(self, name: str | None) -> str:
         """Return the data set to download when the user gave `name`; raises `DataError` for an unrelated name."""
@@ -46,7 +48,8 @@ def load_blends(path: Path) -> dict[str, Blend]:
         entry = _mapping(path, entry, where, DATASET_KEYS, problems)
         for name, blend in _mapping(path, entry.get("blends"), f"{where}.blends", None, problems).items():
             here = f"{where}.blends.{name}"
-            files = _mapping(path, blend, here, BLEND_KEYS, problems).get("files")
+            blend = _mapping(path, blend, here, BLEND_KEYS, problems)
+            files, edits = blend.get("files"), blend.get("reasoning")
             blends[name] = Blend(
                 name=name,
                 dataset=dataset,
@@ -56,6 +59,7 @@ def load_blends(path: Path) -> dict[str, Blend]:
                     file: _rows(path, facts, f"{here}.files.{file}", problems)
                     for file, facts in _mapping(path, files, f"{here}.files", None, problems).items()
                 },
+                reasoning=_mapping(path, edits, f"{here}.reasoning", REASONING_KEYS, problems) if edits else {},
             )
     if problems:
         raise DataError(problems)

@@ -1,7 +1,7 @@
-"""Make one blend ready to train on: download it, fill it, split it, and download the side files of its verifiers.
+"""Make one blend ready to train on: download it, fill it, edit it, split it, and download its verifiers' side files.
 
     python -m tools.data.prepare --blend rlvr1 --data data [--val-rows 100] [--test-rows 0] [--sample ROWS]
-                                 [--stratify agent] [--allow-unfilled]
+                                 [--stratify agent] [--allow-unfilled] [--as-published] [--tokenizer DIR]
 
 Each step writes a manifest and does nothing when nothing changed, so the same command resumes after a kill.
 """
@@ -12,12 +12,14 @@ import argparse
 import itertools
 import sys
 from pathlib import Path
+from typing import Any
 
 from recipes.errors import DataError, Problem
 from recipes.files import atomic_writer
 from recipes.retry import RetryPolicy
 from tools.command_line import exit_status, positive
-from tools.data.blends import BLENDS_FILE
+from tools.data.blends import BLENDS_FILE, Blend
+from tools.data.curriculum.write import DEFAULT_SETTINGS, control_reasoning, load_settings
 from tools.data.download import download, find_blend
 from tools.data.files.manifest import TOOL_VERSION, changes, describe, lineage_of, manifest_of, write_manifest
 from tools.data.fill import DEFAULT_SOURCES, fill
@@ -49,6 +51,9 @@ def prepare(options: argparse.Namespace) -> Path:
             allow_moving=options.allow_moving_revision,
             allow_unfilled=options.allow_unfilled,
         )
+        if blend.reasoning and not options.as_published:
+            settings, edited = reasoning_settings(blend), filled.with_name("controlled.jsonl")
+            filled = control_reasoning(filled, edited, settings, options.tokenizer)
         split(
             filled,
             directory,
@@ -60,6 +65,11 @@ def prepare(options: argparse.Namespace) -> Path:
             if options.blend in side.blends:
                 fetch(side, options.data / "side_files", policy)
     return directory
+
+
+def reasoning_settings(blend: Blend) -> dict[str, Any]:
+    """Return the settings of a curriculum with the shares of a blend."""
+    return load_settings(DEFAULT_SETTINGS, [f"reasoning.{name}={share}" for name, share in blend.reasoning.items()])
 
 
 def sample(rows: Path, out: Path, count: int) -> Path:
@@ -95,6 +105,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dataset", help="name of the data set on the hub; both published names are accepted")
     parser.add_argument("--revision", help="commit of the data set, instead of the one in the blends file")
     parser.add_argument("--allow-unfilled", action="store_true", help="leave out rows that cannot be filled")
+    parser.add_argument("--as-published", action="store_true", help="leave the reasoning of all rows as it is")
+    parser.add_argument("--tokenizer", type=Path, help="Hugging Face directory, to count reasoning budgets")
     parser.add_argument("--allow-moving-revision", action="store_true", help="accept branches of question sources")
     parser.add_argument(
         "--back-off", type=float, default=RetryPolicy().first_seconds, help="seconds before the first retry"

@@ -37,6 +37,9 @@ from tools.data.files.manifest import (
     write_manifest,
 )
 from tools.data.files.row_blocks import (
+    TEST,
+    TRAIN,
+    VALIDATION,
     FileTotals,
     Lines,
     changed,
@@ -48,7 +51,6 @@ from tools.data.files.row_blocks import (
 )
 from tools.locks import only_one
 
-TRAIN, TEST, VALIDATION = "train-split.jsonl", "test-split.jsonl", "val-split.jsonl"
 NAMES = {TRAIN: "train", TEST: "test", VALIDATION: "validation"}
 DEFAULT_VAL_ROWS = 100
 MAX_BLOCKS = 3  # blocks that wait to be hashed or written

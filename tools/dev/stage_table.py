@@ -45,7 +45,10 @@ def _sizes(stage: Stage) -> tuple[str, ...]:
         config = require_valid(load_config(config_path(stage, scale, platform)))
         sizes, policy = derive(config), config.policy
         parts = (sizes.num_train_nodes, sizes.num_generation_nodes, sizes.num_judge_nodes)
-        nodes.append(f"{sizes.num_nodes} ({' + '.join(str(part) for part in parts)})")
+        split = " + ".join(map(str, parts))
+        if sizes.is_one_node:
+            split = f"{sizes.train_gpus} + {sizes.generation_gpus} GPUs"
+        nodes.append(f"{sizes.num_nodes} ({split})")
     if policy is None or sizes is None:
         return ("not built yet", "", "", "", "")
     return (*reversed(nodes), f"{policy.max_total_sequence_length:,}", f"{sizes.samples_per_step:,}")

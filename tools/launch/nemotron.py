@@ -5,8 +5,8 @@
     nemotron super3 rl swe2 --batch PROFILE KEY=VALUE   make stage2.2 CLUSTER=PROFILE ARGS=KEY=VALUE
     nemotron super3 rl rlvr -c test --run PROFILE       make smoke
     nemotron super3 rl rlvr --sample 200                make stage1.1 with the rows of `data prep ... --sample 200`
-    nemotron nano3 data prep rl revision=COMMIT         make data BLEND=nano3 ARGS="--revision COMMIT"
-    nemotron nano3 rl --dry-run                         make nano3 DRY_RUN=1
+    nemotron nano3 data prep rl revision=COMMIT         make data BLEND=nano ARGS="--revision COMMIT"
+    nemotron nano3 rl --dry-run                         make nano-rl DRY_RUN=1
 
 Each command is printed before it runs; the first that fails ends the list. PROFILE is one of env.toml. Without one
 a stage runs on this machine. Exit status: that of the last command, 2 when a word is wrong.
@@ -33,7 +33,7 @@ from tools.draft.launch import read_launch
 ROOT = Path(__file__).resolve().parents[2]
 RLVR = ("rlvr1", "rlvr2", "rlvr3")  # one command there, three blends and stages here
 STAGES = {"rlvr": "stage1.1", "rlvr1": "stage1.1", "rlvr2": "stage1.2", "rlvr3": "stage1.3"}
-STAGES |= {"swe1": "stage2.1", "swe2": "stage2.2", "rlhf": "stage3"}
+STAGES |= {"swe1": "stage2.1", "swe2": "stage2.2", "rlhf": "stage3", "": "nano-rl"}
 PARTS = ("rlvr", "swe1", "swe2", "rlhf")
 TRIALS = ("test", "tiny")  # configurations for one GPU there
 VARIABLES = {
@@ -142,7 +142,7 @@ def _add_data(found: PublishedAnswer, args: argparse.Namespace, part: str, pairs
         found.notes.append(
             "each step runs again when its input, its settings or its output changed, so --force is moot"
         )
-    blends: tuple[str, ...] = (part,) if part else ("nano3",)
+    blends: tuple[str, ...] = (part or find_stage(STAGES[part]).blend,)
     if part == "rlvr":
         blends = (args.config,) if args.config in RLVR else RLVR
     if "revision" in settings:
@@ -181,7 +181,7 @@ def _stage_problems(args: argparse.Namespace, part: str) -> list[Problem]:
         where, fix = f"nemotron: -c {config}", "write `rl rlvr` before it, or leave it out"
         problems.append(Problem(where=where, got=f"a stage {part or 'of Nano'}", expected="the stage rlvr", fix=fix))
     elif not (Path(config).is_file() or (ROOT / config).is_file()):
-        known = (*TRIALS, *(("small",) if part else ()), *(RLVR if part == "rlvr" else ()))
+        known = (*TRIALS, "small", *(RLVR if part == "rlvr" else ()))
         problems += _config_problems(config, known, "there is no such file")
     return problems
 
@@ -204,19 +204,17 @@ def _add_stage(
         variables["CONFIG_PATH"] = config if (ROOT / config).is_file() else str(Path(config).resolve())
     if part == "rlvr" and not config:
         found.notes.append("stage1.1 of three: -c rlvr2 and -c rlvr3 are the others")
-    target = STAGES[config if config in RLVR else part] if part else "nano3"
+    target = STAGES[config if config in RLVR else part]
     if args.sample:
-        rows = f"data/{find_stage(target).blend if part else 'nano3'}-sample{args.sample}"
+        rows = f"data/{find_stage(target).blend}-sample{args.sample}"
         variables |= {"TRAIN_PATH": f"{rows}/train-split.jsonl", "VAL_PATH": f"{rows}/val-split.jsonl"}
     variables |= {"CLUSTER": profile} if profile else {"LAUNCHER": environ.get("LAUNCHER") or "local"}
     variables |= {"DRY_RUN": "1"} if args.dry_run else {}
-    if not part and not environ.get("EXP_NAME") and "CONFIG_PATH" in variables:
-        variables["EXP_NAME"] = f"nano3-rl-{Path(config).stem}"
     words = [f"{key}={value}" for key, value in variables.items()]
     found.commands.append([target, *words, *_arguments(overrides)])
-    given = {**({} if part else {"EXP_NAME": "nano3-rl"}), **set_variables(environ), **variables}
+    given = {**set_variables(environ), **variables}
     if args.run and given.get("DRY_RUN", "").lower() not in TRUE:
-        launch = read_launch(target if part else "", overrides, given)
+        launch = read_launch(target, overrides, given)
         found.commands.append(["watch", f"EXP_NAME={launch.contract['EXP_NAME']}"])
 
 
@@ -230,7 +228,7 @@ def _add_trial(found: PublishedAnswer, args: argparse.Namespace, part: str, pair
     if unread:
         found.notes.append(f"not read there: {', '.join(unread)}")
     overrides = [pair for pair in pairs if not pair.startswith((ENV, "sample="))]
-    tiny = ["pipeline", f"STAGES={STAGES[part]}", "SCALE=tiny", "LAUNCHER=local"] if part not in ("", "rlvr") else []
+    tiny = ["pipeline", f"STAGES={STAGES[part]}", "SCALE=tiny", "LAUNCHER=local"] if part != "rlvr" else []
     found.commands.append([*(tiny or ["smoke"]), *_arguments(overrides)])
 
 

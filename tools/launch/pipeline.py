@@ -26,12 +26,15 @@ from tools.doctor.examine import examine
 from tools.draft.findings import Finding, forced, found
 from tools.draft.launch import ROOT, scale_of
 from tools.launch.command import command_of, prepare, start_findings, unprepared
-from tools.launch.sequence import Link, Step, make_links, paste, run_one_by_one, submit
+from tools.launch.sequence import Link, Step, make_links, parents_of, paste, run_one_by_one, submit
 from tools.look.report.chain import ChainStage, summary_lines, write_chain
 
 
 def chosen_stages(names: Sequence[str]) -> list[Stage]:
-    """Return the named stages in the order of the stage table, all without a name; raises `LaunchError`."""
+    """Return the named stages in the order of the stage table; without a name the first and all that descend from it.
+
+    Raises `LaunchError`.
+    """
     table, problems, chosen = load_stages(), [], set()
     for name in names:
         try:
@@ -40,7 +43,8 @@ def chosen_stages(names: Sequence[str]) -> list[Stage]:
             problems += error.problems
     if problems:
         raise LaunchError(problems)
-    return [stage for stage in table if stage.id in chosen or not names]
+    chosen |= set() if names else {stage.id for stage in table if table[0].id in (stage.id, *parents_of(stage))}
+    return [stage for stage in table if stage.id in chosen]
 
 
 def variable_problems(environ: Mapping[str, str], num_stages: int) -> list[Problem]:
@@ -185,7 +189,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="tools.launch.pipeline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--stages", default="", help="ids or names, e.g. 'stage1.1 stage1.2'; empty: all")
+    parser.add_argument(
+        "--stages",
+        default="",
+        help="ids or names, e.g. 'stage1.1 stage1.2'; empty: the first and all that descend from it",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the commands and stop (also DRY_RUN=true)")
     parser.add_argument("--first", default="", metavar="COMMAND", help="what makes rows and weights before a dry run")
     parser.add_argument("--check", action="store_true", help="check variables and configuration, and stop")

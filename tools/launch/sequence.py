@@ -6,6 +6,7 @@ The stages of a pipeline: the name and the start weights of each, and whether it
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -167,7 +168,7 @@ def paste(steps: Sequence[Step], words: Sequence[str], *, is_for_eyes: bool = Fa
 
 def variable(stage: str) -> str:
     """Return the name of the shell variable with a stage's job id."""
-    return stage.replace(".", "_")
+    return re.sub("[.-]", "_", stage)
 
 
 def submit(steps: Sequence[Step]) -> int:

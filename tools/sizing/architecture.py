@@ -146,6 +146,30 @@ SUPER = Architecture(
     mamba_kernel=4,
     has_heads=True,
 )
+NANO = Architecture(
+    name="Nemotron 3 Nano as published",
+    hidden=2688,
+    vocab=131072,
+    is_tied=False,
+    attention_layers=6,
+    query_heads=32,
+    kv_heads=2,
+    head_size=128,
+    mlp_size=1856,
+    moe_layers=23,
+    experts=128,
+    experts_per_token=6,
+    expert_size=1856,
+    expert_hidden=2688,
+    shared_size=3712,
+    mamba_layers=23,
+    mamba_heads=64,
+    mamba_head_size=64,
+    mamba_groups=8,
+    mamba_state=128,
+    mamba_kernel=4,
+)
+PUBLISHED = {"nano": NANO}  # by the first word of a stage's id; Super is that of all others
 
 
 def read_architecture(model: Path) -> Architecture:

@@ -31,7 +31,7 @@ from tools.command_line import amount, exit_status
 from tools.draft.launch import ROOT, TINY_MODEL, read_launch
 from tools.look.report.chart import format_seconds
 from tools.look.report.load import load_run
-from tools.sizing.architecture import SUPER, Architecture, read_architecture
+from tools.sizing.architecture import PUBLISHED, SUPER, Architecture, read_architecture
 from tools.sizing.memory import (
     GIB,
     EngineMemory,
@@ -351,7 +351,7 @@ def make_plan(args: argparse.Namespace) -> StagePlan:
     assert stage is not None and config is not None and sizes is not None  # what is wrong with them was raised
     is_tiny = args.scale == "tiny"
     given_model = os.environ.get("MODEL_PATH", "")
-    model = architecture(given_model, is_tiny)
+    model = architecture(given_model, stage, is_tiny)
     given = assumptions(args, stage, is_tiny)
     if given.prompt_tokens >= (longest := config.policy.max_total_sequence_length):
         expected = f"less than policy.max_total_sequence_length = {longest}"
@@ -423,14 +423,14 @@ def _simulate(configured: Loop, sizes: Derived, nodes: int, max_age: int) -> Wha
     )
 
 
-def architecture(given: str, is_tiny: bool) -> Architecture:
-    """Return the sizes of the model in the directory that is given, else of the scale's own model."""
+def architecture(given: str, stage: Stage, is_tiny: bool) -> Architecture:
+    """Return the sizes of the model in the directory that is given, else of the scale's or the stage's own model."""
     if given:
         return read_architecture(Path(given))
     if is_tiny and not (ROOT / TINY_MODEL).is_dir():
         fix = "run `make tiny`, which makes it, or set MODEL_PATH"
         raise InputError(Problem(where=TINY_MODEL, wrong="there is no such directory", fix=fix))
-    return read_architecture(ROOT / TINY_MODEL) if is_tiny else SUPER
+    return read_architecture(ROOT / TINY_MODEL) if is_tiny else PUBLISHED.get(stage.id.partition("-")[0], SUPER)
 
 
 def assumptions(args: argparse.Namespace, stage: Stage, is_tiny: bool) -> Assumptions:

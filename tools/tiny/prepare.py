@@ -22,8 +22,12 @@ from pathlib import Path
 from recipes.environments.swe.containers.runtime import runtime_of_machine
 from recipes.errors import DataError, Problem
 from tools.command_line import exit_status
+from tools.data.blends import BLENDS_FILE, load_blends
+from tools.data.curriculum.write import control_reasoning
+from tools.data.files.row_blocks import TRAIN, VALIDATION
 from tools.data.fill import fill
-from tools.data.split import TRAIN, VALIDATION, split
+from tools.data.prepare import reasoning_settings
+from tools.data.split import split
 from tools.draft.launch import HEADS_MODEL, TINY_IMAGES, TINY_MODEL, WIDE_MODEL
 from tools.locks import only_one
 from tools.tiny import from_gguf
@@ -35,6 +39,7 @@ from tools.tiny.sft import SftSettings, make_sft_checkpoint, wide_settings
 from tools.tiny.task_images import make_images
 from tools.tiny.tool_tasks import OFFICE, write_office
 
+NANO = "tiny-nano"  # the rows of `make nano-rl SCALE=tiny`
 SMOLLM2 = "smollm2"  # the model that is fetched, not made
 # Name of a blend -> the rows to make, the settings of its warm-up, the family of its checkpoint.
 MADE: dict[str, tuple[tuple[TinyBlend, ...], Callable[..., SftSettings], str]] = {
@@ -60,6 +65,14 @@ def prepare_data(data: Path, *, seed: int, blend: TinyBlend = RLVR) -> Path:
         made = filled
     split(made, directory, val_rows=blend.val_rows)
     return directory
+
+
+def prepare_nano(data: Path) -> None:
+    """Make the splits of Nano's tiny blend: the rows of the tiny one, with the edits of the published blend."""
+    directory, published = data / NANO, load_blends(BLENDS_FILE)[NANO.removeprefix("tiny-")]
+    rows = data / RLVR.name / "raw" / "filled.jsonl"
+    edited = control_reasoning(rows, directory / "raw" / "controlled.jsonl", reasoning_settings(published), None)
+    split(edited, directory, val_rows=RLVR.val_rows)
 
 
 def prompts_of(rows_file: Path) -> frozenset[str]:
@@ -97,6 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     blends, settings, default = MADE[blend]
     with only_one(options.data / ".prepare.lock"):
         splits = [prepare_data(options.data, seed=options.seed, blend=blend) for blend in blends]
+        prepare_nano(options.data)
         if WIDE in blends:
             write_office(options.data / Path(OFFICE).name)
         if SWE2 in blends:

@@ -12,7 +12,7 @@ from tools.show_config import main
 
 
 def test_seven_stages_in_order_each_from_the_one_before() -> None:
-    stages = load_stages()
+    stages = [stage for stage in load_stages() if stage.id.startswith("stage")]
     assert [(stage.id, stage.name) for stage in stages] == [
         ("stage1.1", "rlvr1"),
         ("stage1.2", "rlvr2"),
@@ -28,7 +28,7 @@ def test_seven_stages_in_order_each_from_the_one_before() -> None:
 def test_stages_1_1_to_1_3_share_one_configuration() -> None:
     first, second, third, *_ = load_stages()
     assert first.configs == second.configs == third.configs
-    assert len({stage.blend for stage in load_stages()}) == 6
+    assert len({stage.blend for stage in load_stages()}) == 7
 
 
 def test_every_listed_file_exists() -> None:

@@ -24,7 +24,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,10 @@ from recipes.grpo.data import row_id
 from recipes.types import Row
 from tools.command_line import exit_status
 from tools.data.curriculum.order import PassRateSchedule, ProfiledRow, choose, gaussian_order, without_solved
-from tools.data.files.manifest import changes, describe, lineage_of, write_manifest
+from tools.data.files.manifest import changes, describe, lineage_of, manifest_of, write_manifest
 from tools.data.files.parallel import Block, blocks_of, map_in_order
-from tools.data.files.row_blocks import HashedWriter, line_at, require_file
+from tools.data.files.row_blocks import VALIDATION, HashedWriter, line_at, require_file
 from tools.data.rows.pass_rates import pass_rate_of, read_pass_rates
-from tools.data.split import VALIDATION
 from tools.locks import only_one
 
 THINK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
@@ -343,6 +342,36 @@ def make_curriculum(
     return manifest
 
 
+def control_reasoning(rows_file: Path, output: Path, settings: Mapping[str, Any], tokenizer: Path | None) -> Path:
+    """Write all rows in their order, a share of them edited as `settings.reasoning` says, unless they are up to date.
+
+    Both are shares of all rows. `strip` switches reasoning off. `truncate` cuts the reasoning of earlier turns to a
+    budget: of rows that hold some, so that there may be fewer.
+    """
+    require_file(rows_file, fix="make the data, or correct the path")
+    manifest_file, origin = manifest_of(output), lineage_of(manifest_of(rows_file))
+    inputs = [describe(rows_file, **({"made_by": origin} if origin else {}))]
+    inputs += [describe(tokenizer / "tokenizer.json")] if tokenizer else []
+    reasoning = settings["reasoning"]
+    parameters = {"seed": settings["seed"], "reasoning": reasoning}
+    known = {"tool": "reasoning", "tool_version": TOOL_VERSION, "inputs": inputs, "parameters": parameters}
+    if not (reasons := changes(manifest_file, known)):
+        print(f"reasoning: {output} is up to date")
+        return output
+    work = BlockIndexer(rows_file, settings["low_effort"]["marker"])
+    rows = [row for block in map_in_order(blocks_of(rows_file), work) for row in block]
+    entries = [
+        ProfiledRow(index=index, row_id=row.row_id, domain="", pass_rate=None, has_reasoning=row.has_reasoning)
+        for index, row in enumerate(rows)
+    ]
+    edits = Edits.of_reasoning(entries, settings, tokenizer, of_all=len(entries))
+    outputs = [_write(rows_file, output, entries, rows, edits)]
+    counts = {"rows": len(rows), **edits.counts()}
+    write_manifest(manifest_file, {**known, "counts": counts, "outputs": outputs})
+    print(f"reasoning: {output} ({', '.join(reasons)}): {len(rows)} rows, {_summary(counts)}")
+    return output
+
+
 def ordered(kept: Sequence[ProfiledRow], settings: Mapping[str, Any]) -> tuple[list[ProfiledRow], list[ProfiledRow]]:
     """Return all rows in training order, and those of them without a pass rate, which come last where that is set."""
     unrated = [entry for entry in kept if entry.pass_rate is None] if settings["unrated"] == "last" else []
@@ -371,7 +400,7 @@ class Edits:
         tokenizer: Path | None,
     ) -> Edits:
         """Choose the rows to edit; rows that have the low-effort marker already count towards its share."""
-        seed, low, reasoning = settings["seed"], settings["low_effort"], settings["reasoning"]
+        seed, low = settings["seed"], settings["low_effort"]
         missing = max(0, round(low["share"] * len(order)) - sum(bool(rows[entry.index].is_marked) for entry in order))
         able = [entry for entry in order if entry.domain in low["domains"] and rows[entry.index].is_marked is False]
         if missing > len(able):
@@ -380,14 +409,23 @@ class Edits:
             raise DataError(Problem(where="low_effort.share", wrong=wrong, fix=fix))
         marked = choose(able, missing, seed=seed, what="low effort")
         able = [entry for entry in order if entry.has_reasoning]
-        stripped = choose(able, round(reasoning["strip"] * len(able)), seed=seed, what="strip")
-        left = [entry for entry in able if entry.index not in stripped]
-        truncated = choose(left, round(reasoning["truncate"] * len(able)), seed=seed, what="truncate")
+        return replace(cls.of_reasoning(able, settings, tokenizer, of_all=len(able)), marked=marked)
+
+    @classmethod
+    def of_reasoning(
+        cls, able: Sequence[ProfiledRow], settings: Mapping[str, Any], tokenizer: Path | None, *, of_all: int
+    ) -> Edits:
+        """Choose the rows whose reasoning is removed or cut, a share of `of_all`; only what is there can be cut."""
+        seed, reasoning = settings["seed"], settings["reasoning"]
+        stripped = choose(able, round(reasoning["strip"] * of_all), seed=seed, what="strip")
+        left = [entry for entry in able if entry.has_reasoning and entry.index not in stripped]
+        truncated = choose(left, round(reasoning["truncate"] * of_all), seed=seed, what="truncate")
         if truncated and tokenizer is None:
             wrong = "it is not given, and reasoning budgets are counted in tokens"
             fix = "give the model's directory, or set reasoning.truncate=0"
             raise DataError(Problem(where="--tokenizer", wrong=wrong, fix=fix))
-        return cls(settings=settings, tokenizer=tokenizer, marked=marked, stripped=stripped, truncated=truncated)
+        nothing: frozenset[int] = frozenset()
+        return cls(settings=settings, tokenizer=tokenizer, marked=nothing, stripped=stripped, truncated=truncated)
 
     def counts(self) -> dict[str, int]:
         """Return how many rows each edit changes."""

@@ -25,6 +25,7 @@ import numpy as np
 from recipes.errors import DataError, Problem
 from recipes.files import atomic_writer
 
+TRAIN, TEST, VALIDATION = "train-split.jsonl", "test-split.jsonl", "val-split.jsonl"
 CHUNK = 1 << 20  # bytes read at once
 
 

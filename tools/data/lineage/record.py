@@ -41,7 +41,7 @@ from recipes.files import sha256_of, write_atomically
 from recipes.grpo.checkpoint import complete_checkpoints
 from tools.command_line import exit_status
 from tools.data.files.manifest import read_manifest
-from tools.data.split import TEST, TRAIN, VALIDATION
+from tools.data.files.row_blocks import TEST, TRAIN, VALIDATION
 from tools.draft.provenance import model_digest
 from tools.locks import only_one
 

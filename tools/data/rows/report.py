@@ -23,10 +23,9 @@ from recipes.grpo.data import row_id
 from tools.command_line import exit_status
 from tools.data.files.manifest import read_manifest
 from tools.data.files.parallel import Block, blocks_of, map_in_order
-from tools.data.files.row_blocks import require_file
+from tools.data.files.row_blocks import TRAIN, VALIDATION, require_file
 from tools.data.rows.pass_rates import pass_rate_of, read_pass_rates
 from tools.data.rows.stats import QUANTILES, FileStats, agent_lines, agent_table
-from tools.data.split import TRAIN, VALIDATION
 from tools.look.report.chart import bars, drawn_as, page, palette, part
 
 NUM_RATE_BINS = 8  # `make profile` takes eight answers per row, so every bin can be filled

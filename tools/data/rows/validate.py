@@ -25,7 +25,6 @@ from typing import Any
 
 import orjson
 
-from recipes.config.keys.schema import CONFIG_DIR
 from recipes.config.load import config_path, load_config, load_stages, require_valid
 from recipes.environments.contract.texts import OWN
 from recipes.errors import DataError, Problem
@@ -34,11 +33,10 @@ from recipes.files import atomic_writer
 from recipes.types import Row
 from tools.command_line import exit_status
 from tools.data.files.parallel import Block, blocks_of, map_in_order
-from tools.data.files.row_blocks import require_file
+from tools.data.files.row_blocks import TRAIN, VALIDATION, require_file
 from tools.data.rows.checks import FAILURES, RowChecker, ValidationTexts, request_key, text_of
 from tools.data.rows.pass_rates import pass_rate_of
 from tools.data.rows.stats import FileStats, agent_table
-from tools.data.split import TRAIN, VALIDATION
 from tools.draft.launch import WIDE, WIDE_CONFIG
 
 
@@ -127,7 +125,6 @@ def readable(line: bytes) -> Row | None:
 
 
 MAX_LINES = 6  # of rows with an equal problem, the first included
-OTHER_CONFIGS = {"nano3": "nano_grpo.yaml"}  # of blends that no row of the stage table names
 ALLOWED = frozenset({"repeat"})  # listed, but no error: blends of one recipe share prompts
 FIXES = {  # of problems between rows; a row with one of them is valid by itself
     "duplicate": "remove one of the two rows",
@@ -249,8 +246,6 @@ def config_of(blend: str) -> Path:
     name = re.sub(r"-sample\d+$", "", blend).removesuffix("-good").removesuffix("-ordered")
     scale = "tiny" if name.partition("-")[0] == "tiny" else "prod"
     name = name.removeprefix("tiny").removeprefix("-")
-    if name in OTHER_CONFIGS:
-        return CONFIG_DIR / OTHER_CONFIGS[name]
     stages = load_stages()
     path = config_path(next((stage for stage in stages if stage.blend == name), stages[0]), scale, "h100")
     return path.with_name(WIDE_CONFIG) if (scale, name) == ("tiny", WIDE) else path

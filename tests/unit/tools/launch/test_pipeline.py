@@ -82,6 +82,15 @@ def test_run_is_finished_when_its_driver_said_so_for_these_steps(tmp_path, state
 
 def test_names_of_shell_variables():
     assert variable("stage1.1") == "stage1_1"
+    assert variable("nano-rl") == "nano_rl"
+
+
+def test_a_pipeline_without_names_is_that_of_the_first_stage():
+    chains = [[stage.id for stage in chosen_stages(names)] for names in ([], ["nano-rl", "stage3"])]
+    assert chains == [
+        [f"stage{number}" for number in ("1.1", "1.2", "1.3", "2.1", "2.2", "3", "4")],
+        ["stage3", "nano-rl"],
+    ]
 
 
 def test_status_is_the_programs():

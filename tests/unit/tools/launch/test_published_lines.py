@@ -42,9 +42,9 @@ LINES = {
         "stage2.2 SIF_DIR=/path/to/sif CLUSTER=X",
         "watch EXP_NAME=stage2.2-swe2",
     ],
-    "nano3 rl --run X": ["nano3 CLUSTER=X", "watch EXP_NAME=nano3-rl"],
-    "nano3 rl [options] [overrides...]": ["nano3 LAUNCHER=local"],
-    "nano3 rl policy.generation.temperature=0.8": ["nano3 LAUNCHER=local ARGS=policy.generation.temperature=0.8"],
+    "nano3 rl --run X": ["nano-rl CLUSTER=X", "watch EXP_NAME=nano3-rl"],
+    "nano3 rl [options] [overrides...]": ["nano-rl LAUNCHER=local"],
+    "nano3 rl policy.generation.temperature=0.8": ["nano-rl LAUNCHER=local ARGS=policy.generation.temperature=0.8"],
 }
 # Their options, on other lines than the pages show.
 FURTHER = {
@@ -56,6 +56,8 @@ FURTHER = {
         "stage2.2 SWE_CONTAINER=i SBATCH_NUM_NODES=70 CLUSTER=X"
     ],
     "super3 rl rlhf -c small -b X": ["stage3 SCALE=small CLUSTER=X"],
+    "nano3 rl -c small -b X": ["nano-rl SCALE=small CLUSTER=X"],
+    "nano3 rl -c test": ["pipeline STAGES=nano-rl SCALE=tiny LAUNCHER=local"],
     "super3 rl rlhf -c configs/native_gpu.yaml -r X": [
         "stage3 CONFIG_PATH=configs/native_gpu.yaml CLUSTER=X",
         "watch EXP_NAME=stage3-rlhf-native_gpu",
@@ -71,10 +73,10 @@ FURTHER = {
     "super3 rl swe2 -c test -r X run.env.nodes=3 run.env.gpus_per_node=8 a.b=1": [
         "pipeline STAGES=stage2.2 SCALE=tiny LAUNCHER=local ARGS=a.b=1"
     ],
-    "nano3 rl -c default -b X": ["nano3 CLUSTER=X"],
-    f"nano3 data prep rl --run X revision={COMMIT}": [f"data BLEND=nano3 VAL_ROWS=1000 ARGS='--revision {COMMIT}'"],
+    "nano3 rl -c default -b X": ["nano-rl CLUSTER=X"],
+    f"nano3 data prep rl --run X revision={COMMIT}": [f"data BLEND=nano VAL_ROWS=1000 ARGS='--revision {COMMIT}'"],
     "nano3 rl -c configs/native_gpu.yaml -r X": [
-        "nano3 CONFIG_PATH=configs/native_gpu.yaml CLUSTER=X EXP_NAME=nano3-rl-native_gpu",
+        "nano-rl CONFIG_PATH=configs/native_gpu.yaml CLUSTER=X",
         "watch EXP_NAME=nano3-rl-native_gpu",
     ],
     "super3 rl rlhf -c tiny": ["pipeline STAGES=stage3 SCALE=tiny LAUNCHER=local"],
@@ -93,7 +95,6 @@ WRONG = {
     "nano3 data prep rl [options]": "add revision=COMMIT",
     "nano3 data prep rl revision=main --dry-run": "got 'main', expected a commit",
     "super3 data prep rl rlvr revision=v1": "got 'v1', expected a commit",
-    "nano3 rl -c small": "expected default or test or tiny",
     "nano3 rl -c smal": "expected default or test or tiny",
     "super3 rl rlvr -c rlvr4": "did you mean rlvr",
     "super3 rl swe1 -c smal": "did you mean small?",

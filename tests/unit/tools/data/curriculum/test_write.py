@@ -16,10 +16,12 @@ from recipes.grpo.data import row_id
 from tools.data.curriculum.order import PassRateSchedule, ProfiledRow, choose, gaussian_order, without_solved
 from tools.data.curriculum.write import (
     DEFAULT_SETTINGS,
+    control_reasoning,
     has_reasoning,
     is_marked,
     load_settings,
     main,
+    template_kwargs,
     with_budget,
     with_marker,
     without_reasoning,
@@ -254,6 +256,27 @@ def test_the_command_writes_the_order_and_says_what_it_did(tmp_path: Path, capsy
     assert main(command(tmp_path, *shares, "seed=7")) == 0
     assert "parameters changed: seed was 42, is 7" in capsys.readouterr().out
     assert (tmp_path / "out/train-split.jsonl").read_bytes() != before
+
+
+def test_reasoning_is_off_in_a_share_of_all_rows_and_cut_where_there_is_some(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = write_rows(tmp_path)
+    source, output = tmp_path / "in/train-split.jsonl", tmp_path / "out/controlled.jsonl"
+    settings = load_settings(DEFAULT_SETTINGS, ["reasoning.strip=0.25", "reasoning.truncate=0.1"])
+    with pytest.raises(DataError, match="--tokenizer: it is not given"):
+        control_reasoning(source, output, settings, None)
+    settings["reasoning"]["truncate"] = 0
+    assert control_reasoning(source, output, settings, None) == output
+    written = [json.loads(line) for line in output.read_bytes().splitlines()]
+    assert [row["n"] for row in written] == list(range(40))  # in their order
+    off = [row for row in written if "metadata" in row["responses_create_params"]]
+    assert len(off) == 10 and any(row["n"] % 2 == 0 for row in off)  # of all rows, not of those with reasoning
+    assert all(template_kwargs(row) == {"enable_thinking": False} and not has_reasoning(row) for row in off)
+    assert [row for row in written if row not in off] == [row for row in rows if row["n"] not in {r["n"] for r in off}]
+    assert "40 rows, 0 low_effort, 10 stripped, 0 truncated" in capsys.readouterr().out
+    control_reasoning(source, output, settings, None)
+    assert "up to date" in capsys.readouterr().out
 
 
 def test_another_name_is_another_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,11 +14,11 @@ import pytest
 
 from recipes.config.load import load_stages
 from tools.data.files import parallel
+from tools.data.files.row_blocks import TRAIN, VALIDATION
 from tools.data.rows.checks import RowChecker, shingles, text_of
 from tools.data.rows.pass_rates import pass_rate_of
 from tools.data.rows.stats import quantile
 from tools.data.rows.validate import config_of, main, readers_in, validate
-from tools.data.split import TRAIN, VALIDATION
 from tools.tiny.model import build_tokenizer
 from tools.tiny.tasks import make_row
 from tools.tiny.tool_tasks import EMAILS, write_office
@@ -307,8 +307,8 @@ def test_rows_are_read_with_the_settings_of_a_configuration(tmp_path: Path) -> N
         ("rlhf", "stage3_rlhf.yaml"),
         ("swe1-sample20", "stage2_swe1.yaml"),
         ("mine", "stage1_rlvr.yaml"),
-        ("nano3", "nano_grpo.yaml"),
-        ("nano3-sample20", "nano_grpo.yaml"),
+        ("nano", "nano_grpo.yaml"),
+        ("nano-sample20", "nano_grpo.yaml"),
         ("tiny", "tiny/stage1_rlvr.yaml"),
         ("tiny-wide", "tiny/wide.yaml"),
         ("tiny-swe1", "tiny/stage2_swe1.yaml"),
