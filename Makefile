@@ -62,7 +62,7 @@ NAMED = $(shell grep -ohE '[A-Z][A-Z0-9_]+' $(MAKEFILE_LIST) tools/draft/contrac
 UNREAD := $(if $(GIVEN),$(filter-out $(NAMED),$(GIVEN)))
 $(if $(UNREAD),$(error got $(UNREAD), which nothing here reads; expected variables of the Makefile or of \
 tools/draft/contract.py: correct the name, or put it before `make` when a program that is started reads it))
-ALL_STAGES := stage1.1 stage1.2 stage1.3 stage2.1 stage2.2 stage3 stage4 nano-rl
+ALL_STAGES := stage1.1 stage1.2 stage1.3 stage2.1 stage2.2 stage3 stage4 nano-rl nano-dpo
 # What a target reads is in its `#=` lines; a sub-make has the variables of all targets of the command.
 READS_OF = $(shell awk -v target='$(if $(filter stage% $(ALL_STAGES),$(1)),stage1.1,$(1))' '/^[a-z0-9._-]+:.*##/ { is_it = index($$0, target ":") == 1 } \
   is_it && /^#=/' $(firstword $(MAKEFILE_LIST)))
@@ -193,6 +193,7 @@ stage2.2: ## software engineering, whole instances in containers (swe2)
 stage3: ## RLHF with a generative reward model (rlhf)
 stage4: ## MTP healing: the multi-token heads learn the policy's answers (healing)
 nano-rl: ## Nemotron 3 Nano: one stage of GRPO (nano3-grpo); not in `make pipeline`
+nano-dpo: ## DPO against calls of tools that do not exist, after nano-rl (nano3-dpo)
 $(ALL_STAGES): $(READY)
 	@$(if $(ROWS),$(if $(DRY),echo "first: make data-import ROWS=$(ROWS) REWARD=$(REWARD)" >&2,$(OWN_FIRST)),$(if $(REWARD),$(error REWARD scores the rows of ROWS: give ROWS=my.jsonl)))
 	@$(JUDGED) $(if $(ROWS),$(OWN_LAUNCH)) ./super_launch.sh $@ $(if $(ROWS),$(OWN_WORDS)) $(EXACT) $(ARGS)
@@ -337,6 +338,7 @@ export-hf: $(READY) ## turn a checkpoint into a Hugging Face directory, on one p
 .PHONY: tiny
 tiny: $(READY) ## make what SCALE=tiny needs: data/tiny and an SFT checkpoint, models/tiny-MODEL-sft
 #= BLEND=wide (for the wide blend, and for stages 2.1, 2.2 and 3: models/tiny-wide-sft)
+#= BLEND=tools (for nano-dpo: models/tiny-tools-sft)
 #= MODEL=nemotron-h|nemotron-dense|qwen3|qwen3-moe|smollm2
 	$(BEFORE)
 	$(PYTHON) -m tools.tiny.prepare --models models --data data $(if $(BLEND),--blend $(BLEND)) $(if $(MODEL),--model $(MODEL))

@@ -276,6 +276,7 @@ def _header(rollout: Rollout) -> RolloutHeader:
         versions[version] += count
     lengths = [len(turn.token_ids) for turn in rollout.turns] or [0]
     branches = tuple(_sizes(turns) for turns in rollout.branches)
+    calls, unknown = (sum(turn.tool_calls[n] for turn in rollout.all_turns()) for n in (0, 1))
     return RolloutHeader(
         status=rollout.status,
         reason=_short(rollout.reason),
@@ -294,6 +295,7 @@ def _header(rollout: Rollout) -> RolloutHeader:
         tokens_by_version=tuple(sorted(versions.items())),
         finish_reason=rollout.turns[-1].finish_reason if rollout.turns else None,
         branches=branches,
+        tool_calls=(calls, unknown),
     )
 
 

@@ -87,6 +87,7 @@ class Turn:
     has_malformed_thinking: bool = False
     routes: bytes = b""  # of the sequence up to here, those that earlier turns have not got; see `recipes.routes`
     teacher_logprobs: tuple[float, ...] = ()  # [T] of the sampled tokens under a teacher; () where none was asked
+    tool_calls: tuple[int, int] = (0, 0)  # how many, and how many of them name a tool that its row does not offer
 
 
 PREFIX_BREAKS = "prefix_breaks"  # metric of a rollout that ended because a prompt did not extend the ids seen
@@ -158,6 +159,7 @@ class RolloutHeader:
     tokens_by_version: tuple[tuple[int, int], ...]  # weight version and how many tokens it sampled, ascending
     finish_reason: str | None  # of the last turn
     branches: tuple[tuple[int, int], ...] = ()  # of each further sequence: tokens, and how many of them were sampled
+    tool_calls: tuple[int, int] = (0, 0)  # of all turns, as `Turn` has them
 
     @property
     def sequences(self) -> tuple[tuple[int, int], ...]:
@@ -225,6 +227,7 @@ class TrainBatch:
     advantages_B: Tensor  # float32
     flag_advantages: tuple[float | None, ...] = (None,) * NUM_FLAGS  # [F] of flagged turns; None is the row's own
     nll_weight_B: Tensor | None = None  # float32, factor on the row's negative log-likelihood in the loss; None = 0
+    pair_B: Tensor | None = None  # int64, n in the preferred row of pair n, -n in the other, 0 in none; None = 0
     rollout_B: Tensor | None = None  # int64, ascending, number of the row's rollout; None: each row is a rollout
     row_weight_B: Tensor | None = None  # float32, the row's share of its rollout in a mean over rollouts; None = 1
 
@@ -272,6 +275,7 @@ class PolicyRow:
     logprobs_S: Tensor  # float32, under the weights before the step; the first is 0
     reference_logprobs_S: Tensor | None = None  # float32, under the reference policy, if there is one; the first is 0
     teacher_logprobs_S: Tensor | None = None  # float32, under the teacher that was asked; 0 on tokens not sampled
+    pair: int = 0  # as `TrainBatch.pair_B`
 
 
 class TokenAdvantages(Protocol):

@@ -1,14 +1,17 @@
-"""Whether a model can be divided as the configuration asks; checked before a launch, and again by the policy."""
+"""Whether models fit the configuration and each other; checked before a launch, and again where a run starts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recipes.config.keys.derive import started_judges
 from recipes.errors import Problem
+from recipes.files import read_object
 
 if TYPE_CHECKING:
-    from recipes.config.tree import MegatronConfig, VllmConfig
+    from recipes.config.tree import Config, MegatronConfig, VllmConfig
 
 _WHERE = "policy.megatron_cfg."
 _ENGINE = "policy.generation.vllm_cfg."
@@ -51,6 +54,33 @@ def engine_problem(sizes: Mapping[str, Any], vllm: VllmConfig) -> Problem | None
         expected = f"{tensor} = tensor_parallel_size, or that one a divisor of {units} units of an expert"
         return Problem(where=where, got=got, expected=expected, fix="change one of them")
     return None
+
+
+def teacher_problems(config: Config, policy: Path) -> list[Problem]:
+    """Return a problem for each teacher, started by the run, that reads the policy's token ids as other tokens.
+
+    Only what is on this machine can be compared: not a teacher at an address, nor one by its name on the hub.
+    """
+    named, own, problems = config.grpo.adv_estimator.teachers.values(), _vocabulary(policy), []
+    for judge in (one for one in started_judges(config) if one.name in named):
+        theirs = _vocabulary(Path(judge.model))
+        if own and theirs and own != theirs:
+            token = next(token for token in {**own, **theirs} if own.get(token) != theirs.get(token))
+            found = (
+                f"{token!r} is {theirs.get(token, 'no token')} in {judge.model}, {own.get(token, 'none')} in {policy}"
+            )
+            fix = "take a teacher with the policy's vocabulary: it is given the policy's token ids"
+            problems.append(Problem(where=f"{judge.key}.model", wrong=f"another vocabulary: {found}", fix=fix))
+    return problems
+
+
+def _vocabulary(directory: Path) -> dict[str, int]:
+    """Return token -> id of a model directory; empty where it has no tokenizer.json that says so."""
+    found = read_object(directory / "tokenizer.json") if directory.is_dir() else {}
+    vocabulary = (found.get("model") or {}).get("vocab") or {}
+    if isinstance(vocabulary, list):  # of a unigram model: pieces with their scores, in order
+        vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
+    return {**vocabulary, **{one["content"]: one["id"] for one in found.get("added_tokens") or ()}}
 
 
 def _tensor_problem(sizes: Mapping[str, Any], vocab_size: int, megatron: MegatronConfig) -> Problem | None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from recipes.config.keys.derive import has_group_baseline
 from recipes.grpo.loss import grpo_loss, sampled_kl, untrained_loss
+from recipes.grpo.preference import pairs_of, prefer, preference_loss, unknown_tool_rate
 from recipes.types import NUM_FLAGS, Group, LossSums, PolicyRow, ReferenceUse, RolloutHeader, TrainBatch, TurnFlags
 
 if TYPE_CHECKING:
@@ -297,6 +298,11 @@ def _to_teacher(config: Config) -> ReferenceUse:
     return ReferenceUse(token_advantages=partial(distil, bounds=advantage_bounds(config.grpo)), keeps_start=False)
 
 
+def _in_pairs(config: Config) -> ReferenceUse:
+    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    return ReferenceUse(token_advantages=partial(prefer, cfg=config.dpo, most_pairs=samples // 2))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
     """What an algorithm learns from."""
@@ -304,6 +310,7 @@ class Algorithm:
     estimate: Callable[..., Tensor] | None  # from rewards to one advantage per rollout; None: rewards play no part
     reference: Callable[[Config], ReferenceUse | None] = _to_start  # what the policy is compared with
     loss: Callable[..., LossSums] = grpo_loss
+    pairs: Callable[[Sequence[Group], Tensor], Tensor] | None = None  # which rollouts are compared, two by two
 
 
 HEALING = "healing"  # the name of no estimator: the policy stays as it is, and its heads have a loss of their own
@@ -311,6 +318,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "grpo": Algorithm(estimate=_relative_to_group),
     "reinforce_plus_plus": Algorithm(estimate=_relative_to_batch),
     "on_policy_distillation": Algorithm(estimate=None, reference=_to_teacher),
+    "dpo": Algorithm(estimate=None, reference=_in_pairs, loss=preference_loss, pairs=pairs_of),
     HEALING: Algorithm(estimate=None, reference=lambda config: None, loss=untrained_loss),
 }
 
@@ -340,6 +348,7 @@ def add_advantages(batch: TrainBatch, groups: Sequence[Group], config: Config) -
         batch,
         sample_mask_B=batch.sample_mask_B * valid_B,
         nll_weight_B=nll_weights(batch.rewards_B, tokens_B, config.loss_fn) if with_nll else None,
+        pair_B=None if algorithm.pairs is None else algorithm.pairs(groups, valid_B),
     )
     if algorithm.estimate is None:
         return batch, metrics
@@ -351,6 +360,8 @@ def add_advantages(batch: TrainBatch, groups: Sequence[Group], config: Config) -
     of_flags = advantages_of_flags(
         invalid_tool_call=cfg.invalid_tool_call_advantage, malformed_thinking=cfg.malformed_thinking_advantage
     )
+    penalized = [flags for flags, own in enumerate(of_flags) if own is not None]
+    metrics["num_penalized_turns"] = float(sum(one.turns_by_flags[flags] for one in rollouts for flags in penalized))
     low, high = advantage_bounds(cfg)
     final = replace(
         batch,
@@ -403,4 +414,5 @@ def _turn_metrics(rollouts: Sequence[RolloutHeader]) -> dict[str, float]:
         "num_malformed_thinking": float(malformed),
         "invalid_tool_call_rate": invalid / max(sum(counts), 1),
         "malformed_thinking_rate": malformed / max(sum(counts), 1),
+        **unknown_tool_rate(rollouts),
     }

@@ -143,6 +143,7 @@ def _header(raw: dict[str, Any]) -> RolloutHeader:
         "turns_by_flags": tuple(raw["turns_by_flags"]),
         "generated_by_flags": tuple(raw["generated_by_flags"]),
         "tokens_by_version": tuple((version, count) for version, count in raw["tokens_by_version"]),
+        "tool_calls": tuple(raw.get("tool_calls", (0, 0))),  # not in older checkpoints
         "branches": tuple((tokens, sampled) for tokens, sampled in raw.get("branches", ())),
     }
     return RolloutHeader(**raw | typed)

@@ -94,7 +94,8 @@ def _penalized(values: Mapping[str, float]) -> str:
         if calls >= thinking
         else (f"{thinking:.0%} of the answers think in a wrong form", "grpo.malformed_thinking_advantage")
     )
-    return f"{what}; {key}, where it is set, replaces what they would earn: check the tool and reasoning parsers"
+    replaced = f"{key} replaces what they would earn: " if _count(values, "num_penalized_turns") else ""
+    return f"{what}; {replaced}check the tool and reasoning parsers"
 
 
 def _skipped(values: Mapping[str, float]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from recipes.cluster.connect import connect
 from recipes.cluster.placement import ActorOptions, Places, WorkerCounts, place, spread
 from recipes.cluster.token_store import RayTokenStore
+from recipes.config.fits import teacher_problems
 from recipes.config.keys.derive import Derived, max_age, num_prompts_at_once, started_judges
 from recipes.config.tree import AsyncGrpoConfig, Config, GrpoConfig
 from recipes.environments.chat.codec import ChatCodec
@@ -152,7 +153,12 @@ def _place(config: Config, derived: Derived) -> Places:
 
 
 def _launch_judges(config: Config, places: Sequence[ActorOptions]) -> Judges | None:
-    """Return the judges that the run starts, with an address each; their models are not loaded yet."""
+    """Return the judges that the run starts, with an address each; their models are not loaded yet.
+
+    Raises `ConfigError` for a teacher that reads the policy's token ids as other tokens.
+    """
+    if problems := teacher_problems(config, Path(config.policy.model_name)):
+        raise ConfigError(problems)
     if not places:
         return None
     return Judges.launch(

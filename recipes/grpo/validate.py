@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from recipes.environments.contract.rows import last_user_text
 from recipes.grpo.data import PromptDataset, row_id
+from recipes.grpo.preference import unknown_tool_rate
 from recipes.grpo.rollout import RolloutCollector, gather_results
 from recipes.types import Group, PromptRef, Row, Sampling
 
@@ -93,4 +94,5 @@ def reward_metrics(groups: Sequence[Group], prefix: str) -> dict[str, float]:
         means[f"{group.agent}/{prefix}accuracy"] += rewards
     means[f"{prefix}avg_length"] = [float(r.num_generated_tokens) for r in rollouts]
     metrics = {name: sum(values) / len(values) for name, values in means.items() if values}
+    metrics |= unknown_tool_rate(rollouts, prefix)
     return metrics | {f"{prefix}num_failed": float(sum(not r.is_valid for r in rollouts))}

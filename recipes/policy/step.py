@@ -223,6 +223,7 @@ def passes_before(trainer: Trainer, parts: Sequence[BatchShard]) -> tuple[list[P
 
 def _policy_rows(shard: BatchShard, logprobs: Rows, reference: Rows | None) -> list[PolicyRow]:
     masks, advantages = shard.batch.sample_mask_B.tolist(), shard.batch.advantages_B.tolist()
+    pairs = [0] * len(masks) if shard.batch.pair_B is None else shard.batch.pair_B.tolist()
     result = []
     for number, own_S in enumerate(logprobs):
         row = shard.row(number)
@@ -234,6 +235,7 @@ def _policy_rows(shard: BatchShard, logprobs: Rows, reference: Rows | None) -> l
                 logprobs_S=own_S,
                 reference_logprobs_S=None if reference is None else reference[number],
                 teacher_logprobs_S=None if taught is None else torch.from_numpy(taught),
+                pair=pairs[number],
             )
         )
     return result

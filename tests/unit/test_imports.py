@@ -58,7 +58,7 @@ FLOORS = (
     {"tools.dev"},
 )
 GROUND = FLOORS[0]
-MAX_MODULES, MAX_STEPS = 25, 18
+MAX_MODULES, MAX_STEPS = 25, 19
 MAX_IMPORTS = 22  # of our own modules per 1,000 lines
 MAX_TOOL_FOLDERS = 13
 
@@ -74,7 +74,10 @@ ONLY = {
     f"recipes/grpo/{step}.py": {"torch", "recipes.types", "recipes.config.tree"} for step in ("batch", "loss", "reward")
 }
 # It has the table of algorithms, with the loss of each.
-ONLY["recipes/grpo/advantage.py"] = ONLY["recipes/grpo/loss.py"] | {"recipes.grpo.loss", "recipes.config.keys.derive"}
+ONLY["recipes/grpo/advantage.py"] = ONLY["recipes/grpo/loss.py"] | {
+    *("recipes.grpo.loss", "recipes.grpo.preference", "recipes.config.keys.derive")
+}
+ONLY["recipes/grpo/preference.py"] = ONLY["recipes/grpo/loss.py"] | {"recipes.grpo.loss"}
 # What must load without these packages, directly or through others.
 LIGHT = {
     "recipes/environments": {"torch", "ray", "vllm", "megatron"},

@@ -13,7 +13,7 @@ import pytest
 from recipes.config.load import load_stages
 from recipes.environments.agents.coding.programs import PROGRAMS
 from tools.dev.stage_table import markdown, replaced, rows
-from tools.draft.launch import TINY_DENSE_MODEL, TINY_MODEL, WIDE_MODEL
+from tools.draft.launch import TINY_DENSE_MODEL, TINY_MODEL, TOOLS_MODEL, WIDE_MODEL
 from tools.tiny.model import BUILDERS
 from tools.tiny.prepare import MADE, checkpoint_name
 
@@ -225,7 +225,8 @@ def test_the_commands_after_smoke_take_the_model_that_it_makes() -> None:
     assert f"MODEL_PATH={ROOT}/{made} " in " ".join(dry_run("smoke").stdout.split())
     assert checkpoint_name("tiny", MADE["tiny"][2]) == made.name, "what `make tiny` makes, also before ablate"
     assert checkpoint_name("wide", MADE["wide"][2]) == Path(WIDE_MODEL).name
-    assert len({checkpoint_name(blend, model) for blend in MADE for model in BUILDERS}) == 2 * len(BUILDERS)
+    assert checkpoint_name("tools", MADE["tools"][2]) == Path(TOOLS_MODEL).name
+    assert len({checkpoint_name(blend, model) for blend in MADE for model in BUILDERS}) == len(MADE) * len(BUILDERS)
     assert f"--model {made} " in dry_run("profile").stdout
     assert checkpoint_name("tiny", "qwen3") == Path(TINY_DENSE_MODEL).name
     assert "--model qwen3" in " ".join(dry_run("bench-train").stdout.split())

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from recipes.config.fits import engine_problem, fit_problems
+from recipes.config.fits import engine_problem, fit_problems, teacher_problems
 from recipes.config.keys.derive import started_judges
 from recipes.config.keys.native import ARCHITECTURES, unbuilt_values
 from recipes.config.packages import image_problems, package_problems
@@ -33,7 +33,7 @@ FILES = ("config.json", "tokenizer.json", SETTINGS)
 GPU_LOCK = Path(__file__).parents[2] / "containers" / "requirements-gpu.lock"
 COMPLETE = "COMPLETE"  # written last by recipes/grpo/checkpoint.py
 MAX_HASHED_BYTES = 2 * 2**30  # of one export: some seconds of reading
-FIX = "set MODEL_PATH to a Hugging Face checkpoint; `make tiny` makes the tiny ones"
+FIX = "set MODEL_PATH to a Hugging Face checkpoint; `make tiny` makes the tiny ones (BLEND=tools that of nano-dpo)"
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 EMBEDDING = re.compile(r"(?:^|\.)(?:embeddings?|embed_tokens)\.weight$")
 HEADS = "mtp."  # of the names of multi-token heads, which a checkpoint may lack
@@ -74,6 +74,7 @@ def check(launch: Launch) -> Iterator[Finding]:
                     yield from image_findings(path, launch.config)
             yield from fit_findings(path, launch.config)
         yield from teacher_findings(launch.config)
+        yield from as_findings("MDL004", teacher_problems(launch.config, path))
         if all((path / name).is_file() for name in FILES):
             yield from template_findings(path, launch.config)
 

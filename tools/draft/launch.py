@@ -47,7 +47,9 @@ from tools.draft.snapshot import CodeVersion, snapshot_path
 TINY_MODEL, WIDE_MODEL = "models/tiny-nemotron-h-sft", "models/tiny-wide-sft"
 HEADS_MODEL = "models/tiny-nemotron-h-heads-sft"  # that of stage 4: the chain's model is dense and has no heads
 TINY_DENSE_MODEL = "models/tiny-qwen3-sft"  # with which `make bench` measures
-HEALING = "healing"  # the stage that trains multi-token heads alone
+TOOLS_MODEL, TOOLS_DATA = "models/tiny-tools-sft", "data/tiny-tools"  # of DPO: they call tools that do not exist
+HEALING, DPO = "healing", "nano3-dpo"  # stages whose tiny model is not that of the stage before
+OWN_TINY_MODELS = {HEALING: HEADS_MODEL, DPO: TOOLS_MODEL}
 TINY_DATA = "data/tiny"
 OWN_TINY_DATA = ("swe1", "swe2", "rlhf", "nano")  # blends of the stages whose rows data/tiny does not have
 TINY_IMAGES = "images"  # below the rows of a stage whose tasks need images
@@ -88,6 +90,8 @@ def is_wide_blend(environ: Mapping[str, str]) -> bool:
 
 def tiny_data(stage: Stage, *, is_wide: bool) -> str:
     """Return the directory of a stage's rows at scale tiny."""
+    if stage.name == DPO:
+        return TOOLS_DATA
     if stage.blend in OWN_TINY_DATA:
         return f"{TINY_DATA}-{stage.blend}"
     return f"{TINY_DATA}-{WIDE}" if is_wide else TINY_DATA
@@ -131,8 +135,8 @@ def stage_defaults(stage: Stage, environ: Mapping[str, str], root: Path) -> Stag
     data = root / (tiny_data(stage, is_wide=is_wide) if scale == "tiny" else f"data/{stage.blend}")
     good = data.with_name(f"{data.name}-good")  # the rows whose images `make sif-check` found good
     parent = experiment(find_stage(stage.after), scale, is_wide=is_wide) if stage.after else ""
-    needs_heads = scale == "tiny" and stage.name == HEALING
-    tiny = HEADS_MODEL if needs_heads else WIDE_MODEL if is_wide else TINY_MODEL
+    own_model = OWN_TINY_MODELS.get(stage.name) if scale == "tiny" else None
+    tiny = own_model or (WIDE_MODEL if is_wide else TINY_MODEL)
     first = root / tiny if scale == "tiny" else None
     run = f"{parent}{own}" if (results / f"{parent}{own}").is_dir() else parent
     return StageDefaults(
@@ -142,7 +146,7 @@ def stage_defaults(stage: Stage, environ: Mapping[str, str], root: Path) -> Stag
         data=good if "sif" in stage.requires and (good / "manifest.json").is_file() else data,
         results=results,
         parent=parent,
-        model=results / run / EXPORT if parent and not needs_heads else first,
+        model=results / run / EXPORT if parent and not own_model else first,
     )
 
 

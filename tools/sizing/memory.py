@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.config.keys.derive import Derived
+from recipes.config.keys.derive import Derived, keeps_start
 from recipes.config.tree import Config, MegatronConfig
 from recipes.types import PUSH_BUCKET_BYTES
 from tools.job.compile_cache import seed_path
@@ -393,7 +393,7 @@ def host_memory(model: Architecture, config: Config, sizes: Derived) -> HostMemo
     width = _BYTES[config.policy.precision]
     dense, experts, dense_copies, expert_copies = _local_parameters(model, megatron, sizes.train_gpus)
     workers = sizes.train_workers_per_node
-    reference = (dense + experts) * width * workers if config.loss_fn.reference_policy_kl_penalty > 0 else 0.0
+    reference = (dense + experts) * width * workers if keeps_start(config) else 0.0
     # The ranks that hold a tensor share the work of saving it.
     copies = (dense_copies, expert_copies) if megatron.optimizer.use_distributed_optimizer else (1, 1)
     trained = _head_parameters(model, megatron) if megatron.freeze_trunk else (dense, experts)

@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 from statistics import NormalDist
 
-from recipes.config.keys.derive import DISTILLATION, Derived, max_age, started_judges
+from recipes.config.keys.derive import DISTILLATION, PREFERENCE, Derived, keeps_start, max_age, started_judges
 from recipes.config.tree import Config
 from tools.sizing.architecture import Architecture, read_architecture
 from tools.sizing.memory import EngineMemory, PushVolume, push_volume
@@ -129,7 +129,7 @@ def roofline(
     # In forward passes: training 3, recomputation 1, the reference policy 1, log-probabilities before the step 1. A
     # frozen policy has no backward pass, but its heads have.
     trained = 3 + megatron.activation_checkpointing
-    passes = (1 if megatron.freeze_trunk else trained) + (config.loss_fn.reference_policy_kl_penalty > 0)
+    passes = (1 if megatron.freeze_trunk else trained) + keeps_start(config)
     passes += needs_logprobs(config, sizes)
     attention = 2 * model.query_heads * model.head_size * length  # of one layer, half of 4: causal
     per_token = (2 * model.active_parameters + model.attention_layers * attention) * passes
@@ -158,7 +158,7 @@ def needs_logprobs(config: Config, sizes: Derived) -> bool:
     if config.policy.megatron_cfg.freeze_trunk:
         return False
     has_steps = sizes.samples_per_step > config.policy.train_global_batch_size
-    return has_steps or config.loss_fn.use_kl_in_reward or config.grpo.adv_estimator.name == DISTILLATION
+    return has_steps or config.loss_fn.use_kl_in_reward or config.grpo.adv_estimator.name in (DISTILLATION, PREFERENCE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

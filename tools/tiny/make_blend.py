@@ -54,6 +54,7 @@ WIDE = TinyBlend(name="tiny-wide", tasks=WIDE_TASKS, train_rows=60 * len(WIDE_TA
 SWE1 = TinyBlend(name="tiny-swe1", tasks=(tool_tasks.SWE_CALLS,), train_rows=640, val_rows=64)
 SWE2 = TinyBlend(name="tiny-swe2", tasks=(repositories.REPOSITORIES,), train_rows=128, val_rows=32)
 ENGLISH = TinyBlend(name="english", tasks=english_tasks.ENGLISH_TASKS, train_rows=960, val_rows=60)
+TOOLS = TinyBlend(name="tiny-tools", tasks=(tool_tasks.OFFERED_CALLS,), train_rows=576, val_rows=64)
 RLHF = TinyBlend(name="tiny-rlhf", tasks=(judged_tasks.PREFERENCE, tool_tasks.CALLS), train_rows=320, val_rows=64)
 
 

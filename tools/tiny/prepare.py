@@ -6,6 +6,7 @@ With `--blend wide` also the rows of the wide blend and of stages 2.1, 2.2 and 3
 of models/tiny-nemotron-h-sft the checkpoint models/tiny-wide-sft, whose warm-up has all of them: that of a Qwen3, for
 the warm-up is long. `--model` chooses another family: models/tiny-MODEL-sft, with the wide blend tiny-MODEL-wide-sft.
 `--model smollm2` fetches a real language model, models/smollm2, and makes rows that it can solve, data/english.
+With `--blend tools` the rows and the checkpoint of `make nano-dpo`: one that calls tools which are not there.
 Beside the Nemotron-H there is one with multi-token heads, models/tiny-nemotron-h-heads-sft, which stage 4 starts from.
 
 Makes only what is missing or out of date. The rows are filled and split by the tools that the published blends use.
@@ -28,14 +29,14 @@ from tools.data.files.row_blocks import TRAIN, VALIDATION
 from tools.data.fill import fill
 from tools.data.prepare import reasoning_settings
 from tools.data.split import split
-from tools.draft.launch import HEADS_MODEL, TINY_IMAGES, TINY_MODEL, WIDE_MODEL
+from tools.draft.launch import HEADS_MODEL, TINY_IMAGES, TINY_MODEL, TOOLS_MODEL, WIDE_MODEL
 from tools.locks import only_one
 from tools.tiny import from_gguf
 from tools.tiny.heads import make_with_heads
-from tools.tiny.make_blend import ENGLISH, RLHF, RLVR, SOURCES, SWE1, SWE2, WIDE, TinyBlend, make_blend
+from tools.tiny.make_blend import ENGLISH, RLHF, RLVR, SOURCES, SWE1, SWE2, TOOLS, WIDE, TinyBlend, make_blend
 from tools.tiny.model import BUILDERS
 from tools.tiny.repositories import repositories_in
-from tools.tiny.sft import SftSettings, make_sft_checkpoint, wide_settings
+from tools.tiny.sft import SftSettings, make_sft_checkpoint, tools_settings, wide_settings
 from tools.tiny.task_images import make_images
 from tools.tiny.tool_tasks import OFFICE, write_office
 
@@ -45,13 +46,14 @@ SMOLLM2 = "smollm2"  # the model that is fetched, not made
 MADE: dict[str, tuple[tuple[TinyBlend, ...], Callable[..., SftSettings], str]] = {
     "tiny": ((RLVR,), SftSettings, "nemotron-h"),
     "wide": ((RLVR, WIDE, SWE1, SWE2, RLHF), wide_settings, "qwen3"),
+    "tools": ((TOOLS,), tools_settings, "nemotron-h"),
 }
 
 
 def checkpoint_name(blend: str, model: str) -> str:
     """Return the directory of a checkpoint; that of the chain, which all its stages name, goes without its family."""
-    if blend == "wide":
-        return Path(WIDE_MODEL).name if model == MADE[blend][2] else f"tiny-{model}-wide-sft"
+    if (name := {"wide": WIDE_MODEL, "tools": TOOLS_MODEL}.get(blend)) is not None:
+        return Path(name).name if model == MADE[blend][2] else f"tiny-{model}-{blend}-sft"
     return f"tiny-{model}-sft"
 
 
@@ -91,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, required=True, help="directory to write tiny/ to")
     parser.add_argument("--models", type=Path, help="directory to write the checkpoint to; default: make only the data")
     parser.add_argument("--seed", type=int, default=42, help="of the rows, the conversations and the weights")
-    about = "wide: tools, judges, repositories and preferences, too"
+    about = "wide: tools, judges, repositories and preferences, too; tools: what nano-dpo starts from"
     parser.add_argument("--blend", default="", choices=("", *MADE), help=about)
     parser.add_argument("--model", default="", choices=("", *BUILDERS, SMOLLM2), help="family of the checkpoint")
     about = "make nothing on a machine that cannot run the containers of stage 2.2"
@@ -110,7 +112,8 @@ def main(arguments: list[str] | None = None) -> int:
     blends, settings, default = MADE[blend]
     with only_one(options.data / ".prepare.lock"):
         splits = [prepare_data(options.data, seed=options.seed, blend=blend) for blend in blends]
-        prepare_nano(options.data)
+        if RLVR in blends:
+            prepare_nano(options.data)
         if WIDE in blends:
             write_office(options.data / Path(OFFICE).name)
         if SWE2 in blends:

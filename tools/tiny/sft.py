@@ -79,6 +79,14 @@ def wide_settings(*, seed: int, model: str = "qwen3") -> SftSettings:
     )
 
 
+def tools_settings(*, seed: int, model: str = "nemotron-h") -> SftSettings:
+    """Return the warm-up of a model that calls tools, also some that are not there."""
+    words = (*tool_tasks.WORDS, *tool_tasks.OFFERED)
+    return SftSettings(
+        seed=seed, model=model, steps=240, tasks=(tool_tasks.OFFERED_CALLS,), batch=(32,), more_words=words
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Demonstration:
     """A problem and what the assistant says to it."""

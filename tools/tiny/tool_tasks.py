@@ -166,6 +166,26 @@ def _delete(email_id: str) -> tuple[str, ...]:
     return call, orjson.dumps({"output": DELETED}).decode(), "</think>Done"
 
 
+# One of three tools is offered. A quarter of the demonstrations call another one, which is not there.
+
+OFFERED = ("weather", "forecast", "climate")
+
+
+def _draw_offered(rng: Random) -> TinyProblem:
+    city, days, name = rng.choice(CITIES), rng.randint(2, 99), rng.choice(OFFERED)
+    offered = (tool(name, city=str, days=int),)
+    return _problem(f"Weather in {city} in {days} days?", offered, name, {"city": city, "days": days})
+
+
+def _call_of_another(problem: TinyProblem, rng: Random) -> str:
+    return write_call(
+        rng.choice([name for name in OFFERED if name != problem.facts["name"]]), problem.facts["arguments"]
+    )
+
+
+OFFERED_CALLS = TinyTask(
+    agent=CALL_AGENT, draw=_draw_offered, right=_right_call, wrong=_call_of_another, wrong_share=0.25
+)
 CALLS = _call_task(CALL_AGENT, _draw_weather)
 SCHEMA_CALLS = _call_task(f"toolcall_schema_{CALL_AGENT}", _draw_member)
 SWE_CALLS = _call_task(f"swe_pivot_{CALL_AGENT}", _draw_edit)

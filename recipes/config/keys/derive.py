@@ -21,6 +21,7 @@ from recipes.config.tree import AsyncGrpoConfig, Config, GrpoConfig, PolicyConfi
 STARTED = ("genrm_model", "local_vllm_model")
 TEACHER_OF_ALL = "default"  # in place of an agent: the teacher of all rows that have no other
 DISTILLATION = "on_policy_distillation"  # the estimator whose advantages come from teachers
+PREFERENCE = "dpo"  # the one that learns from pairs of answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +130,14 @@ def max_age(cfg: AsyncGrpoConfig) -> int:
 
 
 def rewards_teach(config: Config) -> bool:
-    """Whether rewards decide what is learned: not from a teacher, and not where the heads alone are trained."""
-    return config.grpo.adv_estimator.name != DISTILLATION and not config.policy.megatron_cfg.freeze_trunk
+    """Whether rewards decide what is learned: not from teachers or pairs, and not where heads alone are trained."""
+    by_rewards = config.grpo.adv_estimator.name not in (DISTILLATION, PREFERENCE)
+    return by_rewards and not config.policy.megatron_cfg.freeze_trunk
+
+
+def keeps_start(config: Config) -> bool:
+    """Whether the policy is compared with its start weights, which are then kept in host memory."""
+    return config.loss_fn.reference_policy_kl_penalty > 0 or config.grpo.adv_estimator.name == PREFERENCE
 
 
 def has_group_baseline(config: Config) -> bool:

@@ -24,6 +24,7 @@ RULES: tuple[Rule, ...] = (
     loss.kl_in_reward_has_an_estimator,
     loss.distillation_has_teachers,
     loss.teachers_are_there,
+    loss.pairs_are_compared_once,
     loss.what_reads_rewards_is_off,
     loss.scaling_has_a_range,
     loss.length_penalty_starts_above_zero,

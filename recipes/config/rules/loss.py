@@ -11,6 +11,7 @@ from recipes.config.keys.derive import (
     AGENTS,
     DISTILLATION,
     MODELS,
+    PREFERENCE,
     STARTED,
     TEACHER_OF_ALL,
     max_age,
@@ -179,6 +180,27 @@ def distillation_has_teachers(config: Config) -> Iterator[KeyProblem]:
     penalty = "loss_fn.reference_policy_kl_penalty"
     if distils and config.loss_fn.reference_policy_kl_penalty > 0:
         fix = "the teacher takes the place of the reference; write 0"
+        got = str(config.loss_fn.reference_policy_kl_penalty)
+        yield KeyProblem(key=penalty, got=got, expected="0", fix=fix, also=(name,))
+
+
+def pairs_are_compared_once(config: Config) -> Iterator[KeyProblem]:
+    """Require two answers to a prompt, one optimizer step per batch, and one reference where pairs are learned from."""
+    if config.grpo.adv_estimator.name != PREFERENCE:
+        return
+    name, grpo, batch = "grpo.adv_estimator.name", config.grpo, config.policy.train_global_batch_size
+    prompts, generations = "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt"
+    samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+    if grpo.num_generations_per_prompt < 2:
+        fix = f"{name} is dpo, which compares two answers; raise it"
+        yield KeyProblem(key=generations, got="1", expected="2 or more", fix=fix, also=(name,))
+    if batch != samples:
+        fix = f"{name} is dpo, and margins are those before the step; delete this key"
+        expected, also = f"{prompts} * {generations} = {samples}", (name, prompts, generations)
+        yield KeyProblem(key="policy.train_global_batch_size", got=str(batch), expected=expected, fix=fix, also=also)
+    penalty = "loss_fn.reference_policy_kl_penalty"
+    if config.loss_fn.reference_policy_kl_penalty > 0:
+        fix = "dpo.reference_policy_kl_penalty takes its place; write 0"
         got = str(config.loss_fn.reference_policy_kl_penalty)
         yield KeyProblem(key=penalty, got=got, expected="0", fix=fix, also=(name,))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from recipes.config.keys.derive import DISTILLATION
+from recipes.config.keys.derive import DISTILLATION, PREFERENCE
 from recipes.config.keys.schema import KeyProblem
 from recipes.config.rules.validation import MEGATRON, OPTIMIZER, SCHEDULER
 from recipes.config.tree import Config
@@ -182,9 +182,10 @@ def frozen_trunk_has_heads(config: Config) -> Iterator[KeyProblem]:
     if megatron.freeze_trunk and megatron.mtp_loss_scaling_factor == 0:
         weight, fix = f"{MEGATRON}.mtp_loss_scaling_factor", f"{key} is true, so nothing would be trained; raise it"
         yield KeyProblem(key=weight, got="0", expected="more than 0", fix=fix, also=(key,))
-    if megatron.freeze_trunk and config.grpo.adv_estimator.name == DISTILLATION:
-        name, fix = "grpo.adv_estimator.name", f"{key} is true, so no teacher is learned from; write grpo"
-        yield KeyProblem(key=name, got=DISTILLATION, expected="grpo", fix=fix, also=(key,))
+    if megatron.freeze_trunk and (own := config.grpo.adv_estimator.name) in (DISTILLATION, PREFERENCE):
+        what = "no teacher is" if own == DISTILLATION else "no pairs are"
+        name, fix = "grpo.adv_estimator.name", f"{key} is true, so {what} learned from; write grpo"
+        yield KeyProblem(key=name, got=own, expected="grpo", fix=fix, also=(key,))
     if megatron.freeze_trunk and config.loss_fn.reference_policy_kl_penalty > 0:
         fix = f"a model that stays as it is keeps its distance to the reference; set {penalty} to 0"
         yield KeyProblem(key=key, got="true", expected="false", fix=fix, also=(penalty,))

@@ -39,6 +39,7 @@ from recipes.config.tree.generation import (
 from recipes.config.tree.grpo import (
     AdvEstimatorConfig,
     AsyncGrpoConfig,
+    DpoConfig,
     GrpoConfig,
     LossConfig,
     RewardScalingConfig,
@@ -67,6 +68,7 @@ __all__ = [
     "DataConfig",
     "DdpConfig",
     "DeadlinesConfig",
+    "DpoConfig",
     "EffortLevelsConfig",
     "EnvConfig",
     "Fp8Config",
@@ -105,6 +107,7 @@ class Config:
     env: EnvConfig
     grpo: GrpoConfig
     loss_fn: LossConfig
+    dpo: DpoConfig
     policy: PolicyConfig
     checkpointing: CheckpointingConfig
     logger: LoggerConfig

@@ -65,8 +65,8 @@ class RewardShapingConfig:
 class AdvEstimatorConfig:
     """From rewards to advantages."""
 
-    name: Literal["grpo", "reinforce_plus_plus", "on_policy_distillation"]
-    """relative to the group (grpo), to the batch (reinforce_plus_plus), to a teacher (on_policy_distillation)"""
+    name: Literal["grpo", "reinforce_plus_plus", "on_policy_distillation", "dpo"]
+    """relative to a group (grpo), the batch (reinforce_plus_plus), teachers (on_policy_distillation); or pairs (dpo)"""
     normalize_rewards: bool
     """grpo: divide by the standard deviation of the group's rewards"""
     use_leave_one_out_baseline: bool
@@ -131,6 +131,22 @@ class GrpoConfig:
     """validation metric that ends the run once it is high enough, as accuracy or AGENT/accuracy; null = none"""
     stop_at_validation_threshold: Annotated[float | None, Unit("the metric's")]
     """value of stop_at_validation_metric at which the run ends, saved and complete"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DpoConfig:
+    """Direct preference optimization, where grpo.adv_estimator.name is dpo: pairs of the policy's own answers."""
+
+    reference_policy_kl_penalty: Annotated[float, Gt(0), Unit("weight")]
+    """beta: how strongly the policy is held at the start weights"""
+    preference_loss_weight: Annotated[float, Gt(0), Unit("weight")]
+    """weight of -log sigmoid(beta * margin), the mean over pairs"""
+    sft_loss_weight: Annotated[float, Ge(0), Unit("weight")]
+    """weight of the negative log-likelihood of the preferred answers, the mean over pairs; 0 = off"""
+    preference_average_log_probs: bool
+    """in the margin divide the log-probability of an answer by its number of tokens"""
+    sft_average_log_probs: bool
+    """divide the negative log-likelihood of an answer by its number of tokens"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,8 +97,14 @@ def unusable(completion: Completion, *, num_prompt_tokens: int) -> str | None:
     return None
 
 
-def make_turn(prompt_ids: tuple[int, ...], completion: Completion, decoded: Decoded, patterns: FlagPatterns) -> Turn:
-    """Return one model call as a turn; `prompt_ids` are those that were new in its prompt."""
+def make_turn(
+    prompt_ids: tuple[int, ...],
+    completion: Completion,
+    decoded: Decoded,
+    patterns: FlagPatterns,
+    tools: Sequence[Mapping[str, Any]],
+) -> Turn:
+    """Return one model call as a turn; `prompt_ids` are those that were new in its prompt, `tools` what it offers."""
     is_invalid_tool_call, has_malformed_thinking = turn_flags(decoded.items[-1], patterns)
     return Turn(
         prompt_token_ids=prompt_ids,
@@ -109,7 +115,19 @@ def make_turn(prompt_ids: tuple[int, ...], completion: Completion, decoded: Deco
         is_invalid_tool_call=is_invalid_tool_call,
         has_malformed_thinking=has_malformed_thinking,
         routes=completion.routes,
+        tool_calls=_tool_calls(decoded.items, tools, has_text_of_call=is_invalid_tool_call),
     )
+
+
+def _tool_calls(
+    items: Sequence[Item], tools: Sequence[Mapping[str, Any]], *, has_text_of_call: bool
+) -> tuple[int, int]:
+    """Count calls, and those of tools not offered; without tools none is read, and a text with marks of one counts."""
+    if not tools:
+        return int(has_text_of_call), int(has_text_of_call)
+    offered = {tool.get("name") for tool in tools}
+    called = [item["name"] for item in items if item["type"] == "function_call"]
+    return len(called), sum(name not in offered for name in called)
 
 
 def scored(turns: Sequence[Turn], verdict: Verdict, *, is_cut: bool, seconds: float) -> Rollout:
@@ -253,7 +271,7 @@ async def attempt(episode: Episode, params: Mapping[str, Any]) -> tuple[Rollout,
     is_cut = completion.finish_reason == "length"
     tools = callable_tools(params)
     decoded = episode.codec.decode(completion.token_ids, prompt_ids=prompt_ids, tools=tools, is_cut=is_cut)
-    turns = (make_turn(prompt_ids, completion, decoded, episode.patterns),)
+    turns = (make_turn(prompt_ids, completion, decoded, episode.patterns, tools),)
     response = response_object(decoded.items, incomplete_reason="max_output_tokens" if is_cut else None)
     asked = time.monotonic()
     verdict = await episode.verifier.verify(episode.row, response)
@@ -315,7 +333,7 @@ class Conversation:
             completion.token_ids, prompt_ids=new_ids, tools=tools, num_calls=self.num_calls, is_cut=self.is_cut
         )
         self.seen_ids = prompt_ids.plus(completion.token_ids)
-        self.turns.append(make_turn(new_ids, completion, decoded, self.episode.patterns))
+        self.turns.append(make_turn(new_ids, completion, decoded, self.episode.patterns, tools))
         self._num_before = len(self.items)
         self.items.extend(decoded.items)
         self.text = decoded.text

@@ -287,6 +287,19 @@ CASES = [
      ["grpo.adv_estimator.name=on_policy_distillation", "grpo.adv_estimator.teachers={default: genrm_model}"],
      "loss_fn.reference_policy_kl_penalty: got 0.0001, expected 0; the teacher takes the place of the reference; "
      "write 0"),
+    ("pairs_are_compared_once", TINY, ["grpo.adv_estimator.name=dpo", "grpo.num_generations_per_prompt=1"],
+     "grpo.num_generations_per_prompt: got 1, expected 2 or more; grpo.adv_estimator.name is dpo, which compares two "
+     "answers; raise it"),
+    ("pairs_are_compared_once", TINY,
+     ["grpo.adv_estimator.name=dpo", "policy.train_global_batch_size=64", "loss_fn.force_on_policy_ratio=false"],
+     "policy.train_global_batch_size: got 64, expected grpo.num_prompts_per_step * grpo.num_generations_per_prompt = "
+     "128; grpo.adv_estimator.name is dpo, and margins are those before the step; delete this key"),
+    ("pairs_are_compared_once", TINY, ["grpo.adv_estimator.name=dpo", "loss_fn.reference_policy_kl_penalty=1e-4"],
+     "loss_fn.reference_policy_kl_penalty: got 0.0001, expected 0; dpo.reference_policy_kl_penalty takes its place; "
+     "write 0"),
+    ("frozen_trunk_has_heads", STAGE1, [f"{MEGATRON}.freeze_trunk=true", "grpo.adv_estimator.name=dpo"],
+     f"grpo.adv_estimator.name: got dpo, expected grpo; {MEGATRON}.freeze_trunk is true, so no pairs are learned from; "
+     "write grpo"),
     ("frozen_trunk_has_heads", TINY, [f"{MEGATRON}.freeze_trunk=true"],
      f"{MEGATRON}.freeze_trunk: got true, expected false; {MEGATRON}.mtp_num_layers is 0, so that nothing would be "
      "trained; set it to the number of heads"),

@@ -89,6 +89,7 @@ SIZES = {
 SHARES = {"stage1.2": "stage1.1", "stage1.3": "stage1.1"}  # three stages, one configuration
 HEALING = "stage4"  # nobody has published a file of it
 NANO = "nano-rl"  # another model: its published values are below
+DPO = "nano-dpo"  # nobody has published a file of it
 
 
 def values_of(stage: str, platform: str) -> dict[str, Any]:
@@ -178,7 +179,7 @@ def test_every_configuration_of_the_table_is_published_or_tiny() -> None:
             rlvr, healing = (load_config(path_of(name, scale, platform)).tree for name in ("stage1.1", HEALING))
             assert healing["cluster"] == rlvr["cluster"] and healing["env"] == rlvr["env"]
             assert lookup(healing, f"{MEGATRON}.freeze_trunk") and lookup(healing, f"{MEGATRON}.mtp_num_layers") == 5
-        elif stage.id == NANO and (platform == "h100" or scale == "tiny"):
+        elif stage.id in (NANO, DPO) and (platform == "h100" or scale == "tiny"):
             assert path_of(NANO, "prod", "h100") == CONFIG_DIR / "nano_grpo.yaml"
         elif where in SIZES or scale == "tiny":
             assert path_of(stage.id, scale, platform) == path_of(*where)
@@ -228,7 +229,7 @@ def test_each_resolves_in_under_a_second_and_without_torch() -> None:
     output = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
     seconds, heavy = json.loads(output)
     assert heavy == []
-    assert len(seconds) == len(paths) == 18
+    assert len(seconds) == len(paths) == 19
     assert max(seconds) < 1.0
 
 
@@ -248,6 +249,19 @@ def test_nano_stage_is_synchronous_grpo() -> None:
     assert config.policy.make_sequence_length_divisible_by == 16
     assert (config.grpo.val_period, config.grpo.val_num_generations_per_prompt) == (5, 4)
     assert config.loss_fn.truncated_importance_sampling_ratio is None
+
+
+@pytest.mark.parametrize("scale", ["prod", "small"])
+def test_dpo_has_the_values_of_the_report_on_nanos_nodes(scale: str) -> None:
+    """Appendix C: 50 steps, preference 1.0, SFT 0.2, KL 0.05, learning rate 3e-6."""
+    rl, dpo = (load_config(path_of(name, scale, "h100")) for name in (NANO, DPO))
+    config = require_valid(dpo)
+    assert (config.grpo.max_num_steps, config.grpo.adv_estimator.name) == (50, "dpo")
+    assert (config.dpo.preference_loss_weight, config.dpo.sft_loss_weight) == (1.0, 0.2)
+    assert config.dpo.reference_policy_kl_penalty == 0.05
+    assert config.policy.megatron_cfg.optimizer.lr == 3.0e-6
+    for key in ("cluster", "policy", "env", "loss_fn", "grpo.num_prompts_per_step", "grpo.async_grpo"):
+        assert lookup(dpo.tree, key) == lookup(rl.tree, key), key
 
 
 def test_nano_fits_one_node_with_what_decides_the_algorithm() -> None:

@@ -323,9 +323,17 @@ def test_the_gradient_by_the_advantages_is_that_of_the_reverse_kl() -> None:
     assert torch.allclose(gradient, kl_gradient, atol=1e-6)
 
 
-DISTILLATION = {"adv_estimator": block("grpo.adv_estimator", name="on_policy_distillation", minus_baseline=True)}
+DISTILLATION, DPO = (
+    {"adv_estimator": block("grpo.adv_estimator", name=name, minus_baseline=True)}
+    for name in ("on_policy_distillation", "dpo")
+)
 WITHOUT_REWARDS = pytest.mark.parametrize(
-    "options", [pytest.param(DISTILLATION, id="distillation"), pytest.param({"freeze_trunk": True}, id="healing")]
+    "options",
+    [
+        pytest.param(DISTILLATION, id="distillation"),
+        pytest.param(DPO, id="dpo"),
+        pytest.param({"freeze_trunk": True}, id="healing"),
+    ],
 )
 
 
@@ -338,6 +346,7 @@ def test_where_rewards_play_no_part_none_and_no_penalty_is_an_advantage(options:
     assert {value for row in expanded(got) for value in row} == {0.0}
     assert got.sample_mask_B.tolist() == [1.0, 1.0, 1.0, 0.0]  # nothing is compared: one of a group trains
     assert metrics["num_invalid_tool_calls"] == 1.0
+    assert "num_penalized_turns" not in metrics
     assert not any("advantage" in name for name in metrics)  # they are not computed here
 
 

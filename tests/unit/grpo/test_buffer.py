@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -161,6 +162,20 @@ def test_a_file_of_groups_without_trajectories_is_read(tmp_path: Path) -> None:
     [tokens] = read_groups(tmp_path / "older")[1]
     assert tokens.trajectory(0) is None
     assert tokens.output_text(0) == group(1).tokens.output_text(0)
+
+
+def test_a_header_keeps_its_calls_and_an_older_one_has_none(tmp_path: Path) -> None:
+    one = group(1)
+    called = replace(one, rollouts=tuple(replace(header, tool_calls=(3, 1)) for header in one.rollouts))
+    write_groups(tmp_path / "groups", [called], [one.tokens])
+    arrays = load_file(tmp_path / "groups")
+    [found] = read_groups(tmp_path / "groups")[0]
+    assert {header.tool_calls for header in found.rollouts} == {(3, 1)}
+    older = bytes(arrays["headers"]).replace(b', "tool_calls": [3, 1]', b"")
+    assert len(older) < len(arrays["headers"])
+    save_file(arrays | {"headers": np.frombuffer(older, np.uint8)}, tmp_path / "older")
+    [found] = read_groups(tmp_path / "older")[0]
+    assert {header.tool_calls for header in found.rollouts} == {(0, 0)}
 
 
 def without_tokens(one: Group) -> Group:

@@ -49,10 +49,19 @@ def test_a_good_step_and_a_validation_have_no_cause() -> None:
         ("truncated", {"truncation_rate": 0.25}, "25% of the answers are cut at their limit (the longest has 2,048 t"),
         (
             "wrong form",
-            {"invalid_tool_call_rate": 0.25},
-            "25% of the answers call a tool in a wrong form; grpo.invalid_",
+            {"invalid_tool_call_rate": 0.25, "num_penalized_turns": 32.0},
+            "25% of the answers call a tool in a wrong form; grpo.invalid_tool_call_advantage replaces what",
         ),
-        ("wrong form", {"malformed_thinking_rate": 0.5}, "50% of the answers think in a wrong form; grpo.malformed_"),
+        (
+            "wrong form",
+            {"malformed_thinking_rate": 0.5, "num_penalized_turns": 1.0},
+            "50% of the answers think in a wrong form; grpo.malformed_",
+        ),
+        (  # a penalty that is off, or without effect since rewards do not decide, replaces nothing
+            "wrong form",
+            {"malformed_thinking_rate": 0.5},
+            "50% of the answers think in a wrong form; check the tool and reasoning parsers",
+        ),
         ("off policy", {"is_oob_ratio": 0.2}, "20% of the importance ratios are out of bounds (the mean token is 1.2"),
         (
             "equal rewards",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 
 from recipes.grpo.validate import ValidationSet, reward_metrics
 from recipes.rollouts.group import StoredGroup
@@ -36,6 +37,12 @@ def test_by_hand() -> None:
         "greedy_avg_length": 2.0,
         "greedy_num_failed": 1.0,
     }
+
+
+def test_calls_of_tools_that_are_not_offered_are_a_share_of_calls() -> None:
+    called = group("math", 1.0, 0.0)
+    headers = [replace(one, tool_calls=calls) for one, calls in zip(called.rollouts, [(3, 1), (1, 0)], strict=True)]
+    assert reward_metrics([replace(called, rollouts=tuple(headers))], "")["unknown_tool_rate"] == 1 / 4
 
 
 def test_without_a_verdict_there_is_no_reward() -> None:

@@ -322,7 +322,9 @@ def _value_problems(loaded: LoadedConfig, home: Path | None) -> Iterator[Problem
             yield _refused(loaded, key, rule["neutral"], f"it {rule['instead']}", home)
     for key, rule in rules()["refused"].items():
         is_met = not rule.get("asynchronous") or _is_asynchronous(loaded.tree)
-        if lookup(loaded.tree, key) != rule["only"] and is_met:
+        value = lookup(loaded.tree, key)
+        is_wrong = value == rule["never"] if "never" in rule else value != rule["only"]
+        if is_wrong and is_met:
             yield _refused(loaded, key, rule["only"], rule["because"], home)
     for key, value in leaves(loaded.tree).items():
         if is_instance(key) or is_read_in(home, key):

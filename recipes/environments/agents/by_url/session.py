@@ -488,7 +488,7 @@ class RolloutSession:
         node = self.forest.add(
             prompt.attachment,
             served=served,
-            turn=make_turn(prompt.new_ids, completion, sampled.decoded, self.patterns),
+            turn=make_turn(prompt.new_ids, completion, sampled.decoded, self.patterns, sampled.tools),
             tools=tools,
             is_thinking_open=sampled.is_thinking_open,
         )
@@ -526,6 +526,7 @@ class _Sampled:
     calls: tuple[CalledFunction, ...]
     is_thinking_open: bool
     logprobs: tuple[tuple[str, float], ...]  # of each token with its text, when they are asked for
+    tools: Sequence[Mapping[str, Any]]  # whose calls are read
 
 
 def _sampled(codec: ChatCodec, request: ModelRequest, prompt: Prompt, completion: Completion) -> _Sampled:
@@ -548,6 +549,7 @@ def _sampled(codec: ChatCodec, request: ModelRequest, prompt: Prompt, completion
         calls=tuple(CalledFunction(name=item["name"], arguments=item["arguments"]) for item in called),
         is_thinking_open=codec.is_thinking_open(prompt.new_ids, completion.token_ids),
         logprobs=_with_texts(codec, completion) if request.has_logprobs else (),
+        tools=tools,
     )
 
 

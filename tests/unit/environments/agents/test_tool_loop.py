@@ -165,6 +165,7 @@ async def test_what_is_wrong_with_a_call_is_its_answer(environments: Environment
     assert (rollout.reward, len(rollout.turns)) == (1.0, 3)
     assert answer in environments.codec.text(rollout.turns[1].prompt_token_ids)
     assert not rollout.turns[0].is_invalid_tool_call
+    assert [turn.tool_calls for turn in rollout.turns] == [(1, int("Unknown tool" in answer)), (1, 0), (0, 0)]
 
 
 async def test_a_malformed_call_ends_the_rollout_and_is_flagged(environments: Environments) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
-from recipes.config.fits import engine_problem
+from recipes.config.fits import engine_problem, teacher_problems
 from recipes.config.load import load_config, require_valid
 from recipes.grpo.checkpoint import _write_complete, recorded_sums
 from tests.configuration import block
@@ -328,6 +328,24 @@ def test_a_tokenizer_that_cannot_be_used_is_one_finding(tmp_path, file, content)
     (finding,) = template_findings(hf, loaded.repaired)
     assert finding.code == "MDL007" and str(hf) in finding.problem.where
     assert "\n" not in str(finding.problem)
+
+
+def test_a_teacher_has_the_vocabulary_of_the_policy(tmp_path: Path) -> None:
+    policy, teacher = (write_export(tmp_path / name / "step_000001") for name in ("policy", "teacher"))
+    overrides = [
+        f"env.nemo_gym.genrm_model.responses_api_models.genrm_model.model={teacher}",
+        "grpo.adv_estimator.name=on_policy_distillation",
+        "grpo.adv_estimator.teachers={default: genrm_model}",
+        "loss_fn.reference_policy_kl_penalty=0",
+    ]
+    config = require_valid(load_config(ROOT / "configs/tiny/stage3_rlhf.yaml", overrides))
+    assert teacher_problems(config, policy) == []
+    Tokenizer(models.WordLevel({"<eos>": 1, "<unk>": 0}, unk_token="<unk>")).save(str(teacher / "tokenizer.json"))
+    [problem] = teacher_problems(config, policy)
+    assert problem.where.endswith("genrm_model.model")
+    assert f"another vocabulary: '<eos>' is 1 in {teacher}, 0 in {policy}" in str(problem)
+    (teacher / "tokenizer.json").unlink()
+    assert teacher_problems(config, policy) == []  # nothing can be compared
 
 
 @pytest.mark.parametrize(("length", "num"), [(512, 1), (256, 0)])

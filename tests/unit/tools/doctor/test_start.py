@@ -244,6 +244,7 @@ SAID_BY: dict[str, Any] = {
     "grpo/checkpoint.py load_state": "a checkpoint of an older version",
     "grpo/data.py require_rows": "rows of another shape",
     "grpo/setup.py _open_data": "rows for no step",
+    "grpo/setup.py _launch_judges": "MDL004: test_model.py",
     "grpo/setup.py _probe_judges": "nothing: the answers of judges that run",
     "grpo/setup.py _validation": "answers compared alone",
     "grpo/setup.py _saved_state": "a checkpoint that waits with too old groups",

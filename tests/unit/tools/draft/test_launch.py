@@ -34,6 +34,13 @@ def filled(name: str, environ: Mapping[str, str], root: Path) -> dict[str, str]:
     return stage_environment(stage_defaults(find_stage(name), environ, root), environ)
 
 
+def test_a_stage_that_needs_another_tiny_model_does_not_start_from_the_one_before():
+    for stage, model in (("stage4", "tiny-nemotron-h-heads-sft"), ("nano-dpo", "tiny-tools-sft")):
+        assert filled(stage, {"SCALE": "tiny"}, ROOT)["MODEL_PATH"] == f"/checkout/models/{model}"
+    assert filled("nano-dpo", {"SCALE": "tiny"}, ROOT)["TRAIN_PATH"] == "/checkout/data/tiny-tools/train-split.jsonl"
+    assert filled("nano-dpo", {}, ROOT)["MODEL_PATH"] == "/checkout/results/nano3-rl/checkpoints/latest/hf"
+
+
 def test_first_stage_at_scale_tiny_needs_nothing():
     env = filled("stage1.1", {"SCALE": "tiny"}, ROOT)
     assert env["EXP_NAME"] == "stage1.1-rlvr1-tiny"

@@ -227,6 +227,10 @@ def test_what_is_offloaded_goes_from_the_gpu_to_the_host(production):
     assert more.aside == 0.0
 
 
+def by_pairs(config: Any) -> Any:
+    return replace(config.grpo, adv_estimator=replace(config.grpo.adv_estimator, name="dpo"))
+
+
 def test_host_memory_of_a_reference_policy_and_of_a_save(production):
     sizes = derive(production)
     trainer, host = (of(SUPER, production, sizes) for of in (partial(trainer_memory, other=0.0), host_memory))
@@ -244,6 +248,7 @@ def test_host_memory_of_a_reference_policy_and_of_a_save(production):
     penalised = changed(loss_fn=replace(production.loss_fn, reference_policy_kl_penalty=1e-4))
     assert penalised.reference == penalised.reference_pass == pytest.approx(8 * trainer.weights)
     assert penalised.total == host.total + 16 * trainer.weights
+    assert changed(grpo=by_pairs(production)) == penalised
     weights_only = changed(checkpointing=replace(production.checkpointing, save_optimizer=False))
     assert weights_only.save == pytest.approx(host.save * 2 / 14)
     assert changed(checkpointing=replace(production.checkpointing, enabled=False)).total == 0.0
