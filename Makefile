@@ -145,6 +145,13 @@ smoke: tiny ##* train stage 1.1 with a tiny model on this machine and show what 
 	$(PYTHON) -m tools.look.report --run-dir '$(RESULTS_DIR)/$(SMOKE_RUN)' --min-gain $(SMOKE_GAIN)
 	$(PYTHON) -m tools.tiny.check_gain --run-dir '$(RESULTS_DIR)/$(SMOKE_RUN)' --min-gain $(SMOKE_GAIN)
 
+.PHONY: try
+try: $(READY) ##* train your model on your rows and reward, all in one; run it again to resume
+#= MODEL=smollm2|directory|org/name DATA=my.jsonl|org/name REWARD=my_reward.py
+#= FIELDS="question=q" CONFIG_PATH (else what fits this machine), RESULTS_DIR ARGS
+	@$(PYTHON) -m tools.launch.try_own --model '$(MODEL)' --data '$(DATA)' --reward '$(REWARD)' --fields '$(FIELDS)' \
+	  --config '$(CONFIG_PATH)' --results '$(RESULTS_DIR)' $(ARGS)
+
 DRY = $(filter-out false 0 no,$(DRY_RUN))
 # At scale tiny on this machine rules judge the wide blend, as long as the command runs.
 JUDGED = $(if $(filter tiny/local/wide,$(SCALE)/$(LAUNCHER)/$(BLEND)),$(PYTHON) -m tools.tiny.rule_judge --)
@@ -164,7 +171,7 @@ PIPELINE = $(PYTHON) -m tools.launch.pipeline --stages "$(if $(filter tiny,$(SCA
 
 COMMA := ,
 # Rows of your own become data/own-NAME before a launch, beside a copy of the reward that scores them.
-OWN = data/own-$(basename $(notdir $(ROWS)))
+OWN = data/own-$(basename $(notdir $(subst @,-,$(subst :,-,$(ROWS)))))
 OWN_REWARD = $(OWN)/reward-$(shell sha256sum '$(REWARD)' | cut -c1-12).py
 OWN_IMPORT = $(PYTHON) -m tools.data.import_rows --rows '$(or $(ROWS),$(error give ROWS=my.jsonl))' --out '$(OWN)' \
 $(if $(REWARD),--reward '$(REWARD)') $(if $(FIELDS),--fields $(FIELDS))
@@ -265,6 +272,11 @@ else
 	$(PYTHON) -m tools.data.prepare --blend $(BLEND) --data data --val-rows $(or $(VAL_ROWS),100) $(addprefix --test-rows ,$(TEST_ROWS)) $(addprefix --sample ,$(SAMPLE)) $(ARGS)
 endif
 
+.PHONY: fetch
+fetch: $(READY) ## fetch a model, or rows, by name on the hub into its cache
+#= MODEL_PATH=org/name@REVISION ROWS=org/name:FOLDER HF_HOME HF_ENDPOINT
+	@$(PYTHON) -m tools.data.fetch $(if $(MODEL_PATH),--model '$(MODEL_PATH)') $(if $(ROWS),--rows '$(ROWS)')
+
 .PHONY: side-files
 side-files: $(READY) ## download what verifiers read besides rows, as `make data` does
 #= NAME=genrm_compare ARGS
@@ -272,7 +284,7 @@ side-files: $(READY) ## download what verifiers read besides rows, as `make data
 
 .PHONY: data-import
 data-import: $(READY) ## make rows of your own ready for training, and say what became of each column
-#= ROWS=my.jsonl REWARD=my_reward.py FIELDS="question=q" ARGS="--agent NAME"
+#= ROWS=my.jsonl|org/name REWARD=my_reward.py FIELDS="question=q" ARGS="--agent NAME"
 	@$(OWN_IMPORT) $(ARGS)
 
 .PHONY: data-validate
@@ -299,7 +311,7 @@ $(CONFIG_PATH),--config '$(CONFIG_PATH)')
 .PHONY: eval
 eval chat: override SCALE := $(or $(SCALE_GIVEN),tiny)
 eval: $(READY) ##* measure a checkpoint, and what it was trained from, on rows: pass@k with intervals
-#= CHECKPOINT=results/EXP_NAME (or a model directory), BASELINE=model directory SAMPLES=8
+#= CHECKPOINT=results/EXP_NAME|directory|org/name BASELINE=directory|org/name SAMPLES=8
 #= DATA=rows.jsonl CONFIG_PATH (without them those of the run), STAGE SCALE PLATFORM ARGS
 #= RESULTS_DIR
 	@$(PYTHON) -m tools.data.curriculum.evaluate $(ASKED) --samples $(SAMPLES) --results '$(RESULTS_DIR)' \
@@ -307,8 +319,9 @@ eval: $(READY) ##* measure a checkpoint, and what it was trained from, on rows: 
 
 .PHONY: chat
 chat: $(READY) ## talk to a checkpoint, line by line
-#= CHECKPOINT=results/EXP_NAME (or a model directory), CONFIG_PATH ARGS="--temperature 0"
+#= CHECKPOINT=results/EXP_NAME (or a model), CONFIG_PATH ARGS="--temperature 0"
 #= STAGE SCALE PLATFORM RESULTS_DIR
+	@$(if $(CHECKPOINT),$(PYTHON) -m tools.data.fetch --model '$(CHECKPOINT)' >/dev/null)
 	@$(PYTHON) -m tools.look.chat $(ASKED) $(ARGS)
 
 PASS_RATES = $(addprefix --pass-rates ,$(if $(EXP_NAME),$(RESULTS_DIR)/$(EXP_NAME)/pass_rates.jsonl,$(wildcard \

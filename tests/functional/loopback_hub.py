@@ -25,8 +25,8 @@ from urllib.parse import parse_qs, unquote
 Fault = Callable[["Handler"], bool]
 
 LISTING = re.compile(r"/api/datasets/([^/]+/[^/]+)/paths-info/([^/]+)")
-INFO = re.compile(r"/api/datasets/([^/]+/[^/]+)/revision/([^/?]+)\?blobs=true")
-CONTENT = re.compile(r"/datasets/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
+INFO = re.compile(r"/api/(?:datasets|models)/([^/]+/[^/]+)/revision/([^/?]+)\?blobs=true")
+CONTENT = re.compile(r"/(?:datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 STORE = re.compile(r"/store/([0-9a-f]+)")
 
 

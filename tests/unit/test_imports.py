@@ -47,7 +47,7 @@ FLOORS = (
     {"recipes.heartbeat"},
     {"recipes.run_grpo"},
     {"tools.processes", "tools.progress"},
-    {"tools.command_line", "tools.json_server", "tools.locks", "tools.packages"},
+    {"tools.command_line", "tools.hub", "tools.json_server", "tools.locks", "tools.packages"},
     {"tools.images"},
     {"tools.draft"},
     {"tools.job", "tools.show_config", "tools.look"},

@@ -2,11 +2,11 @@
 
     python -m tools.data.import_rows --rows FILE --out data/NAME [--reward FILE | --agent NAME] [--fields question=q]
 
-FILE is JSON lines, one JSON list, CSV or Parquet. A line may be a NeMo Gym row, an OpenAI chat (`messages`), or a
-question with its answer under one of the usual names; `--fields` says others. All further columns stay in the row for
-the reward. Writes train-split.jsonl, val-split.jsonl and manifest.json as `make data` does, and a copy of the reward
-beside them; it prints what became of each column. Exit status 2 for rows that cannot be used, with every kind of wrong
-row.
+FILE is JSON lines, one JSON list, CSV or Parquet, or a data set on the hub (org/name). A line may be a NeMo Gym row, an
+OpenAI chat (`messages`), or a question with its answer under one of the usual names; `--fields` says others. All
+further columns stay in the row for the reward. Writes train-split.jsonl, val-split.jsonl and manifest.json as `make
+data` does, and a copy of the reward beside them; it prints what became of each column. Exit status 2 for rows that
+cannot be used, with every kind of wrong row.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from recipes import exact_json
-from recipes.errors import DataError, Problem
+from recipes.errors import DataError, InputError, Problem
 from recipes.files import atomic_writer, write_atomically
 from tools.command_line import exit_status
+from tools.data.fetch import rows_of
 from tools.data.files.manifest import TOOL_VERSION, describe, manifest_of, write_manifest
 from tools.data.split import split
+from tools.hub import origin_of
 
 QUESTIONS = ("question", "prompt", "problem", "instruction", "query", "input")
 ANSWERS = ("expected_answer", "answer", "solution", "target", "output", "completion", "response", "label")
@@ -182,16 +185,20 @@ def convert(records: Iterable[object], converter: Converter, where: Path) -> lis
     return rows
 
 
-def import_rows(source: Path, out: Path, *, agent: str, reward: Path | None, columns: Mapping[str, str]) -> list[str]:
+def import_rows(
+    sources: Sequence[Path], out: Path, *, agent: str, reward: Path | None, columns: Mapping[str, str]
+) -> list[str]:
     """Write rows, splits and manifests; return what became of each column, a line each."""
     converter = Converter(agent=REWARD_AGENT if reward else agent, columns=columns)
-    rows = convert(records_of(source), converter, source)
+    rows = convert(chain.from_iterable(map(records_of, sources)), converter, sources[0])
     out.mkdir(parents=True, exist_ok=True)
-    inputs = [describe(source), *([describe(reward)] if reward else [])]
+    inputs = [*map(describe, sources), *([describe(reward)] if reward else [])]
     with atomic_writer(out / ROWS_FILE) as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
-    parameters = {"agent": agent, "columns": dict(columns)}
+    parameters: dict[str, Any] = {"agent": agent, "columns": dict(columns)}
+    if origin := origin_of(sources[0].absolute()):
+        parameters["hub"] = origin
     known = {"tool": "import", "tool_version": TOOL_VERSION, "inputs": inputs, "parameters": parameters}
     write_manifest(manifest_of(out / ROWS_FILE), {**known, "outputs": [describe(out / ROWS_FILE)]})
     if reward is not None:  # under the name of its content: another one does not take its place in a run that goes on
@@ -214,7 +221,8 @@ def column_map(texts: Iterable[str]) -> dict[str, str]:
 def main(argv: list[str] | None = None) -> int:
     """Import the rows and print what became of each column; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.data.import_rows", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--rows", type=Path, required=True, help="JSON lines, JSON, CSV or Parquet")
+    about = "JSON lines, JSON, CSV or Parquet, or the name of a data set on the hub: org/name[@REVISION][:FOLDER]"
+    parser.add_argument("--rows", required=True, help=about)
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--agent", default="", help="agent that scores them, such as mcqa_simple_agent")
     parser.add_argument("--reward", type=Path, help="Python file with score(response, row)")
@@ -223,11 +231,19 @@ def main(argv: list[str] | None = None) -> int:
     if options.agent and options.reward:
         fix = "leave one of them out"
         raise DataError(Problem(where="REWARD and --agent", wrong="both would score the rows", fix=fix))
-    for path, name in ((options.rows, "ROWS"), (options.reward, "REWARD")):
-        if path is not None and not path.is_file():
-            raise DataError(Problem(where=name, got=str(path), expected="a file", fix="correct the path"))
-    columns = column_map(options.fields)
-    lines = import_rows(options.rows, options.out, agent=options.agent, reward=options.reward, columns=columns)
+    problems: list[Problem] = []
+    columns, sources = {}, []
+    if options.reward is not None and not options.reward.is_file():
+        problem = Problem(where="REWARD", got=str(options.reward), expected="a file", fix="correct the path")
+        problems.append(problem)
+    try:
+        columns = column_map(options.fields)
+        sources = rows_of(options.rows)
+    except InputError as error:
+        problems += error.problems
+    if problems:
+        raise DataError(problems)
+    lines = import_rows(sources, options.out, agent=options.agent, reward=options.reward, columns=columns)
     print("\n".join(f"import: {line}" for line in lines))
     return 0
 

@@ -209,7 +209,7 @@ def download_split(dataset: str, revision: str, split: str, cache: Path) -> list
     parameters = {"dataset": dataset, "revision": revision, "split": split}
     known = {"tool": "sources", "tool_version": TOOL_VERSION, "parameters": parameters}
     if changes(manifest_file, known):
-        listed = list_all_files(dataset, revision, policy)
+        _, listed = list_all_files(dataset, revision, policy)
         outputs = []
         for name in _files_of(split, list(listed), f"{dataset}@{revision[:12]}"):
             received = download_file(listed[name], directory / name, policy)

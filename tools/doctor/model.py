@@ -24,6 +24,7 @@ from recipes.grpo.checkpoint import recorded_sums
 from recipes.weight_files import AGAIN, INDEX, files_of, read_header, read_weights, require_object
 from tools.draft.findings import Finding, as_findings, found
 from tools.draft.launch import Launch
+from tools.hub import hub_name, taken_for
 from tools.job.local import count_gpus
 from tools.sizing.architecture import Architecture, read_architecture
 
@@ -49,6 +50,8 @@ def check(launch: Launch) -> Iterator[Finding]:
         parent = launch.stage.after if launch.stage is not None else None
         wrong = "start weights are a directory, this is a file" if path.exists() else "no such directory"
         fix = f"run {parent} to its end, whose last export this stage starts from, or {FIX}" if parent else FIX
+        if hub_name(given := launch.environ.get("MODEL_PATH", "")):
+            wrong, fix = taken_for(given, "MODEL_PATH")
         yield found("MDL001", where=f"MODEL_PATH={path}", wrong=wrong, fix=fix)
         return
     missing = [name for name in FILES if not (path / name).is_file()]

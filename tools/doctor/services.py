@@ -16,6 +16,7 @@ from recipes.sinks import import_wandb
 from tools.draft.findings import Finding, as_finding, as_findings, found
 from tools.draft.launch import HEADS_MODEL, ROOT, TINY_MODEL, WIDE_MODEL, Launch
 from tools.draft.snapshot import SIDE_FILES, untracked
+from tools.hub import MODEL, HubName, repository_directory
 
 PROBE_SECONDS = 3.0
 INSTANCES = "env.nemo_gym"
@@ -145,7 +146,7 @@ def model_findings(instances: Mapping[str, Any], environ: Mapping[str, str]) -> 
         is_path = model.startswith(("/", "."))
         if is_path or not is_cached(model, environ):
             expected = "a model directory, or a hub name whose files are in the cache"
-            fix = _made_by(model) if is_path else f"give a path, or fetch it: .venv/bin/hf download {model}"
+            fix = _made_by(model) if is_path else f"give a path, or fetch it: make fetch MODEL_PATH={model}"
             yield found("JDG002", where=f"{where}.model", got=model, expected=expected, fix=fix)
             if not is_path and not environ.get("HF_TOKEN"):
                 wrong = f"not set, and {model} would have to be fetched"
@@ -154,10 +155,8 @@ def model_findings(instances: Mapping[str, Any], environ: Mapping[str, str]) -> 
 
 def is_cached(model: str, environ: Mapping[str, str]) -> bool:
     """Whether the hub's cache has a snapshot of a model."""
-    home = environ.get("HF_HOME") or "~/.cache/huggingface"
-    cache = Path(environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
-    snapshots = cache / f"models--{model.replace('/', '--')}" / "snapshots"
-    return any(snapshots.glob("*/config.json"))
+    directory = repository_directory(HubName(repository=model), MODEL, environ)
+    return any((directory / "snapshots").glob("*/config.json"))
 
 
 def has_wandb_key(environ: Mapping[str, str], *, reads_netrc: bool) -> bool:

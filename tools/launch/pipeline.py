@@ -22,9 +22,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from recipes.config.load import Stage, find_stage, load_stages
 from recipes.errors import InputError, LaunchError, Problem, RecipeError
 from tools.command_line import TRUE, exit_status
+from tools.data.fetch import fetch_model
 from tools.doctor.examine import examine
 from tools.draft.findings import Finding, forced, found
 from tools.draft.launch import ROOT, scale_of
+from tools.hub import hub_name
 from tools.launch.command import command_of, prepare, start_findings, unprepared
 from tools.launch.sequence import Link, Step, make_links, parents_of, paste, run_one_by_one, submit
 from tools.look.report.chain import ChainStage, summary_lines, write_chain
@@ -217,6 +219,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             refused = refusals(links, [link.checked.findings for link in links])
             say(refused)
             return LaunchError.exit_code if refused else 0
+        if (name := hub_name(os.environ.get("MODEL_PATH", ""))) and not is_dry and not args.report:
+            fetch_model(name)
+            links = make_links(stages, args.overrides, os.environ)
         how = {"is_dry": is_dry, "force": args.force, "first": args.first if is_dry else ""}
         status = 0 if args.report else run_pipeline(links, args.overrides, **how)
         has_run = links[0].launch.contract.is_local and not is_dry and status != LaunchError.exit_code

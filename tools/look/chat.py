@@ -19,6 +19,7 @@ from recipes.config.load import config_path, find_stage, load_config, require_ru
 from recipes.config.tree import PolicyConfig
 from recipes.generation.engine_args import CPU_ENV, ENV, engine_args, stop_token_ids
 from tools.command_line import exit_status
+from tools.hub import model_path
 from tools.look.report.chart import CONTROL
 from tools.look.run_state import find_checkpoint
 
@@ -74,13 +75,14 @@ def engine(policy: PolicyConfig, model: Path, *, temperature: float, seed: int) 
 def main(argv: Sequence[str] | None = None) -> int:
     """Talk to a checkpoint."""
     parser = argparse.ArgumentParser(prog="chat", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("checkpoint", type=Path, help="a run, one of its checkpoints, or a Hugging Face directory")
+    about = "a run, one of its checkpoints, a Hugging Face directory, or a name on the hub that was fetched"
+    parser.add_argument("checkpoint", help=about)
     parser.add_argument("--config", type=Path, help="whose engine and chat template are used, by default the run's")
     parser.add_argument("--stage", default="stage1.1", help="in its place where no run says, at SCALE on PLATFORM")
     parser.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token each time")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="configuration overrides")
     args = parser.parse_intermixed_args(argv)
-    checkpoint = find_checkpoint(args.checkpoint)
+    checkpoint = find_checkpoint(Path(model_path(args.checkpoint)))
     model = checkpoint.model
     scale, platform = os.environ.get("SCALE") or "tiny", os.environ.get("PLATFORM") or "h100"
     unused = ["data.train.data_path=none", "data.validation.data_path=null", "grpo.val_period=0"]

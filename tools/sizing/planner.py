@@ -29,6 +29,7 @@ from recipes.config.tree import Config
 from recipes.errors import InputError, Problem
 from tools.command_line import amount, exit_status
 from tools.draft.launch import ROOT, TINY_MODEL, read_launch
+from tools.hub import hub_name, model_path, taken_for
 from tools.look.report.chart import format_seconds
 from tools.look.report.load import load_run
 from tools.sizing.architecture import PUBLISHED, SUPER, Architecture, read_architecture
@@ -426,7 +427,11 @@ def _simulate(configured: Loop, sizes: Derived, nodes: int, max_age: int) -> Wha
 def architecture(given: str, stage: Stage, is_tiny: bool) -> Architecture:
     """Return the sizes of the model in the directory that is given, else of the scale's or the stage's own model."""
     if given:
-        return read_architecture(Path(given))
+        path = Path(model_path(given))
+        if hub_name(given) and not path.is_dir():
+            wrong, fix = taken_for(given, "MODEL_PATH")
+            raise InputError(Problem(where=given, wrong=wrong, fix=fix))
+        return read_architecture(path)
     if is_tiny and not (ROOT / TINY_MODEL).is_dir():
         fix = "run `make tiny`, which makes it, or set MODEL_PATH"
         raise InputError(Problem(where=TINY_MODEL, wrong="there is no such directory", fix=fix))

@@ -25,6 +25,7 @@ from recipes.errors import InputError, Problem
 from recipes.files import write_atomically
 from tools.command_line import exit_status, positive
 from tools.data.curriculum import profile
+from tools.data.fetch import model_of, rows_file
 from tools.look.report.chart import Series, line_chart, page, part
 from tools.look.report.load import Column
 from tools.look.run_state import find_checkpoint
@@ -54,6 +55,8 @@ class Scores:
     pass_at: Mapping[int, float]  # k -> share of rows that one of k answers solves
     solved: Interval  # pass@1
     greedy: Interval | None  # share of rows that the answer without sampling solves
+    num_never: int  # rows that no answer solves
+    num_always: int  # rows that every answer solves; training learns from the others
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
@@ -98,6 +101,8 @@ def scores(entries: Sequence[Mapping[str, Any]], greedy: Sequence[Mapping[str, A
         },
         solved=interval([entry["pass_rate"] for entry in judged]),
         greedy=interval(solved) if solved else None,
+        num_never=sum(entry["pass_rate"] == 0 for entry in judged),
+        num_always=sum(entry["pass_rate"] == 1 for entry in judged),
     )
 
 
@@ -169,6 +174,14 @@ def cells(found: Mapping[str, Mapping[str, Scores | None]], gained: Mapping[str,
     return sorted(rows, key=lambda row: (row[0] != ALL, row[0]))
 
 
+def in_words(label: str, one: Scores) -> str:
+    """Return what the answers of a checkpoint to all rows say about training on such rows."""
+    share = f"{label}: solves {one.solved.mean:.0%} ({one.solved.low:.0%} to {one.solved.high:.0%})"
+    alike = one.num_never + one.num_always
+    learns = f"the other {one.num_judged - alike} teach" if alike < one.num_judged else "none teaches anything"
+    return f"{share} of {one.num_judged} rows: {one.num_never} never, {one.num_always} always; {learns}"
+
+
 def text_of(rows: Sequence[Sequence[str]]) -> str:
     """Return rows of cells as aligned lines."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -200,11 +213,12 @@ def page_of(
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="evaluate", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("checkpoint", type=Path, help="a run, one of its checkpoints, or a Hugging Face directory")
-    parser.add_argument("--baseline", type=Path, help="what it is compared with, by default what it was trained from")
+    about = "a run, one of its checkpoints, a Hugging Face directory, or a name on the hub"
+    parser.add_argument("checkpoint", help=about)
+    parser.add_argument("--baseline", help="what it is compared with, by default what it was trained from")
     parser.add_argument("--config", type=Path, help="whose engines and environments are used, by default the run's")
     parser.add_argument("--stage", default="stage1.1", help="in its place where no run says, at SCALE on PLATFORM")
-    parser.add_argument("--data", type=Path, help="rows that are answered, by default the run's held-out ones")
+    parser.add_argument("--data", help="rows that are answered, by default the run's held-out ones")
     parser.add_argument("--results", type=Path, required=True, help="directory in which that of the results is made")
     parser.add_argument("--samples", type=positive, default=8, help="answers per row")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="configuration overrides")
@@ -215,10 +229,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate a checkpoint, and what it is compared with."""
     args = _arguments(argv)
-    checkpoint = find_checkpoint(args.checkpoint)
-    before = find_checkpoint(args.baseline).model if args.baseline else checkpoint.trained_from
+    checkpoint = find_checkpoint(model_of(args.checkpoint))
+    before = find_checkpoint(model_of(args.baseline)).model if args.baseline else checkpoint.trained_from
     models = {"before": before, "checkpoint": checkpoint.model} if before else {"checkpoint": checkpoint.model}
-    data, config = args.data or checkpoint.rows, args.config or checkpoint.config
+    data, config = rows_file(args.data) if args.data else checkpoint.rows, args.config or checkpoint.config
     if data is None:
         problem = Problem(where="DATA", wrong="no run says which rows are held out", fix="give DATA=rows.jsonl")
         raise InputError(problem)
@@ -242,6 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     line = orjson.dumps(numbers | {"scores": found, "gain": gained}, option=orjson.OPT_NON_STR_KEYS)
     write_atomically(out / "evaluation.json", line + b"\n")
     print(text_of([HEADS, *rows]))
+    print("\n".join(in_words(label, one) for label, of_all in found.items() if (one := of_all[ALL]) is not None))
     print(f"page: {page_file}, for scripts: {out / 'evaluation.json'}")
     return status
 

@@ -29,6 +29,7 @@ from recipes.files import sha256_of, write_atomically
 from recipes.grpo.data import PromptDataset
 from recipes.grpo.metrics import PASS_REWARD
 from tools.command_line import exit_status, positive
+from tools.data.fetch import model_of
 from tools.data.files.manifest import TOOL_VERSION, describe, differences, manifest_of, read_manifest, write_manifest
 from tools.data.files.row_blocks import require_file
 from tools.draft.launch import TINY_MODEL
@@ -157,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--stage", help="stage whose engines and environments are used, at SCALE on PLATFORM")
     which.add_argument("--config", type=Path, help="configuration file to use instead of a stage's")
-    parser.add_argument("--model", type=Path, required=True, help="checkpoint in Hugging Face format")
+    parser.add_argument("--model", required=True, help="checkpoint in Hugging Face format, or its name on the hub")
     parser.add_argument("--data", type=Path, required=True, help="rows to profile")
     parser.add_argument("--run-dir", type=Path, required=True, help="directory of the result and the logs")
     parser.add_argument("--samples", type=positive, default=8, help="answers per row")
@@ -165,14 +166,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--greedy", action="store_true", help="then also score one answer per row without sampling")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="configuration overrides, the last wins")
     args = parser.parse_intermixed_args(arguments)
-    run_dir = args.run_dir.resolve()
+    run_dir, model = args.run_dir.resolve(), model_of(args.model)
     require_file(args.data, fix="make the data, or correct --data")
-    if not (args.model / "config.json").is_file():
-        wrong = f"{args.model} is no checkpoint in Hugging Face format: it has no config.json"
+    if not (model / "config.json").is_file():
+        wrong = f"{model} is no checkpoint in Hugging Face format: it has no config.json"
         fix = f"give MODEL_PATH=DIR; `make tiny` makes {TINY_MODEL}"
         raise CheckpointError(Problem(where="--model", wrong=wrong, fix=fix))
     overrides = [
-        f"policy.model_name={args.model.resolve()}",
+        f"policy.model_name={model.resolve()}",
         f"data.train.data_path={args.data.resolve()}",
         *SETTINGS,
         *args.overrides,

@@ -166,24 +166,25 @@ def session_with(host: Host, where: str) -> Iterator[httpx2.Client]:
 def hub_refusal(where: str, status: int, error: Exception) -> Problem:
     """Return the problem of an answer of the hub that asking again will not change."""
     from huggingface_hub import get_token
-    from huggingface_hub.errors import GatedRepoError, RemoteEntryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RemoteEntryNotFoundError, RevisionNotFoundError
 
-    dataset = where.split("@", 1)[0]
+    repository = where.split("@", 1)[0]
     wrong, fix = f"the hub refuses access (HTTP {status})", _check_address(HUB)
     if isinstance(error, GatedRepoError) or status == 403:
         wrong += ": it is gated, and its terms were not accepted or the token may not read it"
-        page = f"https://huggingface.co/datasets/{dataset}"
+        folder = "datasets/" if isinstance(error, HfHubHTTPError) and "/datasets/" in str(error.response.url) else ""
+        page = f"https://huggingface.co/{folder}{repository}"
         fix = f"accept the terms on {page} and set HF_TOKEN to a token of that account"
     elif isinstance(error, RevisionNotFoundError):
-        wrong, fix = "the data set has no such commit", "correct the revision"
+        wrong, fix = "the data set or model has no such commit", "correct the revision"
     elif isinstance(error, RemoteEntryNotFoundError):
-        wrong, fix = "the data set has no such file at this commit", "correct the file name or the revision"
+        wrong, fix = "the data set or model has no such file at this commit", "correct the file name or the revision"
     elif status == 401 and get_token():
         wrong, fix = wrong + ": the token is not valid", "set HF_TOKEN to a token that has not expired"
     elif status == 401:
-        fix = "set HF_TOKEN: the hub answers this way for a data set that is private, gated or absent"
+        fix = "set HF_TOKEN: the hub answers this way for a data set or a model that is private, gated or absent"
     elif status == 404:
-        wrong = f"the hub has no such data set, or the token may not see it (HTTP {status})"
+        wrong = f"the hub has no such data set or model, or the token may not see it (HTTP {status})"
         fix = "check the name, HF_ENDPOINT and HF_TOKEN"
     return Problem(where=where, wrong=wrong, fix=fix)
 

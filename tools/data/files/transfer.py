@@ -5,7 +5,7 @@ a partial file that is named after the hash, so that a later run resumes it only
 plain HTTP with huggingface_hub's session, headers and errors: its own download neither resumes after a kill nor
 compares hashes.
 
-What the hub knows about a data set: the commit of a revision, and the size and hash of each file at that commit.
+What the hub knows about a data set or a model: the commit of a revision, and size and hash of each file at that commit.
 
 Revisions of data sets and repositories: only a commit names the same content for ever.
 """
@@ -26,6 +26,7 @@ from recipes.errors import DataError, Problem
 from recipes.retry import Answer, RetryPolicy, TransientError, call_with_retries
 from tools.data.files.hosts import GITHUB, HUB, Host, Tries, session_with, wait_or_raise
 from tools.data.files.row_blocks import CHUNK
+from tools.hub import ROWS
 from tools.locks import try_lock
 from tools.progress import Progress
 
@@ -68,31 +69,38 @@ def list_files(dataset: str, revision: str, names: list[str], policy: RetryPolic
     return found
 
 
-def list_all_files(dataset: str, revision: str, policy: RetryPolicy) -> dict[str, RemoteFile]:
-    """Return what the hub declares about every file of a data set at a commit."""
-    info = _info(dataset, revision, policy)
-    return {entry.rfilename: _remote_file(dataset, revision, entry.rfilename, entry) for entry in info.siblings or ()}
+def list_all_files(
+    repository: str, revision: str, policy: RetryPolicy, *, kind: str = ROWS
+) -> tuple[str, dict[str, RemoteFile]]:
+    """Return the commit of a revision, and what the hub declares about every file of a data set or model there."""
+    info = _info(repository, revision, policy, kind)
+    files = {
+        entry.rfilename: _remote_file(repository, info.sha, entry.rfilename, entry, kind)
+        for entry in info.siblings or ()
+    }
+    return info.sha, files
 
 
 def commit_of(dataset: str, revision: str, policy: RetryPolicy) -> str:
     """Return the commit that a branch points to now."""
-    commit: str = _info(dataset, revision, policy).sha
+    commit: str = _info(dataset, revision, policy, ROWS).sha
     return commit
 
 
-def _info(dataset: str, revision: str, policy: RetryPolicy) -> Any:
-    """Return what the hub says about a data set, in one answer.
+def _info(repository: str, revision: str, policy: RetryPolicy, kind: str) -> Any:
+    """Return what the hub says about a data set or a model, in one answer.
 
     Listing its tree would take several requests, which huggingface_hub retries by rules of its own.
     """
     from huggingface_hub import HfApi
 
-    where = f"{dataset}@{revision[:12]}"
+    where = f"{repository}@{revision[:12]}"
 
     def ask() -> Any:
         with session_with(HUB, where) as session:
             timeout: Any = session.timeout  # with None huggingface_hub waits for ever
-            return HfApi().dataset_info(dataset, revision=revision, files_metadata=True, timeout=timeout)
+            options: Any = {"revision": revision, "files_metadata": True, "timeout": timeout}
+            return HfApi().repo_info(repository, repo_type=kind, **options)
 
     info = _ask_hub(ask, policy, where)
     if not is_commit(info.sha) or (is_commit(revision) and info.sha != revision):
@@ -102,10 +110,11 @@ def _info(dataset: str, revision: str, policy: RetryPolicy) -> Any:
     return info
 
 
-def _remote_file(dataset: str, revision: str, name: str, entry: Any) -> RemoteFile:
+def _remote_file(repository: str, revision: str, name: str, entry: Any, kind: str = ROWS) -> RemoteFile:
     """Return the facts about a file; every answer of the hub has them under the same names."""
     return RemoteFile(
-        repository=dataset,
+        repository=repository,
+        kind=kind,
         revision=revision,
         name=name,
         size=entry.lfs.size if entry.lfs else entry.size,
@@ -133,7 +142,8 @@ class RemoteFile:
     size: int
     sha256: str | None  # known of large files (Git LFS) only
     git_blob: str  # git's sha1 of the content; for a large file, of its LFS pointer
-    url: str = ""  # at GitHub's raw address; empty: a file of a data set on the hub
+    kind: str = ROWS  # of the repository
+    url: str = ""  # at GitHub's raw address; empty: a file on the hub
 
     @property
     def identity(self) -> str:
@@ -245,7 +255,7 @@ def _receive(file: RemoteFile, content: BinaryIO, progress: Progress, tries: Tri
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
-    url = file.url or hf_hub_url(file.repository, file.name, repo_type="dataset", revision=file.revision)
+    url = file.url or hf_hub_url(file.repository, file.name, repo_type=file.kind, revision=file.revision)
     start = content.tell()
     headers = (build_hf_headers() if file.host is HUB else {}) | {"Accept-Encoding": "identity"}
     if start:
