@@ -306,12 +306,14 @@ profile: $(READY) ## record how often a checkpoint solves each training row; run
 
 SAMPLES ?= 8
 BASELINE ?=
-ASKED = '$(or $(CHECKPOINT),$(RUN_DIR),$(error give CHECKPOINT=results/EXP_NAME))' --stage $(STAGE) $(if \
+ASKED = $(if $(URL),--url '$(URL)' $(if $(MODEL),--served '$(MODEL)') $(if $(CHECKPOINT),'$(CHECKPOINT)'),'$(or \
+$(CHECKPOINT),$(RUN_DIR),$(error give CHECKPOINT=results/EXP_NAME, or the URL of an engine))') --stage $(STAGE) $(if \
 $(CONFIG_PATH),--config '$(CONFIG_PATH)')
 .PHONY: eval
 eval chat: override SCALE := $(or $(SCALE_GIVEN),tiny)
 eval: $(READY) ##* measure a checkpoint, and what it was trained from, on rows: pass@k with intervals
 #= CHECKPOINT=results/EXP_NAME|directory|org/name BASELINE=directory|org/name SAMPLES=8
+#= or URL=http://host:8000/v1 MODEL=name (of any engine with OpenAI's chat completions)
 #= DATA=rows.jsonl CONFIG_PATH (without them those of the run), STAGE SCALE PLATFORM ARGS
 #= RESULTS_DIR
 	@$(PYTHON) -m tools.data.curriculum.evaluate $(ASKED) --samples $(SAMPLES) --results '$(RESULTS_DIR)' \

@@ -46,7 +46,7 @@ OF_MAKE = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class TryStep:
     """One command, and the statuses with which the next one may follow."""
 
     title: str
@@ -146,33 +146,33 @@ def make(target: str, *words: str) -> tuple[str, ...]:
     return ("make", "-s", target, *(word for word in words if word.partition("=")[2]))
 
 
-def short_steps(inputs: Inputs) -> list[Step]:
+def short_steps(inputs: Inputs) -> list[TryStep]:
     """Return what shows wrong inputs within seconds."""
     rows = (f"ROWS={inputs.data}", f"REWARD={inputs.reward}", f"FIELDS={inputs.fields}")
     config = f"CONFIG_PATH={inputs.config or f'configs/{TINY}.yaml'}"
     variables = ("env", "SCALE=tiny", "LAUNCHER=local", f"MODEL_PATH={inputs.model_path}", config)
     check = ("./super_launch.sh", "--check", "stage1.1", *inputs.overrides)
     steps = [
-        Step(title="settings: check those that were given", words=(*variables, *check)),
-        Step(title="rows: make them ready for training", words=make("data-import", *rows)),
+        TryStep(title="settings: check those that were given", words=(*variables, *check)),
+        TryStep(title="rows: make them ready for training", words=make("data-import", *rows)),
     ]
     if Path(inputs.reward).is_file():
         probe = ("--reward", inputs.reward, "--rows", f"{inputs.own}/train-split.jsonl")
         words = (".venv/bin/python", "-m", "tools.environments.try_reward", *probe)
         title = "reward: try it on right, empty, echoed and foreign answers"
-        steps.append(Step(title=title, words=words, allowed=(0, ALIKE)))
+        steps.append(TryStep(title=title, words=words, allowed=(0, ALIKE)))
     return steps
 
 
-def model_step(inputs: Inputs) -> list[Step]:
+def model_step(inputs: Inputs) -> list[TryStep]:
     """Return what makes or fetches the model; nothing for a directory."""
     if inputs.is_made:
-        return [Step(title=f"model: make {inputs.model}", words=make("tiny", f"MODEL={inputs.model}"))]
+        return [TryStep(title=f"model: make {inputs.model}", words=make("tiny", f"MODEL={inputs.model}"))]
     name = make("fetch", f"MODEL_PATH={inputs.model}")
-    return [Step(title="model: fetch it from the hub", words=name)] if hub_name(inputs.model) else []
+    return [TryStep(title="model: fetch it from the hub", words=name)] if hub_name(inputs.model) else []
 
 
-def long_steps(inputs: Inputs) -> list[Step]:
+def long_steps(inputs: Inputs) -> list[TryStep]:
     """Return what checks, measures, plans, trains and reports, once rows and model are there."""
     launch, place, results = inputs.launch(), f"{ROOT}/{inputs.own}", f"RESULTS_DIR={inputs.results}"
     files = (f"TRAIN_PATH={place}/train-split.jsonl", f"VAL_PATH={place}/val-split.jsonl")
@@ -188,19 +188,19 @@ def long_steps(inputs: Inputs) -> list[Step]:
     before = (*evaluate, "--results", f"{inputs.results}/{inputs.name}-before", *overrides)
     validate = make("data-validate", f"BLEND={Path(inputs.own).name}", f"ARGS={reward}")
     steps = [
-        Step(title="rows: check each, and that none is in both splits", words=validate),
-        Step(title="launch: report every problem of it", words=make("doctor", *local, words)),
-        Step(title="plan: memory and time of a step on this machine", words=make("plan", *local, words)),
-        Step(title="pass rate before training, on held-out rows", words=before, allowed=(0, NO_VERDICT)),
-        Step(title="train; progress is in the log that is named", words=train),
+        TryStep(title="rows: check each, and that none is in both splits", words=validate),
+        TryStep(title="launch: report every problem of it", words=make("doctor", *local, words)),
+        TryStep(title="plan: memory and time of a step on this machine", words=make("plan", *local, words)),
+        TryStep(title="pass rate before training, on held-out rows", words=before, allowed=(0, NO_VERDICT)),
+        TryStep(title="train; progress is in the log that is named", words=train),
     ]
     if read_object(Path(inputs.results) / inputs.name / "status.json").get("state") == "done":
         print(f"try: {inputs.name} is trained already; make report shows it", flush=True)
         steps = []
-    return [*steps, Step(title="report", words=make("report", run, results))]
+    return [*steps, TryStep(title="report", words=make("report", run, results))]
 
 
-def run_step(step: Step, number: int) -> int:
+def run_step(step: TryStep, number: int) -> int:
     """Say what a step does and how to do it alone, and run it; return its status."""
     print(f"\n[{number}] {step.title}\n    {step.text}", flush=True)
     kept = {name: value for name, value in os.environ.items() if not OF_MAKE.fullmatch(name)}

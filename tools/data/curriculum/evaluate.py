@@ -1,6 +1,7 @@
 """Evaluates a checkpoint on rows, beside the one that it was trained from: pass@k with intervals, per environment.
 
     python -m tools.data.curriculum.evaluate CHECKPOINT --results DIR [--data ROWS] [--baseline DIR]
+    python -m tools.data.curriculum.evaluate --url http://host:8000/v1 [--served NAME] --data ROWS --results DIR
 
 Each row is answered several times, and once without sampling, with the settings of the run. Answers of earlier starts
 are kept: the same command goes on after a kill. DIR/eval-NAME/ has the page and one line of JSON.
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import re
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,10 +24,11 @@ from typing import Any
 import orjson
 from markupsafe import Markup
 
+from recipes.config.load import config_path, find_stage
 from recipes.errors import InputError, Problem
 from recipes.files import write_atomically
 from tools.command_line import exit_status, positive
-from tools.data.curriculum import profile
+from tools.data.curriculum import by_url, profile
 from tools.data.fetch import model_of, rows_file
 from tools.look.report.chart import Series, line_chart, page, part
 from tools.look.report.load import Column
@@ -214,7 +218,9 @@ def page_of(
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="evaluate", description=__doc__.split("\n", 1)[0])
     about = "a run, one of its checkpoints, a Hugging Face directory, or a name on the hub"
-    parser.add_argument("checkpoint", help=about)
+    parser.add_argument("checkpoint", nargs="?", default="", help=f"{about}; not with --url")
+    parser.add_argument("--url", default="", help="in its place: an engine that serves it, up to and with /v1")
+    parser.add_argument("--served", default="", help="name of the model there, which may be left out if it has one")
     parser.add_argument("--baseline", help="what it is compared with, by default what it was trained from")
     parser.add_argument("--config", type=Path, help="whose engines and environments are used, by default the run's")
     parser.add_argument("--stage", default="stage1.1", help="in its place where no run says, at SCALE on PLATFORM")
@@ -222,36 +228,72 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, required=True, help="directory in which that of the results is made")
     parser.add_argument("--samples", type=positive, default=8, help="answers per row")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="configuration overrides")
-    return parser.parse_intermixed_args(argv)
+    args = parser.parse_intermixed_args(argv)
+    if args.url and "=" in args.checkpoint:  # the first override
+        args.checkpoint, args.overrides = "", [args.checkpoint, *args.overrides]
+    return args
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A model behind a URL."""
+
+    url: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.url}"
+
+
+def _measure(model: Path | Served, config: Path, data: Path, run_dir: Path, args: argparse.Namespace) -> int:
+    """Write the profile of one model; return its status."""
+    if isinstance(model, Served):
+        checked = profile.checked_config(config, profile.settings(model.name, data, args.overrides))
+        return by_url.measure(checked, data, run_dir, url=model.url, model=model.name, samples=args.samples)
+    words = ["--config", str(config), "--model", str(model), "--data", str(data), "--samples", str(args.samples)]
+    return profile.main([*words, "--greedy", "--run-dir", str(run_dir), *args.overrides])
+
+
+def _chosen(args: argparse.Namespace) -> tuple[str, dict[str, Path | Served], Path, Path]:
+    """Return the name of what is evaluated, the models by label, the configuration and the rows."""
+    if bool(args.url) == bool(args.checkpoint):
+        fix = "give a checkpoint: CHECKPOINT, or an engine that serves one: URL, and not both"
+        raise InputError(Problem(where="CHECKPOINT and URL", wrong="one of them says what is evaluated", fix=fix))
+    served = Served(url=args.url, name=by_url.served_model(args.url, args.served)) if args.url else None
+    checkpoint = find_checkpoint(model_of(args.checkpoint)) if served is None else None
+    before = find_checkpoint(model_of(args.baseline)).model if args.baseline else None
+    before = before or (checkpoint.trained_from if checkpoint else None)
+    data = rows_file(args.data) if args.data else checkpoint.rows if checkpoint else None
+    if data is None:
+        problem = Problem(where="DATA", wrong="no run says which rows are held out", fix="give DATA=rows.jsonl")
+        raise InputError(problem)
+    scale, platform = os.environ.get("SCALE") or "prod", os.environ.get("PLATFORM") or "h100"
+    config = args.config or (checkpoint.config if checkpoint else None)
+    config = config or config_path(find_stage(args.stage), scale, platform)
+    what = served or (checkpoint.model if checkpoint else Path())
+    name = re.sub(r"[^\w.-]", "-", served.name) if served else checkpoint.name if checkpoint else ""
+    return name, {**({"before": before} if before else {}), "checkpoint": what}, config, data
 
 
 @exit_status
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate a checkpoint, and what it is compared with."""
     args = _arguments(argv)
-    checkpoint = find_checkpoint(model_of(args.checkpoint))
-    before = find_checkpoint(model_of(args.baseline)).model if args.baseline else checkpoint.trained_from
-    models = {"before": before, "checkpoint": checkpoint.model} if before else {"checkpoint": checkpoint.model}
-    data, config = rows_file(args.data) if args.data else checkpoint.rows, args.config or checkpoint.config
-    if data is None:
-        problem = Problem(where="DATA", wrong="no run says which rows are held out", fix="give DATA=rows.jsonl")
-        raise InputError(problem)
-    out, status = args.results / f"eval-{checkpoint.name}", 0
-    which = ["--config", str(config)] if config else ["--stage", args.stage]
+    name, models, config, data = _chosen(args)
+    out, status = args.results / f"eval-{name}", 0
     for label, model in models.items():
         print(f"evaluate: {label}: {model}", flush=True)
-        words = [*which, "--model", str(model), "--data", str(data), "--samples", str(args.samples), "--greedy"]
-        ended = profile.main([*words, "--run-dir", str(out / label), *args.overrides])
+        ended = _measure(model, config, data, out / label, args)
         if ended not in (0, 1) or not (out / label / profile.GREEDY / profile.RESULT).is_file():
             return ended
         status = max(status, ended)
     found = {label: by_environment(out / label) for label in models}
-    gained = gains(out / "before", out / "checkpoint") if before else {}
+    gained = gains(out / "before", out / "checkpoint") if "before" in models else {}
     rows = cells(found, gained)
     facts = [f"{label}: {model}" for label, model in models.items()] + [f"rows: {data}", f"{args.samples} answers"]
     page_file = out / "evaluation.html"
     pass_at = {label: one.pass_at for label, of_all in found.items() if (one := of_all[ALL]) is not None}
-    write_atomically(page_file, page_of(f"Evaluation of {checkpoint.name}", facts, rows, pass_at).encode())
+    write_atomically(page_file, page_of(f"Evaluation of {name}", facts, rows, pass_at).encode())
     numbers = {"models": {label: str(model) for label, model in models.items()}, "rows": str(data)}
     line = orjson.dumps(numbers | {"scores": found, "gain": gained}, option=orjson.OPT_NON_STR_KEYS)
     write_atomically(out / "evaluation.json", line + b"\n")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,8 +121,13 @@ class ProfileLedger:
         return counts
 
 
-def what_is_measured(config: Config, rows: Path, *, samples: int, pass_reward: float) -> dict[str, Any]:
-    """Return the manifest entries that decide the result: rows, weights and sampling. Reads the weights."""
+def what_is_measured(
+    config: Config, rows: Path, *, samples: int, pass_reward: float, model: object = None
+) -> dict[str, Any]:
+    """Return the manifest entries that decide the result: rows, weights and sampling.
+
+    Reads the weights, unless `model` says what is measured in their place.
+    """
     cfg = config.policy.generation
     parameters = {
         "samples": samples,
@@ -131,7 +136,7 @@ def what_is_measured(config: Config, rows: Path, *, samples: int, pass_reward: f
         "top_p": cfg.top_p,
         "max_new_tokens": cfg.max_new_tokens,
         "max_model_len": cfg.vllm_cfg.max_model_len,
-        "model": model_digest(Path(config.policy.model_name)),
+        "model": model or model_digest(Path(config.policy.model_name)),
     }
     return {"tool": "profile", "tool_version": TOOL_VERSION, "inputs": [describe(rows)], "parameters": parameters}
 
@@ -147,6 +152,20 @@ SETTINGS = (  # a profile validates nothing
     "grpo.val_at_start=false",
     "grpo.val_at_end=false",
 )
+
+
+def settings(model: str, rows: Path, overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of a profile, the user's last."""
+    return [f"policy.model_name={model}", f"data.train.data_path={rows.resolve()}", *SETTINGS, *overrides]
+
+
+def checked_config(path: Path, overrides: Sequence[str]) -> Config:
+    """Return a configuration; raises `ConfigError` for one that nothing can be measured with."""
+    config = require_runnable(load_config(path, overrides))
+    if judges := started_judges(config):
+        fix = "give its base_url, or take an environment without it: SCALE=tiny, --config, or other rows and keys"
+        raise ConfigError([Problem(where=one.key, wrong="a profile starts no judge", fix=fix) for one in judges])
+    return config
 
 
 @exit_status
@@ -172,19 +191,11 @@ def main(arguments: list[str] | None = None) -> int:
         wrong = f"{model} is no checkpoint in Hugging Face format: it has no config.json"
         fix = f"give MODEL_PATH=DIR; `make tiny` makes {TINY_MODEL}"
         raise CheckpointError(Problem(where="--model", wrong=wrong, fix=fix))
-    overrides = [
-        f"policy.model_name={model.resolve()}",
-        f"data.train.data_path={args.data.resolve()}",
-        *SETTINGS,
-        *args.overrides,
-    ]
     config = args.config or config_path(
         find_stage(args.stage), os.environ.get("SCALE") or "prod", os.environ.get("PLATFORM") or "h100"
     )
-    checked = require_runnable(load_config(config, overrides))
-    if judges := started_judges(checked):
-        fix = "give its base_url, or take an environment without it: SCALE=tiny, --config, or other rows and keys"
-        raise ConfigError([Problem(where=one.key, wrong="a profile starts no judge", fix=fix) for one in judges])
+    overrides = settings(str(model.resolve()), args.data, args.overrides)
+    checked = checked_config(config, overrides)
     known = what_is_measured(checked, args.data, samples=args.samples, pass_reward=args.pass_reward)
     ledgers = [ProfileLedger.open(run_dir, known)]
     if args.greedy:
