@@ -23,8 +23,14 @@ from recipes.generation.engine_args import CPU_ENV, ENV
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
-# Every other text earns another reward, so that equal rewards are equal answers.
-REWARD = "import zlib\n\n\ndef score(response, row):\n    return zlib.crc32(response.encode()) % 1000 / 1000\n"
+# Every other text earns another reward, so that equal rewards are equal answers. A server without a parser shows no
+# special tokens, which a random model may say.
+REWARD = r"""
+import re, zlib
+
+def score(response, row):
+    return zlib.crc32(re.sub(r"</?\w+>", "", response).encode()) % 1000 / 1000
+"""
 NUM_ROWS = 12
 
 
