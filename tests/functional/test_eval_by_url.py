@@ -24,12 +24,12 @@ pytestmark = [pytest.mark.functional, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
 # Every other text earns another reward, so that equal rewards are equal answers. A server without a parser shows no
-# special tokens, which a random model may say.
+# special tokens and no incomplete characters, which a random model may say.
 REWARD = r"""
 import re, zlib
 
 def score(response, row):
-    return zlib.crc32(re.sub(r"</?\w+>", "", response).encode()) % 1000 / 1000
+    return zlib.crc32(re.sub(r"</?\w+>|\ufffd", "", response).encode()) % 1000 / 1000
 """
 NUM_ROWS = 12
 
