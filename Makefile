@@ -275,7 +275,7 @@ endif
 .PHONY: fetch
 fetch: $(READY) ## fetch a model, or rows, by name on the hub into its cache
 #= MODEL_PATH=org/name@REVISION ROWS=org/name:FOLDER HF_HOME HF_ENDPOINT
-	@$(PYTHON) -m tools.data.fetch $(if $(MODEL_PATH),--model '$(MODEL_PATH)') $(if $(ROWS),--rows '$(ROWS)')
+	@$(PYTHON) -m tools.data.files.fetch $(if $(MODEL_PATH),--model '$(MODEL_PATH)') $(if $(ROWS),--rows '$(ROWS)')
 
 .PHONY: side-files
 side-files: $(READY) ## download what verifiers read besides rows, as `make data` does
@@ -323,7 +323,7 @@ eval: $(READY) ##* measure a checkpoint, and what it was trained from, on rows: 
 chat: $(READY) ## talk to a checkpoint, line by line
 #= CHECKPOINT=results/EXP_NAME (or a model), CONFIG_PATH ARGS="--temperature 0"
 #= STAGE SCALE PLATFORM RESULTS_DIR
-	@$(if $(CHECKPOINT),$(PYTHON) -m tools.data.fetch --model '$(CHECKPOINT)' >/dev/null)
+	@$(if $(CHECKPOINT),$(PYTHON) -m tools.data.files.fetch --model '$(CHECKPOINT)' >/dev/null)
 	@$(PYTHON) -m tools.look.chat $(ASKED) $(ARGS)
 
 PASS_RATES = $(addprefix --pass-rates ,$(if $(EXP_NAME),$(RESULTS_DIR)/$(EXP_NAME)/pass_rates.jsonl,$(wildcard \

@@ -62,13 +62,13 @@ def test_rows_by_name_are_fetched_once_at_one_commit(hub: Hub, tmp_path: Path) -
 
 
 def test_a_name_of_nothing_says_what_it_was_taken_for(hub: Hub, tmp_path: Path) -> None:
-    words = ("tools.data.fetch", "--model", "lab/nothing", "--rows", "data/nothing.jsonl")
+    words = ("tools.data.files.fetch", "--model", "lab/nothing", "--rows", "data/nothing.jsonl")
     refused = run(tmp_path, hub, *words)
     assert refused.returncode == 2
     first, second = refused.stderr.splitlines()[-2:]
     assert "lab/nothing, no path here, so taken for the name of a model on the hub: the hub has no such" in first
     assert second.startswith("data/nothing.jsonl: it is taken for a path, and nothing is there; correct the path")
-    no_model = run(tmp_path, hub, "tools.data.fetch", "--model", NAME)
+    no_model = run(tmp_path, hub, "tools.data.files.fetch", "--model", NAME)
     assert no_model.returncode == 2 and "it holds no model" in no_model.stderr
 
 

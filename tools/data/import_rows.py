@@ -26,7 +26,7 @@ from recipes import exact_json
 from recipes.errors import DataError, InputError, Problem
 from recipes.files import atomic_writer, write_atomically
 from tools.command_line import exit_status
-from tools.data.fetch import rows_of
+from tools.data.files.fetch import rows_of
 from tools.data.files.manifest import TOOL_VERSION, describe, manifest_of, write_manifest
 from tools.data.split import split
 from tools.hub import origin_of

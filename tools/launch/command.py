@@ -22,7 +22,7 @@ from pathlib import Path
 from recipes.config.load import with_defaults
 from recipes.errors import LaunchError, RecipeError
 from tools.command_line import exit_status
-from tools.data.fetch import fetch_model
+from tools.data.files.fetch import fetch_model
 from tools.doctor.examine import examine
 from tools.draft.contract import REQUIRED_WITH_CONTAINERS, Contract
 from tools.draft.findings import Finding, errors, forced, found

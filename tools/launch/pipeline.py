@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from recipes.config.load import Stage, find_stage, load_stages
 from recipes.errors import InputError, LaunchError, Problem, RecipeError
 from tools.command_line import TRUE, exit_status
-from tools.data.fetch import fetch_model
+from tools.data.files.fetch import fetch_model
 from tools.doctor.examine import examine
 from tools.draft.findings import Finding, forced, found
 from tools.draft.launch import ROOT, scale_of

@@ -25,7 +25,7 @@ from pathlib import Path
 from recipes.errors import InputError, Problem
 from recipes.files import read_object, sha256_of
 from tools.command_line import exit_status
-from tools.data.fetch import list_model, model_of
+from tools.data.files.fetch import list_model, model_of
 from tools.draft.launch import ROOT, TINY_MODEL
 from tools.hub import HubName, cached_model, hub_name, taken_for
 from tools.job.local import count_gpus

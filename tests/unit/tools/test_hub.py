@@ -8,7 +8,7 @@ import pytest
 
 from recipes.errors import DataError
 from tools import hub
-from tools.data.fetch import model_files, row_files
+from tools.data.files.fetch import model_files, row_files
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -29,7 +29,7 @@ from recipes.errors import InputError, Problem
 from recipes.files import write_atomically
 from tools.command_line import exit_status, positive
 from tools.data.curriculum import by_url, profile
-from tools.data.fetch import model_of, rows_file
+from tools.data.files.fetch import model_of, rows_file
 from tools.look.report.chart import Series, line_chart, page, part
 from tools.look.report.load import Column
 from tools.look.run_state import find_checkpoint

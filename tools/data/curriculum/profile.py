@@ -29,7 +29,7 @@ from recipes.files import sha256_of, write_atomically
 from recipes.grpo.data import PromptDataset
 from recipes.grpo.metrics import PASS_REWARD
 from tools.command_line import exit_status, positive
-from tools.data.fetch import model_of
+from tools.data.files.fetch import model_of
 from tools.data.files.manifest import TOOL_VERSION, describe, differences, manifest_of, read_manifest, write_manifest
 from tools.data.files.row_blocks import require_file
 from tools.draft.launch import TINY_MODEL

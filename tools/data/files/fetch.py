@@ -1,6 +1,6 @@
 """Fetch a model or rows by their name on the hub into its cache: `make fetch MODEL_PATH=org/name ROWS=org/name`.
 
-    python -m tools.data.fetch [--model org/name[@REVISION]] [--rows org/name[@REVISION][:FOLDER]]
+    python -m tools.data.files.fetch [--model org/name[@REVISION]] [--rows org/name[@REVISION][:FOLDER]]
 
 Each file is compared with the hash that the hub declares, a broken transfer goes on where it stopped, and what is in
 the cache is not asked for again: a branch stays at the commit that it had. HF_ENDPOINT names a mirror, HF_HOME or
@@ -142,7 +142,7 @@ def rows_file(text: str) -> Path:
 @exit_status
 def main(argv: list[str] | None = None) -> int:
     """Fetch what is named, and print where it lies; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tools.data.fetch", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.data.files.fetch", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--model", default="", help="name of a model, or a path")
     parser.add_argument("--rows", default="", help="name of a data set, or a path")
     options = parser.parse_args(argv)
