@@ -1,7 +1,11 @@
-"""Whether models fit the configuration and each other; checked before a launch, and again where a run starts."""
+"""Whether models fit the configuration and each other, and whether a saved optimizer can be read under it.
+
+Checked before a launch, and again where a run starts.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +15,7 @@ from recipes.errors import Problem
 from recipes.files import read_object
 
 if TYPE_CHECKING:
-    from recipes.config.tree import Config, MegatronConfig, VllmConfig
+    from recipes.config.tree import Config, MegatronConfig, PolicyConfig, VllmConfig
 
 _WHERE = "policy.megatron_cfg."
 _ENGINE = "policy.generation.vllm_cfg."
@@ -197,3 +201,79 @@ def _context_problem(sizes: Mapping[str, Any], megatron: MegatronConfig) -> Prob
             fix="change it or tensor_model_parallel_size",
         )
     return None
+
+
+FORM_FILE = "form.json"  # of the policy in a checkpoint: what an optimizer must have in common to read the saved one
+IN_PARTS, PER_PARAMETER = "dp_reshardable", "fully_reshardable"  # forms of a saved optimizer, by Megatron's names
+_KINDS = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
+_GROUPED, _FREEZES = f"{_WHERE}moe_grouped_gemm", f"{_WHERE}freeze_trunk"
+_OF_EVERY_FORM = (
+    "policy.precision",
+    f"{_WHERE}freeze_moe_router",
+    _FREEZES,
+    f"{_WHERE}optimizer.optimizer",
+    f"{_WHERE}optimizer.use_distributed_optimizer",
+)
+
+
+def optimizer_keys(cfg: PolicyConfig, *, has_experts: bool) -> dict[str, Any]:
+    """Return the values, by their keys, that decide under which names an optimizer is saved, and in which parts."""
+    megatron, ddp = cfg.megatron_cfg, cfg.megatron_cfg.distributed_data_parallel_config
+    return {
+        "policy.precision": cfg.precision,
+        f"{_WHERE}freeze_moe_router": megatron.freeze_moe_router and has_experts,
+        _FREEZES: megatron.freeze_trunk,
+        f"{_WHERE}optimizer.optimizer": megatron.optimizer.optimizer,
+        f"{_WHERE}optimizer.use_distributed_optimizer": megatron.optimizer.use_distributed_optimizer,
+        _GROUPED: megatron.moe_grouped_gemm and has_experts,  # it decides the order of the weights
+        f"{_WHERE}num_layers_in_first_pipeline_stage": megatron.num_layers_in_first_pipeline_stage,
+        f"{_WHERE}num_layers_in_last_pipeline_stage": megatron.num_layers_in_last_pipeline_stage,
+        f"{_WHERE}distributed_data_parallel_config.overlap_grad_reduce": ddp.overlap_grad_reduce,
+        f"{_WHERE}distributed_data_parallel_config.grad_reduce_in_fp32": ddp.grad_reduce_in_fp32,
+    }
+
+
+def form_problems(cfg: PolicyConfig, saved: Mapping[str, Any], path: Path, *, has_experts: bool) -> list[Problem]:
+    """Return why an optimizer has parts of other names or sizes than the one that was saved in `path`.
+
+    Older versions of this recipe have not written all the values; what they have not is not compared.
+    """
+    if saved["form"] is None:
+        return []
+    problems = []
+    now_trains, then_trained = cfg.megatron_cfg.mtp_num_layers > 0, saved.get("trains_heads", False)
+    if now_trains != then_trained:  # the optimizer holds the moments of multi-token heads
+        problems.append(
+            Problem(
+                where=f"{_WHERE}mtp_num_layers",
+                got=str(cfg.megatron_cfg.mtp_num_layers),
+                expected=f"{'more than 0' if then_trained else '0'}, as when {path} was saved: its optimizer has"
+                f" {'' if then_trained else 'no '}state of the heads",
+                fix="resume with that value, or start a new run from the export of that step",
+            )
+        )
+    sizes = [f"{kind}_parallel_size" for kind in _KINDS]
+    now = {f"{_WHERE}{key}": getattr(cfg.megatron_cfg, key) for key in sizes}
+    now |= optimizer_keys(cfg, has_experts=has_experts)
+    then = {f"{_WHERE}{key}": saved["layout"].get(key, 1) for key in sizes}
+    then |= {_GROUPED: False, _FREEZES: False} | saved.get("optimizer_keys", {})
+    return problems + [
+        Problem(
+            where=key,
+            got=_text(now[key]),
+            expected=f"{_text(then[key])}, as when {path} was saved: the parts of its optimizer depend on it",
+            fix="resume with that value"
+            + (
+                ", or start a new run from the export of that step"
+                if key in _OF_EVERY_FORM
+                else f"; a save with {_WHERE}dist_ckpt_optim_fully_reshardable=true can be resumed with any"
+            ),
+        )
+        for key in now
+        if key in then and now[key] != then[key] and (saved["form"] == IN_PARTS or key in _OF_EVERY_FORM)
+    ]
+
+
+def _text(value: Any) -> str:
+    """Return a value as a configuration file has it."""
+    return json.dumps(value) if not isinstance(value, str) else value

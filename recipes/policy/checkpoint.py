@@ -10,12 +10,12 @@ To go on under another tensor-parallel size, resume once under the old one with
 parameter, so any layout reads it. To write it, one rank of each data-parallel group collects the group's optimizer in
 its host memory (12 bytes per parameter of its part of the model).
 
-Which saved optimizers a trainer can read: those whose parts have the names and the sizes of its own.
+Which saved optimizers a trainer can read: those whose parts have the names and the sizes of its own. What decides that
+is also in a file that needs no torch, which the doctor reads.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import queue
@@ -44,25 +44,14 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import get_model_config, unwrap_model
 from torch.distributed.checkpoint import filesystem
 
+from recipes.config.fits import FORM_FILE, IN_PARTS, PER_PARAMETER, form_problems, optimizer_keys
 from recipes.errors import CheckpointError, Problem
+from recipes.exact_json import dumps
 from recipes.files import FileSum, SummedFile
 from recipes.policy.host_copies import HostCopies
 from recipes.policy.offloading.hybrid import OffloadedAdam
 from recipes.policy.optimizer import optimizer_parts
 from recipes.policy.step import Trainer, gather_params
-
-IN_PARTS, PER_PARAMETER = "dp_reshardable", "fully_reshardable"  # forms of a saved optimizer, by Megatron's names
-_MEGATRON = "policy.megatron_cfg."
-_KINDS = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
-_MODEL_PARALLEL = tuple(f"{kind}_parallel_size" for kind in _KINDS)
-_GROUPED, _FREEZES = f"{_MEGATRON}moe_grouped_gemm", f"{_MEGATRON}freeze_trunk"
-_OF_EVERY_FORM = (
-    "policy.precision",
-    f"{_MEGATRON}freeze_moe_router",
-    _FREEZES,
-    f"{_MEGATRON}optimizer.optimizer",
-    f"{_MEGATRON}optimizer.use_distributed_optimizer",
-)
 
 
 def layout() -> dict[str, int]:
@@ -76,67 +65,8 @@ def layout() -> dict[str, int]:
     }
 
 
-def optimizer_keys(trainer: Trainer) -> dict[str, Any]:
-    """Return the values, by their keys, that decide under which names an optimizer is saved, and in which parts."""
-    megatron = trainer.cfg.megatron_cfg
-    ddp = megatron.distributed_data_parallel_config
-    has_experts = bool(get_model_config(trainer.model).num_moe_experts)
-    return {
-        "policy.precision": trainer.cfg.precision,
-        f"{_MEGATRON}freeze_moe_router": megatron.freeze_moe_router and has_experts,
-        _FREEZES: megatron.freeze_trunk,
-        f"{_MEGATRON}optimizer.optimizer": megatron.optimizer.optimizer,
-        f"{_MEGATRON}optimizer.use_distributed_optimizer": megatron.optimizer.use_distributed_optimizer,
-        _GROUPED: megatron.moe_grouped_gemm and has_experts,  # it decides the order of the weights
-        f"{_MEGATRON}num_layers_in_first_pipeline_stage": megatron.num_layers_in_first_pipeline_stage,
-        f"{_MEGATRON}num_layers_in_last_pipeline_stage": megatron.num_layers_in_last_pipeline_stage,
-        f"{_MEGATRON}distributed_data_parallel_config.overlap_grad_reduce": ddp.overlap_grad_reduce,
-        f"{_MEGATRON}distributed_data_parallel_config.grad_reduce_in_fp32": ddp.grad_reduce_in_fp32,
-    }
-
-
-def require_same_heads(trainer: Trainer, saved: dict[str, Any], path: Path) -> None:
-    """Refuse to begin or to end the training of multi-token heads within a run: the optimizer holds their moments."""
-    now, then = trainer.cfg.megatron_cfg.mtp_num_layers > 0, saved.get("trains_heads", False)
-    if saved["form"] is not None and now != then:
-        problem = Problem(
-            where="policy.megatron_cfg.mtp_num_layers",
-            got=str(trainer.cfg.megatron_cfg.mtp_num_layers),
-            expected=f"{'more than 0' if then else '0'}, as when {path} was saved: its optimizer has"
-            f" {'' if then else 'no '}state of the heads",
-            fix="resume with that value, or start a new run from the export of that step",
-        )
-        raise CheckpointError([problem])
-
-
-def require_readable(trainer: Trainer, saved: dict[str, Any], path: Path) -> None:
-    """Refuse to read an optimizer whose parts have other names or sizes than those of this trainer.
-
-    Older versions of this recipe have not written all the values; what they have not is not compared.
-    """
-    if "optimizer_keys" not in saved:
-        _require_whole_weights(path)
-    sizes = {key: size for key, size in layout().items() if key in _MODEL_PARALLEL}
-    now = {f"{_MEGATRON}{key}": size for key, size in sizes.items()} | optimizer_keys(trainer)
-    then = {f"{_MEGATRON}{key}": saved["layout"].get(key, 1) for key in sizes}
-    then |= {_GROUPED: False, _FREEZES: False} | saved.get("optimizer_keys", {})
-    problems = [
-        Problem(
-            where=key,
-            got=_text(now[key]),
-            expected=f"{_text(then[key])}, as when {path} was saved: the parts of its optimizer depend on it",
-            fix="resume with that value"
-            + (
-                ", or start a new run from the export of that step"
-                if key in _OF_EVERY_FORM
-                else f"; a save with {_MEGATRON}dist_ckpt_optim_fully_reshardable=true can be resumed with any"
-            ),
-        )
-        for key in now
-        if key in then and now[key] != then[key] and (saved["form"] == IN_PARTS or key in _OF_EVERY_FORM)
-    ]
-    if problems:
-        raise CheckpointError(problems)
+def _has_experts(trainer: Trainer) -> bool:
+    return bool(get_model_config(trainer.model).num_moe_experts)
 
 
 def _require_whole_weights(path: Path) -> None:
@@ -148,11 +78,6 @@ def _require_whole_weights(path: Path) -> None:
             fix="start a new run from the export of that step",
         )
         raise CheckpointError(problem)
-
-
-def _text(value: Any) -> str:
-    """Return a value as a configuration file has it."""
-    return json.dumps(value) if not isinstance(value, str) else value
 
 
 logger = logging.getLogger(__name__)
@@ -209,11 +134,20 @@ def snapshot(trainer: Trainer, path: Path, copies: HostCopies, *, with_optimizer
     form = IN_PARTS if in_parts else PER_PARAMETER
     state = _sharded_state(trainer, form if with_optimizer else None, is_loading=False)
     state["scheduler"] = trainer.scheduler.state_dict()
-    state["saved"] = {"form": form if with_optimizer else None, "layout": layout(), "rng": _all_rng_states()}
-    state["saved"] |= {"trains_heads": megatron.mtp_num_layers > 0, "optimizer_keys": optimizer_keys(trainer)}
+    keys = optimizer_keys(trainer.cfg, has_experts=_has_experts(trainer))
+    saved = {
+        "form": form if with_optimizer else None,
+        "layout": layout(),
+        "optimizer_keys": keys,
+        "trains_heads": megatron.mtp_num_layers > 0,
+    }
+    state["saved"] = {**saved, "rng": _all_rng_states()}
     strategy = FullyParallelSaveStrategyWrapper(_InProcessSave(*_FORMAT, thread_count=1), _replicas())
     live = {value.data.untyped_storage().data_ptr() for value in nested_values(state) if _is_tensor(value)}
-    return Snapshot(dist_checkpointing.save(state, str(path), strategy, async_sharded_save=True), live, copies)
+    taken = Snapshot(dist_checkpointing.save(state, str(path), strategy, async_sharded_save=True), live, copies)
+    if dist.get_rank() == 0:
+        (path / FORM_FILE).write_bytes(dumps(saved))
+    return taken
 
 
 def load(trainer: Trainer, path: Path) -> None:
@@ -227,12 +161,14 @@ def load(trainer: Trainer, path: Path) -> None:
             )
         )
     saved = dist_checkpointing.load_common_state_dict(str(path))["saved"]
-    require_same_heads(trainer, saved, path)
     form: str | None = saved["form"]
+    if problems := form_problems(trainer.cfg, saved, path, has_experts=_has_experts(trainer)):
+        raise CheckpointError(problems)
     if form is None:
         logger.warning("%s holds no optimizer: it starts anew, so training does not go on exactly", path)
     else:
-        require_readable(trainer, saved, path)
+        if "optimizer_keys" not in saved:
+            _require_whole_weights(path)
         for own in (part.optimizer for part in optimizer_parts(trainer.optimizer).values()):
             if isinstance(own, OffloadedAdam):
                 own.make_moments()

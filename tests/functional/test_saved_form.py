@@ -10,7 +10,9 @@ import torch
 from one_rank import one_rank, shard_of, trainer_of
 from policy_case import load_case, save_experts
 
+from recipes.config.fits import FORM_FILE, PER_PARAMETER
 from recipes.errors import CheckpointError
+from recipes.files import read_object
 from recipes.policy import checkpoint, optimizer, saving, step
 from tests import fused_adam, grouped_linear
 
@@ -148,17 +150,8 @@ def test_a_checkpoint_of_an_older_version_is_read_unless_it_holds_half_weights(
         load(model, halves, **_FUSED)
 
 
-def test_an_optimizer_divided_by_experts_is_not_read_under_another_division(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {
-        "world_size": 2,
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "expert_model_parallel_size": 2,
-    }
-    monkeypatch.setattr(checkpoint, "layout", lambda: sizes | {"expert_model_parallel_size": 1})
-    monkeypatch.setattr(checkpoint, "optimizer_keys", lambda trainer: {})
-    trainer: Any = None
-    saved = {"form": checkpoint.IN_PARTS, "layout": sizes, "optimizer_keys": {}}
-    with pytest.raises(CheckpointError, match="expert_model_parallel_size: got 1, expected 2, as when saved/step"):
-        checkpoint.require_readable(trainer, saved, Path("saved/step"))
-    checkpoint.require_readable(trainer, saved | {"form": checkpoint.PER_PARAMETER}, Path("saved/step"))
+def test_what_decides_whether_it_can_be_read_is_in_a_file_without_tensors(model: Path, tmp_path: Path) -> None:
+    path = save(model, tmp_path / "saved", **_ANY_LAYOUT)
+    saved = torch.load(path / "common.pt", weights_only=False)["saved"]
+    del saved["rng"]
+    assert read_object(path / FORM_FILE) == saved and saved["form"] == PER_PARAMETER

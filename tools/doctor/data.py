@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +20,7 @@ from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.chat.tool_calls import FlagPatterns
 from recipes.environments.contract.rows import last_user_text
 from recipes.environments.environments import Environments
-from recipes.environments.instances import agents_of, coding_settings_of, find_agent, reading_servers
+from recipes.environments.instances import agents_of, coding_settings_of, find_agent, reading_servers, servers_of
 from recipes.errors import InputError
 from recipes.exact_json import dumps
 from recipes.grpo.data import COMPARED_ALONE, check_line, few_rows, too_few_rows
@@ -28,6 +28,7 @@ from recipes.types import Row
 from tools.data.files.manifest import manifest_of, read_manifest
 from tools.data.placeholders import PLACEHOLDER
 from tools.data.rows.checks import FAILURES, schema_problem, text_digest, text_of
+from tools.doctor import services
 from tools.draft.findings import Finding, as_finding, as_findings, found
 from tools.draft.launch import Launch
 
@@ -98,6 +99,11 @@ class RowCheck:
         (row,) = rows
         return row, tagged + [("DAT005", text) for text in self._tool_problems(row["responses_create_params"])]
 
+    @property
+    def asked_for(self) -> Collection[str]:
+        """The resources servers of the rows so far."""
+        return self._environments.asked_for if self._environments is not None else ()
+
     def compares(self, row: Row) -> bool:
         """Whether one answer to a row would have no verdict; False for a row without an agent that is known."""
         try:
@@ -160,6 +166,35 @@ def check(launch: Launch) -> Iterator[Finding]:
             yield as_finding("DAT013", COMPARED_ALONE)
     if len(scans) == 2:
         yield from contamination_findings(*scans.items())
+    if launch.config is not None:
+        yield from judge_findings(launch.config, check_row.asked_for)
+
+
+def judge_findings(config: Config, asked_for: Collection[str]) -> Iterator[Finding]:
+    """Ask the judges that are given by URL, and answer, about known answers, as the start of a run does.
+
+    Of a judge that the run starts nothing can be known before its engine runs; of one that does not answer from here
+    the check of servers says so.
+    """
+    env = config.env
+    if env.judge_probe == "off":
+        return
+    try:
+        servers = servers_of(env.nemo_gym.instances, judge_texts=env.judge_texts)
+        environments = Environments.from_config(env, _codec_of(config))
+    except InputError:  # said already
+        return
+    asked = [name for name in asked_for if (judge := servers[name].judge) and judge.urls and not unreached(judge.urls)]
+    try:
+        wrong = environments.wrong_judges(asked)
+    finally:
+        environments.close()
+    yield from as_findings("JDG006" if env.judge_probe == "refuse" else "JDG007", wrong)
+
+
+def unreached(bases: Sequence[str]) -> list[str]:
+    """Return the addresses of a judge at which nobody answers."""
+    return [base for base in bases if services.probe(services.models_url(base))]
 
 
 def marker_of(config: Config | None) -> str:

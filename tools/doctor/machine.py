@@ -22,8 +22,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from recipes.cluster.ports import node_problems, ray_ports
+from recipes.config.fits import FORM_FILE, form_problems
 from recipes.errors import CheckpointError, InputError, LaunchError, Problem
-from recipes.files import nearest_existing
+from recipes.files import nearest_existing, read_object
+from recipes.generation.engine_args import has_experts
 from recipes.grpo.checkpoint import complete_checkpoints, damage, load_state, lost_checkpoints, window_problems
 from recipes.grpo.data import DataIdentity, PromptDataset, identity_problems
 from recipes.weight_files import files_of
@@ -209,6 +211,7 @@ def resume_findings(launch: Launch, root: Path) -> Iterator[Finding]:
         yield from as_findings("PTH009", error.problems)
         return
     yield from as_findings("CFG005", window_problems(saved, launch.config, found_whole))
+    yield from form_findings(launch, found_whole)
     file = launch.path("TRAIN_PATH")
     if file is not None and file.is_file() and launch.config.data.on_change == "refuse":
         rows = PromptDataset(file)
@@ -216,6 +219,18 @@ def resume_findings(launch: Launch, root: Path) -> Iterator[Finding]:
             sha256=rows.sha256, num_rows=len(rows), shuffle=launch.config.data.shuffle, seed=launch.config.grpo.seed
         )
         yield from as_findings("DAT014", identity_problems(saved.data, now, file, found_whole))
+
+
+def form_findings(launch: Launch, path: Path) -> Iterator[Finding]:
+    """Compare the optimizer of a checkpoint with the one that the configuration would build.
+
+    A checkpoint of an older version does not say it in a file of its own; then the start alone compares them.
+    """
+    model, file = launch.path("MODEL_PATH"), path / "policy" / FORM_FILE
+    if launch.config is None or model is None or not (file.is_file() and (model / "config.json").is_file()):
+        return
+    problems = form_problems(launch.config.policy, read_object(file), path, has_experts=has_experts(model))
+    yield from as_findings("CFG006", problems)
 
 
 def started_over(run_dir: Path, root: Path) -> Iterator[Finding]:

@@ -110,11 +110,16 @@ def probes(instances: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for where, settings in servers(instances, "responses_api_models"):
         bases = settings.get("base_url") or []
         for number, base in enumerate([bases] if isinstance(bases, str) else bases):
-            root = str(base).rstrip("/")
-            yield f"{where}.base_url[{number}]", f"{root if root.endswith('/v1') else root + '/v1'}/models"
+            yield f"{where}.base_url[{number}]", models_url(str(base))
     for where, settings in servers(instances, "resources_servers"):
         if url := settings.get("url"):
             yield f"{where}.url", str(url)
+
+
+def models_url(base: str) -> str:
+    """Return where an OpenAI-compatible server lists its models."""
+    root = base.rstrip("/")
+    return f"{root if root.endswith('/v1') else root + '/v1'}/models"
 
 
 def probe(url: str) -> str:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from recipes.environments.scoring.known_answers import KNOWN
 from recipes.grpo.data import NO_LIMIT, few_rows
 from tests.configuration import block
 from tests.unit.tools.launch_case import PLACEHOLDER_ROW, ROW, LaunchCase, write_case
 from tools.data.rows.validate import main
 from tools.doctor.machine import maker_of
 from tools.draft.launch import ROOT
+from tools.environments.check.judge import Judge
 
 EFFORT = "env.nemo_gym.effort_levels"
 SHAPING_ON = (f"{EFFORT}.low_weight=0.2", f"{EFFORT}.low_string='{{reasoning effort: low}}'")
@@ -228,3 +231,23 @@ def test_the_command_that_lists_all_bad_rows_reads_them_as_the_launch_does(case,
     files = ["--train", str(case.directory / "train.jsonl"), "--val", str(case.directory / "val.jsonl")]
     assert main([*files, *shlex.split(words.removeprefix("ARGS="))]) == 2
     assert finding.problem.wrong.split(" (and in")[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("choice", "code"), [("refuse", "JDG006"), ("warn", "JDG007"), ("off", None)])
+def test_a_judge_by_url_is_asked_what_is_known_and_one_that_does_not_answer_is_not(case, choice, code):
+    row = {**KNOWN["multichallenge"].row, "agent_ref": {"name": "multichallenge_simple_agent"}}
+    case.write_rows("train.jsonl", row)
+    with closing(Judge()) as judge:
+        judge.approves = True  # of everything
+        for url, expected in ((judge.url, code), ("http://127.0.0.1:9/v1", None)):
+            asks = "multichallenge: {judge_model_server: {name: j}}"
+            said = case.examine(
+                "",
+                f"env.judge_probe='{choice}'",
+                f"env.nemo_gym.j={{responses_api_models: {{vllm_model: {{model: m, base_url: '{url}'}}}}}}",
+                f"env.nemo_gym.multichallenge={{resources_servers: {{{asks}}}}}",
+            )
+            found = [finding for finding in said if finding.code in ("JDG006", "JDG007")]
+            assert [finding.code for finding in found] == ([expected] if expected else []), said
+            assert all("env.nemo_gym.j" in finding.problem.where for finding in found)
+            assert not any(finding.code == "CFG001" for finding in said), said

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from recipes.config.fits import FORM_FILE, IN_PARTS, optimizer_keys
 from recipes.config.load import load_config, require_valid
 from recipes.config.tree import Config
 from recipes.environments.chat.codec import ChatCodec
@@ -33,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[4]
 TINY = ROOT / "configs" / "tiny" / "stage1_rlvr.yaml"
 COMPARED_ROW = {**ROW, "agent_ref": {"name": "genrm_simple_agent"}}
 COMPARING = (
+    "env.judge_probe='off'",  # nobody is there to be asked
     "env.nemo_gym.genrm={responses_api_models: {vllm_model: {model: m, base_url: 'http://127.0.0.1:1/v1'}}}",
     "env.nemo_gym.genrm_compare={resources_servers: {genrm_compare: {genrm_model_server: {name: genrm}}}}",
 )
@@ -61,8 +63,8 @@ def write(case: LaunchCase, name: str, content: bytes) -> None:
     (case.export.parent / "COMPLETE").write_text(json.dumps(files), encoding="utf-8")
 
 
-def save(case: LaunchCase, *, age: int = 0, shuffle: bool = False) -> Path:
-    """Save step 4 of the run, with a group that is `age` steps old."""
+def save(case: LaunchCase, *, age: int = 0, shuffle: bool = False, parts: int = 1) -> Path:
+    """Save step 4 of the run, with a group `age` steps old and an optimizer in `parts` parts."""
     root, data = case.directory / "results" / "exp" / "checkpoints", PromptDataset(case.directory / "train.jsonl")
     drawn = PromptStream(data, num_epochs=1, shuffle=shuffle, seed=42).draw(0)
     assert drawn is not None
@@ -79,6 +81,9 @@ def save(case: LaunchCase, *, age: int = 0, shuffle: bool = False) -> Path:
     write_state(temporary, SavedState(step=4, data=identity, collector=collector, ledger=(), metrics={}))
     (temporary / "policy").mkdir()
     (temporary / "policy" / "weights").write_bytes(b"weights")
+    keys = optimizer_keys(require_valid(load_config(TINY, [ENOUGH])).policy, has_experts=False)
+    form = {"form": IN_PARTS, "layout": {"tensor_model_parallel_size": parts}, "optimizer_keys": keys}
+    (temporary / "policy" / FORM_FILE).write_text(json.dumps(form), encoding="utf-8")
     complete(root, 4, temporary)
     return root / "step_000004"
 
@@ -139,6 +144,13 @@ REFUSALS = {
         "DAT014", lambda case: (save(case), case.write_rows("train.jsonl", ROW, ROW))
     ),
     "a checkpoint that waits with too old groups": Refusal("CFG005", lambda case: save(case, age=7)),
+    "an optimizer of another form": Refusal(
+        "CFG006",
+        save,
+        ("policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32=true",),
+        is_tried=False,
+    ),
+    "an optimizer that was divided otherwise": Refusal("CFG006", lambda case: save(case, parts=2), is_tried=False),
     "a damaged checkpoint": Refusal("PTH009", damage),
     "a checkpoint of an older version": Refusal("PTH009", lose_buffer),
     "a checkpoint that was not finished": Refusal("PTH007", lambda case: (save(case) / "COMPLETE").unlink()),
@@ -245,14 +257,12 @@ SAID_BY: dict[str, Any] = {
     "grpo/data.py require_rows": "rows of another shape",
     "grpo/setup.py _open_data": "rows for no step",
     "grpo/setup.py _launch_judges": "MDL004: test_model.py",
-    "grpo/setup.py _probe_judges": "nothing: the answers of judges that run",
+    "grpo/setup.py _probe_judges": "JDG006: test_data.py; nothing of judges that the run starts, before they run",
     "grpo/setup.py _validation": "answers compared alone",
     "grpo/setup.py _saved_state": "a checkpoint that waits with too old groups",
     "grpo/setup.py on_same_data": "a checkpoint of other data",
-    "policy/checkpoint.py load": "PTH009 by its checksum",
-    "policy/checkpoint.py require_same_heads": "nothing: only torch reads what an optimizer was saved with",
-    "policy/checkpoint.py require_readable": "nothing: the same",
-    "policy/checkpoint.py _require_whole_weights": "nothing: the same",
+    "policy/checkpoint.py load": "an optimizer of another form",  # without metadata.json PTH009, by its checksum
+    "policy/checkpoint.py _require_whole_weights": "nothing: such a checkpoint is older than the file of its form",
     "policy/export.py _check_shapes": "read by `make export-hf` alone",
     "policy/heads.py train_heads": "heads that the model lacks",
     "policy/hf.py chosen_template": "MDL007: test_model.py",
