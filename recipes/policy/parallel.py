@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 
 def device() -> torch.device:
-    """Return the device this process computes on."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    """Return the device this process computes on; without CUDA torch's default, which may be its meta device."""
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.get_default_device()
+    )
 
 
 def finish_queued_work() -> None:

@@ -127,11 +127,11 @@ class Trainer:
         finish_queued_work()
         return self.weights.pushed()
 
-    def pushed_shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    def pushed_shapes(self) -> list[mapping.TensorShape]:
         """Return name, dtype and shape of what `pushed` yields, in its order."""
         return self.weights.pushed_shapes()
 
-    def full_shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    def full_shapes(self) -> list[mapping.TensorShape]:
         """Return name, dtype and shape of what `export` yields, in its order."""
         return self.weights.shapes()
 

@@ -83,9 +83,14 @@ class Assumed:
 
 def measure(num_nodes: int) -> Figures:
     """Measure one number of nodes in a process of its own; raises `RunError` when that fails."""
+    return Figures(**beside_head("tools.bench.bring_up_cost", num_nodes))
+
+
+def beside_head(module: str, num_nodes: int, *options: str) -> dict[str, Any]:
+    """Run a module beside a Ray head for that many nodes; returns what it writes to its file --inside, JSON."""
     with tempfile.TemporaryDirectory(prefix="bringup-") as directory:
         out = Path(directory) / "figures.json"
-        inside = (sys.executable, "-m", "tools.bench.bring_up_cost", "--inside", str(out), "--nodes", str(num_nodes))
+        inside = (sys.executable, "-m", module, "--inside", str(out), "--nodes", str(num_nodes), *options)
         command = (
             *(sys.executable, "-m", "tools.job.local", f"--run-dir={directory}/run"),
             *(f"--num-units={GPUS_PER_NODE}", "--", *inside),
@@ -105,7 +110,8 @@ def measure(num_nodes: int) -> Figures:
             raise RunError(f"bring-up of {num_nodes} nodes was not measured within {_ATTEMPT_SECONDS:g} s") from late
         if done.returncode:
             raise RunError(f"bring-up of {num_nodes} nodes failed:\n{(done.stdout + done.stderr)[-3000:]}")
-        return Figures(**json.loads(out.read_text(encoding="utf-8")))
+        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+        return found
 
 
 class LightNodes:
@@ -139,14 +145,14 @@ class LightNodes:
 
         return Raylet()
 
-    def register(self, names: Sequence[str]) -> float:
+    def register(self, names: Sequence[str], units: int = GPUS_PER_NODE) -> float:
         """Register all nodes at once; return the seconds until GCS has answered the last."""
         start = time.monotonic()
         with ThreadPoolExecutor(max_workers=64) as pool:
-            list(pool.map(self._register, names))
+            list(pool.map(self._register, names, [units] * len(names)))
         return time.monotonic() - start
 
-    def _register(self, name: str) -> None:
+    def _register(self, name: str, units: int) -> None:
         from ray.core.generated import gcs_pb2, gcs_service_pb2
 
         info = gcs_pb2.GcsNodeInfo(
@@ -159,7 +165,7 @@ class LightNodes:
             state=gcs_pb2.GcsNodeInfo.ALIVE,
             start_time_ms=int(time.time() * 1000),
         )
-        resources = {"worker_units": GPUS_PER_NODE, "GPU": GPUS_PER_NODE, "CPU": CORES_PER_NODE}
+        resources = {"worker_units": units, "GPU": units, "CPU": CORES_PER_NODE}
         for resource, count in resources.items():
             info.resources_total[resource] = float(count)
         request = gcs_service_pb2.RegisterNodeRequest(node_info=info)

@@ -29,7 +29,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -66,14 +66,9 @@ from tools.bench.scale_step import (
 from tools.bench.verdict import load_warning, machine
 
 if TYPE_CHECKING:
-    from recipes.generation.generation import Generation
-if TYPE_CHECKING:
     from recipes.config.tree import Config
     from recipes.generation.engine import EngineInfo
-    from recipes.generation.generation import Generation
-if TYPE_CHECKING:
-    from recipes.config.tree import Config
-
+    from recipes.generation.generation import EngineHandle, Generation
 
 NUM_SESSIONS, NUM_TURNS, NUM_TOKENS = 8, 200, 100_000
 LIMIT_SECONDS = 0.5
@@ -205,6 +200,9 @@ TIME_SCALE = 1000.0
 SIGMA = 1.0  # spread of the logarithm of a length
 
 
+NUM_IDS = 256  # the pieces of the tiny tokenizer that stand for one byte
+
+
 class RandomEngine:
     """A Ray actor in the place of an engine's."""
 
@@ -278,27 +276,35 @@ class RandomEngine:
         """Do nothing: the process is all there is."""
 
 
-def start_engines(config: Config, count: int, *, mean_tokens: float, num_ids: int) -> tuple[Generation, list[Any]]:
-    """Start engines under the real handle; return it with their actors."""
+def begin_engines(
+    config: Config,
+    count: int,
+    *,
+    kind: type[RandomEngine] = RandomEngine,
+    mean_tokens: float = MEAN_TOKENS,
+    num_ids: int = NUM_IDS,
+    env: Mapping[str, str] | None = None,
+) -> tuple[Generation, list[EngineHandle]]:
+    """Begin to start engines under the real handle; `env` has variables of their processes."""
     import ray
 
     from recipes.generation.generation import EngineHandle, Generation
 
-    remote, cfg = ray.remote(RandomEngine).options(num_cpus=0), config.policy.generation
+    remote, cfg = (
+        ray.remote(kind).options(num_cpus=0, runtime_env={"env_vars": dict(env or {})}),
+        config.policy.generation,
+    )
     ports = cfg.port_range_low, cfg.port_range_high
 
     def make_actor(index: int, _options: Any) -> Any:
         return remote.remote(index, mean_tokens=mean_tokens, num_ids=num_ids, ports=ports)
 
     handles = [EngineHandle(index, {}, make_actor) for index in range(count)]
-    generation = Generation(handles, cfg=cfg, deadlines=config.deadlines, loads_weights=True)
-    generation.starts.wait(300)
-    return generation, [handle.actor for handle in handles]
+    return Generation(handles, cfg=cfg, deadlines=config.deadlines, loads_weights=True), handles
 
 
 STORE_BYTES = 2 << 30
 PARTS = (16, 4, 1)  # of the largest step: steps of 256, 1,024 and 4,096 rollouts show how the cost grows
-NUM_IDS = 256  # the pieces of the tiny tokenizer that stand for one byte
 TINY = Path(__file__).resolve().parents[2] / "configs/tiny/stage1_rlvr.yaml"
 
 
@@ -310,8 +316,6 @@ def running(config: Config, args: argparse.Namespace) -> Iterator[Parts]:
     from recipes.cluster.private import private_ray
     from recipes.rollouts.workers import RolloutWorkers
 
-    pass
-
     with (
         tempfile.TemporaryDirectory(prefix="bench-scale-", ignore_cleanup_errors=True) as directory,
         private_ray(args.ranks, object_store_memory=STORE_BYTES),
@@ -321,7 +325,9 @@ def running(config: Config, args: argparse.Namespace) -> Iterator[Parts]:
         own = _workers_config(place, args)
         multiple = config.policy.make_sequence_length_divisible_by
         ranks = [ray.remote(Rank).options(num_cpus=1).remote(multiple) for _ in range(args.ranks)]
-        generation, engines = start_engines(own, args.engines, mean_tokens=MEAN_TOKENS, num_ids=NUM_IDS)
+        generation, handles = begin_engines(own, args.engines)
+        generation.starts.wait(300)
+        engines = [handle.actor for handle in handles]
         workers = RolloutWorkers(own, [{"num_cpus": 0} for _ in range(args.workers)])
         workers.connect(generation)
         ray.get([rank.__ray_ready__.remote() for rank in ranks], timeout=300)

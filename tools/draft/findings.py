@@ -46,6 +46,7 @@ CODES = {
     "ALC002": Kind("this machine has fewer GPUs than the run has workers", can_force=True),
     "ALC003": Kind("this machine has no GPU, and the run is too large for its processors", can_force=True),
     "ALC004": Kind("a process may open fewer files than a run needs"),
+    "ALC005": Kind("a bring-up with a planted fault does not end as it must"),
     "SLM001": Kind("Slurm has no such partition, or it takes no jobs", can_force=True),
     "SLM002": Kind("the partition has fewer nodes than the run needs, or allows fewer", can_force=True),
     "SLM003": Kind("the partition's nodes have fewer GPUs than the run asks for on each", can_force=True),
@@ -93,6 +94,8 @@ CODES = {
     "MDL009": Kind("the native engine cannot build a model of this architecture"),
     "MDL010": Kind("a weight file lies beside those that the index names, and nothing reads it", severity="note"),
     "MDL011": Kind("the weights are not those of the model that config.json describes", can_force=True),
+    "MDL013": Kind("an engine does not take what the policy pushes"),
+    "MDL014": Kind("a rank does not fit into its GPU's memory"),
     "MDL012": Kind(
         "the parent stage has a newer run than the one that is taken by default", can_force=True, has_command=True
     ),
@@ -101,6 +104,7 @@ CODES = {
     "IMG003": Kind("an image file is shorter than its header says: a cut copy or an import that did not end"),
     "IMG004": Kind("the name of an image is malformed, or of a kind that the runtime does not fetch"),
     "IMG005": Kind("an image is not the one that containers/images.lock records", severity="note"),
+    "IMG006": Kind("pins of an environment's lock contradict what its packages ask for"),
     "SIF001": Kind("the directory of task images is not given or not there", is_made=True),
     "SIF002": Kind("rows have no task image", can_force=True),
     "SIF003": Kind("a task image is not a SIF file, or cut", can_force=True),

@@ -91,8 +91,13 @@ class Architecture:
         return self.hidden * self.experts + self.matrices * self.hidden * self.shared_size + latent
 
     @property
+    def whole_moe_parameters(self) -> int:
+        """Parameters of an MoE layer that every tensor-parallel rank holds whole: router and latent projections."""
+        return self.moe_shared_parameters - self.matrices * self.hidden * self.shared_size
+
+    @property
     def dense_parameters(self) -> int:
-        """Parameters that tensor parallelism splits: all but those of the experts."""
+        """Parameters of all layers but the experts; tensor parallelism splits all of them but the whole ones."""
         return (
             (1 if self.is_tied else 2) * self.vocab * self.hidden
             + self.attention_layers * self.attention_parameters
@@ -121,55 +126,6 @@ class Architecture:
         """Parameters that a token is multiplied with in one multi-token head, the output projection included."""
         own = self.attention_parameters + self.moe_shared_parameters + 2 * self.hidden**2
         return own + self.experts_per_token * self.expert_parameters + self.vocab * self.hidden
-
-
-SUPER = Architecture(
-    name="Nemotron 3 Super as published",
-    hidden=4096,
-    vocab=131072,
-    is_tied=False,
-    attention_layers=8,
-    query_heads=32,
-    kv_heads=2,
-    head_size=128,
-    moe_layers=40,
-    experts=512,
-    experts_per_token=22,
-    expert_size=2688,
-    expert_hidden=1024,
-    shared_size=5376,
-    mamba_layers=40,
-    mamba_heads=128,
-    mamba_head_size=64,
-    mamba_groups=8,
-    mamba_state=128,
-    mamba_kernel=4,
-    has_heads=True,
-)
-NANO = Architecture(
-    name="Nemotron 3 Nano as published",
-    hidden=2688,
-    vocab=131072,
-    is_tied=False,
-    attention_layers=6,
-    query_heads=32,
-    kv_heads=2,
-    head_size=128,
-    mlp_size=1856,
-    moe_layers=23,
-    experts=128,
-    experts_per_token=6,
-    expert_size=1856,
-    expert_hidden=2688,
-    shared_size=3712,
-    mamba_layers=23,
-    mamba_heads=64,
-    mamba_head_size=64,
-    mamba_groups=8,
-    mamba_state=128,
-    mamba_kernel=4,
-)
-PUBLISHED = {"nano": NANO}  # by the first word of a stage's id; Super is that of all others
 
 
 def read_architecture(model: Path) -> Architecture:
@@ -257,3 +213,71 @@ def _transformer(config: Mapping[str, Any], name: str) -> Architecture:
         expert_hidden=hidden,
         shared_size=config.get("shared_expert_intermediate_size") or 0,
     )
+
+
+SUPER_CONFIG: Mapping[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": 3 * "MEMEMEM*E" + 4 * "MEMEMEMEM*E" + "MEMEMEM*E" + "MEMEMEME",
+    "mtp_hybrid_override_pattern": "*E",
+    "num_nextn_predict_layers": 1,
+    "hidden_size": 4096,
+    "intermediate_size": 2688,
+    "vocab_size": 131072,
+    "tie_word_embeddings": False,
+    "num_hidden_layers": 88,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+    "expand": 2,
+    "use_conv_bias": True,
+    "mlp_hidden_act": "relu2",
+    "n_routed_experts": 512,
+    "num_experts_per_tok": 22,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 2688,
+    "moe_latent_size": 1024,
+    "moe_shared_expert_intermediate_size": 5376,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 5.0,
+    "max_position_embeddings": 262144,
+    "dtype": "bfloat16",
+}
+"""What the published config.json of Nemotron 3 Super says of the model's form."""
+
+NANO_CONFIG: Mapping[str, Any] = {
+    **{key: value for key, value in SUPER_CONFIG.items() if key.partition("_")[0] != "mtp" and key != "moe_latent_size"},
+    "hybrid_override_pattern": 5 * "MEMEM*E" + "MEMEMEM*E" + "MEMEMEME",
+    "num_nextn_predict_layers": 0,
+    "hidden_size": 2688,
+    "intermediate_size": 1856,
+    "num_hidden_layers": 52,
+    "mamba_num_heads": 64,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "routed_scaling_factor": 2.5,
+}
+"""What the published config.json of Nemotron 3 Nano says of the model's form."""
+
+
+def published_config(stage: str) -> Mapping[str, Any]:
+    """Return what the published config.json of the model of a stage says of its form."""
+    return NANO_CONFIG if stage.startswith("nano-") else SUPER_CONFIG
+
+
+def published(stage: str) -> Architecture:
+    """Return the published sizes of the model of a stage, by the stage's id."""
+    config = published_config(stage)
+    return _hybrid(config, f"Nemotron 3 {'Nano' if config is NANO_CONFIG else 'Super'} as published")
+
+
+SUPER = published("stage1.1")

@@ -418,8 +418,9 @@ def _local_parameters(model: Architecture, megatron: MegatronConfig, gpus: int) 
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     expert_ways = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
     of_heads = _head_parameters(model, megatron) if megatron.mtp_num_layers else (0.0, 0.0)
+    whole = model.moe_layers * model.whole_moe_parameters
     return (
-        model.dense_parameters / (tensor * pipeline) + of_heads[0],
+        ((model.dense_parameters - whole) / tensor + whole) / pipeline + of_heads[0],
         model.all_expert_parameters / (expert_ways * pipeline) + of_heads[1],
         max(gpus // (tensor * pipeline), 1),
         max(gpus // (expert_ways * pipeline), 1),
@@ -428,9 +429,10 @@ def _local_parameters(model: Architecture, megatron: MegatronConfig, gpus: int) 
 
 def _head_parameters(model: Architecture, megatron: MegatronConfig) -> tuple[float, float]:
     """Return (dense parameters, expert parameters) of the multi-token heads, on each GPU of the last stage."""
-    dense = model.attention_parameters + model.moe_shared_parameters + 2 * model.hidden**2
+    whole = model.whole_moe_parameters + 2 * model.hidden**2
+    split = model.attention_parameters + model.moe_shared_parameters - model.whole_moe_parameters
     ways = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
-    return dense / megatron.tensor_model_parallel_size, model.experts * model.expert_parameters / ways
+    return split / megatron.tensor_model_parallel_size + whole, model.experts * model.expert_parameters / ways
 
 
 def engine_memory(model: Architecture, config: Config, *, gpu: float, other: float) -> EngineMemory:
@@ -438,7 +440,8 @@ def engine_memory(model: Architecture, config: Config, *, gpu: float, other: flo
     vllm, extra = config.policy.generation.vllm_cfg, config.policy.generation.vllm_kwargs
     tensor, pipeline = vllm.tensor_parallel_size, vllm.pipeline_parallel_size
     width = _BYTES[vllm.precision]
-    weights = model.parameters * width / (tensor * pipeline)
+    whole = model.moe_layers * model.whole_moe_parameters
+    weights = ((model.parameters - whole) / tensor + whole) * width / pipeline
     fixed = extra.get("kv_cache_memory_bytes")
     cache = float(fixed) if fixed else max(0.0, gpu * vllm.gpu_memory_utilization - weights - other)
     kv_width = _BYTES.get(vllm.kv_cache_dtype, width)

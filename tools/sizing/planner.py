@@ -32,7 +32,7 @@ from tools.draft.launch import ROOT, TINY_MODEL, read_launch
 from tools.hub import hub_name, model_path, taken_for
 from tools.look.report.chart import format_seconds
 from tools.look.report.load import load_run
-from tools.sizing.architecture import PUBLISHED, SUPER, Architecture, read_architecture
+from tools.sizing.architecture import Architecture, published, read_architecture
 from tools.sizing.memory import (
     GIB,
     EngineMemory,
@@ -59,7 +59,7 @@ from tools.sizing.speed import (
     tiny_speeds,
 )
 
-_FULL = 0.95  # share of a GPU's memory above which a plan does not fit
+FULL = 0.95  # share of a GPU's memory above which a plan does not fit
 
 
 def render(plan: StagePlan) -> str:
@@ -180,7 +180,7 @@ def _cache_note(plan: StagePlan, length: float, longest: int) -> str:
 
 def _fits(plan: StagePlan, gpu_bytes: float) -> str:
     share = max(plan.trainer.total, plan.engine.total) / gpu_bytes
-    verdict = "fits" if share <= _FULL else "DOES NOT FIT"
+    verdict = "fits" if share <= FULL else "DOES NOT FIT"
     return f"of {gpu_bytes / GIB:.1f}: {verdict}"
 
 
@@ -435,7 +435,7 @@ def architecture(given: str, stage: Stage, is_tiny: bool) -> Architecture:
     if is_tiny and not (ROOT / TINY_MODEL).is_dir():
         fix = "run `make tiny`, which makes it, or set MODEL_PATH"
         raise InputError(Problem(where=TINY_MODEL, wrong="there is no such directory", fix=fix))
-    return read_architecture(ROOT / TINY_MODEL) if is_tiny else PUBLISHED.get(stage.id.partition("-")[0], SUPER)
+    return read_architecture(ROOT / TINY_MODEL) if is_tiny else published(stage.id)
 
 
 def assumptions(args: argparse.Namespace, stage: Stage, is_tiny: bool) -> Assumptions:

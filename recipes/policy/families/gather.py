@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from recipes.policy.families.mapping import Sharding, WeightMapping, join, tensor_group
+from recipes.policy.families.mapping import Sharding, TensorShape, WeightMapping, join, tensor_group
 from recipes.types import PUSH_BUCKET_BYTES, experts_of
 
 _Object = TypeVar("_Object")
@@ -31,7 +31,7 @@ _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
+class Part:
     """One parameter of a pipeline stage, as each of its ranks has it."""
 
     stage: int
@@ -72,15 +72,9 @@ class FullWeights:
         """Return the names of all tensors."""
         return {name for part in self._parts for names in part.names for name in names}
 
-    def pushed_shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    def pushed_shapes(self) -> list[TensorShape]:
         """Return name, dtype and shape of what `pushed` yields, in its order and without communication."""
-        shapes = {name: (dtype, shape) for name, dtype, shape in self.shapes()}
-        result = []
-        for name in (name for run in self._runs for names in _pushed_names(run) for name in names):
-            experts = experts_of(name)
-            dtype, shape = shapes[experts[0] if experts else name]
-            result.append((name, dtype, (len(experts), *shape) if experts else shape))
-        return result
+        return pushed_shapes(self._parts, self._config)
 
     @torch.no_grad()
     def pushed(self) -> Iterator[tuple[str, Tensor]]:
@@ -95,14 +89,9 @@ class FullWeights:
                 shards = _all_gather(stack, tensor_group(is_expert=True)) if is_split else [stack]
                 yield from zip(names, _joined_stacks(run[0].sharding, shards, self._config), strict=True)
 
-    def shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    def shapes(self) -> list[TensorShape]:
         """Return name, dtype and shape of what `export` yields, in its order and without communication."""
-        result = []
-        for part in self._parts:
-            shards = [torch.empty(part.shape, dtype=part.dtype, device="meta")] * _num_shards(part)
-            for which, full in enumerate(join(part.sharding, shards, self._config)):
-                result += [(names[which], full.dtype, tuple(full.shape)) for names in part.names]
-        return result
+        return full_shapes(self._parts, self._config)
 
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, Tensor]]:
@@ -110,7 +99,7 @@ class FullWeights:
         for part in self._parts:
             yield from self._full(part)
 
-    def _full(self, part: _Part) -> Iterator[tuple[str, Tensor]]:
+    def _full(self, part: Part) -> Iterator[tuple[str, Tensor]]:
         shard = self._shard(part)
         shards = _all_gather(shard, tensor_group(is_expert=part.is_expert)) if _num_shards(part) > 1 else [shard]
         experts = parallel_state.get_expert_model_parallel_group()
@@ -118,7 +107,7 @@ class FullWeights:
             copies = _all_gather(full, experts) if len(part.names) > 1 else [full]
             yield from zip((names[which] for names in part.names), copies, strict=True)
 
-    def _stack(self, run: Sequence[_Part], owner: int) -> Tensor:
+    def _stack(self, run: Sequence[Part], owner: int) -> Tensor:
         """Return this tensor-parallel rank's shards of the experts of one expert-parallel rank, stacked."""
         stages = parallel_state.get_pipeline_model_parallel_group()
         experts = parallel_state.get_expert_model_parallel_group()
@@ -133,7 +122,7 @@ class FullWeights:
             dist.broadcast(stack, dist.get_global_rank(experts, owner), group=experts)
         return stack
 
-    def _shard(self, part: _Part) -> Tensor:
+    def _shard(self, part: Part) -> Tensor:
         """Return this tensor-parallel rank's shard, from the stage that has it."""
         stages = parallel_state.get_pipeline_model_parallel_group()
         if stages.size() == 1:
@@ -146,14 +135,22 @@ class FullWeights:
         return shard
 
 
-def _all_parts(mappings: Sequence[WeightMapping]) -> list[_Part]:
-    """Describe the parameters of all stages; a tensor that two stages hold (a tied embedding) is listed once."""
-    experts = parallel_state.get_expert_model_parallel_group()
-    names_of_rank = _gather_objects([mapping.names for mapping in mappings], experts)
+def _all_parts(mappings: Sequence[WeightMapping]) -> list[Part]:
+    """Describe the parameters of all stages."""
+    names_of_rank = _gather_objects(
+        [mapping.names for mapping in mappings], parallel_state.get_expert_model_parallel_group()
+    )
     stages = parallel_state.get_pipeline_model_parallel_group()
-    own = [
-        _Part(
-            stage=stages.rank(),
+    return joined_stages(_gather_objects(parts_of_stage(mappings, names_of_rank, stages.rank()), stages))
+
+
+def parts_of_stage(
+    mappings: Sequence[WeightMapping], names_of_rank: Sequence[Sequence[tuple[str, ...]]], stage: int
+) -> list[Part]:
+    """Describe the parameters of a pipeline stage; `names_of_rank` has those of each expert-parallel rank."""
+    return [
+        Part(
+            stage=stage,
             index=index,
             sharding=mapping.sharding,
             shape=tuple(mapping.param.shape),
@@ -163,19 +160,41 @@ def _all_parts(mappings: Sequence[WeightMapping]) -> list[_Part]:
         )
         for index, mapping in enumerate(mappings)
     ]
-    seen: set[tuple[tuple[str, ...], ...]] = set()
-    parts = []
-    for part in (part for parts_of_stage in _gather_objects(own, stages) for part in parts_of_stage):
-        if part.names not in seen:
-            parts.append(part)
-        seen.add(part.names)
-    return parts
 
 
-def _runs(parts: Sequence[_Part]) -> list[list[_Part]]:
+def joined_stages(parts_of_stages: Sequence[Sequence[Part]]) -> list[Part]:
+    """Put the stages together; a tensor that two stages hold (a tied embedding) is listed once."""
+    first: dict[tuple[tuple[str, ...], ...], Part] = {}
+    for part in (part for parts in parts_of_stages for part in parts):
+        first.setdefault(part.names, part)
+    return list(first.values())
+
+
+def full_shapes(parts: Sequence[Part], config: TransformerConfig) -> list[TensorShape]:
+    """Return name, dtype and shape of the full tensors of all parts."""
+    result = []
+    for part in parts:
+        shards = [torch.empty(part.shape, dtype=part.dtype, device="meta")] * _num_shards(part)
+        for which, full in enumerate(join(part.sharding, shards, config)):
+            result += [(names[which], full.dtype, tuple(full.shape)) for names in part.names]
+    return result
+
+
+def pushed_shapes(parts: Sequence[Part], config: TransformerConfig) -> list[TensorShape]:
+    """Return name, dtype and shape of what engines get, with experts in blocks."""
+    shapes = {name: (dtype, shape) for name, dtype, shape in full_shapes(parts, config)}
+    result = []
+    for name in (name for run in _runs(parts) for names in _pushed_names(run) for name in names):
+        experts = experts_of(name)
+        dtype, shape = shapes[experts[0] if experts else name]
+        result.append((name, dtype, (len(experts), *shape) if experts else shape))
+    return result
+
+
+def _runs(parts: Sequence[Part]) -> list[list[Part]]:
     """Put parameters together that are pushed as one: the same one of consecutive experts, as far as a bucket goes."""
-    runs: list[list[_Part]] = []
-    begun: dict[tuple[Any, ...], list[_Part]] = {}
+    runs: list[list[Part]] = []
+    begun: dict[tuple[Any, ...], list[Part]] = {}
     for part in parts:
         if not part.is_expert:
             runs.append([part])
@@ -192,7 +211,7 @@ def _runs(parts: Sequence[_Part]) -> list[list[_Part]]:
     return runs
 
 
-def _pushed_names(run: Sequence[_Part]) -> Iterator[tuple[str, ...]]:
+def _pushed_names(run: Sequence[Part]) -> Iterator[tuple[str, ...]]:
     """Yield the names of the tensors of each expert-parallel rank."""
     if not run[0].is_expert:
         yield run[0].names[0]
@@ -225,7 +244,7 @@ def _gather_objects(own: _Object, group: dist.ProcessGroup) -> list[_Object]:
     return objects
 
 
-def _num_shards(part: _Part) -> int:
+def _num_shards(part: Part) -> int:
     return 1 if part.sharding is Sharding.REPLICATED else tensor_group(is_expert=part.is_expert).size()
 
 

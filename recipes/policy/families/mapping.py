@@ -18,6 +18,9 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+TensorShape = tuple[str, torch.dtype, tuple[int, ...]]
+"""Name, dtype and shape of a tensor."""
+
 _EXPERT_WEIGHT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(?P<module>\d+)\.)?(?P<linear>linear_fc[12])\.weight(?P<weight>\d*)"
 )

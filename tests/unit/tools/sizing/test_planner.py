@@ -136,9 +136,12 @@ def test_parameters_of_a_dense_model_by_hand():
 
 def test_trainer_memory_of_super_on_256_gpus(production):
     found = trainer_memory(SUPER, production, derive(production), other=6 * GIB)
-    # TP 4, EP 16, one more layer of attention and experts for MTP: dense / 4, experts / 16; 2 bytes each
-    dense = SUPER.dense_parameters + SUPER.attention_parameters + SUPER.moe_shared_parameters + 2 * 4096**2
+    # TP 4, EP 16, one more layer of attention and experts for MTP: dense / 4, experts / 16; 2 bytes each. Routers,
+    # latent projections and what joins the head's two inputs are whole on each rank.
+    whole = 41 * (4096 * 512 + 2 * 4096 * 1024) + 2 * 4096**2
+    split = SUPER.dense_parameters + SUPER.attention_parameters + SUPER.moe_shared_parameters + 2 * 4096**2 - whole
     experts = 41 * 512 * 2 * 1024 * 2688
+    dense = 4 * whole + split  # of four ranks
     local = dense / 4 + experts / 16
     assert found.weights == pytest.approx(2 * local)
     assert found.gradients == pytest.approx(2 * local)
@@ -256,7 +259,8 @@ def test_host_memory_of_a_reference_policy_and_of_a_save(production):
 
 def test_engine_memory_of_super(production):
     found = engine_memory(SUPER, production, gpu=80 * GIB, other=5 * GIB)
-    assert found.weights == 2 * SUPER.parameters / 8
+    whole = 40 * (4096 * 512 + 2 * 4096 * 1024)  # routers and latent projections
+    assert found.weights == 2 * ((SUPER.parameters - whole) / 8 + whole)
     assert found.cache == pytest.approx(0.8 * 80 * GIB - found.weights - 5 * GIB)
     assert found.cache_per_token == 2 * 8 * 128 * 2  # 2 KV heads on 8 GPUs: each holds a copy of one
     # 40 layers: 128 heads x 64 x 128 float32 and three columns of the convolution, over 8 GPUs
