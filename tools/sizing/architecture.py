@@ -253,7 +253,9 @@ SUPER_CONFIG: Mapping[str, Any] = {
 """What the published config.json of Nemotron 3 Super says of the model's form."""
 
 NANO_CONFIG: Mapping[str, Any] = {
-    **{key: value for key, value in SUPER_CONFIG.items() if key.partition("_")[0] != "mtp" and key != "moe_latent_size"},
+    **{
+        key: value for key, value in SUPER_CONFIG.items() if key.partition("_")[0] != "mtp" and key != "moe_latent_size"
+    },
     "hybrid_override_pattern": 5 * "MEMEM*E" + "MEMEMEM*E" + "MEMEMEME",
     "num_nextn_predict_layers": 0,
     "hidden_size": 2688,

@@ -36,6 +36,7 @@ from tools.command_line import exit_status
 from tools.dev.lock import conflicts
 from tools.draft.findings import Finding, found
 from tools.draft.launch import ROOT, TINY_MODEL, read_launch
+from tools.hub import model_path
 from tools.look.report.chart import format_seconds
 from tools.sizing import planner
 from tools.sizing.architecture import published_config
@@ -70,7 +71,7 @@ def rehearse(args: argparse.Namespace) -> Rehearsal:
     policy, engine = built(plan)
     from tools.sizing.rehearse_start import bring_ups as all_bring_ups  # only now: it loads Ray
 
-    _say(f"starting engines, and bringing {plan.sizes.num_nodes} nodes up, without and with faults")
+    _say("starting engines and nodes, without and with faults")
     bring_ups = all_bring_ups(plan.sizes.num_nodes, plan.sizes.num_engines, plan.config.policy.generation)
     return Rehearsal(
         plan=plan,
@@ -100,10 +101,12 @@ def _model(plan: StagePlan) -> Iterator[Path]:
     """Yield a directory with the config.json of the stage's model: MODEL_PATH, the tiny one, or Super as published."""
     given = os.environ.get("MODEL_PATH", "")
     if given or plan.scale == "tiny":
-        yield Path(given) if given else ROOT / TINY_MODEL
+        yield Path(model_path(given)) if given else ROOT / TINY_MODEL
         return
     with tempfile.TemporaryDirectory(prefix="rehearse-") as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(dict(published_config(plan.stage.id))), encoding="utf-8")
+        (Path(directory) / "config.json").write_text(
+            json.dumps(dict(published_config(plan.stage.id))), encoding="utf-8"
+        )
         yield Path(directory)
 
 
@@ -195,7 +198,7 @@ def render(rehearsal: Rehearsal) -> str:
     plan = rehearsal.plan
     on = plan.platform.upper() if plan.gpu_bytes else "this machine's CPU"
     lines = [
-        f"rehearsal of {plan.stage.id} ({plan.stage.name}), scale {plan.scale} on {on}: {plan.sizes.num_nodes} nodes, "
+        f"rehearsal of {plan.stage.id} ({plan.stage.name}), scale {plan.scale} on {on}: {plan.sizes.num_nodes} node(s), "
         f"{plan.sizes.total_gpus} GPUs"
         + ("" if plan.is_model_given else "; MODEL_PATH is not set: " + plan.model.name),
         "",

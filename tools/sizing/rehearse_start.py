@@ -54,7 +54,7 @@ class BringUp:
 
 def bring_ups(num_nodes: int, num_engines: int, cfg: GenerationConfig) -> list[BringUp]:
     """Start a job of that size, without and with faults; raises `RunError` where Ray does not start."""
-    engines = f"--engines={min(num_engines, MOST_ENGINES)}"
+    engines = f"--engines={min(max(num_engines, 2), MOST_ENGINES)}"
     limits = (f"--max-starts={cfg.max_starts}", f"--min-share-up={cfg.min_share_up}")
     found = beside_head("tools.sizing.rehearse_start", num_nodes, engines, *limits)
     return [BringUp(**one) for one in found["bring_ups"]]
