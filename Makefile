@@ -227,7 +227,7 @@ plan: $(READY) ##* print nodes, memory per GPU, step time and GPU-hours of a sta
 .PHONY: rehearse
 rehearse: $(READY) ##* build a stage's model at full size without memory, and bring its nodes up
 #= STAGE SCALE PLATFORM MODEL_PATH ARGS, and the variables of a launch
-	@$(PYTHON) -m tools.sizing.rehearse --stage $(STAGE) --scale $(SCALE) --platform $(PLATFORM) $(ARGS)
+	@$(PYTHON) -m tools.dev.rehearse --stage $(STAGE) --scale $(SCALE) --platform $(PLATFORM) $(ARGS)
 
 .PHONY: launch-golden
 launch-golden: $(READY) ## update the recorded commands of every stage in tests/golden/launch

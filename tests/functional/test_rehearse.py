@@ -13,15 +13,15 @@ import pytest
 from speed import patiently
 
 from tests.weight_headers import header_alone
-from tools.sizing import planner, rehearse
+from tools.dev import rehearse
+from tools.sizing import planner
 from tools.sizing.architecture import SUPER_CONFIG
-from tools.sizing.built import BuiltEngine, BuiltPolicy
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 STAGE = ["--stage", "stage1.1", "--scale", "small"]
-Built = tuple[planner.StagePlan, BuiltPolicy, BuiltEngine]
+Built = tuple[planner.StagePlan, rehearse.BuiltPolicy, rehearse.BuiltEngine]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_an_engine_refuses_a_wrong_push(built: Built, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(dict(SUPER_CONFIG)), encoding="utf-8")
 
     def pushed(tensors: list[tuple[str, str, tuple[int, ...]]]) -> list[tuple[str, str]]:
-        loaded = rehearse.in_own_process(rehearse.load_engine, plan.config, tmp_path, tensors)
+        loaded = rehearse.in_own_process(rehearse.load_engine, plan.config.policy.generation, tmp_path, tensors)
         return codes((plan, policy, loaded))
 
     lost = "backbone.layers.0.mixer.A_log"
@@ -86,7 +86,7 @@ def test_what_does_not_fit_a_gpu_is_found(built: Built) -> None:
 
 def test_the_command_finds_nothing_wrong_with_a_stage_and_too_few_nodes_of_another(tmp_path: Path) -> None:
     env = {key: value for key, value in os.environ.items() if key not in ("MODEL_PATH", "SCALE")}
-    command = [sys.executable, "-m", "tools.sizing.rehearse", *STAGE]
+    command = [sys.executable, "-m", "tools.dev.rehearse", *STAGE]
     done = subprocess.run(
         command,
         cwd=ROOT,

@@ -31,7 +31,7 @@ _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class StageParameter:
     """One parameter of a pipeline stage, as each of its ranks has it."""
 
     stage: int
@@ -99,7 +99,7 @@ class FullWeights:
         for part in self._parts:
             yield from self._full(part)
 
-    def _full(self, part: Part) -> Iterator[tuple[str, Tensor]]:
+    def _full(self, part: StageParameter) -> Iterator[tuple[str, Tensor]]:
         shard = self._shard(part)
         shards = _all_gather(shard, tensor_group(is_expert=part.is_expert)) if _num_shards(part) > 1 else [shard]
         experts = parallel_state.get_expert_model_parallel_group()
@@ -107,7 +107,7 @@ class FullWeights:
             copies = _all_gather(full, experts) if len(part.names) > 1 else [full]
             yield from zip((names[which] for names in part.names), copies, strict=True)
 
-    def _stack(self, run: Sequence[Part], owner: int) -> Tensor:
+    def _stack(self, run: Sequence[StageParameter], owner: int) -> Tensor:
         """Return this tensor-parallel rank's shards of the experts of one expert-parallel rank, stacked."""
         stages = parallel_state.get_pipeline_model_parallel_group()
         experts = parallel_state.get_expert_model_parallel_group()
@@ -122,7 +122,7 @@ class FullWeights:
             dist.broadcast(stack, dist.get_global_rank(experts, owner), group=experts)
         return stack
 
-    def _shard(self, part: Part) -> Tensor:
+    def _shard(self, part: StageParameter) -> Tensor:
         """Return this tensor-parallel rank's shard, from the stage that has it."""
         stages = parallel_state.get_pipeline_model_parallel_group()
         if stages.size() == 1:
@@ -135,7 +135,7 @@ class FullWeights:
         return shard
 
 
-def _all_parts(mappings: Sequence[WeightMapping]) -> list[Part]:
+def _all_parts(mappings: Sequence[WeightMapping]) -> list[StageParameter]:
     """Describe the parameters of all stages."""
     names_of_rank = _gather_objects(
         [mapping.names for mapping in mappings], parallel_state.get_expert_model_parallel_group()
@@ -146,10 +146,10 @@ def _all_parts(mappings: Sequence[WeightMapping]) -> list[Part]:
 
 def parts_of_stage(
     mappings: Sequence[WeightMapping], names_of_rank: Sequence[Sequence[tuple[str, ...]]], stage: int
-) -> list[Part]:
+) -> list[StageParameter]:
     """Describe the parameters of a pipeline stage; `names_of_rank` has those of each expert-parallel rank."""
     return [
-        Part(
+        StageParameter(
             stage=stage,
             index=index,
             sharding=mapping.sharding,
@@ -162,15 +162,15 @@ def parts_of_stage(
     ]
 
 
-def joined_stages(parts_of_stages: Sequence[Sequence[Part]]) -> list[Part]:
+def joined_stages(parts_of_stages: Sequence[Sequence[StageParameter]]) -> list[StageParameter]:
     """Put the stages together; a tensor that two stages hold (a tied embedding) is listed once."""
-    first: dict[tuple[tuple[str, ...], ...], Part] = {}
+    first: dict[tuple[tuple[str, ...], ...], StageParameter] = {}
     for part in (part for parts in parts_of_stages for part in parts):
         first.setdefault(part.names, part)
     return list(first.values())
 
 
-def full_shapes(parts: Sequence[Part], config: TransformerConfig) -> list[TensorShape]:
+def full_shapes(parts: Sequence[StageParameter], config: TransformerConfig) -> list[TensorShape]:
     """Return name, dtype and shape of the full tensors of all parts."""
     result = []
     for part in parts:
@@ -180,7 +180,7 @@ def full_shapes(parts: Sequence[Part], config: TransformerConfig) -> list[Tensor
     return result
 
 
-def pushed_shapes(parts: Sequence[Part], config: TransformerConfig) -> list[TensorShape]:
+def pushed_shapes(parts: Sequence[StageParameter], config: TransformerConfig) -> list[TensorShape]:
     """Return name, dtype and shape of what engines get, with experts in blocks."""
     shapes = {name: (dtype, shape) for name, dtype, shape in full_shapes(parts, config)}
     result = []
@@ -191,10 +191,10 @@ def pushed_shapes(parts: Sequence[Part], config: TransformerConfig) -> list[Tens
     return result
 
 
-def _runs(parts: Sequence[Part]) -> list[list[Part]]:
+def _runs(parts: Sequence[StageParameter]) -> list[list[StageParameter]]:
     """Put parameters together that are pushed as one: the same one of consecutive experts, as far as a bucket goes."""
-    runs: list[list[Part]] = []
-    begun: dict[tuple[Any, ...], list[Part]] = {}
+    runs: list[list[StageParameter]] = []
+    begun: dict[tuple[Any, ...], list[StageParameter]] = {}
     for part in parts:
         if not part.is_expert:
             runs.append([part])
@@ -211,7 +211,7 @@ def _runs(parts: Sequence[Part]) -> list[list[Part]]:
     return runs
 
 
-def _pushed_names(run: Sequence[Part]) -> Iterator[tuple[str, ...]]:
+def _pushed_names(run: Sequence[StageParameter]) -> Iterator[tuple[str, ...]]:
     """Yield the names of the tensors of each expert-parallel rank."""
     if not run[0].is_expert:
         yield run[0].names[0]
@@ -244,7 +244,7 @@ def _gather_objects(own: _Object, group: dist.ProcessGroup) -> list[_Object]:
     return objects
 
 
-def _num_shards(part: Part) -> int:
+def _num_shards(part: StageParameter) -> int:
     return 1 if part.sharding is Sharding.REPLICATED else tensor_group(is_expert=part.is_expert).size()
 
 

@@ -20,7 +20,7 @@ from recipes.config.load import config_path, find_stage, load_config, require_va
 from recipes.errors import InputError
 from tools.job.compile_cache import seed_path
 from tools.sizing import planner
-from tools.sizing.architecture import NANO, SUPER, Architecture, read_architecture
+from tools.sizing.architecture import SUPER, Architecture, published, read_architecture
 from tools.sizing.memory import GIB, engine_memory, host_memory, layer_activations, trainer_memory
 from tools.sizing.speed import GPUS, Assumptions, loop, roofline, teachers
 
@@ -97,8 +97,8 @@ def test_published_models_have_their_published_sizes(tmp_path, config, parameter
 
 
 def test_nano_has_the_sizes_of_its_published_configuration(tmp_path):
-    published = read_architecture(write_config(tmp_path, NANO_30B_A3B))
-    assert replace(NANO, name=published.name) == published
+    found = read_architecture(write_config(tmp_path, NANO_30B_A3B))
+    assert replace(published("nano-rl"), name=found.name) == found
 
 
 def test_a_dense_model_counts_as_its_weight_file_does(tmp_path):

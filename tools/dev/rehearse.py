@@ -1,6 +1,6 @@
 """Rehearse a stage without its machines: build its model, load its push, bring its nodes up, and say what it will take.
 
-    python -m tools.sizing.rehearse --stage stage1.1 --scale prod --platform h100 [KEY=VALUE ...]
+    python -m tools.dev.rehearse --stage stage1.1 --scale prod --platform h100 [KEY=VALUE ...]
 
 No GPU is needed, and about a minute on two cores:
 
@@ -22,16 +22,18 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from recipes.config.tree import Config
+from recipes.config.tree import Config, GenerationConfig
 from recipes.errors import RunError
+from recipes.generation.engine_args import CPU_ENV, ENV, OWN_HEADS
 from tools.command_line import exit_status
 from tools.dev.lock import conflicts
 from tools.draft.findings import Finding, found
@@ -40,14 +42,51 @@ from tools.hub import model_path
 from tools.look.report.chart import format_seconds
 from tools.sizing import planner
 from tools.sizing.architecture import published_config
-from tools.sizing.built import BuiltEngine, BuiltPolicy, Tensors
 from tools.sizing.memory import GIB, push_volume
-from tools.sizing.planner import StagePlan
 
 if TYPE_CHECKING:
-    from tools.sizing.rehearse_start import BringUp
+    from tools.dev.rehearse_start import BringUp
+
+Tensors = list[tuple[str, str, tuple[int, ...]]]
+"""Name, dtype and shape of each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltRank:
+    """One rank as it was built."""
+
+    rank: int
+    stage: int  # of the pipeline
+    num_bytes: int  # of weights
+    num_tensors: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltPolicy:
+    """A rank of each kind, and all tensors of the model."""
+
+    ranks: tuple[BuiltRank, ...]
+    full: Tensors  # as an export has them
+    pushed: Tensors  # as engines get them: experts in blocks
+    reference: str  # what the tensors were compared with
+    num_compared: int
+    differences: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltEngine:
+    """One rank of an engine, and how it took a push."""
+
+    num_bytes: int  # of weights on this rank
+    num_loaded: int  # tensors
+    has_drafter: bool
+    differences: tuple[str, ...]
+    seconds: float
+
 
 T = TypeVar("T")
+_KEPT = ("mamba_ssm_cache_dtype", "mamba_cache_mode", "speculative_config", "max_num_seqs", "max_num_batched_tokens")
 LOCKS = ("requirements-cpu", "requirements-gpu")
 _MOST = 5  # differences of one kind that are printed
 
@@ -56,7 +95,7 @@ _MOST = 5  # differences of one kind that are printed
 class Rehearsal:
     """What was built and tried."""
 
-    plan: StagePlan
+    plan: planner.StagePlan
     policy: BuiltPolicy
     engine: BuiltEngine
     bring_ups: Sequence[BringUp]
@@ -69,10 +108,11 @@ def rehearse(args: argparse.Namespace) -> Rehearsal:
     environ = {**os.environ, "SCALE": args.scale, "PLATFORM": args.platform}
     few = [one for one in read_launch(args.stage, args.overrides, environ).findings if one.code == "ALC001"]
     policy, engine = built(plan)
-    from tools.sizing.rehearse_start import bring_ups as all_bring_ups  # only now: it loads Ray
+    from tools.dev.rehearse_start import bring_ups as all_bring_ups  # only now: it loads Ray
 
     _say("starting engines and nodes, without and with faults")
-    bring_ups = all_bring_ups(plan.sizes.num_nodes, plan.sizes.num_engines, plan.config.policy.generation)
+    limits = plan.config.policy.generation.max_starts, plan.config.policy.generation.min_share_up
+    bring_ups = all_bring_ups(plan.sizes.num_nodes, plan.sizes.num_engines, limits)
     return Rehearsal(
         plan=plan,
         policy=policy,
@@ -87,17 +127,17 @@ def rehearse(args: argparse.Namespace) -> Rehearsal:
     )
 
 
-def built(plan: StagePlan) -> tuple[BuiltPolicy, BuiltEngine]:
+def built(plan: planner.StagePlan) -> tuple[BuiltPolicy, BuiltEngine]:
     """Build the policy and an engine of a stage, each in a process of its own."""
     with _model(plan) as model:
         _say("building a policy rank of each kind on the meta device")
         policy = in_own_process(build_policy, plan.config, model, plan.sizes.train_gpus)
         _say(f"giving {len(policy.full):,} tensors to an engine of {plan.sizes.gpus_per_engine}")
-        return policy, in_own_process(load_engine, plan.config, model, policy.full)
+        return policy, in_own_process(load_engine, plan.config.policy.generation, model, policy.full)
 
 
 @contextmanager
-def _model(plan: StagePlan) -> Iterator[Path]:
+def _model(plan: planner.StagePlan) -> Iterator[Path]:
     """Yield a directory with the config.json of the stage's model: MODEL_PATH, the tiny one, or Super as published."""
     given = os.environ.get("MODEL_PATH", "")
     if given or plan.scale == "tiny":
@@ -126,23 +166,90 @@ def build_policy(config: Config, model: Path, world_size: int) -> BuiltPolicy:
 
     logging.disable(logging.WARNING)  # Megatron's, of random states, one for each layer
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.")  # what they lack without a GPU
-    from tools.sizing.rehearse_policy import build
+    from tools.dev.rehearse_policy import build
 
-    return build(config.policy, model, world_size)
+    found = build(config.policy, model, world_size)
+    return BuiltPolicy(**{**found, "ranks": tuple(BuiltRank(**one) for one in found["ranks"])})
 
 
-def load_engine(config: Config, model: Path, tensors: Tensors) -> BuiltEngine:
-    """Build an engine and give it the tensors; for a process of its own."""
-    from tools.sizing.rehearse_engine import load
+def load_engine(cfg: GenerationConfig, model: Path, tensors: Tensors) -> BuiltEngine:
+    """Build a rank, and give it every tensor; for a process of its own, in which vLLM is not imported yet."""
+    os.environ.update({**ENV, **CPU_ENV})
+    import torch
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
 
-    return load(config.policy.generation, model, tensors)
+    from recipes.generation import cpu_hybrid
+
+    cpu_hybrid.install()
+    began, vllm_cfg, speculation = time.monotonic(), cfg.vllm_cfg, cfg.vllm_kwargs.get("speculative_config")
+    config: Any = EngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        dtype=vllm_cfg.precision,
+        enforce_eager=True,
+        load_format="dummy",
+        max_model_len=vllm_cfg.max_model_len,
+        kv_cache_memory_bytes=64 << 20,
+        **{key: value for key, value in cfg.vllm_kwargs.items() if key in _KEPT},
+    ).create_engine_config()
+    config.parallel_config.tensor_parallel_size = vllm_cfg.tensor_parallel_size
+    config.parallel_config.enable_expert_parallel = vllm_cfg.expert_parallel_size > 1
+    weights = [(name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta")) for name, dtype, shape in tensors]
+    dtype = set_default_torch_dtype(config.model_config.dtype)
+    with _one_rank(vllm_cfg.tensor_parallel_size, config), torch.device("meta"), dtype:
+        models = [initialize_model(config)]
+        if speculation and speculation.get("method") in OWN_HEADS:
+            draft = config.speculative_config.draft_model_config
+            models.append(initialize_model(replace(config, model_config=draft), model_config=draft, prefix="drafter"))
+        differences = [one for model in models for one in _refused(model, weights)]
+    return BuiltEngine(
+        num_bytes=sum(param.numel() * param.element_size() for param in models[0].parameters()),
+        num_loaded=len(weights),
+        has_drafter=len(models) > 1,
+        differences=tuple(differences),
+        seconds=time.monotonic() - began,
+    )
+
+
+@contextmanager
+def _one_rank(world_size: int, config: Any) -> Iterator[None]:
+    """Be the first rank of an engine of that many; its groups send nothing."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel, parallel_state
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    make_group = dist.new_group
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+    parallel_state.in_the_same_node_as = lambda *args, **given: [True] * world_size
+    MessageQueue.create_from_process_group = lambda *args, **given: None
+    dist.new_group = lambda *args, **given: make_group(*args, **{**given, "backend": "fake"})
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    with set_current_vllm_config(config):
+        init_distributed_environment(world_size, 0, "env://", 0, "fake")
+        initialize_model_parallel(world_size, 1, backend="fake")
+        yield
+
+
+def _refused(model: Any, weights: Sequence[tuple[str, Any]]) -> list[str]:
+    """Load all tensors, and return what vLLM refuses and what stays without a value."""
+    try:
+        loaded = model.load_weights(iter(weights))
+    except (AssertionError, KeyError, RuntimeError, ValueError) as error:
+        return [f"{type(model).__name__} refuses the push: {error!r}"]
+    own = {name for name, _ in model.named_parameters()}
+    return [f"{name}: no tensor of the push is for this parameter of the engine" for name in sorted(own - loaded)]
 
 
 def _say(text: str) -> None:
     print(f"rehearse: {text}", file=sys.stderr, flush=True)
 
 
-def model_findings(plan: StagePlan, policy: BuiltPolicy, engine: BuiltEngine) -> Iterator[Finding]:
+def model_findings(plan: planner.StagePlan, policy: BuiltPolicy, engine: BuiltEngine) -> Iterator[Finding]:
     """Yield what differs between policy, reference and engine, and what does not fit into memory."""
     where = os.environ.get("MODEL_PATH") or plan.model.name
     fix = "take weights, config.json and code that belong together"
@@ -181,13 +288,13 @@ def lock_findings(lock: Path) -> Iterator[Finding]:
         yield found("IMG006", where=str(lock), wrong=what, fix=fix)
 
 
-def trainer_bytes(plan: StagePlan, policy: BuiltPolicy) -> float:
+def trainer_bytes(plan: planner.StagePlan, policy: BuiltPolicy) -> float:
     """Return the memory of the fullest policy worker: the plan's, with the weights that were built."""
     built = max(one.num_bytes for one in policy.ranks)
     return plan.trainer.total + built - plan.trainer.weights
 
 
-def engine_bytes(plan: StagePlan, engine: BuiltEngine) -> float:
+def engine_bytes(plan: planner.StagePlan, engine: BuiltEngine) -> float:
     """Return the memory of one GPU of an engine: more weights leave less for caches, so that only a lack counts."""
     short = engine.num_bytes - plan.engine.weights - plan.engine.cache
     return plan.engine.total + max(0.0, short)
@@ -198,7 +305,7 @@ def render(rehearsal: Rehearsal) -> str:
     plan = rehearsal.plan
     on = plan.platform.upper() if plan.gpu_bytes else "this machine's CPU"
     lines = [
-        f"rehearsal of {plan.stage.id} ({plan.stage.name}), scale {plan.scale} on {on}: {plan.sizes.num_nodes} node(s), "
+        f"rehearsal of {plan.stage.id} ({plan.stage.name}), scale {plan.scale} on {on}: {plan.sizes.num_nodes} nodes, "
         f"{plan.sizes.total_gpus} GPUs"
         + ("" if plan.is_model_given else "; MODEL_PATH is not set: " + plan.model.name),
         "",
@@ -255,7 +362,7 @@ def _lock_lines(rehearsal: Rehearsal) -> list[str]:
     return [f"locks     {' and '.join(LOCKS)}: {wrong or 'no'} pins contradict what a package asks for"]
 
 
-def _time_lines(plan: StagePlan) -> list[str]:
+def _time_lines(plan: planner.StagePlan) -> list[str]:
     """Say how long each part will take, and what the figure rests on."""
     given, expected = plan.given, plan.expected.forecast
     rows = [("a step", expected.step_seconds, "simulated, with the speeds that `make plan` prints")]

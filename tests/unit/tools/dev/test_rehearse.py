@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tools.sizing.rehearse import lock_findings
+from tools.dev.rehearse import lock_findings
 
 
 def test_pins_that_contradict_are_found(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 The engines are those of `tools.bench.scale`, which have no model: they are started, watched and started again as in a
 run. They are fewer than those of a large stage, as each is a process of this machine.
 
-    python -m tools.sizing.rehearse_start --inside FILE --nodes 183      # beside a head; see `beside_head`
+    python -m tools.dev.rehearse_start --inside FILE --nodes 183      # beside a head; see `beside_head`
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.config.load import load_config, require_valid
-from recipes.config.tree import GenerationConfig
 from recipes.errors import EngineError, RunError
-from recipes.files import write_atomically
 from tools.bench import scale
 from tools.bench.bring_up_cost import GPUS_PER_NODE, LightNodes, beside_head
 from tools.job.barrier import NODES_FILE, Nodes, Timeline, note_unusable, wait_for_nodes
@@ -52,11 +50,14 @@ class BringUp:
         return self.got == self.expected
 
 
-def bring_ups(num_nodes: int, num_engines: int, cfg: GenerationConfig) -> list[BringUp]:
-    """Start a job of that size, without and with faults; raises `RunError` where Ray does not start."""
+def bring_ups(num_nodes: int, num_engines: int, limits: tuple[int, float]) -> list[BringUp]:
+    """Start a job of that size, without and with faults; raises `RunError` where Ray does not start.
+
+    `limits` are how often an engine is started in a row, and the share that must be up.
+    """
     engines = f"--engines={min(max(num_engines, 2), MOST_ENGINES)}"
-    limits = (f"--max-starts={cfg.max_starts}", f"--min-share-up={cfg.min_share_up}")
-    found = beside_head("tools.sizing.rehearse_start", num_nodes, engines, *limits)
+    words = (f"--max-starts={limits[0]}", f"--min-share-up={limits[1]}")
+    found = beside_head("tools.dev.rehearse_start", num_nodes, engines, *words)
     return [BringUp(**one) for one in found["bring_ups"]]
 
 
@@ -171,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ray.shutdown()  # before light nodes come, on which no actor can run
         if args.nodes >= _SIMPLEST_JOB:
             found += node_bring_ups(args.nodes, Path(directory))
-    write_atomically(args.inside, json.dumps({"bring_ups": [asdict(one) for one in found]}).encode())
+    args.inside.write_text(json.dumps({"bring_ups": [asdict(one) for one in found]}), encoding="utf-8")
     return 0
 
 

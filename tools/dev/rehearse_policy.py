@@ -28,7 +28,6 @@ from recipes.policy.families import gather, mapping
 from recipes.policy.layout import check_layout, check_model_fits
 from recipes.policy.model import build_heads, build_model, transformer_config
 from recipes.weight_files import files_of, read_weights
-from tools.sizing.built import BuiltPolicy, BuiltRank, Tensors
 
 _Shapes = Mapping[str, tuple[int, ...]]
 _STACKED = re.compile(r"(.*\.experts\.)(gate_up_proj|up_proj|down_proj)")  # of transformers: all experts of a layer
@@ -81,8 +80,11 @@ def plain(cfg: PolicyConfig) -> PolicyConfig:
     return replace(cfg, megatron_cfg=megatron)
 
 
-def build(given: PolicyConfig, model: Path, world_size: int) -> BuiltPolicy:
-    """Build a rank of each kind; raises `ConfigError` where the model cannot be divided."""
+def build(given: PolicyConfig, model: Path, world_size: int) -> dict[str, Any]:
+    """Build a rank of each kind, and return the fields of `rehearse.BuiltPolicy`.
+
+    Raises `ConfigError` where the model cannot be divided.
+    """
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 
@@ -101,7 +103,7 @@ def build(given: PolicyConfig, model: Path, world_size: int) -> BuiltPolicy:
             _require_inverse(own + of_heads, config)
             stage = parallel_state.get_pipeline_model_parallel_rank()
             ranks.append(
-                BuiltRank(
+                dict(
                     rank=rank,
                     stage=stage,
                     num_bytes=sum(one.param.numel() * one.param.element_size() for one in own + of_heads),
@@ -122,7 +124,7 @@ def build(given: PolicyConfig, model: Path, world_size: int) -> BuiltPolicy:
         full, pushed = gather.full_shapes(parts, config), gather.pushed_shapes(parts, config)
     shapes = {name: shape for name, _, shape in full}
     reference, num_compared, differences = compared(shapes, model, unread=family.unread_weights(hf_config))
-    return BuiltPolicy(
+    return dict(
         ranks=tuple(ranks),
         full=_listed(full),
         pushed=_listed(pushed),
@@ -141,7 +143,7 @@ def _require_inverse(mappings: Sequence[mapping.WeightMapping], config: Any) -> 
         mapping.split(one.sharding, full, config, size=group.size(), rank=group.rank()).view_as(one.param)
 
 
-def _listed(shapes: Sequence[mapping.TensorShape]) -> Tensors:
+def _listed(shapes: Sequence[mapping.TensorShape]) -> list[tuple[str, str, tuple[int, ...]]]:
     return [(name, str(dtype).removeprefix("torch."), shape) for name, dtype, shape in shapes]
 
 
