@@ -13,6 +13,7 @@ from recipes.errors import RecipeError
 from tools.bench.rollouts import ENVIRONMENT, measure_rollouts
 from tools.bench.training import measure_pushes, measure_training
 from tools.bench.verdict import (
+    SETTINGS,
     Check,
     Results,
     load_warning,
@@ -23,15 +24,6 @@ from tools.bench.verdict import (
     table,
     training_checks,
     write,
-)
-
-# Set by the bench; every other key has the stage's value.
-SETTINGS = (
-    "grpo.val_period=0",
-    "grpo.val_at_start=false",
-    "grpo.val_at_end=false",
-    "checkpointing.enabled=false",
-    "logger.tensorboard_enabled=false",
 )
 
 

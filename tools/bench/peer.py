@@ -25,8 +25,7 @@ from recipes.config.load import load_config, require_runnable
 from recipes.errors import RecipeError, RunError
 from recipes.files import write_atomically
 from tools.bench.__main__ import INPUTS, NUM_UNITS, ROOT
-from tools.bench.driver import SETTINGS
-from tools.bench.verdict import Check, load_warning, machine, median_ratio, table
+from tools.bench.verdict import SETTINGS, Check, load_warning, machine, median_ratio, table
 from tools.job.local import LocalRun, supervise
 from tools.packages import install_packages
 

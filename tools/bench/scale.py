@@ -31,7 +31,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -42,14 +42,17 @@ from recipes.environments.agents.conversation import Conversation, Episode
 from recipes.environments.chat.codec import ChatCodec
 from recipes.environments.chat.tool_calls import FlagPatterns
 from recipes.errors import RecipeError
-from recipes.files import write_atomically
+from recipes.files import FileSum, write_atomically
 from recipes.generation.serving.outstanding import Listener, OutstandingRequests, Tokens
 from recipes.generation.serving.requests import Request, Sample, request_seed
+from recipes.grpo.checkpoint import LedgerEntry, SavedState, latest_checkpoint, load_state, prune
+from recipes.grpo.data import CollectorState, DataIdentity
+from recipes.grpo.saving import CheckpointWriter
 from recipes.rollouts.group import PolicyClient, Sampler
 from recipes.token_ids import TokenIds
-from recipes.types import Completion, Sampling, VersionSpan
+from recipes.tokens import pack_rollouts
+from recipes.types import Completion, Group, PromptRef, Rollout, RolloutStatus, Sampling, Turn, VersionSpan
 from tools.bench import push_cost
-from tools.bench.scale_save import measure_save
 from tools.bench.scale_step import (
     HEADS,
     MEAN_TOKENS,
@@ -359,6 +362,139 @@ def _workers_config(place: Path, args: argparse.Namespace) -> Config:
         ],
     )
     return require_valid(loaded)
+
+
+NUM_RANKS, NUM_EXPORT_FILES = 512, 49
+RANK_BYTES, EXPORT_BYTES = 3_350_000_000, 5_000_000_000  # of one file
+INDEX_BYTES = 100_000_000  # of Megatron's .metadata: 41,643 tensors in many parts
+NUM_GROUPS, NUM_ROLLOUTS, SAVED_TOKENS, NUM_STEPS = 256, 16, 9_300, 200
+SAVE_LIMIT_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveCost:
+    """Seconds of the driver's processor, and as they passed; the ranks' own work is not among them."""
+
+    num_files: int
+    num_bytes: int
+    save_seconds: float
+    save_elapsed: float
+    restart_seconds: float
+    restart_elapsed: float
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether neither costs more than the limit; how long they take depends on what else this machine does."""
+        return max(self.save_seconds, self.restart_seconds) <= SAVE_LIMIT_SECONDS
+
+    def __str__(self) -> str:
+        verdict = "within" if self.is_kept else "OVER"
+        return (
+            f"a checkpoint of {self.num_files} large files, {self.num_bytes / 1e12:.2f} TB, costs the driver"
+            f" {self.save_seconds:.2f} s of CPU to save and {self.restart_seconds:.2f} s to restart from, {verdict} the"
+            f" limit of {SAVE_LIMIT_SECONDS:g} s; on the clock {self.save_elapsed:.2f} s and {self.restart_elapsed:.2f} s"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields and the limit."""
+        return {**asdict(self), "limit_seconds": SAVE_LIMIT_SECONDS}
+
+
+_Times = tuple[float, float]
+"""Seconds of this process, all threads together, and of the clock."""
+
+
+def _now() -> _Times:
+    return time.process_time(), time.monotonic()
+
+
+def _since(start: _Times) -> _Times:
+    now = _now()
+    return now[0] - start[0], now[1] - start[1]
+
+
+@dataclass(slots=True)
+class _SparsePolicy:
+    """Has written files of the right sizes at once."""
+
+    sums: dict[Path, FileSum] = field(default_factory=dict)
+    times: _Times = (0.0, 0.0)  # of its own work
+
+    def begin_save(self, path: Path, export_path: Path, *, with_optimizer: bool) -> None:
+        start = _now()
+        names = {path / f"__{rank}_0.distcp": RANK_BYTES for rank in range(NUM_RANKS)}
+        parts = range(1, NUM_EXPORT_FILES + 1)
+        names |= {export_path / f"model-{n:05d}-of-{NUM_EXPORT_FILES:05d}.safetensors": EXPORT_BYTES for n in parts}
+        for directory in (path, export_path):
+            directory.mkdir(parents=True)
+        for file, size in names.items():
+            file.touch()
+            os.truncate(file, size)
+        (path / ".metadata").write_bytes(os.urandom(INDEX_BYTES))
+        self.sums = {file: FileSum("0" * 64, size) for file, size in names.items()}
+        self.times = _since(start)
+
+    def is_save_written(self) -> bool:
+        return True
+
+    def finish_save(self) -> tuple[float, dict[Path, FileSum]]:
+        return 0.0, self.sums
+
+
+def measure_save() -> SaveCost:
+    """Save twice, so that the second prunes the first, and restart from the second."""
+    policy = _SparsePolicy()
+    with tempfile.TemporaryDirectory(prefix="bench-save-", ignore_cleanup_errors=True) as directory:
+        root = Path(directory)
+        keep_one = partial(prune, root, keep_top_k=1, metric=None, higher_is_better=True, save_period=1)
+        writer = CheckpointWriter(root, policy, prune=keep_one)
+        for step in (NUM_STEPS - 1, NUM_STEPS):
+            state = _state(step)
+            start = _now()
+            writer.begin(state)
+            writer.wait()
+            save = _since(start)
+        start = _now()
+        newest = latest_checkpoint(root)
+        assert newest is not None and load_state(newest).step == NUM_STEPS, "the sparse files were read"
+        restart = _since(start)
+    sizes = [one.num_bytes or 0 for one in policy.sums.values()]
+    return SaveCost(
+        num_files=len(sizes),
+        num_bytes=sum(sizes),
+        save_seconds=save[0] - policy.times[0],
+        save_elapsed=save[1] - policy.times[1],
+        restart_seconds=restart[0],
+        restart_elapsed=restart[1],
+    )
+
+
+def _state(step: int) -> SavedState:
+    """Return the state of a run with one step of finished groups; their arrays are written as often as they stand."""
+    turn = Turn(
+        prompt_token_ids=(1,),
+        token_ids=tuple(range(SAVED_TOKENS)),
+        logprobs=(-0.5,) * SAVED_TOKENS,
+        versions=(VersionSpan(version=step, start=0, end=SAVED_TOKENS),),
+        finish_reason="stop",
+    )
+    rollout = Rollout(turns=(turn,), status=RolloutStatus.COMPLETED, reason="right", reward=1.0)
+    headers, tokens = pack_rollouts([rollout] * NUM_ROLLOUTS)
+    prompts = [PromptRef(epoch=0, row_index=row, prompt_id="ab" * 8) for row in range(NUM_GROUPS)]
+    finished = tuple(
+        Group(prompt=one, agent="a", prompt_text="", target_step=step, version=step, rollouts=headers, tokens=None)
+        for one in prompts
+    )
+    collector = CollectorState(
+        position=NUM_GROUPS, in_flight=(), finished=finished, finished_tokens=(tokens,) * NUM_GROUPS, failed=()
+    )
+    return SavedState(
+        step=step,
+        data=DataIdentity(sha256="ef" * 32, num_rows=NUM_GROUPS, shuffle=False, seed=1),
+        collector=collector,
+        ledger=tuple(LedgerEntry(key=one.key, step=done) for done in range(1, step + 1) for one in prompts),
+        metrics={"train/reward": 0.5},
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

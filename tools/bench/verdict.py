@@ -15,6 +15,16 @@ from recipes.files import write_atomically
 from recipes.grpo.metrics import PHASES
 from tools.look.report.chart import format_number, page, part, stacked_chart
 
+# Set by the bench; every other key has the stage's value.
+SETTINGS = (
+    "grpo.val_period=0",
+    "grpo.val_at_start=false",
+    "grpo.val_at_end=false",
+    "checkpointing.enabled=false",
+    "logger.tensorboard_enabled=false",
+)
+
+
 LIMITS: Mapping[float, float] = {0.0: 1.1, 0.5: 1.8}
 """Mean environment latency in seconds -> the smallest ratio of a synchronous to an asynchronous step time."""
 ROLLOUT_LIMIT = 0.9  # of the tokens per second of plain vLLM
