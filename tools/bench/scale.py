@@ -392,7 +392,7 @@ class SaveCost:
         return (
             f"a checkpoint of {self.num_files} large files, {self.num_bytes / 1e12:.2f} TB, costs the driver"
             f" {self.save_seconds:.2f} s of CPU to save and {self.restart_seconds:.2f} s to restart from, {verdict} the"
-            f" limit of {SAVE_LIMIT_SECONDS:g} s; on the clock {self.save_elapsed:.2f} s and {self.restart_elapsed:.2f} s"
+            f" limit of {SAVE_LIMIT_SECONDS:g} s; on the clock {self.save_elapsed:.2f} and {self.restart_elapsed:.2f} s"
         )
 
     def as_dict(self) -> dict[str, Any]:
