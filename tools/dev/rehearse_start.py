@@ -128,7 +128,7 @@ def node_bring_ups(num_nodes: int, log_dir: Path) -> list[BringUp]:
         began = time.monotonic()
         nodes = Nodes(everyone, spares, log_dir, began + seconds, grace_seconds=_GRACE)
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-            wait_for_nodes(address, nodes, GPUS_PER_NODE, Timeline(job_start=time.time()))
+            wait_for_nodes(address, nodes, GPUS_PER_NODE, Timeline(job_start=0.0))
         there = len(everyone) - len(nodes.missing)
         got = f"goes on with {there}" if nodes.suffice else f"given up because of {', '.join(nodes.blamed)}"
         return BringUp(what=what, expected=expected, got=got, seconds=time.monotonic() - began)
