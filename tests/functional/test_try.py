@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -72,7 +73,8 @@ def test_a_killed_try_goes_on_where_it_stopped(mine: Path) -> None:
         time.sleep(0.05)
     below = psutil.Process(process.pid).children(recursive=True)
     for one in (psutil.Process(process.pid), *below):
-        one.send_signal(signal.SIGKILL)
+        with suppress(psutil.NoSuchProcess):  # some end with those before them
+            one.send_signal(signal.SIGKILL)
     process.wait(timeout=patiently(20))
     psutil.wait_procs(below, timeout=patiently(30))
 
@@ -85,7 +87,8 @@ def test_a_killed_try_goes_on_where_it_stopped(mine: Path) -> None:
     [run_dir] = [path.parent for path in results.glob("*/metrics.jsonl")]
     steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert steps == [1, 2, 3]
-    assert "step_000001: step 1" in (run_dir / "logs" / "latest" / "driver.log").read_text(encoding="utf-8")
+    resumed = (run_dir / "logs" / "latest" / "driver.log").read_text(encoding="utf-8")
+    assert "step_000001: step 1" in resumed or "step_000002: step 2" in resumed  # by how soon it was killed
     assert (run_dir / "report.html").is_file()
 
     third = run(words)
