@@ -70,11 +70,11 @@ def score(config: Config, judges: Judges) -> list[Any]:
 
 def kill_engine(url: str) -> int:
     """Kill the actor that serves this address, as the kernel does when memory is short; return its process id."""
-    port = int(url.rpartition(":")[2].partition("/")[0])
+    host, port = url.removeprefix("http://").partition("/")[0].split(":")
     [owner] = {
         connection.pid
         for connection in psutil.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+        if connection.status == psutil.CONN_LISTEN and connection.laddr == (host, int(port))
     }
     assert owner is not None
     os.kill(owner, signal.SIGKILL)
