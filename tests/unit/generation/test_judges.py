@@ -63,23 +63,27 @@ def launch(
     *,
     placement: float,
     takes: float,
-    faults: Sequence[Exception | None] = (),
-    num_copies: int = 1,
+    faults: Sequence[Sequence[Exception]] = ((),),
 ) -> Judges:
-    """Launch a judge whose first actors fail as `faults` says, in the order in which they are made."""
-    to_come = iter(faults)
-    made = SimpleNamespace(remote=lambda *_args, **_options: Actor(takes, next(to_come, None)))
+    """Launch a judge with a copy for each entry of `faults`, whose first actors fail as it says, one after another."""
+    to_come = [iter(of_copy) for of_copy in faults]
+
+    def made(copy: int) -> SimpleNamespace:
+        return SimpleNamespace(remote=lambda *_args, **_options: Actor(takes, next(to_come[copy], None)))
+
     ray = SimpleNamespace(
-        remote=lambda _actor: SimpleNamespace(options=lambda **_options: made),
+        remote=lambda _actor: SimpleNamespace(options=made),
         wait=lambda calls, **_options: (calls, []),
         kill=lambda _actor: None,
     )
     monkeypatch.setattr(judges_module, "ray", ray)
     monkeypatch.setattr(Place, "node", lambda _place: "n3")
-    judge: Any = SimpleNamespace(name="equivalence", num_copies=num_copies)
+    judge: Any = SimpleNamespace(name="equivalence", num_copies=len(faults))
     deadlines: Any = SimpleNamespace(placement=placement, engine_start=5.0, shutdown=5.0)
     cfg = block("policy.generation", max_starts=2, min_share_up=0.5)
-    return Judges.launch([judge], placement=[{}] * num_copies, cfg=cfg, deadlines=deadlines)
+    return Judges.launch(
+        [judge], placement=[{"copy": copy} for copy in range(len(faults))], cfg=cfg, deadlines=deadlines
+    )
 
 
 def test_judges_have_as_long_to_be_placed_as_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,16 +97,16 @@ def test_judges_have_as_long_to_be_placed_as_all_workers(monkeypatch: pytest.Mon
 
 def test_a_copy_that_gets_no_address_is_started_again_and_may_stay_away(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = EngineError("no room")
-    judges = launch(monkeypatch, placement=30.0, takes=0.0, faults=[lost])
+    judges = launch(monkeypatch, placement=30.0, takes=0.0, faults=[[lost]])
     assert judges.addresses() == {"equivalence": ["http://node:3000/v1"]}
     assert judges.starts.num_failed == 1
     judges.shutdown()
-    judges = launch(monkeypatch, placement=30.0, takes=0.0, faults=[lost, None, lost], num_copies=2)
+    judges = launch(monkeypatch, placement=30.0, takes=0.0, faults=[[lost, lost], []])
     assert judges.addresses() == {"equivalence": ["http://node:3000/v1"]}
     judges.shutdown()
     wrong = ConfigError(Problem(where="a key", wrong="vLLM has no such argument", fix="remove it"))
     with pytest.raises(ConfigError, match="no such argument"):
-        launch(monkeypatch, placement=30.0, takes=0.0, faults=[wrong])
+        launch(monkeypatch, placement=30.0, takes=0.0, faults=[[wrong]])
 
 
 def test_copies_are_asked_when_they_are_up_wherever_and_however_late_that_is(monkeypatch: pytest.MonkeyPatch) -> None:
