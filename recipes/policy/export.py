@@ -31,7 +31,7 @@ from recipes.errors import CheckpointError, Problem
 from recipes.files import sync_tree
 from recipes.policy import hf, parallel
 from recipes.policy.checkpoint import HEADS, model_state
-from recipes.policy.families.mapping import WeightMapping, join
+from recipes.policy.families.mapping import TensorShape, WeightMapping, join
 from recipes.policy.model import build_heads, build_model, transformer_config
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class _Saved:
         """Return the tensors that the checkpoint has of it: one, or several that Megatron joins."""
         return list(nested_values(self.stored.build())) if hasattr(self.stored, "build") else [self.stored]
 
-    def shapes(self, config: TransformerConfig) -> list[hf.TensorShape]:
+    def shapes(self, config: TransformerConfig) -> list[TensorShape]:
         """Return name, dtype and shape of its Hugging Face tensors."""
         param = self.mapping.param
         full = join(self.mapping.sharding, [torch.empty(param.shape, dtype=param.dtype, device="meta")], config)

@@ -21,15 +21,13 @@ from recipes.config.keys.native import ARCHITECTURES
 from recipes.errors import CheckpointError, ConfigError, PolicyError, Problem
 from recipes.files import FileSum, SummedFile
 from recipes.policy.families.family import Family, family_of
+from recipes.policy.families.mapping import TensorShape
 from recipes.weight_files import AGAIN, INDEX, WHOLE, read_weights, require_object
 
 if TYPE_CHECKING:
     from recipes.config.tree import PolicyConfig
 
 logger = logging.getLogger(__name__)
-
-TensorShape = tuple[str, torch.dtype, tuple[int, ...]]
-"""Name, dtype and shape of a tensor."""
 
 SHARD_BYTES = 5 * 10**9  # the hub's customary size of one weight file
 _PART = "model-{:05d}-of-{:05d}.safetensors"  # the name that transformers looks for

@@ -104,6 +104,19 @@ def let_gloo_take_unequal_parts() -> None:
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather, scatter
 
 
+def divide_world(cfg: MegatronConfig, *, seed: int, **options: Any) -> None:
+    """Make the model-parallel groups of the ranks that have met, and seed the generators; `options` are Megatron's."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=cfg.tensor_model_parallel_size,
+        pipeline_model_parallel_size=cfg.pipeline_model_parallel_size,
+        context_parallel_size=cfg.context_parallel_size,
+        expert_model_parallel_size=cfg.expert_model_parallel_size,
+        expert_tensor_parallel_size=cfg.expert_tensor_parallel_size,
+        **options,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
 def join_groups(
     store: Store, *, rank: int, world_size: int, cfg: MegatronConfig, seed: int, timeout_s: float
 ) -> Coordinates:
@@ -121,15 +134,8 @@ def join_groups(
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=cfg.tensor_model_parallel_size,
-        pipeline_model_parallel_size=cfg.pipeline_model_parallel_size,
-        context_parallel_size=cfg.context_parallel_size,
-        expert_model_parallel_size=cfg.expert_model_parallel_size,
-        expert_tensor_parallel_size=cfg.expert_tensor_parallel_size,
-        distributed_timeout_minutes=timeout_s / 60,  # else 30, after which NCCL ends each process that still waits
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    # A group's own limit is else 30 minutes, after which NCCL ends each process that still waits.
+    divide_world(cfg, seed=seed, distributed_timeout_minutes=timeout_s / 60)
     if not use_cuda:
         let_gloo_take_unequal_parts()
     return Coordinates(

@@ -37,8 +37,6 @@ from recipes.generation.engine_args import CPU_ENV, ENV, OWN_HEADS
 from tools.command_line import exit_status
 from tools.dev.lock import conflicts
 from tools.draft.findings import Finding, found
-from tools.draft.launch import ROOT, TINY_MODEL, read_launch
-from tools.hub import model_path
 from tools.look.report.chart import format_seconds
 from tools.sizing import planner
 from tools.sizing.architecture import published_config
@@ -88,6 +86,7 @@ class BuiltEngine:
 T = TypeVar("T")
 _KEPT = ("mamba_ssm_cache_dtype", "mamba_cache_mode", "speculative_config", "max_num_seqs", "max_num_batched_tokens")
 LOCKS = ("requirements-cpu", "requirements-gpu")
+_CONTAINERS = Path(__file__).parents[2] / "containers"
 _MOST = 5  # differences of one kind that are printed
 
 
@@ -105,8 +104,7 @@ class Rehearsal:
 def rehearse(args: argparse.Namespace) -> Rehearsal:
     """Rehearse a stage; raises `InputError` or `ConfigError` for what cannot even be planned."""
     plan = planner.make_plan(args)
-    environ = {**os.environ, "SCALE": args.scale, "PLATFORM": args.platform}
-    few = [one for one in read_launch(args.stage, args.overrides, environ).findings if one.code == "ALC001"]
+    few = [one for one in plan.launch.findings if one.code == "ALC001"]
     policy, engine = built(plan)
     from tools.dev.rehearse_start import bring_ups as all_bring_ups  # only now: it loads Ray
 
@@ -121,8 +119,8 @@ def rehearse(args: argparse.Namespace) -> Rehearsal:
         findings=[
             *few,
             *model_findings(plan, policy, engine),
-            *_start_findings(bring_ups),
-            *(lock for name in LOCKS for lock in lock_findings(ROOT / "containers" / f"{name}.lock")),
+            *start_findings(bring_ups),
+            *(lock for name in LOCKS for lock in lock_findings(_CONTAINERS / f"{name}.lock")),
         ],
     )
 
@@ -139,9 +137,8 @@ def built(plan: planner.StagePlan) -> tuple[BuiltPolicy, BuiltEngine]:
 @contextmanager
 def _model(plan: planner.StagePlan) -> Iterator[Path]:
     """Yield a directory with the config.json of the stage's model: MODEL_PATH, the tiny one, or Super as published."""
-    given = os.environ.get("MODEL_PATH", "")
-    if given or plan.scale == "tiny":
-        yield Path(model_path(given)) if given else ROOT / TINY_MODEL
+    if given := planner.model_directory(os.environ.get("MODEL_PATH", ""), plan.scale == "tiny"):
+        yield given
         return
     with tempfile.TemporaryDirectory(prefix="rehearse-") as directory:
         (Path(directory) / "config.json").write_text(
@@ -273,7 +270,8 @@ def _most(differences: Sequence[str]) -> Iterator[str]:
         yield f"and {len(differences) - _MOST:,} more tensors"
 
 
-def _start_findings(bring_ups: Sequence[BringUp]) -> Iterator[Finding]:
+def start_findings(bring_ups: Sequence[BringUp]) -> Iterator[Finding]:
+    """Yield each start with a planted fault that did not end as it must."""
     for one in bring_ups:
         if not one.is_right:
             fix = "report it with this page: it is a fault of the recipe"
@@ -285,7 +283,7 @@ def lock_findings(lock: Path) -> Iterator[Finding]:
     asked = json.loads(lock.with_suffix(".json").read_text(encoding="utf-8"))
     for what in conflicts(lock.read_text(encoding="utf-8"), asked):
         fix = "pin a version that both take, or accept it in the lock with its reason"
-        yield found("IMG006", where=str(lock), wrong=what, fix=fix)
+        yield found("IMG006", where=f"{lock.parent.name}/{lock.name}", wrong=what, fix=fix)
 
 
 def trainer_bytes(plan: planner.StagePlan, policy: BuiltPolicy) -> float:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from recipes.config.tree import MegatronConfig, PolicyConfig
-from recipes.policy import hf
+from recipes.policy import hf, parallel
 from recipes.policy.families import gather, mapping
 from recipes.policy.layout import check_layout, check_model_fits
 from recipes.policy.model import build_heads, build_model, transformer_config
@@ -46,18 +46,10 @@ def ranks_to_build(megatron: MegatronConfig, world_size: int) -> list[int]:
 @contextmanager
 def _as_rank(rank: int, world_size: int, megatron: MegatronConfig) -> Iterator[None]:
     """Have the groups of one rank of a world, in which nothing is sent."""
-    from megatron.core import parallel_state, tensor_parallel  # after recipes.policy, which makes it run on a CPU
+    from megatron.core import parallel_state  # after recipes.policy, which makes it run on a CPU
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=megatron.tensor_model_parallel_size,
-        pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
-        context_parallel_size=megatron.context_parallel_size,
-        expert_model_parallel_size=megatron.expert_model_parallel_size,
-        expert_tensor_parallel_size=megatron.expert_tensor_parallel_size,
-        create_gloo_process_groups=False,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    parallel.divide_world(megatron, seed=1, create_gloo_process_groups=False)
     try:
         yield
     finally:

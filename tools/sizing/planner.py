@@ -28,7 +28,7 @@ from recipes.config.load import PLATFORMS, SCALES, Stage
 from recipes.config.tree import Config
 from recipes.errors import InputError, Problem
 from tools.command_line import amount, exit_status
-from tools.draft.launch import ROOT, TINY_MODEL, read_launch
+from tools.draft.launch import ROOT, TINY_MODEL, Launch, read_launch
 from tools.hub import hub_name, model_path, taken_for
 from tools.look.report.chart import format_seconds
 from tools.look.report.load import load_run
@@ -296,6 +296,7 @@ class WhatIf:
 class StagePlan:
     """All known and expected numbers of a stage."""
 
+    launch: Launch
     stage: Stage
     scale: str
     platform: str
@@ -376,6 +377,7 @@ def make_plan(args: argparse.Namespace) -> StagePlan:
     )
     table = what_if(configured, sizes)
     return StagePlan(
+        launch=launch,
         stage=stage,
         scale=args.scale,
         platform=args.platform,
@@ -426,16 +428,22 @@ def _simulate(configured: Loop, sizes: Derived, nodes: int, max_age: int) -> Wha
 
 def architecture(given: str, stage: Stage, is_tiny: bool) -> Architecture:
     """Return the sizes of the model in the directory that is given, else of the scale's or the stage's own model."""
+    directory = model_directory(given, is_tiny)
+    return read_architecture(directory) if directory else published(stage.id)
+
+
+def model_directory(given: str, is_tiny: bool) -> Path | None:
+    """Return the directory that is given, else the tiny scale's own; None for a published model."""
     if given:
         path = Path(model_path(given))
         if hub_name(given) and not path.is_dir():
             wrong, fix = taken_for(given, "MODEL_PATH")
             raise InputError(Problem(where=given, wrong=wrong, fix=fix))
-        return read_architecture(path)
+        return path
     if is_tiny and not (ROOT / TINY_MODEL).is_dir():
         fix = "run `make tiny`, which makes it, or set MODEL_PATH"
         raise InputError(Problem(where=TINY_MODEL, wrong="there is no such directory", fix=fix))
-    return read_architecture(ROOT / TINY_MODEL) if is_tiny else published(stage.id)
+    return ROOT / TINY_MODEL if is_tiny else None
 
 
 def assumptions(args: argparse.Namespace, stage: Stage, is_tiny: bool) -> Assumptions:
