@@ -72,6 +72,16 @@ def test_a_name_of_nothing_says_what_it_was_taken_for(hub: Hub, tmp_path: Path) 
     assert no_model.returncode == 2 and "it holds no model" in no_model.stderr
 
 
+@pytest.mark.parametrize(("option", "kind"), [("--rows", ".jsonl"), ("--model", ".json")])
+def test_no_file_is_written_outside_of_the_cache(hub: Hub, tmp_path: Path, option: str, kind: str) -> None:
+    escape = f"additional_chat_templates/{'../' * 12}{tmp_path}/escaped{kind}"
+    hub.files = {escape: QUESTIONS, "config.json": b"{}", "model.safetensors": b"{}"}
+    refused = run(tmp_path, hub, "tools.data.files.fetch", option, NAME)
+    assert refused.returncode == 2 and "escaped" in refused.stderr and "check HF_ENDPOINT" in refused.stderr
+    assert not (tmp_path / f"escaped{kind}").exists()
+    assert hub.requests == ["info"]
+
+
 def test_a_run_starts_from_a_model_of_the_hub(hub: Hub, tmp_path: Path) -> None:
     variables = launch_environment(tmp_path, num_rows=24, overrides=TWO_STEPS)
     hub.files |= {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}

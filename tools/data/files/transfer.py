@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from recipes.errors import DataError, Problem
@@ -72,8 +72,15 @@ def list_files(dataset: str, revision: str, names: list[str], policy: RetryPolic
 def list_all_files(
     repository: str, revision: str, policy: RetryPolicy, *, kind: str = ROWS
 ) -> tuple[str, dict[str, RemoteFile]]:
-    """Return the commit of a revision, and what the hub declares about every file of a data set or model there."""
+    """Return the commit of a revision, and what the hub declares about every file of a data set or model there.
+
+    Raises `DataError` for a name that leads out of the directory in which the files are put.
+    """
     info = _info(repository, revision, policy, kind)
+    for name in (entry.rfilename for entry in info.siblings or ()):
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            wrong, fix = f"a file of it is called {name!r}", "check HF_ENDPOINT: no hub has such a name"
+            raise DataError(Problem(where=f"{repository}@{revision[:12]}", wrong=wrong, fix=fix))
     files = {
         entry.rfilename: _remote_file(repository, info.sha, entry.rfilename, entry, kind)
         for entry in info.siblings or ()
