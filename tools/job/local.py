@@ -52,7 +52,7 @@ from tools.processes import (
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMP_ROOT = Path("/tmp")
-HEAD_SECONDS = 120.0  # for the Ray head to start
+HEAD_SECONDS, HEAD_STARTS = 300.0, 4  # for the Ray head, all its starts together
 LOCAL_RUNS = "local runs"  # where a problem is when there are too many of them
 RAY_STARTED = b"Ray runtime started"  # what `ray start` of Ray 2 prints last, when its node has registered itself
 STOP_SECONDS = 600.0  # for the driver to finish its step and save after a signal
@@ -250,9 +250,8 @@ def start_head(run: LocalRun, ports: RayPorts, env: dict[str, str], log: Path) -
         )
 
 
-def wait_for_head(head: subprocess.Popen[bytes], signals: Signals, log: Path) -> None:
+def wait_for_head(head: subprocess.Popen[bytes], signals: Signals, log: Path, *, end: float) -> None:
     """Wait until `ray start` is done; the driver, started earlier, would take its time on a machine of few cores."""
-    end = time.monotonic() + HEAD_SECONDS
     while RAY_STARTED not in log.read_bytes() and not signals.received:
         if head.poll() is not None:
             raise RunError(f"the Ray head exited with status {head.returncode}: {cause_of_end(log)} (log: {log})")
@@ -264,18 +263,22 @@ def wait_for_head(head: subprocess.Popen[bytes], signals: Signals, log: Path) ->
 def bring_up_head(
     run: LocalRun, ports: RayPorts, env: dict[str, str], signals: Signals, log: Path
 ) -> subprocess.Popen[bytes]:
-    """Start the Ray head and wait for it; once more when it ends: Ray gives its node 30 s, also on a busy machine."""
-    head = start_head(run, ports, env, log)
-    try:
-        wait_for_head(head, signals, log)
-    except RunError as error:
-        if head.poll() is None:
-            raise
-        print(f"local: {error}; starting it once more", file=sys.stderr, flush=True)
-        kill_descendants(deadline_seconds=20)
-        remove_sessions(Path(env["TMPDIR"]).parent)
+    """Start the Ray head and wait for it; again when it ends.
+
+    Ray gives a node 30 s, and its agents 15, also on a machine that is too busy for that.
+    """
+    end = time.monotonic() + HEAD_SECONDS
+    for number in range(1, HEAD_STARTS + 1):
         head = start_head(run, ports, env, log)
-        wait_for_head(head, signals, log)
+        try:
+            wait_for_head(head, signals, log, end=end)
+            break
+        except RunError as error:
+            if head.poll() is None or number == HEAD_STARTS:
+                raise
+            print(f"local: {error}; starting it again", file=sys.stderr, flush=True)
+            kill_descendants(deadline_seconds=20)
+            remove_sessions(Path(env["TMPDIR"]).parent)
     return head
 
 
