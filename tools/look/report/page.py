@@ -411,6 +411,7 @@ def _solved_chart(run: RunData) -> str:
 def _answer_charts(run: RunData) -> Iterator[str]:
     names = {"truncated": "truncation_rate", "masked": "masked_seqs_share", "ratio out of bounds": "is_oob_ratio"}
     names |= {"wrong tool calls": "invalid_tool_call_rate", "wrong thinking": "malformed_thinking_rate"}
+    names |= {"calls of unknown tools": "unknown_tool_rate"}
     shares = [
         Series(label=label, column=run.column(f"train/{name}"), color=color, is_smoothed=True)
         for color, (label, name) in enumerate(names.items())
@@ -420,6 +421,14 @@ def _answer_charts(run: RunData) -> Iterator[str]:
     kl = Series(label="KL to the reference", column=run.column("train/kl_penalty"), color=1, is_smoothed=True)
     note = "Where the entropy is gone, all answers to a prompt are the same, and nothing more is learned."
     yield line_chart("Entropy", [entropy, kl], unit="nats per token", include=(0.0,), note=note)
+    sides = {"preferred": "rewards_chosen_mean", "the other": "rewards_rejected_mean"}
+    pairs = [
+        Series(label=label, column=run.column(f"train/{name}"), color=color, is_smoothed=True)
+        for color, (label, name) in enumerate(sides.items())
+    ]
+    if any(one.column.values for one in pairs):  # of a run that learns from pairs
+        note = "Log-probability of an answer, above that under the start weights. A step without pairs has no point."
+        yield line_chart("Answers of a pair", pairs, unit="nats", include=(0.0,), note=note)
 
 
 def _off_policy_charts(run: RunData) -> Iterator[str]:

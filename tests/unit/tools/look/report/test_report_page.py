@@ -173,3 +173,16 @@ def test_prompts_are_drawn_by_how_often_they_are_solved(make_run: MakeRun) -> No
     assert "step 1 · all 3 · never 2 · less than half 1" in page
     assert "step 2 · all 4 · half and more 2 · always 2" in page
     assert all(title in page for title in ("Entropy", "What is wrong with answers"))
+
+
+def test_a_run_that_learns_from_pairs_shows_both_sides(make_run: MakeRun) -> None:
+    run_dir = make_run(num_steps=3)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert "Answers of a pair" not in render(load_run(run_dir))
+    for line in lines:
+        line |= {"train/rewards_chosen_mean": 0.25, "train/rewards_rejected_mean": -1.5, "train/unknown_tool_rate": 0.5}
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run_dir / "metrics.jsonl").write_text(text, encoding="utf-8")
+    page = text_of(render(load_run(run_dir)))
+    assert "Answers of a pair" in page and "preferred 0.25" in page and "the other -1.5" in page
+    assert "calls of unknown tools 0.5" in page
