@@ -1,4 +1,4 @@
-"""The errors that users cause or meet, and the form of their messages.
+"""The errors that users cause or meet, the form of their messages, and the limits that the system meets them with.
 
 `RecipeError` is the base; `exit_code` is what the entrypoints return: 2 for a wrong input, 1 for a failed run, 69 for
 one that failed on some of its nodes before it began.
@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import difflib
 import errno
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +77,61 @@ def resource_problem(error: OSError, where: str) -> Problem:
     why, fix = _RESOURCES.get(error.errno or 0, ("", otherwise))
     said = error.strerror or f"{type(error).__name__} {error}"
     return Problem(where=place, wrong=f"{said}: {why}" if why else said, fix=fix)
+
+
+CONTROL_GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+MACHINE = Path("/proc/vmstat")
+_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
+
+
+def control_groups(controller: str) -> list[Path]:
+    """Return the directories of the control groups with this controller that this process is in, the inmost first."""
+    found: list[Path] = []
+    with suppress(OSError):
+        for line in OWN_GROUPS.read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            root = CONTROL_GROUPS / controller if controllers else CONTROL_GROUPS  # version 1, else 2
+            inmost = root / (path.strip("/") if ".." not in path else "")  # of a container that sees only its own
+            found += [group for group in (inmost, *inmost.parents) if group.is_relative_to(root) and group.is_dir()]
+    return found
+
+
+def group_limit(group: Path, *names: str) -> int | None:
+    """Return the number in the first of these files of a control group that has one; version 1 writes a huge one."""
+    for name in names:
+        with suppress(OSError, ValueError):
+            number = int((group / name).read_text(encoding="utf-8"))
+            return number if number < 1 << 60 else None
+    return None
+
+
+def memory_kills() -> dict[Path, int]:
+    """Return how many processes the kernel has ended for want of memory: of each group around this one, of all."""
+    groups = control_groups("memory")
+    kills: dict[Path, int] = {}
+    for file in (*(group / name for group in groups for name in ("memory.events", "memory.oom_control")), MACHINE):
+        with suppress(OSError):
+            if counted := _KILLS.search(file.read_text(encoding="utf-8")):
+                kills[file] = int(counted[1])
+    return kills
+
+
+def memory_cause(before: Mapping[Path, int]) -> str:
+    """Say so when the kernel has ended processes for want of memory since `memory_kills` was called, else nothing."""
+    for file, count in memory_kills().items():
+        more = count - before.get(file, 0)
+        if more <= 0:
+            continue
+        limit = group_limit(file.parent, "memory.max", "memory.limit_in_bytes")
+        whose = "this machine" if file == MACHINE else "this job"
+        size = f" ({limit / 2**30:.1f} GiB, {file.parent})" if limit else ""
+        return (
+            f"the kernel ended {more} process{'es' if more > 1 else ''}: the memory of {whose} is full{size}; "
+            "ask for more (--mem of the job, --memory of the container), or see what a run needs with `make plan`"
+        )
+    return ""
 
 
 class RecipeError(Exception):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.config.load import LoadedConfig, load_config, require_runnable, with_defaults
-from recipes.errors import RecipeError, resource_problem
+from recipes.errors import RecipeError, memory_cause, memory_kills, resource_problem
 from recipes.files import write_atomically
 from recipes.imports import without_gc
 from recipes.stop import EXIT_RESUME, LEAVE_SECONDS, StopRequest, leave_within
@@ -40,18 +40,22 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", datefmt="%H:%M:%S"
     )
+    kills = memory_kills()
     try:
         return run_stage(args.config, args.run_dir.resolve(), args.overrides)
     except RecipeError as error:
-        for line in str(error).splitlines():
+        for line in filter(None, (memory_cause(kills), *str(error).splitlines())):
             print(f"run_grpo: {line}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
         traceback.print_exc()
-        print(f"run_grpo: {resource_problem(error, 'the run')}", file=sys.stderr)
+        for words in filter(None, (memory_cause(kills), str(resource_problem(error, "the run")))):
+            print(f"run_grpo: {words}", file=sys.stderr)
         return 1
     except Exception:
         traceback.print_exc()
+        if said := memory_cause(kills):
+            print(f"run_grpo: {said}", file=sys.stderr)
         return 1
 
 

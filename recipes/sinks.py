@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from recipes.cluster.ports import split_host_port
 from recipes.errors import ConfigError, Problem
 from recipes.files import write_atomically
 
@@ -85,10 +86,10 @@ class PrometheusSink:
         self._latest: Mapping[str, float] = {}
         registry = CollectorRegistry()
         registry.register(self)
-        host, _, port = address.rpartition(":")
         try:
-            self._server, self._thread = start_http_server(int(port), addr=host, registry=registry)
-        except (OSError, OverflowError) as error:
+            host, port = split_host_port(address)
+            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        except (OSError, ValueError) as error:
             wrong = f"cannot listen at {address}: {error}"
             fix = "choose another port, and an address of this machine, or set it to null"
             raise ConfigError(Problem(where="logger.prometheus_address", wrong=wrong, fix=fix)) from error

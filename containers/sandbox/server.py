@@ -329,6 +329,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], handler: type[Handler], listening: str = "") -> None:
         """Listen at an address, or on the socket whose descriptor `listening` names."""
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, handler, bind_and_activate=not listening)
         if listening:
             self.socket.close()
@@ -386,7 +387,8 @@ def main() -> None:
     sandbox.check()
     port = int(os.environ.get("NGINX_PORT") or os.environ.get("LISTEN_PORT") or 6000)
     listening = os.environ.get("SANDBOX_LISTEN_FD", "")
-    server = Server((os.environ.get("SANDBOX_HOST", "0.0.0.0"), port), Handler, listening)
+    everywhere = "::" if Path("/proc/net/if_inet6").exists() else "0.0.0.0"  # "::" takes IPv4 too
+    server = Server((os.environ.get("SANDBOX_HOST") or everywhere, port), Handler, listening)
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         threading.Thread(target=server.shutdown).start()

@@ -1,4 +1,4 @@
-"""All TCP ports of a run in one table, and functions that bind them.
+"""All TCP ports of a run in one table, functions that bind them, and how addresses are written, read and looked up.
 
 All ports lie below 9000. Linux systems take the ports of outgoing connections from a range above that, so no outgoing
 connection can take one of ours. `PORT_TABLE` lists the ports of one node. Ray's control ports are divided into slots of
@@ -9,11 +9,13 @@ last port bound as a lock.
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from recipes.errors import LaunchError, Problem
 
@@ -164,12 +166,70 @@ def ray_ports(slot: int | None = None) -> RayPorts:
     )
 
 
+def host_port(host: str, port: int) -> str:
+    """Write HOST:PORT; an IPv6 address gets the brackets without which nobody can tell its end."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def url_of(host: str, port: int, path: str = "") -> str:
+    """Write the URL of a server of ours."""
+    return f"http://{host_port(host, port)}{path}"
+
+
+def split_host_port(text: str) -> tuple[str, int]:
+    """Read what `host_port` writes; raises `ValueError` for anything else, such as IPv6 without brackets."""
+    host, port = "", 0
+    with suppress(ValueError):
+        place = urlsplit(f"//{text}")
+        host, port = place.hostname or "", place.port or 0
+    if not host or not port or place.netloc != text or "@" in text:
+        raise ValueError(f"{text!r} is not HOST:PORT or [ADDRESS]:PORT")
+    return host, port
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Return the family of an address; a name that is none counts as IPv4."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def address_of(host: str) -> str:
+    """Return the IPv4 address that a name leads to, else its IPv6 address; raises `OSError` where it leads to none."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise OSError(f"{host!r} is not a host name: {error}") from error
+    first = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return str(first[4][0])
+
+
+def connect(host: str, port: int, *, seconds: float) -> socket.socket:
+    """Connect to the address that a name leads to, or to one of its others; raises `OSError`."""
+    try:
+        return socket.create_connection((host, port), timeout=seconds)
+    except UnicodeError as error:
+        raise OSError(f"{host!r} is not a host name: {error}") from error
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface of this machine that has an address; None where none has it."""
+    import psutil  # only ranks on several nodes ask
+
+    def read(text: str) -> object:
+        return ipaddress.ip_address(text.partition("%")[0])
+
+    for name, entries in psutil.net_if_addrs().items():
+        own = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
+        if read(address) in map(read, own):
+            return name
+    return None
+
+
 def hold(port: int, *, host: str = "") -> socket.socket:
     """Return a socket that listens on `port`; raises `LaunchError` naming the owner of a busy port.
 
     While the socket is open, no other process can take the port. The caller closes it or gives it to a server.
     """
-    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    held = socket.socket(family_of(host), socket.SOCK_STREAM)
     # An earlier run's connections may linger in TIME_WAIT. Reuse ignores these, but never a port that is listened on.
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -23,7 +23,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 
 from recipes.config.keys.derive import POLICY, RESOURCES, SWE_AGENTS, policy_settings
-from recipes.config.keys.schema import CONFIG_DIR, describe, resources_types, schema, settings_of, show
+from recipes.config.keys.schema import CONFIG_DIR, describe, is_http_url, resources_types, schema, settings_of, show
 from recipes.config.tree import build
 from recipes.config.tree.servers import AGENT_TYPES, ExternalAgent, ProofRefinementAgent
 from recipes.environments import verifiers
@@ -346,7 +346,7 @@ def _server(name: str, verifier: str, settings: Mapping[str, Any], problems: lis
     ]
     default = own.seconds if isinstance(own, GroupVerifier) else DEFAULT_TIMEOUT_SECONDS
     url, seconds = settings.get("url"), settings.get("timeout_seconds", default)
-    if url is not None and not str(url).startswith(("http://", "https://")):
+    if url is not None and not is_http_url(str(url)):
         expected, fix = "http://host:port", "give the address of the server"
         found.append(Problem(where=f"{where}.url", got=str(url), expected=expected, fix=fix))
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds <= 0:

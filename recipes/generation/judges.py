@@ -28,12 +28,13 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import httpx
 import ray
 
 from recipes.cluster.placement import ActorOptions, Place
-from recipes.cluster.ports import hold, hold_in_range
+from recipes.cluster.ports import hold, hold_in_range, url_of
 from recipes.cluster.starts import NUM_DEADLINES, BackgroundLoop, Starts, wrong_input
 from recipes.errors import ConfigError, EngineError, LaunchError, Problem, RecipeError
 from recipes.generation.clients.failure import failure
@@ -76,7 +77,7 @@ class JudgeActor:
                 await asyncio.sleep(_POLL_SECONDS)
         else:
             self._socket = hold_in_range(*self._ports, host=host)
-        return f"http://{host}:{self._socket.getsockname()[1]}/v1"
+        return url_of(host, self._socket.getsockname()[1], "/v1")
 
     async def start(self) -> str:
         """Load the model, serve it, and return where it runs."""
@@ -174,7 +175,7 @@ class JudgeEngine:
         self.num_starts += 1
         made = ray.remote(JudgeActor).options(**self.place.options)
         self.actor = made.remote(self.judge, api_key=self._api_key, ports=self._ports)
-        port = int(self.url.rpartition(":")[2].partition("/")[0]) if self.url else None
+        port = urlsplit(self.url).port
         self.url = await asyncio.wait_for(self.actor.hold_address.remote(port), deadline_seconds)
 
     async def load(self, deadline_seconds: float) -> None:

@@ -23,7 +23,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from recipes.cluster.http_limits import LimitedProtocol
-from recipes.cluster.ports import hold_in_range
+from recipes.cluster.ports import hold_in_range, url_of
 from recipes.errors import EngineError
 from recipes.generation.engine_args import SERVED_MODEL_NAME
 
@@ -74,8 +74,7 @@ class HttpServer:
                 task.result()
                 raise RuntimeError("the HTTP server ended while it was starting")
             await asyncio.sleep(0.01)
-        host, port = held.getsockname()
-        return cls(server, task, f"http://{host}:{port}/v1", api_key)
+        return cls(server, task, url_of(*held.getsockname()[:2], "/v1"), api_key)
 
     async def stop(self) -> None:
         """Close the server without waiting for open requests."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from recipes.cluster.interfaces import interface_of
+from recipes.cluster.ports import interface_of
 from recipes.cluster.token_store import RayTokenStore
 from recipes.errors import RunError
 from recipes.files import FileSum, readable_sha256

@@ -184,9 +184,10 @@ async def test_case_21_calls_of_an_agent_that_never_ends_stay_without_a_reward(
     assert done.metrics["model_calls"] == 2.0
 
 
-async def test_agent_that_is_not_there(codec: ChatCodec) -> None:
-    done, _ = await rollout(codec, "http://127.0.0.1:9", ["x"])
-    assert (done.status, done.reward) == (RolloutStatus.ENV_FAILED, None) and "127.0.0.1:9" in done.reason
+@pytest.mark.parametrize("place", ["127.0.0.1:9", "no-such-host.invalid:9", "a_b.invalid.:9"])
+async def test_agent_that_is_not_there(codec: ChatCodec, place: str) -> None:
+    done, _ = await rollout(codec, f"http://{place}", ["x"])
+    assert (done.status, done.reward) == (RolloutStatus.ENV_FAILED, None) and place in done.reason
 
 
 async def test_lost_engines_end_the_run_at_once(codec: ChatCodec, agent_url: str) -> None:

@@ -178,6 +178,7 @@ def test_failures_count_as_restarts(job):
         ("PolicyError: rank 3 (pid 7 on node ab12, 127.0.0.3) died", "127.0.0.3"),
         ("RunError: 127.0.0.1 and 127.0.0.2 and 127.0.0.3 do not answer", ""),
         ("RunError: node 127.0.0.22 is not one of these", ""),
+        ("RunError: node 127x0.0.2 is not one of these", ""),
     ],
 )
 def test_the_next_start_runs_without_the_node_that_the_failure_names(job, message, left_out):

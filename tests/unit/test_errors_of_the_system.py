@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.errors import PolicyError, resource_problem
+from recipes import errors, run_grpo
+from recipes.errors import PolicyError, RunError, control_groups, memory_cause, memory_kills, resource_problem
 from recipes.generation.serving import core_log
 from recipes.generation.serving.core_log import core_cause, last_cause
 from recipes.policy import weights
@@ -90,6 +91,91 @@ def test_the_log_is_named_as_it_is_kept(tmp_path: Path, monkeypatch: pytest.Monk
     said = core_cause()
     assert CAUSES[0] in said and said.endswith("see worker-1-2-3.out in logs/latest/ray of the run")
     monkeypatch.setattr(core_log, "_output", lambda _descriptor: None)
+    monkeypatch.setattr(core_log, "memory_cause", lambda _before: "the kernel ended 1 process")
+    assert core_cause() == "the kernel ended 1 process; see the output above"
+    monkeypatch.setattr(core_log, "memory_cause", lambda _before: "")
     assert (
         core_cause().startswith("its log names no error, as when the kernel kills") and "output above" in core_cause()
     )
+
+
+class Groups:
+    """The files of the control groups of a process, in a directory."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root, self._own = directory / "cgroup", directory / "own"
+        self.root.mkdir()
+        monkeypatch.setattr(errors, "CONTROL_GROUPS", self.root)
+        monkeypatch.setattr(errors, "OWN_GROUPS", self._own)
+        monkeypatch.setattr(errors, "MACHINE", directory / "vmstat")
+
+    def is_in(self, *lines: str) -> None:
+        self._own.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+    def write(self, file: str, text: str) -> None:
+        path = self.root / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n", encoding="utf-8")
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Groups:
+    return Groups(tmp_path, monkeypatch)
+
+
+V2 = ("0::/slurm/job_7/step_0", "slurm/job_7/step_0", "slurm/job_7", "memory.events", "memory.max")
+V1 = ("4:cpuset,memory:/slurm/job_7", "memory/slurm/job_7", "memory", "memory.oom_control", "memory.limit_in_bytes")
+
+
+@pytest.mark.parametrize("form", [V2, V1], ids=["version 2", "version 1"])
+@pytest.mark.parametrize("is_around", [False, True])
+def test_that_the_kernel_ended_a_process_for_want_of_memory_is_said_in_words(
+    groups: Groups, form: tuple[str, ...], is_around: bool
+) -> None:
+    line, inmost, around, events, limit = form
+    groups.is_in("1:cpu:/slurm/job_7", line)
+    where = around if is_around else inmost  # the limit may be the step's or the job's
+    for group in (inmost, around):
+        groups.write(f"{group}/{events}", "low 0\nunder_oom 0\noom 5\noom_kill 2\noom_group_kill 0")
+        groups.write(f"{group}/{limit}", "max" if events == "memory.events" else str(2**63 - 4096))
+    before = memory_kills()
+    assert len(before) == 2 and memory_cause(before) == ""
+    groups.write(f"{where}/{events}", "oom 9\noom_kill 3")
+    assert memory_cause(before).startswith("the kernel ended 1 process: the memory of this job is full; ask ")
+    groups.write(f"{where}/{limit}", str(3 * 2**29))
+    assert f"the memory of this job is full (1.5 GiB, {groups.root / where}); " in memory_cause(before)
+    assert memory_cause({}).startswith("the kernel ended ")
+
+
+def test_a_process_that_the_kernel_ended_outside_of_any_limit_is_the_machines(groups: Groups) -> None:
+    groups.is_in("0::/")
+    assert memory_kills() == {} and memory_cause({}) == ""  # as on a system without these files
+    groups.write("../vmstat", "nr_free_pages 1\noom_kill 4\nnuma_hit 0")
+    before = memory_kills()
+    groups.write("../vmstat", "oom_kill 6")
+    assert memory_cause(before).startswith("the kernel ended 2 processes: the memory of this machine is full; ")
+
+
+def test_a_container_that_sees_only_its_own_group_is_known_by_the_root(groups: Groups) -> None:
+    groups.is_in("9:name=systemd:/", "4:memory:/docker/0123", "0::/../../x")
+    groups.write("memory/memory.limit_in_bytes", "1")
+    assert control_groups("memory") == [groups.root / "memory", groups.root]
+
+
+@pytest.mark.parametrize("failure", [PolicyError("rank 3 died"), OSError(errno.EPIPE, "broken"), ValueError("a fault")])
+def test_a_run_that_fails_says_first_that_its_memory_was_full(
+    groups: Groups, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failure: Exception
+) -> None:
+    groups.is_in("0::/job")
+    groups.write("job/memory.events", "oom_kill 0")
+
+    def run_stage(*_: object) -> int:
+        groups.write("job/memory.events", "oom_kill 1")
+        raise failure
+
+    monkeypatch.setattr(run_grpo, "run_stage", run_stage)
+    assert run_grpo.main(["--config=c.yaml", "--run-dir=r"]) == RunError.exit_code
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("run_grpo: ")]
+    assert said[0].startswith("run_grpo: the kernel ended 1 process: the memory of this job is full; ")
+    if isinstance(failure, PolicyError):
+        assert said[1:] == ["run_grpo: rank 3 died"]  # the last line names who failed

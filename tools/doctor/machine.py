@@ -46,7 +46,7 @@ from tools.job.local import (
     SHARED_MEMORY,
     count_devices,
     count_gpus,
-    open_files_problems,
+    limit_problems,
     shared_memory_problems,
     take_slot,
 )
@@ -342,7 +342,9 @@ def check_machine(launch: Launch) -> Iterator[Finding]:
     if launch.contract.is_local:
         if launch.run_dir is not None:
             yield from as_findings("PTH003", lock_problems(launch.run_dir))
-        yield from as_findings("ALC004", open_files_problems())
+        sizes = launch.sizes
+        num_units = sizes.train_gpus + sizes.generation_gpus + sizes.judge_units if sizes else 0
+        yield from as_findings("ALC004", limit_problems(num_units))
         yield from shared_memory_findings(launch)
         try:
             take_slot()[1].close()

@@ -45,7 +45,7 @@ CODES = {
     "ALC001": Kind("fewer nodes are asked for than the configuration needs"),
     "ALC002": Kind("this machine has fewer GPUs than the run has workers", can_force=True),
     "ALC003": Kind("this machine has no GPU, and the run is too large for its processors", can_force=True),
-    "ALC004": Kind("a process may open fewer files than a run needs"),
+    "ALC004": Kind("processes may open fewer files, or start fewer threads, than a run needs"),
     "ALC005": Kind("a bring-up with a planted fault does not end as it must"),
     "SLM001": Kind("Slurm has no such partition, or it takes no jobs", can_force=True),
     "SLM002": Kind("the partition has fewer nodes than the run needs, or allows fewer", can_force=True),

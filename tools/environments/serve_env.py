@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from recipes.cluster.ports import family_of, host_port, url_of
 from recipes.environments.contract import OWN, PUBLISHED, Verifier, keys_of
 from recipes.environments.instances import ALL_VERIFIERS, GROUP_VERIFIERS, servers_of
 from recipes.errors import LaunchError, Problem, suggestion
@@ -67,7 +68,7 @@ def _serve(options: argparse.Namespace, listener: socket.socket) -> None:
     from recipes.environments.server.resources import create_app
 
     host, port = listener.getsockname()[:2]
-    print(f"{options.name} listens on http://{host}:{port}", flush=True)
+    print(f"{options.name} listens on {url_of(host, port)}", flush=True)
     config = uvicorn.Config(create_app(instance), http=LimitedProtocol, log_level="warning", access_log=False)
     uvicorn.Server(config).run(sockets=[listener])
 
@@ -88,10 +89,10 @@ def _instances(options: argparse.Namespace, name: str, settings: Mapping[str, An
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        return socket.create_server((host, port), backlog=1024)
+        return socket.create_server((host, port), family=family_of(host), backlog=1024)
     except OSError as error:
         wrong = f"cannot listen there: {error.strerror or error}"
-        raise LaunchError(Problem(where=f"{host}:{port}", wrong=wrong, fix="set --port to a free port")) from error
+        raise LaunchError(Problem(where=host_port(host, port), wrong=wrong, fix="set --port to a free port")) from error
 
 
 if __name__ == "__main__":

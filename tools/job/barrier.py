@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import ipaddress
 import json
 import math
 import os
@@ -28,7 +29,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from recipes.cluster.ports import SANDBOX_PORT, ray_ports
+from recipes.cluster.ports import (
+    SANDBOX_PORT,
+    address_of,
+    connect,
+    host_port,
+    ray_ports,
+    split_host_port,
+    url_of,
+)
 from recipes.errors import BringUpError
 from recipes.files import write_atomically
 from recipes.stop import EXIT_RESUME, SIGNALS
@@ -47,20 +56,22 @@ def joined_names(missing: Sequence[str], expected: Sequence[str], joined: Mappin
     """
     known = {short(name) for name in expected}
     strangers = {address for host, address in joined.items() if host not in known}
-    return [name for name in missing if short(name) in joined or (strangers and address_of(name) in strangers)]
+    return [name for name in missing if short(name) in joined or (strangers and known_address(name) in strangers)]
 
 
 @functools.cache
-def address_of(host: str) -> str:
+def known_address(host: str) -> str:
     """Return the address that a name leads to; empty where it leads to none."""
     with suppress(OSError):
-        return socket.gethostbyname(host)
+        return address_of(host)
     return ""
 
 
 def short(host: str) -> str:
-    """Return a host name without its domain."""
-    return host.split(".")[0]
+    """Return a host name without its domain, in small letters; an address stays whole."""
+    with suppress(ValueError):
+        return str(ipaddress.ip_address(host))
+    return host.split(".")[0].lower()
 
 
 @dataclass(slots=True)
@@ -196,9 +207,9 @@ class Nodes:
 
 def wait_for_port(address: str, may_wait: Callable[[], bool]) -> bool:
     """Wait until the head listens; Ray's own connect gives up too early."""
-    host, port = address.rsplit(":", 1)
+    host, port = split_host_port(address)
     while may_wait():
-        with suppress(OSError), socket.create_connection((host, int(port)), timeout=_PROBE_SECONDS):
+        with suppress(OSError), connect(host, port, seconds=_PROBE_SECONDS):
             return True
         time.sleep(_POLL_SECONDS)
     return False
@@ -257,8 +268,8 @@ def wait_for_sandboxes(expected: Sequence[str], end: float, timeline: Timeline) 
 
 def sandbox_answers(host: str) -> bool:
     """Ask a node's sandbox for its health."""
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with suppress(OSError), direct.open(f"http://{host}:{SANDBOX_PORT}/health", timeout=_PROBE_SECONDS) as answer:
+    direct, url = urllib.request.build_opener(urllib.request.ProxyHandler({})), url_of(host, SANDBOX_PORT, "/health")
+    with suppress(OSError), direct.open(url, timeout=_PROBE_SECONDS) as answer:
         return bool(answer.status == 200)
     return False
 
@@ -295,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, lambda *_: sys.exit(EXIT_RESUME))  # nothing to save yet
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # begin.py has held them
     names, log_dir = args.nodes.read_text(encoding="utf-8").split(), args.nodes.parent
-    address = f"{names[0]}:{ray_ports().gcs}"
+    address = host_port(names[0], ray_ports().gcs)
     timeline = Timeline(job_start=float(os.environ.get("SLURM_JOB_START_TIME", time.time())))
     timeline.mark("the barrier waits")
     seconds = bring_up_seconds(len(names)) if args.deadline is None else args.deadline

@@ -31,9 +31,21 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
 
-from recipes.cluster.ports import NUM_SLOTS, RayPorts, hold, node_problems, ray_ports
+import psutil
+
+from recipes.cluster.ports import NUM_SLOTS, RayPorts, hold, host_port, node_problems, ray_ports
 from recipes.cluster.tuning import is_kept_back, with_loopback, worker_environment
-from recipes.errors import LaunchError, Problem, RecipeError, RunError, resource_problem
+from recipes.errors import (
+    LaunchError,
+    Problem,
+    RecipeError,
+    RunError,
+    control_groups,
+    group_limit,
+    memory_cause,
+    memory_kills,
+    resource_problem,
+)
 from recipes.stop import EXIT_RESUME
 from tools.draft.run_dir import lock_run, new_attempt
 from tools.job.begin import stop_at_once, with_start_weights
@@ -58,6 +70,7 @@ RAY_STARTED = b"Ray runtime started"  # what `ray start` of Ray 2 prints last, w
 STOP_SECONDS = 600.0  # for the driver to finish its step and save after a signal
 _POLL_SECONDS = 0.1
 MIN_OPEN_FILES = 256  # of one process of a run; with 64 the raylet aborts
+RAY_THREADS, UNIT_THREADS = 200, 150  # of Ray and the driver, and for each worker unit: a tiny run of two has 380
 _SHM_SCAN_SECONDS = 1.0  # a scan takes about 15 ms
 SHARED_MEMORY = Path("/dev/shm")
 NCCL_BYTES = 32 * 2**20  # of one rank, for its neighbours on the machine
@@ -105,6 +118,7 @@ class Signals:
     driver: subprocess.Popen[bytes] | None = None
     received: list[signal.Signals] = field(default_factory=list)
     stop_by: float | None = None  # monotonic second at which a driver that was told to stop is killed
+    kills: Mapping[Path, int] = field(default_factory=memory_kills)  # of the kernel, before the run
 
     def install(self) -> None:
         for number in caught(*FORWARDED):
@@ -132,7 +146,14 @@ class Signals:
         if -returncode in self.received:
             print("local: the driver was asked to stop before it could take the signal", file=sys.stderr)
             return EXIT_RESUME
+        if returncode == -signal.SIGKILL:  # else the driver has said so itself
+            self.say_memory()
         return returncode if returncode >= 0 else 128 - returncode
+
+    def say_memory(self) -> None:
+        """Say so when the kernel has ended processes for want of memory."""
+        if said := memory_cause(self.kills):
+            print(f"local: {said}", file=sys.stderr)
 
 
 def take_slot() -> tuple[RayPorts, socket.socket]:
@@ -162,13 +183,36 @@ def take_slot() -> tuple[RayPorts, socket.socket]:
     )
 
 
-def open_files_problems(where: str = "this shell") -> list[Problem]:
-    """Return a problem where a process may open fewer files than a run needs, also after it has raised its limit."""
+def limit_problems(num_units: int, where: str = "this shell") -> list[Problem]:
+    """Return a problem where the processes of a run may open fewer files, or start fewer threads, than they need."""
+    problems = []
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY or hard >= MIN_OPEN_FILES:
-        return []
-    expected, fix = f"at least {MIN_OPEN_FILES} open files for each process", "raise the hard limit (ulimit -Hn)"
-    return [Problem(where=where, got=f"a limit of {hard} open files", expected=expected, fix=fix)]
+    if hard != resource.RLIM_INFINITY and hard < MIN_OPEN_FILES:
+        expected, fix = f"at least {MIN_OPEN_FILES} open files for each process", "raise the hard limit (ulimit -Hn)"
+        problems.append(Problem(where=where, got=f"a limit of {hard} open files", expected=expected, fix=fix))
+    needed = RAY_THREADS + UNIT_THREADS * num_units
+    parts = f"{RAY_THREADS} for Ray and the driver, {UNIT_THREADS} for each of {num_units} worker units"
+    for words, limit, used, fix in thread_limits():
+        if limit - used < needed:
+            got = f"room for {max(0, limit - used)} more processes and threads ({words} is {limit}, {used} are in use)"
+            problems.append(Problem(where=where, got=got, expected=f"{needed}: {parts}", fix=fix))
+    return problems
+
+
+def thread_limits() -> list[tuple[str, int, int, str]]:
+    """Return what bounds the threads of a run: its name, the limit, how many there are, and what to do."""
+    found = []
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if soft != resource.RLIM_INFINITY and os.getuid() != 0:  # the kernel does not count those of root
+        own = [one.info for one in psutil.process_iter(["uids", "num_threads"]) if one.info["uids"]]
+        used = sum(one["num_threads"] or 0 for one in own if one["uids"].real == os.getuid())
+        found.append(("ulimit -u", soft, used, "raise the limit of processes (ulimit -u), or end other programs"))
+    for group in control_groups("pids"):
+        limit, used = group_limit(group, "pids.max"), group_limit(group, "pids.current") or 0
+        if limit is not None:
+            fix = "raise it: --pids-limit of the container, TasksMax= of the service"
+            found.append((f"pids.max of {group}", limit, used, fix))
+    return found
 
 
 def shared_memory_problems(parts: Mapping[str, int], *, where: str) -> list[Problem]:
@@ -215,7 +259,7 @@ def run_environment(temp: Path, ports: RayPorts) -> dict[str, str]:
     fixed = ENVIRONMENT | ({} if count_gpus() else CPU_ENVIRONMENT)
     fixed |= {
         **{name: with_loopback(shell.get(name, "")) for name in ("no_proxy", "NO_PROXY")},
-        "RAY_ADDRESS": f"{LOOPBACK}:{ports.gcs}",
+        "RAY_ADDRESS": host_port(LOOPBACK, ports.gcs),
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "TMPDIR": str(temp / "tmp"),
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
@@ -310,6 +354,7 @@ def watch(driver: subprocess.Popen[bytes], head: subprocess.Popen[bytes], signal
             print(
                 f"local: {why}; ending the driver; see raylet.out and gcs_server.out below logs/latest", file=sys.stderr
             )
+            signals.say_memory()
             driver.kill()
             driver.wait()
             return 1
@@ -367,7 +412,7 @@ def tear_down(temp: Path, attempt: Path, shm: set[int]) -> None:
 
 def supervise(run: LocalRun) -> int:
     """Run the job from lock to cleanup and return its exit status."""
-    if problems := open_files_problems():
+    if problems := limit_problems(run.num_units):
         raise LaunchError(problems)
     lock = lock_run(run.run_dir)
     for number in caught(*FORWARDED):

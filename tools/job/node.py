@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ipaddress
 import json
 import os
 import signal
@@ -31,11 +32,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from recipes.cluster.ports import EPHEMERAL_RANGE, busy_ports, ephemeral_overlap, ray_ports
+from recipes.cluster.ports import (
+    EPHEMERAL_RANGE,
+    address_of,
+    busy_ports,
+    connect,
+    ephemeral_overlap,
+    host_port,
+    ray_ports,
+)
 from recipes.cluster.tuning import ray_environment
 from recipes.environments.swe.containers.check import check_runtime
 from recipes.environments.swe.containers.runtime import runtime_of_machine
-from recipes.errors import LaunchError, Problem, RecipeError, RunError
+from recipes.errors import LaunchError, Problem, RecipeError, RunError, memory_cause, memory_kills
 from tools.job.barrier import EXIT_NODE, NODES_FILE, bring_up_seconds, note_unusable
 from tools.job.compile_cache import close_cache, open_cache, seed_path
 from tools.job.local import (
@@ -45,7 +54,7 @@ from tools.job.local import (
     SHARED_MEMORY,
     count_devices,
     count_gpus,
-    open_files_problems,
+    limit_problems,
     shared_memory_problems,
 )
 from tools.job.ray_temp import RAY, clear_abandoned, keep_logs, make_private, remove_sessions
@@ -104,7 +113,7 @@ def require_usable(node: Node) -> None:
     problems += sight_problems(node.log_dir)
     problems += gpu_problems(node.units, count_devices(), has_driver=_NVIDIA_DRIVER.exists())
     host, gpus = socket.gethostname(), node.units if count_gpus() else 0
-    problems += open_files_problems(where=host)
+    problems += limit_problems(node.units, where=host)
     parts = {"Ray's object store": OBJECT_STORE_BYTES, "NCCL": NCCL_BYTES * gpus}  # at least
     problems += shared_memory_problems(parts, where=f"{host}: {SHARED_MEMORY}")
     end = time.monotonic() + PORT_SECONDS
@@ -141,8 +150,8 @@ def own_address() -> str:
     """Return the address that the other nodes know this host by; empty when its name means only itself here."""
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     with suppress(OSError):
-        address = socket.gethostbyname(name)
-        return "" if address.startswith("127.") else address
+        address = address_of(name)
+        return "" if ipaddress.ip_address(address.partition("%")[0]).is_loopback else address
     return ""
 
 
@@ -154,11 +163,11 @@ _LAST_LINE_SECONDS = 1.0  # for what Ray printed before it ended and nobody has 
 def start_command(node: Node) -> list[str]:
     """Return the `ray start` of this node, with everything that the job has decided."""
     ports = ray_ports()
-    address = own_address()
+    address, head = own_address(), host_port(node.head, ports.gcs)
     gpus = node.units if count_gpus() else 0
     return [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
-        *(("--head", "--include-dashboard=false") if node.is_head else (f"--address={node.head}:{ports.gcs}",)),
+        *(("--head", "--include-dashboard=false") if node.is_head else (f"--address={head}",)),
         *((f"--node-ip-address={address}",) if address else ()),
         *((f"--node-name={name}",) if (name := os.environ.get("SLURMD_NODENAME")) else ()),  # by which errors name it
         *((f"--temp-dir={node.temp / RAY}",) if node.is_head else ()),  # the others take the head's path
@@ -231,10 +240,11 @@ def wait_for_head(node: Node) -> None:
     port, seconds = ray_ports().gcs, node.deadline or bring_up_seconds(node.num_nodes)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        with suppress(OSError), socket.create_connection((node.head, port), timeout=5):
+        with suppress(OSError), connect(node.head, port, seconds=5):
             return
         time.sleep(_POLL_SECONDS)
-    raise RunError(f"no answer of the head at {node.head}:{port} after {seconds:g} s; see ray_head_{node.head}.log")
+    where = host_port(node.head, port)
+    raise RunError(f"no answer of the head at {where} after {seconds:g} s; see ray_head_{node.head}.log")
 
 
 def run(node: Node) -> int:
@@ -250,7 +260,7 @@ def run(node: Node) -> int:
         lock = make_private(node.temp, logs=logs)
     except LaunchError as error:
         return stand_by(node, error)
-    cache = None
+    cache, kills = None, memory_kills()
     try:
         cache = open_cache(node.temp.parent, seed_path(node.cache))
         if not node.is_head:
@@ -263,6 +273,8 @@ def run(node: Node) -> int:
     finally:
         for number in STOPS:
             signal.signal(number, signal.SIG_IGN)
+        if said := memory_cause(kills):
+            print(f"node: on {host} {said}", file=sys.stderr, flush=True)
         end_ray()
         keep_logs(node.temp, logs)
         os.close(lock)

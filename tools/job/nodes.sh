@@ -66,9 +66,9 @@ named_nodes() {
     said="$(first_errors "${ended_role}")"
   fi
   for node in "$@"; do
-    address="$(getent ahostsv4 "${node}" | awk 'NR == 1 { print $1 }')" || true
+    address="$(getent ahosts "${node}" | awk 'NR == 1 { print $1 }')" || true
     if [[ ${ended_role} == driver ]]; then
-      [[ ${said} =~ (^|[^[:alnum:]_.-])(node ${node}|${address:-node ${node}})($|[^[:alnum:]_-]) ]] || continue
+      [[ ${said} =~ (^|[^[:alnum:]_.-])("node ${node}"|"${address:-node ${node}}")($|[^[:alnum:]_-]) ]] || continue
     else
       [[ $'\n'${said} == *$'\n'"srun: error: ${node}: "* ]] || continue
     fi

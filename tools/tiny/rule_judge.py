@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tools.json_server import HOST, JsonServer
+from tools.json_server import JsonServer
 from tools.tiny.model import CITIES, NAMES
 
 MODEL = "tiny-rules"
@@ -159,8 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         server = RuleServer(options.port)
     except OSError as error:
-        where = f"{HOST}:{options.port}"
-        print(f"rule_judge: {where}: {error.strerror}: end the program that has this port", file=sys.stderr)
+        print(f"rule_judge: port {options.port}: {error.strerror}: end the program that has this port", file=sys.stderr)
         return 2
     return run_beside(server, options.command)
 

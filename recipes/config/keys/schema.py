@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from jsonschema import Draft202012Validator
 
@@ -19,6 +20,7 @@ from recipes.errors import Problem
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "configs"
 UNSET = "???"  # a value that is given at launch
+MAX_HOST_NAME = 253  # characters, without a dot at its end
 INSTANCES = "env.nemo_gym"  # the block that also holds server instances under free names
 SERVER_KINDS = ("resources_servers", "responses_api_models", "responses_api_agents")
 
@@ -82,6 +84,16 @@ def show(value: Any) -> str:
     """Return a value as YAML would show it on one line, shortened."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def is_http_url(text: str) -> bool:
+    """Whether a client can ask there: a scheme of HTTP, a host name that can be looked up, a port if one is given."""
+    try:
+        place = urlsplit(text)
+        labels = (place.hostname or "").removesuffix(".").encode("idna")
+        return place.scheme in ("http", "https") and 0 < len(labels) <= MAX_HOST_NAME and place.port != 0
+    except ValueError:  # UnicodeError is one, of a label that is empty or too long
+        return False
 
 
 def describe(node: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ from recipes.config.keys.derive import (
     started_judges,
 )
 from recipes.config.keys.native import EXTERNAL_AGENT
-from recipes.config.keys.schema import INSTANCES, KeyProblem, resources_types, show
+from recipes.config.keys.schema import INSTANCES, KeyProblem, is_http_url, resources_types, show
 from recipes.config.rules.validation import GPUS, G
 from recipes.config.tree import Config
 from recipes.errors import nearest
@@ -201,7 +201,7 @@ def agents_sample_from_the_policy(config: Config) -> Iterator[KeyProblem]:
 def _incomplete(where: str, settings: Mapping[str, Any]) -> Iterator[KeyProblem]:
     """Refuse an agent elsewhere without an address, or without the server that scores its rollouts."""
     url = settings.get("url")
-    if not str(url or "").startswith(("http://", "https://")):
+    if not is_http_url(str(url or "")):
         fix = "give the address of the agent's server"
         yield KeyProblem(key=f"{where}.url", got=show(url), expected="http://host:port", fix=fix)
     if not settings.get("resources_server"):

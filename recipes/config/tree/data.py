@@ -58,7 +58,7 @@ class LoggerConfig:
     """write TensorBoard files"""
     wandb_enabled: bool
     """log to Weights & Biases"""
-    prometheus_address: Annotated[str | None, Like(r"^[^:]+:[0-9]{1,5}$")]
+    prometheus_address: Annotated[str | None, Like(r"^([^:\[\]]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}$")]
     """HOST:PORT at which Prometheus reads the numbers of the last step, 127.0.0.1:8900 say; null = nowhere"""
     wandb: WandbConfig
 

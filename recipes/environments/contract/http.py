@@ -108,6 +108,8 @@ class JsonClient:
                 allow_redirects=False,
             ) as reply:
                 return reply, await _read(reply)
+        except (aiohttp.InvalidURL, UnicodeError) as error:
+            raise RefusedError(f"{url}: no address that can be asked: {error}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise TransientError(f"{url}: {type(error).__name__}: {error}", is_reached=False) from error
 
@@ -116,6 +118,8 @@ class JsonClient:
         try:
             async with self._session().delete(url, headers=dict(headers), allow_redirects=False) as reply:
                 _raise_for_status(reply, await _read(reply), url)
+        except (aiohttp.InvalidURL, UnicodeError) as error:
+            raise RefusedError(f"{url}: no address that can be asked: {error}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise TransientError(f"{url}: {type(error).__name__}: {error}", is_reached=False) from error
 

@@ -22,6 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from recipes.cluster.ports import connect, host_port, url_of
+
 logger = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,6 +31,7 @@ PROGRAM = ROOT / "containers" / "sandbox" / "server.py"
 START_SECONDS = 60.0  # of our own server, which tries one jail first
 CONNECT_SECONDS = 5.0  # to the job's
 END_SECONDS = 10.0
+LOOPBACK = "127.0.0.1"
 ENDING_SECONDS = 1.0  # from the last connection of a killed process to its end
 _POLL_SECONDS = 0.02
 FAILED_SECONDS = 30.0  # for which a start that failed is not tried again
@@ -72,18 +75,18 @@ class SandboxServer:
         """How many programs may run at the same time: the start of one leaves a core idle half of the time."""
         return 2 * (os.cpu_count() or 1)
 
-    async def address(self, host_port: HostPort) -> Address:
+    async def address(self, place: HostPort) -> Address:
         """Return where to ask: at the address of the job's sandbox, or at our own, which is started if need be.
 
         Raises `SandboxFailedError`, without another start for `FAILED_SECONDS` after one that failed.
         """
-        if self._jobs.get(host_port):
-            return self._address_of(host_port)
+        if self._jobs.get(place):
+            return self._address_of(place)
         own, process = self._own, self._process
-        is_known = not self._token or host_port in self._jobs
+        is_known = not self._token or place in self._jobs
         if is_known and own is not None and process is not None and process.poll() is None:
             return own
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._find, host_port)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._find, place)
 
     async def notice_end(self) -> None:
         """Wait a moment for the end of our own server: its connections are closed before anybody can see that end."""
@@ -96,17 +99,17 @@ class SandboxServer:
         with self._lock:
             self._end()
 
-    def _address_of(self, host_port: HostPort) -> Address:
-        return Address(url=f"http://{host_port[0]}:{host_port[1]}", token=self._token)
+    def _address_of(self, place: HostPort) -> Address:
+        return Address(url=url_of(*place), token=self._token)
 
-    def _find(self, host_port: HostPort) -> Address:
+    def _find(self, place: HostPort) -> Address:
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
                 logger.warning("the sandbox of this process ended with status %d; it is started again", self._end())
-            if self._token and host_port not in self._jobs:
-                self._jobs[host_port] = answers(host_port)
-            if self._jobs.get(host_port):
-                return self._address_of(host_port)
+            if self._token and place not in self._jobs:
+                self._jobs[place] = answers(place)
+            if self._jobs.get(place):
+                return self._address_of(place)
             if self._own is None:
                 self._own = self._start_unless_failed()
             return self._own
@@ -126,7 +129,7 @@ class SandboxServer:
         """Start our own server on a socket that is ours from the start."""
         token = secrets.token_hex(32)
         self._log = os.memfd_create("sandbox")
-        with socket.create_server(("127.0.0.1", 0), backlog=512) as listening:
+        with socket.create_server((LOOPBACK, 0), backlog=512) as listening:
             descriptor = listening.fileno()
             given = {"SANDBOX_TOKEN": token, "SANDBOX_LISTEN_FD": str(descriptor), "PYTHONPATH": str(ROOT)}
             kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
@@ -142,7 +145,7 @@ class SandboxServer:
             )
             port = listening.getsockname()[1]
         self._wait_until_ready(self._process)
-        return Address(url=f"http://127.0.0.1:{port}", token=token)
+        return Address(url=url_of(LOOPBACK, port), token=token)
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
@@ -186,12 +189,12 @@ def memory_mib(places: int) -> int:
     return max(1024, min(4096, total // (2 * places)))
 
 
-def answers(host_port: HostPort) -> bool:
+def answers(place: HostPort) -> bool:
     """Return whether the job's sandbox listens there, and log a warning where it does not."""
     try:
-        socket.create_connection(host_port, timeout=CONNECT_SECONDS).close()
+        connect(*place, seconds=CONNECT_SECONDS).close()
     except OSError as error:
-        where = ":".join(map(str, host_port))
+        where = host_port(*place)
         logger.warning("no sandbox of the job listens at %s (%s); programs run in one of our own", where, error)
         return False
     return True

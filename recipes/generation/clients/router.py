@@ -147,7 +147,7 @@ class EngineStream:
         except (OSError, EOFError) as error:
             late = isinstance(error, TimeoutError) and f"no answer within {HANDSHAKE_SECONDS:g} s"
             raise EngineError(
-                f"the generation engine at {self._address.host}:{self._address.port} cannot be reached "
+                f"the generation engine at {self._address.host}, port {self._address.port}, cannot be reached "
                 f"({late or error}); if it runs, open the ports policy.generation.port_range_low to port_range_high "
                 "between the nodes"
             ) from error

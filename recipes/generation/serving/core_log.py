@@ -6,11 +6,14 @@ import os
 import re
 from pathlib import Path
 
+from recipes.errors import memory_cause, memory_kills
+
 KEPT_IN = "in logs/latest/ray of the run"
 _TAIL_BYTES = 64 << 10
 _MAX_CAUSE = 300  # characters
 _PREFIX = re.compile(r"^(?:\(\w+(?: pid=\d+)?\)\s*)?(?:(?:ERROR|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\]\s?)?")  # vLLM's
 _RAISED = re.compile(r"(?:[\w.]*(?:Error|Exception|Warning|Interrupt|Exit)\b|[\w.]+\.\w+Error\b)(?::.*)?")
+_KILLS_BEFORE = memory_kills()  # when this process began
 _SAYS_NOTHING = ("Engine core initialization failed", "EngineDeadError", "EngineCore encountered an issue")
 
 
@@ -24,6 +27,8 @@ def core_cause() -> str:
         if cause := last_cause(_tail(log)):
             return f"the last error of its log is {cause!r}; see {log.name} {KEPT_IN}"
     where = f"{logs[0].name} {KEPT_IN}" if logs else "the output above"
+    if said := memory_cause(_KILLS_BEFORE):
+        return f"{said}; see {where}"
     return f"its log names no error, as when the kernel kills a process for lack of memory; see {where}"
 
 

@@ -58,7 +58,7 @@ class Listener:
         self._outstanding = outstanding
         self._server: asyncio.Server
         self._strangers: dict[asyncio.StreamWriter, None] = {}  # who has not shown the key yet, the oldest first
-        host, port = held.getsockname()
+        host, port = held.getsockname()[:2]
         self.address = EngineAddress(host=host, port=port, key=secrets.token_bytes(32))
 
     @classmethod

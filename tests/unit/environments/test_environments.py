@@ -340,6 +340,7 @@ async def test_a_configured_agent_uses_its_own_server(codec: ChatCodec) -> None:
     ("instances", "message"),
     [
         ({"mcqa": server("mcqa", url="localhost:5000")}, r"mcqa.url: got localhost:5000, expected http://host:port"),
+        ({"mcqa": server("mcqa", url="http://fd00::2:5000")}, r"mcqa.url: got http://fd00::2:5000, expected http://ho"),
         ({"mcqa": server("mcqa", timeout_seconds="2m")}, r"mcqa.timeout_seconds: got '2m', expected a positive number"),
         ({"mcqa": server("mcqa", grading_mod="x")}, r"mcqa.grading_mod: no code reads this setting; .*'grading_mode'"),
     ],

@@ -51,6 +51,16 @@ async def test_half_a_surrogate_pair_is_carried_as_a_question_mark(url: str) -> 
     await client.close()
 
 
+@pytest.mark.parametrize("place", ["a" * 64, "a..b:80", "[::1:80", "fd00::2:80", "", "n1:99999"])
+async def test_an_address_that_is_none_is_not_asked_again(place: str) -> None:
+    client = JsonClient()
+    with pytest.raises(RefusedError, match="no address that can be asked"):
+        await client.post(f"http://{place}/x", {})
+    with pytest.raises(RefusedError, match="no address that can be asked"):
+        await client.delete(f"http://{place}/x", headers={})
+    await client.close()
+
+
 async def test_a_redirect_is_no_answer_of_a_tool(url: str) -> None:
     client = JsonClient()
     assert await client.post_for_text(f"{url}422", {"a": 1}, cookies={}) == '{"a":1}'

@@ -220,7 +220,7 @@ async def test_an_engine_that_cannot_be_reached_is_named_by_its_address(
     await outcome_of_one(case)
     case.first.listener.close()
     break_connection(case.client)
-    where = f"{case.first.address.host}:{case.first.address.port} cannot be reached .*port_range_low"
+    where = f"{case.first.address.host}, port {case.first.address.port}, cannot be reached .*port_range_low"
     with pytest.raises(EngineError, match=where):
         await outcome(case.ask(0))
 

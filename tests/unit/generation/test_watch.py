@@ -149,7 +149,7 @@ async def test_an_engine_that_starts_and_cannot_be_reached_stays_closed(
     assert case.handle.num_starts == 1 + MAX_STARTS
     assert case.handle.num_moves == MAX_STARTS - 1, "each further start is tried elsewhere, if that is free"
     assert not case.handle.is_up
-    reason = f"start {MAX_STARTS} of {MAX_STARTS} failed on node n7: the generation engine at 127.0.0.1:"
+    reason = f"start {MAX_STARTS} of {MAX_STARTS} failed on node n7: the generation engine at 127.0.0.1, port "
     assert f"engine A: {reason}" in caplog.text
     assert case.generation.starts.missing()["engine A"].startswith(reason)
     assert case.generation.starts.num_failed == MAX_STARTS

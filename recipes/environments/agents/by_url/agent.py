@@ -26,7 +26,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
-from recipes.cluster.ports import AGENT_PORTS, hold_in_range
+from recipes.cluster.ports import AGENT_PORTS, address_of, family_of, hold_in_range
 from recipes.environments.agents.by_url.forest import CallNode, Forest, walk
 from recipes.environments.agents.by_url.messages import REASONS
 from recipes.environments.agents.by_url.server import ListeningServer
@@ -211,8 +211,7 @@ class UrlAgents:
             template_kwargs=row_template_kwargs(episode.params),
             keeps_history=agent.keeps_history,
         )
-        server = await self.server_for(urlsplit(agent.url).hostname or "")
-        end = await self._end(episode, agent, session, server)
+        end = await self._end(episode, agent, session)
         kept = sequences_in(session, main_only=agent.trains_main_only)
         if isinstance(end, NoVerdict):
             turns = kept.turns(0) if kept.paths else ()
@@ -228,10 +227,12 @@ class UrlAgents:
                     starting.result().stop()
         self.http.close_all()
 
-    async def _end(
-        self, episode: Episode, agent: Agent, session: RolloutSession, server: ListeningServer
-    ) -> Mapping[str, Any] | NoVerdict:
+    async def _end(self, episode: Episode, agent: Agent, session: RolloutSession) -> Mapping[str, Any] | NoVerdict:
         """Return what the agent adds to its row, or why its work gets no verdict."""
+        try:
+            server = await self.server_for(urlsplit(agent.url).hostname or "")
+        except OSError as error:  # no look-up of its name, or no way to it
+            return NoVerdict(status=RolloutStatus.ENV_FAILED, reason=f"agent {agent.url}: {error}")
         try:
             reply = await self._result(episode, agent, session, server)
         except _NotDoneError as end:
@@ -297,8 +298,9 @@ def no_answer(session: RolloutSession) -> str:
 
 def own_address(host: str) -> str:
     """Return this machine's address in the network through which it reaches a host; no packet is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
+    address = address_of(host)
+    with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))
         return str(probe.getsockname()[0])
 
 

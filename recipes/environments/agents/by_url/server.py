@@ -24,6 +24,7 @@ from typing import Any
 import uvicorn
 
 from recipes.cluster.http_limits import LimitedProtocol
+from recipes.cluster.ports import url_of
 from recipes.environments.agents.by_url.messages import CHAT, RESPONSES, ApiError, ModelRequest, read_request
 from recipes.environments.agents.by_url.session import (
     MODEL,
@@ -241,7 +242,7 @@ class ListeningServer:
 
     def __init__(self, app: ModelServer, server: uvicorn.Server, held: socket.socket, task: asyncio.Task[None]) -> None:
         self.app = app
-        self.address, self.port = held.getsockname()
+        self.address, self.port = held.getsockname()[:2]
         self._server, self._socket, self._task = server, held, task
 
     @classmethod
@@ -275,7 +276,7 @@ class ListeningServer:
     async def serving(self, session: RolloutSession) -> AsyncIterator[str]:
         """Serve one rollout; yields its base URL."""
         async with self.app.serving(session) as secret:
-            yield f"http://{self.address}:{self.port}/r/{secret}/v1"
+            yield url_of(self.address, self.port, f"/r/{secret}/v1")
 
     def stop(self) -> None:
         """Let the server end without waiting for open requests. Its event loop may be another thread's, or be over."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import socket
 import subprocess
@@ -79,8 +80,18 @@ def test_what_a_container_gives_as_shared_memory_is_too_little(case, monkeypatch
 
 def test_a_shell_that_allows_few_open_files_is_told(case, monkeypatch):
     monkeypatch.setattr(machine, "count_gpus", lambda: 0)
-    monkeypatch.setattr(local.resource, "getrlimit", lambda _what: (64, 64))
+    limits = {resource.RLIMIT_NOFILE: (64, 64), resource.RLIMIT_NPROC: (resource.RLIM_INFINITY,) * 2}
+    monkeypatch.setattr(local.resource, "getrlimit", limits.__getitem__)
+    monkeypatch.setattr(local, "control_groups", lambda _controller: [])
     assert case.codes(LAUNCHER="local") == ["ALC004"]
+
+
+def test_a_container_that_allows_few_threads_is_told(case, monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "count_gpus", lambda: 0)
+    monkeypatch.setattr(local, "control_groups", lambda _controller: [tmp_path])
+    (tmp_path / "pids.max").write_text("100\n", encoding="utf-8")
+    [finding] = errors(case.examine(LAUNCHER="local"))
+    assert finding.code == "ALC004" and "200 for Ray and the driver, 150 for each of " in finding.problem.expected
 
 
 def cut_parent(case: LaunchCase) -> None:

@@ -172,11 +172,40 @@ def test_a_head_that_never_answers_is_given_up_at_the_deadline(monkeypatch):
         assert not barrier.join(f"127.0.0.1:{head.getsockname()[1]}", lambda: time.monotonic() < end)
 
 
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("n001", "n001"),
+        ("N7.Cluster.example.", "n7"),
+        ("gpu_node-1.a", "gpu_node-1"),
+        ("10.0.0.1", "10.0.0.1"),  # its first part would be that of every node
+        ("fd00::2", "fd00::2"),
+    ],
+)
+def test_a_host_is_known_by_its_name_without_the_domain(name, known):
+    assert barrier.short(name) == known
+    assert barrier.joined_names([name], [name, "other"], {known: "10.9.9.9"}) == [name]
+    assert barrier.known_address("a" * 64) == ""
+
+
+def test_the_sandbox_of_a_node_is_asked_on_ipv6(monkeypatch):
+    asked = []
+
+    class Direct:
+        def open(self, url, timeout):
+            asked.append((url, timeout))
+            raise OSError
+
+    monkeypatch.setattr(barrier.urllib.request, "build_opener", lambda *_: Direct())
+    assert not barrier.sandbox_answers("fd00::2")
+    assert asked == [("http://[fd00::2]:6000/health", 5.0)]
+
+
 def test_a_node_whose_host_has_another_name_is_known_by_its_address(monkeypatch):
     addresses = {"gpu-1": "10.0.0.1", "gpu-2": "10.0.0.2", "gpu-3": "10.0.0.3"}
     asked = []
-    monkeypatch.setattr(barrier.socket, "gethostbyname", lambda name: asked.append(name) or addresses[name])
-    monkeypatch.setattr(barrier, "address_of", barrier.address_of.__wrapped__)
+    monkeypatch.setattr(barrier, "address_of", lambda name: asked.append(name) or addresses[name])
+    monkeypatch.setattr(barrier, "known_address", barrier.known_address.__wrapped__)
     expected = list(addresses)
     assert barrier.joined_names(expected, expected, {"gpu-1": "10.0.0.1"}) == ["gpu-1"]
     assert not asked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +19,7 @@ from recipes.cluster.ports import ray_ports
 from recipes.cluster.tuning import KEPT_BACK
 from recipes.stop import EXIT_RESUME
 from tools.job import local
-from tools.job.local import Signals, run_environment, take_slot, watch
+from tools.job.local import Signals, limit_problems, run_environment, take_slot, watch
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -206,3 +208,49 @@ def test_another_checkout_in_pythonpath_is_not_run_in_place_of_this_one(
     result = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stderr) == (0, "")
     assert env["PYTHONPATH"].endswith(str(tmp_path))
+
+
+def test_a_driver_that_the_kernel_ended_for_want_of_memory_is_told_apart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(local, "memory_cause", lambda before: f"the kernel ended {before}")
+    signals = Signals(kills={Path("events"): 1})
+    assert signals.status_of(1) == 1 and capsys.readouterr().err == ""  # it has said so itself
+    assert signals.status_of(-signal.SIGKILL) == 137
+    assert capsys.readouterr().err == "local: the kernel ended {PosixPath('events'): 1}\n"
+
+
+@pytest.fixture
+def of_no_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be a user with 300 threads, in no control group that bounds them."""
+    limits = {resource.RLIMIT_NOFILE: (4096, 4096), resource.RLIMIT_NPROC: (1000, 2000)}
+    monkeypatch.setattr(local.resource, "getrlimit", limits.__getitem__)
+    monkeypatch.setattr(local.os, "getuid", lambda: 7)
+    mine = SimpleNamespace(info={"uids": SimpleNamespace(real=7), "num_threads": 300})
+    others = SimpleNamespace(info={"uids": SimpleNamespace(real=8), "num_threads": 5000})
+    hidden = SimpleNamespace(info={"uids": None, "num_threads": None})
+    monkeypatch.setattr(local.psutil, "process_iter", lambda _facts: [mine, others, hidden])
+    monkeypatch.setattr(local, "control_groups", lambda _controller: [])
+
+
+@pytest.mark.usefixtures("of_no_root")
+def test_too_few_threads_for_a_run_are_told_with_what_is_needed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert limit_problems(3) == []  # 700 are free, and 650 are needed
+    [problem] = limit_problems(4, where="n7")
+    assert str(problem) == (
+        "n7: got room for 700 more processes and threads (ulimit -u is 1000, 300 are in use), expected 800: 200 for "
+        "Ray and the driver, 150 for each of 4 worker units; raise the limit of processes (ulimit -u), or end other "
+        "programs"
+    )
+    monkeypatch.setattr(local.os, "getuid", lambda: 0)  # whom the kernel does not count
+    assert limit_problems(4) == []
+    monkeypatch.setattr(local, "control_groups", lambda controller: [tmp_path] if controller == "pids" else [])
+    for limit, is_enough in (("max", True), ("900", True), ("512", False)):
+        (tmp_path / "pids.max").write_text(f"{limit}\n", encoding="utf-8")
+        (tmp_path / "pids.current").write_text("50\n", encoding="utf-8")
+        problems = limit_problems(4)
+        assert bool(problems) != is_enough
+    assert f"room for 462 more processes and threads (pids.max of {tmp_path} is 512, 50" in str(problems[0])
+    assert "--pids-limit" in problems[0].fix

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -58,6 +59,14 @@ def test_a_node_says_what_the_job_decided(tmp_path, monkeypatch):
         assert not [word for word in command if word.startswith("--object-store-memory")]  # Ray's own share
     assert "--port=1200" in head and "--temp-dir=/tmp/rl-7-0-ab/ray" in head
     assert "--address=n1:1200" in worker
+    assert "--address=[fd00::2]:1200" in start_command(replace(make_node(tmp_path, is_head=False), head="fd00::2"))
+
+
+@pytest.mark.parametrize(("address", "own"), [("10.0.0.7", "10.0.0.7"), ("127.0.1.1", ""), ("fd00::2", "fd00::2"),
+                                              ("::1", "")])  # fmt: skip
+def test_a_node_tells_no_address_that_means_only_itself(monkeypatch, address, own):
+    monkeypatch.setattr(ray_start, "address_of", lambda _name: address)
+    assert ray_start.own_address() == own
 
 
 def test_a_node_without_gpus_offers_none_and_keeps_its_memory(tmp_path, monkeypatch):
@@ -237,7 +246,9 @@ def test_a_node_with_little_shared_memory_or_few_descriptors_is_named(
 ):
     usage = shutil.disk_usage(tmp_path)._replace(free=free_mib * 2**20)
     monkeypatch.setattr(local.shutil, "disk_usage", lambda _path: usage)
-    monkeypatch.setattr(local.resource, "getrlimit", lambda _what: (limit, limit))
+    limits = {resource.RLIMIT_NOFILE: (limit, limit), resource.RLIMIT_NPROC: (resource.RLIM_INFINITY,) * 2}
+    monkeypatch.setattr(local.resource, "getrlimit", limits.__getitem__)
+    monkeypatch.setattr(local, "control_groups", lambda _controller: [])
     monkeypatch.setattr(node.socket, "gethostname", lambda: "n7")
     monkeypatch.setattr(node, "count_gpus", lambda: gpus)
     monkeypatch.setattr(node, "sight_problems", lambda _directory: [])
