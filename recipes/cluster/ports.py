@@ -220,7 +220,7 @@ def interface_of(address: str) -> str | None:
     for name, entries in psutil.net_if_addrs().items():
         own = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
         if read(address) in map(read, own):
-            return name
+            return str(name)
     return None
 
 

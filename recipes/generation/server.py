@@ -74,7 +74,8 @@ class HttpServer:
                 task.result()
                 raise RuntimeError("the HTTP server ended while it was starting")
             await asyncio.sleep(0.01)
-        return cls(server, task, url_of(*held.getsockname()[:2], "/v1"), api_key)
+        host, port = held.getsockname()[:2]
+        return cls(server, task, url_of(host, port, "/v1"), api_key)
 
     async def stop(self) -> None:
         """Close the server without waiting for open requests."""
